@@ -69,6 +69,7 @@ from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient, CatalogRefusedError
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
+from kvbm.manager.load_meter import LoadMeter
 from kvbm.manager.loads import Prefix
 from kvbm.manager.offload_queue import Skipped
 from kvbm.manager.owned_hbm import Manager
@@ -101,6 +102,7 @@ __all__ = [
     "KvbmError",
     "LayoutError",
     "LedgerError",
+    "LoadMeter",
     "LookupAnswer",
     "Manager",
     "ManagerStats",

@@ -32,6 +32,7 @@ from kvbm.command_line import (
     write_out,
 )
 from kvbm.config import default_lines
+from kvbm.core.errors import ConfigError
 from kvbm.locate.http import CatalogClient
 
 if TYPE_CHECKING:
@@ -97,14 +98,17 @@ def _add_simulate(commands: Commands) -> None:
     simulate = add_command(
         commands,
         "simulate",
-        "drive several managers with a trace: synthetic bytes, real events, a real catalog that routes",
+        "drive several managers with a trace: synthetic bytes, real events, a real catalog that routes; or compare ways of routing",
         "kvbm simulate --trace conversation_trace.jsonl --instances 4 --pools hbm=12500 --json sim.json",
     )
     simulate.add_argument(
         "--trace", type=Path, metavar="FILE", help="Mooncake's JSONL; without it, a generated workload"
     )
     simulate.add_argument(
-        "--requests", type=int, default=2000, metavar="N", help="requests of the generated workload (default 2000)"
+        "--requests",
+        type=int,
+        metavar="N",
+        help="requests of the generated workload (default 2000; with --policy 4000 of each)",
     )
     simulate.add_argument(
         "--seed",
@@ -116,11 +120,51 @@ def _add_simulate(commands: Commands) -> None:
     simulate.add_argument("--instances", type=int, default=4, metavar="N", help="how many managers (default 4)")
     simulate.add_argument(
         "--pools",
-        default="hbm=12500",
         metavar="TIER=SLOTS,…",
-        help='slots of each instance, such as "hbm=4000,host=8500", or "unbounded" (default hbm=12500)',
+        help='slots of each instance, such as "hbm=4000,host=8500", or "unbounded" (default hbm=12500; with --policy hbm=4000)',
     )
     simulate.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    policies = simulate.add_argument_group("compare ways of routing, in virtual time, without bytes and servers")
+    policies.add_argument(
+        "--policy",
+        type=_names,
+        metavar="NAME,…",
+        help='of kvbm, random, prefix+load, dynamo and llm-d, or "all"; all run on the same requests',
+    )
+    policies.add_argument(
+        "--workload",
+        type=_names,
+        metavar="NAME,…",
+        help='of conversation, tool-agents, shared-prompts and long-documents, or "all" (default)',
+    )
+    policies.add_argument(
+        "--load",
+        type=_names,
+        default=("normal", "overload"),
+        metavar="NAME,…",
+        help="of light, normal and overload (default normal,overload)",
+    )
+    policies.add_argument(
+        "--seeds", type=_numbers, metavar="N,…", help="a row is the mean over these (default the one of --seed)"
+    )
+    policies.add_argument(
+        "--speeds",
+        type=_speeds,
+        metavar="TOKENS,…",
+        help="tokens each instance prefills in a second (default 10000 each)",
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
 
 
 def _add_engine(commands: Commands) -> None:
@@ -369,12 +413,14 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         case "simulate":
             from kvbm.workload import simulate
 
+            if arguments.policy is not None:
+                return _compare_policies(arguments)
             return simulate.main(
                 arguments.trace,
-                arguments.requests,
+                2000 if arguments.requests is None else arguments.requests,
                 arguments.seed,
                 arguments.instances,
-                arguments.pools,
+                "hbm=12500" if arguments.pools is None else arguments.pools,
                 arguments.json,
             )
         case "keys":
@@ -414,6 +460,34 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         case _:
             print("\n".join(default_lines()))
             return 0
+
+
+def _compare_policies(arguments: argparse.Namespace) -> int:
+    """`kvbm simulate --policy`."""
+    from kvbm.workload import compare_policies
+    from kvbm.workload.policies import POLICIES
+    from kvbm.workload.simulate import parse_pools
+    from kvbm.workload.workloads import WORKLOADS
+
+    pools = parse_pools("hbm=4000" if arguments.pools is None else arguments.pools)
+    if set(pools) != {"hbm"}:
+        raise ConfigError(f"--pools {arguments.pools!r}: --policy compares with an HBM pool alone; give hbm=SLOTS")
+    if arguments.instances < 1:
+        raise ConfigError(f"--instances {arguments.instances}: at least 1 is needed")
+    speeds = arguments.speeds or (compare_policies.PREFILL_TOKENS_PER_S,) * arguments.instances
+    return compare_policies.main(
+        compare_policies.CompareOptions(
+            policies=tuple(POLICIES) if arguments.policy == ("all",) else arguments.policy,
+            workloads=tuple(WORKLOADS) if arguments.workload in (None, ("all",)) else arguments.workload,
+            loads=arguments.load,
+            seeds=arguments.seeds or (arguments.seed,),
+            requests=4_000 if arguments.requests is None else arguments.requests,
+            speeds=speeds,
+            slots=pools["hbm"],
+            trace=arguments.trace,
+        ),
+        arguments.json,
+    )
 
 
 def _print_permissions(arguments: argparse.Namespace) -> int:

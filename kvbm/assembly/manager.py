@@ -265,7 +265,7 @@ def run_catalog(
     """
     from kvbm.catalog.access import AccessOptions
     from kvbm.catalog.limits import LimitSettings
-    from kvbm.catalog.routing import RoutingSettings
+    from kvbm.catalog.routing_cost import RoutingSettings
     from kvbm.catalog.server import run
     from kvbm.catalog.service import ServiceSettings
 

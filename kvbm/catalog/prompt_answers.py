@@ -73,7 +73,10 @@ class PromptAnswers:
             raise ApiError(
                 422, "input_tokens_missing", "input_tokens is not given", "say how long the prompt is, in tokens"
             )
-        answer = _encode(self._routed(caller, key, namespace, hashes, asked.input_tokens, asked.limit, _only(asked)))
+        task = self._task(caller, key, namespace, hashes, asked.input_tokens)._replace(
+            latency=asked.latency, deadline_s=asked.deadline_s, phase=asked.phase
+        )
+        answer = _encode(self._routed(caller, task, namespace, asked.limit, _only(asked)))
         self._metrics.route_s.observe(time.perf_counter() - begin_s)
         return answer
 
@@ -98,17 +101,20 @@ class PromptAnswers:
             self._metrics.lookup_s.observe(time.perf_counter() - begin_s)
         else:
             answers = b"".join(
-                prompt_batches.encode_route(self._routed(caller, key, asked.namespace, hashes, tokens, asked.limit))
+                prompt_batches.encode_route(
+                    self._routed(
+                        caller, self._task(caller, key, asked.namespace, hashes, tokens), asked.namespace, asked.limit
+                    )
+                )
                 for hashes, tokens in asked.prompts
             )
             cost = len(asked.prompts) - 1
             self._metrics.route_s.observe(time.perf_counter() - begin_s)
         return head + answers, cost
 
-    def _routed(
-        self, caller: Caller, key: str, namespace: Namespace | NamespaceId, hashes: bytes, input_tokens: int, limit: int,
-        only: list[InstanceId] | None = None,
-    ) -> RouteAnswer:  # fmt: skip
+    def _task(
+        self, caller: Caller, key: str, namespace: Namespace | NamespaceId, hashes: bytes, input_tokens: int
+    ) -> RoutingTask:
         blocks, fields = len(hashes) // HASH_BYTES, self._fields(caller, namespace)
         block_tokens = fields.block_tokens if fields is not None else input_tokens // blocks if blocks else 1
         if blocks * block_tokens > input_tokens:
@@ -116,7 +122,17 @@ class PromptAnswers:
                 422, "too_many_hashes", f"{blocks} full blocks of {block_tokens} tokens are more than {input_tokens} tokens",
                 "give the whole prompt's length as input_tokens, and hashes of full blocks only",
             )  # fmt: skip
-        task = RoutingTask(id_of(namespace), hashes, input_tokens, max(1, block_tokens), key)
+        return RoutingTask(id_of(namespace), hashes, input_tokens, max(1, block_tokens), key)
+
+    def _routed(
+        self,
+        caller: Caller,
+        task: RoutingTask,
+        namespace: Namespace | NamespaceId,
+        limit: int,
+        only: list[InstanceId] | None = None,
+    ) -> RouteAnswer:
+        fields = self._fields(caller, namespace)
         ranked = self._service.queries.route(task, fields, namespace, caller, only)
         if not ranked:
             raise ApiError(
@@ -126,8 +142,9 @@ class PromptAnswers:
         return RouteAnswer(
             instance=ranked[0].instance,
             namespace=task.namespace.hex(),
-            blocks=blocks,
+            blocks=len(task.hashes) // HASH_BYTES,
             ranked=ranked[:limit],
+            admitted=ranked[0].admitted,
             view_age_s=self._service.queries.view_age_s(),
             more=max(0, len(ranked) - limit),
         )

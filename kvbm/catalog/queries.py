@@ -13,7 +13,8 @@ from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.lag import Confirmation
 from kvbm.catalog.liveness import Freshness
 from kvbm.catalog.lookup import locate, lookup
-from kvbm.catalog.routing import Router, RoutingSettings, RoutingTask
+from kvbm.catalog.routing import Router, RoutingTask
+from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.snapshots import SnapshotRequests
 from kvbm.catalog.visibility import NOWHERE, Visibility
@@ -295,7 +296,10 @@ class Queries:
 
 def _without_load(ranked: RankedInstance) -> RankedInstance:
     """Without what other tenants' prompts have made of the cost."""
-    return msgspec.structs.replace(ranked, queueing_s=0.0, balance_s=0.0, cost_s=ranked.recompute_s + ranked.fetch_s)
+    own_s = max(0.0, ranked.ttft_s - ranked.queueing_s)
+    return msgspec.structs.replace(
+        ranked, queueing_s=0.0, recompute_s=own_s - ranked.fetch_s, balance_s=0.0, cost_s=own_s, ttft_s=own_s
+    )
 
 
 def _without_counts(summary: InstanceSummary) -> InstanceSummary:

@@ -1,17 +1,11 @@
-"""Which instance should serve a prompt: the least cost, in seconds, of waiting, computing, balance and fetching.
+"""Which instance should serve a prompt: the least cost, and what was routed before.
 
-With P the tokens an instance prefills a second, and W the weight of work that its owner could have been spared:
+What a cost is made of stands in `routing_cost`; here its numbers come from: the index, the instances' heartbeats, and what is remembered of
+routes. An instance's speed is what its heartbeats say, within bounds; no number of whoever asks changes it.
 
-    queueing_s   what waits there now / P
-    recompute_s  W * missing tokens / P
-    balance_s    W * (input tokens / P) * (its share of what was routed lately against the mean's)
-    fetch_s      bringing what is held elsewhere than in HBM to HBM
-
-Measured on the conversation trace and on synthetic shared prompts: without the balance term everything that shares a system
-prompt ends on one instance when arrivals are sparse.
-
-What was routed is remembered for each caller apart: nobody's routes change what others are answered, only heartbeats do. All of it is
-bounded: in tokens a route may add, in callers and instances, and in bytes.
+What was routed is remembered for each caller apart: nobody's routes change what others are answered, only heartbeats do. Prompts that are only
+decoded are remembered apart from those that are prefilled. All of it is bounded: in tokens a route may add, in callers and instances, and in
+bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +15,18 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from kvbm.catalog.index import ClusterIndex, InstanceDepth, is_suspect
 from kvbm.catalog.liveness import LastHeartbeat
+from kvbm.catalog.routing_cost import (
+    ClusterNumbers,
+    InstanceNumbers,
+    RoutingSettings,
+    admits,
+    believed,
+    decode_cost,
+    prefill_cost,
+    work_weight,
+)
 from kvbm.catalog.soon_held import Chain, SoonHeld
 from kvbm.core.answers import MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
 from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
@@ -38,28 +40,6 @@ _REMEMBERED_ROUTES = 1024  # per instance; older ones cannot matter for long
 _LOOK_S = 5.0  # between two looks at what is remembered of instances that are not asked for
 
 
-class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the cost is made of; the defaults won a sweep over a recorded trace.
-
-    Attributes:
-        work_weight: W.
-        half_life_s: after this long a routed token counts half for balance.
-        prior_s: seconds of prefill added to the mean, so that a quiet cluster is not balanced over trifles.
-        hold_s: for this long after a route its blocks count as soon to be held.
-        prefill_tokens_per_s: P.
-        prefill_by_instance: P of instances that differ.
-        tier_weights: factors on the fetch cost from each tier, by name; 1 when absent.
-    """
-
-    work_weight: float = 8.0
-    half_life_s: float = 300.0
-    prior_s: float = 10.0
-    hold_s: float = 30.0
-    prefill_tokens_per_s: float = 10_000.0
-    prefill_by_instance: dict[str, float] = {}
-    tier_weights: dict[str, float] = {}
-
-
 class RoutingTask(NamedTuple):
     """One prompt to route.
 
@@ -68,6 +48,9 @@ class RoutingTask(NamedTuple):
         input_tokens: of the whole prompt.
         block_tokens: tokens of one block, at least 1.
         caller: who asks; what was routed for others does not count.
+        latency: "interactive", "standard" or "batch".
+        deadline_s: the first token is of no use later than this from now; None: it always is.
+        phase: "decode": it was prefilled elsewhere; "prefill", or "both".
     """
 
     namespace: NamespaceId
@@ -75,6 +58,25 @@ class RoutingTask(NamedTuple):
     input_tokens: int
     block_tokens: int
     caller: str = ""
+    latency: str = "standard"
+    deadline_s: float | None = None
+    phase: str = "both"
+
+
+class _Load(NamedTuple):
+    """What an instance has to do, as its heartbeat and this caller's routes say.
+
+    Attributes:
+        tokens_per_s: what it prefills in a second.
+        queueing_s: how long a prompt that comes now waits there.
+        recent_s: what was routed there lately, decayed, in seconds of prefill.
+        running_requests: that it decodes.
+    """
+
+    tokens_per_s: float
+    queueing_s: float
+    recent_s: float
+    running_requests: int
 
 
 class _Routed:
@@ -155,7 +157,7 @@ class Router:
         candidates: Sequence[InstanceId],
         pulses: Mapping[InstanceId, LastHeartbeat | None],
     ) -> list[RankedInstance]:
-        """Rank the candidates, best first, and note the best as chosen.
+        """Rank the candidates, best first, and note the best as chosen, if the prompt is admitted.
 
         Args:
             now_s: on the clock of the pulses.
@@ -164,7 +166,9 @@ class Router:
         chain = self._soon.chain(task.namespace, task.hashes)
         ranked = self._rank(now_s, task, chain, index, candidates, pulses)
         best = ranked[0]
-        routed = self._caller(now_s, task.caller).routed.setdefault(InstanceId(best.instance), _Routed())
+        if not best.admitted:
+            return ranked
+        routed = self._caller(now_s, _remembered_as(task)).routed.setdefault(InstanceId(best.instance), _Routed())
         routed.add(now_s, min(task.input_tokens, MAX_TOKENS), min(best.missing_tokens, MAX_TOKENS))
         self._soon.note(now_s, task.caller, best.instance, chain)
         return ranked
@@ -191,23 +195,29 @@ class Router:
     ) -> list[RankedInstance]:
         if task.input_tokens > MAX_INPUT_TOKENS:
             task = task._replace(input_tokens=MAX_INPUT_TOKENS)
-        caller = self._caller(now_s, task.caller)
+        caller = self._caller(now_s, _remembered_as(task))
         found = {depth.instance: depth for depth in index.prefixes(task.namespace, task.hashes).instances}
         held = [found[instance].depth if instance in found else 0 for instance in candidates]
         depths = self._soon.depths(now_s, task.caller, candidates, chain, held)
-        mean = sum(caller.recent(instance) for instance in candidates) / len(candidates)
+        loads = [self._load(now_s, task, caller, instance, pulses.get(instance)) for instance in candidates]
+        cluster = ClusterNumbers(
+            min(load.queueing_s for load in loads), sum(load.recent_s for load in loads) / len(loads)
+        )
         ranked = [
-            self._price(now_s, task, caller, index, instance, depth, found.get(instance), pulses.get(instance), mean)
-            for instance, depth in zip(candidates, depths, strict=True)
+            self._price(task, cluster, index, instance, depth, found.get(instance), load)
+            for instance, depth, load in zip(candidates, depths, loads, strict=True)
         ]
         ties: dict[str, bytes] = {}
         if len({(entry.cost_s, caller.recent(InstanceId(entry.instance))) for entry in ranked}) < len(ranked):
             ties = {entry.instance: _tie(task, entry) for entry in ranked}
         ranked.sort(
             key=lambda entry: (
-                entry.cost_s, caller.recent(InstanceId(entry.instance)), ties.get(entry.instance, b""),
+                not entry.admitted,
+                entry.cost_s,
+                caller.recent(InstanceId(entry.instance)),
+                ties.get(entry.instance, b""),
             )
-        )  # fmt: skip
+        )
         return ranked
 
     def forget(self, instance: InstanceId) -> None:
@@ -230,21 +240,37 @@ class Router:
                 other.shrink(now_s, self.settings)
         return caller
 
+    def _load(
+        self, now_s: float, task: RoutingTask, caller: _Caller, instance: InstanceId, pulse: LastHeartbeat | None
+    ) -> _Load:
+        """What the instance has to do."""
+        settings = self.settings
+        expected = settings.prefill_by_instance.get(instance, settings.prefill_tokens_per_s)
+        tokens_per_s = queue_tokens_per_s = expected
+        running = 0
+        if pulse is not None:
+            tokens_per_s = believed(pulse.heartbeat.prefill_tokens_per_s, expected)
+            queue_tokens_per_s = believed(pulse.heartbeat.queue_tokens_per_s, tokens_per_s)
+            queue_tokens_per_s = believed(queue_tokens_per_s, expected)
+            running = min(max(0, pulse.heartbeat.running_requests), _MOST_QUEUED)
+        routed = caller.routed.get(instance)
+        queueing_s = self._queued(now_s, routed, pulse, queue_tokens_per_s) / queue_tokens_per_s
+        if task.phase == "decode" and routed is not None:
+            running += len(routed.in_flight)
+        return _Load(tokens_per_s, queueing_s, caller.recent(instance) / tokens_per_s, running)
+
     def _price(
         self,
-        now_s: float,
         task: RoutingTask,
-        caller: _Caller,
+        cluster: ClusterNumbers,
         index: ClusterIndex,
         instance: InstanceId,
         depth: int,
         held: InstanceDepth | None,
-        pulse: LastHeartbeat | None,
-        mean: float,
+        load: _Load,
     ) -> RankedInstance:
         """The cost of serving there, where it has, or will soon have, `depth` blocks."""
-        settings = self.settings
-        rate = settings.prefill_by_instance.get(instance, settings.prefill_tokens_per_s)
+        settings, is_decode = self.settings, task.phase == "decode"
         fetch_s, fetch_blocks = 0.0, 0
         if held is not None:
             for tier in (Tier.HOST, Tier.NVME, Tier.OBJECT):
@@ -253,22 +279,30 @@ class Router:
             beyond = held.reach - depth
             if beyond > 0:
                 pool_s = self._fetch_s(index, instance, Tier.OBJECT, beyond)
-                if pool_s < settings.work_weight * beyond * task.block_tokens / rate:
+                weight = work_weight(settings, cluster.least_s, load.queueing_s, task.latency)
+                if is_decode or pool_s < weight * beyond * task.block_tokens / load.tokens_per_s:
                     fetch_s += pool_s
                     fetch_blocks += beyond
                     depth = held.reach
         missing = max(0, task.input_tokens - depth * task.block_tokens)
-        queueing_s = self._queued(now_s, caller.routed.get(instance), pulse, rate) / rate
-        recompute_s = settings.work_weight * missing / rate
-        share = (caller.recent(instance) - mean) / (mean + settings.prior_s * rate)
-        balance_s = settings.work_weight * (task.input_tokens / rate) * share
+        if is_decode:  # what neither it nor its pools have is brought from where it was prefilled
+            brought = -(-missing // task.block_tokens)
+            fetch_s += self._brought_s(index, instance, brought)
+            fetch_blocks, missing = fetch_blocks + brought, 0
+        numbers = InstanceNumbers(load.queueing_s, load.tokens_per_s, missing, load.recent_s, fetch_s)
+        if is_decode:
+            cost = decode_cost(settings, cluster, numbers, load.running_requests)
+        else:
+            cost = prefill_cost(settings, cluster, numbers, task.latency)
         return RankedInstance(
             instance=instance,
-            cost_s=queueing_s + recompute_s + balance_s + fetch_s,
-            queueing_s=queueing_s,
-            recompute_s=recompute_s,
-            balance_s=balance_s,
-            fetch_s=fetch_s,
+            cost_s=cost.sum_s,
+            queueing_s=cost.queueing_s,
+            recompute_s=cost.recompute_s,
+            balance_s=cost.balance_s,
+            fetch_s=cost.fetch_s,
+            ttft_s=cost.ttft_s,
+            admitted=admits(settings, task.latency, task.deadline_s, cost.ttft_s, cluster.least_s),
             depth=depth,
             missing_tokens=missing,
             fetch_blocks=fetch_blocks,
@@ -291,6 +325,21 @@ class Router:
         view = index.view(instance)
         block_bytes = next((pool.block_bytes for pool in view.pools if pool.tier == tier), 0) if view is not None else 0
         return TIER_LINKS[tier].seconds(blocks * block_bytes) * self.settings.tier_weights.get(tier.name, 1.0)
+
+    def _brought_s(self, index: ClusterIndex, instance: InstanceId, blocks: int) -> float:
+        """Bringing blocks from another instance: over what is as far as a pool all can reach."""
+        if not blocks:
+            return 0.0
+        view = index.view(instance)
+        block_bytes = (
+            next((pool.block_bytes for pool in view.pools if pool.tier == Tier.HBM), 0) if view is not None else 0
+        )
+        return TIER_LINKS[Tier.OBJECT].seconds(blocks * block_bytes)
+
+
+def _remembered_as(task: RoutingTask) -> str:
+    """Whose routes count: prompts that are only decoded load an instance otherwise than those that are prefilled."""
+    return f"{task.caller}\0decode" if task.phase == "decode" else task.caller
 
 
 def _tie(task: RoutingTask, entry: RankedInstance) -> bytes:

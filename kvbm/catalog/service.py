@@ -31,7 +31,7 @@ from kvbm.catalog.limits import LimitSettings
 from kvbm.catalog.liveness import LIVENESS_S
 from kvbm.catalog.queries import Queries
 from kvbm.catalog.reference_index import ReferenceIndex
-from kvbm.catalog.routing import RoutingSettings
+from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.snapshots import ASK_AGAIN_S, SnapshotRequests

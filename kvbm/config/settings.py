@@ -254,18 +254,28 @@ class TierWeightSettings(SettingsGroup, frozen=True):
 
 
 class RoutingSettings(SettingsGroup, frozen=True):
-    """What routing's cost is made of; the defaults won a sweep over a recorded trace.
+    """What routing's cost is made of; the defaults won a sweep over generated workloads.
 
     Attributes:
-        prefill_tokens_per_s: what routing assumes an instance computes.
-        work_weight: how much a second of recomputing weighs against a second of waiting.
+        prefill_tokens_per_s: what routing assumes an instance computes; what its heartbeats say it has measured is believed within 4 times of it.
+        work_weight: how much a second of recomputing weighs against a second of waiting, while nobody waits.
+        crowding_weight: how much that weight grows with each second that a prompt waits at the least busy instance.
+        own_crowding: the part of an instance's longer queue that counts for its weight.
+        balance_s: how many seconds an instance loses that was routed twice the mean lately.
+        decode_request_s: how much longer a request being decoded makes another wait, where only decoding is asked for.
+        batch_wait_s: requests of the class "batch" are not admitted while the least wait is longer.
         half_life_s: after this long a routed token counts half for balance.
         prior_s: seconds of prefill added to the mean, so that a quiet cluster is not balanced over trifles.
         hold_s: for this long after a route its blocks count as soon to be held.
     """
 
     prefill_tokens_per_s: float = 10_000.0
-    work_weight: float = 8.0
+    work_weight: float = 2.0
+    crowding_weight: float = 4.0
+    own_crowding: float = 0.3
+    balance_s: float = 2.0
+    decode_request_s: float = 0.01
+    batch_wait_s: float = 10.0
     half_life_s: float = 300.0
     prior_s: float = 10.0
     hold_s: float = 30.0

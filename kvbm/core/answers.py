@@ -5,7 +5,7 @@ Hashes and namespace ids are lower-case hex, 32 digits each; a run of hashes may
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -19,6 +19,7 @@ LIMIT = 8
 MAX_LIMIT = 1024
 MAX_INSTANCES = 1000  # in one answer
 MAX_WAIT_S = 5.0
+MAX_DEADLINE_S = 86_400.0
 _MOST_COUNT = (1 << 63) - 1  # of an epoch or an offset
 _HEX_DIGITS = 32  # of a hash
 
@@ -72,9 +73,17 @@ class RouteRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         input_tokens: tokens of the whole prompt, its partial last block included; may be left out when `tokens` are given. What an
             instance is taken to be busy with grows by at most 1,048,576 tokens with one route.
+        latency: what waits more: an interactive prompt counts its own wait double, one of a batch that of others, and is not admitted while
+            even the least busy instance has a long queue.
+        deadline_s: the first token is of no use later than this from now. Instances that can keep it go first; where none can, the
+            prompt is not admitted.
+        phase: "prefill" or "decode" where another instance does the other; "both" where one does all.
     """
 
     input_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_INPUT_TOKENS)] | None = None
+    latency: Literal["interactive", "standard", "batch"] = "standard"
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
+    phase: Literal["both", "prefill", "decode"] = "both"
 
 
 class InstanceHolding(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +140,8 @@ class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
         missing_tokens: tokens it must compute.
         fetch_blocks: blocks of `depth` that must be brought to HBM.
         cost_s: the sum of the parts.
+        ttft_s: when its first token is to be expected: waiting, fetching and computing, nothing weighed.
+        admitted: False: it cannot keep the deadline, or the prompt is of a batch and others wait.
     """
 
     instance: str
@@ -143,10 +154,17 @@ class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
     missing_tokens: int
     fetch_blocks: int
     suspect: bool
+    ttft_s: float = 0.0
+    admitted: bool = True
 
 
 class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The instance to send the prompt to, and those considered, best first; `more` others are worse. `view_age_s` as in LookupAnswer."""
+    """The instance to send the prompt to, and those considered, best first; `more` others are worse. `view_age_s` as in LookupAnswer.
+
+    Attributes:
+        admitted: False: its deadline cannot be kept, or it is of a batch and others wait; it is not remembered as sent. Refuse it, or ask again
+            later.
+    """
 
     instance: str
     namespace: str
@@ -154,6 +172,7 @@ class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
     ranked: list[RankedInstance]
     view_age_s: float = 0.0
     more: int = 0
+    admitted: bool = True
 
 
 class BlockHolder(msgspec.Struct, frozen=True, kw_only=True):

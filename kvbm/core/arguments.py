@@ -6,6 +6,7 @@ and a length; what has to look at every item is left to the call that looks at t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,6 +46,14 @@ def check_seconds(value: float, argument: str, most: float = LONGEST_WAIT_S) -> 
         raise ArgumentTypeError(argument, f"is {kind_of(value)}; give seconds, from 0 on")
     if not 0 <= value <= most:
         raise ArgumentValueError(argument, f"is {value:g}; give seconds from 0 to {most:g}")
+
+
+def check_rate(value: float, argument: str) -> None:
+    """Refuse what is not a number from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(argument, f"is {kind_of(value)}; give a number from 0 on")
+    if not 0 <= value < math.inf:
+        raise ArgumentValueError(argument, f"is {value:g}; give a number from 0 on")
 
 
 def check_tier(tier: Tier, argument: str = "tier") -> None:

@@ -27,10 +27,10 @@ and one of answers:
     10  2   0
 
     a row of a lookup: depth (4), reach (4), blocks in HBM, HOST, NVME and OBJECT (16), flags (1), bytes of the name (1), the name
-    a row of a route: cost_s, queueing_s, recompute_s, balance_s, fetch_s (floats, 20), depth (4), missing tokens (4), blocks to fetch (4),
-        flags (1), bytes of the name (1), the name
+    a row of a route: cost_s, queueing_s, recompute_s, balance_s, fetch_s, ttft_s (floats, 24), depth (4), missing tokens (4),
+        blocks to fetch (4), flags (1), bytes of the name (1), the name
 
-Flag 1: suspect. Flag 2: the row names a pool, of which only the depth is told. Pools come after instances.
+Flag 1: suspect. Flag 2: the row names a pool, of which only the depth is told. Flag 4: not admitted. Pools come after instances.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ CONTENT_TYPE = "application/vnd.kvbm.prompts"
 LOOKUP, ROUTE = 1, 2
 MOST_PROMPTS = 256
 MOST_ROUTES = 64
-SUSPECT, POOL = 1, 2
+SUSPECT, POOL, REFUSED = 1, 2, 4
 _MAGIC = b"KVB1"
 _QUESTIONS = struct.Struct("<4sBBHII16s")
 _PROMPT = struct.Struct("<II")
 _ANSWERS = struct.Struct("<4sB3xIf")
 _ANSWER = struct.Struct("<IIHxx")
 _HOLDING = struct.Struct("<6IBB")
-_RANKED = struct.Struct("<5f3IBB")
+_RANKED = struct.Struct("<6f3IBB")
 
 
 class PromptBatch(NamedTuple):
@@ -144,8 +144,8 @@ def encode_route(answer: RouteAnswer) -> bytes:
         name = one.instance.encode()
         parts += [
             _RANKED.pack(
-                one.cost_s, one.queueing_s, one.recompute_s, one.balance_s, one.fetch_s, one.depth, one.missing_tokens,
-                one.fetch_blocks, SUSPECT * one.suspect, len(name),
+                one.cost_s, one.queueing_s, one.recompute_s, one.balance_s, one.fetch_s, one.ttft_s, one.depth,
+                one.missing_tokens, one.fetch_blocks, SUSPECT * one.suspect | REFUSED * (not one.admitted), len(name),
             ),
             name,
         ]  # fmt: skip
@@ -183,7 +183,8 @@ def decode_routes(body: bytes, asked: PromptBatch) -> list[RouteAnswer]:
         ranked = [
             RankedInstance(
                 instance=name, cost_s=row[0], queueing_s=row[1], recompute_s=row[2], balance_s=row[3], fetch_s=row[4],
-                depth=row[5], missing_tokens=row[6], fetch_blocks=row[7], suspect=bool(row[8] & SUSPECT),
+                ttft_s=row[5], depth=row[6], missing_tokens=row[7], fetch_blocks=row[8],
+                suspect=bool(row[9] & SUSPECT), admitted=not row[9] & REFUSED,
             )
             for row, name in rows
         ]  # fmt: skip
@@ -192,7 +193,7 @@ def decode_routes(body: bytes, asked: PromptBatch) -> list[RouteAnswer]:
         found.append(
             RouteAnswer(
                 instance=ranked[0].instance, namespace=asked.namespace.hex(), blocks=len(hashes) // HASH_BYTES,
-                ranked=ranked, view_age_s=age_s, more=more,
+                ranked=ranked, view_age_s=age_s, more=more, admitted=ranked[0].admitted,
             )
         )  # fmt: skip
     return found

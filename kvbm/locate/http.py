@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -156,17 +156,22 @@ class CatalogClient:
         timeout_s: float | None = None,
         limit: int = LIMIT,
         instances: Sequence[str] | None = None,
+        latency: Literal["interactive", "standard", "batch"] = "standard",
+        deadline_s: float | None = None,
+        phase: Literal["both", "prefill", "decode"] = "both",
     ) -> RouteAnswer:
-        """Where to send a prompt. The catalog remembers it as sent. Arguments as `lookup`.
+        """Where to send a prompt. The catalog remembers it as sent, if it is admitted. Arguments as `lookup`.
 
         Args:
             input_tokens: tokens of the whole prompt.
+            latency, deadline_s, phase: as in RouteRequest.
         """
         check_run(hashes)
         tokens = checked_int(input_tokens, "input_tokens")
         request = RouteRequest(
             namespace=_named(namespace), hashes=hashes.hex(), input_tokens=tokens, at_least=list(at_least),
-            timeout_s=wait_s, limit=_checked_limit(limit), instances=_checked_names(instances),
+            timeout_s=wait_s, limit=_checked_limit(limit), instances=_checked_names(instances), latency=latency,
+            deadline_s=deadline_s, phase=phase,
         )  # fmt: skip
         return self._post("/v1/route", request, RouteAnswer, self._limit(timeout_s, at_least, wait_s))
 

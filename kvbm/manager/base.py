@@ -28,7 +28,14 @@ from typing import ClassVar, Self
 import numpy as np
 import structlog
 
-from kvbm.core.arguments import check_namespaces, check_run, check_seconds, check_tier, checked_hash
+from kvbm.core.arguments import (
+    check_namespaces,
+    check_rate,
+    check_run,
+    check_seconds,
+    check_tier,
+    checked_hash,
+)
 from kvbm.core.backend import Backend, LedgerProtocol
 from kvbm.core.checks import checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, LayoutError
@@ -288,17 +295,30 @@ class BlockManager:
             going_on = self._stream.step_snapshot()
             self._stream.recorded()
 
-    def report_load(self, queued_tokens: int, running_requests: int) -> None:
+    def report_load(
+        self,
+        queued_tokens: int,
+        running_requests: int,
+        prefill_tokens_per_s: float | None = None,
+        queue_tokens_per_s: float | None = None,
+    ) -> None:
         """Tell routers how busy the engine is; goes out with the next heartbeat.
 
         Args:
             queued_tokens: prompt tokens that wait for their prefill.
             running_requests: requests being decoded.
+            prefill_tokens_per_s, queue_tokens_per_s: prompt tokens computed in a second of computing them, and in a second in which some
+                wait, as `LoadMeter` measures; None: not measured. A catalog believes them within 4 times of what its settings expect.
         Raises: ArgumentError: a number that cannot be used.
         """
+        for value, name in ((prefill_tokens_per_s, "prefill_tokens_per_s"), (queue_tokens_per_s, "queue_tokens_per_s")):
+            if value is not None:
+                check_rate(value, name)
         self._load = Load(
             checked_int(queued_tokens, "queued_tokens", most=_MOST_LOAD),
             checked_int(running_requests, "running_requests", most=_MOST_LOAD),
+            float(prefill_tokens_per_s or 0.0),
+            float(queue_tokens_per_s or 0.0),
         )
 
     # -- one turn at a time, for whoever has no threads -----------------------------------------------------------------
@@ -386,7 +406,8 @@ class BlockManager:
         return Heartbeat(
             instance=self.instance, cluster=self.cluster, epoch=epoch, published=offset,
             wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), queued_tokens=self._load.queued_tokens,
-            running_requests=self._load.running_requests, free_slots=free, namespaces=namespaces,
+            running_requests=self._load.running_requests, prefill_tokens_per_s=self._load.prefill_tokens_per_s,
+            queue_tokens_per_s=self._load.queue_tokens_per_s, free_slots=free, namespaces=namespaces,
             stopping=self._stream.closing, put_bytes=_put_bytes(pool, namespaces), applied=applied,
         )  # fmt: skip
 

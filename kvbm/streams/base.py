@@ -119,6 +119,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         wall_time_ns: when it was sent.
         queued_tokens: prompt tokens that wait for their prefill.
         running_requests: requests being decoded.
+        prefill_tokens_per_s, queue_tokens_per_s: as the instance has measured: what it computes of one prompt, and how quickly tokens that
+            wait grow fewer; 0 where it has not.
         free_slots: slots that can be had without evicting, by tier.
         namespaces: namespaces it has used.
         run: of the process that sends it, as in `Fence`.
@@ -141,6 +143,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     stopping: bool = False
     put_bytes: Mapping[NamespaceId, tuple[int, int]] = {}
     applied: Offset = Offset(0)
+    prefill_tokens_per_s: float = 0.0
+    queue_tokens_per_s: float = 0.0
 
 
 def encoded_heartbeat(heartbeat: Heartbeat) -> tuple[bytes, str]:
@@ -195,6 +199,8 @@ class Load(NamedTuple):
 
     queued_tokens: int = 0
     running_requests: int = 0
+    prefill_tokens_per_s: float = 0.0
+    queue_tokens_per_s: float = 0.0
 
 
 class StreamMessage(NamedTuple):

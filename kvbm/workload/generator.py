@@ -27,6 +27,8 @@ class ConversationMix(NamedTuple):
         mean_arrival_gap_s: between the starts of two conversations, above 0.
         mean_think_s: from one question to the next of the same conversation, above 0.
         max_input_tokens: a conversation ends rather than send a longer prompt.
+        system_prompt_spread: lengths of system prompts lie between system_prompt_tokens divided by it and times it; 1 or more.
+        long_think_share, mean_long_think_s: so many pauses are of this mean instead; a share of 0 to 1, and above 0.
     """
 
     system_prompts: int = 8
@@ -38,6 +40,9 @@ class ConversationMix(NamedTuple):
     mean_arrival_gap_s: float = 1.0
     mean_think_s: float = 60.0
     max_input_tokens: int = 131_072
+    system_prompt_spread: float = 1.0
+    long_think_share: float = 0.0
+    mean_long_think_s: float = 300.0
 
 
 class Dialogue(NamedTuple):
@@ -75,25 +80,29 @@ def generate(
     _check_at_least("block_tokens", block_tokens, 1)
     rng = random.Random(seed)
     popularity = _popularity(mix.system_prompts, mix.zipf_exponent)
+    lengths = _system_prompt_tokens(random.Random(f"system prompts {seed}"), mix)
     ids = _HashIds()
     given: list[TraceRequest] = []
     started = 1
     # (arrival_s, conversation number, its state): numbers differ, so states are never compared
-    turns: list[tuple[float, int, _Conversation]] = [(0.0, 0, _begin(rng, mix, popularity))]
+    turns: list[tuple[float, int, _Conversation]] = [(0.0, 0, _begin(rng, mix, popularity, lengths))]
     while len(given) < requests:
         arrival_s, number, conversation = heapq.heappop(turns)
         if conversation.turn == 0:
             start_s = arrival_s + rng.expovariate(1.0 / mix.mean_arrival_gap_s)
-            heapq.heappush(turns, (start_s, started, _begin(rng, mix, popularity)))
+            heapq.heappush(turns, (start_s, started, _begin(rng, mix, popularity, lengths)))
             started += 1
         answer_tokens = _length(rng, mix.mean_answer_tokens)
         input_tokens = conversation.input_tokens
-        hash_ids = ids.of(conversation.system_prompt, number, input_tokens, mix, block_tokens)
+        shared_tokens = lengths[conversation.system_prompt]
+        hash_ids = ids.of(conversation.system_prompt, number, input_tokens, shared_tokens, block_tokens)
         given.append(TraceRequest(int(arrival_s * 1000), input_tokens, answer_tokens, hash_ids))
         following_tokens = input_tokens + answer_tokens + _length(rng, mix.mean_user_tokens)
         goes_on = rng.random() >= 1.0 / mix.mean_turns
         if goes_on and following_tokens <= mix.max_input_tokens:
-            after_s = arrival_s + rng.expovariate(1.0 / mix.mean_think_s)
+            is_long = mix.long_think_share > 0 and rng.random() < mix.long_think_share
+            mean_s = mix.mean_long_think_s if is_long else mix.mean_think_s
+            after_s = arrival_s + rng.expovariate(1.0 / mean_s)
             following = _Conversation(conversation.system_prompt, conversation.turn + 1, following_tokens)
             heapq.heappush(turns, (after_s, number, following))
     return given
@@ -162,10 +171,10 @@ class _HashIds:
         self._next = 0
 
     def of(
-        self, system_prompt: int, number: int, input_tokens: int, mix: ConversationMix, block_tokens: int
+        self, system_prompt: int, number: int, input_tokens: int, shared_tokens: int, block_tokens: int
     ) -> tuple[int, ...]:
         # [0, shared) lie wholly in the system prompt · [shared, full) belong to the conversation · then the partial one
-        shared = min(mix.system_prompt_tokens, input_tokens) // block_tokens
+        shared = min(shared_tokens, input_tokens) // block_tokens
         full, rest = divmod(input_tokens, block_tokens)
         ids = [self._shared_id(system_prompt, block) for block in range(shared)]
         private = self._private.setdefault(number, [])
@@ -186,10 +195,20 @@ class _HashIds:
         return self._next - 1
 
 
-def _begin(rng: random.Random, mix: ConversationMix, popularity: list[float]) -> _Conversation:
+def _begin(rng: random.Random, mix: ConversationMix, popularity: list[float], lengths: list[int]) -> _Conversation:
     system_prompt = _draw(rng, popularity)
-    longest = mix.max_input_tokens - mix.system_prompt_tokens
-    return _Conversation(system_prompt, 0, mix.system_prompt_tokens + min(longest, _length(rng, mix.mean_user_tokens)))
+    shared_tokens = lengths[system_prompt]
+    longest = mix.max_input_tokens - shared_tokens
+    return _Conversation(system_prompt, 0, shared_tokens + min(longest, _length(rng, mix.mean_user_tokens)))
+
+
+def _system_prompt_tokens(rng: random.Random, mix: ConversationMix) -> list[int]:
+    """The length of each system prompt; popularity and length have nothing to do with each other."""
+    longest = mix.max_input_tokens - 1
+    return [
+        min(longest, round(mix.system_prompt_tokens * mix.system_prompt_spread ** rng.uniform(-1.0, 1.0)))
+        for _ in range(mix.system_prompts)
+    ]
 
 
 def _length(rng: random.Random, mean_tokens: float) -> int:
@@ -214,6 +233,9 @@ def _check(mix: ConversationMix) -> None:
     _check_at_least("mean_answer_tokens", mix.mean_answer_tokens, 1)
     _check_above_zero("mean_arrival_gap_s", mix.mean_arrival_gap_s)
     _check_above_zero("mean_think_s", mix.mean_think_s)
+    _check_above_zero("mean_long_think_s", mix.mean_long_think_s)
+    _check_at_least("system_prompt_spread", mix.system_prompt_spread, 1)
+    _check_at_least("long_think_share", mix.long_think_share, 0)
     _check_at_least("max_input_tokens", mix.max_input_tokens, mix.system_prompt_tokens + 1)
 
 

@@ -308,6 +308,8 @@ class Cluster:
             self._opened,
             {
                 "catalog.routing.prefill_tokens_per_s": PREFILL_TOKENS_PER_S * self._pace,
+                "catalog.routing.crowding_weight": paced.crowding_weight * self._pace,
+                "catalog.routing.balance_s": paced.balance_s / self._pace,
                 "catalog.routing.half_life_s": paced.half_life_s / self._pace,
                 "catalog.routing.prior_s": paced.prior_s / self._pace,
                 "catalog.routing.hold_s": paced.hold_s / self._pace,

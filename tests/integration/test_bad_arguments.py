@@ -58,6 +58,8 @@ BAD: dict[str, list[Bad]] = {
     "reason": [(None, TYPE), ("cleared", TYPE), (0, TYPE)],
     "queued_tokens": [*_NUMBERS, (1 << 63, VALUE)],
     "running_requests": [*_NUMBERS, (1 << 63, VALUE)],
+    "prefill_tokens_per_s": [("1", TYPE), (True, TYPE), (-1.0, VALUE), (NAN, VALUE), (INF, VALUE)],
+    "queue_tokens_per_s": [("1", TYPE), (True, TYPE), (-1.0, VALUE), (NAN, VALUE), (INF, VALUE)],
     "namespaces": [(None, TYPE), (SPACE, TYPE), ([SPACE.id], TYPE), (["one"], TYPE)],
     "tokens": [
         (None, TYPE), (7, TYPE), ("abc", TYPE), ([1, 1.5], TYPE), ([1, None], TYPE), (["1"], TYPE), ([[1], [2, 3]], TYPE),
@@ -119,7 +121,9 @@ def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             "evict": {"tier": kvbm.Tier.HBM, "hashes": CREATED, "reason": EvictReason.CLEARED},
             "claim": run,
             "withdraw": run | {"reason": EvictReason.MISSING},
-            "report_load": {"queued_tokens": 1, "running_requests": 1},
+            "report_load": {
+                "queued_tokens": 1, "running_requests": 1, "prefill_tokens_per_s": 5.0, "queue_tokens_per_s": 4,
+            },
             "held": {"tier": kvbm.Tier.HBM},
             "settle": {"timeout_s": 0.0},
             "close": {"timeout_s": 1.0},
@@ -159,7 +163,7 @@ def state(manager: kvbm.Manager) -> object:
     tiers = list(manager.pools.slots)
     return (
         manager.digest(), manager.applied(), manager.stats(), {tier: manager.held(tier) for tier in tiers}, beat.namespaces,
-        beat.free_slots, (beat.queued_tokens, beat.running_requests),
+        beat.free_slots, (beat.queued_tokens, beat.running_requests, beat.prefill_tokens_per_s, beat.queue_tokens_per_s),
     )  # fmt: skip
 
 

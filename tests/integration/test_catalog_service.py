@@ -276,9 +276,13 @@ def test_heartbeats_decide_who_is_routed_to(running: Running) -> None:
     b.beat()
     eventually(lambda: {i.state for i in running.client.instances()} == {"live"})
     running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5)
+    late = running.client.route(SPACE, HASHES, 40, deadline_s=1e-3, latency="interactive", phase="prefill")
+    assert (late.instance, late.admitted) == ("b", False)
     routed = running.client.route(SPACE, HASHES, 40)
     assert routed.instance == "b"
     assert routed.ranked[1].queueing_s > 1000
+    assert routed.admitted
+    assert (routed.ranked[0].admitted, routed.ranked[0].ttft_s) == (True, pytest.approx(40 / 10_000))
     summary = running.client.instance("a")
     assert summary is not None
     assert (summary.queued_tokens, summary.running_requests, summary.free_slots) == (10**9, 3, {"HBM": 7})

@@ -134,3 +134,15 @@ def test_a_mix_that_cannot_be_is_refused_with_its_number(mix: ConversationMix, m
 def test_dialogues_without_turns_are_refused() -> None:
     with pytest.raises(ConfigError, match="turns is 0; it must be 1 or more"):
         generate_dialogues(1, 1, turns=0, vocabulary_size=10)
+
+
+def test_system_prompts_may_differ_in_length_and_pauses_may_be_long() -> None:
+    spread = MIX._replace(system_prompts=20, system_prompt_tokens=4_000, system_prompt_spread=2.0, mean_turns=1.0)
+    requests = generate(4, 800, spread)
+    seen = Counter(block for request in requests for block in full_blocks(request))
+    shared = {sum(seen[block] > 1 for block in full_blocks(request)) for request in requests}
+    assert len(shared) > 5
+    assert 2_000 // 512 <= min(shared) < 4_000 // 512 < max(shared) <= 8_000 // 512
+    often = MIX._replace(mean_arrival_gap_s=1e-3, mean_turns=2.0)
+    with_long = often._replace(long_think_share=0.5, mean_long_think_s=100_000.0)
+    assert generate(4, 3_000, with_long)[-1].timestamp_ms > generate(4, 3_000, often)[-1].timestamp_ms

@@ -38,9 +38,9 @@ FOUND = LookupAnswer(
 NOTHING = LookupAnswer(namespace=SPACE.hex(), blocks=0, deepest=0, instances=[], pools=[], excluded=[])
 RANKED = RankedInstance(
     instance="i-0", cost_s=2.0, queueing_s=0.5, recompute_s=1.0, balance_s=0.25, fetch_s=0.25, depth=1, missing_tokens=4,
-    fetch_blocks=0, suspect=False,
+    fetch_blocks=0, suspect=False, ttft_s=1.5, admitted=False,
 )  # fmt: skip
-CHOSEN = RouteAnswer(instance="i-0", namespace=SPACE.hex(), blocks=1, ranked=[RANKED], more=7)
+CHOSEN = RouteAnswer(instance="i-0", namespace=SPACE.hex(), blocks=1, ranked=[RANKED], more=7, admitted=False)
 
 GOLDEN_QUESTION = (
     "4b564231 01 00 0800 02000000 00000000 000102030405060708090a0b0c0d0e0f 02000000 00000000 00000000 00000000"
@@ -55,7 +55,7 @@ GOLDEN_ANSWER = (
 )
 GOLDEN_ROUTE = (
     "4b564231 02 000000 01000000 00000000 00000000 07000000 0100 0000"
-    "00000040 0000003f 0000803f 0000803e 0000803e 01000000 04000000 00000000 00 03 692d30"
+    "00000040 0000003f 0000803f 0000803e 0000803e 0000c03f 01000000 04000000 00000000 04 03 692d30"
 )
 
 

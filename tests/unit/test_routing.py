@@ -21,7 +21,8 @@ from kvbm.catalog.liveness import (
     Ticked,
 )
 from kvbm.catalog.lookup import lookup
-from kvbm.catalog.routing import MOST_CALLERS, Router, RoutingSettings, RoutingTask
+from kvbm.catalog.routing import MOST_CALLERS, Router, RoutingTask
+from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.catalog.soon_held import WAYS, SoonHeld
 from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
 from kvbm.core.events import BlocksCreated, Event, InstanceStarted, InstanceStopped, PoolStated, StopReason
@@ -88,8 +89,8 @@ def test_whoever_has_the_prefix_gets_the_prompt(twin: Twin) -> None:
     cluster.hold(B, Tier.HBM, 1, 2, 3)
     found = cluster.rank(0.0, ask(1, 2, 3, 4, extra_tokens=50))
     assert (found[B].depth, found[B].missing_tokens) == (3, 150)
-    assert found[B].recompute_s == pytest.approx(8 * 150 / 10_000)
-    assert found[A].recompute_s == pytest.approx(8 * 450 / 10_000)
+    assert found[B].recompute_s == pytest.approx(2.0 * 150 / 10_000)
+    assert found[A].recompute_s == pytest.approx(2.0 * 450 / 10_000)
     assert cluster.route(0.0, ask(1, 2, 3, 4)) == B
 
 
@@ -149,12 +150,11 @@ def test_balance_is_against_the_mean_and_decays(twin: Twin) -> None:
     cluster = Cluster(twin)
     first = cluster.route(0.0, ask(*range(100)))
     found = cluster.rank(0.0, ask(*range(200, 210)))
-    mean, prior = 5000, 10 * 10_000
-    other = B if first == A else A
-    assert found[first].balance_s == pytest.approx(8 * (1000 / 10_000) * (10_000 - mean) / (mean + prior))
-    assert found[other].balance_s == pytest.approx(8 * (1000 / 10_000) * (0 - mean) / (mean + prior))
+    other = B if first == A else A  # one has got a second of prefill, the mean is half of one, ten are added to it
+    assert found[first].balance_s == pytest.approx(2.0 * (1.0 - 0.5) / (0.5 + 10))
+    assert found[other].balance_s == pytest.approx(2.0 * (0.0 - 0.5) / (0.5 + 10))
     later = cluster.rank(300.0, ask(*range(200, 210)))
-    assert later[first].balance_s == pytest.approx(8 * (1000 / 10_000) * (5000 - 2500) / (2500 + prior))
+    assert later[first].balance_s == pytest.approx(2.0 * (0.5 - 0.25) / (0.25 + 10))
 
 
 @each_twin
@@ -207,6 +207,108 @@ def test_equal_costs_are_told_apart_by_content_and_always_the_same_way(twin: Twi
 @each_twin
 def test_a_prompt_shorter_than_a_block_is_routed_too(twin: Twin) -> None:
     assert Cluster(twin).route(0.0, RoutingTask(SPACE, b"", 7, 100)) in ("a", "b")
+
+
+# -- what instances have measured -------------------------------------------------------------------------------------
+
+
+@each_twin
+def test_a_measured_speed_counts_within_four_times_of_what_is_expected(twin: Twin) -> None:
+    cluster = Cluster(twin, A, B, C)
+    cluster.pulses = {
+        A: beat(A, queued=10_000, prefill_tokens_per_s=20_000.0, queue_tokens_per_s=5_000.0),
+        B: beat(B, queued=10_000, prefill_tokens_per_s=1e12, queue_tokens_per_s=1e12),
+        C: beat(C, queued=10_000, prefill_tokens_per_s=1.0, queue_tokens_per_s=1e-9),
+    }
+    found = cluster.rank(0.0, ask(1, 2))
+    assert [found[name].queueing_s for name in (A, B, C)] == pytest.approx([2.0, 0.25, 4.0])
+    for name, tokens_per_s in ((A, 20_000), (B, 40_000), (C, 2_500)):
+        assert found[name].ttft_s == pytest.approx(found[name].queueing_s + 200 / tokens_per_s)
+    for nothing in (0.0, -1.0, math.nan, math.inf):
+        cluster.pulses = {A: beat(A, queued=10_000, prefill_tokens_per_s=nothing, queue_tokens_per_s=nothing)}
+        assert cluster.rank(0.0, ask(1, 2))[A].ttft_s == pytest.approx(1.0 + 0.02)
+
+
+@each_twin
+def test_no_route_changes_how_quick_an_instance_is_taken_to_be(twin: Twin) -> None:
+    cluster = Cluster(twin, A)
+    cluster.pulses = {A: beat(A, prefill_tokens_per_s=20_000.0)}
+    before = cluster.rank(0.0, ask(1, 2))[A]
+    for tokens in (0, 1, 10**18):
+        cluster.route(0.0, RoutingTask(SPACE, b"", tokens, 100, "other"))
+    after = cluster.rank(0.0, ask(1, 2))[A]
+    assert (after.ttft_s, after.cost_s) == (before.ttft_s, before.cost_s)
+
+
+@each_twin
+def test_when_all_wait_missing_blocks_weigh_more(twin: Twin) -> None:
+    cluster = Cluster(twin)
+    cluster.hold(B, Tier.HBM, *range(20))
+    prompt = ask(*range(20))
+    cluster.pulses = {A: beat(A), B: beat(B, queued=5_000)}
+    assert cluster.rank(0.0, prompt)[A].cost_s < cluster.rank(0.0, prompt)[B].cost_s
+    cluster.pulses = {A: beat(A, queued=100_000), B: beat(B, queued=105_000)}
+    assert cluster.rank(0.0, prompt)[A].cost_s > cluster.rank(0.0, prompt)[B].cost_s
+
+
+# -- what a request says of itself ------------------------------------------------------------------------------------
+
+
+@each_twin
+def test_a_deadline_puts_first_who_keeps_it_and_what_nobody_keeps_is_neither_admitted_nor_remembered(
+    twin: Twin,
+) -> None:
+    cluster = Cluster(twin)
+    cluster.hold(B, Tier.HBM, *range(100))
+    cluster.pulses = {A: beat(A, queued=12_000), B: beat(B, queued=20_000)}
+    prompt = ask(*range(100))
+    assert cluster.rank(0.0, prompt)[B].cost_s < cluster.rank(0.0, prompt)[A].cost_s
+    ranked = cluster.router.rank(0.0, prompt._replace(deadline_s=2.1), cluster.index, [A, B], cluster.pulses)
+    assert [(entry.instance, entry.admitted) for entry in ranked] == [("b", True), ("a", False)]
+    cluster.pulses[B] = beat(B, queued=22_500)
+    in_time = prompt._replace(deadline_s=2.24)
+    ranked = cluster.router.rank(0.0, in_time, cluster.index, [A, B], cluster.pulses)
+    assert [(entry.instance, entry.admitted) for entry in ranked] == [("a", True), ("b", False)]
+    late = cluster.router.route(0.0, prompt._replace(deadline_s=0.5), cluster.index, [A, B], cluster.pulses)
+    assert not late[0].admitted
+    again = cluster.router.rank(0.0, prompt._replace(deadline_s=0.5), cluster.index, [A, B], cluster.pulses)
+    assert again == late  # nothing was remembered
+    assert cluster.router.route(0.0, prompt, cluster.index, [A, B], cluster.pulses)[0].admitted
+    assert cluster.router.rank(0.0, prompt, cluster.index, [A, B], cluster.pulses)[0].balance_s != 0
+
+
+@each_twin
+def test_a_batch_waits_until_somebody_is_free_and_others_do_not(twin: Twin) -> None:
+    cluster = Cluster(twin)
+    cluster.pulses = {A: beat(A, queued=150_000), B: beat(B, queued=110_000)}
+    asked = {latency: ask(1)._replace(latency=latency) for latency in ("interactive", "standard", "batch")}
+
+    def admitted(latency: str) -> bool:
+        return cluster.router.rank(0.0, asked[latency], cluster.index, [A, B], cluster.pulses)[0].admitted
+
+    assert [admitted(latency) for latency in asked] == [True, True, False]
+    cluster.pulses[B] = beat(B, queued=90_000)
+    assert admitted("batch")
+    weights = [cluster.rank(0.0, one)[A].recompute_s for one in asked.values()]
+    assert weights[0] < weights[1] < weights[2]
+
+
+@each_twin
+def test_decoding_is_priced_by_requests_that_run_and_blocks_to_bring_and_remembered_apart(twin: Twin) -> None:
+    cluster = Cluster(twin)
+    cluster.hold(B, Tier.HBM, 1, 2)
+    cluster.pulses = {A: beat(A, running_requests=3), B: beat(B, queued=100_000, running_requests=3)}
+    prompt = ask(1, 2, 3)._replace(phase="decode")
+    found = cluster.rank(0.0, prompt)
+    assert (found[A].recompute_s, found[A].missing_tokens) == (0.0, 0)
+    assert [found[name].fetch_blocks for name in (A, B)] == [3, 1]
+    assert found[A].queueing_s == found[B].queueing_s == pytest.approx(0.03)  # who decodes waits for no prefill
+    assert found[B].cost_s < found[A].cost_s
+    cluster.pulses[B] = beat(B, running_requests=30)
+    assert cluster.rank(0.0, prompt)[A].cost_s < cluster.rank(0.0, prompt)[B].cost_s
+    before = cluster.rank(0.0, ask(1, 2, 3))
+    assert cluster.route(0.0, ask(*range(50, 60))._replace(phase="decode")) in ("a", "b")
+    assert cluster.rank(0.0, ask(1, 2, 3)) == before
 
 
 # -- what one request may do to the others -----------------------------------------------------------------------------

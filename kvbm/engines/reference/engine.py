@@ -16,6 +16,7 @@ from kvbm.engines.reference.model import DecodeInput, Model
 from kvbm.engines.reference.requests import Finished, Request, RequestRefusedError, block_count, refusal
 from kvbm.engines.reference.sequence import Sequence
 from kvbm.engines.reference.weights import Weights
+from kvbm.manager.load_meter import LoadMeter
 
 __all__ = ["BlockManager", "Engine", "Finished", "HeldPrefix", "PagedPool", "Request", "RequestRefusedError"]
 
@@ -70,6 +71,8 @@ class Engine:
         self._running: list[Sequence] = []  # oldest first, and all older than those waiting
         self._refused: list[Finished] = []
         self._stuck_since_s: float | None = None
+        self._prefilled_s = 0.0
+        self.meter = LoadMeter()
 
     @property
     def idle(self) -> bool:
@@ -159,8 +162,12 @@ class Engine:
         """Compute one chunk; the last one gives the next token."""
         start = sequence.computed
         chunk = sequence.tokens[start : min(start + self._prefill_chunk_tokens, sequence.prefill_end)]
+        began_s = self._clock()
         logits = self._model.prefill(chunk, start, sequence.slots, self.pool)
         self._wrote(sequence, start + len(chunk))
+        now_s = self._clock()
+        self.meter.prefilled(len(chunk), now_s - began_s, now_s - max(self._prefilled_s, sequence.submitted_s))
+        self._prefilled_s = now_s
         if not sequence.in_prefill:
             self._choose([sequence], logits[None])
 

@@ -230,7 +230,8 @@ class Worker:
     def _report_load(self) -> None:
         queued = sum(engine.queued_tokens for engine in self._engines.values())
         running = sum(engine.running_requests for engine in self._engines.values())
-        self.manager.report_load(queued, running)
+        meter = self._engines[True].meter
+        self.manager.report_load(queued, running, meter.prefill_tokens_per_s, meter.queue_tokens_per_s)
 
     def _say(self, **fields: Any) -> None:
         self._out.write(msgspec.json.encode(fields).decode() + "\n")

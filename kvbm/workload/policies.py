@@ -1,0 +1,175 @@
+"""Ways of routing that are compared in virtual time: ours, random, a one-line baseline, and what others have published.
+
+A policy is told a request and all instances, and gives the index of one. All but ours see the instances as they are at that very
+moment; ours sees a heartbeat a second and what it has routed itself, as in service.
+
+Sources, written anew from their documents:
+
+- `dynamo`: NVIDIA Dynamo, "Routing Concepts" (docs.nvidia.com/dynamo/components/router/routing-concepts): the least
+  `overlap_score_weight * prefill_blocks + decode_blocks`, weight 1 and temperature 0 as shipped.
+- `llm-d`: llm-d inference scheduler, docs/architecture.md, and its guide to precise prefix cache routing: the highest weighted sum of
+  prefix-cache-scorer (3), kv-cache-utilization-scorer (2) and queue-scorer (2), at random among equals.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+from kvbm.catalog.index import ClusterIndex, InstanceDepth, InstanceView, Prefixes
+from kvbm.catalog.liveness import LastHeartbeat
+from kvbm.catalog.routing import Router, RoutingTask
+from kvbm.catalog.routing_cost import RoutingSettings
+from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
+from kvbm.streams.base import Heartbeat
+from kvbm.workload.instance_model import InstanceModel, Request
+from kvbm.workload.trace import TRACE_BLOCK_TOKENS
+
+HEARTBEAT_S = 1.0
+BASELINE_WEIGHT = 8.0
+PREFIX_WEIGHT, QUEUE_WEIGHT, UTILIZATION_WEIGHT = 3.0, 2.0, 2.0
+_SPACE = Namespace(model="trace", block_tokens=TRACE_BLOCK_TOKENS).id
+
+
+class Policy(Protocol):
+    """Chooses who serves a request."""
+
+    def choose(self, now_s: float, request: Request) -> int:
+        """The index of an instance."""
+
+
+def least(costs: Sequence[float], rng: random.Random) -> int:
+    """The index of the smallest number, at random among equals."""
+    best = min(costs)
+    return rng.choice([index for index, cost in enumerate(costs) if cost == best])
+
+
+class RandomPolicy:
+    """Anybody."""
+
+    def __init__(self, instances: Sequence[InstanceModel], rng: random.Random) -> None:
+        self._count, self._rng = len(instances), rng
+
+    def choose(self, now_s: float, request: Request) -> int:
+        return self._rng.randrange(self._count)
+
+
+class PrefixAndLoad:
+    """The one-line baseline: 8 x missing blocks + queued blocks."""
+
+    def __init__(self, instances: Sequence[InstanceModel], rng: random.Random) -> None:
+        self._instances, self._rng = instances, rng
+
+    def choose(self, now_s: float, request: Request) -> int:
+        return least([self._cost(now_s, request, instance) for instance in self._instances], self._rng)
+
+    def _cost(self, now_s: float, request: Request, instance: InstanceModel) -> float:
+        missing = len(request.blocks) - instance.pool.depth(request.blocks)
+        return BASELINE_WEIGHT * missing + instance.queued_tokens(now_s) / TRACE_BLOCK_TOKENS
+
+
+class DynamoCost:
+    """Dynamo's published cost: blocks to prefill, of all requests without a first token, and blocks in decode, with the new request."""
+
+    def __init__(self, instances: Sequence[InstanceModel], rng: random.Random) -> None:
+        self._instances, self._rng = instances, rng
+
+    def choose(self, now_s: float, request: Request) -> int:
+        return least([self._cost(request, instance) for instance in self._instances], self._rng)
+
+    def _cost(self, request: Request, instance: InstanceModel) -> float:
+        missing = request.input_tokens - instance.pool.depth(request.blocks) * TRACE_BLOCK_TOKENS
+        prefill_blocks = (instance.assigned_tokens + missing) / TRACE_BLOCK_TOKENS
+        decode_blocks = len(instance.active) + sum(block not in instance.active for block in request.blocks)
+        return prefill_blocks + decode_blocks
+
+
+class LlmdScore:
+    """llm-d's published scorers, weighed as in its guide."""
+
+    def __init__(self, instances: Sequence[InstanceModel], rng: random.Random) -> None:
+        self._instances, self._rng = instances, rng
+
+    def choose(self, now_s: float, request: Request) -> int:
+        queues = [len(instance.queue) for instance in self._instances]
+        shortest, longest = min(queues), max(queues)
+        costs = []
+        for instance, queue in zip(self._instances, queues, strict=True):
+            prefix = instance.pool.depth(request.blocks) / max(1, len(request.blocks))
+            short = (longest - queue) / (longest - shortest) if longest > shortest else 1.0
+            costs.append(
+                -PREFIX_WEIGHT * prefix - QUEUE_WEIGHT * short - UTILIZATION_WEIGHT * (1.0 - instance.pool.used)
+            )
+        return least(costs, self._rng)
+
+
+class PoolsIndex:
+    """As much of `ClusterIndex` as routing asks, over pools in this process; of the request it was told last."""
+
+    def __init__(self, names: Sequence[InstanceId], instances: Sequence[InstanceModel]) -> None:
+        self._names, self._instances = names, instances
+        self.request: Request | None = None
+
+    def prefixes(self, namespace: NamespaceId, hashes: bytes) -> Prefixes:
+        """Who has how much of that request's prompt."""
+        assert self.request is not None
+        found = []
+        for name, instance in zip(self._names, self._instances, strict=True):
+            depth = instance.pool.depth(self.request.blocks)
+            if depth:
+                found.append(InstanceDepth(name, depth, (depth, 0, 0, 0), depth, False))
+        return Prefixes(max((one.depth for one in found), default=0), found, [])
+
+    def view(self, instance: InstanceId) -> InstanceView | None:
+        """Nothing: pools here have no tiers to fetch from."""
+        return None
+
+
+class KvbmRouting:
+    """The catalog's router itself, which hears every instance once a second."""
+
+    def __init__(
+        self, instances: Sequence[InstanceModel], rng: random.Random, settings: RoutingSettings | None = None
+    ) -> None:
+        self._instances = instances
+        self._router = Router(settings)
+        self._names = [InstanceId(f"sim-{number}") for number in range(len(instances))]
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        self._index = PoolsIndex(self._names, instances)
+        self._pulses: dict[InstanceId, LastHeartbeat | None] = dict.fromkeys(self._names)
+        self._next_s = [HEARTBEAT_S * number / len(instances) for number in range(len(instances))]
+
+    def next_heartbeat_s(self) -> float:
+        """When the next one is due."""
+        return min(self._next_s)
+
+    def hear(self, now_s: float) -> None:
+        """Heartbeats that are due now."""
+        for number, due_s in enumerate(self._next_s):
+            if due_s <= now_s:
+                self._pulses[self._names[number]] = LastHeartbeat(self._heartbeat(now_s, number), now_s)
+                self._next_s[number] += HEARTBEAT_S
+
+    def _heartbeat(self, now_s: float, number: int) -> Heartbeat:
+        instance = self._instances[number]
+        return Heartbeat(
+            instance=self._names[number], cluster="sim", epoch=Epoch(1), published=Offset(0), wall_time_ns=0,
+            queued_tokens=round(instance.queued_tokens(now_s)), running_requests=instance.running,
+            prefill_tokens_per_s=instance.meter.prefill_tokens_per_s, queue_tokens_per_s=instance.meter.queue_tokens_per_s,
+        )  # fmt: skip
+
+    def choose(self, now_s: float, request: Request) -> int:
+        self._index.request = request
+        task = RoutingTask(_SPACE, request.hashes, request.input_tokens, TRACE_BLOCK_TOKENS)
+        ranked = self._router.route(now_s, task, cast(ClusterIndex, self._index), self._names, self._pulses)
+        return self._numbers[InstanceId(ranked[0].instance)]
+
+
+POLICIES: dict[str, Callable[[Sequence[InstanceModel], random.Random], Policy]] = {
+    "kvbm": KvbmRouting,
+    "random": RandomPolicy,
+    "prefix+load": PrefixAndLoad,
+    "dynamo": DynamoCost,
+    "llm-d": LlmdScore,
+}
