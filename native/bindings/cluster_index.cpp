@@ -359,7 +359,7 @@ class PythonIndex {
         put_name(told, kPool, index_.pool_name(pool.pool));
       }
     }
-    return {told.data(), told.size()};
+    return nb::bytes(told.data(), told.size());
   }
 
   nb::list namespaces() const {
