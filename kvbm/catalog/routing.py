@@ -1,7 +1,8 @@
-"""Which instance should serve a prompt: the least cost, and what was routed before.
+"""Which instance should serve a prompt: what is asked, and the protocol of the two implementations that answer.
 
-What a cost is made of stands in `routing_cost`; here its numbers come from: the index, the instances' heartbeats, and what is remembered of
-routes. An instance's speed is what its heartbeats say, within bounds; no number of whoever asks changes it.
+The native one (`kvbm._native.Router`, beside the native index) serves; `reference_router.ReferenceRouter` says what it must do. What a cost is
+made of stands in `routing_cost`; here its numbers come from: the index, the instances' heartbeats, and what is remembered of routes. An
+instance's speed is what its heartbeats say, within bounds; no number of whoever asks changes it.
 
 What was routed is remembered for each caller apart: nobody's routes change what others are answered, only heartbeats do. Prompts that are only
 decoded are remembered apart from those that are prefilled. All of it is bounded: in tokens a route may add, in callers and instances, and in
@@ -10,34 +11,14 @@ bytes.
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, Sized, TypeVar
 
-from kvbm.catalog.index import ClusterIndex, InstanceDepth, is_suspect
 from kvbm.catalog.liveness import LastHeartbeat
-from kvbm.catalog.routing_cost import (
-    ClusterNumbers,
-    InstanceNumbers,
-    RoutingSettings,
-    admits,
-    believed,
-    decode_cost,
-    prefill_cost,
-    work_weight,
-)
-from kvbm.catalog.soon_held import Chain, SoonHeld
-from kvbm.core.answers import MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
-from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
-from kvbm.core.topology import TIER_LINKS
+from kvbm.core.answers import RankedInstance
+from kvbm.core.ids import InstanceId, NamespaceId
 
 MOST_CALLERS = 256  # whose routes are remembered; who has not asked for longest is forgotten first
-_MOST_QUEUED = 10**12  # tokens a heartbeat may report
-_MOST_RECENT = 1e15
-_SAME_TIME_S = 0.05  # routes so close to each other are remembered as one
-_REMEMBERED_ROUTES = 1024  # per instance; older ones cannot matter for long
-_LOOK_S = 5.0  # between two looks at what is remembered of instances that are not asked for
+MOST_QUEUED = 10**12  # tokens a heartbeat may report
 
 
 class RoutingTask(NamedTuple):
@@ -63,287 +44,37 @@ class RoutingTask(NamedTuple):
     phase: str = "both"
 
 
-class _Load(NamedTuple):
-    """What an instance has to do, as its heartbeat and this caller's routes say.
+C = TypeVar("C", bound=Sized)
 
-    Attributes:
-        tokens_per_s: what it prefills in a second.
-        queueing_s: how long a prompt that comes now waits there.
-        recent_s: what was routed there lately, decayed, in seconds of prefill.
-        running_requests: that it decodes.
+
+class Router(Protocol[C]):
+    """Ranks instances for prompts, and remembers its routes. Soft state only: it may be lost at any time. One thread.
+
+    `C` is its sets of candidates: only their length is anybody else's affair.
     """
 
-    tokens_per_s: float
-    queueing_s: float
-    recent_s: float
-    running_requests: int
+    def hear(self, instance: InstanceId, pulse: LastHeartbeat) -> None:
+        """What waits at an instance, and how fast it is, as of a heartbeat."""
 
+    def forget(self, instance: InstanceId) -> None:
+        """Nothing was heard of the instance, and nothing was routed to it. It must be in no set of candidates any more."""
 
-class _Routed:
-    """What one caller routed to one instance, as far as it still matters."""
+    def candidates(self) -> C:
+        """An empty set of instances."""
 
-    __slots__ = ("in_flight", "recent", "waiting")
+    def add(self, candidates: C, instance: InstanceId) -> None:
+        """Prompts may be sent there. The same twice changes nothing."""
 
-    def __init__(self) -> None:
-        self.recent = 0.0  # tokens, decaying
-        self.in_flight: list[tuple[float, int]] = []  # when, missing tokens; oldest first
-        self.waiting = 0  # tokens in flight
-
-    def add(self, now_s: float, load: int, missing: int) -> None:
-        """A prompt was routed there."""
-        self.recent = min(self.recent + load, _MOST_RECENT)
-        self.waiting += missing
-        if self.in_flight and now_s - self.in_flight[-1][0] < _SAME_TIME_S:
-            self.in_flight[-1] = (self.in_flight[-1][0], self.in_flight[-1][1] + missing)
-            return
-        self.in_flight.append((now_s, missing))
-        if len(self.in_flight) > _REMEMBERED_ROUTES:
-            self.forget(self.in_flight[0][0])
-
-    def forget(self, oldest_s: float) -> None:
-        """What was routed up to then is in flight no longer."""
-        gone = 0
-        while gone < len(self.in_flight) and self.in_flight[gone][0] <= oldest_s:
-            self.waiting -= self.in_flight[gone][1]
-            gone += 1
-        if gone:
-            del self.in_flight[:gone]
-
-
-class _Caller:
-    """What one caller routed."""
-
-    def __init__(self) -> None:
-        self.routed: dict[InstanceId, _Routed] = {}
-        self.last_s: float | None = None
-
-    def recent(self, instance: InstanceId) -> float:
-        """Tokens routed to an instance, decaying."""
-        routed = self.routed.get(instance)
-        return routed.recent if routed is not None else 0.0
-
-    def decay(self, now_s: float, half_life_s: float) -> None:
-        """Let time pass."""
-        if self.last_s is not None and now_s > self.last_s:
-            factor = 2.0 ** (-(now_s - self.last_s) / half_life_s)
-            for routed in self.routed.values():
-                routed.recent *= factor
-        self.last_s = now_s if self.last_s is None else max(now_s, self.last_s)
-
-    def shrink(self, now_s: float, settings: RoutingSettings) -> None:
-        """Drop what no longer matters. Whether anything is left."""
-        self.decay(now_s, settings.half_life_s)
-        for instance in list(self.routed):
-            routed = self.routed[instance]
-            routed.forget(now_s - settings.hold_s)
-            if routed.recent < 1.0 and not routed.in_flight:
-                del self.routed[instance]
-
-
-class Router:
-    """Ranks instances for prompts, and remembers its routes. Soft state only: it may be lost at any time."""
-
-    def __init__(self, settings: RoutingSettings | None = None) -> None:
-        self.settings = settings or RoutingSettings()
-        self._soon = SoonHeld(self.settings.hold_s)
-        self._callers: OrderedDict[str, _Caller] = OrderedDict()  # who has asked last is last
-        self._looked_s: float | None = None
+    def remove(self, candidates: C, instance: InstanceId) -> None:
+        """Prompts may not be sent there any more. One that is not in it changes nothing."""
 
     def route(
-        self,
-        now_s: float,
-        task: RoutingTask,
-        index: ClusterIndex,
-        candidates: Sequence[InstanceId],
-        pulses: Mapping[InstanceId, LastHeartbeat | None],
+        self, now_s: float, task: RoutingTask, candidates: C, limit: int, noted: bool = True
     ) -> list[RankedInstance]:
-        """Rank the candidates, best first, and note the best as chosen, if the prompt is admitted.
+        """Rank the candidates, and note the best as chosen, if the prompt is admitted.
 
         Args:
             now_s: on the clock of the pulses.
-            candidates: at least one.
+            limit: at most so many are told, the best first.
+            noted: False: nothing is remembered.
         """
-        chain = self._soon.chain(task.namespace, task.hashes)
-        ranked = self._rank(now_s, task, chain, index, candidates, pulses)
-        best = ranked[0]
-        if not best.admitted:
-            return ranked
-        routed = self._caller(now_s, _remembered_as(task)).routed.setdefault(InstanceId(best.instance), _Routed())
-        routed.add(now_s, min(task.input_tokens, MAX_TOKENS), min(best.missing_tokens, MAX_TOKENS))
-        self._soon.note(now_s, task.caller, best.instance, chain)
-        return ranked
-
-    def rank(
-        self,
-        now_s: float,
-        task: RoutingTask,
-        index: ClusterIndex,
-        candidates: Sequence[InstanceId],
-        pulses: Mapping[InstanceId, LastHeartbeat | None],
-    ) -> list[RankedInstance]:
-        """Rank the candidates, best first."""
-        return self._rank(now_s, task, self._soon.chain(task.namespace, task.hashes), index, candidates, pulses)
-
-    def _rank(
-        self,
-        now_s: float,
-        task: RoutingTask,
-        chain: Chain,
-        index: ClusterIndex,
-        candidates: Sequence[InstanceId],
-        pulses: Mapping[InstanceId, LastHeartbeat | None],
-    ) -> list[RankedInstance]:
-        if task.input_tokens > MAX_INPUT_TOKENS:
-            task = task._replace(input_tokens=MAX_INPUT_TOKENS)
-        caller = self._caller(now_s, _remembered_as(task))
-        found = {depth.instance: depth for depth in index.prefixes(task.namespace, task.hashes).instances}
-        held = [found[instance].depth if instance in found else 0 for instance in candidates]
-        depths = self._soon.depths(now_s, task.caller, candidates, chain, held)
-        loads = [self._load(now_s, task, caller, instance, pulses.get(instance)) for instance in candidates]
-        cluster = ClusterNumbers(
-            min(load.queueing_s for load in loads), sum(load.recent_s for load in loads) / len(loads)
-        )
-        ranked = [
-            self._price(task, cluster, index, instance, depth, found.get(instance), load)
-            for instance, depth, load in zip(candidates, depths, loads, strict=True)
-        ]
-        ties: dict[str, bytes] = {}
-        if len({(entry.cost_s, caller.recent(InstanceId(entry.instance))) for entry in ranked}) < len(ranked):
-            ties = {entry.instance: _tie(task, entry) for entry in ranked}
-        ranked.sort(
-            key=lambda entry: (
-                not entry.admitted,
-                entry.cost_s,
-                caller.recent(InstanceId(entry.instance)),
-                ties.get(entry.instance, b""),
-            )
-        )
-        return ranked
-
-    def forget(self, instance: InstanceId) -> None:
-        """Nothing was routed to the instance."""
-        for caller in self._callers.values():
-            caller.routed.pop(instance, None)
-
-    def _caller(self, now_s: float, name: str) -> _Caller:
-        """What a caller has routed, as it counts now."""
-        caller = self._callers.get(name)
-        if caller is None:
-            caller = self._callers[name] = _Caller()
-            if len(self._callers) > MOST_CALLERS:
-                self._callers.popitem(last=False)
-        self._callers.move_to_end(name)
-        caller.decay(now_s, self.settings.half_life_s)
-        if self._looked_s is None or now_s >= self._looked_s + _LOOK_S:
-            self._looked_s = now_s
-            for other in self._callers.values():
-                other.shrink(now_s, self.settings)
-        return caller
-
-    def _load(
-        self, now_s: float, task: RoutingTask, caller: _Caller, instance: InstanceId, pulse: LastHeartbeat | None
-    ) -> _Load:
-        """What the instance has to do."""
-        settings = self.settings
-        expected = settings.prefill_by_instance.get(instance, settings.prefill_tokens_per_s)
-        tokens_per_s = queue_tokens_per_s = expected
-        running = 0
-        if pulse is not None:
-            tokens_per_s = believed(pulse.heartbeat.prefill_tokens_per_s, expected)
-            queue_tokens_per_s = believed(pulse.heartbeat.queue_tokens_per_s, tokens_per_s)
-            queue_tokens_per_s = believed(queue_tokens_per_s, expected)
-            running = min(max(0, pulse.heartbeat.running_requests), _MOST_QUEUED)
-        routed = caller.routed.get(instance)
-        queueing_s = self._queued(now_s, routed, pulse, queue_tokens_per_s) / queue_tokens_per_s
-        if task.phase == "decode" and routed is not None:
-            running += len(routed.in_flight)
-        return _Load(tokens_per_s, queueing_s, caller.recent(instance) / tokens_per_s, running)
-
-    def _price(
-        self,
-        task: RoutingTask,
-        cluster: ClusterNumbers,
-        index: ClusterIndex,
-        instance: InstanceId,
-        depth: int,
-        held: InstanceDepth | None,
-        load: _Load,
-    ) -> RankedInstance:
-        """The cost of serving there, where it has, or will soon have, `depth` blocks."""
-        settings, is_decode = self.settings, task.phase == "decode"
-        fetch_s, fetch_blocks = 0.0, 0
-        if held is not None:
-            for tier in (Tier.HOST, Tier.NVME, Tier.OBJECT):
-                fetch_s += self._fetch_s(index, instance, tier, held.by_tier[tier])
-                fetch_blocks += held.by_tier[tier]
-            beyond = held.reach - depth
-            if beyond > 0:
-                pool_s = self._fetch_s(index, instance, Tier.OBJECT, beyond)
-                weight = work_weight(settings, cluster.least_s, load.queueing_s, task.latency)
-                if is_decode or pool_s < weight * beyond * task.block_tokens / load.tokens_per_s:
-                    fetch_s += pool_s
-                    fetch_blocks += beyond
-                    depth = held.reach
-        missing = max(0, task.input_tokens - depth * task.block_tokens)
-        if is_decode:  # what neither it nor its pools have is brought from where it was prefilled
-            brought = -(-missing // task.block_tokens)
-            fetch_s += self._brought_s(index, instance, brought)
-            fetch_blocks, missing = fetch_blocks + brought, 0
-        numbers = InstanceNumbers(load.queueing_s, load.tokens_per_s, missing, load.recent_s, fetch_s)
-        if is_decode:
-            cost = decode_cost(settings, cluster, numbers, load.running_requests)
-        else:
-            cost = prefill_cost(settings, cluster, numbers, task.latency)
-        return RankedInstance(
-            instance=instance,
-            cost_s=cost.sum_s,
-            queueing_s=cost.queueing_s,
-            recompute_s=cost.recompute_s,
-            balance_s=cost.balance_s,
-            fetch_s=cost.fetch_s,
-            ttft_s=cost.ttft_s,
-            admitted=admits(settings, task.latency, task.deadline_s, cost.ttft_s, cluster.least_s),
-            depth=depth,
-            missing_tokens=missing,
-            fetch_blocks=fetch_blocks,
-            suspect=held.suspect if held is not None else is_suspect(index, instance),
-        )
-
-    def _queued(self, now_s: float, routed: _Routed | None, pulse: LastHeartbeat | None, rate: float) -> float:
-        """Tokens that wait there: as its heartbeat reported, with what was routed since, less what was worked off since."""
-        waiting, first_s = 0, now_s
-        if routed is not None:
-            routed.forget(now_s - self.settings.hold_s if pulse is None else pulse.at_s)
-            waiting, first_s = routed.waiting, routed.in_flight[0][0] if routed.in_flight else now_s
-        since_s = pulse.at_s if pulse is not None else first_s
-        reported = min(max(0, pulse.heartbeat.queued_tokens), _MOST_QUEUED) if pulse is not None else 0
-        return max(0.0, reported + waiting - (now_s - since_s) * rate)
-
-    def _fetch_s(self, index: ClusterIndex, instance: InstanceId, tier: Tier, blocks: int) -> float:
-        if not blocks:
-            return 0.0
-        view = index.view(instance)
-        block_bytes = next((pool.block_bytes for pool in view.pools if pool.tier == tier), 0) if view is not None else 0
-        return TIER_LINKS[tier].seconds(blocks * block_bytes) * self.settings.tier_weights.get(tier.name, 1.0)
-
-    def _brought_s(self, index: ClusterIndex, instance: InstanceId, blocks: int) -> float:
-        """Bringing blocks from another instance: over what is as far as a pool all can reach."""
-        if not blocks:
-            return 0.0
-        view = index.view(instance)
-        block_bytes = (
-            next((pool.block_bytes for pool in view.pools if pool.tier == Tier.HBM), 0) if view is not None else 0
-        )
-        return TIER_LINKS[Tier.OBJECT].seconds(blocks * block_bytes)
-
-
-def _remembered_as(task: RoutingTask) -> str:
-    """Whose routes count: prompts that are only decoded load an instance otherwise than those that are prefilled."""
-    return f"{task.caller}\0decode" if task.phase == "decode" else task.caller
-
-
-def _tie(task: RoutingTask, entry: RankedInstance) -> bytes:
-    """Equal costs are decided by content: the same prompt goes to the same instance, different ones spread."""
-    first = entry.depth * HASH_BYTES if entry.depth * HASH_BYTES < len(task.hashes) else 0
-    block = SequenceHash(task.hashes[first : first + HASH_BYTES])
-    return hashlib.blake2b(block + entry.instance.encode(), digest_size=8).digest()

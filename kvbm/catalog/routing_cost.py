@@ -26,8 +26,8 @@ import msgspec
 MEASURED_WITHIN = 4.0
 """A rate that an instance reports counts as at most so many times the expected one, and at least its so-many-th part."""
 
-_MOST_WEIGHT = 1_000.0
-_CLASS_WEIGHT = {"interactive": 0.5, "standard": 1.0, "batch": 2.0}
+MOST_WEIGHT = 1_000.0
+CLASS_WEIGHTS = {"interactive": 0.5, "standard": 1.0, "batch": 2.0}
 
 
 class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ def work_weight(settings: RoutingSettings, least_s: float, own_s: float, latency
         latency: an interactive prompt counts its own time double, one of a batch that of others.
     """
     crowding_s = least_s + settings.own_crowding * (own_s - least_s)
-    return min(_MOST_WEIGHT, (settings.work_weight + settings.crowding_weight * crowding_s) * _CLASS_WEIGHT[latency])
+    return min(MOST_WEIGHT, (settings.work_weight + settings.crowding_weight * crowding_s) * CLASS_WEIGHTS[latency])
 
 
 def prefill_cost(

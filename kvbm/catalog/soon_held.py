@@ -178,10 +178,7 @@ class SoonHeld:
         return np.asarray(found.any(-1))
 
     def _holds_one(self, now_s: float, word: int) -> bool:
-        word &= _WORD
-        word ^= word >> 32
-        word = word * _FACTOR & _WORD
-        word ^= word >> 32
+        word = mixed_word(word)
         at = (word & self._sets - 1) * WAYS
         tags, until_s = self._flat_tags, self._flat_until_s
         for way in (at, at + 1, at + 2, at + 3):
@@ -200,6 +197,14 @@ class SoonHeld:
             digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8, key=self._key).digest()
             salt = self._salts[name] = int.from_bytes(digest, "little")
         return salt
+
+
+def mixed_word(word: int) -> int:
+    """A number of 64 bits of which every bit depends on all of the given one's lowest 64."""
+    word &= _WORD
+    word ^= word >> 32
+    word = word * _FACTOR & _WORD
+    return word ^ word >> 32
 
 
 def _mixed(words: Any) -> _Words:

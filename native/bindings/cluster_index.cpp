@@ -18,6 +18,7 @@
 #include "frames.hpp"
 #include "kvbm/checkpoint.hpp"
 #include "python.hpp"
+#include "router.hpp"
 
 namespace kvbm::bindings {
 namespace {
@@ -52,6 +53,17 @@ class TupleClass {
   nb::object kind_;  // the class
   allocfunc alloc_;  // makes its instances
 };
+
+// Of a pool as it was declared; 0 where that is no size.
+std::uint64_t block_bytes_of(nb::handle pool) {
+  const nb::object size = pool.attr("block_bytes");
+  const unsigned long long bytes = PyLong_AsUnsignedLongLong(size.ptr());
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    return 0;
+  }
+  return bytes;
+}
 
 PyObject* number_of(std::uint64_t value) { return PyLong_FromUnsignedLongLong(value); }
 PyObject* flag_of(bool value) { return Py_NewRef(value ? Py_True : Py_False); }
@@ -487,6 +499,10 @@ class PythonIndex {
       if (index_.state(instance)) {  // not of one that was dropped, whose number may become another's
         know(instance, index_.instance_name(instance));
         pools_[instance] = pools_of(instance);
+        for (const nb::handle pool : pools_[instance]) {
+          index_.size_blocks(instance, static_cast<Tier>(nb::cast<std::uint8_t>(nb::int_(pool.attr("tier")))),
+                             block_bytes_of(pool));
+        }
       }
     }
     return nb::bytes(note.data(), note.size());
@@ -550,7 +566,7 @@ class PythonIndex {
       constexpr int kReachCluster = 2;
       const int reach = nb::cast<int>(nb::int_(pool.attr("reach")));
       found.push_back({static_cast<Tier>(tier), reach == kReachCluster, std::move(name), std::string(words.c_str(), words.size()),
-                       reach == kReachPod});
+                       reach == kReachPod, block_bytes_of(pool)});
     }
     return found;
   }
@@ -579,6 +595,8 @@ void bind_asking(nb::class_<PythonIndex>& index, const SharedErrors& errors) {
             return translated(errors, [&] { return self.encode_prefixes(id, prompts, best); });
           },
           nb::arg("namespace"), nb::arg("prompts"), nb::arg("best"))
+      .def("router", [](const Self& self, nb::handle settings) { return std::make_unique<PythonRouter>(self.index(), settings); },
+           nb::arg("settings"), nb::keep_alive<0, 1>())
       .def("report_queued", &Self::report_queued, nb::arg("instance"), nb::arg("tokens"))
       .def(
           "holders",

@@ -61,6 +61,7 @@ NB_MODULE(_native, module) {
   bind_codec(module, errors);
   bind_scan(module, errors);
   bind_frame_fold(module, errors);
+  bind_router(module, errors);
   bind_cluster_index(module, errors);
   bind_columns(module, errors);
   bind_ledger(module, errors);

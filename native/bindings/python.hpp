@@ -228,6 +228,7 @@ void bind_codec(nb::module_& module, const SharedErrors& errors);
 void bind_scan(nb::module_& module, const SharedErrors& errors);
 void bind_frame_fold(nb::module_& module, const SharedErrors& errors);
 void bind_cluster_index(nb::module_& module, const SharedErrors& errors);
+void bind_router(nb::module_& module, const SharedErrors& errors);
 void bind_columns(nb::module_& module, const SharedErrors& errors);
 void bind_ledger(nb::module_& module, const SharedErrors& errors);
 void bind_row_copy(nb::module_& module, const SharedErrors& errors);

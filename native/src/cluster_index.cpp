@@ -641,12 +641,14 @@ void ClusterIndex::declare(Instance& instance, std::span<const DeclaredPool> poo
   for (TierFold& fold : instance.tiers) {
     fold.is_declared = fold.is_cluster = fold.is_pod = false;
     fold.pool = kNone;
+    fold.block_bytes = 0;
   }
   for (const DeclaredPool& pool : pools) {
     TierFold& fold = instance.tiers[at_tier(pool.tier)];
     fold.is_declared = true;
     fold.is_cluster = pool.is_cluster;
     fold.is_pod = pool.is_pod;
+    fold.block_bytes = pool.block_bytes;
     fold.pool = pool.is_cluster ? pool_numbers_.find(pool.name)->second : kNone;
     instance.declared.push_back(pool.words);
   }
@@ -1109,6 +1111,25 @@ std::optional<InstanceState> ClusterIndex::state(std::uint32_t number) const {
 std::vector<std::string> ClusterIndex::declared_pools(std::uint32_t number) const {
   const ReadGuard reading(lock_);
   return number < instances_.size() ? instances_[number].declared : std::vector<std::string>();
+}
+
+void ClusterIndex::block_bytes(std::span<const std::uint32_t> numbers,
+                               std::vector<std::array<std::uint64_t, kTierCount>>& bytes) const {
+  const ReadGuard reading(lock_);
+  bytes.assign(numbers.size(), {});
+  for (std::size_t at = 0; at < numbers.size(); ++at) {
+    if (numbers[at] < instances_.size() && instances_[numbers[at]].is_known) {
+      for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+        bytes[at][tier] = instances_[numbers[at]].tiers[tier].block_bytes;
+      }
+    }
+  }
+}
+
+void ClusterIndex::size_blocks(std::uint32_t number, Tier tier, std::uint64_t block_bytes) {
+  const std::lock_guard turn(writer_);
+  const WriteGuard change(lock_);
+  instances_[number].tiers[at_tier(tier)].block_bytes = block_bytes;
 }
 
 std::uint32_t ClusterIndex::pool_of(std::uint32_t number, Tier tier) const {

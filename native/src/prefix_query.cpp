@@ -225,7 +225,7 @@ class PrefixWalk {
   void tell(std::uint32_t holder_space, std::uint32_t depth, const std::array<std::uint32_t, kTierCount>& by_tier) {
     const std::uint32_t number = index_.holder_spaces_[holder_space].holder;
     if (is_wanted(number)) {
-      answer_.instances.push_back({number, depth, by_tier, depth, queued(number), false});
+      answer_.instances.push_back({number, index_.instances_[number].incarnation, depth, by_tier, depth, queued(number), false});
     }
   }
 
@@ -340,7 +340,7 @@ class PrefixWalk {
         continue;
       }
       if (const std::uint32_t end = reach(instance, 0); end > 0) {
-        answer_.instances.push_back({number, 0, {}, end, queued(number), false});
+        answer_.instances.push_back({number, instance.incarnation, 0, {}, end, queued(number), false});
       }
     }
   }

@@ -41,6 +41,7 @@ struct DeclaredPool {
   std::string name;   // of a cluster pool
   std::string words{};  // the whole declaration, in bytes of the caller's that the index keeps and gives back
   bool is_pod = false;  // whether others read it without its owner: then it is never excluded
+  std::uint64_t block_bytes = 0;  // of each block
 };
 
 // What an event broke; counted.
@@ -58,6 +59,7 @@ inline constexpr std::size_t kAnomalyCount = 7;
 // How far one instance has a prefix; InstanceDepth of kvbm/catalog/index.py.
 struct InstanceDepth {
   std::uint32_t instance;                              // its number
+  std::uint32_t incarnation;                           // of that number: it was another's before
   std::uint32_t depth;                                 // blocks from the first on, in any tier, without a hole
   std::array<std::uint32_t, kTierCount> by_tier;       // of those, by the hottest tier that holds each
   std::uint32_t reach;                                 // where the run ends with its cluster pools
@@ -196,6 +198,9 @@ class ClusterIndex {
   // Claims of blocks whose rank is at least `first`, of up to this many pages of the table.
   ClaimPart claims(std::uint64_t first, std::size_t pages) const;
 
+  // Tells the bytes of blocks of an instance's pools, which checkpoints have only in their caller's words.
+  void size_blocks(std::uint32_t instance, Tier tier, std::uint64_t block_bytes);
+
   // How many tokens wait at an instance, for the order of answers.
   void report_queued(std::uint32_t instance, std::uint32_t tokens) const;
 
@@ -217,6 +222,8 @@ class ClusterIndex {
   std::optional<InstanceState> state(std::uint32_t instance) const;
   // The pools of an instance in its caller's words; empty when no start was seen.
   std::vector<std::string> declared_pools(std::uint32_t instance) const;
+  // Bytes of a block by tier, of instances by number; 0 where no start has told.
+  void block_bytes(std::span<const std::uint32_t> instances, std::vector<std::array<std::uint64_t, kTierCount>>& bytes) const;
   // Number of the cluster pool that an instance's claims in a tier belong to, or kNone.
   std::uint32_t pool_of(std::uint32_t instance, Tier tier) const;
   std::string pool_name(std::uint32_t pool) const;
@@ -272,6 +279,7 @@ class ClusterIndex {
     std::uint8_t live = 1;                                  // bit g: residencies of generation g count
     std::uint8_t dirty = 0;                                 // bit g: dead, and the sweep has not been everywhere since
     std::uint32_t pool = kNone;                             // number of the cluster pool, where its name is known
+    std::uint64_t block_bytes = 0;                          // as the start named them
     std::array<std::uint64_t, kGenerations> counts{};       // residencies, by generation
     std::array<std::uint64_t, kGenerations> digests{};      // sums of their mixes, by generation
     std::array<std::uint64_t, kGenerations> audited{};      // the same of those that the audit has passed

@@ -1,0 +1,408 @@
+#include "kvbm/router.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <utility>
+
+#include "kvbm/sha256.hpp"
+
+namespace kvbm {
+namespace {
+
+constexpr std::uint64_t kFactor = 0xD6E8FEB86659FD93;
+constexpr std::size_t kAhead = 16;  // candidates between asking memory for a place and looking at it
+
+std::uint64_t mixed(std::uint64_t word) noexcept {
+  word ^= word >> 32;
+  word *= kFactor;
+  return word ^ word >> 32;
+}
+
+std::uint64_t word_of(std::string_view name) {
+  Sha256 sum(sha256_compress());
+  sum.update({reinterpret_cast<const std::uint8_t*>(name.data()), name.size()});
+  std::uint64_t word = 0;
+  std::memcpy(&word, sum.finish().data(), sizeof word);
+  return word;
+}
+
+double seconds(const WeighedLink& link, std::uint64_t blocks, std::uint64_t block_bytes) noexcept {
+  const double size = static_cast<double>(blocks) * static_cast<double>(block_bytes);
+  return size != 0.0 ? (link.latency_s + size / link.bytes_per_s) * link.weight : 0.0;
+}
+
+}  // namespace
+
+Router::Router(const ClusterIndex& index, RouterSettings settings)
+    : index_(index), settings_(std::move(settings)), soon_(settings_.hold_s) {}
+
+// -- instances --
+
+std::uint32_t Router::slot_of(std::string_view instance) {
+  std::string name(instance);
+  if (const auto known = names_.find(name); known != names_.end()) {
+    return known->second;
+  }
+  std::uint32_t slot = static_cast<std::uint32_t>(slots_.size());
+  if (free_.empty()) {
+    slots_.emplace_back();
+    held_.push_back(0);
+  } else {
+    slot = free_.back();
+    free_.pop_back();
+    slots_[slot] = {};
+  }
+  Slot& made = slots_[slot];
+  const auto own = settings_.prefill_by_instance.find(name);
+  made.expected = own != settings_.prefill_by_instance.end() ? own->second : settings_.prefill_tokens_per_s;
+  made.tokens_per_s = made.queue_tokens_per_s = made.expected;
+  made.salt = soon_.salt_of("instance ", name);
+  made.word = word_of(name);
+  made.name = name;
+  names_.emplace(std::move(name), slot);
+  ++names_made_;
+  return slot;
+}
+
+double Router::believed(double measured, double expected) const noexcept {
+  if (!(measured > 0 && std::isfinite(measured))) {
+    return expected;
+  }
+  return std::min(std::max(measured, expected / settings_.measured_within), expected * settings_.measured_within);
+}
+
+void Router::hear(std::string_view instance, const ReportedLoad& load) {
+  Slot& slot = slots_[slot_of(instance)];
+  slot.is_heard = true;
+  slot.at_s = load.at_s;
+  slot.queued = std::clamp<std::int64_t>(load.queued_tokens, 0, settings_.most_queued);
+  slot.running = std::clamp<std::int64_t>(load.running_requests, 0, settings_.most_queued);
+  slot.tokens_per_s = believed(load.prefill_tokens_per_s, slot.expected);
+  slot.queue_tokens_per_s = believed(believed(load.queue_tokens_per_s, slot.tokens_per_s), slot.expected);
+}
+
+void Router::forget(std::string_view instance) {
+  const auto known = names_.find(std::string(instance));
+  if (known == names_.end()) {
+    return;
+  }
+  const std::uint32_t slot = known->second;
+  for (auto& [name, caller] : callers_) {
+    caller.drop(slot);
+  }
+  for (SeenAs& seen : seen_) {
+    seen = seen.slot == slot ? SeenAs{} : seen;
+  }
+  names_.erase(known);
+  slots_[slot] = {};
+  free_.push_back(slot);
+}
+
+void Router::add(Candidates& candidates, std::string_view instance) {
+  const std::uint32_t slot = slot_of(instance);
+  if (slot >= candidates.at_.size()) {
+    candidates.at_.resize(slots_.size(), Candidates::kAbsent);
+  }
+  if (candidates.at_[slot] == Candidates::kAbsent) {
+    candidates.at_[slot] = static_cast<std::uint32_t>(candidates.slots_.size());
+    candidates.slots_.push_back(slot);
+  }
+}
+
+void Router::remove(Candidates& candidates, std::string_view instance) {
+  const auto known = names_.find(std::string(instance));
+  const std::uint32_t slot = known != names_.end() ? known->second : kNone;
+  if (slot >= candidates.at_.size() || candidates.at_[slot] == Candidates::kAbsent) {
+    return;
+  }
+  const std::uint32_t at = std::exchange(candidates.at_[slot], Candidates::kAbsent);
+  const std::uint32_t last = candidates.slots_.back();
+  candidates.slots_.pop_back();
+  if (last != slot) {
+    candidates.slots_[at] = last;
+    candidates.at_[last] = at;
+  }
+}
+
+// -- what was routed --
+
+void Router::InFlight::forget(double oldest_s) {
+  std::size_t gone = 0;
+  for (; gone < routes.size() && routes[gone].first <= oldest_s; ++gone) {
+    waiting -= routes[gone].second;
+  }
+  routes.erase(routes.begin(), routes.begin() + static_cast<std::ptrdiff_t>(gone));
+}
+
+void Router::Caller::decay(double now_s, double half_life_s) {
+  if (has_last && now_s > last_s) {
+    const double factor = std::pow(2.0, -(now_s - last_s) / half_life_s);
+    for (double& tokens : recent) {
+      tokens *= factor;
+    }
+  }
+  last_s = has_last ? std::max(now_s, last_s) : now_s;
+  has_last = true;
+}
+
+void Router::Caller::drop(std::uint32_t slot) noexcept {
+  if (slot < recent.size()) {
+    recent[slot] = 0.0;
+    flights[slot].reset();
+  }
+}
+
+void Router::shrink(Caller& caller, double now_s) {
+  caller.decay(now_s, settings_.half_life_s);
+  for (std::uint32_t slot = 0; slot < caller.recent.size(); ++slot) {
+    if (InFlight* const flights = caller.flights[slot].get(); flights != nullptr) {
+      flights->forget(now_s - settings_.hold_s);
+      if (flights->routes.empty()) {
+        caller.flights[slot].reset();
+      }
+    }
+    if (caller.recent[slot] < 1.0 && caller.flights[slot] == nullptr) {
+      caller.recent[slot] = 0.0;
+    }
+  }
+  while (!caller.recent.empty() && caller.recent.back() == 0.0 && caller.flights.back() == nullptr) {
+    caller.recent.pop_back();
+    caller.flights.pop_back();
+  }
+}
+
+// What a caller has routed, as it counts now. Prompts that are only decoded are remembered apart.
+Router::Caller& Router::caller_of(double now_s, const RouteTask& task) {
+  const std::string name = task.is_decode ? task.caller + std::string("\0decode", 7) : task.caller;
+  auto known = callers_.find(name);
+  if (known == callers_.end()) {
+    known = callers_.emplace(name, Caller{}).first;
+    known->second.salt = soon_.salt_of("caller ", task.caller);
+    known->second.turn = turns_.insert(turns_.end(), name);
+    if (callers_.size() > settings_.most_callers) {
+      callers_.erase(turns_.front());
+      turns_.pop_front();
+    }
+  }
+  Caller& caller = known->second;
+  turns_.splice(turns_.end(), turns_, caller.turn);
+  caller.decay(now_s, settings_.half_life_s);
+  if (!has_looked_ || now_s >= looked_s_ + kLookS) {
+    has_looked_ = true;
+    looked_s_ = now_s;
+    for (auto& [other_name, other] : callers_) {
+      shrink(other, now_s);
+    }
+  }
+  return caller;
+}
+
+// -- one question --
+
+const std::vector<RankedInstance>& Router::route(double now_s, const RouteTask& asked, const Candidates& candidates,
+                                                 std::size_t limit, bool is_noted) {
+  RouteTask task = asked;
+  task.input_tokens = std::min(task.input_tokens, settings_.most_input_tokens);
+  Caller& caller = caller_of(now_s, task);
+  soon_.chain(task.id, task.hashes, chain_);
+  find_holders(task);
+  wanted_.clear();
+  std::copy_if(candidates.slots_.begin(), candidates.slots_.end(), std::back_inserter(wanted_),
+               [this](std::uint32_t slot) { return !slots_[slot].name.empty(); });
+  loads_.clear();
+  least_s_ = std::numeric_limits<double>::infinity();
+  double recent_s = 0.0;
+  for (const std::uint32_t slot : wanted_) {
+    loads_.push_back(load_of(now_s, task, caller, slot, least_s_));
+    recent_s += loads_.back().recent_s;
+  }
+  mean_recent_s_ = recent_s / static_cast<double>(wanted_.size());
+  if (!soon_.is_empty(now_s) && !chain_.depths.empty()) {
+    for (std::size_t at = 0; at < wanted_.size() + kAhead; ++at) {
+      if (at < wanted_.size()) {
+        soon_.ask(chain_, caller.salt + slots_[wanted_[at]].salt, loads_[at].depth);
+      }
+      if (at >= kAhead) {
+        Load& load = loads_[at - kAhead];
+        load.depth = soon_.depth(now_s, chain_, caller.salt + slots_[wanted_[at - kAhead]].salt, load.depth);
+      }
+    }
+  }
+  order_.clear();
+  for (std::size_t at = 0; at < wanted_.size(); ++at) {
+    const RankedInstance one = price(task, at);
+    order_.push_back({one.cost_s(), loads_[at].recent, tie(task, one), static_cast<std::uint32_t>(at), one.is_admitted});
+  }
+  const std::size_t kept = std::min(limit, order_.size());
+  std::partial_sort(order_.begin(), order_.begin() + static_cast<std::ptrdiff_t>(kept), order_.end());
+  ranked_.clear();
+  for (std::size_t at = 0; at < kept; ++at) {
+    ranked_.push_back(price(task, order_[at].at));
+    const Load& load = loads_[order_[at].at];
+    RankedInstance& one = ranked_.back();
+    if (load.held != kNone) {
+      one.is_suspect = answer_.instances[load.held].is_suspect;
+    } else {
+      const std::uint32_t number = index_.find_instance(slots_[one.slot].name);
+      const auto state = number != ClusterIndex::kNone ? index_.state(number) : std::nullopt;
+      one.is_suspect = !state || state->is_suspect;
+    }
+  }
+  if (is_noted && !ranked_.empty() && ranked_.front().is_admitted) {
+    note(now_s, task, caller, ranked_.front());
+  }
+  return ranked_;
+}
+
+// Who has how much of the prompt, by slot, and how large their blocks are.
+void Router::find_holders(const RouteTask& task) {
+  std::fill(held_.begin(), held_.end(), 0);
+  index_.prefixes(task.id, task.hashes, 0, answer_);
+  for (std::uint32_t at = 0; at < answer_.instances.size(); ++at) {
+    const InstanceDepth& one = answer_.instances[at];
+    if (one.instance >= seen_.size()) {
+      seen_.resize(std::size_t{one.instance} + 1);
+    }
+    SeenAs& seen = seen_[one.instance];
+    if (seen.incarnation != one.incarnation || (seen.slot == kNone && seen.names != names_made_)) {
+      const auto known = names_.find(index_.instance_name(one.instance));
+      seen = {one.incarnation, known != names_.end() ? known->second : kNone, names_made_};
+    }
+    if (seen.slot != kNone) {
+      held_[seen.slot] = at + 1;
+    }
+  }
+  numbers_.clear();
+  for (const InstanceDepth& one : answer_.instances) {
+    numbers_.push_back(one.instance);
+  }
+  index_.block_bytes(numbers_, bytes_);
+}
+
+Router::Load Router::load_of(double now_s, const RouteTask& task, Caller& caller, std::uint32_t slot, double& least_s) const {
+  const Slot& known = slots_[slot];
+  InFlight* const flights = caller.flights_at(slot);
+  std::int64_t waiting = 0;
+  double first_s = now_s;
+  std::int64_t running = known.running;
+  if (flights != nullptr) {
+    flights->forget(known.is_heard ? known.at_s : now_s - settings_.hold_s);
+    waiting = flights->waiting;
+    first_s = flights->routes.empty() ? now_s : flights->routes.front().first;
+    running += task.is_decode ? static_cast<std::int64_t>(flights->routes.size()) : 0;
+  }
+  const double since_s = known.is_heard ? known.at_s : first_s;
+  const double queued = static_cast<double>(known.queued + waiting) - (now_s - since_s) * known.queue_tokens_per_s;
+  Load load{};
+  load.queueing_s = std::max(0.0, queued) / known.queue_tokens_per_s;
+  load.tokens_per_s = known.tokens_per_s;
+  load.recent = caller.recent_at(slot);
+  load.recent_s = load.recent / known.tokens_per_s;
+  load.running = running;
+  load.held = held_[slot] != 0 ? held_[slot] - 1 : kNone;
+  load.depth = load.held != kNone ? answer_.instances[load.held].depth : 0;
+  least_s = std::min(least_s, load.queueing_s);
+  return load;
+}
+
+double Router::work_weight(double own_s, LatencyClass latency) const noexcept {
+  const double crowding_s = least_s_ + settings_.own_crowding * (own_s - least_s_);
+  const double weight = settings_.work_weight + settings_.crowding_weight * crowding_s;
+  return std::min(settings_.most_weight, weight * settings_.class_weights[static_cast<std::size_t>(latency)]);
+}
+
+// What serving the prompt at a candidate costs.
+RankedInstance Router::price(const RouteTask& task, std::size_t at) const {
+  const Load& load = loads_[at];
+  RankedInstance one{};
+  one.slot = wanted_[at];
+  one.depth = load.depth;
+  std::array<std::uint64_t, kTierCount> bytes{};
+  if (load.held != kNone) {
+    const InstanceDepth& held = answer_.instances[load.held];
+    bytes = bytes_[load.held];
+    for (std::size_t tier = 1; tier < kTierCount; ++tier) {
+      one.fetch_s += seconds(settings_.links[tier], held.by_tier[tier], bytes[tier]);
+      one.fetch_blocks += held.by_tier[tier];
+    }
+    if (held.reach > one.depth) {
+      const std::uint32_t beyond = held.reach - one.depth;
+      const double pool_s = seconds(settings_.links[kTierCount - 1], beyond, bytes[kTierCount - 1]);
+      const double weight = work_weight(load.queueing_s, task.latency);
+      const double compute_s =
+          weight * static_cast<double>(beyond) * static_cast<double>(task.block_tokens) / load.tokens_per_s;
+      if (task.is_decode || pool_s < compute_s) {
+        one.fetch_s += pool_s;
+        one.fetch_blocks += beyond;
+        one.depth = held.reach;
+      }
+    }
+  }
+  one.missing_tokens = std::max<std::int64_t>(0, task.input_tokens - one.depth * task.block_tokens);
+  if (task.is_decode) {  // what neither it nor its pools have is brought from where it was prefilled
+    const auto brought = static_cast<std::uint32_t>((one.missing_tokens + task.block_tokens - 1) / task.block_tokens);
+    one.fetch_s += seconds(settings_.between, brought, load.held != kNone ? bytes[0] : hbm_bytes(one.slot));
+    one.fetch_blocks += brought;
+    one.missing_tokens = 0;
+    one.queueing_s = settings_.decode_request_s * static_cast<double>(load.running);
+    one.ttft_s = one.queueing_s + one.fetch_s;
+  } else {
+    const double compute_s = static_cast<double>(one.missing_tokens) / load.tokens_per_s;
+    one.queueing_s = load.queueing_s;
+    one.recompute_s = work_weight(load.queueing_s, task.latency) * compute_s;
+    one.ttft_s = load.queueing_s + compute_s + one.fetch_s;
+  }
+  const double over_s = load.recent_s - mean_recent_s_;
+  one.balance_s = settings_.balance_s * over_s / (mean_recent_s_ + settings_.prior_s);
+  one.is_admitted = !(one.ttft_s > task.deadline_s) && (task.latency != LatencyClass::kBatch || least_s_ <= settings_.batch_wait_s);
+  return one;
+}
+
+std::uint64_t Router::hbm_bytes(std::uint32_t slot) const {
+  const std::uint32_t number = index_.find_instance(slots_[slot].name);
+  if (number == ClusterIndex::kNone) {
+    return 0;
+  }
+  thread_local std::vector<std::array<std::uint64_t, kTierCount>> bytes;
+  index_.block_bytes({&number, 1}, bytes);
+  return bytes.front()[0];
+}
+
+// Equal costs are decided by content: the same prompt goes to the same instance, different ones spread.
+std::uint64_t Router::tie(const RouteTask& task, const RankedInstance& one) const noexcept {
+  std::array<std::uint64_t, 2> block{};
+  if (!task.hashes.empty()) {
+    const std::size_t at = one.depth * kHashBytes;
+    std::memcpy(block.data(), task.hashes.data() + (at < task.hashes.size() ? at : 0), sizeof block);
+  }
+  return mixed(block[0] + mixed(block[1] + slots_[one.slot].word));
+}
+
+void Router::note(double now_s, const RouteTask& task, Caller& caller, const RankedInstance& best) {
+  if (best.slot >= caller.recent.size()) {
+    caller.recent.resize(std::size_t{best.slot} + 1, 0.0);
+    caller.flights.resize(caller.recent.size());
+  }
+  const auto missing = std::min(best.missing_tokens, settings_.most_tokens);
+  double& recent = caller.recent[best.slot];
+  recent = std::min(recent + static_cast<double>(std::min(task.input_tokens, settings_.most_tokens)), kMostRecent);
+  std::unique_ptr<InFlight>& flights = caller.flights[best.slot];
+  if (flights == nullptr) {
+    flights = std::make_unique<InFlight>();
+  }
+  flights->waiting += missing;
+  if (!flights->routes.empty() && now_s - flights->routes.back().first < kSameTimeS) {
+    flights->routes.back().second += missing;
+  } else {
+    flights->routes.emplace_back(now_s, missing);
+    if (flights->routes.size() > kRememberedRoutes) {
+      flights->forget(flights->routes.front().first);
+    }
+  }
+  soon_.note(now_s, caller.salt, slots_[best.slot].salt, chain_);
+}
+
+}  // namespace kvbm
