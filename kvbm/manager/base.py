@@ -307,19 +307,10 @@ class BlockManager:
         Args:
             queued_tokens: prompt tokens that wait for their prefill.
             running_requests: requests being decoded.
-            prefill_tokens_per_s, queue_tokens_per_s: prompt tokens computed in a second of computing them, and in a second in which some
-                wait, as `LoadMeter` measures; None: not measured. A catalog believes them within 4 times of what its settings expect.
+            prefill_tokens_per_s, queue_tokens_per_s: as `LoadMeter` measures them; a catalog believes them within 4 times what it expects.
         Raises: ArgumentError: a number that cannot be used.
         """
-        for value, name in ((prefill_tokens_per_s, "prefill_tokens_per_s"), (queue_tokens_per_s, "queue_tokens_per_s")):
-            if value is not None:
-                check_rate(value, name)
-        self._load = Load(
-            checked_int(queued_tokens, "queued_tokens", most=_MOST_LOAD),
-            checked_int(running_requests, "running_requests", most=_MOST_LOAD),
-            float(prefill_tokens_per_s or 0.0),
-            float(queue_tokens_per_s or 0.0),
-        )
+        self._load = _checked_load(queued_tokens, running_requests, prefill_tokens_per_s, queue_tokens_per_s)
 
     # -- one turn at a time, for whoever has no threads -----------------------------------------------------------------
 
@@ -402,13 +393,10 @@ class BlockManager:
             namespaces = tuple(self._namespaces)
             epoch, applied = self._ledger.epoch, self._ledger.applied
         offset = published.offset if published.epoch == epoch else Offset(0)
-        pool = self.pools.object
         return Heartbeat(
             instance=self.instance, cluster=self.cluster, epoch=epoch, published=offset,
-            wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), queued_tokens=self._load.queued_tokens,
-            running_requests=self._load.running_requests, prefill_tokens_per_s=self._load.prefill_tokens_per_s,
-            queue_tokens_per_s=self._load.queue_tokens_per_s, free_slots=free, namespaces=namespaces,
-            stopping=self._stream.closing, put_bytes=_put_bytes(pool, namespaces), applied=applied,
+            wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), free_slots=free, namespaces=namespaces,
+            stopping=self._stream.closing, put_bytes=_put_bytes(self.pools.object, namespaces), applied=applied, **self._load._asdict(),
         )  # fmt: skip
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -499,6 +487,18 @@ def _staging(pools: Pools, options: ManagerOptions) -> Staging:
             " raise offload.staging_bytes or lower pools.object.blocks"
         )
     return staging
+
+
+def _checked_load(queued_tokens: int, running_requests: int, prefill: float | None, queue: float | None) -> Load:
+    for value, name in ((prefill, "prefill_tokens_per_s"), (queue, "queue_tokens_per_s")):
+        if value is not None:
+            check_rate(value, name)
+    return Load(
+        checked_int(queued_tokens, "queued_tokens", most=_MOST_LOAD),
+        checked_int(running_requests, "running_requests", most=_MOST_LOAD),
+        float(prefill or 0.0),
+        float(queue or 0.0),
+    )
 
 
 def _put_bytes(pool: ObjectPool | None, namespaces: Iterable[NamespaceId]) -> dict[NamespaceId, NamespaceBytes]:

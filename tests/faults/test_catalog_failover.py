@@ -20,9 +20,9 @@ from kvbm.core.answers import LookupAnswer
 from kvbm.core.errors import CatalogError
 from kvbm.locate.http import CatalogClient
 from kvbm.streams.nats.stream import NatsStream
-from tests.integration.test_catalog_repair import SPACE, Instance, block_hashes
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.servers import free_port, start_process, stop_process
+from tests.snapshot_instances import SPACE, Instance, block_hashes
 
 KILLS = int(os.environ.get("FAILOVER_KILLS", "4"))
 ASKERS = 4

@@ -32,21 +32,16 @@ from kvbm.catalog.sql_store import BatchOutcome, BatchResult, ClaimChunk, SqlSto
 from kvbm.catalog.sql_writer import numbering
 from kvbm.core.codec import VERSION, decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
-from kvbm.core.events import EvictReason, MigrateCause, PoolStated
+from kvbm.core.events import EvictReason
 from kvbm.core.ids import (
-    NO_PARENT,
-    Epoch,
     InstanceId,
-    Namespace,
     NamespaceId,
-    Offset,
-    Reach,
     SequenceHash,
     Tier,
     pack_slots,
 )
 from kvbm.streams.access_samples import read_samples
-from kvbm.streams.base import START, AccessSample, Heartbeat, Mark, Position, StreamMessage, is_fence, mark_of
+from kvbm.streams.base import START, AccessSample, Mark, Position, StreamMessage, is_fence, mark_of
 from kvbm.streams.fence_records import encode_fence
 from kvbm.streams.memory import MemoryStream
 from kvbm.streams.nats.reader import NatsReader
@@ -55,82 +50,7 @@ from kvbm.streams.server import EmbeddedServer
 from tests.eventually import eventually_async
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.servers import nats_server
-
-SPACE = Namespace(model="m", block_tokens=4)
-POOLS = (PoolStated(Tier.HBM, 100_000, 1024), PoolStated(Tier.OBJECT, 0, 1024, Reach.CLUSTER, "pool"))
-
-
-def block_hashes(first: int, end: int) -> bytes:
-    return b"".join(number.to_bytes(16, "little") for number in range(first, end))
-
-
-class Instance:
-    """A native ledger on a stream, that serves snapshots and sends heartbeats while it runs."""
-
-    def __init__(self, stream: Any, within: str, name: str, epoch: int = 1) -> None:
-        self.stream, self.cluster, self.name, self.epoch = stream, within, InstanceId(name), Epoch(epoch)
-        self.ledger = _native.Ledger(POOLS)
-        self.ledger.start(self.epoch, [SPACE], ["rack-1", name], "test", "0")
-        self.snapshots = 0
-        self.published = Offset(0)
-
-    def create(self, first: int, end: int) -> None:
-        for at in range(first, end, 1000):
-            hashes = block_hashes(at, min(end, at + 1000))
-            allocation = self.ledger.allocate(Tier.HBM, len(hashes) // 16)
-            assert allocation is not None
-            self.ledger.create(SPACE.id, Tier.HBM, NO_PARENT, 0, hashes, allocation.slots)
-
-    def offload(self, first: int, end: int) -> None:
-        copy = self.ledger.begin_copy(SPACE.id, Tier.HBM, Tier.OBJECT, block_hashes(first, end))
-        assert copy is not None
-        self.ledger.end_copy(copy, [True] * (end - first), MigrateCause.OFFLOAD)
-
-    async def publish(self, lose: bool = False) -> Position:
-        for frame in self.ledger.take_frames(self.name, time.time_ns()):
-            if not lose:
-                await self.stream.publish(self.cluster, self.name, frame.data)
-        self.published = self.ledger.applied
-        return Position(self.epoch, self.published)
-
-    async def beat(self) -> None:
-        await self.stream.send_pulse(
-            Heartbeat(
-                instance=self.name, cluster=self.cluster, epoch=self.epoch, published=self.published,
-                wall_time_ns=time.time_ns(), run="r1", trouble="journal full: 3 of 4 bytes",
-            )
-        )  # fmt: skip
-
-    async def snapshot(self) -> None:
-        self.ledger.begin_snapshot()
-        while self.ledger.step_snapshot():
-            pass
-        self.snapshots += 1
-        await self.publish()
-
-    @contextlib.asynccontextmanager
-    async def alive(self, beat_s: float = 0.1) -> AsyncIterator[None]:
-        async def beat() -> None:
-            while True:
-                await self.beat()
-                await asyncio.sleep(beat_s)
-
-        async def serve() -> None:
-            async for _ in self.stream.watch_snapshot_asks(self.cluster, self.name):
-                await self.snapshot()
-
-        tasks = [asyncio.create_task(beat()), asyncio.create_task(serve())]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def is_whole_in(self, catalog: CatalogService) -> bool:
-        view = catalog.index.view(self.name)
-        is_there = catalog.sequencer.position(self.name) == (self.epoch, self.ledger.applied)
-        return is_there and view is not None and not view.suspect and view.digest == self.ledger.digest
+from tests.snapshot_instances import SPACE, Instance, block_hashes
 
 
 @contextlib.asynccontextmanager

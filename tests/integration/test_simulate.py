@@ -54,6 +54,12 @@ def check_report(report: Report) -> None:
     assert 1 <= report.load_max_over_mean < 2
 
 
+def test_a_trace_that_is_not_there_is_named() -> None:
+    ended = run("--policy", "kvbm", "--trace", "nowhere.jsonl")
+    assert ended.returncode != 0
+    assert "nowhere.jsonl cannot be read" in ended.stderr
+
+
 def test_the_command_reports_every_key_of_a_generated_workload(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     ended = run("--requests", "200", "--instances", "2", "--pools", "hbm=600", "--seed", "3", "--json", str(path))

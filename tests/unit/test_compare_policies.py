@@ -209,7 +209,6 @@ def test_a_trace_is_compared_too_and_in_overload_it_comes_quicker(tmp_path: Path
         (CompareOptions(loads=("heavy",)), "--load 'heavy'"),
         (CompareOptions(requests=0), "--requests 0"),
         (CompareOptions(speeds=(1.0, 0.0)), "--speeds"),
-        (CompareOptions(trace=Path("nowhere.jsonl")), "nowhere.jsonl cannot be read"),
     ],
 )
 def test_what_there_is_not_is_named(options: CompareOptions, words: str) -> None:
