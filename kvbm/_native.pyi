@@ -5,6 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from kvbm.catalog.index import Applied, Audit, Holder, InstanceView, Prefixes
+from kvbm.catalog.liveness import LastHeartbeat
+from kvbm.catalog.routing import Ranking, RoutingTask
+from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.core.codec import Frame, FrameBytes, ScannedFrame
 from kvbm.core.columns import FrameColumns
 from kvbm.core.copies import Copy
@@ -196,6 +199,7 @@ class ClusterIndex:
         self, namespace: NamespaceId, hashes: bytes, best: int = 0, only: Iterable[InstanceId] | None = None
     ) -> Prefixes: ...
     def encode_prefixes(self, namespace: NamespaceId, prompts: Sequence[bytes], best: int) -> bytes: ...
+    def router(self, settings: RoutingSettings) -> Router: ...
     def holders(self, namespace: NamespaceId, block: SequenceHash) -> list[Holder]: ...
     def excluded_holders(self, namespace: NamespaceId, block: SequenceHash) -> list[InstanceId]: ...
     def instances(self) -> list[InstanceId]: ...
@@ -211,6 +215,29 @@ class ClusterIndex:
         self, path: str, note: bytes = b""
     ) -> tuple[int, int, int]: ...  # bytes, blocks, frames before
     def load_checkpoint(self, path: str) -> bytes: ...
+
+class Candidates:
+    """A set of instances of one router."""
+
+    def __len__(self) -> int: ...
+
+class Router:
+    """Native implementation of `kvbm.catalog.routing.Router`, made by `ClusterIndex.router`."""
+
+    def hear(self, instance: InstanceId, pulse: LastHeartbeat) -> None: ...
+    def forget(self, instance: InstanceId) -> None: ...
+    def candidates(self) -> Candidates: ...
+    def add(self, candidates: Candidates, instance: InstanceId) -> None: ...
+    def remove(self, candidates: Candidates, instance: InstanceId) -> None: ...
+    def route(
+        self,
+        now_s: float,
+        task: RoutingTask,
+        serving: Sequence[Candidates],
+        visible: Sequence[Candidates] | None,
+        limit: int,
+        noted: bool = True,
+    ) -> Ranking: ...
 
 class Ledger:
     """Native implementation of `kvbm.core.ledger.Ledger`, which says what each of these does."""

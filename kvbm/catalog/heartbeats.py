@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -18,6 +19,7 @@ from kvbm.catalog.liveness import (
     Exclude,
     HeartbeatReceived,
     Input,
+    LastHeartbeat,
     LifeState,
     Liveness,
     OwnPulse,
@@ -38,6 +40,8 @@ log = structlog.get_logger()
 OWN_CLUSTER = "_catalogs"  # of the pulses of a catalog that follows all clusters
 _SENT_PULSES = 256
 _MOST_QUEUED = (1 << 32) - 1  # tokens
+
+Listener = Callable[[InstanceId, LastHeartbeat], None]  # is told of each heartbeat that is believed
 
 
 class HeartbeatFollower:
@@ -64,6 +68,7 @@ class HeartbeatFollower:
     ) -> None:
         now_s = time.monotonic()
         self.liveness = Liveness(liveness_s)
+        self.listeners: list[Listener] = []
         self.backlog = Backlog(1.25 * liveness_s)  # who is silent is left out before it counts as behind
         self.ignored: dict[InstanceId, Heartbeat] = {}
         self.sending: set[asyncio.Task[None]] = set()
@@ -124,6 +129,8 @@ class HeartbeatFollower:
                 now_s = time.monotonic()
                 self._sequencer.on_heartbeat(now_s, heartbeat)
                 self._sequencer.index.report_queued(name, min(max(0, heartbeat.queued_tokens), _MOST_QUEUED))
+                for hear in self.listeners:
+                    hear(name, believed)
                 decided = Position(heartbeat.epoch, heartbeat.applied)
                 self.backlog.on_heartbeat(now_s, self._sent_after_s, name, decided, self._sequencer.position(name))
 

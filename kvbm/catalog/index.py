@@ -7,10 +7,14 @@ keep no slots: where in its pool an instance has a block is its own affair.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvbm.core.events import InstanceStarted, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, SequenceHash, Tier
+
+if TYPE_CHECKING:
+    from kvbm.catalog.routing import Router
+    from kvbm.catalog.routing_cost import RoutingSettings
 
 
 class Holder(NamedTuple):
@@ -222,6 +226,9 @@ class ClusterIndex(Protocol):
             prompts: packed hashes of each.
             best: as `prefixes`, at least 1.
         """
+
+    def router(self, settings: RoutingSettings) -> Router[Any]:
+        """What routes prompts by this index."""
 
     def holders(self, namespace: NamespaceId, block: SequenceHash) -> list[Holder]:
         """Who holds one block, by name, hottest tier first."""

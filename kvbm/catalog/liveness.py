@@ -36,6 +36,7 @@ meanwhile counts as heard when it comes: it is excluded `liveness_s` after that.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from enum import Enum
 from typing import NamedTuple, assert_never
 
@@ -45,6 +46,7 @@ from kvbm.streams.base import Heartbeat
 LIVENESS_S = 3.5  # three missed of one a second, and a margin
 LEAST_MASS = 3  # fewer that fall silent together have died: one host's worth, nothing a network does to a cluster
 _CATALOG_PREFIX = "_catalog-"
+_CHANGES = 4096
 
 
 class LifeState(Enum):
@@ -200,18 +202,23 @@ class Liveness:
         zombies: heartbeats of an epoch that is over, ignored.
         double_ids: heartbeats of a second run that claims the epoch of one that is alive, ignored. The first heard is believed
             while it is heard; the server's fence sees to it that only one of them publishes.
+        changes: the instances of which something has changed that decides who may be sent prompts, the last of all; `changes_counted` counts
+            them.
     """
 
     def __init__(self, liveness_s: float = LIVENESS_S) -> None:
         self.zombies = 0
         self.double_ids = 0
+        self.changes: deque[InstanceId] = deque(maxlen=_CHANGES)
+        self.changes_counted = 0
         self._liveness_s = liveness_s
         self._began_s: float | None = None
         self._own_s: float | None = None  # when the own pulse was heard last
         self._counting_s = 0.0  # silence counts from here on
         self._members: dict[InstanceId, _Member] = {}
         self._ignored: dict[InstanceId, Ignored] = {}
-        self._present: dict[InstanceId, None] = {}  # heard, not silent, not ended: a route looks at these alone
+        self._present: dict[InstanceId, None] = {}  # heard, not silent, not ended
+        self._live: dict[InstanceId, None] = {}  # of these, those that are not about to stop
         self._waited: dict[InstanceId, None] = {}  # not silent, not ended; by `since_s`, the longest silent first
         self._kept: dict[
             InstanceId, None
@@ -285,8 +292,9 @@ class Liveness:
         """Nothing of the instance is known any more. Its next sign of life is that of one that was never seen."""
         self._members.pop(instance, None)
         self._ignored.pop(instance, None)
-        for known in (self._present, self._waited, self._kept):
+        for known in (self._present, self._live, self._waited, self._kept):
             known.pop(instance, None)
+        self._note_change(instance)
 
     def excluded(self) -> dict[InstanceId, Why]:
         """The instances that are excluded."""
@@ -297,10 +305,22 @@ class Liveness:
         member = self._members.get(instance)
         return None if member is None else member.why
 
+    def hears_anybody(self) -> bool:
+        """Whether anybody is heard: else all may be there, and prompts go to whoever is known and not stopped."""
+        return bool(self._present)
+
+    def is_live(self, instance: InstanceId) -> bool:
+        """Whether an instance is heard and is not about to stop."""
+        return instance in self._live
+
+    def live(self) -> list[InstanceId]:
+        """The instances of which `is_live` is true."""
+        return list(self._live)
+
     def candidates(self) -> list[InstanceId]:
         """Instances a prompt may be routed to, by name: the live ones; when nobody is heard, those known and not stopped."""
         if self._present:
-            return sorted(instance for instance in self._present if self.state(instance) is LifeState.LIVE)
+            return sorted(self._live)
         return sorted(
             instance for instance in self._members if self.state(instance) in (LifeState.SILENT, LifeState.UNHEARD)
         )
@@ -369,6 +389,8 @@ class Liveness:
         if ignored is not None and ignored.heartbeat.run == heartbeat.run:
             del self._ignored[heartbeat.instance]
         member.pulse = LastHeartbeat(heartbeat, now_s)
+        if last is None or last.namespaces != heartbeat.namespaces:
+            self._note_change(heartbeat.instance)
         if self._own_s is not None or last is not None:
             member.heard_s = now_s
             member.is_silent = member.awaits_heartbeat = False
@@ -401,6 +423,7 @@ class Liveness:
             member.is_stopped = member.is_stopped or stopped
         if member.is_ended:
             self._waited.pop(instance, None)
+        self._note_change(instance)
         return self._settle(instance, member)
 
     def _begin_life(self, now_s: float, member: _Member, what: StreamProgress) -> None:
@@ -448,6 +471,17 @@ class Liveness:
             self._present[instance] = None
         else:
             self._present.pop(instance, None)
+        is_live = instance in self._present and not (member.pulse is not None and member.pulse.heartbeat.stopping)
+        if is_live != (instance in self._live):
+            if is_live:
+                self._live[instance] = None
+            else:
+                del self._live[instance]
+            self._note_change(instance)
+
+    def _note_change(self, instance: InstanceId) -> None:
+        self.changes.append(instance)
+        self.changes_counted += 1
 
     def _basis(self, member: _Member) -> float:
         return max(member.since_s, self._counting_s)

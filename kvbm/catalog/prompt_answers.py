@@ -133,7 +133,7 @@ class PromptAnswers:
         only: list[InstanceId] | None = None,
     ) -> RouteAnswer:
         fields = self._fields(caller, namespace)
-        ranked = self._service.queries.route(task, fields, namespace, caller, only)
+        ranked, more = self._service.queries.route(task, fields, namespace, caller, limit, only)
         if not ranked:
             raise ApiError(
                 503, "no_instance", "no live instance serves this namespace",
@@ -143,10 +143,10 @@ class PromptAnswers:
             instance=ranked[0].instance,
             namespace=task.namespace.hex(),
             blocks=len(task.hashes) // HASH_BYTES,
-            ranked=ranked[:limit],
+            ranked=ranked,
             admitted=ranked[0].admitted,
             view_age_s=self._service.queries.view_age_s(),
-            more=max(0, len(ranked) - limit),
+            more=more,
         )
 
     def _fields(self, caller: Caller, namespace: Namespace | NamespaceId) -> Namespace | None:

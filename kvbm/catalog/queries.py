@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvbm.catalog.access import EMBEDDED, Caller
+from kvbm.catalog.candidates import CandidateSets, model_of
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.lag import Confirmation
 from kvbm.catalog.liveness import Freshness
 from kvbm.catalog.lookup import locate, lookup
-from kvbm.catalog.routing import Router, RoutingTask
+from kvbm.catalog.routing import Ranking, Router, RoutingTask
 from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.snapshots import SnapshotRequests
@@ -60,8 +61,10 @@ class Queries:
         self._sequencer, self._heartbeats, self._requests = sequencer, heartbeats, requests
         self._index, self._liveness, self._backlog = sequencer.index, heartbeats.liveness, heartbeats.backlog
         self._confirmation, self._liveness_s = confirmation, liveness_s
-        self._router = Router(routing)
+        self._router: Router[Any] = self._index.router(routing)
+        self._candidates = CandidateSets(self._router, self._liveness, sequencer)
         self.visibility = Visibility(sequencer)
+        heartbeats.listeners.append(self._router.hear)
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -97,8 +100,9 @@ class Queries:
         fields: Namespace | None,
         asked: Namespace | NamespaceId | None = None,
         caller: Caller = EMBEDDED,
+        limit: int = LIMIT,
         only: Collection[InstanceId] | None = None,
-    ) -> list[RankedInstance]:
+    ) -> Ranking:
         """The instances that may serve a prompt, best first; the first is noted as chosen. Empty when there are none.
 
         A caller of some tenants sees the order, and of the cost what its own prompt makes: what waits at an instance, and what was
@@ -107,27 +111,26 @@ class Queries:
         Args:
             fields: of the prompt's namespace, when they are known.
             asked: the namespace as the caller has given it; None: by its id.
+            limit: at most so many are told.
             only: instances to look at; None for all.
         """
         now_s = time.monotonic()
         if self.visibility.key(caller, task.namespace if asked is None else asked) == NOWHERE:
-            return []
-        candidates = [
-            instance
-            for instance in self._liveness.candidates()
-            if (only is None or instance in only)
-            and self._serves(instance, task.namespace, fields)
-            and self.visibility.instance(caller, instance)
-        ]
-        if not candidates:
-            return []
-        pulses = {instance: self._liveness.last(instance) for instance in candidates}
-        ranked = self._router.route(now_s, task, self._index, candidates, pulses)
-        shown = ranked if caller.sees_all else [_without_load(one) for one in ranked]
-        return [self._suspected_if_behind(one, one.instance) for one in shown]
+            return Ranking([], 0)
+        self._candidates.refresh()
+        if only is None and self._liveness.hears_anybody():
+            serving, visible = self._candidates.serving(task.namespace, fields), self._candidates.visible(caller)
+        else:
+            serving, visible = [self._picked(task.namespace, fields, caller, only)], None
+        ranking = self._router.route(now_s, task, serving, visible, limit)
+        if caller.sees_all and not self._backlog.behind:
+            return ranking
+        shown = ranking.best if caller.sees_all else [_without_load(one) for one in ranking.best]
+        return Ranking([self._suspected_if_behind(one, one.instance) for one in shown], ranking.more)
 
     def forget(self, instance: InstanceId) -> None:
         """Nothing was routed to the instance."""
+        self._candidates.forget(instance)
         self._router.forget(instance)
 
     def block(self, namespace: NamespaceId, block: SequenceHash, caller: Caller = EMBEDDED) -> BlockAnswer:
@@ -149,6 +152,24 @@ class Queries:
         age_s = self.view_age_s()
         return msgspec.structs.replace(answer, view_age_s=age_s) if age_s else answer
 
+    def _picked(
+        self,
+        namespace: NamespaceId,
+        fields: Namespace | None,
+        caller: Caller,
+        only: Collection[InstanceId] | None,
+    ) -> Any:
+        """The candidates one by one: of those that are asked for, or where nobody is heard."""
+        picked = self._router.candidates()
+        if only is not None and self._liveness.hears_anybody():
+            named = sorted(one for one in set(only) if self._liveness.is_live(one))
+        else:
+            named = [one for one in self._liveness.candidates() if only is None or one in only]
+        for instance in named:
+            if self._serves(instance, namespace, fields) and self.visibility.instance(caller, instance):
+                self._router.add(picked, instance)
+        return picked
+
     def _serves(self, instance: InstanceId, wanted: NamespaceId, fields: Namespace | None) -> bool:
         """Whether an instance runs the model of a namespace; one that has not declared what it runs, may."""
         row = self._sequencer.instance_row(instance)
@@ -158,7 +179,9 @@ class Queries:
         declared = self._sequencer.declared(instance)
         if fields is None or not declared or wanted in declared or (pulse and wanted in pulse.heartbeat.namespaces):
             return True
-        return any(_same_model(fields, other) for key in declared if (other := self.namespace(key)) is not None)
+        return any(
+            model_of(fields) == model_of(other) for key in declared if (other := self.namespace(key)) is not None
+        )
 
     # -- how old the view is ------------------------------------------------------------------------------------------
 
@@ -308,10 +331,3 @@ def _without_counts(summary: InstanceSummary) -> InstanceSummary:
         summary, offset=0, published=None, applied=None, digest="0" * 16, suspicions=[], snapshot_asked_s=None, trouble="", run="",
         topology=[], pools=[], held_blocks={}, queued_tokens=None, running_requests=None, free_slots=None,
     )  # fmt: skip
-
-
-def _same_model(a: Namespace, b: Namespace) -> bool:
-    """Whether an engine that serves one namespace serves the other: all but tenant, LoRA and KV group agree."""
-    return msgspec.structs.replace(a, tenant="", lora="", kv_group=0) == msgspec.structs.replace(
-        b, tenant="", lora="", kv_group=0
-    )

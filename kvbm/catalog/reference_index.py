@@ -21,6 +21,8 @@ from kvbm.catalog.index import (
     Prefixes,
 )
 from kvbm.catalog.lookup import lookup
+from kvbm.catalog.reference_router import ReferenceRouter
+from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.core.codec import decode_frame
 from kvbm.core.events import (
     BlocksCreated,
@@ -269,6 +271,10 @@ class ReferenceIndex:
     def encode_prefixes(self, namespace: NamespaceId, prompts: Sequence[bytes], best: int) -> bytes:
         """As `ClusterIndex.encode_prefixes`."""
         return b"".join(encode_lookup(lookup(self, namespace, hashes, limit=best)) for hashes in prompts)
+
+    def router(self, settings: RoutingSettings) -> ReferenceRouter:
+        """See `ClusterIndex`."""
+        return ReferenceRouter(self, settings)
 
     def holders(self, namespace: NamespaceId, block: SequenceHash) -> list[Holder]:
         """As `ClusterIndex.holders`."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvbm.catalog.index import ClusterIndex, InstanceDepth, is_suspect
 from kvbm.catalog.liveness import LastHeartbeat
+from kvbm.catalog.routing import HEARD_LATE_S, MOST_CALLERS, MOST_QUEUED, Ranking, RoutingTask
 from kvbm.catalog.routing_cost import (
     ClusterNumbers,
     InstanceNumbers,
@@ -19,10 +20,9 @@ from kvbm.catalog.routing_cost import (
     prefill_cost,
     work_weight,
 )
-from kvbm.catalog.soon_held import Chain, SoonHeld
-from kvbm.catalog.routing import MOST_CALLERS, MOST_QUEUED, RoutingTask
+from kvbm.catalog.soon_held import Chain, SoonHeld, mixed_word
 from kvbm.core.answers import MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
-from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
+from kvbm.core.ids import HASH_BYTES, InstanceId, Tier
 from kvbm.core.topology import TIER_LINKS
 
 _MOST_RECENT = 1e15
@@ -108,7 +108,32 @@ class _Caller:
                 del self.routed[instance]
 
 
-Candidates = dict[InstanceId, None]  # in the order they came
+class Candidates:
+    """A set of instances. Who leaves it is replaced by the last, as in C++, so that sums over it are the same to the last bit."""
+
+    def __init__(self) -> None:
+        self.instances: list[InstanceId] = []
+        self._at: dict[InstanceId, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.instances)
+
+    def __contains__(self, instance: InstanceId) -> bool:
+        return instance in self._at
+
+    def add(self, instance: InstanceId) -> None:
+        """See `Router.add`."""
+        if instance not in self._at:
+            self._at[instance] = len(self.instances)
+            self.instances.append(instance)
+
+    def remove(self, instance: InstanceId) -> None:
+        """See `Router.remove`."""
+        at = self._at.pop(instance, None)
+        if at is not None:
+            last = self.instances.pop()
+            if last != instance:
+                self.instances[at], self._at[last] = last, at
 
 
 class ReferenceRouter:
@@ -128,31 +153,39 @@ class ReferenceRouter:
 
     def candidates(self) -> Candidates:
         """See `Router`."""
-        return {}
+        return Candidates()
 
     def add(self, candidates: Candidates, instance: InstanceId) -> None:
         """See `Router`."""
-        candidates[instance] = None
+        candidates.add(instance)
 
     def remove(self, candidates: Candidates, instance: InstanceId) -> None:
         """See `Router`."""
-        candidates.pop(instance, None)
+        candidates.remove(instance)
 
     def route(
-        self, now_s: float, task: RoutingTask, candidates: Candidates, limit: int, noted: bool = True
-    ) -> list[RankedInstance]:
+        self,
+        now_s: float,
+        task: RoutingTask,
+        serving: Sequence[Candidates],
+        visible: Sequence[Candidates] | None,
+        limit: int,
+        noted: bool = True,
+    ) -> Ranking:
         """See `Router`."""
         if task.input_tokens > MAX_INPUT_TOKENS:
             task = task._replace(input_tokens=MAX_INPUT_TOKENS)
         caller = self._caller(now_s, task)
         chain = self._soon.chain(task.namespace, task.hashes)
-        ranked = self._rank(now_s, task, caller, chain, list(candidates))
+        each = dict.fromkeys(instance for group in serving for instance in group.instances)
+        wanted = [one for one in each if visible is None or any(one in group for group in visible)]
+        ranked = self._rank(now_s, task, caller, chain, wanted)
         best = ranked[0] if ranked else None
         if noted and best is not None and best.admitted:
             routed = caller.routed.setdefault(InstanceId(best.instance), _Routed())
             routed.add(now_s, min(task.input_tokens, MAX_TOKENS), min(best.missing_tokens, MAX_TOKENS))
             self._soon.note(now_s, task.caller, best.instance, chain)
-        return ranked[:limit]
+        return Ranking(ranked[:limit], max(0, len(ranked) - limit))
 
     def _rank(
         self, now_s: float, task: RoutingTask, caller: _Caller, chain: Chain, candidates: Sequence[InstanceId]
@@ -162,6 +195,10 @@ class ReferenceRouter:
         found = {depth.instance: depth for depth in self._index.prefixes(task.namespace, task.hashes).instances}
         held = [found[instance].depth if instance in found else 0 for instance in candidates]
         depths = self._soon.depths(now_s, task.caller, candidates, chain, held)
+        depths = [
+            depth if caller.recent(instance) > 0 else own
+            for instance, depth, own in zip(candidates, depths, held, strict=True)
+        ]
         loads = [self._load(now_s, task, caller, instance) for instance in candidates]
         recent_s = 0.0
         for load in loads:
@@ -273,7 +310,7 @@ class ReferenceRouter:
         """Tokens that wait there: as its heartbeat reported, with what was routed since, less what was worked off since."""
         waiting, first_s = 0, now_s
         if routed is not None:
-            routed.forget(now_s - self.settings.hold_s if pulse is None else pulse.at_s)
+            routed.forget(now_s - self.settings.hold_s if pulse is None else pulse.at_s - HEARD_LATE_S)
             waiting, first_s = routed.waiting, routed.in_flight[0][0] if routed.in_flight else now_s
         since_s = pulse.at_s if pulse is not None else first_s
         reported = min(max(0, pulse.heartbeat.queued_tokens), MOST_QUEUED) if pulse is not None else 0

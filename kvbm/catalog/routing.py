@@ -11,7 +11,8 @@ bytes.
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, Protocol, Sized, TypeVar
+from collections.abc import Sequence, Sized
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvbm.catalog.liveness import LastHeartbeat
 from kvbm.core.answers import RankedInstance
@@ -19,6 +20,7 @@ from kvbm.core.ids import InstanceId, NamespaceId
 
 MOST_CALLERS = 256  # whose routes are remembered; who has not asked for longest is forgotten first
 MOST_QUEUED = 10**12  # tokens a heartbeat may report
+HEARD_LATE_S = 0.02  # what was routed so shortly before a heartbeat came, or later, is not in it
 
 
 class RoutingTask(NamedTuple):
@@ -42,6 +44,13 @@ class RoutingTask(NamedTuple):
     latency: str = "standard"
     deadline_s: float | None = None
     phase: str = "both"
+
+
+class Ranking(NamedTuple):
+    """The best candidates, best first, and how many others are worse."""
+
+    best: list[RankedInstance]
+    more: int
 
 
 C = TypeVar("C", bound=Sized)
@@ -69,12 +78,20 @@ class Router(Protocol[C]):
         """Prompts may not be sent there any more. One that is not in it changes nothing."""
 
     def route(
-        self, now_s: float, task: RoutingTask, candidates: C, limit: int, noted: bool = True
-    ) -> list[RankedInstance]:
+        self,
+        now_s: float,
+        task: RoutingTask,
+        serving: Sequence[C],
+        visible: Sequence[C] | None,
+        limit: int,
+        noted: bool = True,
+    ) -> Ranking:
         """Rank the candidates, and note the best as chosen, if the prompt is admitted.
 
         Args:
             now_s: on the clock of the pulses.
-            limit: at most so many are told, the best first.
+            serving: a candidate is in one of these,
+            visible: and in one of these; None: everybody is.
+            limit: at most so many are told.
             noted: False: nothing is remembered.
         """

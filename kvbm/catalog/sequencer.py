@@ -254,7 +254,7 @@ class Sequencer:
             instance for instance, followed in self._sequences.items() if followed.position.epoch or followed.unreadable
         )
 
-    def namespaces(self) -> Mapping[NamespaceId, Namespace]:
+    def namespaces(self) -> dict[NamespaceId, Namespace]:
         """The namespaces whose fields an instance has declared. Read only."""
         return self._namespaces
 

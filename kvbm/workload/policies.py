@@ -19,7 +19,8 @@ from typing import Protocol, cast
 
 from kvbm.catalog.index import ClusterIndex, InstanceDepth, InstanceView, Prefixes
 from kvbm.catalog.liveness import LastHeartbeat
-from kvbm.catalog.routing import Router, RoutingTask
+from kvbm.catalog.reference_router import ReferenceRouter
+from kvbm.catalog.routing import RoutingTask
 from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
 from kvbm.streams.base import Heartbeat
@@ -133,11 +134,13 @@ class KvbmRouting:
         self, instances: Sequence[InstanceModel], rng: random.Random, settings: RoutingSettings | None = None
     ) -> None:
         self._instances = instances
-        self._router = Router(settings)
         self._names = [InstanceId(f"sim-{number}") for number in range(len(instances))]
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self._index = PoolsIndex(self._names, instances)
-        self._pulses: dict[InstanceId, LastHeartbeat | None] = dict.fromkeys(self._names)
+        self._router = ReferenceRouter(cast(ClusterIndex, self._index), settings)
+        self._candidates = self._router.candidates()
+        for name in self._names:
+            self._router.add(self._candidates, name)
         self._next_s = [HEARTBEAT_S * number / len(instances) for number in range(len(instances))]
 
     def next_heartbeat_s(self) -> float:
@@ -148,7 +151,7 @@ class KvbmRouting:
         """Heartbeats that are due now."""
         for number, due_s in enumerate(self._next_s):
             if due_s <= now_s:
-                self._pulses[self._names[number]] = LastHeartbeat(self._heartbeat(now_s, number), now_s)
+                self._router.hear(self._names[number], LastHeartbeat(self._heartbeat(now_s, number), now_s))
                 self._next_s[number] += HEARTBEAT_S
 
     def _heartbeat(self, now_s: float, number: int) -> Heartbeat:
@@ -162,8 +165,8 @@ class KvbmRouting:
     def choose(self, now_s: float, request: Request) -> int:
         self._index.request = request
         task = RoutingTask(_SPACE, request.hashes, request.input_tokens, TRACE_BLOCK_TOKENS)
-        ranked = self._router.route(now_s, task, cast(ClusterIndex, self._index), self._names, self._pulses)
-        return self._numbers[InstanceId(ranked[0].instance)]
+        best, _ = self._router.route(now_s, task, [self._candidates], None, 1)
+        return self._numbers[InstanceId(best[0].instance)]
 
 
 POLICIES: dict[str, Callable[[Sequence[InstanceModel], random.Random], Policy]] = {

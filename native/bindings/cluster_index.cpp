@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>

@@ -45,6 +45,7 @@ RouterSettings settings_of(nb::handle given) {
   settings.prefill_tokens_per_s = real(given, "prefill_tokens_per_s");
   settings.decode_request_s = real(given, "decode_request_s");
   settings.batch_wait_s = real(given, "batch_wait_s");
+  settings.heard_late_s = real(routing, "HEARD_LATE_S");
   settings.measured_within = real(costs, "MEASURED_WITHIN");
   settings.most_weight = real(costs, "MOST_WEIGHT");
   const nb::object weights = costs.attr("CLASS_WEIGHTS");
@@ -92,6 +93,14 @@ RouteTask task_of(nb::handle given) {
   return task;
 }
 
+std::vector<const Candidates*> groups_of(nb::handle given) {
+  std::vector<const Candidates*> groups;
+  for (const nb::handle group : given) {
+    groups.push_back(nb::cast<const Candidates*>(group));
+  }
+  return groups;
+}
+
 nb::tuple fields() {
   nb::list names;
   for (const char* const name : kFields) {
@@ -103,7 +112,7 @@ nb::tuple fields() {
 }  // namespace
 
 PythonRouter::PythonRouter(const ClusterIndex& index, nb::handle settings)
-    : router_(index, settings_of(settings)), ranked_(nb::module_::import_("kvbm.core.answers").attr("RankedInstance")), names_(fields()) {}
+    : router_(index, settings_of(settings)), ranking_(nb::module_::import_("kvbm.catalog.routing").attr("Ranking")), ranked_(nb::module_::import_("kvbm.core.answers").attr("RankedInstance")), names_(fields()) {}
 
 void PythonRouter::hear(std::string_view instance, nb::handle pulse) {
   const nb::object heartbeat = pulse.attr("heartbeat");
@@ -114,12 +123,15 @@ void PythonRouter::hear(std::string_view instance, nb::handle pulse) {
                           .queue_tokens_per_s = real(heartbeat, "queue_tokens_per_s")});
 }
 
-nb::object PythonRouter::route(double now_s, nb::handle task, const Candidates& candidates, std::size_t limit, bool is_noted) {
-  nb::list found;
-  for (const RankedInstance& one : router_.route(now_s, task_of(task), candidates, limit, is_noted)) {
-    found.append(made(one));
+nb::object PythonRouter::route(double now_s, nb::handle task, nb::handle serving, nb::handle visible, std::size_t limit, bool is_noted) {
+  const std::vector<const Candidates*> groups = groups_of(serving);
+  const std::vector<const Candidates*> seen = visible.is_none() ? std::vector<const Candidates*>() : groups_of(visible);
+  const Router::Ranking ranking = router_.route(now_s, task_of(task), groups, visible.is_none() ? nullptr : &seen, limit, is_noted);
+  nb::list best;
+  for (const RankedInstance& one : ranking.best) {
+    best.append(made(one));
   }
-  return found;
+  return ranking_(best, ranking.more);
 }
 
 nb::object PythonRouter::made(const RankedInstance& one) const {
@@ -151,10 +163,11 @@ void bind_router(nb::module_& module, const SharedErrors& errors) {
            nb::arg("candidates"), nb::arg("instance"))
       .def(
           "route",
-          [errors](PythonRouter& self, double now_s, nb::handle task, const Candidates& candidates, std::size_t limit, bool noted) {
-            return translated(errors, [&] { return self.route(now_s, task, candidates, limit, noted); });
+          [errors](PythonRouter& self, double now_s, nb::handle task, nb::handle serving, nb::handle visible, std::size_t limit,
+                   bool noted) {
+            return translated(errors, [&] { return self.route(now_s, task, serving, visible, limit, noted); });
           },
-          nb::arg("now_s"), nb::arg("task"), nb::arg("candidates"), nb::arg("limit"), nb::arg("noted") = true);
+          nb::arg("now_s"), nb::arg("task"), nb::arg("serving"), nb::arg("visible").none(), nb::arg("limit"), nb::arg("noted") = true);
 }
 
 }  // namespace kvbm::bindings

@@ -1113,25 +1113,6 @@ std::vector<std::string> ClusterIndex::declared_pools(std::uint32_t number) cons
   return number < instances_.size() ? instances_[number].declared : std::vector<std::string>();
 }
 
-void ClusterIndex::block_bytes(std::span<const std::uint32_t> numbers,
-                               std::vector<std::array<std::uint64_t, kTierCount>>& bytes) const {
-  const ReadGuard reading(lock_);
-  bytes.assign(numbers.size(), {});
-  for (std::size_t at = 0; at < numbers.size(); ++at) {
-    if (numbers[at] < instances_.size() && instances_[numbers[at]].is_known) {
-      for (std::size_t tier = 0; tier < kTierCount; ++tier) {
-        bytes[at][tier] = instances_[numbers[at]].tiers[tier].block_bytes;
-      }
-    }
-  }
-}
-
-void ClusterIndex::size_blocks(std::uint32_t number, Tier tier, std::uint64_t block_bytes) {
-  const std::lock_guard turn(writer_);
-  const WriteGuard change(lock_);
-  instances_[number].tiers[at_tier(tier)].block_bytes = block_bytes;
-}
-
 std::uint32_t ClusterIndex::pool_of(std::uint32_t number, Tier tier) const {
   const ReadGuard reading(lock_);
   return number < instances_.size() && instances_[number].is_known ? instances_[number].tiers[at_tier(tier)].pool : kNone;

@@ -1,5 +1,5 @@
 // Prefix queries of ClusterIndex. A prefix is walked once for everybody: neighbouring blocks mostly have the same holders, and then the
-// next block is one comparison. Buckets are asked for ahead.
+// next block is one comparison. Buckets are asked for ahead. Beside them is what routing asks of instances.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -381,6 +381,25 @@ void ClusterIndex::report_queued(std::uint32_t number, std::uint32_t tokens) con
   if (instances_[number].is_known) {
     std::atomic_ref<std::uint32_t>(instances_[number].queued).store(tokens, std::memory_order_relaxed);
   }
+}
+
+void ClusterIndex::block_bytes(std::span<const std::uint32_t> numbers,
+                               std::vector<std::array<std::uint64_t, kTierCount>>& bytes) const {
+  const ReadGuard reading(lock_);
+  bytes.assign(numbers.size(), {});
+  for (std::size_t at = 0; at < numbers.size(); ++at) {
+    if (numbers[at] < instances_.size() && instances_[numbers[at]].is_known) {
+      for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+        bytes[at][tier] = instances_[numbers[at]].tiers[tier].block_bytes;
+      }
+    }
+  }
+}
+
+void ClusterIndex::size_blocks(std::uint32_t number, Tier tier, std::uint64_t block_bytes) {
+  const std::lock_guard turn(writer_);
+  const WriteGuard change(lock_);
+  instances_[number].tiers[static_cast<std::size_t>(tier)].block_bytes = block_bytes;
 }
 
 }  // namespace kvbm

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -202,16 +201,29 @@ Router::Caller& Router::caller_of(double now_s, const RouteTask& task) {
 
 // -- one question --
 
-const std::vector<RankedInstance>& Router::route(double now_s, const RouteTask& asked, const Candidates& candidates,
-                                                 std::size_t limit, bool is_noted) {
+void Router::find_candidates(std::span<const Candidates* const> serving, const std::vector<const Candidates*>* visible) {
+  wanted_.clear();
+  asked_.resize(slots_.size(), 0);
+  ++questions_;
+  for (const Candidates* const group : serving) {
+    for (const std::uint32_t slot : group->slots_) {
+      const auto has = [slot](const Candidates* one) { return one->has(slot); };
+      if (std::exchange(asked_[slot], questions_) != questions_ && !slots_[slot].name.empty() &&
+          (visible == nullptr || std::any_of(visible->begin(), visible->end(), has))) {
+        wanted_.push_back(slot);
+      }
+    }
+  }
+}
+
+Router::Ranking Router::route(double now_s, const RouteTask& asked, std::span<const Candidates* const> serving,
+                              const std::vector<const Candidates*>* visible, std::size_t limit, bool is_noted) {
   RouteTask task = asked;
   task.input_tokens = std::min(task.input_tokens, settings_.most_input_tokens);
   Caller& caller = caller_of(now_s, task);
   soon_.chain(task.id, task.hashes, chain_);
   find_holders(task);
-  wanted_.clear();
-  std::copy_if(candidates.slots_.begin(), candidates.slots_.end(), std::back_inserter(wanted_),
-               [this](std::uint32_t slot) { return !slots_[slot].name.empty(); });
+  find_candidates(serving, visible);
   loads_.clear();
   least_s_ = std::numeric_limits<double>::infinity();
   double recent_s = 0.0;
@@ -222,10 +234,10 @@ const std::vector<RankedInstance>& Router::route(double now_s, const RouteTask& 
   mean_recent_s_ = recent_s / static_cast<double>(wanted_.size());
   if (!soon_.is_empty(now_s) && !chain_.depths.empty()) {
     for (std::size_t at = 0; at < wanted_.size() + kAhead; ++at) {
-      if (at < wanted_.size()) {
+      if (at < wanted_.size() && loads_[at].recent > 0) {
         soon_.ask(chain_, caller.salt + slots_[wanted_[at]].salt, loads_[at].depth);
       }
-      if (at >= kAhead) {
+      if (at >= kAhead && loads_[at - kAhead].recent > 0) {  // else the caller has sent nothing there
         Load& load = loads_[at - kAhead];
         load.depth = soon_.depth(now_s, chain_, caller.salt + slots_[wanted_[at - kAhead]].salt, load.depth);
       }
@@ -254,7 +266,7 @@ const std::vector<RankedInstance>& Router::route(double now_s, const RouteTask& 
   if (is_noted && !ranked_.empty() && ranked_.front().is_admitted) {
     note(now_s, task, caller, ranked_.front());
   }
-  return ranked_;
+  return {ranked_, order_.size() - kept};
 }
 
 // Who has how much of the prompt, by slot, and how large their blocks are.
@@ -289,7 +301,7 @@ Router::Load Router::load_of(double now_s, const RouteTask& task, Caller& caller
   double first_s = now_s;
   std::int64_t running = known.running;
   if (flights != nullptr) {
-    flights->forget(known.is_heard ? known.at_s : now_s - settings_.hold_s);
+    flights->forget(known.is_heard ? known.at_s - settings_.heard_late_s : now_s - settings_.hold_s);
     waiting = flights->waiting;
     first_s = flights->routes.empty() ? now_s : flights->routes.front().first;
     running += task.is_decode ? static_cast<std::int64_t>(flights->routes.size()) : 0;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from kvbm.catalog.liveness import (
     Ticked,
 )
 from kvbm.catalog.lookup import lookup
-from kvbm.catalog.routing import MOST_CALLERS, Router, RoutingTask
+from kvbm.catalog.routing import HEARD_LATE_S, MOST_CALLERS, Router, RoutingTask
 from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.catalog.soon_held import WAYS, SoonHeld
 from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
@@ -29,7 +30,7 @@ from kvbm.core.events import BlocksCreated, Event, InstanceStarted, InstanceStop
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
 from kvbm.core.topology import TIER_LINKS
 from kvbm.streams.base import Heartbeat
-from tests.indexes import Twin, each_twin, frame_bytes
+from tests.indexes import REFERENCE, Twin, each_twin, frame_bytes
 
 A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
 SPACE = Namespace(model="m", block_tokens=100).id
@@ -60,7 +61,7 @@ def beat(instance: InstanceId, at_s: float = 0.0, queued: int = 0, **more: objec
 class Cluster:
     def __init__(self, twin: Twin, *instances: InstanceId, settings: RoutingSettings | None = None) -> None:
         self.index = twin.index()
-        self.router = Router(settings)
+        self.router: Router[Any] = self.index.router(settings or RoutingSettings())
         self.pulses: dict[InstanceId, LastHeartbeat | None] = {}
         for instance in instances or (A, B):
             self.index.apply(frame_bytes(instance, InstanceStarted(epoch=Epoch(1), pools=POOLS)))
@@ -70,12 +71,22 @@ class Cluster:
         created = BlocksCreated(namespace=SPACE, tier=tier, hashes=hashes(*numbers))
         self.index.apply(frame_bytes(instance, created))
 
+    def listed(self, now_s: float, asked: RoutingTask, noted: bool = False) -> list[RankedInstance]:
+        """All instances, best first."""
+        candidates = self.router.candidates()
+        for instance, pulse in self.pulses.items():
+            self.router.add(candidates, instance)
+            if pulse is not None:
+                self.router.hear(instance, pulse)
+        best, more = self.router.route(now_s, asked, [candidates], None, len(self.pulses), noted)
+        assert more == 0
+        return best
+
     def rank(self, now_s: float, asked: RoutingTask) -> dict[str, RankedInstance]:
-        ranked = self.router.rank(now_s, asked, self.index, list(self.pulses), self.pulses)
-        return {entry.instance: entry for entry in ranked}
+        return {entry.instance: entry for entry in self.listed(now_s, asked)}
 
     def route(self, now_s: float, asked: RoutingTask) -> str:
-        ranked = self.router.route(now_s, asked, self.index, list(self.pulses), self.pulses)
+        ranked = self.listed(now_s, asked, noted=True)
         assert [entry.cost_s for entry in ranked] == sorted(entry.cost_s for entry in ranked)
         for entry in ranked:
             parts = entry.queueing_s + entry.recompute_s + entry.balance_s + entry.fetch_s
@@ -113,6 +124,18 @@ def test_what_was_routed_since_the_heartbeat_counts_as_queued(twin: Twin) -> Non
     assert cluster.rank(1.0, ask(99))[A].queueing_s == pytest.approx((5000 - 0.1 * 10_000) / 10_000)
     cluster.pulses[A] = beat(A, at_s=1.1, queued=700)  # the heartbeat has seen it
     assert cluster.rank(1.1, ask(99))[A].queueing_s == pytest.approx(0.07)
+
+
+@each_twin
+def test_a_heartbeat_that_comes_just_after_a_route_does_not_know_of_it(twin: Twin) -> None:
+    cluster = Cluster(twin, A)
+    cluster.pulses[A] = beat(A, at_s=1.0)
+    cluster.route(1.0, ask(*range(50)))
+    for at_s in (1.0, 1.0 + 0.9 * HEARD_LATE_S):
+        cluster.pulses[A] = beat(A, at_s=at_s)
+        assert cluster.rank(at_s, ask(99))[A].queueing_s == pytest.approx(0.5)
+    cluster.pulses[A] = beat(A, at_s=1.0 + 1.1 * HEARD_LATE_S)
+    assert cluster.rank(1.1, ask(99))[A].queueing_s == 0.0
 
 
 @each_twin
@@ -189,7 +212,7 @@ def test_a_pool_beyond_the_own_tiers_counts_when_fetching_beats_computing(twin: 
     found = cluster.rank(0.0, ask(1, 2, 3, 4, 5))[A]
     assert (found.depth, found.fetch_blocks, found.missing_tokens) == (4, 3, 100)
     assert found.fetch_s == pytest.approx(TIER_LINKS[Tier.OBJECT].seconds(3 * BLOCK_BYTES))
-    cluster.router = Router(RoutingSettings(prefill_by_instance={"a": 1e7}))
+    cluster.router = cluster.index.router(RoutingSettings(prefill_by_instance={"a": 1e7}))
     found = cluster.rank(0.0, ask(1, 2, 3, 4, 5))[A]
     assert (found.depth, found.fetch_s, found.missing_tokens) == (1, 0.0, 400)
 
@@ -263,18 +286,18 @@ def test_a_deadline_puts_first_who_keeps_it_and_what_nobody_keeps_is_neither_adm
     cluster.pulses = {A: beat(A, queued=12_000), B: beat(B, queued=20_000)}
     prompt = ask(*range(100))
     assert cluster.rank(0.0, prompt)[B].cost_s < cluster.rank(0.0, prompt)[A].cost_s
-    ranked = cluster.router.rank(0.0, prompt._replace(deadline_s=2.1), cluster.index, [A, B], cluster.pulses)
+    ranked = cluster.listed(0.0, prompt._replace(deadline_s=2.1))
     assert [(entry.instance, entry.admitted) for entry in ranked] == [("b", True), ("a", False)]
     cluster.pulses[B] = beat(B, queued=22_500)
     in_time = prompt._replace(deadline_s=2.24)
-    ranked = cluster.router.rank(0.0, in_time, cluster.index, [A, B], cluster.pulses)
+    ranked = cluster.listed(0.0, in_time)
     assert [(entry.instance, entry.admitted) for entry in ranked] == [("a", True), ("b", False)]
-    late = cluster.router.route(0.0, prompt._replace(deadline_s=0.5), cluster.index, [A, B], cluster.pulses)
+    late = cluster.listed(0.0, prompt._replace(deadline_s=0.5), noted=True)
     assert not late[0].admitted
-    again = cluster.router.rank(0.0, prompt._replace(deadline_s=0.5), cluster.index, [A, B], cluster.pulses)
+    again = cluster.listed(0.0, prompt._replace(deadline_s=0.5))
     assert again == late  # nothing was remembered
-    assert cluster.router.route(0.0, prompt, cluster.index, [A, B], cluster.pulses)[0].admitted
-    assert cluster.router.rank(0.0, prompt, cluster.index, [A, B], cluster.pulses)[0].balance_s != 0
+    assert cluster.listed(0.0, prompt, noted=True)[0].admitted
+    assert cluster.listed(0.0, prompt)[0].balance_s != 0
 
 
 @each_twin
@@ -284,7 +307,7 @@ def test_a_batch_waits_until_somebody_is_free_and_others_do_not(twin: Twin) -> N
     asked = {latency: ask(1)._replace(latency=latency) for latency in ("interactive", "standard", "batch")}
 
     def admitted(latency: str) -> bool:
-        return cluster.router.rank(0.0, asked[latency], cluster.index, [A, B], cluster.pulses)[0].admitted
+        return cluster.listed(0.0, asked[latency])[0].admitted
 
     assert [admitted(latency) for latency in asked] == [True, True, False]
     cluster.pulses[B] = beat(B, queued=90_000)
@@ -349,9 +372,8 @@ def test_what_one_caller_routes_changes_no_answer_for_another(twin: Twin) -> Non
         assert flooded.route(now_s, task) == quiet.route(now_s, task)
 
 
-@each_twin
-def test_routes_are_remembered_of_so_many_callers_and_forgotten_when_they_no_longer_matter(twin: Twin) -> None:
-    cluster = Cluster(twin, A, B)
+def test_routes_are_remembered_of_so_many_callers_and_forgotten_when_they_no_longer_matter() -> None:
+    cluster = Cluster(REFERENCE, A, B)
     for number in range(MOST_CALLERS + 50):
         cluster.route(0.0, ask(1, 2)._replace(caller=f"caller {number}"))
     assert len(cluster.router._callers) == MOST_CALLERS

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <list>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -37,6 +38,7 @@ struct RouterSettings {
   double prefill_tokens_per_s = 0;
   double decode_request_s = 0;
   double batch_wait_s = 0;
+  double heard_late_s = 0;                       // of routing.py
   double measured_within = 0;                    // of routing_cost.py
   double most_weight = 0;                        // the same
   std::array<double, 3> class_weights{};         // the same, by LatencyClass
@@ -93,6 +95,7 @@ struct RankedInstance {
 class Candidates {
  public:
   std::size_t size() const noexcept { return slots_.size(); }
+  bool has(std::uint32_t slot) const noexcept { return slot < at_.size() && at_[slot] != kAbsent; }
 
  private:
   friend class Router;
@@ -115,11 +118,18 @@ class Router {
   void add(Candidates& candidates, std::string_view instance);
   void remove(Candidates& candidates, std::string_view instance);
 
-  // The best `limit` of the candidates, best first.
-  // is_noted: the first is remembered as chosen, if it is admitted.
-  const std::vector<RankedInstance>& route(double now_s, const RouteTask& task, const Candidates& candidates, std::size_t limit,
-                                           bool is_noted = true);
+  // The best of the candidates, best first, and how many others are worse.
+  struct Ranking {
+    const std::vector<RankedInstance>& best;
+    std::size_t more;
+  };
+  // serving: a candidate is in one of these; visible: and in one of these, if it is given.
+  // limit: at most so many are told. is_noted: the first is remembered as chosen, if it is admitted.
+  Ranking route(double now_s, const RouteTask& task, std::span<const Candidates* const> serving,
+                const std::vector<const Candidates*>* visible, std::size_t limit, bool is_noted = true);
 
+  // Callers whose routes are remembered.
+  std::size_t callers() const noexcept { return callers_.size(); }
   const std::string& name(std::uint32_t slot) const { return slots_[slot].name; }
 
  private:
@@ -207,6 +217,7 @@ class Router {
   double believed(double measured, double expected) const noexcept;
   Caller& caller_of(double now_s, const RouteTask& task);
   void shrink(Caller& caller, double now_s);
+  void find_candidates(std::span<const Candidates* const> serving, const std::vector<const Candidates*>* visible);
   void find_holders(const RouteTask& task);
   Load load_of(double now_s, const RouteTask& task, Caller& caller, std::uint32_t slot, double& least_s) const;
   double work_weight(double own_s, LatencyClass latency) const noexcept;
@@ -236,6 +247,8 @@ class Router {
   std::vector<std::array<std::uint64_t, kTierCount>> bytes_;  // of a block, by place in `numbers_`
   std::vector<Load> loads_;              // by candidate
   std::vector<std::uint32_t> wanted_;    // slots, by candidate
+  std::vector<std::uint64_t> asked_;     // by slot: the question it was made a candidate of last
+  std::uint64_t questions_ = 0;          // so far
   std::vector<Place> order_;             // candidates
   std::vector<RankedInstance> ranked_;   // the answer
   double least_s_ = 0;                   // the shortest wait

@@ -1,0 +1,175 @@
+"""Which instances prompts of a namespace may be sent to: sets that are kept as instances come, go and declare what they serve.
+
+So a question names a few sets, and nothing is asked of each instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from kvbm.catalog.access import Caller
+from kvbm.catalog.liveness import Liveness
+from kvbm.catalog.routing import Router
+from kvbm.catalog.sql_rows import InstanceRow
+from kvbm.core.events import JANITOR
+from kvbm.core.ids import InstanceId, Namespace, NamespaceId
+
+C = TypeVar("C", bound=Sized)
+K = TypeVar("K")
+
+
+class Declarations(Protocol):
+    """What instances have declared; `Sequencer` is one."""
+
+    def namespaces(self) -> dict[NamespaceId, Namespace]:
+        """Namespaces whose fields are known, in the order they became so."""
+
+    def declared(self, instance: InstanceId) -> frozenset[NamespaceId]:
+        """Namespaces that an instance's start has named; empty when none are known."""
+
+    def instance_row(self, instance: InstanceId) -> InstanceRow | None:
+        """What an instance's start has declared; None when nothing of it was read."""
+
+
+class _Place(NamedTuple):
+    """In which sets an instance is, beside that of all.
+
+    Attributes:
+        is_undeclared: it has not said what it serves.
+        models, tenants: of the namespaces it has declared.
+        others: namespaces it has named that its models do not tell of.
+    """
+
+    is_undeclared: bool
+    models: frozenset[Namespace]
+    tenants: frozenset[str]
+    others: frozenset[NamespaceId]
+
+
+def model_of(namespace: Namespace) -> Namespace:
+    """What an engine must run to serve a namespace: all of its fields but tenant, LoRA and KV group."""
+    return msgspec.structs.replace(namespace, tenant="", lora="", kv_group=0)
+
+
+class CandidateSets(Generic[C]):
+    """See the module. The sets are the router's own. Belongs to the loop of what it reads; it is up to date as of `refresh`."""
+
+    def __init__(self, router: Router[C], liveness: Liveness, declarations: Declarations) -> None:
+        self._router, self._liveness, self._declarations = router, liveness, declarations
+        self._places: dict[InstanceId, _Place] = {}
+        self._known: list[NamespaceId] = []
+        self._changes_seen = 0
+        self._clear()
+
+    def serving(self, namespace: NamespaceId, fields: Namespace | None) -> list[C]:
+        """Instances that may serve a namespace: they run its model, have named it, or have not said what they run.
+
+        Args:
+            fields: the namespace's; None where they are not known: then anybody may.
+        """
+        if fields is None:
+            return [self._all]
+        found = (self._by_model.get(model_of(fields)), self._by_namespace.get(namespace))
+        return [self._undeclared, *(one for one in found if one is not None)]
+
+    def visible(self, caller: Caller) -> list[C] | None:
+        """Instances that a caller may know of, as `Visibility.instance` says; None: all."""
+        if caller.sees_all:
+            return None
+        found = (self._by_tenant.get(tenant) for tenant in caller.tenants or ())
+        return [self._undeclared, *(one for one in found if one is not None)]
+
+    def refresh(self) -> None:
+        """Take note of what has changed since the last time."""
+        known = self._declarations.namespaces()
+        newest = next(reversed(known), None)
+        if len(known) != len(self._known) or (self._known and newest != self._known[-1]):
+            self._take_namespaces(list(known))
+        missed = self._liveness.changes_counted - self._changes_seen
+        if missed == 0:
+            return
+        changes = self._liveness.changes
+        if missed > len(changes):
+            self._rebuild()
+            return
+        self._changes_seen = self._liveness.changes_counted
+        for instance in {changes[-at] for at in range(1, missed + 1)}:
+            self._put(instance)
+
+    def forget(self, instance: InstanceId) -> None:
+        """The instance is in no set any more."""
+        place = self._places.pop(instance, None)
+        if place is not None:
+            self._each_set(instance, place, self._router.remove)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        self._all, self._undeclared = self._router.candidates(), self._router.candidates()
+        self._by_model: dict[Namespace, C] = {}
+        self._by_tenant: dict[str, C] = {}
+        self._by_namespace: dict[NamespaceId, C] = {}
+
+    def _rebuild(self) -> None:
+        self._clear()
+        self._places.clear()
+        self._changes_seen = self._liveness.changes_counted
+        for instance in self._liveness.live():
+            self._put(instance)
+
+    def _take_namespaces(self, known: list[NamespaceId]) -> None:
+        """Fields have become known, or are known no more."""
+        before, self._known = self._known, known
+        if known[: len(before)] != before:
+            self._rebuild()
+            return
+        new = self._by_namespace.keys() & known[len(before) :]
+        if new:
+            for instance in [one for one, place in self._places.items() if place.others & new]:
+                self._put(instance)
+
+    def _put(self, instance: InstanceId) -> None:
+        """Bring an instance into the sets it belongs to, and out of all others."""
+        place, before = self._place(instance), self._places.get(instance)
+        if place == before:
+            return
+        self.forget(instance)
+        if place is not None:
+            self._places[instance] = place
+            self._each_set(instance, place, self._router.add)
+
+    def _place(self, instance: InstanceId) -> _Place | None:
+        row = self._declarations.instance_row(instance)
+        if not self._liveness.is_live(instance) or (row is not None and row.engine == JANITOR):
+            return None
+        declared = self._declarations.declared(instance)
+        if not declared:
+            return _Place(True, frozenset(), frozenset(), frozenset())
+        known, pulse = self._declarations.namespaces(), self._liveness.last(instance)
+        fields = [known[namespace] for namespace in declared if namespace in known]
+        models = frozenset(model_of(one) for one in fields)
+        named = declared.union(pulse.heartbeat.namespaces if pulse is not None else ())
+        others = frozenset(one for one in named if one not in known or model_of(known[one]) not in models)
+        return _Place(False, models, frozenset(one.tenant for one in fields), others)
+
+    def _each_set(self, instance: InstanceId, place: _Place, change: Callable[[C, InstanceId], None]) -> None:
+        change(self._all, instance)
+        if place.is_undeclared:
+            change(self._undeclared, instance)
+        for model in place.models:
+            self._change(self._by_model, model, instance, change)
+        for tenant in place.tenants:
+            self._change(self._by_tenant, tenant, instance, change)
+        for namespace in place.others:
+            self._change(self._by_namespace, namespace, instance, change)
+
+    def _change(self, sets: dict[K, C], key: K, instance: InstanceId, change: Callable[[C, InstanceId], None]) -> None:
+        found = sets.get(key)
+        if found is None:
+            found = sets[key] = self._router.candidates()
+        change(found, instance)
+        if not len(found):
+            del sets[key]
