@@ -228,6 +228,13 @@ def _add_bench(commands: Commands) -> None:
     )
     bench.add_argument("--seed", type=int, default=1, metavar="N", help="of the workload (default 1)")
     bench.add_argument(
+        "--instances",
+        type=_instance_count,
+        default=10_000,
+        metavar="N",
+        help="of catalog: how many share a prefix (default 10000)",
+    )
+    bench.add_argument(
         "--dir",
         type=Path,
         metavar="FOLDER",
@@ -312,6 +319,10 @@ def _small_count(text: str) -> int:
 
 def _sample_count(text: str) -> int:
     return count_between(text, 2, 1000)
+
+
+def _instance_count(text: str) -> int:
+    return count_between(text, 100, 100_000)
 
 
 def _thread_count(text: str) -> int:
@@ -436,7 +447,9 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             samples = arguments.samples or (5 if arguments.what == "pools" else 7)
             objects = ObjectsOptions(arguments.s3, arguments.endpoint) if arguments.s3 else None
             pools = PoolsOptions(arguments.dir, arguments.file_mib << 20, objects=objects)
-            options = BenchOptions(arguments.what, live, arguments.replacements, samples, arguments.seed, pools)
+            options = BenchOptions(
+                arguments.what, live, arguments.replacements, samples, arguments.seed, pools, arguments.instances
+            )
             return run_bench(options, arguments.json)
         case "doctor":
             settings = settings_of(arguments)

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import selectors
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 
 from kvbm.assembly import NATIVE_LEDGER
+from kvbm.bench.asking import Asker, post
 from kvbm.bench.measure import Found, Row, percentile, row_of
 from kvbm.core.answers import LIMIT, LookupRequest, RouteRequest
 from kvbm.core.errors import KvbmError
@@ -129,100 +127,6 @@ def _by_unix_socket(path: str, prompts: Sequence[bytes], samples: int) -> tuple[
     p50 = percentile(times_us, 0.5)
     row = Row(what="HTTP lookup over a unix socket, one client: p50", unit="µs", value=p50)
     return [row], {"unix_us_p50": p50}
-
-
-def post(path: str, body: bytes, content_type: str = "application/json") -> bytes:
-    """A request as it goes over the wire."""
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: catalog\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
-
-
-class Asked(NamedTuple):
-    """What asking for a while has brought."""
-
-    answers: int
-    wall_s: float
-
-    @property
-    def per_s(self) -> float:
-        """Answers a second."""
-        return self.answers / self.wall_s
-
-
-class Asker:
-    """Connections that each ask again as soon as they have their answer. Raises AssertionError: an answer is not 200."""
-
-    def __init__(self, address: tuple[str, int] | str, connections: int) -> None:
-        """
-        Args:
-            address: host and port, or the path of a unix socket.
-        """
-        self._selector = selectors.DefaultSelector()
-        self._sockets: list[socket.socket] = []
-        for _ in range(connections):
-            if isinstance(address, str):
-                taken = socket.socket(socket.AF_UNIX)
-                taken.settimeout(_WAIT_S)
-                taken.connect(address)
-            else:
-                taken = socket.create_connection(address, _WAIT_S)
-                taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._sockets.append(taken)
-            self._selector.register(taken, selectors.EVENT_READ)
-
-    def __enter__(self) -> Asker:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._selector.close()
-        for one in self._sockets:
-            one.close()
-
-    def ask_for(self, questions: Sequence[bytes], seconds: float) -> Asked:
-        """Ask on all connections for some time."""
-        began_s = time.perf_counter()
-        end_s, count = began_s + seconds, 0
-        for one in self._sockets:
-            one.sendall(questions[count % len(questions)])
-            count += 1
-        waiting = len(self._sockets)
-        while waiting:
-            for key, _ in self._selector.select(_WAIT_S):
-                assert isinstance(key.fileobj, socket.socket)
-                _answer(key.fileobj)
-                if time.perf_counter() < end_s:
-                    key.fileobj.sendall(questions[count % len(questions)])
-                    count += 1
-                else:
-                    waiting -= 1
-        return Asked(count, time.perf_counter() - began_s)
-
-    def ask(self, questions: Sequence[bytes], count: int) -> list[float]:
-        """Ask one question after the other on the first connection. How long each took, in seconds."""
-        asked, times_s = self._sockets[0], []
-        for number in range(count):
-            began_s = time.perf_counter()
-            asked.sendall(questions[number % len(questions)])
-            _answer(asked)
-            times_s.append(time.perf_counter() - began_s)
-        return times_s
-
-
-def _answer(sock: socket.socket) -> bytes:
-    """The body of one answer."""
-    data = sock.recv(1 << 16)
-    while (end := data.find(b"\r\n\r\n")) < 0:
-        more = sock.recv(1 << 16)
-        assert more, "the catalog has ended the connection"
-        data += more
-    assert data.startswith(b"HTTP/1.1 200"), data[:400]
-    at = data.find(b"content-length: ", 0, end)
-    length = int(data[at + 16 : data.find(b"\r\n", at)])
-    while len(data) < end + 4 + length:
-        data += sock.recv(1 << 16)
-    return data[end + 4 :]
 
 
 class _Cluster:

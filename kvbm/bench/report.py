@@ -35,6 +35,7 @@ class BenchOptions(NamedTuple):
         samples: of each row, beside the warm-up.
         seed: of the workload.
         pools: what `pools` alone needs.
+        instances: of the part of `catalog` that has many.
     """
 
     what: str
@@ -43,6 +44,7 @@ class BenchOptions(NamedTuple):
     samples: int = 7
     seed: int = 1
     pools: PoolsOptions = PoolsOptions()
+    instances: int = 10_000
 
 
 _Ratio: TypeAlias = float | UnsetType | None  # unset: not asked for; None: could not be measured here
@@ -83,6 +85,13 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     http_route_us_p50: float | None = None
     binary_prompts_per_s: float | None = None
     unix_us_p50: float | None = None
+    many_lookup_ms_p50: float | None = None
+    many_lookup_ms_p99: float | None = None
+    many_route_ms_p50: float | None = None
+    many_route_ms_p99: float | None = None
+    many_answer_bytes: float | None = None
+    heartbeat_core_share: float | None = None
+    rss_10k_mib: float | None = None
     visible_ms_p50: float | None = None
     visible_ms_p99: float | None = None
     excluded_s_default: float | None = None
@@ -125,8 +134,11 @@ def _ingest(options: BenchOptions) -> Found:
 def _catalog(options: BenchOptions) -> Found:
     require_modules("kvbm bench catalog", CATALOG_MODULES, "catalog")
     from kvbm.bench.catalog import bench_catalog
+    from kvbm.bench.catalog_many import bench_many
 
-    return bench_catalog(max(options.live), options.samples, options.seed)
+    few = bench_catalog(max(options.live), options.samples, options.seed)
+    many = bench_many(options.samples, options.seed, options.instances)
+    return Found(few.rows + many.rows, {**few.numbers, **many.numbers}, (*few.notes, *many.notes))
 
 
 def _stream(options: BenchOptions) -> Found:
