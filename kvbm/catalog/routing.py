@@ -20,7 +20,7 @@ from kvbm.core.ids import InstanceId, NamespaceId
 
 MOST_CALLERS = 256  # whose routes are remembered; who has not asked for longest is forgotten first
 MOST_QUEUED = 10**12  # tokens a heartbeat may report
-HEARD_LATE_S = 0.02  # what was routed so shortly before a heartbeat came, or later, is not in it
+HEARD_LATE_S = 0.002  # what was routed so shortly before a heartbeat came, or later, is not in it
 
 
 class RoutingTask(NamedTuple):
