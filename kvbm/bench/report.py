@@ -77,6 +77,10 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     verify_native_events_per_s: float | None = None
     verify_reference_events_per_s: float | None = None
     ingest_events_per_s: float | None = None
+    sql_claims_per_s: _Ratio = UNSET
+    sql_claims_per_s_sqlite: _Ratio = UNSET
+    reclaims_per_s: _Ratio = UNSET
+    reclaims_per_s_sqlite: _Ratio = UNSET
     visible_ms_p50: float | None = None
     visible_ms_p99: float | None = None
     excluded_s_default: float | None = None
@@ -123,6 +127,13 @@ def _stream(options: BenchOptions) -> Found:
     return _found(bench_stream(max(options.live), options.samples, options.seed))
 
 
+def _sql(options: BenchOptions) -> Found:
+    require_modules("kvbm bench sql", CATALOG_MODULES, "catalog")
+    from kvbm.bench.sql import bench_sql
+
+    return bench_sql(max(options.live), options.samples, options.seed)
+
+
 BENCHES: dict[str, Bench] = {
     "hash": lambda options: _found(bench_hash(options.samples, options.seed)),
     "codec": lambda options: _found(bench_codec(options.samples, options.seed)),
@@ -131,6 +142,7 @@ BENCHES: dict[str, Bench] = {
     "events": lambda options: bench_events(options.samples, options.seed),
     "replay": lambda options: _found(bench_replay(options.samples, options.seed)),
     "ingest": _ingest,
+    "sql": _sql,
     "stream": _stream,
     "connector": lambda options: _found(bench_connector(options.samples, options.seed)),
     "pools": lambda options: bench_pools(options.pools, options.samples, options.seed),

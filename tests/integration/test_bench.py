@@ -30,6 +30,7 @@ KEYS = {
     "events": {"event_ns_per_block_run16", "event_ns_per_block_run1"},
     "replay": {"verify_native_events_per_s", "verify_reference_events_per_s"},
     "ingest": {"ingest_events_per_s"},
+    "sql": {"sql_claims_per_s", "sql_claims_per_s_sqlite", "reclaims_per_s", "reclaims_per_s_sqlite"},
 }
 
 DIFFERENCES = {"event_ns_per_block_run16", "event_ns_per_block_run1"}  # of two noisy runs: of any sign
