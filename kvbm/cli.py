@@ -201,6 +201,7 @@ def _add_bench(commands: Commands) -> None:
             "index",
             "replay",
             "ingest",
+            "sql",
             "stream",
             "catalog",
             "connector",
@@ -214,7 +215,7 @@ def _add_bench(commands: Commands) -> None:
         type=_live_count,
         action="append",
         metavar="N",
-        help="residencies the index holds; may be given several times (default 1000000)",
+        help="residencies the index holds, or claims SQL takes; may be given several times (default 1000000)",
     )
     bench.add_argument(
         "--replacements",

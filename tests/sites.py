@@ -76,6 +76,7 @@ class Site:
             "young_s": 0.0,
             "skew_s": 30.0,
             "lease_s": 10.0,
+            "used_s": 0.0,
         } | rules
         reports: list[Report] = []
         flags = {f"gc__{key}": value for key, value in wanted.items()}

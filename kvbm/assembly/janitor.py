@@ -110,6 +110,7 @@ def _gc_once(
         gc.young_s,
         gc.skew_s,
         gc.lease_s,
+        used_s=gc.used_s,
         only_blocks=wanted.blocks,
         sealed=is_sealed,
         erase=erased,

@@ -92,6 +92,10 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     many_answer_bytes: float | None = None
     heartbeat_core_share: float | None = None
     rss_10k_mib: float | None = None
+    sql_claims_per_s: _Ratio = UNSET
+    sql_claims_per_s_sqlite: _Ratio = UNSET
+    reclaims_per_s: _Ratio = UNSET
+    reclaims_per_s_sqlite: _Ratio = UNSET
     visible_ms_p50: float | None = None
     visible_ms_p99: float | None = None
     excluded_s_default: float | None = None
@@ -148,6 +152,13 @@ def _stream(options: BenchOptions) -> Found:
     return _found(bench_stream(max(options.live), options.samples, options.seed))
 
 
+def _sql(options: BenchOptions) -> Found:
+    require_modules("kvbm bench sql", CATALOG_MODULES, "catalog")
+    from kvbm.bench.sql import bench_sql
+
+    return bench_sql(max(options.live), options.samples, options.seed)
+
+
 BENCHES: dict[str, Bench] = {
     "hash": lambda options: _found(bench_hash(options.samples, options.seed)),
     "codec": lambda options: _found(bench_codec(options.samples, options.seed)),
@@ -157,6 +168,7 @@ BENCHES: dict[str, Bench] = {
     "replay": lambda options: _found(bench_replay(options.samples, options.seed)),
     "ingest": _ingest,
     "catalog": _catalog,
+    "sql": _sql,
     "stream": _stream,
     "connector": lambda options: _found(bench_connector(options.samples, options.seed)),
     "pools": lambda options: bench_pools(options.pools, options.samples, options.seed),

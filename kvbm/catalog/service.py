@@ -67,6 +67,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         forget_s: an instance that is gone for so long, in time in which a catalog listens, is forgotten.
         replicas: of the streams, if they are made here.
         store_every_s: pause between two transactions.
+        used_s: a claim that SQL has is written again where it is newer by more than this.
         claims_every_s: how often claims in the index are held against those in the database.
         tenant_secrets: tenant → secret, for lookups by tokens. tenant_secrets_file: the same in a file that may change; "" for none.
         capacity: residencies and claims the index takes; more are refused and counted, and their instances marked partial.
@@ -90,6 +91,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     liveness_s: float = LIVENESS_S
     forget_s: float = FORGET_S
     store_every_s: float = 0.1
+    used_s: float = 0.0
     claims_every_s: float = CLAIMS_EVERY_S
     tenant_secrets: dict[str, str] = {}
     tenant_secrets_file: str = ""
@@ -191,7 +193,7 @@ class CatalogService:
             stream: instead of the NATS of the settings; the service closes it.
         Raises: StreamError, CatalogError, MissingExtraError: what did not answer in time, in one sentence.
         """
-        store = await SqlStore.open(settings.database_url, settings.connect_s)
+        store = await SqlStore.open(settings.database_url, settings.connect_s, settings.used_s)
         try:
             stream = stream or await NatsStream.connect(
                 settings.nats_url, settings.connect_s, credentials=settings.credentials, replicas=settings.replicas

@@ -27,12 +27,11 @@ from kvbm.core.ids import (
     NamespaceId,
     Reach,
     Tier,
-    hash_count,
     split_hashes,
 )
 
 try:
-    from sqlalchemy import Executable, Table, and_, bindparam, delete, func, or_, select, tuple_, update
+    from sqlalchemy import Executable, Table, and_, delete, func, or_, select, tuple_, update
     from sqlalchemy.dialects import postgresql, sqlite
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 except ImportError:
@@ -40,9 +39,10 @@ except ImportError:
 
 from kvbm.catalog import sql_tables as tables
 from kvbm.catalog.database import database_errors, open_database, shown
+from kvbm.catalog.net_claims import net_claims
+from kvbm.catalog.sql_claims import write_claims
 from kvbm.catalog.sql_rows import (
     AbsenceRow,
-    ClaimRun,
     EpochRow,
     ForgottenRow,
     InstancePosition,
@@ -103,25 +103,26 @@ class SqlStore:
     Every method raises CatalogError when the database does not answer or refuses; a retry helps once it is back.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, used_s: float = 0.0) -> None:
         """Prefer `SqlStore.open`: the engine must stand on a migrated database."""
         self._engine = engine
+        self._used_ns = int(used_s * 1_000_000_000)
         self._where = shown(engine.url)
-        self._is_sqlite = engine.dialect.name == "sqlite"
-        self._upserts = _upserts(self._is_sqlite)
+        self._upserts = _upserts(engine.dialect.name == "sqlite")
 
     @classmethod
-    async def open(cls, url: str, connect_timeout_s: float = 5.0) -> Self:
+    async def open(cls, url: str, connect_timeout_s: float = 5.0, used_s: float = 0.0) -> Self:
         """The store at a URL, its schema brought up to date.
 
         Args:
             url: sqlite:///path or postgresql://user:password@host:port/database, with or without kvbm's drivers.
+            used_s: a claim that is there already is written again where it is newer by more than this.
         Raises:
             CatalogError: the URL is malformed, nothing answers within `connect_timeout_s`, or its schema is newer than
                 this kvbm's.
             MissingExtraError: the driver is not installed.
         """
-        return cls(await open_database(url, connect_timeout_s))
+        return cls(await open_database(url, connect_timeout_s), used_s)
 
     @property
     def engine(self) -> AsyncEngine:
@@ -146,7 +147,7 @@ class SqlStore:
         return await _to_its_end(self._write(batch))
 
     async def _write(self, batch: StoreBatch) -> BatchResult:
-        withdrawn, claimed = _net_claims(batch.claims)
+        claims = await asyncio.to_thread(net_claims, batch.claims) if batch.claims else []
         with database_errors(f"{self._where} does not take the batch up to {batch.stream_sequence} of {batch.stream}"):
             async with self._engine.begin() as connection:
                 if not await _move_position(connection, batch, self._upserts["first_position"]):
@@ -161,8 +162,7 @@ class SqlStore:
                 )
                 positions = [msgspec.structs.asdict(row) for row in batch.positions if row.instance not in hidden]
                 await self._upsert(connection, "instance_positions", _last(positions, "instance"))
-                await _in_chunks(connection, _WITHDRAW, withdrawn)
-                await self._upsert(connection, "object_claims", claimed)
+                await write_claims(connection, claims, self._used_ns)
         return BatchResult(BatchOutcome.APPLIED, batch.stream_sequence, batch.fingerprint)
 
     async def forget(self, marks: Sequence[ForgottenRow], read: int) -> bool:
@@ -462,10 +462,6 @@ async def _not_applied(connection: AsyncConnection, batch: StoreBatch) -> BatchR
 
 # -- statements -------------------------------------------------------------------------------------------------------
 
-_WITHDRAW = delete(tables.object_claims).where(
-    *(column == bindparam(f"{column.name}_") for column in tables.object_claims.primary_key)
-)
-
 
 def _upserts(is_sqlite: bool) -> dict[str, Executable]:
     """One statement a table: insert, or bring the stored row up to date, never back."""
@@ -475,18 +471,17 @@ def _upserts(is_sqlite: bool) -> dict[str, Executable]:
     def into(table: Table) -> Any:
         return sqlite.insert(table) if is_sqlite else postgresql.insert(table)
 
-    def upsert(table: Table, kept: Sequence[str] = (), **merged: Any) -> Any:
+    def upsert(table: Table, **merged: Any) -> Any:
         statement = into(table)
         keys = list(table.primary_key)
-        fresh = [column.name for column in table.c if column not in keys and column.name not in (*kept, *merged)]
+        fresh = [column.name for column in table.c if column not in keys and column.name not in merged]
         changes = {name: statement.excluded[name] for name in fresh}
         changes |= {name: merge(table.c[name], statement.excluded[name]) for name, merge in merged.items()}
         return statement, {"index_elements": keys, "set_": changes}
 
-    instance, epoch, claim = tables.instances, tables.epochs, tables.object_claims
+    instance, epoch = tables.instances, tables.epochs
     instance_insert, instance_changes = upsert(instance, first_seen_ns=smallest, last_frame_ns=largest)
     epoch_insert, epoch_changes = upsert(epoch, started_ns=smallest)
-    claim_insert, claim_changes = upsert(claim, kept=("first_claimed_by", "claimed_ns"), last_claimed_ns=largest)
     position = tables.instance_positions
     position_insert, position_changes = upsert(position)
     newer = tuple_(position_insert.excluded.epoch, position_insert.excluded.next_offset) > tuple_(
@@ -514,7 +509,6 @@ def _upserts(is_sqlite: bool) -> dict[str, Executable]:
         ),
         "absences": absence_insert.on_conflict_do_update(**absence_changes),
         "forgotten": forgotten_insert.on_conflict_do_update(**forgotten_changes),
-        "object_claims": claim_insert.on_conflict_do_update(**claim_changes),
         "first_position": into(tables.positions).on_conflict_do_nothing(),
     }
 
@@ -532,35 +526,6 @@ def _last(rows: Any, *keys: str) -> list[dict[str, Any]]:
 
 
 # -- rows ↔ values ----------------------------------------------------------------------------------------------------
-
-
-def _net_claims(runs: Sequence[ClaimRun]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Runs in stream order → the keys withdrawn at any point, and the claims that stand after the last one."""
-    withdrawn: set[tuple[str, bytes, bytes]] = set()
-    claimed: dict[tuple[str, bytes, bytes], tuple[InstanceId, int, int]] = {}
-    for run in runs:
-        hash_count(run.hashes)
-        for at in range(0, len(run.hashes), HASH_BYTES):
-            key = (run.pool, run.namespace, run.hashes[at : at + HASH_BYTES])
-            if run.withdrawn:
-                withdrawn.add(key)
-                claimed.pop(key, None)
-            else:
-                by, first_ns, last_ns = claimed.get(key, (run.instance, run.at_ns, run.at_ns))
-                claimed[key] = (by, first_ns, max(last_ns, run.at_ns))
-    removals = [{"pool_": key[0], "namespace_": key[1], "hash_": key[2]} for key in sorted(withdrawn)]
-    additions = [
-        {
-            "pool": key[0],
-            "namespace": key[1],
-            "hash": key[2],
-            "first_claimed_by": claimed[key][0],
-            "claimed_ns": claimed[key][1],
-            "last_claimed_ns": claimed[key][2],
-        }
-        for key in sorted(claimed)
-    ]
-    return removals, additions
 
 
 def _pack(rows: Sequence[tuple[str, bytes, bytes]]) -> list[ClaimChunk]:

@@ -30,15 +30,20 @@ VERSION_TABLE = "kvbm_schema"
 LARGEST_COUNT = (1 << 63) - 1
 
 
+def stored_words(text: str) -> str:
+    """Text as it is stored. NUL becomes U+FFFD: Postgres refuses it, and one wild name would stop every batch."""
+    return text.replace("\0", "\ufffd")
+
+
 class Words(TypeDecorator[str]):
-    """Text from the stream. NUL becomes U+FFFD: Postgres refuses it, and one wild name would stop every batch."""
+    """Text from the stream, stored as `stored_words` has it."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
         """What is stored."""
-        return None if value is None else value.replace("\0", "\ufffd")
+        return None if value is None else stored_words(value)
 
 
 class Count(TypeDecorator[int]):

@@ -104,6 +104,8 @@ def check_settings(settings: Settings) -> None:
     _check_hold(settings.erasure.hold_s)
     _check_tenants(settings.tenants)
     _check_catalog(settings.catalog)
+    if not 0 <= settings.gc.used_s <= _LONGEST_S:
+        raise ConfigError(f"gc.used_s is {settings.gc.used_s:g}; it must be at least 0 and at most {_LONGEST_S:g}")
 
 
 def _check_catalog(catalog: CatalogSettings) -> None:

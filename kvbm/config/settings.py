@@ -407,6 +407,8 @@ class GcSettings(SettingsGroup, frozen=True):
         young_s: an object without a claim may still get one for so long.
         skew_s: how far the clocks of instances, janitor and store may be apart.
         lease_s: for how long a janitor that died keeps others away.
+        used_s: how exactly the catalog's database tells when an object was last used: a claim that is said again is written only where it is
+            newer by more than this. It is added to `ttl_s`; catalogs go by it, too.
         every_s: between two runs; 0: one run.
         id: name of the janitor's instance, as `kvbm nats-permissions --janitor` has it; "" for janitor- and eight characters that
             follow from the pool's name. Two janitors of one cluster with different pools need two names.
@@ -418,6 +420,7 @@ class GcSettings(SettingsGroup, frozen=True):
     young_s: float = 60.0
     skew_s: float = 60.0
     lease_s: float = 60.0
+    used_s: float = 60.0
     every_s: float = 0.0
     id: str = ""
 

@@ -23,6 +23,7 @@ class Rules(NamedTuple):
             farther from the store's does not work.
         lease_s: for how long the lease is taken.
         sql_wait_s: how long the catalog may take to store what was emitted.
+        used_s: SQL may tell the last use of a block so much early. It is added to the TTL.
         only_blocks: the k of this pool; 0: every k that is there.
         parts: of tenants, by name; OTHERS for all that are not named.
         sealed: whether its objects are those whose names tell nothing; others are not this pool's, then.
@@ -37,6 +38,7 @@ class Rules(NamedTuple):
     skew_s: float = 60.0
     lease_s: float = 60.0
     sql_wait_s: float = 60.0
+    used_s: float = 0.0
     only_blocks: int = 0
     sealed: bool = False
     parts: Mapping[str, TenantPart] = {}
@@ -44,8 +46,8 @@ class Rules(NamedTuple):
 
     @property
     def older_ns(self) -> int:
-        """The age from which objects go. Clocks that differ by less than is allowed make none go early."""
-        return int(((self.ttl_s or _USED_S) + self.skew_s) * 1_000_000_000)
+        """The age from which objects go. Clocks that differ by less than is allowed, and uses that SQL does not tell apart, make none go early."""
+        return int(((self.ttl_s or _USED_S) + self.skew_s + self.used_s) * 1_000_000_000)
 
     @property
     def batch_s(self) -> float:

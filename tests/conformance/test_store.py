@@ -777,6 +777,27 @@ def test_a_locked_sqlite_file_is_a_catalog_error(sqlite_url: str, monkeypatch: p
     asyncio.run(run())
 
 
+def test_who_reads_a_database_keeps_no_writer_waiting(database_url: str) -> None:
+    async def run() -> None:
+        store, other = await SqlStore.open(database_url), await SqlStore.open(database_url)
+        assert await store.apply(batch(0, 1, claims=(claim(hashes(2000)),)))
+        counted = select(func.count()).select_from(tables.object_claims)
+        async with other._engine.connect() as connection:
+            if connection.dialect.name == "postgresql":
+                await connection.execution_options(isolation_level="REPEATABLE READ")
+            rows = await connection.stream(select(tables.object_claims))
+            assert len(await rows.fetchmany(10)) == 10
+            for at in range(1, 6):
+                runs = (claim(hashes(2000), at_ns=at, withdrawn=at % 2 == 1), claim(hashes(3000, seed=at)))
+                assert await asyncio.wait_for(store.apply(batch(at, at + 1, claims=runs)), 60)
+            assert (await connection.execute(counted)).scalar_one() == 2000  # it reads on in what it began with
+        assert await store.claim_count() == 15_000
+        await store.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
 def test_a_replica_waits_for_the_one_that_writes(postgres_url: str) -> None:
     async def run() -> None:
         store, other = await SqlStore.open(postgres_url), await SqlStore.open(postgres_url)

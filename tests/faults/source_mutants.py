@@ -46,7 +46,8 @@ _JOURNAL, _JOURNAL_WRITER = "kvbm/streams/journal/journal.py", "kvbm/streams/jou
 _JOURNAL_REPAIR, _JOURNAL_DISK = "kvbm/streams/journal/repair.py", "kvbm/streams/journal/disk.py"
 _SEQUENCER, _SEQUENCE = "kvbm/catalog/sequencer.py", "kvbm/catalog/instance_sequence.py"
 _LIVENESS = "kvbm/catalog/liveness.py"
-_SQL_WRITER, _STORE = "kvbm/catalog/sql_writer.py", "kvbm/catalog/sql_store.py"
+_SQL_WRITER = "kvbm/catalog/sql_writer.py"
+_SQL_CLAIMS, _NET_CLAIMS = "kvbm/catalog/sql_claims.py", "kvbm/catalog/net_claims.py"
 _COPIES, _INDEX = "kvbm/manager/transfer.py", "native/src/cluster_index.cpp"
 _RECONCILE, _WITHDRAWAL = "kvbm/janitor/reconcile.py", "kvbm/janitor/withdrawal.py"
 _HOLDINGS, _LANE = "kvbm/janitor/holdings.py", "native/src/block_lane.cpp"
@@ -220,16 +221,16 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "claim_grows_older": SourceMutant(
         "when a claim was last made never goes back",
-        _STORE,
-        'kept=("first_claimed_by", "claimed_ns"), last_claimed_ns=largest)',
-        'kept=("first_claimed_by", "claimed_ns"))',
+        _SQL_CLAIMS,
+        "WHERE held.last_claimed_ns < excluded.last_claimed_ns - ?6\n",
+        "",
         test="tests/conformance/test_store.py::test_a_claim_is_a_set_add_by_any_instance",
     ),
     "withdrawn_in_its_own_batch": SourceMutant(
         "a claim that is withdrawn in the batch that has it does not stand",
-        _STORE,
-        "                withdrawn.add(key)\n                claimed.pop(key, None)\n",
-        "                withdrawn.add(key)\n",
+        _NET_CLAIMS,
+        "        stands = row > np.repeat(last_gone, np.diff(begins, append=len(hashes)))\n",
+        "        stands = ~is_withdrawn\n",
         test="tests/conformance/test_store.py::test_claims_and_withdrawals_of_one_batch_count_in_stream_order",
     ),
     "unstored_claims_lost": SourceMutant(

@@ -35,6 +35,7 @@ KEYS = {
         "many_lookup_ms_p50", "many_lookup_ms_p99", "many_route_ms_p50", "many_route_ms_p99", "many_answer_bytes",
         "heartbeat_core_share", "rss_10k_mib",
     },
+    "sql": {"sql_claims_per_s", "sql_claims_per_s_sqlite", "reclaims_per_s", "reclaims_per_s_sqlite"},
 }  # fmt: skip
 
 DIFFERENCES = {"event_ns_per_block_run16", "event_ns_per_block_run1"}  # of two noisy runs: of any sign

@@ -696,6 +696,15 @@ def test_claims_from_a_clock_that_is_behind_make_no_object_older_than_the_store_
     assert gc(world).withdrawn == {"ttl": 1}
 
 
+def test_an_object_goes_no_earlier_for_uses_that_sql_does_not_tell_apart() -> None:
+    world, rules = World(), RULES._replace(used_s=100.0)
+    world.put(chain(1))
+    world.now_s += RULES.ttl_s + RULES.skew_s + 99  # it may have been used 100 s after SQL's last word of it
+    assert gc(world, rules).withdrawn == {}
+    world.now_s += 2
+    assert gc(world, rules).withdrawn == {"ttl": 1}
+
+
 def test_the_grace_is_the_janitors_own_time_whatever_the_stores_clock_does() -> None:
     world = World()
     old_and_new(world)
