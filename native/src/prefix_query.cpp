@@ -14,9 +14,9 @@ namespace kvbm {
 class PrefixWalk {
  public:
   PrefixWalk(const ClusterIndex& index, std::uint32_t space, Bytes hashes, std::size_t best, const std::vector<std::uint32_t>* only,
-             PrefixAnswer& answer)
-      : index_(index), space_(space), salt_(index.spaces_[space].salt), hashes_(hashes), best_(best), only_(only), answer_(answer),
-        work_(scratch()) {
+             Told told, PrefixAnswer& answer)
+      : index_(index), space_(space), salt_(index.spaces_[space].salt), hashes_(hashes), best_(best), only_(only), told_(told),
+        answer_(answer), work_(scratch()) {
     work_.alive.clear();
     work_.named.clear();
     work_.stretches.clear();
@@ -223,9 +223,9 @@ class PrefixWalk {
   }
 
   void tell(std::uint32_t holder_space, std::uint32_t depth, const std::array<std::uint32_t, kTierCount>& by_tier) {
-    const std::uint32_t number = index_.holder_spaces_[holder_space].holder;
-    if (is_wanted(number)) {
-      answer_.instances.push_back({number, index_.instances_[number].incarnation, depth, by_tier, depth, queued(number), false});
+    const ClusterIndex::HolderSpace& space = index_.holder_spaces_[holder_space];
+    if (is_wanted(space.holder)) {
+      answer_.instances.push_back({space.holder, space.incarnation, depth, by_tier, depth, queued(space.holder), false});
     }
   }
 
@@ -234,6 +234,9 @@ class PrefixWalk {
   }
 
   std::uint32_t queued(std::uint32_t number) const {
+    if (best_ == 0) {
+      return 0;  // nothing is put in order by it
+    }
     return std::atomic_ref<std::uint32_t>(index_.instances_[number].queued).load(std::memory_order_relaxed);
   }
 
@@ -284,8 +287,10 @@ class PrefixWalk {
     if (best_ != 0 && answer_.instances.size() > 1) {
       keep_best();
     }
-    for (InstanceDepth& one : answer_.instances) {
-      one.is_suspect = is_suspect(index_.instances_[one.instance]);
+    if (told_ == Told::kAll) {
+      for (InstanceDepth& one : answer_.instances) {
+        one.is_suspect = is_suspect(index_.instances_[one.instance]);
+      }
     }
   }
 
@@ -355,6 +360,7 @@ class PrefixWalk {
   const Bytes hashes_;          // the prefix
   const std::size_t best_;      // how many instances are wanted, 0 for all
   const std::vector<std::uint32_t>* const only_;  // the instances to look at, sorted; none for all
+  const Told told_;             // of each
   PrefixAnswer& answer_;        // what is found
   Scratch& work_;               // this thread's
   HolderValue first_ = 0;       // the holders of the first blocks
@@ -365,14 +371,14 @@ class PrefixWalk {
 };
 
 void ClusterIndex::prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer,
-                            const std::vector<std::uint32_t>* only) const {
+                            const std::vector<std::uint32_t>* only, Told told) const {
   answer.instances.clear();
   answer.pools.clear();
   answer.deepest = answer.more = 0;
   const ReadGuard reading(lock_);
   const std::uint32_t space = find_space(id);
   if (space != kNone && !hashes.empty()) {
-    PrefixWalk(*this, space, hashes, best, only, answer).run();
+    PrefixWalk(*this, space, hashes, best, only, told, answer).run();
   }
 }
 

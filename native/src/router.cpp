@@ -253,15 +253,10 @@ Router::Ranking Router::route(double now_s, const RouteTask& asked, std::span<co
   ranked_.clear();
   for (std::size_t at = 0; at < kept; ++at) {
     ranked_.push_back(price(task, order_[at].at));
-    const Load& load = loads_[order_[at].at];
     RankedInstance& one = ranked_.back();
-    if (load.held != kNone) {
-      one.is_suspect = answer_.instances[load.held].is_suspect;
-    } else {
-      const std::uint32_t number = index_.find_instance(slots_[one.slot].name);
-      const auto state = number != ClusterIndex::kNone ? index_.state(number) : std::nullopt;
-      one.is_suspect = !state || state->is_suspect;
-    }
+    const std::uint32_t number = index_.find_instance(slots_[one.slot].name);
+    const auto state = number != ClusterIndex::kNone ? index_.state(number) : std::nullopt;
+    one.is_suspect = !state || state->is_suspect;
   }
   if (is_noted && !ranked_.empty() && ranked_.front().is_admitted) {
     note(now_s, task, caller, ranked_.front());
@@ -272,7 +267,7 @@ Router::Ranking Router::route(double now_s, const RouteTask& asked, std::span<co
 // Who has how much of the prompt, by slot, and how large their blocks are.
 void Router::find_holders(const RouteTask& task) {
   std::fill(held_.begin(), held_.end(), 0);
-  index_.prefixes(task.id, task.hashes, 0, answer_);
+  index_.prefixes(task.id, task.hashes, 0, answer_, nullptr, Told::kDepths);
   for (std::uint32_t at = 0; at < answer_.instances.size(); ++at) {
     const InstanceDepth& one = answer_.instances[at];
     if (one.instance >= seen_.size()) {
@@ -288,8 +283,13 @@ void Router::find_holders(const RouteTask& task) {
     }
   }
   numbers_.clear();
-  for (const InstanceDepth& one : answer_.instances) {
-    numbers_.push_back(one.instance);
+  bytes_at_.assign(answer_.instances.size(), 0);
+  for (std::uint32_t at = 0; at < answer_.instances.size(); ++at) {
+    const InstanceDepth& one = answer_.instances[at];
+    if (task.is_decode || one.by_tier[0] != one.depth || one.reach != one.depth) {  // else nothing is to be brought
+      numbers_.push_back(one.instance);
+      bytes_at_[at] = static_cast<std::uint32_t>(numbers_.size());
+    }
   }
   index_.block_bytes(numbers_, bytes_);
 }
@@ -335,7 +335,9 @@ RankedInstance Router::price(const RouteTask& task, std::size_t at) const {
   std::array<std::uint64_t, kTierCount> bytes{};
   if (load.held != kNone) {
     const InstanceDepth& held = answer_.instances[load.held];
-    bytes = bytes_[load.held];
+    if (bytes_at_[load.held] != 0) {
+      bytes = bytes_[bytes_at_[load.held] - 1];
+    }
     for (std::size_t tier = 1; tier < kTierCount; ++tier) {
       one.fetch_s += seconds(settings_.links[tier], held.by_tier[tier], bytes[tier]);
       one.fetch_blocks += held.by_tier[tier];

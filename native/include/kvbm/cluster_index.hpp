@@ -67,6 +67,9 @@ struct InstanceDepth {
   bool is_suspect;                                     // events of it were missed
 };
 
+// What an answer tells of each instance: all, or all but whether it is suspect, which is not asked of those that nobody is told of.
+enum class Told : std::uint8_t { kAll, kDepths };
+
 // How many blocks of a prefix, from the first on, a cluster pool is claimed to hold.
 struct PoolDepth {
   std::uint32_t pool;   // its number
@@ -216,7 +219,7 @@ class ClusterIndex {
   // best: how many instances, the deepest first, then those that reach furthest, then those where least waits; 0 for all, in no order.
   // Ties are in no order. only: the instances to look at, sorted; none for all.
   void prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer,
-                const std::vector<std::uint32_t>* only = nullptr) const;
+                const std::vector<std::uint32_t>* only = nullptr, Told told = Told::kAll) const;
   // is_excluded: those that answers leave out instead.
   std::vector<BlockHolder> holders(const NamespaceId& id, const std::uint8_t* hash, bool is_excluded = false) const;
   std::optional<InstanceState> state(std::uint32_t instance) const;

@@ -245,6 +245,7 @@ class Router {
   std::vector<std::uint32_t> held_;      // by slot: place in `answer_` + 1, or 0
   std::vector<std::uint32_t> numbers_;   // of the index, where bytes of blocks are wanted
   std::vector<std::array<std::uint64_t, kTierCount>> bytes_;  // of a block, by place in `numbers_`
+  std::vector<std::uint32_t> bytes_at_;  // by place in `answer_`: place in `bytes_` + 1, or 0
   std::vector<Load> loads_;              // by candidate
   std::vector<std::uint32_t> wanted_;    // slots, by candidate
   std::vector<std::uint64_t> asked_;     // by slot: the question it was made a candidate of last
