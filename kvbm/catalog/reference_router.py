@@ -99,7 +99,7 @@ class _Caller:
         self.last_s = now_s if self.last_s is None else max(now_s, self.last_s)
 
     def shrink(self, now_s: float, settings: RoutingSettings) -> None:
-        """Drop what no longer matters. Whether anything is left."""
+        """Drop what no longer matters."""
         self.decay(now_s, settings.half_life_s)
         for instance in list(self.routed):
             routed = self.routed[instance]

@@ -12,6 +12,7 @@ namespace kvbm {
 namespace {
 
 constexpr std::uint64_t kFactor = 0xD6E8FEB86659FD93;
+constexpr std::int64_t kMostBlockTokens = std::int64_t{1} << 40;  // more than any prompt has; whoever asks may name any number
 constexpr std::size_t kAhead = 16;  // candidates between asking memory for a place and looking at it
 
 std::uint64_t mixed(std::uint64_t word) noexcept {
@@ -220,6 +221,7 @@ Router::Ranking Router::route(double now_s, const RouteTask& asked, std::span<co
                               const std::vector<const Candidates*>* visible, std::size_t limit, bool is_noted) {
   RouteTask task = asked;
   task.input_tokens = std::min(task.input_tokens, settings_.most_input_tokens);
+  task.block_tokens = std::clamp<std::int64_t>(task.block_tokens, 1, kMostBlockTokens);
   Caller& caller = caller_of(now_s, task);
   soon_.chain(task.id, task.hashes, chain_);
   find_holders(task);

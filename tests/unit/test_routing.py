@@ -354,6 +354,15 @@ def test_no_number_makes_costs_infinite_or_starves_an_instance_for_long(twin: Tw
 
 
 @each_twin
+@pytest.mark.parametrize("block_tokens", [1 << 40, (1 << 63) - 1, 1 << 80])
+def test_a_block_may_be_said_to_have_any_number_of_tokens(twin: Twin, block_tokens: int) -> None:
+    cluster = Cluster(twin, A)
+    found = cluster.rank(0.0, RoutingTask(SPACE, b"", 1000, block_tokens, phase="decode"))[A]
+    assert (found.fetch_blocks, found.missing_tokens) == (1, 0)
+    assert cluster.rank(0.0, RoutingTask(SPACE, b"", 1000, block_tokens))[A].missing_tokens == 1000
+
+
+@each_twin
 def test_a_route_adds_no_more_than_the_longest_prompt(twin: Twin) -> None:
     cluster = Cluster(twin, A)
     cluster.route(1.0, RoutingTask(SPACE, b"", MAX_INPUT_TOKENS, 100))
