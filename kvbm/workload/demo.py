@@ -50,7 +50,10 @@ SYSTEM_TOKENS, USER_TOKENS = 256, 100
 POOL_SLOTS = {"pools.hbm.slots": 112, "pools.host.slots": 144, "pools.nvme.slots": 224}
 PREFIX_TOKENS, PREFIX_REPEATS = 1024, 5
 RECOVERY_REQUESTS = 2
-ANSWER_WAIT_S = 60.0
+ANSWER_WAIT_S = 120.0  # for one answer, and for a part to start or to come to rest; a busy machine is no failure
+RECOVERY_WAIT_S = 5 * ANSWER_WAIT_S
+# What lies in the object store is read, however long the catalog and the store take: else a busy machine would compute it.
+ONBOARDING = {"onboard.locate_s": ANSWER_WAIT_S / 4, "onboard.wait_s": ANSWER_WAIT_S / 2}
 
 
 class Answer(NamedTuple):
@@ -144,6 +147,8 @@ class Demo:
             self._start_parts()
             step("dialogues, routed by the catalog; one engine is killed on the way")
             self._run_dialogues(advance)
+            step("a prompt of one engine, read by the other from the object store")
+            self._read_from_object_store()
             step("time to first token, recomputed and from HOST")
             self._measure_ttft(advance)
             step("recomputing every answer without reuse")
@@ -167,8 +172,8 @@ class Demo:
         for name in ENGINES:
             self._start_engine(name)
         for name in ENGINES:
-            self._engines[name].expect(60.0, "did not start")
-        wait_live(self._catalog, ENGINES, 10.0)
+            self._engines[name].expect(ANSWER_WAIT_S, "did not start")
+        wait_live(self._catalog, ENGINES, ANSWER_WAIT_S)
 
     def _make_bucket(self) -> None:
         import boto3
@@ -194,6 +199,7 @@ class Demo:
             "pools.object.endpoint": self._object_url,
             "pools.object.region": "us-east-1",
             **POOL_SLOTS,
+            **ONBOARDING,
         }
         credentials = {"AWS_ACCESS_KEY_ID": "demo", "AWS_SECRET_ACCESS_KEY": "demo"}
         engine = EngineProcess(name, flags, self.folder / "logs", credentials)
@@ -229,9 +235,11 @@ class Demo:
                 recovery = self._kill_and_restart(ENGINES[0], errors)
             time.sleep(0.05)
         if recovery is not None:
-            recovery.join(90.0)
+            recovery.join(RECOVERY_WAIT_S)
         if errors:
             raise errors[0]
+        if recovery is not None and recovery.is_alive():
+            raise ProcessError(f"{ENGINES[0]} has not served again within {RECOVERY_WAIT_S:g} s")
         self.report.requests = len(self._answers)
 
     def _serve(self, waiting: queue.SimpleQueue[tuple[int, Dialogue]], errors: list[BaseException]) -> None:
@@ -298,18 +306,22 @@ class Demo:
         return event
 
     def _kill_and_restart(self, name: str, errors: list[BaseException]) -> threading.Thread:
-        """kill -9, a moment in which the other engine serves alone, then a new process on the same folder."""
+        """kill -9 at work, a moment in which the other engine serves alone, then a new process on the same folder.
+
+        What it had answered by then is in its NVME pool and its events are known, so that it is found again whenever the kill comes.
+        """
         self._killed.set()
-        self._down.add(name)
         with self._guard:
             before = [answer for answer in self._answers if answer.engine == name][-RECOVERY_REQUESTS:]
+        self._settle(name)
+        self._down.add(name)
         self._engines[name].kill()
 
         def restart() -> None:
             try:
                 time.sleep(1.0)
                 self._start_engine(name)
-                ready = self._engines[name].expect(60.0, "did not come back")
+                ready = self._engines[name].expect(ANSWER_WAIT_S, "did not come back")
                 self.report.recovered_blocks = ready["recovered"]["NVME"]
                 self.report.killed_and_recovered = ready["epoch"] == 2 and self._serves_from_nvme(name, before)
                 self._down.discard(name)
@@ -330,6 +342,37 @@ class Demo:
                 return False
         return found > 0
 
+    def _read_from_object_store(self) -> None:
+        """A prompt that nobody has, twice on one engine; then on the other, where only the object store has its blocks.
+
+        Nothing else runs meanwhile, so the second time finds HBM's blocks, and the third all of the store's.
+        """
+        writer, reader = ENGINES[1], ENGINES[0]
+        prompt = [
+            int(token) for token in np.random.default_rng(13).integers(0, self._worker.shape.vocab, PREFIX_TOKENS + 1)
+        ]
+        answers = [self._submit(writer, f"stored{nth}", prompt, NEW_TOKENS, reuse=True) for nth in range(2)]
+        self._settle(writer)
+        answers.append(self._submit(reader, "read", prompt, NEW_TOKENS, reuse=True))
+        for engine, tier, answer in ((writer, "HBM", answers[1]), (reader, "OBJECT", answers[2])):
+            if answer["failed"] or answer["hits"].get(tier, 0) != PREFIX_TOKENS // self._worker.block_tokens:
+                raise ProcessError(f"{engine} should have found the whole prefix in {tier}; it found {answer['hits']}")
+        if any(answer["tokens"] != answers[0]["tokens"] for answer in answers):
+            raise ProcessError(
+                f"{reader} answered a prompt from the object store otherwise than {writer}, which computed it"
+            )
+
+    def _settle(self, name: str) -> None:
+        """Wait until what an engine has computed lies in its colder tiers, and the catalog knows it. Raises ProcessError, CatalogError."""
+        assert self._catalog is not None
+        engine = self._engines[name]
+        deadline = time.monotonic() + ANSWER_WAIT_S
+        while not engine.ask(ANSWER_WAIT_S, op="settle")["settled"]:
+            if time.monotonic() > deadline:
+                raise engine.failure(f"still copies blocks after {ANSWER_WAIT_S:g} s")
+        settled = engine.ask(ANSWER_WAIT_S, op="status")
+        wait_applied(self._catalog, [(InstanceId(name), settled["epoch"], settled["applied"])], ANSWER_WAIT_S)
+
     # -- measurement --------------------------------------------------------------------------------------------------
 
     def _measure_ttft(self, advance: Callable[[int, int], None]) -> None:
@@ -342,8 +385,8 @@ class Demo:
             prompt = [int(token) for token in rng.integers(0, self._worker.shape.vocab, PREFIX_TOKENS + 1)]
             recompute.append(self._submit(engine, f"cold{index}", prompt, 1, reuse=False)["ttft_s"])
             self._submit(engine, f"warm{index}", prompt, 1, reuse=True)
-            self._engines[engine].ask(op="settle")
-            self._engines[engine].ask(op="clear")
+            self._settle(engine)
+            self._engines[engine].ask(ANSWER_WAIT_S, op="clear")
             event = self._submit(engine, f"host{index}", prompt, 1, reuse=True)
             if event["hits"].get("HOST", 0) != PREFIX_TOKENS // self._worker.block_tokens:
                 raise ProcessError(f"{engine} should have found the whole prefix in HOST; it found {event['hits']}")
@@ -384,10 +427,10 @@ class Demo:
         report.hits_by_tier = dict(self._hits)
         report.digests_equal = True
         for name, engine in self._engines.items():
-            engine.ask(op="settle")
-            engine.ask(op="take_snapshot")
+            self._settle(name)
+            engine.ask(ANSWER_WAIT_S, op="take_snapshot")
             status = self._published_status(engine)
-            wait_applied(self._catalog, [(InstanceId(name), status["epoch"], status["applied"])], 20.0)
+            wait_applied(self._catalog, [(InstanceId(name), status["epoch"], status["applied"])], ANSWER_WAIT_S)
             seen = self._catalog.instance(name)
             assert seen is not None
             report.digests[name] = {"engine": status["digest"], "catalog": seen.digest}
@@ -406,14 +449,14 @@ class Demo:
         report.replay_verdicts = {source: verified.verdict() for source, verified in verdicts.items()}
 
     def _published_status(self, engine: EngineProcess) -> dict[str, Any]:
-        """The engine's status once everything it has decided is on the stream. Raises ProcessError: not within 20 s."""
-        deadline = time.monotonic() + 20.0
+        """The engine's status once everything it has decided is on the stream. Raises ProcessError: not in time."""
+        deadline = time.monotonic() + ANSWER_WAIT_S
         while time.monotonic() < deadline:
-            status = engine.ask(op="status")
+            status = engine.ask(ANSWER_WAIT_S, op="status")
             if status["published"] == {"epoch": status["epoch"], "offset": status["applied"]}:
                 return status
             time.sleep(0.05)
-        raise engine.failure("did not publish its events within 20 s")
+        raise engine.failure(f"did not publish its events within {ANSWER_WAIT_S:g} s")
 
     def _replay(self) -> dict[str, Verified]:
         journals = {f"journal of {name}": self.folder / "instances" / name / "journal" for name in ENGINES}
