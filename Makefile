@@ -16,8 +16,10 @@ ENGINES_STAMP := $(ENGINES)/.kvbm-installed
 AZURITE := build/azurite/node_modules/.bin/azurite-blob
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
+# A worker that has nothing left takes tests from the other: files of long tests are few.
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs wheels wheels-check test test-objects test-engines test-engines-quick faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check clean
+.PHONY: help demo docs wheels wheels-check test test-all test-objects test-engines test-engines-quick faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -51,7 +53,13 @@ $(AZURITE):
 	npm install --no-audit --no-fund --loglevel=error --prefix build/azurite azurite@3.35.0
 
 test: setup $(AZURITE)  ## all tests but those of test-objects; starts its own nats-server, PostgreSQL, S3 and Azure servers; needs npm and curl
-	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: setup $(AZURITE)  ## … and all that takes long: statistics, measurements, every seed, other examples each time, radosgw, engines, defects, fuzzing
+	$(PYTEST) --nightly --objects $(PYTEST_ARGS)
+	$(MAKE) fuzz FUZZ_SECONDS=60
+	$(MAKE) mutants
+	$(MAKE) test-engines
 
 test-objects: setup  ## what is asked of object stores, asked of Ceph's radosgw and of Redis; needs Debian's packages of both
 	$(BIN)/python -m pytest --objects -m objects $(PYTEST_ARGS)
@@ -69,13 +77,13 @@ $(ENGINES_STAMP): $(STAMP) constraints-engines.txt
 	touch $@
 
 test-engines-quick: $(ENGINES_STAMP)  ## kvbm inside real vLLM on this CPU: what CI runs of it; installs vLLM below build/ (needs a network, 4 GB)
-	$(ENGINES)/bin/python -m pytest --engines -n $(JOBS) -m 'not engines_full' tests/engines $(PYTEST_ARGS)
+	$(ENGINES)/bin/python -m pytest --engines -n $(JOBS) --dist worksteal -m 'not engines_full' tests/engines $(PYTEST_ARGS)
 
 test-engines: $(ENGINES_STAMP)  ## all of it
 	$(ENGINES)/bin/python -m pytest --engines -n $(JOBS) tests/engines $(PYTEST_ARGS)
 
 faults: setup  ## the fault suite alone: the seeded simulator with its mutants and every three faults together (some 20 minutes more), real processes
-	$(BIN)/python -m pytest --triples -n $(JOBS) tests/faults $(PYTEST_ARGS)
+	$(PYTEST) --nightly tests/faults $(PYTEST_ARGS)
 
 faults: mutants-quick
 mutants-quick: setup  ## deliberate defects in Python code, one at a time: the test named for each must fail
@@ -107,8 +115,8 @@ native-test: setup  ## C++ tests under ASan, UBSan and TSan
 fuzz: setup  ## C++ parsers under libFuzzer, FUZZ_SECONDS a target; needs clang
 	native/fuzz/run.sh $(FUZZ_SECONDS)
 
-fuzz-short: FUZZ_SECONDS = 20
-fuzz-short: fuzz
+fuzz-short: setup  ## … only what lies in native/fuzz/corpus, the same each time
+	native/fuzz/run.sh corpus
 
 docs: setup  ## the documentation, into build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

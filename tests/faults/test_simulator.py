@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,10 @@ from tests.faults.simulator.kernel import INSTALLED, Event, Process, Thread, Wai
 from tests.faults.simulator.run import RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
 from tests.faults.simulator.server import Network, Server
 
-SEEDS = 300
-CHUNK = 5
+SEEDS, QUICK_SEEDS = 300, 40  # `make test` runs the quick ones, `make faults` all; so with what follows
+CHUNK = 4
 MUTANT_SEEDS = 200
-PAIRS, PAIRS_CHUNK, PAIR_SEEDS = pairs(), 10, 2
+PAIRS, QUICK_PAIRS, PAIRS_CHUNK, PAIR_SEEDS = pairs(), pairs()[::4], 15, 2
 TRIPLES, TRIPLES_CHUNK = triples(), 24
 MEET_SHARE = (
     0.7  # of faults that are to meet, so many must; some cannot happen there, such as one to files that are not
@@ -110,19 +111,29 @@ def check_parties(parties: list[tuple[str, ...]], first: int, seeds: int) -> Non
     assert have_met >= MEET_SHARE * seeds * len(parties)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def nightly_from(least: int, numbers: range) -> list[Any]:
+    return [pytest.param(at, marks=[pytest.mark.nightly] * (at >= least)) for at in numbers]
+
+
+@pytest.mark.parametrize("first", nightly_from(QUICK_SEEDS, range(0, SEEDS, CHUNK)))
 def test_whatever_fails_catalog_ledgers_journals_and_stream_agree_in_the_end(first: int) -> None:
     with watched():
         for seed in range(first, first + CHUNK):
             check(run(seed))
 
 
+@pytest.mark.parametrize("first", range(0, len(QUICK_PAIRS), PAIRS_CHUNK))
+def test_every_fourth_two_faults_that_meet_break_nothing(first: int) -> None:
+    check_parties(QUICK_PAIRS[first : first + PAIRS_CHUNK], first, 1)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, len(PAIRS), PAIRS_CHUNK))
 def test_two_faults_that_meet_break_nothing(first: int) -> None:
     check_parties(PAIRS[first : first + PAIRS_CHUNK], first, PAIR_SEEDS)
 
 
-@pytest.mark.triples
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, len(TRIPLES), TRIPLES_CHUNK))
 def test_three_faults_that_meet_break_nothing(first: int) -> None:
     check_parties(TRIPLES[first : first + TRIPLES_CHUNK], first, 1)
