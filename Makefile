@@ -16,8 +16,9 @@ ENGINES_STAMP := $(ENGINES)/.kvbm-installed
 AZURITE := build/azurite/node_modules/.bin/azurite-blob
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
+RUN_TESTS = -m pytest
 
-.PHONY: help demo docs wheels wheels-check test test-objects test-engines test-engines-quick faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check clean
+.PHONY: help demo docs wheels wheels-check gpu-pack gpu-check gpu-check-dry test test-objects test-rdma test-engines test-engines-quick test-bridge objects-and-engines faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -51,10 +52,17 @@ $(AZURITE):
 	npm install --no-audit --no-fund --loglevel=error --prefix build/azurite azurite@3.35.0
 
 test: setup $(AZURITE)  ## all tests but those of test-objects; starts its own nats-server, PostgreSQL, S3 and Azure servers; needs npm and curl
-	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(BIN)/python $(RUN_TESTS) -n $(JOBS) $(PYTEST_ARGS)
 
 test-objects: setup  ## what is asked of object stores, asked of Ceph's radosgw and of Redis; needs Debian's packages of both
-	$(BIN)/python -m pytest --objects -m objects $(PYTEST_ARGS)
+	$(BIN)/python $(RUN_TESTS) --objects -m objects $(PYTEST_ARGS)
+
+# The VMs have this machine's files: two of them, each with RDMA devices in software. 70 MB of kernel are downloaded once. Nothing of the
+# usual conftest.py is loaded: the processor is emulated, and imports take long.
+test-rdma: setup  ## reads over RDMA (Soft-RoCE), in a throw-away VM: needs Debian's packages of QEMU and pyverbs, which it names
+	rm -rf build/rdma
+	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --nodes 2 --leader --cpus 1 --mem 1024 --timeout 600 --rw $(CURDIR) -- \
+	  bash tests/rdma/run.sh $(PYTEST_ARGS)
 
 # The engine wants other versions of what kvbm uses, hence its own environment. What setup has compiled is taken from there: the
 # second build finds nothing to do. kvbm is installed as a user would have it, entry points and all, over the sources of this checkout.
@@ -69,10 +77,14 @@ $(ENGINES_STAMP): $(STAMP) constraints-engines.txt
 	touch $@
 
 test-engines-quick: $(ENGINES_STAMP)  ## kvbm inside real vLLM on this CPU: what CI runs of it; installs vLLM below build/ (needs a network, 4 GB)
-	$(ENGINES)/bin/python -m pytest --engines -n $(JOBS) -m 'not engines_full' tests/engines $(PYTEST_ARGS)
+	$(ENGINES)/bin/python $(RUN_TESTS) --engines -n $(JOBS) -m 'not engines_full' tests/engines $(PYTEST_ARGS)
 
 test-engines: $(ENGINES_STAMP)  ## all of it
 	$(ENGINES)/bin/python -m pytest --engines -n $(JOBS) tests/engines $(PYTEST_ARGS)
+
+# Engines are vLLM in its own environment, without kvbm in their processes; the bridge and all it speaks to are of this one.
+test-bridge: setup $(ENGINES_STAMP)  ## the bridge between real vLLM processes without kvbm and a catalog; installs vLLM below build/ as above
+	$(BIN)/python -m pytest --engines tests/engines/bridge $(PYTEST_ARGS)
 
 faults: setup  ## the fault suite alone: the seeded simulator with its mutants and every three faults together (some 20 minutes more), real processes
 	$(BIN)/python -m pytest --triples -n $(JOBS) tests/faults $(PYTEST_ARGS)
@@ -107,7 +119,7 @@ native-test: setup  ## C++ tests under ASan, UBSan and TSan
 fuzz: setup  ## C++ parsers under libFuzzer, FUZZ_SECONDS a target; needs clang
 	native/fuzz/run.sh $(FUZZ_SECONDS)
 
-fuzz-short: FUZZ_SECONDS = 20
+fuzz-short: FUZZ_SECONDS = 10
 fuzz-short: fuzz
 
 docs: setup  ## the documentation, into build/site; a link that leads nowhere is an error
@@ -126,7 +138,23 @@ bench: $(BENCH_STAMP)  ## what one core of this machine does with the wheel: `kv
 bench-peers: setup  ## kvbm against Dynamo, LMCache, Mooncake and vLLM on one workload; installs them below build/ (needs a network, 4 GB)
 	$(BIN)/python tools/bench_peers.py $(BENCH_ARGS)
 
-check: lint sizes type contract docs native-test fuzz-short test test-objects test-engines-quick wheels-check  ## what CI runs
+gpu-pack: $(WHEELS_STAMP) | $(BIN)/python  ## wheels for a GPU machine without a network, into build/gpu-check/wheels
+	$(BIN)/python tools/gpu_check.py --pack
+
+# On a GPU machine nothing is set up before: the program makes its environment of the packed wheels.
+gpu-check: $(if $(findstring --dry-run,$(ARGS)),setup)  ## on a GPU machine: tests that need a GPU, HBM to HOST, first tokens; ARGS=--dry-run: on this CPU
+	$(if $(findstring --dry-run,$(ARGS)),$(BIN)/python,$(PYTHON)) tools/gpu_check.py $(ARGS)
+
+gpu-check-dry:  ## its dry run
+	$(MAKE) gpu-check ARGS=--dry-run
+
+# There one or two tests that fail are run again, alone, before they count (decision 126).
+check: RUN_TESTS = tools/settled.py
+check: lint sizes type contract docs native-test fuzz-short test objects-and-engines test-rdma test-engines-quick wheels-check gpu-check-dry  ## what CI runs
+
+# The engine's environment is installed by one process, in minutes, while those tests mostly wait for their stores.
+objects-and-engines: setup
+	$(MAKE) -j 2 RUN_TESTS="$(RUN_TESTS)" test-objects $(ENGINES_STAMP)
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info

@@ -25,10 +25,10 @@ HASHES = sequence_hashes(list(range(40)), 4, SPACE.root())
 class LedgerInstance:
     """One instance. It says nothing but what it is told to."""
 
-    def __init__(self, server: str, within: str, name: str, epoch: int = 1) -> None:
+    def __init__(self, server: str, within: str, name: str, epoch: int = 1, space: Namespace = SPACE) -> None:
         self.server, self.cluster, self.name, self.epoch = server, within, InstanceId(name), Epoch(epoch)
         self.ledger = Ledger(POOLS)
-        self.ledger.start(self.epoch, [SPACE], ["rack-1", name], "test", "0")
+        self.ledger.start(self.epoch, [space], ["rack-1", name], "test", "0")
 
     def create(self, end: int) -> None:
         """The first blocks of the prompt, in HBM."""

@@ -170,7 +170,7 @@ def start_catalog_process(
     url = f"http://127.0.0.1:{port}"
     own = {"nats.url": nats_url, "catalog.listen": f"127.0.0.1:{port}", "instance.data_dir": folder}
     sets = [f"--set={key}={value}" for key, value in {**own, **(settings or {})}.items()]
-    command = [sys.executable, "-m", "kvbm", "catalog", "serve", *sets]
+    command = [sys.executable, "-P", "-m", "kvbm", "catalog", "serve", *sets]
     return start_http("catalog", command, f"{url}/healthz", folder / "logs"), catalog_client(url)
 
 
@@ -179,7 +179,7 @@ def start_object_store(folder: Path) -> tuple[Child, str]:
     require_modules("the local object store", STORE_MODULES, "demo")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-P", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     return start_http("object-store", command, url, folder), url
 
 
@@ -193,7 +193,7 @@ class EngineProcess(Child):
         self, name: str, flags: Mapping[str, object], folder: Path, environment: Mapping[str, str], threads: int = 1
     ) -> None:
         sets = [f"--set={key}={value}" for key, value in flags.items()]
-        command = [sys.executable, "-m", "kvbm", "engine", f"--threads={threads}", *sets]
+        command = [sys.executable, "-P", "-m", "kvbm", "engine", f"--threads={threads}", *sets]
         super().__init__(name, command, folder, {"OMP_NUM_THREADS": str(threads), **environment}, spoken=True)
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {}

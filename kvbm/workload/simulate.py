@@ -396,16 +396,16 @@ def ideal_hit_ratio(arrivals: Sequence[Arrival]) -> float:
     return round(hits / max(1, blocks), 3)
 
 
-def parse_pools(text: str) -> dict[str, int]:
-    """ "hbm=4000,host=8500" or "unbounded" → slots by tier. Raises ConfigError: what is wrong, and how to write it."""
+def parse_pools(text: str, tiers: Sequence[str] = POOL_TIERS) -> dict[str, int]:
+    """ "hbm=4000,host=8500" or "unbounded" → slots by tier, of these. Raises ConfigError: what is wrong, and how to write it."""
     if text == "unbounded":
         return {"hbm": UNBOUNDED_SLOTS}
     pools: dict[str, int] = {}
     for part in text.split(","):
         tier, _, slots = part.partition("=")
-        if tier not in POOL_TIERS or not slots.isdecimal() or not int(slots):
+        if tier not in tiers or not slots.isdecimal() or not int(slots):
             raise ConfigError(
-                f'--pools {text!r}: {part!r} is not TIER=SLOTS with one of {", ".join(POOL_TIERS)}; or say "unbounded"'
+                f'--pools {text!r}: {part!r} is not TIER=SLOTS with one of {", ".join(tiers)}; or say "unbounded"'
             )
         if tier in pools:
             raise ConfigError(f"--pools {text!r} gives {tier} twice; give it once")

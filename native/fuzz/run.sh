@@ -17,7 +17,8 @@ if ! echo "$probe" | "$compiler" -x c++ -fsanitize=fuzzer,address,undefined -o "
   echo "fuzzing needs clang and its libFuzzer: apt-get install clang libclang-rt-14-dev (14: what clang --version says)" >&2
   exit 1
 fi
-cmake -S . -B "$build" -DCMAKE_CXX_COMPILER="$compiler" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DKVBM_BUILD_PYTHON=OFF \
+cmake -S . -B "$build" -DCMAKE_CXX_COMPILER="$compiler" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+  -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1 -DNDEBUG" -DKVBM_BUILD_PYTHON=OFF \
   -DKVBM_BUILD_FUZZERS=ON > "$build/build.log" 2>&1 || { cat "$build/build.log"; exit 1; }
 cmake --build "$build" --parallel 2 > "$build/build.log" 2>&1 || { cat "$build/build.log"; exit 1; }
 

@@ -385,7 +385,7 @@ void beyond_capacity_is_refused_and_said() {
   index.claim("pool", space_id(0), hashes_between(0, 10));
   apply(index, one, {created(space_id(0), Tier::kHbm, hashes_between(0, 60))});
   CHECK(index.residency_count() == 40 && index.state(one)->counts[0] == 40 && index.state(one)->is_partial);
-  CHECK(index.anomalies()[static_cast<std::size_t>(Anomaly::kRefusedAtCapacity)] == 20);
+  CHECK(index.anomalies()[static_cast<std::size_t>(IndexAnomaly::kRefusedAtCapacity)] == 20);
   index.unclaim("pool", space_id(0), hashes_between(0, 10));
   const Buffer fewer = hashes_between(0, 30);
   apply(index, one, snapshot_of(space_id(0), Tier::kHbm, 1, fewer));

@@ -40,6 +40,7 @@ from kvbm.catalog.sql_store import BatchOutcome, BatchResult, SqlStore
 from kvbm.core.errors import CatalogError, KvbmError, LayoutError, MissingExtraError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, split_hashes
+from kvbm.core.parts import ALL_PARTS, part_of
 from kvbm.streams.base import Mark
 from tests.servers import fresh_database
 
@@ -831,6 +832,11 @@ def test_an_instance_that_is_forgotten_leaves_every_table_but_its_claims(databas
         assert not await store.forget([mark], 6)  # another catalog has stored what this one has not read
         assert await store.instance_names(None) == await store.instance_names("west") == [FIRST]
         assert await store.instance_names("east") == []
+        parts = [tuple(part for part in ALL_PARTS if (part == part_of(FIRST)) == own) for own in (True, False)]
+        for own, names in zip(parts, ([FIRST], []), strict=True):
+            some = SqlStore(store.engine, parts=own)
+            assert await some.instance_names(None) == [row.id for row in await some.instances()] == names
+            assert [row.id for row in await some.instances(of_all_parts=True)] == [FIRST]
         assert await store.forget([mark], 7)
         found = await contents(store)
         assert (found.instances, found.epochs, found.positions) == ([], [], {})

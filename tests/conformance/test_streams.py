@@ -16,6 +16,7 @@ import pytest
 from kvbm.core.codec import decode_header
 from kvbm.core.errors import ConfigError, FencedError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.core.parts import ALL_PARTS, PARTS, part_of
 from kvbm.streams.base import (
     ORIGIN,
     SAMPLES_KEPT,
@@ -161,6 +162,35 @@ def test_clusters_are_read_apart_and_together(run: Run, cluster: str) -> None:
         assert [subject_names(message.subject) for message in alone] == [(cluster, ONE)]
         together = await read_until_end(await stream.pull(before))
         assert {(cluster, ONE), (f"{cluster}-b", TWO)} <= {subject_names(message.subject) for message in together}
+
+    run(work)
+
+
+def test_parts_of_a_cluster_are_read_apart(run: Run, cluster: str) -> None:
+    """Events, fences and heartbeats of instances in some parts, and of no others; and what one reads is what the other does not."""
+    names = [InstanceId(f"gpu-{at}") for at in range(12)]
+    low, high = ALL_PARTS[: PARTS // 2], ALL_PARTS[PARTS // 2 :]
+
+    async def work(stream: EventStream) -> None:
+        before = await stream.last_sequence()
+        for name in names:
+            await stream.set_fence(cluster, name, Epoch(1), "run", 0)
+            await stream.publish(cluster, name, make_frame(0, instance=name).data)
+            await stream.send_pulse(heartbeat(cluster, name, 1))
+        for parts in (low, high, ALL_PARTS):
+            wanted = [name for name in names if part_of(name) in parts]
+            assert wanted
+            read = await read_until_end(await stream.pull(before, cluster, parts=parts))
+            assert [subject_names(message.subject)[1] for message in read] == [
+                name for name in wanted for _ in range(2)
+            ]
+            heard: set[str] = set()
+            async with asyncio.timeout(WAIT_S):
+                async for told in stream.watch_pulses(cluster, parts):
+                    heard.add(told.instance)
+                    if len(heard) == len(wanted):
+                        break
+            assert heard == set(wanted)
 
     run(work)
 
@@ -432,6 +462,19 @@ def test_samples_reach_who_listens_to_their_cluster(run: Run, cluster: str) -> N
 
         assert await heard(stream.watch_samples(cluster), tell) == sample
         assert await heard(stream.watch_samples(), tell) in (sample, elsewhere)
+
+    run(work)
+
+
+def test_routes_reach_the_catalogs_of_their_cluster_with_the_name_of_who_tells(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        async def tell() -> None:
+            await stream.send_routes(f"{cluster}-b", ONE, b"elsewhere")
+            await stream.send_routes(cluster, TWO, b"\x00anything")
+
+        assert await heard(stream.watch_routes(cluster), tell) == (TWO, b"\x00anything")
+        with pytest.raises(ConfigError):
+            await stream.send_routes(cluster, InstanceId("a.b"), b"")
 
     run(work)
 

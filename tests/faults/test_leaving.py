@@ -19,7 +19,9 @@ ENDS = {
     "fall_off": 0, "closed": 0, "hashing": 0, "sys_exit": 7, "exception": 1, "SIGINT": -signal.SIGINT, "SIGTERM": -signal.SIGTERM,
     "SIGHUP": -signal.SIGHUP, "sigterm_exits": 5, "os_exit": 6, "thread": 0,
 }  # fmt: skip
-FORKS = ("fork", "fork_os_exit", "fork_fall_off", "fork_close", "multiprocessing_fork", "multiprocessing_spawn")
+FORKS = (
+    "fork", "fork_os_exit", "fork_fall_off", "fork_close", "fork_while_locked", "multiprocessing_fork", "multiprocessing_spawn",
+)  # fmt: skip
 
 
 def leave(folder: Path, way: str, nats: str = "none") -> subprocess.CompletedProcess[str]:

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,15 @@ from tests.faults.mutants import MUTANTS
 from tests.faults.simulator.drawing import met, pairs, triples
 from tests.faults.simulator.faults import Happened
 from tests.faults.simulator.kernel import INSTALLED, Event, Process, Thread, Waiter, World
-from tests.faults.simulator.run import RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
+from tests.faults.simulator.run import PEERS, RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
 from tests.faults.simulator.server import Network, Server
 
-SEEDS = 300
+SEEDS, QUICK_SEEDS = 300, 60  # all of them are `make faults`'s, the first ones also `make test`'s
 CHUNK = 5
+PEER_SEEDS, QUICK_PEER_SEEDS, PEER_CHUNK = 300, 40, 10  # the same, where instances read each other's blocks
+LEAST_FETCHED = 20  # blocks of a chunk that came from other instances and are in journals; usually some hundred
 MUTANT_SEEDS = 200
-PAIRS, PAIRS_CHUNK, PAIR_SEEDS = pairs(), 10, 2
+PAIRS, PAIRS_CHUNK, PAIR_SEEDS = pairs(), 20, 2  # `make test` runs the first of a pair's seeds, `make faults` all
 TRIPLES, TRIPLES_CHUNK = triples(), 24
 MEET_SHARE = (
     0.7  # of faults that are to meet, so many must; some cannot happen there, such as one to files that are not
@@ -80,6 +83,13 @@ MEETINGS = [  # seed, faults that met, seconds of them, what it was
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_was_there_before() -> None:
+    """What other tests of this process have left is not looked through after each seed: that took longer than the seed."""
+    gc.collect()
+    gc.freeze()
+
+
 def run(seed: int, how: Plan = Plan()) -> Outcome:  # noqa: B008
     outcome = run_seed(seed, how)
     gc.collect()
@@ -96,36 +106,65 @@ def check(outcome: Outcome, how: Plan = Plan()) -> None:  # noqa: B008
     assert outcome.faults >= min(3, len(outcome.planned))
 
 
-def check_parties(parties: list[tuple[str, ...]], first: int, seeds: int) -> None:
-    """Faults that meet break nothing, and they do meet."""
+def check_parties(parties: list[tuple[str, ...]], seeds: Sequence[Sequence[int]]) -> None:
+    """Faults that meet break nothing, and they do meet. Seeds are those of each party."""
     have_met = 0
     with watched():
-        for at, party in enumerate(parties):
+        for party, own_seeds in zip(parties, seeds, strict=True):
             how = Plan(together=party, run_s=SHORT_S)
-            for seed in range(seeds * (first + at), seeds * (first + at + 1)):
+            for seed in own_seeds:
                 outcome = run_seed(seed, how)
                 check(outcome, how)
                 have_met += outcome.met
             gc.collect()
-    assert have_met >= MEET_SHARE * seeds * len(parties)
+    assert have_met >= MEET_SHARE * sum(map(len, seeds))
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+@pytest.mark.parametrize(
+    "first", [pytest.param(at, marks=[pytest.mark.triples] * (at >= QUICK_SEEDS)) for at in range(0, SEEDS, CHUNK)]
+)
 def test_whatever_fails_catalog_ledgers_journals_and_stream_agree_in_the_end(first: int) -> None:
     with watched():
         for seed in range(first, first + CHUNK):
             check(run(seed))
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(at, marks=[pytest.mark.triples] * (at >= QUICK_PEER_SEEDS))
+        for at in range(0, PEER_SEEDS, PEER_CHUNK)
+    ],
+)
+def test_instances_that_read_from_each_other_take_no_wrong_bytes_and_leave_no_pins(first: int) -> None:
+    arrived = fetched = 0
+    with watched():
+        for seed in range(first, first + PEER_CHUNK):
+            outcome = run(seed, PEERS)
+            check(outcome, PEERS)
+            arrived, fetched = arrived + outcome.arrived, fetched + outcome.fetched
+    assert arrived >= fetched >= LEAST_FETCHED
+
+
 @pytest.mark.parametrize("first", range(0, len(PAIRS), PAIRS_CHUNK))
 def test_two_faults_that_meet_break_nothing(first: int) -> None:
-    check_parties(PAIRS[first : first + PAIRS_CHUNK], first, PAIR_SEEDS)
+    parties = PAIRS[first : first + PAIRS_CHUNK]
+    check_parties(parties, [[PAIR_SEEDS * (first + at)] for at in range(len(parties))])
+
+
+@pytest.mark.triples
+@pytest.mark.parametrize("first", range(0, len(PAIRS), PAIRS_CHUNK))
+def test_two_faults_that_meet_at_other_moments_break_nothing(first: int) -> None:
+    parties = PAIRS[first : first + PAIRS_CHUNK]
+    more = range(1, PAIR_SEEDS)
+    check_parties(parties, [[PAIR_SEEDS * (first + at) + seed for seed in more] for at in range(len(parties))])
 
 
 @pytest.mark.triples
 @pytest.mark.parametrize("first", range(0, len(TRIPLES), TRIPLES_CHUNK))
 def test_three_faults_that_meet_break_nothing(first: int) -> None:
-    check_parties(TRIPLES[first : first + TRIPLES_CHUNK], first, 1)
+    parties = TRIPLES[first : first + TRIPLES_CHUNK]
+    check_parties(parties, [[first + at] for at in range(len(parties))])
 
 
 @pytest.mark.parametrize(("seed", "mix", "run_s", "story"), REGRESSIONS)
@@ -145,7 +184,7 @@ def test_what_once_broke_by_meeting_stays_whole(seed: int, together: tuple[str, 
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_deliberate_defect_is_noticed(name: str) -> None:
     mutant = MUTANTS[name]
-    how = Plan(mix=mutant.mix, run_s=mutant.run_s)
+    how = mutant.plan
     with watched():
         for seed in range(MUTANT_SEEDS):
             with mutant.planted():
@@ -158,10 +197,10 @@ def test_a_deliberate_defect_is_noticed(name: str) -> None:
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
     with watched():
-        ours = [run(seed).trace for seed in (1, 2)]
+        ours = [run(seed, how).trace for seed, how in ((1, Plan()), (2, Plan()), (1, PEERS))]
     script = (
-        "from tests.faults.simulator.run import run_seed, watched\n"
-        "with watched():\n    print(*[run_seed(seed).trace for seed in (1, 2)])"
+        "from tests.faults.simulator.run import PEERS, Plan, run_seed, watched\n"
+        "with watched():\n    print(*[run_seed(seed, how).trace for seed, how in ((1, Plan()), (2, Plan()), (1, PEERS))])"
     )
     for hash_seed in ("1", "2"):
         other = subprocess.run(

@@ -18,7 +18,7 @@ import pytest
 import kvbm
 from kvbm.core.checksum import crc32c
 from kvbm.core.codec import VERSION
-from kvbm.core.errors import ConfigError, JournalError, LayoutError, PoolError, PoolFullError, PoolMismatchError
+from kvbm.core.errors import ConfigError, JournalError, LayoutError, PoolError, PoolFullError
 from tests.captures import make_capture, packed, starts
 from tests.servers import free_port, s3_server
 
@@ -179,6 +179,31 @@ def test_a_setting_that_cannot_be_used_is_named_with_its_source_and_the_nearest_
             Case(engine("--set", "pools.host.slots=-1"), ("cannot be negative",)),
             Case(engine("--set", "catalog.url=nonsense"), ("catalog.url", "http://host:port")),
             Case(engine("--set", "pools.object.endpoint=x"), ("pools.object.endpoint", "http://host:port")),
+            Case(
+                engine("--set", "transport.listen=everywhere"),
+                ("transport.listen is 'everywhere'", "tcp://address:port"),
+            ),
+            Case(engine("--set", "transport.listen=tcp://0.0.0.0:7711"), ("cannot connect to", "transport.advertise")),
+            Case(engine("--set", "transport.listen=tcp://[::]:7711"), ("cannot connect to", "transport.advertise")),
+            Case(engine("--set", "transport.listen=tcp://127.0.0.1:0"), ("transport.key_file is not set",)),
+            Case(
+                engine("--set", "transport.listen=tcp://0.0.0.0:0", "--set", "transport.advertise=10.0.0.7:1"),
+                ("a free port", "give transport.listen that port"),
+            ),
+            Case(engine("--set", "transport.rdma=auto"), ("transport.rdma is 'auto'", "transport.key_file is not set")),
+            Case(
+                engine(
+                    *(
+                        word
+                        for part in ("rdma", "tls_cert", "tls_key", "tls_ca")
+                        for word in ("--set", f"transport.{part}=x")
+                    )
+                ),
+                ("bytes over RDMA are not encrypted", "leave one of them out"),
+            ),
+            Case(engine("--set", "transport.connections=1000000000"), ("transport.connections", "give 1 to 4096")),
+            Case(engine("--set", "transport.advertise=10.0.0.7:1"), ("transport.advertise", "leave it out")),
+            Case(engine("--set", "transport.connections=0"), ("transport.connections is 0", "give 1 to 4096")),
             Case(["catalog", "serve", "--set", "catalog.lisen=x"], ("nearest is 'catalog.listen'",)),
             Case(engine("--threads", "0"), ("--threads", "1 to 1024")),
         ],
@@ -464,22 +489,21 @@ def test_the_engine_command_refuses_pools_that_do_not_fit(tmp_path: Path) -> Non
     assert not list(tmp_path.rglob("*nvme*"))
 
 
-def test_a_pool_file_of_another_namespace_or_block_size_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_pool_file_of_another_namespace_or_block_size_is_set_aside(tmp_path: Path) -> None:
     with open_manager(tmp_path, pools__nvme__slots=4):
         pass
     path = tmp_path / "instances" / "one" / "nvme.pool"
     before = path.read_bytes()
-    with pytest.raises(PoolMismatchError, match=r"model 'one'.*model 'two'"):
-        open_manager(tmp_path, kvbm.Namespace(model="two", revision="r1", block_tokens=16), pools__nvme__slots=4)
-    with pytest.raises(PoolMismatchError, match=r"slots 4.*slots 5"):
-        open_manager(tmp_path, pools__nvme__slots=5)
+    with open_manager(tmp_path, kvbm.Namespace(model="two", revision="r1", block_tokens=16), pools__nvme__slots=4):
+        pass
+    assert path.with_name("nvme.pool.aside-1").read_bytes() == before
     settings = kvbm.load_settings(
         flags={"instance.data_dir": str(tmp_path), "instance.id": "one", "pools.hbm.slots": 8,
                "pools.hbm.device": "memory", "nats.enabled": False, "pools.nvme.slots": 4}
     )  # fmt: skip
-    with pytest.raises(PoolMismatchError, match=r"block_bytes 64.*block_bytes 128"):
-        kvbm.open_manager(settings, [NAMESPACE], 128)
-    assert path.read_bytes() == before
+    with kvbm.open_manager(settings, [NAMESPACE], 128):
+        pass
+    assert path.with_name("nvme.pool.aside-2").exists()
 
 
 def test_a_journal_folder_is_one_managers_of_one_instance_and_version(tmp_path: Path) -> None:

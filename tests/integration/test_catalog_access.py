@@ -25,9 +25,11 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog_cli import catalog_main
 from kvbm.cli import replay_main
 from kvbm.config import load_settings
-from kvbm.core.errors import CatalogError, ConfigError
+from kvbm.core.errors import CatalogError, CatalogRefusedError, ConfigError
+from kvbm.locate.base import NOTHING_FOUND
 from kvbm.locate.credentials import CatalogCredentials
-from kvbm.locate.http import CatalogClient, CatalogRefusedError, HttpLocator
+from kvbm.locate.http import CatalogClient
+from kvbm.locate.locator import HttpLocator
 from kvbm.workload.probe import ask as probe
 from tests.callers import ACME, hashes_in
 from tests.certificates import Certificate, certify
@@ -291,6 +293,8 @@ def test_roles_over_tls(files: Files, serve: Callable[..., str]) -> None:
             for who in ("", *tokens):
                 expected = 200 if who in allowed else 403 if who else 401
                 assert status(who, path) == expected, (who, path)
+        assert status("acme", "/v1/checkpoint") == 403  # it has the blocks of all tenants
+        assert status("ops", "/v1/checkpoint") == 404  # this catalog writes none
         assert status("acme", "/v1/instances/a/snapshot", "POST") == 403
         assert status("ops", "/v1/instances/a/snapshot", "POST") == 404
         assert status("acme", "/nothing") == 403
@@ -298,7 +302,9 @@ def test_roles_over_tls(files: Files, serve: Callable[..., str]) -> None:
         refused = pool.request("GET", url + "/v1/instances")
         assert refused.headers["www-authenticate"] == "Bearer"
         ready = pool.request("GET", url + "/readyz").json()
-        assert ready == {"ready": True, "reason": "", "degraded": "", "stream_sequence": 0, "lag_messages": 0}
+        assert ready == {
+            "ready": True, "reason": "", "degraded": "", "stream_sequence": 0, "lag_messages": 0, "parts": "",
+        }  # fmt: skip
         metrics = pool.request(
             "GET", url + "/metrics", headers={"authorization": f"Bearer {tokens['prometheus']}"}
         ).data.decode()
@@ -334,6 +340,10 @@ def test_a_client_with_token_and_ca_is_answered_and_others_are_told_why(
     asked = load_settings(flags={"catalog.url": url, "catalog.token": operator, "catalog.tls_ca": ca})
     assert probe(f"{url}/v1/instances", asked).is_well
     assert not probe(f"{url}/v1/instances", load_settings(flags={"catalog.tls_ca": ca})).is_well
+    several = load_settings(
+        flags={"catalog.url": f"http://a:1,http://b:1; {url}", "catalog.token": operator, "catalog.tls_ca": ca}
+    )
+    assert probe(f"{url}/v1/instances", several).is_well
 
 
 def test_a_comparison_with_a_routers_token_says_whose_is_needed(
@@ -363,7 +373,7 @@ def test_a_refused_manager_has_a_miss_and_one_warning(files: Files, serve: Calla
     locator = HttpLocator(url, clock=lambda: now[0])
     with capture_logs() as logs:
         for _ in range(5):
-            assert locator.claimed_depth("p", ACME.id, hashes_in(ACME), 1.0) == 0
+            assert locator.find("p", ACME.id, hashes_in(ACME), 0, 1.0) == NOTHING_FOUND
             now[0] += 60
     assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["catalog.lost"]
     locator.close()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,104 +23,24 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql_rows import InstanceStatus, StoreBatch
 from kvbm.catalog.sql_store import BatchResult, SqlStore
 from kvbm.config import load_settings
-from kvbm.core.answers import MAX_HASHES, PositionWanted
-from kvbm.core.errors import CatalogError, ConfigError, HashSchemeError, StreamError
-from kvbm.core.events import EvictReason, MigrateCause, PoolStated
-from kvbm.core.hashing import sequence_hashes
+from kvbm.core.answers import MAX_HASHES, FindAnswer, PositionWanted
+from kvbm.core.errors import ArgumentError, CatalogError, CatalogRefusedError, ConfigError, HashSchemeError, StreamError
+from kvbm.core.events import EvictReason
 from kvbm.core.ids import (
-    NO_PARENT,
-    Epoch,
-    InstanceId,
     Namespace,
     NamespaceId,
     Offset,
-    Reach,
-    SequenceHash,
     Tier,
     pack_slots,
 )
-from kvbm.core.ledger import Ledger
-from kvbm.locate.http import CatalogClient, CatalogRefusedError, HttpLocator
-from kvbm.streams.base import Heartbeat
+from kvbm.locate.base import Found
+from kvbm.locate.http import CatalogClient
+from kvbm.locate.locator import HttpLocator
 from kvbm.streams.nats.stream import NatsStream
+from tests.catalog_site import HASHES, OTHER, SPACE, TOKENS, Instance, Running, run_catalog
 from tests.eventually import eventually
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.servers import free_port, nats_server
-
-SPACE = Namespace(model="m", block_tokens=4)
-OTHER = Namespace(model="m", block_tokens=4, tenant="acme")
-POOLS = (
-    PoolStated(Tier.HBM, 64, 1024),
-    PoolStated(Tier.HOST, 64, 1024),
-    PoolStated(Tier.OBJECT, 0, 1024, Reach.CLUSTER, "s3://kvbm/blocks"),
-)
-TOKENS = list(range(40))
-HASHES = sequence_hashes(TOKENS, 4, SPACE.root())
-
-
-class Instance:
-    """A ledger that publishes."""
-
-    def __init__(self, server: str, within: str, name: str, epoch: int = 1) -> None:
-        self.server, self.cluster, self.name, self.epoch = server, within, InstanceId(name), Epoch(epoch)
-        self.ledger = Ledger(POOLS)
-        self.ledger.start(self.epoch, [SPACE], ["rack-1", name], "test", "0")
-
-    def create(self, first: int, end: int) -> None:
-        allocation = self.ledger.allocate(Tier.HBM, end - first)
-        assert allocation is not None
-        parent = SequenceHash(HASHES[16 * (first - 1) : 16 * first]) if first else NO_PARENT
-        self.ledger.create(SPACE.id, Tier.HBM, parent, first, HASHES[16 * first : 16 * end], allocation.slots)
-
-    def copy(self, target: Tier, first: int, end: int) -> None:
-        copy = self.ledger.begin_copy(SPACE.id, Tier.HBM, target, HASHES[16 * first : 16 * end])
-        assert copy is not None
-        self.ledger.end_copy(copy, [True] * (end - first), MigrateCause.OFFLOAD)
-
-    def publish(self, lose: bool = False) -> PositionWanted:
-        """Send what was not sent yet; gives the position it reaches."""
-        frames = [frame.data for frame in self.ledger.take_frames(self.name, time.time_ns())]
-        if not lose:
-            self.run(lambda stream: self._send(stream, frames))
-        return PositionWanted(instance=self.name, epoch=self.epoch, offset=self.ledger.applied)
-
-    async def _send(self, stream: NatsStream, frames: list[bytes]) -> None:
-        for data in frames:
-            await stream.publish(self.cluster, self.name, data)
-
-    def beat(self, queued_tokens: int = 0, age_s: float = 0.0, **more: Any) -> None:
-        heartbeat = Heartbeat(
-            instance=self.name,
-            cluster=self.cluster,
-            epoch=self.epoch,
-            published=self.ledger.applied,
-            wall_time_ns=time.time_ns() - int(age_s * 1e9),
-            queued_tokens=queued_tokens,
-            running_requests=3,
-            free_slots={Tier.HBM: 7},
-            **more,
-        )
-        self.run(lambda stream: stream.send_pulse(heartbeat))
-
-    def run(self, work: Callable[[NatsStream], Any]) -> None:
-        async def connected() -> None:
-            stream = await NatsStream.connect(self.server)
-            try:
-                await work(stream)
-            finally:
-                await stream.close()
-
-        asyncio.run(connected())
-
-
-class Running(NamedTuple):
-    """A ready catalog, how to ask it, and how to make another like it."""
-
-    settings: ServiceSettings
-    client: CatalogClient
-
-    def instance(self, name: str, epoch: int = 1) -> Instance:
-        return Instance(self.settings.nats_url, str(self.settings.cluster), name, epoch)
 
 
 @pytest.fixture
@@ -132,22 +51,6 @@ def running(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[Running]: 
 @pytest.fixture
 def running_on_both(nats_url: str, cluster: str, database_url: str) -> Iterator[Running]:  # noqa: F811
     yield from run_catalog(nats_url, cluster, database_url)
-
-
-def run_catalog(server: str, name: str, database: str) -> Iterator[Running]:
-    settings = ServiceSettings(
-        nats_url=server,
-        database_url=database,
-        cluster=name,
-        listen="127.0.0.1:0",
-        store_every_s=0.02,
-        tenant_secrets={"acme": "secret"},
-    )
-    with CatalogThread(settings) as thread:
-        client = CatalogClient(thread.url)
-        client.wait_ready(10)
-        yield Running(settings, client)
-        client.close()
 
 
 def prepared(running: Running) -> list[PositionWanted]:
@@ -463,8 +366,16 @@ def test_the_openapi_description_is_valid_and_names_every_path(asked: Running) -
     described = json.loads(urllib3.request("GET", asked.client.url + "/openapi.json", timeout=5).data)
     validate_openapi(described)
     assert set(described["paths"]) == {
-        *("/", "/healthz", "/readyz", "/metrics", "/openapi.json"),
-        *("/v1/lookup", "/v1/route", "/v1/blocks/{namespace}/{hash}", "/v1/instances", "/v1/namespaces"),
+        *("/", "/healthz", "/readyz", "/metrics", "/openapi.json", "/v1/watch", "/v1/checkpoint"),
+        *(
+            "/v1/lookup",
+            "/v1/route",
+            "/v1/presence",
+            "/v1/find",
+            "/v1/blocks/{namespace}/{hash}",
+            "/v1/instances",
+            "/v1/namespaces",
+        ),
         "/v1/instances/{instance}/snapshot",
         "/v1/instances/{instance}",
     }
@@ -510,10 +421,13 @@ def test_a_locator_asks_for_claims_and_backs_off_while_the_catalog_is_away(runni
     positions = prepared(running)
     running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
     locator = HttpLocator(running.client.url)
-    assert locator.claimed_depth("s3://kvbm/blocks", SPACE.id, HASHES, 1.0) == 8
-    assert locator.claimed_depth("s3://kvbm/blocks", SPACE.id, HASHES[16:], 1.0) == 7
-    assert locator.claimed_depth("another", SPACE.id, HASHES, 1.0) == 0
-    assert locator.claimed_depth("s3://kvbm/blocks", NamespaceId(bytes(16)), HASHES, 1.0) == 0
+    assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 99, 1.0).claimed == 8
+    assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES[16:], 99, 1.0).claimed == 7
+    assert locator.find("another", SPACE.id, HASHES, 99, 1.0).claimed == 0
+    assert locator.find("s3://kvbm/blocks", NamespaceId(bytes(16)), HASHES, 99, 1.0).claimed == 0
+    mixed = bytes(16) + HASHES[16:32] + bytes(16) + HASHES[:16] * 6  # each by itself, whatever lies before
+    assert locator.claimed("s3://kvbm/blocks", SPACE.id, mixed, 1.0) == bytes([0b11111010, 0b1])
+    assert locator.claimed("another", SPACE.id, HASHES, 1.0) == b""
     locator.close()
 
 
@@ -528,15 +442,16 @@ def test_a_locator_answers_zero_without_waiting_while_nobody_is_there() -> None:
 
 
 def _ask_nobody(locator: HttpLocator, port: int, now_s: list[float]) -> None:
-    assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.5) == 0
+    assert locator.find("pool", SPACE.id, HASHES, 99, 0.5).claimed == 0
     with _silent_listener(port) as listener:  # would make every request wait
         listener.setblocking(False)
         for _ in range(100):
-            assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.5) == 0
+            assert locator.find("pool", SPACE.id, HASHES, 99, 0.5).claimed == 0
+            assert locator.claimed("pool", SPACE.id, HASHES, 0.5) == b""
         with pytest.raises(BlockingIOError):
             listener.accept()  # nobody has come
         now_s[0] += 10.0
-        assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.1) == 0
+        assert locator.find("pool", SPACE.id, HASHES, 99, 0.1).claimed == 0
         listener.accept()[0].close()
 
 
@@ -655,3 +570,57 @@ def test_positions_of_many_waiters_are_all_told(running: Running) -> None:
     for thread in threads:
         thread.join(10)
     assert depths == [4] * 20
+
+
+LENDS = {"host": "machine", "unix": "/run/kvbm.sock", "tcp": "10.0.0.1:9000"}
+
+
+def test_who_lends_blocks_is_found_in_every_form(running: Running) -> None:
+    positions = prepared(running)
+    running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+    lender = running.instance("a")
+    lender.beat(lends={**LENDS, "later": "unknown here"})
+    eventually(lambda: bool(running.client.find(SPACE, HASHES).peers), "nobody lends")
+    found = running.client.find(SPACE, HASHES, 1, "me", ["rack-2", "me"])
+    (peer,) = found.peers
+    assert (peer.instance, peer.lends, found.blocks) == ("a", LENDS, 10)
+    assert (peer.depth, peer.tiers, peer.distance) == (1, {"HOST": 1}, 2)
+    assert [(one.pool, one.depth) for one in found.pools] == [("s3://kvbm/blocks", 8)]
+    (again,) = running.client.find_many(SPACE, [HASHES], [1], "me", ["rack-2", "me"])
+    assert again.peers == found.peers and again.pools == found.pools
+    assert running.client.find(SPACE, HASHES, 1, "a").peers == []
+    assert running.client.find(SPACE, HASHES, instances=["b"]).peers == []
+    locator = HttpLocator(running.client.url, asker="me", topology=["rack-2", "me"])
+    assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, 1.0) == Found(8, tuple(again.peers))
+    locator.close()
+    with capture_logs() as logs:  # settings have always taken such a place
+        locator = HttpLocator(running.client.url, asker="me", topology=["z"] * 17)
+    assert [(one["event"], "17 labels" in one["why"]) for one in logs] == [("catalog.place_unsaid", True)]
+    assert len(locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, 1.0).peers) == 1
+    locator.close()
+    lender.beat()
+    eventually(lambda: not running.client.find(SPACE, HASHES).peers, "it lends for ever")
+    for wrong in ({"limit": 5}, {"limit": 0}, {"first": -1}, {"topology": ["z"] * 17}, {"asker": "x" * 129}):
+        with pytest.raises(ArgumentError):
+            running.client.find(SPACE, HASHES, **wrong)  # type: ignore[arg-type]
+    assert post(running, "/v1/find", {"namespace": SPACE.id.hex(), "hashes": HASHES.hex(), "limit": 5})[0] == 422
+
+
+class Older(CatalogClient):
+    """A catalog that does not know the question."""
+
+    def find_many(self, *asked: Any, **more: Any) -> list[FindAnswer]:
+        self.refused = getattr(self, "refused", 0) + 1
+        raise CatalogRefusedError("no such path", 404, "not_found")
+
+
+def test_a_catalog_of_an_older_kvbm_is_asked_as_before(running: Running) -> None:
+    positions = prepared(running)
+    running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+    locator = HttpLocator(running.client.url)
+    locator._client.close()
+    locator._client = older = Older(running.client.url)
+    for _ in range(3):
+        assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, 1.0) == Found(8)
+    assert older.refused == 1
+    locator.close()

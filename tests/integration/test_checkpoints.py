@@ -51,7 +51,7 @@ def load(
     async def holds(mark: Mark) -> bool:
         return mark.sequence <= end and mark.fingerprint == fingerprint
 
-    return asyncio.run(load_newest(folder, _native.ClusterIndex, 1000, stream, stored, holds))
+    return asyncio.run(load_newest(folder, _native.ClusterIndex, 1000, stream.__eq__, stored, holds))
 
 
 def test_the_newest_checkpoint_is_loaded(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ class Held:
 
 def checkpointer(folder: Path, index: object, sequence: int) -> Checkpointer:
     state = SequencerState(sequence=sequence, newest_wall_ns=1, namespaces=(), followed=())
-    sequencer = SimpleNamespace(sequence=sequence, mark=Mark(sequence, 7), state=lambda: state)
+    sequencer = SimpleNamespace(sequence=sequence, mark=Mark(sequence, 7), state=lambda _: state)
     of_index, of_sequencer = cast(Checkpointing, index), cast(Any, sequencer)
     return Checkpointer(folder, of_index, of_sequencer, asyncio.Lock(), lambda: "KVBM", Degraded(), every_s=1.0)
 

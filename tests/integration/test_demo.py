@@ -30,6 +30,8 @@ def test_the_demo_proves_what_it_says(tmp_path: Path) -> None:
     assert report["tokens_compared"] >= report["requests"]
     assert set(report["hits_by_tier"]) == {"HBM", "HOST", "NVME", "OBJECT"}
     assert all(count > 0 for count in report["hits_by_tier"].values()), report["hits_by_tier"]
+    assert report["peer_blocks"] == report["peer_prompt_blocks"] == 64
+    assert report["peer_tokens_identical"] is True
     assert report["ttft_ratio"] > 1
     assert report["events_published"] == report["events_applied"] > 0
     assert report["gaps"] == 0

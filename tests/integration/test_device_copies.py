@@ -194,7 +194,7 @@ def test_threads_share_the_lanes() -> None:
             step()
 
     device.step = locked_step  # type: ignore[method-assign]
-    moving = opened(device, False, lanes=2)
+    moving = opened(device, False, lanes=3)
     wrong: list[int] = []
 
     def work(worker: int) -> None:
@@ -211,6 +211,51 @@ def test_threads_share_the_lanes() -> None:
     for thread in threads:
         thread.join(60)
     assert wrong == []
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_gathers_leave_a_lane_for_a_scatter(reaches: bool) -> None:
+    device = Device()
+    moving = opened(device, reaches, lanes=3)
+    moving._deadline_s = 30.0
+    may_gather, gathering = threading.Event(), threading.Semaphore(0)
+    gather = device.gather
+
+    def slow(*run: object) -> None:
+        gathering.release()
+        assert may_gather.wait(30)
+        gather(*run)  # type: ignore[arg-type]
+
+    device.gather = slow  # type: ignore[method-assign]
+    threads = [threading.Thread(target=moving.gather, args=(np.array([slot]), rows_of(1), None)) for slot in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert gathering.acquire(timeout=30) and gathering.acquire(timeout=30)  # two have a lane, two wait for one
+        rows = rows_of(2)
+        moving.scatter(np.array([8, 9]), rows, None)
+        assert (device.slots[[8, 9]] == rows).all()
+        assert not gathering.acquire(blocking=False)
+    finally:
+        may_gather.set()
+        for thread in threads:
+            thread.join(30)
+
+
+def test_a_lane_that_a_gather_has_lost_is_missing_to_gathers_and_not_to_scatters() -> None:
+    device = Device()
+    moving = opened(device, False, lanes=3)
+    for _ in range(2):
+        device.running = False
+        with pytest.raises(DeviceTimeoutError, match="did not arrive"):
+            moving.gather(np.arange(2), rows_of(2), None)
+        device.running = True
+        device.step()
+    with pytest.raises(DeviceTimeoutError, match="no lane for a gather"):
+        moving.gather(np.arange(2), rows_of(2), None)
+    rows = rows_of(2, seed=9)
+    moving.scatter(np.arange(2), rows, None)
+    assert (device.slots[:2] == rows).all()
 
 
 class Driver:

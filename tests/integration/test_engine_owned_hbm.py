@@ -21,6 +21,7 @@ from kvbm.core.codec import decode_frame
 from kvbm.core.errors import ArgumentValueError, ConfigError, LedgerError, PoolError
 from kvbm.core.events import BlocksCreated, BlocksEvicted, BlocksMigrated, Event, EvictReason
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, NamespaceId, Tier, split_hashes
+from kvbm.locate.base import Found
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.pools.base import Proof
@@ -262,10 +263,10 @@ class Unanswering(KnowsAll):
     def __init__(self) -> None:
         self.asked, self.answers = threading.Event(), threading.Event()
 
-    def claimed_depth(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> int:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
         self.asked.set()
         self.answers.wait(WAIT_S)
-        return super().claimed_depth(pool, namespace, hashes, timeout_s)
+        return super().find(pool, namespace, hashes, first, timeout_s)
 
 
 def test_neither_beginning_nor_polling_waits_for_whoever_is_asked(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ErasureError
-from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Namespace, SequenceHash, Tier, split_hashes
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, SequenceHash, Tier, split_hashes
 from kvbm.erasure.report import Line
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.owned_hbm import Manager
@@ -34,7 +34,8 @@ from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.tenant_keys import add_key, keys_of_file
 from kvbm.replay.opening import open_source
 from kvbm.replay.verify import verify
-from kvbm.streams.nats.api import request
+from kvbm.streams.nats import erasures
+from kvbm.streams.nats.api import message_at, request
 from kvbm.streams.nats.connection import NatsConnection
 from kvbm.streams.nats.credentials import Credentials, keep_seed
 from kvbm.streams.nats.erasures import ErasureLog, record_subject
@@ -267,6 +268,42 @@ def depth(world: World, space: Namespace, prompt: int) -> int:
     return max((pool.depth for pool in answer.pools), default=0)
 
 
+def test_a_first_message_that_goes_before_it_is_read_is_not_an_empty_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an erasure would be called done while the stream still names the erased."""
+    lost = 0
+
+    async def may_be_gone(*asked: Any) -> Any:
+        nonlocal lost
+        lost -= 1
+        return None if lost >= 0 else await message_at(*asked)
+
+    async def work(url: str) -> list[int | None]:
+        nonlocal lost
+        stream = await NatsStream.connect(url, 5.0)
+        record = await ErasureLog.open(url, "home", 5.0, Credentials(), 1)
+        try:
+            found = [(await record.events_kept()).first_ns]
+            await stream.publish("home", InstanceId("a"), b"an event")
+            for goes in (0, 1, 3, 1000):
+                lost = goes
+                found.append((await record.events_kept()).first_ns)
+            return found
+        finally:
+            await record.close()
+            await stream.close()
+
+    monkeypatch.setattr(erasures, "message_at", may_be_gone)
+    server = EmbeddedServer.start(tmp_path / "nats")
+    try:
+        empty, *readable, unreadable = asyncio.run(work(server.url))
+    finally:
+        server.stop()
+    assert (empty, unreadable) == (None, 0)
+    assert len(readable) == 3 and readable[0] and len(set(readable)) == 1
+
+
 def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(world: World) -> None:
     prompts = {"a": [1, 2], "b": [2, 3], "c": [4]}
     victim, other = Needles(VICTIM, range(1, 5)), Needles(OTHER, range(1, 5))
@@ -332,7 +369,7 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
 
     assert victim.in_folder(world.folder) == {}
     assert victim.in_bytes(world.tables()) == set()
-    assert [victim.in_bytes(message) for message in world.messages() if victim.in_bytes(message)] == []
+    assert [message for message in world.messages() if victim.in_bytes(message)] == []
     assert [name for name, body in world.store.objects.items() if victim.in_bytes(name.encode() + bytes(body[0]))] == []
     for manager in managers.values():
         assert not victim.in_bytes(memory_of(manager))
@@ -430,6 +467,7 @@ def test_what_a_tenant_used_after_an_erasure_goes_with_the_next_one(world: World
         manager.unpin(serve(manager, VICTIM, 1))
         assert manager.settle(WAIT_S)
         eventually(lambda: depth(world, VICTIM, 1) == DEPTH, "the catalog has not all claims")
+        eventually(lambda: bytes(VICTIM.id) in world.tables(), "SQL has none of its claims")  # which the command reads
         number = world.erase(tenant=VICTIM.tenant)[1]
         numbers.append(number)
         eventually(

@@ -23,9 +23,10 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql_rows import ForgottenRow
 from kvbm.catalog.sql_store import SqlStore
 from kvbm.config import load_settings
-from kvbm.core.errors import ConfigError
+from kvbm.core.errors import CatalogRefusedError, ConfigError
 from kvbm.core.ids import InstanceId
-from kvbm.locate.http import CatalogClient, CatalogRefusedError
+from kvbm.core.parts import part_of, parts_of
+from kvbm.locate.http import CatalogClient
 from tests.eventually import eventually
 from tests.ledger_instances import HASHES, POOL, SPACE, LedgerInstance
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
@@ -90,6 +91,16 @@ def alive(*instances: LedgerInstance) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def eventually_heard(instance: LedgerInstance, check: Callable[[], bool]) -> None:
+    """`eventually`, while an instance gives signs of life; a single one keeps it for no longer than `liveness_s`."""
+
+    def heard() -> bool:
+        instance.beat()
+        return check()
+
+    eventually(heard)
 
 
 def names(running: Running) -> list[str]:
@@ -275,12 +286,11 @@ def test_who_goes_on_in_its_epoch_is_asked_for_a_snapshot_and_whole_after_it(set
         eventually(lambda: names(running) == ["a"])
         forget(running, "a")
         assert names(running) == []
-        a.beat()
-        eventually(lambda: state(running, "a") == "live")
-        eventually(lambda: parsed(running.client.metrics())["kvbm_catalog_snapshots_asked_total"] > 0)
+        eventually_heard(a, lambda: state(running, "a") == "live")
+        eventually_heard(a, lambda: parsed(running.client.metrics())["kvbm_catalog_snapshots_asked_total"] > 0)
         a.snapshot()
         a.publish()
-        eventually(lambda: is_whole(running, "a"))
+        eventually_heard(a, lambda: is_whole(running, "a"))
         found = running.client.instance(InstanceId("a"))
         assert (
             found is not None
@@ -288,7 +298,7 @@ def test_who_goes_on_in_its_epoch_is_asked_for_a_snapshot_and_whole_after_it(set
             and found.digest == f"{a.ledger.residencies.digest:016x}"
         )
         assert [pool.tier for pool in found.pools] == ["HBM", "HOST", "OBJECT"]  # the mark has what its start declared
-        assert depths(running) == {"a": 2}
+        eventually_heard(a, lambda: depths(running) == {"a": 2})
         eventually(lambda: rows_of(settings, "a") == 3)
 
 
@@ -358,6 +368,36 @@ def test_a_checkpoint_and_no_mark_any_more(settings: ServiceSettings, tmp_path: 
     shutil.copytree(old, folder)
     with catalog(kept) as running:
         assert names(running) == [] and depths(running) == {}
+
+
+def test_catalogs_of_other_parts_of_one_database_forget_none_of_each_other(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    postgres_url: str,
+) -> None:
+    """What one hears nothing of is alive where it is heard."""
+    low, high = (
+        settings_for(nats_url, cluster, postgres_url, parts=parts_of(words), forget_s=forget_s)
+        for words, forget_s in (("0-31", 4.0), ("32-63", 600.0))
+    )
+    here, there = "gpu-2", "gpu-0"
+    assert (part_of(here) < 32, part_of(there) < 32) == (True, False)
+    with catalog(high) as of_high, alive(of_high.full(there)):
+        eventually(lambda: rows_of(high, there))
+        with catalog(low) as of_low, alive(of_low.full(here)):  # SQL knows the other already
+            gone = of_low.full("gpu-3").name
+            assert part_of(gone) < 32
+            eventually(lambda: names(of_low) == [here, gone] and names(of_high) == [there])
+            with pytest.raises(CatalogRefusedError) as refused:
+                forget(of_low, there)
+            assert refused.value.code == "instance_unknown"
+            eventually(lambda: names(of_low) == [here])  # who is gone for so long is forgotten by now
+            assert rows_of(low, there) > 0
+            url = f"{of_low.client.url};{of_high.client.url}"
+            of_high.full("gpu-1")
+            eventually(lambda: "gpu-1" in names(of_high))
+            eventually(lambda: cli.catalog_main(["forget", "gpu-1", "--set", f"catalog.url={url}"]) == 0)
+            assert names(of_high) == [there]
 
 
 async def drop_marks(store: SqlStore) -> None:

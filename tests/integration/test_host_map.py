@@ -71,6 +71,16 @@ def test_this_process_maps_its_own_pool() -> None:
         assert rows[1, 0] == 5
 
 
+def test_a_mapping_asks_for_huge_pages() -> None:
+    with closing(_pool()) as pool:
+        memory = map_host(os.getpid(), pool.fd, pool.mapped_bytes, pins=False)
+        begin = f"{memory.ctypes.data:x}-"
+        found = Path("/proc/self/smaps").read_text().splitlines()
+        at = next(number for number, line in enumerate(found) if line.startswith(begin))
+        flags = next(line for line in found[at:] if line.startswith("VmFlags:"))
+        assert "hg" in flags.split()
+
+
 def test_what_cannot_be_mapped_is_said_in_words(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait(30)

@@ -157,7 +157,7 @@ def checkpoint_of(suffix: str) -> Reader:
             return True
 
         def load() -> None:
-            asyncio.run(load_newest(folder / "checkpoints", _native.ClusterIndex, 64, "KVBM", 1000, holds))
+            asyncio.run(load_newest(folder / "checkpoints", _native.ClusterIndex, 64, "KVBM".__eq__, 1000, holds))
 
         return next((folder / "checkpoints").glob(f"*{suffix}")), load
 

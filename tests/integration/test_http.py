@@ -11,7 +11,9 @@ import pytest
 
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import Namespace
-from kvbm.locate.http import CatalogClient, HttpLocator
+from kvbm.locate.base import NOTHING_FOUND
+from kvbm.locate.http import CatalogClient
+from kvbm.locate.locator import HttpLocator
 
 SPACE = Namespace(model="m", block_tokens=16).id
 BLOCK = bytes(range(16))
@@ -38,7 +40,7 @@ def test_a_damaged_answer_is_no_answer_and_no_error_of_the_engine(body: bytes) -
         threading.Thread(target=server.serve_forever, daemon=True).start()
         locator = HttpLocator(f"http://127.0.0.1:{server.server_port}")
         try:
-            assert locator.claimed_depth("pool", SPACE, BLOCK, 2.0) == 0
+            assert locator.find("pool", SPACE, BLOCK, 0, 2.0) == NOTHING_FOUND
         finally:
             locator.close()
             server.shutdown()

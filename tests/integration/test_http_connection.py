@@ -19,7 +19,7 @@ from kvbm.catalog.access_file import NewToken, add_token
 from kvbm.catalog.at_once import MOST_BYTES
 from kvbm.catalog.http_connection import MAX_HEADER_BYTES, READ_BYTES
 from kvbm.catalog.server import bind_path
-from kvbm.core.answers import LookupAnswer
+from kvbm.core.answers import LookupAnswer, PresenceAnswer
 from kvbm.core.errors import ArgumentError, CatalogError
 from kvbm.core.ids import HASH_BYTES
 from kvbm.core.prompt_batches import CONTENT_TYPE, MOST_ROUTES
@@ -285,7 +285,7 @@ def test_a_unix_socket_is_its_owners_and_is_taken_over_when_nobody_listens(nats_
         client.ready()
 
 
-def undated(answer: LookupAnswer) -> LookupAnswer:
+def undated(answer: LookupAnswer | PresenceAnswer) -> LookupAnswer | PresenceAnswer:
     """The answer without the age of its view, which goes on."""
     return msgspec.structs.replace(answer, view_age_s=0.0)
 
@@ -297,6 +297,8 @@ def test_a_batch_is_answered_as_its_prompts_are_alone(catalog: CatalogProcess, p
     with closing(CatalogClient(catalog.url)) as client:
         found, alone = client.lookup_many(SPACE, asked), [client.lookup(SPACE, one) for one in asked]
         assert [undated(one) for one in found] == [undated(one) for one in alone]
+        held, each = client.presence_many(SPACE, asked), [client.presence(SPACE, one) for one in asked]
+        assert [undated(one) for one in held] == [undated(one) for one in each]
         if prompts <= MOST_ROUTES:
             routed = client.route_many(SPACE, asked, [300] * prompts, limit=3)
             assert [(len(one.ranked), one.more, one.blocks) for one in routed] == [

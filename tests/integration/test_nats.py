@@ -26,7 +26,17 @@ from kvbm.core.codec import decode_header
 from kvbm.core.errors import ConfigError, FencedError, MissingExtraError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
 from kvbm.streams import server as server_module
-from kvbm.streams.base import ORIGIN, AccessSample, Fence, Heartbeat, Position, StreamMessage, Tail, is_fence
+from kvbm.streams.base import (
+    ORIGIN,
+    AccessSample,
+    Fence,
+    Heartbeat,
+    Position,
+    StreamMessage,
+    Tail,
+    events_subject,
+    is_fence,
+)
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.memory import MemoryLog
 from kvbm.streams.nats.reader import PULL_MESSAGES, NatsReader
@@ -362,8 +372,8 @@ def test_a_forbidden_subject_is_an_error_and_others_still_work() -> None:
     settings = """
     authorization { users: [
       { user: "one", password: "x", permissions: {
-          publish: ["kvbm.v1.events.c.i", "$JS.API.>"], subscribe: "_INBOX.>" } } ] }
-    """
+          publish: ["SUBJECT", "$JS.API.>"], subscribe: "_INBOX.>" } } ] }
+    """.replace("SUBJECT", events_subject("c", "i"))
     with nats_server(settings) as server:
         url = server.url.replace("://", "://one:x@")
 
@@ -1182,7 +1192,7 @@ TWO_USERS = """
 authorization { users: [
   { user: "all", password: "x", permissions: { publish: ">", subscribe: ">" } },
   { user: "one", password: "x", permissions: {
-      publish: { allow: ["kvbm.v1.*.c.i", "$JS.API.>"], deny: ["$JS.API.STREAM.UPDATE.>"] }, subscribe: "_INBOX.>" } } ] }
+      publish: { allow: ["kvbm.v1.*.c.i", "kvbm.v1.*.c.*.i", "$JS.API.>"], deny: ["$JS.API.STREAM.UPDATE.>"] }, subscribe: "_INBOX.>" } } ] }
 """
 
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 import kvbm
+from kvbm.workload.compare_fetch import FetchReport
 from kvbm.workload.generator import generate
 from kvbm.workload.simulate import Report, arrivals_of, ideal_hit_ratio, simulate
 from kvbm.workload.trace import TraceRequest, read_trace
@@ -72,6 +73,40 @@ def test_the_command_reports_every_key_of_a_generated_workload(tmp_path: Path) -
     check_report(report)
     assert "digests equal: yes" in " ".join(ended.stdout.split())
     assert not ended.stderr.strip()
+
+
+def test_the_command_runs_the_same_requests_without_and_with_fetching(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    topology = "a/1,a/1,a/2,b/1"
+    ended = run(
+        "--fetch", "--topology", topology, "--policy", "random", "--load", "normal", "--requests", "300",
+        "--pools", "hbm=300,host=900,nvme=900,object=100", "--json", str(path),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    report = msgspec.json.decode(path.read_bytes(), type=FetchReport)
+    assert (report.instances, ",".join(report.topology), report.link_bytes_per_s) == (4, topology, None)
+    without, fetching = report.rows
+    assert (without.fetch, fetching.fetch) == (False, True)
+    assert (without.tokens_by_source["peer"], fetching.tokens_by_source["peer"] > 0) == (0, True)
+    assert sum(without.tokens_by_source.values()) == sum(fetching.tokens_by_source.values())
+    assert fetching.mean_ttft_s < without.mean_ttft_s
+    assert "links: as their distance says" in " ".join(ended.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--fetch", "--pools", "hbm=100"), "give host=SLOTS"),
+        (("--fetch-link", "quick"), "--fetch-link 'quick'"),
+        (("--fetch", "--topology", "a,b"), "4 places are needed"),
+        (("--topology", "a,b"), "give --fetch, too"),
+        (("--pools", "hbm=100,object=100"), "'object=100' is not TIER=SLOTS"),
+    ],
+)
+def test_what_cannot_be_fetched_is_refused_before_it_begins(arguments: tuple[str, ...], words: str) -> None:
+    ended = run(*arguments)
+    assert ended.returncode == 2
+    assert words in ended.stderr
 
 
 def test_a_trace_of_ones_own_hits_exactly_what_it_repeats(tmp_path: Path) -> None:

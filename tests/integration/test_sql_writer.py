@@ -295,7 +295,7 @@ def test_a_place_that_could_not_be_checked_is_checked_again(
         await world.writer.flush()
         name = world.writer.name
         world.stream.lose_end(2)
-        world.writer.check_place()  # as after a lost connection
+        world.writer.on_reader()  # as after a lost connection
         with monkeypatch.context() as away:
             away.setattr(MemoryStream, "message", silent)
             with pytest.raises(StreamError):

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +27,14 @@ from kvbm.assembly import open_manager
 from kvbm.config import load_settings
 from kvbm.core.errors import ConfigError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.core.parts import part_of, part_word
 from kvbm.streams.base import (
     ERASE_PREFIX,
     ERASED_PREFIX,
     EVENTS_PREFIX,
     FENCE_PREFIX,
     PULSE_PREFIX,
+    ROUTES_PREFIX,
     SAMPLES_PREFIX,
     SNAPSHOTS_PREFIX,
     AwayError,
@@ -59,6 +62,7 @@ from kvbm.streams.nats.permissions import (
     instance_permissions,
     server_config,
 )
+from kvbm.streams.nats.read_only import ReadOnlyStream
 from kvbm.streams.nats.setup import ERASURES, PULSE, STREAM
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
@@ -291,6 +295,7 @@ class Secured(NamedTuple):
     catalog: Credentials
     replay: Credentials
     operator: Credentials
+    replica: Credentials
 
 
 @pytest.fixture(params=["started", "reloaded"])
@@ -303,6 +308,7 @@ def secured(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Secured]
         ("catalog", catalog_inbox(CLUSTER), None, Role.CATALOG),
         ("replay", INBOX, "desk", Role.REPLAY),
         ("operator", INBOX, "ops", Role.OPERATOR),
+        ("replica", INBOX, "near", Role.REPLICA),
     ):
         seed = tmp_path / "keys" / f"{name}.nk"
         users.append(ServerUser(keep_seed(seed), user, role, account=f"KVBM-{name}"))
@@ -534,7 +540,9 @@ def test_a_user_of_replay_reads_all_and_in_order(secured: Secured) -> None:
         reader = await stream.pull(0, CLUSTER, WAIT_S)
         found = await fetched(reader, len(expected))
         assert found == expected  # with time and fence, as a consumer has them
-        assert reader.at_end and reader.reached == 3
+        while not reader.at_end:  # the word that ends a batch comes after its last message
+            assert await reader.fetch(0.1) == []
+        assert reader.reached == 3
         assert await reader.fetch(0.3) == []
         await _fill(secured)
         assert [message.sequence for message in await fetched(reader, 3)] == [4, 5, 6]
@@ -571,6 +579,47 @@ def test_a_user_of_replay_reads_many_messages_over_a_lost_connection(
         await stream.close()
 
     asyncio.run(work())
+
+
+def test_a_replica_reads_events_and_hears_everybody_and_its_own_echo(secured: Secured) -> None:
+    make_streams(secured)
+    own = Heartbeat(
+        instance=InstanceId("_catalog-1"), cluster="_catalogs", epoch=Epoch(1), published=Offset(0), wall_time_ns=7
+    )
+
+    async def work() -> tuple[list[str], list[str]]:
+        writer = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a)
+        stream = await ReadOnlyStream.follow(secured.url, WAIT_S, secured.replica)
+        heard: list[str] = []
+        try:
+            await writer.publish(CLUSTER, A, make_frame(0, instance=A).data)
+            await writer.send_pulse(beat(A))
+            reader = await stream.pull(0, CLUSTER)
+            found = [message.subject for message in await reader.fetch(WAIT_S)]
+            async with asyncio.timeout(WAIT_S):
+                echoes = asyncio.create_task(keep_asking(stream, own))
+                async for heartbeat in stream.watch_pulses(CLUSTER):
+                    heard.append(heartbeat.instance)
+                    if heartbeat.instance == own.instance:
+                        break
+                echoes.cancel()
+            assert await stream.ask_snapshot(CLUSTER, A) is False
+            return found, heard
+        finally:
+            await writer.close()
+            await stream.close()
+
+    found, heard = asyncio.run(work())
+    assert found == [events_subject(CLUSTER, A)]
+    assert heard[0] == A  # before the echo: what was stored before the question
+    assert heard[-1] == own.instance
+
+
+async def keep_asking(stream: ReadOnlyStream, pulse: Heartbeat) -> None:
+    while True:
+        with contextlib.suppress(StreamError):
+            await stream.send_pulse(pulse)
+        await asyncio.sleep(0.05)
 
 
 def test_a_user_of_replay_can_change_nothing(secured: Secured) -> None:
@@ -790,7 +839,7 @@ def test_permissions_name_an_instances_own_subjects_alone() -> None:
 
     for_all = f"{BORROWED_API}.DIRECT.GET.{ERASURES}.{erase_subject('c')}"
     for subject in set(subjects(instance_permissions("c", "a"))) - {for_all}:
-        assert ".STREAM.INFO." in subject or ".c.a" in subject
+        assert ".STREAM.INFO." in subject or f".c.{part_word(part_of('a'))}.a" in subject or ".c.a" in subject
     with pytest.raises(ConfigError, match="cannot be part"):
         instance_permissions("c", "a.>")
     assert instance_subject("x", "c", "a") == "x.c.a"
@@ -843,8 +892,20 @@ def test_the_command_prints_accounts_a_manager_and_a_catalog_live_by(tmp_path: P
 # -- every subject, as everybody ---------------------------------------------------------------------------------------
 
 PREFIXES = (EVENTS_PREFIX, FENCE_PREFIX, PULSE_PREFIX, SNAPSHOTS_PREFIX, SAMPLES_PREFIX, ERASED_PREFIX)
-PLACES = (f"{CLUSTER}.a", f"{CLUSTER}.b", "other.a", "other.b")
-SUBJECTS = [f"{prefix}.{place}" for prefix in PREFIXES for place in PLACES]
+PLACES = ((CLUSTER, "a"), (CLUSTER, "b"), ("other", "a"), ("other", "b"))
+
+
+def subject_of(prefix: str, cluster: str, name: str) -> str:
+    parted = {EVENTS_PREFIX: events_subject, FENCE_PREFIX: fence_subject, PULSE_PREFIX: pulse_subject}
+    return parted.get(prefix, partial(instance_subject, prefix))(cluster, name)
+
+
+SUBJECTS = [subject_of(prefix, *place) for prefix in (*PREFIXES, ROUTES_PREFIX) for place in PLACES]
+SUBJECTS += [  # no instance is in another's part, nor in none
+    f"{prefix}.{CLUSTER}.{part}a"
+    for prefix in (EVENTS_PREFIX, FENCE_PREFIX)
+    for part in (f"{part_word(part_of('b'))}.", "")
+]
 SUBJECTS += [f"{ERASE_PREFIX}.{cluster}" for cluster in (CLUSTER, "other")]
 CALLS = [
     f"{api}.{call}"
@@ -854,7 +915,10 @@ CALLS = [
         *(f"STREAM.MSG.{what}.{stream}" for what in ("GET", "DELETE")),
         *(f"CONSUMER.{what}.{stream}" for what in ("CREATE", "NAMES", "LIST")),
         *(f"CONSUMER.{what}.{stream}.one" for what in ("CREATE", "INFO", "DELETE", "DURABLE.CREATE", "MSG.NEXT")),
-        *(f"DIRECT.GET.{stream}{more}" for more in ("", f".{EVENTS_PREFIX}.c.a", f".{EVENTS_PREFIX}.c.b")),
+        *(
+            f"DIRECT.GET.{stream}{more}"
+            for more in ("", f".{events_subject('c', 'a')}", f".{events_subject('c', 'b')}")
+        ),
     )
     for api in (JS_API, BORROWED_API)
 ] + [f"{JS_API}.{call}" for call in ("INFO", "STREAM.NAMES", "STREAM.LIST", "ACCOUNT.PURGE.KVBM", "SERVER.REMOVE")]
@@ -872,15 +936,20 @@ WIDE = [
 ]
 
 MAY_WRITE = {
-    "a": {f"{prefix}.c.a" for prefix in PREFIXES} - {f"{SNAPSHOTS_PREFIX}.c.a"},
-    "catalog": {f"{prefix}.c.{name}" for prefix in (PULSE_PREFIX, SNAPSHOTS_PREFIX, ERASED_PREFIX) for name in "ab"}
+    "a": {subject_of(prefix, "c", "a") for prefix in PREFIXES} - {f"{SNAPSHOTS_PREFIX}.c.a"},
+    "catalog": {
+        subject_of(prefix, "c", name)
+        for prefix in (PULSE_PREFIX, SNAPSHOTS_PREFIX, ERASED_PREFIX, ROUTES_PREFIX)
+        for name in "ab"
+    }
     | {f"{ERASE_PREFIX}.c"},
     "replay": set(),
     "operator": {f"{ERASED_PREFIX}.c.{name}" for name in "ab"} | {f"{ERASE_PREFIX}.c"},
+    "replica": set(),
 }
 MAY_CALL = {
     "a": {f"{JS_API}.STREAM.INFO.KVBM"}
-    | {f"{BORROWED_API}.{call}" for call in ("STREAM.INFO.KVBM", "STREAM.INFO.KVBM_PULSE", f"DIRECT.GET.KVBM.{EVENTS_PREFIX}.c.a")},
+    | {f"{BORROWED_API}.{call}" for call in ("STREAM.INFO.KVBM", "STREAM.INFO.KVBM_PULSE", f"DIRECT.GET.KVBM.{events_subject('c', 'a')}")},
     "catalog": {f"{JS_API}.INFO"}
     | {
         f"{JS_API}.{call}"
@@ -888,7 +957,7 @@ MAY_CALL = {
         for call in (
             *(f"STREAM.{what}.{stream}" for what in ("INFO", "CREATE", "MSG.GET")), f"CONSUMER.CREATE.{stream}",
             *(f"CONSUMER.{what}.{stream}.one" for what in ("DELETE", "MSG.NEXT")),
-            *(f"DIRECT.GET.{stream}.{EVENTS_PREFIX}.c.{name}" for name in "ab"),
+            *(f"DIRECT.GET.{stream}.{events_subject('c', name)}" for name in "ab"),
         )
     },
     "replay": {f"{JS_API}.STREAM.INFO.KVBM"}
@@ -896,18 +965,24 @@ MAY_CALL = {
         f"{BORROWED_API}.{call}"
         for call in ("STREAM.INFO.KVBM", "STREAM.INFO.KVBM_PULSE", "STREAM.MSG.GET.KVBM", "DIRECT.GET.KVBM")
     },
+    "replica": {f"{JS_API}.STREAM.INFO.KVBM"}
+    | {
+        f"{BORROWED_API}.{call}.{stream}"
+        for call in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET") for stream in (STREAM, PULSE)
+    },
     "operator": {f"{JS_API}.STREAM.INFO.KVBM", f"{BORROWED_API}.STREAM.MSG.GET.KVBM"}
     | {f"{BORROWED_API}.STREAM.INFO.{stream}" for stream in (STREAM, PULSE, ERASURES)},
 }  # fmt: skip
 MAY_HEAR = {
     "a": {f"{SNAPSHOTS_PREFIX}.c.a"},
-    "catalog": {f"{SAMPLES_PREFIX}.c.{name}" for name in "ab"},
+    "catalog": {f"{prefix}.c.{name}" for prefix in (SAMPLES_PREFIX, ROUTES_PREFIX) for name in "ab"},
     "replay": set(),
     "operator": set(),
+    "replica": set(),
 }
 
 
-@pytest.mark.parametrize("who", ["a", "catalog", "replay", "operator"])
+@pytest.mark.parametrize("who", ["a", "catalog", "replay", "operator", "replica"])
 def test_of_all_subjects_a_user_may_write_call_and_hear_those_of_its_role(secured: Secured, who: str) -> None:
     make_streams(secured)
 
@@ -939,7 +1014,7 @@ def test_of_all_subjects_a_user_may_write_call_and_hear_those_of_its_role(secure
     assert {*SUBJECTS, *WIDE} - heard == MAY_HEAR[who]
 
 
-@pytest.mark.parametrize("who", ["a", "catalog", "replay", "operator"])
+@pytest.mark.parametrize("who", ["a", "catalog", "replay", "operator", "replica"])
 def test_a_probe_answers_whoever_has_a_key(
     secured: Secured, who: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -955,7 +1030,7 @@ def test_a_probe_answers_whoever_has_a_key(
         who in ("a", "catalog")
     )
     said = capsys.readouterr()
-    assert who in ("replay", "operator") or "instance.id" in said.out + said.err
+    assert who in ("replay", "operator", "replica") or "instance.id" in said.out + said.err
 
 
 def test_headers_reach_no_other_subject(secured: Secured) -> None:

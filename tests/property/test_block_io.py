@@ -173,3 +173,35 @@ def test_a_call_that_contradicts_itself_is_refused_before_a_byte_moves(tmp_path:
     assert os.fstat(fd).st_size == 0
     assert engine.close(5.0)
     os.close(fd)
+
+
+def test_headers_are_scanned_the_same_by_both_engines(tmp_path: Path) -> None:
+    """Whatever the headers are: whole, of each kind, damaged at any byte, of another size, or none."""
+    random, run, block_bytes = np.random.default_rng(7), random_run(SLOTS, 1000), 1000
+    fds = [os.open(tmp_path / str(number), os.O_RDWR | os.O_CREAT, 0o600) for number in range(2)]
+    try:
+        plain, native = PlainBlockIo(os, fds, SLOTS, block_bytes), BlockIo(fds, SLOTS, block_bytes)
+        slots, seals = np.arange(SLOTS, dtype=np.int64), np.ones((SLOTS, 64), dtype=np.uint8)
+        for turn in range(40):
+            some = slots[random.random(SLOTS) < 0.5]
+            hashes = b"".join(run.hashes[16 * slot : 16 * slot + 16] for slot in some.tolist())
+            generation, sums = int(random.integers(0, 1 << 32)), run.proof.checksums[some]
+            if turn % 3:
+                plain.write(some, run.rows, some, run.namespace, hashes, turn, sums, generation)
+            else:
+                native.write(some, run.rows, some, run.namespace, hashes, turn, sums, generation, seals[some])
+            for slot in random.integers(0, SLOTS, 8).tolist():
+                at = PAGE_BYTES + slot // 2 * stride_of(block_bytes) + int(random.integers(0, 64))
+                os.pwrite(fds[slot % 2], random.bytes(1), at)
+            order = random.permutation(slots)
+            ours, theirs = native.scan(order, 1 + turn % 9), plain.scan(order, 1)
+            assert np.array_equal(ours[0], theirs[0]) and set(ours[0].tolist()) <= {0, 1}
+            for index in np.flatnonzero(ours[0]).tolist():
+                for column in (1, 2):
+                    assert ours[column][16 * index : 16 * index + 16] == theirs[column][16 * index : 16 * index + 16]
+                for column in (3, 4, 5):
+                    assert ours[column][index] == theirs[column][index]
+        assert native.close(5)
+    finally:
+        for fd in fds:
+            os.close(fd)

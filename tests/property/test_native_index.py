@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbm import _native
-from kvbm.catalog.index import ClusterIndex, Holder, Prefixes
+from kvbm.catalog.index import ClusterIndex, Holder, Prefixes, Presence, Presences
 from kvbm.catalog.lookup import lookup
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.core.codec import encode_frame
@@ -58,6 +58,18 @@ def claims_of(index: ClusterIndex) -> list[tuple[str, NamespaceId, SequenceHash]
         first, runs = index.claims(first, 1)
         found += [(pool, space, block) for pool, space, hashes in runs for block in split_hashes(hashes)]
     return sorted(found)
+
+
+def instances_of(found: Presences) -> list[Presence]:
+    return [row for row in found.rows if not row.holder.is_pool]
+
+
+def blocks_of_each(found: Presences) -> list[int]:
+    """How many of the blocks each instance has, in whichever tier."""
+    masks: dict[str, int] = {}
+    for row in instances_of(found):
+        masks[row.holder.name] = masks.get(row.holder.name, 0) | int.from_bytes(row.held, "little")
+    return [mask.bit_count() for mask in masks.values()]
 
 
 class Twins:
@@ -120,7 +132,7 @@ class Twins:
         self.model._anomalies.clear()
         for entry in self.model._instances.values():
             entry.waiting = entry.excluded = False
-            entry.queued = 0
+            entry.queued = entry.lent_tiers = 0
             for fold in entry.tiers.values():
                 fold.is_open = False
 
@@ -154,6 +166,18 @@ class Twins:
             assert set(told.instances) <= set(all_told.instances)
             assert len(set(told.instances)) == len(told.instances)
             assert self.ranks(told) == self.ranks(self.model.prefixes(space, hashes, best))
+            self.check_presence(space, hashes, best, few)
+            self.check_colder(space, hashes, best, few)
+            for whole in (True, False):
+                self.both("lent", space, hashes, 9, whole)
+                self.both("lent", space, hashes, best, whole)
+            limit, behind = max(best, 1), frozenset(EVERYONE[:1])
+            for only in (None, few):
+                native = self.native.lookup(space, hashes, limit, only, "asked", 1.5, behind)
+                assert native == lookup(self.native, space, hashes, limit, only, "asked", 1.5, behind)
+                model = self.model.lookup(space, hashes, limit, only, "asked", 1.5, behind)
+                for one in ("blocks", "deepest", "pools", "excluded", "more", "more_excluded"):
+                    assert getattr(native, one) == getattr(model, one)
             asked = PromptBatch(LOOKUP, max(best, 1), space, [(hashes, 0), (hashes[:HASH_BYTES], 0)])
             prompts = [prompt for prompt, _ in asked.prompts]
             encoded = answers_head(LOOKUP, 2, 0.0) + self.native.encode_prefixes(space, prompts, asked.limit)
@@ -161,6 +185,35 @@ class Twins:
             assert decode_lookups(encoded, asked) == [
                 msgspec.structs.replace(one, excluded=[], more_excluded=0) for one in wanted
             ]
+
+    def check_colder(self, space: NamespaceId, hashes: bytes, best: int, few: list[InstanceId]) -> None:
+        """What lies in HOST and below, whatever else lies in HBM."""
+        for hottest in Tier:
+            for only in (None, few):
+                native = self.native.prefixes(space, hashes, 0, only, hottest)
+                assert unordered(native) == unordered(self.model.prefixes(space, hashes, 0, only, hottest))
+                assert not any(sum(one.by_tier[:hottest]) for one in native.instances)
+                assert self.ranks(self.native.prefixes(space, hashes, best, only, hottest=hottest)) == self.ranks(
+                    self.model.prefixes(space, hashes, best, only, hottest=hottest)
+                )
+
+    def check_presence(self, space: NamespaceId, hashes: bytes, best: int, few: list[InstanceId]) -> None:
+        """Which blocks are held, in any order and with holes: as the model says, which asks for each by itself."""
+        for asked in (hashes, b"".join(split_hashes(hashes)[::-1]) + hashes[:HASH_BYTES]):
+            for only in (None, few):
+                whole = self.model.presence(space, asked, 0, only)
+                native = self.native.presence(space, asked, 0, only)
+                assert (set(native.rows), native.more, len(native.rows)) == (set(whole.rows), 0, len(whole.rows))
+                told, model = (
+                    self.native.presence(space, asked, best, only),
+                    self.model.presence(space, asked, best, only),
+                )
+                assert set(told.rows) <= set(whole.rows) and told.more == model.more
+                assert [row for row in told.rows if row.holder.is_pool] == told.rows[len(instances_of(told)) :]
+                assert {row for row in told.rows if row.holder.is_pool} == {
+                    row for row in model.rows if row.holder.is_pool
+                }
+                assert blocks_of_each(told) == blocks_of_each(model)  # the most first; who is equal is in no order
 
     def ranks(self, found: Prefixes) -> tuple[Any, ...]:
         """What decides who is among the best: equal in all of it is in no order."""
@@ -251,6 +304,7 @@ actions = st.one_of(
     st.tuples(st.just("exclude"), names, st.booleans()),
     st.tuples(st.just("exclude"), names, st.booleans()),
     st.tuples(st.just("report_queued"), names, st.integers(0, 3) | st.just(2**40)),
+    st.tuples(st.just("report_lent_tiers"), names, st.sampled_from([0, 2, 6, 6, 15])),
     st.tuples(st.just("audit"), st.integers(1, 300)),
     st.tuples(st.just("agrees"), names, st.booleans(), st.integers(0, 2**64 - 1)),
     st.tuples(st.just("drop"), names),

@@ -548,7 +548,10 @@ def test_hashes_derived_from_digests_agree(digests: list[bytes], root: bytes):
 
 def test_many_digests_derive_as_each_alone():
     digests = [index.to_bytes(32, "big") for index in range(5000)]  # so many that other threads run meanwhile
-    assert _native.derived_hashes(ROOT, digests) == hashing.derived_hashes(ROOT, digests)
+    for count in (63, 64, 65, 1024, 1025, 5000):
+        assert _native.derived_hashes(ROOT, digests[:count]) == hashing.derived_hashes(ROOT, digests[:count])
+    long = [digest * 40 for digest in digests[:100]]
+    assert _native.derived_hashes(ROOT, long) == hashing.derived_hashes(ROOT, long)
 
 
 @pytest.mark.parametrize(
@@ -564,8 +567,9 @@ def test_many_digests_derive_as_each_alone():
         (ROOT, [memoryview(b"d")]),
         (ROOT, [np.zeros(32, dtype=np.uint8)]),
         (ROOT, b"digest"),
+        (ROOT, [*[b"d"] * 70, None]),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_digests_that_cannot_be_hashed_are_refused_in_the_same_words(arguments: tuple[object, ...]):
     words = []

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.engines.vllm.harness import scenarios
-from tests.engines.vllm.harness.engine import Engine, EngineError
+from tests.engines.vllm.harness.engine import Engine
 from tests.engines.vllm.harness.setups import with_kvbm
 from tests.engines.vllm.harness.words import BLOCK_TOKENS, Ask
 from tests.eventually import eventually
@@ -104,7 +104,7 @@ def test_an_engine_killed_at_work_comes_back(engines, llama, truth, tmp_path):
 
 
 def test_another_model_in_the_same_place_gets_no_blocks(engines, truth_of, tmp_path):
-    """New weights under the path of the old ones: nothing is found, or the start is refused; never the old model's blocks."""
+    """New weights under the path of the old ones: it starts, and nothing is found; never the old model's blocks."""
     asks = truth_of("llama").prompts("other", 2, 200)
     model = tmp_path / "model"
     shutil.copytree(engines.model("llama"), model)
@@ -114,20 +114,8 @@ def test_another_model_in_the_same_place_gets_no_blocks(engines, truth_of, tmp_p
         engine.offload()
     shutil.rmtree(model)
     shutil.copytree(engines.model("llama-2"), model)
-    try:
-        with engines.running(described) as engine:
-            scenarios.ask(engine, truth_of("llama-2"), asks, [0] * 2)
-    except EngineError as refused:
-        assert "the file was made for" in str(refused)  # noqa: PT017 - or it starts, which is as good
-
-
-def test_a_pool_of_another_shape_of_blocks_is_refused_by_name(engines, llama, truth, tmp_path):
-    with engines.running(with_kvbm(llama, tmp_path / "a", NVME)):
-        pass
-    with pytest.raises(
-        EngineError, match=r"the file was made for block_bytes 32768, this manager has block_bytes 16384"
-    ):
-        engines.start(with_kvbm(llama, tmp_path / "a", NVME, options={"dtype": "bfloat16"}))
+    with engines.running(described) as engine:
+        scenarios.ask(engine, truth_of("llama-2"), asks, [0] * 2)
 
 
 def test_a_second_engine_reads_the_first_ones_files(engines, llama, truth, tmp_path):

@@ -77,6 +77,7 @@ def leave(way: str, manager: Manager) -> None:
         "fork": lambda: _fork(lambda: sys.exit(9), 9), "fork_os_exit": lambda: _fork(lambda: os._exit(9), 9),
         "fork_fall_off": lambda: _fork(lambda: None, 9), "multiprocessing_fork": lambda: _multiprocessing("fork"),
         "multiprocessing_spawn": lambda: _multiprocessing("spawn"), "fork_close": lambda: _fork(manager.close, 9),
+        "fork_while_locked": lambda: _fork_while_locked(manager),
     }  # fmt: skip
     match way:
         case "fall_off":
@@ -139,6 +140,28 @@ def outlived_by_child(manager: Manager) -> None:
         except LedgerError as error:
             print(f"child {os.getpid()} {error}", flush=True)
     time.sleep(60)
+
+
+def _fork_while_locked(manager: Manager) -> None:
+    """Fork when another thread has the manager's lock, and others wait for it."""
+    lock = manager._stream.lock
+    has_it, may_end = threading.Event(), threading.Event()
+
+    def have() -> None:
+        with lock:
+            has_it.set()
+            may_end.wait(30)
+
+    holder = threading.Thread(target=have)
+    holder.start()
+    assert has_it.wait(30)
+    time.sleep(0.1)  # every busy thread comes to wait for it
+    assert lock.locked() and not lock.acquire(blocking=False), "nobody has the lock"
+    try:
+        _fork(manager.close, 9)
+    finally:
+        may_end.set()
+        holder.join()
 
 
 def _fork(child: Callable[[], object], wanted: int) -> None:

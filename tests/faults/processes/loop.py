@@ -18,6 +18,7 @@ import msgspec
 from kvbm.replay.findings import MISSING
 from kvbm.replay.scan import CORRUPT, NEWER
 from kvbm.replay.source import TRUNCATED
+from kvbm.streams.base import events_subject
 from kvbm.workload.processes import ProcessError
 from tests.faults.processes import disk as disks
 from tests.faults.processes.checker import ANOMALIES, Checker, run_replay
@@ -596,7 +597,7 @@ class CrashLoop:
 
     def _inject(self, kind: str) -> str:
         """Send them, and often make somebody look at them who has not seen them pass."""
-        subjects = [f"kvbm.v1.events.{CLUSTER}.{worker.instance}" for worker in self._system.workers]
+        subjects = [events_subject(CLUSTER, worker.instance) for worker in self._system.workers]
         worker = self._worker()
         is_quiet = self._dice.random() < 0.5  # then they stay the last of their subjects
         if is_quiet:
