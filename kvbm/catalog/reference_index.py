@@ -271,6 +271,7 @@ class ReferenceIndex:
             for pool, known in self._claims.items()
         }
         pools = [PoolDepth(pool, depth) for pool, flags in claimed.items() if (depth := _run(flags))]
+        pools.sort(key=lambda one: (-one.depth, one.pool))
         instances: list[InstanceDepth] = []
         for name in wanted:
             entry, by_tier = self._instances[name], [0, 0, 0, 0]

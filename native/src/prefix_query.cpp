@@ -282,6 +282,7 @@ class PrefixWalk {
         answer_.deepest = std::max(answer_.deepest, stretch.end);
       }
     }
+    order_pools();
     if (!work_.stretches.empty()) {  // not before: a pool's stretch may have gone on behind the end of a run
       for (InstanceDepth& one : answer_.instances) {
         one.reach = reach(index_.instances_[one.instance], one.depth);
@@ -299,6 +300,13 @@ class PrefixWalk {
         one.is_suspect = index_.is_suspect(index_.instances_[one.instance]);
       }
     }
+  }
+
+  // The deepest first, then by name: stretches come in the order of holder spaces, and a checkpoint is read in that of a hash table.
+  void order_pools() {
+    std::sort(answer_.pools.begin(), answer_.pools.end(), [this](const PoolDepth& a, const PoolDepth& b) {
+      return a.depth != b.depth ? a.depth > b.depth : index_.pools_[a.pool].name < index_.pools_[b.pool].name;
+    });
   }
 
   void keep_best() {

@@ -198,6 +198,32 @@ void what_others_can_read_is_known_after_a_load_and_who_was_excluded_is_not() {
   CHECK(part.differing.empty() && part.blocks == 60);
 }
 
+// A checkpoint is written in the order of a table that a secret decides; so holder spaces are numbered by it when it is loaded.
+void pools_come_in_one_order_whatever_the_secret() {
+  const std::vector<std::pair<std::string, std::uint64_t>> stored{{"zone-b", 2}, {"s3", 5}, {"azure", 2}, {"redis", 8}, {"ceph", 2}};
+  const std::vector<std::string> wanted{"redis", "s3", "azure", "ceph", "zone-b"};
+  const Buffer all = hashes_between(0, 8);
+  for (const std::uint64_t secret : {std::uint64_t{1}, std::uint64_t{0x9E3779B97F4A7C15}, ~std::uint64_t{0}}) {
+    ClusterIndex index(kPlenty, {secret, secret + 1, secret + 2});
+    for (const auto& [pool, depth] : stored) {
+      const Buffer held = hashes_between(0, depth);
+      const std::vector<DeclaredPool> pools{{Tier::kObject, true, pool}};
+      apply(index, index.instance(std::string("writer of ").append(pool)), {InstanceStarted{}, created(space_id(0), Tier::kObject, held)}, {pools});
+    }
+    ClusterIndex loaded(kPlenty, {secret * 3, secret + 5, secret + 9});
+    load_checkpoint(loaded, written(index));
+    for (const ClusterIndex* asked : {&index, &loaded}) {
+      PrefixAnswer answer;
+      asked->prefixes(space_id(0), all, 3, answer);
+      std::vector<std::string> found;
+      for (const PoolDepth& pool : answer.pools) {
+        found.emplace_back(asked->pool_name(pool.pool));
+      }
+      CHECK(found == wanted);
+    }
+  }
+}
+
 void another_version_is_refused() {
   for (const std::uint16_t version : {0, 1, 2, 3}) {
     const Buffer data = Chunks(version).add(1, small_front()).add(2, blocks_of(0, {0}, {1, 2, 3})).end(3);
@@ -442,6 +468,7 @@ int main() {
   return tests::run({{"what was written is loaded", what_was_written_is_loaded},
                      {"what others can read is known after a load, and who was excluded is not",
                       what_others_can_read_is_known_after_a_load_and_who_was_excluded_is_not},
+                     {"pools come in one order, whatever the secret", pools_come_in_one_order_whatever_the_secret},
                      {"another version is refused", another_version_is_refused},
                      {"a loaded index goes on", a_loaded_index_goes_on},
                      {"what happens after the front comes by the events", what_happens_after_the_front_comes_by_the_events},

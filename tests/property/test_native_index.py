@@ -162,7 +162,7 @@ class Twins:
             assert self.ranks(self.native.prefixes(space, hashes, best, few)) == self.ranks(
                 self.model.prefixes(space, hashes, best, few)
             )
-            assert (told.deepest, set(told.pools)) == (all_told.deepest, set(all_told.pools))
+            assert (told.deepest, told.pools) == (all_told.deepest, all_told.pools)
             assert set(told.instances) <= set(all_told.instances)
             assert len(set(told.instances)) == len(told.instances)
             assert self.ranks(told) == self.ranks(self.model.prefixes(space, hashes, best))
@@ -219,7 +219,7 @@ class Twins:
         """What decides who is among the best: equal in all of it is in no order."""
         queued = {name: entry.queued for name, entry in self.model._instances.items()}
         ranks = Counter((one.depth, one.reach, queued[one.instance]) for one in found.instances)
-        return found.deepest, ranks, set(found.pools), found.more
+        return found.deepest, ranks, found.pools, found.more
 
     def finish(self) -> None:
         while self.native.sweep(3):
@@ -241,7 +241,7 @@ class Twins:
 
 def unordered(found: Prefixes) -> tuple[Any, ...]:
     assert len(set(found.instances)) == len(found.instances) and len(set(found.pools)) == len(found.pools)
-    return found.deepest, set(found.instances), set(found.pools)
+    return found.deepest, set(found.instances), found.pools  # pools have an order
 
 
 @st.composite
@@ -371,6 +371,30 @@ def test_snapshots_given_up_for_ever_are_told_apart_from_the_one_that_ends() -> 
     assert twins.native.holders(SPACES[0], blocks[5]) == [Holder(name, Tier.HBM, False)]
     assert twins.native.residency_count() == 1
     twins.finish()
+
+
+@pytest.mark.parametrize("life", range(6))
+def test_pools_come_the_deepest_first_and_by_name_whatever_a_table_is_hashed_with(life: int) -> None:
+    """Every life draws a secret of its own, and a checkpoint is read in the order of the table that wrote it."""
+    twins, space, blocks = Twins(), SPACES[0], split_hashes(chain(0, 8))
+    depths = {"zone-b": 2, "s3": 5, "azure": 2, "ceph": 2, "redis": 8}
+    for number, (pool, depth) in enumerate(depths.items()):
+        name = InstanceId(f"writer {number}")
+        stated = PoolStated(Tier.OBJECT, 0, 1, Reach.CLUSTER, pool)
+        held = BlocksCreated(namespace=space, tier=Tier.OBJECT, hashes=b"".join(blocks[:depth]))
+        twins.both("apply", frame_bytes(name, InstanceStarted(epoch=Epoch(1), pools=(stated,)), held))
+    for _ in range(life):
+        twins.reload()
+    wanted = sorted(depths.items(), key=lambda one: (-one[1], one[0]))
+    for index in (twins.native, twins.model):
+        for best in (0, 3):
+            assert [tuple(one) for one in index.prefixes(space, b"".join(blocks), best).pools] == wanted
+    answer = lookup(twins.native, space, b"".join(blocks))
+    assert [(one.pool, one.depth) for one in answer.pools] == wanted
+    asked = PromptBatch(LOOKUP, 3, space, [(b"".join(blocks), 0)])
+    for index in (twins.native, twins.model):
+        encoded = answers_head(LOOKUP, 1, 0.0) + index.encode_prefixes(space, [b"".join(blocks)], 3)
+        assert decode_lookups(encoded, asked)[0].pools == answer.pools
 
 
 # -- many holders, many blocks -------------------------------------------------------------------------------------------
