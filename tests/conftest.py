@@ -23,8 +23,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _ENGINES = Path(__file__).parent / "engines"
 _RDMA = Path(__file__).parent / "rdma"
 
-settings.register_profile("untimed", deadline=None)  # a slow machine is no failure
-settings.load_profile("untimed")
+# A slow machine is no failure. `make test` draws the same examples each time; with --nightly they are others each time.
+settings.register_profile("gate", deadline=None, derandomize=True)
+settings.register_profile("nightly", deadline=None, print_blob=True)
+settings.load_profile("gate")
 
 
 @pytest.fixture(autouse=True)
@@ -104,12 +106,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--objects", action="store_true", help="run also what needs radosgw and Redis: `make test-objects`"
     )
-    parser.addoption("--triples", action="store_true", help="run also every three faults that meet: `make faults`")
+    parser.addoption(
+        "--nightly", action="store_true", help="run also what is long, statistical or measured: `make test-all`"
+    )
     parser.addoption(
         "--engines",
         action="store_true",
         help="run also what needs vLLM: `make test-engines-quick`, `make test-engines`",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is imported: what a decorator leaves open is of the profile that is loaded then."""
+    if config.getoption("--nightly"):
+        settings.load_profile("nightly")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -125,8 +135,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --objects, what needs radosgw or Redis is left out: `make test-objects` runs it. So is with --triples what is long."""
-    for name in ("objects", "triples"):
+    """Without --objects, what needs radosgw or Redis is left out: `make test-objects` runs it. So is with --nightly what is long."""
+    for name in ("objects", "nightly"):
         left_out = [item for item in items if item.get_closest_marker(name)]
         if left_out and not config.getoption(f"--{name}"):
             config.hook.pytest_deselected(items=left_out)

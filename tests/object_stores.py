@@ -22,7 +22,7 @@ from tests.servers import AZURITE_ACCOUNT, AZURITE_KEY, S3_CREDENTIALS
 
 QUICK = ["memory", "s3", "azure"]
 OBJECT_STORES = [*QUICK, *(pytest.param(name, marks=pytest.mark.objects) for name in ("radosgw", "redis"))]
-OPEN_WAIT_S = 20.0  # a machine that is busy with other tests is no silent store
+OPEN_WAIT_S = 60.0  # a machine that is busy with other tests is no silent store
 
 
 class Place(NamedTuple):

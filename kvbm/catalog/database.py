@@ -249,10 +249,11 @@ def _engine(
     url: URL,
     connect_timeout_s: float,
     statement_timeout_s: float,
-    lock_timeout_s: float = LOCK_TIMEOUT_S,
+    lock_timeout_s: float | None = None,
     **options: Any,
 ) -> AsyncEngine:
     arguments: dict[str, Any]
+    lock_timeout_s = LOCK_TIMEOUT_S if lock_timeout_s is None else lock_timeout_s
     if is_sqlite(url):
         path = Path(url.database or "")
         try:

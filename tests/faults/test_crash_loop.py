@@ -53,7 +53,6 @@ def test_everybody_agrees_again_after_each_fault(run_folder: Path, tmp_path: Pat
         system.close()
 
 
-@pytest.mark.timeout(120)
 def test_the_checker_notices_what_differs(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One instance's word is falsified, a part at a time: somebody must contradict it."""
     system = System(Options(run_folder, SEED, workers=1, disk=False, slow=SLOW))
@@ -99,13 +98,11 @@ _LIES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.timeout(300)
 def test_a_burst_into_a_stopped_catalog_is_all_there_once_it_is_started(run_folder: Path) -> None:
     result = run_burst(run_folder, Burst(BURST_BLOCKS, stopped_catalog=True, seed=SEED), SLOW)
     assert not result.differences, result.sentence()
 
 
-@pytest.mark.timeout(300)
 def test_a_burst_while_the_server_is_killed_five_times_loses_nothing(run_folder: Path) -> None:
     result = run_burst(run_folder, Burst(BURST_BLOCKS, kills=5, stopped_catalog=True, seed=SEED), SLOW)
     assert not result.differences, result.sentence()

@@ -30,7 +30,6 @@ def leave(folder: Path, way: str, nats: str = "none") -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ENDS)
 def test_it_ends_as_it_was_told_to(way: str, tmp_path: Path) -> None:
     ended = Counter[int]()
@@ -46,7 +45,6 @@ def test_it_ends_as_it_was_told_to(way: str, tmp_path: Path) -> None:
     assert reopened.returncode == 0, reopened.stderr
 
 
-@pytest.mark.timeout(300)
 def test_with_a_server_and_a_publisher_of_its_own_too(tmp_path: Path) -> None:
     for _ in range(TIMES):
         left = leave(tmp_path, "fall_off", "embedded")
@@ -55,7 +53,6 @@ def test_with_a_server_and_a_publisher_of_its_own_too(tmp_path: Path) -> None:
     assert log.count("Server Exiting") == log.count("Server is ready"), "a server was left to itself"
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("way", ["fall_off", "sys_exit"])
 def test_a_stream_that_is_away_holds_nobody_up_for_long(way: str, tmp_path: Path) -> None:
     left = leave(tmp_path, way, f"nats://127.0.0.1:{free_port()}")
@@ -63,7 +60,6 @@ def test_a_stream_that_is_away_holds_nobody_up_for_long(way: str, tmp_path: Path
     assert "manager.closed_unpublished" in left.stderr
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("way", FORKS)
 def test_a_child_leaves_its_parents_manager_alone(way: str, tmp_path: Path) -> None:
     left = leave(tmp_path, way)
@@ -72,7 +68,6 @@ def test_a_child_leaves_its_parents_manager_alone(way: str, tmp_path: Path) -> N
     assert "tail_cut" not in leave(tmp_path, "closed").stderr
 
 
-@pytest.mark.timeout(120)
 def test_a_child_that_lives_on_keeps_nobody_from_starting_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.faults.processes.leaver", str(tmp_path), "fork_outlives"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -95,7 +90,6 @@ COMMANDS = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("command", ["catalog", "engine"])
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP])
 def test_a_command_ends_cleanly_when_its_terminal_goes_as_when_it_is_asked_to(
@@ -115,7 +109,6 @@ def test_a_command_ends_cleanly_when_its_terminal_goes_as_when_it_is_asked_to(
     assert "Server Exiting" in log, "its server was left to itself"
 
 
-@pytest.mark.timeout(120)
 def test_a_command_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     words, ready, _ = COMMANDS["catalog"]
     told = start_command([*words, f"--set=instance.data_dir={tmp_path}"], ready, "SIG_IGN")
@@ -146,7 +139,6 @@ def start_command(words: list[str], ready: str, hang_up: str = "SIG_DFL") -> sub
     return process
 
 
-@pytest.mark.timeout(60)
 def test_a_programs_standard_output_is_its_own(tmp_path: Path) -> None:
     left = leave(tmp_path, "closed")
     assert [line.split()[0] for line in left.stdout.splitlines()] == ["busy"]

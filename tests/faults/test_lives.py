@@ -70,13 +70,14 @@ def test_what_a_life_finds_wrong_reaches_who_began_it(tmp_path: Path) -> None:
     life.end(signal.SIGKILL)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("nvme", [(), (("encrypt", True),)], ids=["plain", "encrypted"])
 def test_full_speed_with_kills_ends_with_the_digest_of_its_journal_and_no_wrong_byte(
     tmp_path: Path, nvme: tuple[tuple[str, bool], ...]
 ) -> None:
     load = CHURN._replace(block_bytes=64 << 10, slots=(96, 48, 192), prompts=40, depth=12, engines=3, ahead=24)
     add_key(tmp_path / "keys.toml", NAMESPACE.tenant, "1")
-    result = churn(tmp_path, 1, 5.0, load._replace(nvme=(*load.nvme, *nvme)), life_s=1.5, mix_s=0.0)
+    result = churn(tmp_path, 1, 30.0, load._replace(nvme=(*load.nvme, *nvme)), life_s=1.5, mix_s=0.0)
     assert result.lives > 2 and result.kills > 0
     assert result.verified > 0 and result.written > 0 and result.served > 0
     assert result.reached.reads > 0 and result.reached.writes > 0 and result.alone.writes > 0

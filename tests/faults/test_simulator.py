@@ -6,8 +6,8 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +18,12 @@ from tests.faults.simulator.kernel import INSTALLED, Event, Process, Thread, Wai
 from tests.faults.simulator.run import PEERS, RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
 from tests.faults.simulator.server import Network, Server
 
-SEEDS, QUICK_SEEDS = 300, 60  # all of them are `make faults`'s, the first ones also `make test`'s
-CHUNK = 5
-PEER_SEEDS, QUICK_PEER_SEEDS, PEER_CHUNK = 300, 40, 10  # the same, where instances read each other's blocks
+SEEDS, QUICK_SEEDS = 300, 40  # `make test` runs the quick ones, `make faults` all; so with what follows
+CHUNK = 4
+PEER_SEEDS, QUICK_PEER_SEEDS, PEER_CHUNK = 300, 20, 10  # the same, where instances read each other's blocks
 LEAST_FETCHED = 20  # blocks of a chunk that came from other instances and are in journals; usually some hundred
 MUTANT_SEEDS = 200
-PAIRS, PAIRS_CHUNK, PAIR_SEEDS = pairs(), 20, 2  # `make test` runs the first of a pair's seeds, `make faults` all
+PAIRS, QUICK_PAIRS, PAIRS_CHUNK, PAIR_SEEDS = pairs(), pairs()[::4], 15, 2
 TRIPLES, TRIPLES_CHUNK = triples(), 24
 MEET_SHARE = (
     0.7  # of faults that are to meet, so many must; some cannot happen there, such as one to files that are not
@@ -106,36 +106,32 @@ def check(outcome: Outcome, how: Plan = Plan()) -> None:  # noqa: B008
     assert outcome.faults >= min(3, len(outcome.planned))
 
 
-def check_parties(parties: list[tuple[str, ...]], seeds: Sequence[Sequence[int]]) -> None:
-    """Faults that meet break nothing, and they do meet. Seeds are those of each party."""
+def check_parties(parties: list[tuple[str, ...]], first: int, seeds: int) -> None:
+    """Faults that meet break nothing, and they do meet."""
     have_met = 0
     with watched():
-        for party, own_seeds in zip(parties, seeds, strict=True):
+        for at, party in enumerate(parties):
             how = Plan(together=party, run_s=SHORT_S)
-            for seed in own_seeds:
+            for seed in range(seeds * (first + at), seeds * (first + at + 1)):
                 outcome = run_seed(seed, how)
                 check(outcome, how)
                 have_met += outcome.met
             gc.collect()
-    assert have_met >= MEET_SHARE * sum(map(len, seeds))
+    assert have_met >= MEET_SHARE * seeds * len(parties)
 
 
-@pytest.mark.parametrize(
-    "first", [pytest.param(at, marks=[pytest.mark.triples] * (at >= QUICK_SEEDS)) for at in range(0, SEEDS, CHUNK)]
-)
+def nightly_from(least: int, numbers: range) -> list[Any]:
+    return [pytest.param(at, marks=[pytest.mark.nightly] * (at >= least)) for at in numbers]
+
+
+@pytest.mark.parametrize("first", nightly_from(QUICK_SEEDS, range(0, SEEDS, CHUNK)))
 def test_whatever_fails_catalog_ledgers_journals_and_stream_agree_in_the_end(first: int) -> None:
     with watched():
         for seed in range(first, first + CHUNK):
             check(run(seed))
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param(at, marks=[pytest.mark.triples] * (at >= QUICK_PEER_SEEDS))
-        for at in range(0, PEER_SEEDS, PEER_CHUNK)
-    ],
-)
+@pytest.mark.parametrize("first", nightly_from(QUICK_PEER_SEEDS, range(0, PEER_SEEDS, PEER_CHUNK)))
 def test_instances_that_read_from_each_other_take_no_wrong_bytes_and_leave_no_pins(first: int) -> None:
     arrived = fetched = 0
     with watched():
@@ -146,25 +142,21 @@ def test_instances_that_read_from_each_other_take_no_wrong_bytes_and_leave_no_pi
     assert arrived >= fetched >= LEAST_FETCHED
 
 
+@pytest.mark.parametrize("first", range(0, len(QUICK_PAIRS), PAIRS_CHUNK))
+def test_every_fourth_two_faults_that_meet_break_nothing(first: int) -> None:
+    check_parties(QUICK_PAIRS[first : first + PAIRS_CHUNK], first, 1)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, len(PAIRS), PAIRS_CHUNK))
 def test_two_faults_that_meet_break_nothing(first: int) -> None:
-    parties = PAIRS[first : first + PAIRS_CHUNK]
-    check_parties(parties, [[PAIR_SEEDS * (first + at)] for at in range(len(parties))])
+    check_parties(PAIRS[first : first + PAIRS_CHUNK], first, PAIR_SEEDS)
 
 
-@pytest.mark.triples
-@pytest.mark.parametrize("first", range(0, len(PAIRS), PAIRS_CHUNK))
-def test_two_faults_that_meet_at_other_moments_break_nothing(first: int) -> None:
-    parties = PAIRS[first : first + PAIRS_CHUNK]
-    more = range(1, PAIR_SEEDS)
-    check_parties(parties, [[PAIR_SEEDS * (first + at) + seed for seed in more] for at in range(len(parties))])
-
-
-@pytest.mark.triples
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, len(TRIPLES), TRIPLES_CHUNK))
 def test_three_faults_that_meet_break_nothing(first: int) -> None:
-    parties = TRIPLES[first : first + TRIPLES_CHUNK]
-    check_parties(parties, [[first + at] for at in range(len(parties))])
+    check_parties(TRIPLES[first : first + TRIPLES_CHUNK], first, 1)
 
 
 @pytest.mark.parametrize(("seed", "mix", "run_s", "story"), REGRESSIONS)

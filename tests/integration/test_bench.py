@@ -41,7 +41,10 @@ KEYS = {
 DIFFERENCES = {"event_ns_per_block_run16", "event_ns_per_block_run1", "ingest_loss"}  # of two noisy runs: of any sign
 
 
-@pytest.mark.parametrize("what", KEYS)
+QUICK = {"hash", "codec"}
+
+
+@pytest.mark.parametrize("what", [pytest.param(one, marks=[pytest.mark.nightly] * (one not in QUICK)) for one in KEYS])
 def test_each_bench_measures_its_part_and_reports_it(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +109,7 @@ POOLS = ["bench", "pools", "--samples", "2", "--file-mib", "16"]
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 
 
+@pytest.mark.nightly
 def test_the_pools_are_measured_without_fio_and_a_sentence_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +128,7 @@ def test_the_pools_are_measured_without_fio_and_a_sentence_says_what_is_missing(
     assert not folder.exists(), "what the run made must be gone"
 
 
+@pytest.mark.nightly
 @needs_fio
 def test_the_pools_are_measured_beside_fio_on_the_same_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -184,6 +189,7 @@ def test_an_interrupted_bench_leaves_no_file(told: signal.Signals, tmp_path: Pat
     assert not folder.exists()
 
 
+@pytest.mark.nightly
 def test_the_object_pool_is_measured_beside_the_bare_client(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = s3_place(s3_endpoint)
     for name, value in place.environment.items():

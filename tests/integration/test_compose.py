@@ -55,7 +55,6 @@ def test_everything_is_started_again_when_it_ends_and_ours_is_one_image(services
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_file_comes_up_and_an_engine_uses_all_of_it(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of its dependencies; each probe fails before its service runs and succeeds after."""
     for name in ("nats", "catalog", "postgres"):

@@ -14,7 +14,6 @@ import kvbm
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_the_demo_proves_what_it_says(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     source = os.pathsep.join([str(Path(kvbm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

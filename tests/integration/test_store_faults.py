@@ -253,7 +253,7 @@ def test_names_that_cannot_be_deleted_together_are_deleted_one_by_one(broken: Br
 
 def refusal_to_open(place: Place, **options: object) -> str:
     with pytest.raises(PoolError) as caught:
-        place.open(**{"open_wait_s": 5.0, **options})
+        place.open(**{"open_wait_s": 20.0, **options})
     said = str(caught.value)
     assert "\n" not in said
     assert said.startswith("OBJECT pool ")

@@ -24,7 +24,7 @@ from tests.nats_fixture import nats_url  # noqa: F401
 
 MIB = 1 << 20
 SOCKETS = 400
-END_WAIT_S = 30.0
+END_WAIT_S = 60.0
 
 
 class Site(NamedTuple):
@@ -84,6 +84,7 @@ def ended(one: socket.socket) -> bool:
     return True
 
 
+@pytest.mark.nightly
 def test_who_does_not_shake_hands_takes_little_memory_and_is_ended(site: Site) -> None:
     rss, before = site.catalog.rss_bytes(), site.refused("connection_slow")
     with ExitStack() as stack:

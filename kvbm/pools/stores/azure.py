@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
+from kvbm.pools.stores.base import OPEN_WAIT_S
 from kvbm.pools.stores.blobs import LIMITS, NO_RETRIES, BlobStore, Limits, client_options, require_obstore
 from kvbm.pools.stores.waiting import Silent, within
 
@@ -46,7 +47,7 @@ def open_azure_store(
     account_key: str = "",
     name: str = "",
     limits: Limits = LIMITS,
-    open_wait_s: float = 4.0,
+    open_wait_s: float = OPEN_WAIT_S,
 ) -> BlobStore:
     """Connect, and ask once for the container.
 

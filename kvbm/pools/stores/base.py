@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
 
+OPEN_WAIT_S = 20.0  # for a store's first answer: a busy store is not an absent one
+
 Body = bytes | bytearray | memoryview
 
 

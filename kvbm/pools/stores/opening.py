@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from kvbm.core.errors import ConfigError
-from kvbm.pools.stores.base import Store
+from kvbm.pools.stores.base import OPEN_WAIT_S, Store
 from kvbm.pools.stores.blobs import LIMITS, Limits
 
 SCHEMES = ("s3", "az", "redis", "rediss")
@@ -19,7 +19,7 @@ def open_store(
     name: str = "",
     ttl_s: int = 0,
     limits: Limits = LIMITS,
-    open_wait_s: float = 4.0,
+    open_wait_s: float = OPEN_WAIT_S,
 ) -> Store:
     """Open a store and ask once whether it is there. Credentials come from where each technology looks for them.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
-from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Trouble
+from kvbm.pools.stores.base import OPEN_WAIT_S, Body, Get, Got, Listed, Put, Refusal, Trouble
 from kvbm.pools.stores.blobs import LIMITS, Limits
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def open_redis_store(
     name: str = "",
     ttl_s: int = 0,
     limits: Limits = LIMITS,
-    open_wait_s: float = 4.0,
+    open_wait_s: float = OPEN_WAIT_S,
 ) -> RedisStore:
     """Connect, and ask once.
 
