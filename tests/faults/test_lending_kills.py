@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 seeds = pytest.mark.parametrize(
     "seeds",
-    [range(QUICK), pytest.param(range(QUICK, MOMENTS), marks=pytest.mark.triples)],
+    [range(QUICK), pytest.param(range(QUICK, MOMENTS), marks=pytest.mark.nightly)],
     ids=["quick", "rest"],
 )
 pytestmark = pytest.mark.timeout(600)

@@ -248,7 +248,6 @@ def secured(tmp_path: Path) -> Iterator[Secured]:
     made.server.stop()
 
 
-@pytest.mark.timeout(300)
 def test_a_secured_cluster_goes_on_while_keys_and_certificates_change_and_loses_nothing(secured: Secured) -> None:
     store = MemoryStore()
     database = f"sqlite+aiosqlite:///{secured.folder / 'catalog.db'}"

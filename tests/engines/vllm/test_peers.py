@@ -15,7 +15,6 @@ from tests.engines.vllm.harness.setups import with_kvbm
 from tests.engines.vllm.harness.words import BLOCK_TOKENS, Ask
 from tests.eventually import eventually
 
-pytestmark = pytest.mark.timeout(400)  # two engines start for each
 
 PATIENT = {
     "onboard.locate_s": 5.0,

@@ -71,7 +71,7 @@ def drop(site: ObjectSite, chosen: random.Random, share: float) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drops", [4, pytest.param(40, marks=[FULL, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("drops", [4, pytest.param(40, marks=[FULL])])
 def test_a_second_engine_has_its_hits_from_objects_and_lost_ones_shorten_them(engines, truth_of, tmp_path, kind, drops):
     truth, (align, setup), chosen = truth_of(kind), KINDS[kind], random.Random(f"objects {kind}")
     model, asks = engines.model(kind), truth.prompts("elsewhere", 2, 300)
