@@ -12,6 +12,7 @@
 #include <optional>
 #include <system_error>
 
+#include "kvbm/words.hpp"
 #include "native_objects.hpp"
 
 namespace kvbm::bindings {
@@ -144,7 +145,7 @@ class PythonBlockIo {
   BlockIo& native() noexcept { return *io_; }
   const char* io() const noexcept { return io_->uses_io_uring() ? "io_uring" : "threads"; }
   std::string refusal() const {
-    return io_->refusal() == 0 ? std::string() : std::string("io_uring_setup: ") + std::strerror(io_->refusal());
+    return io_->refusal() == 0 ? std::string() : words("io_uring_setup: ", std::strerror(io_->refusal()));
   }
   nb::dict counts() const {
     const BlockIoCounts counts = io_->counts();

@@ -19,6 +19,7 @@
 #include "answer_classes.hpp"
 #include "frames.hpp"
 #include "kvbm/checkpoint.hpp"
+#include "kvbm/words.hpp"
 #include "plain_frames.hpp"
 #include "python.hpp"
 #include "router.hpp"
@@ -105,8 +106,7 @@ struct IndexClasses {
 
 Bytes packed(const nb::bytes& data, const char* what) {
   if (data.size() % kHashBytes != 0) {
-    throw Error(ErrorCode::kLayout, std::string("a run of ") + what + " has " + std::to_string(data.size()) +
-                                        " bytes, which is no multiple of " + std::to_string(kHashBytes));
+    throw Error(ErrorCode::kLayout, words("a run of ", what, " has ", data.size(), " bytes, which is no multiple of ", kHashBytes));
   }
   return {static_cast<const std::uint8_t*>(data.data()), data.size()};
 }

@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/pair.h>
 
+#include "kvbm/words.hpp"
 #include "python.hpp"
 
 namespace kvbm::bindings {
@@ -12,7 +13,7 @@ std::span<const std::uint32_t> ids_of(nb::handle ids, std::size_t blocks, std::v
   PyObject* const items = ids.ptr();
   const bool is_list = PyList_Check(items) != 0;
   if (!is_list && !PyTuple_Check(items)) {
-    throw Error(ErrorCode::kLayout, std::string("block ids are ") + nb::str(ids.type().attr("__name__")).c_str() + "; give a list or tuple");
+    throw Error(ErrorCode::kLayout, words("block ids are ", nb::str(ids.type().attr("__name__")).c_str(), "; give a list or tuple"));
   }
   room.resize(static_cast<std::size_t>(length_of(items, is_list)));
   for (std::size_t at = 0; at < room.size(); ++at) {

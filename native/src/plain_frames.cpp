@@ -15,6 +15,7 @@
 
 #include "kvbm/codec.hpp"
 #include "kvbm/error.hpp"
+#include "kvbm/words.hpp"
 
 namespace kvbm {
 namespace {
@@ -106,7 +107,7 @@ PlainApplied apply_plain(ClusterIndex& index, std::span<const StreamMessage> mes
 
 ApplyThread::ApplyThread(ClusterIndex& index) : index_(index), ended_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (ended_ < 0) {
-    throw Error(ErrorCode::kLayout, std::string("no eventfd can be made (") + std::strerror(errno) + ")");
+    throw Error(ErrorCode::kLayout, words("no eventfd can be made (", std::strerror(errno), ")"));
   }
   // Signals are for the threads of whoever embeds us.
   sigset_t all;
