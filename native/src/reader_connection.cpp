@@ -17,8 +17,6 @@
 namespace kvbm {
 namespace {
 
-constexpr auto kHandshake = std::chrono::seconds(2);  // at most, whatever the deadline
-
 [[noreturn]] void refuse_answer(std::string why) { throw Error(ErrorCode::kPeerWire, std::move(why)); }
 
 template <class Expected>
@@ -44,6 +42,10 @@ std::uint32_t ms_left(PeerMoment deadline) noexcept {
   return static_cast<std::uint32_t>(std::clamp<std::int64_t>(left, 1, std::numeric_limits<std::uint32_t>::max()));
 }
 
+PeerMoment handshake_deadline(const PeerTarget& target, PeerMoment deadline) {
+  return std::min(deadline, PeerClock::now() + std::chrono::milliseconds(target.handshake_ms));
+}
+
 ReaderSocket connected(const PeerTarget& target, PeerMoment deadline) {
   if (target.transport == PeerTransport::kTcp) {
     ReaderSocket plain = ReaderSocket::to_tcp(target.address, target.port, deadline);
@@ -62,11 +64,11 @@ ReaderSocket connected(const PeerTarget& target, PeerMoment deadline) {
 }  // namespace
 
 ReaderConnection::ReaderConnection(const PeerTarget& target, SharedMapping& mapping, PeerMoment deadline)
-    : socket_(connected(target, std::min(deadline, PeerClock::now() + kHandshake))),
+    : socket_(connected(target, handshake_deadline(target, deadline))),
       transport_(target.transport),
       shared_(mapping),
       ours_(fresh_nonce()) {
-  shake_hands(target, std::min(deadline, PeerClock::now() + kHandshake));
+  shake_hands(target, handshake_deadline(target, deadline));
 }
 
 void ReaderConnection::shake_hands(const PeerTarget& target, PeerMoment deadline) {

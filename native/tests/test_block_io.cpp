@@ -30,7 +30,7 @@ using namespace kvbm::tests;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-constexpr seconds kWait(20);
+constexpr seconds kWait(60);
 
 // A file that is gone when its descriptor is.
 class File {

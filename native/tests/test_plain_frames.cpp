@@ -56,7 +56,7 @@ struct Streams {
 
 void wait_until_readable(int file) {
   pollfd wanted{file, POLLIN, 0};
-  CHECK(::poll(&wanted, 1, 30'000) == 1);
+  CHECK(::poll(&wanted, 1, 60'000) == 1);
 }
 
 bool is_readable(int file) {

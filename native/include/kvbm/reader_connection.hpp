@@ -27,6 +27,7 @@ struct PeerTarget {
   std::string owner;                  // whoever else answers is refused; empty: anyone may
   std::vector<std::uint8_t> key;      // shared with the owner; needed over tcp without tls
   std::shared_ptr<PeerTls> tls = nullptr;  // what tcp connections are secured with; nullptr: bytes come as they are
+  std::uint32_t handshake_ms = 2'000;      // until it is connected, and again until each is known, whatever a read's deadline
 };
 
 // A namespace as it is open on a connection.
