@@ -137,8 +137,8 @@ native-test: setup  ## C++ tests under ASan, UBSan and TSan
 fuzz: setup  ## C++ parsers under libFuzzer, FUZZ_SECONDS a target; needs clang
 	native/fuzz/run.sh $(FUZZ_SECONDS)
 
-fuzz-short: setup  ## … only what lies in native/fuzz/corpus, the same each time
-	native/fuzz/run.sh corpus
+fuzz-short: setup  ## … over the inputs of native/fuzz/corpus alone, the same at each run
+	native/fuzz/run.sh 0
 
 docs: setup  ## the documentation, into build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
