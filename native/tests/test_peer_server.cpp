@@ -294,7 +294,7 @@ void it_closes_while_it_is_read_from() {
     std::atomic<bool> is_over{false};
     std::vector<std::thread> threads;
     for (const bool is_unix : {true, false}) {
-      threads.emplace_back([&, is_unix, target = site.target(is_unix)] {
+      threads.emplace_back([&, target = site.target(is_unix)] {
         while (!is_over) {
           PeerClient client(target, 2, copier);
           site.read(client, site.hashes, 0);
