@@ -89,7 +89,12 @@ def keep(flaked: list[Failure], load: float) -> None:
     FLAKES.parent.mkdir(parents=True, exist_ok=True)
     with FLAKES.open("a") as file:
         for one in flaked:
-            line = {"test": one.test, "message": one.message, "seconds": round(one.duration_s, 1), "load": round(load, 1)}
+            line = {
+                "test": one.test,
+                "message": one.message,
+                "seconds": round(one.duration_s, 1),
+                "load": round(load, 1),
+            }
             file.write(json.dumps(line | {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}) + "\n")
 
 
