@@ -327,8 +327,8 @@ class ClusterIndex(Protocol):
 
         Args:
             hashes: packed, in prompt order.
-            best: only that many instances: the deepest first, then those that reach furthest, then those where least waits; what is equal
-                then is in no order. 0 for all, in no order.
+            best: only that many instances: the deepest first, then those that reach furthest, then those where least waits, then by
+                name. 0 for all, in no order. Pools come the deepest first, then by name.
             only: instances to look at; None for all.
             hottest: what instances hold in hotter tiers does not count. HBM is never lent, so who asks what can be read of an instance
                 gives HOST: a block is not hidden then by being in HBM too.
@@ -340,7 +340,7 @@ class ClusterIndex(Protocol):
         """Which of these blocks are held, and by whom. Each counts by itself, so there may be holes.
 
         Args:
-            best: only that many instances, those with the most blocks first, equals in no order; 0 for all. Pools are named always.
+            best: only that many instances, those with the most blocks first, equals by name; 0 for all. Pools are named always, by name.
             only: as `prefixes`.
         """
 

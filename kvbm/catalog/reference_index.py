@@ -293,7 +293,7 @@ class ReferenceIndex:
                 instances.append(InstanceDepth(name, depth, counts, reach, entry.is_suspect()))
         more = 0
         if best:
-            instances.sort(key=lambda one: (-one.depth, -one.reach, self._instances[one.instance].queued))
+            instances.sort(key=lambda one: (-one.depth, -one.reach, self._instances[one.instance].queued, one.instance))
             more = sum(one.depth > 0 for one in instances[best:])
             instances = instances[:best]
         deepest = max([entry.depth for entry in instances] + [pool.depth for pool in pools], default=0)

@@ -157,7 +157,7 @@ class LentWalk {
       if (a.end != b.end) {
         return a.end > b.end;
       }
-      return a.begin != b.begin ? a.begin < b.begin : index_.instances_[a.instance].name < index_.instances_[b.instance].name;
+      return a.begin != b.begin ? a.begin < b.begin : index_.instances_[a.instance].rank < index_.instances_[b.instance].rank;
     });
     runs.assign(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(kept));
     work_.open.clear();

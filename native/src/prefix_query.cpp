@@ -232,7 +232,7 @@ class PrefixWalk {
   void tell(std::uint32_t holder_space, std::uint32_t depth, const std::array<std::uint32_t, kTierCount>& by_tier) {
     const ClusterIndex::HolderSpace& space = index_.holder_spaces_[holder_space];
     if (is_wanted(space.holder)) {
-      answer_.instances.push_back({space.holder, space.incarnation, depth, by_tier, depth, queued(space.holder), false});
+      answer_.instances.push_back({space.holder, space.incarnation, depth, by_tier, depth, queued(space.holder), index_.instances_[space.holder].rank, false});
     }
   }
 
@@ -314,7 +314,10 @@ class PrefixWalk {
       if (a.depth != b.depth) {
         return a.depth > b.depth;
       }
-      return a.reach != b.reach ? a.reach > b.reach : a.queued < b.queued;
+      if (a.reach != b.reach) {
+        return a.reach > b.reach;
+      }
+      return a.queued != b.queued ? a.queued < b.queued : a.rank < b.rank;
     };
     const std::size_t kept = std::min(best_, answer_.instances.size());
     const auto end = answer_.instances.begin() + static_cast<std::ptrdiff_t>(kept);
@@ -360,7 +363,7 @@ class PrefixWalk {
         continue;
       }
       if (const std::uint32_t end = reach(instance, 0); end > 0) {
-        answer_.instances.push_back({number, instance.incarnation, 0, {}, end, queued(number), false});
+        answer_.instances.push_back({number, instance.incarnation, 0, {}, end, queued(number), instance.rank, false});
       }
     }
   }

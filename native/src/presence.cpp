@@ -41,18 +41,20 @@ class PresenceScan {
     for (const auto& [holder_space, blocks] : counts) {
       const ClusterIndex::HolderSpace& space = index_.holder_spaces_[holder_space];
       if (space.is_pool == 0 && (only == nullptr || std::binary_search(only->begin(), only->end(), space.holder))) {
-        instances.push_back({holder_space, blocks});
+        instances.push_back({holder_space, blocks, index_.instances_[space.holder].rank});
       }
     }
     std::sort(instances.begin(), instances.end(), [](const Counted& a, const Counted& b) {
-      return a.blocks != b.blocks ? a.blocks > b.blocks : a.holder_space < b.holder_space;
+      return a.blocks != b.blocks ? a.blocks > b.blocks : a.rank < b.rank;
     });
     const std::size_t named = best == 0 ? instances.size() : std::min(best, instances.size());
     answer.more = static_cast<std::uint32_t>(instances.size() - named);
     for (std::size_t at = 0; at < named; ++at) {
       name(instances[at].holder_space);
     }
-    for (const std::uint32_t holder_space : index_.spaces_[space_].pool_holder_spaces) {
+    std::vector<std::uint32_t> pools(index_.spaces_[space_].pool_holder_spaces);
+    std::sort(pools.begin(), pools.end(), [this](std::uint32_t a, std::uint32_t b) { return pool_name(a) < pool_name(b); });
+    for (const std::uint32_t holder_space : pools) {
       if (counts.contains(holder_space)) {
         name(holder_space);
       }
@@ -73,6 +75,7 @@ class PresenceScan {
   struct Counted {
     std::uint32_t holder_space;  // it, in this namespace
     std::uint32_t blocks;        // so many
+    std::uint32_t rank;          // of the instance's name
   };
 
   // A holder that the answer names.
@@ -113,6 +116,8 @@ class PresenceScan {
     });
     return counts;
   }
+
+  const std::string& pool_name(std::uint32_t holder_space) const { return index_.pools_[index_.holder_spaces_[holder_space].holder].name; }
 
   void name(std::uint32_t holder_space) {
     place_of_.emplace(holder_space, named_.size());

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbm import _native
-from kvbm.catalog.index import ClusterIndex, Holder, Prefixes, Presence, Presences
+from kvbm.catalog.index import ClusterIndex, Holder, Prefixes
 from kvbm.catalog.lookup import lookup
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.core.codec import encode_frame
@@ -58,18 +58,6 @@ def claims_of(index: ClusterIndex) -> list[tuple[str, NamespaceId, SequenceHash]
         first, runs = index.claims(first, 1)
         found += [(pool, space, block) for pool, space, hashes in runs for block in split_hashes(hashes)]
     return sorted(found)
-
-
-def instances_of(found: Presences) -> list[Presence]:
-    return [row for row in found.rows if not row.holder.is_pool]
-
-
-def blocks_of_each(found: Presences) -> list[int]:
-    """How many of the blocks each instance has, in whichever tier."""
-    masks: dict[str, int] = {}
-    for row in instances_of(found):
-        masks[row.holder.name] = masks.get(row.holder.name, 0) | int.from_bytes(row.held, "little")
-    return [mask.bit_count() for mask in masks.values()]
 
 
 class Twins:
@@ -159,13 +147,13 @@ class Twins:
             assert unordered(self.native.prefixes(space, hashes, 0, few)) == unordered(
                 self.model.prefixes(space, hashes, 0, few)
             )
-            assert self.ranks(self.native.prefixes(space, hashes, best, few)) == self.ranks(
-                self.model.prefixes(space, hashes, best, few)
+            self.check_order(
+                self.native.prefixes(space, hashes, best, few), self.model.prefixes(space, hashes, best, few), best
             )
             assert (told.deepest, told.pools) == (all_told.deepest, all_told.pools)
             assert set(told.instances) <= set(all_told.instances)
             assert len(set(told.instances)) == len(told.instances)
-            assert self.ranks(told) == self.ranks(self.model.prefixes(space, hashes, best))
+            self.check_order(told, self.model.prefixes(space, hashes, best), best)
             self.check_presence(space, hashes, best, few)
             self.check_colder(space, hashes, best, few)
             for whole in (True, False):
@@ -176,8 +164,7 @@ class Twins:
                 native = self.native.lookup(space, hashes, limit, only, "asked", 1.5, behind)
                 assert native == lookup(self.native, space, hashes, limit, only, "asked", 1.5, behind)
                 model = self.model.lookup(space, hashes, limit, only, "asked", 1.5, behind)
-                for one in ("blocks", "deepest", "pools", "excluded", "more", "more_excluded"):
-                    assert getattr(native, one) == getattr(model, one)
+                assert native == model
             asked = PromptBatch(LOOKUP, max(best, 1), space, [(hashes, 0), (hashes[:HASH_BYTES], 0)])
             prompts = [prompt for prompt, _ in asked.prompts]
             encoded = answers_head(LOOKUP, 2, 0.0) + self.native.encode_prefixes(space, prompts, asked.limit)
@@ -193,33 +180,23 @@ class Twins:
                 native = self.native.prefixes(space, hashes, 0, only, hottest)
                 assert unordered(native) == unordered(self.model.prefixes(space, hashes, 0, only, hottest))
                 assert not any(sum(one.by_tier[:hottest]) for one in native.instances)
-                assert self.ranks(self.native.prefixes(space, hashes, best, only, hottest=hottest)) == self.ranks(
-                    self.model.prefixes(space, hashes, best, only, hottest=hottest)
-                )
+                told = self.native.prefixes(space, hashes, best, only, hottest=hottest)
+                self.check_order(told, self.model.prefixes(space, hashes, best, only, hottest=hottest), best)
 
     def check_presence(self, space: NamespaceId, hashes: bytes, best: int, few: list[InstanceId]) -> None:
         """Which blocks are held, in any order and with holes: as the model says, which asks for each by itself."""
         for asked in (hashes, b"".join(split_hashes(hashes)[::-1]) + hashes[:HASH_BYTES]):
             for only in (None, few):
-                whole = self.model.presence(space, asked, 0, only)
-                native = self.native.presence(space, asked, 0, only)
-                assert (set(native.rows), native.more, len(native.rows)) == (set(whole.rows), 0, len(whole.rows))
-                told, model = (
-                    self.native.presence(space, asked, best, only),
-                    self.model.presence(space, asked, best, only),
-                )
-                assert set(told.rows) <= set(whole.rows) and told.more == model.more
-                assert [row for row in told.rows if row.holder.is_pool] == told.rows[len(instances_of(told)) :]
-                assert {row for row in told.rows if row.holder.is_pool} == {
-                    row for row in model.rows if row.holder.is_pool
-                }
-                assert blocks_of_each(told) == blocks_of_each(model)  # the most first; who is equal is in no order
+                for most in (0, best):
+                    native, model = (index.presence(space, asked, most, only) for index in (self.native, self.model))
+                    assert native == model
 
-    def ranks(self, found: Prefixes) -> tuple[Any, ...]:
-        """What decides who is among the best: equal in all of it is in no order."""
-        queued = {name: entry.queued for name, entry in self.model._instances.items()}
-        ranks = Counter((one.depth, one.reach, queued[one.instance]) for one in found.instances)
-        return found.deepest, ranks, found.pools, found.more
+    @staticmethod
+    def check_order(native: Prefixes, model: Prefixes, best: int) -> None:
+        """The best come in one order, the model's; all of them in none."""
+        assert unordered(native) == unordered(model)
+        assert native.more == model.more
+        assert not best or native.instances == model.instances
 
     def finish(self) -> None:
         while self.native.sweep(3):
@@ -374,7 +351,7 @@ def test_snapshots_given_up_for_ever_are_told_apart_from_the_one_that_ends() -> 
 
 
 @pytest.mark.parametrize("life", range(6))
-def test_pools_come_the_deepest_first_and_by_name_whatever_a_table_is_hashed_with(life: int) -> None:
+def test_equals_come_by_name_whatever_a_table_is_hashed_with(life: int) -> None:
     """Every life draws a secret of its own, and a checkpoint is read in the order of the table that wrote it."""
     twins, space, blocks = Twins(), SPACES[0], split_hashes(chain(0, 8))
     depths = {"zone-b": 2, "s3": 5, "azure": 2, "ceph": 2, "redis": 8}
@@ -383,18 +360,35 @@ def test_pools_come_the_deepest_first_and_by_name_whatever_a_table_is_hashed_wit
         stated = PoolStated(Tier.OBJECT, 0, 1, Reach.CLUSTER, pool)
         held = BlocksCreated(namespace=space, tier=Tier.OBJECT, hashes=b"".join(blocks[:depth]))
         twins.both("apply", frame_bytes(name, InstanceStarted(epoch=Epoch(1), pools=(stated,)), held))
+    equals = ["engine-c", "engine-a", "engine-d", "engine-b"]
+    for engine in equals:
+        held = BlocksCreated(namespace=space, tier=Tier.HBM, hashes=b"".join(blocks[:4]))
+        twins.both("apply", frame_bytes(InstanceId(engine), InstanceStarted(epoch=Epoch(1), pools=POOLS[:1]), held))
     for _ in range(life):
         twins.reload()
     wanted = sorted(depths.items(), key=lambda one: (-one[1], one[0]))
     for index in (twins.native, twins.model):
         for best in (0, 3):
             assert [tuple(one) for one in index.prefixes(space, b"".join(blocks), best).pools] == wanted
+        for best in (1, 3, 4):
+            assert [one.instance for one in index.prefixes(space, b"".join(blocks), best).instances] == sorted(equals)[
+                :best
+            ]
+            found = index.presence(space, b"".join(blocks), best)
+            assert [row.holder.name for row in found.rows] == [*sorted(equals)[:best], *sorted(depths)]
     answer = lookup(twins.native, space, b"".join(blocks))
+    assert answer == twins.model.lookup(space, b"".join(blocks), LIMIT, None, answer.namespace, 0.0, ())
     assert [(one.pool, one.depth) for one in answer.pools] == wanted
     asked = PromptBatch(LOOKUP, 3, space, [(b"".join(blocks), 0)])
     for index in (twins.native, twins.model):
         encoded = answers_head(LOOKUP, 1, 0.0) + index.encode_prefixes(space, [b"".join(blocks)], 3)
-        assert decode_lookups(encoded, asked)[0].pools == answer.pools
+        read = decode_lookups(encoded, asked)[0]
+        assert read.pools == answer.pools
+        assert (
+            [one.instance for one in read.instances]
+            == [one.instance for one in answer.instances][:3]
+            == sorted(equals)[:3]
+        )
 
 
 # -- many holders, many blocks -------------------------------------------------------------------------------------------

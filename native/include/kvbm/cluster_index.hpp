@@ -64,6 +64,7 @@ struct InstanceDepth {
   std::array<std::uint32_t, kTierCount> by_tier;       // of those, by the hottest tier that holds each
   std::uint32_t reach;                                 // where the run ends with its cluster pools
   std::uint32_t queued;                                // tokens that wait there, as was reported
+  std::uint32_t rank;                                  // its place among all names, in their order: between equals the name decides
   bool is_suspect;                                     // events of it were missed
 };
 
@@ -239,8 +240,8 @@ class ClusterIndex {
 
   // -- asking --
 
-  // best: how many instances, the deepest first, then those that reach furthest, then those where least waits; 0 for all, in no order.
-  // Ties are in no order. only: the instances to look at, sorted; none for all. hottest: what instances hold in hotter tiers does not
+  // best: how many instances, the deepest first, then those that reach furthest, then those where least waits, then by name; 0 for all, in no
+  // order. only: the instances to look at, sorted; none for all. hottest: what instances hold in hotter tiers does not
   // count.
   void prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer,
                 const std::vector<std::uint32_t>* only = nullptr, Told told = Told::kAll, Tier hottest = Tier{}) const;
@@ -327,6 +328,7 @@ class ClusterIndex {
     std::string name;                        // its id
     std::uint64_t epoch = 0;                 // its epoch
     std::uint32_t incarnation = 0;           // counts its deaths
+    std::uint32_t rank = 0;                  // its place in `by_name_`
     bool is_known = false;                   // not dropped
     bool is_listed = false;                  // in `dropped_`
     bool is_stopped = false;                 // it ended cleanly
@@ -391,6 +393,8 @@ class ClusterIndex {
   // -- under writer_ and lock_ --
   // Makes the number of a name that has none.
   std::uint32_t new_instance(std::string_view name);
+  void rank_by_name(std::uint32_t instance);
+  void forget_rank(std::uint32_t instance);
   void list_dropped(std::uint32_t number);
   // is_new: the key is not in the table.
   void gain(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash, bool is_new);
@@ -461,6 +465,7 @@ class ClusterIndex {
   std::vector<HolderSpace> holder_spaces_;  // by number; 0 is nobody's
   std::unordered_map<NamespaceId, std::uint32_t, IdHash> space_numbers_;  // by id
   Numbers instance_numbers_;                                              // by name
+  std::vector<std::uint32_t> by_name_;                                    // instances in the order of their names
   Numbers pool_numbers_;                                                  // by name
   // By kind and holder in the high half, and namespace in the low one.
   std::unordered_map<std::uint64_t, std::uint32_t> holder_space_numbers_;
