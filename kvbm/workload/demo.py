@@ -140,6 +140,8 @@ class Demo:
         self._hits = {tier.name: 0 for tier in Tier}  # of every request that may reuse, the measurement's included
         self._guard = threading.Lock()
         self._killed = threading.Event()
+        self._stored: list[int] = []  # the prompt of `_store_prompt`, and what it is answered
+        self._stored_tokens: list[int] = []
         self._stream_url = ""
         self._object_url = ""
         self._catalog: CatalogClient | None = None
@@ -158,10 +160,9 @@ class Demo:
             self._start_parts()
             step("a prompt of one engine, its blocks read by the other")
             self._read_from_peer()
+            self._store_prompt()
             step("dialogues, routed by the catalog; one engine is killed on the way")
             self._run_dialogues(advance)
-            step("a prompt of one engine, read by the other from the object store")
-            self._read_from_object_store()
             step("time to first token, recomputed and from HOST")
             self._measure_ttft(advance)
             step("recomputing every answer without reuse")
@@ -240,6 +241,22 @@ class Demo:
             self.report.peer_tokens_identical = is_computed and read["tokens"] == computed["tokens"]
             if self.report.peer_blocks:
                 return
+
+    def _store_prompt(self) -> None:
+        """A prompt that nobody has, twice: the second time HBM has its blocks, and then the object store. Nothing else runs meanwhile."""
+        vocabulary = self._worker.shape.vocab
+        self._stored = [int(token) for token in np.random.default_rng(13).integers(0, vocabulary, PREFIX_TOKENS + 1)]
+        self._stored_tokens = self._submit(LENDER, "stored", self._stored, NEW_TOKENS, reuse=True)["tokens"]
+        self._expect_whole(LENDER, "HBM")
+        self._settle(LENDER)
+
+    def _expect_whole(self, name: str, tier: str) -> None:
+        """Ask an engine for the stored prompt. Raises ProcessError: its blocks are not all of this tier, or its tokens differ."""
+        event = self._submit(name, f"stored-{name}-{tier}", self._stored, NEW_TOKENS, reuse=True)
+        if event["failed"] or event["hits"].get(tier, 0) != PREFIX_TOKENS // self._worker.block_tokens:
+            raise ProcessError(f"{name} should have found the whole prefix in {tier}; it found {event['hits']}")
+        if event["tokens"] != self._stored_tokens:
+            raise ProcessError(f"{name} answered a prompt from {tier} otherwise than {LENDER}, which computed it")
 
     def _wait_lent(self, prompt: list[int]) -> None:
         """Wait until the catalog says that all blocks of a prompt are lent. Raises ProcessError: not in time."""
@@ -368,6 +385,9 @@ class Demo:
                 self._start_engine(name, {})  # it reads from the object store what it would read from its peer
                 ready = self._engines[name].expect(ANSWER_WAIT_S, "did not come back")
                 self.report.recovered_blocks = ready["recovered"]["NVME"]
+                self._expect_whole(
+                    name, "OBJECT"
+                )  # as its first prompt: it reads all that is held until it knows how quickly it computes
                 hits = self._ask_again(name, "recovered", before)
                 is_back = ready["epoch"] == 2 and hits is not None and hits.get("NVME", 0) > 0
                 self.report.killed_and_recovered = is_taken_over and is_back
@@ -389,26 +409,6 @@ class Demo:
             for tier, count in event["hits"].items():
                 found[tier] = found.get(tier, 0) + count
         return found
-
-    def _read_from_object_store(self) -> None:
-        """A prompt that nobody has, twice on one engine; then on the other, where only the object store has its blocks.
-
-        Nothing else runs meanwhile, so the second time finds HBM's blocks, and the third all of the store's.
-        """
-        writer, reader = LENDER, KILLED
-        prompt = [
-            int(token) for token in np.random.default_rng(13).integers(0, self._worker.shape.vocab, PREFIX_TOKENS + 1)
-        ]
-        answers = [self._submit(writer, f"stored{nth}", prompt, NEW_TOKENS, reuse=True) for nth in range(2)]
-        self._settle(writer)
-        answers.append(self._submit(reader, "read", prompt, NEW_TOKENS, reuse=True))
-        for engine, tier, answer in ((writer, "HBM", answers[1]), (reader, "OBJECT", answers[2])):
-            if answer["failed"] or answer["hits"].get(tier, 0) != PREFIX_TOKENS // self._worker.block_tokens:
-                raise ProcessError(f"{engine} should have found the whole prefix in {tier}; it found {answer['hits']}")
-        if any(answer["tokens"] != answers[0]["tokens"] for answer in answers):
-            raise ProcessError(
-                f"{reader} answered a prompt from the object store otherwise than {writer}, which computed it"
-            )
 
     def _settle(self, name: str) -> None:
         """Wait until what an engine has computed lies in its colder tiers, and the catalog knows it. Raises ProcessError, CatalogError."""
