@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,25 +99,36 @@ def keep(flaked: list[Failure], load: float) -> None:
             file.write(json.dumps(line | {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}) + "\n")
 
 
-def main(arguments: list[str]) -> int:
-    recorder = Recorder()
-    status = int(pytest.main(arguments, plugins=[recorder]))
-    load = os.getloadavg()[0]
+def to_run_again(status: int, recorder: Recorder) -> list[Failure]:
+    """What a run's failures may be settled by; nothing when one of them counts as it is."""
     failures = list(recorder.failures.values())
-    if status != pytest.ExitCode.TESTS_FAILED or recorder.is_broken or not 1 <= len(failures) <= MOST:
-        return status
-    if not all(one.may_run_again for one in failures):
-        return status
-    print(f"\n{len(failures)} realtime tests failed in a whole run; each is run once more, alone", flush=True)
-    options = [one for one in arguments if one in KINDS]
-    again = [one for one in failures if not run_alone(one.test, options)]
-    flaked = [one for one in failures if one not in again]
-    keep(flaked, load)
+    if status != pytest.ExitCode.TESTS_FAILED or recorder.is_broken or len(failures) > MOST:
+        return []
+    return failures if all(one.may_run_again for one in failures) else []
+
+
+def settle(failures: list[Failure], passes_alone: Callable[[str], bool]) -> bool:
+    """Run each once more, tell what came of it, and keep what passed. Whether all have passed."""
+    load = os.getloadavg()[0]
+    again = [one for one in failures if not passes_alone(one.test)]
+    if flaked := [one for one in failures if one not in again]:
+        keep(flaked, load)
     for one in again:
         print(f"FAILED AGAIN: {one.test}, {one.message}", flush=True)
     for one in flaked:
         print(f"FLAKED: {one.test}, {one.message}, {one.duration_s:.0f} s, load {load:.1f}", flush=True)
-    return status if again else 0
+    return not again
+
+
+def main(arguments: list[str]) -> int:
+    recorder = Recorder()
+    status = int(pytest.main(arguments, plugins=[recorder]))
+    failures = to_run_again(status, recorder)
+    if not failures:
+        return status
+    print(f"\n{len(failures)} realtime tests failed in a whole run; each is run once more, alone", flush=True)
+    options = [one for one in arguments if one in KINDS]
+    return 0 if settle(failures, lambda test: run_alone(test, options)) else status
 
 
 if __name__ == "__main__":
