@@ -79,7 +79,7 @@ def make_manager(
     sink: FrameSink | None = None,
     objects: ObjectPool | None = None,
     locator: Locator | None = None,
-    wait_s: float = 2.0,
+    wait_s: float = 60.0,
     wrap: Callable[[SlotPool], SlotPool] = lambda pool: pool,
     offload: tuple[Tier, ...] = (Tier.HOST, Tier.NVME, Tier.OBJECT),
     clock: Callable[[], float] = time.monotonic,
