@@ -28,7 +28,8 @@ from tests.lenders import NAMESPACE, OTHER, blocks_of, hashes_of
 from tests.native_owner import NativeLender, NativeSite
 
 BLOCK = 20_000
-LONG_S = 30.0
+LONG_S = 120.0  # of a read that comes to its end
+GOOD_BLOCKS = 5_000  # read while others come and go; some thousand a second
 GOOD, MISSING, CORRUPT, FAILED = ReadOutcome
 
 
@@ -94,12 +95,14 @@ def test_blocks_come_and_go_while_they_are_read_and_no_byte_is_wrong(tmp_path: P
     ]
     for thread in threads:
         thread.start()
-    time.sleep(8.0)
-    is_over.set()
+    try:
+        eventually(lambda: wrong or seen[GOOD] >= GOOD_BLOCKS, "nobody reads", LONG_S, lambda: dict(seen))
+    finally:
+        is_over.set()
     for thread in threads:
         thread.join()
     assert not wrong
-    assert seen[GOOD] > 100
+    assert seen[MISSING], "no block was ever gone"
     assert not seen[CORRUPT], "a slot changed under a lease"
     eventually(lambda: lender.pinned == 0, "blocks stay pinned")
     assert lender.suspected == []
@@ -138,14 +141,16 @@ def test_it_answers_while_python_is_busy(site: NativeSite):
     site.lender.put(hashes_of(40), blocks_of(40, BLOCK))
     child = borrower(site)
     assert child.stdout is not None
-    before = site.lending.stats()
+    before = after = site.lending.stats()
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(60.0)
     try:
-        until_s = time.monotonic() + 1.0
-        while time.monotonic() < until_s:
-            pass
-        after = site.lending.stats()
+        give_up_s = time.monotonic() + LONG_S
+        while before == after and time.monotonic() < give_up_s:
+            before, until_s = site.lending.stats(), time.monotonic() + 0.2
+            while time.monotonic() < until_s:
+                pass
+            after = site.lending.stats()
     finally:
         sys.setswitchinterval(interval_s)
         child.kill()
@@ -212,10 +217,12 @@ def test_another_users_process_is_not_served(site: NativeSite):
 
 def _as_nobody(path: str) -> bytes:
     script = (
-        "import os,socket,sys;os.setgid(65534);os.setuid(65534);s=socket.socket(socket.AF_UNIX);s.settimeout(20);"
+        "import os,socket,sys;os.setgid(65534);os.setuid(65534);s=socket.socket(socket.AF_UNIX);s.settimeout(120);"
         "s.connect(sys.argv[1]);sys.stdout.buffer.write(s.recv(4096))"
     )
-    return subprocess.run([sys.executable, "-c", script, path], stdout=subprocess.PIPE, timeout=60, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", script, path], stdout=subprocess.PIPE, timeout=LONG_S, check=True
+    ).stdout
 
 
 def test_an_idle_connection_uses_no_cpu(site: NativeSite):
@@ -231,11 +238,13 @@ def test_an_idle_connection_uses_no_cpu(site: NativeSite):
                 found[task.name] = "".join(re.findall("ctxt_switches:.*", (task / "status").read_text()))
         return found
 
-    time.sleep(0.5)
-    before = switches()
-    assert len(before) >= 2, "one accepts, one serves"
-    time.sleep(1.0)
-    assert switches() == before, "a thread ran though nobody asked"
+    def is_quiet() -> bool:
+        before = switches()
+        assert len(before) >= 2, "one accepts, one serves"
+        time.sleep(1.0)
+        return switches() == before
+
+    eventually(is_quiet, "a thread runs though nobody asks", state=switches)
 
 
 def test_a_child_lets_go_of_what_it_inherited(site: NativeSite):

@@ -125,7 +125,7 @@ def test_an_owner_that_stops_is_a_miss_at_the_deadline_and_goes_on(owner: Owner,
 @pytest.fixture
 def site(transport: str, tmp_path: Path) -> Iterator[NativeSite]:
     lender = NativeLender(BLOCKS, BLOCK, tmp_path, nvme=False)
-    made = NativeSite(transport, lender, LentLimits(lease_s=0.05), tmp_path)
+    made = NativeSite(transport, lender, LentLimits(lease_s=0.2), tmp_path)
     lender.put(hashes_of(BLOCKS), blocks_of(BLOCKS, BLOCK))
     yield made
     made.close()

@@ -25,7 +25,7 @@ def main(transport: str, address: str) -> None:
     rows = np.zeros_like(blocks)
     is_told = False
     while True:
-        found = reader.read(NAMESPACE, hashes, rows, None, 30.0)
+        found = reader.read(NAMESPACE, hashes, rows, None, 120.0)
         assert found.result.outcomes == [ReadOutcome.GOOD] * 40, found
         assert np.array_equal(rows, blocks)
         if not is_told:

@@ -31,7 +31,7 @@ def main(transport: str, address: str) -> int:
     is_told = False
     while True:
         rows[:] = 0
-        outcomes = reader.read(NAMESPACE, hashes, rows, None, 30.0).result.outcomes
+        outcomes = reader.read(NAMESPACE, hashes, rows, None, 120.0).result.outcomes
         good = [at for at, outcome in enumerate(outcomes) if outcome is ReadOutcome.GOOD]
         if not np.array_equal(rows[good], blocks[good]):
             return 1
