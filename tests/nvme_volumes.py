@@ -16,9 +16,11 @@ from kvbm.assembly import journal_folder, open_manager
 from kvbm.config import Settings, load_settings
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import InstanceId, Namespace, SequenceHash, Tier, split_hashes
+from kvbm.manager import engine_hbm, erasing, salvage
 from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.salvage import Salvage
 from kvbm.pools.base import ReadOutcome
+from kvbm.pools.nvme import stripes
 from kvbm.streams.journal.segments import segment_files
 from tests.cores import CORES
 from tests.eventually import eventually
@@ -27,7 +29,7 @@ from tests.journals import whole_frames
 from tests.managers import BLOCK_BYTES, NAMESPACE, rows_of, serve
 
 INSTANCE = InstanceId("instance-0")
-WAIT_S = 10.0
+WAIT_S = 60.0
 PROMPTS, DEPTH = 4, 4
 TENANT = Namespace(model="test", revision="r1", block_tokens=16, tenant="acme")
 
@@ -35,7 +37,7 @@ TENANT = Namespace(model="test", revision="r1", block_tokens=16, tenant="acme")
 def settings_at(folder: Path, **more: Any) -> Settings:
     flags = {
         "instance.data_dir": str(folder), "pools.hbm.slots": 24, "pools.hbm.device": "memory", "pools.host.slots": 16,
-        "pools.nvme.slots": 16, "nats.enabled": False,
+        "pools.nvme.slots": 16, "nats.enabled": False, "onboard.wait_s": WAIT_S,
     }  # fmt: skip
     return load_settings(flags=flags | {key.replace("__", "."): value for key, value in more.items()})
 
@@ -72,7 +74,8 @@ def fill(folder: Path, **more: Any) -> dict[SequenceHash, int]:
 
 def salvaged(manager: Manager) -> dict[SequenceHash, int]:
     """What NVME holds once nothing more comes back; each block is read, and has the right bytes."""
-    eventually(lambda: manager._salvage.is_over)
+    eventually(lambda: manager._salvage.is_over, "the scan does not end")
+    assert manager.settle(WAIT_S)  # nor does anything leave for what a request has used
     found = held(manager)
     chain = b"".join(found)
     rows = np.empty((len(found), BLOCK_BYTES), dtype=np.uint8)
@@ -102,6 +105,25 @@ def verify(folder: Path) -> None:
                 fold.evolve(event)
             assert fold.digest == frame.digest
     assert fold.is_whole(Tier.NVME)
+
+
+@pytest.fixture(autouse=True)
+def patient() -> Iterator[None]:
+    """No start and no scan gives up on a journal or a device that is slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stripes, "LOCK_WAIT_S", WAIT_S)  # the lock of a process that is gone goes with its last transfer
+        patch.setattr(salvage, "_DURABLE_WAIT_S", WAIT_S)
+        patch.setattr(erasing, "_DURABLE_WAIT_S", WAIT_S)
+        patch.setattr(engine_hbm, "_CLEAR_WAIT_S", WAIT_S)
+        yield
+
+
+@contextmanager
+def refused_soon() -> Iterator[None]:
+    """Whoever is refused a pool's lock does not wait for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stripes, "LOCK_WAIT_S", 0.02)
+        yield
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,9 @@ from tests.nvme_volumes import (
     held,
     lose_journal,
     open_at,
+    patient,
     pool_path,
+    refused_soon,
     salvaged,
     scans_wait,
     segments,
@@ -44,7 +46,10 @@ from tests.nvme_volumes import (
 )
 from tests.owning_engines import opened as opened_owning
 
+__all__ = ["patient"]
+
 ROOT = Path(__file__).parents[2]
+PROCESS_S = 250.0  # a machine may be slow to import everything
 
 
 # -- the same volume in another shape -----------------------------------------------------------------------------------
@@ -131,7 +136,8 @@ def test_an_engine_whose_pool_cannot_be_used_starts_without_it(tmp_path: Path, t
             opened.enter_context(open_at(tmp_path / "other", pools__nvme__path=str(path)))
         elif trouble == "no file":
             path.mkdir()
-        manager = opened.enter_context(_opened(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES, None))
+        with refused_soon():
+            manager = opened.enter_context(_opened(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES, None))
         assert Tier.NVME not in manager.pools.slots
     if trouble == "in use":
         with _opened(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES, None) as manager:
@@ -356,25 +362,28 @@ def test_two_managers_on_one_volume_are_one_and_a_refusal(tmp_path: Path) -> Non
     before = fill(tmp_path)
     lose_journal(tmp_path)
     with scans_wait() as begin, open_at(tmp_path) as manager:
-        with pytest.raises(PoolError, match="in use by another manager"):
+        with refused_soon(), pytest.raises(PoolError, match="in use by another manager"):
             open_at(tmp_path / "other", pools__nvme__path=str(pool_path(tmp_path)))
         begin()
         assert salvaged(manager) == before
 
 
 LEFT = """
-import sys, time
+import sys, threading, time
 from pathlib import Path
 from tests import nvme_volumes
 import kvbm.manager.salvage as salvage
 salvage._RUN_SLOTS = 2
+begins, ends = threading.Event(), threading.Event()
 def read(self, slots, real=salvage.Salvage._read):
+    begins.set()
+    ends.wait(60)
     time.sleep(0.2)
     return real(self, slots)
 salvage.Salvage._read = read
 manager = nvme_volumes.open_at(Path(sys.argv[1]))
-time.sleep(0.3)
-assert not manager._salvage.is_over
+assert begins.wait(60) and not manager._salvage.is_over
+ends.set()
 """
 
 
@@ -382,7 +391,12 @@ def test_a_process_that_ends_without_closing_ends_its_scan_without_a_trace(tmp_p
     before = fill(tmp_path)
     lose_journal(tmp_path)
     ended = subprocess.run(
-        [sys.executable, "-c", LEFT, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", LEFT, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PROCESS_S,
     )
     assert "Traceback" not in ended.stderr
     with open_at(tmp_path) as manager:
@@ -391,41 +405,67 @@ def test_a_process_that_ends_without_closing_ends_its_scan_without_a_trace(tmp_p
 
 # -- killed on the way --------------------------------------------------------------------------------------------------
 
+# Imports once, then forks a manager for each line it reads: (folder, slots, turns of its salvage) → how that has ended.
 KILLED = """
-import os, sys
+import os, sys, time
 from pathlib import Path
+import structlog
 from tests import nvme_volumes
-from kvbm.core.ids import Tier
 from kvbm.manager.salvage import Salvage
-folder, slots, after = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 import kvbm.manager.salvage as salvage
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
 salvage._RUN_SLOTS = 2
 salvage._MOVED_BLOCKS = 1
-turns = [0]
-for name in ("_adopt", "_move_some", "_settle"):
-    def wrapped(self, *given, real=getattr(Salvage, name)):
-        real(self, *given)
-        turns[0] += 1
-        if turns[0] == after:
-            self._offsets.wait_durable(self._ledger.epoch, self._ledger.applied, 5.0) if after % 2 else None
-            os._exit(9)
-    setattr(Salvage, name, wrapped)
-manager = nvme_volumes.open_at(folder, pools__nvme__slots=slots)
-while not manager._salvage.is_over:
-    pass
-os._exit(0)
+
+def die(folder, slots, after):
+    turns = [0]
+    for name in ("_adopt", "_move_some", "_settle"):
+        def wrapped(self, *given, real=getattr(Salvage, name)):
+            real(self, *given)
+            turns[0] += 1
+            if turns[0] == after:
+                self._offsets.wait_durable(self._ledger.epoch, self._ledger.applied, 0.5) if after % 2 else None
+                os._exit(9)
+        setattr(Salvage, name, wrapped)
+    manager = nvme_volumes.open_at(folder, pools__nvme__slots=slots)
+    while not manager._salvage.is_over:
+        time.sleep(0.01)
+
+for line in sys.stdin:
+    folder, slots, after = line.split()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die(Path(folder), int(slots), int(after))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
+Killed = Callable[[Path, int, int], bool]
 
 
-def killed(folder: Path, slots: int, after: int) -> bool:
-    """Start a manager and have it die after so many turns of its salvage; whether it was killed before its end."""
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(slots), str(after)], cwd=ROOT, check=False)
-    assert ended.returncode in (0, 9)
-    return ended.returncode == 9
+@pytest.fixture(scope="module")
+def killed() -> Iterator[Killed]:
+    """Starts a manager and has it die after so many turns of its salvage; whether it was killed before its end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+    def kill(folder: Path, slots: int, after: int) -> bool:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{folder} {slots} {after}\n")
+        process.stdin.flush()
+        status = int(process.stdout.readline())
+        assert status in (0, 9)
+        return status == 9
+
+    yield kill
+    process.communicate(timeout=PROCESS_S)
 
 
 @pytest.mark.parametrize("after", [1, 2, 4, 7, 8, 9])
-def test_a_scan_killed_anywhere_goes_on_at_the_next_start(tmp_path: Path, after: int) -> None:
+def test_a_scan_killed_anywhere_goes_on_at_the_next_start(tmp_path: Path, killed: Killed, after: int) -> None:
     before = fill(tmp_path)
     lose_journal(tmp_path)
     assert killed(tmp_path, 16, after)
@@ -435,7 +475,7 @@ def test_a_scan_killed_anywhere_goes_on_at_the_next_start(tmp_path: Path, after:
 
 
 @pytest.mark.parametrize("after", [1, 3, 4, 5])
-def test_a_shrink_killed_anywhere_loses_no_more_than_must_go(tmp_path: Path, after: int) -> None:
+def test_a_shrink_killed_anywhere_loses_no_more_than_must_go(tmp_path: Path, killed: Killed, after: int) -> None:
     before = fill(tmp_path, pools__nvme__slots=20)
     assert killed(tmp_path, 12, after)
     with open_at(tmp_path, pools__nvme__slots=12) as manager:

@@ -34,6 +34,7 @@ from tests.nvme_volumes import (
     held,
     lose_journal,
     open_at,
+    patient,
     pool_path,
     salvaged,
     scans_wait,
@@ -43,6 +44,8 @@ from tests.nvme_volumes import (
 )
 from tests.owning_engines import OwningEngine
 from tests.owning_engines import opened as opened_owning
+
+__all__ = ["patient"]
 
 # -- a pool that was not there --------------------------------------------------------------------------------------------
 
