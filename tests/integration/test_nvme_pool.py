@@ -10,7 +10,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 
 from kvbm._native import BlockIo, checksums
 from kvbm.core.errors import LayoutError, PoolError, PoolFullError, PoolMismatchError
-from kvbm.core.ids import InstanceId, Namespace, NamespaceId
+from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.hbm.pool import HbmPool
 from kvbm.pools.nvme import stripes
@@ -42,7 +42,7 @@ from tests.pool_runs import SHAPE, part, random_run
 SLOTS = 16
 BLOCK_BYTES = 6000
 STRIDE = stride_of(BLOCK_BYTES)
-WAIT_S = 10.0
+WAIT_S = 60.0
 GOOD, CORRUPT, FAILED = ReadOutcome.GOOD, ReadOutcome.CORRUPT, ReadOutcome.FAILED
 WAYS = [{"io": io, "direct": direct} for io in ("io_uring", "threads") for direct in ("on", "off")]
 
@@ -72,8 +72,19 @@ def _open(
 
 
 @pytest.fixture(autouse=True)
-def short_lock_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stripes, "LOCK_WAIT_S", 0.02)
+def long_lock_wait() -> Iterator[None]:
+    """A device may give the lock of a closed file back a little later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stripes, "LOCK_WAIT_S", WAIT_S)
+        yield
+
+
+@contextmanager
+def short_lock_wait() -> Iterator[None]:
+    """Whoever is refused a lock is refused soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stripes, "LOCK_WAIT_S", 0.02)
+        yield
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: f"{way['io']}-{way['direct']}")
@@ -613,7 +624,7 @@ def test_tenants_and_adapters_share_a_file(tmp_path: Path) -> None:
 
 def test_a_second_manager_is_refused_until_the_first_has_closed(tmp_path: Path) -> None:
     pool = _open(tmp_path / "pool")
-    with pytest.raises(PoolError, match="in use by another manager"):
+    with short_lock_wait(), pytest.raises(PoolError, match="in use by another manager"):
         _open(tmp_path / "pool")
     pool.close()
     _open(tmp_path / "pool").close()
@@ -633,10 +644,11 @@ def test_of_many_managers_that_start_at_once_one_gets_the_file(tmp_path: Path, a
             refused.append(error)
 
     threads = [threading.Thread(target=start) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with short_lock_wait():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert len(opened) == 1, attempt
     assert all("in use" in str(error) for error in refused)
     assert opened[0].path.stat().st_ino == os.fstat(opened[0]._fds[0]).st_ino
@@ -655,7 +667,7 @@ def test_a_pool_made_by_another_manager_meanwhile_is_not_replaced(
         return really(path, flags)
 
     monkeypatch.setattr(stripes, "_open_locked", late)
-    with pytest.raises(PoolError, match="in use by another manager"):
+    with short_lock_wait(), pytest.raises(PoolError, match="in use by another manager"):
         _open(tmp_path / "pool")
     assert first[0].path.stat().st_ino == os.fstat(first[0]._fds[0]).st_ino
     first[0].close()
@@ -926,7 +938,7 @@ def test_a_read_that_never_returns_holds_up_nothing_else_and_a_close_gives_it_up
     assert not ended.is_set()
     pool.close(0.2)
     assert "has not ended every transfer" in pool.notice
-    with pytest.raises(PoolError, match="in use by another manager"):
+    with short_lock_wait(), pytest.raises(PoolError, match="in use by another manager"):
         _open(pool.path)  # whoever took the slots over could meet a late write
     assert not ended.is_set()  # the slots are the copy's, and stay it
     engine.withhold(-1)
@@ -948,6 +960,14 @@ def test_closing_fails_what_has_not_begun_and_waits_for_the_rest(
     reading = threads(lambda: outcomes.extend(pool.read(range(SLOTS), run.namespace, run.hashes, run.room()).outcomes))
     eventually(lambda: engine.counts()["in_flight"] == 1)  # depth is 1: the others are queued
     closing = threads(lambda: pool.close(WAIT_S))
+    is_closing, one = threading.Event(), np.zeros(1, dtype=np.int64)
+
+    def refused() -> None:
+        engine.read(one, run.room()[:1], one, run.namespace, run.hashes[:HASH_BYTES])
+        is_closing.set()
+
+    threads(refused)
+    assert is_closing.wait(WAIT_S)  # only a close ends a call that is queued, or begins later
     closing.join(0.05)
     assert closing.is_alive()  # it waits for the transfer that has begun
     engine.withhold(-1)
@@ -1106,7 +1126,7 @@ def test_a_stripe_in_use_leaves_the_others_free(tmp_path: Path) -> None:
     paths = _stripes(tmp_path)
     _filled(paths)
     fd = stripes._open_locked(paths[2], os.O_RDWR)
-    with pytest.raises(PoolError, match=f"{paths[2]}: the file is in use"):
+    with short_lock_wait(), pytest.raises(PoolError, match=f"{paths[2]}: the file is in use"):
         _striped(paths)
     os.close(fd)
     _striped(paths).close()
@@ -1158,7 +1178,7 @@ def test_a_blank_device_becomes_a_pool_and_stays_one(device: Path) -> None:
     pool = _open(device)
     assert pool.opened == "created"
     pool.write(range(SLOTS), run.rows, run.proof)
-    with pytest.raises(PoolError):
+    with short_lock_wait(), pytest.raises(PoolError):
         _open(device)
     pool.close()
     again = _open(device)
