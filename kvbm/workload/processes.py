@@ -26,6 +26,9 @@ from kvbm.files import make_folder, opener
 from kvbm.locate.http import CatalogClient
 from kvbm.streams.child import spawn
 
+START_WAIT_S = 120.0
+"""How long what should start or answer is waited for; what dies meanwhile is noticed at once."""
+
 
 class ProcessError(KvbmError):
     """A child process did not start, died, or did not answer in time; the message ends with its last words."""
@@ -72,7 +75,7 @@ class Child:
     def kill(self) -> None:
         """End it at once, as `kill -9` does."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(START_WAIT_S)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ask it to end, and end it when it does not. Idempotent."""
@@ -99,7 +102,7 @@ class Child:
         )
 
 
-def start_http(name: str, command: list[str], url: str, folder: Path, timeout_s: float = 30.0) -> Child:
+def start_http(name: str, command: list[str], url: str, folder: Path, timeout_s: float = START_WAIT_S) -> Child:
     """Start a process and wait until its URL answers anything. Raises ProcessError: it died, or not within the time."""
     child = Child(name, command, folder)
     deadline = time.monotonic() + timeout_s
@@ -107,7 +110,7 @@ def start_http(name: str, command: list[str], url: str, folder: Path, timeout_s:
         if not child.alive():
             raise child.failure("did not start")
         try:
-            with urllib.request.urlopen(url, timeout=1.0):
+            with urllib.request.urlopen(url, timeout=5.0):
                 return child
         except urllib.error.HTTPError:
             return child
@@ -155,7 +158,7 @@ def start_catalog(
     child, client = start_catalog_process(folder, nats_url, settings)
     opened.callback(child.stop)
     opened.callback(client.close)
-    client.wait_ready(30.0)
+    client.wait_ready(START_WAIT_S)
     return client
 
 
@@ -228,7 +231,7 @@ class EngineProcess(Child):
         except (BrokenPipeError, ValueError):
             return
 
-    def ask(self, timeout_s: float = 30.0, **command: object) -> dict[str, Any]:
+    def ask(self, timeout_s: float = START_WAIT_S, **command: object) -> dict[str, Any]:
         """Send a command and wait for its answer. Raises ProcessError: none within the time."""
         self.send(**command)
         return self.expect(timeout_s, f"did not answer {command.get('op')!r}")

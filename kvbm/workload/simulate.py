@@ -36,7 +36,7 @@ from kvbm.pools.base import Proof
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.catalog_view import counter, wait_applied, wait_live
 from kvbm.workload.generator import generate
-from kvbm.workload.processes import CATALOG_MODULES, machine, require_modules, start_catalog
+from kvbm.workload.processes import CATALOG_MODULES, START_WAIT_S, machine, require_modules, start_catalog
 from kvbm.workload.reports import check_report_path, write_report
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS, TraceRequest, full_blocks, read_trace
 
@@ -296,7 +296,7 @@ class Cluster:
     def _wait_live(self) -> None:
         """Wait until the catalog has heard every instance."""
         if self.client is not None:
-            wait_live(self.client, [instance.manager.instance for instance in self.instances], 10.0)
+            wait_live(self.client, [instance.manager.instance for instance in self.instances], START_WAIT_S)
 
     def _start_servers(self, folder: Path) -> dict[str, object]:
         server = EmbeddedServer.start(folder / "nats")

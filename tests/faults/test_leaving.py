@@ -113,8 +113,15 @@ COMMANDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["catalog", "engine"])
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("catalog", signal.SIGHUP),
+        ("engine", signal.SIGTERM),
+        pytest.param("catalog", signal.SIGTERM, marks=pytest.mark.nightly),
+        pytest.param("engine", signal.SIGHUP, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_command_ends_cleanly_when_its_terminal_goes_as_when_it_is_asked_to(
     command: str, told: signal.Signals, tmp_path: Path
 ) -> None:

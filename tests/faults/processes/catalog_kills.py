@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from multiprocessing.synchronize import Event
+from multiprocessing.synchronize import Event, Semaphore
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,8 @@ from kvbm.streams.nats.stream import NatsStream
 from tests.servers import free_port, start_process, stop_process
 from tests.snapshot_instances import SPACE, Instance, block_hashes
 
-READY_WAIT_S = 60.0
+READY_WAIT_S = 120.0
+ANSWER_S = 60.0  # who is asked by a client and hangs is as good as none; one that is killed is noticed at once
 UNTOLD_S = LIVENESS_S / 2  # an age below this is not told
 _PROMPTS = 50
 _DEPTHS = {"one": 16, "two": 8}
@@ -134,7 +135,7 @@ class Catalog:
         """As `kill -9`."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(READY_WAIT_S)
 
     def stop(self) -> None:
         """In an orderly way. Idempotent."""
@@ -222,10 +223,10 @@ class _Client:
         self.asked = Asked()
         self._urls, self._rate, self._origin_s, self._dice = urls, rate, origin_s, random.Random(seed)
 
-    def run(self, ended: Event) -> None:
-        """Ask until it is ended."""
+    def run(self, begun: Semaphore, ended: Event) -> None:
+        """Ask until it is ended; who waits for `begun` is told of the first answer."""
         next_s = time.monotonic() + self._dice.random() / self._rate
-        with closing(CatalogClient(self._urls, timeout_s=4.0)) as client:
+        with closing(CatalogClient(self._urls, timeout_s=ANSWER_S)) as client:
             for count in range(sys.maxsize):
                 time.sleep(max(0.0, next_s - time.monotonic()))
                 if ended.is_set():
@@ -235,6 +236,8 @@ class _Client:
                     self._ask(client, count % _ASK_GROWING == 0)
                 except CatalogError as error:
                     self.asked.failed.append(str(error))
+                if not count:
+                    begun.release()
 
     def _ask(self, client: CatalogClient, is_growing: bool) -> None:
         prompt = _growing(self._origin_s) if is_growing else self._dice.randrange(_PROMPTS)
@@ -256,10 +259,10 @@ class _Client:
             asked.wrong.append(f"of growing prompt {prompt}: {found}")
 
 
-def _asker(urls: str, rate: float, origin_s: float, seed: int, ended: Event, results: object) -> None:
+def _asker(urls: str, rate: float, origin_s: float, seed: int, begun: Semaphore, ended: Event, results: object) -> None:
     """A process of some clients."""
     clients = [_Client(urls, rate / _THREADS, origin_s, seed * _THREADS + number) for number in range(_THREADS)]
-    threads = [threading.Thread(target=client.run, args=(ended,)) for client in clients]
+    threads = [threading.Thread(target=client.run, args=(begun, ended)) for client in clients]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -278,14 +281,16 @@ def kill_catalogs(nats: str, within: str, folder: Path, kills: int, rate: float,
         for catalog in catalogs:
             opened.callback(catalog.stop)
             catalog.start()
-        ended, results = spawn.Event(), spawn.Queue()
+        begun, ended, results = spawn.Semaphore(0), spawn.Event(), spawn.Queue()
         for number in range(askers):
             urls = ",".join(one.url for one in (catalogs if number % 2 else reversed(catalogs)))
-            given = (urls, rate / askers, instances.origin_s, seed + number, ended, results)
+            given = (urls, rate / askers, instances.origin_s, seed + number, begun, ended, results)
             process = spawn.Process(target=_asker, args=given, daemon=True)
             process.start()
-            opened.callback(process.join, 10)
+            opened.callback(process.join, READY_WAIT_S)
         opened.callback(ended.set)
+        for _ in range(askers * _THREADS):
+            assert begun.acquire(timeout=READY_WAIT_S), "an asker has no answer"
         begin_s = time.monotonic()
         for _ in range(kills):
             time.sleep(dice.uniform(0.2, 2.0))
