@@ -206,13 +206,15 @@ class SqlStore:
                     await connection.execute(delete(table).where(table.c.stream == stream, table.c.instance.in_(names)))
 
     async def note_absences(self, gone: Sequence[AbsenceRow], here: Sequence[InstanceId]) -> None:
-        """Keep for how long some are gone, never less than is stored, unless they were here since."""
+        """Keep for how long some are gone, never less than is stored, unless they were here since, or were forgotten meanwhile."""
         column = tables.absences.c.instance
         with database_errors(f"{self._where} does not answer"):
             async with self._engine.begin() as connection:
                 for at in range(0, len(here), _ASKED_ROWS):
                     await connection.execute(delete(column.table).where(column.in_(here[at : at + _ASKED_ROWS])))
                 await self._upsert(connection, "absences", _last(map(msgspec.structs.asdict, gone), "instance"))
+                # another catalog may have forgotten one since it was counted: nobody would ever remove its row
+                await connection.execute(delete(column.table).where(column.in_(select(tables.forgotten.c.instance))))
 
     async def _upsert(self, connection: AsyncConnection, table: str, rows: list[dict[str, Any]]) -> None:
         await _in_chunks(connection, self._upserts[table], rows)
