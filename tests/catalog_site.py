@@ -18,6 +18,7 @@ from kvbm.core.ledger import Ledger
 from kvbm.locate.http import CatalogClient
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats.stream import NatsStream
+from tests.nats_fixture import WAIT_S, patient
 
 SPACE = Namespace(model="m", block_tokens=4)
 OTHER = Namespace(model="m", block_tokens=4, tenant="acme")
@@ -76,7 +77,7 @@ class Instance:
 
     def run(self, work: Callable[[NatsStream], Any]) -> None:
         async def connected() -> None:
-            stream = await NatsStream.connect(self.server)
+            stream = patient(await NatsStream.connect(self.server, WAIT_S))
             try:
                 await work(stream)
             finally:
@@ -95,7 +96,7 @@ class Running(NamedTuple):
         return Instance(self.settings.nats_url, str(self.settings.cluster), name, epoch)
 
 
-def run_catalog(server: str, name: str, database: str) -> Iterator[Running]:
+def run_catalog(server: str, name: str, database: str, **more: Any) -> Iterator[Running]:
     settings = ServiceSettings(
         nats_url=server,
         database_url=database,
@@ -103,10 +104,11 @@ def run_catalog(server: str, name: str, database: str) -> Iterator[Running]:
         listen="127.0.0.1:0",
         store_every_s=0.02,
         tenant_secrets={"acme": "secret"},
+        **more,
     )
     with CatalogThread(settings) as thread:
-        client = CatalogClient(thread.url)
-        client.wait_ready(10)
+        client = CatalogClient(thread.url, timeout_s=WAIT_S)
+        client.wait_ready(WAIT_S)
         yield Running(settings, client)
         client.close()
 

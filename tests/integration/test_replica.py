@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -37,12 +36,13 @@ from kvbm.streams.nats.setup import PULSE
 from kvbm.streams.nats.stream import NatsStream
 from tests.catalog_site import HASHES, SPACE, TOKENS, Instance
 from tests.eventually import eventually
+from tests.held_time import HeldTime, hold_catalogs
 from tests.members import UNIVERSE, Member, step
-from tests.nats_fixture import cluster, fresh_nats, nats_url  # noqa: F401
+from tests.nats_fixture import WAIT_S, cluster, fresh_nats, nats_url  # noqa: F401
 from tests.servers import nats_server
 
-LIVENESS_S = 1.5
-WAIT_S = 20.0
+LIVENESS_S = 1.5  # in time that is held
+FOR_EVER_S = 600.0  # of liveness, where nobody is to fall silent
 STEPS = 80
 
 
@@ -58,8 +58,8 @@ class Site(NamedTuple):
     ) -> Iterator[CatalogReplica]:
         url = self.settings.nats_url
         replica = CatalogReplica(
-            ReplicaSettings(cluster=self.settings.cluster, liveness_s=LIVENESS_S, whole_wait_s=0.2),
-            lambda: ReadOnlyStream.follow(url, 5.0, Credentials()),
+            ReplicaSettings(cluster=self.settings.cluster, liveness_s=self.settings.liveness_s, whole_wait_s=0.2),
+            lambda: ReadOnlyStream.follow(url, WAIT_S, Credentials()),
             fetch,
             backend,
             new_index,
@@ -72,10 +72,12 @@ class Site(NamedTuple):
             replica.close()
 
 
-def settings_of(url: str, within: str, database: str, folder: Path | None) -> ServiceSettings:
+def settings_of(
+    url: str, within: str, database: str, folder: Path | None, liveness_s: float = FOR_EVER_S
+) -> ServiceSettings:
     return ServiceSettings(
         nats_url=url, database_url=database, cluster=within, listen="127.0.0.1:0", store_every_s=0.02,
-        liveness_s=LIVENESS_S, ask_again_s=0.5, whole_wait_s=0.2, checkpoints="" if folder is None else str(folder),
+        liveness_s=liveness_s, ask_again_s=0.5, whole_wait_s=0.2, checkpoints="" if folder is None else str(folder),
         checkpoint_every_s=0.2,
     )  # fmt: skip
 
@@ -83,15 +85,29 @@ def settings_of(url: str, within: str, database: str, folder: Path | None) -> Se
 @contextmanager
 def running(settings: ServiceSettings) -> Iterator[Site]:
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
-        client = CatalogClient(thread.url)
-        client.wait_ready(30)
+        client = CatalogClient(thread.url, timeout_s=WAIT_S)
+        client.wait_ready(WAIT_S)
         yield Site(settings, client)
         client.close()
+
+
+@pytest.fixture(autouse=True)
+def held_time(monkeypatch: pytest.MonkeyPatch) -> HeldTime:
+    """Silence of services and replicas counts in it."""
+    monkeypatch.setattr(kvbm.catalog.replica, "MAX_WAIT_S", WAIT_S)
+    return hold_catalogs(monkeypatch)
 
 
 @pytest.fixture
 def site(nats_url: str, cluster: str, sqlite_url: str, tmp_path: Path) -> Iterator[Site]:  # noqa: F811
     with running(settings_of(nats_url, cluster, sqlite_url, tmp_path / "checkpoints")) as found:
+        yield found
+
+
+@pytest.fixture
+def short_lived(nats_url: str, cluster: str, sqlite_url: str, tmp_path: Path) -> Iterator[Site]:  # noqa: F811
+    """A site where silence is death after `LIVENESS_S`."""
+    with running(settings_of(nats_url, cluster, sqlite_url, tmp_path / "checkpoints", LIVENESS_S)) as found:
         yield found
 
 
@@ -132,9 +148,11 @@ def differences(site: Site, replica: Catalog, chance: random.Random) -> list[str
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_at_the_same_positions_a_replica_answers_as_the_service(site: Site, seed: int, native: bool) -> None:
+def test_at_the_same_positions_a_replica_answers_as_the_service(
+    short_lived: Site, seed: int, native: bool, held_time: HeldTime
+) -> None:
     """Blocks come and go, events are lost, instances restart, stop and die; a second replica begins in the middle, with a checkpoint."""
-    chance = random.Random(seed)
+    site, chance = short_lived, random.Random(seed)
     backend, new_index = (NATIVE, NATIVE_INDEX) if native else (REFERENCE, ReferenceIndex)
     members = [Member(site.settings.nats_url, str(site.settings.cluster), f"i{at}") for at in range(3)]
     dead: set[str] = set()
@@ -149,15 +167,17 @@ def test_at_the_same_positions_a_replica_answers_as_the_service(site: Site, seed
                 eventually(lambda: site.client.fetch_checkpoint(site_folder(site)), "no checkpoint")
                 replicas.append(opened.enter_context(site.replica(site.client.fetch_checkpoint, backend, new_index)))
         said: list[str] = []
+        hold = opened.enter_context(held_time.held())
 
         def agree() -> bool:
+            hold.pass_on(0.2)  # those that live are heard however long it takes to ask
             for member in members:
                 if member.name not in dead:
                     member.beat()
             said[:] = [why for replica in replicas for why in differences(site, replica, chance)]
             return not said
 
-        eventually(agree, "the two differ", state=lambda: said[:3], timeout_s=WAIT_S)
+        eventually(agree, "the two differ", state=lambda: said[:3])
 
 
 def site_folder(site: Site) -> Path:
@@ -202,7 +222,7 @@ def test_an_answer_waits_for_the_position_it_must_have_seen(site: Site) -> None:
     with site.replica() as replica:
         writer.create(0, 4)
         reached = writer.publish()
-        assert replica.lookup(SPACE, HASHES, at_least=[reached], wait_s=5.0).instances[0].depth == 4
+        assert replica.lookup(SPACE, HASHES, at_least=[reached], wait_s=WAIT_S).instances[0].depth == 4
         never = PositionWanted(instance="a", epoch=1, offset=reached.offset + 1)
         with pytest.raises(CatalogRefusedError, match="not yet at offset") as refused:
             replica.lookup(SPACE, HASHES, at_least=[never], wait_s=0.05)
@@ -224,7 +244,7 @@ def test_a_replica_begins_with_a_checkpoint_and_goes_on(site: Site) -> None:
         assert replica.lookup(SPACE, HASHES).instances[0].depth == 6
         writer.create(6, 8)
         reached = writer.publish()
-        assert replica.lookup(SPACE, HASHES, at_least=[reached], wait_s=5.0).instances[0].depth == 8
+        assert replica.lookup(SPACE, HASHES, at_least=[reached], wait_s=WAIT_S).instances[0].depth == 8
 
 
 def sequence_in(folder: Path) -> int:
@@ -273,73 +293,79 @@ def test_without_a_checkpoint_or_a_catalog_the_stream_is_read_from_its_first_mes
 
 
 def test_a_view_that_nobody_confirms_grows_old_and_is_fresh_again(
-    fresh_nats: str,  # noqa: F811
     cluster: str,  # noqa: F811
     sqlite_url: str,
+    held_time: HeldTime,
 ) -> None:
-    with nats_server() as server, running(settings_of(server.url, cluster, sqlite_url, None)) as site:
+    with nats_server() as server, running(settings_of(server.url, cluster, sqlite_url, None, LIVENESS_S)) as site:
         writer = instance(site, "a")
         writer.create(0, 6)
         writer.publish()
-        writer.beat()
         with site.replica() as replica:
-            eventually(
-                lambda: replica.ready().ready and not replica.lookup(SPACE, HASHES).view_age_s, "it is old at once"
-            )
-            os.kill(server.pid, signal.SIGSTOP)
+
+            def is_fresh() -> bool:
+                writer.beat()
+                found = replica.lookup(SPACE, HASHES)
+                return bool(found.instances) and not found.view_age_s
+
+            with held_time.held():
+                eventually(is_fresh, "it is old at once")
+                os.kill(server.pid, signal.SIGSTOP)
             try:
-                eventually(
-                    lambda: replica.lookup(SPACE, HASHES).view_age_s > 2 * LIVENESS_S,
-                    "it does not grow old",
-                    timeout_s=WAIT_S,
-                )
+                eventually(lambda: replica.lookup(SPACE, HASHES).view_age_s > 2 * LIVENESS_S, "it does not grow old")
                 answer = replica.lookup(SPACE, HASHES)
                 assert answer.instances[0].depth == 6  # whoever is cut off has found nobody dead
                 assert "old" in replica.ready().degraded
             finally:
                 os.kill(server.pid, signal.SIGCONT)
 
-            def is_fresh() -> bool:
-                writer.beat()
-                return not replica.lookup(SPACE, HASHES).view_age_s
+            with held_time.held() as hold:
 
-            eventually(is_fresh, "it stays old", timeout_s=WAIT_S)
-            writer.create(6, 8)
-            reached = writer.publish()
-            assert replica.lookup(SPACE, HASHES, at_least=[reached], wait_s=5.0).instances[0].depth == 8
+                def is_fresh_again() -> bool:
+                    hold.pass_on(0.1)
+                    return is_fresh()
+
+                eventually(is_fresh_again, "it stays old")
+                writer.create(6, 8)
+                reached = writer.publish()
+                assert replica.lookup(SPACE, HASHES, at_least=[reached], wait_s=WAIT_S).instances[0].depth == 8
 
 
-def test_one_that_falls_silent_is_left_out_and_returns(site: Site) -> None:
+def test_one_that_falls_silent_is_left_out_and_returns(short_lived: Site, held_time: HeldTime) -> None:
+    site = short_lived
     quiet, others = instance(site, "quiet"), [instance(site, name) for name in ("b", "c", "d")]
     quiet.create(0, 6)
     for one in (quiet, *others):
         one.publish()
 
-    def beat(*ones: Instance) -> bool:
-        for one in ones:
-            one.beat()
-        return True
+    with site.replica() as replica, held_time.held() as hold:
 
-    with site.replica() as replica:
-        eventually(lambda: beat(quiet, *others) and replica.lookup(SPACE, HASHES).instances, "it is not heard")
-        eventually(
-            lambda: beat(*others) and not replica.lookup(SPACE, HASHES).instances,
-            "it is not left out",
-            timeout_s=WAIT_S,
-        )
+        def beat(*ones: Instance) -> LookupAnswer:
+            for one in ones:
+                one.beat()
+            hold.pass_on(0.3)
+            return replica.lookup(SPACE, HASHES)
+
+        eventually(lambda: beat(quiet, *others).instances, "it is not heard")
+        eventually(lambda: not beat(*others).instances, "it is not left out")
         assert replica.lookup(SPACE, HASHES).excluded == ["quiet"]
-        eventually(lambda: beat(quiet, *others) and replica.lookup(SPACE, HASHES).instances, "it does not return")
+        eventually(lambda: beat(quiet, *others).instances, "it does not return")
 
 
-def test_a_stream_of_heartbeats_that_is_made_anew_is_read_anew(sqlite_url: str, cluster: str) -> None:  # noqa: F811
-    with nats_server() as server, running(settings_of(server.url, cluster, sqlite_url, None)) as site:
+def test_a_stream_of_heartbeats_that_is_made_anew_is_read_anew(
+    sqlite_url: str,
+    cluster: str,  # noqa: F811
+    held_time: HeldTime,
+) -> None:
+    with nats_server() as server, running(settings_of(server.url, cluster, sqlite_url, None, LIVENESS_S)) as site:
         writers = [instance(site, name) for name in ("a", "b")]
         for one in writers:
             one.create(0, 6)
             one.publish()
-        with site.replica() as replica:
+        with site.replica() as replica, held_time.held() as hold:
 
             def heard() -> int:
+                hold.pass_on(0.5)
                 for one in writers:
                     for _ in range(5):
                         one.beat()
@@ -347,18 +373,18 @@ def test_a_stream_of_heartbeats_that_is_made_anew_is_read_anew(sqlite_url: str, 
 
             eventually(lambda: heard() == 2, "they are not heard")
             asyncio.run(remake_pulses(server.url))
-            is_over = time.monotonic() + 3 * LIVENESS_S
-            while time.monotonic() < is_over:
+            is_over = held_time.monotonic() + 3 * LIVENESS_S
+            while held_time.monotonic() < is_over:
                 heard()
                 assert not replica.lookup(SPACE, HASHES).excluded  # they beat all the time
-            assert heard() == 2
+            eventually(lambda: heard() == 2, "they are heard no more")
 
 
 async def remake_pulses(url: str) -> None:
-    connection = await NatsConnection.open(url, 5.0, Credentials())
-    await connection.ask(f"$JS.API.STREAM.DELETE.{PULSE}", b"", 5.0)
+    connection = await NatsConnection.open(url, WAIT_S, Credentials())
+    await connection.ask(f"$JS.API.STREAM.DELETE.{PULSE}", b"", WAIT_S)
     await connection.close()
-    await (await NatsStream.connect(url, 5.0)).close()
+    await (await NatsStream.connect(url, WAIT_S)).close()
 
 
 def test_many_threads_ask_while_events_come(site: Site) -> None:
@@ -372,8 +398,8 @@ def test_many_threads_ask_while_events_come(site: Site) -> None:
         member.beat()
     with site.replica() as replica:
 
-        def ask() -> None:
-            own = random.Random(threading.get_ident())
+        def ask(number: int) -> None:
+            own = random.Random(number)
             try:
                 while not is_over.is_set():
                     prompt = b"".join(own.sample(UNIVERSE, 8))
@@ -384,10 +410,10 @@ def test_many_threads_ask_while_events_come(site: Site) -> None:
             except BaseException as error:  # noqa: BLE001 - told below
                 failures.append(error)
 
-        threads = [threading.Thread(target=ask) for _ in range(3)]
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
         for thread in threads:
             thread.start()
-        for _ in range(60):
+        for _ in range(20):
             for member in members:
                 member.act(chance)
                 member.publish()
@@ -398,11 +424,11 @@ def test_many_threads_ask_while_events_come(site: Site) -> None:
     assert failures == []
 
 
-def test_one_that_cannot_go_on_refuses_and_says_why(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_go_on_refuses_and_says_why(short_lived: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: object) -> None:
         raise RuntimeError("nobody has thought of this")
 
-    with site.replica() as replica:
+    with short_lived.replica() as replica:
         assert replica.lookup(SPACE, HASHES).instances == []
         monkeypatch.setattr(ReadOnlyStream, "send_pulse", fail)
         eventually(lambda: not replica.ready().ready)
@@ -422,7 +448,7 @@ def test_what_is_closed_says_so_and_takes_nothing_with_it(site: Site) -> None:
     replica.close()
     with pytest.raises(CatalogError, match="is closed"):
         replica.lookup(SPACE, HASHES)
-    assert "kvbm-replica" not in {thread.name for thread in threading.enumerate()}
+    eventually(lambda: "kvbm-replica" not in {thread.name for thread in threading.enumerate()}, "its thread goes on")
 
 
 def test_a_replica_is_opened_from_settings(site: Site, tmp_path: Path) -> None:
@@ -431,7 +457,7 @@ def test_a_replica_is_opened_from_settings(site: Site, tmp_path: Path) -> None:
     writer.publish()
     flags = {
         "nats.url": site.settings.nats_url, "instance.cluster": site.settings.cluster, "catalog.url": site.client.url,
-        "instance.data_dir": str(tmp_path / "data"),
+        "instance.data_dir": str(tmp_path / "data"), "catalog.liveness_s": FOR_EVER_S,
     }  # fmt: skip
     replica = kvbm.open_replica(kvbm.load_settings(flags=flags))
     asked: Catalog = replica  # as the client is
@@ -447,7 +473,7 @@ def test_a_replica_is_opened_from_settings(site: Site, tmp_path: Path) -> None:
             assert (await catalog.presence(SPACE, HASHES)) == (await catalog.presence_many(SPACE, [HASHES]))[0]
             return (await catalog.lookup(SPACE, HASHES)).instances[0].depth
 
-    client: Catalog = CatalogClient(site.client.url)
+    client: Catalog = CatalogClient(site.client.url, timeout_s=WAIT_S)
     assert asyncio.run(ask(AsyncCatalog(replica, at_once=True))) == asyncio.run(ask(AsyncCatalog(client))) == 6
     with pytest.raises(ConfigError, match=r"nats\.url is empty"):
         kvbm.open_replica(kvbm.load_settings(flags={"instance.data_dir": str(tmp_path)}))
