@@ -18,6 +18,7 @@ from kvbm import _native
 from kvbm.catalog.index import ClusterIndex, Holder, Prefixes
 from kvbm.catalog.lookup import lookup
 from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.core.answers import LIMIT
 from kvbm.core.codec import encode_frame
 from kvbm.core.errors import FrameError
 from kvbm.core.events import (
