@@ -24,6 +24,12 @@
 
 namespace kvbm::tests {
 
+#ifdef KVBM_UNDER_TSAN
+inline constexpr bool kIsUnderTsan = true;
+#else
+inline constexpr bool kIsUnderTsan = false;
+#endif
+
 struct Test {
   const char* name;  // a sentence about behaviour
   void (*body)();    // ends the program when it is not so
