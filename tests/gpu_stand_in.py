@@ -204,7 +204,8 @@ class Stream:
         self.cuda_stream = next(_HANDLES)
         self.is_held = False
         self._work: deque[Callable[[], None] | Event] = deque()
-        gpu.streams[self.cuda_stream] = self
+        with gpu.lock:  # another thread may go through them
+            gpu.streams[self.cuda_stream] = self
 
     def __len__(self) -> int:
         """Pieces of work that have not run."""

@@ -288,7 +288,7 @@ def test_copies_leave_alone_what_the_engine_writes_to_other_slots(
             assert (back == rows).all()
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(60)
     assert not wrong.is_set()
 
 
@@ -544,7 +544,7 @@ def device_copies(way: str, layers: Layers, reaches: bool) -> DeviceCopies:
 
     mover = mover_of(way, layers, layout, torch.device("cpu"))
     lanes = [Lane(AtOnce(), (half(), half()))]
-    return DeviceCopies(mover, lanes, native, lambda rows: rows.ctypes.data if reaches else None, 30, 8)
+    return DeviceCopies(mover, lanes, native, lambda rows: rows.ctypes.data if reaches else None, 60, 8)
 
 
 def check_way(way: str, names: list[str]) -> None:
@@ -650,7 +650,7 @@ def _in_triton(program: str, folder: Path, **environment: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
         check=False,
         env={
             **os.environ,

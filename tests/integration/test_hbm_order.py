@@ -28,7 +28,7 @@ from tests.eventually import eventually
 from tests.gpu_stand_in import LOWEST, Gpu
 
 BLOCKS, SEGMENTS, SEGMENT_BYTES, ROWS = 24, 3, 40, 32
-LONG_S = 30.0
+LONG_S = 60.0
 DEVICE = torch.device("cuda")
 MEASURED_WAYS = cuda.measured_ways  # the tests' fixture has another in its place
 # 0: runs are launched at once, and wait on the device.
@@ -242,7 +242,10 @@ def test_a_load_does_not_wait_for_a_forward_that_was_launched_after_its_mark(eng
     assert engine.block(7) == engine.rows[3].tobytes()
 
 
-def test_a_load_never_stands_behind_a_store_nor_behind_a_load_that_has_to_wait(engine: Engine) -> None:
+def test_a_load_never_stands_behind_a_store_nor_behind_a_load_that_has_to_wait(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_queue, "_READY_S", 3600.0)
     before = engine.queue.mark()
     engine.gpu.run()
     engine.gpu.default.is_held = True
@@ -426,10 +429,15 @@ def test_bytes_are_right_whatever_the_device_runs_first(
     gpu._chance.seed(seed)
     engine = Engine(gpu)
     simulation = Simulation(engine, seed)
-    for _ in range(150):
+
+    def has_run_enough() -> bool:
         simulation.step()
         assert simulation.wrong == []
-    assert simulation.runs > 50
+        return simulation.runs > 50
+
+    for _ in range(150):
+        has_run_enough()
+    eventually(has_run_enough, "too few loads and stores begin", state=lambda: simulation.runs)
     assert engine.queue.wait(LONG_S)
     gpu.run()
     simulation.collect()

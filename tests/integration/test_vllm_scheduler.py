@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -24,6 +23,7 @@ from kvbm.config import (
     JournalSettings,
     NatsSettings,
     NvmeSettings,
+    OnboardSettings,
     PoolsSettings,
     Settings,
 )
@@ -40,12 +40,13 @@ from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.object.pool import BlockObjects
 from kvbm.pools.stores.memory import MemoryStore
+from tests.eventually import eventually
 from tests.managers import KnowsAll
 from tests.object_pools import memory_objects
 
 BLOCK_TOKENS, BLOCK_BYTES, HBM_BLOCKS = 4, 64, 96
 BOTH = Role()
-WAIT_S = 20.0
+WAIT_S = 60.0
 _numbers = count()
 
 
@@ -239,14 +240,19 @@ class Engine:
 
     def ask(self, request: Request) -> int:
         """Ask until the answer is one, as vLLM does step after step."""
-        for _ in range(2000):
-            found = self.scheduler.loads.matched(request, 0)
-            if found is not None:
-                return found
-            self.step()
-            self.manager.settle(0.005)
-            time.sleep(0.001)  # whoever is asked elsewhere takes its turn
-        raise AssertionError("the answer stayed 'ask again'")
+        found: list[int] = []
+
+        def is_answered() -> bool:
+            answer = self.scheduler.loads.matched(request, 0)
+            if answer is None:
+                self.step()
+                self.manager.settle(0.005)
+                return False
+            found.append(answer)
+            return True
+
+        eventually(is_answered, "the answer stays 'ask again'", 2 * WAIT_S)
+        return found[0]
 
     def check(self, request: Request, end: int) -> None:
         for group, blocks in zip(self.groups, request.blocks, strict=True):
@@ -266,6 +272,7 @@ def settings(folder: Path, host_slots: int, nvme_slots: int) -> Settings:
         ),
         nats=NatsSettings(enabled=False),
         journal=JournalSettings(in_memory=not nvme_slots),
+        onboard=OnboardSettings(wait_s=WAIT_S, locate_s=WAIT_S),
     )
 
 
@@ -364,12 +371,13 @@ def test_a_block_may_be_touched_by_no_step_after_its_requests_end_while_it_is_st
     engine.compute(request)
     ids = engine.ids(request)[0]
     taken = [(request.request_id, [ids]), (other.request_id, [ids[:3]])]
-    engine.scheduler.plan({request.request_id: 1, other.request_id: 1}, 2, (), taken=taken)
+    plan = engine.scheduler.plan({request.request_id: 1, other.request_id: 1}, 2, (), taken=taken)
     for block in request.blocks[0]:
         block.ref_cnt = 2
     engine.scheduler.finished(request, [ids])
     assert engine.scheduler._touches.of(ids[:3]) == -1  # the other request goes on
     assert engine.scheduler._touches.of(ids[3:]) == engine.scheduler._touches.step
+    engine.work(plan)
 
 
 def test_a_host_too_small_sends_blocks_to_nvme_and_they_come_back_verified(tmp_path: Path) -> None:
@@ -379,7 +387,7 @@ def test_a_host_too_small_sends_blocks_to_nvme_and_they_come_back_verified(tmp_p
         prompts = [list(range(start, start + 33)) for start in (0, 100, 200)]
         for prompt in prompts:
             engine.run(prompt)
-            assert manager.settle(10)
+            assert manager.settle(WAIT_S)
         assert [engine.run(prompt) for prompt in prompts] == [32, 32, 32]
         assert manager.stats().hit_blocks[Tier.NVME] >= 14
     manager, namespaces = opened(tmp_path, FULL, 10, 64)
@@ -396,13 +404,13 @@ def test_a_producer_stores_and_loads_nothing_and_a_consumer_loads_and_stores_not
         producer = Engine(manager, FULL, namespaces, Role.of("kv_producer"))
         assert [producer.run(prompt), producer.run(prompt)] == [0, 0]
         assert len(manager.held(Tier.HOST)) == 8
-        assert manager.settle(10)
+        assert manager.settle(WAIT_S)
         assert len(manager.held(Tier.NVME)) == 8
     manager, namespaces = opened(tmp_path, FULL, 64, 64)
     with manager:
         consumer = Engine(manager, FULL, namespaces, Role.of("kv_consumer"))
         assert [consumer.run(prompt), consumer.run(other), consumer.run(other)] == [32, 0, 0]
-        assert manager.settle(10)
+        assert manager.settle(WAIT_S)
         assert len(manager.held(Tier.HOST)) == len(manager.held(Tier.NVME)) == 8
         assert "stores_skipped" not in consumer.scheduler.take_numbers()
         assert manager.stats().engine_stores == 0
@@ -417,14 +425,14 @@ def test_a_consumer_puts_no_objects_of_what_it_loads_from_nvme_and_loads_those_o
     manager, namespaces = opened(tmp_path / "a", FULL, 64, 64)
     with manager:
         assert Engine(manager, FULL, namespaces).run(prompt) == 0
-        assert manager.settle(10)
+        assert manager.settle(WAIT_S)
     for folder, role in (("a", consumer), ("a", BOTH), ("b", consumer)):
         objects = memory_objects(BLOCK_BYTES, blocks=4, store=store)
         suited = role.suited(settings(tmp_path / folder, 64, 64))
         with open_engine_manager(suited, namespaces, BLOCK_BYTES, "vllm", object_pool=objects) as manager:
             manager._loads.locator = KnowsAll()
             assert Engine(manager, FULL, namespaces, role).run(prompt) == 32
-            assert manager.settle(10)
+            assert manager.settle(WAIT_S)
             assert manager.stats().offloaded_blocks[Tier.OBJECT] == (0 if role == consumer else 8)
             assert manager.stats().hit_blocks[Tier.OBJECT if folder == "b" else Tier.NVME] == 8
 
@@ -471,7 +479,7 @@ def test_who_listens_to_vllms_events_is_told_what_own_tiers_hold_by_vllms_hashes
         engine.scheduler.follow_tiers()
         engine.run(prompt)
         assert told(engine) == {(Tier.HOST, True): digests}
-        assert manager.settle(10)
+        assert manager.settle(WAIT_S)
         manager.evict(Tier.HOST, b"".join(manager.held(Tier.HOST)))
         assert told(engine) == {(Tier.NVME, True): digests, (Tier.HOST, False): digests}
         assert told(engine) == {}
@@ -509,7 +517,7 @@ def test_parts_of_different_sizes_join_to_the_checksum_that_nvme_verifies(tmp_pa
             engine.compute(request)
             engine.step(request)
             engine.end(request)
-            assert manager.settle(20.0)
+            assert manager.settle(WAIT_S)
         before = manager.stats().verified_reads
         request = Request(prompts[0])
         assert engine.ask(request) == 3 * BLOCK_TOKENS
@@ -556,13 +564,13 @@ def test_a_prompt_that_host_cannot_hold_goes_through_it_to_nvme_while_its_reques
         engine.admit(request)
         engine.compute(request)
         chain = engine.scheduler.requests.state_of(request).hashes(0, 0, 40, NATIVE.derived_hashes)
-        for _ in range(2000):  # as many steps as a device takes for it
+
+        def is_in_nvme() -> bool:  # after as many steps as a device takes for it
             engine.step(request)
             manager.settle(0.005)
-            lacking = len(set(split_hashes(chain)).difference(manager.held(Tier.NVME)))
-            if not lacking:
-                break
-        assert not lacking
+            return set(split_hashes(chain)) <= set(manager.held(Tier.NVME))
+
+        eventually(is_in_nvme, "the prompt does not reach NVME")
         engine.end(request)
         assert "stores_skipped" not in engine.scheduler.take_numbers()
         assert manager.stats().skipped == {}
@@ -729,9 +737,10 @@ def test_a_window_comes_from_the_pod(tmp_path: Path) -> None:
 def test_who_is_asked_and_never_answers_is_a_miss(tmp_path: Path) -> None:
     prompt, store, gate = list(range(41)), MemoryStore(), threading.Event()
     with with_objects(tmp_path / "a", HYBRID, store) as one:
-        one.manager._loads.locator.claimed = lambda *_: gate.wait(60.0) and b""  # type: ignore[method-assign]
+        one.manager._loads.locator.claimed = lambda *_: gate.wait(4 * WAIT_S) and b""  # type: ignore[method-assign]
         one.manager._wait_s = 0.005
         assert one.run(prompt) == 0
+        one.manager._wait_s = WAIT_S
         gate.set()
         assert one.run(prompt) == 40
 
@@ -908,7 +917,7 @@ def test_a_refreshed_chain_that_lies_partly_in_nvme_leaves_no_block_pinned(tmp_p
         engine = Engine(manager, FULL, namespaces)
         for start in (0, 100):
             engine.run(list(range(start, start + 33)))
-            assert manager.settle(10)
+            assert manager.settle(WAIT_S)
         chain = engine.scheduler.requests.state_of(Request(list(range(33)))).hashes(0, 0, 8, NATIVE.derived_hashes)
         tiers = set(manager.holders(chain))
         assert tiers == {Tier.HOST, Tier.NVME}

@@ -24,7 +24,7 @@ from kvbm.pools.host.pool import HostPool
 from tests.vllm_configs import LAYOUTS, Config, FullAttentionSpec, SlidingWindowSpec, config_of, tensors_of
 
 ROOT = Path(__file__).parents[2]
-LONG_S = 30.0
+LONG_S = 60.0
 ROWS = 9
 FULL = FullAttentionSpec()
 
@@ -309,22 +309,30 @@ def test_a_host_without_room_takes_no_part() -> None:
 
 
 CHILD = """
-import sys
+import os, sys
 from kvbm.engines.vllm.metadata import HostShare, Plan
 from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.regions import block_regions
 from tests.integration.test_vllm_worker import FULL, ROWS, Rank, job
 from tests.vllm_configs import config_of
-pid, fd, mapped, rank = map(int, sys.argv[1:])
+pid, fd, mapped = map(int, sys.argv[1:])
 config = config_of("LHBNC", [[FULL] * 2])
 ranks = Ranks((Stage(block_regions(config).part_bytes),), tensor=2)
-made = Rank(rank, ranks, config)
-share = HostShare(pid, fd, mapped, ROWS, ranks)
-made.worker.begin(Plan(share, loads=[job(1, [0], [0], "r")], stores=[job(2, [3, 5], [4, 1])]))
-answers = made.done()
-assert answers.loaded == {1: 1} and not answers.failed and not answers.refused, answers
-print(made.block(0).tobytes().hex(), made.block(3).tobytes().hex(), made.block(5).tobytes().hex(),
-      answers.stored[2][rank].checksums.hex())
+
+def work(rank):
+    made = Rank(rank, ranks, config)
+    share = HostShare(pid, fd, mapped, ROWS, ranks)
+    made.worker.begin(Plan(share, loads=[job(1, [0], [0], "r")], stores=[job(2, [3, 5], [4, 1])]))
+    answers = made.done()
+    assert answers.loaded == {1: 1} and not answers.failed and not answers.refused, answers
+    print(made.block(0).tobytes().hex(), made.block(3).tobytes().hex(), made.block(5).tobytes().hex(),
+          answers.stored[2][rank].checksums.hex(), flush=True)
+
+if os.fork():  # each rank is a process
+    assert os.wait()[1] == 0
+    work(1)
+else:
+    work(0)
 """
 
 
@@ -333,17 +341,17 @@ def test_ranks_in_processes_of_their_own_share_the_rows() -> None:
     ranks = Ranks((Stage(block_regions(config).part_bytes),), tensor=2)
     host = Host(ranks)
     share, size = host.share, block_regions(config).part_bytes
-    for rank in range(2):
-        ran = subprocess.run(
-            [sys.executable, "-c", CHILD, *map(str, (share.pid, share.fd, share.mapped_bytes, rank))],
-            capture_output=True,
-            text=True,
-            timeout=LONG_S * 3,
-            cwd=ROOT,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
-        loaded, *stored, sums = map(bytes.fromhex, ran.stdout.split())
+    ran = subprocess.run(
+        [sys.executable, "-c", CHILD, *map(str, (share.pid, share.fd, share.mapped_bytes))],
+        capture_output=True,
+        text=True,
+        timeout=4 * LONG_S,
+        cwd=ROOT,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    for rank, said in zip(range(2), ran.stdout.splitlines(), strict=True):
+        loaded, *stored, sums = map(bytes.fromhex, said.split())
         part = slice(rank * size, (rank + 1) * size)
         assert host.rows[0, part].tobytes() == loaded
         assert [host.rows[row, part].tobytes() for row in (4, 1)] == stored

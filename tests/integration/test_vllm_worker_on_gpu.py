@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvbm._native import Arena, RowCopier, checksums
+from kvbm.engines.vllm import host_link
 from kvbm.engines.vllm import worker as worker_module
 from kvbm.engines.vllm.host_link import leave_host
 from kvbm.engines.vllm.meeting import Meeting
@@ -28,7 +29,7 @@ from tests.vllm_configs import FullAttentionSpec, config_of, tensors_of
 
 CONFIG = config_of("LBHNC", [[FullAttentionSpec()] * 3])
 RANKS = Ranks((Stage(block_regions(CONFIG).part_bytes),))
-ROWS, LONG_S = 9, 30.0
+ROWS, LONG_S = 9, 60.0
 
 
 class Rank:
@@ -76,6 +77,7 @@ class Rank:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    monkeypatch.setattr(host_link, "_FIND_S", LONG_S)  # a rank's thread may be slow to find the scheduler's word
     made = Gpu().install(monkeypatch)
     monkeypatch.setattr(cuda, "_driver", lambda: made)
     monkeypatch.setattr(cuda, "_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
