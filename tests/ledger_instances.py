@@ -13,6 +13,7 @@ from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Reach, Tier, 
 from kvbm.core.ledger import Ledger
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats.stream import NatsStream
+from tests.nats_fixture import WAIT_S, patient
 
 SPACE = Namespace(model="m", block_tokens=4)
 POOL = "s3://kvbm/blocks"
@@ -76,7 +77,7 @@ class LedgerInstance:
 
     def _run(self, work: Callable[[NatsStream], Awaitable[Any]]) -> None:
         async def connected() -> None:
-            stream = await NatsStream.connect(self.server)
+            stream = patient(await NatsStream.connect(self.server, WAIT_S))
             try:
                 await work(stream)
             finally:

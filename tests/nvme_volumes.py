@@ -108,7 +108,7 @@ def verify(folder: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def patient() -> Iterator[None]:
+def unhurried() -> Iterator[None]:
     """No start and no scan gives up on a journal or a device that is slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stripes, "LOCK_WAIT_S", WAIT_S)  # the lock of a process that is gone goes with its last transfer

@@ -42,6 +42,7 @@ from tests.managers import (
     rows_of,
     serve,
 )
+from tests.nvme_volumes import refused_soon
 from tests.object_pools import memory_objects
 
 ROOT = Path(__file__).parents[2]
@@ -437,7 +438,7 @@ def test_two_instances_of_one_name_cannot_share_a_file(tmp_path: Path) -> None:
 
     with opened(tmp_path, "a"):
         flags = flags_of(tmp_path, "a") | {"instance.data_dir": str(tmp_path / "elsewhere")}
-        with pytest.raises(PoolError, match="in use by another manager"):
+        with refused_soon(), pytest.raises(PoolError, match="in use by another manager"):
             open_manager(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES)
 
 

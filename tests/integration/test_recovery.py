@@ -36,9 +36,9 @@ from tests.held import slots_of as slots_in
 from tests.journals import whole_frames
 from tests.managers import BLOCK_BYTES, NAMESPACE, rows_of, serve
 from tests.nats_fixture import cluster, nats_url
-from tests.nvme_volumes import WAIT_S, patient
+from tests.nvme_volumes import WAIT_S, unhurried
 
-__all__ = ["cluster", "nats_url", "patient"]
+__all__ = ["cluster", "nats_url", "unhurried"]
 
 ROOT = Path(__file__).parents[2]
 INSTANCE = InstanceId("instance-0")

@@ -35,18 +35,18 @@ from tests.nvme_volumes import (
     held,
     lose_journal,
     open_at,
-    patient,
     pool_path,
     refused_soon,
     salvaged,
     scans_wait,
     segments,
     settings_at,
+    unhurried,
     verify,
 )
 from tests.owning_engines import opened as opened_owning
 
-__all__ = ["patient"]
+__all__ = ["unhurried"]
 
 ROOT = Path(__file__).parents[2]
 PROCESS_S = 250.0  # a machine may be slow to import everything

@@ -34,18 +34,18 @@ from tests.nvme_volumes import (
     held,
     lose_journal,
     open_at,
-    patient,
     pool_path,
     salvaged,
     scans_wait,
     segments,
     settings_at,
+    unhurried,
     verify,
 )
 from tests.owning_engines import OwningEngine
 from tests.owning_engines import opened as opened_owning
 
-__all__ = ["patient"]
+__all__ = ["unhurried"]
 
 # -- a pool that was not there --------------------------------------------------------------------------------------------
 
