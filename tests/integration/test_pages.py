@@ -17,7 +17,6 @@ def _named(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_named)
-@pytest.mark.timeout(600)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path):
     with Reader(tmp_path) as reader:
         for block in blocks(page):
