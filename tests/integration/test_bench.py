@@ -181,7 +181,7 @@ def test_an_interrupted_bench_leaves_no_file(told: signal.Signals, tmp_path: Pat
         eventually(lambda: list(folder.glob("*/nvme.pool")) or bench.poll() is not None, "there is no file")
         assert bench.poll() is None
         bench.send_signal(told)
-        _, words = bench.communicate(timeout=60)
+        _, words = bench.communicate(timeout=180)
     finally:
         bench.kill()
         bench.wait()

@@ -45,6 +45,7 @@ def lends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lends]:
         yield Lends(folder, start_lender(folder, BLOCKS, BLOCK_BYTES, 1, opened))
 
 
+@pytest.mark.nightly
 def test_fetches_are_measured_and_a_note_says_what_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bench.json"
     assert main(["bench", "fetch", "--samples", "2", "--read-mib", "3", "--json", str(path)]) == 0

@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.eventually import eventually
+
 torch = pytest.importorskip("torch")
 
 NAMES = ("budget", "copies", "devices", "first_token", "measure", "part", "report", "run", "shapes", "suite")
@@ -287,7 +289,7 @@ def test_every_way_is_measured_in_both_directions_once_its_bytes_are_right(
     parts: Parts, tmp_path: Path, name: str
 ) -> None:
     shape, device = parts.shapes.shape_of(name).small(), parts.devices.CpuDevice()
-    steps = parts.part.Steps(tmp_path / "found.json", time.time() + 100)
+    steps = parts.part.Steps(tmp_path / "found.json", time.time() + 10_000)
     with ExitStack() as opened:
         moves = parts.copies.Moves(shape, device, parts.copies.SMALL, opened)
         parts.copies.rates(device, moves, steps)
@@ -303,7 +305,7 @@ def test_every_way_is_measured_in_both_directions_once_its_bytes_are_right(
 
 def test_a_way_that_leaves_bytes_where_they_were_is_found_and_not_measured(parts: Parts, tmp_path: Path) -> None:
     shape, device = parts.shapes.shape_of("llama-3-8b").small(), parts.devices.CpuDevice()
-    steps = parts.part.Steps(tmp_path / "found.json", time.time() + 100)
+    steps = parts.part.Steps(tmp_path / "found.json", time.time() + 10_000)
     with ExitStack() as opened:
         moves = parts.copies.Moves(shape, device, parts.copies.SMALL, opened)
         pool = moves.regions[0].pool("torch")
@@ -494,7 +496,7 @@ def test_a_step_that_fails_is_noted_and_the_others_go_on_until_the_time_is_up(pa
     def fail() -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    steps = parts.part.Steps(file, time.time() + 100)
+    steps = parts.part.Steps(file, time.time() + 10_000)
     assert not steps.step("first", fail)
     assert steps.step("second", lambda: done.append(2))
     assert parts.part.read(file).troubles == ["first: RuntimeError: CUDA error: out of memory"]
@@ -513,10 +515,20 @@ def program_at(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_a_part_that_hangs_is_ended_and_what_it_had_written_counts(parts: Parts, tmp_path: Path) -> None:
-    program = 'import sys, time\nopen(sys.argv[2], "w").write(\'{"cut": ["b"]}\')\ntime.sleep(600)\n'
+def test_a_part_that_hangs_is_ended_and_what_it_had_written_counts(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time begins here once it has written, however long this machine takes to start a program."""
+    wait, there, program = subprocess.Popen.wait, tmp_path / "there", "import pathlib, sys, time\n"
+    program += f'pathlib.Path(sys.argv[2]).write_text(\'{{"cut": ["b"]}}\'); pathlib.Path({str(there)!r}).touch(); time.sleep(600)\n'
     folder = program_at(tmp_path, program)
-    went, found = parts.run.run_part("a", parts.budget.Turn(1.0, 5.0), folder, True)
+
+    def wait_once_it_has_written(process: subprocess.Popen[str], timeout: float | None = None) -> int:
+        eventually(there.exists, "it does not write")
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_once_it_has_written)
+    went, found = parts.run.run_part("a", parts.budget.Turn(1.0, 1.0), folder, True)
     assert (went.outcome, went.troubles) == ("cut", ["not reached: b", "it was ended by force"])
     assert found.cut == ["b"]
 
@@ -528,7 +540,7 @@ def test_a_part_that_hangs_is_ended_and_what_it_had_written_counts(parts: Parts,
 def test_a_part_whose_process_dies_has_failed_with_its_last_words(
     parts: Parts, tmp_path: Path, program: str, words: str
 ) -> None:
-    went, found = parts.run.run_part("a", parts.budget.Turn(50.0, 60.0), program_at(tmp_path, program), True)
+    went, found = parts.run.run_part("a", parts.budget.Turn(500.0, 500.0), program_at(tmp_path, program), True)
     assert went.outcome == "failed"
     assert words in went.troubles[0]
     assert found == parts.report.Found()
@@ -568,7 +580,7 @@ def test_on_a_machine_without_a_gpu_the_whole_of_it_ends_with_a_report_that_says
         cwd=pytestconfig.rootpath,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=500,
         check=False,
     )
     assert ended.returncode == 1, ended.stderr
