@@ -172,6 +172,12 @@ def messages(frames: list[Frame], per_message: int = 1) -> list[tuple[str, bytes
     return made
 
 
+async def fetch_for_ever(reader: EventReader) -> None:
+    """Until it raises: an end that is not seen within one wait is seen within a later one."""
+    while True:
+        await reader.fetch(0.3)
+
+
 async def fetched(reader: EventReader, count: int, wait_s: float = WAIT_S) -> list[StreamMessage]:
     """The next messages, so many of them however many come at once."""
     found: list[StreamMessage] = []

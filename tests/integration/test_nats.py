@@ -30,7 +30,6 @@ from kvbm.streams import server as server_module
 from kvbm.streams.base import (
     ORIGIN,
     AccessSample,
-    EventReader,
     Fence,
     Heartbeat,
     Position,
@@ -61,7 +60,16 @@ from kvbm.streams.publisher_messages import (
 from kvbm.streams.publisher_thread import PublisherThread
 from kvbm.streams.server import EmbeddedServer, answers, shared_server
 from tests.eventually import eventually, eventually_async
-from tests.nats_fixture import WAIT_S, PlainOwner, cluster, fresh_nats, make_frame, nats_url, started  # noqa: F401
+from tests.nats_fixture import (  # noqa: F401
+    WAIT_S,
+    PlainOwner,
+    cluster,
+    fetch_for_ever,
+    fresh_nats,
+    make_frame,
+    nats_url,
+    started,
+)
 from tests.servers import free_port, nats_server
 
 ONE = InstanceId("i")  # whose frames `make_frame` makes
@@ -441,12 +449,6 @@ def test_a_lost_connection_fails_what_waits_and_what_comes(tmp_path: Path) -> No
 
 
 # -- through a server's death -------------------------------------------------------------------------------------------
-
-
-async def fetch_for_ever(reader: EventReader) -> None:
-    """Until it raises: an end that is not seen within one wait is seen within a later one."""
-    while True:
-        await reader.fetch(0.3)
 
 
 def test_a_reader_and_a_watcher_go_on_after_a_kill_and_restart(tmp_path: Path) -> None:
