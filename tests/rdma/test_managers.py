@@ -25,7 +25,7 @@ from tests.rdma.instances import netem
 
 DEPTH = 8
 OTHER = Namespace(model="test", revision="r2", block_tokens=16)
-_LONG_S = 60.0
+_LONG_S = 120.0
 
 
 class Told(Nowhere):

@@ -29,7 +29,7 @@ from kvbm.core.fold import residency_mix
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import UNKNOWN, Namespace, Tier
 from kvbm.locate.http import CatalogClient
-from tests.eventually import eventually
+from tests.eventually import WAIT_S, eventually
 from tests.servers import free_port, nats_server, start_process
 
 ROOT = Path(__file__).parents[3]
@@ -113,12 +113,12 @@ class Engine:
     def _read(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"the engine ended with {self.process.wait(30)}"
+        assert line, f"the engine ended with {self.process.wait(WAIT_S)}"
         return json.loads(line)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(WAIT_S)
 
 
 def held(batches: list[bytes]) -> set[bytes]:
@@ -189,7 +189,7 @@ class Site(NamedTuple):
     def verify(self) -> None:
         """`kvbm-replay verify` finds nothing."""
         command = [sys.executable, "-m", "kvbm", "replay", "verify", self.nats_url, "--catalog", self.url]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -202,7 +202,7 @@ def model() -> tuple[Path, Path]:
         MODELS.mkdir(parents=True, exist_ok=True)
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
         subprocess.run(
-            [str(ENGINE_PYTHON), "-c", MAKE_MODEL, *map(str, made)], env=environment, check=True, timeout=300
+            [str(ENGINE_PYTHON), "-c", MAKE_MODEL, *map(str, made)], env=environment, check=True, timeout=280
         )
     return made
 
@@ -213,11 +213,11 @@ def site(tmp_path: Path, model: tuple[Path, Path]) -> Iterator[Site]:
     with nats_server() as server:
         settings = ServiceSettings(
             nats_url=server.url, database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}", cluster=cluster,
-            listen="127.0.0.1:0", store_every_s=0.02, liveness_s=5.0,
+            listen="127.0.0.1:0", store_every_s=0.02, liveness_s=60.0,
         )  # fmt: skip
         with CatalogThread(settings) as thread:
-            client = CatalogClient(thread.url)
-            client.wait_ready(30)
+            client = CatalogClient(thread.url, WAIT_S / 2)
+            client.wait_ready(WAIT_S)
             yield Site(client, thread.url, server.url, cluster, tmp_path, *model)
             client.close()
 
@@ -230,7 +230,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
         if process.poll() is None:
             process.send_signal(signal.SIGCONT)
             process.kill()
-            process.wait(30)
+            process.wait(WAIT_S)
 
 
 def some(choose: random.Random, blocks: int, **more: str) -> Prompt:
@@ -305,7 +305,7 @@ def test_the_catalog_knows_what_engines_without_kvbm_hold(site: Site, processes:
 
     # A bridge that is killed.
     bridge.kill()
-    bridge.wait(30)
+    bridge.wait(WAIT_S)
     b.ask(some(choose, 3))
     processes.append(site.bridge({"a": again, "b": b}))
     site.agrees("b", b)

@@ -42,7 +42,7 @@ from kvbm.engines.vllm.worker import Worker
 from tests.engines.vllm.harness.setups import connector
 from tests.engines.vllm.harness.words import BLOCK_TOKENS
 
-LONG_S = 30.0
+LONG_S = 120.0
 LAYERS, HEADS, HEAD_SIZE = 2, 1, 8
 HBM_BLOCKS = 40
 

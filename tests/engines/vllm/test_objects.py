@@ -15,7 +15,7 @@ from tests.engines.vllm.harness.setups import with_kvbm
 from tests.engines.vllm.harness.truth import Truth
 
 OBJECT_TOKENS = 128  # of an object, for blocks of this model's size
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 class Stored(NamedTuple):
@@ -52,8 +52,9 @@ class Stored(NamedTuple):
 
 
 @pytest.fixture
-def stored(engines, truth, llama, tmp_path) -> Iterator[Stored]:
-    with object_site(tmp_path) as site:
+def stored(request, engines, truth, llama, tmp_path) -> Iterator[Stored]:
+    """Its parameter: how long the store has to answer."""
+    with object_site(tmp_path, getattr(request, "param", 60.0)) as site:
         cluster = site.cluster
         setup = with_kvbm(llama, tmp_path / "a", site.settings, environment=site.environment)
         with engines.running(setup) as engine:
@@ -91,6 +92,7 @@ def test_objects_that_are_cut_or_gone_are_computed(stored):
     assert stored.engine.in_core("refusal") == ""
 
 
+@pytest.mark.parametrize("stored", [10.0], indirect=True, ids=["soon"])
 def test_a_store_that_dies_is_a_miss(stored):
     stored.store.close()
     stored.computed_again()

@@ -15,11 +15,6 @@ from tests.engines.vllm.harness.setups import with_kvbm
 from tests.engines.vllm.harness.words import BLOCK_TOKENS, Ask
 from tests.eventually import eventually
 
-
-PATIENT = {
-    "onboard.locate_s": 5.0,
-    "onboard.wait_s": 20.0,
-}  # on a busy machine, too, nothing is computed that could be read
 CORES = [
     pytest.param({}, id="inside"),
     pytest.param({"core": "process", "asynchronous": True}, id="process", marks=pytest.mark.engines_full),
@@ -30,7 +25,7 @@ CORES = [
 def two(engines, model, folder, setup) -> Iterator[tuple[Cluster, Engine, Engine]]:
     """Engines with host memory alone, of which both lend and read."""
     with Cluster(folder / "cluster") as cluster:
-        settings = cluster.settings | PATIENT | {"transport.listen": "host"}
+        settings = cluster.settings | {"transport.listen": "host"}
         with (
             engines.running(with_kvbm(model, folder / "a", settings, **setup)) as a,
             engines.running(with_kvbm(model, folder / "b", settings, **setup)) as b,

@@ -30,7 +30,7 @@ from kvbm.engines.vllm.regions import block_regions, layout_words
 from kvbm.engines.vllm.worker import Worker
 from kvbm.pools.host.pool import HostPool
 
-LONG_S = 30.0
+LONG_S = 120.0
 BLOCKS = 7
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
 WIDE = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)

@@ -16,7 +16,7 @@ from tests.engines.vllm.harness.truth import Truth
 from tests.engines.vllm.harness.words import BLOCK_TOKENS, Ask
 
 FULL = pytest.mark.engines_full
-WAIT_S = 20.0
+WAIT_S = 120.0
 SLOTS = 120
 
 

@@ -13,8 +13,8 @@ from tests.engines.vllm.harness.setups import with_kvbm
 from tests.engines.vllm.harness.words import BLOCK_TOKENS, Ask
 from tests.eventually import eventually
 
-FULL = pytest.mark.engines_full
-WAIT_S = 20.0
+FULL, SMOKE = pytest.mark.engines_full, pytest.mark.smoke
+WAIT_S = 120.0
 NVME = {"pools.nvme.slots": 400}
 
 
@@ -46,7 +46,7 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "setup"), ENGINES)
+@pytest.mark.parametrize(("kind", "setup"), [pytest.param("llama", {}, id="inside", marks=SMOKE), *ENGINES[1:]])
 def test_hits_are_counted_for_the_tier_they_come_from(engines, truth_of, tmp_path, kind, setup):
     truth = truth_of(kind)
     asks = truth.prompts("tiers", 3, 300)
@@ -74,8 +74,18 @@ def test_host_too_small_for_a_prompt_still_takes_it_to_nvme(engines, llama, trut
         assert hits(engine).get("hits_NVME", 0) > 0
 
 
-@pytest.mark.parametrize(("kind", "setup"), ENGINES)
-@pytest.mark.parametrize("end", ["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("kind", "setup", "end"),
+    [
+        pytest.param("llama", {}, "killed", id="killed-inside", marks=SMOKE),
+        pytest.param("llama", {}, "stopped", id="stopped-inside"),
+        *(
+            pytest.param(*one.values, end, id=f"{end}-{one.id}", marks=one.marks)
+            for end in ("killed", "stopped")
+            for one in ENGINES[1:]
+        ),
+    ],
+)
 def test_nvme_outlives_the_engine(engines, truth_of, tmp_path, kind, setup, end):
     truth = truth_of(kind)
     asks = truth.prompts("restart", 3, 300)

@@ -19,7 +19,7 @@ from tests.engines.vllm.harness.words import Ask
 from tests.eventually import eventually
 
 FULL = pytest.mark.engines_full
-WAIT_S = 20.0
+WAIT_S = 120.0
 DENSE = {
     "prefix_cache_retention_interval": None
 }  # windows and states stay findable everywhere, not at prompts' ends alone
@@ -56,7 +56,7 @@ def wait_read(site: ObjectSite, engine: Engine) -> None:
     engine.offload()
     instance, epoch, applied = engine.in_core("position")
     at = PositionWanted(instance=instance, epoch=epoch, offset=applied)
-    site.cluster.client.lookup(NamespaceId(bytes(16)), b"", [at], 5.0)  # raises where it is not there in time
+    site.cluster.client.lookup(NamespaceId(bytes(16)), b"", [at], WAIT_S / 2)  # raises where it is not there in time
 
 
 def drop(site: ObjectSite, chosen: random.Random, share: float) -> set[str]:

@@ -35,8 +35,8 @@ class ObjectSite(NamedTuple):
 
 
 @contextmanager
-def object_site(folder: Path) -> Iterator[ObjectSite]:
-    """Both, until it is left."""
+def object_site(folder: Path, timeout_s: float = 60.0) -> Iterator[ObjectSite]:
+    """Both, until it is left. The store has so long to answer."""
     import boto3
 
     with ExitStack() as store, Cluster(folder / "cluster") as cluster:
@@ -51,7 +51,8 @@ def object_site(folder: Path) -> Iterator[ObjectSite]:
             "pools.object.url": f"s3://{BUCKET}/blocks",
             "pools.object.endpoint": endpoint,
             "pools.object.region": region,
-            "pools.object.timeout_s": 3.0,
+            "pools.object.timeout_s": timeout_s,
+            "gc.grace_s": 3600.0,  # at least twice that; nobody collects here
         }
         environment = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
         yield ObjectSite(client, store, cluster, pools | cluster.settings, environment)

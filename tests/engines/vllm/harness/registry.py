@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PAGE = Path(__file__).parents[4] / "docs" / "vllm-models.md"
-_LAYERS, _BLOCKS, _CONTEXT_TOKENS, _MOST_S = 8, 1 << 14, 1024, 120
+_LAYERS, _BLOCKS, _CONTEXT_TOKENS, _MOST_S = 8, 1 << 14, 1024, 250
 _KINDS = {
     "FullAttentionSpec": "full attention",
     "MLAAttentionSpec": "latent attention (MLA)",

@@ -22,6 +22,8 @@ def connector(folder: Path, settings: Mapping[str, Any] | None = None) -> dict[s
         "instance.id": folder.name,
         "pools.host.slots": HOST_BLOCKS,
         "pools.host.huge_pages": "off",
+        "onboard.wait_s": 60.0,  # on a busy machine, too, nothing is computed that could be read
+        "onboard.locate_s": 30.0,
     } | dict(settings or {})
     return {
         "kv_connector": CONNECTOR,

@@ -99,7 +99,7 @@ class Environment:
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }
 
-    def run(self, command: str, folder: Path, wait_s: float = 110.0) -> str:
+    def run(self, command: str, folder: Path, wait_s: float = 250.0) -> str:
         """What a shell's command prints. Raises AssertionError: it failed."""
         done = subprocess.run(
             ["bash", "-ec", command],
