@@ -48,11 +48,6 @@ class Member(Instance):
         self.ledger.create(SPACE.id, Tier.HBM, NO_PARENT, 0, b"".join(blocks), allocation.slots)
         self.ledger.unpin(Tier.HBM, allocation.slots)
 
-    def beats(self) -> bool:
-        """It is alive."""
-        self.beat()
-        return True
-
     def hold_again(self, blocks: list[bytes]) -> None:
         """In a new epoch."""
         self.begin_epoch()

@@ -18,7 +18,8 @@ from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.core.ids import InstanceId
 from kvbm.streams.nats.stream import NatsStream
 from tests.eventually import eventually_async
-from tests.nats_fixture import cluster, nats_url  # noqa: F401
+from tests.held_time import HeldTime, hold_catalogs
+from tests.nats_fixture import WAIT_S, cluster, nats_url, patient  # noqa: F401
 from tests.snapshot_instances import SPACE, Instance
 
 INSTANCES = 4
@@ -32,21 +33,21 @@ class Site:
 
     def __init__(self, url: str, within: str, folder: Path) -> None:
         self._url, self._within, self._folder = url, within, folder
-        self._opened = contextlib.AsyncExitStack()
+        self.opened = contextlib.AsyncExitStack()
         self._dice = random.Random(SEED)
         self.stream: NatsStream
 
     async def __aenter__(self) -> Site:
-        self.stream = await NatsStream.connect(self._url)
-        self._opened.push_async_callback(self.stream.close)
+        self.stream = patient(await NatsStream.connect(self._url, WAIT_S))
+        self.opened.push_async_callback(self.stream.close)
         for number in range(INSTANCES):
             one = Instance(self.stream, self._within, f"i-{number}")
             await one.snapshot()
-            await self._opened.enter_async_context(one.alive(1.0))
+            await self.opened.enter_async_context(one.alive(1.0))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._opened.aclose()
+        await self.opened.aclose()
 
     @contextlib.asynccontextmanager
     async def catalog(self, name: str) -> AsyncIterator[CatalogService]:
@@ -70,9 +71,15 @@ class Site:
         )
 
 
-async def both_hear(one: CatalogService, other: CatalogService) -> None:
+@pytest.fixture(autouse=True)
+def held_time(monkeypatch: pytest.MonkeyPatch) -> HeldTime:
+    """What was routed fades in it, and who is silent is gone in it."""
+    return hold_catalogs(monkeypatch)
+
+
+async def both_hear(one: CatalogService, other: CatalogService, held_time: HeldTime) -> None:
     await eventually_async(
-        lambda: min(one.heartbeats.peer_until_s, other.heartbeats.peer_until_s) > asyncio.get_running_loop().time(),
+        lambda: min(one.heartbeats.peer_until_s, other.heartbeats.peer_until_s) > held_time.monotonic(),
         "they do not hear each other's pulses",
     )
 
@@ -85,13 +92,20 @@ def spread(chosen_ones: list[str]) -> list[int]:
     return sorted(Counter(chosen_ones).values())
 
 
-def test_two_catalogs_spread_prompts_as_one_does(nats_url: str, cluster: str, tmp_path: Path) -> None:  # noqa: F811
+def test_two_catalogs_spread_prompts_as_one_does(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    tmp_path: Path,
+    held_time: HeldTime,
+) -> None:
     async def work() -> None:
         async with Site(nats_url, cluster, tmp_path) as site, site.catalog("a") as a:
-            alone = spread([chosen(a, site.task()) for _ in range(PROMPTS)])
+            with held_time.held():
+                alone = spread([chosen(a, site.task()) for _ in range(PROMPTS)])
             assert a.numbers().routes_shared == 0  # there is nobody to tell
         async with Site(nats_url, f"{cluster}-2", tmp_path) as site, site.catalog("c") as c, site.catalog("d") as d:
-            await both_hear(c, d)
+            site.opened.enter_context(held_time.held())
+            await both_hear(c, d, held_time)
             together = []
             for number in range(PROMPTS):
                 asked, other = (c, d) if number % 2 else (d, c)
@@ -101,9 +115,7 @@ def test_two_catalogs_spread_prompts_as_one_does(nats_url: str, cluster: str, tm
                     lambda other=other, before=before: other.queries.shared.received > before,  # type: ignore[misc]
                     "the other has not heard of the route",
                 )
-            even = (
-                PROMPTS // INSTANCES
-            )  # give or take one: what was routed fades with the time that a busy machine takes
+            even = PROMPTS // INSTANCES
             assert all(abs(count - even) <= 1 for count in spread(together) + alone)
             assert len(alone) == len(set(together)) == INSTANCES
             numbers = c.numbers(), d.numbers()
@@ -118,10 +130,12 @@ def test_a_prompt_follows_its_prefix_to_where_the_other_catalog_has_sent_it(
     nats_url: str,  # noqa: F811
     cluster: str,  # noqa: F811
     tmp_path: Path,
+    held_time: HeldTime,
 ) -> None:
     async def work() -> None:
         async with Site(nats_url, cluster, tmp_path) as site, site.catalog("a") as a, site.catalog("b") as b:
-            await both_hear(a, b)
+            site.opened.enter_context(held_time.held())
+            await both_hear(a, b, held_time)
             task = site.task()
             first = a.queries.route(task, SPACE).best[0]
             await eventually_async(lambda: b.queries.shared.received)
@@ -134,17 +148,27 @@ def test_a_prompt_follows_its_prefix_to_where_the_other_catalog_has_sent_it(
     asyncio.run(work())
 
 
-def test_a_catalog_that_dies_changes_nothing(nats_url: str, cluster: str, tmp_path: Path) -> None:  # noqa: F811
+def test_a_catalog_that_dies_changes_nothing(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    tmp_path: Path,
+    held_time: HeldTime,
+) -> None:
     async def work() -> None:
         async with Site(nats_url, cluster, tmp_path) as site, site.catalog("a") as a:
+            hold = site.opened.enter_context(held_time.held())
             async with site.catalog("b") as b:
-                await both_hear(a, b)
+                await both_hear(a, b, held_time)
                 routed = [chosen(a, site.task())]
                 await eventually_async(lambda: b.queries.shared.received)
             routed.append(chosen(a, site.task()))  # b is gone, and a does not know it yet
-            await eventually_async(
-                lambda: a.heartbeats.peer_until_s < asyncio.get_running_loop().time(), "b still counts as there"
-            )
+            hold.pass_on(0.0)
+
+            def is_gone() -> bool:
+                hold.pass_on(0.1)
+                return a.heartbeats.peer_until_s < held_time.monotonic()
+
+            await eventually_async(is_gone, "b still counts as there")
             told = a.numbers().routes_shared
             together = spread(routed + [chosen(a, site.task()) for _ in range(PROMPTS)])
             assert len(together) == INSTANCES and together[-1] - together[0] <= 1
