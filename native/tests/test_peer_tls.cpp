@@ -20,8 +20,9 @@
 #include "kvbm/peer_server.hpp"
 #include "lent_blocks.hpp"
 
-// OpenSSL counts references in ways that TSan does not see; it looks at our own code alone.
-extern "C" const char* __tsan_default_options() { return "ignore_noninstrumented_modules=1"; }
+// OpenSSL counts references in ways that TSan does not see; it looks at our own code alone. GCC's TSan is a shared library, which finds
+// only what a program shows.
+extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() { return "ignore_noninstrumented_modules=1"; }
 
 namespace kvbm::tests {
 namespace {
