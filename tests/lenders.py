@@ -199,8 +199,10 @@ class SocketSite:
 
     tls: PeerTls | None = None
 
-    def __init__(self, transport: str, lender: MemoryLender, limits: LentLimits, folder: Path) -> None:
-        self.transport, self.lender, self._limits = transport, lender, limits
+    def __init__(
+        self, transport: str, lender: MemoryLender, limits: LentLimits, folder: Path, handshake_s: float = 2.0
+    ) -> None:
+        self.transport, self.lender, self._limits, self._handshake_s = transport, lender, limits, handshake_s
         self.unix = str(folder / "lend.sock")
         self.tcp = "127.0.0.1:0"
         self._readers: list[PeerReader] = []
@@ -209,7 +211,9 @@ class SocketSite:
     def start(self) -> None:
         """Listen, where it listened before."""
         self.leases = Leases(self.lender, EPOCH, self._limits)
-        self.owner = ReadableOwner(self.leases, OWNER, EPOCH, self.unix, self.tcp, KEY, connections=100)
+        self.owner = ReadableOwner(
+            self.leases, OWNER, EPOCH, self.unix, self.tcp, KEY, connections=100, handshake_s=self._handshake_s
+        )
         self.tcp = self.owner.tcp
 
     def stop(self) -> None:
@@ -237,6 +241,8 @@ class SocketSite:
         self.lender.close()
 
 
-def site_of(kind: str, lender: MemoryLender, limits: LentLimits, folder: Path) -> Site:
+def site_of(kind: str, lender: MemoryLender, limits: LentLimits, folder: Path, handshake_s: float = 2.0) -> Site:
     """kind: "local", "memory" or "tcp"."""
-    return LocalSite(lender, limits, folder) if kind == "local" else SocketSite(kind, lender, limits, folder)
+    if kind == "local":
+        return LocalSite(lender, limits, folder)
+    return SocketSite(kind, lender, limits, folder, handshake_s)

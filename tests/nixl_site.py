@@ -63,7 +63,7 @@ from tests.lenders import (
     root_of,
 )
 
-NIXL_S = 20.0  # the machine has other work
+NIXL_S = 60.0  # the machine has other work
 
 
 class _Owner(ReadableOwner):
@@ -200,14 +200,16 @@ class NixlSite(SocketSite):
         self.lends, self.reads = processes
         self._falls_back, self._admit = falls_back, lender.admit
         lender.admit = self._admit_namespace  # type: ignore[method-assign]
-        super().__init__("nixl", lender, limits, folder)
+        super().__init__("nixl", lender, limits, folder, NIXL_S)
 
     def start(self) -> None:
         """Listen, where it listened before."""
         assert self.lender.memory is not None
         self.leases = Leases(self.lender, EPOCH, self._limits)
         self.nixl = NixlOwner(self.lends, self.lender.memory, most_readers=100)
-        self.owner = _Owner(self.nixl, self.lender, self.leases, OWNER, EPOCH, self.unix, connections=200)
+        self.owner = _Owner(
+            self.nixl, self.lender, self.leases, OWNER, EPOCH, self.unix, connections=200, handshake_s=self._handshake_s
+        )
 
     def stop(self) -> None:
         self.owner.close()

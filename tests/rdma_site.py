@@ -18,7 +18,7 @@ from tests.lenders import KEY, NAMESPACE, OWNER, blocks_of, hashes_of, root_of
 from tests.native_owner import NativeLender
 
 SLOTS, BLOCK, ADDRESS = 20, 5_000, 4096
-WAIT_S = 30.0
+WAIT_S = 60.0
 END = RemoteEnd(bytes(15) + b"\1", 0, 77, 5, 3, 16)
 
 
@@ -57,7 +57,7 @@ class Owner:
     def __init__(self, folder: Path) -> None:
         self.lender = NativeLender(SLOTS, BLOCK, folder)
         self.lender.put(hashes_of(8), blocks_of(8, BLOCK))
-        self.server: Lending = self.lender.listen(str(folder / "s"), "127.0.0.1:0", LentLimits())
+        self.server: Lending = self.lender.listen(str(folder / "s"), "127.0.0.1:0", LentLimits(lease_s=WAIT_S))
         self.pairs = Pairs()
         self.rdma = RdmaLending(self.server.native, self.pairs, InstanceId(OWNER), [NAMESPACE])
 

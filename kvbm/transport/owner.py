@@ -48,6 +48,7 @@ class ReadableOwner:
         key: bytes = b"",
         connections: int = _CONNECTIONS,
         clock: Callable[[], float] = time.monotonic,
+        handshake_s: float = _HANDSHAKE_S,
     ) -> None:
         """Begin to lend.
 
@@ -55,11 +56,13 @@ class ReadableOwner:
             unix: path of a socket that only this user can connect to.
             tcp: host:port; port 0: any. Needs a key.
             connections: at once, at most.
+            handshake_s: as of `LendingOptions`.
         Raises: KvbmError: TCP without a key. OSError: an address cannot be had.
         """
         if tcp and not key:
             raise KvbmError("blocks are lent over TCP to whoever has a key; name one")
         self._leases, self._clock, self._connections = leases, clock, connections
+        self._handshake_s = handshake_s
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -138,7 +141,7 @@ class ReadableOwner:
                 self._open.discard(connection)
 
     def _converse(self, connection: socket.socket, session: OwnerSession) -> None:
-        until_s = self._clock() + _HANDSHAKE_S
+        until_s = self._clock() + self._handshake_s
         _send(connection, encode(session.hello()), until_s - self._clock())
         while True:
             if not session.is_ready:
@@ -158,7 +161,7 @@ class ReadableOwner:
             try:
                 if not connection.recv(1, socket.MSG_PEEK):
                     return None
-                return self._receive(connection, session, _HANDSHAKE_S)
+                return self._receive(connection, session, self._handshake_s)
             except TimeoutError:
                 self._leases.expire(self._clock())
 

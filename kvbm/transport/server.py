@@ -110,6 +110,7 @@ class LendingOptions(NamedTuple):
         retry_s: when to come again where as much is lent as may be.
         lane_bytes: of each of two lanes for blocks on their way from NVME. One answer has as many blocks from there as a lane holds.
         tls: what connections over TCP are secured with; None: bytes go as they are.
+        handshake_s: who has not proved itself by then is hung up on, and who stops in the middle of a message for so long.
     """
 
     unix: str = ""
@@ -121,6 +122,7 @@ class LendingOptions(NamedTuple):
     retry_s: float = 0.02
     lane_bytes: int = 32 << 20
     tls: PeerTls | None = None
+    handshake_s: float = 2.0
 
 
 class LendingSource(NamedTuple):
@@ -179,6 +181,7 @@ class Lending:
                 most_connections=options.connections,
                 most_blocks=options.blocks,
                 most_lease_ms=max(1, round(options.lease_s * 1000)),
+                handshake_ms=max(1, round(options.handshake_s * 1000)),
                 retry_ms=max(1, round(options.retry_s * 1000)),
                 lane_bytes=options.lane_bytes,
                 tls=options.tls,

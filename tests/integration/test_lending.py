@@ -29,13 +29,12 @@ from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.journal.segments import segment_files
 from tests.certificates import certify
-from tests.eventually import eventually
+from tests.eventually import WAIT_S, eventually
 from tests.journals import whole_frames
 from tests.managers import BLOCK_BYTES, NAMESPACE, check_bytes, hashes_of, serve
 from tests.owning_engines import OwningEngine
 from tests.sites import Site
 
-WAIT_S = 30.0
 DEPTH = 8
 MEMORY, TCP, TLS = "memory", "tcp", "tcp under TLS"
 ACME = Namespace(model="test", revision="r1", block_tokens=16, tenant="acme")
@@ -134,7 +133,7 @@ def test_a_closed_instance_gives_its_memory_back_though_somebody_keeps_it(pair: 
         first = pair.instance("first")
         assert mapped_memory() > before
         first.close()
-        eventually(lambda: mapped_memory() <= before, "HOST is mapped still", timeout_s=WAIT_S)
+        eventually(lambda: mapped_memory() <= before, "HOST is mapped still")
     finally:
         gc.enable()
 
@@ -180,15 +179,13 @@ def test_a_route_prices_what_another_lends_and_computes_what_nobody_does(pair: P
         found = pair.site.client.route(NAMESPACE.id, hashes, tokens, remember=False).ranked[0]
         return found.instance, found.peer, found.peer_blocks, found.missing_tokens
 
-    eventually(
-        lambda: best() == ("second", "first", DEPTH, 5), "no route prices what is lent", timeout_s=WAIT_S, state=best
-    )
+    eventually(lambda: best() == ("second", "first", DEPTH, 5), "no route prices what is lent", state=best)
     told = pair.site.client.route(NAMESPACE.id, hashes, tokens, remember=False).candidates
     assert told is not None
     assert [(one.instance, one.begin, one.end, one.tcp) for one in told.lent] == [("first", 0, DEPTH, True)]
     first.evict(Tier.HOST, hashes)
     whole = DEPTH * NAMESPACE.block_tokens + 5
-    eventually(lambda: best() == ("second", "", 0, whole), "what is gone is priced", timeout_s=WAIT_S, state=best)
+    eventually(lambda: best() == ("second", "", 0, whole), "what is gone is priced", state=best)
 
 
 def test_who_has_no_certificate_reads_nothing_and_says_so_once(pair: Pair) -> None:
@@ -268,7 +265,7 @@ class Stale(Nowhere):
 
 def remembered(reader: Manager, hashes: bytes) -> None:
     """Whatever happens, the reader believes what the catalog says now."""
-    found = reader._loads.locator.find("", NAMESPACE.id, hashes, 0, 5.0)
+    found = reader._loads.locator.find("", NAMESPACE.id, hashes, 0, WAIT_S)
     assert found.peers
     reader._loads.locator.close()
     reader._loads.locator = Stale(found)
@@ -312,7 +309,7 @@ OWNER = """
     flags = dict(one.split("=", 1) for one in sys.argv[1:])
     manager = open_manager(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES)
     serve(manager, 1, 8)
-    assert manager.settle(30)
+    assert manager.settle(60)
     print("ready", flush=True)
     time.sleep(600)
 """

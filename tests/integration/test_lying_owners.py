@@ -40,10 +40,12 @@ from tests.lenders import (
     new_client,
     root_of,
 )
+from tests.servers import free_port
 
 GOOD, MISSING, CORRUPT, FAILED = ReadOutcome
 BLOCK = 6_000
-LONG_S = 30.0
+LONG_S = 60.0
+NOISE = random.Random(3).randbytes(1 << 16)
 Said = list[Reply | bytes]
 Twist = Callable[[Reply], Said]
 
@@ -76,7 +78,7 @@ class LyingSite(SocketSite):
 
 @pytest.fixture(params=["memory", "tcp"])
 def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LyingSite]:
-    site = LyingSite(request.param, MemoryLender(20, BLOCK), LentLimits(), tmp_path)
+    site = LyingSite(request.param, MemoryLender(20, BLOCK), LentLimits(lease_s=LONG_S), tmp_path, LONG_S)
     site.lender.put(hashes_of(8), blocks_of(8, BLOCK))
     yield site
     site.close()
@@ -183,7 +185,7 @@ def test_bytes_that_end_too_soon_are_a_miss(site: LyingSite) -> None:
 
 @pytest.mark.parametrize("site", ["tcp"], indirect=True)
 def test_bytes_without_end_are_read_no_further_than_was_granted(site: LyingSite) -> None:
-    site.says(on(Grant, lambda reply: [reply, os.urandom(1 << 16)]))
+    site.says(on(Grant, lambda reply: [reply, NOISE]))
     reader = site.reader()
     found, rows = read(reader)
     assert found.result.outcomes == [GOOD] * 8
@@ -330,7 +332,7 @@ def test_whoever_does_not_prove_to_be_the_owner_is_not_read_from(transport: str,
     try:
         before = open_descriptors()
         for _ in range(2):
-            found, rows = read(reader, deadline_s=0.5)
+            found, rows = read(reader, deadline_s=0.5 if words == "in time" else LONG_S)
             assert found.result.outcomes == [FAILED] * 8
             assert words in found.trouble and found.trouble
             assert (rows == 0xA5).all()
@@ -366,7 +368,8 @@ lender = MemoryLender(24, 1 << 20)
 lender.put(hashes_of(24), blocks_of(24, 1 << 20))
 site = SocketSite.__new__(SocketSite)
 site.tcp = sys.argv[2]
-site.transport, site.lender, site._limits, site._readers = "", lender, LentLimits(), []
+site.transport, site.lender, site._limits, site._readers = "", lender, LentLimits(lease_s=60.0), []
+site._handshake_s = 60.0
 site.unix = sys.argv[1]
 site.start()
 print(site.tcp, flush=True)
@@ -409,7 +412,7 @@ def read_large(reader: PeerReader, rows: np.ndarray, deadline_s: float) -> PeerR
 def test_an_owner_that_is_killed_while_others_read_is_a_miss(transport: str, tmp_path: Path) -> None:
     blocks = blocks_of(24, 1 << 20)
     rng = random.Random(1)
-    child = Child(tmp_path)
+    child = Child(tmp_path, f"127.0.0.1:{free_port()}")
     reader = child.reader(transport)
     try:
         for _ in range(3):
@@ -475,7 +478,7 @@ else:
     reader = TcpReader(new_client, sys.argv[2], READER, OWNER, root_of, KEY)
 rows = np.zeros((24, 1 << 20), dtype=np.uint8)
 while True:
-    print(reader.read(NAMESPACE, hashes_of(24), rows, None, 30.0).trouble, flush=True)
+    print(reader.read(NAMESPACE, hashes_of(24), rows, None, 60.0).trouble, flush=True)
 """
 
 
@@ -511,7 +514,7 @@ from kvbm.transport.memory import MemoryReader
 from tests.lenders import NAMESPACE, OWNER, READER, hashes_of, new_client, root_of
 reader = MemoryReader(new_client, sys.argv[1], READER, OWNER, root_of)
 rows = np.zeros((24, 1 << 20), dtype=np.uint8)
-read = lambda: reader.read(NAMESPACE, hashes_of(24), rows, None, 30.0).trouble
+read = lambda: reader.read(NAMESPACE, hashes_of(24), rows, None, 60.0).trouble
 assert read() == ""
 thread = threading.Thread(target=lambda: [read() for _ in range(20)])
 thread.start()
@@ -527,10 +530,10 @@ assert read() == ""
 
 
 def test_a_forked_child_leaves_its_parents_connections_alone(tmp_path: Path) -> None:
-    site = SocketSite("memory", MemoryLender(24, 1 << 20), LentLimits(), tmp_path)
+    site = SocketSite("memory", MemoryLender(24, 1 << 20), LentLimits(lease_s=LONG_S), tmp_path)
     try:
         site.lender.put(hashes_of(24), blocks_of(24, 1 << 20))
         command = [sys.executable, "-c", FORKING, site.unix]
-        assert subprocess.run(command, cwd=Path(__file__).parents[2], check=False, timeout=60).returncode == 0
+        assert subprocess.run(command, cwd=Path(__file__).parents[2], check=False, timeout=120).returncode == 0
     finally:
         site.close()

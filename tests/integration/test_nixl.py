@@ -44,13 +44,13 @@ def processes() -> Iterator[tuple[NixlProcess, NixlProcess]]:
 
 @pytest.fixture
 def site(processes: tuple[NixlProcess, NixlProcess], tmp_path: Path) -> Iterator[NixlSite]:
-    site = NixlSite(MemoryLender(BLOCKS, BLOCK), LentLimits(lease_s=60), tmp_path, processes, falls_back=False)
+    site = NixlSite(MemoryLender(BLOCKS, BLOCK), LentLimits(lease_s=NIXL_S), tmp_path, processes, falls_back=False)
     site.lender.put(hashes_of(BLOCKS), blocks_of(BLOCKS, BLOCK))
     yield site
     site.close()
 
 
-def read(reader: PeerReader, count: int = BLOCKS, deadline_s: float = 30.0) -> tuple[PeerRead, np.ndarray]:
+def read(reader: PeerReader, count: int = BLOCKS, deadline_s: float = NIXL_S) -> tuple[PeerRead, np.ndarray]:
     rows = np.full((count, BLOCK), 0xA5, dtype=np.uint8)
     found = reader.read(NAMESPACE, hashes_of(BLOCKS)[: 16 * count], rows, None, deadline_s)
     wanted = blocks_of(BLOCKS, BLOCK)

@@ -24,7 +24,7 @@ from tests.eventually import eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, check_bytes, events_in, hashes_of, make_manager, serve
 from tests.object_pools import memory_objects
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 SIZES = {Tier.HBM: 400, Tier.HOST: 400}
 
 

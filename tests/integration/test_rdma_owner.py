@@ -19,7 +19,7 @@ from kvbm.verbs.queue_pair import RemoteEnd
 from tests.eventually import eventually
 
 END = RemoteEnd(bytes(15) + b"\1", 0, 77, 5, 3, 16)
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Pair:
