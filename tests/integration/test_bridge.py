@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import random
 import socket
 import threading
@@ -19,7 +20,8 @@ from kvbm.core.errors import ConfigError, MissingExtraError
 from kvbm.locate.http import CatalogClient
 from tests.eventually import eventually
 from tests.foreign_engines import CLEARED, MODEL, Prompt, removed_event, stored_event
-from tests.nats_fixture import cluster, nats_url
+from tests.nats_fixture import WAIT_S, cluster, nats_url
+from tests.servers import free_port
 from tests.zmq_publisher import Publisher
 
 __all__ = ["cluster", "nats_url"]
@@ -71,19 +73,20 @@ class Site:
     def close(self) -> None:
         for end, thread in zip(self._ends, self._threads, strict=True):
             end.set()
-            thread.join(30)
+            thread.join(WAIT_S)
             assert not thread.is_alive()
 
 
 @pytest.fixture
-def site(nats_url: str, cluster: str, tmp_path: Any) -> Iterator[Site]:
+def site(request: pytest.FixtureRequest, nats_url: str, cluster: str, tmp_path: Any) -> Iterator[Site]:
+    """Its parameter, if any, is for how long an instance may be silent."""
     settings = ServiceSettings(
         nats_url=nats_url, database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}", cluster=cluster, listen="127.0.0.1:0",
-        store_every_s=0.02, liveness_s=2.0,
+        store_every_s=0.02, liveness_s=getattr(request, "param", WAIT_S),
     )  # fmt: skip
     with CatalogThread(settings) as thread:
-        client = CatalogClient(thread.url)
-        client.wait_ready(10)
+        client = CatalogClient(thread.url, timeout_s=WAIT_S)
+        client.wait_ready(WAIT_S)
         made = Site(nats_url, cluster, client)
         yield made
         made.close()
@@ -180,7 +183,7 @@ def test_what_cannot_be_sent_again_costs_the_epoch(site: Site, publishers: list[
 
 
 def test_another_process_at_the_same_address_is_another_epoch(site: Site, publishers: list[Publisher]):
-    engine = started(publishers)
+    engine = started(publishers, (free_port(), free_port()))
     bridge = site.bridge(a=engine.settings)
     engine.publish(stored_event(PROMPT))
     bridge.agrees(PROMPT, {"a": {"HBM": 6}})
@@ -192,6 +195,7 @@ def test_another_process_at_the_same_address_is_another_epoch(site: Site, publis
     assert bridge.depths(PROMPT) == {}
 
 
+@pytest.mark.parametrize("site", [2.0], indirect=True)
 def test_an_engine_that_answers_nothing_is_left_out_until_it_answers(site: Site, publishers: list[Publisher]):
     engine = started(publishers)
     bridge = site.bridge(a=engine.settings | {"silence_s": 1.5})
@@ -220,18 +224,18 @@ def test_an_engine_that_sends_nothing_again_is_heard_all_the_same(site: Site, pu
 
 
 def neighbours_of_free_ports() -> int:
-    """A port that nobody listens on, nor on those 1, 10 and 11 above it; below those that are given out by themselves."""
+    """A port that nobody listens on, nor on those 1, 10 and 11 above it; below those that `free_port` or the system gives."""
 
     def is_free(port: int) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", port)) != 0
 
-    choose = random.Random()
+    choose = random.Random(os.getpid())  # processes of tests have others
     return eventually(
         lambda: next(
             (
                 base
-                for base in [choose.randrange(12_000, 30_000)]
+                for base in [choose.randrange(10_000, 19_900)]
                 if all(is_free(base + more) for more in (0, 1, 10, 11))
             ),
             0,

@@ -175,7 +175,7 @@ class Held:
     def write_checkpoint(self, path: str, note: bytes) -> tuple[int, int, int]:
         done = self.index.write_checkpoint(path, note)
         self.begun.set()
-        assert self.may_end.wait(30.0)
+        assert self.may_end.wait(60.0)
         return done
 
 
@@ -196,12 +196,12 @@ def test_a_checkpoint_that_was_under_way_does_not_outlive_the_one_that_is_writte
     async def both() -> None:
         writer = checkpointer(tmp_path, held, 10)
         usual = asyncio.create_task(writer.write())
-        assert await asyncio.to_thread(held.begun.wait, 30.0)
+        assert await asyncio.to_thread(held.begun.wait, 60.0)
         under_way = names(tmp_path)
         alone = asyncio.create_task(writer.write_alone())
         await asyncio.sleep(0)
         held.may_end.set()
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60.0):
             await usual
             assert await alone
         assert writer.written == 2 and len(names(tmp_path)) == 1

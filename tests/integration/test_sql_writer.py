@@ -27,7 +27,7 @@ from tests.eventually import eventually_async
 ONE, TWO = InstanceId("one"), InstanceId("two")
 SPACE = Namespace(model="m", block_tokens=4)
 POOL = PoolStated(Tier.OBJECT, 0, 1024, Reach.CLUSTER, "pool")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def block(number: int) -> bytes:
