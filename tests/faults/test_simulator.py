@@ -23,6 +23,13 @@ CHUNK = 4
 PEER_SEEDS, QUICK_PEER_SEEDS, PEER_CHUNK = 300, 20, 10  # the same, where instances read each other's blocks
 LEAST_FETCHED = 20  # blocks of a chunk that came from other instances and are in journals; usually some hundred
 MUTANT_SEEDS = 200
+FOUND_AT = {  # the first seed that notices a planted defect, where it is not 0
+    "forgets_nobody": 1,
+    "gap_ignored": 1,
+    "places_without_fingerprints": 94,
+    "resumes_at_the_end": 12,
+    "stale_epoch_applied": 8,
+}
 PAIRS, QUICK_PAIRS, PAIRS_CHUNK, PAIR_SEEDS = pairs(), pairs()[::4], 15, 2
 TRIPLES, TRIPLES_CHUNK = triples(), 24
 MEET_SHARE = (
@@ -174,17 +181,24 @@ def test_what_once_broke_by_meeting_stays_whole(seed: int, together: tuple[str, 
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))
-def test_a_deliberate_defect_is_noticed(name: str) -> None:
-    mutant = MUTANTS[name]
+def test_a_deliberate_defect_is_noticed(name: str, pytestconfig: pytest.Config) -> None:
+    """By the seed that is known to, at once; only `make test-all` looks for another where that one does not."""
+    mutant, known = MUTANTS[name], FOUND_AT.get(name, 0)
     how = mutant.plan
+    others = [seed for seed in range(MUTANT_SEEDS) if seed != known] if pytestconfig.getoption("--nightly") else []
     with watched():
-        for seed in range(MUTANT_SEEDS):
+        for seed in (known, *others):
             with mutant.planted():
                 found = run(seed, how).violation
             if found:
+                print(f"{name}: seed {seed}")
                 check(run(seed, how))  # it is the defect that was noticed, and nothing else
+                assert seed == known, f"seed {seed} notices it first, not {known}: write it into FOUND_AT"
                 return
-    pytest.fail(f"{MUTANT_SEEDS} seeds did not notice that this no longer holds: {mutant.rule}")
+    pytest.fail(
+        f"{1 + len(others)} seeds, {known} the first, did not notice that this no longer holds: {mutant.rule}; where draws have "
+        f"changed, --nightly says which seed does now: write it into FOUND_AT"
+    )
 
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:

@@ -21,7 +21,7 @@ from tests.pool_runs import SHAPE, Run, random_run
 
 GOOD, CORRUPT = ReadOutcome.GOOD, ReadOutcome.CORRUPT
 SLOTS = 64
-INJECTIONS = 10_048  # in each way; completed snapshots of one for each slot
+INJECTIONS, QUICK_INJECTIONS = 10_048, 1_024  # in each way; whole turns of one for each slot
 WAYS = [("io_uring", "on"), ("io_uring", "off"), ("threads", "off")]
 
 
@@ -43,7 +43,8 @@ def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Nvm
     pool.close()
 
 
-def test_every_flipped_bit_is_found_wherever_it_is(filled: tuple[NvmePool, Run, int]) -> None:
+@pytest.mark.parametrize("injections", [QUICK_INJECTIONS, pytest.param(INJECTIONS, marks=pytest.mark.nightly)])
+def test_every_flipped_bit_is_found_wherever_it_is(filled: tuple[NvmePool, Run, int], injections: int) -> None:
     pool, run, block_bytes = filled
     random = np.random.default_rng(11)
     files = [os.open(path, os.O_RDWR) for path in pool.paths]
@@ -55,7 +56,7 @@ def test_every_flipped_bit_is_found_wherever_it_is(filled: tuple[NvmePool, Run, 
         os.pwrite(files[slot % 2], bytes([byte ^ mask]), position)
 
     found = 0
-    for _ in range(INJECTIONS // SLOTS):
+    for _ in range(injections // SLOTS):
         of_headers = random.integers(0, 64, SLOTS)  # half of them where every byte means something
         anywhere = random.integers(0, PAGE_BYTES + block_bytes, SLOTS)
         places = np.where(random.random(SLOTS) < 0.5, of_headers, anywhere).tolist()
@@ -65,7 +66,7 @@ def test_every_flipped_bit_is_found_wherever_it_is(filled: tuple[NvmePool, Run, 
         found += pool.read(everything, run.namespace, run.hashes, run.room()).outcomes.count(CORRUPT)
         for slot in everything:
             flip(slot, places[slot], masks[slot])
-    assert found == INJECTIONS
+    assert found == injections
     rows = run.room()
     assert pool.read(everything, run.namespace, run.hashes, rows).outcomes == [GOOD] * SLOTS
     assert (rows == run.rows).all()

@@ -36,6 +36,7 @@ from kvbm.core.ledger import LEAST_EVENT_BYTES, LENT_TIERS, NOT_HELD, Ledger
 from kvbm.core.policy import EVICTION_POLICIES, OTHERS, Share
 from kvbm.core.slot_allocator import Allocation
 from kvbm.core.snapshots import SNAPSHOT_LOOKS, Recovered
+from tests.examples import examples
 
 POOLS = (
     PoolStated(Tier.HBM, 9, 64),
@@ -345,7 +346,7 @@ class Twins:
 numbers = st.integers(0, 63)
 steps = st.tuples(st.integers(0, 29), numbers, numbers, numbers, numbers)
 thorough = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 
@@ -369,7 +370,7 @@ SHARES = (
 
 @pytest.mark.parametrize("eviction", list(EVICTION_POLICIES))
 @pytest.mark.parametrize("shares", SHARES)
-@settings(parent=thorough, max_examples=150)
+@settings(parent=thorough, max_examples=examples(150))
 @given(script=st.lists(steps, min_size=20, max_size=150))
 def test_tenants_with_shares_come_out_the_same(eviction: str, shares: Sequence[Share], script: list[Step]):
     twins = Twins(eviction, shares=shares)

@@ -40,6 +40,7 @@ from kvbm.transport.wire import (
     key_proof,
     open_proof,
 )
+from tests.examples import examples
 
 GOLDEN = (Path(__file__).parents[1] / "golden" / "peer_wire_v1.bin").read_bytes()
 CLASSES = (Hello, Prove, Open, Opened, ArenaShape, Ask, Grant, Busy, Gone, End, Bye)
@@ -114,7 +115,7 @@ def test_golden_bytes_are_read_and_written_by_both() -> None:
         assert _native.encode_peer_message(CLASSES.index(type(message)) + 1, tuple(message)) == piece
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(message=messages)
 def test_a_message_has_the_same_bytes_in_both_and_comes_back(message: Message) -> None:
     data = encode(message)
@@ -124,7 +125,7 @@ def test_a_message_has_the_same_bytes_in_both_and_comes_back(message: Message) -
     assert natively(data) == decode(data)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(message=messages, seed=st.integers(0, 1 << 32))
 def test_damaged_messages_are_refused_by_both_or_by_neither(message: Message, seed: int) -> None:
     rng = random.Random(seed)

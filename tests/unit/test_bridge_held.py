@@ -14,6 +14,7 @@ from kvbm.core.codec import decode_frame
 from kvbm.core.events import EvictReason, InstanceStarted, PoolStated
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Reach, Tier
+from tests.examples import examples
 
 SPACES = [Namespace(model="m", block_tokens=4, lora=lora) for lora in ("", "l")]
 OWN = (Tier.HBM, Tier.HOST)
@@ -94,7 +95,7 @@ class Model:
         assert self.ledger.restart(Epoch(self.epoch)) == self.ledger.applied
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 80))
 def test_frames_are_legal_and_say_what_is_held(seed: int, steps: int):
     choose = random.Random(seed)

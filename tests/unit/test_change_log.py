@@ -133,12 +133,12 @@ def test_an_index_records_what_changes_it_and_answers_as_before() -> None:
 def test_readers_wake_when_something_comes_and_wait_no_longer_than_they_want() -> None:
     async def work() -> None:
         log = new_log()
-        waiting = [asyncio.create_task(log.wait_after(0, 20.0)) for _ in range(3)]
+        waiting = [asyncio.create_task(log.wait_after(0, 1000.0)) for _ in range(3)]
         await asyncio.sleep(0)
         log.add(1, Kind.STATUS, A)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.gather(*waiting)
             await log.wait_after(1, 0.01)
-            await log.wait_after(0, 20.0)
+            await log.wait_after(0, 1000.0)
 
     asyncio.run(work())

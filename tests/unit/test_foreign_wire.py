@@ -23,6 +23,7 @@ from kvbm.streams.foreign.events import (
 )
 from kvbm.streams.foreign.state import Message
 from kvbm.streams.foreign.wire import Kind, decode_batch
+from tests.examples import examples
 from tests.foreign_engines import CLEARED, Prompt, new_state, payload, removed_event, stored_event
 
 PROMPT = Prompt(tuple(range(8)))
@@ -172,7 +173,7 @@ def survives(data: bytes) -> None:
             state.step(0.0, Message(sequence, data))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(st.dictionaries(fields, values, max_size=6), max_size=3), st.sampled_from(("BlockStored", "BlockRemoved"))
 )
@@ -182,7 +183,7 @@ def test_fuzz_fields(changes: list[dict[str, Any]], name: str):
     survives(payload(*([name, *list(event.values())[1:]] for event in events)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(values)
 def test_fuzz_values(value: Any):
     survives(msgspec.msgpack.encode(value))
@@ -190,7 +191,7 @@ def test_fuzz_values(value: Any):
     survives(payload(["BlockStored", value], {"type": "BlockRemoved", "block_hashes": value}))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 2**32))
 def test_fuzz_bytes(data: bytes, seed: int):
     survives(data)

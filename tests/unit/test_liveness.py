@@ -24,6 +24,7 @@ from kvbm.catalog.liveness import (
 )
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import Heartbeat
+from tests.examples import examples
 
 A, B, C, D, E = (InstanceId(name) for name in "abcde")
 TICK_S = 0.1
@@ -339,7 +340,7 @@ inputs = st.one_of(
     st.just(("tick",)),
 )
 steps = st.lists(st.tuples(st.sampled_from([0.0, 0.05, 0.3, 0.9, 1.1, 2.5, 5.0]), inputs), max_size=120)
-thorough = settings(max_examples=400, deadline=None)
+thorough = settings(max_examples=examples(400), deadline=None)
 
 
 def fed(action: tuple[object, ...], number: int, clock: int = 0) -> Input:
