@@ -19,6 +19,7 @@ import pytest
 from tests.engines.vllm.harness.page import as_json, code
 from tests.engines.vllm.harness.wheelhouse import Environment, pack, pack_ours
 from tests.eventually import eventually
+from tests.servers import free_port
 
 START_S, STOP_S = 280.0, 120.0
 BUILD, INSTALL = code("sh", "make wheels").splitlines()
@@ -68,7 +69,7 @@ def test_whoever_follows_the_page_has_a_hit(installed: tuple[Environment, Path],
     )  # the vLLM of this environment is that one
     where = environment.run("python -c 'import kvbm, kvbm.engines.vllm.plugin; print(kvbm.__file__)'", tmp_path)
     assert where.startswith(str(folder)), "kvbm is another one than was installed"
-    model, port = engines.model("llama-words"), _free_port()
+    model, port = engines.model("llama-words"), free_port()
     (tmp_path / "kvbm.json").write_text(json.dumps(as_json()["serve"]))
 
     def here(command: str) -> str:
@@ -131,9 +132,3 @@ def _answers(environment: Environment, port: int, process: subprocess.Popen[byte
         if asked.connect_ex(("127.0.0.1", port)):
             return False
     return environment.run(f"curl -s -o /dev/null -w '%{{http_code}}' localhost:{port}/health", log.parent) == "200"
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
