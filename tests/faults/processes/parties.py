@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from kvbm.bench.postgres import readable_by_all
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import Child, ProcessError, free_port
 from tests import servers
@@ -150,7 +151,7 @@ class PostgresParty(Party):
             for folder in (self._folder, *self._folder.parents[:2]):
                 if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o001:
                     folder.chmod(folder.stat().st_mode | 0o011)
-            self._binaries = servers._readable_by_all(self._binaries, self._folder)
+            self._binaries = readable_by_all(self._binaries, self._folder)
             os.chown(data, options["user"], options["group"])
         self._options = options | {"cwd": self._folder, "env": servers._postgres_environment(self._binaries)}
         command = [str(self._binaries / "initdb"), "-D", str(data), "-U", "postgres", "--auth=trust", "--encoding=utf8"]
