@@ -7,6 +7,7 @@ import dataclasses
 import random
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -776,6 +777,36 @@ def test_a_locked_sqlite_file_is_a_catalog_error(sqlite_url: str, monkeypatch: p
         await other.close()
 
     asyncio.run(run())
+
+
+READ_AND_CLOSE = """
+import sqlite3, sys
+database = sqlite3.connect(sys.argv[1])
+print(database.execute("SELECT stream_sequence FROM positions").fetchone()[0])
+database.close()
+"""
+
+
+def test_a_database_that_is_opened_again_keeps_its_locks_against_other_processes(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    """Else one of them takes itself for the last, and deletes the log that is written to here: what is stored then is lost."""
+
+    def read_elsewhere() -> str:
+        command = [sys.executable, "-c", READ_AND_CLOSE, str(tmp_path / "catalog.db")]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+
+    async def run() -> None:
+        store = await SqlStore.open(sqlite_url)
+        assert await store.apply(batch(0, 1))
+        await (await SqlStore.open(sqlite_url)).close()
+        assert read_elsewhere() == "1"
+        assert await store.apply(batch(1, 2))
+        assert read_elsewhere() == "2"
+        await store.close()
+
+    asyncio.run(run())
+    assert read_elsewhere() == "2"
 
 
 def test_who_reads_a_database_keeps_no_writer_waiting(database_url: str) -> None:
