@@ -110,15 +110,19 @@ class Report(msgspec.Struct, kw_only=True):
         """The checks that failed, in words."""
         checks = {
             "not every request was answered": self.requests == DIALOGUES * TURNS,
-            "tokens differ from those of a recomputation": self.tokens_identical,
+            "tokens differ from those of a recomputation": self.tokens_identical
+            and self.tokens_compared >= self.requests,
             "a tier served no hit": all(self.hits_by_tier.get(tier.name, 0) for tier in Tier),
-            "no block was read from the other engine's HOST": self.peer_blocks > 0,
+            "not every block of a prompt was read from the other engine's HOST": self.peer_blocks
+            == self.peer_prompt_blocks
+            > 0,
             "tokens after blocks of the other engine differ from those it computed": self.peer_tokens_identical,
             "reuse was not faster than recomputing": self.ttft_ratio > 1,
             "events applied differ from events published": self.events_applied == self.events_published > 0,
             "there were gaps": self.gaps == 0,
             "digests of instances and catalog differ": self.digests_equal,
-            "the killed engine did not recover": self.killed_and_recovered,
+            "the killed engine did not recover": self.killed_and_recovered and self.recovered_blocks > 0,
+            "no read was verified": self.verified_reads > 0,
             "a block was corrupt or a copy failed": not self.corrupt_blocks and not self.failed_copies,
             "replay found faults": self.replay_verified,
         }
@@ -239,7 +243,7 @@ class Demo:
             self.report.peer_prompt_blocks = read["prompt_blocks"]
             is_computed = not computed["failed"] and not sum(computed["hits"].values())
             self.report.peer_tokens_identical = is_computed and read["tokens"] == computed["tokens"]
-            if self.report.peer_blocks:
+            if self.report.peer_blocks == self.report.peer_prompt_blocks:
                 return
 
     def _store_prompt(self) -> None:
