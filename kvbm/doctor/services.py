@@ -32,6 +32,7 @@ _OLDEST_NATS = (2, 10)
 _GOOD_NATS = (2, 12)
 _FAR_S = 0.05
 _ASK_S = PROBE_S - 1.0  # of the probes' five, so that what was begun can be ended
+_EMBEDDED_ASK_S = 1.0
 _OBJECT_ASK_S = 0.9  # of one request to the object store, twice that for the first: five in all
 
 
@@ -62,7 +63,7 @@ def look_at_nats(settings: Settings) -> Nats:
             url = read_small(folder / "nats.url").decode("utf-8").strip()
         except (OSError, ValueError):
             pass
-        if not url or not answers(url, 1.0):
+        if not url or not answers(url, _EMBEDDED_ASK_S):
             ran = subprocess.run(
                 [str(server_binary()), "--version"], capture_output=True, text=True, timeout=_ASK_S, check=False
             )
