@@ -104,7 +104,7 @@ def run_catalog(server: str, name: str, database: str, **more: Any) -> Iterator[
         listen="127.0.0.1:0",
         store_every_s=0.02,
         tenant_secrets={"acme": "secret"},
-        **more,
+        **{"connect_s": WAIT_S, **more},
     )
     with CatalogThread(settings) as thread:
         client = CatalogClient(thread.url, timeout_s=WAIT_S)

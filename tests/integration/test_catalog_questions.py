@@ -13,15 +13,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvbm import cli
-from kvbm.assembly import NATIVE, NATIVE_INDEX
+from kvbm import catalog_questions, cli
+from kvbm.assembly import NATIVE, NATIVE_INDEX, catalog_clients
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.command_line import configure_logs
+from kvbm.config import Settings
 from kvbm.core.answers import BlockAnswer, InstanceSummary, LookupAnswer, RouteAnswer
 from kvbm.core.watch_events import BlockChanges, WatchBegun, WatchEvent
 from kvbm.locate.http import CatalogClient
-from tests.eventually import eventually
+from tests.eventually import WAIT_S, eventually
 from tests.ledger_instances import HASHES, POOL, SPACE, LedgerInstance
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 
@@ -35,14 +36,14 @@ def url(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[str]:  # noqa:
     configure_logs(logging.WARNING)  # what it remarks is no answer
     settings = ServiceSettings(
         nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="127.0.0.1:0", store_every_s=0.02,
-        liveness_s=60.0, whole_wait_s=0.0,
+        liveness_s=10 * WAIT_S, whole_wait_s=0.0, connect_s=WAIT_S,
     )  # fmt: skip
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
         instance = LedgerInstance(nats_url, cluster, "a")
         instance.fill()
         instance.publish()
-        client = CatalogClient(thread.url)
-        client.wait_ready(10)
+        client = CatalogClient(thread.url, WAIT_S)
+        client.wait_ready(WAIT_S)
         eventually(lambda: client.block(SPACE, HASHES[16 * 7 : 16 * 8]).holders, "the pool's blocks are not there")
         eventually(lambda: is_live(instance, client), "a is not live")
         client.close()
@@ -55,9 +56,19 @@ def is_live(instance: LedgerInstance, client: CatalogClient) -> bool:
     return [one.state for one in client.instances()] == ["live"]
 
 
+def patient(settings: Settings, url: str = "") -> CatalogClient:
+    """The client of a command, which waits for as long as a busy machine may take."""
+    client = catalog_clients(settings, url)
+    assert isinstance(client, CatalogClient)
+    client._timeout_s = WAIT_S
+    return client
+
+
 @pytest.fixture
 def asked(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Asked:
     """Runs a command, without a secret; its status, and what it printed at both places."""
+
+    monkeypatch.setattr(catalog_questions, "catalog_clients", patient)
 
     def ask(*words: str, given: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
@@ -146,7 +157,7 @@ def test_what_cannot_be_asked_is_said(asked: Asked, words: tuple[str, ...], why:
 def test_two_namespaces_are_told_apart(asked: Asked, nats_url: str, cluster: str, url: str) -> None:  # noqa: F811
     other = msgspec.structs.replace(SPACE, kv_dtype="float16", lora="\x1b]0;owned\x07")
     LedgerInstance(nats_url, cluster, "b", space=other).publish()
-    client = CatalogClient(url)
+    client = CatalogClient(url, WAIT_S)
     eventually(lambda: len(client.namespaces()) == 2, "the second namespace is not known")
     client.close()
     status, _, err = asked("lookup", HASHES.hex(), "--namespace", "m")
@@ -174,7 +185,7 @@ def test_changes_are_watched_until_interrupted(nats_url: str, cluster: str, url:
             if "gained" in line and "HBM" in line:
                 break
         watching.terminate()
-        assert watching.wait(10) == 130
+        assert watching.wait(WAIT_S) == 130
     if as_json:
         assert isinstance(msgspec.json.decode(first, type=WatchEvent), WatchBegun)
         changes = msgspec.json.decode(seen[-1], type=WatchEvent)
