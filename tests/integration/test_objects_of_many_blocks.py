@@ -38,7 +38,7 @@ from tests.managers import (
 from tests.object_pools import memory_objects
 from tests.wrapped_pools import Jittery, OutOfReach
 
-WAIT_S = 10.0
+WAIT_S = 120.0
 K = 4
 
 
@@ -358,7 +358,18 @@ def test_late_objects_never_land_in_slots_that_are_used_again(blocks: int, stage
 
         with ThreadPoolExecutor(2) as engines:
             for done in [engines.submit(engine, number) for number in range(2)]:
-                done.result(60)
+                done.result(4 * WAIT_S)
+        assert settled(manager)
+        objects.opened.clear()  # one that is late in any case, then one that is not
+        everything_but_objects(manager, 1, 8)
+        manager.unpin(manager.acquire(NAMESPACE.id, hashes_of(1, 8)).slots)
+        objects.opened.set()
+        assert settled(manager)
+        everything_but_objects(manager, 1, 8)
+        found = manager.acquire(NAMESPACE.id, hashes_of(1, 8), wait_s=WAIT_S)
+        assert found.hits.get(Tier.OBJECT, 0) > 0
+        check_bytes(manager, hashes_of(1, found.depth), found.slots)
+        manager.unpin(found.slots)
         assert settled(manager)
         stats = manager.stats()
         assert stats.late_copies > 0 and stats.hit_blocks[Tier.OBJECT] > 0
