@@ -71,22 +71,6 @@ std::uint32_t ClusterIndex::new_instance(std::string_view name) {
   return number;
 }
 
-// Names come seldom and are compared by every query, so what comes later in their order moves on when one comes.
-void ClusterIndex::rank_by_name(std::uint32_t number) {
-  const auto place = std::lower_bound(by_name_.begin(), by_name_.end(), number, [this](std::uint32_t a, std::uint32_t b) {
-    return instances_[a].name < instances_[b].name;
-  });
-  for (auto at = by_name_.insert(place, number); at != by_name_.end(); ++at) {
-    instances_[*at].rank = static_cast<std::uint32_t>(at - by_name_.begin());
-  }
-}
-
-void ClusterIndex::forget_rank(std::uint32_t number) {
-  for (auto at = by_name_.erase(by_name_.begin() + instances_[number].rank); at != by_name_.end(); ++at) {
-    --instances_[*at].rank;
-  }
-}
-
 void ClusterIndex::list_dropped(std::uint32_t number) {
   if (!instances_[number].is_listed) {
     instances_[number].is_listed = true;

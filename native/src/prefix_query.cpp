@@ -403,6 +403,22 @@ bool ClusterIndex::is_suspect(std::string_view name) const {
   return known == instance_numbers_.end() || !instances_[known->second].is_known || is_suspect(instances_[known->second]);
 }
 
+// Names come seldom and are compared by every query, so what comes later in their order moves on when one comes.
+void ClusterIndex::rank_by_name(std::uint32_t number) {
+  const auto place = std::lower_bound(by_name_.begin(), by_name_.end(), number, [this](std::uint32_t a, std::uint32_t b) {
+    return instances_[a].name < instances_[b].name;
+  });
+  for (auto at = by_name_.insert(place, number); at != by_name_.end(); ++at) {
+    instances_[*at].rank = static_cast<std::uint32_t>(at - by_name_.begin());
+  }
+}
+
+void ClusterIndex::forget_rank(std::uint32_t number) {
+  for (auto at = by_name_.erase(by_name_.begin() + instances_[number].rank); at != by_name_.end(); ++at) {
+    --instances_[*at].rank;
+  }
+}
+
 void ClusterIndex::report_queued(std::uint32_t number, std::uint32_t tokens) const {
   const ReadGuard reading(lock_);
   if (instances_[number].is_known) {

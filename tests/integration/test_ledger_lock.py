@@ -99,14 +99,17 @@ def test_a_signal_is_handled_while_it_is_waited_for():
     def raise_it(*_: object) -> None:
         raise InterruptedError("a signal")
 
+    def wait_while_it_comes() -> None:
+        killer.start()
+        lock.acquire()
+
     before = signal.signal(signal.SIGUSR1, raise_it)
     holder, killer = threading.Thread(target=hold), threading.Thread(target=interrupt)
     try:
         holder.start()
         assert has_it.wait(60)
         with pytest.raises(InterruptedError, match="a signal"):
-            killer.start()
-            lock.acquire()
+            wait_while_it_comes()
     finally:
         may_end.set()
         holder.join()
