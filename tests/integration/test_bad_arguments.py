@@ -15,6 +15,7 @@ from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, split_hashes
 from kvbm.streams.base import ORIGIN
 from tests.cores import CORES
+from tests.eventually import WAIT_S
 from tests.managers import hashes_of
 from tests.owning_engines import mapped_rows
 
@@ -137,7 +138,7 @@ def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             "settle": {"timeout_s": 0.0},
             "close": {"timeout_s": 1.0},
         }  # fmt: skip
-        assert manager.settle(10)
+        assert manager.settle(WAIT_S)
         yield Held(manager, good)
 
 
