@@ -19,6 +19,7 @@ from kvbm.core.ids import HASH_BYTES, Namespace
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.object.header import OBJECT_VERSION, header_bytes
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
+from kvbm.pools.stores import cache_tier
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store
 from kvbm.pools.tenant_keys import add_key
 from tests.faulty_http import Fault, FaultyServer, faulty
@@ -311,6 +312,8 @@ def test_a_bucket_or_a_front_that_is_not_there_is_named(place: Place, monkeypatc
 @pytest.mark.objects
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_a_redis_in_front_answers_and_may_forget(place: Place, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_tier, "_CACHE_WAIT_S", WAIT_S)  # a busy machine rests no front
+    monkeypatch.setattr(cache_tier, "_FILL_WAIT_S", WAIT_S)
     flags = at_place(place, monkeypatch)
     pool = opened(flags | {"front": f"{redis_url}?prefix=front-{uuid.uuid4().hex}", "blocks": "4"})
     run = run_of(5)
