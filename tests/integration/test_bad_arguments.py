@@ -166,6 +166,7 @@ def owning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
                 "refresh": {"hashes": CREATED, "namespace": SPACE.id},
             },
         )
+        manager.close(0.1)  # a store is under way that nobody ends
 
 
 def state(manager: kvbm.Manager) -> object:
