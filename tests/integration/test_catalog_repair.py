@@ -1080,7 +1080,7 @@ def test_a_replica_goes_on_when_the_one_that_wrote_is_killed(
         await one.publish()
         seen: list[int] = []
         claimed = 0
-        for _ in range(3):
+        for _ in range(2):
             child = serve_catalog(nats_url, postgres_url, cluster, tmp_path)
             try:
                 store = await SqlStore.open(postgres_url)
