@@ -59,6 +59,13 @@ def test_one_that_fails_again_fails_the_run(flakes: Path, capsys: pytest.Capture
     assert not flakes.exists()
 
 
+def test_words_of_a_silence_are_of_no_bytes() -> None:
+    words = (
+        "Finding(check='object store', found='OBJECT pool s3://bucket/blocks does not answer (no answer within 1.8 s)')"
+    )
+    assert [one.test for one in to_run_again(FAILED, heard(failed("test_a", words)))] == ["test_it.py::test_a"]
+
+
 @pytest.mark.parametrize(
     "reports",
     [
