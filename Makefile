@@ -16,10 +16,12 @@ ENGINES_STAMP := $(ENGINES)/.kvbm-installed
 AZURITE := build/azurite/node_modules/.bin/azurite-blob
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
-# A worker that has nothing left takes tests from the other: files of long tests are few.
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# How tests are run: the gate (`check`) runs once more, alone, what a stalled machine can make fail. A worker that has nothing left takes
+# tests from the other, for few files have the long ones.
+RUN_TESTS = -m pytest
+SHARED = -n $(JOBS) --dist worksteal
 
-.PHONY: help demo docs wheels wheels-check test test-all test-objects test-engines test-engines-quick faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check clean
+.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects smoke-objects test-rdma engines smoke-engines test-engines test-engines-quick test-bridge faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -49,20 +51,31 @@ wheels: $(WHEELS_STAMP)  ## dist/: a wheel for Python 3.11 and one (abi3) for 3.
 wheels-check: $(WHEELS_STAMP)  ## … and each installed in a fresh environment of each Python that is here, and used
 	$(PYTHON) tools/wheels.py try --demo --most-glibc 2.34
 
+wheel-check: setup  ## one wheel, for this Python: built, installed in a fresh environment, and used
+	$(BIN)/python tools/wheels.py build --here --dist build/dist
+	$(BIN)/python tools/wheels.py try --here --dist build/dist --most-glibc 2.34
+
 $(AZURITE):
 	npm install --no-audit --no-fund --loglevel=error --prefix build/azurite azurite@3.35.0
 
 test: setup $(AZURITE)  ## all tests but those of test-objects; starts its own nats-server, PostgreSQL, S3 and Azure servers; needs npm and curl
-	$(PYTEST) $(PYTEST_ARGS)
+	$(BIN)/python $(RUN_TESTS) $(SHARED) $(PYTEST_ARGS)
 
-test-all: setup $(AZURITE)  ## … and all that takes long: statistics, measurements, every seed, other examples each time, radosgw, engines, defects, fuzzing
-	$(PYTEST) --nightly --objects $(PYTEST_ARGS)
-	$(MAKE) fuzz FUZZ_SECONDS=60
-	$(MAKE) mutants
-	$(MAKE) test-engines
+test-all: setup $(AZURITE)  ## everything: also statistics, measurements, every seed, other examples each time, radosgw, RDMA, engines, defects, fuzzing; report in build/report.md
+	$(BIN)/python tools/test_all.py $(ARGS)
 
 test-objects: setup  ## what is asked of object stores, asked of Ceph's radosgw and of Redis; needs Debian's packages of both
-	$(BIN)/python -m pytest --objects -m objects $(PYTEST_ARGS)
+	$(BIN)/python $(RUN_TESTS) --objects -m objects $(PYTEST_ARGS)
+
+smoke-objects: setup  ## … of it one test of each store
+	$(BIN)/python $(RUN_TESTS) --objects -m 'objects and smoke' $(PYTEST_ARGS)
+
+# The VMs have this machine's files: two of them, each with RDMA devices in software. 70 MB of kernel are downloaded once. Nothing of the
+# usual conftest.py is loaded: the processor is emulated, and imports take long.
+test-rdma: setup  ## reads over RDMA (Soft-RoCE), in a throw-away VM: needs Debian's packages of QEMU and pyverbs, which it names
+	rm -rf build/rdma
+	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --nodes 2 --leader --cpus 1 --mem 1024 --timeout 600 --rw $(CURDIR) -- \
+	  bash tests/rdma/run.sh $(PYTEST_ARGS)
 
 # The engine wants other versions of what kvbm uses, hence its own environment. What setup has compiled is taken from there: the
 # second build finds nothing to do. kvbm is installed as a user would have it, entry points and all, over the sources of this checkout.
@@ -76,14 +89,23 @@ $(ENGINES_STAMP): $(STAMP) constraints-engines.txt
 	$(ENGINES_PIP) install --quiet --force-reinstall --no-deps build/engines/kvbm_ledger-*.whl
 	touch $@
 
-test-engines-quick: $(ENGINES_STAMP)  ## kvbm inside real vLLM on this CPU: what CI runs of it; installs vLLM below build/ (needs a network, 4 GB)
-	$(ENGINES)/bin/python -m pytest --engines -n $(JOBS) --dist worksteal -m 'not engines_full' tests/engines $(PYTEST_ARGS)
+engines: $(ENGINES_STAMP)  ## the environment with vLLM, below build/ (needs a network, 4 GB)
 
-test-engines: $(ENGINES_STAMP)  ## all of it
-	$(ENGINES)/bin/python -m pytest --engines -n $(JOBS) tests/engines $(PYTEST_ARGS)
+smoke-engines: $(ENGINES_STAMP)  ## kvbm inside real vLLM on this CPU: that it stores, loads and survives a kill; what CI runs of it
+	$(ENGINES)/bin/python $(RUN_TESTS) --engines -m smoke tests/engines $(PYTEST_ARGS)
+
+test-engines-quick: $(ENGINES_STAMP)  ## … a part of it, in some ten minutes
+	$(ENGINES)/bin/python $(RUN_TESTS) --engines $(SHARED) -m 'not engines_full' tests/engines $(PYTEST_ARGS)
+
+test-engines: $(ENGINES_STAMP)  ## … all of it
+	$(ENGINES)/bin/python $(RUN_TESTS) --engines $(SHARED) tests/engines $(PYTEST_ARGS)
+
+# Engines are vLLM in its own environment, without kvbm in their processes; the bridge and all it speaks to are of this one.
+test-bridge: setup $(ENGINES_STAMP)  ## the bridge between real vLLM processes without kvbm and a catalog; installs vLLM below build/ as above
+	$(BIN)/python -m pytest --engines tests/engines/bridge $(PYTEST_ARGS)
 
 faults: setup  ## the fault suite alone: the seeded simulator with its mutants and every three faults together (some 20 minutes more), real processes
-	$(PYTEST) --nightly tests/faults $(PYTEST_ARGS)
+	$(BIN)/python $(RUN_TESTS) $(SHARED) --nightly tests/faults $(PYTEST_ARGS)
 
 faults: mutants-quick
 mutants-quick: setup  ## deliberate defects in Python code, one at a time: the test named for each must fail
@@ -115,8 +137,8 @@ native-test: setup  ## C++ tests under ASan, UBSan and TSan
 fuzz: setup  ## C++ parsers under libFuzzer, FUZZ_SECONDS a target; needs clang
 	native/fuzz/run.sh $(FUZZ_SECONDS)
 
-fuzz-short: setup  ## … only what lies in native/fuzz/corpus, the same each time
-	native/fuzz/run.sh corpus
+fuzz-short: setup  ## … over the inputs of native/fuzz/corpus alone, the same at each run
+	native/fuzz/run.sh 0
 
 docs: setup  ## the documentation, into build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -134,7 +156,20 @@ bench: $(BENCH_STAMP)  ## what one core of this machine does with the wheel: `kv
 bench-peers: setup  ## kvbm against Dynamo, LMCache, Mooncake and vLLM on one workload; installs them below build/ (needs a network, 4 GB)
 	$(BIN)/python tools/bench_peers.py $(BENCH_ARGS)
 
-check: lint sizes type contract docs native-test fuzz-short test test-objects test-engines-quick wheels-check  ## what CI runs
+gpu-pack: $(WHEELS_STAMP) | $(BIN)/python  ## wheels for a GPU machine without a network, into build/gpu-check/wheels
+	$(BIN)/python tools/gpu_check.py --pack
+
+# On a GPU machine nothing is set up before: the program makes its environment of the packed wheels.
+gpu-check: $(if $(findstring --dry-run,$(ARGS)),setup)  ## on a GPU machine: tests that need a GPU, HBM to HOST, first tokens; ARGS=--dry-run: on this CPU
+	$(if $(findstring --dry-run,$(ARGS)),$(BIN)/python,$(PYTHON)) tools/gpu_check.py $(ARGS)
+
+gpu-check-dry:  ## its dry run
+	$(MAKE) gpu-check ARGS=--dry-run
+
+check: check-code check-tests  ## what CI runs, in some 25 minutes
+check-code: lint sizes type contract docs native-test fuzz-short
+check-tests: RUN_TESTS = tools/run_tests.py
+check-tests: test smoke-objects smoke-engines wheel-check
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info

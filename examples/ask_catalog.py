@@ -22,7 +22,7 @@ from kvbm.workload.catalog_view import wait_live
 from kvbm.workload.processes import start_catalog
 
 NAMESPACE = kvbm.Namespace(model="toy", block_tokens=16)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def open_instance(name: str, folder: Path, nats_url: str) -> kvbm.Manager:
@@ -60,7 +60,7 @@ def ask(client: kvbm.CatalogClient, tokens: list[int], seen: list[kvbm.PositionW
 
 async def ask_many(client: kvbm.CatalogClient, prompts: list[list[int]]) -> list[kvbm.RouteAnswer]:
     """From asyncio: the client blocks, so each call goes to a thread. They run side by side."""
-    asked = (asyncio.to_thread(client.route_tokens, NAMESPACE, b"", prompt, timeout_s=5.0) for prompt in prompts)
+    asked = (asyncio.to_thread(client.route_tokens, NAMESPACE, b"", prompt, timeout_s=WAIT_S) for prompt in prompts)
     return await asyncio.gather(*asked)
 
 

@@ -26,7 +26,7 @@ NAMESPACE = kvbm.Namespace(
     kv_dtype=SHAPE.dtype,
     layout=SHAPE.describe(),
 )
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def open_manager(folder: Path) -> kvbm.Manager:

@@ -26,7 +26,7 @@ from kvbm.pools.host.mapping import map_host
 from kvbm.pools.host.pool import HostPool
 
 BLOCKS, BLOCK_TOKENS, LAYERS = 8, 16, 2
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Engine:

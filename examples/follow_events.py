@@ -25,7 +25,7 @@ from kvbm.streams.server import shared_server
 from kvbm.telemetry.remarks import to_standard_error
 
 NAMESPACE = kvbm.Namespace(model="toy", block_tokens=16)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def words(event: Event) -> Iterator[str]:
@@ -51,7 +51,7 @@ def words(event: Event) -> Iterator[str]:
 async def follow(url: str, instance: str) -> None:
     """Print all events until this instance has stopped."""
     seen: dict[InstanceId, kvbm.Position] = {}  # of each instance, everything before this has been printed
-    stream = await NatsStream.connect(url)
+    stream = await NatsStream.connect(url, WAIT_S)
     try:
         reader = await stream.pull()
         async with asyncio.timeout(WAIT_S):

@@ -29,7 +29,7 @@ from kvbm.workload.processes import start_catalog
 
 BLOCK_TOKENS, BLOCK_BYTES, OBJECT_BLOCKS = 16, 512, 4
 NAMESPACE = kvbm.Namespace(model="toy", revision="1", block_tokens=BLOCK_TOKENS, kv_dtype="uint8")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Engine:
@@ -44,7 +44,7 @@ class Engine:
             "pools.hbm.device": "cpu",
             "pools.hbm.slots": 32,
             "pools.host.slots": 32,
-            "onboard.locate_s": 5.0,  # wait so long for the catalog; less where computing is quicker
+            "onboard.locate_s": WAIT_S,  # wait so long for the catalog; less where computing is quicker
         }
         objects = BlockObjects(store, BLOCK_BYTES, NATIVE.checksums, CODER, ObjectPoolOptions(blocks=OBJECT_BLOCKS))
         settings = kvbm.load_settings(flags=flags)

@@ -15,7 +15,7 @@ An engine whose KV cache kvbm may allocate:
         manager.unpin(prefix.slots + slots)                # the request is over
 
 An engine that owns its KV cache says what it holds to an `EngineHbmManager`, which `open_engine_manager` opens. A router asks the
-catalog through a `CatalogClient`.
+catalog through a `CatalogClient`, or a `CatalogReplica` in its own process, which `open_replica` opens.
 
 Packed runs: a list of sequence hashes is `bytes`, 16 for each block in prompt order. Slots are ints from 0. Sizes are bytes, times
 are seconds unless a name says otherwise.
@@ -32,14 +32,17 @@ catalog is a miss, one warning in the log, and a word in `Manager.trouble()`.
 The names here are the public ones; everything else may change without notice.
 """
 
-from kvbm.assembly import open_engine_manager, open_manager
+from kvbm.assembly import open_engine_manager, open_manager, open_replica
+from kvbm.catalog.replica import CatalogReplica
 from kvbm.config import Settings, load_settings
 from kvbm.core.answers import (
     BlockAnswer,
+    FindAnswer,
     InstanceSummary,
     LookupAnswer,
     NamespaceSummary,
     PositionWanted,
+    PresenceAnswer,
     ReadyAnswer,
     RouteAnswer,
 )
@@ -48,6 +51,7 @@ from kvbm.core.errors import (
     ArgumentTypeError,
     ArgumentValueError,
     CatalogError,
+    CatalogRefusedError,
     ConfigError,
     HashSchemeError,
     JournalError,
@@ -65,8 +69,12 @@ from kvbm.core.events import EvictReason
 from kvbm.core.ids import NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.core.layout import KvShape
 from kvbm.core.ledger import Match, ShareCounts, TierCounts
+from kvbm.locate.asynchronous import AsyncCatalog
+from kvbm.locate.base import Catalog
 from kvbm.locate.credentials import CatalogCredentials
-from kvbm.locate.http import CatalogClient, CatalogRefusedError
+from kvbm.locate.http import CatalogClient
+from kvbm.locate.nats_proof import NatsCredentials
+from kvbm.locate.parts import PartedCatalog
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.manager.load_meter import LoadMeter
@@ -86,14 +94,18 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "ArgumentValueError",
+    "AsyncCatalog",
     "BlockAnswer",
+    "Catalog",
     "CatalogClient",
     "CatalogCredentials",
     "CatalogError",
     "CatalogRefusedError",
+    "CatalogReplica",
     "ConfigError",
     "EngineHbmManager",
     "EvictReason",
+    "FindAnswer",
     "HashSchemeError",
     "HbmPool",
     "InstanceSummary",
@@ -111,16 +123,19 @@ __all__ = [
     "Namespace",
     "NamespaceId",
     "NamespaceSummary",
+    "NatsCredentials",
     "ObjectStats",
     "PackageConflictError",
     "PagedLayout",
     "PagedTensor",
+    "PartedCatalog",
     "PoolError",
     "PoolFullError",
     "PoolMismatchError",
     "Position",
     "PositionWanted",
     "Prefix",
+    "PresenceAnswer",
     "ReadyAnswer",
     "RouteAnswer",
     "SequenceHash",
@@ -134,6 +149,7 @@ __all__ = [
     "load_settings",
     "open_engine_manager",
     "open_manager",
+    "open_replica",
     "paged_layout",
     "weights_digest",
 ]

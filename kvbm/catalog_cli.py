@@ -1,4 +1,4 @@
-"""The command `kvbm-catalog`: the service, its janitor, and what an operator asks of it."""
+"""The command `kvbm-catalog`: the service, its janitor, questions to it, and what an operator has it do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbm.assembly import catalog_client, catalog_credentials
+from kvbm.assembly import catalog_clients
+from kvbm.catalog_questions import QUESTIONS, add_questions, ask
 from kvbm.command_line import (
     Commands,
     add_command,
@@ -41,6 +42,7 @@ def catalog_main(argv: Sequence[str] | None = None) -> int:
         "--archive", metavar="DIR", help="as catalog.archive: keep all frames as files there, for kvbm-replay"
     )
     add_settings(serve)
+    add_questions(commands)
     gc = add_command(
         commands,
         "gc",
@@ -84,6 +86,7 @@ files and the archive have its events. An instance that is alive is not forgotte
         "forget": _forget_instance,
         "token": _make_token,
         "erase": _erase,
+        **dict.fromkeys(QUESTIONS, ask),
     }[arguments.command]
     return run_command(work, arguments, "kvbm-catalog")
 
@@ -248,7 +251,7 @@ def _forget_instance(arguments: argparse.Namespace) -> int:
     settings = settings_of(arguments)
     if not settings.catalog.url:
         raise ConfigError("catalog.url is empty; name the running catalog, as --set catalog.url=http://127.0.0.1:7700")
-    client = catalog_client(settings.catalog.url, catalog_credentials(settings))
+    client = catalog_clients(settings)
     try:
         client.forget(InstanceId(arguments.instance))
     finally:

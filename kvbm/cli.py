@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from kvbm.assembly import (
     NATIVE_FOLD,
     NATIVE_INDEX,
     catalog_client,
+    catalog_clients,
     catalog_credentials,
     decode_columns,
     kvbm_version,
@@ -34,9 +36,11 @@ from kvbm.command_line import (
 from kvbm.config import default_lines
 from kvbm.core.errors import ConfigError
 from kvbm.locate.http import CatalogClient
+from kvbm.locate.parts import PartedCatalog
 
 if TYPE_CHECKING:
     from kvbm.streams.nats.credentials import Credentials
+    from kvbm.workload.compare_policies import CompareOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,12 +64,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_bench(commands)
     _add_doctor(commands)
     _add_probe(commands)
+    _add_bridge(commands)
     commands.add_parser("catalog", help="same as kvbm-catalog: the cluster-wide view of which block lies where")
     commands.add_parser("replay", help="same as kvbm-replay: what a stream of events says, and whether it is true")
     _add_permissions(commands)
     _add_keys(commands)
     add_command(commands, "settings", "print every setting with its default, as TOML")
     return run_command(_dispatch, parser.parse_args(arguments), "kvbm")
+
+
+def _add_bridge(commands: Commands) -> None:
+    bridge = add_command(
+        commands,
+        "bridge",
+        "bring the KV events of engines without our code (vLLM, SGLang) to the stream, so that catalogs know what they hold",
+        "kvbm bridge --set bridge.sources.a.endpoint=tcp://10.0.0.1:5557 --set bridge.sources.a.replay=tcp://10.0.0.1:5558 "
+        "--set bridge.sources.a.model=meta-llama/Llama-3.1-8B",
+    )
+    add_settings(bridge)
 
 
 def replay_main(argv: Sequence[str] | None = None) -> int:
@@ -121,7 +137,8 @@ def _add_simulate(commands: Commands) -> None:
     simulate.add_argument(
         "--pools",
         metavar="TIER=SLOTS,…",
-        help='slots of each instance, such as "hbm=4000,host=8500", or "unbounded" (default hbm=12500; with --policy hbm=4000)',
+        help='slots of each instance, such as "hbm=4000,host=8500", or "unbounded" (default hbm=12500; with --policy hbm=4000; '
+        "with --fetch hbm=1000,host=4000, and object=SLOTS of a store that all share)",
     )
     simulate.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     policies = simulate.add_argument_group("compare ways of routing, in virtual time, without bytes and servers")
@@ -135,7 +152,7 @@ def _add_simulate(commands: Commands) -> None:
         "--workload",
         type=_names,
         metavar="NAME,…",
-        help='of conversation, tool-agents, shared-prompts and long-documents, or "all" (default)',
+        help='of conversation, tool-agents, shared-prompts and long-documents, or "all" (default; with --fetch conversation)',
     )
     policies.add_argument(
         "--load",
@@ -152,6 +169,26 @@ def _add_simulate(commands: Commands) -> None:
         type=_speeds,
         metavar="TOKENS,…",
         help="tokens each instance prefills in a second (default 10000 each)",
+    )
+    fetch = simulate.add_argument_group(
+        "read blocks from other instances' HOST and NVME, in virtual time, without bytes and servers"
+    )
+    fetch.add_argument(
+        "--fetch",
+        action="store_true",
+        help="run the same requests without and with it, side by side; --policy says by which routing (default kvbm)",
+    )
+    fetch.add_argument(
+        "--fetch-link",
+        metavar="GB/S[,US]",
+        help="--fetch, over links that are all so fast, with so many microseconds of latency (default 300); "
+        "without it, as managers assume for the distance",
+    )
+    fetch.add_argument(
+        "--topology",
+        type=_names,
+        metavar="LABELS,…",
+        help="place of each instance, such as zone-a/rack-3/host-17 (default hosts of one rack)",
     )
 
 
@@ -206,9 +243,10 @@ def _add_bench(commands: Commands) -> None:
             "catalog",
             "connector",
             "pools",
+            "fetch",
             "all",
         ],
-        help="which part; pools: NVME, HOST, HBM, metadata, lossless coding of KV",
+        help="which part; pools: NVME, HOST, HBM, metadata, lossless coding of KV; fetch: blocks from another instance's memory",
     )
     bench.add_argument(
         "--live",
@@ -249,6 +287,13 @@ def _add_bench(commands: Commands) -> None:
         help="of pools: size of the pool's file, which fio works on too (default 2048)",
     )
     bench.add_argument(
+        "--read-mib",
+        type=_read_mib,
+        default=128,
+        metavar="N",
+        help="of fetch: size of one large read, larger than the processor's caches (default 128)",
+    )
+    bench.add_argument(
         "--s3",
         metavar="URL",
         help="of pools: s3://bucket/prefix of a store to put objects into, and delete them again; credentials from the environment",
@@ -276,7 +321,9 @@ def _add_doctor(commands: Commands) -> None:
         metavar="N",
         help="bytes of one block, so that slots can be held against memory and disks",
     )
-    doctor.add_argument("--quick", action="store_true", help="measure neither speeds nor syncs of disks")
+    doctor.add_argument(
+        "--quick", action="store_true", help="measure neither speeds nor syncs of disks, and do not try NIXL"
+    )
     doctor.add_argument(
         "--json",
         nargs="?",
@@ -312,6 +359,10 @@ def _live_count(text: str) -> int:
 
 def _file_mib(text: str) -> int:
     return count_between(text, 16, 1 << 24)
+
+
+def _read_mib(text: str) -> int:
+    return count_between(text, 1, 8192)
 
 
 def _small_count(text: str) -> int:
@@ -356,6 +407,8 @@ def _add_permissions(commands: Commands) -> None:
         ("janitor", "the name of a `kvbm-catalog gc`, as gc.id"),
         ("replay", "a name for somebody who reads with kvbm-replay"),
         ("operator", "a name for somebody who erases"),
+        ("replica", "a name for a replica of the catalog, in a router's process"),
+        ("router", "a caller of the catalog over NATS, as [[nats]] of the file of callers names it"),
     ):
         permissions.add_argument(
             f"--{role}", action="append", default=[], metavar="NAME", help=f"{words}; may be given several times"
@@ -425,6 +478,10 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         case "simulate":
             from kvbm.workload import simulate
 
+            if arguments.fetch or arguments.fetch_link is not None:
+                return _compare_fetch(arguments)
+            if arguments.topology is not None:
+                raise ConfigError("--topology says how far apart instances read from each other; give --fetch, too")
             if arguments.policy is not None:
                 return _compare_policies(arguments)
             return simulate.main(
@@ -442,15 +499,16 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             print(f"tenant {arguments.tenant!r} has a new current key {arguments.name!r} in {arguments.file}")
             return 0
         case "bench":
-            from kvbm.bench import BenchOptions, ObjectsOptions, PoolsOptions, run_bench
+            from kvbm.bench import BenchOptions, FetchOptions, ObjectsOptions, PoolsOptions, run_bench
 
             live = tuple(arguments.live or (1_000_000,))
             samples = arguments.samples or (5 if arguments.what == "pools" else 7)
             objects = ObjectsOptions(arguments.s3, arguments.endpoint) if arguments.s3 else None
             pools = PoolsOptions(arguments.dir, arguments.file_mib << 20, objects=objects)
             options = BenchOptions(
-                arguments.what, live, arguments.replacements, samples, arguments.seed, pools, arguments.instances
-            )
+                arguments.what, live, arguments.replacements, samples, arguments.seed, pools, arguments.instances,
+                FetchOptions(arguments.read_mib << 20),
+            )  # fmt: skip
             return run_bench(options, arguments.json)
         case "doctor":
             settings = settings_of(arguments)
@@ -462,6 +520,10 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             from kvbm.workload import probe
 
             return probe.main(arguments.url, arguments.wait, settings_of(arguments))
+        case "bridge":
+            from kvbm.assembly.bridge import run_bridge
+
+            return run_bridge(settings_of(arguments))
         case "nats-permissions":
             return _print_permissions(arguments)
         case "engine":
@@ -479,28 +541,47 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 def _compare_policies(arguments: argparse.Namespace) -> int:
     """`kvbm simulate --policy`."""
     from kvbm.workload import compare_policies
-    from kvbm.workload.policies import POLICIES
     from kvbm.workload.simulate import parse_pools
     from kvbm.workload.workloads import WORKLOADS
 
     pools = parse_pools("hbm=4000" if arguments.pools is None else arguments.pools)
     if set(pools) != {"hbm"}:
-        raise ConfigError(f"--pools {arguments.pools!r}: --policy compares with an HBM pool alone; give hbm=SLOTS")
+        raise ConfigError(
+            f"--pools {arguments.pools!r}: --policy without --fetch compares with an HBM pool alone; give hbm=SLOTS"
+        )
+    options = _compare_options(arguments, tuple(WORKLOADS))
+    return compare_policies.main(options._replace(slots=pools["hbm"]), arguments.json)
+
+
+def _compare_fetch(arguments: argparse.Namespace) -> int:
+    """`kvbm simulate --fetch`."""
+    from kvbm.workload import compare_fetch
+    from kvbm.workload.simulate import parse_pools
+
+    pools = parse_pools("hbm=1000,host=4000" if arguments.pools is None else arguments.pools, compare_fetch.POOL_TIERS)
+    options = _compare_options(arguments, ("conversation",))
+    cluster = compare_fetch.cluster_of(pools, arguments.instances, arguments.topology, arguments.fetch_link)
+    return compare_fetch.main(options, cluster, arguments.json)
+
+
+def _compare_options(arguments: argparse.Namespace, workloads: tuple[str, ...]) -> CompareOptions:
+    """What `--policy` and `--fetch` have in common. `workloads`: where none is named."""
+    from kvbm.workload.compare_policies import PREFILL_TOKENS_PER_S, CompareOptions
+    from kvbm.workload.policies import POLICIES
+    from kvbm.workload.workloads import WORKLOADS
+
     if arguments.instances < 1:
         raise ConfigError(f"--instances {arguments.instances}: at least 1 is needed")
-    speeds = arguments.speeds or (compare_policies.PREFILL_TOKENS_PER_S,) * arguments.instances
-    return compare_policies.main(
-        compare_policies.CompareOptions(
-            policies=tuple(POLICIES) if arguments.policy == ("all",) else arguments.policy,
-            workloads=tuple(WORKLOADS) if arguments.workload in (None, ("all",)) else arguments.workload,
-            loads=arguments.load,
-            seeds=arguments.seeds or (arguments.seed,),
-            requests=4_000 if arguments.requests is None else arguments.requests,
-            speeds=speeds,
-            slots=pools["hbm"],
-            trace=arguments.trace,
-        ),
-        arguments.json,
+    policies = ("kvbm",) if arguments.policy is None else arguments.policy
+    named = workloads if arguments.workload is None else arguments.workload
+    return CompareOptions(
+        policies=tuple(POLICIES) if policies == ("all",) else policies,
+        workloads=tuple(WORKLOADS) if named == ("all",) else named,
+        loads=arguments.load,
+        seeds=arguments.seeds or (arguments.seed,),
+        requests=4_000 if arguments.requests is None else arguments.requests,
+        speeds=arguments.speeds or (PREFILL_TOKENS_PER_S,) * arguments.instances,
+        trace=arguments.trace,
     )
 
 
@@ -508,7 +589,7 @@ def _print_permissions(arguments: argparse.Namespace) -> int:
     from kvbm.streams.nats.key_folder import Change, print_accounts
     from kvbm.streams.nats.permissions import Role
 
-    named = (Role.INSTANCE, Role.JANITOR, Role.REPLAY, Role.OPERATOR)
+    named = (Role.INSTANCE, Role.JANITOR, Role.REPLAY, Role.OPERATOR, Role.ROUTER, Role.REPLICA)
     wanted = [(role, name) for role in named for name in getattr(arguments, str(role))]
     change = Change(arguments.renew, arguments.retire, arguments.overlap, arguments.spare)
 
@@ -524,10 +605,12 @@ def _print_permissions(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _replay_catalog(url: str, config: Path | None, sets: Sequence[str]) -> CatalogClient:
-    client = catalog_client(url, catalog_credentials(read_settings(config, sets)))
-    client.metrics()  # who may not ask this is told of no counts, and would find the catalog behind everywhere
-    return client
+def _replay_catalog(url: str, config: Path | None, sets: Sequence[str]) -> CatalogClient | PartedCatalog:
+    settings = read_settings(config, sets)
+    for one in url.split(";"):
+        with closing(catalog_client(one, catalog_credentials(settings))) as client:
+            client.metrics()  # who may not ask this is told of no counts, and would find the catalog behind everywhere
+    return catalog_clients(settings, url)
 
 
 def _replay_credentials(config: Path | None, sets: Sequence[str]) -> Credentials:

@@ -53,6 +53,26 @@ def open_plain(path: Path, flags: int = os.O_RDONLY, follows: bool = False) -> i
     return fd
 
 
+def make_plain(path: Path) -> None:
+    """Make a plain file, its owner's alone, where there is none; a link is followed.
+
+    One that is there is not opened: closing it would end the locks that this process has on it elsewhere.
+
+    Raises: OSError: it cannot be made, or something else has its name.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        try:
+            os.close(open_plain(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return  # another made it just now
+    else:
+        if not stat.S_ISREG(mode):
+            raise _no_plain_file(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, path)
+
+
 def opener(path: str, flags: int) -> int:
     """For `open(…, opener=…)`: a plain file, which is its owner's alone when it is made."""
     return open_plain(Path(path), flags, follows=True)

@@ -14,6 +14,7 @@ from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, T
 from kvbm.core.ledger import Ledger
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats.stream import NatsStream
+from tests.eventually import WAIT_S
 
 SECRETS = {"acme": "secret of acme", "beta": "secret of beta"}
 ACME = Namespace(model="m", block_tokens=4, tenant="acme")
@@ -34,7 +35,7 @@ async def publish(server: str, cluster: str, name: str, namespace: Namespace) ->
     allocation = ledger.allocate(Tier.HBM, len(packed) // HASH_BYTES)
     assert allocation is not None
     ledger.create(namespace.id, Tier.HBM, NO_PARENT, 0, packed, allocation.slots)
-    stream = await NatsStream.connect(server)
+    stream = await NatsStream.connect(server, WAIT_S)
     try:
         for frame in ledger.take_frames(InstanceId(name), time.time_ns()):
             await stream.publish(cluster, InstanceId(name), frame.data)

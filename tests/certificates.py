@@ -1,4 +1,4 @@
-"""Certificates for tests: a CA, and what it signs. They are good for an hour."""
+"""Certificates for tests: a CA, and what it signs. They are good for an hour, or have been."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ class Certificate(NamedTuple):
     key: Path
 
 
-def certify(folder: Path, name: str, issuer: Certificate | None = None, host: str = "127.0.0.1") -> Certificate:
-    """A CA without issuer, or a certificate of one, for a host's address and for its name."""
+def certify(
+    folder: Path, name: str, issuer: Certificate | None = None, host: str = "127.0.0.1", is_over: bool = False
+) -> Certificate:
+    """A CA without issuer, or a certificate of one, for a host's address and for its name.
+
+    Args:
+        is_over: its time has run out a minute ago.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -34,7 +40,7 @@ def certify(folder: Path, name: str, issuer: Certificate | None = None, host: st
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
+        .not_valid_after(now + (-datetime.timedelta(minutes=1) if is_over else datetime.timedelta(hours=1)))
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
     )
     if issuer is not None:
@@ -43,6 +49,7 @@ def certify(folder: Path, name: str, issuer: Certificate | None = None, host: st
     certificate = builder.sign(issuer.private if issuer else key, hashes.SHA256())
     made = Certificate(certificate, key, folder / f"{name}.pem", folder / f"{name}-key.pem")
     made.cert.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    made.key.touch(0o600)
     made.key.write_bytes(
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )

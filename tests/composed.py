@@ -22,7 +22,7 @@ import yaml
 from tests.servers import free_port, package_folder, postgres, start_process, stop_process
 
 ROOT = Path(__file__).parents[1]
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 def read_services() -> dict[str, Any]:
@@ -91,7 +91,9 @@ class Cluster:
             program, arguments = str(binaries / program), [*arguments, "-h", "127.0.0.1", "-p", self.ports["5432"]]
             environment["LD_LIBRARY_PATH"] = str(binaries.parent / "lib")
         command = [program, *(self.here(word) for word in arguments)]
-        probed = subprocess.run(command, env=environment, cwd=self.folder, capture_output=True, timeout=30, check=False)
+        probed = subprocess.run(
+            command, env=environment, cwd=self.folder, capture_output=True, timeout=WAIT_S, check=False
+        )
         return probed.returncode == 0
 
     def wait_well(self, name: str) -> None:
@@ -117,7 +119,7 @@ class Cluster:
 async def _make_database(server: str, environment: dict[str, str]) -> None:
     import asyncpg
 
-    connection = await asyncpg.connect(server, timeout=10)
+    connection = await asyncpg.connect(server, timeout=WAIT_S)
     user, database = environment["POSTGRES_USER"], environment["POSTGRES_DB"]
     try:
         await connection.execute(f"CREATE ROLE {user} LOGIN SUPERUSER PASSWORD '{environment['POSTGRES_PASSWORD']}'")

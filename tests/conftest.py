@@ -20,7 +20,10 @@ from tests.servers import azurite_server, fresh_database, postgres, redis_server
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-_ENGINES = Path(__file__).parent / "engines"
+_TESTS = Path(__file__).parent
+_ENGINES = _TESTS / "engines"
+_RDMA = _TESTS / "rdma"
+_REALTIME = ("conformance", "engines", "faults", "integration")
 
 # A slow machine is no failure. `make test` draws the same examples each time; with --nightly they are others each time.
 settings.register_profile("gate", deadline=None, derandomize=True)
@@ -122,14 +125,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without --engines, tests of real engines are not even imported. With it and without an engine they fail."""
+    """Without --engines, tests of real engines are not even imported. With it and without an engine they fail.
+
+    Those over RDMA are for `make test-rdma` alone, which runs them in a VM without this file.
+    """
+    if collection_path == _RDMA:
+        return True
     if collection_path == _ENGINES and not config.getoption("--engines"):
         return True
     return None
 
 
+def is_realtime(path: Path) -> bool:
+    """Whether tests of a file meet real servers, processes and clocks. The simulator's clock is its own."""
+    folder, *rest = path.relative_to(_TESTS).parts
+    return folder in _REALTIME and rest != ["test_simulator.py"]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --objects, what needs radosgw or Redis is left out: `make test-objects` runs it. So is with --nightly what is long."""
+    for item in items:
+        if is_realtime(item.path):
+            item.add_marker(pytest.mark.realtime)
     for name in ("objects", "nightly"):
         left_out = [item for item in items if item.get_closest_marker(name)]
         if left_out and not config.getoption(f"--{name}"):

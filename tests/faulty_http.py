@@ -14,7 +14,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 _DRIP_S = 0.05
-_FORWARD_S = 30.0
+_FORWARD_S = 120.0
 
 
 class Fault(NamedTuple):
@@ -22,9 +22,9 @@ class Fault(NamedTuple):
 
     Attributes:
         kind: "status": answered with `status` and `code`, not passed on. "deaf": passed on, then answered with `status`. "never": no
-            answer. "slow": the real answer, a byte at a time. "cut": the real answer's head and half its body, then the end.
+            answer, ever. "held": passed on once the server is told `released`. "stalled": then the connection ends. "slow": the real answer, a byte at a time. "cut": the real answer's head and half its body, then the end.
             "dated": passed on with a date an hour old.
-            "reset": the connection is reset. "again": the last real answer once more. "late": passed on after `delay_s`.
+            "reset": the connection is reset. "again": the last real answer once more.
         times: how many requests it befalls; then all is well.
         method: of the requests it befalls; "" for all.
         header: that they must have, "" for none.
@@ -37,7 +37,6 @@ class Fault(NamedTuple):
     times: int = 1_000_000
     method: str = ""
     header: str = ""
-    delay_s: float = 0.0
     region: str = ""
 
 
@@ -55,7 +54,9 @@ class FaultyServer:
     Attributes:
         faults: the first that fits a request befalls it.
         asked: what has come.
-        most_at_once: requests that were under way at the same time.
+        at_once: requests that are under way.
+        most_at_once: of them at the same time.
+        released: what was held goes on.
     """
 
     def __init__(self, port: int, path: str) -> None:
@@ -63,17 +64,17 @@ class FaultyServer:
         self.faults: list[Fault] = []
         self.asked: list[Asked] = []
         self.most_at_once = 0
-        self.over = threading.Event()
+        self.at_once = 0
+        self.over, self.released = threading.Event(), threading.Event()
         self.last: tuple[int, dict[str, str], bytes] = (200, {}, b"")
-        self._at_once = 0
         self._lock = threading.Lock()
 
     def begun(self, asked: Asked) -> Fault | None:
         """Take note of a request; the fault that befalls it."""
         with self._lock:
             self.asked.append(asked)
-            self._at_once += 1
-            self.most_at_once = max(self.most_at_once, self._at_once)
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
             for at, fault in enumerate(self.faults):
                 if fault.times and fault.method in ("", asked.method) and (fault.header in ("", *asked.headers)):
                     self.faults[at] = fault._replace(times=fault.times - 1)
@@ -82,7 +83,7 @@ class FaultyServer:
 
     def ended(self) -> None:
         with self._lock:
-            self._at_once -= 1
+            self.at_once -= 1
 
 
 @contextmanager
@@ -92,7 +93,7 @@ def faulty(target: str) -> Iterator[FaultyServer]:  # noqa: C901 - a table of fa
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        timeout = 60
+        timeout = 600
 
         def log_message(self, *_: object) -> None:
             """Nothing."""
@@ -130,7 +131,10 @@ def faulty(target: str) -> Iterator[FaultyServer]:  # noqa: C901 - a table of fa
                     self._forward(body)
                     self._send(fault.status, {}, _words(fault.code))
                 case "never":
-                    state.over.wait(60)
+                    state.over.wait()
+                    self.close_connection = True
+                case "stalled":
+                    state.released.wait()
                     self.close_connection = True
                 case "reset":
                     self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -146,7 +150,8 @@ def faulty(target: str) -> Iterator[FaultyServer]:  # noqa: C901 - a table of fa
                 case "again":
                     self._send(*state.last)
                 case _:
-                    state.over.wait(fault.delay_s)
+                    if fault.kind == "held":
+                        state.released.wait()
                     self._send(*self._forward(body))
 
         def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -193,9 +198,10 @@ def faulty(target: str) -> Iterator[FaultyServer]:  # noqa: C901 - a table of fa
         yield state
     finally:
         state.over.set()
+        state.released.set()
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(60)
 
 
 def _words(code: str) -> bytes:

@@ -26,8 +26,10 @@ from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Tier
 from kvbm.core.ledger import Ledger
 from kvbm.streams.nats.stream import NatsStream
+from tests.nats_fixture import WAIT_S, patient
 from tests.servers import free_port, start_process, stop_process
 
+DICE = random.Random(1)
 SPACE = Namespace(model="m", block_tokens=16)
 FIELDS = {"model": "m", "block_tokens": 16}
 
@@ -90,7 +92,7 @@ def catalog_process(
         command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
     process = start_process(command, log)
     try:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 120
         while not _is_ready(url, ca):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline_s, log.read_text()
@@ -104,7 +106,7 @@ def publish_instances(nats_url: str, cluster: str, names: Sequence[str] = ("a", 
     """Instances that hold nothing and may be routed to."""
 
     async def publish() -> None:
-        stream = await NatsStream.connect(nats_url)
+        stream = patient(await NatsStream.connect(nats_url, WAIT_S))
         for name in names:
             ledger = Ledger((PoolStated(Tier.HBM, 64, 1024),))
             ledger.start(Epoch(1), [SPACE], ["rack-1", name], "test", "0")
@@ -218,7 +220,7 @@ async def half_open(source: Source) -> None:
     """Connections that send half a header and stay."""
     _, writer = await source.connect()
     writer.write(b"POST /v1/route HTTP/1.1\r\nhost: x\r\nx-long: ")
-    await asyncio.sleep(random.uniform(2, 6))
+    await asyncio.sleep(DICE.uniform(2, 6))
     writer.close()
 
 
@@ -235,7 +237,7 @@ async def slow_bodies(source: Source) -> None:
 
 async def long_routes(source: Source) -> None:
     """Routes of the longest prompt there is, another each time."""
-    body = json.dumps({"namespace": FIELDS, "hashes": random.randbytes(16 * 65_536).hex(), "input_tokens": 1 << 20})
+    body = json.dumps({"namespace": FIELDS, "hashes": DICE.randbytes(16 * 65_536).hex(), "input_tokens": 1 << 20})
     source.seen[f"status {await source.ask(post('/v1/route', body.encode()))}"] += 1
 
 

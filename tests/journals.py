@@ -7,6 +7,7 @@ from typing import Any
 
 from kvbm.assembly import NATIVE
 from kvbm.core.codec import Frame, FrameBytes
+from kvbm.core.errors import FrameError
 from kvbm.core.events import BlocksCreated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
 from kvbm.streams.base import ORIGIN
@@ -30,6 +31,18 @@ def a_frame(first: int, events: int = 1, epoch: int = 1, blocks: int = 1) -> Fra
         instance=INSTANCE, epoch=Epoch(epoch), first_offset=Offset(first), wall_time_ns=0, digest=0, events=made
     )
     return FrameBytes(frame.epoch, frame.first_offset, frame.next_offset, NATIVE.encode_frame(frame))
+
+
+def whole_frames(path: Path) -> list[Frame]:
+    """The frames of a segment up to a torn tail."""
+    data, at, frames = path.read_bytes(), 0, []
+    while at < len(data):
+        try:
+            frame, at = NATIVE.decode_frame(data, at)
+        except FrameError:
+            break
+        frames.append(frame)
+    return frames
 
 
 FRAME_BYTES = len(a_frame(0).data)

@@ -24,8 +24,10 @@ from kvbm.core.ids import (
     Reach,
     SequenceHash,
     Tier,
+    pack_slots,
+    split_slots,
 )
-from kvbm.core.ledger import Ledger
+from kvbm.core.ledger import LENT_TIERS, Ledger
 from kvbm.core.policy import EVICTION_POLICIES
 from kvbm.core.snapshots import Recovered
 
@@ -59,6 +61,7 @@ class Driver:
         self.ledger = Ledger(POOLS, eviction)
         self.copies: list[Copy] = []
         self.pinned: list[bytes] = []
+        self.lent: list[tuple[Tier, bytes]] = []
         self.restart()
 
     def restart(self) -> None:
@@ -73,7 +76,7 @@ class Driver:
         )
         self.epoch = Epoch(self.epoch + 1)
         self.ledger = Ledger(POOLS, self.eviction)
-        self.copies, self.pinned = [], []
+        self.copies, self.pinned, self.lent = [], [], []
         self.ledger.start(self.epoch, NAMESPACES, recovered={Tier.NVME: kept})
         self.cut()
 
@@ -100,6 +103,18 @@ class Driver:
         slots = slots + self.ledger.create(namespace, Tier.HBM, parent, held, hashes[held * 16 :], allocation.slots)
         self.pinned.append(slots)
 
+    def lend(self, give_back: bool, which: int, depth: int) -> None:
+        """Lend blocks of a prompt, or take back what was lent."""
+        if give_back:
+            if self.lent:
+                self.ledger.unpin(*self.lent.pop(which % len(self.lent)))
+            return
+        prompt = which % 6
+        lent = self.ledger.lend(NAMESPACES[prompt % len(NAMESPACES)].id, chain(prompt, depth))
+        for tier in LENT_TIERS:
+            placed = zip(lent.tiers, split_slots(lent.slots), strict=True)
+            self.lent.append((tier, pack_slots(slot for at, slot in placed if at == tier)))
+
     def begin_copy(self, source: Tier, target: Tier, prompt: int, depth: int) -> None:
         if source != target:
             namespace = NAMESPACES[prompt % len(NAMESPACES)].id
@@ -111,9 +126,8 @@ class Driver:
         match command:
             case ("prefill", prompt, depth):
                 self.prefill(prompt, depth)
-            case ("finish", which):
-                if self.pinned:
-                    self.ledger.unpin(Tier.HBM, self.pinned.pop(which % len(self.pinned)))
+            case ("finish", which) if self.pinned:
+                self.ledger.unpin(Tier.HBM, self.pinned.pop(which % len(self.pinned)))
             case ("copy", source, target, prompt, depth):
                 self.begin_copy(source, target, prompt, depth)
             case ("arrive", which, mask, kept):
@@ -126,23 +140,24 @@ class Driver:
                 self.ledger.evict(tier, chain(prompt, depth), EvictReason.CLEARED)
             case ("keep", tier, prompt, depth, until_s, priority):
                 self.ledger.keep(tier, chain(prompt, depth), until_s, priority)
+            case ("lend", give_back, which, depth):
+                self.lend(give_back, which, depth)
             case ("expire", now_s):
                 self.ledger.expire(now_s)
-            case ("missing", prompt):
+            case ("missing" | "found" as what, prompt, depth):
                 namespace = NAMESPACES[prompt % len(NAMESPACES)].id
-                self.ledger.forget(Tier.OBJECT, namespace, chain(prompt, 1), EvictReason.MISSING)
-            case ("found", prompt, depth):
-                namespace = NAMESPACES[prompt % len(NAMESPACES)].id
-                self.ledger.claim(Tier.OBJECT, namespace, chain(prompt, depth), InstanceId("i"))
+                if what == "missing":
+                    self.ledger.forget(Tier.OBJECT, namespace, chain(prompt, depth), EvictReason.MISSING)
+                else:
+                    self.ledger.claim(Tier.OBJECT, namespace, chain(prompt, depth), InstanceId("i"))
             case ("snapshot",):
                 self.ledger.begin_snapshot()
             case ("step", limit):
                 self.ledger.step_snapshot(limit)
-            case ("cut",):
+            case ("cut" | "restart" as what,):
                 self.cut()
-            case ("restart",):
-                self.cut()
-                self.restart()
+                if what == "restart":
+                    self.restart()
 
 
 slot_tiers = st.sampled_from([Tier.HBM, Tier.HOST, Tier.NVME])
@@ -158,8 +173,9 @@ commands = st.one_of(
     st.tuples(st.just("arrive"), st.integers(0, 9), st.just(31), st.just(True)),
     st.tuples(st.just("evict"), slot_tiers, prompts, depths),
     st.tuples(st.just("keep"), slot_tiers, prompts, depths, st.integers(0, 9), st.sampled_from([0, 50, 100])),
+    st.tuples(st.just("lend"), st.booleans(), st.integers(0, 9), depths),
     st.tuples(st.just("expire"), st.integers(0, 9)),
-    st.tuples(st.just("missing"), prompts),
+    st.tuples(st.just("missing"), prompts, st.just(1)),
     st.tuples(st.just("found"), prompts, depths),
     st.tuples(st.just("snapshot")),
     st.tuples(st.just("step"), st.integers(1, 4)),

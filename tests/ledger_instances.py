@@ -13,6 +13,7 @@ from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Reach, Tier, 
 from kvbm.core.ledger import Ledger
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats.stream import NatsStream
+from tests.nats_fixture import WAIT_S, patient
 
 SPACE = Namespace(model="m", block_tokens=4)
 POOL = "s3://kvbm/blocks"
@@ -25,10 +26,10 @@ HASHES = sequence_hashes(list(range(40)), 4, SPACE.root())
 class LedgerInstance:
     """One instance. It says nothing but what it is told to."""
 
-    def __init__(self, server: str, within: str, name: str, epoch: int = 1) -> None:
+    def __init__(self, server: str, within: str, name: str, epoch: int = 1, space: Namespace = SPACE) -> None:
         self.server, self.cluster, self.name, self.epoch = server, within, InstanceId(name), Epoch(epoch)
         self.ledger = Ledger(POOLS)
-        self.ledger.start(self.epoch, [SPACE], ["rack-1", name], "test", "0")
+        self.ledger.start(self.epoch, [space], ["rack-1", name], "test", "0")
 
     def create(self, end: int) -> None:
         """The first blocks of the prompt, in HBM."""
@@ -76,7 +77,7 @@ class LedgerInstance:
 
     def _run(self, work: Callable[[NatsStream], Awaitable[Any]]) -> None:
         async def connected() -> None:
-            stream = await NatsStream.connect(self.server)
+            stream = patient(await NatsStream.connect(self.server, WAIT_S))
             try:
                 await work(stream)
             finally:

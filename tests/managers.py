@@ -26,9 +26,10 @@ from kvbm.core.ids import (
 )
 from kvbm.core.ledger import Ledger
 from kvbm.core.policy import WriteBudget, WriteThrough
-from kvbm.locate.base import Locator, Nowhere
+from kvbm.locate.base import Found, Locator, Nowhere
 from kvbm.manager.event_writer import FrameSink
 from kvbm.manager.journal_retention import JournalRetention
+from kvbm.manager.lasting import LastingNamespaces
 from kvbm.manager.loads import Prefix
 from kvbm.manager.offload_queue import Offloader, PromptLimits
 from kvbm.manager.offsets import Offsets
@@ -42,6 +43,7 @@ from kvbm.pools.base import ObjectPool, PodPool, Proof, SlotPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
+from kvbm.transport.peers import Peers
 from tests.eventually import eventually
 
 BLOCK_BYTES = 64
@@ -61,8 +63,11 @@ def rows_of(hashes: bytes) -> np.ndarray:
 class KnowsAll(Locator):
     """Claims that the object pool has everything; what it does not have is `missing`."""
 
-    def claimed_depth(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> int:
-        return len(hashes) // HASH_BYTES
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
+        return Found(len(hashes) // HASH_BYTES)
+
+    def claimed(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> bytes:
+        return b"\xff" * -(-len(hashes) // HASH_BYTES // 8)
 
     def close(self) -> None:
         return
@@ -74,7 +79,7 @@ def make_manager(
     sink: FrameSink | None = None,
     objects: ObjectPool | None = None,
     locator: Locator | None = None,
-    wait_s: float = 2.0,
+    wait_s: float = 60.0,
     wrap: Callable[[SlotPool], SlotPool] = lambda pool: pool,
     offload: tuple[Tier, ...] = (Tier.HOST, Tier.NVME, Tier.OBJECT),
     clock: Callable[[], float] = time.monotonic,
@@ -93,9 +98,11 @@ def make_manager(
     epoch: int = 1,
     queue_blocks: int = 8192,
     budgets: Mapping[Tier, WriteBudget] | None = None,
+    peers: Peers | None = None,
 ) -> Manager:
     """A manager with memory pools of the given sizes, started unless it is driven by hand."""
     pools = Pools({t: wrap(MemoryPool(t, n, BLOCK_BYTES, NATIVE.checksums)) for t, n in slots.items()}, objects, pod)
+    pools = pools._replace(peers=peers)
     listed = [PoolStated(tier, count, BLOCK_BYTES) for tier, count in slots.items()]
     if objects is not None:
         listed.append(PoolStated(Tier.OBJECT, 0, BLOCK_BYTES, Reach.CLUSTER, objects.name))
@@ -110,7 +117,7 @@ def make_manager(
         locator or Nowhere(),
         ManagerOptions(
             wait_s, clock=clock, staging=staging, retention=retention, snapshots=snapshots, samples=samples, executor=executor,
-            offsets=offsets, run="a-run", has_stream=has_stream, budgets=budgets or {},
+            offsets=offsets, run="a-run", has_stream=has_stream, budgets=budgets or {}, lasting=LastingNamespaces([NAMESPACE], all_may=True),
         ),
     )  # fmt: skip
     if not by_hand:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from kvbm.core.codec import Frame, FrameBytes, encode_frame
 from kvbm.core.events import BlocksCreated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
-from kvbm.streams.base import EventReader, Heartbeat, Position, StreamMessage, StreamState
+from kvbm.streams.base import EventReader, EventStream, Heartbeat, Position, StreamMessage, StreamState
 from kvbm.streams.nats.stream import NatsStream
+from kvbm.streams.server import EmbeddedServer
 from tests.servers import nats_server
+
+WAIT_S = 60.0  # for what is sure to come
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +41,39 @@ def fresh_nats() -> Iterator[str]:
 def cluster() -> str:
     """A cluster name no other test uses."""
     return f"test-{uuid.uuid4().hex[:12]}"
+
+
+_ANSWERED = (
+    "publish", "tail", "fence", "set_fence", "state", "first_sequence", "last_sequence", "message", "pull", "last_pulse", "ask_snapshot",
+)  # fmt: skip
+Stream = TypeVar("Stream", bound=EventStream)
+
+
+def patient(stream: Stream) -> Stream:
+    """A stream whose answers are waited for as long as a busy machine may take, where a caller names no time."""
+    for name in _ANSWERED:
+        setattr(stream, name, _patient(getattr(stream, name)))
+    return stream
+
+
+def _patient(method: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = inspect.signature(method)
+
+    def ask(*args: Any, **named: Any) -> Any:
+        bound = parameters.bind(*args, **named)
+        bound.arguments.setdefault("timeout_s", WAIT_S)
+        return method(*bound.args, **bound.kwargs)
+
+    return ask
+
+
+def started(folder: Path, port: int = -1, settings: str = "") -> EmbeddedServer:
+    """A nats-server on a folder.
+
+    Args:
+        port: of `free_port`, for a server that is started again there; -1: any.
+    """
+    return EmbeddedServer.start(folder, port=port, settings=settings, timeout_s=WAIT_S)
 
 
 class PlainOwner:
@@ -111,7 +150,7 @@ def publish(url: str, messages: list[tuple[str, bytes]], cluster: str = "c") -> 
     """Publish in order; gives the sequences."""
 
     async def work() -> list[int]:
-        stream = await NatsStream.connect(url)
+        stream = patient(await NatsStream.connect(url, WAIT_S))
         try:
             return [await stream.publish(cluster, InstanceId(name), data) for name, data in messages]
         finally:
@@ -133,7 +172,13 @@ def messages(frames: list[Frame], per_message: int = 1) -> list[tuple[str, bytes
     return made
 
 
-async def fetched(reader: EventReader, count: int, wait_s: float = 20.0) -> list[StreamMessage]:
+async def fetch_for_ever(reader: EventReader) -> None:
+    """Until it raises: an end that is not seen within one wait is seen within a later one."""
+    while True:
+        await reader.fetch(0.3)
+
+
+async def fetched(reader: EventReader, count: int, wait_s: float = WAIT_S) -> list[StreamMessage]:
     """The next messages, so many of them however many come at once."""
     found: list[StreamMessage] = []
     async with asyncio.timeout(wait_s):

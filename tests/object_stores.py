@@ -16,13 +16,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvbm.pools.stores.base import Store
+from kvbm.pools.stores.blobs import Limits
 from kvbm.pools.stores.memory import MemoryStore
 from tests.ceph import ACCESS_KEY_ID, SECRET_ACCESS_KEY, Radosgw
 from tests.servers import AZURITE_ACCOUNT, AZURITE_KEY, S3_CREDENTIALS
 
 QUICK = ["memory", "s3", "azure"]
 OBJECT_STORES = [*QUICK, *(pytest.param(name, marks=pytest.mark.objects) for name in ("radosgw", "redis"))]
-OPEN_WAIT_S = 60.0  # a machine that is busy with other tests is no silent store
+WAIT_S = 120.0  # a machine that is busy with other tests is no silent store
+OPEN_WAIT_S = WAIT_S
+PATIENT = Limits(
+    requests_in_flight=4, connect_timeout_s=WAIT_S, read_timeout_s=WAIT_S
+)  # nothing is asked twice for being late
 
 
 class Place(NamedTuple):
@@ -77,7 +82,7 @@ def s3_place(endpoint: str, kind: str = "s3", **credentials: Any) -> Place:
         "AWS_SECRET_ACCESS_KEY": said["secret_access_key"],
         "AWS_DEFAULT_REGION": said["region"],
     }
-    opened = partial(open_s3_store, url, endpoint=endpoint, open_wait_s=OPEN_WAIT_S, **said)
+    opened = partial(open_s3_store, url, endpoint=endpoint, open_wait_s=OPEN_WAIT_S, limits=PATIENT, **said)
     return Place(kind, opened, url, endpoint, environment)
 
 
@@ -96,10 +101,14 @@ def azure_place(endpoint: str) -> Place:
 
     container = f"kvbm-{uuid.uuid4().hex}"
     credential = {"account_name": AZURITE_ACCOUNT, "account_key": AZURITE_KEY}
-    with ContainerClient(endpoint, container, credential=credential) as made:
+    with ContainerClient(
+        endpoint, container, credential=credential, connection_timeout=WAIT_S, read_timeout=WAIT_S
+    ) as made:
         made.create_container()
     url = f"az://{container}/blocks"
-    opened = partial(open_azure_store, url, endpoint=endpoint, account_key=AZURITE_KEY, open_wait_s=OPEN_WAIT_S)
+    opened = partial(
+        open_azure_store, url, endpoint=endpoint, account_key=AZURITE_KEY, open_wait_s=OPEN_WAIT_S, limits=PATIENT
+    )
     return Place("azure", opened, url, endpoint, {"AZURE_STORAGE_KEY": AZURITE_KEY})
 
 
@@ -108,15 +117,17 @@ def redis_place(server_url: str) -> Place:
     from kvbm.pools.stores.redis import open_redis_store
 
     url = f"{server_url}?prefix=kvbm-{uuid.uuid4().hex}"
-    return Place("redis", partial(open_redis_store, url, open_wait_s=OPEN_WAIT_S), url)
+    return Place("redis", partial(open_redis_store, url, open_wait_s=OPEN_WAIT_S, limits=PATIENT), url)
 
 
 def boto3_client(endpoint: str, access_key_id: str, secret_access_key: str) -> Any:
     """A client of the test's own, to make buckets and to look at what lies there."""
     import boto3
+    from botocore.config import Config
 
     return boto3.client(
         "s3",
+        config=Config(connect_timeout=WAIT_S, read_timeout=WAIT_S),
         endpoint_url=endpoint,
         region_name="us-east-1",
         aws_access_key_id=access_key_id,

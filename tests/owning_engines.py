@@ -20,7 +20,7 @@ from tests.cores import CORES
 from tests.eventually import eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, rows_of
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def opened(folder: Path, objects: ObjectPool | None = None, core: str = "native", **flags: Any) -> EngineHbmManager:
@@ -28,7 +28,7 @@ def opened(folder: Path, objects: ObjectPool | None = None, core: str = "native"
     settings = load_settings(
         flags={
             "instance.data_dir": str(folder), "nats.enabled": False, "pools.hbm.owner": "engine", "pools.hbm.slots": 64,
-            "pools.host.slots": 32, "pools.nvme.slots": 64, "pools.nvme.direct": "auto",
+            "pools.host.slots": 32, "pools.nvme.slots": 64, "pools.nvme.direct": "auto", "onboard.wait_s": WAIT_S,
         }
         | {key.replace("__", "."): value for key, value in flags.items()}
     )  # fmt: skip

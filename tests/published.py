@@ -9,6 +9,7 @@ from kvbm.config import Settings, load_settings
 from kvbm.manager.owned_hbm import Manager
 from kvbm.streams.base import Position
 from tests.cores import CORES
+from tests.eventually import WAIT_S
 from tests.managers import BLOCK_BYTES, NAMESPACE
 
 
@@ -17,7 +18,7 @@ def settings_of(folder: Path, url: str, cluster: str, **flags: object) -> Settin
     return load_settings(
         flags={
             "instance.data_dir": str(folder), "instance.cluster": cluster, "pools.hbm.slots": 64, "pools.hbm.device": "memory",
-            "nats.url": url, "nats.heartbeat_s": 0.2, "snapshots.least_s": 0.1, **named,
+            "nats.url": url, "nats.timeout_s": WAIT_S, "nats.heartbeat_s": 0.2, "snapshots.least_s": 0.1, "onboard.wait_s": WAIT_S, **named,
         }
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ missing the test fails and says what to install, because a skipped test proves n
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib.util
 import os
 import pwd
@@ -23,10 +24,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvbm.bench.postgres import readable_by_all
 from kvbm.core.errors import MissingExtraError
 from kvbm.streams.server import EmbeddedServer
 
-START_WAIT_S = 30.0
+START_WAIT_S = 120.0  # a busy machine is no server that does not start
 _LIBC = ctypes.CDLL(None)
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
@@ -38,12 +40,55 @@ class ServerMissingError(AssertionError):
         super().__init__(f"this test needs {what}; install it with: {install} {package}")
 
 
+_FIRST_PORT, _LAST_PORT = 20_000, 31_999
+_ports_held: int | None = None  # the file whose bytes stand for ports; bytes that this process has locked are its own
+_ports_given = 0
+
+
 def free_port() -> int:
-    """A TCP port of the loopback that nobody listens on now."""
-    with socket.socket() as probe:
+    """A TCP port of the loopback that nobody listens on, and that nobody else is given while this process runs.
+
+    It lies below the ports that the system itself gives to outgoing connections and to servers that ask for any. A lock on a byte of a
+    file keeps it from other processes of tests, also from those of other runs.
+    """
+    global _ports_held, _ports_given  # noqa: PLW0603
+    if _ports_held is None:
+        path = Path(tempfile.gettempdir()) / f"kvbm-test-ports-{os.getuid()}"
+        _ports_held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    end = min(_LAST_PORT, _first_of_system() - 1)
+    while (port := _FIRST_PORT + _ports_given) <= end:
+        _ports_given += 1
+        if _is_ours(port) and _can_be_bound(port):
+            return port
+    with socket.socket() as probe:  # all are taken, or the system's own begin earlier
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
+
+
+def _first_of_system() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return _FIRST_PORT  # of another system: unknown, so none is below
+
+
+def _is_ours(port: int) -> bool:
+    """Lock a port's byte. The lock ends with the process, and no child has it."""
+    assert _ports_held is not None
+    try:
+        fcntl.lockf(_ports_held, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError:
+        return False
+    return True
+
+
+def _can_be_bound(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def package_folder(module: str, what: str, wheel: str) -> Path:
@@ -67,7 +112,7 @@ def start_process(command: list[str], log: Path, **options: Any) -> subprocess.P
         )
 
 
-def stop_process(process: subprocess.Popen[bytes], how: int = signal.SIGTERM, wait_s: float = 10.0) -> None:
+def stop_process(process: subprocess.Popen[bytes], how: int = signal.SIGTERM, wait_s: float = 60.0) -> None:
     """End a child, harder when it does not listen."""
     if process.poll() is None:
         process.send_signal(how)
@@ -99,7 +144,7 @@ def postgres(*, durable: bool = False) -> Iterator[str]:
         options = _ordinary_user()
         if options:  # Postgres refuses to run as root
             folder.chmod(0o755)
-            binaries = _readable_by_all(binaries, folder)
+            binaries = readable_by_all(binaries, folder)
         data, log = folder / "data", folder / "log"
         data.mkdir(mode=0o700)
         if options:
@@ -126,7 +171,7 @@ async def fresh_database(server: str) -> str:
     except ModuleNotFoundError:
         raise ServerMissingError("the Postgres driver", "asyncpg") from None
     name = f"test_{uuid.uuid4().hex}"
-    connection = await asyncpg.connect(server.replace("+asyncpg", ""), timeout=10)
+    connection = await asyncpg.connect(server.replace("+asyncpg", ""), timeout=START_WAIT_S)
     try:
         await connection.execute(f'CREATE DATABASE "{name}"')
     finally:
@@ -148,14 +193,6 @@ def _ordinary_user() -> dict[str, Any]:
         return {}
     nobody = pwd.getpwnam("nobody")
     return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
-
-
-def _readable_by_all(binaries: Path, folder: Path) -> Path:
-    """The binaries, copied when a folder above them is closed to other users."""
-    if all(parent.stat().st_mode & 0o001 for parent in binaries.parents):
-        return binaries
-    shutil.copytree(binaries.parent, folder / "postgres")
-    return folder / "postgres" / binaries.name
 
 
 def _postgres_environment(binaries: Path) -> dict[str, str]:

@@ -38,8 +38,34 @@ class SlidingWindowSpec(FullAttentionSpec):
     pass
 
 
-class MambaSpec(FullAttentionSpec):
-    pass
+@dataclass(frozen=True)
+class MambaSpec:
+    """A state in a page as large as that of the attention beside it."""
+
+    block_size: int = 4
+    shapes: tuple[tuple[int, ...], ...] = ((3, 8), (2, 4, 4))
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    page_size_padded: int = 256
+    mamba_type: str = "gdn"
+    mamba_cache_mode: str = "align"
+    tp_replicated: bool = False
+    num_heads: int = 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8  # of a view of the bytes; vLLM's class has none
+
+    @property
+    def head_bytes(self) -> int:
+        return self.page_size_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        return self.page_size_bytes // self.block_size
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.page_size_padded
 
 
 @dataclass
@@ -63,6 +89,7 @@ class Group:
     kv_cache_spec: Any
     host_resident: bool = False
     enable_kv_transfer: bool = True
+    is_eagle_group: bool = False
 
 
 @dataclass

@@ -746,7 +746,9 @@ def main() -> None:
     rows: list[Row] = []
     versions: dict[str, dict[str, Any]] = {}
     remarks: list[str] = []
-    print(f"{machine()}; kvbm {importlib.metadata.version('kvbm')}; medians of {arguments.samples} samples in turn")
+    print(
+        f"{machine()}; kvbm {importlib.metadata.version('kvbm-ledger')}; medians of {arguments.samples} samples in turn"
+    )
     print(HEADER)
     for key in arguments.only:
         peer = PEERS[key]

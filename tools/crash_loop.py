@@ -33,7 +33,7 @@ def main() -> int:
     )
     parser.add_argument("--rate", type=float, default=6.0, metavar="N", help="prompts a second and worker (default 6)")
     parser.add_argument(
-        "--slow", type=float, default=1.0, metavar="F", help="factor on the 30 s a system has to be whole again"
+        "--slow", type=float, default=1.0, metavar="F", help="factor on the 90 s a system has to be whole again"
     )
     parser.add_argument(
         "--only", default="", metavar="KIND,…", help=f"draw from these alone: {', '.join(sorted(KINDS))}"

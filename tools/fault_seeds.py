@@ -4,6 +4,7 @@
     python tools/fault_seeds.py --seeds 20000 --run-s 3          the same, each a third as long and as full of faults
     python tools/fault_seeds.py --seed 4711                      one seed, told step by step
     python tools/fault_seeds.py --seed 4711 --minimise           the same with as few faults as still break it
+    python tools/fault_seeds.py --peers --seeds 1000             instances that read each other's blocks
     python tools/fault_seeds.py --mutant no_fencing --seeds 200  until a deliberate defect is found
     python tools/fault_seeds.py --pairs --seeds 2                every two kinds of faults that meet, two seeds each
     python tools/fault_seeds.py --triples --of 200               200 of all threes, one seed each
@@ -37,7 +38,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.faults.mutants import MUTANTS
 from tests.faults.simulator.drawing import pairs, triples
 from tests.faults.simulator.faults import KINDS
-from tests.faults.simulator.run import RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
+from tests.faults.simulator.peer_faults import PEER_KINDS
+from tests.faults.simulator.run import PEERS, PEERS_S, RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
 
 CHUNK = 10
 COLLECT_EVERY = 3
@@ -110,12 +112,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--together", default="", help="kinds of faults that meet, one of each, with commas")
     parser.add_argument("--pairs", action="store_true", help="every two kinds together")
     parser.add_argument("--triples", action="store_true", help="every three kinds together")
+    parser.add_argument("--peers", action="store_true", help="instances read each other's blocks")
     parser.add_argument("--of", type=int, default=0, metavar="N", help="only N of the pairs or triples, by chance")
     parser.add_argument(
         "--run-s",
         type=float,
         metavar="S",
-        help=f"virtual seconds with work and faults (default {RUN_S:g}; {SHORT_S:g} for faults that meet)",
+        help=f"virtual seconds with work and faults (default {RUN_S:g}; {SHORT_S:g} for faults that meet, {PEERS_S:g} with --peers)",
     )
     parser.add_argument(
         "--mutant", choices=sorted(MUTANTS), default="", help="plant this defect; its mix, if none is named"
@@ -128,14 +131,15 @@ def parsed() -> argparse.Namespace:
 def plan_of(wanted: argparse.Namespace) -> Plan:
     """How each seed runs. Exits: a kind of fault is not known."""
     mix, together = (tuple(filter(None, words.split(","))) for words in (wanted.mix, wanted.together))
-    if unknown := sorted({*mix, *together} - set(KINDS)):
-        sys.exit(f"no fault is called {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    planned = MUTANTS[wanted.mutant].plan if wanted.mutant else PEERS if wanted.peers else Plan()
+    known = KINDS | PEER_KINDS if planned.peers else KINDS
+    if unknown := sorted({*mix, *together} - set(known)):
+        sys.exit(f"no fault is called {', '.join(unknown)}; there are {', '.join(known)}")
     meets = bool(together or wanted.pairs or wanted.triples)
-    run_s = wanted.run_s or (SHORT_S if meets else RUN_S)
-    if wanted.mutant and not (mix or meets):
-        mutant = MUTANTS[wanted.mutant]
-        mix, run_s = mutant.mix, min(run_s, mutant.run_s)
-    return Plan(mix=mix, together=together, run_s=run_s)
+    run_s = wanted.run_s or (SHORT_S if meets else planned.run_s)
+    if not (mix or meets):
+        mix, run_s = planned.mix, min(run_s, planned.run_s) if wanted.mutant else run_s
+    return Plan(mix=mix, together=together, run_s=run_s, peers=planned.peers)
 
 
 def main() -> int:

@@ -24,11 +24,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.faults.source_mutants import ROOT, SEEDS, SOURCE_MUTANTS, SourceMutant
 
-WAIT_S = 240.0
+WAIT_S = 900.0
 BUILD = ROOT / "build" / "mutants"
 SOURCES = ("CMakeLists.txt", "native", "tests/golden")
 
@@ -37,12 +39,13 @@ class Verdict(NamedTuple):
     """What noticed a defect.
 
     Attributes:
-        test: the test that failed, "" for none.
+        test: the test that failed, "" for none. nightly: `make test` leaves it to `make test-all`.
         seeds: how many seeds of the generic mix it took; 0: none of SEEDS noticed; None: none was asked.
     """
 
     test: str
     seeds: int | None = None
+    nightly: bool = False
 
 
 # -- Python -------------------------------------------------------------------------------------------------------------
@@ -60,16 +63,33 @@ def planted(mutant: SourceMutant, folder: Path, *, is_whole: bool = False) -> di
     return os.environ | {"PLANTED_DEFECT": f"{module}={patched}", "PYTHONPATH": f"{hook}:{before}".rstrip(":")}
 
 
-def failed_tests(tests: Sequence[str], environment: dict[str, str]) -> list[str]:
-    """The first of some tests that fails; none when all pass. Raises RuntimeError: they could not be run."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", "-rfE", *tests]
+def failed_tests(tests: Sequence[str], environment: dict[str, str], nightly: bool = False) -> list[str]:
+    """The first of some tests that fails; none when all pass. Raises RuntimeError: they could not be run.
+
+    Args:
+        nightly: also those that `make test` leaves to `make test-all`.
+    """
+    options = ["--nightly"] if nightly else []
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "--tb=no",
+        "-rfE",
+        *options,
+        *tests,
+    ]
     try:
         ran = subprocess.run(
             command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True, timeout=WAIT_S
         )
     except subprocess.TimeoutExpired:
         return [f"{tests[0]} (does not end)"]
-    if ran.returncode == 0:
+    if ran.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         return []
     found = re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
     if ran.returncode != 1 or not found:
@@ -172,7 +192,10 @@ def verdict_of(mutant: SourceMutant, with_seeds: bool) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
         environment = planted(mutant, Path(folder))
         failed = failed_tests([mutant.test], environment)
-        return Verdict(failed[0] if failed else "", noticing_seed(environment) if with_seeds else None)
+        nightly = not failed
+        if nightly:
+            failed = failed_tests([mutant.test], environment, nightly=True)
+        return Verdict(failed[0] if failed else "", noticing_seed(environment) if with_seeds else None, nightly)
 
 
 def check_tests(mutants: dict[str, SourceMutant]) -> None:
@@ -181,7 +204,7 @@ def check_tests(mutants: dict[str, SourceMutant]) -> None:
     if python:
         with tempfile.TemporaryDirectory() as folder:
             tests = sorted({mutant.test for mutant in python})
-            if failed := failed_tests(tests, planted(python[0], Path(folder), is_whole=True)):
+            if failed := failed_tests(tests, planted(python[0], Path(folder), is_whole=True), nightly=True):
                 raise RuntimeError(f"{failed[0]} fails without any defect")
     native = sorted({mutant.test for mutant in mutants.values() if mutant.is_native})
     if native:
@@ -197,7 +220,7 @@ def row(name: str, mutant: SourceMutant, verdict: Verdict) -> str:
     words = case.removeprefix("test_").replace("_", " ")
     test = f"`{Path(file).name}`{f': {words}' if words else ''}" if file else "**nothing**"
     seeds = {None: "", 0: "–"}.get(verdict.seeds, str(verdict.seeds))
-    return f"| `{name}` | `{Path(mutant.file).name}` | {mutant.rule} | {test} | {seeds} |"
+    return f"| `{name}` | `{Path(mutant.file).name}` | {mutant.rule} | {test} | {'`make test-all`' if verdict.nightly else 'gate'} | {seeds} |"
 
 
 def main() -> int:
@@ -221,13 +244,14 @@ def main() -> int:
     missed, rows = [], []
     for name, mutant in mutants.items():
         verdict = verdict_of(mutant, wanted.table and not mutant.is_native)
-        print(f"{name}: {verdict.test or 'NOBODY noticed'}", file=sys.stderr, flush=True)
+        where = " (of make test-all)" if verdict.nightly and verdict.test else ""
+        print(f"{name}: {verdict.test or 'NOBODY noticed'}{where}", file=sys.stderr, flush=True)
         rows.append(row(name, mutant, verdict))
         if not verdict.test:
             missed.append(name)
     if wanted.table:
-        heading = f"| defect | in | what no longer holds | the test that fails | of {SEEDS} seeds |"
-        print("\n".join((heading, "|---|---|---|---|---|", *rows)))
+        heading = f"| defect | in | what no longer holds | the test that fails | runs in | of {SEEDS} seeds |"
+        print("\n".join((heading, "|---|---|---|---|---|---|", *rows)))
     print(
         f"{len(mutants) - len(missed)} of {len(mutants)} noticed; missed: {', '.join(missed) or 'none'}",
         file=sys.stderr,

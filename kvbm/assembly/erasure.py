@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from kvbm.assembly.janitor import erase_objects
+from kvbm.assembly.janitor import CLOCKS, Clocks, erase_objects
 from kvbm.assembly.manager import database_url, make_data_dir, stream_of_catalog
 from kvbm.assembly.pools import key_source
 from kvbm.catalog.service import CatalogService, Companion
@@ -100,12 +100,14 @@ def run_erase(
     options: EraseOptions,
     tell: Callable[[int, Sequence[Line]], None],
     new_store: Callable[[], Store] | None = None,
+    clocks: Clocks = CLOCKS,
 ) -> int:
     """Ask for an erasure, or tell of one. Returns 0 when all is gone, 1 while something waits.
 
     Args:
         tell: gets the number and the table, once, at the end.
         new_store: opens a store to use instead of the one `pools.object` names.
+        clocks: the janitor's, as of `run_gc`.
     Raises: ConfigError, ErasureError, StreamError, CatalogError, MissingExtraError: why it could not be asked for.
     """
     check_settings(settings)
@@ -124,7 +126,7 @@ def run_erase(
         if erasure is not None and (settings.pools.object.url or new_store is not None):
             begun = Progress(places=(Place(name="objects", waits="the janitor"),))
             _run(_say(settings, url, credentials, number, begun))
-            progress = _erase_objects(settings, options, erasure, new_store)
+            progress = _erase_objects(settings, options, erasure, new_store, clocks)
             _run(_say(settings, url, credentials, number, progress))
         wait_s = 0.0 if options.status is not None else options.wait_s
         lines = _run(_follow(settings, url, credentials, number, wait_s))
@@ -275,7 +277,11 @@ async def _say(settings: Settings, url: str, credentials: Credentials, number: i
 
 
 def _erase_objects(
-    settings: Settings, options: EraseOptions, erasure: Erasure, new_store: Callable[[], Store] | None
+    settings: Settings,
+    options: EraseOptions,
+    erasure: Erasure,
+    new_store: Callable[[], Store] | None,
+    clocks: Clocks,
 ) -> Progress:
     """Have the janitor delete the objects; trouble is what is waited for."""
     cluster = _run(_cluster(settings))
@@ -284,7 +290,7 @@ def _erase_objects(
     deleted, waits = 0, ""
     try:
         for _ in range(_RUNS):
-            done = erase_objects(settings, erased, new_store)
+            done = erase_objects(settings, erased, new_store, clocks)
             deleted += done.deleted
             left = sum(part.objects - part.deleted for name, part in done.parts.items() if bytes.fromhex(name) in mine)
             waits = f"{left} objects that were used meanwhile, or could not be read: erase again" if left else ""

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import structlog
@@ -42,14 +42,36 @@ _STALLED_S = 6.0  # a little after this a publisher says what it waits for
 _POLL_S = 0.02
 
 
+class Clocks(NamedTuple):
+    """What a janitor goes by and waits with.
+
+    Attributes:
+        monotonic_s: goes on while a process sleeps.
+        wall_ns: since 1970; held against the store's.
+        sleep: waits, while these go on.
+    """
+
+    monotonic_s: Callable[[], float] = time.monotonic
+    wall_ns: Callable[[], int] = time.time_ns
+    sleep: Callable[[float], None] = time.sleep
+
+
+CLOCKS = Clocks()
+
+
 def run_gc(
-    settings: Settings, dry_run: bool, tell: Callable[[Report], None], new_store: Callable[[], Store] | None = None
+    settings: Settings,
+    dry_run: bool,
+    tell: Callable[[Report], None],
+    new_store: Callable[[], Store] | None = None,
+    clocks: Clocks = CLOCKS,
 ) -> int:
     """Run the janitor of the pool that `pools.object` names: once, or with `gc.every_s` again and again until interrupted.
 
     Args:
         tell: gets the report of each run.
         new_store: opens a store to use instead of the one `pools.object` names.
+        clocks: others than the machine's, for tests.
     Raises: ConfigError, MissingExtraError; once, also PoolError, CatalogError, StreamError, JanitorError: why it could not go on.
     """
     check_settings(settings)
@@ -64,7 +86,7 @@ def run_gc(
         )
     while True:
         try:
-            tell(_gc_once(settings, dry_run, new_store or (lambda: _open_store(settings))))
+            tell(_gc_once(settings, dry_run, new_store or (lambda: _open_store(settings)), clocks))
         except (ConfigError, MissingExtraError):
             raise
         except KvbmError as error:
@@ -73,30 +95,34 @@ def run_gc(
             log.warning("gc.ended", why=str(error), again_s=settings.gc.every_s)
         if not settings.gc.every_s:
             return 0
-        time.sleep(settings.gc.every_s)
+        clocks.sleep(settings.gc.every_s)
 
 
 def erase_objects(
-    settings: Settings, erased: Mapping[NamespaceId, frozenset[bytes]], new_store: Callable[[], Store] | None = None
+    settings: Settings,
+    erased: Mapping[NamespaceId, frozenset[bytes]],
+    new_store: Callable[[], Store] | None = None,
+    clocks: Clocks = CLOCKS,
 ) -> Report:
     """One run of the janitor in which objects of some namespaces go, and no others.
 
     Args:
         erased: blocks that an object must hold one of, by namespace; none: all objects.
-        new_store: as of `run_gc`.
+        new_store, clocks: as of `run_gc`.
     Raises: as `run_gc`; JanitorBusyError: another janitor works.
     """
     check_settings(settings)
     check_gc(settings.gc, settings.pools.object)
     gc = msgspec.structs.replace(settings.gc, young_s=0.0)
     settings = msgspec.structs.replace(settings, gc=gc)
-    return _gc_once(settings, False, new_store or (lambda: _open_store(settings)), erased)
+    return _gc_once(settings, False, new_store or (lambda: _open_store(settings)), clocks, erased)
 
 
 def _gc_once(
     settings: Settings,
     dry_run: bool,
     new_store: Callable[[], Store],
+    clocks: Clocks,
     erased: Mapping[NamespaceId, frozenset[bytes]] | None = None,
 ) -> Report:
     from kvbm.janitor import ClaimsReader, Driver, DriverOptions, Janitor, Rules, TenantPart, run_once
@@ -138,10 +164,18 @@ def _gc_once(
         run, me = secrets.token_hex(8), InstanceId(gc.id) if gc.id else janitor_id(pool)
         cluster = f"{settings.instance.cluster}-{hashlib.sha256(repr(claims.streams()).encode()).hexdigest()[:8]}"
         options = DriverOptions(cluster, run, wanted.timeout_s, rules.batch_s, dry_run)
-        driver = Driver(store, claims, folder, lambda spaces: _open_janitor(settings, me, spaces, folder(1)), options)
+        driver = Driver(
+            store,
+            claims,
+            folder,
+            lambda spaces: _open_janitor(settings, me, spaces, folder(1)),
+            options,
+            wall_clock_ns=clocks.wall_ns,
+            sleep=clocks.sleep,
+        )
         opened.callback(driver.close)
         holder = f"{me} of {settings.instance.cluster} on {socket.gethostname()}, process {os.getpid()}"
-        report = run_once(Janitor(pool, holder, run, rules, dry_run), driver)
+        report = run_once(Janitor(pool, holder, run, rules, dry_run), driver, clocks.monotonic_s)
         log.info("gc.completed", pool=pool, claimed=report.found, deleted=report.deleted, kept=report.kept)
         return report
 

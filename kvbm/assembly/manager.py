@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 import structlog
 
-from kvbm.assembly.native import NATIVE, NATIVE_CORE, NATIVE_INDEX, Core
+from kvbm.assembly.kept import kept_in_nvme
+from kvbm.assembly.lending import Exchange, open_exchange
+from kvbm.assembly.native import NATIVE, NATIVE_CORE, NATIVE_INDEX, NATIVE_MESSAGES, Core
 from kvbm.assembly.pools import instance_folder, open_pools
 from kvbm.config import JournalSettings, NvmeSettings, ObjectSettings, Settings, check_settings
 from kvbm.core.arguments import check_namespaces
-from kvbm.core.backend import LedgerProtocol, NewFold
+from kvbm.core.backend import LedgerProtocol, LockProtocol
 from kvbm.core.checks import check_plain_int, check_text, kind_of
 from kvbm.core.errors import (
     ArgumentTypeError,
@@ -32,7 +35,8 @@ from kvbm.core.errors import (
     StreamError,
 )
 from kvbm.core.events import JANITOR, PoolStated
-from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Reach, Tier
+from kvbm.core.parts import parts_of
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, Share, WriteBudget
 from kvbm.core.snapshots import Recovered
 from kvbm.erasure.instance import DONE_FILE, DoneErasures, InstanceErasures, StartErasures
@@ -41,7 +45,10 @@ from kvbm.erasure.watch import ErasureWatch, WatchOptions
 from kvbm.files import make_folder
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
-from kvbm.locate.http import CatalogClient, HttpLocator
+from kvbm.locate.http import CatalogClient
+from kvbm.locate.locator import HttpLocator
+from kvbm.locate.nats_proof import NatsCredentials
+from kvbm.locate.parts import PartedCatalog, catalogs_at
 from kvbm.manager.base import BlockManager
 from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.manager.event_writer import FrameSink
@@ -53,7 +60,7 @@ from kvbm.manager.options import ManagerOptions
 from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.prompt_samples import Samples
 from kvbm.manager.publisher_port import Publishing
-from kvbm.manager.recovery import recover
+from kvbm.manager.salvage import SalvagePlan
 from kvbm.manager.snapshot_policy import SnapshotPolicy
 from kvbm.manager.staging import Staging
 from kvbm.manager.transfer import Pools
@@ -76,6 +83,7 @@ from kvbm.telemetry.remarks import to_standard_error
 from kvbm_ledger import conflict
 
 if TYPE_CHECKING:
+    from kvbm.catalog.routing_cost import RoutingSettings
     from kvbm.catalog.service import Companion
 
 log = structlog.get_logger()
@@ -182,8 +190,7 @@ def _open_manager(
     layers: Sequence[Sequence[PagedTensor]],
     core: Core | None,
 ) -> M:
-    why = conflict()
-    if why:
+    if why := conflict():
         raise PackageConflictError(why)
     to_standard_error()
     if not namespaces and engine != JANITOR:
@@ -196,8 +203,7 @@ def _open_manager(
     settings = _without_lasting(settings, namespaces, engine)
     core = core or NATIVE_CORE
     instance, backend = InstanceId(settings.instance.id), core.backend
-    role = Role.JANITOR if engine == JANITOR else Role.INSTANCE
-    credentials = stream_credentials(settings, role, settings.instance.id)
+    credentials = stream_credentials(settings, Role.JANITOR if engine == JANITOR else Role.INSTANCE, instance)
     with ExitStack() as opened, ExitStack() as opened_pools:
         journal = None
         run = secrets.token_hex(8)
@@ -216,18 +222,19 @@ def _open_manager(
         locator = _locator(settings)
         memory = MemoryLog() if journal is None and settings.nats.enabled else None
         frames = journal or memory
-        url = _nats_url(settings, opened) if settings.nats.enabled else ""
+        url = nats_url(settings, opened) if settings.nats.enabled else ""
+        pools, exchange = open_exchange(settings, instance, namespaces, engine, ledger, pools, opened_pools)
         # What can be refused has been by now: an epoch that begins and states nothing would hide what NVME kept.
-        on_stream = _ask_stream(settings, instance, url, credentials) if url else OnStream()
-        known = max(on_stream.epoch, _epoch_in_catalog(settings, instance))
+        on_stream = ask_stream(settings, instance, url, credentials) if url else OnStream()
+        known = max(on_stream.epoch, epoch_in_catalog(settings, instance))
         watched = WatchedErasures(settings, on_stream.erasures, lasting, journal is not None)
-        pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, known, watched, core.new_fold)
+        pool_id, plan = _begin_epoch(ledger, exchange.lock, settings, journal, pools, namespaces, engine, known, watched, core)  # fmt: skip
         retention: JournalRetention | None = None
         sink: FrameSink = DiscardingSink()
         room_bytes = 0
         if journal is not None:
-            retention, sink = DiskRetention(journal, pool_id, settings.journal.sync_interval_s), journal
-            room_bytes = settings.journal.capacity_bytes
+            room_bytes, interval_s = settings.journal.capacity_bytes, settings.journal.sync_interval_s
+            retention, sink = DiskRetention(journal, pool_id, interval_s, pools.note_epoch), journal
         elif memory is not None:
             retention = sink = MemoryRetention(memory)
             room_bytes = settings.journal.waiting_bytes  # not refused beyond it, but listed again so that it can go
@@ -238,7 +245,7 @@ def _open_manager(
             ManagerOptions(
                 settings.onboard.wait_s, settings.onboard.locate_s, settings.onboard.threads, settings.offload.threads,
                 wall_clock_ns, retention=retention, snapshots=SnapshotPolicy(settings.snapshots.least_s, room_bytes), samples=samples,
-                run=run, has_stream=bool(url), budgets=_budgets(settings), lasting=lasting, unused=unused,
+                run=run, has_stream=bool(url), salvage=plan, lock=exchange.lock, budgets=_budgets(settings), lasting=lasting, unused=unused,
                 staging=Staging(
                     settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads,
                     pools.object_blocks,
@@ -247,10 +254,26 @@ def _open_manager(
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
-        disowners = [journal.disown] if journal is not None else []
-        stoppers = [watched.begin(manager, url, credentials).stop] if url and engine != JANITOR else []
+        disowners = [*exchange.disowners, *([journal.disown] if journal is not None else [])]
+        erasing_url = url if engine != JANITOR else ""
+        stoppers = _begin_exchange(exchange, manager, opened, watched, erasing_url, credentials)
         manager.start(publishing, closers=[opened.pop_all().close], disowners=disowners, stoppers=stoppers)
         return manager
+
+
+def _begin_exchange(
+    exchange: Exchange, manager: BlockManager, opened: ExitStack, watched: WatchedErasures, url: str, credentials: Credentials
+) -> list[Callable[[float], object]]:  # fmt: skip
+    """Begin to lend and to read, once what is to be erased is held back; `url` is empty where nobody tells of that.
+
+    Returns: what is to be called first when the manager closes, with how long to wait.
+    """
+    stoppers = []
+    if url:
+        watching = watched.begin(manager, url, credentials)
+        opened.callback(watching.stop)
+        stoppers.append(lambda _: watching.stop())
+    return [*exchange.begin(manager, opened), *stoppers]
 
 
 def run_catalog(
@@ -265,18 +288,15 @@ def run_catalog(
     """
     from kvbm.catalog.access import AccessOptions
     from kvbm.catalog.limits import LimitSettings
-    from kvbm.catalog.routing_cost import RoutingSettings
     from kvbm.catalog.server import run
     from kvbm.catalog.service import ServiceSettings
 
     check_settings(settings)
     with ExitStack() as opened:
         credentials = stream_credentials(settings, Role.CATALOG)
-        url = _nats_url(settings, opened)
+        url = nats_url(settings, opened)
         if not (settings.catalog.database and settings.catalog.checkpoints):
             make_data_dir(settings)
-        costs = msgspec.structs.asdict(settings.catalog.routing)
-        weights = msgspec.structs.asdict(settings.catalog.routing.tier_weights)
         service = ServiceSettings(
             nats_url=url,
             credentials=credentials,
@@ -304,9 +324,9 @@ def run_catalog(
             ),
             limits=LimitSettings(**msgspec.structs.asdict(settings.catalog.limits)),
             companions=() if companion is None else (companion(settings, url, credentials),),
-            routing=RoutingSettings(
-                **costs | {"tier_weights": {tier.upper(): weight for tier, weight in weights.items()}}
-            ),
+            routing=routing_settings(settings),
+            parts=parts_of(settings.catalog.parts),
+            new_messages=NATIVE_MESSAGES,
         )
         say = f"follows {shown(url)}"
         run(
@@ -318,14 +338,26 @@ def run_catalog(
     return 0
 
 
+def routing_settings(settings: Settings) -> RoutingSettings:
+    """What a prompt costs at an instance, as `catalog.routing` has it."""
+    from kvbm.catalog.routing_cost import RoutingSettings
+
+    costs = msgspec.structs.asdict(settings.catalog.routing)
+    weights = msgspec.structs.asdict(settings.catalog.routing.tier_weights)
+    return RoutingSettings(**costs | {"tier_weights": {tier.upper(): weight for tier, weight in weights.items()}})
+
+
 def stream_of_catalog(settings: Settings, opened: ExitStack) -> tuple[str, Credentials]:
     """Where the stream is, and how a catalog proves itself to it. Raises ConfigError, StreamError, MissingExtraError."""
     credentials = stream_credentials(settings, Role.CATALOG)
-    return _nats_url(settings, opened), credentials
+    return nats_url(settings, opened), credentials
 
 
 def _locator(settings: Settings) -> Locator:
-    return HttpLocator(settings.catalog.url, catalog_credentials(settings)) if settings.catalog.url else Nowhere()
+    if not settings.catalog.url:
+        return Nowhere()
+    who, place = settings.instance.id, settings.instance.topology
+    return HttpLocator(settings.catalog.url, catalog_credentials(settings), asker=who, topology=place)
 
 
 def catalog_client(url: str, credentials: CatalogCredentials = NO_CREDENTIALS) -> CatalogClient:
@@ -333,10 +365,22 @@ def catalog_client(url: str, credentials: CatalogCredentials = NO_CREDENTIALS) -
     return CatalogClient(url, hash_tokens=NATIVE.sequence_hashes, credentials=credentials)
 
 
+def catalog_clients(settings: Settings, url: str = "") -> CatalogClient | PartedCatalog:
+    """A client of the catalog at a URL, or of those of all parts. Raises CatalogError: a URL cannot be used.
+
+    Args:
+        url: instead of `catalog.url`.
+    """
+    return catalogs_at(
+        url or settings.catalog.url, hash_tokens=NATIVE.sequence_hashes, credentials=catalog_credentials(settings)
+    )
+
+
 def catalog_credentials(settings: Settings) -> CatalogCredentials:
-    """How this side proves to a catalog who it is, and knows the catalog, as the settings `catalog.*` say."""
-    asked = settings.catalog
-    return CatalogCredentials(asked.token, asked.tls_ca, asked.client_cert, asked.client_key)
+    """How this side proves to a catalog who it is, and knows the catalog, as the settings `catalog.*` say; over NATS, `nats.*`."""
+    asked, nats = settings.catalog, settings.nats
+    over_nats = NatsCredentials(nats.credentials, nats.nkey_seed, nats.tls_ca, nats.tls_cert, nats.tls_key)
+    return CatalogCredentials(asked.token, asked.tls_ca, asked.client_cert, asked.client_key, over_nats)
 
 
 def _journal_options(settings: JournalSettings) -> JournalOptions:
@@ -387,11 +431,25 @@ class WatchedErasures:
 
     def kept(self, found: Sequence[Recovered]) -> list[Recovered]:
         """What of the blocks that an earlier process left may be held."""
-        kept = [one for one in found if not self._lasting.must_not(one.namespace) and self._start.keeps(one)]
+        kept = [one for one in found if self.keeps(one)]
         self._recovered = len(kept)
         if self._start.left_out:
             log.info("erasure.left_out", instance=self._settings.instance.id, blocks=self._start.left_out)
         return kept
+
+    def keeps(self, one: Recovered) -> bool:
+        """Whether a block that an earlier process left may be held."""
+        return not self._lasting.must_not(one.namespace) and self._start.keeps(one)
+
+    def keeps_run(self, namespace: NamespaceId, hashes: bytes) -> np.ndarray:
+        """The same, for each block of a run of one namespace."""
+        if self._lasting.must_not(namespace):
+            return np.zeros(len(hashes) // HASH_BYTES, dtype=bool)
+        return self._start.keeps_run(namespace, hashes)
+
+    def expect_more(self) -> None:
+        """Blocks of earlier processes come back later, too."""
+        self._recovered += 1
 
     def begin(self, manager: BlockManager, url: str, credentials: Credentials) -> ErasureWatch:
         """Watch the record from now on."""
@@ -420,7 +478,7 @@ class OnStream(NamedTuple):
     erasures: Record | None = None
 
 
-def _ask_stream(settings: Settings, instance: InstanceId, url: str, credentials: Credentials) -> OnStream:
+def ask_stream(settings: Settings, instance: InstanceId, url: str, credentials: Credentials) -> OnStream:
     """The last epoch the stream has of this instance, and what is to be erased; nothing when it does not answer within `nats.timeout_s`.
 
     A journal that was lost, or kept in memory, would begin again with an epoch whose offsets the stream has seen; the stream
@@ -463,7 +521,7 @@ def _ask_stream(settings: Settings, instance: InstanceId, url: str, credentials:
     return found[-1] if found else OnStream()
 
 
-def _epoch_in_catalog(settings: Settings, instance: InstanceId) -> Epoch:
+def epoch_in_catalog(settings: Settings, instance: InstanceId) -> Epoch:
     """The last epoch the catalog has read of this instance; 0 when it has none, or does not answer soon.
 
     The stream forgets with age, also the fence; the catalog does not, and would ignore an epoch it takes for an old one.
@@ -471,7 +529,7 @@ def _epoch_in_catalog(settings: Settings, instance: InstanceId) -> Epoch:
     if not settings.catalog.url:
         return Epoch(0)
     wait_s = min(_CATALOG_WAIT_S, settings.nats.timeout_s)
-    client = CatalogClient(settings.catalog.url, wait_s, credentials=catalog_credentials(settings))
+    client = catalogs_at(settings.catalog.url, wait_s, credentials=catalog_credentials(settings))
     try:
         found = client.instance(instance)
     except CatalogError as error:
@@ -484,6 +542,7 @@ def _epoch_in_catalog(settings: Settings, instance: InstanceId) -> Epoch:
 
 def _begin_epoch(
     ledger: LedgerProtocol,
+    lock: LockProtocol,
     settings: Settings,
     journal: Journal | None,
     pools: Pools,
@@ -491,32 +550,36 @@ def _begin_epoch(
     engine: str,
     known: Epoch,
     watched: WatchedErasures,
-    new_fold: NewFold,
-) -> str:
-    """Start the ledger in a new epoch. Returns the name of the durable pool it speaks of, "" for none."""
+    core: Core,
+) -> tuple[str, SalvagePlan]:
+    """Start the ledger in a new epoch.
+
+    Returns: the name of the durable pool it speaks of, "" for none; what that pool holds beside what the ledger was told.
+    """
     recovered: dict[Tier, list[Recovered]] = {}
-    epoch, pool_id = Epoch(known + 1), ""
+    epoch, pool_id, plan = Epoch(known + 1), "", SalvagePlan()
     if journal is not None:
         nvme = pools.slots.get(Tier.NVME)
         pool_id = nvme.pool_id if isinstance(nvme, NvmePool) else ""
-        if nvme is not None:
-            found = recover(journal, Tier.NVME, nvme.slots, pool_id, new_fold)
-            recovered[Tier.NVME] = watched.kept(found)
+        if isinstance(nvme, NvmePool):
+            recovered[Tier.NVME], plan = kept_in_nvme(settings, journal, nvme, known, watched, core.new_fold)
         if isinstance(nvme, NvmePool) and nvme.hints is not None and nvme.hints.is_new:
             for namespace, run in groupby(recovered[Tier.NVME], key=lambda one: one.namespace):
                 kept = list(run)
                 nvme.hints.note([one.slot for one in kept], namespace, b"".join(one.hash for one in kept))
         epoch = Epoch(max(journal.epoch, known) + 1)
-    ledger.start(epoch, namespaces, settings.instance.topology, engine, kvbm_version(), recovered)
+    with lock:  # the instance may be listening already
+        ledger.start(epoch, namespaces, settings.instance.topology, engine, kvbm_version(), recovered)
     if journal is not None:  # nobody has taken an event yet
         journal.begin_epoch(epoch, pool_id, ledger.applied)
+        pools.note_epoch(epoch)
     log.info(
         "instance.started",
         instance=settings.instance.id,
         epoch=epoch,
         recovered_blocks=len(recovered.get(Tier.NVME, [])),
     )
-    return pool_id
+    return pool_id, plan
 
 
 def stream_credentials(settings: Settings, role: Role, name: str = "") -> Credentials:
@@ -539,7 +602,7 @@ def stream_credentials(settings: Settings, role: Role, name: str = "") -> Creden
     return credentials
 
 
-def _nats_url(settings: Settings, opened: ExitStack) -> str:
+def nats_url(settings: Settings, opened: ExitStack) -> str:
     """Where the stream is: as set, else a server of our own. Raises ConfigError, StreamError, MissingExtraError."""
     if settings.nats.url:
         shown(settings.nats.url)  # refuses what is none

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvbm import _native
 from kvbm.catalog.index import NewIndex
-from kvbm.core.backend import Backend, NewFold, NewLedger
+from kvbm.core.backend import Backend, LockProtocol, NewFold, NewLedger
 from kvbm.pools.hbm.copy_queue import CopyQueue
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout
 from kvbm.pools.host.rows import NewArena
 from kvbm.pools.nvme.sealing import OpenSealing
 from kvbm.pools.object.coding import BlockCoder
+from kvbm.streams.nats.messages import NewMessages
+from kvbm.transport.native import NewPeerTls
+from kvbm.transport.server import NewLendingServer
 
 NATIVE = Backend(
     "native",
@@ -26,7 +30,9 @@ NATIVE = Backend(
 )
 NATIVE_FOLD: NewFold = _native.Residencies
 NATIVE_LEDGER: NewLedger = _native.Ledger
+NEW_LEDGER_LOCK: Callable[[], LockProtocol] = _native.LedgerLock
 NATIVE_INDEX: NewIndex = _native.ClusterIndex
+NATIVE_MESSAGES: NewMessages = _native.NatsMessages
 
 
 class Core(NamedTuple):
@@ -40,6 +46,9 @@ class Core(NamedTuple):
 NATIVE_CORE = Core(NATIVE, NATIVE_LEDGER, NATIVE_FOLD)
 NATIVE_ARENA: NewArena = _native.Arena
 OPEN_BLOCK_IO: OpenSealing = _native.BlockIo  # as `pools.nvme.sealing.OpenSealing`; there is no readable implementation
+NEW_PEER_CLIENT = _native.PeerClient  # as `transport.native.NewPeerClient`, beside the threads that copy
+NEW_PEER_TLS: NewPeerTls = _native.PeerTls
+NEW_LENDING_SERVER: NewLendingServer = _native.LendingServer
 RowCopier = _native.RowCopier  # as `pools.host.rows.RowCopies`
 CODER = BlockCoder(_native.encode_blocks, _native.decode_blocks)  # of blocks in objects
 
@@ -60,3 +69,4 @@ def copy_queue(layout: PagedLayout, threads: int = 0) -> CopyQueue:
 
 decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`
 hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`
+last_touches = _native.LastTouches  # as `engines.vllm.forwards.Touches`

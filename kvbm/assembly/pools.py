@@ -65,7 +65,9 @@ def open_pools(
             keep(MemoryPool(Tier.HOST, count, block_bytes, checksums))
         else:
             pages, node = wanted.host.huge_pages, wanted.host.numa_node
-            host = HostPool(count, block_bytes, NATIVE_ARENA, copier, huge_pages=pages, numa_node=node)
+            # An engine that owns HBM copies in its workers' processes; this one, its scheduler's, opens no GPU.
+            pins = wanted.hbm.owner != "engine"
+            host = HostPool(count, block_bytes, NATIVE_ARENA, copier, huge_pages=pages, numa_node=node, pins=pins)
             if host.notice:
                 log.warning("pool.opened", tier="HOST", notice=host.notice)
             keep(host)
@@ -84,6 +86,7 @@ def open_pools(
             open_engine,
             block_io,
             Reach.POD if wanted.nvme.folder else Reach.INSTANCE,
+            wanted.nvme.aside_bytes,
         )
         if nvme.notice:
             log.info("pool.opened", tier="NVME", paths=[str(path) for path in nvme.paths], notice=nvme.notice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 _WAIT_S = 120.0
@@ -83,6 +83,31 @@ class Asker:
                 else:
                     waiting -= 1
         return Asked(count, time.perf_counter() - began_s)
+
+    def ask_at(self, questions: Sequence[bytes], per_s: float, is_over: Callable[[], bool]) -> list[float]:
+        """Ask at a steady rate, whether answers come or not, until it is over. Seconds from when each was due to its answer."""
+        free, due_s = list(self._sockets), {}
+        times_s: list[float] = []
+        began_s, count = time.perf_counter(), 0
+        while True:
+            now_s = time.perf_counter()
+            if now_s < began_s + count / per_s:
+                if is_over():
+                    break
+            elif free:
+                due_s[(taken := free.pop())] = began_s + count / per_s
+                taken.sendall(questions[count % len(questions)])
+                count += 1
+                continue
+            wait_s = max(0.0, began_s + count / per_s - now_s) if free else _WAIT_S
+            for key, _ in self._selector.select(wait_s):
+                assert isinstance(key.fileobj, socket.socket)
+                _answer(key.fileobj)
+                times_s.append(time.perf_counter() - due_s.pop(key.fileobj))
+                free.append(key.fileobj)
+        for one in due_s:
+            _answer(one)
+        return times_s
 
     def ask(self, questions: Sequence[bytes], count: int) -> list[float]:
         """Ask one question after the other on the first connection. How long each took, in seconds."""

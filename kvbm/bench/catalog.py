@@ -38,8 +38,8 @@ PROMPT_BLOCKS = 256
 SHARED_BLOCKS = 64
 CLIENTS = 8
 BATCH_PROMPTS = 16
-_CLUSTER = "local"
-_NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=16)
+CLUSTER = "local"
+NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=16)
 _PROMPTS = 512  # different questions
 _SECONDS = 1.0  # of each sample
 _ALONE = 2000  # questions one after the other, for each sample
@@ -57,14 +57,15 @@ def bench_catalog(live: int, samples: int, seed: int) -> Found:
         opened.callback(server.stop)
         socket_path = Path(folder) / "catalog.sock"
         client = start_catalog(Path(folder) / "catalog", server.url, opened, {"catalog.unix_socket": socket_path})
-        cluster = opened.enter_context(_Cluster.on(server.url, live, seed))
-        _until(lambda: _held(client) >= cluster.held, "the catalog has not read all that was published")
+        cluster = opened.enter_context(HeldCluster.on(server.url, live, seed))
+        until(lambda: held(client) >= cluster.held, "the catalog has not read all that was published")
         address = urlsplit(client.url)
         where = (address.hostname or "", address.port or 0)
         rows, numbers = _over_http(where, cluster.prompts, samples)
         for part in (
             _in_batches(where, cluster.prompts, samples),
             _by_unix_socket(str(socket_path), cluster.prompts, samples),
+            _by_nats(server.url, cluster.prompts, samples),
         ):
             rows += part[0]
             numbers |= part[1]
@@ -77,9 +78,9 @@ def bench_catalog(live: int, samples: int, seed: int) -> Found:
 
 def _over_http(where: tuple[str, int], prompts: Sequence[bytes], samples: int) -> tuple[list[Row], dict[str, float]]:
     hexes = [prompt.hex() for prompt in prompts]
-    name = _NAMESPACE.id.hex()
+    name = NAMESPACE.id.hex()
     lookups = [LookupRequest(namespace=name, hashes=one) for one in hexes]
-    tokens = PROMPT_BLOCKS * _NAMESPACE.block_tokens
+    tokens = PROMPT_BLOCKS * NAMESPACE.block_tokens
     routes = [RouteRequest(namespace=name, hashes=one, input_tokens=tokens) for one in hexes]
     rows: list[Row] = []
     numbers: dict[str, float] = {}
@@ -106,7 +107,7 @@ def _over_http(where: tuple[str, int], prompts: Sequence[bytes], samples: int) -
 def _in_batches(where: tuple[str, int], prompts: Sequence[bytes], samples: int) -> tuple[list[Row], dict[str, float]]:
     """Lookups in the binary form, several prompts in a request."""
     batches = [
-        PromptBatch(LOOKUP, LIMIT, _NAMESPACE.id, [(prompt, 0) for prompt in prompts[at : at + BATCH_PROMPTS]])
+        PromptBatch(LOOKUP, LIMIT, NAMESPACE.id, [(prompt, 0) for prompt in prompts[at : at + BATCH_PROMPTS]])
         for at in range(0, len(prompts) - BATCH_PROMPTS + 1, BATCH_PROMPTS)
     ]
     asked = [post("/v1/lookup", encode_batch(batch), CONTENT_TYPE) for batch in batches]
@@ -118,7 +119,7 @@ def _in_batches(where: tuple[str, int], prompts: Sequence[bytes], samples: int) 
 
 
 def _by_unix_socket(path: str, prompts: Sequence[bytes], samples: int) -> tuple[list[Row], dict[str, float]]:
-    name = _NAMESPACE.id.hex()
+    name = NAMESPACE.id.hex()
     bodies = [msgspec.json.encode(LookupRequest(namespace=name, hashes=prompt.hex())) for prompt in prompts]
     with Asker(path, 1) as alone:
         asked = [post("/v1/lookup", body) for body in bodies]
@@ -129,11 +130,28 @@ def _by_unix_socket(path: str, prompts: Sequence[bytes], samples: int) -> tuple[
     return [row], {"unix_us_p50": p50}
 
 
-class _Cluster:
+def _by_nats(url: str, prompts: Sequence[bytes], samples: int) -> tuple[list[Row], dict[str, float]]:
+    """Lookups over NATS, as a router asks: through the public client, whose request and answer are made and read within the time."""
+    times_us: list[float] = []
+    with contextlib.closing(CatalogClient(url)) as client:
+        for number in range(_ALONE * samples + _ALONE // 4):
+            began_s = time.perf_counter()
+            client.lookup(NAMESPACE.id, prompts[number % len(prompts)])
+            times_us.append((time.perf_counter() - began_s) * 1e6)
+    times_us = times_us[_ALONE // 4 :]
+    p50, p99 = percentile(times_us, 0.5), percentile(times_us, 0.99)
+    rows = [
+        Row(what="lookup over NATS, one client: p50", unit="µs", value=p50),
+        Row(what="… p99", unit="µs", value=p99),
+    ]
+    return rows, {"nats_us_p50": p50}
+
+
+class HeldCluster:
     """Ledgers whose blocks are on the stream, and heartbeats of their instances until it is left.
 
     Attributes:
-        held: residencies there are. prompts: packed hashes, each held whole by one instance.
+        held: residencies there are. prompts: packed hashes, each held whole by one instance. ends: of each instance, the offset it has reached.
     """
 
     def __init__(self, live: int, seed: int) -> None:
@@ -142,26 +160,26 @@ class _Cluster:
         each = max(1, live // INSTANCES // (PROMPT_BLOCKS - SHARED_BLOCKS))
         self.prompts: list[bytes] = []
         self._frames: list[tuple[InstanceId, bytes]] = []
-        self._ends: dict[InstanceId, Offset] = {}
+        self.ends: dict[InstanceId, Offset] = {}
         self.held = 0
         for number in range(INSTANCES):
             name = InstanceId(f"instance-{number}")
             tails = [rng.bytes((PROMPT_BLOCKS - SHARED_BLOCKS) * HASH_BYTES) for _ in range(each)]
             ledger = NATIVE_LEDGER([PoolStated(Tier.HBM, each * PROMPT_BLOCKS + 1024, 1 << 20)], "lru", 64 << 20, ())
-            ledger.start(Epoch(1), [_NAMESPACE])
+            ledger.start(Epoch(1), [NAMESPACE])
             for run in (shared, *tails):
                 allocation = ledger.allocate(Tier.HBM, len(run) // HASH_BYTES)
                 assert allocation is not None
-                ledger.unpin(Tier.HBM, ledger.create(_NAMESPACE.id, Tier.HBM, NO_PARENT, 0, run, allocation.slots))
+                ledger.unpin(Tier.HBM, ledger.create(NAMESPACE.id, Tier.HBM, NO_PARENT, 0, run, allocation.slots))
                 self._frames += [(name, frame.data) for frame in ledger.take_frames(name, time.time_ns())]
                 self.held += len(run) // HASH_BYTES
-            self._ends[name] = ledger.applied
+            self.ends[name] = ledger.applied
             self.prompts += [shared + tail for tail in tails[: -(-_PROMPTS // INSTANCES)]]
         rng.shuffle(self.prompts)
 
     @classmethod
     @contextlib.contextmanager
-    def on(cls, url: str, live: int, seed: int) -> Iterator[_Cluster]:
+    def on(cls, url: str, live: int, seed: int) -> Iterator[HeldCluster]:
         """All of it on a stream."""
         cluster, ended = cls(live, seed), threading.Event()
         published: list[Exception] = []
@@ -189,14 +207,14 @@ class _Cluster:
         stream = await NatsStream.connect(url, 5.0)
         try:
             for name, data in self._frames:
-                await stream.publish(_CLUSTER, name, data)
+                await stream.publish(CLUSTER, name, data)
             self._frames.clear()
             on_published()
             while not ended.is_set():
-                for name, end in self._ends.items():
+                for name, end in self.ends.items():
                     pulse = Heartbeat(
-                        instance=name, cluster=_CLUSTER, epoch=Epoch(1), published=end, applied=end,
-                        wall_time_ns=time.time_ns(), run="bench", namespaces=(_NAMESPACE.id,),
+                        instance=name, cluster=CLUSTER, epoch=Epoch(1), published=end, applied=end,
+                        wall_time_ns=time.time_ns(), run="bench", namespaces=(NAMESPACE.id,),
                     )  # fmt: skip
                     await stream.send_pulse(pulse)
                 await asyncio.sleep(0.5)
@@ -204,13 +222,15 @@ class _Cluster:
             await stream.close()
 
 
-def _held(client: CatalogClient) -> int:
+def held(client: CatalogClient) -> int:
+    """Residencies of live instances that a catalog knows."""
     return sum(sum(one.held_blocks.values()) for one in client.instances() if one.state == "live")
 
 
-def _until(condition: Callable[[], bool], otherwise: str) -> None:
+def until(condition: Callable[[], bool], otherwise: str, every_s: float = 0.1) -> None:
+    """Wait for something. Raises TimeoutError: it has not come."""
     deadline_s = time.monotonic() + _WAIT_S
     while not condition():
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"{otherwise} within {_WAIT_S:g} s")
-        time.sleep(0.1)
+        time.sleep(every_s)

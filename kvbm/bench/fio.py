@@ -13,6 +13,7 @@ from kvbm.core.errors import KvbmError
 
 _ENGINES = ("io_uring", "libaio", "psync")  # the first the kernel lets us use
 _VERSION_S = 10.0
+_PAGE_BYTES = 4096
 _LEAST_BYTES_S = 20 << 20  # a device that is slower is not waited for
 
 
@@ -57,14 +58,38 @@ class Fio(NamedTuple):
             blocks: how many; None: every one.
         """
         blocks = file_bytes // block_bytes if blocks is None else blocks
+        job = self._job(kind, file, f"rand{kind}", block_bytes, depth, first, file_bytes, blocks)
+        return float((job.read if kind == "read" else job.write).bw_bytes)
+
+    def pages(self, file: Path, stride: int, count: int, depth: int) -> float:
+        """Pages a second of reading the first page of every stretch of a file, behind the file's own first page. Raises FioError.
+
+        Args:
+            stride: bytes of a stretch.
+        """
+        skipping = f"read:{stride - _PAGE_BYTES}"
+        job = self._job("read", file, skipping, _PAGE_BYTES, depth, _PAGE_BYTES, count * stride, count)
+        return float(job.read.bw_bytes) / _PAGE_BYTES
+
+    def _job(
+        self,
+        kind: Literal["read", "write"],
+        file: Path,
+        how: str,
+        block_bytes: int,
+        depth: int,
+        first: int,
+        size: int,
+        blocks: int,
+    ) -> _Job:
         command = [
             self.path,
             "--name=limit",
             f"--filename={file}",
-            f"--rw=rand{kind}",
+            f"--rw={how}",
             f"--bs={block_bytes}",
             f"--offset={first}",
-            f"--size={file_bytes}",
+            f"--size={size}",
             f"--io_size={blocks * block_bytes}",
             f"--iodepth={depth}",
             f"--ioengine={self.engine}",
@@ -79,7 +104,7 @@ class Fio(NamedTuple):
         side = job.read if kind == "read" else job.write
         if side.total_ios != blocks or not side.bw_bytes:
             raise FioError(f"fio did {side.total_ios} of {blocks} {kind}s on {file}")
-        return float(side.bw_bytes)
+        return job
 
 
 class _Side(msgspec.Struct):

@@ -189,7 +189,7 @@ class _Bench:
 def _ways() -> list[str]:
     import importlib.util
 
-    return ["kernel", "memcpy", "torch"] if importlib.util.find_spec("triton") else ["torch"]
+    return ["kernel", "batch", "memcpy", "torch"] if importlib.util.find_spec("triton") else ["batch", "torch"]
 
 
 def _with(move: Callable[[HbmPool], None], pool: HbmPool) -> Callable[[], object]:

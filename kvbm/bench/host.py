@@ -6,16 +6,14 @@ the way that is the faster one in the median: block by block in the order of the
 
 from __future__ import annotations
 
-import ctypes
-import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
 from kvbm.assembly import NATIVE_ARENA, RowCopier
+from kvbm.bench.memcpy import Memcpy, faster
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId
 from kvbm.pools.base import Proof
 from kvbm.pools.host.pool import HostPool
@@ -62,23 +60,24 @@ class Memory:
         self._copies = RowCopier()
         self._pool = HostPool(self.count, block_bytes, NATIVE_ARENA, self._copies)
         self.threads = self._copies.threads
-        self._copiers = ThreadPoolExecutor(self.threads)
+        self._into = Memcpy(self._slots(), self._rows, block_bytes, self.threads, order.tolist())
+        self._out = Memcpy(self._rows, self._slots(), block_bytes, self.threads, order.tolist())
 
     def close(self) -> None:
         """Give back memory and threads."""
-        self._copiers.shutdown()
+        self._into.close()
+        self._out.close()
         self._pool.close()
 
     def measure(self, pairs: int, step: Callable[[], object]) -> Copies:
         """Sides in turn, each pair begun by another; the first round warms up."""
-        slots, rows = self._slots(), self._rows
         sides: list[Callable[[], float]] = [
             self._write,
-            lambda: self._memcpy_shares(slots, rows),
-            lambda: self._memcpy_blocks(slots, rows),
+            lambda: self._limit(self._into.shares),
+            lambda: self._limit(self._into.blocks),
             self._read,
-            lambda: self._memcpy_shares(rows, slots),
-            lambda: self._memcpy_blocks(rows, slots),
+            lambda: self._limit(self._out.shares),
+            lambda: self._limit(self._out.blocks),
             self._write_sealed,
         ]
         rates: list[list[float]] = [[] for _ in sides]
@@ -90,8 +89,8 @@ class Memory:
                     rates[side].append(rate)
             step()
         writes, *into, reads, out_shares, out_blocks, sealed = rates
-        limit_in, way_in = _faster(into[0], into[1])
-        limit_out, way_out = _faster(out_shares, out_blocks)
+        limit_in, way_in = faster(into[0], into[1])
+        limit_out, way_out = faster(out_shares, out_blocks)
         return Copies(writes, reads, sealed, limit_in, limit_out, f"into the pool {way_in}, out of it {way_out}")
 
     def _slots(self) -> np.ndarray:
@@ -119,31 +118,7 @@ class Memory:
             work(run, proof)
         return self.count * self.block_bytes / (time.perf_counter() - began)
 
-    def _memcpy_shares(self, target: np.ndarray, source: np.ndarray) -> float:
-        to, of, size = target.ctypes.data, source.ctypes.data, source.nbytes
-
-        def copy(thread: int) -> None:
-            begin, end = size * thread // self.threads, size * (thread + 1) // self.threads
-            ctypes.memmove(to + begin, of + begin, end - begin)
-
-        return self._limit(copy)
-
-    def _memcpy_blocks(self, target: np.ndarray, source: np.ndarray) -> float:
-        to, of, size = target.ctypes.data, source.ctypes.data, self.block_bytes
-        places = [block * size for run in self._runs for block in run]
-
-        def copy(thread: int) -> None:
-            for place in places[thread :: self.threads]:
-                ctypes.memmove(to + place, of + place, size)
-
-        return self._limit(copy)
-
-    def _limit(self, copy: Callable[[int], None]) -> float:
+    def _limit(self, copy: Callable[[], None]) -> float:
         began = time.perf_counter()
-        list(self._copiers.map(copy, range(self.threads)))
+        copy()
         return self.count * self.block_bytes / (time.perf_counter() - began)
-
-
-def _faster(shares: list[float], blocks: list[float]) -> tuple[list[float], str]:
-    by_shares = statistics.median(shares) > statistics.median(blocks)
-    return (shares, "whole shares") if by_shares else (blocks, "block by block")

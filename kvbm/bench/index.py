@@ -8,6 +8,7 @@ bytes a manager writes: slots, parents, digests left at 0.
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,8 @@ import numpy as np
 from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.bench.measure import Row, percentile, rate, resident_bytes, timed
 from kvbm.bench.native import random_lines_ns
-from kvbm.catalog.index import ClusterIndex
+from kvbm.catalog.index import ClusterIndex, StreamPlace
+from kvbm.catalog.plain_frames import RUN_BYTES, Threaded
 from kvbm.core.codec import Frame
 from kvbm.core.events import (
     BlocksCreated,
@@ -199,6 +201,20 @@ def _at_size(size: int, replacements: int, samples: int, seed: int) -> tuple[lis
     rows.append(Row(what=f"the same while events apply, p50, {label}", unit="us", value=percentile(busy, 0.5)))
     rows.append(Row(what=f"the same while events apply, p99, {label}", unit="us", value=percentile(busy, 0.99)))
     rows.append(Row(what=f"events applied meanwhile, {label}", unit="M events/s", value=achieved / 1e6))
+    beside, achieved = _ask_beside_runs(live, 20_000, 1_000_000)
+    rows.append(
+        Row(
+            what=f"the same beside runs of frames of 256 blocks, p50, {label}", unit="us", value=percentile(beside, 0.5)
+        )
+    )
+    rows.append(
+        Row(
+            what=f"the same beside runs of frames of 256 blocks, p99, {label}",
+            unit="us",
+            value=percentile(beside, 0.99),
+        )
+    )
+    rows.append(Row(what=f"events applied beside, {label}", unit="M events/s", value=achieved / 1e6))
     if replacements:
         settled = resident_bytes()
         for _ in range(replacements):
@@ -208,13 +224,17 @@ def _at_size(size: int, replacements: int, samples: int, seed: int) -> tuple[lis
         rows.append(
             Row(what=f"resident memory after {replacements} replacements over before, {label}", unit="x", value=grown)
         )
-    rows += _checkpoint(live, label)
+    written = _checkpoint(live, label)
+    rows += written
+    pauses = [row.value for row in written if row.what.startswith("longest frame")] if size >= 50_000_000 else []
     rows += _death(live, label)
     return rows, {
+        **({"checkpoint_pause_ms_50m": pauses[0]} if pauses else {}),
         "apply_events_per_s": apply_rate,
         "bytes_per_residency": memory,
         "query_us_p50": percentile(idle, 0.5),
         "query_us_p99": percentile(busy, 0.99),
+        "query_us_p99_small_frames": percentile(beside, 0.99),
     }
 
 
@@ -284,6 +304,55 @@ def _ask_while_applying(live: LiveSet, count: int, events_per_s: int) -> tuple[l
     for frame in frames[done // blocks :]:  # the streams stay whole
         live.index.apply(frame)
     return taken, achieved
+
+
+def _ask_beside_runs(live: LiveSet, count: int, events_per_s: int) -> tuple[list[float], float]:
+    """Questions while frames of 256 blocks are applied in runs by the index's own thread, begun by who asks, as the catalog does it.
+
+    Returns: microseconds of each query, and the pace it came to.
+    """
+    index = live.index
+    assert isinstance(index, Threaded)
+    for writer in live.writers:
+        index.miss(writer.name)  # their frames have no digests
+    blocks = 256
+    frames = list(live.churn(4 * events_per_s, frame_blocks=blocks))
+    scanned = [NATIVE.scan_frames(frame)[0][0] for frame in frames]
+    places: dict[InstanceId, StreamPlace] = {}
+    for one in scanned:
+        places.setdefault(one.instance, StreamPlace(one.instance, one.epoch, one.first_offset))
+    names = list(places)
+    messages = [(names.index(one.instance), frame) for one, frame in zip(scanned, frames, strict=True)]
+    per_run = max(1, RUN_BYTES // 8 // len(frames[0]))
+    ask, clock = index.prefixes, time.perf_counter_ns
+    questions = [bytes(bytearray(known)) for known in live.queries(count)]
+    taken: list[float] = []
+    thread = index.apply_thread()
+    ended = select.poll()
+    ended.register(thread.fileno(), select.POLLIN)
+    at, done, is_under_way, began_s = 0, 0, False, time.perf_counter()
+    for question in questions:
+        if is_under_way and ended.poll(0):
+            applied = thread.finish()
+            places = {
+                name: place._replace(offset=reached.offset)
+                for (name, place), reached in zip(places.items(), applied.places, strict=True)
+            }
+            assert applied.messages == min(per_run, len(messages) - at), "a frame of the benchmark is not plain"
+            done, at, is_under_way = done + applied.blocks, at + applied.messages, False
+        if not is_under_way and at < len(messages) and done <= events_per_s * (time.perf_counter() - began_s):
+            thread.begin(messages[at : at + per_run], list(places.values()))
+            is_under_way = True
+        began = clock()
+        ask(_SPACE, question)
+        taken.append((clock() - began) / 1e3)
+    elapsed_s = time.perf_counter() - began_s
+    if is_under_way:
+        at += thread.finish().messages
+    thread.close()
+    for frame in frames[at:]:  # the streams stay whole
+        index.apply(frame)
+    return taken, done / elapsed_s
 
 
 def _checkpoint(live: LiveSet, label: str) -> list[Row]:

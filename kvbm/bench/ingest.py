@@ -1,4 +1,4 @@
-"""`kvbm bench ingest`: from JetStream into the index, as the catalog does it: pull, scan, project, apply, compare digests.
+"""`kvbm bench ingest`: from JetStream into the index, as the catalog does it: pull, scan, sequence, apply in runs, compare digests.
 
 Frames are what real ledgers of four instances wrote while their pools were churned; they lie on an embedded nats-server before the
 clock runs. SQL is left out: it stores behind the reading, in its own time.
@@ -15,6 +15,7 @@ import numpy as np
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, NATIVE_LEDGER
 from kvbm.bench.measure import Row, Sample, row_of
+from kvbm.catalog.message_applier import MessageApplier
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.core.codec import FrameBytes
 from kvbm.core.events import PoolStated
@@ -34,7 +35,7 @@ def bench_ingest(samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
     """Block events a second from the stream's first message to its last, in two sizes of message."""
     rows: list[Row] = []
     streams = {
-        name: churn_frames(name, seed + number, _RUNS)
+        name: Churn(name, seed + number).frames(_RUNS)
         for number, name in enumerate(f"instance-{number}" for number in range(_INSTANCES))
     }
     for what, message_bytes in (("messages of one frame", 1), ("messages of up to 256 KiB", 256 << 10)):
@@ -47,20 +48,28 @@ def bench_ingest(samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
     return rows, {"ingest_events_per_s": rows[0].value * 1e6}
 
 
-def churn_frames(name: str, seed: int, runs: int) -> list[FrameBytes]:
-    """What one instance's ledger writes while its pool is filled and then replaced again and again: frames of 256 block events."""
-    rng = np.random.default_rng(seed)
-    ledger = NATIVE_LEDGER([PoolStated(Tier.HBM, _SLOTS, 1 << 20)], "lru", 64 << 20, ())
-    ledger.start(Epoch(1), [_NAMESPACE])
-    frames: list[FrameBytes] = []
-    for number in range(runs):
-        allocation = ledger.allocate(Tier.HBM, _RUN_BLOCKS)
-        assert allocation is not None
-        hashes = rng.bytes(_RUN_BLOCKS * HASH_BYTES)
-        ledger.unpin(Tier.HBM, ledger.create(_NAMESPACE.id, Tier.HBM, NO_PARENT, 0, hashes, allocation.slots))
-        if number % 8 == 7:  # 128 blocks created, as many evicted: a frame of 256
-            frames += ledger.take_frames(InstanceId(name), time.time_ns())
-    return frames
+class Churn:
+    """One instance whose pool is filled and then replaced again and again."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.name = InstanceId(name)
+        self._rng = np.random.default_rng(seed)
+        self._ledger = NATIVE_LEDGER([PoolStated(Tier.HBM, _SLOTS, 1 << 20)], "lru", 64 << 20, ())
+        self._ledger.start(Epoch(1), [_NAMESPACE])
+
+    def frames(self, runs: int) -> list[FrameBytes]:
+        """What its ledger writes of so many runs of 16 blocks: frames of 256 block events, once the pool is full."""
+        frames: list[FrameBytes] = []
+        for number in range(runs):
+            allocation = self._ledger.allocate(Tier.HBM, _RUN_BLOCKS)
+            assert allocation is not None
+            hashes = self._rng.bytes(_RUN_BLOCKS * HASH_BYTES)
+            self._ledger.unpin(
+                Tier.HBM, self._ledger.create(_NAMESPACE.id, Tier.HBM, NO_PARENT, 0, hashes, allocation.slots)
+            )
+            if number % 8 == 7:  # 128 blocks created, as many evicted
+                frames += self._ledger.take_frames(self.name, time.time_ns())
+        return frames
 
 
 async def _ingest(
@@ -97,13 +106,15 @@ async def take_in(stream: NatsStream, cluster: str, sequencer: Sequencer, last: 
     Returns: the sample, without the making of the reader, and the seconds of it that were spent fetching.
     """
     reader = await stream.pull(sequencer.sequence, cluster, 5.0)
-    wall, cpu, fetch_s = time.perf_counter(), time.thread_time(), 0.0
+    applier = MessageApplier(sequencer, asyncio.Lock(), lambda changes: None)
+    wall, cpu, fetch_s = time.perf_counter(), time.process_time(), 0.0
     while sequencer.sequence < last:
         began = time.perf_counter()
         messages = await reader.fetch(5.0)
         fetch_s += time.perf_counter() - began
-        sequencer.step(time.monotonic(), messages, reader.at_end)
-    sample = Sample(time.perf_counter() - wall, time.thread_time() - cpu)
+        await applier.apply(messages, reader.at_end)
+    sample = Sample(time.perf_counter() - wall, time.process_time() - cpu)
+    applier.close()
     await reader.close()
     return sample, fetch_s
 

@@ -127,11 +127,17 @@ class _Switch:
         hashes: bytes,
         epoch: int,
         checksums: np.ndarray,
+        generation: int = 0,
     ) -> np.ndarray:
         engine: BlockEngine = self._checking
         if self.encrypted and self._sealing is not None:
             engine = self._sealing
-        return engine.write(slots, rows, at, namespace, hashes, epoch, checksums)
+        return engine.write(slots, rows, at, namespace, hashes, epoch, checksums, generation)
+
+    def scan(
+        self, slots: np.ndarray, depth: int
+    ) -> tuple[np.ndarray, bytes, bytes, np.ndarray, np.ndarray, np.ndarray]:
+        return self._checking.scan(slots, depth)
 
     def close(self, timeout_s: float) -> bool:
         closed = [one.close(timeout_s) for one in (self._trusting, self._checking, self._sealing) if one is not None]

@@ -27,6 +27,7 @@ from kvbm.bench.metadata import bench_metadata
 from kvbm.bench.nvme import CALLERS, Latencies, Slots, rates_beside_fio
 from kvbm.bench.objects import ObjectsOptions, bench_objects
 from kvbm.bench.objects import steps_of as objects_steps
+from kvbm.bench.salvage import scan_rates
 from kvbm.config import load_settings
 from kvbm.core.errors import ConfigError, MissingExtraError
 
@@ -44,6 +45,7 @@ _GOALS = {
     "hbm_over_memcpy": "≥ 0.90",
     "metadata_blocks_per_s": "≥ 1 M",
     "nvme_read_p99_over_p50_loaded": "≤ 3",
+    "nvme_scan_over_fio": "≥ 0.80",
 }
 
 
@@ -115,6 +117,24 @@ class _Run:
         self.numbers["nvme_read_over_fio"] = min(reads, default=None)
         self.numbers["nvme_write_over_fio"] = min(writes, default=None)
         self.numbers["checksum_cost"] = max(costs)
+        self._salvage(fio)
+
+    def _salvage(self, fio: Fio | None) -> None:
+        """What a start without its journal reads of slots' headers, beside fio."""
+        step = self._part("NVME, slots scanned", self._pairs * (2 if fio else 1))
+        folder, depth = self._folder / "salvage", self._options.depth
+        try:
+            found = scan_rates(folder, self._options.file_bytes, depth, fio, self._pairs, step)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        for what, rates in (
+            ("blocks brought back by a scan of slots", found.ours),
+            ("fio, pages at the same places", found.fio),
+        ):
+            if rates:
+                self.rows.append(row_of(f"NVME, {found.slots:,} slots: {what}", "k/s", [rate / 1e3 for rate in rates]))
+        ratio = self._ratios("NVME scan over fio", found.ours, found.fio, "nvme_scan_over_fio")
+        self.numbers["nvme_scan_over_fio"] = min(ratio, default=None)
 
     def _nvme_of(self, block_bytes: int, fio: Fio | None) -> tuple[list[float], list[float], float]:
         """The medians of one block size: reads and writes over fio, if it is there, and what verifying costs."""

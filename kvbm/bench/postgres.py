@@ -36,7 +36,7 @@ def postgres_server() -> Iterator[str]:
         user = _ordinary_user()
         if user is not None:  # it refuses to run as root
             folder.chmod(0o755)
-            binaries = _readable_by_all(binaries, folder)
+            binaries = readable_by_all(binaries, folder)
         data = folder / "data"
         data.mkdir(mode=0o700)
         if user is not None:
@@ -76,12 +76,21 @@ def _ordinary_user() -> int | None:
     return pwd.getpwnam("nobody").pw_uid if os.geteuid() == 0 else None
 
 
-def _readable_by_all(binaries: Path, folder: Path) -> Path:
-    """The binaries, copied when a folder above them is closed to other users."""
+def readable_by_all(binaries: Path, folder: Path) -> Path:
+    """The binaries, copied when a folder above them is closed to other users.
+
+    Args:
+        binaries: `bin` of an installation below the wheel's package; libraries lie beside the package, and are found from there.
+        folder: an empty one, which others may read.
+    """
     if all(parent.stat().st_mode & 0o001 for parent in binaries.parents):
         return binaries
-    shutil.copytree(binaries.parent, folder / "postgres")
-    return folder / "postgres" / binaries.name
+    installation, package = binaries.parents[:2]
+    libraries = package.with_name(f"{package.name}.libs")
+    shutil.copytree(installation, folder / package.name / installation.name)
+    if libraries.is_dir():
+        shutil.copytree(libraries, folder / libraries.name)
+    return folder / package.name / installation.name / binaries.name
 
 
 def _start(binaries: Path, command: list[str], user: int | None) -> subprocess.Popen[bytes]:

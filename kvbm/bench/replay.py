@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD
-from kvbm.bench.ingest import churn_frames
+from kvbm.bench.ingest import Churn
 from kvbm.bench.measure import Row, Sample, row_of, timed
 from kvbm.core.backend import REFERENCE, Backend, NewFold
 from kvbm.core.fold import Residencies
@@ -44,7 +44,7 @@ def _write(folder: Path, runs: int, seed: int) -> int:
     blocks = 0
     try:
         journal.begin_epoch(Epoch(1))
-        for frame in churn_frames("bench", seed, runs):
+        for frame in Churn("bench", seed).frames(runs):
             journal.append(frame)
             events = NATIVE.decode_frame(frame.data)[0].events
             blocks += sum(hash_count(getattr(event, "hashes", b"")) for event in events)

@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from kvbm.bench.codec import bench_codec
 from kvbm.bench.connector import bench_connector
 from kvbm.bench.events import bench_events
+from kvbm.bench.fetch import FetchOptions, bench_fetch
 from kvbm.bench.hashing import bench_hash
 from kvbm.bench.index import bench_index
 from kvbm.bench.ledger import bench_ledger
@@ -36,6 +37,7 @@ class BenchOptions(NamedTuple):
         seed: of the workload.
         pools: what `pools` alone needs.
         instances: of the part of `catalog` that has many.
+        fetch: what `fetch` alone needs.
     """
 
     what: str
@@ -45,6 +47,7 @@ class BenchOptions(NamedTuple):
     seed: int = 1
     pools: PoolsOptions = PoolsOptions()
     instances: int = 10_000
+    fetch: FetchOptions = FetchOptions()
 
 
 _Ratio: TypeAlias = float | UnsetType | None  # unset: not asked for; None: could not be measured here
@@ -67,10 +70,16 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     bytes_per_residency: float | None = None
     query_us_p50: float | None = None
     query_us_p99: float | None = None
+    query_us_p99_small_frames: float | None = None
+    checkpoint_pause_ms_50m: float | None = None
     ledger_ns_per_block_run16: float | None = None
     connector_first_us: float | None = None
     connector_again_us: float | None = None
     connector_step_us: float | None = None
+    connector_coming_us: float | None = None
+    connector_ending_us: float | None = None
+    connector_first_of_groups_us: float | None = None
+    connector_first_of_states_us: float | None = None
     encode_blocks_per_s: float | None = None
     decode_blocks_per_s: float | None = None
     hash_blocks_per_s: float | None = None
@@ -85,11 +94,17 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     http_route_us_p50: float | None = None
     binary_prompts_per_s: float | None = None
     unix_us_p50: float | None = None
+    nats_us_p50: float | None = None
+    replica_lookup_us_p50: float | None = None
+    replica_route_us_p50: float | None = None
+    replica_p99_us_loaded: float | None = None
     many_lookup_ms_p50: float | None = None
     many_lookup_ms_p99: float | None = None
     many_route_ms_p50: float | None = None
     many_route_ms_p99: float | None = None
     many_answer_bytes: float | None = None
+    loaded_lookup_ms_p99: float | None = None
+    ingest_loss: float | None = None
     heartbeat_core_share: float | None = None
     rss_10k_mib: float | None = None
     sql_claims_per_s: _Ratio = UNSET
@@ -103,6 +118,7 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     restart_ready_s: float | None = None
     gap_repaired_s: float | None = None
     nvme_read_over_fio: _Ratio = UNSET
+    nvme_scan_over_fio: _Ratio = UNSET
     nvme_write_over_fio: _Ratio = UNSET
     checksum_cost: _Ratio = UNSET
     nvme_encryption_cost: _Ratio = UNSET
@@ -115,6 +131,16 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     fp8_ratio_over_limit: _Ratio = UNSET
     object_put_over_client: _Ratio = UNSET
     object_get_over_client: _Ratio = UNSET
+    memory_over_memcpy: _Ratio = UNSET
+    memory_over_tcp: _Ratio = UNSET
+    tcp_over_sockets: _Ratio = UNSET
+    memory_over_nixl: _Ratio = UNSET
+    tcp_over_nixl: _Ratio = UNSET
+    tcp_link_share: _Ratio = UNSET
+    fetch_us_over_bare: _Ratio = UNSET
+    fetch_busy_over_idle: _Ratio = UNSET
+    idle_connection_cpu_share: _Ratio = UNSET
+    lend_us: _Ratio = UNSET
     hbm_read_over_memcpy: float | None = None
     hbm_write_over_memcpy: float | None = None
     hbm_read_over_copies: float | None = None
@@ -138,11 +164,21 @@ def _ingest(options: BenchOptions) -> Found:
 def _catalog(options: BenchOptions) -> Found:
     require_modules("kvbm bench catalog", CATALOG_MODULES, "catalog")
     from kvbm.bench.catalog import bench_catalog
+    from kvbm.bench.catalog_loaded import bench_loaded
     from kvbm.bench.catalog_many import bench_many
+    from kvbm.bench.catalog_replica import bench_replica
 
-    few = bench_catalog(max(options.live), options.samples, options.seed)
-    many = bench_many(options.samples, options.seed, options.instances)
-    return Found(few.rows + many.rows, {**few.numbers, **many.numbers}, (*few.notes, *many.notes))
+    parts = (
+        bench_catalog(max(options.live), options.samples, options.seed),
+        bench_replica(max(options.live), options.samples, options.seed),
+        bench_loaded(max(options.live), options.samples, options.seed),
+        bench_many(options.samples, options.seed, options.instances),
+    )
+    return Found(
+        [row for part in parts for row in part.rows],
+        {key: value for part in parts for key, value in part.numbers.items()},
+        tuple(note for part in parts for note in part.notes),
+    )
 
 
 def _stream(options: BenchOptions) -> Found:
@@ -172,13 +208,14 @@ BENCHES: dict[str, Bench] = {
     "stream": _stream,
     "connector": lambda options: _found(bench_connector(options.samples, options.seed)),
     "pools": lambda options: bench_pools(options.pools, options.samples, options.seed),
+    "fetch": lambda options: bench_fetch(options.fetch, options.samples, options.seed),
 }
 
 
 def run_bench(options: BenchOptions, json_path: Path | None) -> int:
     """Measure, print, write. Raises ConfigError: the report cannot be written."""
     check_report_path(json_path)
-    cores = "" if options.what == "pools" else "one core, "
+    cores = "" if options.what in ("pools", "fetch") else "one core, "
     print(f"{_machine()}\n{_build()}; {cores}load average {os.getloadavg()[0]:.1f} at the start")
     rows: list[Row] = []
     numbers: dict[str, float | None] = {}

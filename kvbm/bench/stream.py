@@ -28,6 +28,7 @@ from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.config import load_settings
 from kvbm.core.answers import PositionWanted
 from kvbm.core.ids import HASH_BYTES, InstanceId
+from kvbm.core.parts import ALL_PARTS
 from kvbm.locate.http import CatalogClient
 from kvbm.streams.base import EventReader, EventStream, StreamMessage, subject_names
 from kvbm.streams.nats.stream import NatsStream
@@ -210,9 +211,10 @@ class _LossyStream:
         cluster: str | None = None,
         timeout_s: float = 5.0,
         fingerprint: int | None = None,
+        parts: tuple[int, ...] = ALL_PARTS,
     ) -> _LossyReader:
         """A reader that leaves that message out."""
-        return _LossyReader(self, await self._stream.pull(after_sequence, cluster, timeout_s, fingerprint))
+        return _LossyReader(self, await self._stream.pull(after_sequence, cluster, timeout_s, fingerprint, parts))
 
 
 class _LossyReader:
@@ -254,7 +256,7 @@ def _start_instance(
 ) -> Child:
     """A process of its own whose pool is full and published. `opened` ends it. Raises ProcessError."""
     flags = json.dumps(_flags(folder, url, instance, blocks, heartbeat_s))
-    command = [sys.executable, "-m", "kvbm.bench.instance", flags, str(blocks), str(rate)]
+    command = [sys.executable, "-P", "-m", "kvbm.bench.instance", flags, str(blocks), str(rate)]
     child = Child(instance, command, folder / "logs", spoken=True)
     opened.callback(child.stop)
     assert child.process.stdout is not None

@@ -1,4 +1,4 @@
-"""Who asks the catalog: a bearer token or a client's certificate → a caller, as the file `catalog.access` says now."""
+"""Who asks the catalog: a bearer token, a client's certificate or a subject of NATS → a caller, as the file `catalog.access` says now."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class AccessOptions(msgspec.Struct, frozen=True, kw_only=True):
 class _Callers(NamedTuple):
     by_hash: Mapping[str, Entry]
     by_certificate: Mapping[str, Entry]
+    by_nats: Mapping[str, Entry]
 
 
 class Access:
@@ -85,7 +86,7 @@ class Access:
         self._clock, self._wall_clock = clock, wall_clock
         self._looked_s = clock()
         self._seen: object = None
-        self._callers = _Callers({}, {})
+        self._callers = _Callers({}, {}, {})
         if self._path is not None:
             self._seen = stamp(self._path)
             self._callers = _by_proof(read_entries(self._path))
@@ -106,9 +107,25 @@ class Access:
             entry = self._callers.by_hash.get(hashed(_token(authorization)))
         else:
             entry = self._certified(certificate) if certificate else None
-        if entry is None or (entry.not_after is not None and entry.not_after <= self._wall_clock()):
+        return self._good(entry)
+
+    def nats_caller(self, name: str) -> Caller | None:
+        """Who asks over NATS; None: nobody we know.
+
+        Args:
+            name: in the subject, which the server lets nobody else use.
+        """
+        if self._path is None:
+            return EMBEDDED
+        self.look()
+        return self._good(self._callers.by_nats.get(name))
+
+    def nats_names(self) -> list[str] | None:
+        """Who may ask over NATS; None: everybody."""
+        if self._path is None:
             return None
-        return Caller(entry.name, entry.role, frozenset() if entry.role == "metrics" else entry.tenants)
+        self.look()
+        return list(self._callers.by_nats)
 
     def look(self) -> None:
         """Read the file again if it has changed; at most once in `LOOK_S`."""
@@ -131,8 +148,16 @@ class Access:
             return
         self.trouble = ""
         log.info(
-            "catalog.access_read", tokens=len(self._callers.by_hash), certificates=len(self._callers.by_certificate)
+            "catalog.access_read",
+            tokens=len(self._callers.by_hash),
+            certificates=len(self._callers.by_certificate),
+            nats=len(self._callers.by_nats),
         )
+
+    def _good(self, entry: Entry | None) -> Caller | None:
+        if entry is None or (entry.not_after is not None and entry.not_after <= self._wall_clock()):
+            return None
+        return Caller(entry.name, entry.role, frozenset() if entry.role == "metrics" else entry.tenants)
 
     def _certified(self, certificate: Mapping[str, Any]) -> Entry | None:
         end = certificate.get("notAfter")
@@ -168,8 +193,9 @@ def check_exposed(options: AccessOptions, address: str) -> None:
 
 def _by_proof(entries: list[Entry]) -> _Callers:
     return _Callers(
-        {entry.sha256: entry for entry in entries if entry.sha256},
-        {entry.name: entry for entry in entries if not entry.sha256},
+        {entry.sha256: entry for entry in entries if entry.kind == "token"},
+        {entry.name: entry for entry in entries if entry.kind == "certificate"},
+        {entry.name: entry for entry in entries if entry.kind == "nats"},
     )
 
 

@@ -12,6 +12,11 @@
     role = "router"
     tenants = ["beta"]
 
+    [[nats]]
+    name = "router-acme"                 # who asks over NATS with the key of this name (kvbm nats-permissions --router)
+    role = "router"
+    tenants = ["acme"]
+
 `kvbm-catalog token` writes such files. Two tokens of one name may be good at the same time: that is how one replaces the other.
 """
 
@@ -31,6 +36,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
+from kvbm.core.asks import is_caller
 from kvbm.core.errors import ConfigError
 from kvbm.files import alone, open_plain, replace_file
 
@@ -48,9 +54,10 @@ class Entry(NamedTuple):
     """One way to prove to be a caller.
 
     Attributes:
-        sha256: of the token, in hex; "" where a certificate proves it.
+        sha256: of the token, in hex; "" where a certificate proves it, or the server of NATS.
         tenants: None for all.
         not_after: good until then, in seconds since 1970; None: for ever.
+        is_nats: the server of NATS proves it, by what it lets the caller publish.
     """
 
     name: str
@@ -58,6 +65,12 @@ class Entry(NamedTuple):
     tenants: frozenset[str] | None
     sha256: str = ""
     not_after: float | None = None
+    is_nats: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Of its table in the file."""
+        return "nats" if self.is_nats else "token" if self.sha256 else "certificate"
 
 
 class NewToken(NamedTuple):
@@ -81,6 +94,7 @@ def hashed(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+_KINDS = ("token", "certificate", "nats")
 _OF_NOTHING = hashed("")
 
 
@@ -184,17 +198,19 @@ def _parse(data: bytes, where: str) -> list[Entry]:
         tree = tomllib.loads(data.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{where} is not TOML ({error}); correct it") from None
-    unknown = sorted(set(tree) - {"token", "certificate"})
+    unknown = sorted(set(tree) - set(_KINDS))
     if unknown:
-        raise ConfigError(f"{where} has {unknown[0]!r}; write [[token]] and [[certificate]], and nothing else")
+        raise ConfigError(
+            f"{where} has {unknown[0]!r}; write [[token]], [[certificate]] and [[nats]], and nothing else"
+        )
     entries: list[Entry] = []
-    for kind in ("token", "certificate"):
+    for kind in _KINDS:
         tables = tree.get(kind, [])
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
             raise ConfigError(f"{where}: {kind} is no list of tables; write [[{kind}]]")
         entries += [_entry(kind, table, f"{where}, {kind} {at}") for at, table in enumerate(tables, start=1)]
-    for field, what in (("sha256", "token"), ("name", "certificate")):
-        seen = Counter(getattr(entry, field) for entry in entries if bool(entry.sha256) == (what == "token"))
+    for field, what in (("sha256", "token"), ("name", "certificate"), ("name", "nats")):
+        seen = Counter(getattr(entry, field) for entry in entries if entry.kind == what)
         twice, count = max(seen.items(), key=lambda found: found[1], default=("", 0))
         if count > 1:
             raise ConfigError(f"{where} has one {what} twice ({field} {twice[:12]!r}); keep one of them")
@@ -212,6 +228,10 @@ def _entry(kind: str, table: Mapping[str, Any], where: str) -> Entry:
     name, role, sha256 = table.get("name"), table.get("role"), table.get("sha256", "")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"{where}: name is {name!r}; use 1 to 256 letters, digits and any of _ . : / @ -")
+    if kind == "nats" and not is_caller(name):
+        raise ConfigError(
+            f'{where}: name is {name!r}, which cannot be part of a subject; use 1 to 128 letters, digits, "-" and "_"'
+        )
     if role not in ROLES:
         raise ConfigError(f"{where} ({name}): role is {role!r}; use one of {', '.join(ROLES)}")
     if kind == "token" and (not isinstance(sha256, str) or not _SHA256.fullmatch(sha256)):
@@ -232,12 +252,12 @@ def _entry(kind: str, table: Mapping[str, Any], where: str) -> Entry:
             f"{where} ({name}): not_after is {until!r}; write a time with its zone, as 2027-01-01T00:00:00Z"
         )
     allowed = frozenset(tenants) if isinstance(tenants, list) else None
-    return Entry(name, role, allowed, sha256, None if until is None else until.timestamp())
+    return Entry(name, role, allowed, sha256, None if until is None else until.timestamp(), kind == "nats")
 
 
 def _written(entry: Entry) -> str:
     lines = [
-        f"[[{'token' if entry.sha256 else 'certificate'}]]",
+        f"[[{entry.kind}]]",
         f"name = {json.dumps(entry.name)}",
         f"role = {json.dumps(entry.role)}",
     ]

@@ -25,12 +25,17 @@ except ImportError:
 
 from kvbm.catalog.access import Access, Caller
 from kvbm.catalog.at_once import AtOnce
+from kvbm.catalog.checkpoint_response import CONTENT_TYPE as CHECKPOINT
+from kvbm.catalog.checkpoint_response import CheckpointResponse
+from kvbm.catalog.feed_response import CONTENT_TYPE as EVENTS
+from kvbm.catalog.feed_response import FeedResponse
 from kvbm.catalog.forgetting import NotForgottenError
 from kvbm.catalog.gate import CALLER, JUDGE, UNKNOWN, Gate
 from kvbm.catalog.limits import LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
 from kvbm.catalog.prompt_answers import NOT_TOLD, PromptAnswers
 from kvbm.catalog.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, decode_prompt, without_prompt
 from kvbm.catalog.service import CatalogService
+from kvbm.catalog.watch_requests import decode_watch
 from kvbm.core.answers import (
     MAX_HASHES,
     MAX_INSTANCES,
@@ -39,11 +44,15 @@ from kvbm.core.answers import (
     BlockAnswer,
     ErrorAnswer,
     ErrorDetail,
+    FindAnswer,
+    FindRequest,
     ForgottenAnswer,
     InstancesAnswer,
     LookupAnswer,
     LookupRequest,
     NamespacesAnswer,
+    PresenceAnswer,
+    PresenceRequest,
     ReadyAnswer,
     RouteAnswer,
     RouteRequest,
@@ -51,6 +60,7 @@ from kvbm.core.answers import (
 )
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash
 from kvbm.core.prompt_batches import CONTENT_TYPE as BATCHES
+from kvbm.core.watch_events import WatchRequest
 from kvbm.streams.base import Position
 from kvbm.telemetry.metrics import CONTENT_TYPE, CatalogMetrics
 
@@ -60,10 +70,11 @@ R = TypeVar("R", bound=LookupRequest)
 
 
 class Surface(NamedTuple):
-    """What callers can ask of a service: an ASGI application for all of it, and what answers short questions without it."""
+    """What callers can ask of a service: an ASGI application for all of it, and what answers short questions without it, in limits."""
 
     app: FastAPI
     at_once: AtOnce
+    limits: Limits
 
 
 def create_surface(
@@ -102,7 +113,7 @@ def create_surface(
         count=api.count_request,
         within=lambda judged: Limited(judged, limits),
     )
-    return Surface(app, AtOnce(access, limits, answers, api.count_request))
+    return Surface(app, AtOnce(access, limits, answers, api.count_request), limits)
 
 
 class _Api:
@@ -130,11 +141,47 @@ class _Api:
         asked, namespace, hashes = await self._prompt(request, LookupRequest)
         return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes))
 
+    async def presence(self, request: Request) -> Response:
+        if _is_binary(request):
+            return await self._batch(request, PresenceRequest)
+        asked, namespace, hashes = await self._prompt(request, PresenceRequest)
+        return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes))
+
+    async def find(self, request: Request) -> Response:
+        if _is_binary(request):
+            return await self._batch(request, FindRequest)
+        asked, namespace, hashes = await self._prompt(request, FindRequest)
+        return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes))
+
     async def route(self, request: Request) -> Response:
         if _is_binary(request):
             return await self._batch(request, RouteRequest)
         asked, namespace, hashes = await self._prompt(request, RouteRequest)
         return _encoded(self._answers.route(_caller(request), _exchange(request).key, asked, namespace, hashes))
+
+    async def watch(self, request: Request) -> Response:
+        body = await _body(request)
+        asked = decode_watch(body)
+        exchange = _exchange(request)
+        body.clear()
+        self._judge_again(request)
+        return FeedResponse(self._service.watches.open(exchange.key, asked, _caller(request), request.scope[JUDGE]))
+
+    async def checkpoint(self, request: Request) -> Response:
+        if not _caller(request).sees_all:  # it has all tenants' blocks
+            raise ApiError(
+                403, "not_allowed", "the caller may not see all tenants", "ask with the token of an operator"
+            )
+        checkpointer = self._service.checkpointer
+        found = None if checkpointer is None else await asyncio.to_thread(checkpointer.newest)
+        if found is None:
+            raise ApiError(
+                404,
+                "no_checkpoint",
+                "this catalog has written no checkpoint yet",
+                "begin at the stream's first message",
+            )
+        return CheckpointResponse(found)
 
     async def block(self, request: Request) -> Response:
         namespace = _one_hash("namespace", request.path_params["namespace"])
@@ -394,6 +441,25 @@ _ROUTES = (
         examples={"hashes": {"value": _EXAMPLE_LOOKUP | {"input_tokens": 40}}},
     ),
     _Route(
+        path="/v1/presence", handler="presence", method="POST", takes=PresenceRequest, gives=PresenceAnswer,
+        summary="Which of these blocks are held, and by whom? There may be holes.", errors=(400, 408, 413, 422, 503, 504),
+        examples={"hashes": {"value": _EXAMPLE_LOOKUP}},
+    ),
+    _Route(
+        path="/v1/find", handler="find", method="POST", takes=FindRequest, gives=FindAnswer,
+        summary="What of these blocks can be read from pools, and from which live instances?", errors=(400, 408, 413, 422, 503, 504),
+        examples={"hashes": {"value": _EXAMPLE_LOOKUP | {"first": 1, "asker": "instance-0", "topology": ["zone-a", "host-17"]}}},
+    ),
+    _Route(
+        path="/v1/watch", handler="watch", method="POST", takes=WatchRequest, media_type=EVENTS,
+        summary="A feed of changes of a namespace, an instance or a prefix, as server-sent events.", errors=(400, 408, 413, 422, 503),
+        examples={
+            "namespace": {"value": {"namespace": _EXAMPLE_ID}},
+            "instance": {"value": {"instance": "instance-0", "after": None}},
+            "prefix": {"value": _EXAMPLE_LOOKUP},
+        },
+    ),
+    _Route(
         path="/v1/blocks/{namespace}/{hash}", handler="block", gives=BlockAnswer, summary="Who holds a block?",
         errors=(422, 503),
     ),
@@ -411,6 +477,10 @@ _ROUTES = (
         path="/v1/instances/{instance}", handler="forget", method="DELETE", gives=ForgottenAnswer,
         summary="Forget an instance that is gone. For operators.", errors=(403, 404, 409, 503),
     ),
+    _Route(
+        path="/v1/checkpoint", handler="checkpoint", media_type=CHECKPOINT, errors=(404, 429),
+        summary="The newest checkpoint of the index, for a replica to begin with. For callers of all tenants.",
+    ),
     _Route(path="/v1/namespaces", handler="namespaces", gives=NamespacesAnswer, summary="All namespaces with known fields."),
     _Route(path="/healthz", handler="healthz", summary="Whether the process answers.", media_type="text/plain"),
     _Route(path="/readyz", handler="readyz", gives=ReadyAnswer, summary="Whether answers are complete; 503 until then."),
@@ -423,7 +493,7 @@ _ERROR_WORDS = {
     400: "The body is not JSON.",
     401: "The catalog does not know who asks.",
     403: "The caller's role may not ask this.",
-    404: "There is no such instance.",
+    404: "There is no such thing.",
     408: "The body came too slowly.",
     409: "The instance is alive.",
     413: "The body is too large.",

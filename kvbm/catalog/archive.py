@@ -30,6 +30,7 @@ import structlog
 from kvbm.catalog.archive_erasure import PART, Meant, rewrite_frames, rewrite_samples
 from kvbm.catalog.degraded import Degraded
 from kvbm.core.errors import CatalogError, StreamError
+from kvbm.core.parts import ALL_PARTS, part_of
 from kvbm.files import make_folder, open_plain, opener, read_small, warn_exposed, write_new
 from kvbm.streams.access_samples import SUFFIX, encode_sample, whole_bytes
 from kvbm.streams.base import AccessSample, EventStream, StreamMessage, is_fence, mark_of
@@ -357,10 +358,18 @@ class Archive:
     Trouble with the folder or the stream is noted and waited out: it never stops the catalog.
     """
 
-    def __init__(self, folder: Path, stream: EventStream, cluster: str | None, degraded: Degraded) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        stream: EventStream,
+        cluster: str | None,
+        degraded: Degraded,
+        parts: tuple[int, ...] = ALL_PARTS,
+    ) -> None:
         self.samples = 0
         self.samples_lost = 0
-        self._folder, self._stream, self._cluster, self._degraded = folder, stream, cluster, degraded
+        self._folder, self._stream, self._degraded = folder, stream, degraded
+        self._cluster, self._parts = cluster, parts
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvbm-archive")
         self._files: ArchiveFiles | None = None
         self._opening = asyncio.Lock()  # opening cuts a torn end: once, before anything is written
@@ -406,6 +415,8 @@ class Archive:
         writing = asyncio.create_task(write(), name="catalog-archive-samples")
         try:
             async for sample in self._stream.watch_samples(self._cluster):
+                if part_of(sample.instance) not in self._parts:
+                    continue
                 if len(waiting) < SAMPLES_WAITING:
                     waiting.append(sample)
                 else:
@@ -436,7 +447,9 @@ class Archive:
     async def _follow(self, files: ArchiveFiles) -> None:
         state = await self._stream.state()
         after = await self._run(files.follow, state.created, state.first_sequence, state.last_sequence)
-        reader = await self._stream.pull(after, self._cluster, fingerprint=files.position.fingerprint)
+        reader = await self._stream.pull(
+            after, self._cluster, fingerprint=files.position.fingerprint, parts=self._parts
+        )
         synced_s = time.monotonic()
         try:
             while True:

@@ -25,10 +25,13 @@ from kvbm.catalog.limits import (
 from kvbm.catalog.prompt_answers import PromptAnswers
 from kvbm.catalog.prompts import ApiError, asked_namespace, decode_prompt, without_prompt
 from kvbm.core import prompt_batches
-from kvbm.core.answers import LookupRequest, RouteRequest
+from kvbm.core.answers import FindRequest, LookupRequest, PresenceRequest, RouteRequest
 
 MOST_BYTES = SMALL_BODY_BYTES  # of a body in JSON
-PATHS: dict[bytes, type[LookupRequest]] = {b"/v1/lookup": LookupRequest, b"/v1/route": RouteRequest}
+PATHS: dict[bytes, type[LookupRequest]] = {
+    b"/v1/lookup": LookupRequest, b"/v1/route": RouteRequest, b"/v1/presence": PresenceRequest,
+    b"/v1/find": FindRequest,
+}  # fmt: skip
 JSON_TYPE = b"application/json"
 BINARY_TYPE = prompt_batches.CONTENT_TYPE.encode()
 
@@ -59,7 +62,7 @@ class Answered(NamedTuple):
 
 
 class AtOnce:
-    """Answers short lookups and routes. Belongs to one asyncio loop.
+    """Answers short questions about prompts and blocks. Belongs to one asyncio loop.
 
     Args:
         count: told each request's caller, and that it "passed".
@@ -87,7 +90,11 @@ class AtOnce:
     def answer(self, question: ShortQuestion, body: bytes) -> Answered | None:
         """The answer to one request; None: it must go the long way, and nothing has changed."""
         caller = self._access.caller(question.authorization, question.certificate)
-        if caller is None or not may(caller, question.path.decode()):
+        return None if caller is None else self.answer_to(caller, question, body)
+
+    def answer_to(self, caller: Caller, question: ShortQuestion, body: bytes) -> Answered | None:
+        """`answer`, where it is known who asks."""
+        if not may(caller, question.path.decode()):
             return None
         limits, key = self._limits, key_of(caller.name, question.host)
         limited = is_limited(limits.settings, caller.name, question.host)

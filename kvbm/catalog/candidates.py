@@ -6,6 +6,7 @@ So a question names a few sets, and nothing is asked of each instance.
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
+from functools import lru_cache
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -16,6 +17,8 @@ from kvbm.catalog.routing import Router
 from kvbm.catalog.sql_rows import InstanceRow
 from kvbm.core.events import JANITOR
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId
+
+_MOST_SERVING = 1024  # namespaces of which it is remembered who serves them; whoever asks may name any
 
 C = TypeVar("C", bound=Sized)
 K = TypeVar("K")
@@ -49,6 +52,7 @@ class _Place(NamedTuple):
     others: frozenset[NamespaceId]
 
 
+@lru_cache(maxsize=1024)
 def model_of(namespace: Namespace) -> Namespace:
     """What an engine must run to serve a namespace: all of its fields but tenant, LoRA and KV group."""
     return msgspec.structs.replace(namespace, tenant="", lora="", kv_group=0)
@@ -72,8 +76,14 @@ class CandidateSets(Generic[C]):
         """
         if fields is None:
             return [self._all]
-        found = (self._by_model.get(model_of(fields)), self._by_namespace.get(namespace))
-        return [self._undeclared, *(one for one in found if one is not None)]
+        sets = self._serving.get(namespace)
+        if sets is None:
+            found = (self._by_model.get(model_of(fields)), self._by_namespace.get(namespace))
+            sets = [self._undeclared, *(one for one in found if one is not None)]
+            if len(self._serving) >= _MOST_SERVING:
+                self._serving.clear()
+            self._serving[namespace] = sets
+        return sets
 
     def visible(self, caller: Caller) -> list[C] | None:
         """Instances that a caller may know of, as `Visibility.instance` says; None: all."""
@@ -112,6 +122,7 @@ class CandidateSets(Generic[C]):
         self._by_model: dict[Namespace, C] = {}
         self._by_tenant: dict[str, C] = {}
         self._by_namespace: dict[NamespaceId, C] = {}
+        self._serving: dict[NamespaceId, list[C]] = {}  # what `serving` has answered, while there are these sets
 
     def _rebuild(self) -> None:
         self._clear()
@@ -170,6 +181,8 @@ class CandidateSets(Generic[C]):
         found = sets.get(key)
         if found is None:
             found = sets[key] = self._router.candidates()
+            self._serving.clear()
         change(found, instance)
         if not len(found):
             del sets[key]
+            self._serving.clear()

@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import structlog
@@ -149,20 +149,26 @@ class Writing:
 
 
 async def load_newest(
-    folder: Path, new_index: NewIndex, capacity: int, stream: str, stored: int, holds: Callable[[Mark], Awaitable[bool]]
+    folder: Path,
+    new_index: NewIndex,
+    capacity: int,
+    fits: Callable[[str], bool],
+    stored: int | None,
+    holds: Callable[[Mark], Awaitable[bool]],
 ) -> LoadedCheckpoint | None:
     """The index of the newest checkpoint that can be used, or None. One that is damaged is left out with a warning.
 
     Args:
-        stored: SQL's position; a later checkpoint is of no use, because rows between the two would be lost.
+        fits: whether a checkpoint may be used of a stream of this name in SQL.
+        stored: SQL's position; a later checkpoint is of no use, because rows between the two would be lost. None: there is no SQL.
         holds: whether the stream's history is still the one of a mark; a checkpoint that knows of messages the stream has lost may
             hold blocks that nobody will speak of again.
     """
     await asyncio.to_thread(warn_exposed, "checkpoints", folder)
     for path, manifest in await asyncio.to_thread(lambda: list(_manifests(folder))):
-        if manifest.stream != stream:
+        if not fits(manifest.stream):
             continue
-        is_ahead = manifest.sequence > stored
+        is_ahead = stored is not None and manifest.sequence > stored
         if is_ahead or not await holds(Mark(manifest.settled, manifest.fingerprint)):
             log.info(
                 "checkpoint.passed_over", path=str(path), sequence=manifest.sequence, settled=manifest.settled,
@@ -172,6 +178,31 @@ async def load_newest(
         loaded = await asyncio.to_thread(_load, path.with_suffix(_INDEX), manifest, new_index(capacity))
         if loaded is not None:
             return loaded
+    return None
+
+
+class OpenCheckpoint(NamedTuple):
+    """A checkpoint that is read: it stays whole when it is removed meanwhile.
+
+    Attributes:
+        manifest: the bytes of that file. file: the one of the index.
+        bytes: of both.
+    """
+
+    manifest: bytes
+    file: BinaryIO
+    bytes: int
+
+
+def open_newest(folder: Path) -> OpenCheckpoint | None:
+    """The newest checkpoint of a folder, to be handed on; None: there is none."""
+    for path, manifest in _manifests(folder):
+        try:
+            head = read_small(path)
+            index = os.fdopen(open_plain(path.with_suffix(_INDEX)), "rb")
+        except OSError:
+            continue  # a newer one has come, and this one was removed
+        return OpenCheckpoint(head, index, len(head) + manifest.bytes)
     return None
 
 
@@ -216,10 +247,14 @@ class Checkpointer:
             await asyncio.sleep(self._every_s)
             await self.write()
 
+    def newest(self) -> OpenCheckpoint | None:
+        """The newest one, to be handed on; None: there is none. Any thread."""
+        return open_newest(self._folder)
+
     async def write_alone(self) -> bool:
         """Write one now and remove all others, which may name what was erased since. False: the folder did not take it."""
         async with self._writing:  # one under way would name it, and come later
-            name = await self._write()
+            name = await self._write(with_frames=False)  # frames that wait may name it
             if name:
                 await asyncio.to_thread(_remove_others, self._folder, name)
             return bool(name)
@@ -230,10 +265,10 @@ class Checkpointer:
             if self.last is None or self.last.sequence != self._sequencer.sequence:
                 await self._write()
 
-    async def _write(self) -> str:
+    async def _write(self, with_frames: bool = True) -> str:
         """Its name; "" where the folder did not take it."""
         async with self._applying:
-            writing = Writing(self._folder, self._index, self._sequencer.state(), self._stream())
+            writing = Writing(self._folder, self._index, self._sequencer.state(with_frames), self._stream())
             work = asyncio.ensure_future(asyncio.to_thread(writing.write))
             while not work.done() and not writing.has_begun():
                 await asyncio.wait([work], timeout=_POLL_S)

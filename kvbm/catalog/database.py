@@ -7,7 +7,6 @@ Every wait is bounded, so a database that does not answer becomes one sentence.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import threading
 import time
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from kvbm.core.errors import CatalogError, MissingExtraError
-from kvbm.files import make_folder, narrow, open_plain, warn_exposed
+from kvbm.files import make_folder, make_plain, narrow, warn_exposed
 
 try:
     from alembic import command
@@ -153,7 +152,7 @@ async def open_database(url: str, connect_timeout_s: float) -> AsyncEngine:
 def _close_to_others(file: Path) -> None:
     """Make an SQLite file its owner's alone, before SQLite makes it; the files beside it take its mode. Raises CatalogError."""
     try:
-        os.close(open_plain(file, os.O_RDONLY | os.O_CREAT, follows=True))
+        make_plain(file)
     except PermissionError:
         return  # SQLite's own words say what of it cannot be used
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Follows the stream: reads messages, has the sequencer apply them and the collector gather their rows, and knows how far it has come.
+"""Follows the stream: reads messages, has the sequencer apply them, tells what has changed, and knows how far it has come.
 
 `StreamFollower` is ready once the stream was read up to its end as of the start and live instances are whole, or had time to be.
 """
@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from typing import Protocol
 
 import structlog
 
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.heartbeats import HeartbeatFollower
+from kvbm.catalog.instance_sequence import Changes
 from kvbm.catalog.lag import StreamLag
-from kvbm.catalog.row_collector import RowCollector
+from kvbm.catalog.message_applier import MessageApplier
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.snapshots import SnapshotRequests
-from kvbm.catalog.sql_writer import SqlWriter, slices
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import InstanceId
-from kvbm.streams.base import EventReader, Position, StreamMessage
+from kvbm.streams.base import EventReader, Position
 
 log = structlog.get_logger()
 
@@ -28,12 +28,23 @@ FETCH_WAIT_S = 0.25
 RETRY_S = 0.1
 
 
+class Consequences(Protocol):
+    """What follows from what was read, beside the index: rows of SQL, and nothing for who has no SQL."""
+
+    def on_reader(self) -> None:
+        """A reader has begun; the server may be another."""
+
+    def on_changes(self, changes: Changes) -> None:
+        """Messages were applied."""
+
+
 class StreamFollower:
     """Follows one stream. One asyncio loop.
 
     Args:
         lag: how much of the stream is not read yet.
-        writer: brings the gathered rows to SQL.
+        requests: begun once the stream was read up to its end as of the start.
+        consequences: None for none.
         applying: held while messages are applied.
         whole_wait_s: how long readiness waits for live instances to be whole, once the stream was read.
 
@@ -46,23 +57,22 @@ class StreamFollower:
         reader: EventReader,
         lag: StreamLag,
         sequencer: Sequencer,
-        rows: RowCollector,
-        writer: SqlWriter,
         heartbeats: HeartbeatFollower,
         requests: SnapshotRequests,
         applying: asyncio.Lock,
         degraded: Degraded,
         whole_wait_s: float,
+        consequences: Consequences | None = None,
     ) -> None:
         self.is_ready = False
         self._reader, self._lag = reader, lag
-        self._sequencer, self._rows, self._writer = sequencer, rows, writer
-        self._heartbeats, self._requests = heartbeats, requests
-        self._applying, self._degraded = applying, degraded
+        self._sequencer, self._heartbeats, self._requests = sequencer, heartbeats, requests
+        self._consequences = consequences
+        self._degraded = degraded
         self._whole_wait_s = whole_wait_s
         self._caught_up_s: float | None = None
-        self._moved = asyncio.Condition()
-        self._waiters = 0
+        self._moved = asyncio.Event()  # another one each time that something has moved
+        self._applier = MessageApplier(sequencer, applying, self._take)
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
@@ -79,11 +89,9 @@ class StreamFollower:
             self._degraded.clear("NATS")
             if self._reader.begun != begun:
                 begun = self._reader.begun
-                self._writer.check_place()
-            parts = slices(messages)
-            for part in parts[:-1]:
-                await self._apply(part, at_end=False)
-            await self._apply(parts[-1], at_end=self._reader.at_end)
+                if self._consequences is not None:
+                    self._consequences.on_reader()
+            await self._applier.apply(messages, self._reader.at_end)
             self._lag.confirmation.read(max(self._sequencer.sequence, self._reader.reached))
             if not self.is_ready:
                 self._check_ready()
@@ -91,18 +99,17 @@ class StreamFollower:
     async def wait_for(self, instance: InstanceId, position: Position, timeout_s: float) -> Position:
         """Wait until a place in an instance's stream is in the index. Returns where it is, in time or not."""
         deadline_s = time.monotonic() + timeout_s
-        self._waiters += 1
-        try:
-            async with self._moved:
-                while (reached := self._sequencer.position(instance)) < position:
-                    try:
-                        async with asyncio.timeout(deadline_s - time.monotonic()):
-                            await self._moved.wait()
-                    except TimeoutError:
-                        return self._sequencer.position(instance)
-                return reached
-        finally:
-            self._waiters -= 1
+        while (reached := self._sequencer.position(instance)) < position:
+            try:
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    await self._moved.wait()
+            except TimeoutError:
+                return self._sequencer.position(instance)
+        return reached
+
+    def close(self) -> None:
+        """End what it has begun. Idempotent."""
+        self._applier.close()
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -111,22 +118,25 @@ class StreamFollower:
         """Whether the stream was read up to its end as of the start."""
         return self._caught_up_s is not None
 
+    def why_unready(self) -> str:
+        """Why it is not ready, in words; "" when it is."""
+        if self.is_ready:
+            return ""
+        if self.is_caught_up:
+            return f"the stream is read; waiting for snapshots of suspect instances: {', '.join(sorted(self._requests.unhealed())[:5])}"
+        return f"reading the stream: at message {self._sequencer.sequence} of {self._lag.start_end}"
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    async def _apply(self, messages: Sequence[StreamMessage], at_end: bool) -> None:
-        async with self._applying:
-            changes = self._sequencer.step(time.monotonic(), messages, at_end)
-            self._rows.take(changes)
-            for instance in changes.advanced:
-                self._heartbeats.on_progress(instance)
-            if changes.renumbered:
-                self._writer.begin_anew()
-        self._writer.bound()
+    def _take(self, changes: Changes) -> None:
+        if self._consequences is not None:
+            self._consequences.on_changes(changes)
+        for instance in changes.advanced:
+            self._heartbeats.on_progress(instance)
         self._requests.look()
-        if self._waiters and (changes.advanced or changes.gaps):
-            async with self._moved:
-                self._moved.notify_all()
-        await asyncio.sleep(0)
+        if changes.advanced or changes.gaps:
+            moved, self._moved = self._moved, asyncio.Event()
+            moved.set()
 
     def _check_ready(self) -> None:
         now_s = time.monotonic()

@@ -14,6 +14,7 @@ from kvbm.core.answers import ErrorAnswer, ErrorDetail
 CALLER = "kvbm.caller"
 JUDGE = "kvbm.judge"  # who asks as of now: a request may last longer than its token
 PEER = "kvbm.peer"  # in the scope's state: the peer's certificate
+NATS_CALLER = "kvbm.nats"  # so too: who asks over NATS
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -22,7 +23,19 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _FOR_ALL = frozenset({"/healthz", "/readyz"})
-_FOR_ROUTERS = frozenset({"/v1/lookup", "/v1/route", "/v1/instances", "/v1/namespaces", "/openapi.json"})
+_FOR_ROUTERS = frozenset(
+    {
+        "/v1/lookup",
+        "/v1/route",
+        "/v1/presence",
+        "/v1/find",
+        "/v1/watch",
+        "/v1/instances",
+        "/v1/namespaces",
+        "/v1/checkpoint",
+        "/openapi.json",
+    }
+)
 _BLOCKS = re.compile(r"/v1/blocks/[^/]*/[^/]*")
 
 UNKNOWN = ErrorAnswer(
@@ -62,9 +75,15 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope[JUDGE] = lambda: self._access.caller(_authorization(scope), scope.get("state", {}).get(PEER))
+        scope[JUDGE] = lambda: self._caller(scope)
         scope[CALLER] = scope[JUDGE]()
         await self._judged(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller | None:
+        state = scope.get("state", {})
+        if NATS_CALLER in state:
+            return self._access.nats_caller(state[NATS_CALLER])
+        return self._access.caller(_authorization(scope), state.get(PEER))
 
     async def _judge(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, caller = scope["path"], scope[CALLER]

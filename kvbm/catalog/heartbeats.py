@@ -7,7 +7,7 @@ heartbeats count for nothing.
 from __future__ import annotations
 
 import asyncio
-import secrets
+import math
 import time
 from collections.abc import Callable
 
@@ -27,12 +27,14 @@ from kvbm.catalog.liveness import (
     Ticked,
     Why,
     catalog_name,
+    catalog_run,
     is_catalog,
 )
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.sql_rows import InstanceStatus
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.core.parts import ALL_PARTS
 from kvbm.streams.base import EventStream, Heartbeat, Notice, Position
 
 log = structlog.get_logger()
@@ -41,6 +43,8 @@ OWN_CLUSTER = "_catalogs"  # of the pulses of a catalog that follows all cluster
 _SENT_PULSES = 256
 _MOST_QUEUED = (1 << 32) - 1  # tokens
 
+PEER_PULSES = 3  # of another catalog; when so many in a row have not come, it is gone
+
 Listener = Callable[[InstanceId, LastHeartbeat], None]  # is told of each heartbeat that is believed
 
 
@@ -48,13 +52,15 @@ class HeartbeatFollower:
     """Follows the heartbeats of a cluster. One asyncio loop.
 
     Args:
-        cluster: the one to follow; None for all.
+        cluster: the one to follow; None for all. parts: only of instances in these.
         lag: what is not read yet may explain why a heartbeat counts for nothing.
 
     Attributes:
         liveness: who is alive. backlog: who has decided what is not read.
         ignored: whose heartbeats count for nothing, and the last of them.
         sending: tasks under way that send notices.
+        own_name: under which this catalog sends its pulses. own_cluster: within which.
+        peer_until_s: up to then another catalog that follows the same counts as there.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class HeartbeatFollower:
         cluster: str | None,
         liveness_s: float,
         lag: StreamLag,
+        parts: tuple[int, ...] = ALL_PARTS,
     ) -> None:
         now_s = time.monotonic()
         self.liveness = Liveness(liveness_s)
@@ -72,10 +79,11 @@ class HeartbeatFollower:
         self.backlog = Backlog(1.25 * liveness_s)  # who is silent is left out before it counts as behind
         self.ignored: dict[InstanceId, Heartbeat] = {}
         self.sending: set[asyncio.Task[None]] = set()
+        self.peer_until_s = -math.inf
         self._stream, self._sequencer, self._degraded = stream, sequencer, degraded
-        self._cluster, self._lag = cluster, lag
-        self._own_run = secrets.token_hex(4)
-        self._own_name = catalog_name(self._own_run)
+        self._cluster, self._lag, self._parts = cluster, lag, parts
+        self._own_run = catalog_run(parts)
+        self.own_name, self.own_cluster = catalog_name(self._own_run), cluster or OWN_CLUSTER
         # own ones that may still be heard: the time they bear, and when they were sent
         self._sent_pulses: dict[int, float] = {}
         self._sent_after_s = now_s  # the newest own pulse that came back was sent then: what comes now was sent later
@@ -86,23 +94,20 @@ class HeartbeatFollower:
 
     async def watch(self) -> None:
         """Take every heartbeat that comes, for ever."""
-        async for heartbeat in self._stream.watch_pulses(self._cluster):
+        async for heartbeat in self._stream.watch_pulses(self._cluster, self._parts):
             self.on_heartbeat(heartbeat)
 
     async def tick(self) -> None:
         """Exclude the silent in time, for ever."""
         while True:
-            self.step(Ticked())
-            self._name_ignored()
-            self._find_behind()
+            self.look()
             await asyncio.sleep(self.liveness.tick_s)
 
     async def send_pulses(self) -> None:
         """Send pulses of the catalog's own, for ever: while they come back, silence is the silence of others."""
-        cluster = self._cluster or OWN_CLUSTER
         while True:
             pulse = Heartbeat(
-                instance=self._own_name, cluster=cluster, epoch=Epoch(1), published=Offset(0),
+                instance=self.own_name, cluster=self.own_cluster, epoch=Epoch(1), published=Offset(0),
                 wall_time_ns=time.time_ns(), run=self._own_run,
             )  # fmt: skip
             self._sent_pulses[pulse.wall_time_ns] = time.monotonic()
@@ -119,20 +124,33 @@ class HeartbeatFollower:
     def on_heartbeat(self, heartbeat: Heartbeat) -> None:
         """Take a heartbeat: an instance's, this catalog's own, or another catalog's."""
         name = heartbeat.instance
-        if name == self._own_name:
+        if name == self.own_name:
             self.step(OwnPulse())
             self._sent_after_s = max(self._sent_after_s, self._sent_pulses.get(heartbeat.wall_time_ns, 0.0))
-        elif not is_catalog(name) and self._old_pulses.get(name) != heartbeat.wall_time_ns:
-            self.step(HeartbeatReceived(heartbeat))
+        elif is_catalog(name):
+            if heartbeat.cluster == self.own_cluster:
+                self.peer_until_s = time.monotonic() + PEER_PULSES * self.liveness.own_pulse_s
+        elif self._old_pulses.get(name) != heartbeat.wall_time_ns:
+            now_s = time.monotonic()
+            is_renewed = self.liveness.renew(now_s, heartbeat)
+            if not is_renewed:
+                self.step(HeartbeatReceived(heartbeat))
             believed = self.liveness.last(name)
-            if believed is not None and believed.heartbeat == heartbeat:  # not of a zombie, nor of a second run
-                now_s = time.monotonic()
-                self._sequencer.on_heartbeat(now_s, heartbeat)
+            if believed is not None and (
+                is_renewed or believed.heartbeat == heartbeat
+            ):  # else of a zombie, or of a second run
+                read = self._sequencer.on_heartbeat(now_s, heartbeat)
                 self._sequencer.index.report_queued(name, min(max(0, heartbeat.queued_tokens), _MOST_QUEUED))
                 for hear in self.listeners:
                     hear(name, believed)
                 decided = Position(heartbeat.epoch, heartbeat.applied)
-                self.backlog.on_heartbeat(now_s, self._sent_after_s, name, decided, self._sequencer.position(name))
+                self.backlog.on_heartbeat(now_s, self._sent_after_s, name, decided, read)
+
+    def look(self) -> None:
+        """Take note of the time: who has fallen silent by now, whose heartbeats count for nothing, and who is behind."""
+        self.step(Ticked())
+        self._name_ignored()
+        self._find_behind()
 
     def on_progress(self, instance: InstanceId) -> None:
         """The stream was read further: liveness takes note of what is news of an instance."""

@@ -6,15 +6,16 @@ keep no slots: where in its pool an instance has a block is its own affair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvbm.core.events import InstanceStarted, PoolStated, StopReason
-from kvbm.core.ids import Epoch, InstanceId, NamespaceId, SequenceHash, Tier
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
 
 if TYPE_CHECKING:
     from kvbm.catalog.routing import Router
     from kvbm.catalog.routing_cost import RoutingSettings
+    from kvbm.core.answers import LookupAnswer
 
 
 class Holder(NamedTuple):
@@ -66,6 +67,39 @@ class Prefixes(NamedTuple):
 
 
 NOBODY = Prefixes(0, [], [])
+
+
+class LendableRun(NamedTuple):
+    """The longest run of a prompt's blocks that an instance could lend: `begin` to before `end`, counted in the prompt."""
+
+    instance: InstanceId
+    begin: int
+    end: int
+
+
+class Presence(NamedTuple):
+    """Which of the blocks that were asked for one holder has in one tier.
+
+    Attributes:
+        suspect: as in InstanceDepth; of a pool False.
+        held: a bit for each block, the first in the lowest bit of the first byte.
+    """
+
+    holder: Holder
+    suspect: bool
+    held: bytes
+
+
+class Presences(NamedTuple):
+    """Who has which of some blocks.
+
+    Attributes:
+        rows: instances, those with the most of the blocks first, each with its tiers, hottest first; then pools.
+        more: instances that have some and were not wanted.
+    """
+
+    rows: list[Presence]
+    more: int = 0
 
 
 class InstanceView(NamedTuple):
@@ -137,11 +171,71 @@ class Applied(NamedTuple):
     claims: list[Claims]
 
 
+class StreamPlace(NamedTuple):
+    """Where an instance stands: the epoch it is in, and its next event there."""
+
+    instance: InstanceId
+    epoch: Epoch
+    offset: Offset
+
+
+class PlaceReached(NamedTuple):
+    """What a run has done to a place.
+
+    Attributes:
+        offset: of the next event.
+        digest: in the last frame that was applied. wall_time_ns: of the newest.
+        last: number of the message that brought the last one.
+        frames: how many were applied; the other attributes mean nothing when none was.
+    """
+
+    offset: Offset
+    digest: int
+    wall_time_ns: int
+    last: int
+    frames: int
+
+
+class PlainClaims(NamedTuple):
+    """Claims in a frame of wall time `wall_time_ns`, of the message with that number in the run."""
+
+    message: int
+    wall_time_ns: int
+    claims: Claims
+
+
+class PlainApplied(NamedTuple):
+    """What a run has done.
+
+    Attributes:
+        messages: applied whole; the next one is not plain, or see `diverged_at`.
+        diverged_at: set when the frames of the next message are applied up to this byte, and after the last of them what its instance
+            holds has another digest than the frame says.
+        frames, events, blocks: applied; a block counts once for each event that names it.
+        places: as the run's, in order. claims: in order.
+    """
+
+    messages: int
+    diverged_at: int | None
+    frames: int
+    events: int
+    blocks: int
+    places: list[PlaceReached]
+    claims: list[PlainClaims]
+
+
 class ClusterIndex(Protocol):
     """The cluster's residencies and claims. No event is fatal: what contradicts what is known is counted by rule."""
 
     def apply(self, data: bytes, at: int = 0, skip: int = 0) -> Applied:
         """Fold a frame's events from its `skip`th on. Raises FrameError: it is no good frame; nothing has changed then."""
+
+    def apply_plain(self, messages: list[tuple[int, bytes]], places: list[StreamPlace]) -> PlainApplied:
+        """Apply messages in order, up to the first that is not plain as a whole, or whose digest differs: see `plain_frames`.
+
+        Args:
+            messages: each with the number of its instance's place.
+        """
 
     def begin_blind(
         self,
@@ -207,17 +301,54 @@ class ClusterIndex(Protocol):
     def report_queued(self, instance: InstanceId, tokens: int) -> None:
         """How many tokens wait at an instance: among equals the least busy comes first. Soft: 0 for one that was dropped or loaded."""
 
+    def report_lent_tiers(self, instance: InstanceId, tiers: int) -> None:
+        """In which tiers others may read what an instance holds: bit t for tier t. Soft: none of one that was dropped or loaded."""
+
+    def lent(self, namespace: NamespaceId, hashes: bytes, most: int, whole: bool) -> list[LendableRun]:
+        """Who could lend which of these blocks: of each instance that lends its longest run, the first of equals.
+
+        Args:
+            hashes: packed, in prompt order.
+            most: only that many: those that end deepest, then those that begin first, then by name.
+            whole: blocks behind one that nobody holds are looked at, too.
+
+        Where holders change so often that some four million would be looked at, the native index stops there: hashes may repeat.
+        """
+
     def prefixes(
-        self, namespace: NamespaceId, hashes: bytes, best: int = 0, only: Iterable[InstanceId] | None = None
+        self,
+        namespace: NamespaceId,
+        hashes: bytes,
+        best: int = 0,
+        only: Iterable[InstanceId] | None = None,
+        hottest: Tier = Tier.HBM,
     ) -> Prefixes:
         """Who has how much of a prefix.
 
         Args:
             hashes: packed, in prompt order.
-            best: only that many instances: the deepest first, then those that reach furthest, then those where least waits; what is equal
-                then is in no order. 0 for all, in no order.
+            best: only that many instances: the deepest first, then those that reach furthest, then those where least waits, then by
+                name. 0 for all, in no order. Pools come the deepest first, then by name.
             only: instances to look at; None for all.
+            hottest: what instances hold in hotter tiers does not count. HBM is never lent, so who asks what can be read of an instance
+                gives HOST: a block is not hidden then by being in HBM too.
         """
+
+    def presence(
+        self, namespace: NamespaceId, hashes: bytes, best: int = 0, only: Iterable[InstanceId] | None = None
+    ) -> Presences:
+        """Which of these blocks are held, and by whom. Each counts by itself, so there may be holes.
+
+        Args:
+            best: only that many instances, those with the most blocks first, equals by name; 0 for all. Pools are named always, by name.
+            only: as `prefixes`.
+        """
+
+    def lookup(
+        self, namespace: NamespaceId, hashes: bytes, limit: int, only: Sequence[InstanceId] | None, shown: str, view_age_s: float,
+        behind: Collection[InstanceId],
+    ) -> LookupAnswer:  # fmt: skip
+        """`prefixes` as the answer to a question; `kvbm.catalog.lookup.lookup` says what is in it, and what the arguments are."""
 
     def encode_prefixes(self, namespace: NamespaceId, prompts: Sequence[bytes], best: int) -> bytes:
         """`prefixes` of several prompts, as answers to lookups in the binary form (`core.prompt_batches`), best first.

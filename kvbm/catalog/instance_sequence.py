@@ -24,12 +24,15 @@ happens when a frame's digest differs from the index's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
 import structlog
 
-from kvbm.catalog.index import Applied, ClusterIndex
+from kvbm.catalog.index import Applied, Claims, ClusterIndex
+from kvbm.catalog.published_reports import PublishedReports
+from kvbm.catalog.reorder_buffer import BufferedState, ReorderBuffer
 from kvbm.catalog.sql_rows import (
     ClaimRun,
     EpochRow,
@@ -60,9 +63,6 @@ from kvbm.streams.holders import holder_after
 log = structlog.get_logger()
 
 HOLE_MOST_S = 30.0  # a hole that no heartbeat explains, for its instance has died, is given up after this long at the stream's end
-REORDER_BYTES = (
-    16 << 20
-)  # frames in one instance's reorder buffer; more are left to be sent again, or to the next snapshot
 AFTER_MESSAGES = 1 << 63  # the sequence of what is found at the end of a step: it comes after each of its messages
 
 
@@ -186,7 +186,7 @@ class Changes:
 
 
 class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
-    """An `InstanceSequence` as a checkpoint keeps it. Frames in the reorder buffer are left out."""
+    """An `InstanceSequence` as a checkpoint keeps it. `buffered`: the frames in its reorder buffer."""
 
     row: InstanceRow
     epoch: Epoch
@@ -201,86 +201,27 @@ class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
     life: int = 0
     unreadable: Unreadable | None = None
     spoke: int = 0
+    buffered: tuple[BufferedState, ...] = ()
 
 
-class _Buffered(NamedTuple):
-    """A frame, its bytes, and the mark before the message it came with."""
-
-    frame: ScannedFrame
-    data: bytes
-    before: Mark
-
-
-class ReorderBuffer:
-    """Frames of an instance that arrived before those they follow.
+class Common(NamedTuple):
+    """What all instances have together.
 
     Attributes:
-        bytes: their size.
+        held: what frames are applied to.
+        unsettled: those that may have a hole, as something is in their buffer, or reported and not read; each adds itself.
     """
 
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._frames: dict[Offset, _Buffered] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._frames)
-
-    def frames(self) -> list[bytes]:
-        """The frames it holds, in the order they came in."""
-        return [buffered.data for buffered in self._frames.values()]
-
-    def first_offset(self) -> Offset | None:
-        """Where the first frame begins; None when there is none."""
-        return min(self._frames, default=None)
-
-    def marks(self) -> list[Mark]:
-        """The marks before the messages of its frames: who begins at the first of them reads all of these again."""
-        return [buffered.before for buffered in self._frames.values()]
-
-    def put(self, frame: ScannedFrame, data: bytes, before: Mark) -> None:
-        """Keep a frame, while there is room: its own bytes alone, not the rest of its message."""
-        size = frame.end - frame.at
-        if frame.first_offset not in self._frames and self.bytes + size <= REORDER_BYTES:
-            alone = data[frame.at : frame.end]
-            self._frames[frame.first_offset] = _Buffered(frame._replace(at=0, end=size), alone, before)
-            self.bytes += size
-
-    def offsets(self) -> list[Offset]:
-        """Where its frames begin, in order."""
-        return sorted(self._frames)
-
-    def pop(self, offset: Offset) -> _Buffered:
-        """Take the frame out that begins at an offset."""
-        buffered = self._frames.pop(offset)
-        self.bytes -= len(buffered.data)
-        return buffered
-
-    def begin_anew(self) -> None:
-        """The stream's sequences began anew: the marks are of another history."""
-        self._frames = {first: buffered._replace(before=START) for first, buffered in self._frames.items()}
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._frames, self.bytes = {}, 0
-
-
-class _Evidence(NamedTuple):
-    """What a heartbeat reported as published and is not read yet.
-
-    Attributes:
-        run: of the process that reported it; "" when the heartbeat has none.
-    """
-
-    published: Position
-    since_s: float
-    run: str
+    held: ClusterIndex
+    counters: Counters
+    troubles: Troubles
+    unsettled: dict[InstanceId, InstanceSequence]
 
 
 class InstanceSequence:
     """One instance, as far as it was read.
 
     Args:
-        index: what frames are applied to. counters, troubles: of all instances together.
         known: the instance as SQL has it; where a start is no longer on the stream, this replaces it.
 
     Attributes:
@@ -290,11 +231,10 @@ class InstanceSequence:
         declared: the namespaces its newest start named.
         unreadable: set while a newer kvbm writes its epoch; nothing of it is applied then.
         spoke: sequence of its last message; 0 when none is known.
+        subjects: on which its events came.
     """
 
-    def __init__(
-        self, row: InstanceRow, index: ClusterIndex, counters: Counters, troubles: Troubles, known: InstanceRow | None
-    ) -> None:
+    def __init__(self, row: InstanceRow, common: Common, known: InstanceRow | None) -> None:
         self.row = row
         self.position = ORIGIN
         self.run = ""
@@ -302,15 +242,16 @@ class InstanceSequence:
         self.declared: frozenset[NamespaceId] = frozenset()
         self.unreadable: Unreadable | None = None
         self.spoke = 0
+        self.subjects: set[str] = set()
         self.buffer = ReorderBuffer()
-        self._id = row.id
-        self._index, self._counters, self._troubles, self._known = index, counters, troubles, known
+        self._id, self._known = row.id, known
+        self._index, self._counters, self._troubles, self._unsettled = common
         self._life = 0  # grows when a fence shows that what was read is of another one
         self._epoch_row = EpochRow(instance=row.id, epoch=Epoch(0), started_ns=0)
         self._joined_midstream = False
         self._is_lost = False  # the hole at `position` is a gap already: whatever comes next counts
         self._hole_since_s: float | None = None  # since when the reader is at the stream's end and the buffer not empty
-        self._evidence: _Evidence | None = None
+        self._reports = PublishedReports()
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -322,12 +263,8 @@ class InstanceSequence:
     def rows(self) -> InstanceRows:
         """Its rows as they are now."""
         epoch, offset = self.position
-        return InstanceRows(
-            self.row,
-            self._epoch_row,
-            InstancePosition(instance=self._id, epoch=epoch, next_offset=offset, run=self.run),
-            self.spoke,
-        )
+        place = InstancePosition(instance=self._id, epoch=epoch, next_offset=offset, run=self.run)
+        return InstanceRows(self.row, self._epoch_row, place, self.spoke)
 
     def state(self) -> SequenceState:
         """What a checkpoint keeps."""
@@ -336,25 +273,25 @@ class InstanceSequence:
             row=self.row, epoch=self.position.epoch, offset=self.position.offset, epoch_row=self._epoch_row,
             declared=tuple(self.declared), joined_midstream=self._joined_midstream, is_lost=self._is_lost,
             trouble=None if trouble is None else msgspec.structs.replace(trouble), run=self.run, holder=self.fence,
-            life=self._life, unreadable=self.unreadable, spoke=self.spoke,
+            life=self._life, unreadable=self.unreadable, spoke=self.spoke, buffered=self.buffer.state(),
         )  # fmt: skip
 
-    def restore(self, state: SequenceState) -> None:
-        """Go on from a checkpoint."""
-        self.position = Position(state.epoch, state.offset)
-        self._epoch_row, self.declared = state.epoch_row, frozenset(state.declared)
-        self._joined_midstream, self._is_lost = state.joined_midstream, state.is_lost
-        self.run, self.fence, self._life, self.spoke = state.run, state.holder, state.life, state.spoke
+    def restore(self, state: SequenceState, buffered: Iterable[tuple[ScannedFrame, bytes, Mark]] = ()) -> None:
+        """Go on from a checkpoint, with the frames that were in the reorder buffer."""
+        self.position, self._epoch_row = Position(state.epoch, state.offset), state.epoch_row
+        self.declared, self._joined_midstream = frozenset(state.declared), state.joined_midstream
+        self.run, self.fence, self._life = state.run, state.holder, state.life
+        self.spoke, self._is_lost = state.spoke, state.is_lost
         if state.unreadable is not None and state.unreadable.version > VERSION:
             self.unreadable = state.unreadable
             return
+        for frame, data, before in buffered:
+            self._put_in_buffer(frame, data, before)
         self._is_lost |= state.unreadable is not None  # this kvbm can read what comes next; a snapshot lists the rest
         if state.trouble is not None:
             self._troubles.restore(self._id, state.trouble)
         elif (view := self._index.view(self._id)) is not None and view.missed and not view.stopped:
-            self._troubles.note(
-                self._id
-            ).unended += 1  # the index may have learned of it a moment after the state was taken
+            self._troubles.note(self._id).unended += 1  # the index has learned of it since the state was taken
 
     def restore_position(self, stored: InstancePosition, changes: Changes) -> None:
         """Go on from the position in SQL: nothing is known to be held, and a live instance is joined mid-stream."""
@@ -370,24 +307,11 @@ class InstanceSequence:
     # -- heartbeats and fences ----------------------------------------------------------------------------------------
 
     def on_heartbeat(self, now_s: float, heartbeat: Heartbeat) -> None:
-        """Take note of what the instance reports as published.
-
-        A heartbeat speaks of one epoch alone: whether all of an older one was published, or never will be, is not in it. A newer
-        epoch than the one that is read takes the place of what was reported of the older, whose end nobody will send any more.
-        What another life reported of an epoch does not count: nobody will send that.
-        """
-        published = Position(heartbeat.epoch, heartbeat.published)
-        if self.unreadable is not None and published.epoch <= self.unreadable.epoch:
-            return
-        known = self._evidence
-        if _contradicts(self.fence, published.epoch, heartbeat.run):
-            return
-        if known is not None and self.fence is not None and known.run != heartbeat.run == self.fence.run:
-            known = self._evidence = None  # whose place it is knows better
-        if published <= self.position:
-            return
-        if known is None or known.published <= self.position or known.published.epoch < published.epoch:
-            self._evidence = _Evidence(published, now_s, heartbeat.run)
+        """Take note of what the instance reports as published."""
+        if self.unreadable is None or heartbeat.epoch > self.unreadable.epoch:
+            self._reports.on_heartbeat(now_s, heartbeat, self.position, self.fence)
+            if not self._reports.is_empty:
+                self._unsettled[self._id] = self
 
     def name_fence(self, named: Fence, changes: Changes) -> None:
         """Take the fence that a message of events names."""
@@ -402,8 +326,7 @@ class InstanceSequence:
         if is_other_life(self.position.epoch, self.run, fence):
             self._begin_life(fence, changes)
         self.fence = fence
-        if self._evidence is not None and _contradicts(fence, self._evidence.published.epoch, self._evidence.run):
-            self._evidence = None
+        self._reports.take_fence(fence)
         if self.position.epoch and not self.run:
             self._learn_run(run_of(fence, self.position.epoch), changes)
         changes.advanced[self._id] = self.position
@@ -419,7 +342,8 @@ class InstanceSequence:
         self._end_epoch(self.row.last_frame_ns, changes)
         self._counters.lives += 1
         self._life += 1
-        self._evidence = self._hole_since_s = self.unreadable = None
+        self._reports.clear()
+        self._hole_since_s = self.unreadable = None
         self.declared = frozenset()
         self.run = fence.run
         self._known = None
@@ -463,7 +387,25 @@ class InstanceSequence:
             self._jump(frame.first_offset, changes)
             self._apply(frame, data, changes)
         else:
-            self._put_in_buffer(frame, data, changes)
+            self._put_in_buffer(frame, data, changes.cursor.mark)
+
+    def goes_on(self, named: Fence | None) -> bool:
+        """Whether frames of a message that names this fence may be plain: nothing is to be decided about any but what they hold.
+
+        What `name_fence` and `receive` would do with them is then no more than to apply them.
+        """
+        return bool(
+            self.position.epoch and not self.buffer and not self._is_lost and self.unreadable is None
+            and holder_after(named, self.fence) is self.fence and self._id not in self._troubles.by_instance
+        )  # fmt: skip
+
+    def diverge(self) -> None:
+        """After the last frame the index has another digest than the frame."""
+        self._counters.digest_mismatches += 1
+        self._index.miss(self._id)
+        self._troubles.note(self._id).digests += 1
+        epoch, offset = self.position
+        log.warning("digest.diverged", instance=self._id, epoch=epoch, offset=offset)
 
     def refuse_newer(self, epoch: Epoch, version: int, changes: Changes) -> None:
         """A newer kvbm writes this epoch: nothing of the instance is known until a readable one begins."""
@@ -472,7 +414,8 @@ class InstanceSequence:
             return
         self.unreadable = Unreadable(epoch, version)
         self.buffer.clear()
-        self._evidence = self._hole_since_s = None
+        self._reports.clear()
+        self._hole_since_s = None
         self._is_lost = False
         changes.lacks_claims = True
         self._troubles.take(self._id)  # no snapshot can heal it
@@ -481,11 +424,12 @@ class InstanceSequence:
         changes.advanced[self._id] = self.position
         log.warning("instance.unreadable", instance=self._id, why=self.unreadable.reason())
 
-    def _put_in_buffer(self, frame: ScannedFrame, data: bytes, changes: Changes) -> None:
+    def _put_in_buffer(self, frame: ScannedFrame, data: bytes, before: Mark) -> None:
+        self._unsettled[self._id] = self
         if not self.buffer:
             self._counters.holes += 1
             self._index.wait(self._id, True)
-        self.buffer.put(frame, data, changes.cursor.mark)
+        self.buffer.put(frame, data, before)
 
     def _enter(self, frame: ScannedFrame, changes: Changes) -> None:
         """Begin the frame's epoch where the frame begins."""
@@ -535,17 +479,19 @@ class InstanceSequence:
 
     # -- holes and gaps -----------------------------------------------------------------------------------------------
 
-    def judge(self, now_s: float, gap_wait_s: float, changes: Changes) -> None:
-        """Find a gap, now that the reader is at the stream's end."""
+    def judge(self, now_s: float, gap_wait_s: float, changes: Changes) -> bool:
+        """Find a gap, now that the reader is at the stream's end. Returns whether nothing is in the buffer, nor reported and not read."""
+        self._find_gap(now_s, gap_wait_s, changes)
+        return not self.buffer and self._reports.is_empty
+
+    def _find_gap(self, now_s: float, gap_wait_s: float, changes: Changes) -> None:
         if not self.buffer:
             self._hole_since_s = None
         elif self._hole_since_s is None:
             self._hole_since_s = now_s
-        if self._evidence is not None and self._evidence.published <= self.position:
-            self._evidence = None
-        run = ""
-        if self._evidence is not None:
-            published, since_s, run = self._evidence
+        run, reported = "", self._reports.unread(self.position)
+        if reported is not None:
+            published, since_s, run = reported
             wait_s = gap_wait_s
         elif self._hole_since_s is not None:
             published, since_s = self.position, self._hole_since_s
@@ -613,21 +559,22 @@ class InstanceSequence:
         self._note(frame, applied, changes)
         counters.frames += 1
         self._is_lost = False
-        self.position = Position(frame.epoch, frame.next_offset)
-        self.row = msgspec.structs.replace(self.row, last_frame_ns=max(self.row.last_frame_ns, frame.wall_time_ns))
-        self._epoch_row = msgspec.structs.replace(self._epoch_row, next_offset=frame.next_offset, digest=frame.digest)
-        changes.newest_wall_ns = max(changes.newest_wall_ns, frame.wall_time_ns)
-        changes.advanced[instance] = self.position
-        changes.changed[instance] = changes.at
+        self.advance(Position(frame.epoch, frame.next_offset), frame.digest, frame.wall_time_ns, changes)
         if changes.cursor.sequence > changes.settled and not self._index.agrees(instance, frame.digest):
-            counters.digest_mismatches += 1
-            self._index.miss(instance)
-            self._troubles.note(instance).digests += 1
-            log.warning("digest.diverged", instance=instance, epoch=frame.epoch, offset=frame.next_offset)
+            self.diverge()
         elif instance in self._troubles.by_instance:
             view = self._index.view(instance)
             if view is not None and not view.missed:
                 self._heal()
+
+    def advance(self, position: Position, digest: int, wall_time_ns: int, changes: Changes) -> None:
+        """Everything before a position is applied; digest and time are of its last frame."""
+        self.position = position
+        self.row = msgspec.structs.replace(self.row, last_frame_ns=max(self.row.last_frame_ns, wall_time_ns))
+        self._epoch_row = msgspec.structs.replace(self._epoch_row, next_offset=position.offset, digest=digest)
+        changes.newest_wall_ns = max(changes.newest_wall_ns, wall_time_ns)
+        changes.advanced[self._id] = position
+        changes.changed[self._id] = changes.at
 
     def _heal(self) -> None:
         trouble = self._troubles.take(self._id)
@@ -645,15 +592,19 @@ class InstanceSequence:
             self._epoch_row = msgspec.structs.replace(
                 self._epoch_row, ended_ns=frame.wall_time_ns, end_reason=applied.stopped.name.lower()
             )
-        for tier, namespace, hashes, withdrawn in applied.claims:
-            pool = self._index.pool_name(self._id, tier)
-            if pool is None:
-                continue
-            run = ClaimRun(
-                pool=pool, namespace=namespace, hashes=hashes, instance=self._id, at_ns=frame.wall_time_ns,
-                withdrawn=withdrawn,
-            )  # fmt: skip
-            changes.claims.append((changes.at, run))
+        for claims in applied.claims:
+            self.note_claims(claims, frame.wall_time_ns, changes)
+
+    def note_claims(self, claims: Claims, wall_time_ns: int, changes: Changes) -> None:
+        """A frame of that time had claims."""
+        pool = self._index.pool_name(self._id, claims.tier)
+        if pool is None:
+            return
+        run = ClaimRun(
+            pool=pool, namespace=claims.namespace, hashes=claims.hashes, instance=self._id, at_ns=wall_time_ns,
+            withdrawn=claims.withdrawn,
+        )  # fmt: skip
+        changes.claims.append((changes.at, run))
 
     def _note_start(self, frame: ScannedFrame, event: InstanceStarted, changes: Changes) -> None:
         self._joined_midstream = False
@@ -667,8 +618,3 @@ class InstanceSequence:
             changes.namespaces.append(
                 (changes.at, NamespaceRow(id=namespace.id, fields=namespace, first_seen_ns=frame.wall_time_ns))
             )
-
-
-def _contradicts(fence: Fence | None, epoch: Epoch, run: str) -> bool:
-    """Whether a fence knows another run to have begun an epoch than the one a heartbeat is of."""
-    return bool(run) and run_of(fence, epoch) not in ("", run)

@@ -114,12 +114,15 @@ class Backlog:
         self._patience_s = patience_s
         self._reports: dict[InstanceId, _Reports] = {}
         self._judged_s = float("-inf")
-        self._behind: frozenset[InstanceId] = frozenset()
+        self._behind: set[InstanceId] = set()
+        self._shown: frozenset[InstanceId] | None = None  # the same as it is told; None: it has changed since
 
     @property
     def behind(self) -> frozenset[InstanceId]:
-        """Those that were behind when last judged."""
-        return self._behind
+        """Those that were behind when last judged: the same object until it changes."""
+        if self._shown is None:
+            self._shown = frozenset(self._behind)
+        return self._shown
 
     def on_heartbeat(
         self, now_s: float, sent_s: float, instance: InstanceId, decided: Position, read: Position
@@ -129,7 +132,9 @@ class Backlog:
         Args:
             sent_s: it was sent after this, for certain. A stream keeps heartbeats, and may give out an old one as news.
         """
-        reports = self._reports.setdefault(instance, _Reports(sent_s))
+        reports = self._reports.get(instance)
+        if reports is None:
+            reports = self._reports[instance] = _Reports(sent_s)
         unread, reports.is_left_out = reports.unread, False
         if not decided.offset or decided <= read:
             reports.as_of_s = max(reports.as_of_s, sent_s)
@@ -149,6 +154,7 @@ class Backlog:
         """At once: who is back after a silence has been behind meanwhile."""
         if (instance in self._behind) != self._is_behind(now_s, instance):
             self._behind ^= {instance}
+            self._shown = None
 
     def _is_behind(self, now_s: float, instance: InstanceId) -> bool:
         return not self._reports[instance].is_left_out and self.age_s(now_s, instance) >= self._patience_s
@@ -156,26 +162,33 @@ class Backlog:
     def judge(self, now_s: float, position: Callable[[InstanceId], Position]) -> frozenset[InstanceId]:
         """Take note of what is read by now; who is behind."""
         if now_s - self._judged_s < self._patience_s / 8:
-            return self._behind
+            return self.behind
         self._judged_s = now_s
         for instance, reports in self._reports.items():
             if reports.unread:
                 read = position(instance)
                 while reports.unread and reports.unread[0][0] <= read:
                     reports.as_of_s = max(reports.as_of_s, reports.unread.popleft()[1])
-        self._behind = frozenset(name for name in self._reports if self._is_behind(now_s, name))
-        return self._behind
+        behind = {name for name in self._reports if self._is_behind(now_s, name)}
+        if behind != self._behind:
+            self._behind, self._shown = behind, None
+        return self.behind
 
     def leave_out(self, instance: InstanceId) -> None:
         """It has stopped, or is silent, and so is left out of answers until its next heartbeat."""
         if instance in self._reports:
             self._reports[instance].is_left_out = True
-            self._behind -= {instance}
+            self._take_out(instance)
 
     def forget(self, instance: InstanceId) -> None:
         """Nothing is known of the instance any more."""
         self._reports.pop(instance, None)
-        self._behind -= {instance}
+        self._take_out(instance)
+
+    def _take_out(self, instance: InstanceId) -> None:
+        if instance in self._behind:
+            self._behind.remove(instance)
+            self._shown = None
 
     def age_s(self, now_s: float, instance: InstanceId) -> float:
         """How long ago it was that an instance is known as of; 0 of one without a heartbeat."""

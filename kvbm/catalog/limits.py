@@ -62,6 +62,9 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 75.0
     write_s: float = 20.0
     unsent_bytes: int = 8 << 20
+    watches: int = 512
+    watches_per_caller: int = 128
+    watch_bytes: int = 16 << 20
 
 
 class LimitError(Exception):
@@ -222,7 +225,9 @@ class Limited:
             await self._app(scope, exchange.receive, exchange.send)
         except LimitError as error:
             code = error.answer.error.code
-            self._limits.refusals[code if code in ("too_many_bytes", "too_many_waits") else "too_large"] += 1
+            self._limits.refusals[
+                code if code in ("too_many_bytes", "too_many_waits", "too_many_watches") else "too_large"
+            ] += 1
             self._limits.remarks.warn("catalog.request_refused", why=error.answer.error.code, caller=exchange.key)
             await exchange.answer(error)
         finally:

@@ -35,12 +35,15 @@ meanwhile counts as heard when it comes: it is excluded `liveness_s` after that.
 
 from __future__ import annotations
 
+import math
+import secrets
 from bisect import bisect_left, bisect_right
 from collections import deque
 from enum import Enum
 from typing import NamedTuple, assert_never
 
 from kvbm.core.ids import Epoch, InstanceId
+from kvbm.core.parts import part_of
 from kvbm.streams.base import Heartbeat
 
 LIVENESS_S = 3.5  # three missed of one a second, and a margin
@@ -221,8 +224,8 @@ class Liveness:
         self._live: dict[InstanceId, None] = {}  # of these, those that are not about to stop
         self._waited: dict[InstanceId, None] = {}  # not silent, not ended; by `since_s`, the longest silent first
         self._kept: dict[
-            InstanceId, None
-        ] = {}  # silent and not excluded: because most are, or until the next tick judges
+            InstanceId, float
+        ] = {}  # silent and not excluded, and when most last were; -inf: no tick has judged
 
     @property
     def liveness_s(self) -> float:
@@ -255,6 +258,34 @@ class Liveness:
                 return []
             case _:
                 assert_never(what)
+
+    def renew(self, now_s: float, heartbeat: Heartbeat) -> bool:
+        """Take a heartbeat that only goes on: nothing but the time it came changes, and nothing is to be done. False: `step` has to take it.
+
+        What `step` would do with it is the same; nearly all heartbeats are such.
+        """
+        instance = heartbeat.instance
+        member = self._members.get(instance)
+        if member is None or member.pulse is None:
+            return False
+        last = member.pulse.heartbeat
+        goes_on = (
+            last.epoch == heartbeat.epoch == member.read_epoch
+            and last.run == heartbeat.run
+            and last.wall_time_ns != heartbeat.wall_time_ns
+            and last.stopping == heartbeat.stopping
+            and last.namespaces == heartbeat.namespaces
+        )
+        is_well = member.heard_s is not None and not (
+            member.why or member.is_silent or member.is_stopped or member.is_unreadable or member.awaits_heartbeat
+        )
+        if not (goes_on and is_well) or instance in self._ignored:
+            return False
+        member.pulse = LastHeartbeat(heartbeat, now_s)
+        member.heard_s = member.since_s = now_s
+        del self._waited[instance]
+        self._waited[instance] = None
+        return True
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
@@ -447,7 +478,7 @@ class Liveness:
             member.is_silent = True
             self._note_presence(instance, member)
             if member.why is None and member.read_epoch is not None:
-                self._kept[instance] = None
+                self._kept[instance] = -math.inf
         return self._judge(now_s) if self._kept else []
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -506,13 +537,17 @@ class Liveness:
         if why is not None:
             self._kept.pop(instance, None)
         elif member.is_silent:
-            self._kept[instance] = None
+            self._kept.setdefault(instance, -math.inf)
         if (before is None) == (why is None):
             return []
         return [Return(instance, member.read_epoch) if why is None else Exclude(instance, member.read_epoch, why)]
 
     def _judge(self, now_s: float) -> list[Effect]:
-        """Exclude those who are silent, unless most fell silent with them."""
+        """Exclude those who are silent, unless most fell silent with them.
+
+        When what kept most of them silent is over, they are heard one after the other, as each has its next heartbeat: for half of `liveness_s`
+        after the first of them are no longer most, the rest is still kept.
+        """
         heard = sorted(
             self._basis(member)
             for member in self._members.values()
@@ -520,9 +555,11 @@ class Liveness:
         )
         quiet_until = bisect_right(heard, now_s - self._liveness_s / 2)
         effects: list[Effect] = []
-        for instance in list(self._kept):
+        for instance, kept_s in list(self._kept.items()):
             member = self._members[instance]
-            if not self._is_kept(member, heard, quiet_until):
+            if self._is_kept(member, heard, quiet_until):
+                self._kept[instance] = now_s
+            elif member.heard_s is None or now_s - kept_s >= self._liveness_s / 2:
                 del self._kept[instance]
                 member.why = Why.SILENT
                 effects.append(Exclude(instance, member.newest, Why.SILENT))
@@ -533,7 +570,7 @@ class Liveness:
 
         These are the instances quiet for half of `liveness_s`, whose silence began within one `liveness_s` of this one's; they are
         most when they are at least LEAST_MASS and more than half of those that were heard then or since. It ends when they are heard
-        again, or when so many others are that they are no longer most. One that died before or after them, alone, is not kept.
+        again, or half of `liveness_s` after so many others are that they are no longer most. One that died before or after them, alone, is not kept.
         An instance that was never heard fell silent with nobody: it is kept only while nobody at all is heard.
 
         Args:
@@ -546,6 +583,14 @@ class Liveness:
         first = bisect_left(heard, basis_s - self._liveness_s)
         last = min(bisect_right(heard, basis_s + self._liveness_s), quiet_until)
         return last - first >= LEAST_MASS and 2 * (last - first) > len(heard) - first
+
+
+def catalog_run(parts: tuple[int, ...]) -> str:
+    """A random name for this process, of which the pulse comes back to who hears these parts alone."""
+    while True:
+        run = secrets.token_hex(4)
+        if part_of(catalog_name(run)) in parts:
+            return run
 
 
 def catalog_name(run: str) -> InstanceId:

@@ -2,38 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from kvbm.catalog.index import ClusterIndex, is_suspect
-from kvbm.core.answers import LIMIT, BlockAnswer, BlockHolder, InstanceHolding, LookupAnswer, PoolHolding
-from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, SequenceHash, Tier
+from kvbm.catalog.index import ClusterIndex, Holder, InstanceDepth, is_suspect
+from kvbm.core.answers import (
+    LIMIT,
+    BlockAnswer,
+    BlockHolder,
+    BlocksHeld,
+    InstanceHolding,
+    LookupAnswer,
+    PoolHolding,
+    PresenceAnswer,
+)
+from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
+
+_TIERS = tuple(tier.name for tier in Tier)
+_MASKS_BYTES = (
+    1 << 20
+)  # of the instances of an answer, in one tier: 127 instances of the most blocks that can be asked for
+_HBM = Tier.HBM.name
 
 
 def lookup(
     index: ClusterIndex,
     namespace: NamespaceId,
     hashes: bytes,
-    asked: Namespace | NamespaceId | None = None,
     limit: int = LIMIT,
     only: Sequence[InstanceId] | None = None,
+    shown: str | None = None,
+    view_age_s: float = 0.0,
+    behind: Collection[InstanceId] = (),
 ) -> LookupAnswer:
     """Who has how much of a prefix, best first; and who is left out though they hold its first block.
+
+    The readable twin of the native index's `ClusterIndex.lookup`.
 
     Args:
         namespace: to look in.
         hashes: packed, in prompt order.
-        asked: what the answer calls the namespace; None: as the one it looks in.
         limit: of instances that are named.
         only: instances to look at; None for all.
+        shown: what the answer calls the namespace, in hex; None: as the one it looks in.
+        view_age_s: of the answer.
+        behind: instances that are suspect whatever the index knows of them.
     """
     found = index.prefixes(namespace, hashes, limit, only)
     instances = [
         InstanceHolding(
             instance=entry.instance,
             depth=entry.depth,
-            tiers={tier.name: entry.by_tier[tier] for tier in Tier if entry.by_tier[tier]},
+            tiers=_tiers(entry),
             reach=entry.reach,
-            suspect=entry.suspect,
+            suspect=entry.suspect or entry.instance in behind,
         )
         for entry in found.instances
     ]
@@ -43,14 +64,57 @@ def lookup(
         excluded = [name for name in excluded if name in only]
     pools = [PoolHolding(pool=entry.pool, depth=entry.depth) for entry in found.pools]
     return LookupAnswer(
-        namespace=(asked.id if isinstance(asked, Namespace) else asked or namespace).hex(),
+        namespace=namespace.hex() if shown is None else shown,
         blocks=len(hashes) // HASH_BYTES,
         deepest=found.deepest,
         instances=instances,
         pools=sorted(pools, key=lambda entry: (-entry.depth, entry.pool)),
         excluded=sorted(excluded)[:limit],
+        view_age_s=view_age_s,
         more=found.more,
         more_excluded=max(0, len(excluded) - limit),
+    )
+
+
+def _tiers(entry: InstanceDepth) -> dict[str, int]:
+    """Blocks by the name of their tier. Most instances that are deep have all in HBM."""
+    if entry.by_tier[0] == entry.depth:
+        return {_HBM: entry.depth} if entry.depth else {}
+    return {name: count for name, count in zip(_TIERS, entry.by_tier, strict=True) if count}
+
+
+def presence(
+    index: ClusterIndex,
+    namespace: NamespaceId,
+    hashes: bytes,
+    limit: int = LIMIT,
+    only: Sequence[InstanceId] | None = None,
+    shown: str | None = None,
+    view_age_s: float = 0.0,
+    behind: Collection[InstanceId] = (),
+) -> PresenceAnswer:
+    """Who has which of some blocks. Arguments as `lookup`.
+
+    Of very many blocks fewer instances are named than `limit`: their masks, of one tier, take a bounded room.
+    """
+    mask_bytes = len(hashes) // HASH_BYTES // 8 + 1
+    found = index.presence(namespace, hashes, min(limit, max(1, _MASKS_BYTES // mask_bytes)), only)
+    holders = [
+        BlocksHeld(
+            name=holder.name,
+            kind=_kind(holder),
+            tier=holder.tier.name,
+            suspect=suspect or (not holder.is_pool and holder.name in behind),
+            held=held.hex(),
+        )
+        for holder, suspect, held in found.rows
+    ]
+    return PresenceAnswer(
+        namespace=namespace.hex() if shown is None else shown,
+        blocks=len(hashes) // HASH_BYTES,
+        holders=holders,
+        view_age_s=view_age_s,
+        more=found.more,
     )
 
 
@@ -61,10 +125,14 @@ def locate(
     holders = [
         BlockHolder(
             name=holder.name,
-            kind="pool" if holder.is_pool else "instance",
+            kind=_kind(holder),
             tier=holder.tier.name,
             suspect=not holder.is_pool and is_suspect(index, InstanceId(holder.name)),
         )
         for holder in index.holders(namespace, block)
     ]
     return BlockAnswer(namespace=(asked or namespace).hex(), hash=block.hex(), holders=holders)
+
+
+def _kind(holder: Holder) -> str:
+    return "pool" if holder.is_pool else "instance"

@@ -1,4 +1,4 @@
-"""Answers about a prompt, encoded: the same for every way in."""
+"""Answers about a prompt, or about blocks, encoded: the same for every way in."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import msgspec
 
 from kvbm.catalog.access import Caller
 from kvbm.catalog.prompts import ApiError, asked_namespace, bad_tokens, id_of, packed_hashes
-from kvbm.catalog.routing import RoutingTask
+from kvbm.catalog.routed import routed, routing_task
 from kvbm.catalog.service import CatalogService
 from kvbm.core import prompt_batches
-from kvbm.core.answers import MAX_HASHES, MAX_TOKENS, LookupRequest, RouteAnswer, RouteRequest
+from kvbm.core.answers import MAX_HASHES, MAX_TOKENS, FindRequest, LookupRequest, PresenceRequest, RouteRequest
 from kvbm.core.errors import HashSchemeError, LayoutError
 from kvbm.core.hashing import check_hashable
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
@@ -22,11 +22,15 @@ from kvbm.telemetry.metrics import CatalogMetrics
 NOT_TOLD = "not ready; ask with an operator's token for the reason"  # names and offsets are not for everybody
 _NO_SECRET = secrets.token_hex(16)  # of no tenant
 _LOOKUPS_OF_A_REQUEST = 8  # in a batch, that cost as much as a request
+_KINDS: dict[type[LookupRequest], int] = {
+    LookupRequest: prompt_batches.LOOKUP, RouteRequest: prompt_batches.ROUTE, PresenceRequest: prompt_batches.PRESENCE,
+    FindRequest: prompt_batches.FIND,
+}  # fmt: skip
 _encode = msgspec.json.Encoder().encode
 
 
 class PromptAnswers:
-    """Lookups and routes of one running service. Belongs to its loop; every method raises ApiError."""
+    """Lookups, routes, questions of presence and of what can be read, of one running service. Belongs to its loop; every method raises ApiError."""
 
     def __init__(self, service: CatalogService, metrics: CatalogMetrics) -> None:
         self._service, self._metrics = service, metrics
@@ -50,13 +54,19 @@ class PromptAnswers:
         return lambda: packed_hashes(given)
 
     def lookup(self, caller: Caller, asked: LookupRequest, namespace: Namespace | NamespaceId, hashes: bytes) -> bytes:
-        """Who has how much of a prompt.
+        """Who has how much of a prompt; where presence is asked for, who has which of its blocks, and of a find, what can be read from where.
 
         Args:
             asked: its hashes and tokens are not looked at.
         """
-        begin_s = time.perf_counter()
-        answer = _encode(self._service.queries.lookup(namespace, hashes, caller, asked.limit, _only(asked)))
+        begin_s, queries = time.perf_counter(), self._service.queries
+        question = (namespace, hashes, caller, asked.limit, _only(asked))
+        if isinstance(asked, FindRequest):
+            answer = _encode(queries.find(*question, asked.first, asked.asker, asked.topology))
+        elif isinstance(asked, PresenceRequest):
+            answer = _encode(queries.presence(*question))
+        else:
+            answer = _encode(queries.lookup(*question))
         self._metrics.lookup_s.observe(time.perf_counter() - begin_s)
         return answer
 
@@ -73,10 +83,14 @@ class PromptAnswers:
             raise ApiError(
                 422, "input_tokens_missing", "input_tokens is not given", "say how long the prompt is, in tokens"
             )
-        task = self._task(caller, key, namespace, hashes, asked.input_tokens)._replace(
-            latency=asked.latency, deadline_s=asked.deadline_s, phase=asked.phase
+        queries = self._service.queries
+        fields = self._fields(caller, namespace)
+        task = routing_task(
+            namespace, fields, hashes, asked.input_tokens, key, asked.latency, asked.deadline_s, asked.phase
         )
-        answer = _encode(self._routed(caller, task, namespace, asked.limit, _only(asked)))
+        answer = _encode(
+            routed(queries, task, fields, namespace, caller, asked.limit, _only(asked), asked.remember, asked.elsewhere)
+        )
         self._metrics.route_s.observe(time.perf_counter() - begin_s)
         return answer
 
@@ -89,21 +103,34 @@ class PromptAnswers:
         """
         try:
             asked = prompt_batches.decode_batch(body)
-            if (asked.kind == prompt_batches.ROUTE) != (kind is RouteRequest):
-                raise LayoutError("lookups go to /v1/lookup, and routes to /v1/route")
+            if asked.kind != _KINDS[kind]:
+                raise LayoutError(
+                    "lookups go to /v1/lookup, routes to /v1/route, questions of presence to /v1/presence, and what can be read to /v1/find"
+                )
         except LayoutError as error:
             raise ApiError(422, "bad_batch", str(error), "see docs/route.md for the binary form") from None
         self.check_ready(caller)
         begin_s, queries = time.perf_counter(), self._service.queries
         head = prompt_batches.answers_head(asked.kind, len(asked.prompts), queries.view_age_s())
-        if asked.kind == prompt_batches.LOOKUP:
-            answers, cost = queries.lookups_encoded(asked, caller), len(asked.prompts) // _LOOKUPS_OF_A_REQUEST
+        if asked.kind != prompt_batches.ROUTE:
+            answers = {
+                prompt_batches.LOOKUP: queries.lookups_encoded,
+                prompt_batches.PRESENCE: queries.presences_encoded,
+                prompt_batches.FIND: queries.finds_encoded,
+            }[asked.kind](asked, caller)
+            cost = len(asked.prompts) // _LOOKUPS_OF_A_REQUEST
             self._metrics.lookup_s.observe(time.perf_counter() - begin_s)
         else:
+            fields = self._fields(caller, asked.namespace)
             answers = b"".join(
                 prompt_batches.encode_route(
-                    self._routed(
-                        caller, self._task(caller, key, asked.namespace, hashes, tokens), asked.namespace, asked.limit
+                    routed(
+                        queries,
+                        routing_task(asked.namespace, fields, hashes, tokens, key),
+                        fields,
+                        asked.namespace,
+                        caller,
+                        asked.limit,
                     )
                 )
                 for hashes, tokens in asked.prompts
@@ -111,43 +138,6 @@ class PromptAnswers:
             cost = len(asked.prompts) - 1
             self._metrics.route_s.observe(time.perf_counter() - begin_s)
         return head + answers, cost
-
-    def _task(
-        self, caller: Caller, key: str, namespace: Namespace | NamespaceId, hashes: bytes, input_tokens: int
-    ) -> RoutingTask:
-        blocks, fields = len(hashes) // HASH_BYTES, self._fields(caller, namespace)
-        block_tokens = fields.block_tokens if fields is not None else input_tokens // blocks if blocks else 1
-        if blocks * block_tokens > input_tokens:
-            raise ApiError(
-                422, "too_many_hashes", f"{blocks} full blocks of {block_tokens} tokens are more than {input_tokens} tokens",
-                "give the whole prompt's length as input_tokens, and hashes of full blocks only",
-            )  # fmt: skip
-        return RoutingTask(id_of(namespace), hashes, input_tokens, max(1, block_tokens), key)
-
-    def _routed(
-        self,
-        caller: Caller,
-        task: RoutingTask,
-        namespace: Namespace | NamespaceId,
-        limit: int,
-        only: list[InstanceId] | None = None,
-    ) -> RouteAnswer:
-        fields = self._fields(caller, namespace)
-        ranked, more = self._service.queries.route(task, fields, namespace, caller, limit, only)
-        if not ranked:
-            raise ApiError(
-                503, "no_instance", "no live instance serves this namespace",
-                "start an instance, or see /v1/instances for what is known of each",
-            )  # fmt: skip
-        return RouteAnswer(
-            instance=ranked[0].instance,
-            namespace=task.namespace.hex(),
-            blocks=len(task.hashes) // HASH_BYTES,
-            ranked=ranked,
-            admitted=ranked[0].admitted,
-            view_age_s=self._service.queries.view_age_s(),
-            more=more,
-        )
 
     def _fields(self, caller: Caller, namespace: Namespace | NamespaceId) -> Namespace | None:
         """The fields of the namespace that is asked for: as they are given, or as an instance has told them to this caller's tenants."""

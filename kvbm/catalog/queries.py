@@ -12,31 +12,40 @@ from kvbm.catalog.access import EMBEDDED, Caller
 from kvbm.catalog.candidates import CandidateSets, model_of
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.lag import Confirmation
+from kvbm.catalog.lenders import Lenders, Wanted
+from kvbm.catalog.lent_blocks import LentBlocks
 from kvbm.catalog.liveness import Freshness
-from kvbm.catalog.lookup import locate, lookup
-from kvbm.catalog.routing import Ranking, Router, RoutingTask
+from kvbm.catalog.lookup import locate, presence
+from kvbm.catalog.routing import CandidateNumbers, Ranking, Router, RoutingTask
 from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.shared_routes import SharedRoutes
 from kvbm.catalog.snapshots import SnapshotRequests
+from kvbm.catalog.transfers import Transfers
 from kvbm.catalog.visibility import NOWHERE, Visibility
 from kvbm.core.answers import (
     LIMIT,
+    MAX_PEERS,
     BlockAnswer,
     BlockHolder,
-    InstanceHolding,
+    FindAnswer,
     InstancesAnswer,
     InstanceSummary,
+    LentRun,
     LookupAnswer,
     NamespaceSummary,
+    PeerHolding,
+    PoolHolding,
     PoolSummary,
+    PresenceAnswer,
     RankedInstance,
 )
-from kvbm.core.events import JANITOR
-from kvbm.core.ids import InstanceId, Namespace, NamespaceId, Reach, SequenceHash
-from kvbm.core.prompt_batches import PromptBatch, encode_lookup
+from kvbm.core.events import JANITOR, PoolStated
+from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Reach, SequenceHash
+from kvbm.core.parts import ALL_PARTS
+from kvbm.core.prompt_batches import PromptBatch, encode_find, encode_lookup, encode_presence
 
-A = TypeVar("A", LookupAnswer, BlockAnswer)
-D = TypeVar("D", InstanceHolding, RankedInstance, BlockHolder)
+D = TypeVar("D", RankedInstance, BlockHolder, PeerHolding)
 
 
 class Queries:
@@ -44,9 +53,11 @@ class Queries:
 
     Attributes:
         visibility: what a caller may know of.
+        shared: its routes that other catalogs are told, and theirs.
     Args:
         confirmation: since when it is not known that the whole stream was read.
         liveness_s: a view is called old from half of this on.
+        parts: those whose instances are followed.
     """
 
     def __init__(
@@ -57,6 +68,7 @@ class Queries:
         confirmation: Confirmation,
         routing: RoutingSettings,
         liveness_s: float,
+        parts: tuple[int, ...] = ALL_PARTS,
     ) -> None:
         self._sequencer, self._heartbeats, self._requests = sequencer, heartbeats, requests
         self._index, self._liveness, self._backlog = sequencer.index, heartbeats.liveness, heartbeats.backlog
@@ -64,7 +76,13 @@ class Queries:
         self._router: Router[Any] = self._index.router(routing)
         self._candidates = CandidateSets(self._router, self._liveness, sequencer)
         self.visibility = Visibility(sequencer)
-        heartbeats.listeners.append(self._router.hear)
+        self.shared = SharedRoutes(self._router.take, parts)
+        self._lenders = Lenders(self._liveness, self._place_of)
+        self._lent = LentBlocks(
+            self._index, self._router.reads, self._liveness, self._lenders, self._pools_of, parts != ALL_PARTS
+        )
+        self.transfers = Transfers(self._lent.links.measured)
+        heartbeats.listeners += [self._router.hear, self._lenders.hear, self._lent.hear, self.transfers.hear]
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -76,13 +94,69 @@ class Queries:
         limit: int = LIMIT,
         only: Sequence[InstanceId] | None = None,
     ) -> LookupAnswer:
-        """Who has how much of a prefix, as far as the caller may know of it. Arguments as `kvbm.catalog.lookup.lookup`."""
-        answer = lookup(self._index, self.visibility.key(caller, asked), hashes, asked, limit, only)
-        if self._backlog.behind:
-            answer = msgspec.structs.replace(
-                answer, instances=[self._suspected_if_behind(one, one.instance) for one in answer.instances]
-            )
-        return self._dated(answer)
+        """Who has how much of a prefix, as far as the caller may know of it. Arguments as `kvbm.catalog.lookup.lookup`.
+
+        Args:
+            asked: the namespace as the caller has given it.
+        """
+        key, shown = self._keyed(asked, caller)
+        return self._index.lookup(key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
+
+    def presence(
+        self,
+        asked: Namespace | NamespaceId,
+        hashes: bytes,
+        caller: Caller = EMBEDDED,
+        limit: int = LIMIT,
+        only: Sequence[InstanceId] | None = None,
+    ) -> PresenceAnswer:
+        """Who has which of some blocks, as far as the caller may know of it. Arguments as `lookup`."""
+        key, shown = self._keyed(asked, caller)
+        return presence(self._index, key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
+
+    def find(
+        self,
+        asked: Namespace | NamespaceId,
+        hashes: bytes,
+        caller: Caller = EMBEDDED,
+        limit: int = MAX_PEERS,
+        only: Sequence[InstanceId] | None = None,
+        first: int = 0,
+        asker: str = "",
+        topology: Sequence[str] = (),
+    ) -> FindAnswer:
+        """What of some blocks can be read from elsewhere, as far as the caller may know of it. Arguments as `lookup`.
+
+        Args:
+            first, asker, topology: as in FindRequest.
+        """
+        key, shown = self._keyed(asked, caller)
+        pools = self._index.prefixes(key, hashes, 0, ()).pools
+        wanted = Wanted(key, hashes[first * HASH_BYTES :], asker, topology, min(limit, MAX_PEERS), only)
+        peers = self._lenders.find(self._index, wanted, lambda one: self.visibility.instance(caller, one))
+        return FindAnswer(
+            namespace=shown,
+            blocks=len(hashes) // HASH_BYTES,
+            pools=[
+                PoolHolding(pool=one.pool, depth=one.depth) for one in sorted(pools, key=lambda p: (-p.depth, p.pool))
+            ],
+            peers=[self._suspected_if_behind(one, one.instance) for one in peers],
+            view_age_s=self.view_age_s(),
+        )
+
+    def finds_encoded(self, asked: PromptBatch, caller: Caller = EMBEDDED) -> bytes:
+        """The answers to several questions of what can be read, one behind the other in the binary form."""
+        asker, *topology = asked.asker or ("",)
+        return b"".join(
+            encode_find(self.find(asked.namespace, hashes, caller, asked.limit, None, first, asker, topology))
+            for hashes, first in asked.prompts
+        )
+
+    def presences_encoded(self, asked: PromptBatch, caller: Caller = EMBEDDED) -> bytes:
+        """The answers to several questions of presence, one behind the other in the binary form."""
+        return b"".join(
+            encode_presence(self.presence(asked.namespace, hashes, caller, asked.limit)) for hashes, _ in asked.prompts
+        )
 
     def lookups_encoded(self, asked: PromptBatch, caller: Caller = EMBEDDED) -> bytes:
         """The answers to several lookups, one behind the other in the binary form."""
@@ -102,6 +176,8 @@ class Queries:
         caller: Caller = EMBEDDED,
         limit: int = LIMIT,
         only: Collection[InstanceId] | None = None,
+        remember: bool = True,
+        elsewhere: CandidateNumbers | None = None,
     ) -> Ranking:
         """The instances that may serve a prompt, best first; the first is noted as chosen. Empty when there are none.
 
@@ -113,44 +189,71 @@ class Queries:
             asked: the namespace as the caller has given it; None: by its id.
             limit: at most so many are told.
             only: instances to look at; None for all.
+            remember: False: nothing is noted. elsewhere: see `Router.route`.
         """
         now_s = time.monotonic()
-        if self.visibility.key(caller, task.namespace if asked is None else asked) == NOWHERE:
+        sees_all = caller is EMBEDDED or caller.sees_all
+        if not sees_all and self.visibility.key(caller, task.namespace if asked is None else asked) == NOWHERE:
             return Ranking([], 0)
         self._candidates.refresh()
         if only is None and self._liveness.hears_anybody():
-            serving, visible = self._candidates.serving(task.namespace, fields), self._candidates.visible(caller)
+            serving = self._candidates.serving(task.namespace, fields)
+            visible = None if sees_all else self._candidates.visible(caller)
         else:
             serving, visible = [self._picked(task.namespace, fields, caller, only)], None
-        ranking = self._router.route(now_s, task, serving, visible, limit)
-        if caller.sees_all and not self._backlog.behind:
+        own: Sequence[LentRun] = ()
+        if task.phase != "decode":
+            own = self._lent.runs(
+                task.namespace, task.hashes, lambda one: sees_all or self.visibility.instance(caller, one)
+            )
+        lent = self._lent.priced(
+            now_s, own, () if elsewhere is None else elsewhere.lent, len(task.hashes) // HASH_BYTES
+        )
+        ranking = self._router.route(now_s, task, serving, visible, limit, remember, elsewhere, lent)
+        if own:
+            ranking = ranking._replace(together=ranking.together._replace(lent=own))
+        if remember and self._heartbeats.peer_until_s > now_s and ranking.best and ranking.best[0].admitted:
+            self.shared.note(now_s, task, ranking.best[0])
+        if sees_all and not self._backlog.behind:
             return ranking
-        shown = ranking.best if caller.sees_all else [_without_load(one) for one in ranking.best]
-        return Ranking([self._suspected_if_behind(one, one.instance) for one in shown], ranking.more)
+        shown = ranking.best if sees_all else [_without_load(one) for one in ranking.best]
+        return Ranking([self._suspected_if_behind(one, one.instance) for one in shown], ranking.more, ranking.together)
 
     def forget(self, instance: InstanceId) -> None:
-        """Nothing was routed to the instance."""
+        """Nothing was routed to the instance, and it lends nothing."""
         self._candidates.forget(instance)
         self._router.forget(instance)
+        self._lenders.forget(instance)
+        self._lent.forget(instance)
+        self.transfers.forget(instance)
 
     def block(self, namespace: NamespaceId, block: SequenceHash, caller: Caller = EMBEDDED) -> BlockAnswer:
         """Who holds one block, as far as the caller may know of it."""
+        age_s = self.view_age_s()
         answer = locate(self._index, self.visibility.key(caller, namespace), block, namespace)
         if self._backlog.behind:
             holders = [
                 one if one.kind == "pool" else self._suspected_if_behind(one, one.name) for one in answer.holders
             ]
             answer = msgspec.structs.replace(answer, holders=holders)
-        return self._dated(answer)
+        return msgspec.structs.replace(answer, view_age_s=age_s) if age_s else answer
+
+    def _pools_of(self, instance: InstanceId) -> Sequence[PoolStated]:
+        row = self._sequencer.instance_row(instance)
+        return row.pools if row is not None else ()
+
+    def _place_of(self, instance: InstanceId) -> tuple[str, ...]:
+        row = self._sequencer.instance_row(instance)
+        return tuple(row.topology) if row is not None else ()
+
+    def _keyed(self, asked: Namespace | NamespaceId, caller: Caller) -> tuple[NamespaceId, str]:
+        """Where to look for a namespace as the caller has given it, and what the answer calls it."""
+        public = asked.id if isinstance(asked, Namespace) else asked
+        return public if caller is EMBEDDED else self.visibility.key(caller, asked), public.hex()
 
     def _suspected_if_behind(self, answer: D, instance: str) -> D:
         is_behind = InstanceId(instance) in self._backlog.behind
         return msgspec.structs.replace(answer, suspect=True) if is_behind else answer
-
-    def _dated(self, answer: A) -> A:
-        """The answer with the age of a view that is kept."""
-        age_s = self.view_age_s()
-        return msgspec.structs.replace(answer, view_age_s=age_s) if age_s else answer
 
     def _picked(
         self,
@@ -187,7 +290,9 @@ class Queries:
 
     def view_age_s(self) -> float:
         """How old the view is that answers rest on; 0 while everybody's silence counts and the stream is read to its end."""
-        return round(self._freshness().age_s, 3)
+        now_s = time.monotonic()
+        age_s = max(self._liveness.freshness(now_s).age_s, self._confirmation.age_s(now_s))
+        return round(age_s, 3) if age_s >= self._liveness_s / 2 else 0.0
 
     def staleness(self) -> list[str]:
         """What makes answers old, in words; empty when they are fresh."""

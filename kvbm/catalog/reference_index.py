@@ -7,7 +7,7 @@ not kept, and blocks are told apart by namespace and hash, so that what one tena
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kvbm.catalog.index import (
     NOBODY,
@@ -17,12 +17,19 @@ from kvbm.catalog.index import (
     Holder,
     InstanceDepth,
     InstanceView,
+    LendableRun,
+    PlainApplied,
     PoolDepth,
     Prefixes,
+    Presence,
+    Presences,
+    StreamPlace,
 )
 from kvbm.catalog.lookup import lookup
+from kvbm.catalog.plain_frames import apply_plain
 from kvbm.catalog.reference_router import ReferenceRouter
 from kvbm.catalog.routing_cost import RoutingSettings
+from kvbm.core.answers import LookupAnswer
 from kvbm.core.codec import decode_frame
 from kvbm.core.events import (
     BlocksCreated,
@@ -68,6 +75,7 @@ class _Instance:
         self.waiting = False
         self.excluded = False
         self.queued = 0
+        self.lent_tiers = 0
         self.digest = 0
         self.tiers = {tier: _TierFold() for tier in Tier}
 
@@ -142,6 +150,10 @@ class ReferenceIndex:
             if not isinstance(event, InstanceStarted | InstanceStopped | SnapshotEnded):
                 blocks += len(split_hashes(event.hashes))
         return Applied(len(frame.events[skip:]), blocks, started, stopped, claims)
+
+    def apply_plain(self, messages: list[tuple[int, bytes]], places: list[StreamPlace]) -> PlainApplied:
+        """As `ClusterIndex.apply_plain`."""
+        return apply_plain(self, messages, places)
 
     def begin_blind(
         self,
@@ -234,9 +246,23 @@ class ReferenceIndex:
         if instance in self._instances:
             self._instances[instance].queued = tokens
 
+    def report_lent_tiers(self, instance: InstanceId, tiers: int) -> None:
+        """As `ClusterIndex.report_lent_tiers`."""
+        if instance in self._instances:
+            self._instances[instance].lent_tiers = tiers
+
+    def lent(self, namespace: NamespaceId, hashes: bytes, most: int, whole: bool) -> list[LendableRun]:
+        """As `ClusterIndex.lent`."""
+        blocks = split_hashes(hashes)
+        if not whole:
+            blocks = blocks[: _run([bool(self.holders(namespace, block)) for block in blocks])]
+        longest = [run for name, entry in self._instances.items() if (run := _lendable(name, entry, namespace, blocks))]
+        return sorted(longest, key=lambda run: (-run.end, run.begin, run.instance))[:most]
+
     def prefixes(
-        self, namespace: NamespaceId, hashes: bytes, best: int = 0, only: Iterable[InstanceId] | None = None
-    ) -> Prefixes:
+        self, namespace: NamespaceId, hashes: bytes, best: int = 0, only: Iterable[InstanceId] | None = None,
+        hottest: Tier = Tier.HBM,
+    ) -> Prefixes:  # fmt: skip
         """As `ClusterIndex.prefixes`."""
         wanted = self._instances.keys() if only is None else self._instances.keys() & set(only)
         blocks = split_hashes(hashes)
@@ -250,7 +276,11 @@ class ReferenceIndex:
         for name in wanted:
             entry, by_tier = self._instances[name], [0, 0, 0, 0]
             for block in blocks:
-                tiers = [tier for tier in Tier if (namespace, block) in entry.tiers[tier].held and entry.is_shown(tier)]
+                tiers = [
+                    tier
+                    for tier in Tier
+                    if tier >= hottest and (namespace, block) in entry.tiers[tier].held and entry.is_shown(tier)
+                ]
                 if not tiers:
                     break
                 by_tier[min(tiers)] += 1
@@ -263,11 +293,28 @@ class ReferenceIndex:
                 instances.append(InstanceDepth(name, depth, counts, reach, entry.is_suspect()))
         more = 0
         if best:
-            instances.sort(key=lambda one: (-one.depth, -one.reach, self._instances[one.instance].queued))
+            instances.sort(key=lambda one: (-one.depth, -one.reach, self._instances[one.instance].queued, one.instance))
             more = sum(one.depth > 0 for one in instances[best:])
             instances = instances[:best]
         deepest = max([entry.depth for entry in instances] + [pool.depth for pool in pools], default=0)
         return Prefixes(deepest, instances, pools, more) if deepest or instances else NOBODY
+
+    def presence(
+        self, namespace: NamespaceId, hashes: bytes, best: int = 0, only: Iterable[InstanceId] | None = None
+    ) -> Presences:
+        """As `ClusterIndex.presence`."""
+        rows, more = _presences(self, split_hashes(hashes), namespace, best, None if only is None else set(only))
+        suspects = {name for name, entry in self._instances.items() if entry.is_suspect()}
+        return Presences(
+            [row._replace(suspect=not row.holder.is_pool and row.holder.name in suspects) for row in rows], more
+        )
+
+    def lookup(
+        self, namespace: NamespaceId, hashes: bytes, limit: int, only: Sequence[InstanceId] | None, shown: str, view_age_s: float,
+        behind: Collection[InstanceId],
+    ) -> LookupAnswer:  # fmt: skip
+        """As `ClusterIndex.lookup`."""
+        return lookup(self, namespace, hashes, limit, only, shown, view_age_s, behind)
 
     def encode_prefixes(self, namespace: NamespaceId, prompts: Sequence[bytes], best: int) -> bytes:
         """As `ClusterIndex.encode_prefixes`."""
@@ -452,6 +499,51 @@ class ReferenceIndex:
         for block in split_hashes(hashes):
             if (tier, namespace, block) not in known and not self._is_full():
                 known.add((tier, namespace, block))
+
+
+def _lendable(
+    name: InstanceId, entry: _Instance, namespace: NamespaceId, blocks: Sequence[SequenceHash]
+) -> LendableRun | None:
+    """The longest run of these blocks that an instance could lend; None: it could lend none."""
+    tiers = [tier for tier in Tier if entry.lent_tiers >> tier & 1 and entry.is_shown(tier)]
+    flags = [any((namespace, block) in entry.tiers[tier].held for tier in tiers) for block in blocks]
+    begins = [at for at, flag in enumerate(flags) if flag and not (at and flags[at - 1])]
+    runs = [LendableRun(name, begin, begin + _run(flags[begin:])) for begin in begins]
+    return max(runs, key=lambda run: run.end - run.begin) if runs else None
+
+
+def _presences(
+    index: ReferenceIndex,
+    blocks: Sequence[SequenceHash],
+    namespace: NamespaceId,
+    best: int,
+    names: set[InstanceId] | None,
+) -> tuple[list[Presence], int]:
+    """Who has which of these blocks, in order, and how many instances more."""
+    flags: dict[Holder, list[bool]] = {}
+    for at, block in enumerate(blocks):
+        for holder in index.holders(namespace, block):
+            flags.setdefault(holder, [False] * len(blocks))[at] = True
+    counts = {
+        name: sum(map(any, zip(*(held for holder, held in flags.items() if holder.name == name), strict=True)))
+        for name in {holder.name for holder in flags if not holder.is_pool}
+        if names is None or name in names
+    }
+    order = sorted(counts, key=lambda name: (-counts[name], name))
+    wanted = order[:best] if best else order
+    rows = [
+        Presence(holder, False, _bits(held))
+        for holder, held in flags.items()
+        if holder.is_pool or holder.name in wanted
+    ]
+    place = {name: at for at, name in enumerate(wanted)}
+    rows.sort(key=lambda row: (row.holder.is_pool, place.get(row.holder.name, 0), row.holder))
+    return rows, len(order) - len(wanted)
+
+
+def _bits(flags: list[bool]) -> bytes:
+    """A bit for each flag, the first in the lowest bit of the first byte."""
+    return sum(flag << at for at, flag in enumerate(flags)).to_bytes(-(-len(flags) // 8), "little")
 
 
 def _run(flags: list[bool]) -> int:

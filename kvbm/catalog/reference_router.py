@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvbm.catalog.index import ClusterIndex, InstanceDepth, is_suspect
 from kvbm.catalog.liveness import LastHeartbeat
-from kvbm.catalog.routing import HEARD_LATE_S, MOST_CALLERS, MOST_QUEUED, Ranking, RoutingTask
+from kvbm.catalog.peer_prices import PeerPrice, price_of_peers
+from kvbm.catalog.routing import (
+    HEARD_LATE_S,
+    MOST_CALLERS,
+    MOST_QUEUED,
+    NOBODY_ELSE,
+    CandidateNumbers,
+    Lent,
+    Ranking,
+    Reader,
+    RoutingTask,
+    SharedRoute,
+)
 from kvbm.catalog.routing_cost import (
     ClusterNumbers,
     InstanceNumbers,
@@ -18,12 +30,12 @@ from kvbm.catalog.routing_cost import (
     believed,
     decode_cost,
     prefill_cost,
-    work_weight,
 )
-from kvbm.catalog.soon_held import Chain, SoonHeld, mixed_word
+from kvbm.catalog.soon_held import Chain, SoonHeld
 from kvbm.core.answers import MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
-from kvbm.core.ids import HASH_BYTES, InstanceId, Tier
-from kvbm.core.topology import TIER_LINKS
+from kvbm.core.ids import InstanceId, Tier
+from kvbm.core.ties import tie_word
+from kvbm.core.topology import ASSUMED_BLOCK_BYTES, TIER_LINKS
 
 _MOST_RECENT = 1e15
 _SAME_TIME_S = 0.05  # routes so close to each other are remembered as one
@@ -50,17 +62,15 @@ class _Load(NamedTuple):
 class _Routed:
     """What one caller routed to one instance, as far as it still matters."""
 
-    __slots__ = ("in_flight", "recent", "waiting")
+    __slots__ = ("in_flight", "recent")
 
     def __init__(self) -> None:
         self.recent = 0.0  # tokens, decaying
         self.in_flight: list[tuple[float, int]] = []  # when, missing tokens; oldest first
-        self.waiting = 0  # tokens in flight
 
     def add(self, now_s: float, load: int, missing: int) -> None:
         """A prompt was routed there."""
         self.recent = min(self.recent + load, _MOST_RECENT)
-        self.waiting += missing
         if self.in_flight and now_s - self.in_flight[-1][0] < _SAME_TIME_S:
             self.in_flight[-1] = (self.in_flight[-1][0], self.in_flight[-1][1] + missing)
             return
@@ -72,7 +82,6 @@ class _Routed:
         """What was routed up to then is in flight no longer."""
         gone = 0
         while gone < len(self.in_flight) and self.in_flight[gone][0] <= oldest_s:
-            self.waiting -= self.in_flight[gone][1]
             gone += 1
         if gone:
             del self.in_flight[:gone]
@@ -144,6 +153,7 @@ class ReferenceRouter:
         self._index = index
         self._soon = SoonHeld(self.settings.hold_s)
         self._pulses: dict[InstanceId, LastHeartbeat] = {}
+        self._readers: dict[InstanceId, Reader] = {}
         self._callers: OrderedDict[str, _Caller] = OrderedDict()  # who has asked last is last
         self._looked_s: float | None = None
 
@@ -171,27 +181,48 @@ class ReferenceRouter:
         visible: Sequence[Candidates] | None,
         limit: int,
         noted: bool = True,
+        elsewhere: CandidateNumbers | None = None,
+        lent: Lent | None = None,
     ) -> Ranking:
         """See `Router`."""
         if task.input_tokens > MAX_INPUT_TOKENS:
             task = task._replace(input_tokens=MAX_INPUT_TOKENS)
-        caller = self._caller(now_s, task)
+        caller = self._caller(now_s, task.caller, task.phase == "decode")
         chain = self._soon.chain(task.namespace, task.hashes)
         each = dict.fromkeys(instance for group in serving for instance in group.instances)
         wanted = [one for one in each if visible is None or any(one in group for group in visible)]
-        ranked = self._rank(now_s, task, caller, chain, wanted)
+        others = elsewhere if elsewhere is not None and elsewhere.candidates else NOBODY_ELSE
+        ranked, together = self._rank(now_s, task, caller, chain, wanted, others, lent)
         best = ranked[0] if ranked else None
         if noted and best is not None and best.admitted:
             routed = caller.routed.setdefault(InstanceId(best.instance), _Routed())
             routed.add(now_s, min(task.input_tokens, MAX_TOKENS), min(best.missing_tokens, MAX_TOKENS))
             self._soon.note(now_s, task.caller, best.instance, chain)
-        return Ranking(ranked[:limit], max(0, len(ranked) - limit))
+        return Ranking(ranked[:limit], max(0, len(ranked) - limit), together)
+
+    def take(self, now_s: float, route: SharedRoute) -> bool:
+        """See `Router`."""
+        chain = self._soon.marked(route.namespace, route.first, route.blocks, route.hashes)
+        if chain is None or route.instance not in self._pulses:
+            return False
+        caller = self._caller(now_s, route.caller, route.is_decode)
+        routed = caller.routed.setdefault(route.instance, _Routed())
+        routed.add(now_s, _bounded(route.input_tokens), _bounded(route.missing_tokens))
+        self._soon.note(now_s, route.caller, route.instance, chain)
+        return True
 
     def _rank(
-        self, now_s: float, task: RoutingTask, caller: _Caller, chain: Chain, candidates: Sequence[InstanceId]
-    ) -> list[RankedInstance]:
+        self,
+        now_s: float,
+        task: RoutingTask,
+        caller: _Caller,
+        chain: Chain,
+        candidates: Sequence[InstanceId],
+        elsewhere: CandidateNumbers,
+        lent: Lent | None,
+    ) -> tuple[list[RankedInstance], CandidateNumbers]:
         if not candidates:
-            return []
+            return [], NOBODY_ELSE
         found = {depth.instance: depth for depth in self._index.prefixes(task.namespace, task.hashes).instances}
         held = [found[instance].depth if instance in found else 0 for instance in candidates]
         depths = self._soon.depths(now_s, task.caller, candidates, chain, held)
@@ -203,9 +234,13 @@ class ReferenceRouter:
         recent_s = 0.0
         for load in loads:
             recent_s += load.recent_s
-        cluster = ClusterNumbers(min(load.queueing_s for load in loads), recent_s / len(loads))
+        together = CandidateNumbers(min(load.queueing_s for load in loads), recent_s, len(loads))
+        cluster = ClusterNumbers(
+            min(together.least_s, elsewhere.least_s) if elsewhere.candidates else together.least_s,
+            (recent_s + elsewhere.recent_s) / (len(loads) + elsewhere.candidates),
+        )
         ranked = [
-            self._price(task, cluster, instance, depth, found.get(instance), load)
+            self._price(task, cluster, instance, depth, found.get(instance), load, lent)
             for instance, depth, load in zip(candidates, depths, loads, strict=True)
         ]
         ranked.sort(
@@ -213,20 +248,28 @@ class ReferenceRouter:
                 not entry.admitted,
                 entry.cost_s,
                 caller.recent(InstanceId(entry.instance)),
-                _tie(task, entry),
+                tie_word(entry.instance, task.hashes, entry.depth),
             )
         )
-        return ranked
+        return ranked, together
+
+    def reads(self, instance: InstanceId, reader: Reader | None) -> None:
+        """See `Router`."""
+        if reader is None:
+            self._readers.pop(instance, None)
+        else:
+            self._readers[instance] = reader
 
     def forget(self, instance: InstanceId) -> None:
         """See `Router`."""
         self._pulses.pop(instance, None)
+        self._readers.pop(instance, None)
         for caller in self._callers.values():
             caller.routed.pop(instance, None)
 
-    def _caller(self, now_s: float, task: RoutingTask) -> _Caller:
+    def _caller(self, now_s: float, name: str, is_decode: bool) -> _Caller:
         """What a caller has routed, as it counts now. Prompts that are only decoded load an instance otherwise than those that are prefilled."""
-        name = f"{task.caller}\0decode" if task.phase == "decode" else task.caller
+        name = f"{name}\0decode" if is_decode else name
         caller = self._callers.get(name)
         if caller is None:
             caller = self._callers[name] = _Caller()
@@ -265,6 +308,7 @@ class ReferenceRouter:
         depth: int,
         held: InstanceDepth | None,
         load: _Load,
+        lent: Lent | None,
     ) -> RankedInstance:
         """The cost of serving there, where it has, or will soon have, `depth` blocks."""
         settings, is_decode = self.settings, task.phase == "decode"
@@ -273,14 +317,12 @@ class ReferenceRouter:
             for tier in (Tier.HOST, Tier.NVME, Tier.OBJECT):
                 fetch_s += self._fetch_s(instance, tier, held.by_tier[tier])
                 fetch_blocks += held.by_tier[tier]
-            beyond = held.reach - depth
-            if beyond > 0:
-                pool_s = self._fetch_s(instance, Tier.OBJECT, beyond)
-                weight = work_weight(settings, cluster.least_s, load.queueing_s, task.latency)
-                if is_decode or pool_s < weight * beyond * task.block_tokens / load.tokens_per_s:
-                    fetch_s += pool_s
-                    fetch_blocks += beyond
-                    depth = held.reach
+        reach = max(depth, held.reach) if held is not None else depth
+        beyond = self._beyond(task, instance, depth, reach, load, None if is_decode else lent)
+        if beyond.end > depth:
+            fetch_s += beyond.seconds
+            fetch_blocks += beyond.end - depth
+            depth = beyond.end
         missing = max(0, task.input_tokens - depth * task.block_tokens)
         if is_decode:  # what neither it nor its pools have is brought from where it was prefilled
             brought = -(-missing // task.block_tokens)
@@ -303,18 +345,42 @@ class ReferenceRouter:
             depth=depth,
             missing_tokens=missing,
             fetch_blocks=fetch_blocks,
+            peer=beyond.peer,
+            peer_blocks=beyond.peer_blocks,
             suspect=held.suspect if held is not None else is_suspect(self._index, instance),
         )
 
+    def _beyond(
+        self, task: RoutingTask, instance: InstanceId, depth: int, reach: int, load: _Load, lent: Lent | None
+    ) -> PeerPrice:
+        """What it would read from peers and its object pool behind its own blocks, which it decides by its time alone."""
+        reader = self._readers.get(instance)
+        if lent is not None and reader is not None:
+            objects, compute_s = TIER_LINKS[Tier.OBJECT], task.block_tokens / load.tokens_per_s
+            priced = price_of_peers(lent, instance, reader, depth, reach, objects, compute_s)
+            if priced is not None:
+                return priced
+        if reach > depth:
+            pool_s = self._fetch_s(instance, Tier.OBJECT, reach - depth)
+            if task.phase == "decode" or pool_s < (reach - depth) * task.block_tokens / load.tokens_per_s:
+                return PeerPrice(reach, pool_s)
+        return PeerPrice()
+
     def _queued(self, now_s: float, routed: _Routed | None, pulse: LastHeartbeat | None, rate: float) -> float:
-        """Tokens that wait there: as its heartbeat reported, with what was routed since, less what was worked off since."""
-        waiting, first_s = 0, now_s
+        """Tokens that wait there: as its heartbeat reported, with what was routed since, less what it has worked off since.
+
+        Nothing is worked off before it has come: an instance that was idle for a second is no further than one that has just fallen idle.
+        """
         if routed is not None:
             routed.forget(now_s - self.settings.hold_s if pulse is None else pulse.at_s - HEARD_LATE_S)
-            waiting, first_s = routed.waiting, routed.in_flight[0][0] if routed.in_flight else now_s
-        since_s = pulse.at_s if pulse is not None else first_s
-        reported = min(max(0, pulse.heartbeat.queued_tokens), MOST_QUEUED) if pulse is not None else 0
-        return max(0.0, reported + waiting - (now_s - since_s) * rate)
+        queued = float(min(max(0, pulse.heartbeat.queued_tokens), MOST_QUEUED)) if pulse is not None else 0.0
+        at_s = pulse.at_s if pulse is not None else -math.inf
+        for routed_s, missing in routed.in_flight if routed is not None else ():
+            if routed_s > at_s:
+                queued = max(0.0, queued - (routed_s - at_s) * rate)
+                at_s = routed_s
+            queued += missing
+        return max(0.0, queued - (now_s - at_s) * rate)
 
     def _fetch_s(self, instance: InstanceId, tier: Tier, blocks: int) -> float:
         if not blocks:
@@ -327,15 +393,11 @@ class ReferenceRouter:
         return TIER_LINKS[Tier.OBJECT].seconds(blocks * self._block_bytes(instance, Tier.HBM)) if blocks else 0.0
 
     def _block_bytes(self, instance: InstanceId, tier: Tier) -> int:
+        """As the instance's start says; what it does not say is assumed, for nothing is brought for nothing."""
         view = self._index.view(instance)
         pools = view.pools if view is not None else ()
-        return next((pool.block_bytes for pool in pools if pool.tier == tier), 0)
+        return next((pool.block_bytes for pool in pools if pool.tier == tier), 0) or ASSUMED_BLOCK_BYTES
 
 
-def _tie(task: RoutingTask, entry: RankedInstance) -> int:
-    """Equal costs are decided by content: the same prompt goes to the same instance, different ones spread."""
-    first = entry.depth * HASH_BYTES if entry.depth * HASH_BYTES < len(task.hashes) else 0
-    block = task.hashes[first : first + HASH_BYTES].ljust(HASH_BYTES, b"\0")
-    name = int.from_bytes(hashlib.sha256(entry.instance.encode()).digest()[:8], "little")
-    low, high = int.from_bytes(block[:8], "little"), int.from_bytes(block[8:], "little")
-    return mixed_word(low + mixed_word(high + name))
+def _bounded(tokens: int) -> int:
+    return min(max(0, tokens), MAX_TOKENS)

@@ -10,15 +10,17 @@ nothing, should they be read again. A later message ends it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from itertools import islice
 
 import msgspec
 import structlog
 
-from kvbm.catalog.index import ClusterIndex
+from kvbm.catalog.index import ClusterIndex, PlainApplied, StreamPlace
 from kvbm.catalog.instance_sequence import (
     AFTER_MESSAGES,
     Changes,
+    Common,
     Counters,
     InstanceSequence,
     Ownership,
@@ -26,10 +28,11 @@ from kvbm.catalog.instance_sequence import (
     StreamCursor,
     Unreadable,
 )
+from kvbm.catalog.plain_frames import RUN_BYTES, PlainRun
 from kvbm.catalog.sql_rows import ForgottenRow, InstancePosition, InstanceRow, InstanceRows
 from kvbm.catalog.troubles import Troubles
 from kvbm.core.backend import ScanFrames
-from kvbm.core.codec import NewerFrame, newer_frame
+from kvbm.core.codec import NewerFrame, ScannedFrame, newer_frame
 from kvbm.core.errors import NewerFrameError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId
 from kvbm.streams.base import ORIGIN, START, Heartbeat, Mark, Position, StreamMessage, fence_of, is_fence, subject_names
@@ -37,11 +40,12 @@ from kvbm.streams.holders import is_stray
 
 log = structlog.get_logger()
 
+KEPT_BYTES = 16 << 20  # of frames in reorder buffers, in a checkpoint; what is more is left out, and becomes a gap
 GAP_WAIT_S = 1.0  # what a heartbeat reports as published must be here by then when the reader is at the stream's end
 
 
 class SequencerState(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequencer's state beside its index, as a checkpoint keeps it. Frames in reorder buffers are left out."""
+    """A sequencer's state beside its index, as a checkpoint keeps it."""
 
     sequence: int
     newest_wall_ns: int
@@ -59,6 +63,7 @@ class Sequencer:
 
     Attributes:
         newest_wall_ns: wall time of the newest frame that was applied.
+        on_run: told each run of plain frames that was applied, before what follows from it.
     """
 
     def __init__(
@@ -73,25 +78,33 @@ class Sequencer:
         self.counters = Counters()
         self.troubles = Troubles()
         self.newest_wall_ns = 0
+        self.on_run: Callable[[Sequence[StreamMessage], PlainRun, PlainApplied], None] | None = None
         self._scan_frames = scan_frames
         self._known = {row.id: row for row in known}
         self._gap_wait_s = gap_wait_s
         self._sequences: dict[InstanceId, InstanceSequence] = {}
+        self._by_subject: dict[str, InstanceSequence] = {}  # of events, those that have come
         self._namespaces = {namespace.id: namespace for namespace in namespaces}
         self._forgotten: dict[InstanceId, ForgottenRow] = {}
         self._cursor = StreamCursor()
+        self._common = Common(index, self.counters, self.troubles, {})
+        self._unsettled = self._common.unsettled  # perhaps also some that had a hole
         self._settled = 0  # up to this sequence the index may be ahead of what was read, and digests prove nothing
 
     # -- beginning elsewhere than at nothing ---------------------------------------------------------------------------
 
-    def state(self) -> SequencerState:
-        """What a checkpoint keeps beside the index."""
+    def state(self, with_frames: bool = True) -> SequencerState:
+        """What a checkpoint keeps beside the index.
+
+        Args:
+            with_frames: also what is in reorder buffers.
+        """
         return SequencerState(
             sequence=self.sequence,
             fingerprint=self.mark.fingerprint,
             newest_wall_ns=self.newest_wall_ns,
             namespaces=tuple(self._namespaces.values()),
-            followed=tuple(followed.state() for followed in self._sequences.values()),
+            followed=tuple(_states(self._sequences.values(), KEPT_BYTES if with_frames else -1)),
         )
 
     def restore(self, state: SequencerState, settled: int) -> None:
@@ -106,7 +119,7 @@ class Sequencer:
         for namespace in state.namespaces:
             self._namespaces.setdefault(namespace.id, namespace)
         for entry in state.followed:
-            self._new_sequence(entry.row).restore(entry)
+            self._new_sequence(entry.row).restore(entry, _buffered(entry, self._scan_frames))
 
     def restore_positions(self, mark: Mark, positions: Iterable[InstancePosition]) -> Changes:
         """Go on from where SQL stands: nothing is known to be held, and every instance that has not stopped is joined mid-stream."""
@@ -142,15 +155,87 @@ class Sequencer:
             cursor.last = message
         changes.at = AFTER_MESSAGES
         if at_end:
-            for followed in self._sequences.values():
-                followed.judge(now_s, self._gap_wait_s, changes)
+            for instance, followed in list(self._unsettled.items()):
+                if followed.judge(now_s, self._gap_wait_s, changes):
+                    del self._unsettled[instance]
         self._note(changes)
         return changes
 
-    def on_heartbeat(self, now_s: float, heartbeat: Heartbeat) -> None:
-        """Take note of what an instance reports as published."""
-        if heartbeat.published:
-            self._follow(heartbeat.instance, heartbeat.cluster).on_heartbeat(now_s, heartbeat)
+    def goes_on(self, message: StreamMessage) -> bool:
+        """Whether a message's frames may be plain, as far as can be told without reading them."""
+        followed = self._by_subject.get(message.subject)
+        return followed is not None and followed.goes_on(message.fence)
+
+    def plain_run(self, messages: Sequence[StreamMessage], at: int) -> PlainRun:
+        """Messages from `at` on, some MiB at most, of which `step` would do no more than apply them if their frames are plain.
+
+        `ClusterIndex.apply_plain` applies them; then, before anything else is applied, `take_plain` takes note of it.
+        """
+        taken: list[tuple[int, bytes]] = []
+        places: list[StreamPlace] = []
+        numbers: dict[InstanceId, int] = {}
+        by_subject, after, size = self._by_subject, max(self._settled, self._cursor.sequence), 0
+        for message in islice(messages, at, None):
+            if message.sequence <= after or not self.goes_on(message):
+                break
+            followed = by_subject[message.subject]
+            number = numbers.get(followed.row.id)
+            if number is None:
+                epoch, offset = followed.position
+                if offset >> 64:
+                    break  # no frame begins there
+                number = numbers[followed.row.id] = len(places)
+                places.append(StreamPlace(followed.row.id, epoch, offset))
+            taken.append((number, message.data))
+            size += len(message.data)
+            if size >= RUN_BYTES:
+                break
+        return PlainRun(taken, places, size)
+
+    def take_plain(self, messages: Sequence[StreamMessage], run: PlainRun, applied: PlainApplied) -> Changes:
+        """Take note of what a run of these messages, the first of them the run's first, has done.
+
+        Of a message whose digest differs the rest is applied here.
+        """
+        if self.on_run is not None:
+            self.on_run(messages, run, applied)
+        cursor, counters = self._cursor, self.counters
+        changes = Changes(cursor, self._settled)
+        for said in applied.claims:
+            changes.at = messages[said.message].sequence
+            self._sequences[run.places[run.messages[said.message][0]].instance].note_claims(
+                said.claims, said.wall_time_ns, changes
+            )
+        for place, reached in zip(run.places, applied.places, strict=True):
+            if reached.frames:
+                followed = self._sequences[place.instance]
+                changes.at = followed.spoke = messages[reached.last].sequence
+                position = Position(place.epoch, reached.offset)
+                followed.advance(position, reached.digest, reached.wall_time_ns, changes)
+        counters.messages += applied.messages
+        counters.frames += applied.frames
+        counters.events += applied.events
+        counters.blocks += applied.blocks
+        if applied.messages:
+            cursor.last = messages[applied.messages - 1]
+            cursor.sequence = cursor.last.sequence
+        if applied.diverged_at is not None:
+            message = messages[applied.messages]
+            cursor.sequence = changes.at = message.sequence
+            self._sequences[run.places[run.messages[applied.messages][0]].instance].diverge()
+            self._receive(message, changes, applied.diverged_at)
+            cursor.last = message
+        changes.at = AFTER_MESSAGES
+        self._note(changes)
+        return changes
+
+    def on_heartbeat(self, now_s: float, heartbeat: Heartbeat) -> Position:
+        """Take note of what an instance reports as published. Returns how far it was read."""
+        if not heartbeat.published:
+            return self.position(heartbeat.instance)
+        followed = self._follow(heartbeat.instance, heartbeat.cluster)
+        followed.on_heartbeat(now_s, heartbeat)
+        return followed.position
 
     def forget(self, mark: ForgottenRow) -> None:
         """Nothing is known of an instance any more, and its messages up to the mark's sequence count for nothing.
@@ -163,7 +248,10 @@ class Sequencer:
 
     def drop(self, instance: InstanceId) -> None:
         """Nothing is known of an instance any more."""
-        self._sequences.pop(instance, None)
+        followed = self._sequences.pop(instance, None)
+        self._unsettled.pop(instance, None)
+        for subject in followed.subjects if followed is not None else ():
+            del self._by_subject[subject]
         self._known.pop(instance, None)
         self.troubles.take(instance)
         self.index.drop(instance)
@@ -206,7 +294,7 @@ class Sequencer:
 
     def safe_mark(self) -> Mark:
         """The place before the first message that has a frame in a reorder buffer: who begins there reads that one again."""
-        buffered = [mark for followed in self._sequences.values() for mark in followed.buffer.marks()]
+        buffered = [mark for followed in self._unsettled.values() for mark in followed.buffer.marks()]
         return min([self.mark, *buffered], key=lambda mark: mark.sequence)
 
     @property
@@ -273,16 +361,16 @@ class Sequencer:
 
     def waiting(self) -> int:
         """How many instances have a hole that may still be filled."""
-        return sum(bool(followed.buffer) for followed in self._sequences.values())
+        return sum(bool(followed.buffer) for followed in self._unsettled.values())
 
     def is_waiting(self, instance: InstanceId) -> bool:
         """Whether an instance has a hole that may still be filled."""
-        followed = self._sequences.get(instance)
-        return followed is not None and bool(followed.buffer)
+        return instance in self._unsettled and bool(self._unsettled[instance].buffer)
 
     # -- messages → frames --------------------------------------------------------------------------------------------
 
-    def _receive(self, message: StreamMessage, changes: Changes) -> None:
+    def _receive(self, message: StreamMessage, changes: Changes, begin: int = 0) -> None:
+        """Take a message, or what it has from a byte on."""
         self.counters.messages += 1
         cluster, instance = subject_names(message.subject)
         if self._forgotten and (mark := self._forgotten.get(instance)) is not None:
@@ -291,43 +379,47 @@ class Sequencer:
                 return
             del self._forgotten[instance]
             log.info("instance.known_again", instance=instance, sequence=message.sequence, forgotten_at=mark.sequence)
-        self._take(message, cluster, instance, changes)
+        self._take(message, cluster, instance, changes, begin)
         followed = self._sequences.get(instance)
         if followed is not None:
             followed.spoke = message.sequence
 
-    def _take(self, message: StreamMessage, cluster: str, instance: InstanceId, changes: Changes) -> None:
+    def _take(self, message: StreamMessage, cluster: str, instance: InstanceId, changes: Changes, begin: int) -> None:
         if is_fence(message.subject):
             self._receive_fence(message, self._follow(instance, cluster), changes)
             return
-        frames, error = self._scan_frames(message.data)
+        frames, error = self._scan_frames(message.data, begin)
         if message.fence is not None:
             followed = self._follow(instance, cluster)
             if is_stray(message.fence, followed.fence):
                 self.counters.strays += 1
                 why = f"it is of run {message.fence.run}, which had fence {message.fence.sequence} in a history that is gone"
-                self._refuse(message, why)
+                self._refuse(message, why, 0)
                 return
             followed.name_fence(message.fence, changes)
         for frame in frames:
             if frame.instance != instance:
                 self.counters.foreign += 1
-                self._refuse(message, f"byte {frame.at}: a frame of instance {frame.instance!r}")
+                self._refuse(message, f"byte {frame.at}: a frame of instance {frame.instance!r}", 0)
                 return
             if frame.flaw:
-                self._refuse_poison(message, f"byte {frame.at}: {frame.flaw}")
+                self._refuse(message, f"byte {frame.at}: {frame.flaw}")
                 return
-            self._follow(instance, cluster).receive(frame, message.data, changes)
+            followed = self._follow(instance, cluster)
+            if message.subject not in followed.subjects:
+                followed.subjects.add(message.subject)
+                self._by_subject[message.subject] = followed
+            followed.receive(frame, message.data, changes)
         if isinstance(error, NewerFrameError):
             self._receive_newer(message, error, self._follow(instance, cluster), changes)
         elif error is not None:
-            self._refuse_poison(message, str(error))
+            self._refuse(message, str(error))
 
     def _receive_fence(self, message: StreamMessage, followed: InstanceSequence, changes: Changes) -> None:
         try:
             fence = fence_of(message.data, message.sequence, f"message {message.sequence}")
         except StreamError as error:
-            self._refuse_poison(message, str(error))
+            self._refuse(message, str(error))
             return
         followed.take_fence(fence, changes)
 
@@ -337,15 +429,12 @@ class Sequencer:
         known = followed.unreadable
         newer = NewerFrame(error.version, known.epoch) if known is not None else newer_frame(message.data, error.at)
         if newer is None:
-            self._refuse_poison(message, str(error))  # a version that damage has changed
+            self._refuse(message, str(error))  # a version that damage has changed
         else:
             followed.refuse_newer(newer.epoch, newer.version, changes)
 
-    def _refuse_poison(self, message: StreamMessage, why: str) -> None:
-        self.counters.poison += 1
-        self._refuse(message, why)
-
-    def _refuse(self, message: StreamMessage, why: str) -> None:
+    def _refuse(self, message: StreamMessage, why: str, poison: int = 1) -> None:
+        self.counters.poison += poison
         log.warning("message.refused", sequence=message.sequence, subject=message.subject, why=why)
 
     def _follow(self, instance: InstanceId, cluster: str) -> InstanceSequence:
@@ -356,7 +445,7 @@ class Sequencer:
         return followed
 
     def _new_sequence(self, row: InstanceRow) -> InstanceSequence:
-        followed = InstanceSequence(row, self.index, self.counters, self.troubles, self._known.get(row.id))
+        followed = InstanceSequence(row, self._common, self._known.get(row.id))
         self._sequences[row.id] = followed
         return followed
 
@@ -365,3 +454,19 @@ class Sequencer:
         self.newest_wall_ns = max(self.newest_wall_ns, changes.newest_wall_ns)
         for _, row in changes.namespaces:
             self._namespaces.setdefault(row.id, row.fields)
+
+
+def _states(sequences: Iterable[InstanceSequence], bytes_left: int) -> Iterator[SequenceState]:
+    """What a checkpoint keeps of instances, with so many bytes of frames in reorder buffers."""
+    for followed in sequences:
+        bytes_left -= followed.buffer.bytes
+        kept = followed.state()
+        yield kept if bytes_left >= 0 else msgspec.structs.replace(kept, buffered=())
+
+
+def _buffered(entry: SequenceState, scan_frames: ScanFrames) -> Iterator[tuple[ScannedFrame, bytes, Mark]]:
+    """The frames that were in an instance's reorder buffer; what is none of its frames is left out."""
+    for one in entry.buffered:
+        frames, _ = scan_frames(one.data, 0)
+        if frames and frames[0].instance == entry.row.id and not frames[0].flaw:
+            yield frames[0], one.data, Mark(one.sequence, one.fingerprint)

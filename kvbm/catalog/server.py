@@ -23,8 +23,9 @@ import structlog
 
 from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError
+from kvbm.core.parts import ALL_PARTS
 from kvbm.files import make_folder
-from kvbm.streams.base import EventStream
+from kvbm.streams.base import AskSource, EventStream
 
 try:
     import httptools  # noqa: F401
@@ -34,7 +35,9 @@ except ImportError:
     raise MissingExtraError("the catalog's web server (uvicorn, httptools, uvloop)", "catalog") from None
 
 from kvbm.catalog.access import Access, check_exposed
-from kvbm.catalog.api import create_surface
+from kvbm.catalog.api import Surface, create_surface
+from kvbm.catalog.ask_listener import AskListener
+from kvbm.catalog.asks import Asks
 from kvbm.catalog.at_once import AtOnce
 from kvbm.catalog.connections import (
     Connection,
@@ -175,10 +178,12 @@ class _Server(uvicorn.Server):
     """Takes connections by itself, and leaves signals to whoever runs it: uvicorn would raise them again before the service could close."""
 
     def __init__(
-        self, config: uvicorn.Config, connections: Connections, at_once: AtOnce, on_started: Callable[[], None]
-    ) -> None:
+        self, config: uvicorn.Config, connections: Connections, at_once: AtOnce, on_started: Callable[[], None],
+        on_stopping: Callable[[], None],
+    ) -> None:  # fmt: skip
         super().__init__(config)
-        self._connections, self._at_once, self._on_started = connections, at_once, on_started
+        self._connections, self._at_once = connections, at_once
+        self._on_started, self._on_stopping = on_started, on_stopping
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Take connections of the sockets; then call `on_started`."""
@@ -193,6 +198,11 @@ class _Server(uvicorn.Server):
             listener.start()
         self.started = True
         self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End feeds, which would go on for ever; then as uvicorn does."""
+        self._on_stopping()
+        await super().shutdown(sockets)
 
     def _connection(self, connection: Connection) -> HttpConnection:
         return HttpConnection(
@@ -251,19 +261,46 @@ async def _serve(
             config.load()
             config.ssl = tls.context if tls is not None else None
             url = _url(listener, "https" if tls is not None else "http")
-            server = _Server(config, connections, surface.at_once, lambda: on_started(url))
+            server = _Server(config, connections, surface.at_once, lambda: on_started(url), service.watches.close)
             on_began(server, asyncio.get_running_loop())
             watching = asyncio.create_task(_end_on_failure(service, server))
             looking = asyncio.create_task(connections.look_for_ever())
+            asking = listen_to_asks(service, surface, access)
             try:
                 await server.serve(sockets=sockets)
             finally:
                 watching.cancel()
                 looking.cancel()
+                await _cancelled(asking)
         finally:
             await service.close()
         if service.failure is not None:
             raise CatalogError(f"the catalog cannot go on: {service.failure}") from service.failure
+
+
+def listen_to_asks(service: CatalogService, surface: Surface, access: Access) -> asyncio.Task[None] | None:
+    """Answer over NATS too, where it is known who asks there, or nobody else reaches it."""
+    stream, settings = service.stream, service.settings
+    if not isinstance(stream, AskSource):
+        return None
+    if settings.parts != ALL_PARTS:  # whoever asks there may be answered by any catalog of the cluster
+        log.info("catalog.asks_unanswered", why="it follows some parts of the cluster alone", remedy="ask it over HTTP")
+        return None
+    if access.nats_names() is None and not (settings.access.open or stream.is_local):
+        log.info(
+            "catalog.asks_unanswered", why="NATS is not on the loopback", remedy="set catalog.access with [[nats]]"
+        )
+        return None
+    host = "127.0.0.1" if stream.is_local else "nats"
+    listener = AskListener(stream, settings.cluster, access.nats_names, lambda: service.is_ready)
+    asks = Asks(surface.app, surface.at_once, access, surface.limits, host, listener.wake.set)
+    return asyncio.create_task(listener.run(asks))
+
+
+async def _cancelled(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _end_on_failure(service: CatalogService, server: uvicorn.Server) -> None:

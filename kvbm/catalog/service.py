@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Set
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import msgspec
 import structlog
@@ -20,17 +20,19 @@ import structlog
 from kvbm.catalog.absences import FORGET_S
 from kvbm.catalog.access import AccessOptions
 from kvbm.catalog.archive import Archive
+from kvbm.catalog.change_log import ChangeLog, RecordedIndex
 from kvbm.catalog.checkpoints import Checkpointer, Checkpointing, load_newest
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.follow import StreamFollower
 from kvbm.catalog.forgetting import Forgetting
 from kvbm.catalog.heartbeats import HeartbeatFollower
-from kvbm.catalog.index import NewIndex
+from kvbm.catalog.index import ClusterIndex, NewIndex
 from kvbm.catalog.lag import StreamLag
 from kvbm.catalog.limits import LimitSettings
 from kvbm.catalog.liveness import LIVENESS_S
 from kvbm.catalog.queries import Queries
 from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.catalog.route_sharing import RouteSharing
 from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer
@@ -38,12 +40,15 @@ from kvbm.catalog.snapshots import ASK_AGAIN_S, SnapshotRequests
 from kvbm.catalog.sql_store import SqlStore
 from kvbm.catalog.sql_writer import CLAIMS_EVERY_S, Numbering, SqlWriter, WriterOptions, numbering
 from kvbm.catalog.upkeep import IndexUpkeep
+from kvbm.catalog.watches import Cluster, Watches
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import InstanceId
+from kvbm.core.parts import ALL_PARTS, words_of
 from kvbm.streams.base import EventReader, EventStream, Mark, still_holds
 from kvbm.streams.nats.credentials import Credentials
+from kvbm.streams.nats.messages import NewMessages, ReadableMessages
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.telemetry.metrics import CatalogNumbers
 from kvbm.tenant_secrets import TenantSecrets
@@ -77,6 +82,8 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         whole_wait_s: how long readiness waits for live instances to be whole, once the stream was read.
         access: who may ask, and how the catalog knows.
         limits: what callers may ask.
+        parts: instances in these are followed, the others not; see `core.parts`.
+        new_messages: as in `NatsStream.connect`.
         companions: what else runs beside the service until it is closed, by name. The service goes on without one that ends.
     """
 
@@ -104,15 +111,18 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     whole_wait_s: float = 10.0
     access: AccessOptions = AccessOptions()
     limits: LimitSettings = LimitSettings()
+    parts: tuple[int, ...] = ALL_PARTS
+    new_messages: NewMessages = ReadableMessages
     companions: tuple[tuple[str, Companion], ...] = ()
 
 
 class _Beginning(NamedTuple):
-    """What the start has loaded: a sequencer, the rows gathered of it, and where reading goes on from."""
+    """What the start has loaded: a sequencer, the rows gathered of it, and where reading goes on from; and the log of its index."""
 
     sequencer: Sequencer
     rows: RowCollector
     after: Mark
+    changes: ChangeLog
 
 
 class CatalogService:
@@ -123,7 +133,7 @@ class CatalogService:
         stream, reader, sequencer, index, rows, writer, store: from the stream to the index and to SQL. lag: what is not read yet.
         follower, heartbeats, requests, upkeep: what follows the stream and the heartbeats, asks for snapshots, and cares for the index.
         forgetting: forgets who is gone for long.
-        queries: what it answers. secrets: of tenants, for lookups by tokens.
+        queries: what it answers. changes, watches: what has changed lately, and who is told. secrets: of tenants, for lookups by tokens.
         begun_after: where reading has begun.
         tasks: those that run until it is closed.
     """
@@ -140,7 +150,7 @@ class CatalogService:
         self.failure: BaseException | None = None
         self.tasks: list[asyncio.Task[None]] = []
         self.store, self.stream, self.reader = store, stream, reader
-        self.sequencer, self.rows, self.begun_after = begun
+        self.sequencer, self.rows, self.begun_after, self.changes = begun
         self.index = self.sequencer.index
         self.lag = StreamLag(stream, reader, self.sequencer, end)
         self.degraded = Degraded()
@@ -148,22 +158,27 @@ class CatalogService:
         self.writer = SqlWriter(
             store, stream, self.sequencer, self.rows, stored, applying, self.degraded,
             lambda known, namespaces: Sequencer(new_index(1), backend.scan_frames, known, namespaces),
-            WriterOptions(settings.cluster, settings.store_every_s, claims_every_s=settings.claims_every_s),
+            WriterOptions(
+                settings.cluster, settings.store_every_s, claims_every_s=settings.claims_every_s, parts=settings.parts
+            ),
         )  # fmt: skip
         self.heartbeats = HeartbeatFollower(
             stream, self.sequencer, self.degraded, settings.cluster, settings.liveness_s,
-            self.lag,
+            self.lag, settings.parts,
         )  # fmt: skip
         self.requests = SnapshotRequests(stream, self.sequencer, self.heartbeats, settings.ask_again_s)
         self.follower = StreamFollower(
-            reader, self.lag, self.sequencer, self.rows, self.writer, self.heartbeats, self.requests, applying,
-            self.degraded, settings.whole_wait_s,
+            reader, self.lag, self.sequencer, self.heartbeats, self.requests, applying, self.degraded,
+            settings.whole_wait_s, self.writer,
         )  # fmt: skip
         self.upkeep = IndexUpkeep(self.sequencer, self.requests.look)
         self.queries = Queries(
             self.sequencer, self.heartbeats, self.requests, self.lag.confirmation, settings.routing,
-            settings.liveness_s,
+            settings.liveness_s, settings.parts,
         )  # fmt: skip
+        self.sharing = RouteSharing(stream, self.queries.shared, self.heartbeats.own_cluster, self.heartbeats.own_name)
+        self.changes.begin(self.sequencer.sequence, lambda: self.writer.name)
+        self.watches = Watches(Cluster(self.changes, self.sequencer, self.heartbeats, self.queries), settings.limits)
         self.forgetting = Forgetting(
             store, stream, self.sequencer, self.writer, self.heartbeats, self.lag, applying, self._let_go,
             settings.cluster, settings.forget_s,
@@ -176,7 +191,7 @@ class CatalogService:
             )  # fmt: skip
         self.archive: Archive | None = None
         if settings.archive:
-            self.archive = Archive(Path(settings.archive), stream, settings.cluster, self.degraded)
+            self.archive = Archive(Path(settings.archive), stream, settings.cluster, self.degraded, settings.parts)
         self._is_closing = False
 
     @classmethod
@@ -193,20 +208,24 @@ class CatalogService:
             stream: instead of the NATS of the settings; the service closes it.
         Raises: StreamError, CatalogError, MissingExtraError: what did not answer in time, in one sentence.
         """
-        store = await SqlStore.open(settings.database_url, settings.connect_s, settings.used_s)
+        store = await SqlStore.open(settings.database_url, settings.connect_s, settings.used_s, settings.parts)
         try:
             stream = stream or await NatsStream.connect(
-                settings.nats_url, settings.connect_s, credentials=settings.credentials, replicas=settings.replicas
+                settings.nats_url,
+                settings.connect_s,
+                credentials=settings.credentials,
+                replicas=settings.replicas,
+                new_messages=settings.new_messages,
             )
         except BaseException:
             await store.close()
             raise
         try:
             state = await stream.state(settings.connect_s)
-            stored = await numbering(store, settings.cluster, state, stream)
+            stored = await numbering(store, settings.cluster, state, stream, parts=settings.parts)
             begun = await _begin(settings, store, backend, new_index, stored, stream)
             after, fingerprint = begun.after
-            reader = await stream.pull(after, settings.cluster, settings.connect_s, fingerprint)
+            reader = await stream.pull(after, settings.cluster, settings.connect_s, fingerprint, settings.parts)
             service = cls(settings, store, stream, begun, stored, state.last_sequence, reader, backend, new_index)
             service._spawn_all()
         except BaseException:
@@ -225,10 +244,12 @@ class CatalogService:
         if self._is_closing:
             return
         self._is_closing = True
+        self.watches.close()
         tasks = [*self.tasks, *self.requests.sending, *self.heartbeats.sending]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.follower.close()
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
                 await self.reader.close()
@@ -256,20 +277,16 @@ class CatalogService:
 
     def readiness(self) -> ReadyAnswer:
         """Readiness, and what does not work."""
-        reason = ""
+        reason = self.follower.why_unready()
         if self.failure is not None:
             reason = f"the catalog cannot go on: {self.failure}"
-        elif self.follower.is_caught_up and not self.follower.is_ready:
-            names = ", ".join(sorted(self.requests.unhealed())[:5])
-            reason = f"the stream is read; waiting for snapshots of suspect instances: {names}"
-        elif not self.follower.is_ready:
-            reason = f"reading the stream: at message {self.sequencer.sequence} of {self.lag.start_end}"
         return ReadyAnswer(
             ready=not reason,
             reason=reason,
             degraded="; ".join([*([str(self.degraded)] if self.degraded else []), *self.queries.staleness()]),
             stream_sequence=self.sequencer.sequence,
             lag_messages=self.lag.messages(),
+            parts=words_of(self.settings.parts),
         )
 
     def numbers(self) -> CatalogNumbers:
@@ -284,6 +301,10 @@ class CatalogService:
             zombies=self.heartbeats.liveness.zombies,
             double_ids=self.heartbeats.liveness.double_ids,
             audits=self.upkeep.audits,
+            routes_shared=self.queries.shared.told,
+            routes_unshared=self.queries.shared.untold,
+            routes_received=self.queries.shared.received,
+            routes_refused=self.queries.shared.refused,
             rows_read_again=self.writer.read_again,
             checkpoints=self.checkpointer.written if self.checkpointer is not None else 0,
             checkpoint_sequence=checkpoint.sequence if checkpoint is not None else 0,
@@ -297,6 +318,7 @@ class CatalogService:
             excluded=len(self.heartbeats.liveness.excluded()),
             ignored=len(self.heartbeats.ignored),
             gone=len(self.forgetting.absences),
+            watches=len(self.watches),
             view_age_s=self.queries.view_age_s(),
             anomalies=self.index.anomalies(),
             stream_sequence=self.sequencer.sequence,
@@ -313,6 +335,7 @@ class CatalogService:
                 for tier, count in view.counts.items()
             },
             claims=self.index.claim_counts(),
+            transfers=self.queries.transfers.counted(),
             put_bytes={
                 (instance, namespace.hex()): sizes
                 for instance in self.index.instances()
@@ -347,6 +370,8 @@ class CatalogService:
             ("forget", self.forgetting.run()),
         ):
             self._spawn(name, work)
+        for name, work in (("tell", self.sharing.tell()), ("listen", self.sharing.listen())):
+            self._spawn(name, work, is_vital=False)
         if self.checkpointer is not None:
             self._spawn("checkpoint", self.checkpointer.run())
         if self.archive is not None:
@@ -386,11 +411,14 @@ async def _begin(
     loaded = None
     if settings.checkpoints and isinstance(index, Checkpointing):
         loaded = await load_newest(
-            Path(settings.checkpoints), new_index, settings.capacity, stored.name, stored.place.sequence,
+            Path(settings.checkpoints), new_index, settings.capacity, stored.name.__eq__, stored.place.sequence,
             lambda mark: still_holds(stream, mark),
         )  # fmt: skip
         index = loaded.held if loaded is not None else index
-    sequencer = Sequencer(index, backend.scan_frames, known, namespaces)
+    changes = ChangeLog(settings.limits.watch_bytes, backend.decode_frame)
+    held = RecordedIndex(index, changes, lambda: sequencer.sequence)
+    sequencer = Sequencer(cast(ClusterIndex, held), backend.scan_frames, known, namespaces)
+    sequencer.on_run = held.note_run
     rows = RowCollector(stored.name, stored.place.sequence)
     if loaded is not None:
         sequencer.restore(loaded.state, loaded.settled)
@@ -403,7 +431,7 @@ async def _begin(
             sequencer.expect(mark)
     async for chunk in store.claims():
         index.claim(chunk.pool, chunk.namespace, chunk.hashes)
-    return _Beginning(sequencer, rows, sequencer.mark)
+    return _Beginning(sequencer, rows, sequencer.mark, changes)
 
 
 def _drop_forgotten(sequencer: Sequencer, known: Set[InstanceId]) -> None:

@@ -17,15 +17,14 @@ import numpy.typing as npt
 
 from kvbm.core.answers import MAX_HASHES
 from kvbm.core.ids import HASH_BYTES, NamespaceId
+from kvbm.core.ties import MIX_FACTOR, MOST_WORD, mixed_word
 
 WAYS = 4
 SETS = 1 << 17  # 18 bytes an entry: 9.4 MB when all of it is in use
 _EXACT_BLOCKS = 256
 _LONG_S = 1e9
 _MANY = 24  # instances: from there on one look at all of them is quicker than one at each
-_FACTOR = 0xD6E8FEB86659FD93
 _MOST_SALTS = 1 << 16
-_WORD = (1 << 64) - 1
 _Words = npt.NDArray[np.uint64]
 _Numbers = npt.NDArray[np.int64]
 
@@ -41,6 +40,14 @@ def _marks() -> _Numbers:
 
 
 _MARKS = _marks()
+
+
+def marked_depths(first: int, blocks: int) -> _Numbers:
+    """Depths behind `first` at which a prompt of so many full blocks is noted, ascending; the last is all of it."""
+    depths = _MARKS[: int(np.searchsorted(_MARKS, blocks, side="right"))]
+    if blocks and (not len(depths) or depths[-1] != blocks):
+        depths = np.append(depths, blocks)
+    return depths[int(np.searchsorted(depths, first, side="right")) :]
 
 
 class Chain(NamedTuple):
@@ -84,12 +91,19 @@ class SoonHeld:
     def chain(self, namespace: NamespaceId, hashes: bytes) -> Chain:
         """What stands for a prompt's blocks."""
         blocks = len(hashes) // HASH_BYTES
-        depths = _MARKS[: int(np.searchsorted(_MARKS, blocks, side="right"))]
-        if blocks and (not len(depths) or depths[-1] != blocks):
-            depths = np.append(depths, blocks)
-        halves = np.frombuffer(hashes, np.uint64, 2 * blocks).reshape(-1, 2)[depths - 1]
+        depths = marked_depths(0, blocks)
+        return self._chain(namespace, depths, np.frombuffer(hashes, np.uint64, 2 * blocks).reshape(-1, 2)[depths - 1])
+
+    def marked(self, namespace: NamespaceId, first: int, blocks: int, hashes: bytes) -> Chain | None:
+        """The same of the blocks at `marked_depths` alone; None where there are not as many hashes."""
+        depths = marked_depths(first, blocks)
+        if len(hashes) != len(depths) * HASH_BYTES:
+            return None
+        return self._chain(namespace, depths, np.frombuffer(hashes, np.uint64).reshape(-1, 2))
+
+    def _chain(self, namespace: NamespaceId, depths: _Numbers, halves: _Words) -> Chain:
         space = int.from_bytes(namespace[:8], "little") ^ int.from_bytes(namespace[8:16], "little")
-        own = np.uint64(space * int(self._odd[2]) & _WORD)
+        own = np.uint64(space * int(self._odd[2]) & MOST_WORD)
         words: _Words = halves[:, 0] * self._odd[0] + halves[:, 1] * self._odd[1] + own
         return Chain(depths, words)
 
@@ -104,7 +118,7 @@ class SoonHeld:
         if now_s >= self._last_s or not len(chain.depths):
             return held
         of_caller = self._salt("caller " + caller)
-        salts = [(of_caller + self._salt(name)) & _WORD for name in instances]
+        salts = [(of_caller + self._salt(name)) & MOST_WORD for name in instances]
         asked: Iterable[int] = range(len(salts))
         if len(salts) >= _MANY:  # most have nothing of it: one look at all of them
             at = np.searchsorted(chain.depths, np.array(held, np.int64), side="right")
@@ -137,7 +151,7 @@ class SoonHeld:
             return
         owner = self._salt("caller " + caller) & 0xFFFF
         is_crowding = self._count(now_s, owner, len(chain.depths))
-        salt = np.uint64((self._salt("caller " + caller) + self._salt(instance)) & _WORD)
+        salt = np.uint64((self._salt("caller " + caller) + self._salt(instance)) & MOST_WORD)
         words = _mixed(chain.words + salt)
         self._last_s = max(self._last_s, now_s + self._hold_s)
         for _ in range(WAYS):  # of two that take one place in the first turn, one finds another in the next
@@ -199,15 +213,7 @@ class SoonHeld:
         return salt
 
 
-def mixed_word(word: int) -> int:
-    """A number of 64 bits of which every bit depends on all of the given one's lowest 64."""
-    word &= _WORD
-    word ^= word >> 32
-    word = word * _FACTOR & _WORD
-    return word ^ word >> 32
-
-
 def _mixed(words: Any) -> _Words:
     mixed: _Words = words ^ (words >> np.uint64(32))
-    mixed = mixed * np.uint64(_FACTOR)
+    mixed = mixed * np.uint64(MIX_FACTOR)
     return mixed ^ (mixed >> np.uint64(32))

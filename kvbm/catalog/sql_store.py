@@ -29,6 +29,7 @@ from kvbm.core.ids import (
     Tier,
     split_hashes,
 )
+from kvbm.core.parts import ALL_PARTS, part_of
 
 try:
     from sqlalchemy import Executable, Table, and_, delete, func, or_, select, tuple_, update
@@ -103,26 +104,29 @@ class SqlStore:
     Every method raises CatalogError when the database does not answer or refuses; a retry helps once it is back.
     """
 
-    def __init__(self, engine: AsyncEngine, used_s: float = 0.0) -> None:
+    def __init__(self, engine: AsyncEngine, used_s: float = 0.0, parts: tuple[int, ...] = ALL_PARTS) -> None:
         """Prefer `SqlStore.open`: the engine must stand on a migrated database."""
-        self._engine = engine
+        self._engine, self._parts = engine, parts
         self._used_ns = int(used_s * 1_000_000_000)
         self._where = shown(engine.url)
         self._upserts = _upserts(engine.dialect.name == "sqlite")
 
     @classmethod
-    async def open(cls, url: str, connect_timeout_s: float = 5.0, used_s: float = 0.0) -> Self:
+    async def open(
+        cls, url: str, connect_timeout_s: float = 5.0, used_s: float = 0.0, parts: tuple[int, ...] = ALL_PARTS
+    ) -> Self:
         """The store at a URL, its schema brought up to date.
 
         Args:
             url: sqlite:///path or postgresql://user:password@host:port/database, with or without kvbm's drivers.
             used_s: a claim that is there already is written again where it is newer by more than this.
+            parts: of other instances than those in these nothing is read; catalogs of other parts may write them.
         Raises:
             CatalogError: the URL is malformed, nothing answers within `connect_timeout_s`, or its schema is newer than
                 this kvbm's.
             MissingExtraError: the driver is not installed.
         """
-        return cls(await open_database(url, connect_timeout_s), used_s)
+        return cls(await open_database(url, connect_timeout_s), used_s, parts)
 
     @property
     def engine(self) -> AsyncEngine:
@@ -202,13 +206,15 @@ class SqlStore:
                     await connection.execute(delete(table).where(table.c.stream == stream, table.c.instance.in_(names)))
 
     async def note_absences(self, gone: Sequence[AbsenceRow], here: Sequence[InstanceId]) -> None:
-        """Keep for how long some are gone, never less than is stored, unless they were here since."""
+        """Keep for how long some are gone, never less than is stored, unless they were here since, or were forgotten meanwhile."""
         column = tables.absences.c.instance
         with database_errors(f"{self._where} does not answer"):
             async with self._engine.begin() as connection:
                 for at in range(0, len(here), _ASKED_ROWS):
                     await connection.execute(delete(column.table).where(column.in_(here[at : at + _ASKED_ROWS])))
                 await self._upsert(connection, "absences", _last(map(msgspec.structs.asdict, gone), "instance"))
+                # another catalog may have forgotten one since it was counted: nobody would ever remove its row
+                await connection.execute(delete(column.table).where(column.in_(select(tables.forgotten.c.instance))))
 
     async def _upsert(self, connection: AsyncConnection, table: str, rows: list[dict[str, Any]]) -> None:
         await _in_chunks(connection, self._upserts[table], rows)
@@ -241,12 +247,20 @@ class SqlStore:
     async def instance_positions(self) -> dict[InstanceId, InstancePosition]:
         """How far each instance's stream has been applied."""
         rows = await self._read(select(tables.instance_positions))
-        return {row["instance"]: InstancePosition(**row) for row in rows}
+        return {row["instance"]: InstancePosition(**row) for row in rows if self._reads(row["instance"])}
 
-    async def instances(self) -> list[InstanceRow]:
-        """Every instance ever seen, by id."""
+    async def instances(self, of_all_parts: bool = False) -> list[InstanceRow]:
+        """Every instance ever seen, by id.
+
+        Args:
+            of_all_parts: also those of which nothing is read here, where catalogs of other parts write them.
+        """
         table = tables.instances
-        return [_instance_row(row) for row in await self._read(select(table).order_by(table.c.id))]
+        rows = await self._read(select(table).order_by(table.c.id))
+        return [_instance_row(row) for row in rows if of_all_parts or self._reads(row["id"])]
+
+    def _reads(self, instance: InstanceId) -> bool:
+        return self._parts == ALL_PARTS or part_of(instance) in self._parts
 
     async def forgotten(self, stream: str) -> list[ForgottenRow]:
         """The marks of instances that were forgotten, by name."""
@@ -260,11 +274,11 @@ class SqlStore:
         return [AbsenceRow(**row) for row in await self._read(select(table).order_by(table.c.instance))]
 
     async def instance_names(self, cluster: str | None) -> list[InstanceId]:
-        """Every instance that SQL knows, of one cluster or of all, by name."""
+        """Every instance that SQL knows and this store reads, of one cluster or of all, by name."""
         table = tables.instances
         asked = select(table.c.id).order_by(table.c.id)
         rows = await self._read(asked if cluster is None else asked.where(table.c.cluster == cluster))
-        return [row["id"] for row in rows]
+        return [row["id"] for row in rows if self._reads(row["id"])]
 
     async def epochs(self, instance: InstanceId) -> list[EpochRow]:
         """The epochs of an instance, oldest first."""

@@ -16,19 +16,21 @@ import numpy as np
 import structlog
 
 from kvbm.catalog.degraded import Degraded
+from kvbm.catalog.instance_sequence import Changes
+from kvbm.catalog.message_applier import slices
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.sql_rows import ClaimRun, InstanceRow, StoreBatch
 from kvbm.catalog.sql_store import BatchOutcome, SqlStore
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, split_hashes
+from kvbm.core.parts import ALL_PARTS, scope_name
 from kvbm.streams.base import START, EventStream, Mark, StreamMessage, StreamState, still_holds
 from kvbm.streams.nats.setup import STREAM
 
 log = structlog.get_logger()
 
 WAITING_BYTES = 64 << 20  # of rows that wait for the database
-SLICE_BYTES = 64 << 10  # messages applied at once, so that requests are answered in between
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
 _FETCH_WAIT_S = 0.25
@@ -47,7 +49,12 @@ class Numbering(NamedTuple):
 
 
 async def numbering(
-    store: SqlStore, cluster: str | None, state: StreamState, stream: EventStream | None = None, lost: str = ""
+    store: SqlStore,
+    cluster: str | None,
+    state: StreamState,
+    stream: EventStream | None = None,
+    lost: str = "",
+    parts: tuple[int, ...] = ALL_PARTS,
 ) -> Numbering:
     """Name of the stream in SQL, and its place. Another store is another stream, so the name has the time it was made.
 
@@ -57,8 +64,10 @@ async def numbering(
     Args:
         stream: is asked for that message; None: nobody can be, and a stream that reaches the place is believed.
         lost: the name under which it was read until it lost its end.
+        parts: that are read: whoever reads others reads another stream.
     """
-    first = f"{STREAM if cluster is None else f'{STREAM}/{cluster}'}@{state.created}"
+    scope = scope_name(cluster, parts)
+    first = f"{STREAM}/{scope}@{state.created}" if scope else f"{STREAM}@{state.created}"
     places = {_generation(name, first): place for name, place in (await store.positions()).items()}
     generation = max([1, *places])
     place = places.get(generation, START)
@@ -86,7 +95,7 @@ class WriterOptions(NamedTuple):
     """How rows are written.
 
     Attributes:
-        cluster: the one that is followed; None for all.
+        cluster: the one that is followed; None for all. parts: of it, those that are.
         every_s: pause between two transactions.
         waiting_bytes: of rows that may wait for the database.
         claims_every_s: how often claims are counted: another catalog may have stored some that the stream has lost since.
@@ -96,6 +105,7 @@ class WriterOptions(NamedTuple):
     every_s: float = 0.1
     waiting_bytes: int = WAITING_BYTES
     claims_every_s: float = CLAIMS_EVERY_S
+    parts: tuple[int, ...] = ALL_PARTS
 
 
 NewSequencer = Callable[[Iterable[InstanceRow], Iterable[Namespace]], Sequencer]  # of what SQL has
@@ -135,7 +145,8 @@ class SqlWriter:
         self.is_behind = False
         self._store, self._stream, self._sequencer, self._rows = store, stream, sequencer, rows
         self._applying, self._degraded, self._new_sequencer = applying, degraded, new_sequencer
-        self._cluster, self._every_s, self._claims_every_s = options.cluster, options.every_s, options.claims_every_s
+        self._cluster, self._parts = options.cluster, options.parts
+        self._every_s, self._claims_every_s = options.every_s, options.claims_every_s
         self._count_claims_s = time.monotonic() + options.claims_every_s
         self._take_claims_s = 0.0  # not before
         self._batch: StoreBatch | None = None
@@ -180,7 +191,14 @@ class SqlWriter:
         self._rows.renumber("", 0)
         self._drop_rows("the stream's store was replaced")
 
-    def check_place(self) -> None:
+    def on_changes(self, changes: Changes) -> None:
+        """Messages were applied: their rows are gathered."""
+        self._rows.take(changes)
+        if changes.renumbered:
+            self.begin_anew()
+        self.bound()
+
+    def on_reader(self) -> None:
         """The connection was lost meanwhile: before anything is stored, look whether the stream still has what SQL stands at.
 
         Another catalog may have stored messages that this one has not read and the stream has lost since. Rows of the messages that
@@ -195,7 +213,7 @@ class SqlWriter:
         await self._store_batch()
         if not self.name:
             state = await self._stream.state()
-            self.name, place = await numbering(self._store, self._cluster, state, self._stream, self._lost)
+            self.name, place = await numbering(self._store, self._cluster, state, self._stream, self._lost, self._parts)
             self.stored = place.sequence
             self._rows.renumber(self.name, self.stored)
         if self.is_behind:
@@ -357,7 +375,7 @@ class SqlWriter:
         rows.add_claims(self._still_held(self._unstored))
         rows.add_namespaces(self._sequencer.namespaces(), self._sequencer.newest_wall_ns)
         log.info("rows.read_again", after=stored)
-        reader = await self._stream.pull(stored, self._cluster, fingerprint=place.fingerprint)
+        reader = await self._stream.pull(stored, self._cluster, fingerprint=place.fingerprint, parts=self._parts)
         try:
             while not reader.at_end or max(second.sequence, reader.reached) < self._sequencer.sequence:
                 await self._step(second, rows, await reader.fetch(_FETCH_WAIT_S))
@@ -451,16 +469,3 @@ def _lacking(hashes: bytes, known: np.ndarray | None) -> bytes:
     column = _hash_column(hashes)
     at = np.minimum(np.searchsorted(known, column), len(known) - 1)
     return bytes(column[known[at] != column].tobytes())
-
-
-def slices(messages: Sequence[StreamMessage]) -> list[Sequence[StreamMessage]]:
-    """Messages in parts of about SLICE_BYTES; one empty part when there are none."""
-    parts: list[Sequence[StreamMessage]] = []
-    begin = size = 0
-    for at, message in enumerate(messages):
-        if size and size + len(message.data) > SLICE_BYTES:
-            parts.append(messages[begin:at])
-            begin, size = at, 0
-        size += len(message.data)
-    parts.append(messages[begin:])
-    return parts

@@ -3,6 +3,7 @@
 from kvbm.config.checks import check_gc, check_settings
 from kvbm.config.load import ENVIRONMENT_PREFIX, Sources, default_lines, leaves, load_settings
 from kvbm.config.settings import (
+    BridgeSettings,
     CatalogSettings,
     ErasureSettings,
     GcSettings,
@@ -20,12 +21,15 @@ from kvbm.config.settings import (
     SamplesSettings,
     Settings,
     SnapshotsSettings,
+    SourceSettings,
     TenantSettings,
     TierWeightSettings,
+    TransportSettings,
 )
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
+    "BridgeSettings",
     "CatalogSettings",
     "ErasureSettings",
     "GcSettings",
@@ -43,9 +47,11 @@ __all__ = [
     "SamplesSettings",
     "Settings",
     "SnapshotsSettings",
+    "SourceSettings",
     "Sources",
     "TenantSettings",
     "TierWeightSettings",
+    "TransportSettings",
     "check_gc",
     "check_settings",
     "default_lines",

@@ -17,16 +17,23 @@ from kvbm.config.settings import (
     ObjectSettings,
     PoolsSettings,
     Settings,
+    SourceSettings,
     TenantSettings,
+    TransportSettings,
 )
 from kvbm.core.errors import ConfigError
 from kvbm.core.ledger import LEAST_EVENT_BYTES
+from kvbm.core.parts import parts_of
 from kvbm.core.policy import EVICTION_POLICIES, OFFLOAD_POLICIES
+from kvbm.core.state_admission import STATE_POLICIES
 
 _LONGEST_S = 1e6
 _STREAM_KEEPS_S = 86_400.0  # as `streams.nats.setup.MAX_AGE_S`
 _MOST_BLOCKS = 1 << 12  # of an object
 _MOST_WEIGHT = 1_000_000
+_EVERYWHERE = ("0.0.0.0", "::")
+_MOST_RANKS = 256
+_MOST_BLOCK_TOKENS = 1 << 16
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
@@ -50,9 +57,11 @@ def check_settings(settings: Settings) -> None:
     ):
         if value < least:
             raise ConfigError(f"{key} is {value}; it must be at least {least}")
+    parts_of(settings.catalog.parts)
     _one_of("journal.fsync", settings.journal.fsync, ("off", "interval", "always"))
     for tier in ("host", "nvme", "object"):
         _one_of(f"offload.{tier}", getattr(settings.offload, tier), tuple(OFFLOAD_POLICIES))
+    _one_of("offload.states", settings.offload.states, tuple(STATE_POLICIES))
     for key, count in (
         ("offload.threads", settings.offload.threads),
         ("offload.staging_bytes", settings.offload.staging_bytes),
@@ -87,6 +96,7 @@ def check_settings(settings: Settings) -> None:
         ("snapshots.least_s", settings.snapshots.least_s),
         ("catalog.checkpoint_every_s", settings.catalog.checkpoint_every_s),
         ("onboard.wait_s", settings.onboard.wait_s),
+        ("pools.host.pin_s", settings.pools.host.pin_s),
         ("onboard.locate_s", settings.onboard.locate_s),
         ("nats.timeout_s", settings.nats.timeout_s),
         ("nats.heartbeat_s", settings.nats.heartbeat_s),
@@ -102,10 +112,76 @@ def check_settings(settings: Settings) -> None:
             f"nats.replicas is {settings.nats.replicas}; give 1, or in a NATS cluster 3 or 5: of an even number half may not fail"
         )
     _check_hold(settings.erasure.hold_s)
+    _check_transport(settings.transport)
     _check_tenants(settings.tenants)
+    _check_sources(settings.bridge.sources)
     _check_catalog(settings.catalog)
-    if not 0 <= settings.gc.used_s <= _LONGEST_S:
-        raise ConfigError(f"gc.used_s is {settings.gc.used_s:g}; it must be at least 0 and at most {_LONGEST_S:g}")
+    _check_used(settings.gc.used_s)
+
+
+def _check_used(used_s: float) -> None:
+    if not 0 <= used_s <= _LONGEST_S:
+        raise ConfigError(f"gc.used_s is {used_s:g}; it must be at least 0 and at most {_LONGEST_S:g}")
+
+
+def _check_transport(transport: TransportSettings) -> None:
+    listen, advertise = transport.listen, transport.advertise
+    tls = {f"transport.tls_{one}": getattr(transport, f"tls_{one}") for one in ("cert", "key", "ca")}
+    if any(tls.values()) and not all(tls.values()):
+        given, absent = (" and ".join(name for name, path in tls.items() if bool(path) is one) for one in (True, False))
+        raise ConfigError(f"{given} is set without {absent}; TLS between instances takes all three")
+    if transport.rdma and transport.tls_cert:
+        raise ConfigError(
+            f"transport.rdma is {transport.rdma!r} and transport.tls_cert is set; bytes over RDMA are not encrypted: leave one of them out"
+        )
+    if transport.rdma and not transport.key_file:
+        raise ConfigError(
+            f"transport.rdma is {transport.rdma!r} and transport.key_file is not set; name the file with the key that all instances have"
+        )
+    if listen not in ("", "host"):
+        address = host_and_port(listen.removeprefix("tcp://"), least_port=0) if listen.startswith("tcp://") else None
+        if address is None:
+            raise ConfigError(f'transport.listen is {listen!r}; write "host", or tcp://address:port')
+        if advertise and address[1] == 0:
+            raise ConfigError(
+                f"transport.listen is {listen}, a free port, and transport.advertise names one; give transport.listen that port"
+            )
+        if address[0] in _EVERYWHERE and not advertise:
+            raise ConfigError(
+                f"transport.listen is {listen}, which others cannot connect to; set transport.advertise to the host:port they reach it at"
+            )
+        if not transport.key_file and not transport.tls_cert:
+            raise ConfigError(
+                "transport.listen takes TCP connections and transport.key_file is not set; name a file with at least 32 random bytes, the"
+                " same for all instances, or give transport.tls_cert, tls_key and tls_ca"
+            )
+    if advertise and (not listen.startswith("tcp://") or host_and_port(advertise) is None):
+        raise ConfigError(
+            f"transport.advertise is {advertise!r}; write the host:port that others reach transport.listen = tcp://… at, or leave it out"
+        )
+    for name, most in (("connections", 4096), ("lent_blocks", 1 << 24)):
+        if not 1 <= getattr(transport, name) <= most:
+            raise ConfigError(f"transport.{name} is {getattr(transport, name)}; give 1 to {most}")
+
+
+def host_and_port(text: str, least_port: int = 1) -> tuple[str, int] | None:
+    """A host, without brackets, and a port; None: it is neither."""
+    try:
+        parts = urlsplit(f"//{text}")
+        port = parts.port
+    except ValueError:
+        return None
+    if (
+        not parts.hostname
+        or port is None
+        or port < least_port
+        or parts.path
+        or parts.query
+        or parts.fragment
+        or "@" in text
+    ):
+        return None
+    return parts.hostname, port
 
 
 def _check_catalog(catalog: CatalogSettings) -> None:
@@ -126,6 +202,7 @@ def _check_limits(limits: LimitSettings) -> None:
     for name, least in (
         ("sockets", 16), ("sockets_per_peer", 1), ("connects_per_s", 1), ("burst", 1), ("body_bytes", 12 << 20),
         ("waits", 4), ("header_s", 0.1), ("idle_s", 1), ("write_s", 0.1), ("unsent_bytes", 1 << 20), ("requests_per_s", 0),
+        ("watches", 1), ("watches_per_caller", 1), ("watch_bytes", 1 << 16),
     ):  # fmt: skip
         value = getattr(limits, name)
         if not least <= value < math.inf:
@@ -145,15 +222,26 @@ def _check_names(settings: Settings) -> None:
             raise ConfigError(f'{key} is {name!r}; use 1 to 128 letters, digits, "-" and "_"')
     if not settings.instance.data_dir:
         raise ConfigError("instance.data_dir is empty; give a folder")
-    for key, url in (("catalog.url", settings.catalog.url), ("pools.object.endpoint", settings.pools.object.endpoint)):
-        if url and not _is_http(url):
-            raise ConfigError(f"{key} is {url!r}; write http://host:port or https://host:port")
+    if settings.catalog.url and not all(_is_catalog(one.strip()) for one in re.split("[,;]", settings.catalog.url)):
+        raise ConfigError(
+            "catalog.url is none; write http://host:port, https://host:port, unix:/path or nats://host:port/CLUSTER/CALLER, with commas "
+            "between several, and semicolons between those of different parts"
+        )
+    if settings.pools.object.endpoint and not _is_http(settings.pools.object.endpoint):
+        raise ConfigError(
+            f"pools.object.endpoint is {settings.pools.object.endpoint!r}; write http://host:port or https://host:port"
+        )
 
 
-def _is_http(url: str) -> bool:
+def _is_catalog(url: str) -> bool:
+    """Whether it is one place to ask a catalog at."""
+    return (url.startswith("unix:") and len(url) > len("unix:")) or _is_http(url, ("http", "https", "nats", "tls"))
+
+
+def _is_http(url: str, schemes: tuple[str, ...] = ("http", "https")) -> bool:
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        return parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
 
@@ -179,6 +267,38 @@ def _check_pools(pools: PoolsSettings) -> None:
             "pools.nvme sets both path and folder; in a pod's folder the file's name is the instance's: leave path out"
         )
     _check_objects(pools.object, pools.nvme)
+
+
+def _check_sources(sources: Mapping[str, SourceSettings]) -> None:
+    names: set[str] = set()
+    places: dict[str, str] = {}
+    for name, source in sources.items():
+        key = f"bridge.sources.{name}"
+        _one_of(f"{key}.kind", source.kind, ("vllm", "sglang"))
+        if not 1 <= source.ranks <= _MOST_RANKS:
+            raise ConfigError(f"{key}.ranks is {source.ranks}; give 1 to {_MOST_RANKS}")
+        for whole in [f"{name}-dp{rank}" for rank in range(source.ranks)] if source.ranks > 1 else [name]:
+            if not _NAME.fullmatch(whole) or whole in names:
+                why = "two sources have it" if whole in names else 'use 1 to 128 letters, digits, "-" and "_"'
+                raise ConfigError(f"{key}: the instance's name is {whole!r}; {why}")
+            names.add(whole)
+        for field in ("model", "endpoint"):
+            if not getattr(source, field):
+                raise ConfigError(f"{key}.{field} is empty; give it")
+        for field in ("endpoint", "replay"):
+            if (place := getattr(source, field)) and not place.startswith(("tcp://", "ipc://")):
+                raise ConfigError(f"{key}.{field} is {place!r}; write tcp://host:port")
+        other = places.setdefault(f"{source.endpoint} {source.topic}", name)
+        if other != name:
+            raise ConfigError(
+                f"{key}.endpoint is that of bridge.sources.{other}, and so is its topic; an engine is one source"
+            )
+        if not 0 <= source.block_tokens <= _MOST_BLOCK_TOKENS:
+            raise ConfigError(
+                f"{key}.block_tokens is {source.block_tokens}; give 1 to {_MOST_BLOCK_TOKENS}, or 0 where events say it"
+            )
+        if source.blocks < 1 or not 0 < source.silence_s <= _LONGEST_S:
+            raise ConfigError(f"{key}: blocks is {source.blocks}, silence_s {source.silence_s:g}; both must be above 0")
 
 
 def _check_tenants(tenants: Mapping[str, TenantSettings]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 
 from kvbm.config.checks import check_settings
-from kvbm.config.settings import Settings, SettingsGroup, TenantSettings
+from kvbm.config.settings import Settings, SettingsGroup, SourceSettings, TenantSettings
 from kvbm.core.errors import ConfigError
 from kvbm.files import read_small
 
@@ -114,7 +114,10 @@ def _known(group: type[SettingsGroup] = Settings, prefix: str = "") -> Iterator[
 
 
 _OPEN_KEY = "catalog.tenant_secrets"  # a table whose keys are the user's own
-_TENANTS = "tenants"  # a table of tables whose names are the user's own
+_TABLES = {
+    "tenants": TenantSettings,
+    "bridge.sources": SourceSettings,
+}  # tables of tables whose names are the user's own
 _KNOWN = dict(_known())
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B|B)", re.IGNORECASE)
 _UNITS = {"b": 1} | {
@@ -122,7 +125,7 @@ _UNITS = {"b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for unit, base in (("b", 1000), ("ib", 1024))
 }
-_TENANT_FIELDS = tuple(get_type_hints(TenantSettings))
+_TABLE_FIELDS = {table: get_type_hints(kind) for table, kind in _TABLES.items()}
 _WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -136,14 +139,13 @@ def _put(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
     """Set one key, its value checked here, where its source is still known."""
     kind: Any = str
     open_name = key.removeprefix(f"{_OPEN_KEY}.") if key.startswith(f"{_OPEN_KEY}.") else ""
-    tenant, _, field = (
-        key.removeprefix(f"{_TENANTS}.").rpartition(".") if key.startswith(f"{_TENANTS}.") else ("", "", "")
-    )
+    table = next((table for table in _TABLES if key.startswith(f"{table}.")), "")
+    entry, _, field = key.removeprefix(f"{table}.").rpartition(".") if table else ("", "", "")
     if open_name:
         groups, name = _OPEN_KEY.split("."), open_name
-    elif tenant and field in _TENANT_FIELDS:
-        groups, name, kind = [_TENANTS, tenant], field, int
-    elif key in _KNOWN and key not in (_OPEN_KEY, _TENANTS):
+    elif entry and field in _TABLE_FIELDS[table]:
+        groups, name, kind = [*table.split("."), entry], field, _TABLE_FIELDS[table][field]
+    elif key in _KNOWN and key not in (_OPEN_KEY, *_TABLES):
         *groups, name = key.split(".")
         kind = _KNOWN[key].kind
     else:
@@ -176,8 +178,10 @@ def _unknown(key: str) -> str:
     """Why a key is refused, with the nearest one that would do."""
     if key == _OPEN_KEY:
         return f"{key} is a table; write {key}.TENANT"
-    if key == _TENANTS or key.startswith(f"{_TENANTS}."):
-        return f"{key!r} is no setting of a tenant; write tenants.TENANT. and one of {', '.join(_TENANT_FIELDS)}"
+    for table, fields in _TABLE_FIELDS.items():
+        if key == table or key.startswith(f"{table}."):
+            one, word = ("tenant", "TENANT") if table == "tenants" else ("source", "NAME")
+            return f"{key!r} is no setting of a {one}; write {table}.{word}. and one of {', '.join(fields)}"
     inside = [known for known in _KNOWN if known.startswith(f"{key}.")]
     if inside:
         return f"{key!r} is a group of settings; write one of them, such as {inside[0]!r}"

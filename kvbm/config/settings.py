@@ -54,6 +54,7 @@ class HostSettings(SettingsGroup, frozen=True):
         huge_pages: "auto": where they can be had, "on": or refuse to start, "off".
         numa_node: node its memory is bound to; -1: the one the manager starts on when the machine has several.
         copy_threads: threads that copy blocks; 0: as many as help on this machine.
+        pin_s: seconds that registering it with CUDA may take while vLLM starts; after them copies to the GPU take a detour.
     """
 
     slots: int = 0
@@ -61,6 +62,7 @@ class HostSettings(SettingsGroup, frozen=True):
     huge_pages: str = "auto"
     numa_node: int = -1
     copy_threads: int = 0
+    pin_s: float = 120.0
 
 
 class NvmeSettings(SettingsGroup, frozen=True):
@@ -79,6 +81,7 @@ class NvmeSettings(SettingsGroup, frozen=True):
         write_budget_bytes_s: bytes a second that may be written in the long run, for the device's endurance; a day's worth may
             be saved up. 0: no limit.
         encrypt: whether blocks lie there encrypted, with the keys of `pools.object.keys` or `keys_command`.
+        aside_bytes: room on the disk for files that lay there and were made for other blocks; they are renamed and never read again.
     """
 
     slots: int = 0
@@ -91,6 +94,7 @@ class NvmeSettings(SettingsGroup, frozen=True):
     offload_share: float = 0.25
     write_budget_bytes_s: int = 0
     encrypt: bool = False
+    aside_bytes: int = 64 << 30
 
 
 class ObjectSettings(SettingsGroup, frozen=True):
@@ -145,6 +149,8 @@ class OffloadSettings(SettingsGroup, frozen=True):
     Attributes:
         host, nvme, object: when a block goes to this tier: "write_through" as soon as it is there, "second_use" once a second request
             has asked for it, "never".
+        states: which states of recurrent layers an engine stores at all: "all" that it offers, "ends" where prompts end or part, and where a
+            second one has passed, "second_use" only there.
         queue_blocks: blocks that may wait, about 20 bytes of memory each; more are skipped and counted. 0: as many as the pools hold
             that blocks are taken from, so that a prompt of any length waits whole.
         threads: offloads at a time.
@@ -154,6 +160,7 @@ class OffloadSettings(SettingsGroup, frozen=True):
     host: str = "write_through"
     nvme: str = "write_through"
     object: str = "write_through"
+    states: str = "ends"
     queue_blocks: int = 0
     threads: int = 2
     staging_bytes: int = 64 << 20
@@ -300,6 +307,8 @@ class LimitSettings(SettingsGroup, frozen=True):
         idle_s: a connection without a request is kept so long.
         write_s: a caller has so long to take an answer.
         unsent_bytes: of answers that callers do not take, all together.
+        watches, watches_per_caller: feeds open at a time, of all callers and of one.
+        watch_bytes: of recent changes, from which feeds go on; who is further behind is told what it has missed.
     """
 
     sockets: int = 1024
@@ -314,6 +323,9 @@ class LimitSettings(SettingsGroup, frozen=True):
     idle_s: float = 75.0
     write_s: float = 20.0
     unsent_bytes: int = 8 << 20
+    watches: int = 512
+    watches_per_caller: int = 128
+    watch_bytes: int = 16 << 20
 
 
 class TenantSettings(SettingsGroup, frozen=True):
@@ -335,8 +347,9 @@ class CatalogSettings(SettingsGroup, frozen=True):
     """The catalog service and how to reach it.
 
     Attributes:
-        url: where managers and routers ask: http://host:port, or unix:/path of the socket of a catalog here; several with commas
-            between, of which one must answer; "" asks nobody.
+        url: where managers and routers ask: http://host:port, unix:/path of the socket of a catalog here, or nats://host:port/CLUSTER/CALLER, with
+            the keys of `nats`; several with commas between, of which one must answer; with semicolons between, those of different parts of the
+            cluster, of which all must; "" asks nobody.
         listen: host:port the service binds; port 0 takes a free one.
         unix_socket: path of a socket the service listens on too, for callers on its machine that run as its user; "" for none.
         database: SQLAlchemy URL; "" is SQLite in the data folder.
@@ -344,6 +357,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
         forget_s: an instance that has stopped, or is not heard, for this long is forgotten; only time in which a catalog listens counts.
         tenant_secrets: tenant → secret, for lookups by tokens on the server's side.
         tenant_secrets_file: the same in a TOML file, which is read anew when it changes, so that secrets can change without a restart.
+        parts: of the cluster's 64 parts, those that this catalog follows, such as "0-31"; "" for all. See "Parts" in docs/operate.md.
         capacity: residencies and claims the index takes; more are refused and counted. 10 million need about 350 MB.
         checkpoints: folder of the index's checkpoints; "" is one in the data folder.
         checkpoint_every_s: between two checkpoints; one is written at a clean stop too.
@@ -364,6 +378,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
     database: str = ""
     liveness_s: float = 3.5
     forget_s: float = 604_800.0
+    parts: str = ""
     capacity: int = 100_000_000
     checkpoints: str = ""
     checkpoint_every_s: float = 60.0
@@ -381,6 +396,35 @@ class CatalogSettings(SettingsGroup, frozen=True):
     tls_ca: str = ""
     client_cert: str = ""
     client_key: str = ""
+
+
+class TransportSettings(SettingsGroup, frozen=True):
+    """Blocks between instances: what this one lends, and what it reads of others instead of having it computed.
+
+    Attributes:
+        listen: where others read this instance's blocks in HOST and NVME: "" nowhere; "host" through a unix socket, for processes of its user
+            on its machine; "tcp://address:port" there, and for whoever has the key (port 0: a free one).
+        advertise: host:port that others reach it at, where that is not what `listen` says, as with tcp://0.0.0.0:port.
+        key_file: file with the key, of at least 32 bytes, that both ends of a TCP connection prove to have. It encrypts nothing.
+        tls_cert, tls_key, tls_ca: files (PEM): this instance's certificate and its key, and who signs the certificates of all instances. With
+            them TCP connections are TLS 1.3 with certificates of both sides, by the system's OpenSSL 3, and `key_file` may be left out.
+        rdma: an RDMA device, such as "mlx5_0", or "auto" for the first whose link is up: blocks in HOST are lent and read over it, where both
+            instances have one; "" for none. Takes `key_file`; bytes are not encrypted. Where it cannot be used, TCP serves.
+        fetch: read what others lend even where nothing is lent from here; where `listen` is set it is done in any case.
+        connections: of others that are served at a time.
+        lent_blocks: blocks that are lent at a time; whoever asks for more is told to come again.
+    """
+
+    listen: str = ""
+    advertise: str = ""
+    key_file: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    rdma: str = ""
+    fetch: bool = False
+    connections: int = 64
+    lent_blocks: int = 16_384
 
 
 class ErasureSettings(SettingsGroup, frozen=True):
@@ -425,6 +469,54 @@ class GcSettings(SettingsGroup, frozen=True):
     id: str = ""
 
 
+class SourceSettings(SettingsGroup, frozen=True):
+    """An engine that publishes KV events; the table's name is that of its instance.
+
+    Attributes:
+        endpoint: where it publishes, tcp://host:port. With * for the host we listen there and the engine connects.
+        replay: where it is asked to send again, tcp://host:port; "" where it does not: then each lost message begins an epoch.
+        topic: what the topics of its messages begin with.
+        kind: "vllm" or "sglang".
+        model: as routers name it. tenant: whose prompts it serves; its secret is in `catalog.tenant_secrets` or their file.
+        revision: of the weights; "" where it is not known.
+        block_tokens: tokens of a block, so that routers know what the engine serves before its first event; 0: its events say it.
+        pool: name of the cluster pool in which EXTERNAL, or an `ownership` of this name, says that blocks lie; "" for none.
+        topology: where the engine stands, outermost first.
+        ranks: data-parallel ranks, each an instance NAME-dpR at the next port.
+        counts_copies: of vLLM, whether a block that is stored again is another copy; false where requests ask for
+            `kv_cache_report_mode` "full".
+        blocks: remembered at a time, at most.
+        silence_s: after so long without an answer the engine counts as silent.
+        nkey_seed: the instance's own, instead of `nats.nkey_seed`.
+    """
+
+    endpoint: str = ""
+    replay: str = ""
+    topic: str = ""
+    kind: str = "vllm"
+    model: str = ""
+    tenant: str = ""
+    revision: str = ""
+    block_tokens: int = 0
+    pool: str = ""
+    topology: tuple[str, ...] = ()
+    ranks: int = 1
+    counts_copies: bool = True
+    blocks: int = 2_000_000
+    silence_s: float = 5.0
+    nkey_seed: str = ""
+
+
+class BridgeSettings(SettingsGroup, frozen=True):
+    """Engines without our code, whose KV events `kvbm bridge` brings to the stream.
+
+    Attributes:
+        sources: name of the instance → the engine.
+    """
+
+    sources: dict[str, SourceSettings] = {}
+
+
 class Settings(SettingsGroup, frozen=True):
     """Everything that can be set.
 
@@ -443,4 +535,6 @@ class Settings(SettingsGroup, frozen=True):
     catalog: CatalogSettings = CatalogSettings()
     gc: GcSettings = GcSettings()
     erasure: ErasureSettings = ErasureSettings()
+    transport: TransportSettings = TransportSettings()
+    bridge: BridgeSettings = BridgeSettings()
     tenants: dict[str, TenantSettings] = {}

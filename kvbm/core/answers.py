@@ -15,11 +15,17 @@ MAX_HASHES = 65_536
 MAX_TOKENS = 1 << 20
 MAX_INPUT_TOKENS = 1 << 24
 MAX_POSITIONS = 256
+MAX_PEERS = 4
+MAX_LABELS = 16  # of a place
+MAX_LABEL = 128  # characters of each
+MOST_LENT = 16  # instances that lend, by which one route is priced
 LIMIT = 8
 MAX_LIMIT = 1024
 MAX_INSTANCES = 1000  # in one answer
 MAX_WAIT_S = 5.0
 MAX_DEADLINE_S = 86_400.0
+MOST_LOAD_S = 1e9  # of waits and work
+MOST_CANDIDATES = 1_000_000
 _MOST_COUNT = (1 << 63) - 1  # of an epoch or an offset
 _HEX_DIGITS = 32  # of a hash
 
@@ -67,6 +73,58 @@ class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ) = None
 
 
+class PresenceRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which of these blocks are held, and by whom? As a lookup, but each block counts by itself: what is asked for may have holes."""
+
+
+class FindRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What of these blocks can be read from elsewhere? What pools are claimed to hold of them, and which live instances lend them.
+
+    Attributes:
+        limit: at most this many instances, the nearest first; the one that holds the most is among them.
+        first: instances are asked for from this block on. Pools are asked for from the first of all.
+        asker: the instance that asks, which is no answer. topology: where it stands, outermost first.
+    """
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PEERS)] = MAX_PEERS
+    first: Annotated[int, msgspec.Meta(ge=0, le=MAX_HASHES)] = 0
+    asker: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    topology: Annotated[list[Annotated[str, msgspec.Meta(max_length=128)]], msgspec.Meta(max_length=MAX_LABELS)] = []
+
+
+class LentRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Blocks of a prompt that an instance lends, as routes are priced by them.
+
+    Attributes:
+        begin, end: the first block, and behind the last one, counted in the prompt.
+        place: where the instance stands, outermost first.
+        host: names its machine, where others can share its memory; "": nobody can. tcp: it lends over TCP.
+    """
+
+    instance: Annotated[str, msgspec.Meta(max_length=300)]
+    begin: Annotated[int, msgspec.Meta(ge=0, le=MAX_HASHES)]
+    end: Annotated[int, msgspec.Meta(ge=0, le=MAX_HASHES)]
+    place: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=128)], ...], msgspec.Meta(max_length=MAX_LABELS)] = ()
+    host: Annotated[str, msgspec.Meta(max_length=300)] = ""
+    tcp: bool = False
+
+
+class CandidateLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What prices depend on of candidates together: of those that another catalog ranks, see "Parts" in docs/operate.md.
+
+    Attributes:
+        least_s: the shortest wait among them.
+        recent_s: what this caller has routed to them lately, decayed, in seconds of prefill, all together.
+        candidates: how many.
+        lent: what instances that the catalog follows lend of the prompt, the deepest first.
+    """
+
+    least_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_LOAD_S)]
+    recent_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_LOAD_S)]
+    candidates: Annotated[int, msgspec.Meta(ge=0, le=MOST_CANDIDATES)]
+    lent: Annotated[tuple[LentRun, ...], msgspec.Meta(max_length=MOST_LENT)] = ()
+
+
 class RouteRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which instance should serve this prompt? As a lookup, and the routed prompt is remembered.
 
@@ -78,12 +136,16 @@ class RouteRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_fiel
         deadline_s: the first token is of no use later than this from now. Instances that can keep it go first; where none can, the
             prompt is not admitted.
         phase: "prefill" or "decode" where another instance does the other; "both" where one does all.
+        remember: False: the prompt is not remembered as sent, and the answer has `candidates`.
+        elsewhere: candidates that other catalogs rank: prices are those among all together.
     """
 
     input_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_INPUT_TOKENS)] | None = None
     latency: Literal["interactive", "standard", "batch"] = "standard"
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
     phase: Literal["both", "prefill", "decode"] = "both"
+    remember: bool = True
+    elsewhere: CandidateLoad | None = None
 
 
 class InstanceHolding(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +194,76 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
     more_excluded: int = 0
 
 
+class BlocksHeld(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of the blocks one holder has in one tier.
+
+    Attributes:
+        name: of an instance, or of a pool of cluster reach. kind: "instance" or "pool". suspect: as in InstanceHolding.
+        held: a bit for each block that was asked for, in hex: the first is the lowest bit of the first byte.
+    """
+
+    name: str
+    kind: str
+    tier: str
+    suspect: bool
+    held: str
+
+    def bits(self) -> bytes:
+        """`held`, packed. Raises ValueError: it is not hex."""
+        return bytes.fromhex(self.held)
+
+
+class PresenceAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Who has which of some blocks: the instances with the most of them first, then pools. `view_age_s` as in LookupAnswer.
+
+    Attributes:
+        blocks: asked for.
+        holders: one entry for each tier in which a holder has any of them.
+        more: instances that have some and are not named, because of `limit`.
+    """
+
+    namespace: str
+    blocks: int
+    holders: list[BlocksHeld]
+    view_age_s: float = 0.0
+    more: int = 0
+
+
+class PeerHolding(msgspec.Struct, frozen=True, kw_only=True):
+    """A live instance that lends blocks.
+
+    Attributes:
+        depth: blocks it holds in HOST or NVME, from the first that was asked for on, without a hole.
+        tiers: those, by the hotter of the two that holds each.
+        distance: from who asks; 0 is the same place.
+        suspect: as in InstanceHolding.
+        lends: where: `host`, which names its machine, and on that machine `unix`, a socket's path; `tcp`, a host:port; `rdma`, its device.
+    """
+
+    instance: str
+    depth: int
+    tiers: dict[str, int]
+    distance: int
+    suspect: bool
+    lends: dict[str, str]
+
+
+class FindAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What of some blocks can be read from elsewhere. `view_age_s` as in LookupAnswer.
+
+    Attributes:
+        blocks: asked for.
+        pools: those that are claimed to have the first of them, the deepest first.
+        peers: instances, the nearest first.
+    """
+
+    namespace: str
+    blocks: int
+    pools: list[PoolHolding]
+    peers: list[PeerHolding]
+    view_age_s: float = 0.0
+
+
 class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
     """One instance and what serving the prompt there would cost, in seconds by parts.
 
@@ -139,6 +271,7 @@ class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
         depth: blocks the instance need not compute: held, fetched, or soon to hold.
         missing_tokens: tokens it must compute.
         fetch_blocks: blocks of `depth` that must be brought to HBM.
+        peer_blocks: those of them that other instances lend. peer: the one that most of them come from; "" where none do.
         cost_s: the sum of the parts.
         ttft_s: when its first token is to be expected: waiting, fetching and computing, nothing weighed.
         admitted: False: it cannot keep the deadline, or the prompt is of a batch and others wait.
@@ -156,6 +289,8 @@ class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
     suspect: bool
     ttft_s: float = 0.0
     admitted: bool = True
+    peer: str = ""
+    peer_blocks: int = 0
 
 
 class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +299,7 @@ class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         admitted: False: its deadline cannot be kept, or it is of a batch and others wait; it is not remembered as sent. Refuse it, or ask again
             later.
+        candidates: of a route that is not remembered, those the catalog has ranked; None: the caller may not know, or it is remembered.
     """
 
     instance: str
@@ -173,6 +309,7 @@ class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
     view_age_s: float = 0.0
     more: int = 0
     admitted: bool = True
+    candidates: CandidateLoad | None = None
 
 
 class BlockHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,6 +425,7 @@ class ReadyAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         degraded: what does not work though answers are good, "" when all does.
+        parts: of its cluster that the catalog follows, as in `catalog.parts`; "" for all.
     """
 
     ready: bool
@@ -295,6 +433,7 @@ class ReadyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     degraded: str
     stream_sequence: int
     lag_messages: int
+    parts: str = ""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbm.core.checks import kind_of, shown
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError
-from kvbm.core.ids import HASH_BYTES, Namespace, SequenceHash, Tier, pack_slots
+from kvbm.core.ids import HASH_BYTES, UNKNOWN, Namespace, NamespaceId, SequenceHash, Tier, pack_slots
 
 MOST_BLOCKS = 1 << 32  # of a chain; events count its blocks in 32 bits
 LONGEST_WAIT_S = 1e6
@@ -29,6 +29,25 @@ def check_run(hashes: bytes, argument: str = "hashes") -> None:
         raise ArgumentValueError(
             argument, f"has {len(hashes)} bytes, which is no multiple of {HASH_BYTES}; give {HASH_BYTES} for each block"
         )
+
+
+def checked_runs(runs: Iterable[tuple[NamespaceId, bytes]], argument: str = "runs") -> list[tuple[NamespaceId, bytes]]:
+    """Pairs of a namespace's id, which is still to be checked, and a packed run."""
+    try:
+        given = [(namespace, hashes) for namespace, hashes in runs]
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            argument, f"is {kind_of(runs)}; give a list of pairs, each a namespace's id and packed hashes"
+        ) from None
+    for at, (_, hashes) in enumerate(given):
+        check_run(hashes, f"{argument}[{at}]")
+    return given
+
+
+def check_flag(value: bool, argument: str) -> None:
+    """Refuse what is not True or False."""
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(argument, f"is {kind_of(value)}; give True or False")
 
 
 def checked_hash(value: bytes, argument: str) -> SequenceHash:
@@ -63,7 +82,7 @@ def check_tier(tier: Tier, argument: str = "tier") -> None:
 
 
 def check_namespaces(namespaces: Iterable[Namespace], argument: str = "namespaces") -> list[Namespace]:
-    """The namespaces of a list, each of them one."""
+    """The namespaces of a list, each of them one, and one whose blocks have bytes that somebody knows."""
     if isinstance(namespaces, Namespace):
         raise ArgumentTypeError(argument, "is a single Namespace; give a list of them")
     try:
@@ -75,6 +94,9 @@ def check_namespaces(namespaces: Iterable[Namespace], argument: str = "namespace
             raise ArgumentTypeError(
                 f"{argument}[{at}]", f"is {kind_of(one)}; give kvbm.Namespace objects, not their ids"
             )
+        if UNKNOWN in (one.kv_dtype, one.layout):
+            why = "has unknown kv_dtype or layout: such blocks are known for routing only, and nobody can read them"
+            raise ArgumentValueError(f"{argument}[{at}]", f"{why}; give the namespace of the engine's own blocks")
     return given
 
 

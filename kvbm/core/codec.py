@@ -39,6 +39,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from mmap import mmap
 from typing import NamedTuple, TypeVar, assert_never
 
 import msgspec
@@ -335,7 +336,7 @@ def _namespace_index(namespace: bytes, namespaces: dict[bytes, int]) -> int:
     return index
 
 
-def decode_header(data: bytes, at: int = 0) -> FrameHeader:
+def decode_header(data: bytes | mmap, at: int = 0) -> FrameHeader:
     """A frame's header, without proof that the rest is good.
 
     Raises: NotAFrameError, NewerFrameError, TornFrameError, MalformedFrameError.
@@ -387,7 +388,7 @@ def newer_frame(data: bytes, at: int, checksum: Callable[[bytes], int] = crc32c)
     return NewerFrame(version, epoch) if is_whole else None
 
 
-def decode_frame(data: bytes, at: int = 0, checksum: Callable[[bytes], int] = crc32c) -> tuple[Frame, int]:
+def decode_frame(data: bytes | mmap, at: int = 0, checksum: Callable[[bytes], int] = crc32c) -> tuple[Frame, int]:
     """The frame at a position, and the position after it.
 
     Raises: NotAFrameError, NewerFrameError, TornFrameError, CorruptFrameError, MalformedFrameError; each has `at`.
@@ -424,7 +425,7 @@ def decode_frame(data: bytes, at: int = 0, checksum: Callable[[bytes], int] = cr
     return frame, end
 
 
-def scan_frames(data: bytes, at: int = 0) -> tuple[list[ScannedFrame], FrameError | None]:
+def scan_frames(data: bytes | mmap, at: int = 0) -> tuple[list[ScannedFrame], FrameError | None]:
     """The good frames from a position on, up to the buffer's end or the first bytes that are none; and why those are none.
 
     What `decode_frame` would refuse is refused here, too. The error's `at` is where reading ended.
@@ -469,7 +470,7 @@ def _flaw(frame: Frame) -> str:
 class _Reader:
     """Takes fields from [position, end) of one frame; running out of bytes is a MalformedFrameError."""
 
-    def __init__(self, data: bytes, frame_at: int, position: int, end: int) -> None:
+    def __init__(self, data: bytes | mmap, frame_at: int, position: int, end: int) -> None:
         self.frame_at = frame_at
         self._data, self._position, self._end = data, position, end
 

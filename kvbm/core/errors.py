@@ -18,13 +18,16 @@ KvbmError
 ├── CheckpointError        a checkpoint of the cluster index that cannot be written, or is not whole
 ├── JournalError           a journal folder that cannot be used
 ├── PoolError              a pool that cannot be opened or used
-│   ├── PoolMismatchError  the pool file belongs to another namespace or shape
+│   ├── PoolMismatchError  a stripe is that of another place or pool
 │   └── PoolFullError      the device has no room for the pool
+├── PeerWireError          bytes from another instance that are no message of the protocol
 ├── StreamError            NATS does not answer or refuses
 │   └── FencedError        another run or a newer epoch may publish an instance's events now
 ├── CatalogError           the catalog or its database does not answer or refuses
 ├── JanitorError           a janitor may not work, or not go on
 │   └── JanitorBusyError   another janitor works on the pool now
+├── VerbsError             an RDMA device that cannot be used
+├── NixlError              NIXL, or the process it runs in, that cannot be used
 ├── MissingExtraError      an optional part of kvbm is not installed
 └── TraceError             a workload trace that cannot be read
 """
@@ -162,7 +165,7 @@ class PoolError(KvbmError):
 
 
 class PoolMismatchError(PoolError):
-    """The pool file was made for another model, dtype or block shape; it is left as it is."""
+    """A stripe of the NVME pool has another place or belongs to another pool, or a device to another instance; it is left as it is."""
 
 
 class PoolFullError(PoolError):
@@ -178,6 +181,10 @@ class PoolFullError(PoolError):
         self.free_bytes = free_bytes
 
 
+class PeerWireError(KvbmError):
+    """Bytes from another instance that are no message of the protocol by which blocks are lent. Who sent them is hung up on."""
+
+
 class StreamError(KvbmError):
     """NATS does not answer or refuses. A retry helps once the server is reachable again."""
 
@@ -190,6 +197,20 @@ class CatalogError(KvbmError):
     """The catalog or its database does not answer or refuses. A retry may help; the message says what was seen."""
 
 
+class CatalogRefusedError(CatalogError):
+    """A catalog, or a replica of one, answered with an error.
+
+    Attributes:
+        status: as of HTTP.
+        code: constant that names the error, such as "not_ready".
+    """
+
+    def __init__(self, message: str, status: int, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
 class ErasureError(KvbmError):
     """An erasure cannot be asked for, or not be read; the message says why. A retry does not help."""
 
@@ -200,6 +221,14 @@ class JanitorError(KvbmError):
 
 class JanitorBusyError(JanitorError):
     """Another janitor works on the pool now; there is nothing to do, and a later run may find something."""
+
+
+class VerbsError(KvbmError):
+    """An RDMA device, or something made in it, that cannot be used. A retry helps where the other end or the link was away."""
+
+
+class NixlError(KvbmError):
+    """NIXL, the process it runs in, or what was asked of it, that cannot be used. A retry helps: the process is started anew."""
 
 
 class MissingExtraError(KvbmError):

@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from enum import IntEnum
-from functools import cache
+from functools import cache, lru_cache
 from typing import NewType
 
 import msgspec
@@ -28,6 +28,7 @@ Offset = NewType("Offset", int)
 HASH_BYTES = 16
 SLOT_BYTES = 4
 NO_PARENT = SequenceHash(bytes(HASH_BYTES))  # the parent of a chain's first block; the root itself stays secret
+UNKNOWN = "unknown"  # a field of a namespace that nobody has said: a value of its own, equal to no engine's
 
 
 _TEXTS = ("model", "revision", "kv_dtype", "layout", "ranks", "lora", "tenant", "scheme")
@@ -64,7 +65,7 @@ _FIRST_FIELDS = frozenset(
 class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     """What may share blocks. Two blocks are the same only in one namespace. Immutable; any thread may use it.
 
-    Calls of a manager take its `id`, 16 bytes, which is computed each time: keep it.
+    Calls of a manager take its `id`, 16 bytes.
 
     Attributes:
         model, revision: name and version of the weights. A namespace without a revision is kept out of tiers that outlive the process
@@ -114,7 +115,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     @property
     def id(self) -> NamespaceId:
         """The public name, 16 bytes: events, SQL and the API use it."""
-        return NamespaceId(hashlib.sha256(b"kvbm.namespace.v1\0" + self.canonical()).digest()[:HASH_BYTES])
+        return _id_of(self)
 
     def root(self, secret: bytes = b"") -> SequenceHash:
         """The hash the namespace's chains start from, 16 bytes. It never leaves engine and client.
@@ -124,6 +125,11 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
         """
         digest = hmac.new(secret, b"kvbm.root.v1\0" + self.canonical(), hashlib.sha256).digest()
         return SequenceHash(digest[:HASH_BYTES])
+
+
+@lru_cache(maxsize=1024)
+def _id_of(namespace: Namespace) -> NamespaceId:
+    return NamespaceId(hashlib.sha256(b"kvbm.namespace.v1\0" + namespace.canonical()).digest()[:HASH_BYTES])
 
 
 @cache

@@ -17,7 +17,7 @@ from the fold to frames).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -61,6 +61,7 @@ from kvbm.core.snapshots import Recovered, Snapshots
 
 LEAST_EVENT_BYTES = 1 << 20  # room below this would overflow at the first large command
 NOT_HELD = 0xFF  # in place of a tier, of a block that none holds
+LENT_TIERS = (Tier.HOST, Tier.NVME)  # what other instances may read of this one, the tier to read from first
 
 
 class Match(NamedTuple):
@@ -252,6 +253,17 @@ class Ledger:
                 self._tiers[hottest].pin(local)
         return Match(len(tiers), bytes(tiers), pack_slots(slots))
 
+    def lend(self, namespace: NamespaceId, hashes: bytes, coldest: Tier = Tier.NVME) -> Match:
+        """The longest run of blocks of a namespace that another instance may read here: each in HOST, else in NVME, and pinned there.
+
+        Each pin is a use, and is given back with `unpin`. Tiers colder than `coldest` are not looked at.
+        """
+        order = {tier: self.residencies.held[tier] for tier in LENT_TIERS if tier in self._tiers and tier <= coldest}
+        tiers, slots = _longest_run(order, hashes, namespace)
+        for tier, slot in zip(tiers, slots, strict=True):
+            self._tiers[tier].pin([slot])
+        return Match(len(tiers), bytes(tiers), pack_slots(slots))
+
     def holders(self, hashes: bytes, hottest: Tier = Tier.HBM, namespace: NamespaceId | None = None) -> bytes:
         """For each block the hottest tier with slots that holds it, one byte each, NOT_HELD where none does.
 
@@ -327,12 +339,7 @@ class Ledger:
         """
         state = self._state(tier)
         blocks, given = split_hashes(hashes), split_slots(slots)
-        if len(blocks) != len(given):
-            raise LedgerError(f"{len(blocks)} hashes for {len(given)} slots; give one slot a block")
-        if len(set(blocks)) != len(blocks) or len(set(given)) != len(given):
-            raise LedgerError(f"{len(blocks)} blocks to create in {tier.name} name a hash or a slot twice")
-        for slot in given:
-            state.require_own(slot, "no block can be created in it")
+        state.require_fillable(blocks, given, "create", "no block can be created in it")
         held = self.residencies.held[tier]
         known = [block in held for block in blocks]
         _require_own([held.get(block) for block in blocks], namespace, tier)
@@ -342,19 +349,8 @@ class Ledger:
             if repeated:
                 state.release(given[begin:end])
             else:
-                for first in range(begin, end, MAX_RUN_BLOCKS):
-                    last = min(end, first + MAX_RUN_BLOCKS)
-                    before = blocks[first - 1] if first else parent
-                    self._recorder.record(
-                        BlocksCreated(
-                            namespace=namespace,
-                            tier=tier,
-                            parent=before if start + first else NO_PARENT,
-                            start=start + first,
-                            hashes=hashes[first * HASH_BYTES : last * HASH_BYTES],
-                            slots=pack_slots(given[first:last]),
-                        )
-                    )
+                for event in _created(namespace, tier, parent, start, hashes, given, begin, end):
+                    self._recorder.record(event)
             begin = end
         fresh = [block for block, repeated in zip(blocks, known, strict=True) if not repeated]
         state.enter(fresh, pinned=True)
@@ -393,6 +389,11 @@ class Ledger:
                 namespace=namespace, source=finder, target=tier, kept=True, cause=MigrateCause.OFFLOAD, hashes=hashes
             )
         )
+
+    def adopt(self, namespace: NamespaceId, tier: Tier, hashes: bytes, slots: bytes, finder: InstanceId) -> int:
+        """Say that allocated slots hold these blocks already: their bytes were found there. As `SlotAllocator.adopt`."""
+        self._state(tier)
+        return self._allocator.adopt(namespace, tier, split_hashes(hashes), split_slots(slots), finder)
 
     def keep(
         self, tier: Tier, hashes: bytes, until_s: float, priority: int = 0, namespace: NamespaceId | None = None
@@ -499,6 +500,30 @@ class Ledger:
         for change in delta.added:
             if change.slot is not None:
                 self._tiers[change.tier].allocated.discard(change.slot)
+
+
+def _created(
+    namespace: NamespaceId,
+    tier: Tier,
+    parent: SequenceHash,
+    start: int,
+    hashes: bytes,
+    slots: Sequence[int],
+    begin: int,
+    end: int,
+) -> Iterator[BlocksCreated]:
+    """The events that say that blocks [begin, end) of a run were created."""
+    for first in range(begin, end, MAX_RUN_BLOCKS):
+        last = min(end, first + MAX_RUN_BLOCKS)
+        before = SequenceHash(hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES]) if first else parent
+        yield BlocksCreated(
+            namespace=namespace,
+            tier=tier,
+            parent=before if start + first else NO_PARENT,
+            start=start + first,
+            hashes=hashes[first * HASH_BYTES : last * HASH_BYTES],
+            slots=pack_slots(slots[first:last]),
+        )
 
 
 def _require_own(entries: Sequence[Held | None], namespace: NamespaceId, tier: Tier) -> None:

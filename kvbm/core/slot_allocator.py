@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvbm.core.errors import LedgerError
-from kvbm.core.events import MAX_RUN_BLOCKS, BlocksEvicted, EvictReason, PoolStated
-from kvbm.core.ids import DURABLE_TIERS, NamespaceId, Offset, SequenceHash, Tier, pack_slots
+from kvbm.core.events import MAX_RUN_BLOCKS, BlocksEvicted, BlocksMigrated, EvictReason, MigrateCause, PoolStated
+from kvbm.core.ids import DURABLE_TIERS, InstanceId, NamespaceId, Offset, SequenceHash, Tier, pack_slots
 from kvbm.core.policy import OTHERS, FairShares, Share
 from kvbm.core.recorder import Recorder
 from kvbm.core.slots import TierSlots
@@ -82,6 +82,45 @@ class SlotAllocator:
             return None
         slots, after = state.take(count)
         return Allocation(pack_slots(slots), after if tier in DURABLE_TIERS else Offset(0))
+
+    def adopt(
+        self,
+        namespace: NamespaceId,
+        tier: Tier,
+        blocks: Sequence[SequenceHash],
+        slots: Sequence[int],
+        finder: InstanceId,
+    ) -> int:
+        """Say that allocated slots hold these blocks already: their bytes were found there. They may be evicted at once.
+
+        Slots of blocks that the tier holds anyway go back to the pool. So do all that are left once the stream has ended, or
+        overflowed in a durable tier.
+
+        Args:
+            finder: the instance itself, as the source of the event: nobody knows any more who brought the bytes.
+        Returns: how many blocks the tier has gained.
+        Raises: LedgerError: a slot is not allocated or is a copy's, counts differ, or a hash or a slot is given twice; nothing has
+            changed then.
+        """
+        state, held = self.tiers[tier], self._recorder.residencies.held[tier]
+        state.require_fillable(blocks, slots, "adopt", "no block can be adopted in it")
+        fresh = [(block, slot) for block, slot in zip(blocks, slots, strict=True) if block not in held]
+        state.release([slot for block, slot in zip(blocks, slots, strict=True) if block in held])
+        gained = list[SequenceHash]()
+        for first in range(0, len(fresh), MAX_RUN_BLOCKS):
+            if self._recorder.is_closed(tier) or self._recorder.residencies.stopped:
+                state.release([slot for _, slot in fresh[first:]])
+                break
+            run = fresh[first : first + MAX_RUN_BLOCKS]
+            self._recorder.record(
+                BlocksMigrated(
+                    namespace=namespace, source=finder, target=tier, kept=True, cause=MigrateCause.OFFLOAD,
+                    hashes=b"".join(block for block, _ in run), slots=pack_slots(slot for _, slot in run),
+                )
+            )  # fmt: skip
+            gained += [block for block, _ in run]
+        state.enter(gained, pinned=False)
+        return len(gained)
 
     def evict(self, tier: Tier, blocks: Sequence[SequenceHash], reason: EvictReason) -> None:
         """Withdraw held blocks, a run of one namespace an event."""

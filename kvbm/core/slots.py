@@ -97,6 +97,17 @@ class TierSlots:
         if slot in self.receiving:
             raise LedgerError(f"{name} slot {slot} belongs to a copy, so {consequence}")
 
+    def require_fillable(
+        self, blocks: Sequence[SequenceHash], slots: Sequence[int], verb: str, consequence: str
+    ) -> None:
+        """Raises LedgerError: counts differ, a hash or a slot is given twice, or a slot is not the caller's."""
+        if len(blocks) != len(slots):
+            raise LedgerError(f"{len(blocks)} hashes for {len(slots)} slots; give one slot a block")
+        if len(set(blocks)) != len(blocks) or len(set(slots)) != len(slots):
+            raise LedgerError(f"{len(blocks)} blocks to {verb} in {self.pool.tier.name} name a hash or a slot twice")
+        for slot in slots:
+            self.require_own(slot, consequence)
+
     def release(self, slots: Sequence[int]) -> None:
         """Give back allocated slots that hold no block yet.
 

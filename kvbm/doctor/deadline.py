@@ -48,9 +48,11 @@ class Asked(Generic[T]):
             self._failed.append(error)
 
 
-def run_probe(name: str, question: Mapping[str, Any] | None = None, timeout_s: float = PROBE_S) -> dict[str, Any]:
+def run_probe(name: str, question: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> dict[str, Any]:
     """What a probe of `probes/` answers, as a process that is killed when it is late.
 
+    Args:
+        timeout_s: None for `PROBE_S`.
     Raises: Late. RuntimeError: it ended otherwise; the message has its last line.
     """
     script = Path(__file__).parent / "probes" / f"{name}.py"
@@ -62,7 +64,7 @@ def run_probe(name: str, question: Mapping[str, Any] | None = None, timeout_s: f
         stderr=subprocess.PIPE,
     ) as process:
         try:
-            said, complaint = process.communicate(timeout=timeout_s)
+            said, complaint = process.communicate(timeout=PROBE_S if timeout_s is None else timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             _leave(process)

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from kvbm.assembly import journal_folder, nvme_paths
 from kvbm.config import Settings
 from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
+from kvbm.pools.nvme.generations import TAIL_BYTES
 
 
 class _Sized(Protocol):
@@ -81,4 +82,4 @@ def _file_bytes(pool: _Sized, block_bytes: int, files: int) -> Wanted:
     if not plain or not block_bytes:
         return plain
     slots = pool.slots or pool.capacity_bytes // block_bytes
-    return Wanted(slots * stride_of(block_bytes) + files * PAGE_BYTES)
+    return Wanted(slots * stride_of(block_bytes) + files * (PAGE_BYTES + TAIL_BYTES))

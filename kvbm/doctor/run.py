@@ -22,7 +22,10 @@ from kvbm.doctor.agreement import judge_settings
 from kvbm.doctor.clock import judge_clock, look_at_clock
 from kvbm.doctor.deadline import PROBE_S, Asked, Late
 from kvbm.doctor.finding import Finding, Result, problem, refused, unused, warning
+from kvbm.doctor.nixl import judge_nixl, look_at_nixl
+from kvbm.doctor.peers import judge_peers
 from kvbm.doctor.plan import Plan, Wanted, plan_of
+from kvbm.doctor.rdma import judge_rdma, look_at_rdma
 from kvbm.workload.reports import check_report_path, write_report
 
 _STYLES = {Result.OK: "green", Result.WARNING: "yellow", Result.PROBLEM: "bold red", Result.UNUSED: "dim"}
@@ -35,7 +38,7 @@ class DoctorOptions(NamedTuple):
 
     Attributes:
         block_bytes: of one block, so that slots can be weighed; 0 where it is not known.
-        quick: measure no speeds.
+        quick: measure no speeds, and do not try NIXL, which takes a second or two.
         json: file for the findings as JSON; "-": standard output, instead of words; "": nowhere.
     """
 
@@ -87,7 +90,7 @@ def examine(settings: Settings, options: DoctorOptions) -> Report:
     """Run every check. Never raises for what it finds, never waits longer than each probe's five seconds."""
     begin_s = time.monotonic()
     plan = plan_of(settings, options.block_bytes)
-    at_once = [(check, Asked(check.look, check.name)) for check in _checks(plan)]
+    at_once = [(check, Asked(check.look, check.name)) for check in _checks(plan, options.quick)]
     results = {check.name: _finish(check, asked) for check, asked in at_once}
     # Disks come after, one by one: what else is under way would be measured with them.
     disk_findings = _examine_disks(plan, options)
@@ -106,7 +109,7 @@ def examine(settings: Settings, options: DoctorOptions) -> Report:
 _FIRST = ("settings", "CPU", "open files", "memory", "CUDA", "io_uring")
 
 
-def _checks(plan: Plan) -> list[_Check]:
+def _checks(plan: Plan, is_quick: bool) -> list[_Check]:
     """Everything but the disks, in the order of the table."""
     settings = plan.settings
     checks = [
@@ -123,6 +126,13 @@ def _checks(plan: Plan) -> list[_Check]:
             "io_uring",
             lambda: [disks.judge_io_uring(disks.look_at_io_uring(), plan)],
             "see dmesg; or set pools.nvme.io=threads",
+        ),
+        _Check("peers", lambda: [judge_peers(settings)], "see why the disk does not answer (dmesg)"),
+        _Check("RDMA", lambda: [judge_rdma(look_at_rdma())], "see dmesg: a device or its library does not answer"),
+        _Check(
+            "NIXL",
+            lambda: [judge_nixl(look_at_nixl(is_tried=not is_quick))],
+            "see dmesg: NIXL does not answer; it is not needed",
         ),
         _Check(
             "file modes",

@@ -17,7 +17,7 @@ from kvbm.core.errors import KvbmError, MissingExtraError, StreamError
 from kvbm.doctor.deadline import PROBE_S
 from kvbm.doctor.finding import Finding, milliseconds, ok, problem, refused, size, unused, warning
 from kvbm.files import SMALL_BYTES, read_small
-from kvbm.locate.http import CatalogClient
+from kvbm.locate.parts import catalogs_at
 from kvbm.pools.stores.base import Get, Put, Refusal, Store, Trouble
 from kvbm.pools.stores.blobs import Limits
 from kvbm.pools.stores.opening import open_store
@@ -32,6 +32,7 @@ _OLDEST_NATS = (2, 10)
 _GOOD_NATS = (2, 12)
 _FAR_S = 0.05
 _ASK_S = PROBE_S - 1.0  # of the probes' five, so that what was begun can be ended
+_EMBEDDED_ASK_S = 1.0
 _OBJECT_ASK_S = 0.9  # of one request to the object store, twice that for the first: five in all
 
 
@@ -62,7 +63,7 @@ def look_at_nats(settings: Settings) -> Nats:
             url = read_small(folder / "nats.url").decode("utf-8").strip()
         except (OSError, ValueError):
             pass
-        if not url or not answers(url, 1.0):
+        if not url or not answers(url, _EMBEDDED_ASK_S):
             ran = subprocess.run(
                 [str(server_binary()), "--version"], capture_output=True, text=True, timeout=_ASK_S, check=False
             )
@@ -306,23 +307,24 @@ class Catalog(NamedTuple):
 
     ready: ReadyAnswer
     round_trip_s: float
+    url: str = ""
 
 
 def look_at_catalog(settings: Settings) -> Catalog:
     """See `Catalog`. Raises CatalogError."""
-    client = CatalogClient(settings.catalog.url, _ASK_S / 2, credentials=catalog_credentials(settings))
+    client = catalogs_at(settings.catalog.url, _ASK_S / 2, credentials=catalog_credentials(settings))
     try:
         client.ready()  # makes the connection
         begin_s = time.perf_counter()
         ready = client.ready()
-        return Catalog(ready, time.perf_counter() - begin_s)
+        return Catalog(ready, time.perf_counter() - begin_s, client.url)
     finally:
         client.close()
 
 
 def judge_catalog(facts: Catalog, settings: Settings) -> Finding:
     """Reached, ready, and faster than managers wait for it."""
-    found = f"{settings.catalog.url}, {milliseconds(facts.round_trip_s)} a round trip"
+    found = f"{facts.url or settings.catalog.url}, {milliseconds(facts.round_trip_s)} a round trip"
     if not facts.ready.ready:
         fix = "wait, and see its log if that does not end; answers are incomplete until then"
         return warning("catalog", f"{found}; not ready: {facts.ready.reason}", fix)

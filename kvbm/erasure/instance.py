@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Annotated, Protocol
 
 import msgspec
+import numpy as np
 import structlog
 
 from kvbm.core.errors import KvbmError
-from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier
+from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, split_hashes
 from kvbm.core.snapshots import Recovered
 from kvbm.erasure.record import Erasure, Matcher, Record
 from kvbm.erasure.report import Place, Progress
@@ -45,6 +46,7 @@ class Erasable(Protocol):
     @property
     def engine_tier(self) -> Tier | None: ...
     def slots(self, tier: Tier) -> int: ...
+    def end_salvage(self) -> None: ...
     def hold_back(self, held_back: bool) -> None: ...
     def tenants(self) -> dict[NamespaceId, str]: ...
     def held(self, tier: Tier) -> list[HeldRun]: ...
@@ -113,6 +115,12 @@ class StartErasures:
                 return False
         return True
 
+    def keeps_run(self, namespace: NamespaceId, hashes: bytes) -> np.ndarray:
+        """The same, for each block of a run of one namespace."""
+        if not self._matchers:
+            return np.ones(len(hashes) // HASH_BYTES, dtype=bool)
+        return np.array([self.keeps(Recovered(one, namespace, 0)) for one in split_hashes(hashes)], dtype=bool)
+
 
 @dataclass
 class _Job:
@@ -168,6 +176,7 @@ class InstanceErasures:
             if erasure.number in self._done.at_ns or erasure.number in self._jobs:
                 continue
             job = self._jobs[erasure.number] = _Job(erasure, Matcher(erasure))
+            self._instance.end_salvage()  # first: what it has brought back is chosen with the rest
             self._choose(job)
             self._withdraw(job)
             self._instance.drop_samples()

@@ -1,15 +1,14 @@
-"""Asking the catalog over HTTP: `CatalogClient` for routers and tools, `HttpLocator` for managers."""
+"""Asking the catalog: a client for routers and tools."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
-import numpy as np
 import structlog
 
 from kvbm.core import prompt_batches
@@ -17,10 +16,12 @@ from kvbm.core.answers import (
     LIMIT,
     MAX_HASHES,
     MAX_INPUT_TOKENS,
-    MAX_LIMIT,
-    MAX_POSITIONS,
+    MAX_PEERS,
     BlockAnswer,
+    CandidateLoad,
     ErrorAnswer,
+    FindAnswer,
+    FindRequest,
     ForgottenAnswer,
     InstancesAnswer,
     InstanceSummary,
@@ -29,53 +30,48 @@ from kvbm.core.answers import (
     NamespacesAnswer,
     NamespaceSummary,
     PositionWanted,
+    PresenceAnswer,
+    PresenceRequest,
     ReadyAnswer,
     RouteAnswer,
     RouteRequest,
     SnapshotAnswer,
 )
-from kvbm.core.arguments import check_run, check_seconds, checked_hash, refuse_namespace
+from kvbm.core.arguments import check_run, check_seconds, checked_hash
 from kvbm.core.backend import SequenceHashes
-from kvbm.core.checks import check_text, checked_int, kind_of
-from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, CatalogError, LayoutError
-from kvbm.core.hashing import check_hashable, sequence_hashes
+from kvbm.core.checks import check_text, checked_int
+from kvbm.core.errors import ArgumentValueError, CatalogError, CatalogRefusedError, LayoutError
+from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.core.prompt_batches import PromptBatch
+from kvbm.core.questions import checked_limit, checked_names, checked_peers, checked_place, id_of, named
+from kvbm.core.token_questions import TokenQuestions
+from kvbm.core.watch_events import MAX_WATCHED_HASHES, WatchRequest
+from kvbm.locate.checkpoint import CHECKPOINT_QUIET_S, fetch_checkpoint
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
-from kvbm.locate.transport import Request, Transport
+from kvbm.locate.nats import NatsTransport, is_nats
+from kvbm.locate.requests import Carrier, Request
+from kvbm.locate.transport import Transport
+from kvbm.locate.watching import CatalogWatch
 
 log = structlog.get_logger()
 
 TIMEOUT_S = 5.0
-BACK_OFF_FIRST_S = 0.5
-BACK_OFF_MOST_S = 5.0
 _POLL_S = 0.05
+_MOST_NAME = 128  # characters of an instance's
 A = TypeVar("A", bound=msgspec.Struct)
+Q = TypeVar("Q", bound=LookupRequest)
 
 
-class CatalogRefusedError(CatalogError):
-    """The catalog answered with an error.
-
-    Attributes:
-        status: of HTTP.
-        code: constant that names the error, such as "not_ready".
-    """
-
-    def __init__(self, message: str, status: int, code: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-
-
-class CatalogClient:
+class CatalogClient(TokenQuestions):
     """Asks one catalog. Any thread may call it; connections are kept.
 
     Every method raises CatalogError, in one sentence, when the catalog does not answer in time, CatalogRefusedError when it answers
     with an error, and ArgumentError before it is asked, for an argument that cannot be used. Close it when it is done with.
 
     Args:
-        url: http://host:port, or unix:/path of the socket of a catalog on this machine; several with commas between, of which the one
-            that answered last is asked first
+        url: http://host:port, unix:/path of the socket of a catalog on this machine, or nats://host:port/CLUSTER/CALLER, where any
+            catalog of the cluster answers; several with commas between, of which the one that answered last is asked first
         hash_tokens: `sequence_hashes` or its native implementation.
         credentials: how this side proves who it is; files that are replaced are read again, and once more after a 401.
     """
@@ -87,11 +83,11 @@ class CatalogClient:
         hash_tokens: SequenceHashes = sequence_hashes,
         credentials: CatalogCredentials = NO_CREDENTIALS,
     ) -> None:
+        super().__init__(hash_tokens)
         check_text(url, "url")
         check_seconds(timeout_s, "timeout_s")
         self._timeout_s = timeout_s
-        self._hash_tokens = hash_tokens
-        self._transport = Transport(url, credentials)
+        self._transport: Carrier = NatsTransport(url, credentials) if is_nats(url) else Transport(url, credentials)
 
     @property
     def url(self) -> str:
@@ -101,23 +97,6 @@ class CatalogClient:
     def close(self) -> None:
         """Give the connections back. Idempotent."""
         self._transport.close()
-
-    def hashes(self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
-        """Packed hashes of a prompt's full blocks, made here: the root stays on this side.
-
-        Raises: HashSchemeError: the namespace's blocks are hashed in another way, as vLLM's are. ArgumentError, LayoutError: an
-            argument that cannot be used, as `Manager.hash_tokens`.
-        """
-        if not isinstance(namespace, Namespace):
-            raise ArgumentTypeError(
-                "namespace", f"is {kind_of(namespace)}; give the Namespace, whose root its id does not tell"
-            )
-        if not isinstance(secret, bytes):
-            raise ArgumentTypeError("secret", f"is {kind_of(secret)}; give bytes, empty where the tenant has no secret")
-        if tokens is None:
-            raise ArgumentTypeError("tokens", "is None; give a sequence of token ids")
-        check_hashable(namespace)
-        return self._hash_tokens(tokens, namespace.block_tokens, namespace.root(secret))
 
     def lookup(
         self,
@@ -139,12 +118,52 @@ class CatalogClient:
             limit: at most this many instances are named, the best first.
             instances: only these are looked at; None for all.
         """
-        check_run(hashes)
-        request = LookupRequest(
-            namespace=_named(namespace), hashes=hashes.hex(), at_least=list(at_least), timeout_s=wait_s,
-            limit=_checked_limit(limit), instances=_checked_names(instances),
+        request = _question(LookupRequest, namespace, hashes, at_least, wait_s, limit, instances)
+        return self._post("/v1/lookup", request, LookupAnswer, timeout_s, wait_s if at_least else 0.0)
+
+    def presence(
+        self,
+        namespace: Namespace | NamespaceId,
+        hashes: bytes,
+        at_least: Sequence[PositionWanted] = (),
+        wait_s: float = 1.0,
+        timeout_s: float | None = None,
+        limit: int = LIMIT,
+        instances: Sequence[str] | None = None,
+    ) -> PresenceAnswer:
+        """Which of these blocks are held, and by whom; there may be holes. Arguments as `lookup`.
+
+        Args:
+            hashes: packed, at most 65,536.
+            limit: at most this many instances are named, those with the most blocks first; pools are named always.
+        """
+        request = _question(PresenceRequest, namespace, hashes, at_least, wait_s, limit, instances)
+        return self._post("/v1/presence", request, PresenceAnswer, timeout_s, wait_s if at_least else 0.0)
+
+    def find(
+        self,
+        namespace: Namespace | NamespaceId,
+        hashes: bytes,
+        first: int = 0,
+        asker: str = "",
+        topology: Sequence[str] = (),
+        at_least: Sequence[PositionWanted] = (),
+        wait_s: float = 1.0,
+        timeout_s: float | None = None,
+        limit: int = MAX_PEERS,
+        instances: Sequence[str] | None = None,
+    ) -> FindAnswer:
+        """What of these blocks can be read from elsewhere. Arguments as `lookup`.
+
+        Args:
+            first, asker, topology: as in FindRequest.
+            limit: at most so many instances that lend are named, 1 to 4.
+        """
+        request = _question(
+            FindRequest, namespace, hashes, at_least, wait_s, checked_peers(limit), instances,
+            first=checked_int(first, "first", most=MAX_HASHES), asker=_asker(asker), topology=checked_place(topology),
         )  # fmt: skip
-        return self._post("/v1/lookup", request, LookupAnswer, self._limit(timeout_s, at_least, wait_s))
+        return self._post("/v1/find", request, FindAnswer, timeout_s, wait_s if at_least else 0.0)
 
     def route(
         self,
@@ -159,21 +178,21 @@ class CatalogClient:
         latency: Literal["interactive", "standard", "batch"] = "standard",
         deadline_s: float | None = None,
         phase: Literal["both", "prefill", "decode"] = "both",
+        remember: bool = True,
+        elsewhere: CandidateLoad | None = None,
     ) -> RouteAnswer:
         """Where to send a prompt. The catalog remembers it as sent, if it is admitted. Arguments as `lookup`.
 
         Args:
             input_tokens: tokens of the whole prompt.
-            latency, deadline_s, phase: as in RouteRequest.
+            latency, deadline_s, phase, remember, elsewhere: as in RouteRequest.
         """
-        check_run(hashes)
-        tokens = checked_int(input_tokens, "input_tokens")
-        request = RouteRequest(
-            namespace=_named(namespace), hashes=hashes.hex(), input_tokens=tokens, at_least=list(at_least),
-            timeout_s=wait_s, limit=_checked_limit(limit), instances=_checked_names(instances), latency=latency,
-            deadline_s=deadline_s, phase=phase,
+        request = _question(
+            RouteRequest, namespace, hashes, at_least, wait_s, limit, instances,
+            input_tokens=checked_int(input_tokens, "input_tokens"), latency=latency, deadline_s=deadline_s, phase=phase,
+            remember=remember, elsewhere=elsewhere,
         )  # fmt: skip
-        return self._post("/v1/route", request, RouteAnswer, self._limit(timeout_s, at_least, wait_s))
+        return self._post("/v1/route", request, RouteAnswer, timeout_s, wait_s if at_least else 0.0)
 
     def lookup_many(
         self,
@@ -189,6 +208,43 @@ class CatalogClient:
         """
         batch = _batch(prompt_batches.LOOKUP, namespace, [(hashes, 0) for hashes in _checked_prompts(prompts)], limit)
         return self._ask_batch("/v1/lookup", batch, prompt_batches.decode_lookups, timeout_s)
+
+    def presence_many(
+        self,
+        namespace: Namespace | NamespaceId,
+        runs: Sequence[bytes],
+        timeout_s: float | None = None,
+        limit: int = LIMIT,
+    ) -> list[PresenceAnswer]:
+        """`presence` of several runs of blocks in one request, in the binary form. Arguments as `lookup_many`."""
+        batch = _batch(prompt_batches.PRESENCE, namespace, [(run, 0) for run in _checked_prompts(runs)], limit)
+        return self._ask_batch("/v1/presence", batch, prompt_batches.decode_presences, timeout_s)
+
+    def find_many(
+        self,
+        namespace: Namespace | NamespaceId,
+        runs: Sequence[bytes],
+        firsts: Sequence[int] | None = None,
+        asker: str = "",
+        topology: Sequence[str] = (),
+        timeout_s: float | None = None,
+        limit: int = MAX_PEERS,
+    ) -> list[FindAnswer]:
+        """`find` of several runs of blocks in one request, in the binary form. Arguments as `lookup_many` and `find`.
+
+        Args:
+            firsts: of each run; None: of all the first block.
+        """
+        checked = _checked_prompts(runs)
+        begins = (
+            [0] * len(checked) if firsts is None else [checked_int(one, "firsts", most=MAX_HASHES) for one in firsts]
+        )
+        if len(begins) != len(checked):
+            raise ArgumentValueError("firsts", f"has {len(begins)} numbers for {len(checked)} runs")
+        asked = list(zip(checked, begins, strict=True))
+        batch = _batch(prompt_batches.FIND, namespace, asked, checked_peers(limit))
+        batch = batch._replace(asker=(_asker(asker), *checked_place(topology)))
+        return self._ask_batch("/v1/find", batch, prompt_batches.decode_finds, timeout_s)
 
     def route_many(
         self,
@@ -211,21 +267,40 @@ class CatalogClient:
         batch = _batch(prompt_batches.ROUTE, namespace, list(zip(checked, tokens, strict=True)), limit)
         return self._ask_batch("/v1/route", batch, prompt_batches.decode_routes, timeout_s)
 
-    def lookup_tokens(
-        self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray, timeout_s: float | None = None
-    ) -> LookupAnswer:
-        """`lookup` of a prompt's tokens, hashed here. Raises HashSchemeError: as `hashes`."""
-        return self.lookup(namespace, self.hashes(namespace, secret, tokens), timeout_s=timeout_s)
+    def watch(
+        self,
+        namespace: Namespace | NamespaceId | None = None,
+        instance: InstanceId | str | None = None,
+        hashes: bytes | None = None,
+        after: str | None = None,
+        limit: int = LIMIT,
+    ) -> CatalogWatch:
+        """What changes of a namespace's blocks, of an instance's, or of who has a prefix, from now on. Close it when it is done with.
 
-    def route_tokens(
-        self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray, timeout_s: float | None = None
-    ) -> RouteAnswer:
-        """`route` of a prompt's tokens, hashed here. Raises HashSchemeError: as `hashes`."""
-        return self.route(namespace, self.hashes(namespace, secret, tokens), len(tokens), timeout_s=timeout_s)
+        Args:
+            hashes: packed, of a prefix of at most 4,096 blocks; then a namespace is needed.
+            after: go on from here: an earlier watch's `position`.
+            limit: of a prefix: at most this many instances are named, the best first.
+        """
+        if namespace is None and (instance is None or hashes is not None):
+            raise ArgumentValueError("namespace", "is None; give a namespace, an instance or both")
+        if instance is not None:
+            check_text(instance, "instance")
+        if hashes is not None:
+            check_run(hashes)
+            if not 0 < len(hashes) // HASH_BYTES <= MAX_WATCHED_HASHES:
+                raise ArgumentValueError(
+                    "hashes", f"has {len(hashes) // HASH_BYTES} hashes; give 1 to {MAX_WATCHED_HASHES}"
+                )
+        asked = WatchRequest(
+            namespace=None if namespace is None else named(namespace), instance=instance,
+            hashes=None if hashes is None else hashes.hex(), limit=checked_limit(limit), after=after,
+        )  # fmt: skip
+        return CatalogWatch(self._over_http(), asked, self._timeout_s, self._refusal)
 
     def block(self, namespace: Namespace | NamespaceId, block: bytes) -> BlockAnswer:
         """Who holds one block."""
-        public = _id(namespace.id if isinstance(namespace, Namespace) else namespace)
+        public = id_of(namespace)
         return self._get(f"/v1/blocks/{public.hex()}/{checked_hash(block, 'block').hex()}", BlockAnswer)
 
     def instances(self) -> list[InstanceSummary]:
@@ -233,8 +308,10 @@ class CatalogClient:
         found: list[InstanceSummary] = []
         more = True
         while more:
-            after = f"?after={quote(found[-1].instance, safe='')}" if found else ""
-            page = self._get(f"/v1/instances{after}", InstancesAnswer)
+            words = [f"after={quote(found[-1].instance, safe='')}"] if found else []
+            if self._transport.page_limit:
+                words.append(f"limit={self._transport.page_limit}")
+            page = self._get(f"/v1/instances{'?' if words else ''}{'&'.join(words)}", InstancesAnswer)
             found += page.instances
             more = page.more > 0 and bool(page.instances)
         return found
@@ -249,6 +326,14 @@ class CatalogClient:
         path = f"/v1/instances/{quote(instance, safe='')}/snapshot"
         status, body = self._transport.send(Request("POST", path, b"", may_repeat=False), self._timeout_s)
         return self._decode(path, status, body, SnapshotAnswer).heard
+
+    def fetch_checkpoint(self, folder: Path, timeout_s: float = CHECKPOINT_QUIET_S) -> bool:
+        """Put the catalog's newest checkpoint into a folder; False: it has none. CatalogError: it does not come whole.
+
+        Args:
+            timeout_s: nothing comes for so long.
+        """
+        return fetch_checkpoint(self._over_http(), folder, self._timeout_s, timeout_s, self._refusal)
 
     def namespaces(self) -> list[NamespaceSummary]:
         """All namespaces whose fields are known, by id."""
@@ -290,15 +375,23 @@ class CatalogClient:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _limit(self, timeout_s: float | None, at_least: Sequence[PositionWanted], wait_s: float) -> float:
-        return (self._timeout_s if timeout_s is None else timeout_s) + (wait_s if at_least else 0.0)
+    def _over_http(self) -> Transport:
+        if not isinstance(self._transport, Transport):
+            raise CatalogError(
+                f"what comes piece by piece comes over HTTP, and {self.url} is of NATS; make a client with http://host:port or unix:/path"
+            )
+        return self._transport
+
+    def _limit(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else timeout_s
 
     def _get(self, path: str, kind: type[A]) -> A:
         status, body = self._transport.send(Request("GET", path), self._timeout_s)
         return self._decode(path, status, body, kind)
 
-    def _post(self, path: str, request: msgspec.Struct, kind: type[A], timeout_s: float) -> A:
-        status, body = self._transport.send(Request("POST", path, msgspec.json.encode(request)), timeout_s)
+    def _post(self, path: str, request: msgspec.Struct, kind: type[A], timeout_s: float | None, wait_s: float) -> A:
+        asked = Request("POST", path, msgspec.json.encode(request), wait_s=wait_s)
+        status, body = self._transport.send(asked, self._limit(timeout_s) + wait_s)
         return self._decode(path, status, body, kind)
 
     def _ask_batch(
@@ -308,7 +401,7 @@ class CatalogClient:
         decode: Callable[[bytes, PromptBatch], list[A]],
         timeout_s: float | None,
     ) -> list[A]:
-        body, limit_s = prompt_batches.encode_batch(batch), self._limit(timeout_s, (), 0.0)
+        body, limit_s = prompt_batches.encode_batch(batch), self._limit(timeout_s)
         status, answer = self._transport.send(Request("POST", path, body, prompt_batches.CONTENT_TYPE), limit_s)
         if status != 200:
             raise self._refusal(path, status, answer)
@@ -339,69 +432,33 @@ class CatalogClient:
         )
 
 
-class HttpLocator:
-    """A `Locator` that asks a catalog over HTTP. Any thread may call it.
-
-    While the catalog is away nobody waits for it: after a failure it is not asked for a while that doubles up to 5 s.
-
-    Args:
-        credentials: as those of `CatalogClient`.
-        clock: seconds, for the back-off.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        credentials: CatalogCredentials = NO_CREDENTIALS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._client = CatalogClient(url, credentials=credentials)
-        self._clock = clock
-        self._guard = threading.Lock()
-        self._back_off_s = 0.0  # 0 while the catalog answers
-        self._ask_again_s = 0.0
-
-    def claimed_depth(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> int:
-        """See `Locator.claimed_depth`."""
-        if not hashes or (self._back_off_s and self._clock() < self._ask_again_s):
-            return 0
-        try:
-            answer = self._client.lookup(namespace, hashes[: MAX_HASHES * HASH_BYTES], timeout_s=timeout_s)
-        except CatalogError as error:
-            self._fail(error)
-            return 0
-        self._succeed()
-        return next((found.depth for found in answer.pools if found.pool == pool), 0)
-
-    def close(self) -> None:
-        """See `Locator.close`."""
-        self._client.close()
-
-    def _fail(self, error: CatalogError) -> None:
-        with self._guard:
-            is_new = not self._back_off_s
-            self._back_off_s = BACK_OFF_FIRST_S if is_new else min(2 * self._back_off_s, BACK_OFF_MOST_S)
-            self._ask_again_s = self._clock() + self._back_off_s
-        if is_new:
-            log.warning("catalog.lost", url=self._client.url, why=str(error))
-
-    def _succeed(self) -> None:
-        if not self._back_off_s:
-            return
-        with self._guard:
-            was_away, self._back_off_s = bool(self._back_off_s), 0.0
-        if was_away:
-            log.info("catalog.found", url=self._client.url)
+def _question(
+    kind: type[Q], namespace: Namespace | NamespaceId, hashes: bytes, at_least: Sequence[PositionWanted], wait_s: float, limit: int,
+    instances: Sequence[str] | None, **more: Any,
+) -> Q:  # fmt: skip
+    """A question about blocks; `more` has what only its kind has."""
+    check_run(hashes)
+    return kind(
+        namespace=named(namespace), hashes=hashes.hex(), at_least=list(at_least), timeout_s=wait_s,
+        limit=checked_limit(limit), instances=checked_names(instances), **more,
+    )  # fmt: skip
 
 
 def _batch(
     kind: int, namespace: Namespace | NamespaceId, prompts: Sequence[tuple[bytes, int]], limit: int
 ) -> PromptBatch:
-    public = _id(namespace.id if isinstance(namespace, Namespace) else namespace)
-    most = prompt_batches.MOST_PROMPTS if kind == prompt_batches.LOOKUP else prompt_batches.MOST_ROUTES
+    public = id_of(namespace)
+    most = prompt_batches.MOST_ROUTES if kind == prompt_batches.ROUTE else prompt_batches.MOST_PROMPTS
     if not 1 <= len(prompts) <= most:
         raise ArgumentValueError("prompts", f"has {len(prompts)} prompts; give 1 to {most}")
-    return PromptBatch(kind, _checked_limit(limit), public, prompts)
+    return PromptBatch(kind, checked_limit(limit), public, prompts)
+
+
+def _asker(name: str) -> str:
+    check_text(name, "asker")
+    if len(name) > _MOST_NAME or "\n" in name:
+        raise ArgumentValueError("asker", f"has {len(name)} characters; give the id of an instance, or nothing")
+    return name
 
 
 def _checked_prompts(prompts: Sequence[bytes]) -> Sequence[bytes]:
@@ -412,34 +469,3 @@ def _checked_prompts(prompts: Sequence[bytes]) -> Sequence[bytes]:
     if total > MAX_HASHES:
         raise ArgumentValueError("prompts", f"has {total} hashes; give at most {MAX_HASHES}")
     return prompts
-
-
-def _checked_limit(limit: int) -> int:
-    """Raises ArgumentError: there is no such limit."""
-    wanted = checked_int(limit, "limit")
-    if not 1 <= wanted <= MAX_LIMIT:
-        raise ArgumentValueError("limit", f"is {wanted}; give 1 to {MAX_LIMIT}")
-    return wanted
-
-
-def _checked_names(instances: Sequence[str] | None) -> list[str] | None:
-    """Raises ArgumentError: they are none, or too many."""
-    if instances is None:
-        return None
-    if isinstance(instances, str):
-        raise ArgumentTypeError("instances", "is one text; give a list of names")
-    if len(instances) > MAX_POSITIONS:
-        raise ArgumentValueError("instances", f"has {len(instances)} names; give at most {MAX_POSITIONS}")
-    for name in instances:
-        check_text(name, "instances")
-    return list(instances)
-
-
-def _named(namespace: Namespace | NamespaceId) -> str | Namespace:
-    return namespace if isinstance(namespace, Namespace) else _id(namespace).hex()
-
-
-def _id(namespace: NamespaceId) -> NamespaceId:
-    """Raises ArgumentError: it is no id of a namespace."""
-    refuse_namespace(namespace)
-    return namespace

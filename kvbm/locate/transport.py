@@ -4,48 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import NamedTuple
 
-import msgspec
 import structlog
 import urllib3
 
-from kvbm.core.answers import ErrorAnswer
 from kvbm.core.errors import CatalogError
 from kvbm.locate.credentials import CatalogCredentials, Proof
+from kvbm.locate.requests import NOT_READY, AwayError, Request, error_code
 from kvbm.locate.unix_socket import SCHEME, unix_pool
 
 log = structlog.get_logger()
 
 CONNECTIONS = 16
-_NOT_READY = ("not_ready", "no_instance")  # another catalog may have read further
-
-
-class Request(NamedTuple):
-    """One request.
-
-    Attributes:
-        body: None for none.
-        may_repeat: asking twice does no harm.
-    """
-
-    method: str
-    path: str
-    body: bytes | None = None
-    content_type: str = "application/json"
-    may_repeat: bool = True
-
-
-class AwayError(CatalogError):
-    """A catalog did not answer.
-
-    Attributes:
-        was_asked: it may have got the request.
-    """
-
-    def __init__(self, message: str, was_asked: bool) -> None:
-        super().__init__(message)
-        self.was_asked = was_asked
 
 
 class _Place:
@@ -78,19 +48,40 @@ class _Place:
                 if (
                     is_last or not request.may_repeat
                 ):  # the first may be a kept connection that the other side has closed
-                    raise self._away(_words(error)) from None
-            except urllib3.exceptions.NewConnectionError as error:  # which urllib3 counts among the timeouts
-                raise self._away(_words(error), was_asked=False) from None
-            except urllib3.exceptions.TimeoutError:
-                raise self._away(f"no answer to {request.path} within {timeout_s:g} s") from None
-            except urllib3.exceptions.SSLError as error:
-                raise CatalogError(
-                    f"the catalog at {self.url} and this side do not trust each other ({error}); correct catalog.tls_ca, which signs its "
-                    "certificate, and catalog.client_cert, if it asks for one"
-                ) from None
+                    raise self._failure(error, request, timeout_s) from None
             except urllib3.exceptions.HTTPError as error:
-                raise self._away(_words(error)) from None
+                raise self._failure(error, request, timeout_s) from None
         raise self._away("no connection")
+
+    def follow(self, request: Request, timeout_s: float, quiet_s: float) -> urllib3.BaseHTTPResponse:
+        """Its answer, whose body is read as it comes; on a connection of its own. Raises CatalogError.
+
+        Args:
+            timeout_s: of the connection. quiet_s: nothing comes for so long, then reading raises.
+        """
+        headers = {"content-type": request.content_type} if request.body is not None else {}
+        if self._proof.token:
+            headers["authorization"] = f"Bearer {self._proof.token}"
+        timeout = urllib3.Timeout(connect=timeout_s, read=quiet_s)
+        try:
+            return self._new_pool().request(
+                request.method, request.path, body=request.body, headers=headers, timeout=timeout, retries=False,
+                preload_content=False,
+            )  # fmt: skip
+        except urllib3.exceptions.HTTPError as error:
+            raise self._failure(error, request, quiet_s) from None
+
+    def _failure(self, error: urllib3.exceptions.HTTPError, request: Request, timeout_s: float) -> CatalogError:
+        if isinstance(error, urllib3.exceptions.NewConnectionError):  # which urllib3 counts among the timeouts
+            return self._away(_words(error), was_asked=False)
+        if isinstance(error, urllib3.exceptions.TimeoutError):
+            return self._away(f"no answer to {request.path} within {timeout_s:g} s")
+        if isinstance(error, urllib3.exceptions.SSLError):
+            return CatalogError(
+                f"the catalog at {self.url} and this side do not trust each other ({error}); correct catalog.tls_ca, which signs its "
+                "certificate, and catalog.client_cert, if it asks for one"
+            )
+        return self._away(_words(error))
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
         if self.url.startswith(SCHEME):
@@ -123,6 +114,8 @@ class Transport:
         except (urllib3.exceptions.HTTPError, ValueError, KeyError) as error:
             raise CatalogError(f"the catalog's URL {urls!r} cannot be used ({error}); write http://host:port") from None
 
+    page_limit = 0
+
     @property
     def url(self) -> str:
         """Of the catalog that is asked first."""
@@ -149,7 +142,7 @@ class Transport:
                 if error.was_asked and not request.may_repeat:
                     raise
                 continue
-            if status == 503 and count > 1 and _code(body) in _NOT_READY:
+            if status == 503 and count > 1 and error_code(body) in NOT_READY:
                 unready = unready or (status, body)
                 continue
             self._use(at)
@@ -158,6 +151,23 @@ class Transport:
             return unready
         assert failed is not None
         raise failed
+
+    def follow(self, request: Request, at: int, timeout_s: float, quiet_s: float) -> urllib3.BaseHTTPResponse:
+        """The answer of one catalog, whose body is read as it comes. Raises CatalogError: it does not answer.
+
+        Args:
+            at: which catalog, counted on from the one that answered last.
+            quiet_s: nothing comes for so long, then reading raises.
+        """
+        at = (self._current + at) % len(self.places)
+        self._prove()
+        answer = self.places[at].follow(request, timeout_s, quiet_s)
+        if answer.status == 401 and self._prove(again=True):
+            answer.close()
+            answer = self.places[at].follow(request, timeout_s, quiet_s)
+        if answer.status == 200:
+            self._use(at)
+        return answer
 
     def _ask(self, place: _Place, request: Request, timeout_s: float) -> tuple[int, bytes]:
         deadline_s = time.monotonic() + timeout_s
@@ -179,13 +189,6 @@ class Transport:
         if at != self._current:
             log.info("catalog.changed", url=self.places[at].url, before=self.places[self._current].url)
             self._current = at
-
-
-def _code(body: bytes) -> str:
-    try:
-        return msgspec.json.decode(body, type=ErrorAnswer).error.code
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ""
 
 
 def _words(error: urllib3.exceptions.HTTPError) -> str:

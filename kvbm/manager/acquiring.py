@@ -10,9 +10,13 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slot
 from kvbm.core.ledger import Match
 from kvbm.manager.copies import CopiesInFlight
 from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.loads import InFlightLoad, Loads, PlannedLoad, Prefix, Waiter
+from kvbm.manager.loads import InFlightLoad, Loads, PlannedLoad, Waiter
 
 Sample = Callable[[NamespaceId, bytes, int], None]  # namespace, hashes and depth of a prompt that was asked for
+
+_NOBODY = Waiter(
+    NamespaceId(b""), b"", Match(0, b"", b"")
+)  # of a request that waits for nothing; nothing is brought to it
 
 
 class Acquiring:
@@ -34,8 +38,11 @@ class Acquiring:
         hashes: bytes,
         first: int,
         deadline_s: float,
+        is_whole: bool = False,
     ) -> None:
         self.depth = 0
+        self._is_whole = is_whole
+        self._planned_at = 0  # depth when copies were last begun
         self._slots = b""  # packed
         self.hits: dict[Tier, int] = {}
         self.namespace, self.hashes, self.first, self.deadline_s = namespace, hashes, first, deadline_s
@@ -44,7 +51,7 @@ class Acquiring:
         self._cancellations = copies.cancellations  # nothing that was cleared meanwhile may be had
         self._is_over = False
         self._is_released = False
-        self._waiter = self._nothing()
+        self._waiter = _NOBODY
         self._begun: list[InFlightLoad] = []
         self._ended = 0  # of those begun, so many have ended, from the first on
         self._look: Future[None] | None = None  # beyond the own tiers; it adds to `_begun` before it ends
@@ -71,9 +78,11 @@ class Acquiring:
             self._give_up()
             self._collect()
             is_in_vain = is_late or self._stream.closing or self._is_cancelled
-            goes_on = not is_in_vain and (waited or self._lies_in_host(self.next_block))
+            may_go_on = self._is_whole and self.depth > self._planned_at and bool(self.next_block)
+            goes_on = not is_in_vain and (waited or may_go_on or self._lies_in_host(self.next_block))
             if goes_on:  # with what others have brought, or what lay behind a hole
-                planned, looks = self._plan()
+                rest = self.hashes[(self.first + self.depth) * HASH_BYTES :]
+                planned, looks = self._plan(rest, self._ledger.match(rest, True, Tier.HOST, self.namespace))
                 goes_on = bool(planned or looks or self._waiter.others)
                 if not goes_on:
                     self._collect()
@@ -116,7 +125,16 @@ class Acquiring:
 
         Returns: what is left to do outside the lock.
         """
-        planned, looks = self._plan()
+        rest = self.hashes[self.first * HASH_BYTES :]
+        found = self._ledger.match(rest, True, Tier.HOST, self.namespace)
+        depth, tiers, slots = found
+        if depth * HASH_BYTES == len(rest) and tiers.count(Tier.HOST) == depth:  # as most are
+            self.depth, self._slots = depth, slots
+            if depth:
+                self.hits = {Tier.HOST: depth}
+            self._finish()
+            return self._offer_sample
+        planned, looks = self._plan(rest, found)
         if planned or looks or self._waiter.others:
             self._loads.begin_waiting()
             return lambda: self._set_out(planned, looks)
@@ -130,9 +148,6 @@ class Acquiring:
     def _is_cancelled(self) -> bool:
         return self._cancellations != self._copies.cancellations
 
-    def _nothing(self) -> Waiter:
-        return Waiter(self.namespace, b"", Match(0, b"", b""))
-
     def _is_under_way(self) -> bool:
         if self._look is not None and not self._look.done():
             return True
@@ -140,13 +155,15 @@ class Acquiring:
             self._ended += 1
         return self._ended < len(self._begun) or not self._waiter.others.isdisjoint(self._copies.open)
 
-    def _plan(self) -> tuple[list[PlannedLoad], bool]:
-        """Pin what lies in HOST behind what has come so far, and begin copies of what own tiers have. Under the lock.
+    def _plan(self, rest: bytes, found: Match) -> tuple[list[PlannedLoad], bool]:
+        """Begin copies of what own tiers have of the blocks behind what has come so far, of which HOST's are pinned. Under the lock.
 
+        Args:
+            rest: their hashes.
+            found: what own tiers hold of them.
         Returns: the copies, and whether to look beyond the own tiers.
         """
-        rest = self.hashes[(self.first + self.depth) * HASH_BYTES :]
-        found = self._ledger.match(rest, True, Tier.HOST, self.namespace)
+        self._planned_at = self.depth
         self._waiter, self._begun, self._ended, self._look = Waiter(self.namespace, rest, found), [], 0, None
         planned, reachable = self._loads.plan(self._waiter)
         looks = reachable == found.depth and found.depth * HASH_BYTES < len(rest) and self._may_lie_beyond()
@@ -160,8 +177,8 @@ class Acquiring:
     def _may_lie_beyond(self) -> bool:
         """Whether there is a pool beyond the own tiers that could have the next block. Under the lock."""
         pools = self._copies.pools
-        if pools.pod is not None or pools.object is None:
-            return pools.pod is not None
+        if pools.pod is not None or pools.peers is not None or pools.object is None:
+            return pools.pod is not None or pools.peers is not None
         k = pools.object_blocks
         return len(self.hashes) // HASH_BYTES // k * k > self._own_depth
 
@@ -192,7 +209,7 @@ class Acquiring:
         else:
             depth, slots, hits = self._loads.collect(self._waiter)
             packed = pack_slots(slots)
-        self._waiter = self._nothing()
+        self._waiter = _NOBODY
         self.depth += depth
         self._slots += packed
         for tier, count in hits.items():
@@ -201,11 +218,11 @@ class Acquiring:
     def _finish(self) -> None:
         """It is over: count what it found, that of the engine's own HBM too. Under the lock."""
         self._is_over = True
-        if self._is_cancelled:
+        if self._cancellations != self._copies.cancellations:
             self._ledger.unpin(Tier.HOST, self._slots)
             self.depth, self._slots, self.hits = 0, b"", {}
-        hits = self.hits | ({Tier.HBM: self.first} if self.first else {})
-        self._loads.count(self.namespace, self.hashes, Prefix(self.first + self.depth, [], hits))
+        hits = self.hits | {Tier.HBM: self.first} if self.first else self.hits
+        self._loads.count(self.namespace, self.hashes, self.first + self.depth, hits)
 
     def _offer_sample(self) -> None:
         self._sample(self.namespace, self.hashes, self.first + self.depth)

@@ -58,12 +58,12 @@ from kvbm.manager.offsets import Offsets
 from kvbm.manager.options import ManagerOptions
 from kvbm.manager.prompt_samples import Sampled
 from kvbm.manager.publisher_port import PublisherPort, Publishing
+from kvbm.manager.salvage import Salvage
 from kvbm.manager.staging import Staging
 from kvbm.manager.stats import Counters, ManagerStats
 from kvbm.manager.transfer import Pools
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import NamespaceBytes, ObjectPool
-from kvbm.pools.nvme.pool import NvmePool
 from kvbm.streams import at_exit as leaving
 from kvbm.streams.base import Heartbeat, Load, Position
 
@@ -86,7 +86,7 @@ class BlockManager:
         sink: the journal.
 
     Attributes:
-        run: of this process: random, made at its start.
+        run: of this process: random, made at its start. lends: where others can read its blocks, as `PeerAddress.words`.
         publisher_port: what a publisher asks and reports, in its own thread.
         erasing: what an erasure asks.
     """
@@ -107,6 +107,7 @@ class BlockManager:
         options: ManagerOptions = _DEFAULTS,
     ) -> None:
         self.instance, self.cluster, self.pools = instance, cluster, pools
+        self.lends: dict[str, str] = {}
         self.run = options.run or secrets.token_hex(8)
         self._backend, self._offloader, self._ledger = backend, offloader, ledger
         self._wait_s, self._clock, self._wall_clock_ns = options.wait_s, options.clock, options.wall_clock_ns
@@ -115,12 +116,11 @@ class BlockManager:
         self._lasting, self._unused = options.lasting or LastingNamespaces(all_may=True), tuple(options.unused)
         self._samples = options.samples
         self._sampled_below = b"" if options.samples is None else options.samples.below
-        self._load = Load()
         self._closers: list[Callable[[], None]] = []
         self._disowners: list[Callable[[], None]] = []
-        self._stoppers: list[Callable[[], None]] = []
+        self._stoppers: list[Callable[[float], object]] = []
 
-        self._stream = LedgerStream(instance, ledger, options.wall_clock_ns)
+        self._stream = LedgerStream(instance, ledger, options.wall_clock_ns, options.lock)
         self._lock = self._stream.lock
         self._offsets = options.offsets or Offsets()
         self._offsets.begin_epoch(ledger.epoch, ledger.applied)
@@ -140,10 +140,12 @@ class BlockManager:
             self._stream, self._copies, offloader, locator, self._lasting, self._counters, self._claims, self._executor,
             options,
         )  # fmt: skip
+        self._salvage = Salvage(self._stream, pools, self._offsets, options.salvage, self._loads)
         self.erasing = Erasing(
             self._stream, pools, self._offsets, self.publisher_port, options.retention, offloader, self._lasting, self._namespaces,
             backend.checksums, self._owns_hbm,
         )  # fmt: skip
+        self.erasing.salvage = self._salvage
         self._passage = HostPassage(self._stream, self._copies, offloader, self._writer, options)
         self._offloads = OffloadDriver(
             self._stream, self._copies, offloader, self._passage, self._claims, self._writer, self._counters,
@@ -155,21 +157,20 @@ class BlockManager:
         publishing: Publishing | None = None,
         closers: Sequence[Callable[[], None]] = (),
         disowners: Sequence[Callable[[], None]] = (),
-        stoppers: Sequence[Callable[[], None]] = (),
+        stoppers: Sequence[Callable[[float], object]] = (),
     ) -> None:
         """Start the threads.
 
         Args:
             publishing: how events reach the stream; None keeps them in the journal.
-            closers: called last when the manager closes.
-            disowners: called in a forked child, whose the manager is not.
-            stoppers: called first when the manager closes, while its pools are still there.
+            closers, disowners: called last when the manager closes; called in a forked child, whose the manager is not.
+            stoppers: called first when the manager closes, while its pools are still there, with how long to wait.
         """
         self.publisher_port.publishing = publishing
-        self._closers, self._disowners, self._stoppers = list(closers), list(disowners), list(stoppers)
+        self._closers, self._disowners, self._stoppers = list(closers), list(disowners), [*stoppers, self._salvage.stop]
         leaving.keep(self)
-        self._writer.start()
-        self._offloads.start()
+        for part in (self._writer, self._offloads, self._salvage):
+            part.start()
 
     # -- what an engine calls -----------------------------------------------------------------------------------------
 
@@ -240,14 +241,14 @@ class BlockManager:
             return self._ledger.keep(self._target, hashes, self._clock() + ttl_s, priority, namespace)
 
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason = EvictReason.CLEARED) -> int:
-        """Withdraw blocks from a tier; returns how many it held.
+        """Withdraw blocks from a tier; returns how many it held. What is CLEARED from NVME is noted on its device first.
 
         Raises: ArgumentError: an argument that cannot be used. LedgerError: no such pool, or the manager is closed.
         """
         check_tier(tier)
         check_run(hashes)
         _check_reason(reason)
-        with self._lock:
+        with self._salvage.evicting(tier, hashes, reason, list(self._lasting.tenants)), self._lock:
             self._stream.require_open()
             count = self._ledger.evict(tier, hashes, reason)
         self._stream.recorded()
@@ -308,9 +309,10 @@ class BlockManager:
             queued_tokens: prompt tokens that wait for their prefill.
             running_requests: requests being decoded.
             prefill_tokens_per_s, queue_tokens_per_s: as `LoadMeter` measures them; a catalog believes them within 4 times what it expects.
+                Blocks that would take longer to read than to compute, by the first, are computed.
         Raises: ArgumentError: a number that cannot be used.
         """
-        self._load = _checked_load(queued_tokens, running_requests, prefill_tokens_per_s, queue_tokens_per_s)
+        self._loads.load = _checked_load(queued_tokens, running_requests, prefill_tokens_per_s, queue_tokens_per_s)
 
     # -- one turn at a time, for whoever has no threads -----------------------------------------------------------------
 
@@ -353,8 +355,7 @@ class BlockManager:
 
     def durable(self) -> Offset:
         """The offset after the last event of this epoch in the journal."""
-        durable = self._offsets.durable
-        return durable.offset if durable.epoch == self.epoch else Offset(0)
+        return durable.offset if (durable := self._offsets.durable).epoch == self.epoch else Offset(0)
 
     def published(self) -> Position:
         """How far the stream has come; (0, 0) without one."""
@@ -383,7 +384,8 @@ class BlockManager:
                 self.trouble(), dict(skipped), slots_held(copies.late.values()), slots_held(copies.quarantined.values()),
                 {tier: counts for tier in self.pools.slots if (counts := self._ledger.share_counts(tier))},
                 None if pool is None else pool.stats(), self._loads.requests_waiting,
-                count.engine_duplicates, count.engine_surplus, count.engine_stores,
+                count.engine_duplicates, count.engine_surplus, count.engine_stores, count.peer_hits, count.peer_late_copies,
+                self.pools.peer_stats,
             )  # fmt: skip
 
     def heartbeat(self, published: Position) -> Heartbeat:
@@ -396,7 +398,7 @@ class BlockManager:
         return Heartbeat(
             instance=self.instance, cluster=self.cluster, epoch=epoch, published=offset,
             wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), free_slots=free, namespaces=namespaces,
-            stopping=self._stream.closing, put_bytes=_put_bytes(self.pools.object, namespaces), applied=applied, **self._load._asdict(),
+            stopping=self._stream.closing, lends=self.lends, transfers=self.pools.take_transfers(), put_bytes=_put_bytes(self.pools.object, namespaces), applied=applied, **self._loads.load._asdict(),
         )  # fmt: skip
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -421,7 +423,7 @@ class BlockManager:
             self._stream.closing = True
         leaving.forget(self)
         for stop in self._stoppers:
-            stop()
+            stop(timeout_s)
         self._offloader.wanted.set()
         self._loads.nobody_waits.set()
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -431,8 +433,7 @@ class BlockManager:
             log.warning(
                 "manager.closed_unwritten", instance=self.instance, remedy="the journal's device refuses writes"
             )
-        publishing = self.publisher_port.publishing
-        if publishing is not None and not publishing.stop(timeout_s):
+        if (publishing := self.publisher_port.publishing) is not None and not publishing.stop(timeout_s):
             log.warning(
                 "manager.closed_unpublished", instance=self.instance, remedy="the next start publishes the rest"
             )
@@ -444,13 +445,12 @@ class BlockManager:
             )  # fmt: skip
         for close in self._closers:
             close()
+        self._stoppers, self._closers, self._disowners = [], [], []  # they keep what was lent, and this manager
 
     def disown(self) -> None:
         """This process is a child of the one whose manager it is: nothing of it may be used here, and closing it does nothing."""
         self._stream.disown()
-        for pool in self.pools.slots.values():
-            if isinstance(pool, NvmePool):
-                pool.disown()
+        self.pools.disown()
         for disown in self._disowners:
             disown()
 

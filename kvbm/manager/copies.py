@@ -26,6 +26,7 @@ from kvbm.manager.stats import Counters
 from kvbm.manager.transfer import Moved, Pools, RemoteSource, move
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome
+from kvbm.pools.nvme.pool import NvmePool
 
 log = structlog.get_logger()
 
@@ -82,15 +83,27 @@ class CopiesInFlight:
         self.stores: set[int] = set()
         self.cancellations = 0
         self._cancelled: set[int] = set()  # open copies whose blocks must not arrive
+        self._of_peers: set[int] = set()  # copies from instances that lend
+        self._stamps: dict[int, int] = {}  # of open copies to NVME: the pool's generation when they began
         self._left_open = False  # the last copy that ends closes the pools
 
     # -- in the ledger, under the lock --------------------------------------------------------------------------------
 
-    def begin(self, namespace: NamespaceId, source: Tier | InstanceId, target: Tier, hashes: bytes) -> Copy | None:
-        """As `Ledger.begin_copy`."""
+    def begin(
+        self, namespace: NamespaceId, source: Tier | InstanceId, target: Tier, hashes: bytes, is_lent: bool = False
+    ) -> Copy | None:
+        """As `Ledger.begin_copy`.
+
+        Args:
+            is_lent: the source is an instance that lends, not its file in the pod's folder.
+        """
         copy = self._ledger.begin_copy(namespace, source, target, hashes)
         if copy is not None:
             self.open.add(copy.id)
+            if is_lent:
+                self._of_peers.add(copy.id)
+            if isinstance(pool := self.pools.slots.get(target), NvmePool):
+                self._stamps[copy.id] = pool.stamp
             if target == self.target and source != Tier.HBM:  # what an engine stores it has itself
                 self.coming.update(dict.fromkeys(split_hashes(copy.hashes), copy.id))
         return copy
@@ -101,10 +114,13 @@ class CopiesInFlight:
         """As `Ledger.end_copy`."""
         self._expect_no_more(copy)
         self._cancelled.discard(copy.id)
+        self._stamps.pop(copy.id, None)
         return self._ledger.end_copy(copy, arrived, cause, kept=kept, pinned=pinned)
 
     def drop(self, copy: Copy, cause: MigrateCause = MigrateCause.ONBOARD) -> None:
         """End a copy that brings nothing."""
+        if copy.id not in self.running:
+            self._of_peers.discard(copy.id)
         self.end(copy, [False] * (len(copy.hashes) // HASH_BYTES), cause)
 
     def cancel_all(self) -> None:
@@ -132,7 +148,8 @@ class CopiesInFlight:
                 self._claims.lost(copy.namespace, gone, reason)
             else:
                 self._ledger.evict(copy.source, bad, reason)
-        if ReadOutcome.FAILED in moved.outcomes or moved.unwritten:
+        is_unread = ReadOutcome.FAILED in moved.outcomes and not self.is_lent(copy)  # such reads `peers` counts
+        if is_unread or moved.unwritten:
             self._counters.failed_copies += 1
 
     def _expect_no_more(self, copy: Copy) -> None:
@@ -161,7 +178,7 @@ class CopiesInFlight:
         lane, the request sees a miss, and the thread goes on.
         """
         try:
-            moved = move(copy, self.pools, self._offsets, self._wait_s, lane, remote)
+            moved = move(copy, self.pools, self._offsets, self._wait_s, lane, remote, self._stamps.get(copy.id))
             with self._lock:
                 if not self._stream.ended:
                     finish(moved)
@@ -179,13 +196,13 @@ class CopiesInFlight:
                 self.staging.give(lane)
             if moved.unwritten or moved.outcomes.count(ReadOutcome.GOOD) < len(moved.outcomes):
                 with suppress(OSError):
-                    _log_trouble(copy, moved, self._claims.pool_forgets)
+                    _log_trouble(copy, moved, self._claims.pool_forgets, remote is not None and remote.peer is not None)
         self._stream.recorded()
 
     def mark_late(self, copy: Copy) -> None:
         """The request of a running copy has gone on. Under the lock."""
         self.late[copy.id] = copy
-        self.late_from[copy.source] += 1
+        self.late_from[self._place(copy)] += 1
         if isinstance(self._executor, Workers):
             self._executor.replace_stuck()
 
@@ -194,9 +211,10 @@ class CopiesInFlight:
         with self._lock:
             self.running.pop(copy.id, None)
             if self.late.pop(copy.id, None) is not None:
-                self.late_from[copy.source] -= 1
+                self.late_from[self._place(copy)] -= 1
                 if isinstance(self._executor, Workers):
                     self._executor.reclaim()
+            self._of_peers.discard(copy.id)
             if self._offloader.waiting_blocks:
                 self._offloader.wanted.set()  # what waited for this room
             is_last = self._left_open and not self.running
@@ -208,6 +226,13 @@ class CopiesInFlight:
                 _unended.append(self.pools)
             else:
                 self.pools.close()
+
+    def is_lent(self, copy: Copy) -> bool:
+        """Whether its source is an instance that lends."""
+        return copy.id in self._of_peers
+
+    def _place(self, copy: Copy) -> Tier | InstanceId:
+        return lender(InstanceId(copy.source)) if self.is_lent(copy) and isinstance(copy.source, str) else copy.source
 
     def close_pools(self) -> int:
         """Close the pools, or leave that to the last copy. Returns how many copies have not ended."""
@@ -221,6 +246,11 @@ class CopiesInFlight:
         return still + broken
 
 
+def lender(instance: InstanceId) -> InstanceId:
+    """What an instance that lends is called where late reads are counted: its file in the pod's folder is read another way."""
+    return InstanceId(f"peer {instance}")
+
+
 def slots_held(copies: Iterable[Copy]) -> int:
     """Slots at both ends of copies."""
     return sum(len(copy.source_slots) + len(copy.target_slots) for copy in copies) // SLOT_BYTES
@@ -231,10 +261,11 @@ def name_of(source: Tier | InstanceId) -> str:
     return source.name if isinstance(source, Tier) else source
 
 
-def _log_trouble(copy: Copy, moved: Moved, objects_go: bool) -> None:
+def _log_trouble(copy: Copy, moved: Moved, objects_go: bool, is_lent: bool) -> None:
     """One warning for each kind of trouble of a copy. Outside the lock: whoever reads the log may be slow.
 
     Args:
+        is_lent: the source is an instance that lends: what fails there is warned of where it is read.
         objects_go: the object pool forgets, and an object that is gone is no trouble.
     """
     source = name_of(copy.source)
@@ -244,7 +275,7 @@ def _log_trouble(copy: Copy, moved: Moved, objects_go: bool) -> None:
         if isinstance(copy.source, Tier) and (count := moved.outcomes.count(outcome)):
             first = split_hashes(copy.hashes)[moved.outcomes.index(outcome)]
             log.warning("block.withdrawn", tier=source, reason=reason.name.lower(), blocks=count, first=first[:4].hex())
-    failed = moved.outcomes.count(ReadOutcome.FAILED)
+    failed = 0 if is_lent else moved.outcomes.count(ReadOutcome.FAILED)
     if failed or moved.unwritten:
         why = moved.unwritten or "read failed"
         log.warning("copy.failed", source=source, target=copy.target.name, unread_blocks=failed, why=why)

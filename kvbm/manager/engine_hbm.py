@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 import structlog
 
-from kvbm.core.arguments import MOST_BLOCKS, check_run, check_seconds, checked_hash
+from kvbm.core.arguments import MOST_BLOCKS, check_flag, check_run, check_seconds, checked_hash, checked_runs
 from kvbm.core.checks import checked_int, kind_of
 from kvbm.core.copies import Copy
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LedgerError, PoolError
@@ -29,11 +29,13 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slot
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.base import BlockManager
 from kvbm.manager.chain_runs import ChainRun
+from kvbm.manager.finding import Finding
 from kvbm.manager.offload_queue import Skipped
 from kvbm.pools.base import Proof
 
 log = structlog.get_logger()
 
+_CLEAR_WAIT_S = 2.0  # for a clear to be durable
 _CLEARED_BLOCKS = 8192  # withdrawn at a time, so that nobody waits long for the lock
 
 
@@ -154,8 +156,33 @@ class EngineHbmManager(BlockManager):
         with self._lock:
             return self._ledger.holders(hashes, Tier.HOST, namespace)
 
+    @property
+    def looks_beyond(self) -> bool:
+        """Whether there is anything beyond the own tiers that `begin_find` would ask."""
+        return self._loads.looks_beyond
+
+    def begin_find(self, runs: Sequence[tuple[NamespaceId, bytes]]) -> Finding | None:
+        """Begin to ask which of these blocks lie beyond the own tiers, in the pod or in objects of one block, each by itself.
+
+        Args:
+            runs: namespaces and packed hashes, in any order and with holes.
+        Returns: None where there is nothing beyond the own tiers.
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
+        """
+        wanted = checked_runs(runs)
+        for namespace, _ in wanted:
+            self._check_namespace(namespace)
+        with self._lock:
+            self._stream.require_open()
+        if not self._loads.looks_beyond:
+            return None
+        try:
+            return Finding(self._loads.begin_find(wanted), self._clock, self._clock() + self._wait_s)
+        except RuntimeError:  # the manager closes
+            return None
+
     def begin_acquire(
-        self, namespace: NamespaceId, hashes: bytes, wait_s: float | None = None, first: int = 0
+        self, namespace: NamespaceId, hashes: bytes, wait_s: float | None = None, first: int = 0, is_whole: bool = False
     ) -> Acquiring:
         """Begin to bring the longest run of held blocks to HOST, pinned there for the caller.
 
@@ -163,9 +190,10 @@ class EngineHbmManager(BlockManager):
         object pool is brought by threads. Blocks that another request brings are waited for.
 
         Args:
-            hashes: n packed hashes of a prompt's blocks, from its first on. Only without an object pool may they begin later.
+            hashes: n packed hashes of a prompt's blocks, from its first on. Where objects have several blocks they may not begin later.
             wait_s: after which what has come counts; None: as the manager was told.
             first: blocks of the prompt that the engine has in HBM itself; the run begins behind them.
+            is_whole: all of it is said to lie somewhere, and a part is of little use: where one source ends, others are looked into again.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
         self._check_namespace(namespace)
@@ -173,13 +201,24 @@ class EngineHbmManager(BlockManager):
         first = checked_int(first, "first", most=len(hashes) // HASH_BYTES)
         if wait_s is not None:
             check_seconds(wait_s, "wait_s")
-        deadline_s = self._clock() + (self._wait_s if wait_s is None else wait_s)
+        check_flag(is_whole, "is_whole")
+        now_s = self._clock()
+        deadline_s = now_s + (self._wait_s if wait_s is None else wait_s)
         acquiring = Acquiring(
-            self._stream, self._copies, self._loads, self._sample, self._clock, namespace, hashes, first, deadline_s
+            self._stream,
+            self._copies,
+            self._loads,
+            self._sample,
+            self._clock,
+            namespace,
+            hashes,
+            first,
+            deadline_s,
+            is_whole,
         )
         with self._lock:
             self._stream.require_open()
-            self._stream.expire(self._clock())
+            self._stream.expire(now_s)
             self._namespaces.setdefault(namespace)
             go_on = acquiring.plan()
         go_on()
@@ -289,14 +328,23 @@ class EngineHbmManager(BlockManager):
         """Empty HOST and NVME, with reason `cleared`, and forget what was to be offloaded. Returns how many blocks they held.
 
         What is pinned keeps its slots until it is released, what is on its way does not arrive, and what requests wait for they do
-        not get. Objects stay, and so does what other instances of the pod have.
+        not get. Objects stay, and so does what other instances of the pod have. It is durable when this returns, if the journal's
+        device answers soon: a process that dies then does not bring the blocks back.
         Raises: LedgerError: the manager is closed.
         """
         with self._lock:
             self._stream.require_open()
             self._copies.cancel_all()
             self._offloader.forget()
-        return sum(self._clear(tier) for tier in (Tier.HOST, Tier.NVME) if tier in self.pools.slots)
+        count = self._clear(Tier.HOST) if Tier.HOST in self.pools.slots else 0
+        if Tier.NVME not in self.pools.slots:
+            return count
+        with self._salvage.clearing():
+            count += self._clear(Tier.NVME)
+        with self._lock:
+            epoch, applied = self._ledger.epoch, self._ledger.applied
+        self._offsets.wait_durable(epoch, applied, _CLEAR_WAIT_S)
+        return count
 
     if not TYPE_CHECKING:
 

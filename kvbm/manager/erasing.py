@@ -11,12 +11,14 @@ from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import PoolError
 from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId, Tier, pack_slots, split_slots
+from kvbm.core.ledger import NOT_HELD
 from kvbm.manager.journal_retention import JournalRetention
 from kvbm.manager.lasting import LastingNamespaces
 from kvbm.manager.ledger_stream import LedgerStream
 from kvbm.manager.offload_queue import Offloader
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.publisher_port import PublisherPort
+from kvbm.manager.salvage import Salvage
 from kvbm.manager.transfer import Pools
 from kvbm.pools.base import Proof
 from kvbm.pools.nvme.pool import NvmePool
@@ -55,7 +57,12 @@ class Erasing:
     Args:
         used: namespaces that heartbeats name.
         owns_hbm: whether HBM is the manager's and not the engine's.
+
+    Attributes:
+        salvage: what brings back blocks that NVME's slots prove.
     """
+
+    salvage: Salvage
 
     def __init__(
         self, stream: LedgerStream, pools: Pools, offsets: Offsets, port: PublisherPort, retention: JournalRetention | None,
@@ -85,10 +92,20 @@ class Erasing:
         """How many slots a tier has."""
         return self._pools.slots[tier].slots
 
+    def end_salvage(self) -> None:
+        """Nothing that NVME holds now comes back by a scan of its slots, in this process or a later one."""
+        with self.salvage.clearing():
+            return
+
     def hold_back(self, held_back: bool) -> None:
         """Serve nothing of tiers that outlive the process, or serve it again."""
         with self._stream.lock:
             self._lasting.held_back = held_back
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether `hold_back` is in force."""
+        return self._lasting.held_back
 
     # -- what is held -------------------------------------------------------------------------------------------------
 
@@ -117,6 +134,11 @@ class Erasing:
     def evict(self, tier: Tier, hashes: bytes) -> int:
         """Withdraw those blocks of a run that a tier holds, pinned or not; gives how many."""
         count = 0
+        if tier is Tier.NVME:
+            with self._stream.lock:
+                is_held = bool(self._ledger.holders(hashes, tier).strip(bytes([NOT_HELD])))
+            if is_held:  # also what a copy has brought there since the erasure began
+                self.end_salvage()
         for at in range(0, len(hashes), _EVICT_BYTES):
             with self._stream.lock:
                 if self.is_over:
@@ -152,6 +174,10 @@ class Erasing:
             dirty: slots that may hold bytes that were erased.
         Raises: PoolError: the device refused.
         """
+        nvme = self._pools.slots[tier]
+        if isinstance(nvme, NvmePool):
+            nvme.forget_asides()
+            self._trim(nvme)
         with self._stream.lock:
             if self.is_over:
                 return Wiped([], 0)
@@ -174,6 +200,14 @@ class Erasing:
         finally:
             self._release(tier, wanted)
         return Wiped(clean, zeroed)
+
+    def _trim(self, nvme: NvmePool) -> None:
+        """What lies beyond the end of a pool that has become smaller goes too. Raises PoolError: not yet."""
+        if not nvme.room_slots:
+            return
+        if not self.salvage.is_over:
+            raise PoolError(f"{nvme}: slots beyond its end are still being moved")
+        nvme.trim()
 
     def _zero(self, tier: Tier, slots: list[int]) -> int:
         pool = self._pools.slots[tier]

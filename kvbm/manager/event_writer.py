@@ -99,6 +99,7 @@ class EventWriter:
         self._retry_s = float("-inf")
         self._published = ORIGIN  # at the last try
         self._broke = False  # frames were lost
+        self._asked_epoch = ""  # why another epoch is to begin
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"kvbm-frames-{self._instance}", daemon=True)
 
@@ -120,6 +121,10 @@ class EventWriter:
         return not (self._thread.is_alive() or self._unwritten or self.refusal or self._broke)
 
     # -- one turn at a time -------------------------------------------------------------------------------------------
+
+    def ask_epoch(self, why: str) -> None:
+        """Begin another epoch at the next turn. In the thread that takes turns."""
+        self._asked_epoch = why
 
     def step(self, now_s: float, runs: int = RUNS_A_TURN) -> float | None:
         """Write what waits, go on with a snapshot, begin another epoch: whatever is due.
@@ -211,14 +216,15 @@ class EventWriter:
     def _wants_epoch(self) -> bool:
         if self._stream.ended:
             return False
-        return self._stream.ledger.overflowed or self._broke or self._port.fenced_by is not None
+        is_over = self._stream.ledger.overflowed or self._broke
+        return is_over or self._port.fenced_by is not None or bool(self._asked_epoch)
 
     def _begin_epoch(self, done: bool) -> bool:
         """Begin another epoch, unless what the last one has to say can still be written. Whether all is written now."""
         last, fenced_by = self._stream.ledger.epoch, self._port.fenced_by
         if not done and not self._broke and fenced_by is None and not self._may_leave_unwritten(last):
             return False
-        why = "broke" if self._broke else "overflowed" if fenced_by is None else "fenced"
+        why = "broke" if self._broke else "fenced" if fenced_by is not None else self._asked_epoch or "overflowed"
         snapshot_end, expected = self._stream.expected_snapshot_end(), Offset(0)
         while snapshot_end > expected:  # more than once only if blocks of very many namespaces came meanwhile
             expected = Offset(snapshot_end + snapshot_end // 4 + 16)
@@ -231,7 +237,7 @@ class EventWriter:
             snapshot_end = restarted
         self._unwritten.clear()
         self._offsets.begin_epoch(epoch, snapshot_end)
-        self._broke = False
+        self._broke, self._asked_epoch = False, ""
         if self._port.fenced_by == fenced_by:
             self._port.fenced_by = None
         log.info("instance.epoch_begun", instance=self._instance, epoch=epoch, after=last, why=why)

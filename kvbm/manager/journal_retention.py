@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from kvbm.core.codec import FrameBytes
@@ -75,10 +76,13 @@ class DiskRetention:
     Args:
         pool_id: name of the durable pool whose slots its events speak of, "" for none.
         sync_interval_s: the journal's.
+        begun: called with each epoch that has begun in place.
     """
 
-    def __init__(self, journal: Journal, pool_id: str, sync_interval_s: float) -> None:
-        self._journal, self._pool_id, self._sync_interval_s = journal, pool_id, sync_interval_s
+    def __init__(
+        self, journal: Journal, pool_id: str, sync_interval_s: float, begun: Callable[[Epoch], None] = lambda _: None
+    ) -> None:
+        self._journal, self._pool_id, self._sync_interval_s, self._begun = journal, pool_id, sync_interval_s, begun
         self.begin_snapshot = journal.roll
 
     @property
@@ -89,6 +93,7 @@ class DiskRetention:
     def begin_epoch(self, epoch: Epoch, snapshot_end: Offset) -> None:
         """See `JournalRetention.begin_epoch`."""
         self._journal.begin_epoch(epoch, self._pool_id, snapshot_end)
+        self._begun(epoch)
 
     def sync(self, now_s: float) -> float | None:
         """See `JournalRetention.sync`."""

@@ -22,13 +22,14 @@ class LastingNamespaces:
 
     Attributes:
         refused: models of namespaces that name none.
-        tenants: whose each known namespace is.
+        tenants: whose each known namespace is. block_tokens: tokens of a block of each.
         held_back: for now no namespace may: it is not known yet what was to be erased while the instance was away.
     """
 
     def __init__(self, namespaces: Iterable[Namespace] = (), all_may: bool = False) -> None:
         self.refused: dict[str, None] = {}
         self.tenants: dict[NamespaceId, str] = {}
+        self.block_tokens: dict[NamespaceId, int] = {}
         self.held_back = False
         self._all_may = all_may
         self._may: set[NamespaceId] = set()
@@ -39,6 +40,7 @@ class LastingNamespaces:
         """Know more of them."""
         for namespace in namespaces:
             self.tenants[namespace.id] = namespace.tenant
+            self.block_tokens[namespace.id] = namespace.block_tokens
             if namespace.revision.strip():
                 self._may.add(namespace.id)
             else:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import structlog
 
-from kvbm.core.backend import LedgerProtocol
+from kvbm.core.backend import LedgerProtocol, LockProtocol
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS
@@ -35,17 +35,25 @@ class LedgerStream:
 
     Args:
         ledger: started.
+        lock: a `threading.Lock`, or what does the same; None makes one.
 
     Attributes:
-        lock: held around every call of the ledger, by whoever calls it. The methods here take it themselves unless they say so.
+        lock: held around every call of the ledger, by whoever calls it, also by threads that know nothing of Python. The methods here
+            take it themselves unless they say so.
         wake: set when the event writer has something to do.
         closing: no copy begins any more. Written under the lock.
         ended: the stream has ended for good. Written under the lock.
     """
 
-    def __init__(self, instance: InstanceId, ledger: LedgerProtocol, wall_clock_ns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        instance: InstanceId,
+        ledger: LedgerProtocol,
+        wall_clock_ns: Callable[[], int],
+        lock: LockProtocol | None = None,
+    ) -> None:
         self.instance, self.ledger = instance, ledger
-        self.lock = threading.Lock()
+        self.lock: LockProtocol = lock or threading.Lock()
         self.wake = threading.Event()
         self.closing = self.ended = False
         self._wall_clock_ns = wall_clock_ns
@@ -181,11 +189,14 @@ class LedgerStream:
             self.ledger.stop()
 
     def disown(self) -> None:
-        """This process is a forked child: the lock opens, since whoever had it may not be here to give it back."""
+        """This process is a forked child: the lock opens, since whoever had it may not be here to give it back.
+
+        A thread that has the lock, but not yet the GIL, leaves one that says that it is not locked and can not be taken: so it is
+        made anew in place, as the standard library does with its own.
+        """
         self.closing = True
         self._inherited_by = os.getpid()
-        if self.lock.locked():
-            self.lock.release()
+        self.lock._at_fork_reinit()  # type: ignore[attr-defined]
 
     def _note_epoch(self, after: Offset) -> None:
         """An epoch's first snapshot is whole as it begins."""

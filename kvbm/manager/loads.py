@@ -1,4 +1,4 @@
-"""Loads: blocks come from colder tiers, from the pod and from the object pool to the target tier, for requests that wait.
+"""Loads: blocks come from colder tiers, from the pod, from other instances and from the object pool to the target tier, for requests that wait.
 
 The *target tier* is where requests get their blocks: HBM, or HOST where the engine owns HBM. A load that has not ended in time is late:
 its request goes on without it, and it serves the next one.
@@ -12,13 +12,18 @@ its request goes on without it, and it serves the next one.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future, wait
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
+import structlog
+
 from kvbm.core.copies import Copy
 from kvbm.core.events import MigrateCause
+from kvbm.core.fetching import OBJECTS, Links, Source, plan
 from kvbm.core.ids import (
     DURABLE_TIERS,
     HASH_BYTES,
@@ -34,7 +39,7 @@ from kvbm.core.ids import (
 from kvbm.core.ledger import Match
 from kvbm.locate.base import Locator
 from kvbm.manager.claim_watch import ClaimWatch
-from kvbm.manager.copies import CopiesInFlight
+from kvbm.manager.copies import CopiesInFlight, lender
 from kvbm.manager.lasting import LastingNamespaces
 from kvbm.manager.ledger_stream import LedgerStream
 from kvbm.manager.offload_queue import Offloader
@@ -42,7 +47,11 @@ from kvbm.manager.options import ManagerOptions
 from kvbm.manager.stats import Counters
 from kvbm.manager.transfer import Moved, RemoteSource
 from kvbm.pools.base import ReadOutcome
+from kvbm.streams.base import Load
 
+log = structlog.get_logger()
+
+_NOWHERE = 0xFF  # as the ledger's `holders`
 _LOAD_BLOCKS = 64  # a longer segment is brought by several copies: at a time, and each is there when it is there
 
 
@@ -68,6 +77,7 @@ class Waiter:
         found: what the ledger held of it at the start; what lay in the target tier is pinned.
         waiting: a copy that ends later pins nothing.
         brought: block → its slot in the target tier, pinned once, and where it was.
+        lent: those of them that other instances lent.
         others: copies of other requests that bring some of its blocks.
     """
 
@@ -75,6 +85,7 @@ class Waiter:
         self.namespace, self.hashes, self.found = namespace, hashes, found
         self.waiting = True
         self.brought: dict[SequenceHash, tuple[int, Tier]] = {}
+        self.lent: set[SequenceHash] = set()
         self.others: set[int] = set()
 
 
@@ -114,6 +125,7 @@ class Loads:
     Attributes:
         nobody_waits: set while no request waits for bytes; offloads yield to those that do.
         requests_waiting: how many do.
+        load: what the engine has last told of its queue.
         looks_beyond: whether there are pools beyond the own tiers.
     """
 
@@ -134,11 +146,14 @@ class Loads:
         self._offloader, self.locator, self._lasting = offloader, locator, lasting
         self._counters, self._claims, self._executor = counters, claims, executor
         self._wait_s, self._locate_s, self._threads = options.wait_s, options.locate_s, options.load_threads
-        self.looks_beyond = copies.pools.object is not None or copies.pools.pod is not None
+        self.looks_beyond = any(one is not None for one in (copies.pools.object, copies.pools.pod, copies.pools.peers))
         self._is_in_place = copies.pools.memory(copies.target) is not None  # then no load needs a lane
         self.nobody_waits = threading.Event()
         self.nobody_waits.set()
         self.requests_waiting = 0
+        self.load = Load()
+        self._looks_fail = False
+        self._links, self._clock = Links(), options.clock  # of the object pool
 
     # -- one request --------------------------------------------------------------------------------------------------
 
@@ -158,7 +173,8 @@ class Loads:
                     self.end_waiting()
         with self._lock:
             self.give_up(waiter, begun)
-            prefix = self.count(waiter.namespace, waiter.hashes, self.collect(waiter))
+            prefix = self.collect(waiter)
+            self.count(waiter.namespace, waiter.hashes, prefix.depth, prefix.hits)
         self._stream.recorded()
         return prefix
 
@@ -200,20 +216,20 @@ class Loads:
             if whole:
                 slots.append(slot)
                 hits[tier] = hits.get(tier, 0) + 1
+                self._counters.peer_hits += block in waiter.lent
             else:
                 behind.append(slot)
         self._ledger.unpin(self._target, pack_slots(behind))
         return Prefix(len(slots), slots, hits)
 
-    def count(self, namespace: NamespaceId, hashes: bytes, prefix: Prefix) -> Prefix:
-        """Count hits and misses of a prompt, and offer what was used again. Under the lock."""
-        for tier, count in prefix.hits.items():
+    def count(self, namespace: NamespaceId, hashes: bytes, depth: int, hits: dict[Tier, int]) -> None:
+        """Count hits and misses of a prompt, of which so much came, and offer what was used again. Under the lock."""
+        for tier, count in hits.items():
             self._counters.hit_blocks[tier] += count
-        self._counters.missed_blocks += len(hashes) // HASH_BYTES - prefix.depth
-        if prefix.depth:
-            used = hashes[: prefix.depth * HASH_BYTES]
+        self._counters.missed_blocks += len(hashes) // HASH_BYTES - depth
+        if depth:
+            used = hashes[: depth * HASH_BYTES]
             self._offloader.offer(namespace, Tier.HBM, used, 2, self._ledger.lacking, NO_PARENT, 0)
-        return prefix
 
     # -- where blocks lie ---------------------------------------------------------------------------------------------
 
@@ -255,18 +271,52 @@ class Loads:
         with self._lock:
             if not self._lasting.may(waiter.namespace):
                 return []
-        segments = self._look_in_pod(waiter.namespace, hashes, depth)
-        depth += sum(len(segment.wanted) for segment in segments) // HASH_BYTES
-        segments += self._look_in_objects(waiter.namespace, hashes, depth)
+        segments = self._seen_beyond(waiter.namespace, hashes, depth)
         planned: list[PlannedLoad] = []
         with self._lock:
             for source, remote, wanted in segments if waiter.waiting and not self._stream.closing else ():
                 self._note_others(wanted, waiter)
-                copy = self._copies.begin(waiter.namespace, source, self._target, wanted)
+                is_lent = remote.peer is not None
+                copy = self._copies.begin(waiter.namespace, source, self._target, wanted, is_lent)
                 if copy is None:
                     break
                 planned.append(PlannedLoad(copy, remote))
         return planned
+
+    def _seen_beyond(self, namespace: NamespaceId, hashes: bytes, depth: int) -> list[Segment]:
+        """What the pod, objects and other instances seem to have from block `depth` on. Trouble is a miss: what is pinned is a request's."""
+        segments: list[Segment] = []
+        try:
+            segments += self._look_in_pod(namespace, hashes, depth)
+            depth += sum(len(segment.wanted) for segment in segments) // HASH_BYTES
+            segments += self._look_elsewhere(namespace, hashes, depth)
+            self._looks_fail = False
+        except Exception:
+            if not self._looks_fail:  # one warning until it works again
+                log.exception(
+                    "load.not_looked", effect="what lies beyond the own tiers is computed", remedy="report it"
+                )
+            self._looks_fail = True
+        return segments
+
+    def find_beyond(self, runs: Sequence[tuple[NamespaceId, bytes]]) -> list[bytes]:
+        """For each run what seems to lie beyond the own tiers, each block by itself: a byte for each, its tier or 0xFF. Asks outside the lock.
+
+        Objects of several blocks are left out: they hold prefixes, which `plan_remote` asks for.
+        """
+        return [self._beyond(namespace, hashes) for namespace, hashes in runs]
+
+    def _beyond(self, namespace: NamespaceId, hashes: bytes) -> bytes:
+        found = np.full(len(hashes) // HASH_BYTES, _NOWHERE, dtype=np.uint8)
+        with self._lock:
+            may = self._lasting.may(namespace)
+        pool, pod = self._pools.object, self._pools.pod
+        if may and pool is not None and pool.blocks == 1 and not self._is_silent(Tier.OBJECT):
+            claimed = np.frombuffer(self.locator.claimed(pool.name, namespace, hashes, self._locate_s), dtype=np.uint8)
+            found[np.flatnonzero(np.unpackbits(claimed, bitorder="little")[: len(found)])] = Tier.OBJECT
+        if may and pod is not None:
+            found[pod.present(namespace, hashes)] = Tier.NVME
+        return found.tobytes()
 
     def silent_sources(self) -> list[Tier | InstanceId]:
         """Whose reads do not end."""
@@ -294,25 +344,55 @@ class Loads:
             rest = rest[len(slots) * HASH_BYTES :]
         return segments
 
-    def _look_in_objects(self, namespace: NamespaceId, hashes: bytes, depth: int) -> list[Segment]:
-        """What the object pool is claimed to hold, in whole objects, from the one on that block `depth` belongs to."""
-        pool = self._pools.object
-        if pool is None or self._is_silent(Tier.OBJECT):
+    def _look_elsewhere(self, namespace: NamespaceId, hashes: bytes, depth: int) -> list[Segment]:
+        """What to read of objects and from other instances, from block `depth` on.
+
+        Objects are whole, so the catalog is asked from the beginning of the one on that block `depth` belongs to.
+        """
+        blocks = len(hashes) // HASH_BYTES
+        pool, peers = self._pools.object, self._pools.peers
+        k = 1 if pool is None else pool.blocks
+        begin, objects_end = depth // k * k, blocks // k * k
+        if pool is None or self._is_silent(Tier.OBJECT) or objects_end <= depth:
+            pool = None
+        if peers is None or depth == blocks or not peers.knows(namespace):
+            peers = None
+        if pool is None and peers is None:
             return []
-        k = pool.blocks
-        begin, end = depth // k * k, len(hashes) // HASH_BYTES // k * k
-        if end <= depth:
-            return []
-        chain = hashes[begin * HASH_BYTES : end * HASH_BYTES]
-        claimed = self.locator.claimed_depth(pool.name, namespace, chain, self._locate_s)
-        end = begin + min(claimed, end - begin) // k * k
-        copy_blocks = max(k, _LOAD_BLOCKS // k * k)
+        chain = hashes[begin * HASH_BYTES : (objects_end if peers is None else blocks) * HASH_BYTES]
+        asked_from = len(chain) // HASH_BYTES if peers is None else depth - begin
+        found = self.locator.find("" if pool is None else pool.name, namespace, chain, asked_from, self._locate_s)
+        lenders = (
+            []
+            if peers is None
+            else [one for one in peers.sources(namespace, found.peers) if not self._is_silent(lender(one.instance))]
+        )
+        asked = len(hashes) // HASH_BYTES - depth  # a catalog may say more
+        sources = [Source(depth - begin + min(one.end, asked), one.link, one.together_bytes_per_s) for one in lenders]
+        if pool is not None:
+            claimed = min(found.claimed, objects_end - begin) // k * k
+            sources.append(Source(claimed, self._links.link(self._clock(), OBJECTS, OBJECTS)))
+        lot = max(k, _LOAD_BLOCKS // k * k)
+        stretches = plan(
+            depth - begin, sources, self._pools.slots[self._target].block_bytes, self._compute_s(namespace), lot
+        )
         segments: list[Segment] = []
-        for first in range(begin, end, copy_blocks):
-            last = min(first + copy_blocks, end)
-            wanted = hashes[max(first, depth) * HASH_BYTES : last * HASH_BYTES]
-            segments.append(Segment(Tier.OBJECT, RemoteSource(hashes[first * HASH_BYTES : last * HASH_BYTES]), wanted))
+        for number, first, end in stretches:
+            for at in range(first // lot * lot, end, lot):
+                one, other = begin + max(at, first), begin + min(at + lot, end)
+                wanted = hashes[one * HASH_BYTES : other * HASH_BYTES]
+                if number < len(lenders):
+                    peer = lenders[number]
+                    segments.append(Segment(peer.instance, RemoteSource(wanted, peer=peer), wanted))
+                else:
+                    whole = hashes[one // k * k * HASH_BYTES : -(-other // k) * k * HASH_BYTES]
+                    segments.append(Segment(Tier.OBJECT, RemoteSource(whole), wanted))
         return segments
+
+    def _compute_s(self, namespace: NamespaceId) -> float:
+        """How long the engine takes to compute a block; 0: not known."""
+        rate = self.load.prefill_tokens_per_s
+        return self._lasting.block_tokens.get(namespace, 0) / rate if rate > 0 else 0.0
 
     # -- threads ------------------------------------------------------------------------------------------------------
 
@@ -327,6 +407,10 @@ class Loads:
                     if not self._stream.ended:
                         self._copies.drop(load.copy)
         return begun
+
+    def begin_find(self, runs: Sequence[tuple[NamespaceId, bytes]]) -> Future[list[bytes]]:
+        """`find_beyond` in a thread. Raises RuntimeError: the manager closes."""
+        return self._executor.submit(self.find_beyond, runs)
 
     def look_beyond(self, hashes: bytes, depth: int, waiter: Waiter, begun: list[InFlightLoad]) -> Future[None]:
         """Have what lies beyond the own tiers brought, which end at `depth`; loads are added to `begun` before it has ended.
@@ -352,11 +436,11 @@ class Loads:
             lane = None
             if not self._is_in_place and self._pools.memory(copy.source) is None:
                 lane = copies.staging.take(self._wait_s, is_offload=False)
-            copies.carry_out(copy, partial(self._finish, load, waiter), lane, load.remote)
+            copies.carry_out(copy, partial(self._finish, load, waiter, self._clock()), lane, load.remote)
         finally:
             copies.end_run(copy)
 
-    def _finish(self, load: PlannedLoad, waiter: Waiter, moved: Moved) -> None:
+    def _finish(self, load: PlannedLoad, waiter: Waiter, begun_s: float, moved: Moved) -> None:
         """The bytes of a load are in place, or will never be. Under the lock."""
         copy, remote = load
         blocks = split_hashes(copy.hashes)
@@ -364,14 +448,22 @@ class Loads:
             outcomes = zip(blocks, moved.outcomes, strict=True)
             good = b"".join(block for block, outcome in outcomes if outcome == ReadOutcome.GOOD)
             self._claims.seen(copy.namespace, remote.objects_of(good, self._pools.object_blocks))
+            size = len(good) // HASH_BYTES * self._pools.slots[self._target].block_bytes
+            if size:
+                self._links.measured(self._clock(), OBJECTS, OBJECTS, size, self._clock() - begun_s)
         is_own = isinstance(copy.source, Tier)
-        tier = copy.source if isinstance(copy.source, Tier) else Tier.NVME  # pods share no other
+        is_lent = self._copies.is_lent(copy)
+        foreign = Tier.HOST if is_lent else Tier.NVME  # pods share no other
+        tier = copy.source if isinstance(copy.source, Tier) else foreign
         cause = MigrateCause.ONBOARD if is_own else MigrateCause.FETCH
         holders = self._copies.end(copy, self._copies.arrived(copy, moved.arrived), cause, pinned=waiter.waiting)
         if waiter.waiting:
             for block, slot in zip(blocks, holders, strict=True):
                 if slot is not None:
                     waiter.brought[block] = (slot, tier)
+                    if is_lent:
+                        waiter.lent.add(block)
         else:
             self._counters.late_copies += 1
+            self._counters.peer_late_copies += is_lent
         self._copies.settle_trouble(copy, moved, remote)

@@ -175,9 +175,9 @@ class Offloader:
         """
         if not hashes:
             return bool(self._routes)
-        run = ChainRun(hashes, NOWHERE if start is None else start)
         for source, target in self._feeds[tier, uses > 1]:
             if self._policies[target].wants(uses):
+                run = ChainRun(hashes, NOWHERE if start is None else start)
                 self._push_chain(Route(namespace, source, target), run, lacking, parent)
         if self._groups is not None and self._may_last(namespace):
             if start is not None:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
+from kvbm.core.backend import LockProtocol
 from kvbm.core.ids import Tier
 from kvbm.core.policy import WriteBudget
 from kvbm.manager.journal_retention import JournalRetention
 from kvbm.manager.lasting import LastingNamespaces
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.prompt_samples import SampleSink
+from kvbm.manager.salvage import SalvagePlan
 from kvbm.manager.snapshot_policy import SnapshotPolicy
 from kvbm.manager.staging import Staging
 
@@ -36,6 +38,8 @@ class ManagerOptions(NamedTuple):
         staging: memory for copies that need a place between their ends; None: 64 MiB.
         budgets: how much may be written to tiers, for their endurance.
         lasting: which namespaces may use tiers that outlive the process or are shared; None: all.
+        salvage: what NVME holds that is to be brought back.
+        lock: around the ledger; None: a `threading.Lock`.
         unused: names of such tiers that are configured, to say what is not used for the others.
     """
 
@@ -56,3 +60,5 @@ class ManagerOptions(NamedTuple):
     budgets: Mapping[Tier, WriteBudget] = {}
     lasting: LastingNamespaces | None = None
     unused: Sequence[str] = ()
+    salvage: SalvagePlan = SalvagePlan()
+    lock: LockProtocol | None = None

@@ -63,7 +63,8 @@ class Manager(BlockManager):
             all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
             if all_in_hbm and (not self._loads.looks_beyond or found.depth * HASH_BYTES == len(hashes)):
                 hits = {Tier.HBM: found.depth} if found.depth else {}
-                prefix = self._loads.count(namespace, hashes, Prefix(found.depth, split_slots(found.slots), hits))
+                prefix = Prefix(found.depth, split_slots(found.slots), hits)
+                self._loads.count(namespace, hashes, found.depth, hits)
                 waiter = None
             else:
                 waiter = Waiter(namespace, hashes, found)

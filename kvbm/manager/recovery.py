@@ -16,7 +16,26 @@ from kvbm.streams.journal.journal import Journal
 log = structlog.get_logger()
 
 
-def recover(journal: Journal, tier: Tier, slots: int, pool_id: str, new_fold: NewFold = Residencies) -> list[Recovered]:
+class Kept(NamedTuple):
+    """What a durable tier still holds.
+
+    Attributes:
+        blocks: by namespace, and within one in the order the tier gained them.
+        is_all: whether the journal has lost nothing that would have told of more, or of less.
+    """
+
+    blocks: list[Recovered]
+    is_all: bool
+
+
+def recover(
+    journal: Journal,
+    tier: Tier,
+    slots: int,
+    pool_id: str,
+    new_fold: NewFold = Residencies,
+    can_scan: bool = False,
+) -> Kept:
     """The residencies of one durable tier when the journal ends, by namespace.
 
     The newest epoch that ended its first snapshot in the tier decides. An epoch that was killed before changed no slot anybody
@@ -28,26 +47,35 @@ def recover(journal: Journal, tier: Tier, slots: int, pool_id: str, new_fold: Ne
     contradicts itself, or speaks of another pool, gives nothing back: its blocks are lost to the cache, no more.
 
     Args:
+        slots: of the pool; what is said to lie beyond is left out.
+        can_scan: whether slots say what was cleared: an epoch of which whole frames were damaged is then not believed.
         new_fold: makes the fold; the specification, or its native implementation.
     """
     if pool_id != journal.pool_id:
-        return []
+        return Kept([], False)
     for epoch in journal.epochs_of_pool():
+        is_damaged = journal.was_damaged(epoch)
+        if is_damaged and can_scan:  # what it has lost may have withdrawn what it still says
+            log.warning(
+                "recovery.journal_damaged", epoch=epoch, tier=tier.name, effect="slots are asked what they hold"
+            )
+            return Kept([], False)
         try:
             fold, is_known, is_complete = _fold(journal, epoch, tier, new_fold)
         except (FrameError, IllegalEventError, OSError) as error:
             log.warning("recovery.journal_refused", epoch=epoch, why=str(error), remedy="run kvbm-replay verify")
-            return []
+            return Kept([], False)
         if is_known:
             blocks = fold.blocks(tier)
             owners = (namespace for namespace, count in blocks.namespaces for _ in range(count))
             numbers = memoryview(blocks.slots).cast("q")
             entries = zip(split_hashes(blocks.hashes), owners, numbers, strict=True)
-            return [Recovered(block, owner, slot) for block, owner, slot in entries if 0 <= slot < slots]
+            found = [Recovered(block, owner, slot) for block, owner, slot in entries if 0 <= slot < slots]
+            return Kept(found, not is_damaged)
         if not is_complete or journal.was_cut(epoch):
             log.warning("recovery.snapshot_missing", epoch=epoch, tier=tier.name, remedy="run kvbm-replay verify")
-            return []  # its snapshot may have been in what is gone, and slots overwritten after it
-    return []
+            return Kept([], False)  # its snapshot may have been in what is gone, and slots overwritten after it
+    return Kept([], False)
 
 
 class _Folded(NamedTuple):

@@ -8,6 +8,7 @@ from kvbm.core.ids import Tier
 from kvbm.core.ledger import ShareCounts, TierCounts
 from kvbm.manager.offload_queue import Skipped
 from kvbm.pools.base import ObjectStats
+from kvbm.transport.peers import PeerStats
 
 
 class Counters:
@@ -15,7 +16,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.created_blocks = self.missed_blocks = self.corrupt_blocks = self.verified_reads = 0
-        self.failed_copies = self.late_copies = 0
+        self.failed_copies = self.late_copies = self.peer_hits = self.peer_late_copies = 0
         self.engine_duplicates = self.engine_surplus = self.engine_stores = 0
         self.hit_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.offloaded_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
@@ -31,7 +32,7 @@ class ManagerStats(NamedTuple):
         offloaded_blocks: blocks brought to a colder tier, by that tier.
         corrupt_blocks: blocks whose bytes were found wrong; they were withdrawn and computed.
         verified_reads: blocks whose bytes were found right.
-        failed_copies: copies a device or store did not carry out.
+        failed_copies: copies a device or store did not carry out. What other instances did not give is in `peers`.
         late_copies: onboards that ended after their request had gone on.
         skipped_offloads: blocks a policy wanted in a colder tier that did not get there for want of something; `skipped` says of
             what.
@@ -48,6 +49,9 @@ class ManagerStats(NamedTuple):
             is kvbm's own.
         engine_surplus: blocks an engine said it holds beyond what it has room for; they were left out.
         engine_stores: runs it was given to bring to HOST.
+        peer_hits: blocks of `hit_blocks` that other instances lent; they count there as of HOST. peer_late_copies: of `late_copies`, those
+            from them.
+        peers: what reading from other instances has counted; None where none is read from.
     """
 
     created_blocks: int
@@ -71,3 +75,6 @@ class ManagerStats(NamedTuple):
     engine_duplicates: int = 0
     engine_surplus: int = 0
     engine_stores: int = 0
+    peer_hits: int = 0
+    peer_late_copies: int = 0
+    peers: PeerStats | None = None

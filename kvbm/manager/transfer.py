@@ -7,7 +7,7 @@ is never used in place: such a tier proves what it reads, and knows when its slo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,32 +15,50 @@ import numpy as np
 
 from kvbm.core.copies import Copy
 from kvbm.core.errors import PoolError
-from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, InstanceId, Namespace, Tier, split_hashes, split_slots
+from kvbm.core.fetching import Transfer
+from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, Epoch, InstanceId, Namespace, Tier, split_hashes, split_slots
 from kvbm.manager.offsets import Offsets
 from kvbm.pools.base import ObjectPool, PodPool, Proof, ReadOutcome, ReadResult, SlotPool
+from kvbm.pools.nvme.pool import NvmePool
 from kvbm.pools.nvme.sealing import SlotKeys
+from kvbm.transport.peers import Peers, PeerSource, PeerStats
 
 
 class Pools(NamedTuple):
-    """The pools of one instance: those with slots by tier, the cluster's object pool and the pod's folder if there are any, and the keys
-    of what is encrypted in slots."""
+    """The pools of one instance: those with slots by tier, the cluster's object pool and the pod's folder if there are any, the keys
+    of what is encrypted in slots, the other instances that blocks are read from, and who else is told of further namespaces first."""
 
     slots: dict[Tier, SlotPool]
     object: ObjectPool | None = None
     pod: PodPool | None = None
     keys: SlotKeys | None = None
+    peers: Peers | None = None
+    on_declare: Callable[[Sequence[Namespace]], None] | None = None
 
     def declare(self, namespaces: Sequence[Namespace]) -> None:
         """Say what further namespaces are, to pools that must know how blocks are coded and who encrypts them."""
+        if self.on_declare is not None:
+            self.on_declare(namespaces)
         if self.keys is not None:
             self.keys.declare(namespaces)
         if self.object is not None:
             self.object.admit(namespaces)
+        if self.peers is not None:
+            self.peers.declare(namespaces)
 
     @property
     def object_blocks(self) -> int:
         """k, blocks of an object; 1 where there is no object pool."""
         return 1 if self.object is None else self.object.blocks
+
+    @property
+    def peer_stats(self) -> PeerStats | None:
+        """What reading from other instances has counted; None where none is read from."""
+        return None if self.peers is None else self.peers.stats()
+
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """Reads from other instances since the last call."""
+        return () if self.peers is None else self.peers.take_transfers()
 
     def close(self) -> None:
         """Close every pool."""
@@ -50,6 +68,20 @@ class Pools(NamedTuple):
             self.object.close()
         if self.pod is not None:
             self.pod.close()
+        if self.peers is not None:
+            self.peers.close()
+
+    def disown(self) -> None:
+        """This process is a forked child: let go of files, which would stay locked for as long as it lives."""
+        for pool in self.slots.values():
+            if isinstance(pool, NvmePool):
+                pool.disown()
+
+    def note_epoch(self, epoch: Epoch) -> None:
+        """An epoch has begun, durably, that speaks of slots here."""
+        nvme = self.slots.get(Tier.NVME)
+        if isinstance(nvme, NvmePool) and nvme.generations is not None:
+            nvme.generations.note_epoch(epoch)
 
     def memory(self, tier: Tier | InstanceId) -> np.ndarray | None:
         """The slots of a tier that copies read and write in place; None where they have to ask its pool."""
@@ -82,10 +114,12 @@ class RemoteSource(NamedTuple):
     Attributes:
         chain: packed hashes, among which the copy's are, in their order: whole objects where the source is OBJECT.
         slots: where the source is an instance of the pod, its slot for each block of the chain.
+        peer: where the source is an instance that lends, how it is read from.
     """
 
     chain: bytes
     slots: tuple[int, ...] = ()
+    peer: PeerSource | None = None
 
     def positions(self, hashes: bytes) -> list[int]:
         """Where in the chain these blocks of it are."""
@@ -104,6 +138,8 @@ class _Run(NamedTuple):
 
     Attributes:
         positions: of its blocks in a chain of objects, where one of its ends is OBJECT, or in that of `remote`.
+        generation: as in `Proof`.
+        wait_s: the longest an instance that lends is waited for.
     """
 
     copy: Copy
@@ -112,6 +148,8 @@ class _Run(NamedTuple):
     target_slots: list[int]
     remote: RemoteSource | None
     positions: Sequence[int]
+    generation: int | None
+    wait_s: float
 
     @property
     def blocks(self) -> int:
@@ -147,7 +185,7 @@ class _Run(NamedTuple):
         hashes = self.copy.hashes
         if len(indexes) < self.blocks:
             hashes = b"".join(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in indexes)
-        return Proof(self.copy.namespace, self.copy.epoch, hashes, np.ascontiguousarray(checksums))
+        return Proof(self.copy.namespace, self.copy.epoch, hashes, np.ascontiguousarray(checksums), self.generation)
 
     def read(self, begin: int, end: int, rows: np.ndarray, at: Sequence[int] | None) -> ReadResult:
         """Fill rows with the blocks from `begin` to before `end`."""
@@ -157,7 +195,11 @@ class _Run(NamedTuple):
             return self._get(begin, end, rows, at)
         if isinstance(copy.source, Tier):
             return self.pools.slots[copy.source].read(self.source_slots[begin:end], copy.namespace, hashes, rows, at)
-        assert self.pools.pod is not None and self.remote is not None
+        assert self.remote is not None
+        if (peer := self.remote.peer) is not None:
+            assert self.pools.peers is not None
+            return self.pools.peers.read(peer, copy.namespace, hashes, rows, at, self.wait_s)
+        assert self.pools.pod is not None
         slots = [self.remote.slots[position] for position in self.positions[begin:end]]
         return self.pools.pod.read(copy.source, slots, copy.namespace, hashes, rows, at)
 
@@ -190,9 +232,10 @@ def move(
     copy: Copy,
     pools: Pools,
     offsets: Offsets,
-    durable_wait_s: float,
+    wait_s: float,
     lane: np.ndarray | None = None,
     remote: RemoteSource | None = None,
+    generation: int | None = None,
 ) -> Moved:
     """Read from the source, verify, write to the target. Returns when the bytes are in place or will never be.
 
@@ -201,16 +244,19 @@ def move(
     Args:
         lane: of the staging arena, where `pools.need_staging`.
         remote: where the source's blocks are, if it has no slots of ours.
+        generation: of a target of NVME when the copy began.
+        wait_s: the longest it waits for that, and for an instance that lends.
     """
     positions = range(len(copy.hashes) // HASH_BYTES) if remote is None else remote.positions(copy.hashes)
-    run = _Run(copy, pools, split_slots(copy.source_slots), split_slots(copy.target_slots), remote, positions)
+    slots = split_slots(copy.source_slots), split_slots(copy.target_slots)
+    run = _Run(copy, pools, *slots, remote, positions, generation, wait_s)
     if (there := pools.memory(copy.target)) is not None:
         return _read_in_place(run, there)
     if (here := pools.memory(copy.source)) is not None:
-        return _write_in_place(run, here, offsets, durable_wait_s)
+        return _write_in_place(run, here, offsets, wait_s)
     if lane is None:
         return Moved([False] * run.blocks, [ReadOutcome.FAILED] * run.blocks, "no memory for staging was free")
-    return _stage(run, lane, offsets, durable_wait_s)
+    return _stage(run, lane, offsets, wait_s)
 
 
 def _read_in_place(run: _Run, memory: np.ndarray) -> Moved:

@@ -9,21 +9,16 @@ to the copy).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Reach, Tier
+from kvbm.core.reads import ReadOutcome, ReadResult
 
-
-class ReadOutcome(IntEnum):
-    """What became of one block's read. Only GOOD bytes may be used; everything else is a miss."""
-
-    GOOD = 0
-    MISSING = 1  # nothing there
-    CORRUPT = 2  # bytes or header are not those of the block
-    FAILED = 3  # the device or store did not answer or refused
+__all__ = [
+    "NamespaceBytes", "ObjectPool", "ObjectStats", "PodPool", "PodRun", "Proof", "ReadOutcome", "ReadResult", "SlotPool",
+]  # fmt: skip
 
 
 class Proof(NamedTuple):
@@ -32,24 +27,14 @@ class Proof(NamedTuple):
     Attributes:
         hashes: n packed sequence hashes.
         checksums: n CRC-32C of the rows, u32.
+        generation: that of the pool when they set out for it, where it keeps any; None: as it is when they are written.
     """
 
     namespace: NamespaceId
     epoch: Epoch
     hashes: bytes
     checksums: np.ndarray
-
-
-class ReadResult(NamedTuple):
-    """Outcome of each row, and the checksums that travel on with the good ones.
-
-    Attributes:
-        outcomes: n entries.
-        checksums: n CRC-32C, u32; those of rows that are not GOOD mean nothing.
-    """
-
-    outcomes: list[ReadOutcome]
-    checksums: np.ndarray
+    generation: int | None = None
 
 
 class SlotPool(Protocol):
@@ -194,6 +179,9 @@ class PodPool(Protocol):
 
     def find(self, namespace: NamespaceId, hashes: bytes) -> list[PodRun]:
         """Who seems to have these blocks, from the first on without a hole. From memory, at once; it may have changed since."""
+
+    def present(self, namespace: NamespaceId, hashes: bytes) -> np.ndarray:
+        """Which of these blocks somebody seems to have, each by itself: a bool for each. As `find`."""
 
     def read(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -18,6 +18,7 @@ from kvbm.core.backend import REFERENCE, Backend, NewFold
 from kvbm.core.columns import decode_columns
 from kvbm.core.errors import KvbmError
 from kvbm.core.fold import Residencies
+from kvbm.core.state_admission import STATE_POLICIES
 from kvbm.files import FILE_MODE
 from kvbm.replay.cat import cat
 from kvbm.replay.compare_catalog import AskCatalog, Comparison
@@ -33,6 +34,7 @@ from kvbm.replay.stat import stats_of
 from kvbm.replay.state import states_at
 from kvbm.replay.verify import verify
 from kvbm.replay.whatif import POLICIES, Cost, ReadTrace, read_accesses, what_if
+from kvbm.replay.whatif_states import what_if_states
 from kvbm.streams.nats.credentials import Credentials
 
 _LONGEST_S = 1e6
@@ -93,7 +95,8 @@ _COMMANDS = {
         "run other eviction policies and capacities on the prompts that were asked",
         "kvbm-replay whatif /archive --policy lru,s3fifo,cost --capacity 10000,40000\n"
         "  kvbm-replay whatif conversation_trace.jsonl --capacity 5000,20000,60000 --json whatif.json\n"
-        "  kvbm-replay whatif /archive --capacity 10000 --tiers 4,16",
+        "  kvbm-replay whatif /archive --capacity 10000 --tiers 4,16\n"
+        "  kvbm-replay whatif conversation_trace.jsonl --capacity 20000 --states ends,second_use --state-slots 3",
     ),
     "serve": _Command(
         "feed a captured log into the stream of a test cluster, at the speed it was recorded with or another",
@@ -248,6 +251,11 @@ def _add_whatif(command: argparse.ArgumentParser) -> None:
         "--tiers", type=_sizes, default=[], metavar="X[,…]",
         help="colder tiers, each X times the capacity, that take what the one above evicts",
     )  # fmt: skip
+    command.add_argument(
+        "--states", type=_states, metavar="NAME[,…]",
+        help=f"of a model with recurrent states: which of them are stored ({', '.join(STATE_POLICIES)}), beside storing all",
+    )  # fmt: skip
+    command.add_argument("--state-slots", type=_positive, default=1, metavar="N", help="slots of a state (default 1)")
     command.add_argument("--block-tokens", type=_positive, metavar="N", help="of sampled blocks (default 16)")
     command.add_argument(
         "--prefill-rate", type=_amount, default=Cost().tokens_per_s, metavar="TOKENS/S",
@@ -321,10 +329,18 @@ def _sizes(text: str) -> list[float]:
 
 
 def _policies(text: str) -> list[str]:
+    return _names(text, POLICIES)
+
+
+def _states(text: str) -> list[str]:
+    return _names(text, STATE_POLICIES)
+
+
+def _names(text: str, known: Collection[str]) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in POLICIES:
-            raise argparse.ArgumentTypeError(f"{name!r} is no policy; give some of {', '.join(POLICIES)}")
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is no policy; give some of {', '.join(known)}")
     return names
 
 
@@ -420,6 +436,10 @@ def _whatif(arguments: argparse.Namespace, parts: Parts) -> int:
     if parts.read_trace is None and arguments.source.endswith((".json", ".jsonl")):
         raise SourceError("nothing here can read a trace; give an archive with samples")
     accesses = read_accesses(arguments.source, parts.read_trace or (lambda path: ()), arguments.block_tokens)
+    if arguments.states:
+        found = what_if_states(accesses, arguments.states, arguments.capacity, arguments.state_slots)
+        _write(arguments.json, found, found.lines())
+        return 0
     cost = Cost(arguments.prefill_rate, arguments.attention_doubles)
     report = what_if(accesses, arguments.policy, arguments.capacity, arguments.tiers, cost)
     _write(arguments.json, report, report.lines())

@@ -14,10 +14,11 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvbm.core.answers import BlockAnswer, InstanceSummary
+from kvbm.core.answers import BlockAnswer, InstanceSummary, ReadyAnswer
 from kvbm.core.backend import Fold
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier, short
+from kvbm.core.parts import followed_parts, part_of
 from kvbm.replay.fold import StreamFold
 from kvbm.replay.format import counted, place_text
 from kvbm.streams.base import Position
@@ -30,6 +31,7 @@ _POLL_S = 0.1
 class CatalogAnswers(Protocol):
     """What is asked of a catalog; `locate.http.CatalogClient` does it. All raise CatalogError."""
 
+    def ready(self) -> ReadyAnswer: ...
     def instances(self) -> list[InstanceSummary]: ...
     def block(self, namespace: NamespaceId, block: bytes) -> BlockAnswer: ...
 
@@ -102,6 +104,7 @@ class Comparison:
         self._catalog = catalog
         self._only = instance
         self._wait_s = wait_s
+        self._parts = followed_parts(catalog.ready().parts, "the catalog's /readyz")
         self._wanted = {one.instance: one for one in self._answers()}
         self._met: set[str] = set()
         self._folds: dict[InstanceId, StreamFold] = {}
@@ -124,7 +127,14 @@ class Comparison:
 
     def finish(self) -> Compared:
         """Compare what is left, at the ends. Raises CatalogError."""
+        others = [name for name in self._folds if part_of(name) not in self._parts]
+        if others:
+            self.report.notes.append(
+                f"{counted(len(others), 'instance')} in parts that the catalog does not follow; not compared"
+            )
         for name, fold in sorted(self._folds.items()):
+            if name in others:
+                continue
             end = Position(fold.epoch, fold.next_offset)
             answer = self._at_least(name, end)
             if answer is None:

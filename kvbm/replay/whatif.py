@@ -281,6 +281,10 @@ class Unbounded:
         self._held.update(prompt)
         return [0] * depth
 
+    def holds(self, block: SequenceHash) -> bool:
+        """Whether the block is held."""
+        return block in self._held
+
 
 class Tiers:
     """The pools of one instance, the hottest first; a block is in one of them. What a pool evicts, the next takes."""
@@ -316,6 +320,10 @@ class Tiers:
         for block in reversed(kept):  # the deepest goes first, as the ledger has it
             policy.free(block)
         return found
+
+    def holds(self, block: SequenceHash) -> bool:
+        """Whether some tier holds the block."""
+        return any(block in held for held in self._held)
 
     def _enter(self, tier: int, blocks: list[SequenceHash], pinned: bool) -> None:
         policy, held = self._policies[tier], self._held[tier]

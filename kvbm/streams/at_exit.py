@@ -50,9 +50,9 @@ def forget(closed: Open) -> None:
 
 
 @atexit.register
-def close_all(within_s: float = LEAVE_S) -> None:
-    """Close what is still open, what was opened last first."""
-    deadline_s = time.monotonic() + within_s
+def close_all(within_s: float | None = None) -> None:
+    """Close what is still open, what was opened last first, within LEAVE_S where nothing else is said."""
+    deadline_s = time.monotonic() + (LEAVE_S if within_s is None else within_s)
     while _open:
         _, opened = _open.popitem()
         left_s = deadline_s - time.monotonic()

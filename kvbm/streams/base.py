@@ -5,25 +5,29 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
 from kvbm.core.codec import FrameBytes, decode_frame, decode_header
 from kvbm.core.errors import ConfigError, FrameError, StreamError
+from kvbm.core.fetching import Transfer
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.core.parts import ALL_PARTS, part_of, part_word
 
 EVENTS_PREFIX = "kvbm.v1.events"
 FENCE_PREFIX = "kvbm.v1.fence"  # in the stream of the events, so that both share one order
 PULSE_PREFIX = "kvbm.v1.pulse"
 SNAPSHOTS_PREFIX = "kvbm.v1.rounds"  # requests to an instance, kept by nobody
 SAMPLES_PREFIX = "kvbm.v1.samples"
+ROUTES_PREFIX = "kvbm.v1.routes"  # what each catalog has routed, for the others
 ERASE_PREFIX = "kvbm.v1.erase"  # what is to be erased, in a stream of its own
 ERASED_PREFIX = "kvbm.v1.erased"  # how far each has come with it
 MAX_NAME_BYTES = 255  # a frame's header has one byte for the length
 ASKS_KEPT = 64  # of each kind that a slow watcher has not taken yet; beyond it the oldest goes
 SAMPLES_KEPT = 4_000
+ROUTES_KEPT = 256  # messages
 
 # What a fence may say: whoever may write one may write anything.
 _MOST_EPOCH = 1 << 63
@@ -127,6 +131,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         trouble: what it cannot do now, such as "journal full: …"; "" when all is well.
         put_bytes: what this run has put in the object pool, by namespace: bytes in memory, and as they lie in the store.
         applied: offset up to which it has decided events, published or not; 0 from a kvbm that does not say it.
+        lends: where others can read its blocks, as `PeerAddress.words`; empty: nowhere.
+        transfers: reads from others since the last one, or a sample of them.
     """
 
     instance: InstanceId
@@ -145,6 +151,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     applied: Offset = Offset(0)
     prefill_tokens_per_s: float = 0.0
     queue_tokens_per_s: float = 0.0
+    lends: dict[str, str] = {}
+    transfers: tuple[Transfer, ...] = ()
 
 
 def encoded_heartbeat(heartbeat: Heartbeat) -> tuple[bytes, str]:
@@ -201,6 +209,17 @@ class Load(NamedTuple):
     running_requests: int = 0
     prefill_tokens_per_s: float = 0.0
     queue_tokens_per_s: float = 0.0
+
+
+class RoutesMessage(NamedTuple):
+    """What a catalog tells the others of its routes, as it came: whoever may send it may send anything.
+
+    Attributes:
+        catalog: as the subject names it.
+    """
+
+    catalog: InstanceId
+    data: bytes
 
 
 class StreamMessage(NamedTuple):
@@ -378,10 +397,12 @@ class EventLog(Protocol):
         cluster: str | None = None,
         timeout_s: float = 5.0,
         fingerprint: int | None = None,
+        parts: tuple[int, ...] = ALL_PARTS,
     ) -> EventReader:
         """A reader of all events and fence messages after a sequence, of one cluster or of all.
 
         Args:
+            parts: only of instances in these, see `core.parts`; of one cluster.
             fingerprint: of the message at `after_sequence`, as in `Mark`: where another one has its place, the stream is read from
                 its first message. None: not known, and the sequence is believed as long as the stream reaches it.
         """
@@ -396,12 +417,12 @@ class Heartbeats(Protocol):
     async def last_pulse(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Heartbeat | None:
         """The instance's last heartbeat that the stream has; None when there is none."""
 
-    def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
-        """The last heartbeat of every instance, then each new one; survives a lost connection, ends with `close`."""
+    def watch_pulses(self, cluster: str | None = None, parts: tuple[int, ...] = ALL_PARTS) -> AsyncIterator[Heartbeat]:
+        """The last heartbeat of every instance in some parts, then each new one; survives a lost connection, ends with `close`."""
 
 
 class Broadcast(Protocol):
-    """Asks, notices and samples: they travel to whoever listens, and nobody keeps them."""
+    """Asks, notices, samples and routes: they travel to whoever listens, and nobody keeps them."""
 
     async def ask_snapshot(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
         """Ask an instance to take a snapshot of what it holds. Whether it has heard: it answers at once and states when it may."""
@@ -420,6 +441,81 @@ class Broadcast(Protocol):
 
     def watch_samples(self, cluster: str | None = None) -> AsyncIterator[AccessSample]:
         """Each sample from now on; what a slow reader cannot take is lost."""
+
+    async def send_routes(self, cluster: str, catalog: InstanceId, data: bytes) -> None:
+        """Tell the catalogs of a cluster, this one as well. Not acknowledged, not kept."""
+
+    def watch_routes(self, cluster: str) -> AsyncIterator[RoutesMessage]:
+        """Each message of the cluster's catalogs from now on; of what a slow reader cannot take the oldest is lost."""
+
+
+class Ask(NamedTuple):
+    """A question to the catalog, as a message of the stream's server carries it.
+
+    Attributes:
+        caller, verb: as its subject names them.
+        reply: where its answer goes.
+        kind: type of its content, as HTTP has it.
+    """
+
+    caller: str
+    verb: str
+    reply: str
+    kind: str
+    body: bytes
+
+
+class AskLine(Protocol):
+    """A connection for questions alone. One asyncio loop; a lost one never comes back."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the connection stands, as far as is known."""
+
+    @property
+    def max_answer_bytes(self) -> int:
+        """The largest body of an answer."""
+
+    async def listen(self, subjects: Collection[str]) -> None:
+        """Take questions of these subjects, and of no others any more; catalogs that listen share them. Raises StreamError."""
+
+    async def drain(self) -> None:
+        """Take no more questions, but those that the server has sent."""
+
+    async def answer(self, ask: Ask, status: int, kind: str, body: bytes, more: dict[str, str] | None = None) -> None:
+        """Answer a question. Raises StreamError: it cannot be sent.
+
+        Args:
+            status: of HTTP. kind: type of the body. more: headers.
+        """
+
+    def answer_now(self, ask: Ask, status: int, kind: str, body: bytes) -> None:
+        """`answer` to a question that was given to `AskTaker.at_once`, from there: nothing is waited for. Raises StreamError."""
+
+    async def close(self) -> None:
+        """Idempotent."""
+
+
+class AskTaker(Protocol):
+    """Who answers questions."""
+
+    def at_once(self, line: AskLine, ask: Ask) -> bool:
+        """Answer a question that is short; False: nothing has happened, and `take` is to have it."""
+
+    async def take(self, line: AskLine, ask: Ask) -> None:
+        """Answer a question, or begin to."""
+
+
+@runtime_checkable
+class AskSource(Protocol):
+    """What a stream may offer beside: a way for callers to ask the catalog."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its servers are all addressed on this machine's loopback."""
+
+    async def open_asks(self, taker: AskTaker, timeout_s: float = 5.0) -> AskLine:
+        """A line whose questions are given to `taker`, one after the other for each subject. Raises StreamError."""
 
 
 class EventStream(EventLog, Heartbeats, Broadcast, Protocol):
@@ -475,17 +571,23 @@ def checked_name(what: str, name: str) -> str:
 
 def events_subject(cluster: str, instance: str) -> str:
     """Where an instance's events go. Raises ConfigError as `checked_name`."""
-    return instance_subject(EVENTS_PREFIX, cluster, instance)
+    return _parted_subject(EVENTS_PREFIX, cluster, instance)
 
 
 def fence_subject(cluster: str, instance: str) -> str:
     """Where an instance's fence messages go. Raises ConfigError as `checked_name`."""
-    return instance_subject(FENCE_PREFIX, cluster, instance)
+    return _parted_subject(FENCE_PREFIX, cluster, instance)
 
 
 def pulse_subject(cluster: str, instance: str) -> str:
     """Where an instance's heartbeats go. Raises ConfigError as `checked_name`."""
-    return instance_subject(PULSE_PREFIX, cluster, instance)
+    return _parted_subject(PULSE_PREFIX, cluster, instance)
+
+
+def _parted_subject(prefix: str, cluster: str, instance: str) -> str:
+    """An instance's subject among those of which a catalog may read some parts."""
+    part = part_word(part_of(instance))
+    return f"{prefix}.{checked_name('cluster', cluster)}.{part}.{checked_name('instance', instance)}"
 
 
 def instance_subject(prefix: str, cluster: str, instance: str) -> str:
@@ -499,9 +601,9 @@ def cluster_filter(prefix: str, cluster: str | None) -> str:
 
 
 def subject_names(subject: str) -> tuple[str, InstanceId]:
-    """Cluster and instance of an events or pulse subject."""
-    _, cluster, instance = subject.rsplit(".", 2)
-    return cluster, InstanceId(instance)
+    """Cluster and instance of a subject, with a part between them, or without: an older kvbm wrote none."""
+    names = subject.split(".", 3)[3].split(".")
+    return names[0], InstanceId(names[-1])
 
 
 class _FenceBody(msgspec.Struct, frozen=True):
@@ -520,9 +622,18 @@ def is_fence(subject: str) -> bool:
     return subject.startswith(_FENCE_BEGINS)
 
 
-def read_subjects(cluster: str | None) -> tuple[str, str]:
-    """The subjects of events and of fences, of one cluster or of all. Raises ConfigError as `checked_name`."""
-    return cluster_filter(EVENTS_PREFIX, cluster), cluster_filter(FENCE_PREFIX, cluster)
+def read_subjects(cluster: str | None, parts: tuple[int, ...] = ALL_PARTS) -> tuple[str, ...]:
+    """The subjects of events and of fences, of one cluster or of all. Raises ConfigError as `checked_name`, and as `part_filters`."""
+    return part_filters(EVENTS_PREFIX, cluster, parts) + part_filters(FENCE_PREFIX, cluster, parts)
+
+
+def part_filters(prefix: str, cluster: str | None, parts: tuple[int, ...]) -> tuple[str, ...]:
+    """The subjects of some parts of a cluster. Raises ConfigError as `checked_name`, and for parts of all clusters together."""
+    if parts == ALL_PARTS:
+        return (cluster_filter(prefix, cluster),)
+    if cluster is None:
+        raise ConfigError("some parts of all clusters together cannot be read; name the cluster, or read all parts")
+    return tuple(f"{prefix}.{checked_name('cluster', cluster)}.{part_word(part)}.>" for part in parts)
 
 
 def fence_of(data: bytes, sequence: int, what: str) -> Fence:

@@ -12,10 +12,13 @@ from collections.abc import AsyncIterator, Iterable
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import FencedError, LedgerError, StreamError
 from kvbm.core.ids import Epoch, InstanceId
+from kvbm.core.parts import ALL_PARTS
 from kvbm.streams.base import (
     ASKS_KEPT,
     ORIGIN,
     PULSE_PREFIX,
+    ROUTES_KEPT,
+    ROUTES_PREFIX,
     SAMPLES_KEPT,
     SAMPLES_PREFIX,
     SNAPSHOTS_PREFIX,
@@ -27,6 +30,7 @@ from kvbm.streams.base import (
     Mark,
     Notice,
     Position,
+    RoutesMessage,
     StreamMessage,
     StreamState,
     Tail,
@@ -38,6 +42,7 @@ from kvbm.streams.base import (
     fence_subject,
     instance_subject,
     mark_of,
+    part_filters,
     pulse_subject,
     read_subjects,
 )
@@ -233,11 +238,12 @@ class MemoryStream:
         cluster: str | None = None,
         timeout_s: float = 5.0,
         fingerprint: int | None = None,
+        parts: tuple[int, ...] = ALL_PARTS,
     ) -> MemoryReader:
         """See `EventLog.pull`."""
         self._check_open()
-        events, fences = (subjects.removesuffix(">") for subjects in read_subjects(cluster))
-        return MemoryReader(self, (events, fences), Mark(after_sequence, fingerprint))
+        prefixes = tuple(subjects.removesuffix(">") for subjects in read_subjects(cluster, parts))
+        return MemoryReader(self, prefixes, Mark(after_sequence, fingerprint))
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Lose messages, as a server that trims by age or loses its disk does. The sequences of others stay."""
@@ -269,13 +275,15 @@ class MemoryStream:
         self._check_open()
         return self._pulses.get(pulse_subject(cluster, instance))
 
-    async def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
+    async def watch_pulses(
+        self, cluster: str | None = None, parts: tuple[int, ...] = ALL_PARTS
+    ) -> AsyncIterator[Heartbeat]:
         """See `Heartbeats.watch_pulses`."""
-        prefix = cluster_filter(PULSE_PREFIX, cluster).removesuffix(">")
+        prefixes = tuple(subjects.removesuffix(">") for subjects in part_filters(PULSE_PREFIX, cluster, parts))
         seen = 0
         while not self._is_closed:
             newer = sorted(
-                (at, name) for name, at in self._pulse_numbers.items() if at > seen and name.startswith(prefix)
+                (at, name) for name, at in self._pulse_numbers.items() if at > seen and name.startswith(prefixes)
             )
             seen = self._pulse_count
             for heartbeat in [self._pulses[name] for _, name in newer]:
@@ -310,6 +318,17 @@ class MemoryStream:
         async for sample in self._listen(cluster_filter(SAMPLES_PREFIX, cluster), SAMPLES_KEPT):
             assert isinstance(sample, AccessSample)
             yield sample
+
+    async def send_routes(self, cluster: str, catalog: InstanceId, data: bytes) -> None:
+        """See `Broadcast.send_routes`."""
+        self._check_open()
+        self._send(instance_subject(ROUTES_PREFIX, cluster, catalog), RoutesMessage(catalog, data))
+
+    async def watch_routes(self, cluster: str) -> AsyncIterator[RoutesMessage]:
+        """See `Broadcast.watch_routes`."""
+        async for message in self._listen(cluster_filter(ROUTES_PREFIX, cluster), ROUTES_KEPT):
+            assert isinstance(message, RoutesMessage)
+            yield message
 
     def _send(self, subject: str, item: object) -> bool:
         is_heard = False
@@ -360,7 +379,7 @@ class MemoryStream:
 class MemoryReader:
     """An `EventReader` of a `MemoryStream`."""
 
-    def __init__(self, stream: MemoryStream, prefixes: tuple[str, str], after: Mark) -> None:
+    def __init__(self, stream: MemoryStream, prefixes: tuple[str, ...], after: Mark) -> None:
         self.begun = 0
         self._stream = stream
         self._prefixes = prefixes

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
 from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.streams.base import AccessSample, Heartbeat, Position, PublisherOwner, SampleSource, StreamState
+from kvbm.streams.base import (
+    AccessSample,
+    Heartbeat,
+    Position,
+    PublisherOwner,
+    SampleSource,
+    StreamState,
+)
 from kvbm.streams.publisher_reports import PublisherReports
 
 T = TypeVar("T")
+
+
+@runtime_checkable
+class SilentAtTimes(Protocol):
+    """What an owner may be that speaks for somebody else."""
+
+    def is_silent(self) -> bool:
+        """Whether a sign of life would not be true now: none is sent then, but the last. Called in the publisher's thread."""
 
 
 class OwnerCalls:
@@ -21,6 +36,7 @@ class OwnerCalls:
     def __init__(self, owner: PublisherOwner, cluster: str, instance: InstanceId, reports: PublisherReports) -> None:
         self._owner = owner
         self._samples = owner if isinstance(owner, SampleSource) else None
+        self._may_be_silent = owner if isinstance(owner, SilentAtTimes) else None
         self._cluster = cluster
         self._instance = instance
         self._reports = reports
@@ -51,8 +67,13 @@ class OwnerCalls:
             applied=max(known, published),
             wall_time_ns=time.time_ns(),
             trouble=words,
+            transfers=(),  # they were told of already
         )
         return again, words
+
+    def is_silent(self) -> bool:
+        """See `SilentAtTimes.is_silent`; never of an owner that is no such thing, nor of one that cannot say it."""
+        return self._may_be_silent is not None and bool(self._call("is_silent", self._may_be_silent.is_silent)[0])
 
     def on_published(self, position: Position) -> None:
         """See `PublisherOwner.on_published`."""

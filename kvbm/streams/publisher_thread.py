@@ -54,7 +54,8 @@ class PublisherThread:
 
     Args:
         frames: the instance's log.
-        owner: called in this thread; what it raises is logged and changes nothing. It may be a `SampleSource` too.
+        owner: called in this thread; what it raises is logged and changes nothing. It may be a `SampleSource` and a
+            `SilentAtTimes` too.
         interval_s: between heartbeats.
         connect: (url, timeout_s) → the stream.
         window_bytes, linger_s: as of `PublisherOptions`. runs: as of `Publisher`.
@@ -235,6 +236,8 @@ class PublisherThread:
 
     async def _send_heartbeat(self, stopping: bool) -> None:
         if not (self._requests.has_stream and self._publisher.is_owner):
+            return
+        if not stopping and self._calls.is_silent():
             return
         heartbeat, failure = self._calls.heartbeat(self._publisher.confirmed)
         data, unreadable = encoded_heartbeat(heartbeat)

@@ -31,7 +31,7 @@ from kvbm.streams.child import spawn
 
 log = structlog.get_logger()
 
-START_WAIT_S = 15.0
+START_WAIT_S = 60.0  # one that cannot start says so at once; one on a busy machine or a slow disk is waited for
 STOP_WAIT_S = 10.0
 MAX_PAYLOAD_BYTES = 8 << 20
 _PROBE_WAIT_S = 1.0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from kvbm.core.errors import MissingExtraError
+from kvbm.telemetry.transfers import BYTES_PER_S, Transferred
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Histogram
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
     from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
     from prometheus_client.registry import Collector
 except ImportError:
@@ -27,6 +29,7 @@ class CatalogNumbers(NamedTuple):
         claims: blocks claimed, by pool.
         put_bytes: what instances have put in the object pool, by instance and namespace: bytes in memory, and in the store.
         residencies: blocks held, by instance and tier; of instances that answers count.
+        transfers: reads of blocks from other instances that were told of, by transport and distance.
     """
 
     messages: int
@@ -52,6 +55,10 @@ class CatalogNumbers(NamedTuple):
     zombies: int
     double_ids: int
     audits: int
+    routes_shared: int
+    routes_unshared: int
+    routes_received: int
+    routes_refused: int
     rows_read_again: int
     checkpoints: int
     archive_lost: int
@@ -65,6 +72,7 @@ class CatalogNumbers(NamedTuple):
     excluded: int
     ignored: int
     gone: int
+    watches: int
     view_age_s: float
     anomalies: dict[str, int]
     stream_sequence: int
@@ -77,6 +85,7 @@ class CatalogNumbers(NamedTuple):
     residencies: dict[tuple[str, str], int]
     claims: dict[str, int]
     put_bytes: dict[tuple[str, str], tuple[int, int]]
+    transfers: Mapping[tuple[str, int], Transferred]
 
 
 _COUNTERS = {
@@ -102,6 +111,10 @@ _COUNTERS = {
     "snapshots_asked": "SnapshotPolicy asked of suspect instances.",
     "zombies": "Heartbeats of epochs that are over, ignored.",
     "double_ids": "Heartbeats of a second run that claims a live instance's id and epoch, ignored.",
+    "routes_shared": "Routes that other catalogs of the cluster were told.",
+    "routes_unshared": "Routes that they could not be told, or without their blocks: too many at once, or NATS took none.",
+    "routes_received": "Routes of other catalogs, counted as load here.",
+    "routes_refused": "Routes of other catalogs that were none, or of instances that are not heard here; a message that is none counts as one.",
     "audits": "Passes of the audit over the whole index.",
     "rows_read_again": "Times rows were let go because the database was away, and read again from the stream.",
     "checkpoints": "Checkpoints of the index written.",
@@ -124,6 +137,7 @@ _GAUGES = {
     "excluded": "Instances whose residencies are left out of answers.",
     "ignored": "Instances in whose name heartbeats come that count for nothing: another run has the place on the stream.",
     "gone": "Instances known and stopped, silent or unheard; forgotten after catalog.forget_s.",
+    "watches": "Feeds of changes that are open.",
     "view_age_s": "Age of the view that answers rest on while silence does not count, or nobody confirms that all is read; else 0.",
     "indexed_blocks": "Distinct blocks somebody holds.",
 }
@@ -135,6 +149,7 @@ REFUSALS = {
     "too_many_requests": "requests over requests_per_s (429)",
     "too_many_bytes": "requests without room in body_bytes (429, 503)",
     "too_many_waits": "requests without a place in waits (429, 503)",
+    "too_many_watches": "feeds without a place in watches (429, 503)",
     "too_large": "bodies that are too large, or have too much of something (413, 422)",
     "too_slow": "bodies that came too slowly (408)",
     "connection_rate": "connections over connects_per_s",
@@ -244,3 +259,23 @@ class _Numbers(Collector):
             for form, count in zip(("raw", "stored"), sizes, strict=True):
                 put.add_metric([instance, namespace, form], count)
         yield put
+        yield from _of_transfers(now.transfers)
+
+
+def _of_transfers(transfers: Mapping[tuple[str, int], Transferred]) -> Iterator[Metric]:
+    """Metrics of reads from other instances."""
+    labels = ["transport", "distance"]
+    rates = HistogramMetricFamily(
+        "kvbm_catalog_transfer_bytes_per_second",
+        "Rates of reads of blocks from other instances' memory, as they tell them; distance 0 is the same node.",
+        labels=labels,
+    )
+    sizes = CounterMetricFamily("kvbm_catalog_transfer_bytes", "Bytes that came by them.", labels=labels)
+    failures = CounterMetricFamily("kvbm_catalog_transfer_failures", "Such reads that brought nothing.", labels=labels)
+    for (transport, distance), one in sorted(transfers.items()):
+        values = [transport, str(distance)]
+        bounds = [*map(str, BYTES_PER_S), "+Inf"]
+        rates.add_metric(values, list(zip(bounds, accumulate(one.by_rate), strict=True)), one.rates)
+        sizes.add_metric(values, one.size)
+        failures.add_metric(values, one.failed)
+    yield from (rates, sizes, failures)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 from kvbm.core.answers import MAX_POSITIONS, MAX_WAIT_S, PositionWanted
-from kvbm.core.errors import CatalogError
+from kvbm.core.errors import CatalogError, CatalogRefusedError
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
-from kvbm.locate.http import CatalogClient, CatalogRefusedError
+from kvbm.locate.http import CatalogClient
 
 _ANY = NamespaceId(bytes(16))
 

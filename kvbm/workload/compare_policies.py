@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvbm.core.errors import ConfigError
+from kvbm.core.ids import Tier
+from kvbm.workload.block_pool import ColderPool
 from kvbm.workload.instance_model import InstanceModel, Request
 from kvbm.workload.policies import POLICIES, KvbmRouting, Policy
 from kvbm.workload.reports import check_report_path, write_report
@@ -25,6 +29,7 @@ from kvbm.workload.workloads import LOADS, WORKLOADS, check_workload, workload
 
 DECODE_TOKEN_S = 0.03
 PREFILL_TOKENS_PER_S = 10_000.0
+HBM, COMPUTED = Tier.HBM.name, "computed"  # where tokens came from
 
 
 class CompareOptions(NamedTuple):
@@ -73,13 +78,14 @@ class PolicyRow(msgspec.Struct, kw_only=True):
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """One run: every time to first token, ascending, and who was given what."""
+    """One run: every time to first token, ascending, who was given what, and where the prompts' tokens came from."""
 
     ttft_s: list[float]
     hits: int
     blocks: int
     prompt_blocks: list[int]
     requests: list[int]
+    tokens: dict[str, int]
 
 
 class PolicyReport(msgspec.Struct, kw_only=True):
@@ -98,18 +104,24 @@ class Comparison:
     Args:
         policy: made from the instances.
         speeds: tokens each instance prefills in a second.
+        colder: makes the pools of an instance's colder tiers.
     """
 
     def __init__(
-        self, policy: Callable[[Sequence[InstanceModel]], Policy], speeds: Sequence[float], slots: int
+        self,
+        policy: Callable[[Sequence[InstanceModel]], Policy],
+        speeds: Sequence[float],
+        slots: int,
+        colder: Callable[[], Mapping[Tier, ColderPool]] = dict,
     ) -> None:
-        self.instances = [InstanceModel(slots, speed) for speed in speeds]
+        self.instances = [InstanceModel(slots, speed, colder()) for speed in speeds]
         self._policy = policy(self.instances)
         self._heard = self._policy if isinstance(self._policy, KvbmRouting) else None
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._now_s = 0.0
         self._ttft_s: list[float] = []
+        self._tokens: Counter[str] = Counter()
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         """Everything until the last first token."""
@@ -125,6 +137,7 @@ class Comparison:
             blocks=sum(instance.prompt_blocks for instance in self.instances),
             prompt_blocks=[instance.prompt_blocks for instance in self.instances],
             requests=[instance.requests for instance in self.instances],
+            tokens=dict(self._tokens),
         )
 
     def _beat(self, now_s: float) -> None:
@@ -145,7 +158,7 @@ class Comparison:
 
     def _arrive(self, request: Request) -> None:
         instance = self.instances[self._policy.choose(self._now_s, request)]
-        missing = request.input_tokens - instance.pool.depth(request.blocks) * TRACE_BLOCK_TOKENS
+        missing = request.input_tokens - instance.depth(request.blocks) * TRACE_BLOCK_TOKENS
         instance.queue.append((request, missing))
         instance.waiting_tokens += missing
         instance.assigned_tokens += missing
@@ -167,15 +180,38 @@ class Comparison:
                 )
             return  # a request that ends will start it
         instance.queue.popleft()
-        missing = request.input_tokens - depth * TRACE_BLOCK_TOKENS
         instance.waiting_tokens -= expected
-        instance.assigned_tokens += missing - expected
-        instance.hits += depth
-        instance.busy = (self._now_s, missing)
-        self._later(missing / instance.tokens_per_s, lambda: self._prefilled(instance, request, depth, missing))
+        instance.busy = (math.inf, expected)
+        self._bring(instance, request, depth, expected)
 
-    def _prefilled(self, instance: InstanceModel, request: Request, depth: int, missing: int) -> None:
-        instance.pool.create(request.blocks[depth:])
+    def _bring(self, instance: InstanceModel, request: Request, in_hbm: int, expected: int) -> None:
+        """Read what lies elsewhere than in HBM, then compute the rest. Here nothing does.
+
+        Args:
+            in_hbm: blocks from the first on that are pinned there; the others have slots.
+            expected: its tokens that were missing when it came.
+        """
+        self._compute(instance, request, in_hbm, expected, [HBM] * in_hbm)
+
+    def _compute(
+        self, instance: InstanceModel, request: Request, in_hbm: int, expected: int, sources: Sequence[str]
+    ) -> None:
+        """Compute what no source had.
+
+        Args:
+            sources: of each block from the first on that is in HBM now, where it was.
+        """
+        missing = request.input_tokens - len(sources) * TRACE_BLOCK_TOKENS
+        instance.assigned_tokens += missing - expected
+        instance.hits += len(sources)
+        for source in sources:
+            self._tokens[source] += TRACE_BLOCK_TOKENS
+        self._tokens[COMPUTED] += missing
+        instance.busy = (self._now_s, missing)
+        self._later(missing / instance.tokens_per_s, lambda: self._prefilled(instance, request, in_hbm, missing))
+
+    def _prefilled(self, instance: InstanceModel, request: Request, in_hbm: int, missing: int) -> None:
+        instance.pool.create(request.blocks[in_hbm:])
         instance.busy = None
         instance.assigned_tokens -= missing
         instance.meter.prefilled(missing, missing / instance.tokens_per_s)
@@ -225,18 +261,19 @@ def compare(options: CompareOptions, advance: Callable[[], None] = lambda: None)
         for load in options.loads:
             outcomes: dict[str, list[Outcome]] = {policy: [] for policy in options.policies}
             for seed in options.seeds:
-                requests = requests_of(_requests(options, name, load, seed))
+                requests = requests_of(requests_for(options, name, load, seed))
                 for policy in options.policies:
                     outcomes[policy].append(run_policy(policy, requests, options.speeds, options.slots, seed))
                     advance()
-            rows += _rows(name, load, options.seeds, outcomes)
+            rows += rows_of(name, load, options.seeds, outcomes)
     return PolicyReport(
         rows=rows, instances=len(options.speeds), slots=options.slots, speeds=list(options.speeds),
         elapsed_s=round(time.monotonic() - began, 1),
     )  # fmt: skip
 
 
-def _requests(options: CompareOptions, name: str, load: str, seed: int) -> list[TraceRequest]:
+def requests_for(options: CompareOptions, name: str, load: str, seed: int) -> list[TraceRequest]:
+    """Those of the trace, or of a generated workload. Raises ConfigError: the trace cannot be read, or holds none."""
     if options.trace is None:
         return workload(name, load, seed, options.requests, len(options.speeds))
     try:
@@ -248,7 +285,7 @@ def _requests(options: CompareOptions, name: str, load: str, seed: int) -> list[
     return [one._replace(timestamp_ms=int(one.timestamp_ms / LOADS[load])) for one in recorded]
 
 
-def _rows(name: str, load: str, seeds: Sequence[int], outcomes: dict[str, list[Outcome]]) -> list[PolicyRow]:
+def rows_of(name: str, load: str, seeds: Sequence[int], outcomes: dict[str, list[Outcome]]) -> list[PolicyRow]:
     """A row for each policy, means over the seeds."""
     rows = [
         PolicyRow(
@@ -301,7 +338,7 @@ def tables(report: PolicyReport) -> list[Table]:
 
 def main(options: CompareOptions, json_path: Path | None) -> int:
     """Compare with a progress bar. Returns 0. Raises ConfigError: an option names what there is not."""
-    _check(options)
+    check_options(options)
     check_report_path(json_path)
     console = Console()
     workloads = len(options.workloads) if options.trace is None else 1
@@ -322,7 +359,8 @@ def main(options: CompareOptions, json_path: Path | None) -> int:
     return 0
 
 
-def _check(options: CompareOptions) -> None:
+def check_options(options: CompareOptions) -> None:
+    """Raises ConfigError: an option names what there is not."""
     for policy in options.policies:
         if policy not in POLICIES:
             raise ConfigError(f"--policy {policy!r}: there is none of that name; choose from {', '.join(POLICIES)}")

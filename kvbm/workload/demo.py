@@ -1,8 +1,8 @@
 """The whole line once, on embedded defaults: real KV from a running model through tiers, events, catalog and replay.
 
-Two reference engines in processes of their own, a nats-server, the catalog on SQLite and a local object store. Dialogues with
-shared system prompts are routed by the catalog; one engine is killed in the middle and comes back. At the end everything is
-recomputed without reuse, and every event, digest and token is compared.
+Two reference engines in processes of their own, a nats-server, the catalog on SQLite and a local object store. One engine reads a
+prompt's blocks from the other's HOST. Dialogues with shared system prompts are routed by the catalog; one engine is killed in the
+middle and comes back. At the end everything is recomputed without reuse, and every event, digest and token is compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,10 +45,16 @@ from kvbm.workload.reports import check_report_path, write_report
 
 BUCKET = "kvbm-demo"
 ENGINES = ("engine-a", "engine-b")
+KILLED, LENDER = ENGINES
+EXCHANGE = {  # who is killed lends nothing: reads of a peer that dies fail, and no copy may fail here
+    KILLED: {"transport.fetch": "true"},
+    LENDER: {"transport.listen": "host"},
+}
 DIALOGUES, TURNS, NEW_TOKENS, AT_ONCE = 12, 4, 12, 4
 SYSTEM_TOKENS, USER_TOKENS = 256, 100
 POOL_SLOTS = {"pools.hbm.slots": 112, "pools.host.slots": 144, "pools.nvme.slots": 224}
 PREFIX_TOKENS, PREFIX_REPEATS = 1024, 5
+PEER_TRIES = 3  # on a busy machine an engine may not wait for the catalog's answer, and computes
 RECOVERY_REQUESTS = 2
 ANSWER_WAIT_S = 120.0  # for one answer, and for a part to start or to come to rest; a busy machine is no failure
 RECOVERY_WAIT_S = 5 * ANSWER_WAIT_S
@@ -78,6 +84,9 @@ class Report(msgspec.Struct, kw_only=True):
     smallest_logit_margin: float = 0.0
     prompt_blocks: int = 0
     hits_by_tier: dict[str, int] = {}
+    peer_blocks: int = 0
+    peer_prompt_blocks: int = 0
+    peer_tokens_identical: bool = False
     ttft_recompute_s: float = 0.0
     ttft_reuse_s: float = 0.0
     ttft_ratio: float = 0.0
@@ -101,13 +110,19 @@ class Report(msgspec.Struct, kw_only=True):
         """The checks that failed, in words."""
         checks = {
             "not every request was answered": self.requests == DIALOGUES * TURNS,
-            "tokens differ from those of a recomputation": self.tokens_identical,
+            "tokens differ from those of a recomputation": self.tokens_identical
+            and self.tokens_compared >= self.requests,
             "a tier served no hit": all(self.hits_by_tier.get(tier.name, 0) for tier in Tier),
+            "not every block of a prompt was read from the other engine's HOST": self.peer_blocks
+            == self.peer_prompt_blocks
+            > 0,
+            "tokens after blocks of the other engine differ from those it computed": self.peer_tokens_identical,
             "reuse was not faster than recomputing": self.ttft_ratio > 1,
             "events applied differ from events published": self.events_applied == self.events_published > 0,
             "there were gaps": self.gaps == 0,
             "digests of instances and catalog differ": self.digests_equal,
-            "the killed engine did not recover": self.killed_and_recovered,
+            "the killed engine did not recover": self.killed_and_recovered and self.recovered_blocks > 0,
+            "no read was verified": self.verified_reads > 0,
             "a block was corrupt or a copy failed": not self.corrupt_blocks and not self.failed_copies,
             "replay found faults": self.replay_verified,
         }
@@ -129,6 +144,8 @@ class Demo:
         self._hits = {tier.name: 0 for tier in Tier}  # of every request that may reuse, the measurement's included
         self._guard = threading.Lock()
         self._killed = threading.Event()
+        self._stored: list[int] = []  # the prompt of `_store_prompt`, and what it is answered
+        self._stored_tokens: list[int] = []
         self._stream_url = ""
         self._object_url = ""
         self._catalog: CatalogClient | None = None
@@ -145,10 +162,11 @@ class Demo:
         with self._opened:
             step("starting nats-server, object store, catalog and two engines")
             self._start_parts()
+            step("a prompt of one engine, its blocks read by the other")
+            self._read_from_peer()
+            self._store_prompt()
             step("dialogues, routed by the catalog; one engine is killed on the way")
             self._run_dialogues(advance)
-            step("a prompt of one engine, read by the other from the object store")
-            self._read_from_object_store()
             step("time to first token, recomputed and from HOST")
             self._measure_ttft(advance)
             step("recomputing every answer without reuse")
@@ -170,7 +188,7 @@ class Demo:
         self._make_bucket()
         self._catalog = start_catalog(self.folder, self._stream_url, self._opened)
         for name in ENGINES:
-            self._start_engine(name)
+            self._start_engine(name, EXCHANGE[name])
         for name in ENGINES:
             self._engines[name].expect(ANSWER_WAIT_S, "did not start")
         wait_live(self._catalog, ENGINES, ANSWER_WAIT_S)
@@ -188,13 +206,14 @@ class Demo:
         client.create_bucket(Bucket=BUCKET)
         client.close()
 
-    def _start_engine(self, name: str) -> None:
+    def _start_engine(self, name: str, exchange: Mapping[str, object]) -> None:
         assert self._catalog is not None
         flags: dict[str, object] = {
             "instance.id": name,
             "instance.data_dir": self.folder,
             "nats.url": self._stream_url,
             "catalog.url": self._catalog.url,
+            **exchange,
             "pools.object.url": f"s3://{BUCKET}/blocks",
             "pools.object.endpoint": self._object_url,
             "pools.object.region": "us-east-1",
@@ -207,6 +226,53 @@ class Demo:
         self._opened.callback(engine.stop)
 
     # -- workload -----------------------------------------------------------------------------------------------------
+
+    def _read_from_peer(self) -> None:
+        """One engine computes a prompt that nobody has; the other is sent it once the catalog knows that the blocks are in HOST there.
+
+        All its blocks are one lot, so they are read from one place: the object store may have them too by then, and is slower.
+        """
+        rng = np.random.default_rng(5)
+        for number in range(PEER_TRIES):
+            prompt = [int(token) for token in rng.integers(0, self._worker.shape.vocab, PREFIX_TOKENS + 1)]
+            computed = self._submit(LENDER, f"lent{number}", prompt, NEW_TOKENS, reuse=True)
+            self._wait_lent(prompt)
+            before = self._engines[KILLED].ask(op="status")["peer_hits"]
+            read = self._submit(KILLED, f"borrowed{number}", prompt, NEW_TOKENS, reuse=True)
+            self.report.peer_blocks = self._engines[KILLED].ask(op="status")["peer_hits"] - before
+            self.report.peer_prompt_blocks = read["prompt_blocks"]
+            is_computed = not computed["failed"] and not sum(computed["hits"].values())
+            self.report.peer_tokens_identical = is_computed and read["tokens"] == computed["tokens"]
+            if self.report.peer_blocks == self.report.peer_prompt_blocks:
+                return
+
+    def _store_prompt(self) -> None:
+        """A prompt that nobody has, twice: the second time HBM has its blocks, and then the object store. Nothing else runs meanwhile."""
+        vocabulary = self._worker.shape.vocab
+        self._stored = [int(token) for token in np.random.default_rng(13).integers(0, vocabulary, PREFIX_TOKENS + 1)]
+        self._stored_tokens = self._submit(LENDER, "stored", self._stored, NEW_TOKENS, reuse=True)["tokens"]
+        self._expect_whole(LENDER, "HBM")
+        self._settle(LENDER)
+
+    def _expect_whole(self, name: str, tier: str) -> None:
+        """Ask an engine for the stored prompt. Raises ProcessError: its blocks are not all of this tier, or its tokens differ."""
+        event = self._submit(name, f"stored-{name}-{tier}", self._stored, NEW_TOKENS, reuse=True)
+        if event["failed"] or event["hits"].get(tier, 0) != PREFIX_TOKENS // self._worker.block_tokens:
+            raise ProcessError(f"{name} should have found the whole prefix in {tier}; it found {event['hits']}")
+        if event["tokens"] != self._stored_tokens:
+            raise ProcessError(f"{name} answered a prompt from {tier} otherwise than {LENDER}, which computed it")
+
+    def _wait_lent(self, prompt: list[int]) -> None:
+        """Wait until the catalog says that all blocks of a prompt are lent. Raises ProcessError: not in time."""
+        assert self._catalog is not None
+        hashes = NATIVE.sequence_hashes(prompt, self._worker.block_tokens, self._namespace.root())
+        wanted = (LENDER, len(prompt) // self._worker.block_tokens)
+        deadline = time.monotonic() + ANSWER_WAIT_S
+        while time.monotonic() < deadline:
+            if wanted in [(one.instance, one.depth) for one in self._catalog.find(self._namespace, hashes).peers]:
+                return
+            time.sleep(0.02)
+        raise self._engines[LENDER].failure(f"did not lend what it computed within {ANSWER_WAIT_S:g} s")
 
     def _run_dialogues(self, advance: Callable[[int, int], None]) -> None:
         dialogues = generate_dialogues(
@@ -232,14 +298,14 @@ class Demo:
                 raise errors[0]
             advance(len(self._answers), total)
             if len(self._answers) >= total // 2 and not self._killed.is_set():
-                recovery = self._kill_and_restart(ENGINES[0], errors)
+                recovery = self._kill_and_restart(KILLED, errors)
             time.sleep(0.05)
         if recovery is not None:
             recovery.join(RECOVERY_WAIT_S)
         if errors:
             raise errors[0]
         if recovery is not None and recovery.is_alive():
-            raise ProcessError(f"{ENGINES[0]} has not served again within {RECOVERY_WAIT_S:g} s")
+            raise ProcessError(f"{KILLED} has not served again within {RECOVERY_WAIT_S:g} s")
         self.report.requests = len(self._answers)
 
     def _serve(self, waiting: queue.SimpleQueue[tuple[int, Dialogue]], errors: list[BaseException]) -> None:
@@ -306,7 +372,7 @@ class Demo:
         return event
 
     def _kill_and_restart(self, name: str, errors: list[BaseException]) -> threading.Thread:
-        """kill -9 at work, a moment in which the other engine serves alone, then a new process on the same folder.
+        """kill -9 at work, the other engine serves alone, and what was asked last here, too; then a new process on the same folder.
 
         What it had answered by then is in its NVME pool and its events are known, so that it is found again whenever the kill comes.
         """
@@ -319,11 +385,16 @@ class Demo:
 
         def restart() -> None:
             try:
-                time.sleep(1.0)
-                self._start_engine(name)
+                is_taken_over = self._ask_again(LENDER, "taken-over", before) is not None
+                self._start_engine(name, {})  # it reads from the object store what it would read from its peer
                 ready = self._engines[name].expect(ANSWER_WAIT_S, "did not come back")
                 self.report.recovered_blocks = ready["recovered"]["NVME"]
-                self.report.killed_and_recovered = ready["epoch"] == 2 and self._serves_from_nvme(name, before)
+                self._expect_whole(
+                    name, "OBJECT"
+                )  # as its first prompt: it reads all that is held until it knows how quickly it computes
+                hits = self._ask_again(name, "recovered", before)
+                is_back = ready["epoch"] == 2 and hits is not None and hits.get("NVME", 0) > 0
+                self.report.killed_and_recovered = is_taken_over and is_back
                 self._down.discard(name)
             except ProcessError as error:
                 errors.append(error)
@@ -332,35 +403,16 @@ class Demo:
         thread.start()
         return thread
 
-    def _serves_from_nvme(self, name: str, before: list[Answer]) -> bool:
-        """Ask the engine again what it was asked last before it was killed: same tokens, and blocks from its NVME pool."""
-        found = 0
+    def _ask_again(self, name: str, what: str, before: list[Answer]) -> dict[str, int] | None:
+        """Ask an engine what was asked last of the one that was killed: blocks found, by tier; None: an answer was another."""
+        found: dict[str, int] = {}
         for answer in before:
-            event = self._submit(name, f"recovered-{answer.id}", answer.tokens, NEW_TOKENS, reuse=True)
-            found += event["hits"].get("NVME", 0)
+            event = self._submit(name, f"{what}-{answer.id}", answer.tokens, NEW_TOKENS, reuse=True)
             if event["failed"] or event["tokens"] != answer.new_tokens:
-                return False
-        return found > 0
-
-    def _read_from_object_store(self) -> None:
-        """A prompt that nobody has, twice on one engine; then on the other, where only the object store has its blocks.
-
-        Nothing else runs meanwhile, so the second time finds HBM's blocks, and the third all of the store's.
-        """
-        writer, reader = ENGINES[1], ENGINES[0]
-        prompt = [
-            int(token) for token in np.random.default_rng(13).integers(0, self._worker.shape.vocab, PREFIX_TOKENS + 1)
-        ]
-        answers = [self._submit(writer, f"stored{nth}", prompt, NEW_TOKENS, reuse=True) for nth in range(2)]
-        self._settle(writer)
-        answers.append(self._submit(reader, "read", prompt, NEW_TOKENS, reuse=True))
-        for engine, tier, answer in ((writer, "HBM", answers[1]), (reader, "OBJECT", answers[2])):
-            if answer["failed"] or answer["hits"].get(tier, 0) != PREFIX_TOKENS // self._worker.block_tokens:
-                raise ProcessError(f"{engine} should have found the whole prefix in {tier}; it found {answer['hits']}")
-        if any(answer["tokens"] != answers[0]["tokens"] for answer in answers):
-            raise ProcessError(
-                f"{reader} answered a prompt from the object store otherwise than {writer}, which computed it"
-            )
+                return None
+            for tier, count in event["hits"].items():
+                found[tier] = found.get(tier, 0) + count
+        return found
 
     def _settle(self, name: str) -> None:
         """Wait until what an engine has computed lies in its colder tiers, and the catalog knows it. Raises ProcessError, CatalogError."""
@@ -378,7 +430,7 @@ class Demo:
     def _measure_ttft(self, advance: Callable[[int, int], None]) -> None:
         """The same prompts on the same engine: computed whole, and with their prefix in HOST. Medians of pairs."""
         rng = np.random.default_rng(11)
-        engine = ENGINES[1]
+        engine = LENDER
         recompute: list[float] = []
         reuse: list[float] = []
         for index in range(PREFIX_REPEATS):
@@ -479,12 +531,17 @@ def table(report: Report) -> Table:
         f"{_yes(report.tokens_identical)} ({report.tokens_compared} tokens, smallest logit margin "
         f"{report.smallest_logit_margin:.1e})"
     )
+    peer = (
+        f"{report.peer_blocks} of {report.peer_prompt_blocks} blocks of a prompt; tokens as computed there: "
+        f"{_yes(report.peer_tokens_identical)}"
+    )
     digests = ", ".join(sorted({digest for pair in report.digests.values() for digest in pair.values()}))
     rows = [
         ("requests", f"{report.requests}, {report.resubmitted_requests} sent again after the kill"),
         ("prefix hits", f"{hits} of {report.prompt_blocks} blocks ({share})"),
         *((f"  from {tier}", str(count)) for tier, count in report.hits_by_tier.items()),
         (f"first token, {PREFIX_TOKENS}-token prefix", faster),
+        ("read from a peer's HOST", peer),
         ("tokens as recomputed", same),
         ("reads verified, corrupt", f"{report.verified_reads}, {report.corrupt_blocks}"),
         ("events published, applied", f"{report.events_published}, {report.events_applied}"),

@@ -22,7 +22,9 @@ from kvbm.catalog.liveness import LastHeartbeat
 from kvbm.catalog.reference_router import ReferenceRouter
 from kvbm.catalog.routing import RoutingTask
 from kvbm.catalog.routing_cost import RoutingSettings
-from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
+from kvbm.core.events import PoolStated
+from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Tier
+from kvbm.core.topology import ASSUMED_BLOCK_BYTES
 from kvbm.streams.base import Heartbeat
 from kvbm.workload.instance_model import InstanceModel, Request
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS
@@ -30,6 +32,7 @@ from kvbm.workload.trace import TRACE_BLOCK_TOKENS
 HEARTBEAT_S = 1.0
 BASELINE_WEIGHT = 8.0
 PREFIX_WEIGHT, QUEUE_WEIGHT, UTILIZATION_WEIGHT = 3.0, 2.0, 2.0
+BLOCK_BYTES = ASSUMED_BLOCK_BYTES * TRACE_BLOCK_TOKENS // 16  # of a model with 8 billion parameters
 _SPACE = Namespace(model="trace", block_tokens=TRACE_BLOCK_TOKENS).id
 
 
@@ -66,7 +69,7 @@ class PrefixAndLoad:
         return least([self._cost(now_s, request, instance) for instance in self._instances], self._rng)
 
     def _cost(self, now_s: float, request: Request, instance: InstanceModel) -> float:
-        missing = len(request.blocks) - instance.pool.depth(request.blocks)
+        missing = len(request.blocks) - instance.depth(request.blocks)
         return BASELINE_WEIGHT * missing + instance.queued_tokens(now_s) / TRACE_BLOCK_TOKENS
 
 
@@ -80,7 +83,7 @@ class DynamoCost:
         return least([self._cost(request, instance) for instance in self._instances], self._rng)
 
     def _cost(self, request: Request, instance: InstanceModel) -> float:
-        missing = request.input_tokens - instance.pool.depth(request.blocks) * TRACE_BLOCK_TOKENS
+        missing = request.input_tokens - instance.depth(request.blocks) * TRACE_BLOCK_TOKENS
         prefill_blocks = (instance.assigned_tokens + missing) / TRACE_BLOCK_TOKENS
         decode_blocks = len(instance.active) + sum(block not in instance.active for block in request.blocks)
         return prefill_blocks + decode_blocks
@@ -97,7 +100,7 @@ class LlmdScore:
         shortest, longest = min(queues), max(queues)
         costs = []
         for instance, queue in zip(self._instances, queues, strict=True):
-            prefix = instance.pool.depth(request.blocks) / max(1, len(request.blocks))
+            prefix = instance.depth(request.blocks) / max(1, len(request.blocks))
             short = (longest - queue) / (longest - shortest) if longest > shortest else 1.0
             costs.append(
                 -PREFIX_WEIGHT * prefix - QUEUE_WEIGHT * short - UTILIZATION_WEIGHT * (1.0 - instance.pool.used)
@@ -109,22 +112,35 @@ class PoolsIndex:
     """As much of `ClusterIndex` as routing asks, over pools in this process; of the request it was told last."""
 
     def __init__(self, names: Sequence[InstanceId], instances: Sequence[InstanceModel]) -> None:
-        self._names, self._instances = names, instances
+        self._instances = dict(zip(names, instances, strict=True))
+        self._views = {name: _view(instance) for name, instance in self._instances.items()}
         self.request: Request | None = None
 
     def prefixes(self, namespace: NamespaceId, hashes: bytes) -> Prefixes:
         """Who has how much of that request's prompt."""
         assert self.request is not None
+        blocks = self.request.blocks
         found = []
-        for name, instance in zip(self._names, self._instances, strict=True):
-            depth = instance.pool.depth(self.request.blocks)
-            if depth:
-                found.append(InstanceDepth(name, depth, (depth, 0, 0, 0), depth, False))
+        for name, instance in self._instances.items():
+            held = instance.held(blocks) if instance.colder else [Tier.HBM] * instance.pool.depth(blocks)
+            depth = reach = len(held)
+            if (objects := instance.colder.get(Tier.OBJECT)) is not None:
+                reach = next((at for at in range(depth, len(blocks)) if blocks[at] not in objects), len(blocks))
+            if reach:
+                by_tier = (held.count(Tier.HBM), held.count(Tier.HOST), held.count(Tier.NVME), 0)
+                found.append(InstanceDepth(name, depth, by_tier, reach, False))
         return Prefixes(max((one.depth for one in found), default=0), found, [])
 
     def view(self, instance: InstanceId) -> InstanceView | None:
-        """Nothing: pools here have no tiers to fetch from."""
+        """How large blocks are, where there are tiers to read from; else nothing."""
+        return self._views[instance]
+
+
+def _view(instance: InstanceModel) -> InstanceView | None:
+    if not instance.colder:
         return None
+    pools = tuple(PoolStated(tier, pool.slots, BLOCK_BYTES) for tier, pool in instance.colder.items())
+    return InstanceView(Epoch(1), False, False, False, 0, pools, {}, False, False, False)
 
 
 class KvbmRouting:
@@ -165,8 +181,8 @@ class KvbmRouting:
     def choose(self, now_s: float, request: Request) -> int:
         self._index.request = request
         task = RoutingTask(_SPACE, request.hashes, request.input_tokens, TRACE_BLOCK_TOKENS)
-        best, _ = self._router.route(now_s, task, [self._candidates], None, 1)
-        return self._numbers[InstanceId(best[0].instance)]
+        ranking = self._router.route(now_s, task, [self._candidates], None, 1)
+        return self._numbers[InstanceId(ranking.best[0].instance)]
 
 
 POLICIES: dict[str, Callable[[Sequence[InstanceModel], random.Random], Policy]] = {

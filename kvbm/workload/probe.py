@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 import urllib.error
@@ -74,8 +75,8 @@ def _ask_nats(url: str, settings: Settings) -> Answer:
 
 def _ask_http(url: str, settings: Settings) -> Answer:
     """The credentials are the catalog's, so nobody else gets them: not another origin than `catalog.url`, and no redirect."""
-    known = settings.catalog.url
-    credentials = catalog_credentials(settings) if not known or _origin(known) == _origin(url) else NO_CREDENTIALS
+    known = [_origin(one.strip()) for one in re.split("[,;]", settings.catalog.url) if one.strip()]
+    credentials = catalog_credentials(settings) if not known or _origin(url) in known else NO_CREDENTIALS
     proof = Proof(credentials, is_tls=url.startswith("https://"))
     request = urllib.request.Request(url)
     if proof.token:

@@ -26,6 +26,9 @@ from kvbm.files import make_folder, opener
 from kvbm.locate.http import CatalogClient
 from kvbm.streams.child import spawn
 
+START_WAIT_S = 120.0
+"""How long what should start or answer is waited for; what dies meanwhile is noticed at once."""
+
 
 class ProcessError(KvbmError):
     """A child process did not start, died, or did not answer in time; the message ends with its last words."""
@@ -72,7 +75,7 @@ class Child:
     def kill(self) -> None:
         """End it at once, as `kill -9` does."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(START_WAIT_S)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ask it to end, and end it when it does not. Idempotent."""
@@ -99,7 +102,7 @@ class Child:
         )
 
 
-def start_http(name: str, command: list[str], url: str, folder: Path, timeout_s: float = 30.0) -> Child:
+def start_http(name: str, command: list[str], url: str, folder: Path, timeout_s: float = START_WAIT_S) -> Child:
     """Start a process and wait until its URL answers anything. Raises ProcessError: it died, or not within the time."""
     child = Child(name, command, folder)
     deadline = time.monotonic() + timeout_s
@@ -107,7 +110,7 @@ def start_http(name: str, command: list[str], url: str, folder: Path, timeout_s:
         if not child.alive():
             raise child.failure("did not start")
         try:
-            with urllib.request.urlopen(url, timeout=1.0):
+            with urllib.request.urlopen(url, timeout=5.0):
                 return child
         except urllib.error.HTTPError:
             return child
@@ -155,7 +158,7 @@ def start_catalog(
     child, client = start_catalog_process(folder, nats_url, settings)
     opened.callback(child.stop)
     opened.callback(client.close)
-    client.wait_ready(30.0)
+    client.wait_ready(START_WAIT_S)
     return client
 
 
@@ -170,7 +173,7 @@ def start_catalog_process(
     url = f"http://127.0.0.1:{port}"
     own = {"nats.url": nats_url, "catalog.listen": f"127.0.0.1:{port}", "instance.data_dir": folder}
     sets = [f"--set={key}={value}" for key, value in {**own, **(settings or {})}.items()]
-    command = [sys.executable, "-m", "kvbm", "catalog", "serve", *sets]
+    command = [sys.executable, "-P", "-m", "kvbm", "catalog", "serve", *sets]
     return start_http("catalog", command, f"{url}/healthz", folder / "logs"), catalog_client(url)
 
 
@@ -179,7 +182,7 @@ def start_object_store(folder: Path) -> tuple[Child, str]:
     require_modules("the local object store", STORE_MODULES, "demo")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-P", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     return start_http("object-store", command, url, folder), url
 
 
@@ -193,7 +196,7 @@ class EngineProcess(Child):
         self, name: str, flags: Mapping[str, object], folder: Path, environment: Mapping[str, str], threads: int = 1
     ) -> None:
         sets = [f"--set={key}={value}" for key, value in flags.items()]
-        command = [sys.executable, "-m", "kvbm", "engine", f"--threads={threads}", *sets]
+        command = [sys.executable, "-P", "-m", "kvbm", "engine", f"--threads={threads}", *sets]
         super().__init__(name, command, folder, {"OMP_NUM_THREADS": str(threads), **environment}, spoken=True)
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {}
@@ -228,7 +231,7 @@ class EngineProcess(Child):
         except (BrokenPipeError, ValueError):
             return
 
-    def ask(self, timeout_s: float = 30.0, **command: object) -> dict[str, Any]:
+    def ask(self, timeout_s: float = START_WAIT_S, **command: object) -> dict[str, Any]:
         """Send a command and wait for its answer. Raises ProcessError: none within the time."""
         self.send(**command)
         return self.expect(timeout_s, f"did not answer {command.get('op')!r}")

@@ -36,7 +36,7 @@ from kvbm.pools.base import Proof
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.catalog_view import counter, wait_applied, wait_live
 from kvbm.workload.generator import generate
-from kvbm.workload.processes import CATALOG_MODULES, machine, require_modules, start_catalog
+from kvbm.workload.processes import CATALOG_MODULES, START_WAIT_S, machine, require_modules, start_catalog
 from kvbm.workload.reports import check_report_path, write_report
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS, TraceRequest, full_blocks, read_trace
 
@@ -296,7 +296,7 @@ class Cluster:
     def _wait_live(self) -> None:
         """Wait until the catalog has heard every instance."""
         if self.client is not None:
-            wait_live(self.client, [instance.manager.instance for instance in self.instances], 10.0)
+            wait_live(self.client, [instance.manager.instance for instance in self.instances], START_WAIT_S)
 
     def _start_servers(self, folder: Path) -> dict[str, object]:
         server = EmbeddedServer.start(folder / "nats")
@@ -396,16 +396,16 @@ def ideal_hit_ratio(arrivals: Sequence[Arrival]) -> float:
     return round(hits / max(1, blocks), 3)
 
 
-def parse_pools(text: str) -> dict[str, int]:
-    """ "hbm=4000,host=8500" or "unbounded" → slots by tier. Raises ConfigError: what is wrong, and how to write it."""
+def parse_pools(text: str, tiers: Sequence[str] = POOL_TIERS) -> dict[str, int]:
+    """ "hbm=4000,host=8500" or "unbounded" → slots by tier, of these. Raises ConfigError: what is wrong, and how to write it."""
     if text == "unbounded":
         return {"hbm": UNBOUNDED_SLOTS}
     pools: dict[str, int] = {}
     for part in text.split(","):
         tier, _, slots = part.partition("=")
-        if tier not in POOL_TIERS or not slots.isdecimal() or not int(slots):
+        if tier not in tiers or not slots.isdecimal() or not int(slots):
             raise ConfigError(
-                f'--pools {text!r}: {part!r} is not TIER=SLOTS with one of {", ".join(POOL_TIERS)}; or say "unbounded"'
+                f'--pools {text!r}: {part!r} is not TIER=SLOTS with one of {", ".join(tiers)}; or say "unbounded"'
             )
         if tier in pools:
             raise ConfigError(f"--pools {text!r} gives {tier} twice; give it once")

@@ -12,7 +12,8 @@
 #include <optional>
 #include <system_error>
 
-#include "python.hpp"
+#include "kvbm/words.hpp"
+#include "native_objects.hpp"
 
 namespace kvbm::bindings {
 namespace {
@@ -83,7 +84,7 @@ class PythonBlockIo {
   }
 
   nb::object write(const Indexes& slots, const RowsToKeep& rows, const Indexes& at, const nb::bytes& namespace_id,
-                   const nb::bytes& hashes, std::uint64_t epoch, const Sums& checksums, const std::optional<Seals>& seals) {
+                   const nb::bytes& hashes, std::uint64_t epoch, const Sums& checksums, std::uint32_t generation, const std::optional<Seals>& seals) {
     const BlockRun run = checked(slots, rows.shape(0), rows.shape(1), at, namespace_id, hashes, seals);
     const std::size_t count = run.slots.size();
     if (checksums.shape(0) != count) {
@@ -93,9 +94,42 @@ class PythonBlockIo {
     auto failures = std::make_unique<std::int32_t[]>(count);
     {
       const GilReleased released;
-      io_->write(run, rows.data(), epoch, {checksums.data(), count}, {failures.get(), count});
+      io_->write(run, rows.data(), epoch, {checksums.data(), count}, {failures.get(), count}, generation);
     }
     return numbers<std::int32_t>(std::move(failures), count);
+  }
+
+  nb::tuple scan(const Indexes& slots, std::uint32_t depth) const {
+    const std::size_t count = slots.shape(0);
+    for (std::size_t index = 0; index < count; ++index) {
+      if (static_cast<std::uint64_t>(slots.data()[index]) >= slots_) {
+        errors_->raise(Error(ErrorCode::kLayout, "slot " + std::to_string(slots.data()[index]) + " wanted of " +
+                                                     std::to_string(slots_) + " slots"));
+      }
+    }
+    auto outcomes = std::make_unique<SlotOutcome[]>(count);
+    std::vector<FoundBlock> found(count);
+    {
+      const GilReleased released;
+      io_->scan({slots.data(), count}, depth, {outcomes.get(), count}, found);
+    }
+    std::string namespaces(16 * count, '\0');
+    std::string hashes(16 * count, '\0');
+    auto epochs = std::make_unique<std::uint64_t[]>(count);
+    auto generations = std::make_unique<std::uint32_t[]>(count);
+    auto sealed = std::make_unique<std::uint8_t[]>(count);
+    for (std::size_t index = 0; index < count; ++index) {
+      std::memcpy(namespaces.data() + 16 * index, found[index].namespace_id.data(), 16);
+      std::memcpy(hashes.data() + 16 * index, found[index].hash.data(), 16);
+      epochs[index] = found[index].epoch;
+      generations[index] = found[index].generation;
+      sealed[index] = found[index].is_sealed ? 1 : 0;
+    }
+    return nb::make_tuple(numbers<std::uint8_t, SlotOutcome>(std::move(outcomes), count),
+                          nb::bytes(namespaces.data(), namespaces.size()), nb::bytes(hashes.data(), hashes.size()),
+                          numbers<std::uint64_t>(std::move(epochs), count),
+                          numbers<std::uint32_t>(std::move(generations), count),
+                          numbers<std::uint8_t>(std::move(sealed), count));
   }
 
   bool close(double timeout_s) {
@@ -108,9 +142,10 @@ class PythonBlockIo {
     io_->withhold(slot);
   }
 
+  BlockIo& native() noexcept { return *io_; }
   const char* io() const noexcept { return io_->uses_io_uring() ? "io_uring" : "threads"; }
   std::string refusal() const {
-    return io_->refusal() == 0 ? std::string() : std::string("io_uring_setup: ") + std::strerror(io_->refusal());
+    return io_->refusal() == 0 ? std::string() : words("io_uring_setup: ", std::strerror(io_->refusal()));
   }
   nb::dict counts() const {
     const BlockIoCounts counts = io_->counts();
@@ -160,6 +195,13 @@ class PythonBlockIo {
 
 }  // namespace
 
+BlockIo& block_io_of(nb::handle object) {
+  if (!nb::isinstance<PythonBlockIo>(object)) {
+    throw nb::type_error("what moves NVME's blocks is no kvbm._native.BlockIo");
+  }
+  return nb::cast<PythonBlockIo&>(object).native();
+}
+
 void bind_block_io(nb::module_& module, const SharedErrors& errors) {
   nb::class_<PythonBlockIo>(module, "BlockIo", "Moves blocks between rows and slots of files, and proves what it reads.")
       .def(
@@ -176,7 +218,8 @@ void bind_block_io(nb::module_& module, const SharedErrors& errors) {
            nb::arg("namespace"), nb::arg("hashes"), nb::arg("seals").noconvert() = nb::none())
       .def("write", &PythonBlockIo::write, nb::arg("slots").noconvert(), nb::arg("rows").noconvert(),
            nb::arg("at").noconvert(), nb::arg("namespace"), nb::arg("hashes"), nb::arg("epoch"),
-           nb::arg("checksums").noconvert(), nb::arg("seals").noconvert() = nb::none())
+           nb::arg("checksums").noconvert(), nb::arg("generation") = 0, nb::arg("seals").noconvert() = nb::none())
+      .def("scan", &PythonBlockIo::scan, nb::arg("slots").noconvert(), nb::arg("depth"))
       .def("close", &PythonBlockIo::close, nb::arg("timeout_s"))
       .def("withhold", &PythonBlockIo::withhold, nb::arg("slot"))
       .def("counts", &PythonBlockIo::counts);

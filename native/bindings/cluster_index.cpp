@@ -16,8 +16,11 @@
 #include <utility>
 #include <vector>
 
+#include "answer_classes.hpp"
 #include "frames.hpp"
 #include "kvbm/checkpoint.hpp"
+#include "kvbm/words.hpp"
+#include "plain_frames.hpp"
 #include "python.hpp"
 #include "router.hpp"
 
@@ -32,28 +35,6 @@ constexpr std::uint32_t kKeptEvents = 4096;
 
 const char* const kAnomalyNames[kAnomalyCount] = {"created-twice",    "evicted-unheld", "snapshot-added",        "snapshot-incomplete",
                                                   "snapshot-withdrew",   "unnamed-claim",  "refused-at-capacity"};
-
-// A NamedTuple class whose instances are made without a call.
-class TupleClass {
- public:
-  TupleClass(const nb::module_& module, const char* name) : kind_(module.attr(name)), alloc_(allocator_of(kind_)) {}
-
-  // Steals the references of its values.
-  template <class... Values>
-  nb::object operator()(Values... values) const {
-    PyObject* const made = alloc_(reinterpret_cast<PyTypeObject*>(kind_.ptr()), sizeof...(Values));
-    Py_ssize_t at = 0;
-    (NB_TUPLE_SET_ITEM(made, at++, values), ...);
-    if (made == nullptr || PyErr_Occurred() != nullptr) {
-      throw nb::python_error();
-    }
-    return nb::steal(made);
-  }
-
- private:
-  nb::object kind_;  // the class
-  allocfunc alloc_;  // makes its instances
-};
 
 // Of a pool as it was declared; 0 where that is no size.
 std::uint64_t block_bytes_of(nb::handle pool) {
@@ -76,37 +57,56 @@ struct IndexClasses {
         depth(module, "InstanceDepth"),
         pool_depth(module, "PoolDepth"),
         prefixes(module, "Prefixes"),
+        lendable(module, "LendableRun"),
         holder(module, "Holder"),
+        presence(module, "Presence"),
+        presences(module, "Presences"),
         view(module, "InstanceView"),
         audit(module, "Audit"),
         applied(module, "Applied"),
         claims(module, "Claims"),
+        answers(nb::module_::import_("kvbm.core.answers")),
+        lookup(answers, "LookupAnswer",
+               {"namespace", "blocks", "deepest", "instances", "pools", "excluded", "view_age_s", "more", "more_excluded"}),
+        holding(answers, "InstanceHolding", {"instance", "depth", "tiers", "reach", "suspect"}),
+        pool_holding(answers, "PoolHolding", {"pool", "depth"}),
         frames(frame_classes()),
         stop_reason(nb::module_::import_("kvbm.core.events").attr("StopReason")),
         pool_stated(nb::module_::import_("kvbm.core.events").attr("PoolStated")),
         encode(nb::module_::import_("msgspec.msgpack").attr("encode")),
-        decode(nb::module_::import_("msgspec.msgpack").attr("decode")) {}
+        decode(nb::module_::import_("msgspec.msgpack").attr("decode")) {
+    for (const nb::handle tier : nb::module_::import_("kvbm.core.ids").attr("Tier")) {
+      tier_names.push_back(tier.attr("name"));
+    }
+  }
 
   nb::module_ module;    // kvbm.catalog.index
   TupleClass depth;      // InstanceDepth
   TupleClass pool_depth; // PoolDepth
   TupleClass prefixes;   // Prefixes
+  TupleClass lendable;   // LendableRun
   TupleClass holder;     // Holder
+  TupleClass presence;   // Presence
+  TupleClass presences;  // Presences
   TupleClass view;       // InstanceView
   TupleClass audit;      // Audit
   TupleClass applied;    // Applied
   TupleClass claims;     // Claims
+  nb::module_ answers;   // kvbm.core.answers
+  StructClass<9> lookup;        // LookupAnswer
+  StructClass<5> holding;       // InstanceHolding
+  StructClass<2> pool_holding;  // PoolHolding
   SharedClasses frames;  // of events
   nb::object stop_reason;  // StopReason
   nb::object pool_stated;  // PoolStated
   nb::object encode;     // of msgspec.msgpack: declarations of pools are kept as it writes them
   nb::object decode;     // the same
+  std::vector<nb::object> tier_names;  // by number
 };
 
 Bytes packed(const nb::bytes& data, const char* what) {
   if (data.size() % kHashBytes != 0) {
-    throw Error(ErrorCode::kLayout, std::string("a run of ") + what + " has " + std::to_string(data.size()) +
-                                        " bytes, which is no multiple of " + std::to_string(kHashBytes));
+    throw Error(ErrorCode::kLayout, words("a run of ", what, " has ", data.size(), " bytes, which is no multiple of ", kHashBytes));
   }
   return {static_cast<const std::uint8_t*>(data.data()), data.size()};
 }
@@ -239,6 +239,16 @@ class PythonIndex {
                             stopped.release().ptr(), claims.release().ptr());
   }
 
+  nb::object apply_plain(const nb::list& messages, const nb::list& places) {
+    PlainRun run(index_, messages, places);
+    PlainApplied applied;
+    {
+      const GilReleased released;
+      applied = kvbm::apply_plain(index_, run.messages, run.places);
+    }
+    return plain_classes_.made(applied, run.places);
+  }
+
   void begin_blind(std::string_view name, std::uint64_t epoch, const nb::object& pools, const nb::object& likely) {
     const std::uint32_t instance = number_for(name);
     const bool is_known = !pools.is_none();
@@ -311,19 +321,58 @@ class PythonIndex {
     }
   }
 
-  nb::object prefixes(const nb::bytes& id, const nb::bytes& hashes, std::size_t best, const nb::object& only) {
-    // One answer is kept for all calls: they hold the GIL.
-    std::vector<std::uint32_t> wanted;
-    if (!only.is_none()) {
-      for (const nb::handle name : only) {
-        const std::uint32_t number = index_.find_instance(text_of(name));
-        if (number != ClusterIndex::kNone) {
-          wanted.push_back(number);
-        }
-      }
-      std::sort(wanted.begin(), wanted.end());
+  void report_lent_tiers(const std::string& name, std::uint8_t tiers) {
+    if (const std::uint32_t number = index_.find_instance(name); number != ClusterIndex::kNone) {
+      index_.report_lent_tiers(number, tiers);
     }
-    index_.prefixes(namespace_id(id), packed(hashes, "hashes"), best, answer_, only.is_none() ? nullptr : &wanted);
+  }
+
+  nb::list lent(const nb::bytes& id, const nb::bytes& hashes, std::size_t most, bool is_whole) {
+    index_.lent(namespace_id(id), packed(hashes, "hashes"), most, is_whole, lent_);
+    nb::list runs;
+    for (const LendableRun& one : lent_) {
+      runs.append(classes_.lendable(name_of(one.instance), number_of(one.begin), number_of(one.end)));
+    }
+    return runs;
+  }
+
+  // A LookupAnswer: kvbm.catalog.lookup.lookup says of what.
+  nb::object lookup(const nb::bytes& id, const nb::bytes& hashes, std::size_t limit, nb::handle only, nb::handle shown,
+                    nb::handle view_age_s, nb::handle behind) {
+    PrefixAnswer answer = std::move(answer_);  // what making an answer lets run may ask, too
+    const std::vector<std::uint32_t> wanted = numbers_of(only);
+    const Bytes run = packed(hashes, "hashes");
+    const NamespaceId space = namespace_id(id);
+    index_.prefixes(space, run, limit, answer, only.is_none() ? nullptr : &wanted);
+    nb::list instances;
+    const bool has_behind = PyObject_IsTrue(behind.ptr()) != 0;
+    for (const InstanceDepth& one : answer.instances) {
+      instances.append(holding(one, has_behind ? behind : nb::handle()));
+    }
+    std::vector<nb::object> excluded;
+    if (!run.empty()) {
+      excluded = excluded_names(space, run.data(), only.is_none() ? nullptr : &wanted);
+    }
+    nb::list named;
+    for (std::size_t at = 0; at < std::min(limit, excluded.size()); ++at) {
+      named.append(excluded[at]);
+    }
+    nb::object made = classes_.lookup(
+        Py_NewRef(shown.ptr()), number_of(run.size() / kHashBytes), number_of(answer.deepest), instances.release().ptr(),
+        pool_holdings(answer.pools).release().ptr(), named.release().ptr(), Py_NewRef(view_age_s.ptr()), number_of(answer.more),
+        number_of(excluded.size() - std::min(limit, excluded.size())));
+    answer_ = std::move(answer);
+    return made;
+  }
+
+  nb::object prefixes(const nb::bytes& id, const nb::bytes& hashes, std::size_t best, const nb::object& only, std::uint8_t hottest) {
+    if (hottest >= kTierCount) {
+      throw nb::value_error("hottest is no Tier");
+    }
+    // One answer is kept for all calls: they hold the GIL.
+    const std::vector<std::uint32_t> wanted = numbers_of(only);
+    index_.prefixes(namespace_id(id), packed(hashes, "hashes"), best, answer_, only.is_none() ? nullptr : &wanted, Told::kAll,
+                    static_cast<Tier>(hottest));
     nb::object instances = nb::steal(PyList_New(static_cast<Py_ssize_t>(answer_.instances.size())));
     Py_ssize_t at = 0;
     for (const InstanceDepth& one : answer_.instances) {
@@ -366,10 +415,10 @@ class PythonIndex {
         }
         put_name(told, one.is_suspect ? kSuspect : 0, text_of(name));
       }
-      for (const PoolDepth& pool : answer_.pools) {
-        put<std::uint32_t>(told, pool.depth);
+      for (const auto& [depth, name] : in_order(answer_.pools)) {
+        put<std::uint32_t>(told, depth);
         told.append(5 * sizeof(std::uint32_t), '\0');
-        put_name(told, kPool, index_.pool_name(pool.pool));
+        put_name(told, kPool, name);
       }
     }
     return nb::bytes(told.data(), told.size());
@@ -383,15 +432,25 @@ class PythonIndex {
     return found;
   }
 
+  nb::object presence(const nb::bytes& id, const nb::bytes& hashes, std::size_t best, const nb::object& only) {
+    const std::vector<std::uint32_t> wanted = numbers_of(only);
+    PresenceAnswer answer;
+    index_.presence(namespace_id(id), packed(hashes, "hashes"), best, answer, only.is_none() ? nullptr : &wanted);
+    nb::list rows;
+    for (const Presence& row : answer.rows) {
+      const nb::bytes held(reinterpret_cast<const char*>(row.held.data()), row.held.size());
+      rows.append(classes_.presence(holder_of(row.holder).release().ptr(), flag_of(row.is_suspect), Py_NewRef(held.ptr())));
+    }
+    return classes_.presences(rows.release().ptr(), number_of(answer.more));
+  }
+
   nb::object holders(const nb::bytes& id, const nb::bytes& hash) {
     if (packed(hash, "a block's hash").size() != kHashBytes) {
       throw Error(ErrorCode::kLayout, "one hash is wanted, of 16 bytes");
     }
     nb::list found;
     for (const BlockHolder& holder : index_.holders(namespace_id(id), packed(hash, "a block's hash").data())) {
-      const std::string pool = holder.is_pool ? index_.pool_name(holder.holder) : std::string();
-      PyObject* const name = holder.is_pool ? nb::str(pool.data(), pool.size()).release().ptr() : name_of(holder.holder);
-      found.append(classes_.holder(name, tier_of(holder.tier), flag_of(holder.is_pool)));
+      found.append(holder_of(holder));
     }
     found.attr("sort")();
     return found;
@@ -402,11 +461,8 @@ class PythonIndex {
       throw Error(ErrorCode::kLayout, "one hash is wanted, of 16 bytes");
     }
     nb::list found;
-    std::uint32_t last = ClusterIndex::kNone;  // the tiers of an instance are side by side
-    for (const BlockHolder& holder : index_.holders(namespace_id(id), packed(hash, "a block's hash").data(), true)) {
-      if (holder.holder != std::exchange(last, holder.holder)) {
-        found.append(nb::steal(name_of(holder.holder)));
-      }
+    for (const nb::object& name : excluded_names(namespace_id(id), packed(hash, "a block's hash").data(), nullptr)) {
+      found.append(name);
     }
     return found;
   }
@@ -544,6 +600,76 @@ class PythonIndex {
     return nb::tuple(pools);
   }
 
+  // The numbers of these instances that are known, sorted; none for None.
+  std::vector<std::uint32_t> numbers_of(nb::handle names) const {
+    std::vector<std::uint32_t> numbers;
+    if (!names.is_none()) {
+      for (const nb::handle name : names) {
+        if (const std::uint32_t number = index_.find_instance(text_of(name)); number != ClusterIndex::kNone) {
+          numbers.push_back(number);
+        }
+      }
+      std::sort(numbers.begin(), numbers.end());
+    }
+    return numbers;
+  }
+
+  nb::object holder_of(const BlockHolder& holder) {
+    const std::string pool = holder.is_pool ? index_.pool_name(holder.holder) : std::string();
+    PyObject* const name = holder.is_pool ? nb::str(pool.data(), pool.size()).release().ptr() : name_of(holder.holder);
+    return classes_.holder(name, tier_of(holder.tier), flag_of(holder.is_pool));
+  }
+
+  // An InstanceHolding. behind: those that are suspect whatever the index knows; none for nobody.
+  nb::object holding(const InstanceDepth& one, nb::handle behind) {
+    const nb::object name = nb::steal(name_of(one.instance));
+    nb::dict tiers;
+    for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+      if (one.by_tier[tier] != 0) {
+        const nb::object count = nb::steal(number_of(one.by_tier[tier]));
+        if (PyDict_SetItem(tiers.ptr(), classes_.tier_names[tier].ptr(), count.ptr()) != 0) {
+          throw nb::python_error();
+        }
+      }
+    }
+    const bool is_suspect = one.is_suspect || (behind.is_valid() && PySequence_Contains(behind.ptr(), name.ptr()) == 1);
+    return classes_.holding(Py_NewRef(name.ptr()), number_of(one.depth), tiers.release().ptr(), number_of(one.reach),
+                            flag_of(is_suspect));
+  }
+
+  // Pools by depth and name, the deepest first, then by name.
+  std::vector<std::pair<std::uint32_t, std::string>> in_order(const std::vector<PoolDepth>& pools) const {
+    std::vector<std::pair<std::uint32_t, std::string>> found;
+    for (const PoolDepth& pool : pools) {
+      found.emplace_back(pool.depth, index_.pool_name(pool.pool));
+    }
+    std::sort(found.begin(), found.end(),
+              [](const auto& a, const auto& b) { return a.first != b.first ? a.first > b.first : a.second < b.second; });
+    return found;
+  }
+
+  nb::list pool_holdings(const std::vector<PoolDepth>& pools) const {
+    nb::list made;
+    for (const auto& [depth, name] : in_order(pools)) {
+      made.append(classes_.pool_holding(nb::str(name.data(), name.size()).release().ptr(), number_of(depth)));
+    }
+    return made;
+  }
+
+  // Instances that hold a block in a tier that is excluded, by name. wanted: the instances to look at, sorted; none for all.
+  std::vector<nb::object> excluded_names(const NamespaceId& space, const std::uint8_t* hash, const std::vector<std::uint32_t>* wanted) {
+    std::vector<nb::object> names;
+    std::uint32_t last = ClusterIndex::kNone;  // the tiers of an instance are side by side
+    for (const BlockHolder& holder : index_.holders(space, hash, true)) {
+      if (holder.holder != std::exchange(last, holder.holder) &&
+          (wanted == nullptr || std::binary_search(wanted->begin(), wanted->end(), holder.holder))) {
+        names.push_back(nb::steal(name_of(holder.holder)));
+      }
+    }
+    std::sort(names.begin(), names.end(), [](const nb::object& a, const nb::object& b) { return text_of(a) < text_of(b); });
+    return names;
+  }
+
   PyObject* tier_of(Tier tier) const { return Py_NewRef(python_tier(*classes_.frames, tier).ptr()); }
 
   // A new reference.
@@ -573,8 +699,10 @@ class PythonIndex {
   }
 
   const IndexClasses classes_;     // what answers are made of
+  const PlainClasses plain_classes_;  // the same, of runs of plain frames
   ClusterIndex index_;             // the index
   PrefixAnswer answer_;            // of the last query
+  std::vector<LendableRun> lent_;  // the same
   std::vector<nb::object> names_;  // by number, where asked for
   nb::dict followed_;              // the names of those followed and not dropped, in order
   std::vector<nb::object> pools_;  // as the start declared them, by number
@@ -586,10 +714,19 @@ void bind_asking(nb::class_<PythonIndex>& index, const SharedErrors& errors) {
   index
       .def(
           "prefixes",
-          [errors](Self& self, const nb::bytes& id, const nb::bytes& hashes, std::size_t best, const nb::object& only) {
-            return translated(errors, [&] { return self.prefixes(id, hashes, best, only); });
+          [errors](Self& self, const nb::bytes& id, const nb::bytes& hashes, std::size_t best, const nb::object& only,
+                   std::uint8_t hottest) {
+            return translated(errors, [&] { return self.prefixes(id, hashes, best, only, hottest); });
           },
-          nb::arg("namespace"), nb::arg("hashes"), nb::arg("best") = 0, nb::arg("only").none() = nb::none())
+          nb::arg("namespace"), nb::arg("hashes"), nb::arg("best") = 0, nb::arg("only").none() = nb::none(), nb::arg("hottest") = 0)
+      .def(
+          "lookup",
+          [errors](Self& self, const nb::bytes& id, const nb::bytes& hashes, std::size_t limit, nb::handle only, nb::handle shown,
+                   nb::handle view_age_s, nb::handle behind) {
+            return translated(errors, [&] { return self.lookup(id, hashes, limit, only, shown, view_age_s, behind); });
+          },
+          nb::arg("namespace"), nb::arg("hashes"), nb::arg("limit"), nb::arg("only").none(), nb::arg("shown"), nb::arg("view_age_s"),
+          nb::arg("behind"))
       .def(
           "encode_prefixes",
           [errors](Self& self, const nb::bytes& id, const nb::sequence& prompts, std::size_t best) {
@@ -599,6 +736,19 @@ void bind_asking(nb::class_<PythonIndex>& index, const SharedErrors& errors) {
       .def("router", [](const Self& self, nb::handle settings) { return std::make_unique<PythonRouter>(self.index(), settings); },
            nb::arg("settings"), nb::keep_alive<0, 1>())
       .def("report_queued", &Self::report_queued, nb::arg("instance"), nb::arg("tokens"))
+      .def("report_lent_tiers", &Self::report_lent_tiers, nb::arg("instance"), nb::arg("tiers"))
+      .def(
+          "lent",
+          [errors](Self& self, const nb::bytes& id, const nb::bytes& hashes, std::size_t most, bool whole) {
+            return translated(errors, [&] { return self.lent(id, hashes, most, whole); });
+          },
+          nb::arg("namespace"), nb::arg("hashes"), nb::arg("most"), nb::arg("whole"))
+      .def(
+          "presence",
+          [errors](Self& self, const nb::bytes& id, const nb::bytes& hashes, std::size_t best, const nb::object& only) {
+            return translated(errors, [&] { return self.presence(id, hashes, best, only); });
+          },
+          nb::arg("namespace"), nb::arg("hashes"), nb::arg("best") = 0, nb::arg("only").none() = nb::none())
       .def(
           "holders",
           [errors](Self& self, const nb::bytes& id, const nb::bytes& block) {
@@ -626,6 +776,16 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
             return translated(errors, [&] { return self.apply(data, at, skip); });
           },
           nb::arg("data"), nb::arg("at") = 0, nb::arg("skip") = 0)
+      .def(
+          "apply_plain",
+          [errors](Self& self, const nb::list& messages, const nb::list& places) {
+            return translated(errors, [&] { return self.apply_plain(messages, places); });
+          },
+          nb::arg("messages"), nb::arg("places"))
+      .def(
+          "apply_thread",
+          [errors](Self& self) { return translated(errors, [&] { return std::make_unique<PythonApplyThread>(self.index()); }); },
+          nb::keep_alive<0, 1>())
       .def("begin_blind", [](Self& self, const std::string& name, std::uint64_t epoch, const nb::object& pools,
                              const nb::object& likely) { self.begin_blind(name, epoch, pools, likely); },
            nb::arg("instance"), nb::arg("epoch"), nb::arg("pools") = nb::none(), nb::arg("likely") = nb::make_tuple())

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <string>
 #include <vector>
@@ -148,11 +149,48 @@ Error not_bytes(const std::string& what, nb::handle value) {
   return Error(ErrorCode::kLayout, what + " is " + nb::str(value.type().attr("__name__")).c_str() + ", not bytes");
 }
 
+// The bytes of a digest. Throws Error: kLayout, when it has none.
+Bytes digest_of(PyObject* items, bool is_list, std::size_t index) {
+  PyObject* const digest = item_of(items, is_list, static_cast<Py_ssize_t>(index));
+  const auto bytes = bytes_if(digest);
+  if (!bytes) {
+    throw not_bytes("digest " + std::to_string(index), digest);
+  }
+  return *bytes;
+}
+
+// Derives the hashes of a list where it lies, a few digests at a time. False, with nothing of use in `out`, when they have so many
+// bytes that the GIL is better released.
+bool derive_in_place(const SequenceHash& root, PyObject* list, std::size_t count, std::span<std::uint8_t> out) {
+  constexpr std::size_t kAtOnce = 64;
+  std::array<Bytes, kAtOnce> views;
+  std::size_t bytes = 0;
+  for (std::size_t begin = 0; begin < count; begin += kAtOnce) {
+    const std::size_t some = std::min(kAtOnce, count - begin);
+    for (std::size_t at = 0; at < some; ++at) {
+      views[at] = digest_of(list, true, begin + at);
+      bytes += views[at].size();
+    }
+    if (bytes > kReleaseGilBytes) {
+      return false;
+    }
+    derived_hashes(root, std::span(views).first(some), out.subspan(begin * kHashBytes, some * kHashBytes));
+  }
+  return true;
+}
+
 nb::bytes hash_derived(nb::handle root, nb::handle digests) {
   if (!PyBytes_Check(root.ptr())) {
     throw not_bytes("the root", root);
   }
   const SequenceHash start = root_hash(nb::borrow<nb::bytes>(root));
+  if (PyList_CheckExact(digests.ptr())) {
+    const auto count = static_cast<std::size_t>(length_of(digests.ptr(), true));
+    const nb::bytes hashes = new_bytes(count * kHashBytes);
+    if (derive_in_place(start, digests.ptr(), count, writable(hashes))) {
+      return hashes;
+    }
+  }
   PyObject* const items = PySequence_Tuple(digests.ptr());  // of our own: a list may change once the GIL is released
   if (items == nullptr) {
     throw nb::python_error();
@@ -161,11 +199,7 @@ nb::bytes hash_derived(nb::handle root, nb::handle digests) {
   std::vector<Bytes> views(kept.size());
   std::size_t bytes = 0;
   for (std::size_t index = 0; index < views.size(); ++index) {
-    PyObject* const digest = NB_TUPLE_GET_ITEM(items, static_cast<Py_ssize_t>(index));
-    if (!PyBytes_Check(digest)) {
-      throw not_bytes("digest " + std::to_string(index), digest);
-    }
-    views[index] = bytes_of(digest);
+    views[index] = digest_of(items, false, index);
     bytes += views[index].size();
   }
   const nb::bytes hashes = new_bytes(views.size() * kHashBytes);

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "python.hpp"
+#include "native_objects.hpp"
 
 namespace kvbm::bindings {
 namespace {
@@ -173,6 +173,7 @@ class PythonLedger {
           return Ledger(pools_of(pools_, *classes_), eviction, event_bytes, shares_of(shares));
         })) {}
 
+  Ledger& ledger() noexcept { return ledger_; }
   const nb::tuple& pools() const { return pools_; }
   std::uint64_t epoch() const { return ledger_.epoch(); }
   std::uint64_t applied() const { return ledger_.applied(); }
@@ -230,6 +231,13 @@ class PythonLedger {
     return translated([&] {
       const std::optional<NamespaceId> whose = namespace_or_none(namespace_id);
       const Match found = ledger_.match(run_of(hashes), pinned, tier_of(hottest), whose ? &*whose : nullptr);
+      return classes_->match(nb::int_(found.depth), copy_bytes(found.tiers), copy_bytes(found.slots));
+    });
+  }
+
+  nb::object lend(nb::handle namespace_id, nb::handle hashes, nb::handle coldest) {
+    return translated([&] {
+      const Match found = ledger_.lend(namespace_of(namespace_id), run_of(hashes), tier_of(coldest));
       return classes_->match(nb::int_(found.depth), copy_bytes(found.tiers), copy_bytes(found.slots));
     });
   }
@@ -304,6 +312,13 @@ class PythonLedger {
   void claim(nb::handle tier, nb::handle namespace_id, nb::handle hashes, nb::handle finder) {
     translated([&] {
       ledger_.claim(tier_of(tier), namespace_of(namespace_id), run_of(hashes), utf8(finder, "the finder's name"));
+    });
+  }
+
+  std::size_t adopt(nb::handle namespace_id, nb::handle tier, nb::handle hashes, nb::handle slots, nb::handle finder) {
+    return translated([&] {
+      return ledger_.adopt(namespace_of(namespace_id), tier_of(tier), run_of(hashes), run_of(slots),
+                           utf8(finder, "the finder's name"));
     });
   }
 
@@ -413,10 +428,18 @@ class PythonLedger {
 
 }  // namespace
 
+Ledger& ledger_of(nb::handle object) {
+  if (!nb::isinstance<PythonLedger>(object)) {
+    throw nb::type_error("the ledger is no kvbm._native.Ledger");
+  }
+  return nb::cast<PythonLedger&>(object).ledger();
+}
+
 void bind_ledger(nb::module_& module, const SharedErrors& errors) {
   const auto classes = std::make_shared<const LedgerClasses>();
   const nb::tuple none;
   const nb::object hbm = classes->tier(Tier::kHbm);
+  const nb::object nvme = classes->tier(Tier::kNvme);
   nb::class_<PythonLedger>(module, "Ledger", "The ledger of one instance, as kvbm.core.ledger.Ledger specifies it.")
       .def(
           "__init__",
@@ -439,6 +462,7 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("take_frames", &PythonLedger::take_frames, nb::arg("instance"), nb::arg("wall_time_ns"))
       .def("match", &PythonLedger::match, nb::arg("hashes"), nb::arg("pinned") = false, nb::arg("hottest") = hbm,
            nb::arg("namespace") = nb::none())
+      .def("lend", &PythonLedger::lend, nb::arg("namespace"), nb::arg("hashes"), nb::arg("coldest") = nvme)
       .def("holders", &PythonLedger::holders, nb::arg("hashes"), nb::arg("hottest") = hbm, nb::arg("namespace") = nb::none())
       .def("holds", &PythonLedger::holds, nb::arg("tier"), nb::arg("block"), nb::arg("namespace") = nb::none())
       .def("lacking", &PythonLedger::lacking, nb::arg("tier"), nb::arg("hashes"))
@@ -453,6 +477,8 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("evict", &PythonLedger::evict, nb::arg("tier"), nb::arg("hashes"), nb::arg("reason"))
       .def("forget", &PythonLedger::forget, nb::arg("tier"), nb::arg("namespace"), nb::arg("hashes"), nb::arg("reason"))
       .def("claim", &PythonLedger::claim, nb::arg("tier"), nb::arg("namespace"), nb::arg("hashes"), nb::arg("finder"))
+      .def("adopt", &PythonLedger::adopt, nb::arg("namespace"), nb::arg("tier"), nb::arg("hashes"), nb::arg("slots"),
+           nb::arg("finder"))
       .def("keep", &PythonLedger::keep, nb::arg("tier"), nb::arg("hashes"), nb::arg("until_s"), nb::arg("priority") = 0,
            nb::arg("namespace") = nb::none())
       .def("expire", &PythonLedger::expire, nb::arg("now_s"))

@@ -14,6 +14,8 @@ ErrorClasses::ErrorClasses() {
   ledger_ = errors.attr("LedgerError");
   illegal_event_ = errors.attr("IllegalEventError");
   checkpoint_ = errors.attr("CheckpointError");
+  peer_wire_ = errors.attr("PeerWireError");
+  config_ = errors.attr("ConfigError");
 }
 
 nb::object ErrorClasses::made(const Error& error) const {
@@ -36,6 +38,10 @@ nb::object ErrorClasses::made(const Error& error) const {
       return illegal_event_(nb::str(error.rule().data(), error.rule().size()), error.detail());
     case ErrorCode::kCheckpoint:
       return checkpoint_(error.at(), error.detail());
+    case ErrorCode::kPeerWire:
+      return peer_wire_(error.detail());
+    case ErrorCode::kConfig:
+      return config_(error.detail());
   }
   throw nb::type_error("an error of no class");
 }
@@ -62,13 +68,21 @@ NB_MODULE(_native, module) {
   bind_scan(module, errors);
   bind_frame_fold(module, errors);
   bind_router(module, errors);
+  bind_plain_frames(module, errors);
   bind_cluster_index(module, errors);
   bind_columns(module, errors);
   bind_ledger(module, errors);
+  bind_ledger_lock(module);
   bind_row_copy(module, errors);
   bind_arena(module);
   bind_segment_copy(module, errors);
   bind_copy_queue(module, errors);
   bind_block_io(module, errors);
+  bind_peer_tls(module, errors);
+  bind_peer_server(module, errors);
   bind_block_coding(module, errors);
+  bind_nats_messages(module);
+  bind_peer_wire(module, errors);
+  bind_peer_client(module, errors);
+  bind_last_touches(module, errors);
 }

@@ -69,6 +69,8 @@ class ErrorClasses {
   nb::object illegal_event_;    // IllegalEventError
   nb::object checkpoint_;       // CheckpointError
   nb::object ledger_;           // LedgerError
+  nb::object peer_wire_;        // PeerWireError
+  nb::object config_;           // ConfigError
 };
 
 using SharedErrors = std::shared_ptr<const ErrorClasses>;
@@ -229,13 +231,21 @@ void bind_scan(nb::module_& module, const SharedErrors& errors);
 void bind_frame_fold(nb::module_& module, const SharedErrors& errors);
 void bind_cluster_index(nb::module_& module, const SharedErrors& errors);
 void bind_router(nb::module_& module, const SharedErrors& errors);
+void bind_plain_frames(nb::module_& module, const SharedErrors& errors);
 void bind_columns(nb::module_& module, const SharedErrors& errors);
 void bind_ledger(nb::module_& module, const SharedErrors& errors);
+void bind_ledger_lock(nb::module_& module);
+void bind_peer_tls(nb::module_& module, const SharedErrors& errors);
+void bind_peer_server(nb::module_& module, const SharedErrors& errors);
 void bind_row_copy(nb::module_& module, const SharedErrors& errors);
 void bind_arena(nb::module_& module);
 void bind_segment_copy(nb::module_& module, const SharedErrors& errors);
 void bind_copy_queue(nb::module_& module, const SharedErrors& errors);
 void bind_block_io(nb::module_& module, const SharedErrors& errors);
 void bind_block_coding(nb::module_& module, const SharedErrors& errors);
+void bind_nats_messages(nb::module_& module);
+void bind_peer_wire(nb::module_& module, const SharedErrors& errors);
+void bind_peer_client(nb::module_& module, const SharedErrors& errors);
+void bind_last_touches(nb::module_& module, const SharedErrors& errors);
 
 }  // namespace kvbm::bindings

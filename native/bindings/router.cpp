@@ -3,15 +3,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <string>
 
 namespace kvbm::bindings {
 namespace {
-
-constexpr std::array<const char*, 12> kFields{"instance",       "cost_s",       "queueing_s", "recompute_s", "balance_s", "fetch_s",
-                                              "depth",          "missing_tokens", "fetch_blocks", "suspect",   "ttft_s",    "admitted"};
 
 double real(nb::handle owner, const char* name) { return nb::cast<double>(nb::float_(owner.attr(name))); }
 
@@ -74,23 +72,82 @@ LatencyClass latency_of(std::string_view name) {
   return name == "batch" ? LatencyClass::kBatch : LatencyClass::kStandard;
 }
 
-RouteTask task_of(nb::handle given) {
-  const auto id = nb::cast<nb::bytes>(given.attr("namespace"));
-  const auto hashes = nb::cast<nb::bytes>(given.attr("hashes"));  // the task holds it
+// A RoutingTask, whose fields are taken by their place.
+RouteTask task_of(const nb::tuple& given) {
+  constexpr std::size_t kTaskFields = 8;
+  if (given.size() != kTaskFields) {
+    throw Error(ErrorCode::kLayout, "a task has 8 fields");
+  }
+  const auto id = nb::cast<nb::bytes>(given[0]);
+  const auto hashes = nb::cast<nb::bytes>(given[1]);  // the task holds it
   RouteTask task{};
   if (id.size() != task.id.size() || hashes.size() % kHashBytes != 0) {
     throw Error(ErrorCode::kLayout, "a task has a namespace of 16 bytes and packed hashes of 16 each");
   }
   std::memcpy(task.id.data(), id.c_str(), id.size());
   task.hashes = {static_cast<const std::uint8_t*>(hashes.data()), hashes.size()};
-  task.input_tokens = whole(given.attr("input_tokens"));
-  task.block_tokens = whole(given.attr("block_tokens"));
-  task.caller = nb::cast<std::string>(given.attr("caller"));
-  task.latency = latency_of(nb::cast<std::string_view>(given.attr("latency")));
-  const nb::object deadline = given.attr("deadline_s");
+  task.input_tokens = whole(given[2]);
+  task.block_tokens = whole(given[3]);
+  task.caller = nb::cast<std::string>(given[4]);
+  task.latency = latency_of(nb::cast<std::string_view>(given[5]));
+  const nb::object deadline = given[6];
   task.deadline_s = deadline.is_none() ? std::numeric_limits<double>::infinity() : nb::cast<double>(nb::float_(deadline));
-  task.is_decode = nb::cast<std::string_view>(given.attr("phase")) == "decode";
+  task.is_decode = nb::cast<std::string_view>(given[7]) == "decode";
   return task;
+}
+
+SharedRoute shared_of(nb::handle given) {
+  const auto id = nb::cast<nb::bytes>(given.attr("namespace"));
+  const auto hashes = nb::cast<nb::bytes>(given.attr("hashes"));  // the route holds it, and its names
+  const std::int64_t first = whole(given.attr("first"));
+  const std::int64_t blocks = whole(given.attr("blocks"));
+  SharedRoute route{};
+  if (id.size() != route.id.size() || first < 0 || blocks < 0 || blocks > SoonHeld::kMostBlocks) {
+    throw Error(ErrorCode::kLayout, "a route has a namespace of 16 bytes, and at most 65,536 blocks");
+  }
+  std::memcpy(route.id.data(), id.c_str(), id.size());
+  route.hashes = {static_cast<const std::uint8_t*>(hashes.data()), hashes.size()};
+  route.first = static_cast<std::uint32_t>(std::min(first, blocks));
+  route.blocks = static_cast<std::uint32_t>(blocks);
+  route.caller = nb::cast<std::string_view>(given.attr("caller"));
+  route.is_decode = nb::cast<bool>(given.attr("is_decode"));
+  route.instance = nb::cast<std::string_view>(given.attr("instance"));
+  route.input_tokens = whole(given.attr("input_tokens"));
+  route.missing_tokens = whole(given.attr("missing_tokens"));
+  return route;
+}
+
+PeerPlace place_of(nb::handle labels, nb::handle host, nb::handle has_tcp) {
+  const auto word_of = [](nb::handle text) { return Router::word_of(nb::cast<std::string_view>(text)); };
+  PeerPlace place{.labels = {}, .host = nb::len(host) != 0 ? word_of(host) : 0, .has_tcp = nb::cast<bool>(has_tcp)};
+  for (const nb::handle label : labels) {
+    place.labels.push_back(word_of(label));
+  }
+  return place;
+}
+
+// What instances lend, and what reading it costs: a Lent.
+LentBlocks lent_of(nb::handle given) {
+  LentBlocks lent;
+  for (const nb::handle run : given.attr("runs")) {
+    const auto block = [&run](const char* name) {
+      return static_cast<std::uint32_t>(std::clamp<std::int64_t>(whole(run.attr(name)), 0, SoonHeld::kMostBlocks));
+    };
+    lent.runs.push_back({.instance = nb::cast<std::string>(run.attr("instance")), .begin = block("begin"), .end = block("end"),
+                         .place = place_of(run.attr("place"), run.attr("host"), run.attr("tcp")), .slot = 0});
+  }
+  const auto take = [](nb::handle links, std::array<PeerLink, kFarthest + 1>& taken) {
+    if (nb::len(links) != taken.size()) {
+      throw Error(ErrorCode::kLayout, "there is a link for each distance, 0 to 8");
+    }
+    std::size_t at = 0;
+    for (const nb::handle link : links) {
+      taken[at++] = {real(link, "latency_s"), real(link, "bytes_per_s"), real(link, "together_bytes_per_s")};
+    }
+  };
+  take(given.attr("memory"), lent.memory);
+  take(given.attr("tcp"), lent.tcp);
+  return lent;
 }
 
 std::vector<const Candidates*> groups_of(nb::handle given) {
@@ -101,18 +158,15 @@ std::vector<const Candidates*> groups_of(nb::handle given) {
   return groups;
 }
 
-nb::tuple fields() {
-  nb::list names;
-  for (const char* const name : kFields) {
-    names.append(nb::str(name));
-  }
-  return nb::tuple(names);
-}
-
 }  // namespace
 
 PythonRouter::PythonRouter(const ClusterIndex& index, nb::handle settings)
-    : router_(index, settings_of(settings)), ranking_(nb::module_::import_("kvbm.catalog.routing").attr("Ranking")), ranked_(nb::module_::import_("kvbm.core.answers").attr("RankedInstance")), names_(fields()) {}
+    : router_(index, settings_of(settings)),
+      ranking_(nb::module_::import_("kvbm.catalog.routing"), "Ranking"),
+      numbers_(nb::module_::import_("kvbm.catalog.routing"), "CandidateNumbers"),
+      ranked_(nb::module_::import_("kvbm.core.answers"), "RankedInstance",
+              {"instance", "cost_s", "queueing_s", "recompute_s", "balance_s", "fetch_s", "depth", "missing_tokens", "fetch_blocks",
+               "suspect", "ttft_s", "admitted", "peer", "peer_blocks"}) {}
 
 void PythonRouter::hear(std::string_view instance, nb::handle pulse) {
   const nb::object heartbeat = pulse.attr("heartbeat");
@@ -123,38 +177,70 @@ void PythonRouter::hear(std::string_view instance, nb::handle pulse) {
                           .queue_tokens_per_s = real(heartbeat, "queue_tokens_per_s")});
 }
 
-nb::object PythonRouter::route(double now_s, nb::handle task, nb::handle serving, nb::handle visible, std::size_t limit, bool is_noted) {
-  const std::vector<const Candidates*> groups = groups_of(serving);
-  const std::vector<const Candidates*> seen = visible.is_none() ? std::vector<const Candidates*>() : groups_of(visible);
-  const Router::Ranking ranking = router_.route(now_s, task_of(task), groups, visible.is_none() ? nullptr : &seen, limit, is_noted);
-  nb::list best;
-  for (const RankedInstance& one : ranking.best) {
-    best.append(made(one));
+void PythonRouter::reads(std::string_view instance, nb::handle reader) {
+  PeerReader taken{};
+  if (!reader.is_none()) {
+    taken = {.place = place_of(reader.attr("place"), reader.attr("host"), reader.attr("tcp")),
+             .block_bytes = static_cast<double>(whole(reader.attr("block_bytes")))};
   }
-  return ranking_(best, ranking.more);
+  router_.reads(instance, std::move(taken));
 }
 
-nb::object PythonRouter::made(const RankedInstance& one) const {
-  const std::string& name = router_.name(one.slot);
-  const std::array<nb::object, kFields.size()> values{
-      nb::str(name.data(), name.size()), nb::float_(one.cost_s()),        nb::float_(one.queueing_s),  nb::float_(one.recompute_s),
-      nb::float_(one.balance_s),         nb::float_(one.fetch_s),         nb::int_(one.depth),         nb::int_(one.missing_tokens),
-      nb::int_(one.fetch_blocks),        nb::bool_(one.is_suspect),       nb::float_(one.ttft_s),      nb::bool_(one.is_admitted)};
-  std::array<PyObject*, kFields.size()> arguments{};
-  for (std::size_t at = 0; at < values.size(); ++at) {
-    arguments[at] = values[at].ptr();
+nb::object PythonRouter::route(double now_s, const nb::tuple& task, nb::handle serving, nb::handle visible, std::size_t limit, bool is_noted,
+                               nb::handle elsewhere, nb::handle lent) {
+  const std::vector<const Candidates*> groups = groups_of(serving);
+  const std::vector<const Candidates*> seen = visible.is_none() ? std::vector<const Candidates*>() : groups_of(visible);
+  CandidateNumbers others;
+  if (!elsewhere.is_none()) {
+    const std::int64_t count = whole(elsewhere.attr("candidates"));
+    if (count > 0) {
+      others = {real(elsewhere, "least_s"), real(elsewhere, "recent_s"), count};
+    }
   }
-  PyObject* const ranked = PyObject_Vectorcall(ranked_.ptr(), arguments.data(), 0, names_.ptr());
-  if (ranked == nullptr) {
-    throw nb::python_error();
+  LentBlocks blocks;
+  if (!lent.is_none()) {
+    blocks = lent_of(lent);
   }
-  return nb::steal(ranked);
+  const Router::Ranking ranking = router_.route(now_s, task_of(task), groups, visible.is_none() ? nullptr : &seen, limit, is_noted, others,
+                                                lent.is_none() ? nullptr : &blocks);
+  nb::list best;
+  for (const RankedInstance& one : ranking.best) {
+    best.append(made(one, blocks));
+  }
+  const CandidateNumbers& own = ranking.together;
+  nb::object together = numbers_(PyFloat_FromDouble(own.count > 0 ? own.least_s : 0.0), PyFloat_FromDouble(own.recent_s),
+                                 PyLong_FromLongLong(own.count), PyTuple_New(0));
+  return ranking_(best.release().ptr(), PyLong_FromSize_t(ranking.more), together.release().ptr());
+}
+
+// The string of an instance's name: the same one for all answers, while the slot is its.
+nb::object PythonRouter::name_of(std::uint32_t slot) {
+  const std::string& name = router_.name(slot);
+  if (slot >= names_.size()) {
+    names_.resize(std::size_t{slot} + 1);
+  }
+  nb::object& known = names_[slot];
+  if (!known.is_valid() || utf8(known, "an instance") != name) {
+    known = nb::str(name.data(), name.size());
+  }
+  return known;
+}
+
+nb::object PythonRouter::made(const RankedInstance& one, const LentBlocks& lent) {
+  const std::string_view peer = one.peer >= 0 ? std::string_view(lent.runs[static_cast<std::size_t>(one.peer)].instance) : std::string_view();
+  return ranked_(name_of(one.slot).release().ptr(), PyFloat_FromDouble(one.cost_s()), PyFloat_FromDouble(one.queueing_s),
+                 PyFloat_FromDouble(one.recompute_s), PyFloat_FromDouble(one.balance_s), PyFloat_FromDouble(one.fetch_s),
+                 PyLong_FromUnsignedLong(one.depth), PyLong_FromLongLong(one.missing_tokens), PyLong_FromUnsignedLong(one.fetch_blocks),
+                 Py_NewRef(one.is_suspect ? Py_True : Py_False), PyFloat_FromDouble(one.ttft_s),
+                 Py_NewRef(one.is_admitted ? Py_True : Py_False), peer.empty() ? Py_NewRef(no_peer_.ptr()) : nb::str(peer.data(), peer.size()).release().ptr(),
+                 PyLong_FromUnsignedLong(one.peer_blocks));
 }
 
 void bind_router(nb::module_& module, const SharedErrors& errors) {
   nb::class_<Candidates>(module, "Candidates", "A set of instances, for one router.").def("__len__", &Candidates::size);
   nb::class_<PythonRouter>(module, "Router", "Which instance should serve a prompt, as kvbm.catalog.routing.Router.")
       .def("hear", &PythonRouter::hear, nb::arg("instance"), nb::arg("pulse"))
+      .def("reads", &PythonRouter::reads, nb::arg("instance"), nb::arg("reader").none())
       .def("forget", &PythonRouter::forget, nb::arg("instance"))
       .def("candidates", [](PythonRouter&) { return Candidates(); })
       .def("add", [](PythonRouter& self, Candidates& candidates, std::string_view name) { self.router().add(candidates, name); },
@@ -162,12 +248,19 @@ void bind_router(nb::module_& module, const SharedErrors& errors) {
       .def("remove", [](PythonRouter& self, Candidates& candidates, std::string_view name) { self.router().remove(candidates, name); },
            nb::arg("candidates"), nb::arg("instance"))
       .def(
-          "route",
-          [errors](PythonRouter& self, double now_s, nb::handle task, nb::handle serving, nb::handle visible, std::size_t limit,
-                   bool noted) {
-            return translated(errors, [&] { return self.route(now_s, task, serving, visible, limit, noted); });
+          "take",
+          [errors](PythonRouter& self, double now_s, nb::handle route) {
+            return translated(errors, [&] { return self.router().take(now_s, shared_of(route)); });
           },
-          nb::arg("now_s"), nb::arg("task"), nb::arg("serving"), nb::arg("visible").none(), nb::arg("limit"), nb::arg("noted") = true);
+          nb::arg("now_s"), nb::arg("route"))
+      .def(
+          "route",
+          [errors](PythonRouter& self, double now_s, const nb::tuple& task, nb::handle serving, nb::handle visible, std::size_t limit,
+                   bool noted, nb::handle elsewhere, nb::handle lent) {
+            return translated(errors, [&] { return self.route(now_s, task, serving, visible, limit, noted, elsewhere, lent); });
+          },
+          nb::arg("now_s"), nb::arg("task"), nb::arg("serving"), nb::arg("visible").none(), nb::arg("limit"), nb::arg("noted") = true,
+          nb::arg("elsewhere") = nb::none(), nb::arg("lent") = nb::none());
 }
 
 }  // namespace kvbm::bindings

@@ -1,14 +1,15 @@
 #!/bin/sh
-# run.sh SECONDS|corpus [TARGET]: builds the fuzz targets with clang and runs each, or only TARGET, for that many seconds;
-# with `corpus` it only runs what lies in native/fuzz/corpus, which is the same each time.
+# run.sh SECONDS [TARGET]: builds the fuzz targets with clang and runs each, or only TARGET, for that many seconds; with 0 only over the
+# inputs of its corpus, once: nothing is random then, and time decides nothing.
 # native/fuzz/fuzz_NAME.cpp is target NAME and begins from native/fuzz/corpus/NAME/, which it does not change: what it finds
 # on the way goes to build/fuzz/corpus/NAME/ (minimise.sh brings that home), an input that fails to build/fuzz/findings/NAME/
 # (it becomes a test in native/tests with its fix).
-# Inputs have at most 4 KiB. One allocation of 1 MiB, 256 MiB of memory in all (ASan's own included) or 60 s for one input fail.
+# Inputs have at most 4 KiB. One allocation of 1 MiB, 64 MiB of memory in all (ASan's own included) or 5 s for one input fail; with 0
+# seconds 256 MiB or 60 s.
 set -eu
 cd "$(dirname "$0")/../.."
 export PATH="$PWD/.venv/bin:$PATH"
-seconds="${1:?usage: run.sh SECONDS|corpus [TARGET]}"
+seconds="${1:?usage: run.sh SECONDS [TARGET]}"
 build=build/fuzz
 compiler="${FUZZ_CXX:-clang++}"
 mkdir -p "$build"
@@ -18,7 +19,8 @@ if ! echo "$probe" | "$compiler" -x c++ -fsanitize=fuzzer,address,undefined -o "
   echo "fuzzing needs clang and its libFuzzer: apt-get install clang libclang-rt-14-dev (14: what clang --version says)" >&2
   exit 1
 fi
-cmake -S . -B "$build" -DCMAKE_CXX_COMPILER="$compiler" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DKVBM_BUILD_PYTHON=OFF \
+cmake -S . -B "$build" -DCMAKE_CXX_COMPILER="$compiler" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+  -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1 -DNDEBUG" -DKVBM_BUILD_PYTHON=OFF \
   -DKVBM_BUILD_FUZZERS=ON > "$build/build.log" 2>&1 || { cat "$build/build.log"; exit 1; }
 cmake --build "$build" --parallel 2 > "$build/build.log" 2>&1 || { cat "$build/build.log"; exit 1; }
 
@@ -31,16 +33,18 @@ for source in native/fuzz/fuzz_${2:-*}.cpp; do
   findings="$build/findings/$name"
   log="$build/$name.log"
   mkdir -p "$seeds" "$found" "$findings"
-  if [ "$seconds" = corpus ]; then
-    echo "fuzz $name: $(ls "$seeds" | wc -l) inputs of the corpus"
-    bound=-runs=0
+  if [ "$seconds" = 0 ]; then
+    [ -n "$(ls "$seeds")" ] || { echo "$seeds has no inputs" >&2; exit 1; }
+    echo "fuzz $name over its corpus"
+    set -- -runs=0 -timeout=60 -rss_limit_mb=256
+    corpora="$seeds"
   else
     echo "fuzz $name for $seconds s"
-    bound="-max_total_time=$seconds"
+    set -- -max_total_time="$seconds" -timeout=5 -rss_limit_mb=64
+    corpora="$found $seeds"
   fi
   if ! ASAN_OPTIONS=quarantine_size_mb=1 UBSAN_OPTIONS=print_stacktrace=1 nice -n 10 "$build/$target" \
-      "$bound" -max_len=4096 -timeout=60 -rss_limit_mb=256 -malloc_limit_mb=1 \
-      -artifact_prefix="$findings/" -print_final_stats=1 "$found" "$seeds" > "$log" 2>&1; then
+      "$@" -max_len=4096 -malloc_limit_mb=1 -artifact_prefix="$findings/" -print_final_stats=1 $corpora > "$log" 2>&1; then
     tail -n 60 "$log"
     echo "fuzz $name FAILED; the input lies in $findings/, again with: $build/$target $(ls -t "$findings"/* 2> /dev/null | head -n 1)" >&2
     exit 1

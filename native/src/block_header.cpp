@@ -19,6 +19,7 @@ constexpr std::size_t kHashAt = 24;
 constexpr std::size_t kEpochAt = 40;
 constexpr std::size_t kBlockBytesAt = 48;
 constexpr std::size_t kChecksumAt = 52;
+constexpr std::size_t kGenerationAt = 56;
 constexpr std::size_t kProvedBytes = 60;  // what the header's own CRC covers; it follows them
 
 template <class Number>
@@ -49,6 +50,7 @@ void encode_block_header(const BlockProof& proof, std::span<std::uint8_t, kBlock
   put(out.data() + kEpochAt, proof.epoch);
   put(out.data() + kBlockBytesAt, proof.block_bytes);
   put(out.data() + kChecksumAt, proof.checksum);
+  put(out.data() + kGenerationAt, proof.generation);
   put(out.data() + kProvedBytes, crc32c(out.first(kProvedBytes)));
 }
 
@@ -61,6 +63,22 @@ bool is_header_of(std::span<const std::uint8_t, kBlockHeaderBytes> header, std::
          get<std::uint16_t>(at + kBlockCountAt) == kBlockCount &&
          std::equal(namespace_id.begin(), namespace_id.end(), at + kNamespaceAt) &&
          std::equal(hash.begin(), hash.end(), at + kHashAt) && get<std::uint32_t>(at + kBlockBytesAt) == block_bytes;
+}
+
+bool read_block_header(std::span<const std::uint8_t, kBlockHeaderBytes> header, std::uint32_t block_bytes, FoundBlock& found) noexcept {
+  const std::uint8_t* const at = header.data();
+  const auto version = get<std::uint16_t>(at + kVersionAt);
+  if (!std::equal(kMagic.begin(), kMagic.end(), at) || (version != kVersion && version != kSealedVersion) ||
+      get<std::uint16_t>(at + kBlockCountAt) != kBlockCount || get<std::uint32_t>(at + kBlockBytesAt) != block_bytes ||
+      get<std::uint32_t>(at + kProvedBytes) != crc32c(header.first(kProvedBytes))) {
+    return false;
+  }
+  std::copy_n(at + kNamespaceAt, found.namespace_id.size(), found.namespace_id.begin());
+  std::copy_n(at + kHashAt, found.hash.size(), found.hash.begin());
+  found.epoch = get<std::uint64_t>(at + kEpochAt);
+  found.generation = get<std::uint32_t>(at + kGenerationAt);
+  found.is_sealed = version == kSealedVersion;
+  return true;
 }
 
 }  // namespace kvbm

@@ -5,11 +5,13 @@
 #include <cstring>
 #include <mutex>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 #include "kvbm/block_header.hpp"
 #include "kvbm/block_lane.hpp"
 #include "kvbm/checksum.hpp"
+#include "kvbm/header_scan.hpp"
 
 namespace kvbm {
 namespace {
@@ -140,7 +142,7 @@ void BlockIo::read(const BlockRun& run, std::uint8_t* rows, std::span<BlockOutco
 }
 
 void BlockIo::write(const BlockRun& run, const std::uint8_t* rows, std::uint64_t epoch,
-                    std::span<const std::uint32_t> checksums, std::span<std::int32_t> errors) {
+                    std::span<const std::uint32_t> checksums, std::span<std::int32_t> errors, std::uint32_t generation) {
   const auto block_bytes = static_cast<std::uint32_t>(shared_->options.block_bytes);
   std::uint64_t refused = 0;
   run_blocks(
@@ -148,7 +150,7 @@ void BlockIo::write(const BlockRun& run, const std::uint8_t* rows, std::uint64_t
       [&](Transfer& transfer) {
         const bool is_sealed = run.seals != nullptr;
         encode_block_header(
-            {run.namespace_id, hash_at(run, transfer.index), epoch, block_bytes, checksums[transfer.index], is_sealed},
+            {run.namespace_id, hash_at(run, transfer.index), epoch, block_bytes, checksums[transfer.index], is_sealed, generation},
             transfer.header);
         if (is_sealed) {
           std::memcpy(transfer.seal.data(), run.seals + kSealBytes * transfer.index, kSealBytes);
@@ -160,6 +162,35 @@ void BlockIo::write(const BlockRun& run, const std::uint8_t* rows, std::uint64_t
       });
   written_.fetch_add(run.slots.size() - refused, std::memory_order_relaxed);
   refused_.fetch_add(refused, std::memory_order_relaxed);
+}
+
+void BlockIo::scan(std::span<const std::int64_t> slots, std::uint32_t depth, std::span<SlotOutcome> outcomes,
+                   std::span<FoundBlock> found) const {
+  const std::size_t files = shared_->options.files.size();
+  std::vector<std::vector<HeaderScan::Wanted>> wanted(files);
+  for (std::size_t index = 0; index < slots.size(); ++index) {
+    const auto slot = static_cast<std::uint64_t>(slots[index]);
+    wanted[slot % files].push_back({index, kPageBytes + slot / files * shared_->stride});
+  }
+  const auto block_bytes = static_cast<std::uint32_t>(shared_->options.block_bytes);
+  const auto settle = [&](std::size_t index, const std::uint8_t* header, std::int64_t result) {
+    if (result < 0) {
+      outcomes[index] = SlotOutcome::kFailed;
+      return;
+    }
+    const bool is_block = result >= static_cast<std::int64_t>(kBlockHeaderBytes) &&
+                          read_block_header(std::span<const std::uint8_t, kBlockHeaderBytes>(header, kBlockHeaderBytes), block_bytes, found[index]);
+    outcomes[index] = is_block ? SlotOutcome::kBlock : SlotOutcome::kNothing;
+  };
+  std::vector<std::unique_ptr<HeaderScan>> scans;
+  for (const int file : shared_->options.files) {
+    scans.push_back(std::make_unique<HeaderScan>(file, depth, uses_io_uring_));
+  }
+  std::vector<std::jthread> others;  // each file's device goes at its own pace
+  for (std::size_t file = 1; file < files; ++file) {
+    others.emplace_back([&, file] { scans[file]->run(wanted[file], settle); });
+  }
+  scans[0]->run(wanted[0], settle);
 }
 
 bool BlockIo::close(std::chrono::milliseconds timeout) {

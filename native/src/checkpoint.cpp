@@ -455,6 +455,7 @@ class CheckpointLoader {
     }
     ClusterIndex::Instance& instance = index_.instances_.emplace_back();
     instance.name = name;
+    index_.rank_by_name(static_cast<std::uint32_t>(index_.instances_.size() - 1));
     instance.epoch = front.number<std::uint64_t>();
     const auto flags = front.number<std::uint8_t>();
     instance.is_known = (flags & kKnown) != 0;

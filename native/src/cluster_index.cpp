@@ -56,8 +56,10 @@ std::uint32_t ClusterIndex::new_instance(std::string_view name) {
     instance.is_listed = false;
     if (!instance.is_known) {
       instance_numbers_.erase(instance.name);
+      forget_rank(number);
       instance.name = name;
       instance_numbers_.emplace(name, number);
+      rank_by_name(number);
       return number;
     }
   }
@@ -65,6 +67,7 @@ std::uint32_t ClusterIndex::new_instance(std::string_view name) {
   instances_.emplace_back().name = name;
   dropped_.reserve(instances_.capacity());
   instance_numbers_.emplace(name, number);
+  rank_by_name(number);
   return number;
 }
 
@@ -284,7 +287,7 @@ void ClusterIndex::fold(std::uint32_t number, const Event& event, AppliedFrame& 
     applied.claims.push_back({tier, id, hashes, is_withdrawn});
     if (fold.pool == kNone) {
       const WriteGuard change(lock_);
-      count(Anomaly::kUnnamedClaim, hashes.size() / kHashBytes);
+      count(IndexAnomaly::kUnnamedClaim, hashes.size() / kHashBytes);
       return;
     }
     const std::uint32_t space = space_of(id);
@@ -493,7 +496,7 @@ bool ClusterIndex::is_full(const Piece& piece) {
   if (residencies_ + claims_ < capacity_) {
     return false;
   }
-  count(Anomaly::kRefusedAtCapacity);
+  count(IndexAnomaly::kRefusedAtCapacity);
   if (piece.instance != kNone) {
     TierFold& fold = instances_[piece.instance].tiers[at_tier(piece.tier)];
     fold.is_partial = fold.has_refused = true;
@@ -507,7 +510,7 @@ void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, c
   HolderValue* const at = is_new ? nullptr : table_.find(key, place);
   const HolderId old = at == nullptr ? 0 : *at == holder_id ? holder_id : find_holder_id(*at, piece.holder_space, piece.tier);
   if (old != 0 && piece.work == Work::kCreate) {
-    count(Anomaly::kCreatedTwice);
+    count(IndexAnomaly::kCreatedTwice);
   }
   if (old == holder_id) {
     return;
@@ -520,7 +523,7 @@ void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, c
     audit_change(fold, generation_of(old), place, -mix);
   } else {
     if (piece.work == Work::kState && fold.is_whole) {
-      count(Anomaly::kSnapshotAdded);
+      count(IndexAnomaly::kSnapshotAdded);
     }
     if (is_full(piece)) {
       return;
@@ -542,7 +545,7 @@ void ClusterIndex::withdraw(const Piece& piece, BlockKey key, std::uint64_t plac
   HolderValue* const at = table_.find(key, place);
   const HolderId holder_id = at == nullptr ? 0 : find_holder_id(*at, piece.holder_space, piece.tier);
   if (holder_id == 0) {
-    count(Anomaly::kEvictedUnheld);
+    count(IndexAnomaly::kEvictedUnheld);
     return;
   }
   if (*at == holder_id) {
@@ -745,6 +748,7 @@ void ClusterIndex::drop(std::uint32_t number) {
   Instance& instance = instances_[number];
   instance.is_excluded = false;
   instance.queued = 0;
+  instance.lent_tiers = 0;
   kill(number);
   instance.is_known = instance.is_stopped = instance.pools_known = instance.is_proven = instance.is_waiting = false;
   instance.epoch = 0;
@@ -811,13 +815,13 @@ void ClusterIndex::end_snapshot(std::uint32_t number, const SnapshotEnded& event
   }
   const WriteGuard change(lock_);
   if (!fold.is_open || fold.listed != event.count) {
-    count(Anomaly::kSnapshotIncomplete);
+    count(IndexAnomaly::kSnapshotIncomplete);
     return;
   }
   for (std::uint8_t generation = 0; generation < kGenerations; ++generation) {
     if (generation != fold.generation && (fold.live >> generation & 1) != 0) {
       if (fold.is_whole && event.count != 0) {
-        count(Anomaly::kSnapshotWithdrew, fold.counts[generation]);
+        count(IndexAnomaly::kSnapshotWithdrew, fold.counts[generation]);
       }
       retire(number, event.tier, generation);
     }

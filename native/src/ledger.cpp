@@ -90,7 +90,8 @@ class Whose {
 };
 
 // Looks for one block after another in tiers, hottest first, until done(at, tier, slot) says so; tier is nullptr where none
-// holds the block for `whose`.
+// holds the block for `whose`. A stretch of blocks waits for memory together: for their cells in the hottest tier's index, then for the
+// slots that those name.
 template <class Done>
 void find_blocks(std::span<TierSlots* const> tiers, const Whose& whose, Bytes hashes, Done&& done) {
   const std::size_t count = hashes.size() / kHashBytes;
@@ -100,6 +101,9 @@ void find_blocks(std::span<TierSlots* const> tiers, const Whose& whose, Bytes ha
     for (std::size_t at = begin; at < end && !tiers.empty(); ++at) {
       tags[at - begin] = tiers.front()->tag(hash_at(hashes, at));
       tiers.front()->prefetch(tags[at - begin]);
+    }
+    for (std::size_t at = begin; at < end && !tiers.empty(); ++at) {
+      tiers.front()->prefetch_slot(tags[at - begin]);
     }
     for (std::size_t at = begin; at < end; ++at) {
       const TierSlots* holder = nullptr;
@@ -129,8 +133,8 @@ void unmark(TierSlots& tier, Bytes slots, std::span<const std::uint32_t> holders
   }
 }
 
-// Throws Error: kLedger, for what is wrong with blocks to create. Something is.
-void check_create(const TierSlots& tier, Bytes hashes, Bytes slots) {
+// Throws Error: kLedger, for what is wrong with blocks to `create` or `adopt`.
+void check_filled(const TierSlots& tier, Bytes hashes, Bytes slots, const char* verb, const char* consequence) {
   const std::size_t count = hashes.size() / kHashBytes;
   std::set<std::string_view> blocks;
   std::set<std::uint32_t> numbers;
@@ -139,11 +143,11 @@ void check_create(const TierSlots& tier, Bytes hashes, Bytes slots) {
     numbers.insert(slot_at(slots, at));
   }
   if (blocks.size() != count || numbers.size() != count) {
-    throw ledger_error(std::to_string(count) + " blocks to create in " + tier_name(tier.tier()) +
+    throw ledger_error(std::to_string(count) + " blocks to " + verb + " in " + tier_name(tier.tier()) +
                        " name a hash or a slot twice");
   }
   for (std::size_t at = 0; at < count; ++at) {
-    require_own(tier, slot_at(slots, at), "no block can be created in it");
+    require_own(tier, slot_at(slots, at), consequence);
   }
 }
 
@@ -165,7 +169,7 @@ bool index_new(TierSlots& tier, Bytes hashes, Bytes slots, std::span<std::uint32
     const std::uint32_t holder = is_own ? tier.index(slot, tags[at % kPrefetchedBlocks], hash_at(hashes, at)) : kNoSlot;
     if (!is_own || (holder != slot && tier.slot(holder).state == SlotState::kCreating)) {
       unmark(tier, slots, holders, 0, at);
-      check_create(tier, hashes, slots);
+      check_filled(tier, hashes, slots, "create", "no block can be created in it");
     }
     some_known = some_known || holder != slot;
     tier.mark(slot, SlotState::kCreating);
@@ -241,7 +245,7 @@ std::span<TierSlots* const> Ledger::not_hotter_than(Tier hottest) const noexcept
   return {first, hottest_first_.end()};
 }
 
-Match Ledger::match(Bytes hashes, bool pinned, Tier hottest, const NamespaceId* namespace_id) {
+std::size_t Ledger::find_run(std::span<TierSlots* const> tiers, Bytes hashes, const NamespaceId* namespace_id, bool pinned) {
   const std::size_t count = hash_count(hashes);
   if (tier_bytes_.size() < count) {
     tier_bytes_.resize(count);
@@ -249,24 +253,48 @@ Match Ledger::match(Bytes hashes, bool pinned, Tier hottest, const NamespaceId* 
   const std::span<std::uint32_t> slots = slot_numbers(count);
   const Whose whose(recorder_.fold().namespaces(), namespace_id);
   std::size_t depth = 0;
-  find_blocks(not_hotter_than(hottest), whose, hashes, [&](std::size_t at, const TierSlots* holder, std::uint32_t slot) {
+  find_blocks(tiers, whose, hashes, [&](std::size_t at, const TierSlots* holder, std::uint32_t slot) {
     if (holder == nullptr) {
       return true;
     }
     tier_bytes_[at] = static_cast<std::uint8_t>(holder->tier());
     slots[at] = slot;
     depth = at + 1;
+    if (pinned) {
+      holder->prefetch_neighbours(slot);
+    }
     return false;
   });
+  return depth;
+}
+
+Match Ledger::match_of(std::size_t depth) const noexcept {
+  return {depth, Bytes(tier_bytes_).first(depth), packed(std::span(slot_numbers_).first(depth))};
+}
+
+Match Ledger::match(Bytes hashes, bool pinned, Tier hottest, const NamespaceId* namespace_id) {
+  const std::size_t depth = find_run(not_hotter_than(hottest), hashes, namespace_id, pinned);
   TierSlots* const own = find_tier(hottest);
   if (pinned && own != nullptr) {
     for (std::size_t at = 0; at < depth; ++at) {
       if (tier_bytes_[at] == static_cast<std::uint8_t>(hottest)) {
-        own->pin(slots[at]);
+        own->pin(slot_numbers_[at]);
       }
     }
   }
-  return {depth, Bytes(tier_bytes_).first(depth), packed(slots.first(depth))};
+  return match_of(depth);
+}
+
+Match Ledger::lend(const NamespaceId& namespace_id, Bytes hashes, Tier coldest) {
+  const std::span<TierSlots* const> colder = not_hotter_than(Tier::kHost);
+  const auto end = std::ranges::find_if(colder, [=](const TierSlots* tier) {
+    return tier->tier() > Tier::kNvme || tier->tier() > coldest;
+  });
+  const std::size_t depth = find_run({colder.begin(), end}, hashes, &namespace_id, true);
+  for (std::size_t at = 0; at < depth; ++at) {
+    find_tier(static_cast<Tier>(tier_bytes_[at]))->pin(slot_numbers_[at]);
+  }
+  return match_of(depth);
 }
 
 Bytes Ledger::holders(Bytes hashes, Tier hottest, const NamespaceId* namespace_id) {
@@ -497,6 +525,50 @@ void Ledger::claim(Tier tier, const NamespaceId& namespace_id, Bytes hashes, std
   const std::size_t bytes = recorder_.admit(event);
   recorder_.fold().check_distinct(tier, hashes);
   recorder_.record<BlocksMigrated>(event, bytes, recorder_.fold().namespaces().intern(namespace_id));
+}
+
+std::size_t Ledger::adopt(const NamespaceId& namespace_id, Tier tier, Bytes hashes, Bytes slots, std::string_view finder) {
+  TierSlots& state = tier_slots(tier);
+  const std::size_t count = hash_count(hashes);
+  if (count != slot_count(slots)) {
+    throw ledger_error(std::to_string(count) + " hashes for " + std::to_string(slots.size() / kSlotBytes) +
+                       " slots; give one slot a block");
+  }
+  check_filled(state, hashes, slots, "adopt", "no block can be adopted in it");
+  chosen_hashes_.clear();
+  const std::span<std::uint32_t> fresh = slot_numbers(count);
+  std::size_t fresh_count = 0;
+  for (std::size_t at = 0; at < count; ++at) {
+    if (state.find(hash_at(hashes, at)) == kNoSlot) {
+      append(chosen_hashes_, hash_at(hashes, at));
+      fresh[fresh_count++] = slot_at(slots, at);
+    } else {
+      state.give_back(slot_at(slots, at));
+    }
+  }
+  std::size_t gained = 0;
+  while (gained < fresh_count && !recorder_.is_closed(tier) && !recorder_.fold().is_stopped()) {
+    const std::size_t end = std::min(fresh_count, gained + kMaxRunBlocks);
+    const BlocksMigrated found{.namespace_id = namespace_id,
+                               .source = finder,
+                               .target = tier,
+                               .kept = true,
+                               .cause = MigrateCause::kOffload,
+                               .hashes = blocks_of(chosen_hashes_, gained, end),
+                               .slots = packed(fresh.subspan(gained, end - gained))};
+    const Event event = found;
+    const std::size_t bytes = recorder_.admit(event);
+    recorder_.fold().check_source(found);  // of the tier, it is known that it does not hold them
+    recorder_.record<BlocksMigrated>(event, bytes, recorder_.fold().namespaces().intern(namespace_id));
+    gained = end;
+  }
+  for (std::size_t at = gained; at < fresh_count; ++at) {
+    state.give_back(fresh[at]);
+  }
+  for (std::size_t at = gained; at-- > 0;) {  // the deepest enters the policy first, so that it leaves first
+    state.enter(fresh[at], false);
+  }
+  return gained;
 }
 
 std::size_t Ledger::keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority, const NamespaceId* namespace_id) {

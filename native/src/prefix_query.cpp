@@ -14,9 +14,9 @@ namespace kvbm {
 class PrefixWalk {
  public:
   PrefixWalk(const ClusterIndex& index, std::uint32_t space, Bytes hashes, std::size_t best, const std::vector<std::uint32_t>* only,
-             Told told, PrefixAnswer& answer)
+             Told told, Tier hottest, PrefixAnswer& answer)
       : index_(index), space_(space), salt_(index.spaces_[space].salt), hashes_(hashes), best_(best), only_(only), told_(told),
-        answer_(answer), work_(scratch()) {
+        counted_(kAllTiers << static_cast<unsigned>(hottest) & kAllTiers), answer_(answer), work_(scratch()) {
     work_.alive.clear();
     work_.named.clear();
     work_.stretches.clear();
@@ -60,6 +60,7 @@ class PrefixWalk {
   static constexpr std::uint32_t kAskAhead = 20;   // blocks between the first hand and the second
   static constexpr std::uint32_t kLookAhead = 12;  // and between the second and the one that walks
   static constexpr std::uint32_t kHands = 64;      // more than all of these, a power of two
+  static constexpr unsigned kAllTiers = (1U << kTierCount) - 1;
 
   // A block that is looked for.
   struct Sought {
@@ -118,6 +119,11 @@ class PrefixWalk {
     return sought.value;
   }
 
+  // The tiers in which an instance is among the holders, of those that count.
+  unsigned counted_tiers_of(const HolderValue& value, std::uint32_t holder_space) const noexcept {
+    return tiers_of(value, holder_space) & counted_;
+  }
+
   // The tiers in which a holder space is among the holders: bit t for tier t.
   unsigned tiers_of(const HolderValue& value, std::uint32_t holder_space) const noexcept {
     unsigned tiers = 0;
@@ -137,6 +143,7 @@ class PrefixWalk {
       for (; at < holder_ids.size() && kvbm::holder_space_of(holder_ids[at]) == holder_space; ++at) {
         tiers |= index_.is_visible(holder_ids[at]) ? 1U << (holder_ids[at] >> 2 & 3) : 0;
       }
+      tiers &= counted_;
       if (tiers != 0 && !index_.holder_spaces_[holder_space].is_pool && !visit(holder_space, tiers)) {
         return;
       }
@@ -183,7 +190,7 @@ class PrefixWalk {
       }
     }
     for (Alive& one : work_.alive) {
-      one.by_tier[hottest(tiers_of(value, one.holder_space))] += end - begin;
+      one.by_tier[hottest(counted_tiers_of(value, one.holder_space))] += end - begin;
     }
   }
 
@@ -197,7 +204,7 @@ class PrefixWalk {
     const HolderValue fewer = is_smaller ? value : first_;
     const HolderValue others = is_smaller ? first_ : value;
     for_instances(fewer, [&](std::uint32_t holder_space, unsigned tiers) {
-      const unsigned tiers_there = tiers_of(others, holder_space);
+      const unsigned tiers_there = counted_tiers_of(others, holder_space);
       if (tiers_there != 0) {
         Alive one{holder_space, {}};
         one.by_tier[hottest(is_smaller ? tiers_there : tiers)] = at;
@@ -212,7 +219,7 @@ class PrefixWalk {
   void keep_alive(HolderValue value, std::uint32_t at) {
     std::size_t kept = 0;
     for (const Alive& one : work_.alive) {
-      if (tiers_of(value, one.holder_space) != 0) {
+      if (counted_tiers_of(value, one.holder_space) != 0) {
         work_.alive[kept++] = one;
       } else {
         tell(one.holder_space, at, one.by_tier);
@@ -225,7 +232,7 @@ class PrefixWalk {
   void tell(std::uint32_t holder_space, std::uint32_t depth, const std::array<std::uint32_t, kTierCount>& by_tier) {
     const ClusterIndex::HolderSpace& space = index_.holder_spaces_[holder_space];
     if (is_wanted(space.holder)) {
-      answer_.instances.push_back({space.holder, space.incarnation, depth, by_tier, depth, queued(space.holder), false});
+      answer_.instances.push_back({space.holder, space.incarnation, depth, by_tier, depth, queued(space.holder), index_.instances_[space.holder].rank, false});
     }
   }
 
@@ -290,7 +297,7 @@ class PrefixWalk {
     }
     if (told_ == Told::kAll) {
       for (InstanceDepth& one : answer_.instances) {
-        one.is_suspect = is_suspect(index_.instances_[one.instance]);
+        one.is_suspect = index_.is_suspect(index_.instances_[one.instance]);
       }
     }
   }
@@ -307,7 +314,10 @@ class PrefixWalk {
       if (a.depth != b.depth) {
         return a.depth > b.depth;
       }
-      return a.reach != b.reach ? a.reach > b.reach : a.queued < b.queued;
+      if (a.reach != b.reach) {
+        return a.reach > b.reach;
+      }
+      return a.queued != b.queued ? a.queued < b.queued : a.rank < b.rank;
     };
     const std::size_t kept = std::min(best_, answer_.instances.size());
     const auto end = answer_.instances.begin() + static_cast<std::ptrdiff_t>(kept);
@@ -353,13 +363,9 @@ class PrefixWalk {
         continue;
       }
       if (const std::uint32_t end = reach(instance, 0); end > 0) {
-        answer_.instances.push_back({number, instance.incarnation, 0, {}, end, queued(number), false});
+        answer_.instances.push_back({number, instance.incarnation, 0, {}, end, queued(number), instance.rank, false});
       }
     }
-  }
-
-  bool is_suspect(const ClusterIndex::Instance& instance) const noexcept {
-    return instance.is_waiting || index_.is_partial(instance) || !index_.is_whole(instance);
   }
 
   const ClusterIndex& index_;   // what is asked
@@ -369,6 +375,7 @@ class PrefixWalk {
   const std::size_t best_;      // how many instances are wanted, 0 for all
   const std::vector<std::uint32_t>* const only_;  // the instances to look at, sorted; none for all
   const Told told_;             // of each
+  const unsigned counted_;      // tiers in which blocks of instances count: bit t for tier t
   PrefixAnswer& answer_;        // what is found
   Scratch& work_;               // this thread's
   HolderValue first_ = 0;       // the holders of the first blocks
@@ -379,14 +386,36 @@ class PrefixWalk {
 };
 
 void ClusterIndex::prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer,
-                            const std::vector<std::uint32_t>* only, Told told) const {
+                            const std::vector<std::uint32_t>* only, Told told, Tier hottest) const {
   answer.instances.clear();
   answer.pools.clear();
   answer.deepest = answer.more = 0;
   const ReadGuard reading(lock_);
   const std::uint32_t space = find_space(id);
   if (space != kNone && !hashes.empty()) {
-    PrefixWalk(*this, space, hashes, best, only, told, answer).run();
+    PrefixWalk(*this, space, hashes, best, only, told, hottest, answer).run();
+  }
+}
+
+bool ClusterIndex::is_suspect(std::string_view name) const {
+  const ReadGuard reading(lock_);
+  const auto known = instance_numbers_.find(name);
+  return known == instance_numbers_.end() || !instances_[known->second].is_known || is_suspect(instances_[known->second]);
+}
+
+// Names come seldom and are compared by every query, so what comes later in their order moves on when one comes.
+void ClusterIndex::rank_by_name(std::uint32_t number) {
+  const auto place = std::lower_bound(by_name_.begin(), by_name_.end(), number, [this](std::uint32_t a, std::uint32_t b) {
+    return instances_[a].name < instances_[b].name;
+  });
+  for (auto at = by_name_.insert(place, number); at != by_name_.end(); ++at) {
+    instances_[*at].rank = static_cast<std::uint32_t>(at - by_name_.begin());
+  }
+}
+
+void ClusterIndex::forget_rank(std::uint32_t number) {
+  for (auto at = by_name_.erase(by_name_.begin() + instances_[number].rank); at != by_name_.end(); ++at) {
+    --instances_[*at].rank;
   }
 }
 

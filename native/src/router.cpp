@@ -21,16 +21,10 @@ std::uint64_t mixed(std::uint64_t word) noexcept {
   return word ^ word >> 32;
 }
 
-std::uint64_t word_of(std::string_view name) {
-  Sha256 sum(sha256_compress());
-  sum.update({reinterpret_cast<const std::uint8_t*>(name.data()), name.size()});
-  std::uint64_t word = 0;
-  std::memcpy(&word, sum.finish().data(), sizeof word);
-  return word;
-}
+constexpr std::uint64_t kAssumedBlockBytes = 2 << 20;  // as core/topology.py has it
 
 double seconds(const WeighedLink& link, std::uint64_t blocks, std::uint64_t block_bytes) noexcept {
-  const double size = static_cast<double>(blocks) * static_cast<double>(block_bytes);
+  const double size = static_cast<double>(blocks) * static_cast<double>(block_bytes != 0 ? block_bytes : kAssumedBlockBytes);
   return size != 0.0 ? (link.latency_s + size / link.bytes_per_s) * link.weight : 0.0;
 }
 
@@ -40,6 +34,14 @@ Router::Router(const ClusterIndex& index, RouterSettings settings)
     : index_(index), settings_(std::move(settings)), soon_(settings_.hold_s) {}
 
 // -- instances --
+
+std::uint64_t Router::word_of(std::string_view name) {
+  Sha256 sum(sha256_compress());
+  sum.update({reinterpret_cast<const std::uint8_t*>(name.data()), name.size()});
+  std::uint64_t word = 0;
+  std::memcpy(&word, sum.finish().data(), sizeof word);
+  return word;
+}
 
 std::uint32_t Router::slot_of(std::string_view instance) {
   std::string name(instance);
@@ -82,6 +84,12 @@ void Router::hear(std::string_view instance, const ReportedLoad& load) {
   slot.running = std::clamp<std::int64_t>(load.running_requests, 0, settings_.most_queued);
   slot.tokens_per_s = believed(load.prefill_tokens_per_s, slot.expected);
   slot.queue_tokens_per_s = believed(believed(load.queue_tokens_per_s, slot.tokens_per_s), slot.expected);
+}
+
+void Router::reads(std::string_view instance, PeerReader reader) {
+  if (reader.block_bytes > 0 || names_.contains(std::string(instance))) {
+    slots_[slot_of(instance)].reader = std::move(reader);
+  }
 }
 
 void Router::forget(std::string_view instance) {
@@ -131,8 +139,8 @@ void Router::remove(Candidates& candidates, std::string_view instance) {
 
 void Router::InFlight::forget(double oldest_s) {
   std::size_t gone = 0;
-  for (; gone < routes.size() && routes[gone].first <= oldest_s; ++gone) {
-    waiting -= routes[gone].second;
+  while (gone < routes.size() && routes[gone].first <= oldest_s) {
+    ++gone;
   }
   routes.erase(routes.begin(), routes.begin() + static_cast<std::ptrdiff_t>(gone));
 }
@@ -175,12 +183,15 @@ void Router::shrink(Caller& caller, double now_s) {
 }
 
 // What a caller has routed, as it counts now. Prompts that are only decoded are remembered apart.
-Router::Caller& Router::caller_of(double now_s, const RouteTask& task) {
-  const std::string name = task.is_decode ? task.caller + std::string("\0decode", 7) : task.caller;
+Router::Caller& Router::caller_of(double now_s, std::string_view who, bool is_decode) {
+  std::string name(who);
+  if (is_decode) {
+    name.append("\0decode", 7);
+  }
   auto known = callers_.find(name);
   if (known == callers_.end()) {
     known = callers_.emplace(name, Caller{}).first;
-    known->second.salt = soon_.salt_of("caller ", task.caller);
+    known->second.salt = soon_.salt_of("caller ", who);
     known->second.turn = turns_.insert(turns_.end(), name);
     if (callers_.size() > settings_.most_callers) {
       callers_.erase(turns_.front());
@@ -218,11 +229,12 @@ void Router::find_candidates(std::span<const Candidates* const> serving, const s
 }
 
 Router::Ranking Router::route(double now_s, const RouteTask& asked, std::span<const Candidates* const> serving,
-                              const std::vector<const Candidates*>* visible, std::size_t limit, bool is_noted) {
+                              const std::vector<const Candidates*>* visible, std::size_t limit, bool is_noted,
+                              const CandidateNumbers& elsewhere, LentBlocks* lent) {
   RouteTask task = asked;
   task.input_tokens = std::min(task.input_tokens, settings_.most_input_tokens);
   task.block_tokens = std::clamp<std::int64_t>(task.block_tokens, 1, kMostBlockTokens);
-  Caller& caller = caller_of(now_s, task);
+  Caller& caller = caller_of(now_s, task.caller, task.is_decode);
   soon_.chain(task.id, task.hashes, chain_);
   find_holders(task);
   find_candidates(serving, visible);
@@ -233,7 +245,9 @@ Router::Ranking Router::route(double now_s, const RouteTask& asked, std::span<co
     loads_.push_back(load_of(now_s, task, caller, slot, least_s_));
     recent_s += loads_.back().recent_s;
   }
-  mean_recent_s_ = recent_s / static_cast<double>(wanted_.size());
+  const CandidateNumbers together{least_s_, recent_s, static_cast<std::int64_t>(wanted_.size())};
+  least_s_ = std::min(least_s_, elsewhere.least_s);
+  mean_recent_s_ = (recent_s + elsewhere.recent_s) / static_cast<double>(together.count + elsewhere.count);
   if (!soon_.is_empty(now_s) && !chain_.depths.empty()) {
     for (std::size_t at = 0; at < wanted_.size() + kAhead; ++at) {
       if (at < wanted_.size() && loads_[at].recent > 0) {
@@ -245,6 +259,13 @@ Router::Ranking Router::route(double now_s, const RouteTask& asked, std::span<co
       }
     }
   }
+  if (lent != nullptr) {
+    for (PeerRun& run : lent->runs) {
+      const auto known = names_.find(run.instance);
+      run.slot = known != names_.end() ? known->second : kNone;
+    }
+  }
+  peers_.begin(task.is_decode ? nullptr : lent);
   order_.clear();
   for (std::size_t at = 0; at < wanted_.size(); ++at) {
     const RankedInstance one = price(task, at);
@@ -256,14 +277,23 @@ Router::Ranking Router::route(double now_s, const RouteTask& asked, std::span<co
   for (std::size_t at = 0; at < kept; ++at) {
     ranked_.push_back(price(task, order_[at].at));
     RankedInstance& one = ranked_.back();
-    const std::uint32_t number = index_.find_instance(slots_[one.slot].name);
-    const auto state = number != ClusterIndex::kNone ? index_.state(number) : std::nullopt;
-    one.is_suspect = !state || state->is_suspect;
+    one.is_suspect = index_.is_suspect(slots_[one.slot].name);
   }
   if (is_noted && !ranked_.empty() && ranked_.front().is_admitted) {
-    note(now_s, task, caller, ranked_.front());
+    note(now_s, caller, ranked_.front().slot, task.input_tokens, ranked_.front().missing_tokens);
   }
-  return {ranked_, order_.size() - kept};
+  return {ranked_, order_.size() - kept, together};
+}
+
+bool Router::take(double now_s, const SharedRoute& route) {
+  const auto known = names_.find(std::string(route.instance));
+  if (known == names_.end() || !slots_[known->second].is_heard ||
+      !soon_.marked(route.id, route.first, route.blocks, route.hashes, chain_)) {
+    return false;
+  }
+  note(now_s, caller_of(now_s, route.caller, route.is_decode), known->second, std::max<std::int64_t>(0, route.input_tokens),
+       std::max<std::int64_t>(0, route.missing_tokens));
+  return true;
 }
 
 // Who has how much of the prompt, by slot, and how large their blocks are.
@@ -296,22 +326,32 @@ void Router::find_holders(const RouteTask& task) {
   index_.block_bytes(numbers_, bytes_);
 }
 
+// Tokens that wait: as the heartbeat reported, with what was routed since, less what was worked off since; nothing is before it has come.
+double Router::queued(double now_s, const Slot& known, const InFlight* flights) {
+  double queued = known.is_heard ? static_cast<double>(known.queued) : 0.0;
+  double at_s = known.is_heard ? known.at_s : -std::numeric_limits<double>::infinity();
+  if (flights != nullptr) {
+    for (const auto& [routed_s, missing] : flights->routes) {
+      if (routed_s > at_s) {
+        queued = std::max(0.0, queued - (routed_s - at_s) * known.queue_tokens_per_s);
+        at_s = routed_s;
+      }
+      queued += static_cast<double>(missing);
+    }
+  }
+  return std::max(0.0, queued - (now_s - at_s) * known.queue_tokens_per_s);
+}
+
 Router::Load Router::load_of(double now_s, const RouteTask& task, Caller& caller, std::uint32_t slot, double& least_s) const {
   const Slot& known = slots_[slot];
   InFlight* const flights = caller.flights_at(slot);
-  std::int64_t waiting = 0;
-  double first_s = now_s;
   std::int64_t running = known.running;
   if (flights != nullptr) {
     flights->forget(known.is_heard ? known.at_s - settings_.heard_late_s : now_s - settings_.hold_s);
-    waiting = flights->waiting;
-    first_s = flights->routes.empty() ? now_s : flights->routes.front().first;
     running += task.is_decode ? static_cast<std::int64_t>(flights->routes.size()) : 0;
   }
-  const double since_s = known.is_heard ? known.at_s : first_s;
-  const double queued = static_cast<double>(known.queued + waiting) - (now_s - since_s) * known.queue_tokens_per_s;
   Load load{};
-  load.queueing_s = std::max(0.0, queued) / known.queue_tokens_per_s;
+  load.queueing_s = queued(now_s, known, flights) / known.queue_tokens_per_s;
   load.tokens_per_s = known.tokens_per_s;
   load.recent = caller.recent_at(slot);
   load.recent_s = load.recent / known.tokens_per_s;
@@ -328,12 +368,43 @@ double Router::work_weight(double own_s, LatencyClass latency) const noexcept {
   return std::min(settings_.most_weight, weight * settings_.class_weights[static_cast<std::size_t>(latency)]);
 }
 
+// What it would read from peers and its object pool behind its own blocks, which it decides by its time alone.
+void Router::price_beyond(const RouteTask& task, const Load& load, std::uint32_t reach, std::uint64_t object_bytes, RankedInstance& one) {
+  const WeighedLink& object = settings_.links[kTierCount - 1];
+  const double block_tokens = static_cast<double>(task.block_tokens);
+  if (peers_.is_needed(one.depth)) {
+    const PeerPrice priced = peers_.price(slots_[one.slot].reader, one.slot, one.depth, reach,
+                                          {object.latency_s, object.bytes_per_s, 0.0}, block_tokens / load.tokens_per_s);
+    if (priced.end > one.depth) {
+      one.fetch_s += priced.seconds;
+      one.fetch_blocks += priced.end - one.depth;
+      one.peer_blocks = priced.peer_blocks;
+      one.peer = priced.peer;
+      one.depth = priced.end;
+    }
+    if (priced.has_peers) {
+      return;
+    }
+  }
+  if (reach > one.depth) {
+    const std::uint32_t beyond = reach - one.depth;
+    const double pool_s = seconds(object, beyond, object_bytes);
+    if (task.is_decode || pool_s < static_cast<double>(beyond) * block_tokens / load.tokens_per_s) {
+      one.fetch_s += pool_s;
+      one.fetch_blocks += beyond;
+      one.depth = reach;
+    }
+  }
+}
+
 // What serving the prompt at a candidate costs.
-RankedInstance Router::price(const RouteTask& task, std::size_t at) const {
+RankedInstance Router::price(const RouteTask& task, std::size_t at) {
   const Load& load = loads_[at];
   RankedInstance one{};
   one.slot = wanted_[at];
   one.depth = load.depth;
+  one.peer = -1;
+  std::uint32_t reach = one.depth;
   std::array<std::uint64_t, kTierCount> bytes{};
   if (load.held != kNone) {
     const InstanceDepth& held = answer_.instances[load.held];
@@ -344,18 +415,10 @@ RankedInstance Router::price(const RouteTask& task, std::size_t at) const {
       one.fetch_s += seconds(settings_.links[tier], held.by_tier[tier], bytes[tier]);
       one.fetch_blocks += held.by_tier[tier];
     }
-    if (held.reach > one.depth) {
-      const std::uint32_t beyond = held.reach - one.depth;
-      const double pool_s = seconds(settings_.links[kTierCount - 1], beyond, bytes[kTierCount - 1]);
-      const double weight = work_weight(load.queueing_s, task.latency);
-      const double compute_s =
-          weight * static_cast<double>(beyond) * static_cast<double>(task.block_tokens) / load.tokens_per_s;
-      if (task.is_decode || pool_s < compute_s) {
-        one.fetch_s += pool_s;
-        one.fetch_blocks += beyond;
-        one.depth = held.reach;
-      }
-    }
+    reach = std::max(reach, held.reach);
+  }
+  if (reach > one.depth || peers_.is_needed(one.depth)) {
+    price_beyond(task, load, reach, bytes[kTierCount - 1], one);
   }
   one.missing_tokens = std::max<std::int64_t>(0, task.input_tokens - one.depth * task.block_tokens);
   if (task.is_decode) {  // what neither it nor its pools have is brought from where it was prefilled
@@ -397,19 +460,18 @@ std::uint64_t Router::tie(const RouteTask& task, const RankedInstance& one) cons
   return mixed(block[0] + mixed(block[1] + slots_[one.slot].word));
 }
 
-void Router::note(double now_s, const RouteTask& task, Caller& caller, const RankedInstance& best) {
-  if (best.slot >= caller.recent.size()) {
-    caller.recent.resize(std::size_t{best.slot} + 1, 0.0);
+void Router::note(double now_s, Caller& caller, std::uint32_t slot, std::int64_t input_tokens, std::int64_t missing_tokens) {
+  if (slot >= caller.recent.size()) {
+    caller.recent.resize(std::size_t{slot} + 1, 0.0);
     caller.flights.resize(caller.recent.size());
   }
-  const auto missing = std::min(best.missing_tokens, settings_.most_tokens);
-  double& recent = caller.recent[best.slot];
-  recent = std::min(recent + static_cast<double>(std::min(task.input_tokens, settings_.most_tokens)), kMostRecent);
-  std::unique_ptr<InFlight>& flights = caller.flights[best.slot];
+  const auto missing = std::min(missing_tokens, settings_.most_tokens);
+  double& recent = caller.recent[slot];
+  recent = std::min(recent + static_cast<double>(std::min(input_tokens, settings_.most_tokens)), kMostRecent);
+  std::unique_ptr<InFlight>& flights = caller.flights[slot];
   if (flights == nullptr) {
     flights = std::make_unique<InFlight>();
   }
-  flights->waiting += missing;
   if (!flights->routes.empty() && now_s - flights->routes.back().first < kSameTimeS) {
     flights->routes.back().second += missing;
   } else {
@@ -418,7 +480,7 @@ void Router::note(double now_s, const RouteTask& task, Caller& caller, const Ran
       flights->forget(flights->routes.front().first);
     }
   }
-  soon_.note(now_s, caller.salt, slots_[best.slot].salt, chain_);
+  soon_.note(now_s, caller.salt, slots_[slot].salt, chain_);
 }
 
 }  // namespace kvbm

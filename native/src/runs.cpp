@@ -5,12 +5,12 @@
 
 #include "kvbm/error.hpp"
 #include "kvbm/hash_index.hpp"
+#include "kvbm/words.hpp"
 
 namespace kvbm {
 
 void refuse_run(const char* what, std::size_t bytes, std::size_t each) {
-  throw Error(ErrorCode::kLayout, std::string("a run of ") + what + " has " + std::to_string(bytes) +
-                                      " bytes, which is no multiple of " + std::to_string(each));
+  throw Error(ErrorCode::kLayout, words("a run of ", what, " has ", bytes, " bytes, which is no multiple of ", each));
 }
 
 bool are_slots_distinct(Bytes slots, std::vector<std::uint32_t>& scratch) {

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <new>
 
 #include "kvbm/entropy.hpp"
+#include "kvbm/large_array.hpp"
 #include "kvbm/sha256.hpp"
 
 namespace kvbm {
@@ -13,6 +15,7 @@ namespace {
 
 constexpr double kNever = -std::numeric_limits<double>::infinity();
 constexpr double kLong = 1e9;  // seconds
+constexpr std::size_t kAhead = 12;  // entries between asking memory for a place and writing to it
 constexpr std::uint64_t kFactor = 0xD6E8FEB86659FD93;
 
 // Depths at which a chain is noted: all at first, then 128 between each two powers of two.
@@ -34,6 +37,16 @@ std::vector<std::uint32_t> made_marks() {
 const std::vector<std::uint32_t>& marks() {
   static const std::vector<std::uint32_t> made = made_marks();
   return made;
+}
+
+// Depths behind `first` at which a prompt of so many blocks is noted.
+void mark_depths(std::uint32_t first, std::uint32_t blocks, std::vector<std::uint32_t>& depths) {
+  const std::vector<std::uint32_t>& all = marks();
+  const auto end = std::upper_bound(all.begin(), all.end(), blocks);
+  depths.assign(std::upper_bound(all.begin(), end, first), end);
+  if (blocks > first && (end == all.begin() || *std::prev(end) != blocks)) {
+    depths.push_back(blocks);
+  }
 }
 
 std::uint64_t mixed(std::uint64_t word) noexcept {
@@ -62,16 +75,11 @@ SoonHeld::SoonHeld(double hold_s, std::size_t sets)
   if (sets_ == nullptr) {
     throw std::bad_alloc();
   }
+  wish_for_huge_pages(sets_.get(), sets * sizeof(Set));
 }
 
 void SoonHeld::chain(const NamespaceId& id, Bytes hashes, Chain& chain) const {
-  const auto blocks = static_cast<std::uint32_t>(hashes.size() / kHashBytes);
-  const std::vector<std::uint32_t>& all = marks();
-  const auto end = std::upper_bound(all.begin(), all.end(), blocks);
-  chain.depths.assign(all.begin(), end);
-  if (blocks != 0 && (chain.depths.empty() || chain.depths.back() != blocks)) {
-    chain.depths.push_back(blocks);
-  }
+  mark_depths(0, static_cast<std::uint32_t>(hashes.size() / kHashBytes), chain.depths);
   const Halves space = halves_of(id.data());
   const std::uint64_t own = (space.low ^ space.high) * odd_[2];
   chain.words.clear();
@@ -79,6 +87,21 @@ void SoonHeld::chain(const NamespaceId& id, Bytes hashes, Chain& chain) const {
     const Halves hash = halves_of(hashes.data() + std::size_t{depth - 1} * kHashBytes);
     chain.words.push_back(hash.low * odd_[0] + hash.high * odd_[1] + own);
   }
+}
+
+bool SoonHeld::marked(const NamespaceId& id, std::uint32_t first, std::uint32_t blocks, Bytes hashes, Chain& chain) const {
+  mark_depths(first, blocks, chain.depths);
+  if (hashes.size() != chain.depths.size() * kHashBytes) {
+    return false;
+  }
+  const Halves space = halves_of(id.data());
+  const std::uint64_t own = (space.low ^ space.high) * odd_[2];
+  chain.words.clear();
+  for (std::size_t at = 0; at < chain.depths.size(); ++at) {
+    const Halves hash = halves_of(hashes.data() + at * kHashBytes);
+    chain.words.push_back(hash.low * odd_[0] + hash.high * odd_[1] + own);
+  }
+  return true;
 }
 
 std::uint64_t SoonHeld::salt_of(std::string_view kind, std::string_view name) const {
@@ -93,11 +116,15 @@ std::size_t SoonHeld::first_mark(const Chain& chain, std::uint32_t held) const n
   return static_cast<std::size_t>(std::upper_bound(chain.depths.begin(), chain.depths.end(), held) - chain.depths.begin());
 }
 
+void SoonHeld::fetch(std::uint64_t word) const noexcept {
+  const Set& set = sets_[word & mask_];
+  __builtin_prefetch(&set);
+  __builtin_prefetch(reinterpret_cast<const char*>(&set) + sizeof(Set) - 1);
+}
+
 void SoonHeld::ask(const Chain& chain, std::uint64_t salt, std::uint32_t held) const noexcept {
   if (const std::size_t at = first_mark(chain, held); at < chain.words.size()) {
-    const Set& set = sets_[mixed(chain.words[at] + salt) & mask_];
-    __builtin_prefetch(&set);
-    __builtin_prefetch(reinterpret_cast<const char*>(&set) + sizeof(Set) - 1);
+    fetch(mixed(chain.words[at] + salt));
   }
 }
 
@@ -142,8 +169,15 @@ void SoonHeld::note(double now_s, std::uint64_t caller, std::uint64_t instance, 
   const bool crowds = is_crowding(now_s, owner, chain.depths.size());
   const bool is_shared = crowds || std::max(used_.size(), used_before_.size()) > 1;
   last_s_ = std::max(last_s_, now_s + hold_s_);
-  for (const std::uint64_t from : chain.words) {
-    const std::uint64_t word = mixed(from + caller + instance);
+  const std::uint64_t salt = caller + instance;
+  for (std::size_t at = 0; at < std::min(kAhead, chain.words.size()); ++at) {
+    fetch(mixed(chain.words[at] + salt));
+  }
+  for (std::size_t at = 0; at < chain.words.size(); ++at) {
+    if (at + kAhead < chain.words.size()) {
+      fetch(mixed(chain.words[at + kAhead] + salt));
+    }
+    const std::uint64_t word = mixed(chain.words[at] + salt);
     Set& set = sets_[word & mask_];
     std::size_t oldest = 0;
     double least = std::numeric_limits<double>::infinity();

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <initializer_list>
 #include <iterator>
@@ -22,6 +23,12 @@
   } while (false)
 
 namespace kvbm::tests {
+
+#ifdef KVBM_UNDER_TSAN
+inline constexpr bool kIsUnderTsan = true;
+#else
+inline constexpr bool kIsUnderTsan = false;
+#endif
 
 struct Test {
   const char* name;  // a sentence about behaviour
@@ -73,7 +80,7 @@ class Random {
 };
 
 inline std::vector<std::uint8_t> read_golden(const std::string& name) {
-  std::ifstream file(std::string(KVBM_GOLDEN_DIR) + "/" + name, std::ios::binary);
+  std::ifstream file(std::filesystem::path(KVBM_GOLDEN_DIR) / name, std::ios::binary);
   CHECK(file.good());
   return {std::istreambuf_iterator<char>(file), {}};
 }

@@ -346,7 +346,7 @@ class Model {
                                    });
   }
 
-  void count(Anomaly anomaly, std::uint64_t times = 1) { anomalies_[static_cast<std::size_t>(anomaly)] += times; }
+  void count(IndexAnomaly anomaly, std::uint64_t times = 1) { anomalies_[static_cast<std::size_t>(anomaly)] += times; }
 
   bool is_full() {
     if (capacity_ == kPlenty) {
@@ -359,7 +359,7 @@ class Model {
       }
     }
     if (count >= capacity_) {
-      this->count(Anomaly::kRefusedAtCapacity);
+      this->count(IndexAnomaly::kRefusedAtCapacity);
     }
     return count >= capacity_;
   }
@@ -423,11 +423,11 @@ class Model {
         begin_snapshot(tier, ended->snapshot);
       }
       if (!tier.is_open || tier.told != ended->count) {
-        count(Anomaly::kSnapshotIncomplete);
+        count(IndexAnomaly::kSnapshotIncomplete);
         return;
       }
       const std::size_t withdrawn = std::erase_if(tier.held, [&](const auto& one) { return one.second < tier.era; });
-      count(Anomaly::kSnapshotWithdrew, tier.is_whole && ended->count != 0 ? withdrawn : 0);
+      count(IndexAnomaly::kSnapshotWithdrew, tier.is_whole && ended->count != 0 ? withdrawn : 0);
       tier.is_open = false;
       tier.is_whole = true;
       tier.is_partial = tier.has_refused;
@@ -450,12 +450,12 @@ class Model {
     TierModel& tier = instance.tiers[static_cast<std::size_t>(at)];
     for_blocks(id, hashes, [&](const Key& key) {
       if (is_claim(tier, at)) {
-        tier.pool.empty() ? count(Anomaly::kUnnamedClaim) : claim_one(tier.pool, at, key);
+        tier.pool.empty() ? count(IndexAnomaly::kUnnamedClaim) : claim_one(tier.pool, at, key);
       } else if (const auto known = tier.held.find(key); known != tier.held.end()) {
-        count(Anomaly::kCreatedTwice, is_listed ? 0 : 1);
+        count(IndexAnomaly::kCreatedTwice, is_listed ? 0 : 1);
         known->second = tier.era;
       } else {
-        count(Anomaly::kSnapshotAdded, is_listed && tier.is_whole ? 1 : 0);
+        count(IndexAnomaly::kSnapshotAdded, is_listed && tier.is_whole ? 1 : 0);
         if (is_full()) {
           tier.is_partial = tier.has_refused = true;
         } else {
@@ -469,9 +469,9 @@ class Model {
     TierModel& tier = instance.tiers[static_cast<std::size_t>(at)];
     for_blocks(id, hashes, [&](const Key& key) {
       if (is_claim(tier, at)) {
-        tier.pool.empty() ? count(Anomaly::kUnnamedClaim) : static_cast<void>(claims_[tier.pool].erase(key));
+        tier.pool.empty() ? count(IndexAnomaly::kUnnamedClaim) : static_cast<void>(claims_[tier.pool].erase(key));
       } else if (tier.held.erase(key) == 0) {
-        count(Anomaly::kEvictedUnheld);
+        count(IndexAnomaly::kEvictedUnheld);
       }
     });
   }

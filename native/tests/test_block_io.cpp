@@ -30,7 +30,7 @@ using namespace kvbm::tests;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-constexpr seconds kWait(20);
+constexpr seconds kWait(60);
 
 // A file that is gone when its descriptor is.
 class File {
@@ -382,7 +382,7 @@ void test_header_is_held_to_every_bit() {
   const std::span<const std::uint8_t, 16> named(name.data(), 16);
   const std::span<const std::uint8_t, 16> hashed(hash.data(), 16);
   std::array<std::uint8_t, kBlockHeaderBytes> header;
-  encode_block_header({named, hashed, 12, 4096, 77, false}, header);
+  encode_block_header({named, hashed, 12, 4096, 77, false, 5}, header);
   std::uint32_t sum = 0;
   CHECK(is_header_of(header, named, hashed, 4096, false, sum) && sum == 77);
   CHECK(!is_header_of(header, named, hashed, 4095, false, sum));
@@ -394,8 +394,35 @@ void test_header_is_held_to_every_bit() {
     header[bit / 8] ^= static_cast<std::uint8_t>(1 << bit % 8);
   }
   CHECK(!is_header_of(header, named, hashed, 4096, true, sum));
-  encode_block_header({named, hashed, 12, 4096, 0, true}, header);
+  encode_block_header({named, hashed, 12, 4096, 0, true, 0}, header);
   CHECK(is_header_of(header, named, hashed, 4096, true, sum) && !is_header_of(header, named, hashed, 4096, false, sum));
+}
+
+void test_a_scan_tells_what_headers_say() {
+  in_each_way([](IoKind kind, bool is_direct) {
+    const File file(is_direct);
+    BlockIo io({{file.fd()}, 4096, kind, is_direct, 4});
+    const Blocks blocks(6, 4096, 1);
+    const std::vector<std::uint32_t> sums(6, 0);
+    std::vector<std::int32_t> errors(6, -1);
+    io.write(blocks.run(), blocks.rows, 7, sums, errors, 0xfedcba98);
+    std::vector<std::int64_t> slots(40);  // those behind the file's end too
+    std::iota(slots.begin(), slots.end(), std::int64_t{0});
+    for (const std::uint32_t depth : {1U, 3U, 64U}) {
+      std::vector<SlotOutcome> outcomes(slots.size(), SlotOutcome::kFailed);
+      std::vector<FoundBlock> found(slots.size());
+      io.scan(slots, depth, outcomes, found);
+      CHECK(std::ranges::count(outcomes, SlotOutcome::kBlock) == 6 && std::ranges::count(outcomes, SlotOutcome::kNothing) == 34);
+      const BlockRun run = blocks.run();
+      for (std::size_t at = 0; at < run.slots.size(); ++at) {
+        const FoundBlock& one = found[static_cast<std::size_t>(run.slots[at])];
+        CHECK(one.epoch == 7 && one.generation == 0xfedcba98 && !one.is_sealed);
+        CHECK(std::equal(one.hash.begin(), one.hash.end(), run.hashes + 16 * at));
+        CHECK(std::ranges::equal(one.namespace_id, run.namespace_id));
+      }
+    }
+    CHECK(io.close(kWait));
+  });
 }
 
 void test_sealed_blocks_are_others_than_plain_ones() {
@@ -550,6 +577,7 @@ int main() {
       {"a close amid calls ends them all", test_close_amid_calls},
       {"a device that never answers keeps its call, and nothing else", test_a_device_that_never_answers},
       {"a header is held to every bit", test_header_is_held_to_every_bit},
+      {"a scan tells what headers say", test_a_scan_tells_what_headers_say},
       {"sealed blocks are others than plain ones", test_sealed_blocks_are_others_than_plain_ones},
       {"writes make way for reads and still go on", test_writes_make_way_for_reads},
       {"a read meets few bytes of writes, whatever the size of blocks", test_a_read_meets_few_bytes_of_writes},

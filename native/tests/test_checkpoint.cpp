@@ -440,7 +440,7 @@ void a_checkpoint_beyond_capacity_is_loaded_as_far_as_it_goes() {
   ClusterIndex index(5, kSecret);
   load_checkpoint(index, Chunks().add(1, small_front()).add(2, blocks_of(0, {0, 1 << 3, 4}, {1, 2, 3})).end(3));
   CHECK(index.residency_count() + index.claim_counts()[0] == 5 && index.state(1)->is_partial);
-  CHECK(index.anomalies()[static_cast<std::size_t>(Anomaly::kRefusedAtCapacity)] == 4);
+  CHECK(index.anomalies()[static_cast<std::size_t>(IndexAnomaly::kRefusedAtCapacity)] == 4);
 }
 
 void only_an_empty_index_loads_one() {

@@ -12,7 +12,7 @@ using tests::Random;
 
 namespace {
 
-constexpr std::chrono::seconds kLong{30};
+constexpr std::chrono::seconds kLong{60};
 
 // An engine's slots in two pieces each, and rows that are wider than a block.
 struct Place {

@@ -99,7 +99,7 @@ void an_index_finds_what_it_has_among_what_it_lost() {
     CHECK(index.count() == hashes.size());
     if (step % 64 == 0) {
       for (const auto& [position, value] : hashes) {
-        CHECK(index.find(value, [&](std::uint32_t at) { return at == position; }) == position);
+        CHECK(index.find(value, [&, place = position](std::uint32_t at) { return at == place; }) == position);
       }
       CHECK(index.find(random.next(), [&](std::uint32_t at) { return hash(at) == 1; }) == PositionIndex::kNone);
     }

@@ -83,10 +83,45 @@ void a_slot_in_a_set_that_was_not_left_is_nobody() {
   CHECK(router.route(1.0, task("", {}), groups, nullptr, 8).best.empty());
 }
 
+void another_catalogs_route_waits_there_and_its_blocks_will_be_held() {
+  ClusterIndex index(kPlenty, kSecret);
+  Router router(index, settings());
+  Candidates candidates;
+  const Candidates* const groups[] = {&candidates};
+  Random random(7);
+  const auto hashes = random.bytes(10 * kHashBytes);
+  for (const char* const name : {"a", "b"}) {
+    router.add(candidates, name);
+  }
+  SharedRoute route{.caller = "one", .is_decode = false, .instance = "a", .input_tokens = 20'000, .missing_tokens = 10'000,
+                    .id = space_id(0), .first = 0, .blocks = 10, .hashes = hashes};
+  CHECK(!router.take(1.0, route));  // no heartbeat of it came
+  for (const char* const name : {"a", "b"}) {
+    router.hear(name, {.at_s = 0.5, .queued_tokens = 0, .running_requests = 0, .prefill_tokens_per_s = 0, .queue_tokens_per_s = 0});
+  }
+  route.blocks = 9;
+  CHECK(!router.take(1.0, route));  // one hash too many
+  route.blocks = 10;
+  route.instance = "nobody";
+  CHECK(!router.take(1.0, route));
+  route.instance = "a";
+  CHECK(router.take(1.0, route));
+  for (const RankedInstance& one : router.route(1.0, task("one", hashes), groups, nullptr, 8, false).best) {
+    const bool is_there = router.name(one.slot) == "a";
+    CHECK(one.depth == (is_there ? 10U : 0U));
+    CHECK((one.queueing_s > 0) == is_there);
+  }
+  for (const RankedInstance& one : router.route(1.0, task("two", hashes), groups, nullptr, 8, false).best) {
+    CHECK(one.depth == 0 && one.queueing_s == 0);
+  }
+}
+
 }  // namespace
 
 int main() {
   return tests::run({{"routes of so many callers are remembered", routes_of_so_many_callers_are_remembered},
                      {"a name that is forgotten makes room for another", a_name_that_is_forgotten_makes_room_for_another},
-                     {"a slot in a set that was not left is nobody", a_slot_in_a_set_that_was_not_left_is_nobody}});
+                     {"a slot in a set that was not left is nobody", a_slot_in_a_set_that_was_not_left_is_nobody},
+                     {"another catalog's route waits there, and its blocks will be held",
+                      another_catalogs_route_waits_there_and_its_blocks_will_be_held}});
 }

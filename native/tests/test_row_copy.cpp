@@ -122,7 +122,7 @@ void a_forked_child_copies_alone() {
   copy_once(copier, random, 100'000, 10, true);  // the threads have been at work
   const pid_t child = fork();
   if (child == 0) {
-    alarm(30);  // a child that waits for threads it does not have is killed
+    alarm(60);  // a child that waits for threads it does not have is killed
     copy_once(copier, random, 100'000, 10, true);
     _exit(0);
   }
@@ -135,7 +135,7 @@ void a_forked_child_may_end_it() {
   auto* const copier = new RowCopier(3);
   const pid_t child = fork();
   if (child == 0) {
-    alarm(30);
+    alarm(60);
     delete copier;
     _exit(0);
   }

@@ -20,7 +20,7 @@ from kvbm.core.errors import LayoutError, PoolError
 from kvbm.pools.hbm.copy_queue import CopyQueue, Ordering, ThreadedQueue
 from kvbm.pools.hbm.paged import ReferenceCopies, SegmentCopies
 
-LONG_S = 30.0
+LONG_S = 60.0
 COPIER = RowCopier(2)
 
 

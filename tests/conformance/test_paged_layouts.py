@@ -196,6 +196,7 @@ OPENERS: dict[str, Callable[[Layers], HbmPool]] = {
     "native": lambda layers: HbmPool.of_layers(layers, checksums, native),
     "readable": lambda layers: HbmPool.of_layers(layers, checksums),
     "cuda-kernel": lambda layers: HbmPool.of_layers(layers, checksums, native, "kernel"),
+    "cuda-batch": lambda layers: HbmPool.of_layers(layers, checksums, native, "batch"),
     "cuda-memcpy": lambda layers: HbmPool.of_layers(layers, checksums, native, "memcpy"),
     "cuda-torch": lambda layers: HbmPool.of_layers(layers, checksums, native, "torch"),
 }
@@ -287,7 +288,7 @@ def test_copies_leave_alone_what_the_engine_writes_to_other_slots(
             assert (back == rows).all()
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(60)
     assert not wrong.is_set()
 
 
@@ -490,7 +491,7 @@ def test_a_way_that_is_unknown_or_cannot_be_had_is_refused() -> None:
 
     layers = _kv_inside("cpu")
     layout, device = paged_layout(layers), torch.device("cpu")
-    with pytest.raises(ConfigError, match="auto, kernel, memcpy, torch"):
+    with pytest.raises(ConfigError, match="auto, kernel, batch, memcpy, torch"):
         mover_of("telepathy", layers, layout, device)
     if importlib.util.find_spec("triton") is None:
         with pytest.raises(ConfigError, match="needs Triton"):
@@ -543,7 +544,7 @@ def device_copies(way: str, layers: Layers, reaches: bool) -> DeviceCopies:
 
     mover = mover_of(way, layers, layout, torch.device("cpu"))
     lanes = [Lane(AtOnce(), (half(), half()))]
-    return DeviceCopies(mover, lanes, native, lambda rows: rows.ctypes.data if reaches else None, 30, 8)
+    return DeviceCopies(mover, lanes, native, lambda rows: rows.ctypes.data if reaches else None, 60, 8)
 
 
 def check_way(way: str, names: list[str]) -> None:
@@ -649,7 +650,7 @@ def _in_triton(program: str, folder: Path, **environment: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
         check=False,
         env={
             **os.environ,
@@ -662,19 +663,23 @@ def _in_triton(program: str, folder: Path, **environment: str) -> str:
     return run.stdout.strip()
 
 
+@pytest.mark.triton
 def test_the_kernel_moves_the_same_bytes_in_tritons_interpreter(tmp_path: Path) -> None:
     assert _in_triton(_INTERPRETED, tmp_path, TRITON_INTERPRET="1") == "same"
 
 
+@pytest.mark.triton
 def test_the_ways_with_triton_move_the_same_bytes(tmp_path: Path) -> None:
     assert _in_triton(_WAYS, tmp_path, TRITON_INTERPRET="1") == "same"
 
 
+@pytest.mark.triton
 def test_where_triton_cannot_compile_or_launch_bytes_take_the_slower_way(tmp_path: Path) -> None:
     told = _in_triton(_REFUSED, tmp_path, TRITON_INTERPRET="0")
     assert told.endswith("slower")
     assert "hbm.kernel_refused" in told
 
 
+@pytest.mark.triton
 def test_the_kernel_is_compiled_to_loads_and_stores_of_sixteen_bytes(tmp_path: Path) -> None:
     assert _in_triton(_COMPILED, tmp_path, TRITON_INTERPRET="0") == "wide"

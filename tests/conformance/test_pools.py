@@ -100,6 +100,14 @@ def _object_pools() -> Iterator[Any]:
             yield pytest.param((name, k, sealed, fronted), id="-".join(words), marks=marks)
 
 
+def _smoked() -> list[Any]:
+    """The same; those of stores that need packages are asked so much in CI, too."""
+    return [
+        pytest.param(*one.values, id=one.id, marks=[*one.marks, *[pytest.mark.smoke] * bool(one.marks)])
+        for one in _object_pools()
+    ]
+
+
 @pytest.fixture(params=_object_pools())
 def object_pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectPool]:
     name, k, sealed, fronted = request.param
@@ -421,6 +429,7 @@ def each(pool: ObjectPool, outcomes: list[ReadOutcome]) -> list[ReadOutcome]:
     return [outcome for outcome in outcomes for _ in range(pool.blocks)]
 
 
+@pytest.mark.parametrize("object_pool", _smoked(), indirect=True)
 def test_what_was_put_can_be_got_in_any_order(object_pool: ObjectPool) -> None:
     run, k = objects_of(object_pool, 20), object_pool.blocks
     assert object_pool.put(run.rows, run.proof) == [True] * 20 * k

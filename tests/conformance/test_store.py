@@ -7,9 +7,11 @@ import dataclasses
 import random
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,11 +42,14 @@ from kvbm.catalog.sql_store import BatchOutcome, BatchResult, SqlStore
 from kvbm.core.errors import CatalogError, KvbmError, LayoutError, MissingExtraError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, split_hashes
+from kvbm.core.parts import ALL_PARTS, part_of
 from kvbm.streams.base import Mark
-from tests.servers import fresh_database
+from tests.eventually import WAIT_S
+from tests.servers import free_port, fresh_database
 
 T = TypeVar("T")
 
+open_store = partial(SqlStore.open, connect_timeout_s=WAIT_S)  # a busy machine is no database that does not answer
 STREAM = "KVBM"
 POOL = "s3-main"
 FIRST, SECOND = InstanceId("engine-1"), InstanceId("engine-2")
@@ -119,7 +124,7 @@ async def claimed(store: SqlStore, pool: str | None = None, chunk_rows: int = 1 
 
 def with_store(url: str, work: Callable[[SqlStore], Awaitable[T]]) -> T:
     async def run() -> T:
-        store = await SqlStore.open(url)
+        store = await open_store(url)
         try:
             return await work(store)
         finally:
@@ -128,7 +133,7 @@ def with_store(url: str, work: Callable[[SqlStore], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
-def refusal(url: str, connect_timeout_s: float = 5.0) -> str:
+def refusal(url: str, connect_timeout_s: float = WAIT_S) -> str:
     with pytest.raises(CatalogError) as caught:
         asyncio.run(SqlStore.open(url, connect_timeout_s))
     message = str(caught.value)
@@ -229,7 +234,7 @@ def test_opening_again_keeps_what_is_there(database_url: str) -> None:
 
 def test_catalogs_that_start_at_once_do_not_collide(database_url: str) -> None:
     async def run() -> None:
-        stores = await asyncio.gather(*(SqlStore.open(database_url, 20.0) for _ in range(6)))
+        stores = await asyncio.gather(*(open_store(database_url) for _ in range(6)))
         for store in stores:
             assert await store.position(STREAM) == 0
             await store.close()
@@ -241,7 +246,7 @@ def test_databases_that_open_at_once_in_one_process_keep_apart(postgres_server: 
     async def run() -> None:
         urls = [await fresh_database(postgres_server) for _ in range(4)]
         urls += [f"sqlite:///{tmp_path / str(number)}.db" for number in range(4)]
-        stores = await asyncio.gather(*(SqlStore.open(url, 20.0) for url in urls))
+        stores = await asyncio.gather(*(open_store(url) for url in urls))
         for store in stores:
             assert await store.apply(batch(0, 1))
             await store.close()
@@ -585,7 +590,7 @@ def test_one_batch_takes_twenty_thousand_claims(database_url: str) -> None:
 
 def test_of_two_stores_with_the_same_batch_one_wins(database_url: str) -> None:
     async def run() -> None:
-        stores = [await SqlStore.open(database_url) for _ in range(2)]
+        stores = [await open_store(database_url) for _ in range(2)]
         for sequence in range(20):  # the first snapshot inserts the position's row, the others update it
             once = batch(sequence, sequence + 1, claims=(claim(hashes(50, seed=sequence), at_ns=sequence),))
             results = await asyncio.gather(*(store.apply(once) for store in stores))
@@ -612,7 +617,7 @@ def test_a_writer_that_was_overtaken_catches_up_from_the_stored_position(databas
         return written
 
     async def run() -> None:
-        stores = [await SqlStore.open(database_url) for _ in range(3)]
+        stores = [await open_store(database_url) for _ in range(3)]
         written = await asyncio.gather(*(project(store, seed) for seed, store in enumerate(stores)))
         assert sum(written) == end
         assert await stores[0].claim_count() == end
@@ -633,7 +638,7 @@ def test_streams_that_write_the_same_rows_do_not_deadlock(database_url: str) -> 
             assert await store.apply(once)
 
     async def run() -> None:
-        stores = [await SqlStore.open(database_url) for _ in range(3)]
+        stores = [await open_store(database_url) for _ in range(3)]
         await asyncio.gather(*(project(store, f"stream-{at}") for at, store in enumerate(stores)))
         assert await stores[0].claim_count() == 300
         for store in stores:
@@ -654,13 +659,8 @@ def deaf_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def closed_port() -> int:
-    with deaf_port() as port:
-        return port
-
-
 def test_a_closed_port_is_one_sentence_at_once() -> None:
-    message = refusal(f"postgresql://kvbm:hunter2@127.0.0.1:{closed_port()}/catalog", 3.0)
+    message = refusal(f"postgresql://kvbm:hunter2@127.0.0.1:{free_port()}/catalog")
     assert "does not answer within" not in message
     assert "hunter2" not in message and "127.0.0.1" in message
 
@@ -681,7 +681,7 @@ def test_a_server_that_is_no_postgres_is_one_sentence() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(CatalogError):
-            await SqlStore.open(f"postgresql://127.0.0.1:{port}/catalog", 3.0)
+            await open_store(f"postgresql://127.0.0.1:{port}/catalog")
         server.close()
 
     asyncio.run(run())
@@ -693,7 +693,7 @@ def test_a_database_that_does_not_exist_is_named(postgres_url: str) -> None:
 
 def test_a_server_that_goes_away_is_a_catalog_error_and_its_return_is_enough(postgres_url: str) -> None:
     async def run() -> None:
-        store, other = await SqlStore.open(postgres_url), await SqlStore.open(postgres_url)
+        store, other = await open_store(postgres_url), await open_store(postgres_url)
         assert await store.apply(batch(0, 1))
         async with other._engine.begin() as connection:
             end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
@@ -763,7 +763,7 @@ def test_a_locked_sqlite_file_is_a_catalog_error(sqlite_url: str, monkeypatch: p
     monkeypatch.setattr(database, "LOCK_TIMEOUT_S", 0.2)
 
     async def run() -> None:
-        store, other = await SqlStore.open(sqlite_url), await SqlStore.open(sqlite_url)
+        store, other = await open_store(sqlite_url), await open_store(sqlite_url)
         async with other._engine.connect() as connection:
             await connection.exec_driver_sql("BEGIN IMMEDIATE")
             with pytest.raises(KvbmError, match="database is locked"):
@@ -777,9 +777,39 @@ def test_a_locked_sqlite_file_is_a_catalog_error(sqlite_url: str, monkeypatch: p
     asyncio.run(run())
 
 
+READ_AND_CLOSE = """
+import sqlite3, sys
+database = sqlite3.connect(sys.argv[1])
+print(database.execute("SELECT stream_sequence FROM positions").fetchone()[0])
+database.close()
+"""
+
+
+def test_a_database_that_is_opened_again_keeps_its_locks_against_other_processes(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    """Else one of them takes itself for the last, and deletes the log that is written to here: what is stored then is lost."""
+
+    def read_elsewhere() -> str:
+        command = [sys.executable, "-c", READ_AND_CLOSE, str(tmp_path / "catalog.db")]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+
+    async def run() -> None:
+        store = await open_store(sqlite_url)
+        assert await store.apply(batch(0, 1))
+        await (await open_store(sqlite_url)).close()
+        assert read_elsewhere() == "1"
+        assert await store.apply(batch(1, 2))
+        assert read_elsewhere() == "2"
+        await store.close()
+
+    asyncio.run(run())
+    assert read_elsewhere() == "2"
+
+
 def test_who_reads_a_database_keeps_no_writer_waiting(database_url: str) -> None:
     async def run() -> None:
-        store, other = await SqlStore.open(database_url), await SqlStore.open(database_url)
+        store, other = await open_store(database_url), await open_store(database_url)
         assert await store.apply(batch(0, 1, claims=(claim(hashes(2000)),)))
         counted = select(func.count()).select_from(tables.object_claims)
         async with other._engine.connect() as connection:
@@ -800,7 +830,7 @@ def test_who_reads_a_database_keeps_no_writer_waiting(database_url: str) -> None
 
 def test_a_replica_waits_for_the_one_that_writes(postgres_url: str) -> None:
     async def run() -> None:
-        store, other = await SqlStore.open(postgres_url), await SqlStore.open(postgres_url)
+        store, other = await open_store(postgres_url), await open_store(postgres_url)
         assert await store.apply(batch(0, 1))
         async with other._engine.connect() as connection:
             held = select(func.count()).select_from(
@@ -831,6 +861,11 @@ def test_an_instance_that_is_forgotten_leaves_every_table_but_its_claims(databas
         assert not await store.forget([mark], 6)  # another catalog has stored what this one has not read
         assert await store.instance_names(None) == await store.instance_names("west") == [FIRST]
         assert await store.instance_names("east") == []
+        parts = [tuple(part for part in ALL_PARTS if (part == part_of(FIRST)) == own) for own in (True, False)]
+        for own, names in zip(parts, ([FIRST], []), strict=True):
+            some = SqlStore(store.engine, parts=own)
+            assert await some.instance_names(None) == [row.id for row in await some.instances()] == names
+            assert [row.id for row in await some.instances(of_all_parts=True)] == [FIRST]
         assert await store.forget([mark], 7)
         found = await contents(store)
         assert (found.instances, found.epochs, found.positions) == ([], [], {})

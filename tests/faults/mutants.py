@@ -19,6 +19,7 @@ from kvbm import assembly
 from kvbm.catalog.absences import Absences
 from kvbm.catalog.instance_sequence import InstanceSequence, StreamCursor
 from kvbm.catalog.liveness import Liveness, Return
+from kvbm.catalog.plain_frames import apply_plain
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.core.codec import decode_header
 from kvbm.core.copies import Copy
@@ -35,8 +36,10 @@ from kvbm.streams.base import Mark, Position
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.publisher import Publisher
 from kvbm.streams.publisher_messages import Publish
+from kvbm.transport.lending import Leases
+from kvbm.transport.local import LocalReader
 from tests.faults.simulator import cluster as cluster_module
-from tests.faults.simulator.run import RUN_S
+from tests.faults.simulator.run import PEERS_S, RUN_S, Plan
 
 _GAPS = ("hide_messages", "cut_catalog", "freeze_catalog", "refuse_publishes", "kill_catalog", "trim")
 _PROCESSES = ("kill", "kill_in_write", "stop", "freeze")
@@ -51,12 +54,19 @@ class Mutant(NamedTuple):
         plant: replaces production code; undone by the stack.
         mix: the faults to look with; () for any, as they meet.
         run_s: of virtual time with work and faults; a short one ends while instances are quiet, whose next event would heal much.
+        peers: instances read each other's blocks.
     """
 
     rule: str
     plant: Callable[[ExitStack], None]
     mix: tuple[str, ...]
     run_s: float = RUN_S
+    peers: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        """What to do with a seed to look for it."""
+        return Plan(mix=self.mix, run_s=self.run_s, peers=self.peers)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -227,6 +237,33 @@ def _torn_tail_accepted(stack: ExitStack) -> None:
     original = _swap(stack, repair_module, "_cut", cut)
 
 
+# -- blocks of other instances ------------------------------------------------------------------------------------------
+
+
+def _lends_without_lease(stack: ExitStack) -> None:
+    def begin(self: Any, lent: Any, now_s: float, is_timed: bool = True) -> int:
+        lease = original(self, lent, now_s, is_timed)
+        self.end(lease)  # its pins are given back before anybody has read
+        return lease
+
+    original = _swap(stack, Leases, "begin", begin)
+
+
+def _checksum_of_the_source(stack: ExitStack) -> None:
+    """What an owner has in its slot is checked, then copied; what the reader has in its row is not."""
+
+    def copied(self: Any, namespace: Any, hashes: Any, rows: Any, at: Any, lent: Any, until_s: float) -> Any:
+        of_rows, sums = self._checksum, [self._checksum(source.tobytes()) for source in lent.rows]
+        left = iter(sums)
+        self._checksum = lambda row: next(left)
+        try:
+            return original(self, namespace, hashes, rows, at, lent, until_s)
+        finally:
+            self._checksum = of_rows
+
+    original = _swap(stack, LocalReader, "_copied", copied)
+
+
 # -- the catalog --------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +292,9 @@ def _gap_ignored(stack: ExitStack) -> None:
 
 def _digest_not_compared(stack: ExitStack) -> None:
     def init(self: Any, index: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, _IndexWithout(index, agrees=lambda instance, digest: True), *args, **kwargs)
+        blind = _IndexWithout(index, agrees=lambda instance, digest: True)
+        blind.__dict__["apply_plain"] = lambda messages, places: apply_plain(blind, messages, places)
+        original(self, blind, *args, **kwargs)
 
     original = _swap(stack, Sequencer, "__init__", init)
 
@@ -332,6 +371,20 @@ MUTANTS: dict[str, Mutant] = {
     "claim_before_bytes": Mutant("bytes first, then the claim", _claim_before_bytes, _PROCESSES),
     "slot_released_at_deadline": Mutant(
         "a slot in copy belongs to the copy", _slot_released_at_deadline, ("slow_pools",)
+    ),
+    "lends_without_lease": Mutant(
+        "a slot that is lent stays as it is until its lease is over",
+        _lends_without_lease,
+        ("clear_lenders", "slow_reads"),
+        run_s=PEERS_S,
+        peers=True,
+    ),
+    "checksum_of_the_source": Mutant(
+        "a reader holds its own row to the checksum, after the copy",
+        _checksum_of_the_source,
+        ("flip_on_the_way", "slow_reads"),
+        run_s=PEERS_S,
+        peers=True,
     ),
     "epoch_from_wall_clock": Mutant("an epoch only grows", _epoch_from_wall_clock, ("step_clock", *_PROCESSES)),
     "snapshot_skips_a_run": Mutant(

@@ -163,10 +163,45 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "buffer_without_bound": SourceMutant(
         "the reorder buffer has a bound",
-        _SEQUENCE,
+        "kvbm/catalog/reorder_buffer.py",
         "        if frame.first_offset not in self._frames and self.bytes + size <= REORDER_BYTES:",
         "        if frame.first_offset not in self._frames:",
         test="tests/unit/test_sequencer.py::test_the_reorder_buffer_has_a_bound_and_the_rest_is_read_when_it_comes_again",
+    ),
+    "runs_over_reorder_buffers": SourceMutant(
+        "an instance with frames in its reorder buffer has decisions to make",
+        _SEQUENCE,
+        "self.position.epoch and not self.buffer and not",
+        "self.position.epoch and not",
+        test="tests/property/test_plain_frames.py::test_runs_leave_what_single_messages_leave",
+    ),
+    "runs_whatever_fence_they_name": SourceMutant(
+        "a message that names another fence is no plain one",
+        _SEQUENCE,
+        "            and holder_after(named, self.fence) is self.fence and",
+        "            and",
+        test="tests/property/test_plain_frames.py::test_runs_leave_what_single_messages_leave",
+    ),
+    "runs_heal_nobody": SourceMutant(
+        "an instance in trouble is looked at frame by frame",
+        _SEQUENCE,
+        " is self.fence and self._id not in self._troubles.by_instance\n",
+        " is self.fence\n",
+        test="tests/property/test_plain_frames.py::test_runs_leave_what_single_messages_leave",
+    ),
+    "a_diverged_message_ends_there": SourceMutant(
+        "of a message whose digest differs the rest is applied, too",
+        _SEQUENCER,
+        "            self._receive(message, changes, applied.diverged_at)\n",
+        "            self._receive(message, changes, len(message.data))\n",
+        test="tests/property/test_plain_frames.py::test_runs_leave_what_single_messages_leave",
+    ),
+    "runs_end_with_the_first_frame": SourceMutant(
+        "a message is plain as a whole or not at all",
+        "native/src/plain_frames.cpp",
+        "      while (at < message.data.size()) {\n",
+        "      while (at == 0) {\n",
+        test="native/tests/test_plain_frames.cpp",
     ),
     # -- liveness -------------------------------------------------------------------------------------------------------
     "deaf_for_too_long": SourceMutant(
@@ -196,6 +231,13 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "        return last - first >= LEAST_MASS and 2 * (last - first) > len(heard) - first",
         "        return last - first >= LEAST_MASS and 2 * (last - first) >= len(heard) - first",
         test="tests/unit/test_liveness.py::test_half_that_fall_silent_together_are_excluded",
+    ),
+    "all_come_back_at_once": SourceMutant(
+        "those whom something kept silent are heard one after the other",
+        _LIVENESS,
+        "            elif member.heard_s is None or now_s - kept_s >= self._liveness_s / 2:\n",
+        "            else:\n",
+        test="tests/unit/test_liveness.py::test_those_who_come_back_one_after_the_other_are_all_kept",
     ),
     # -- SQL -------------------------------------------------------------------------------------------------------------
     "overtaken_rows_dropped": SourceMutant(
@@ -297,6 +339,21 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "                if last_ns <= entry.last_ns and (entry.victim.reason is not EvictReason.TTL or last_ns < old_ns):",
         "                if entry.victim.reason is not EvictReason.TTL or last_ns <= entry.last_ns and last_ns < old_ns:",
         test="tests/unit/test_janitor.py::test_what_is_used_while_the_janitor_looks_stays_though_it_was_chosen_by_quota",
+    ),
+    # -- RDMA -----------------------------------------------------------------------------------------------------------
+    "rdma_without_every_proof": SourceMutant(
+        "who READs has proved every namespace of the owner",
+        "kvbm/transport/rdma_lending.py",
+        "        has_proved_all = self._namespaces <= {NamespaceId(one) for one in self._server.opened_by(number)}\n",
+        "        has_proved_all = bool(self._server.opened_by(number))\n",
+        test="tests/integration/test_rdma_lending.py::test_who_lacks_a_namespace_is_refused_until_it_proves_it",
+    ),
+    "rdma_goes_on_with_a_new_namespace": SourceMutant(
+        "nobody READs any more who has not proved a namespace that is added",
+        "kvbm/transport/rdma_lending.py",
+        "            self._namespaces = known\n            self.revoke()\n",
+        "            self._namespaces = known\n",
+        test="tests/integration/test_rdma_lending.py::test_who_lacks_a_namespace_is_refused_until_it_proves_it",
     ),
     # -- native index ---------------------------------------------------------------------------------------------------
     "generation_used_before_its_sweep": SourceMutant(

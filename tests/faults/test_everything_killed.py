@@ -1,4 +1,8 @@
-"""Clusters of real processes on one bucket: instances, nats-server and catalog, all of them killed, and the janitor."""
+"""Clusters of real processes on one bucket: instances, nats-server and catalog, all of them killed, and the janitor.
+
+`make test` kills everything of one cluster, which keeps its machines, and `integration/test_janitor.py` has the rest within one process;
+`make test-all` has all of it with real ones.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,10 @@ NVME = {"pools__nvme__slots": 256}
 
 
 @BUCKETS
-@pytest.mark.parametrize("kept", [True, False], ids=["machines-kept", "machines-new"])
+@pytest.mark.parametrize(
+    "kept",
+    [pytest.param(True, id="machines-kept"), pytest.param(False, id="machines-new", marks=pytest.mark.nightly)],
+)
 def test_after_kill_9_of_everything_and_a_fresh_catalog_the_index_is_as_before(
     place: Place, kept: bool, tmp_path: Path
 ) -> None:
@@ -99,6 +106,7 @@ def _check_objects(before: Index, after: Index, everything: set[bytes]) -> None:
     assert (before.claims, after.claims) == (len(everything - tail), len(everything))
 
 
+@pytest.mark.nightly
 @BUCKETS
 def test_an_instance_killed_again_and_again_while_it_puts_leaves_whole_objects_and_the_janitor_claims_them_all(
     place: Place, tmp_path: Path
@@ -130,6 +138,7 @@ def test_an_instance_killed_again_and_again_while_it_puts_leaves_whole_objects_a
         assert cluster.wrong == []
 
 
+@pytest.mark.nightly
 @BUCKETS
 def test_two_clusters_of_two_instances_on_one_bucket_what_the_first_computed_the_second_reads_after_the_first_is_gone(
     place: Place, tmp_path: Path
@@ -155,6 +164,7 @@ def test_two_clusters_of_two_instances_on_one_bucket_what_the_first_computed_the
         assert second.wrong == []
 
 
+@pytest.mark.nightly
 @BUCKETS
 def test_a_janitor_deletes_what_two_clusters_read_and_put_all_the_while_and_nobody_is_given_wrong_bytes(
     place: Place, tmp_path: Path
@@ -165,7 +175,7 @@ def test_a_janitor_deletes_what_two_clusters_read_and_put_all_the_while_and_nobo
         workers = [cluster.instances("a", rate=40.0, pools__hbm__slots=48)[0] for cluster in clusters]
         for worker in workers:
             eventually(lambda worker=worker: worker.ask(op="status")["hits"]["OBJECT"] > 0, "nothing is read")  # type: ignore[misc]
-        report = second.gc(quota_bytes=1)
+        report = second.gc(4.0, quota_bytes=1)
         assert report.withdrawn.keys() == {"quota"} and report.deleted > 0 and report.undeleted == 0
         for worker in workers:
             assert worker.ask(op="pause")["settled"]
@@ -192,7 +202,7 @@ def _split(packed: str) -> set[bytes]:
 def _count(place: Place) -> int:
     store = place.open()
     try:
-        return sum(1 for _ in store.listed(f"{K}/", 10.0))
+        return sum(1 for _ in store.listed(f"{K}/", 60.0))
     finally:
         store.close()
 
@@ -200,7 +210,7 @@ def _count(place: Place) -> int:
 def _wrong_objects(place: Place, found: dict[str, list[SequenceHash]]) -> list[str]:
     """Those of a place that do not give back the bytes of their blocks."""
     objects = BlockObjects(
-        place.open(), BLOCK_BYTES, NATIVE.checksums, CODER, ObjectPoolOptions(blocks=K, threads=2, deadline_s=10.0)
+        place.open(), BLOCK_BYTES, NATIVE.checksums, CODER, ObjectPoolOptions(blocks=K, threads=2, deadline_s=60.0)
     )
     objects.admit([NAMESPACE])
     try:

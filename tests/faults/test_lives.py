@@ -31,18 +31,29 @@ from tests.faults.processes.noise import SECTOR_BYTES, Noise
 def live_and_end(folder: Path, seed: int, how: signal.Signals) -> Begun:
     life = Begun(folder, SMALL, seed)
     life.wait(time.monotonic() + WAIT_S, "recovered")
-    life.wait(time.monotonic() + WAIT_S, "created")
+    life.wait_at_least("written", SMALL.slots[2])
     life.end(how)
     return life
 
 
-@pytest.mark.parametrize(("seed", "load"), [(0, SMALL), (1, SMALL), (2, SMALL._replace(nvme=(("encrypt", True),)))])
+SEALED = SMALL._replace(nvme=(("encrypt", True),))
+
+
+@pytest.mark.parametrize(
+    ("seed", "load", "kills"),
+    [
+        (0, SMALL, 4),
+        (2, SEALED, 4),
+        *(pytest.param(*run, 10, marks=pytest.mark.nightly) for run in ((0, SMALL), (1, SMALL), (2, SEALED))),
+    ],
+    ids=lambda value: "" if isinstance(value, Load) else None,
+)
 def test_a_manager_killed_at_any_moment_serves_from_nvme_what_its_journal_says(
-    tmp_path: Path, seed: int, load: Load
+    tmp_path: Path, seed: int, load: Load, kills: int
 ) -> None:
     add_key(tmp_path / "keys.toml", NAMESPACE.tenant, "1")
-    killed = kill_again_and_again(tmp_path, seed, 10, load)
-    assert killed.points == 10
+    killed = kill_again_and_again(tmp_path, seed, kills, load)
+    assert killed.points == kills
     assert killed.served > 0
 
 

@@ -15,6 +15,7 @@ from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, split_hashes
 from kvbm.streams.base import ORIGIN
 from tests.cores import CORES
+from tests.eventually import WAIT_S
 from tests.managers import hashes_of
 from tests.owning_engines import mapped_rows
 
@@ -60,7 +61,11 @@ BAD: dict[str, list[Bad]] = {
     "running_requests": [*_NUMBERS, (1 << 63, VALUE)],
     "prefill_tokens_per_s": [("1", TYPE), (True, TYPE), (-1.0, VALUE), (NAN, VALUE), (INF, VALUE)],
     "queue_tokens_per_s": [("1", TYPE), (True, TYPE), (-1.0, VALUE), (NAN, VALUE), (INF, VALUE)],
-    "namespaces": [(None, TYPE), (SPACE, TYPE), ([SPACE.id], TYPE), (["one"], TYPE)],
+    "namespaces": [
+        (None, TYPE), (SPACE, TYPE), ([SPACE.id], TYPE), (["one"], TYPE),
+        ([kvbm.Namespace(model="one", block_tokens=16, kv_dtype="unknown")], VALUE),
+        ([kvbm.Namespace(model="one", block_tokens=16, layout="unknown")], VALUE),
+    ],
     "tokens": [
         (None, TYPE), (7, TYPE), ("abc", TYPE), ([1, 1.5], TYPE), ([1, None], TYPE), (["1"], TYPE), ([[1], [2, 3]], TYPE),
         (np.array([1.0]), TYPE), ([-1], kvbm.LayoutError), ([1 << 32], kvbm.LayoutError), ([1, 1 << 64], kvbm.LayoutError),
@@ -71,6 +76,11 @@ BAD: dict[str, list[Bad]] = {
     "stream": [(0x7F00, TYPE), ("default", TYPE), (object(), TYPE)],
     "store": [(None, TYPE), (7, TYPE)],
     "arrived": [(None, TYPE), ([True], VALUE), ([], VALUE)],
+    "runs": [
+        (None, TYPE), (7, TYPE), ([7], TYPE), ([CREATED], TYPE), ([(SPACE.id,)], TYPE), ([(SPACE.id, None)], TYPE),
+        ([(SPACE.id, CREATED), (SPACE.id, CREATED[:-1])], VALUE),
+    ],
+    "is_whole": [(None, TYPE), (1, TYPE), ("yes", TYPE)],
     "checksums": [(None, TYPE), ([1], VALUE), (np.zeros(2, np.float32), TYPE)],
 }  # fmt: skip
 
@@ -128,7 +138,7 @@ def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             "settle": {"timeout_s": 0.0},
             "close": {"timeout_s": 1.0},
         }  # fmt: skip
-        assert manager.settle(10)
+        assert manager.settle(WAIT_S)
         yield Held(manager, good)
 
 
@@ -148,13 +158,15 @@ def owning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
                 "engine_stored": chain,
                 "engine_removed": {"hashes": CREATED, "reason": EvictReason.CAPACITY},
                 "holders": {"hashes": CREATED, "namespace": SPACE.id},
-                "begin_acquire": run | {"wait_s": 0.0, "first": 0},
+                "begin_acquire": run | {"wait_s": 0.0, "first": 0, "is_whole": False},
+                "begin_find": {"runs": [(SPACE.id, CREATED)]},
                 "storable": {"namespace": SPACE.id, "start": 0, "count": 1},
                 "begin_store": chain | {"uses": 1},
                 "end_store": {"store": store, "arrived": [True, True], "checksums": np.zeros(2, np.uint32)},
                 "refresh": {"hashes": CREATED, "namespace": SPACE.id},
             },
         )
+        manager.close(0.1)  # a store is under way that nobody ends
 
 
 def state(manager: kvbm.Manager) -> object:
@@ -189,7 +201,7 @@ METHODS = [
     "report_load", "held", "settle", "close",
 ]  # fmt: skip
 OWNING_METHODS = [
-    "engine_stored", "engine_removed", "holders", "begin_acquire", "storable", "begin_store", "end_store", "refresh",
+    "engine_stored", "engine_removed", "holders", "begin_acquire", "begin_find", "storable", "begin_store", "end_store", "refresh",
 ]  # fmt: skip
 
 
@@ -304,6 +316,13 @@ def test_a_catalogs_client_refuses_before_it_asks() -> None:
     client = kvbm.CatalogClient("http://127.0.0.1:9")  # where nobody answers
     calls: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: client.lookup(SPACE.id, CREATED[:-1]), VALUE, "hashes has 63 bytes"),
+        (lambda: client.find(SPACE.id, CREATED[:-1]), VALUE, "hashes has 63 bytes"),
+        (lambda: client.find(SPACE.id, CREATED, first=-1), VALUE, "first is -1"),
+        (lambda: client.find(SPACE.id, CREATED, limit=5), VALUE, "give 1 to 4"),
+        (lambda: client.find(SPACE.id, CREATED, topology="zone"), TYPE, "topology is one text"),
+        (lambda: client.find(SPACE.id, CREATED, topology=["z"] * 17), VALUE, "topology has 17 labels"),
+        (lambda: client.find(SPACE.id, CREATED, asker=3), TYPE, "asker is an int"),  # type: ignore[arg-type]
+        (lambda: client.find_many(SPACE.id, [CREATED], [0, 1]), VALUE, "firsts has 2 numbers for 1 runs"),
         (lambda: client.lookup(SPACE.id.hex(), CREATED), TYPE, "namespace is a str"),  # type: ignore[arg-type]
         (lambda: client.route(SPACE.id, CREATED, 1.5), TYPE, "input_tokens is a float"),  # type: ignore[arg-type]
         (lambda: client.block(SPACE.id, CREATED), VALUE, "block has 64 bytes"),

@@ -117,7 +117,7 @@ def test_without_vllm_a_sentence_says_what_to_do(pytestconfig: pytest.Config) ->
         cwd=pytestconfig.rootpath,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert ended.returncode == 1

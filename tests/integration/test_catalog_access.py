@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,15 +26,18 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog_cli import catalog_main
 from kvbm.cli import replay_main
 from kvbm.config import load_settings
-from kvbm.core.errors import CatalogError, ConfigError
+from kvbm.core.errors import CatalogError, CatalogRefusedError, ConfigError
+from kvbm.locate.base import NOTHING_FOUND
 from kvbm.locate.credentials import CatalogCredentials
-from kvbm.locate.http import CatalogClient, CatalogRefusedError, HttpLocator
+from kvbm.locate.http import CatalogClient
+from kvbm.locate.locator import HttpLocator
 from kvbm.workload.probe import ask as probe
 from tests.callers import ACME, hashes_in
 from tests.certificates import Certificate, certify
-from tests.eventually import eventually
+from tests.eventually import WAIT_S, eventually
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 
+Client = partial(CatalogClient, timeout_s=WAIT_S)
 OPERATOR = NewToken("ops", "operator")
 ACME_ROUTER = NewToken("acme", "router", ["acme"])
 
@@ -72,6 +76,7 @@ def serve(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[Callable[...
             database_url=sqlite_url,
             cluster=cluster,
             listen="127.0.0.1:0",
+            connect_s=WAIT_S,
             access=AccessOptions(**access),
         )
         started.append(CatalogThread(settings).start())
@@ -103,12 +108,13 @@ def test_a_token_is_random_and_the_file_has_its_hash_alone(files: Files) -> None
 
 
 def test_writing_a_file_and_reading_it_gives_the_same_callers(files: Files) -> None:
-    files.token(NewToken("r", "router", ["", 'a"b', "ünï"], expires_s=100.0), now_s=time.time() // 1)
+    now_s = time.time() // 1
+    files.token(NewToken("r", "router", ["", 'a"b', "ünï"], expires_s=100.0), now_s=now_s)
     files.token(NewToken("all", "router"))
     files.token(NewToken("m", "metrics"))
     entries = {one.name: one for one in read_entries(files.access)}
     assert entries["r"].tenants == {"", 'a"b', "ünï"}
-    assert entries["r"].not_after == pytest.approx(time.time() + 100, abs=5)
+    assert entries["r"].not_after == pytest.approx(now_s + 100)
     assert (entries["all"].tenants, entries["m"].tenants, entries["m"].role) == (None, None, "metrics")
 
 
@@ -259,7 +265,9 @@ def test_beyond_the_loopback_it_starts_with_callers_or_when_told_so() -> None:
 
 
 def test_a_catalog_for_all_the_world_refuses_to_start(nats_url: str, cluster: str, sqlite_url: str) -> None:  # noqa: F811
-    settings = ServiceSettings(nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="0.0.0.0:0")
+    settings = ServiceSettings(
+        nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="0.0.0.0:0", connect_s=WAIT_S
+    )
     with pytest.raises(ConfigError, match="would answer everybody"):
         CatalogThread(settings).start()
 
@@ -291,6 +299,8 @@ def test_roles_over_tls(files: Files, serve: Callable[..., str]) -> None:
             for who in ("", *tokens):
                 expected = 200 if who in allowed else 403 if who else 401
                 assert status(who, path) == expected, (who, path)
+        assert status("acme", "/v1/checkpoint") == 403  # it has the blocks of all tenants
+        assert status("ops", "/v1/checkpoint") == 404  # this catalog writes none
         assert status("acme", "/v1/instances/a/snapshot", "POST") == 403
         assert status("ops", "/v1/instances/a/snapshot", "POST") == 404
         assert status("acme", "/nothing") == 403
@@ -298,7 +308,9 @@ def test_roles_over_tls(files: Files, serve: Callable[..., str]) -> None:
         refused = pool.request("GET", url + "/v1/instances")
         assert refused.headers["www-authenticate"] == "Bearer"
         ready = pool.request("GET", url + "/readyz").json()
-        assert ready == {"ready": True, "reason": "", "degraded": "", "stream_sequence": 0, "lag_messages": 0}
+        assert ready == {
+            "ready": True, "reason": "", "degraded": "", "stream_sequence": 0, "lag_messages": 0, "parts": "",
+        }  # fmt: skip
         metrics = pool.request(
             "GET", url + "/metrics", headers={"authorization": f"Bearer {tokens['prometheus']}"}
         ).data.decode()
@@ -312,15 +324,15 @@ def test_a_client_with_token_and_ca_is_answered_and_others_are_told_why(
     operator, router = files.kept("ops", files.token(OPERATOR)), files.kept("acme", files.token(ACME_ROUTER))
     url = serve(file=str(files.access), tls_cert=str(files.server.cert), tls_key=str(files.server.key))
     ca = str(files.ca.cert)
-    good = CatalogClient(url, credentials=CatalogCredentials(operator, ca))
-    good.wait_ready(10)
+    good = Client(url, credentials=CatalogCredentials(operator, ca))
+    good.wait_ready(WAIT_S)
     assert good.instances() == []
-    limited = CatalogClient(url, credentials=CatalogCredentials(router, ca))
+    limited = Client(url, credentials=CatalogCredentials(router, ca))
     assert limited.lookup(ACME, hashes_in(ACME)).deepest == 0
     with pytest.raises(CatalogRefusedError, match="role may not ask this") as forbidden:
         limited.metrics()
     assert forbidden.value.status == 403
-    nobody = CatalogClient(url, credentials=CatalogCredentials("", ca))
+    nobody = Client(url, credentials=CatalogCredentials("", ca))
     with pytest.raises(CatalogRefusedError, match="does not know who asks") as unknown:
         nobody.instances()
     assert unknown.value.status == 401
@@ -328,12 +340,16 @@ def test_a_client_with_token_and_ca_is_answered_and_others_are_told_why(
         with pytest.raises(CatalogRefusedError, match="does not know who asks"):
             nobody.lookup(ACME, hashes_in(ACME) * 1000)
     with pytest.raises(CatalogError, match=r"correct catalog\.tls_ca"):
-        CatalogClient(url, credentials=CatalogCredentials(operator)).instances()  # the system does not know this CA
+        Client(url, credentials=CatalogCredentials(operator)).instances()  # the system does not know this CA
     with pytest.raises(ConfigError, match=r"catalog\.token .* cannot be read"):
-        CatalogClient(url, credentials=CatalogCredentials(str(files.folder / "none"), ca))
+        Client(url, credentials=CatalogCredentials(str(files.folder / "none"), ca))
     asked = load_settings(flags={"catalog.url": url, "catalog.token": operator, "catalog.tls_ca": ca})
     assert probe(f"{url}/v1/instances", asked).is_well
     assert not probe(f"{url}/v1/instances", load_settings(flags={"catalog.tls_ca": ca})).is_well
+    several = load_settings(
+        flags={"catalog.url": f"http://a:1,http://b:1; {url}", "catalog.token": operator, "catalog.tls_ca": ca}
+    )
+    assert probe(f"{url}/v1/instances", several).is_well
 
 
 def test_a_comparison_with_a_routers_token_says_whose_is_needed(
@@ -345,10 +361,12 @@ def test_a_comparison_with_a_routers_token_says_whose_is_needed(
     """A router is told of no counts: each instance would seem to be behind."""
     tokens = {"ops": files.kept("ops", files.token(OPERATOR)), "acme": files.kept("acme", files.token(ACME_ROUTER))}
     url = serve(file=str(files.access))
-    CatalogClient(url, credentials=CatalogCredentials(tokens["ops"])).wait_ready(10)
+    Client(url, credentials=CatalogCredentials(tokens["ops"])).wait_ready(WAIT_S)
 
     def said(name: str) -> str:
-        replay_main(["verify", nats_url, "--catalog", url, "--set", f"catalog.token={tokens[name]}"])
+        replay_main(
+            ["verify", nats_url, "--timeout", f"{WAIT_S:g}", "--catalog", url, "--set", f"catalog.token={tokens[name]}"]
+        )
         found = capsys.readouterr()
         return found.out + found.err
 
@@ -363,7 +381,7 @@ def test_a_refused_manager_has_a_miss_and_one_warning(files: Files, serve: Calla
     locator = HttpLocator(url, clock=lambda: now[0])
     with capture_logs() as logs:
         for _ in range(5):
-            assert locator.claimed_depth("p", ACME.id, hashes_in(ACME), 1.0) == 0
+            assert locator.find("p", ACME.id, hashes_in(ACME), 0, WAIT_S) == NOTHING_FOUND
             now[0] += 60
     assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["catalog.lost"]
     locator.close()
@@ -372,8 +390,8 @@ def test_a_refused_manager_has_a_miss_and_one_warning(files: Files, serve: Calla
 def test_a_token_is_replaced_under_load_without_a_refusal(files: Files, serve: Callable[..., str]) -> None:
     path = files.kept("acme", files.token(ACME_ROUTER))
     url = serve(file=str(files.access))
-    client = CatalogClient(url, credentials=CatalogCredentials(path))
-    client.wait_ready(10)
+    client = Client(url, credentials=CatalogCredentials(path))
+    client.wait_ready(WAIT_S)
     stop, failed, asked = threading.Event(), [], [0]
 
     def ask() -> None:
@@ -387,7 +405,7 @@ def test_a_token_is_replaced_under_load_without_a_refusal(files: Files, serve: C
     thread = threading.Thread(target=ask)
     thread.start()
     for _ in range(5):
-        new = files.token(ACME_ROUTER._replace(replace_s=30.0))
+        new = files.token(ACME_ROUTER._replace(replace_s=3600.0))
         beside = files.folder / "new"
         beside.write_text(new)
         beside.replace(path)
@@ -409,8 +427,8 @@ def test_a_client_reads_its_token_again_after_a_401(
     monkeypatch.setattr(kvbm.locate.credentials, "LOOK_S", 3600.0)
     path = files.kept("acme", files.token(ACME_ROUTER))
     url = serve(file=str(files.access))
-    client = CatalogClient(url, credentials=CatalogCredentials(path))
-    client.wait_ready(10)
+    client = Client(url, credentials=CatalogCredentials(path))
+    client.wait_ready(WAIT_S)
     client.namespaces()
     new = files.token(ACME_ROUTER._replace(replace_s=0.0))
     with pytest.raises(CatalogRefusedError, match="does not know who asks"):
@@ -435,9 +453,9 @@ def test_a_client_certificate_names_a_caller(files: Files, serve: Callable[..., 
 
     def client(one: Certificate | None, token: str = "") -> CatalogClient:
         more = (str(one.cert), str(one.key)) if one else ("", "")
-        return CatalogClient(url, credentials=CatalogCredentials(token, str(files.ca.cert), *more))
+        return Client(url, credentials=CatalogCredentials(token, str(files.ca.cert), *more))
 
-    client(beta).wait_ready(10)
+    client(beta).wait_ready(WAIT_S)
     assert client(beta).namespaces() == []
     with pytest.raises(CatalogRefusedError, match="role may not"):
         client(beta).metrics()
@@ -470,7 +488,7 @@ def test_a_certificate_is_replaced_while_it_serves_and_a_mismatched_one_keeps_th
 
     def served() -> tuple[str, str]:
         """What a new connection is shown, and what readiness says."""
-        client = CatalogClient(url, credentials=CatalogCredentials(operator, str(files.ca.cert)))
+        client = Client(url, credentials=CatalogCredentials(operator, str(files.ca.cert)))
         try:
             degraded = client.ready().degraded
             shown = client._transport.places[0].pool._get_conn()
@@ -517,19 +535,19 @@ def test_who_signs_certificates_is_replaced_on_both_sides_while_it_serves(
     put((old.cert, mine), (old.key, my_key))
     url = serve(file=str(files.access), tls_cert=str(cert), tls_key=str(key), tls_client_ca=str(client_ca))
     credentials = CatalogCredentials("", str(ca), str(mine), str(my_key))
-    client = CatalogClient(url, credentials=credentials)
-    client.wait_ready(10)
+    client = Client(url, credentials=credentials)
+    client.wait_ready(WAIT_S)
     assert client.namespaces() == []
     put((new_server.cert, cert), (new_server.key, key), (second.cert, client_ca))
     assert client.namespaces() == []  # its connection goes on
     with pytest.raises(CatalogError, match="do not trust each other"):
-        CatalogClient(url, credentials=credentials).namespaces()
+        Client(url, credentials=credentials).namespaces()
     put((second.cert, ca))
     with pytest.raises(CatalogError):  # the old certificate of this side is good no more
         client.namespaces()
     put((new.cert, mine), (new.key, my_key))
     assert client.namespaces() == []
-    assert CatalogClient(url, credentials=credentials).namespaces() == []
+    assert Client(url, credentials=credentials).namespaces() == []
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

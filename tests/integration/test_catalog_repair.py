@@ -47,10 +47,14 @@ from kvbm.streams.memory import MemoryStream
 from kvbm.streams.nats.reader import NatsReader
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
-from tests.eventually import eventually_async
-from tests.nats_fixture import cluster, nats_url  # noqa: F401
+from tests.eventually import WAIT_S, eventually_async
+from tests.held_time import HeldTime, Hold, hold_catalogs
+from tests.nats_fixture import cluster, nats_url, patient  # noqa: F401
 from tests.servers import nats_server
 from tests.snapshot_instances import SPACE, Instance, block_hashes
+
+# Nobody falls silent and nothing is late because the machine is busy.
+PATIENT: dict[str, Any] = {"connect_s": WAIT_S, "liveness_s": 10 * WAIT_S, "whole_wait_s": 2 * WAIT_S}
 
 
 @contextlib.asynccontextmanager
@@ -60,7 +64,7 @@ async def catalog_on(
     catalog = await CatalogService.start(settings, NATIVE, new_index, stream)
     try:
         if ready:
-            await eventually_async(lambda: catalog.is_ready)
+            await eventually_async(lambda: catalog.is_ready, timeout_s=3 * WAIT_S)
         yield catalog
     finally:
         await catalog.close()
@@ -79,7 +83,7 @@ async def kill(catalog: CatalogService) -> None:
 def settings(nats_url: str, cluster: str, sqlite_url: str, tmp_path: Path) -> ServiceSettings:  # noqa: F811
     return ServiceSettings(
         nats_url=nats_url, database_url=sqlite_url, cluster=cluster, store_every_s=0.02, ask_again_s=0.5,
-        checkpoints=str(tmp_path / "checkpoints"),
+        checkpoints=str(tmp_path / "checkpoints"), **PATIENT,
     )  # fmt: skip
 
 
@@ -108,7 +112,7 @@ def serve_catalog(server: str, database: str, within: str, folder: Path) -> subp
 
 def run(work: Callable[[NatsStream], Awaitable[None]], server: str) -> None:
     async def connected() -> None:
-        stream = await NatsStream.connect(server)
+        stream = patient(await NatsStream.connect(server, WAIT_S))
         try:
             await work(stream)
         finally:
@@ -231,7 +235,7 @@ def test_a_claim_withdrawn_while_claims_are_taken_from_sql_stays_withdrawn(
             async def withdrawn() -> None:
                 one.ledger.forget(Tier.OBJECT, SPACE.id, block_hashes(0, 1), EvictReason.MISSING)
                 place = await one.publish()
-                assert await catalog.follower.wait_for(one.name, place, 5) >= place
+                assert await catalog.follower.wait_for(one.name, place, WAIT_S) >= place
 
             withdraw.append(withdrawn)
             await claim_in_sql(settings, 100, 105)
@@ -307,7 +311,7 @@ def test_what_memory_holds_wrongly_is_suspected_and_repaired(monkeypatch: pytest
             assert sum(entry["event"] == "index.damaged" for entry in logs) == 1
 
     monkeypatch.setattr(upkeep, "AUDIT_PAUSE_S", 0.01)
-    asked = ServiceSettings(nats_url="", database_url="", cluster="c", ask_again_s=0.5)
+    asked = ServiceSettings(nats_url="", database_url="", cluster="c", ask_again_s=0.5, **PATIENT)
     with contextlib.ExitStack() as opened:
         folder = opened.enter_context(contextlib.closing(_Folder()))
         asked = msgspec.structs.replace(asked, database_url=f"sqlite:///{folder.path}/c.db")
@@ -338,7 +342,7 @@ def test_a_restarted_catalog_goes_on_from_its_checkpoint(settings: ServiceSettin
         first = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
         await one.publish()
         wanted = await two.publish()
-        await first.follower.wait_for(two.name, wanted, 10)
+        await first.follower.wait_for(two.name, wanted, WAIT_S)
         await eventually_async(lambda: one.is_whole_in(first) and two.is_whole_in(first))
         await eventually_async(lambda: first.numbers().stored_sequence == first.numbers().stream_sequence)
         if killed:
@@ -408,7 +412,7 @@ def test_a_checkpoint_written_alone_is_the_only_one_whatever_is_written_beside_i
         for number in range(6):
             one.create(number * 100, number * 100 + 100)
             end = await one.publish()
-            await first.follower.wait_for(one.name, end, 10)
+            await first.follower.wait_for(one.name, end, WAIT_S)
             writing = asyncio.create_task(checkpointer.write())
             if is_under_way:
                 await eventually_async(lambda: any(folder.glob("*.part")) or writing.done())  # noqa: B023 - awaited at once
@@ -485,7 +489,7 @@ def test_a_replaced_stream_is_another_one_to_checkpoints_and_to_sql(
     tmp_path: Path,
 ) -> None:
     settings = ServiceSettings(
-        nats_url="", database_url=sqlite_url, cluster=cluster, store_every_s=0.02, checkpoints=str(tmp_path / "checkpoints")
+        nats_url="", database_url=sqlite_url, cluster=cluster, store_every_s=0.02, checkpoints=str(tmp_path / "checkpoints"), **PATIENT,
     )  # fmt: skip
     for epoch in (1, 2):
         with nats_server() as server:
@@ -516,9 +520,11 @@ def test_a_replaced_stream_is_another_one_to_checkpoints_and_to_sql(
 
 def test_a_stream_replaced_under_a_running_catalog_is_followed_and_stored(cluster: str, sqlite_url: str) -> None:  # noqa: F811
     async def work(url: str, replace: Callable[[], None]) -> None:
-        settings = ServiceSettings(nats_url=url, database_url=sqlite_url, cluster=cluster, store_every_s=0.02)
+        settings = ServiceSettings(
+            nats_url=url, database_url=sqlite_url, cluster=cluster, store_every_s=0.02, **PATIENT
+        )
         async with catalog_on(settings) as catalog:
-            stream = await NatsStream.connect(url)
+            stream = patient(await NatsStream.connect(url, WAIT_S))
             one = Instance(stream, cluster, "one")
             for number in range(5):
                 one.create(number, number + 1)
@@ -526,7 +532,7 @@ def test_a_stream_replaced_under_a_running_catalog_is_followed_and_stored(cluste
             await eventually_async(lambda: one.is_whole_in(catalog))
             await stream.close()
             replace()
-            stream = await NatsStream.connect(url)
+            stream = patient(await NatsStream.connect(url, WAIT_S))
             two = Instance(stream, cluster, "two")
             two.create(0, 10)
             two.offload(0, 10)
@@ -603,7 +609,7 @@ class Lost:
 
     async def publish(self, instance: Instance, url: str, count: int, offloads: bool = False) -> int:
         """Messages of one block each. Gives the stream's end."""
-        instance.stream = stream = await NatsStream.connect(url)
+        instance.stream = stream = patient(await NatsStream.connect(url, WAIT_S))
         first = int(instance.ledger.applied)
         for number in range(first, first + count):
             instance.create(number, number + 1)
@@ -621,14 +627,14 @@ class Lost:
         assert await self.publish(self.three, url, 4) > lost
 
     async def end(self, url: str) -> int:
-        stream = await NatsStream.connect(url)
+        stream = patient(await NatsStream.connect(url, WAIT_S))
         end = await stream.last_sequence()
         await stream.close()
         return end
 
     async def check(self, catalog: CatalogService) -> None:
         """Index and SQL tell of everybody what they have said, and of the same claims."""
-        self.one.stream = stream = await NatsStream.connect(self.server.url)
+        self.one.stream = stream = patient(await NatsStream.connect(self.server.url, WAIT_S))
         everybody = (self.one, self.two, self.three)
         try:
             async with self.one.alive():
@@ -649,7 +655,7 @@ class Lost:
 def settings_of(server: Losing, sqlite_url: str, folder: Path) -> ServiceSettings:
     return ServiceSettings(
         nats_url=server.url, database_url=sqlite_url, cluster="c", store_every_s=0.02, ask_again_s=0.5,
-        checkpoints=str(folder / "checkpoints"),
+        checkpoints=str(folder / "checkpoints"), **PATIENT,
     )  # fmt: skip
 
 
@@ -784,11 +790,11 @@ def test_the_archive_of_a_catalog_that_was_dead_while_the_server_lost_its_end_be
         generations = [path.name for path in sorted((tmp_path / "archive").glob("*.kvbm"))]
         assert [name.startswith("r0002-") for name in generations] == [False, True]
         written = (tmp_path / "archive" / generations[1]).read_bytes()
-        stream = await NatsStream.connect(losing.url)
+        stream = patient(await NatsStream.connect(losing.url, WAIT_S))
         reader = await stream.pull(0, "c")
         messages: list[StreamMessage] = []
         while not messages or messages[-1].sequence < end:
-            more = await reader.fetch(5)
+            more = await reader.fetch(WAIT_S)
             assert more, f"the stream gave nothing after {len(messages)} messages"
             messages += more
         assert written == b"".join(
@@ -849,26 +855,53 @@ def test_a_stream_gets_another_name_for_each_history_and_the_newest_counts(sqlit
 # -- life -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_silent_instance_is_excluded_and_comes_back_and_both_are_logged(settings: ServiceSettings) -> None:
+@pytest.fixture
+def held_time(monkeypatch: pytest.MonkeyPatch) -> HeldTime:
+    """Silence counts in it."""
+    return hold_catalogs(monkeypatch)
+
+
+async def time_passes(hold: Hold, catalog: CatalogService, heard: Instance) -> None:
+    """A little, in which an instance is heard."""
+    sent_ns = time.time_ns()
+    await heard.beat()
+
+    def is_heard() -> bool:
+        last = catalog.heartbeats.liveness.last(heard.name)
+        return last is not None and last.heartbeat.wall_time_ns >= sent_ns
+
+    await eventually_async(is_heard, "a heartbeat does not come")
+    hold.pass_on(0.1)
+    await asyncio.sleep(0.01)  # others have their turn
+
+
+def test_a_silent_instance_is_excluded_and_comes_back_and_both_are_logged(
+    settings: ServiceSettings, held_time: HeldTime
+) -> None:
     async def work(stream: NatsStream) -> None:
         one, two = Instance(stream, str(settings.cluster), "one"), Instance(stream, str(settings.cluster), "two")
         quick = msgspec.structs.replace(settings, liveness_s=0.8)
-        with capture_logs() as logs:
-            await excluded_and_back(quick, one, two)
+        with capture_logs() as logs, held_time.held() as hold:
+            await excluded_and_back(quick, hold, one, two)
         said = [(entry["event"], entry["why"]) for entry in logs if entry.get("instance") == "one" and "why" in entry]
         assert [entry for entry in said if entry[0] in ("instance.excluded", "instance.returned")] == [
             ("instance.excluded", "silent"), ("instance.returned", "heard"), ("instance.excluded", "stopped"),
         ]  # fmt: skip
 
-    async def excluded_and_back(quick: ServiceSettings, one: Instance, two: Instance) -> None:
-        async with catalog_on(quick) as catalog, two.alive():
+    async def excluded_and_back(quick: ServiceSettings, hold: Hold, one: Instance, two: Instance) -> None:
+        async with catalog_on(quick) as catalog:
             one.create(0, 10)
             await one.publish()
             await two.publish()
             async with one.alive():
                 await eventually_async(lambda: one.is_whole_in(catalog))
                 assert catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).deepest == 10
-            await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).excluded == ["one"])
+
+            async def is_excluded() -> bool:
+                await time_passes(hold, catalog, two)
+                return catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).excluded == ["one"]
+
+            await eventually_async(is_excluded)
             assert catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).deepest == 0
             assert {entry.instance: entry.excluded for entry in catalog.queries.instances()} == {
                 "one": "silent",
@@ -928,12 +961,16 @@ def test_an_instance_of_a_newer_kvbm_is_left_out_with_that_reason_until_an_epoch
 
 
 def test_an_instance_that_stopped_is_never_behind_though_its_last_heartbeat_comes_after_its_stop(
-    settings: ServiceSettings,
+    settings: ServiceSettings, held_time: HeldTime
 ) -> None:
     async def work(stream: NatsStream) -> None:
         one, two = Instance(stream, str(settings.cluster), "one"), Instance(stream, str(settings.cluster), "two")
         quick = msgspec.structs.replace(settings, liveness_s=0.8)
-        async with catalog_on(quick) as catalog, two.alive():
+        with held_time.held() as hold:
+            await stopped(quick, hold, one, two)
+
+    async def stopped(quick: ServiceSettings, hold: Hold, one: Instance, two: Instance) -> None:
+        async with catalog_on(quick) as catalog:
             one.create(0, 10)
             await one.publish()
             await two.publish()
@@ -943,7 +980,9 @@ def test_an_instance_that_stopped_is_never_behind_though_its_last_heartbeat_come
             await one.publish()
             await eventually_async(lambda: catalog.heartbeats.liveness.excluded() == {"one": Why.STOPPED})
             await one.beat()
-            await asyncio.sleep(3 * quick.liveness_s)
+            until_s = hold.now_s + 3 * quick.liveness_s
+            while hold.now_s < until_s:
+                await time_passes(hold, catalog, two)
             answer = catalog.queries.lookup(SPACE.id, block_hashes(0, 10))
             assert (answer.deepest, answer.excluded) == (0, ["one"])
             assert [entry.suspect for entry in catalog.queries.instances() if entry.instance == "one"] == [False]
@@ -1032,7 +1071,7 @@ def test_a_replica_goes_on_when_the_one_that_wrote_is_killed(
 ) -> None:
     """The writer is a process of its own, killed in the midst of its work; positions in SQL never go back."""
     settings = ServiceSettings(
-        nats_url=nats_url, database_url=postgres_url, cluster=cluster, store_every_s=0.01, checkpoints=str(tmp_path / "b")
+        nats_url=nats_url, database_url=postgres_url, cluster=cluster, store_every_s=0.01, checkpoints=str(tmp_path / "b"), **PATIENT,
     )  # fmt: skip
 
     async def work(stream: NatsStream) -> None:
@@ -1041,7 +1080,7 @@ def test_a_replica_goes_on_when_the_one_that_wrote_is_killed(
         await one.publish()
         seen: list[int] = []
         claimed = 0
-        for _ in range(3):
+        for _ in range(2):
             child = serve_catalog(nats_url, postgres_url, cluster, tmp_path)
             try:
                 store = await SqlStore.open(postgres_url)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,130 +23,53 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql_rows import InstanceStatus, StoreBatch
 from kvbm.catalog.sql_store import BatchResult, SqlStore
 from kvbm.config import load_settings
-from kvbm.core.answers import MAX_HASHES, PositionWanted
-from kvbm.core.errors import CatalogError, ConfigError, HashSchemeError, StreamError
-from kvbm.core.events import EvictReason, MigrateCause, PoolStated
-from kvbm.core.hashing import sequence_hashes
+from kvbm.core.answers import MAX_HASHES, FindAnswer, LookupAnswer, PositionWanted
+from kvbm.core.errors import ArgumentError, CatalogError, CatalogRefusedError, ConfigError, HashSchemeError, StreamError
+from kvbm.core.events import EvictReason
 from kvbm.core.ids import (
-    NO_PARENT,
-    Epoch,
-    InstanceId,
     Namespace,
     NamespaceId,
     Offset,
-    Reach,
-    SequenceHash,
     Tier,
     pack_slots,
 )
-from kvbm.core.ledger import Ledger
-from kvbm.locate.http import CatalogClient, CatalogRefusedError, HttpLocator
-from kvbm.streams.base import Heartbeat
+from kvbm.locate.base import Found
+from kvbm.locate.http import CatalogClient
+from kvbm.locate.locator import HttpLocator
 from kvbm.streams.nats.stream import NatsStream
-from tests.eventually import eventually
+from tests.catalog_site import HASHES, OTHER, SPACE, TOKENS, Instance, Running, run_catalog
+from tests.eventually import WAIT_S, eventually
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.servers import free_port, nats_server
 
-SPACE = Namespace(model="m", block_tokens=4)
-OTHER = Namespace(model="m", block_tokens=4, tenant="acme")
-POOLS = (
-    PoolStated(Tier.HBM, 64, 1024),
-    PoolStated(Tier.HOST, 64, 1024),
-    PoolStated(Tier.OBJECT, 0, 1024, Reach.CLUSTER, "s3://kvbm/blocks"),
-)
-TOKENS = list(range(40))
-HASHES = sequence_hashes(TOKENS, 4, SPACE.root())
-
-
-class Instance:
-    """A ledger that publishes."""
-
-    def __init__(self, server: str, within: str, name: str, epoch: int = 1) -> None:
-        self.server, self.cluster, self.name, self.epoch = server, within, InstanceId(name), Epoch(epoch)
-        self.ledger = Ledger(POOLS)
-        self.ledger.start(self.epoch, [SPACE], ["rack-1", name], "test", "0")
-
-    def create(self, first: int, end: int) -> None:
-        allocation = self.ledger.allocate(Tier.HBM, end - first)
-        assert allocation is not None
-        parent = SequenceHash(HASHES[16 * (first - 1) : 16 * first]) if first else NO_PARENT
-        self.ledger.create(SPACE.id, Tier.HBM, parent, first, HASHES[16 * first : 16 * end], allocation.slots)
-
-    def copy(self, target: Tier, first: int, end: int) -> None:
-        copy = self.ledger.begin_copy(SPACE.id, Tier.HBM, target, HASHES[16 * first : 16 * end])
-        assert copy is not None
-        self.ledger.end_copy(copy, [True] * (end - first), MigrateCause.OFFLOAD)
-
-    def publish(self, lose: bool = False) -> PositionWanted:
-        """Send what was not sent yet; gives the position it reaches."""
-        frames = [frame.data for frame in self.ledger.take_frames(self.name, time.time_ns())]
-        if not lose:
-            self.run(lambda stream: self._send(stream, frames))
-        return PositionWanted(instance=self.name, epoch=self.epoch, offset=self.ledger.applied)
-
-    async def _send(self, stream: NatsStream, frames: list[bytes]) -> None:
-        for data in frames:
-            await stream.publish(self.cluster, self.name, data)
-
-    def beat(self, queued_tokens: int = 0, age_s: float = 0.0, **more: Any) -> None:
-        heartbeat = Heartbeat(
-            instance=self.name,
-            cluster=self.cluster,
-            epoch=self.epoch,
-            published=self.ledger.applied,
-            wall_time_ns=time.time_ns() - int(age_s * 1e9),
-            queued_tokens=queued_tokens,
-            running_requests=3,
-            free_slots={Tier.HBM: 7},
-            **more,
-        )
-        self.run(lambda stream: stream.send_pulse(heartbeat))
-
-    def run(self, work: Callable[[NatsStream], Any]) -> None:
-        async def connected() -> None:
-            stream = await NatsStream.connect(self.server)
-            try:
-                await work(stream)
-            finally:
-                await stream.close()
-
-        asyncio.run(connected())
-
-
-class Running(NamedTuple):
-    """A ready catalog, how to ask it, and how to make another like it."""
-
-    settings: ServiceSettings
-    client: CatalogClient
-
-    def instance(self, name: str, epoch: int = 1) -> Instance:
-        return Instance(self.settings.nats_url, str(self.settings.cluster), name, epoch)
+FOR_EVER_S = 3600.0  # whoever was heard once is live for the whole test
+SERVED_S = 5.0  # how long a catalog waits for a position at most
 
 
 @pytest.fixture
 def running(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[Running]:  # noqa: F811
-    yield from run_catalog(nats_url, cluster, sqlite_url)
+    yield from run_catalog(nats_url, cluster, sqlite_url, liveness_s=FOR_EVER_S)
 
 
 @pytest.fixture
 def running_on_both(nats_url: str, cluster: str, database_url: str) -> Iterator[Running]:  # noqa: F811
-    yield from run_catalog(nats_url, cluster, database_url)
+    yield from run_catalog(nats_url, cluster, database_url, liveness_s=FOR_EVER_S)
 
 
-def run_catalog(server: str, name: str, database: str) -> Iterator[Running]:
-    settings = ServiceSettings(
-        nats_url=server,
-        database_url=database,
-        cluster=name,
-        listen="127.0.0.1:0",
-        store_every_s=0.02,
-        tenant_secrets={"acme": "secret"},
-    )
-    with CatalogThread(settings) as thread:
-        client = CatalogClient(thread.url)
-        client.wait_ready(10)
-        yield Running(settings, client)
-        client.close()
+def lookup_at(running: Running, at_least: list[PositionWanted]) -> LookupAnswer:
+    """The answer that has seen these positions, asked for again where the catalog takes longer than it waits."""
+    answers: list[LookupAnswer] = []
+
+    def is_answered() -> bool:
+        try:
+            answers.append(running.client.lookup(SPACE, HASHES, at_least=at_least, wait_s=SERVED_S))
+        except CatalogRefusedError as error:
+            if error.code != "position_not_reached":
+                raise
+        return bool(answers)
+
+    eventually(is_answered, "the catalog does not reach a position")
+    return answers[0]
 
 
 def prepared(running: Running) -> list[PositionWanted]:
@@ -165,7 +87,7 @@ def prepared(running: Running) -> list[PositionWanted]:
 def test_lookup_route_block_and_instances_tell_what_was_published(running_on_both: Running) -> None:
     client = running_on_both.client
     positions = prepared(running_on_both)
-    found = client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+    found = lookup_at(running_on_both, positions)
     assert [(i.instance, i.depth, i.tiers, i.reach, i.suspect) for i in found.instances] == [
         ("a", 5, {"HBM": 5}, 8, False),
         ("b", 2, {"HBM": 2}, 8, False),
@@ -196,14 +118,14 @@ def test_lookup_route_block_and_instances_tell_what_was_published(running_on_bot
 
 
 def test_a_restarted_catalog_gives_the_same_answers(nats_url: str, cluster: str, database_url: str) -> None:  # noqa: F811
-    catalogs = run_catalog(nats_url, cluster, database_url)
+    catalogs = run_catalog(nats_url, cluster, database_url, liveness_s=FOR_EVER_S)
     first = next(catalogs)
     positions = prepared(first)
-    before = first.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+    before = lookup_at(first, positions)
     instances = first.client.instances()
     next(catalogs, None)
     for _ in range(2):
-        catalogs = run_catalog(nats_url, cluster, database_url)
+        catalogs = run_catalog(nats_url, cluster, database_url, liveness_s=FOR_EVER_S)
         again = next(catalogs)
         assert again.client.lookup(SPACE, HASHES) == before
         assert again.client.instances() == instances
@@ -234,7 +156,7 @@ def test_a_catalog_reads_its_own_writes(running: Running) -> None:
     assert (caught.value.status, caught.value.code) == (504, "position_not_reached")
     later = threading.Timer(0.3, a.publish)
     later.start()
-    found = running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5)
+    found = lookup_at(running, [wanted])
     later.join()
     assert found.instances[0].depth == 3
     old = PositionWanted(instance="a", epoch=0, offset=999)
@@ -261,7 +183,7 @@ def test_a_gap_is_suspected_until_a_snapshot(running: Running) -> None:
     a.ledger.begin_snapshot()
     while a.ledger.step_snapshot():
         pass
-    found = running.client.lookup(SPACE, HASHES, at_least=[a.publish()], wait_s=5).instances[0]
+    found = lookup_at(running, [a.publish()]).instances[0]
     assert (found.depth, found.suspect) == (6, False)
     metrics = parsed(running.client.metrics())
     assert metrics["kvbm_catalog_gaps_total"] == 1
@@ -272,10 +194,14 @@ def test_heartbeats_decide_who_is_routed_to(running: Running) -> None:
     a.create(0, 10)
     a.publish()
     wanted = b.publish()
-    a.beat(queued_tokens=10**9)
-    b.beat()
-    eventually(lambda: {i.state for i in running.client.instances()} == {"live"})
-    running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5)
+
+    def are_heard() -> bool:  # one sign of life may come before the catalog listens
+        a.beat(queued_tokens=10**9)
+        b.beat()
+        return [i.state for i in running.client.instances()] == ["live", "live"]
+
+    eventually(are_heard)
+    lookup_at(running, [wanted])
     late = running.client.route(SPACE, HASHES, 40, deadline_s=1e-3, latency="interactive", phase="prefill")
     assert (late.instance, late.admitted) == ("b", False)
     routed = running.client.route(SPACE, HASHES, 40)
@@ -298,18 +224,29 @@ def test_heartbeats_decide_who_is_routed_to(running: Running) -> None:
 def test_a_heartbeat_the_stream_has_kept_is_no_sign_of_life(nats_url: str, cluster: str, sqlite_url: str) -> None:  # noqa: F811
     a = Instance(nats_url, cluster, "a")
     a.beat(queued_tokens=5)
-    for running in run_catalog(nats_url, cluster, sqlite_url):
+    for running in run_catalog(nats_url, cluster, sqlite_url, liveness_s=FOR_EVER_S):
         eventually(lambda: running.client.instance("a") is not None)  # noqa: B023
         summary = running.client.instance("a")
         assert summary is not None
         assert (summary.state, summary.queued_tokens) == ("unheard", 5)
-        a.beat(age_s=3600)  # a clock that is an hour late, but alive
-        eventually(lambda: running.client.instances()[0].state == "live")  # noqa: B023
+
+        def is_live() -> bool:
+            a.beat(age_s=3600)  # a clock that is an hour late, but alive
+            return running.client.instances()[0].state == "live"  # noqa: B023 - called now
+
+        eventually(is_live)
+
+
+@pytest.fixture
+def listening(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[Running]:  # noqa: F811
+    """A catalog that soon takes those for silent whom it does not hear."""
+    yield from run_catalog(nats_url, cluster, sqlite_url, liveness_s=1.0)
 
 
 def test_an_instance_whose_heartbeats_nobody_can_read_says_so_itself(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    listening: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    running = listening
     flags = {
         "instance.data_dir": str(tmp_path), "instance.cluster": running.settings.cluster, "instance.id": "a",
         "nats.url": running.settings.nats_url, "nats.heartbeat_s": 0.1, "pools.hbm.slots": 4, "pools.hbm.device": "memory",
@@ -344,24 +281,28 @@ def test_a_stopped_instance_is_left_out_of_answers_until_it_is_heard_in_its_next
     a.create(0, 10)
     wanted = a.publish()
     a.beat()
-    assert running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5).deepest == 10
+    assert lookup_at(running, [wanted]).deepest == 10
     a.ledger.stop()
     wanted = a.publish()
-    answer = running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5)
+    answer = lookup_at(running, [wanted])
     assert (answer.deepest, answer.instances, answer.excluded) == (0, [], ["a"])
     again = running.instance("a", epoch=2)
     again.create(0, 5)
     wanted = again.publish()
     a.beat()
-    assert running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5).excluded == ["a"]
-    again.beat()
-    eventually(lambda: running.client.lookup(SPACE, HASHES).deepest == 5)
+    assert lookup_at(running, [wanted]).excluded == ["a"]
+
+    def is_heard() -> bool:
+        again.beat()
+        return running.client.lookup(SPACE, HASHES).deepest == 5
+
+    eventually(is_heard)
 
 
 def test_an_instance_of_another_model_is_not_routed_to(running: Running) -> None:
     a = running.instance("a")
     wanted = a.publish()
-    running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5)
+    lookup_at(running, [wanted])
     assert running.client.route(OTHER, HASHES, 40).instance == "a"  # another tenant of the same model
     with pytest.raises(CatalogRefusedError, match="no live instance serves this namespace") as caught:
         running.client.route(Namespace(model="another", block_tokens=4), HASHES, 40)
@@ -370,7 +311,7 @@ def test_an_instance_of_another_model_is_not_routed_to(running: Running) -> None
 
 def test_tokens_are_hashed_where_the_secret_is_known(running: Running) -> None:
     positions = prepared(running)
-    running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+    lookup_at(running, positions)
     assert running.client.lookup_tokens(SPACE, b"", TOKENS).deepest == 8
     assert running.client.lookup_tokens(SPACE, b"wrong", TOKENS).deepest == 0
     by_fields = {"namespace": msgspec.to_builtins(SPACE), "tokens": TOKENS}
@@ -397,7 +338,9 @@ def test_tokens_of_another_hash_scheme_are_refused_instead_of_found_nowhere(runn
 
 def post(running: Running, path: str, body: Any, **headers: str) -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = urllib3.request("POST", running.client.url + path, body=data, headers=headers, timeout=10, retries=False)
+    answer = urllib3.request(
+        "POST", running.client.url + path, body=data, headers=headers, timeout=WAIT_S, retries=False
+    )
     return answer.status, json.loads(answer.data)
 
 
@@ -446,11 +389,13 @@ def test_bad_requests_are_refused_in_words(asked: Running, path: str, body: Any,
 @pytest.fixture(scope="module")
 def asked(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:  # noqa: F811
     """One empty catalog for all requests that go wrong."""
-    yield from run_catalog(nats_url, "nobody", f"sqlite:///{tmp_path_factory.mktemp('catalog') / 'catalog.db'}")
+    yield from run_catalog(
+        nats_url, "nobody", f"sqlite:///{tmp_path_factory.mktemp('catalog') / 'catalog.db'}", liveness_s=FOR_EVER_S
+    )
 
 
 def test_other_paths_answer_in_words_too(asked: Running) -> None:
-    pool = urllib3.connectionpool.connection_from_url(asked.client.url, retries=False, timeout=5)
+    pool = urllib3.connectionpool.connection_from_url(asked.client.url, retries=False, timeout=WAIT_S)
     assert json.loads(pool.request("GET", "/v1/lookup").data)["error"]["code"] == "method_not_allowed"
     assert json.loads(pool.request("GET", "/v1/blocks/zz/00").data)["error"]["code"] == "bad_hash"
     assert pool.request("GET", "/healthz").data == b"ok\n"
@@ -460,11 +405,19 @@ def test_other_paths_answer_in_words_too(asked: Running) -> None:
 
 
 def test_the_openapi_description_is_valid_and_names_every_path(asked: Running) -> None:
-    described = json.loads(urllib3.request("GET", asked.client.url + "/openapi.json", timeout=5).data)
+    described = json.loads(urllib3.request("GET", asked.client.url + "/openapi.json", timeout=WAIT_S).data)
     validate_openapi(described)
     assert set(described["paths"]) == {
-        *("/", "/healthz", "/readyz", "/metrics", "/openapi.json"),
-        *("/v1/lookup", "/v1/route", "/v1/blocks/{namespace}/{hash}", "/v1/instances", "/v1/namespaces"),
+        *("/", "/healthz", "/readyz", "/metrics", "/openapi.json", "/v1/watch", "/v1/checkpoint"),
+        *(
+            "/v1/lookup",
+            "/v1/route",
+            "/v1/presence",
+            "/v1/find",
+            "/v1/blocks/{namespace}/{hash}",
+            "/v1/instances",
+            "/v1/namespaces",
+        ),
         "/v1/instances/{instance}/snapshot",
         "/v1/instances/{instance}",
     }
@@ -480,7 +433,7 @@ def parsed(text: str) -> dict[str, float]:
 
 def test_metrics_parse_and_count(running: Running) -> None:
     positions = prepared(running)
-    running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+    lookup_at(running, positions)
     running.client.route(SPACE, HASHES, 40)
     eventually(lambda: parsed(running.client.metrics())["kvbm_catalog_lag_messages"] == 0)
     found = parsed(running.client.metrics())
@@ -508,12 +461,15 @@ def test_metrics_tell_how_much_smaller_a_namespace_became(running: Running) -> N
 
 def test_a_locator_asks_for_claims_and_backs_off_while_the_catalog_is_away(running: Running) -> None:
     positions = prepared(running)
-    running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+    lookup_at(running, positions)
     locator = HttpLocator(running.client.url)
-    assert locator.claimed_depth("s3://kvbm/blocks", SPACE.id, HASHES, 1.0) == 8
-    assert locator.claimed_depth("s3://kvbm/blocks", SPACE.id, HASHES[16:], 1.0) == 7
-    assert locator.claimed_depth("another", SPACE.id, HASHES, 1.0) == 0
-    assert locator.claimed_depth("s3://kvbm/blocks", NamespaceId(bytes(16)), HASHES, 1.0) == 0
+    assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 99, WAIT_S).claimed == 8
+    assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES[16:], 99, WAIT_S).claimed == 7
+    assert locator.find("another", SPACE.id, HASHES, 99, WAIT_S).claimed == 0
+    assert locator.find("s3://kvbm/blocks", NamespaceId(bytes(16)), HASHES, 99, WAIT_S).claimed == 0
+    mixed = bytes(16) + HASHES[16:32] + bytes(16) + HASHES[:16] * 6  # each by itself, whatever lies before
+    assert locator.claimed("s3://kvbm/blocks", SPACE.id, mixed, WAIT_S) == bytes([0b11111010, 0b1])
+    assert locator.claimed("another", SPACE.id, HASHES, WAIT_S) == b""
     locator.close()
 
 
@@ -528,16 +484,25 @@ def test_a_locator_answers_zero_without_waiting_while_nobody_is_there() -> None:
 
 
 def _ask_nobody(locator: HttpLocator, port: int, now_s: list[float]) -> None:
-    assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.5) == 0
+    assert locator.find("pool", SPACE.id, HASHES, 99, 0.5).claimed == 0
     with _silent_listener(port) as listener:  # would make every request wait
         listener.setblocking(False)
         for _ in range(100):
-            assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.5) == 0
+            assert locator.find("pool", SPACE.id, HASHES, 99, 0.5).claimed == 0
+            assert locator.claimed("pool", SPACE.id, HASHES, 0.5) == b""
         with pytest.raises(BlockingIOError):
             listener.accept()  # nobody has come
-        now_s[0] += 10.0
-        assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.1) == 0
-        listener.accept()[0].close()
+
+        def is_asked() -> bool:
+            now_s[0] += 10.0
+            assert locator.find("pool", SPACE.id, HASHES, 99, 0.1).claimed == 0
+            try:
+                listener.accept()[0].close()
+            except BlockingIOError:
+                return False  # it had no time to connect
+            return True
+
+        eventually(is_asked, "nobody comes")
 
 
 def _silent_listener(port: int) -> Any:
@@ -547,11 +512,15 @@ def _silent_listener(port: int) -> Any:
 
 
 def test_errors_at_the_start_are_one_sentence(nats_url: str, sqlite_url: str) -> None:  # noqa: F811
-    good = ServiceSettings(nats_url=nats_url, database_url=sqlite_url, listen="127.0.0.1:0", connect_s=1.0)
+    good = ServiceSettings(nats_url=nats_url, database_url=sqlite_url, listen="127.0.0.1:0", connect_s=WAIT_S)
     for changed, kind, words in (
-        ({"nats_url": f"nats://127.0.0.1:{free_port()}"}, StreamError, "no connection to NATS"),
+        ({"nats_url": f"nats://127.0.0.1:{free_port()}", "connect_s": 1.0}, StreamError, "no connection to NATS"),
         ({"database_url": "mysql://x/y"}, CatalogError, "cannot hold the catalog"),
-        ({"database_url": f"postgresql://u:p@127.0.0.1:{free_port()}/d"}, CatalogError, "cannot be opened"),
+        (
+            {"database_url": f"postgresql://u:p@127.0.0.1:{free_port()}/d", "connect_s": 1.0},
+            CatalogError,
+            "cannot be opened",
+        ),
         ({"listen": "7700"}, ConfigError, "write host:port"),
         ({"listen": nats_url.removeprefix("nats://")}, CatalogError, "choose another port"),
     ):
@@ -561,20 +530,20 @@ def test_errors_at_the_start_are_one_sentence(nats_url: str, sqlite_url: str) ->
 
 def test_the_index_answers_while_nats_is_away_and_goes_on_when_it_is_back(cluster: str, sqlite_url: str) -> None:  # noqa: F811
     with nats_server() as server:
-        catalogs = run_catalog(server.url, cluster, sqlite_url)
+        catalogs = run_catalog(server.url, cluster, sqlite_url, liveness_s=FOR_EVER_S)
         running = next(catalogs)
         positions = prepared(running)
-        before = running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+        before = lookup_at(running, positions)
         server.stop()
         eventually(lambda: "NATS" in running.client.ready().degraded)
         assert running.client.ready().ready
         assert running.client.lookup(SPACE, HASHES) == before
-        again = type(server).start(server.folder, port=int(server.url.rpartition(":")[2]))
+        again = type(server).start(server.folder, port=int(server.url.rpartition(":")[2]), timeout_s=WAIT_S)
         try:
             eventually(lambda: not running.client.ready().degraded)
             c = running.instance("c")
             c.create(0, 9)
-            assert running.client.lookup(SPACE, HASHES, at_least=[c.publish()], wait_s=5).deepest == 9
+            assert lookup_at(running, [c.publish()]).deepest == 9
         finally:
             next(catalogs, None)
             again.stop()
@@ -589,7 +558,7 @@ def test_the_index_goes_on_while_the_database_is_away_and_nothing_is_lost(
     with monkeypatch.context() as away:
         away.setattr(SqlStore, "apply", refuse)
         positions = prepared(running)
-        assert running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5).deepest == 8
+        assert lookup_at(running, positions).deepest == 8
         eventually(lambda: running.client.ready().degraded == "the database does not answer")
         assert running.client.ready().ready
         assert parsed(running.client.metrics())["kvbm_catalog_degraded"] == 1
@@ -599,26 +568,26 @@ def test_the_index_goes_on_while_the_database_is_away_and_nothing_is_lost(
 
 def test_a_replaced_stream_is_followed_from_its_beginning(cluster: str, sqlite_url: str) -> None:  # noqa: F811
     with nats_server() as first:
-        catalogs = run_catalog(first.url, cluster, sqlite_url)
+        catalogs = run_catalog(first.url, cluster, sqlite_url, liveness_s=FOR_EVER_S)
         running = next(catalogs)
         for _ in range(3):
-            running.client.lookup(SPACE, HASHES, at_least=prepared(running), wait_s=5)
+            lookup_at(running, prepared(running))
         next(catalogs, None)
     with nats_server() as second:
-        catalogs = run_catalog(second.url, cluster, sqlite_url)
+        catalogs = run_catalog(second.url, cluster, sqlite_url, liveness_s=FOR_EVER_S)
         running = next(catalogs)
         assert running.client.lookup(SPACE, HASHES).pools[0].depth == 8  # claims outlive the stream
         a = running.instance("a", epoch=2)
         a.create(0, 10)
         a.copy(Tier.OBJECT, 8, 10)
-        assert running.client.lookup(SPACE, HASHES, at_least=[a.publish()], wait_s=5).pools[0].depth == 10
+        assert lookup_at(running, [a.publish()]).pools[0].depth == 10
         next(catalogs, None)
     assert asyncio.run(stored(sqlite_url))[1] == 10
 
 
 def test_a_snapshot_can_be_asked_for_by_hand(running: Running) -> None:
     a = running.instance("a")
-    running.client.lookup(SPACE, HASHES, at_least=[a.publish()], wait_s=5)
+    lookup_at(running, [a.publish()])
     assert running.client.ask_snapshot("a") is False  # it is there, and nobody serves snapshots
     for unknown in ("nobody", "no/body"):
         with pytest.raises(CatalogRefusedError) as caught:
@@ -634,7 +603,7 @@ def test_a_snapshot_can_be_asked_for_by_hand(running: Running) -> None:
     serving = threading.Thread(target=a.run, args=(serve,))
     serving.start()
     eventually(lambda: running.client.ask_snapshot("a"))
-    serving.join(10)
+    serving.join(WAIT_S)
     assert asked
 
 
@@ -646,12 +615,66 @@ def test_positions_of_many_waiters_are_all_told(running: Running) -> None:
     depths: list[int] = []
 
     def ask() -> None:
-        depths.append(running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5).deepest)
+        depths.append(lookup_at(running, [wanted]).deepest)
 
     threads = [threading.Thread(target=ask) for _ in range(20)]
     for thread in threads:
         thread.start()
     a.publish()
     for thread in threads:
-        thread.join(10)
+        thread.join(2 * WAIT_S)
     assert depths == [4] * 20
+
+
+LENDS = {"host": "machine", "unix": "/run/kvbm.sock", "tcp": "10.0.0.1:9000"}
+
+
+def test_who_lends_blocks_is_found_in_every_form(running: Running) -> None:
+    positions = prepared(running)
+    lookup_at(running, positions)
+    lender = running.instance("a")
+    lender.beat(lends={**LENDS, "later": "unknown here"})
+    eventually(lambda: bool(running.client.find(SPACE, HASHES).peers), "nobody lends")
+    found = running.client.find(SPACE, HASHES, 1, "me", ["rack-2", "me"])
+    (peer,) = found.peers
+    assert (peer.instance, peer.lends, found.blocks) == ("a", LENDS, 10)
+    assert (peer.depth, peer.tiers, peer.distance) == (1, {"HOST": 1}, 2)
+    assert [(one.pool, one.depth) for one in found.pools] == [("s3://kvbm/blocks", 8)]
+    (again,) = running.client.find_many(SPACE, [HASHES], [1], "me", ["rack-2", "me"])
+    assert again.peers == found.peers and again.pools == found.pools
+    assert running.client.find(SPACE, HASHES, 1, "a").peers == []
+    assert running.client.find(SPACE, HASHES, instances=["b"]).peers == []
+    locator = HttpLocator(running.client.url, asker="me", topology=["rack-2", "me"])
+    assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, WAIT_S) == Found(8, tuple(again.peers))
+    locator.close()
+    with capture_logs() as logs:  # settings have always taken such a place
+        locator = HttpLocator(running.client.url, asker="me", topology=["z"] * 17)
+    assert [(one["event"], "17 labels" in one["why"]) for one in logs] == [("catalog.place_unsaid", True)]
+    assert len(locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, WAIT_S).peers) == 1
+    locator.close()
+    lender.beat()
+    eventually(lambda: not running.client.find(SPACE, HASHES).peers, "it lends for ever")
+    for wrong in ({"limit": 5}, {"limit": 0}, {"first": -1}, {"topology": ["z"] * 17}, {"asker": "x" * 129}):
+        with pytest.raises(ArgumentError):
+            running.client.find(SPACE, HASHES, **wrong)  # type: ignore[arg-type]
+    assert post(running, "/v1/find", {"namespace": SPACE.id.hex(), "hashes": HASHES.hex(), "limit": 5})[0] == 422
+
+
+class Older(CatalogClient):
+    """A catalog that does not know the question."""
+
+    def find_many(self, *asked: Any, **more: Any) -> list[FindAnswer]:
+        self.refused = getattr(self, "refused", 0) + 1
+        raise CatalogRefusedError("no such path", 404, "not_found")
+
+
+def test_a_catalog_of_an_older_kvbm_is_asked_as_before(running: Running) -> None:
+    positions = prepared(running)
+    lookup_at(running, positions)
+    locator = HttpLocator(running.client.url)
+    locator._client.close()
+    locator._client = older = Older(running.client.url)
+    for _ in range(3):
+        assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, WAIT_S) == Found(8)
+    assert older.refused == 1
+    locator.close()

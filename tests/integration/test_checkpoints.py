@@ -51,7 +51,7 @@ def load(
     async def holds(mark: Mark) -> bool:
         return mark.sequence <= end and mark.fingerprint == fingerprint
 
-    return asyncio.run(load_newest(folder, _native.ClusterIndex, 1000, stream, stored, holds))
+    return asyncio.run(load_newest(folder, _native.ClusterIndex, 1000, stream.__eq__, stored, holds))
 
 
 def test_the_newest_checkpoint_is_loaded(tmp_path: Path) -> None:
@@ -175,13 +175,13 @@ class Held:
     def write_checkpoint(self, path: str, note: bytes) -> tuple[int, int, int]:
         done = self.index.write_checkpoint(path, note)
         self.begun.set()
-        assert self.may_end.wait(30.0)
+        assert self.may_end.wait(60.0)
         return done
 
 
 def checkpointer(folder: Path, index: object, sequence: int) -> Checkpointer:
     state = SequencerState(sequence=sequence, newest_wall_ns=1, namespaces=(), followed=())
-    sequencer = SimpleNamespace(sequence=sequence, mark=Mark(sequence, 7), state=lambda: state)
+    sequencer = SimpleNamespace(sequence=sequence, mark=Mark(sequence, 7), state=lambda _: state)
     of_index, of_sequencer = cast(Checkpointing, index), cast(Any, sequencer)
     return Checkpointer(folder, of_index, of_sequencer, asyncio.Lock(), lambda: "KVBM", Degraded(), every_s=1.0)
 
@@ -196,12 +196,12 @@ def test_a_checkpoint_that_was_under_way_does_not_outlive_the_one_that_is_writte
     async def both() -> None:
         writer = checkpointer(tmp_path, held, 10)
         usual = asyncio.create_task(writer.write())
-        assert await asyncio.to_thread(held.begun.wait, 30.0)
+        assert await asyncio.to_thread(held.begun.wait, 60.0)
         under_way = names(tmp_path)
         alone = asyncio.create_task(writer.write_alone())
         await asyncio.sleep(0)
         held.may_end.set()
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60.0):
             await usual
             assert await alone
         assert writer.written == 2 and len(names(tmp_path)) == 1

@@ -84,7 +84,7 @@ def test_the_file_comes_up_and_an_engine_uses_all_of_it(cluster: Cluster, monkey
 def _use(cluster: Cluster, name: str, restored: int) -> None:
     """Serve a prompt of 8 blocks as an engine with the settings compose.yaml tells; `restored` of them are there already."""
     flags: dict[str, object] = {
-        "instance.id": name, "journal.in_memory": True, "onboard.wait_s": 20.0, "onboard.locate_s": 5.0,
+        "instance.id": name, "journal.in_memory": True, "onboard.wait_s": 60.0, "onboard.locate_s": 60.0, "pools.object.timeout_s": 60.0,
         "pools.hbm.slots": 16, "pools.hbm.device": "memory", "pools.host.slots": 16,
         "nats.url": cluster.here("nats://localhost:4222"), "catalog.url": cluster.here("http://localhost:7700"),
         "pools.object.url": "s3://kvbm/blocks", "pools.object.endpoint": cluster.here("http://localhost:9000"),
@@ -99,7 +99,7 @@ def _use(cluster: Cluster, name: str, restored: int) -> None:
         client.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_images_pip_commands_work_on_the_files_it_is_given(tmp_path: Path) -> None:
     """Each RUN's pip, in a fresh environment for each stage; /src has what .dockerignore lets through, and the last CMD runs."""
@@ -127,7 +127,8 @@ def test_the_images_pip_commands_work_on_the_files_it_is_given(tmp_path: Path) -
 
 def _run(command: str, programs: Path, folder: Path) -> None:
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment = kept | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    quick = "-DCMAKE_CXX_FLAGS_RELEASE=-O0"  # the core is only imported
+    environment = kept | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "CMAKE_ARGS": quick}
     ran = subprocess.run(
         ["sh", "-c", command], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
         check=False,

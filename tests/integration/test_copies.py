@@ -21,7 +21,7 @@ from tests.object_pools import memory_objects
 from tests.pool_runs import SHAPE, Run, part, random_run
 
 BLOCK_BYTES = 4096
-WAIT_S = 10.0
+WAIT_S = 60.0
 AFTER = Offset(7)  # the withdrawal of what the slots hold is durable from here on
 SLOTS = [0, 1, 2]
 

@@ -1,4 +1,7 @@
-"""`kvbm demo` as it is run by a newcomer, once, and every number its report promises."""
+"""`kvbm demo` as it is run by a newcomer, once, and every number its report promises.
+
+`make check` runs the demo itself, which fails where one of its own checks does (`Report.failures` in `kvbm/workload/demo.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ import pytest
 import kvbm
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_proves_what_it_says(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     source = os.pathsep.join([str(Path(kvbm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [sys.executable, "-m", "kvbm", "demo", "--json", str(path)], env=os.environ | {"PYTHONPATH": source},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=220, cwd=tmp_path, check=False,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=540, cwd=tmp_path, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "every check passed" in ended.stdout
@@ -29,6 +32,8 @@ def test_the_demo_proves_what_it_says(tmp_path: Path) -> None:
     assert report["tokens_compared"] >= report["requests"]
     assert set(report["hits_by_tier"]) == {"HBM", "HOST", "NVME", "OBJECT"}
     assert all(count > 0 for count in report["hits_by_tier"].values()), report["hits_by_tier"]
+    assert report["peer_blocks"] == report["peer_prompt_blocks"] == 64
+    assert report["peer_tokens_identical"] is True
     assert report["ttft_ratio"] > 1
     assert report["events_published"] == report["events_applied"] > 0
     assert report["gaps"] == 0

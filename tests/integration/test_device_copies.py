@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from kvbm._native import checksums
 from kvbm.core.errors import PoolError
 from kvbm.pools.hbm.device import DeviceCopies, DeviceTimeoutError, Half, Lane, row_copies
 from kvbm.pools.hbm.paged import ReferenceCopies, SegmentCopies
+from tests.eventually import eventually
 
 torch = pytest.importorskip("torch")
 
 SLOTS, BLOCK_BYTES, STAGED_BLOCKS = 40, 24, 4
-DEADLINE_S = 0.05
+LONG_S, SHORT_S = 60.0, 0.05  # deadlines of a device that answers, and of one that does not
 
 
 def copies(addresses: np.ndarray, strides: np.ndarray, sizes: np.ndarray, slots: int) -> SegmentCopies:
@@ -86,9 +88,9 @@ def half() -> Half:
     return Half(rows, row_copies(copies, rows), rows.ctypes.data, *indexes)
 
 
-def opened(device: Device, reaches: bool, lanes: int = 1) -> DeviceCopies:
+def opened(device: Device, reaches: bool, lanes: int = 1, deadline_s: float = LONG_S) -> DeviceCopies:
     made = [Lane(device, (half(), half())) for _ in range(lanes)]
-    return DeviceCopies(device, made, copies, lambda rows: rows.ctypes.data if reaches else None, DEADLINE_S, 16)
+    return DeviceCopies(device, made, copies, lambda rows: rows.ctypes.data if reaches else None, deadline_s, 16)
 
 
 def rows_of(count: int, seed: int = 2) -> np.ndarray:
@@ -125,7 +127,7 @@ def test_rows_that_the_device_reaches_take_one_launch_and_others_go_through_stag
 
 def test_a_gather_that_does_not_arrive_in_time_writes_no_row_later() -> None:
     device = Device()
-    moving = opened(device, False)
+    moving = opened(device, False, deadline_s=SHORT_S)
     device.running = False
     rows = np.full((10, BLOCK_BYTES), 0xA5, dtype=np.uint8)
     with pytest.raises(DeviceTimeoutError, match="did not arrive"):
@@ -140,7 +142,7 @@ def test_a_gather_that_does_not_arrive_in_time_writes_no_row_later() -> None:
 @pytest.mark.parametrize("reaches", [True, False])
 def test_a_copy_that_writes_what_others_would_get_holds_it_until_the_device_confirms(reaches: bool) -> None:
     device = Device()
-    moving = opened(device, reaches, lanes=2)
+    moving = opened(device, reaches, lanes=2, deadline_s=SHORT_S)
     device.running = False
     rows, ended = rows_of(3), threading.Event()
 
@@ -151,12 +153,13 @@ def test_a_copy_that_writes_what_others_would_get_holds_it_until_the_device_conf
     thread = threading.Thread(target=scatter)
     thread.start()
     try:
-        assert not ended.wait(4 * DEADLINE_S)
+        eventually(lambda: moving._held == 1, "the copy is not held")
+        assert not ended.wait(2 * SHORT_S)
         with pytest.raises(DeviceTimeoutError, match="not confirmed 1 earlier"):
             moving.gather(np.array([1]), rows_of(1), None)
     finally:
         device.running = True
-        thread.join(30)
+        thread.join(LONG_S)
     assert ended.is_set()
     assert (device.slots[[5, 6, 7]] == rows).all()
     assert len(moving.gather(np.array([1]), rows_of(1), None)) == 1  # the device is back, and so is the lane
@@ -176,7 +179,7 @@ def test_a_launch_that_fails_leaves_the_lane_usable_once_what_was_queued_is_over
 
 def test_a_caller_waits_for_a_lane_no_longer_than_the_deadline() -> None:
     device = Device()
-    moving = opened(device, False, lanes=1)
+    moving = opened(device, False, lanes=1, deadline_s=SHORT_S)
     taken = moving._lanes.get()
     with pytest.raises(DeviceTimeoutError, match="no lane came free"):
         moving.gather(np.arange(1), rows_of(1), None)
@@ -194,7 +197,7 @@ def test_threads_share_the_lanes() -> None:
             step()
 
     device.step = locked_step  # type: ignore[method-assign]
-    moving = opened(device, False, lanes=2)
+    moving = opened(device, False, lanes=3)
     wrong: list[int] = []
 
     def work(worker: int) -> None:
@@ -205,12 +208,55 @@ def test_threads_share_the_lanes() -> None:
             if not (rows == device.slots[slots]).all():
                 wrong.append(worker)
 
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    with ThreadPoolExecutor(4) as workers:
+        for done in [workers.submit(work, worker) for worker in range(4)]:
+            done.result()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_gathers_leave_a_lane_for_a_scatter(reaches: bool) -> None:
+    device = Device()
+    moving = opened(device, reaches, lanes=3)
+    may_gather, gathering = threading.Event(), threading.Semaphore(0)
+    gather = device.gather
+
+    def slow(*run: object) -> None:
+        gathering.release()
+        assert may_gather.wait(LONG_S)
+        gather(*run)  # type: ignore[arg-type]
+
+    device.gather = slow  # type: ignore[method-assign]
+    threads = [threading.Thread(target=moving.gather, args=(np.array([slot]), rows_of(1), None)) for slot in range(4)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert wrong == []
+    try:
+        for _ in range(2):  # two have a lane, two wait for one
+            assert gathering.acquire(timeout=LONG_S)
+        rows = rows_of(2)
+        moving.scatter(np.array([8, 9]), rows, None)
+        assert (device.slots[[8, 9]] == rows).all()
+        assert not gathering.acquire(blocking=False)
+    finally:
+        may_gather.set()
+        for thread in threads:
+            thread.join(LONG_S)
+
+
+def test_a_lane_that_a_gather_has_lost_is_missing_to_gathers_and_not_to_scatters() -> None:
+    device = Device()
+    moving = opened(device, False, lanes=3, deadline_s=SHORT_S)
+    for _ in range(2):
+        device.running = False
+        with pytest.raises(DeviceTimeoutError, match="did not arrive"):
+            moving.gather(np.arange(2), rows_of(2), None)
+        device.running = True
+        device.step()
+    with pytest.raises(DeviceTimeoutError, match="no lane for a gather"):
+        moving.gather(np.arange(2), rows_of(2), None)
+    rows = rows_of(2, seed=9)
+    moving.scatter(np.arange(2), rows, None)
+    assert (device.slots[:2] == rows).all()
 
 
 class Driver:

@@ -21,12 +21,13 @@ import nats
 import pytest
 
 from kvbm import cli
+from kvbm.catalog import database
 from kvbm.catalog.database import open_database
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import KvbmError
-from kvbm.doctor import DoctorOptions, disks, examine, run, services
+from kvbm.doctor import DoctorOptions, deadline, disks, examine, nixl, run, services
 from kvbm.doctor.deadline import Asked, Late, run_probe
 from kvbm.doctor.finding import Finding, Result, ok, refused
 from kvbm.doctor.plan import plan_of
@@ -41,14 +42,15 @@ from tests.servers import S3_CREDENTIALS, free_port, nats_server, s3_server
 
 __all__ = ["fresh_nats"]
 
-WAIT_S = 30.0
+WAIT_S = 120.0  # for what should answer
 QUICK = DoctorOptions(quick=True)
 
 
 def settings_of(folder: Path, **flags: Any) -> Settings:
     """Settings in a folder; `a__b` is `a.b`."""
     return load_settings(
-        flags={"instance.data_dir": str(folder)} | {name.replace("__", "."): value for name, value in flags.items()}
+        flags={"instance.data_dir": str(folder), "nats.timeout_s": WAIT_S, "onboard.locate_s": WAIT_S}
+        | {name.replace("__", "."): value for name, value in flags.items()}
     )
 
 
@@ -70,6 +72,17 @@ def silent_port() -> Iterator[int]:
     """A port that accepts connections and never says a word."""
     with socket.create_server(("127.0.0.1", 0), backlog=50) as listener:
         yield listener.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes wait for as long as a busy machine may take; what a test wants to run out it says itself."""
+    monkeypatch.setattr(deadline, "PROBE_S", WAIT_S)
+    monkeypatch.setattr(run, "PROBE_S", 2 * WAIT_S)
+    for name in ("_ASK_S", "_EMBEDDED_ASK_S", "_OBJECT_ASK_S"):
+        monkeypatch.setattr(services, name, WAIT_S)
+    monkeypatch.setattr(services, "_FAR_S", WAIT_S)
+    monkeypatch.setattr(nixl, "_TRY_S", WAIT_S)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -117,7 +130,8 @@ def test_a_setting_that_cannot_be_used_is_an_error_of_the_command(capsys: pytest
 def test_nothing_that_is_silent_holds_the_command_up(
     silent_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(services, "_ASK_S", 1.0)  # so that the test does not take the five seconds either
+    monkeypatch.setattr(services, "_ASK_S", 1.0)
+    monkeypatch.setattr(services, "_OBJECT_ASK_S", 0.5)
     at = f"127.0.0.1:{silent_port}"
     settings = settings_of(
         tmp_path,
@@ -152,10 +166,11 @@ def test_a_probe_that_is_late_is_left_behind(monkeypatch: pytest.MonkeyPatch, tm
     for _ in range(2):
         with pytest.raises(Late):
             asked.result(0.05)  # of its beginning: who waits for several does not add up their times
-    monkeypatch.setattr(run, "_GRACE_S", -4.9)
+    monkeypatch.setattr(run, "PROBE_S", 0.1)
+    monkeypatch.setattr(run, "_GRACE_S", 0.0)
     monkeypatch.setattr(run, "look_at_clock", lambda: release.wait(WAIT_S))
     try:
-        expect(found_in(settings_of(tmp_path), "clock"), Result.PROBLEM, "no answer within 5 s")
+        expect(found_in(settings_of(tmp_path), "clock"), Result.PROBLEM, "no answer within 0.1 s")
     finally:
         release.set()
     assert asked.result(WAIT_S) is True
@@ -278,11 +293,11 @@ def test_an_account_that_is_full_is_a_problem(tmp_path: Path) -> None:
         url = server.url.replace("nats://", "nats://a:p@")
 
         async def fill() -> None:
-            client = await nats.connect(url)
-            await client.jetstream().add_stream(name="OTHER", subjects=["other"])
+            client = await nats.connect(url, connect_timeout=int(WAIT_S))
+            await client.jetstream(timeout=WAIT_S).add_stream(name="OTHER", subjects=["other"])
             with contextlib.suppress(nats.js.errors.APIError):  # which says that the limits are reached
                 while True:
-                    await client.jetstream().publish("other", bytes(200))
+                    await client.jetstream(timeout=WAIT_S).publish("other", bytes(200))
             await client.close()
 
         asyncio.run(fill())
@@ -294,7 +309,7 @@ def test_keys_are_held_to_the_instance_and_cluster_they_are_for(tmp_path: Path) 
     keys = {name: tmp_path / f"{name}.nk" for name in ("a", "b", "catalog", "stranger")}
     publics = {name: keep_seed(path) for name, path in keys.items()}
     users = [ServerUser(publics["a"], "a"), ServerUser(publics["b"], "b"), ServerUser(publics["catalog"])]
-    server = EmbeddedServer.start(tmp_path / "nats", settings=server_config("c", users))
+    server = EmbeddedServer.start(tmp_path / "nats", timeout_s=WAIT_S, settings=server_config("c", users))
     try:
 
         def look(key: str, instance: str = "a") -> list[Finding]:
@@ -390,7 +405,8 @@ def test_a_database_that_may_not_be_written_or_is_newer_is_a_problem(postgres_ur
 def test_a_database_that_somebody_locks_or_that_is_none_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(services, "_ASK_S", 1.0)
+    made = database._engine
+    monkeypatch.setattr(database, "_engine", lambda *words, **more: made(*words, **more | {"lock_timeout_s": 0.2}))
     url = f"sqlite:///{tmp_path / 'catalog.db'}"
     migrate(url)
     with sqlite3.connect(tmp_path / "catalog.db", isolation_level=None) as held:
@@ -564,12 +580,14 @@ def test_a_url_of_objects_that_is_none_is_a_problem(tmp_path: Path) -> None:
 
 
 def test_a_catalog_that_runs_says_whether_it_is_ready(fresh_nats: str, sqlite_url: str, tmp_path: Path) -> None:
-    service = ServiceSettings(nats_url=fresh_nats, database_url=sqlite_url, cluster="c", listen="127.0.0.1:0")
+    service = ServiceSettings(
+        nats_url=fresh_nats, database_url=sqlite_url, cluster="c", listen="127.0.0.1:0", connect_s=WAIT_S
+    )
     with CatalogThread(service) as catalog:
-        client = CatalogClient(catalog.url)
+        client = CatalogClient(catalog.url, WAIT_S)
         client.wait_ready(WAIT_S)
         client.close()
-        settings = settings_of(tmp_path, catalog__url=catalog.url, onboard__locate_s=5.0)
+        settings = settings_of(tmp_path, catalog__url=catalog.url)
         found = services.judge_catalog(services.look_at_catalog(settings), settings)
         expect(found, Result.OK, catalog.url, "ready, 0 messages behind the stream")
         expect(sql_finding(sqlite_url, tmp_path), Result.OK, "is the newest")  # while the catalog uses it

@@ -15,7 +15,7 @@ from tests.managers import KnowsAll
 from tests.object_pools import memory_objects
 
 SHAPE = ModelShape(vocab=97, layers=2, width=48, heads=4, kv_heads=2, head_dim=12, ffn_width=96, max_tokens=512)
-BLOCK_TOKENS = 4
+BLOCK_TOKENS, WAIT_S = 4, 60.0
 KV = KvShape(SHAPE.layers, BLOCK_TOKENS, SHAPE.kv_heads, SHAPE.head_dim)
 NAMESPACE = Namespace(model="tiny", revision="r1", block_tokens=BLOCK_TOKENS, layout=KV.describe())
 PROMPT = [(7 * i * i + 3 * i) % SHAPE.vocab for i in range(45)]
@@ -31,7 +31,7 @@ def weights() -> Weights:
 def manager(tmp_path: Path) -> Iterator[Manager]:
     flags = {
         "instance.data_dir": str(tmp_path), "pools.hbm.slots": 40, "pools.hbm.device": "cpu", "pools.host.slots": 40,
-        "pools.nvme.slots": 60, "nats.enabled": False,
+        "pools.nvme.slots": 60, "nats.enabled": False, "onboard.wait_s": WAIT_S,
     }  # fmt: skip
     objects = memory_objects(KV.block_bytes)
     with open_manager(load_settings(flags=flags), [NAMESPACE], KV.block_bytes, object_pool=objects) as opened:
@@ -53,7 +53,7 @@ def test_tokens_from_every_tier_equal_those_recomputed(weights: Weights, manager
     assert hits == {}
     blocks = (len(PROMPT) - 1) // BLOCK_TOKENS
     assert ask(weights, manager, request) == (truth, {})
-    assert manager.settle(10)
+    assert manager.settle(WAIT_S)
     hotter: list[Tier] = []
     for tier in Tier:
         for emptied in hotter:
@@ -62,7 +62,7 @@ def test_tokens_from_every_tier_equal_those_recomputed(weights: Weights, manager
         tokens, hits = ask(weights, manager, request)
         assert hits == {tier: blocks}
         assert tokens == truth
-        assert manager.settle(10)
+        assert manager.settle(WAIT_S)
         hotter.append(tier)
     assert manager.stats().corrupt_blocks == 0
 
@@ -73,7 +73,7 @@ def test_a_flipped_bit_on_nvme_costs_a_recompute_and_no_token(
     request = Request("r", PROMPT, 20)
     truth, _ = ask(weights, manager, request, reuse=False)
     ask(weights, manager, request)
-    assert manager.settle(10)
+    assert manager.settle(WAIT_S)
     manager._loads.locator = Nowhere()  # no object is found
     for emptied in (Tier.HBM, Tier.HOST):
         manager.evict(emptied, b"".join(manager.held(emptied)))
@@ -102,7 +102,7 @@ def test_conversations_under_pressure_keep_their_tokens(weights: Weights, manage
         assert answer.failed is None
         truth, _ = ask(weights, manager, Request(answer.id, prompts[answer.id], 8), reuse=False)
         assert answer.new_tokens == truth
-    assert manager.settle(10)
+    assert manager.settle(WAIT_S)
     for counts in manager.stats().pools.values():
         assert counts.allocated == 0
         assert counts.evictable == counts.held

@@ -21,7 +21,7 @@ from tests.managers import hashes_of
 torch = pytest.importorskip("torch")
 
 SPACE = kvbm.Namespace(model="m", revision="r1", block_tokens=16)
-SLOTS, BLOCK_BYTES, WAIT_S = 8, 64, 20.0
+SLOTS, BLOCK_BYTES, WAIT_S = 8, 64, 60.0
 
 
 def copies(addresses: np.ndarray, strides: np.ndarray, sizes: np.ndarray, slots: int) -> SegmentCopies:
@@ -119,7 +119,7 @@ def manager(tmp_path: Path) -> Iterator[kvbm.Manager]:
     DONE.clear()
     flags = {
         "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.slots": SLOTS, "pools.hbm.device": "cpu",
-        "pools.host.slots": SLOTS, "offload.host": "write_through",
+        "pools.host.slots": SLOTS, "offload.host": "write_through", "onboard.wait_s": WAIT_S,
     }  # fmt: skip
     with kvbm.open_manager(kvbm.load_settings(flags=flags), [SPACE], BLOCK_BYTES) as opened:
         pool, mover = opened.hbm, Mover(opened.hbm)

@@ -21,9 +21,11 @@ from kvbm.core.codec import decode_frame
 from kvbm.core.errors import ArgumentValueError, ConfigError, LedgerError, PoolError
 from kvbm.core.events import BlocksCreated, BlocksEvicted, BlocksMigrated, Event, EvictReason
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, NamespaceId, Tier, split_hashes
+from kvbm.locate.base import Found
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.pools.base import Proof
+from kvbm.pools.nvme import pod as pod_module
 from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.stores.memory import MemoryStore
@@ -194,7 +196,10 @@ def test_what_is_late_is_a_miss_and_what_came_counts(tmp_path: Path) -> None:
         one.empty_host()
         one.store(1, 2)
         gate = gated(one.manager)
-        acquiring = one.acquired(1, 6, wait_s=0.05)
+        acquiring = one.manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6))
+        assert gate.entered.wait(WAIT_S) and not acquiring.done
+        acquiring.deadline_s = 0.0  # its time is up
+        one.awaited(acquiring, 1)
         assert (acquiring.depth, acquiring.hits) == (2, {Tier.HOST: 2})
         stats = one.manager.stats()
         assert (stats.missed_blocks, stats.late_slots, stats.waiting_requests) == (4, 8, 0)
@@ -262,10 +267,10 @@ class Unanswering(KnowsAll):
     def __init__(self) -> None:
         self.asked, self.answers = threading.Event(), threading.Event()
 
-    def claimed_depth(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> int:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
         self.asked.set()
         self.answers.wait(WAIT_S)
-        return super().claimed_depth(pool, namespace, hashes, timeout_s)
+        return super().find(pool, namespace, hashes, first, timeout_s)
 
 
 def test_neither_beginning_nor_polling_waits_for_whoever_is_asked(tmp_path: Path) -> None:
@@ -308,7 +313,8 @@ def look(manager: EngineHbmManager) -> None:
     pod.poll()  # once more: the clock of files ticks slowly
 
 
-def test_instances_of_a_pod_bring_each_others_blocks(tmp_path: Path) -> None:
+def test_instances_of_a_pod_bring_each_others_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pod_module, "POLL_S", 3600.0)  # they look when they are told to
     pod = {"pools__nvme__folder": str(tmp_path / "pod")}
     with (
         engine(tmp_path / "a", instance__id="a", **pod) as a,
@@ -375,6 +381,7 @@ def test_a_store_that_never_ends_keeps_its_slots_also_beyond_close(tmp_path: Pat
     assert store is not None
     assert one.store(3, 6) == 2  # in place of what may go: the six belong to the copy
     assert not manager.settle(0.05)
+    eventually(lambda: manager.durable() == manager.applied(), "the journal takes nothing")
     manager.close(timeout_s=0.05)
     assert manager.pools.slots[Tier.HOST].memory is not None  # a worker may still write
     manager.end_store(store, [True] * 6, one.fill(store))
@@ -448,7 +455,7 @@ def test_closing_ends_requests_that_wait(tmp_path: Path) -> None:
     queued.release()
     running.release()
     gate.opened.set()
-    eventually(lambda: not manager._copies.running, "the late copy ends")
+    eventually(lambda: not manager._copies.running, "the late copy does not end")
     with pytest.raises(LedgerError, match="closed"):
         manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6))
 
@@ -492,7 +499,7 @@ def test_no_torch_is_loaded_for_it(tmp_path: Path) -> None:
         "print('torch' in sys.modules)\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=4 * WAIT_S, check=True
     )
     assert ran.stdout.splitlines()[-2:] == ["{<Tier.NVME: 2>: 6}", "False"]
 
@@ -500,7 +507,7 @@ def test_no_torch_is_loaded_for_it(tmp_path: Path) -> None:
 def test_keeping_a_prompt_keeps_it_in_host(tmp_path: Path) -> None:
     with engine(tmp_path, pools__host__slots=8) as one:
         one.store(1, 4)
-        assert one.manager.keep(hashes_of(1, 6), 60.0, 100) == 4
+        assert one.manager.keep(hashes_of(1, 6), 3600.0, 100) == 4
         one.store(2, 6)
         assert one.hits(1, 4) == {Tier.HOST: 4}
 
@@ -561,7 +568,7 @@ class Caller:
         for store in self.stores:
             self.end(store, 1.0)
         assert self.engine.manager.settle(WAIT_S)
-        eventually(lambda: not self.engine.manager.stats().copies_in_flight, "copies end")
+        eventually(lambda: not self.engine.manager.stats().copies_in_flight, "copies do not end")
 
 
 @BOTH_CORES

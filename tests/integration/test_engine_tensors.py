@@ -15,7 +15,7 @@ from kvbm.core.ids import HASH_BYTES, NO_PARENT, Tier
 torch = pytest.importorskip("torch")
 
 DIMS = ("kv", "slots", "tokens", "heads", "dim")
-SLOTS, LAYERS = 12, 3
+SLOTS, LAYERS, WAIT_S = 12, 3, 60.0
 
 
 def engine_layers() -> list[list[kvbm.PagedTensor]]:
@@ -26,7 +26,7 @@ def opened(folder: Path, layers: list[list[kvbm.PagedTensor]], layout: str = "",
     found = kvbm.paged_layout(layers)
     namespace = kvbm.Namespace(model="paged", revision="r1", block_tokens=16, layout=layout or found.layout)
     given = {
-        "instance.data_dir": str(folder), "pools.host.slots": 8, "pools.nvme.slots": 16, "nats.enabled": False,
+        "instance.data_dir": str(folder), "pools.host.slots": 8, "pools.nvme.slots": 16, "nats.enabled": False, "onboard.wait_s": WAIT_S,
         **{name.replace("__", "."): value for name, value in flags.items()},
     }  # fmt: skip
     return kvbm.open_manager(kvbm.load_settings(flags=given), [namespace], found.block_bytes, layers=layers)
@@ -62,7 +62,7 @@ def test_kv_of_an_engines_layers_comes_back_from_host_and_nvme_into_other_slots(
         assert first is not None
         filled(layers, first, value)
         manager.unpin(manager.create(namespace.id, NO_PARENT, 0, hashes, first))
-        assert manager.settle(10)
+        assert manager.settle(WAIT_S)
         for colder in ((), (Tier.HOST,)):
             for tier in (Tier.HBM, *colder):
                 manager.evict(tier, hashes)
@@ -75,7 +75,7 @@ def test_kv_of_an_engines_layers_comes_back_from_host_and_nvme_into_other_slots(
             assert holds(layers, taken, lambda layer, block: -1)
             manager.release(taken)
             manager.unpin(prefix.slots)
-            assert manager.settle(10)
+            assert manager.settle(WAIT_S)
 
 
 def test_a_namespace_of_another_layout_is_refused(tmp_path: Path) -> None:

@@ -22,19 +22,21 @@ from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ErasureError
-from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Namespace, SequenceHash, Tier, split_hashes
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, SequenceHash, Tier, split_hashes
 from kvbm.erasure.report import Line
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
+from kvbm.pools.object.pool import BlockObjects
 from kvbm.pools.stores.base import Put
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.tenant_keys import add_key, keys_of_file
 from kvbm.replay.opening import open_source
 from kvbm.replay.verify import verify
-from kvbm.streams.nats.api import request
+from kvbm.streams.nats import erasures
+from kvbm.streams.nats.api import message_at, request
 from kvbm.streams.nats.connection import NatsConnection
 from kvbm.streams.nats.credentials import Credentials, keep_seed
 from kvbm.streams.nats.erasures import ErasureLog, record_subject
@@ -43,6 +45,7 @@ from kvbm.streams.nats.setup import ERASURES, STREAM, STREAMS
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from tests.eventually import eventually
+from tests.janitors import Skipping
 from tests.object_pools import memory_objects
 from tests.object_stores import redis_place
 from tests.servers import free_port
@@ -51,7 +54,7 @@ BLOCK_BYTES = 4096
 K = 2
 DEPTH = 4
 WAIT_S = 120.0
-AGE_S = 30  # of events on the stream, which are kept for a day else
+AGE_S = 3600  # of events on the stream; a test makes it shorter instead of waiting
 VICTIM = Namespace(model="erasure", revision="r1", block_tokens=16, tenant="initech-payroll")
 OTHER = Namespace(model="erasure", revision="r1", block_tokens=16, tenant="globex")
 
@@ -134,7 +137,8 @@ class World:
         """With `keys`, objects are sealed and NVME is encrypted."""
         self.folder, self.store, self.keys = folder, MemoryStore(), keys
         self.flags: dict[str, Any] = {}  # further ones of the command
-        self.server = EmbeddedServer.start(folder.parent / "nats")
+        self._pools: list[BlockObjects] = []
+        self.server = EmbeddedServer.start(folder.parent / "nats", timeout_s=WAIT_S)
         opened.callback(self.server.stop)
         asyncio.run(make_stream(self.server.url))
         self.database = folder / "catalog" / "catalog.db"
@@ -142,11 +146,11 @@ class World:
         self.start_catalog()
 
     def start_catalog(self) -> None:
-        settings = self.settings("catalog")
+        settings = self.settings("catalog", nats__timeout_s=2.0)  # it tries again for ever; a stream may be gone
         self.catalog = CatalogThread(
             ServiceSettings(
                 nats_url=self.server.url, database_url=f"sqlite+aiosqlite:///{self.database}", cluster="home",
-                listen="127.0.0.1:0", store_every_s=0.02, whole_wait_s=0.2, checkpoints=str(self.folder / "checkpoints"),
+                listen="127.0.0.1:0", store_every_s=0.02, connect_s=WAIT_S, liveness_s=10 * WAIT_S, whole_wait_s=0.2, checkpoints=str(self.folder / "checkpoints"),
                 checkpoint_every_s=0.5, archive=str(self.folder / "archive"),
                 companions=(catalog_companion(settings, self.server.url, Credentials()),),
             ),
@@ -155,7 +159,7 @@ class World:
         )  # fmt: skip
         self.catalog.start()
         self._opened.callback(self.catalog.stop)
-        self.client = CatalogClient(self.catalog.url)
+        self.client = CatalogClient(self.catalog.url, WAIT_S)
         self._opened.callback(self.client.close)
         self.client.wait_ready(WAIT_S)
 
@@ -165,11 +169,12 @@ class World:
             flags={
                 "instance.data_dir": str(self.folder), "instance.cluster": "home", "instance.id": instance,
                 "pools.hbm.slots": 32, "pools.hbm.device": "memory", "pools.host.slots": 48, "pools.nvme.slots": 64,
-                "nats.url": self.server.url, "nats.heartbeat_s": 0.2, "snapshots.least_s": 0.3, "erasure.poll_s": 0.2,
+                "nats.url": self.server.url, "nats.timeout_s": WAIT_S, "nats.heartbeat_s": 0.2, "snapshots.least_s": 0.3, "erasure.poll_s": 0.2,
                 "journal.keep_s": 3600.0, "journal.segment_bytes": 8192, "journal.capacity_bytes": 1 << 20, "samples.rate": 1.0,
                 "catalog.url": "" if instance == "catalog" else self.client.url,
                 "catalog.database": f"sqlite+aiosqlite:///{self.database}",
-                "pools.object.timeout_s": 1.0, "pools.object.look_s": 0.5, "gc.grace_s": 2.0, "gc.lease_s": 10.0,
+                "pools.object.timeout_s": WAIT_S, "pools.object.look_s": 0.5, "gc.grace_s": 3 * WAIT_S, "gc.lease_s": WAIT_S,
+                "onboard.locate_s": WAIT_S, "onboard.wait_s": WAIT_S,
                 "pools.object.keys": "" if self.keys is None else str(self.keys), **named,
             }
         )  # fmt: skip
@@ -177,7 +182,7 @@ class World:
     def instance(self, name: str, spaces: Sequence[Namespace] = (VICTIM, OTHER)) -> Manager:
         sealing = Sealing(keys_of_file(str(self.keys)), K, header_bytes(K)) if self.keys is not None else None
         objects = memory_objects(
-            BLOCK_BYTES, K, self.store, namespaces=list(spaces), look_s=0.5, deadline_s=1.0, envelopes=sealing,
+            BLOCK_BYTES, K, self.store, namespaces=list(spaces), look_s=0.5, deadline_s=WAIT_S, envelopes=sealing,
             name=pool_name(self.store.name, 0, True) if sealing is not None else "",
         )  # fmt: skip
         more = {"pools__nvme__folder": str(self.folder / "pod")} if name == "b" else {}
@@ -185,16 +190,21 @@ class World:
             more |= {"pools__nvme__encrypt": True}
         manager = open_manager(self.settings(name, **more), list(spaces), BLOCK_BYTES, object_pool=objects)
         self._opened.callback(manager.close)
+        self._pools.append(objects)
         return manager
+
+    def _look(self) -> None:
+        """What the grace of the janitor is for: all pools have looked at the tombstones."""
+        for objects in self._pools:
+            objects.look()
 
     def erase(self, wait_s: float = 0.0, **options: Any) -> tuple[int, int, list[Line]]:
         """Its exit code, number and table."""
         told: list[tuple[int, Sequence[Line]]] = []
         wanted = EraseOptions(wait_s=wait_s, **options)
         store: Callable[[], MemoryStore] = lambda: self.store  # noqa: E731
-        code = run_erase(
-            self.settings("catalog", **self.flags), wanted, lambda number, lines: told.append((number, lines)), store
-        )
+        settings, clocks = self.settings("catalog", **self.flags), Skipping(self._look).clocks()
+        code = run_erase(settings, wanted, lambda number, lines: told.append((number, lines)), store, clocks)
         return code, told[0][0], list(told[0][1])
 
     def tables(self) -> bytes:
@@ -216,22 +226,30 @@ class World:
 
 async def make_stream(url: str) -> None:
     """The stream of events as an operator may have made it: one that keeps them for less than a day."""
-    connection = await NatsConnection.open(url, 5.0, Credentials())
+    connection = await NatsConnection.open(url, WAIT_S, Credentials())
     config = STREAMS[STREAM] | {"max_age": AGE_S * 10**9, "duplicate_window": 10**9, "num_replicas": 1}
-    await request(connection, f"$JS.API.STREAM.CREATE.{STREAM}", config, dict, 5.0)
+    await request(connection, f"$JS.API.STREAM.CREATE.{STREAM}", config, dict, WAIT_S)
+    await connection.close()
+
+
+async def let_age(url: str) -> None:
+    """What lies on the stream is too old for it from now on."""
+    connection = await NatsConnection.open(url, WAIT_S, Credentials())
+    config = STREAMS[STREAM] | {"max_age": 10**9, "duplicate_window": 10**9, "num_replicas": 1}
+    await request(connection, f"$JS.API.STREAM.UPDATE.{STREAM}", config, dict, WAIT_S)
     await connection.close()
 
 
 async def all_messages(url: str) -> list[bytes]:
-    connection = await NatsConnection.open(url, 5.0, Credentials())
+    connection = await NatsConnection.open(url, WAIT_S, Credentials())
     found = []
     try:
-        names = json.loads((await connection.ask("$JS.API.STREAM.NAMES", b"", 5.0)).data)["streams"]
+        names = json.loads((await connection.ask("$JS.API.STREAM.NAMES", b"", WAIT_S)).data)["streams"]
         for name in names:
-            state = json.loads((await connection.ask(f"$JS.API.STREAM.INFO.{name}", b"", 5.0)).data)["state"]
+            state = json.loads((await connection.ask(f"$JS.API.STREAM.INFO.{name}", b"", WAIT_S)).data)["state"]
             for sequence in range(state["first_seq"], state["last_seq"] + 1):
                 asked = json.dumps({"seq": sequence}).encode()
-                reply = json.loads((await connection.ask(f"$JS.API.STREAM.MSG.GET.{name}", asked, 5.0)).data)
+                reply = json.loads((await connection.ask(f"$JS.API.STREAM.MSG.GET.{name}", asked, WAIT_S)).data)
                 if message := reply.get("message"):
                     parts = (base64.b64decode(message.get(part, "")) for part in ("data", "hdrs"))
                     found.append(message["subject"].encode() + b" " + b" ".join(parts))
@@ -265,6 +283,42 @@ def waits(lines: Sequence[Line]) -> dict[str, str]:
 def depth(world: World, space: Namespace, prompt: int) -> int:
     answer = world.client.lookup(space, hashes_of(space, prompt))
     return max((pool.depth for pool in answer.pools), default=0)
+
+
+def test_a_first_message_that_goes_before_it_is_read_is_not_an_empty_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an erasure would be called done while the stream still names the erased."""
+    lost = 0
+
+    async def may_be_gone(*asked: Any) -> Any:
+        nonlocal lost
+        lost -= 1
+        return None if lost >= 0 else await message_at(*asked)
+
+    async def work(url: str) -> list[int | None]:
+        nonlocal lost
+        stream = await NatsStream.connect(url, WAIT_S)
+        record = await ErasureLog.open(url, "home", WAIT_S, Credentials(), 1)
+        try:
+            found = [(await record.events_kept()).first_ns]
+            await stream.publish("home", InstanceId("a"), b"an event")
+            for goes in (0, 1, 3, 1000):
+                lost = goes
+                found.append((await record.events_kept()).first_ns)
+            return found
+        finally:
+            await record.close()
+            await stream.close()
+
+    monkeypatch.setattr(erasures, "message_at", may_be_gone)
+    server = EmbeddedServer.start(tmp_path / "nats", timeout_s=WAIT_S)
+    try:
+        empty, *readable, unreadable = asyncio.run(work(server.url))
+    finally:
+        server.stop()
+    assert (empty, unreadable) == (None, 0)
+    assert len(readable) == 3 and readable[0] and len(set(readable)) == 1
 
 
 def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(world: World) -> None:
@@ -328,11 +382,12 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
         lambda: set(waits(world.erase(status=number)[2])) <= {"NATS events on the stream"}, "not all are done",
         state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
     )  # fmt: skip
-    eventually(lambda: world.erase(status=number)[0] == 0, "the stream keeps it", timeout_s=AGE_S + WAIT_S)
+    asyncio.run(let_age(world.server.url))
+    eventually(lambda: world.erase(status=number)[0] == 0, "the stream keeps it", timeout_s=WAIT_S)
 
     assert victim.in_folder(world.folder) == {}
     assert victim.in_bytes(world.tables()) == set()
-    assert [victim.in_bytes(message) for message in world.messages() if victim.in_bytes(message)] == []
+    assert [message for message in world.messages() if victim.in_bytes(message)] == []
     assert [name for name, body in world.store.objects.items() if victim.in_bytes(name.encode() + bytes(body[0]))] == []
     for manager in managers.values():
         assert not victim.in_bytes(memory_of(manager))
@@ -430,6 +485,7 @@ def test_what_a_tenant_used_after_an_erasure_goes_with_the_next_one(world: World
         manager.unpin(serve(manager, VICTIM, 1))
         assert manager.settle(WAIT_S)
         eventually(lambda: depth(world, VICTIM, 1) == DEPTH, "the catalog has not all claims")
+        eventually(lambda: bytes(VICTIM.id) in world.tables(), "SQL has none of its claims")  # which the command reads
         number = world.erase(tenant=VICTIM.tenant)[1]
         numbers.append(number)
         eventually(
@@ -443,17 +499,18 @@ def test_what_a_tenant_used_after_an_erasure_goes_with_the_next_one(world: World
 
 async def lose_erasures(url: str, garbage: bytes) -> None:
     """Delete the stream of erasures; or, with garbage, put that in the place of the record."""
-    connection = await NatsConnection.open(url, 5.0, Credentials())
+    connection = await NatsConnection.open(url, WAIT_S, Credentials())
     if garbage:
-        await connection.ask(record_subject("home"), garbage, 5.0)
+        await connection.ask(record_subject("home"), garbage, WAIT_S)
     else:
-        await request(connection, f"$JS.API.STREAM.DELETE.{ERASURES}", {}, dict, 5.0)
+        await request(connection, f"$JS.API.STREAM.DELETE.{ERASURES}", {}, dict, WAIT_S)
     await connection.close()
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xc1"], ids=["lost", "damaged"])
 def test_a_record_that_was_lost_or_damaged_is_put_back_by_a_catalog(world: World, garbage: bytes) -> None:
     number = world.erase(tenant=VICTIM.tenant)[1]
+    asyncio.run(let_age(world.server.url))
     eventually(lambda: not waits(world.erase(status=number)[2]), "the catalog is not done", timeout_s=WAIT_S)
     asyncio.run(lose_erasures(world.server.url, garbage))
 
@@ -479,10 +536,10 @@ def test_sealed_objects_in_front_of_the_pool_go_too(tmp_path: Path, redis_url: s
         assert manager.settle(WAIT_S)
         eventually(lambda: all(depth(world, s, 1) == DEPTH for s in (VICTIM, OTHER)), "the catalog has not all claims")
         puts = [Put(name, bytes(body[0])) for name, body in world.store.objects.items()]
-        assert store.put(puts, 5.0) == [None] * len(puts)
+        assert store.put(puts, WAIT_S) == [None] * len(puts)
 
         def in_front(space: Namespace) -> list[str]:
-            return [one.name for one in store.listed("", 5.0) if folders[space.tenant] in one.name]
+            return [one.name for one in store.listed("", WAIT_S) if folders[space.tenant] in one.name]
 
         assert in_front(VICTIM) and in_front(OTHER)
         before = in_front(OTHER)
@@ -497,12 +554,17 @@ def test_sealed_objects_in_front_of_the_pool_go_too(tmp_path: Path, redis_url: s
         assert not any(VICTIM.tenant.encode() in one for one in world.messages() if b".erase" in one)
 
 
-def lonely(folder: Path, url: str, hold_s: float) -> Manager:
+@contextmanager
+def lonely(folder: Path, url: str, hold_s: float) -> Iterator[Manager]:
+    """A manager that does not wait, when it is closed, for a server that is not there."""
     flags = {
         "instance.data_dir": str(folder), "instance.id": "a", "pools.hbm.slots": 32, "pools.hbm.device": "memory",
-        "pools.nvme.slots": 32, "nats.url": url, "nats.timeout_s": 0.5, "erasure.hold_s": hold_s, "erasure.poll_s": 0.1,
+        "pools.nvme.slots": 32, "nats.url": url, "nats.timeout_s": 2.0, "erasure.hold_s": hold_s, "erasure.poll_s": 0.1,
     }  # fmt: skip
-    return open_manager(load_settings(flags=flags), [OTHER], BLOCK_BYTES)
+    with open_manager(load_settings(flags=flags), [OTHER], BLOCK_BYTES) as manager:
+        yield manager
+        eventually(lambda: manager.durable() == manager.applied(), "the journal has not all")
+        manager.close(0.1)
 
 
 def test_what_an_earlier_run_left_is_held_back_until_the_record_is_known(tmp_path: Path) -> None:
@@ -523,7 +585,7 @@ def test_what_an_earlier_run_left_is_held_back_until_the_record_is_known(tmp_pat
     with lonely(tmp_path, url, -1.0) as manager:
         assert depth_of(manager) == 0
         assert len(manager.held(Tier.NVME)) == DEPTH
-        server = EmbeddedServer.start(tmp_path / "nats", port=int(url.rpartition(":")[2]))
+        server = EmbeddedServer.start(tmp_path / "nats", timeout_s=WAIT_S, port=int(url.rpartition(":")[2]))
         try:
             eventually(lambda: depth_of(manager) == DEPTH, "the record was read, and it is held back")
         finally:
@@ -533,11 +595,11 @@ def test_what_an_earlier_run_left_is_held_back_until_the_record_is_known(tmp_pat
 
 async def ready(url: str, credentials: Credentials) -> None:
     """The streams of events are there, as a catalog of before would have made them."""
-    await (await NatsStream.connect(url, 5.0, credentials=credentials)).close()
+    await (await NatsStream.connect(url, WAIT_S, credentials=credentials)).close()
 
 
 async def record_of(url: str, credentials: Credentials) -> object:
-    erasures = await ErasureLog.open(url, "home", 5.0, credentials, 1)
+    erasures = await ErasureLog.open(url, "home", WAIT_S, credentials, 1)
     try:
         return await erasures.record()
     finally:
@@ -547,10 +609,10 @@ async def record_of(url: str, credentials: Credentials) -> object:
 def test_instances_and_catalogs_with_accounts_of_their_own_can_erase(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     users = [ServerUser(keep_seed(keys / "instance-a.nk"), "a"), ServerUser(keep_seed(keys / "catalog.nk"))]
-    server = EmbeddedServer.start(tmp_path / "nats", settings=server_config("home", users))
+    server = EmbeddedServer.start(tmp_path / "nats", timeout_s=WAIT_S, settings=server_config("home", users))
     seed = str(keys / "catalog.nk")
     flags = {
-        "instance.data_dir": str(tmp_path), "instance.cluster": "home", "nats.url": server.url, "erasure.poll_s": 0.2,
+        "instance.data_dir": str(tmp_path), "instance.cluster": "home", "nats.url": server.url, "nats.timeout_s": WAIT_S, "erasure.poll_s": 0.2,
         "snapshots.least_s": 0.3, "pools.hbm.slots": 32, "pools.hbm.device": "memory",
     }  # fmt: skip
     mine = load_settings(flags=flags | {"instance.id": "a", "nats.nkey_seed": str(keys / "instance-a.nk")})
@@ -564,7 +626,7 @@ def test_instances_and_catalogs_with_accounts_of_their_own_can_erase(tmp_path: P
 
     service = ServiceSettings(
         nats_url=server.url, credentials=credentials, database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}", cluster="home",
-        listen="127.0.0.1:0", store_every_s=0.02, companions=(catalog_companion(of_catalog, server.url, credentials),),
+        listen="127.0.0.1:0", store_every_s=0.02, connect_s=WAIT_S, liveness_s=10 * WAIT_S, companions=(catalog_companion(of_catalog, server.url, credentials),),
     )  # fmt: skip
     try:
         # Before a catalog has made the stream of erasures there are none.

@@ -13,7 +13,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-TIMEOUT_S = 100.0
+TIMEOUT_S = 300.0
 MOST_README_LINES = 25
 
 SAYS = {  # essential lines, in their order

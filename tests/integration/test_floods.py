@@ -38,7 +38,7 @@ from tests.floods import (
     publish_instances,
     raise_file_limit,
 )
-from tests.nats_fixture import cluster, nats_url  # noqa: F401
+from tests.nats_fixture import WAIT_S, cluster, nats_url  # noqa: F401
 
 MIB = 1 << 20
 FLOOD_S = float(os.environ.get("FLOOD_SECONDS") or 20)
@@ -55,7 +55,7 @@ def catalog(nats_url: str, cluster: str, tmp_path: Path) -> Iterator[CatalogProc
 
 def ask(catalog: CatalogProcess, path: str, body: dict[str, Any] | bytes, **options: Any) -> tuple[int, dict[str, Any]]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    reply = urllib3.request("POST", catalog.url + path, body=data, retries=False, timeout=30, **options)
+    reply = urllib3.request("POST", catalog.url + path, body=data, retries=False, timeout=WAIT_S, **options)
     return reply.status, json.loads(reply.data)
 
 
@@ -141,8 +141,8 @@ def test_a_listener_without_files_sheds_connections_and_goes_on() -> None:
                 listener = Listener(sock, connections, make)
                 with capture_logs() as logs:
                     listener.start()
-                    await asyncio.wait_for(opened.wait(), 10)
-                first.settimeout(5)
+                    await asyncio.wait_for(opened.wait(), WAIT_S)
+                first.settimeout(WAIT_S)
                 with pytest.raises(ConnectionResetError):
                     first.recv(1)
                 listener.close()
@@ -157,7 +157,7 @@ def test_a_body_that_is_too_large_gets_an_answer_its_caller_can_read(asked: Cata
         status, answer = ask(asked, "/v1/lookup", b" " * (MAX_BODY_BYTES + MIB), headers=headers)
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
     for path in ("/v1/lookup", "/nowhere"):  # whoever sends all of it first, and reads then
-        with socket.create_connection(asked.url.removeprefix("http://").split(":"), 20) as sock:  # type: ignore[arg-type]
+        with socket.create_connection(asked.url.removeprefix("http://").split(":"), WAIT_S) as sock:  # type: ignore[arg-type]
             sock.sendall(post(path, b"", 40 * MIB))
             for _ in range(40):
                 sock.sendall(bytes(MIB))
@@ -190,28 +190,35 @@ def test_long_routes_take_a_bounded_table(catalog: CatalogProcess) -> None:
     assert catalog.rss_bytes() - rss < 64 * MIB
 
 
-def test_who_asks_too_often_is_told_when_to_ask_again(nats_url: str, cluster: str, tmp_path: Path) -> None:  # noqa: F811
-    with catalog_process(tmp_path, nats_url, cluster, requests_per_s=5, burst=10, loopback=True) as catalog:
-        pool = urllib3.connectionpool.connection_from_url(catalog.url, retries=False, timeout=10)
-        replies = [pool.request("GET", "/v1/namespaces") for _ in range(30)]
-        refused = [reply for reply in replies if reply.status == 429]
-        assert {reply.status for reply in replies} == {200, 429}
-        assert json.loads(refused[0].data)["error"]["code"] == "too_many_requests"
-        assert int(refused[0].headers["retry-after"]) >= 1
-        other = urllib3.connectionpool.connection_from_url(
-            catalog.url, retries=False, timeout=10, source_address=("127.0.0.9", 0)
-        )
-        assert other.request("GET", "/v1/namespaces").status == 200
+@pytest.fixture(scope="module")
+def strict(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogProcess]:  # noqa: F811
+    """It takes ten requests from each address, and then one in ten seconds."""
+    limits: dict[str, object] = {"requests_per_s": 0.1, "burst": 10, "loopback": True}
+    with catalog_process(tmp_path_factory.mktemp("strict"), nats_url, "nobody", **limits) as process:
+        yield process
 
 
-def test_a_header_does_not_say_who_asks(nats_url: str, cluster: str, tmp_path: Path) -> None:  # noqa: F811
+def asking_from(address: str, catalog: CatalogProcess) -> urllib3.HTTPConnectionPool:
+    return urllib3.connectionpool.connection_from_url(
+        catalog.url, retries=False, timeout=WAIT_S, source_address=(address, 0)
+    )
+
+
+def test_who_asks_too_often_is_told_when_to_ask_again(strict: CatalogProcess) -> None:
+    pool = asking_from("127.0.0.8", strict)
+    replies = [pool.request("GET", "/v1/namespaces") for _ in range(14)]
+    refused = [reply for reply in replies if reply.status == 429]
+    assert {reply.status for reply in replies} == {200, 429}
+    assert json.loads(refused[0].data)["error"]["code"] == "too_many_requests"
+    assert int(refused[0].headers["retry-after"]) >= 1
+    assert asking_from("127.0.0.9", strict).request("GET", "/v1/namespaces").status == 200
+
+
+def test_a_header_does_not_say_who_asks(strict: CatalogProcess) -> None:
     """Else whoever is on the machine has as many addresses, and so limits, as it likes."""
-    with catalog_process(tmp_path, nats_url, cluster, requests_per_s=5, burst=10, loopback=True) as catalog:
-        pool = urllib3.connectionpool.connection_from_url(catalog.url, retries=False, timeout=10)
-        replies = [
-            pool.request("GET", "/v1/namespaces", headers={"X-Forwarded-For": f"192.0.2.{at}"}) for at in range(30)
-        ]
-        assert {reply.status for reply in replies} == {200, 429}
+    pool = asking_from("127.0.0.10", strict)
+    replies = [pool.request("GET", "/v1/namespaces", headers={"X-Forwarded-For": f"192.0.2.{at}"}) for at in range(14)]
+    assert {reply.status for reply in replies} == {200, 429}
 
 
 def test_waits_are_bounded_for_each_caller_and_leave_others_served(nats_url: str, cluster: str, tmp_path: Path) -> None:  # noqa: F811
@@ -221,8 +228,11 @@ def test_waits_are_bounded_for_each_caller_and_leave_others_served(nats_url: str
         return await asyncio.gather(*(source.ask(post("/v1/lookup", body)) for _ in range(40)))
 
     with catalog_process(tmp_path, nats_url, cluster, waits=40) as catalog:
-        statuses = asyncio.run(crowd(catalog.url))
-        assert sorted(set(statuses)) == [429, 504]
+        for _ in range(5):
+            statuses = asyncio.run(crowd(catalog.url))
+            assert sorted(set(statuses)) == [429, 504]
+            if statuses.count(504) == 10:
+                break  # else this machine was so busy that the first were over before the last had come
         assert statuses.count(504) == 10
         assert (
             ask(catalog, "/v1/lookup", {"namespace": FIELDS, "hashes": "", "at_least": [WANTED], "timeout_s": 0})[0]
@@ -248,8 +258,9 @@ def test_floods_from_many_addresses_leave_memory_and_honest_callers_alone(
         Honest(catalog.url) as honest,
         Honest(twin.url) as honest_beside,
     ):
+        pick = random.Random(2)
         for number in range(8):  # routing's table is in use, as it is in any catalog that has run for a while
-            body = GOOD | {"hashes": random.randbytes(16 * MAX_HASHES).hex(), "input_tokens": MAX_INPUT_TOKENS}
+            body = GOOD | {"hashes": pick.randbytes(16 * MAX_HASHES).hex(), "input_tokens": MAX_INPUT_TOKENS}
             request = post("/v1/route", json.dumps(body).encode())
             assert asyncio.run(Source(catalog.url, f"127.0.2.{number + 1}").ask(request)) == 200
         quiet_rate = honest.rate(HONEST_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.redis import open_redis_store
 from tests.eventually import eventually
+from tests.janitors import HOUR_S
 from tests.managers import NAMESPACE, hashes_of, serve
 from tests.object_stores import OPEN_WAIT_S
 from tests.servers import redis_server
@@ -83,12 +85,15 @@ def test_claims_sql_and_log_stay_as_large_as_what_redis_has(redis: Forgetful, tm
 
 
 def test_what_expires_is_claimed_no_more(redis: Forgetful, tmp_path: Path) -> None:
-    with site(tmp_path, "one", lambda: redis.open(ttl_s=2)) as running:
+    with site(tmp_path, "one", lambda: redis.open(ttl_s=3600)) as running:
         manager = running.instance("engine")
         fill(manager, range(4))
         pool = manager.pools.object
         assert pool is not None
         eventually(lambda: claimed(running, pool.name) == 4 * DEPTH, "nothing was claimed")
+        for key in redis.client.scan_iter(match=f"kvbm/{K}/*", count=1000):
+            assert 0 < redis.client.ttl(key) <= 3600
+            redis.client.pexpire(key, 1)  # as if the hour was over
         eventually(lambda: not claimed(running, pool.name), "claims outlive the time of their objects")
 
 
@@ -112,13 +117,18 @@ def test_the_janitor_holds_claims_of_an_instance_that_is_gone_to_what_redis_has(
         name = f"kvbm/{K}/{NAMESPACE.id.hex()}/{kept[-HASH_BYTES:].hex()}"
         assert redis.client.exists(name)
         redis.client.delete(*(key for key in redis.client.scan_iter(count=1000) if key != name.encode()))
-        report = running.gc(skew_s=5.0)
+        report = running.gc()
         assert (report.missing_blocks, report.deleted) == (0, 0)  # too young to judge, by clocks that may be apart
+        running.age(HOUR_S)
+        since_s = time.time() - HOUR_S / 4
         manager = running.instance("another")
         manager.claim(NAMESPACE.id, hashes_of(3, DEPTH))  # a claim of today does not make the others younger
-        eventually(
-            lambda: running.gc(skew_s=2.0).missing_blocks >= 0 and claimed(running, pool) == K, "claims stay"
-        )  # a Redis tells whole seconds
+        eventually(lambda: running.claimed(since_s) == DEPTH, "SQL does not know that they were claimed again")
+        assert running.gc().missing_blocks == 19 * DEPTH
+        eventually(lambda: claimed(running, pool) == DEPTH, "claims stay")
+        running.age(HOUR_S)
+        running.gc()
+        eventually(lambda: claimed(running, pool) == K, "claims stay")
         assert set(*running.claims(pool).values()) == set(split_hashes(kept))
         assert running.depth(3) == K and running.depth(4) == 0
 

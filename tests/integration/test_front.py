@@ -11,6 +11,7 @@ from kvbm.pools.object.pool import BlockObjects
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Trouble
 from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.memory import MemoryStore
+from tests.eventually import WAIT_S
 from tests.object_pools import memory_objects
 from tests.pool_runs import Run, random_run
 
@@ -52,7 +53,7 @@ class Pair:
         outcomes = self.pool.get(run.namespace, run.hashes, rows).outcomes
         good = [index for index, outcome in enumerate(outcomes) if outcome is GOOD]
         assert (rows[good] == run.rows[good]).all()
-        assert self.store.settle(10)
+        assert self.store.settle(WAIT_S)
         return outcomes
 
 
@@ -66,7 +67,7 @@ def pair() -> Iterator[Pair]:
 def test_a_put_reaches_both_and_a_get_asks_the_front_alone(pair: Pair) -> None:
     run = random_run(6 * K, BLOCK_BYTES)
     assert pair.pool.put(run.rows, run.proof) == [True] * 6 * K
-    assert pair.store.settle(10)
+    assert pair.store.settle(WAIT_S)
     assert pair.pool.name == "memory://behind"
     assert {name: body for name, (body, _) in pair.cache.objects.items()} == {
         name: body for name, (body, _) in pair.backing.objects.items()
@@ -78,7 +79,7 @@ def test_a_put_reaches_both_and_a_get_asks_the_front_alone(pair: Pair) -> None:
 def test_what_the_front_forgot_is_read_behind_it_and_fills_it_again(pair: Pair) -> None:
     run = random_run(6 * K, BLOCK_BYTES)
     pair.pool.put(run.rows, run.proof)
-    assert pair.store.settle(10)
+    assert pair.store.settle(WAIT_S)
     forgotten = list(pair.cache.objects)[::2]
     pair.cache.delete(forgotten, 1.0)
     assert pair.outcomes(run) == [GOOD] * 6 * K
@@ -90,7 +91,7 @@ def test_what_the_front_forgot_is_read_behind_it_and_fills_it_again(pair: Pair) 
 def test_wrong_bytes_in_the_front_are_replaced_by_those_behind_it(pair: Pair) -> None:
     run = random_run(3 * K, BLOCK_BYTES)
     pair.pool.put(run.rows, run.proof)
-    assert pair.store.settle(10)
+    assert pair.store.settle(WAIT_S)
     first, second, third = pair.cache.objects
     body = bytearray(pair.cache.objects[first][0])
     body[-1] ^= 1
@@ -108,14 +109,14 @@ def test_what_the_store_behind_refuses_is_not_put(pair: Pair) -> None:
     run = random_run(2 * K, BLOCK_BYTES)
     pair.backing.refusal = Refusal(Trouble.DENIED, "403 AccessDenied")
     assert pair.pool.put(run.rows, run.proof) == [False] * 2 * K
-    assert pair.store.settle(10)
+    assert pair.store.settle(WAIT_S)
     assert pair.cache.objects == {}
 
 
 def test_a_name_that_is_taken_is_settled_by_what_is_behind(pair: Pair) -> None:
     run = random_run(K, BLOCK_BYTES)
     pair.pool.put(run.rows, run.proof)
-    assert pair.store.settle(10)
+    assert pair.store.settle(WAIT_S)
     [name] = pair.backing.objects
     pair.backing.objects[name] = (b"something else", 0)
     assert pair.pool.put(run.rows, run.proof) == [False] * K
@@ -124,7 +125,7 @@ def test_a_name_that_is_taken_is_settled_by_what_is_behind(pair: Pair) -> None:
 def test_a_front_in_trouble_is_left_alone_for_a_while_with_one_remark(pair: Pair) -> None:
     run = random_run(2 * K, BLOCK_BYTES)
     pair.pool.put(run.rows, run.proof)
-    assert pair.store.settle(10)
+    assert pair.store.settle(WAIT_S)
     pair.cache.refusal = Refusal(Trouble.SILENT, "no answer within 0.5 s")
     for _ in range(3):
         assert pair.outcomes(run) == [GOOD] * 2 * K
@@ -140,7 +141,7 @@ def test_a_front_in_trouble_is_left_alone_for_a_while_with_one_remark(pair: Pair
 def test_a_delete_is_one_of_both(pair: Pair) -> None:
     run = random_run(2 * K, BLOCK_BYTES)
     pair.pool.put(run.rows, run.proof)
-    assert pair.store.settle(10)
+    assert pair.store.settle(WAIT_S)
     [first, _] = list(pair.backing.objects)
     assert pair.pool.delete([first]) == [True]
     assert sorted(pair.outcomes(run)) == [GOOD] * K + [MISSING] * K

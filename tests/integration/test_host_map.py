@@ -18,6 +18,7 @@ from kvbm.pools.host.pool import HostPool
 from tests.eventually import eventually
 
 ROOT = Path(__file__).parents[2]
+WAIT_S = 120.0
 SLOTS, BLOCK_BYTES = 8, 5000
 
 WORKER = """
@@ -53,11 +54,11 @@ def test_another_process_reads_and_writes_the_rows_also_after_the_pool_is_gone()
             eventually(lambda rows=memory: (rows[3] == 7).all(), "the worker does not write")  # type: ignore[misc]
             del memory
             pool.close()
-            out, _ = worker.communicate("\n", timeout=30)
+            out, _ = worker.communicate("\n", timeout=WAIT_S)
             assert out == f"99 {7 * BLOCK_BYTES} False\n"
         finally:
             worker.kill()
-            worker.wait(30)
+            worker.wait(WAIT_S)
 
 
 def test_this_process_maps_its_own_pool() -> None:
@@ -71,9 +72,19 @@ def test_this_process_maps_its_own_pool() -> None:
         assert rows[1, 0] == 5
 
 
+def test_a_mapping_asks_for_huge_pages() -> None:
+    with closing(_pool()) as pool:
+        memory = map_host(os.getpid(), pool.fd, pool.mapped_bytes, pins=False)
+        begin = f"{memory.ctypes.data:x}-"
+        found = Path("/proc/self/smaps").read_text().splitlines()
+        at = next(number for number, line in enumerate(found) if line.startswith(begin))
+        flags = next(line for line in found[at:] if line.startswith("VmFlags:"))
+        assert "hg" in flags.split()
+
+
 def test_what_cannot_be_mapped_is_said_in_words(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
-    ended.wait(30)
+    ended.wait(WAIT_S)
     with closing(_pool()) as pool:
         with pytest.raises(PoolError, match="the process has ended"):
             map_host(ended.pid, pool.fd, pool.mapped_bytes)

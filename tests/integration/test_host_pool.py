@@ -100,7 +100,7 @@ def test_another_process_maps_the_slots_by_their_descriptor_and_sees_the_bytes()
         where = (pool.fd, pool.mapped_bytes, 4 * BLOCK_BYTES, 5 * BLOCK_BYTES)
         child = subprocess.run(
             [sys.executable, "-c", program, *map(str, where)],
-            pass_fds=[pool.fd], capture_output=True, text=True, timeout=60, check=True,
+            pass_fds=[pool.fd], capture_output=True, text=True, timeout=250, check=True,
         )  # fmt: skip
         assert bytes.fromhex(child.stdout) == run.rows[1].tobytes()
         assert pool.memory is not None

@@ -22,7 +22,7 @@ from kvbm.pools.nvme.pod import PodFolder
 from kvbm.streams.journal.disk import OsDevice
 from tests.managers import BLOCK_BYTES, NAMESPACE
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 ABSURD_SLOTS = 1 << 30  # hints of 32 GiB
 
 

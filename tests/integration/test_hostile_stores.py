@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from kvbm.pools.base import ReadOutcome
+from kvbm.pools.stores import cache_tier
 from kvbm.pools.stores.base import Get, Got, Refusal, Trouble
 from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.stores.redis import open_redis_store
 from tests.object_pools import memory_objects
+from tests.object_stores import PATIENT, WAIT_S
 from tests.pool_runs import random_run
 from tests.servers import redis_server
 
@@ -38,14 +40,14 @@ def test_an_object_larger_than_any_may_be_is_a_miss_with_one_warning_and_is_not_
 def test_redis_hands_over_no_more_of_a_key_than_an_object_may_have() -> None:
     redis = pytest.importorskip("redis")
     with redis_server() as url:
-        store = open_redis_store(f"{url}?prefix=p")
+        store = open_redis_store(f"{url}?prefix=p", limits=PATIENT, open_wait_s=WAIT_S)
         client = redis.Redis.from_url(url)
         client.set("p/huge", bytes(HUGE_BYTES))
         client.set("p/good", b"12345678")
         client.rpush("p/list", "x")
         before = client.info("stats")["total_net_output_bytes"]
         gets = [Get(name, most_bytes=1024) for name in ("huge", "good", "list", "none")]
-        huge, good, other, none = store.get(gets, 5.0)
+        huge, good, other, none = store.get(gets, WAIT_S)
         sent_bytes = client.info("stats")["total_net_output_bytes"] - before
         assert isinstance(huge, Refusal) and huge.trouble is Trouble.UNUSABLE
         assert isinstance(good, Got) and bytes(good.body) == b"12345678"
@@ -57,16 +59,20 @@ def test_redis_hands_over_no_more_of_a_key_than_an_object_may_have() -> None:
 
 
 @pytest.mark.objects
-def test_one_key_of_another_type_does_not_rest_the_front_and_is_replaced() -> None:
+def test_one_key_of_another_type_does_not_rest_the_front_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_tier, "_CACHE_WAIT_S", WAIT_S)  # a busy machine rests no front either
+    monkeypatch.setattr(cache_tier, "_FILL_WAIT_S", WAIT_S)
     redis = pytest.importorskip("redis")
     with redis_server() as url:
         troubles = list[str]()
         backing = MemoryStore("memory://behind")
-        store = CachedStore(open_redis_store(f"{url}?prefix=p"), backing, troubles.append)
+        store = CachedStore(
+            open_redis_store(f"{url}?prefix=p", limits=PATIENT, open_wait_s=WAIT_S), backing, troubles.append
+        )
         pool = memory_objects(BLOCK_BYTES, K, store, on_trouble=troubles.append)
         run = random_run(4 * K, BLOCK_BYTES)
         assert pool.put(run.rows, run.proof) == [True] * 4 * K
-        assert store.settle(10)
+        assert store.settle(WAIT_S)
         client = redis.Redis.from_url(url)
         names = sorted(backing.objects)
         client.delete(f"p/{names[0]}", f"p/{names[1]}")
@@ -76,7 +82,7 @@ def test_one_key_of_another_type_does_not_rest_the_front_and_is_replaced() -> No
             room = run.room()
             assert pool.get(run.namespace, run.hashes, room).outcomes == [GOOD] * 4 * K
             assert np.array_equal(room[: 4 * K], run.rows)
-            assert store.settle(10)
+            assert store.settle(WAIT_S)
         assert len(troubles) == 1, troubles
         assert client.type(f"p/{names[0]}") == b"string"
         assert client.strlen(f"p/{names[1]}") < HUGE_BYTES

@@ -11,7 +11,9 @@ import pytest
 
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import Namespace
-from kvbm.locate.http import CatalogClient, HttpLocator
+from kvbm.locate.base import NOTHING_FOUND
+from kvbm.locate.http import CatalogClient
+from kvbm.locate.locator import HttpLocator
 
 SPACE = Namespace(model="m", block_tokens=16).id
 BLOCK = bytes(range(16))
@@ -38,7 +40,7 @@ def test_a_damaged_answer_is_no_answer_and_no_error_of_the_engine(body: bytes) -
         threading.Thread(target=server.serve_forever, daemon=True).start()
         locator = HttpLocator(f"http://127.0.0.1:{server.server_port}")
         try:
-            assert locator.claimed_depth("pool", SPACE, BLOCK, 2.0) == 0
+            assert locator.find("pool", SPACE, BLOCK, 0, 60.0) == NOTHING_FOUND
         finally:
             locator.close()
             server.shutdown()
@@ -62,7 +64,7 @@ def test_a_second_try_has_only_the_time_that_the_first_has_left(monkeypatch: pyt
 
         def asked(*words: Any, timeout: Any, **more: Any) -> Any:
             given_s.append(timeout.total)
-            return request(*words, timeout=30.0, **more)
+            return request(*words, timeout=60.0, **more)
 
         monkeypatch.setattr(pool, "request", asked)
         with pytest.raises(CatalogError):

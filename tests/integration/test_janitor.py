@@ -8,25 +8,30 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvbm.assembly import NATIVE, open_manager
+import kvbm.assembly
+from kvbm.assembly import NATIVE, open_manager, run_gc
+from kvbm.cli import main
 from kvbm.core.errors import JanitorBusyError, KvbmError
 from kvbm.core.ids import Tier, split_hashes
 from kvbm.janitor import Report
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.object.tombstones import LEASE_NAME, WITHDRAWN_PREFIX, decode_list
-from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store
+from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store
 from kvbm.pools.stores.memory import MemoryStore
 from tests.eventually import eventually
+from tests.janitors import HOUR_S, Skipping
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, rows_of, serve
 from tests.object_pools import memory_objects
 from tests.object_stores import Place, place_in
-from tests.sites import DEPTH, WAIT_S, K, Site, site
+from tests.sites import DEPTH, GRACE_S, WAIT_S, K, Site, site
 
 PROMPTS = range(6)
 
@@ -41,14 +46,7 @@ def new_store(request: pytest.FixtureRequest) -> Callable[[], Store]:
 
 
 def names_in(store: Store, prefix: str = "") -> set[str]:
-    return {entry.name for entry in store.listed(prefix, 5.0) if prefix or not entry.name.startswith(".kvbm/")}
-
-
-def all_older(store: Store, age_s: float) -> bool:
-    """Whether all objects are that old, by a store's time; where it is in whole seconds, they may be a second younger than it says."""
-    put_ns = [entry.modified_ns for entry in store.listed("", 5.0)]
-    rounding_s = not any(at % 1_000_000_000 for at in put_ns)
-    return time.time_ns() - max(put_ns) > (age_s + rounding_s) * 1e9
+    return {entry.name for entry in store.listed(prefix, WAIT_S) if prefix or not entry.name.startswith(".kvbm/")}
 
 
 def compute(site: Site, managers: list[Manager]) -> None:
@@ -58,6 +56,7 @@ def compute(site: Site, managers: list[Manager]) -> None:
     for manager in managers:
         assert manager.settle(WAIT_S)
     eventually(lambda: all(site.depth(prompt) == DEPTH for prompt in PROMPTS), "the catalog has not all claims")
+    eventually(lambda: site.claimed() == len(PROMPTS) * DEPTH, "SQL has not all claims")
 
 
 def fetched(manager: Manager, prompt: int) -> int:
@@ -91,7 +90,12 @@ def test_after_the_end_of_everything_a_fresh_catalog_has_the_same_index_after_gc
         settings = here.settings(
             "a", pools__nvme__slots=64, journal__in_memory=False, instance__data_dir=str(tmp_path / "kept")
         )
-        return open_manager(settings, [NAMESPACE], BLOCK_BYTES, object_pool=memory_objects(BLOCK_BYTES, K, new_store()))
+        return open_manager(
+            settings,
+            [NAMESPACE],
+            BLOCK_BYTES,
+            object_pool=memory_objects(BLOCK_BYTES, K, new_store(), deadline_s=WAIT_S),
+        )
 
     with site(tmp_path, "before", new_store) as before:
         with manager_of(before) as manager:
@@ -124,10 +128,12 @@ def test_what_nobody_uses_goes_and_what_is_read_stays(new_store: Callable[[], St
         compute(here, [manager])
         store = new_store()
         assert len(names_in(store)) == 2 * len(PROMPTS)
-        eventually(lambda: all_older(store, 7.2), "time stands still")
+        here.age(HOUR_S)
+        since_s = time.time() - HOUR_S / 4
         reader = here.instance("b")
         assert fetched(reader, 0) == DEPTH
-        report = here.gc(ttl_s=2.5, skew_s=4.0)  # a store's times may be whole seconds
+        eventually(lambda: here.claimed(since_s) == DEPTH, "what is read does not count as used")
+        report = here.gc(ttl_s=HOUR_S / 2)
         assert report.withdrawn == {"ttl": 2 * (len(PROMPTS) - 1)}
         assert report.deleted == 2 * (len(PROMPTS) - 1)
         objects = memory_objects(BLOCK_BYTES, K, store)
@@ -178,30 +184,42 @@ class Watched(MemoryStore):
         self.deleted = 0
         self.overtaken: list[str] = []
         self.late_readers: list[threading.Thread] = []
+        self.late_may_end = threading.Event()
+        self.looks: dict[threading.Thread, int] = {}  # at tombstones, by pools that do so by themselves
         self._deleted_s: dict[str, float] = {}
+        self._chosen = random.Random(7)
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
         for name, body in puts:
             if name.startswith(WITHDRAWN_PREFIX):  # readers that began a moment ago, and take as long as they may
+                begun_s, may_end = time.monotonic(), self.late_may_end
                 for late in decode_list(body):
-                    self.late_readers.append(threading.Thread(target=self._read_slowly, args=[late, 0.9]))
-                    self.late_readers[-1].start()
+                    reader = threading.Thread(target=self._read_late, args=[late, may_end, begun_s])
+                    self.late_readers.append(reader)
+                    reader.start()
         return super().put(puts, deadline_s)
 
+    def _read_late(self, name: str, may_end: threading.Event, begun_s: float) -> None:
+        assert may_end.wait(WAIT_S), "the janitor knows no grace"
+        self._read_since(begun_s, [Get(name)])
+
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        return self._read_slowly_all(gets, deadline_s, random.random() * min(0.5, deadline_s))
-
-    def _read_slowly(self, name: str, seconds: float) -> None:
-        self._read_slowly_all([Get(name)], 1.0, seconds)
-
-    def _read_slowly_all(self, gets: Sequence[Get], deadline_s: float, seconds: float) -> list[Got | Refusal]:
         begun_s = time.monotonic()
-        time.sleep(seconds)
-        answers = super().get(gets, deadline_s)
+        time.sleep(self._chosen.random() * 0.03)
+        return self._read_since(begun_s, gets)
+
+    def _read_since(self, begun_s: float, gets: Sequence[Get]) -> list[Got | Refusal]:
+        answers = super().get(gets, WAIT_S)
         for one, answer in zip(gets, answers, strict=True):
             if isinstance(answer, Refusal) and self._deleted_s.get(one.name, 0.0) > begun_s and one.name[0] != ".":
                 self.overtaken.append(one.name)
         return answers
+
+    def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
+        thread = threading.current_thread()
+        if prefix == WITHDRAWN_PREFIX and thread.name == "kvbm-object-watch":
+            self.looks[thread] = self.looks.get(thread, 0) + 1
+        return super().listed(prefix, deadline_s, after)
 
     def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
         for name in names:
@@ -211,52 +229,93 @@ class Watched(MemoryStore):
 
 
 def test_no_object_is_deleted_under_a_reader(tmp_path: Path) -> None:
-    """Two instances read, and put again what is gone, as fast as they can, while the janitor deletes what nobody used for a moment."""
+    """Two instances read, and put again what is gone, as fast as they can, while the janitor deletes what nobody used for a moment.
+
+    What they have begun ends within the janitor's grace, which lasts as long as that takes: no clock is held against another.
+    """
     store = Watched()
     with site(tmp_path, "one", lambda: store) as here:
-        managers = [here.instance("a", look_s=0.5), here.instance("b", look_s=0.5)]
-        ending, hits, wrong = threading.Event(), [0, 0], list[BaseException]()
+        managers = [here.instance("a", look_s=0.1), here.instance("b", look_s=0.1)]
+        ending, going, turns = threading.Event(), threading.Event(), [threading.Lock(), threading.Lock()]
+        hits, wrong = [0, 0], list[BaseException]()
+        going.set()
 
         def read(which: int) -> None:
             chosen = random.Random(which)
             try:
                 while not ending.is_set():
-                    prompt = chosen.randrange(40)
-                    hits[which] += fetched(managers[which], prompt)
-                    for tier in (Tier.HBM, Tier.HOST):
-                        managers[which].evict(tier, hashes_of(prompt, DEPTH))
+                    going.wait(WAIT_S)
+                    with turns[which]:
+                        prompt = chosen.randrange(40)
+                        hits[which] += fetched(managers[which], prompt)
+                        for tier in (Tier.HBM, Tier.HOST):
+                            managers[which].evict(tier, hashes_of(prompt, DEPTH))
             except BaseException as error:  # noqa: BLE001 - told below, in the thread that asks
                 wrong.append(error)
+
+        def what_has_begun_ends() -> None:
+            """Requests, offloads and late readers; and both pools have looked at the tombstones since."""
+            going.clear()
+            try:
+                with turns[0], turns[1]:
+                    assert all(manager.settle(WAIT_S) for manager in managers)
+            finally:
+                going.set()
+            store.late_may_end.set()
+            store.late_may_end = threading.Event()
+            for late in store.late_readers:
+                late.join(WAIT_S)
+            before = dict(store.looks)
+            eventually(
+                lambda: len(store.looks) == 2 and all(count >= before.get(one, 0) + 2 for one, count in store.looks.items()),
+                "a pool does not look at the tombstones",
+            )  # fmt: skip
 
         readers = [threading.Thread(target=read, args=[which]) for which in range(2)]
         for reader in readers:
             reader.start()
         try:
-            end_s = time.monotonic() + WAIT_S
-            while not (store.deleted and store.late_readers and min(hits)) and time.monotonic() < end_s:
+            clocks = Skipping(what_has_begun_ends).clocks()
+
+            def has_run_often() -> bool:
                 for _ in range(3):
-                    here.gc(ttl_s=0.5, skew_s=1.0, grace_s=3.0)
+                    here.age(HOUR_S)
+                    here.gc(clocks, ttl_s=HOUR_S / 2)
+                return bool(wrong) or (store.deleted > 0 and bool(store.late_readers) and min(hits) > 0)
+
+            eventually(has_run_often, "nothing is read or nothing is deleted", timeout_s=WAIT_S)
         finally:
             ending.set()
             for reader in readers:
-                reader.join(30)
-        for late in store.late_readers:
-            late.join(5)
+                reader.join(WAIT_S)
         assert wrong == []
         assert store.deleted > 0 and store.late_readers and min(hits) > 0
         assert store.overtaken == []
 
 
+class Waiting(MemoryStore):
+    """A store whose listing of everything, which a janitor does while it has the lease, waits for something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits_for: Callable[[], object] = lambda: True
+
+    def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
+        if not prefix:
+            eventually(self.waits_for, "the others do not end")
+        return super().listed(prefix, deadline_s, after)
+
+
 def test_two_janitors_at_once_one_works_and_one_says_so(tmp_path: Path) -> None:
-    store = MemoryStore()
+    store = Waiting()
     with site(tmp_path, "one", lambda: store) as one, site(tmp_path, "two", lambda: store) as two:
         compute(one, [one.instance("a")])
-        eventually(lambda: all_older(store, 1.5), "time stands still")
         ended: list[Report | KvbmError] = []
+        store.waits_for = lambda: len(ended) == 3
 
         def work(here: Site) -> None:
             try:
-                ended.append(here.gc(ttl_s=1.0, skew_s=0.2))
+                ended.append(here.gc())
             except KvbmError as error:
                 ended.append(error)
 
@@ -264,7 +323,7 @@ def test_two_janitors_at_once_one_works_and_one_says_so(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(2 * WAIT_S)
         busy = [entry for entry in ended if isinstance(entry, JanitorBusyError)]
         reports = [entry for entry in ended if isinstance(entry, Report)]
         assert (len(busy), len(reports)) == (3, 1), ended
@@ -289,67 +348,61 @@ def test_a_janitor_is_never_given_a_prompt(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["s3", RADOSGW], indirect=True)
 def test_the_command_works_on_a_bucket_and_can_be_interrupted(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """What is told and done is so in this process, without the grace; what comes from outside, in a process of the command's own."""
     for name, value in place.environment.items():
         monkeypatch.setenv(name, value)
-    with site(tmp_path, "one", place.open) as here:
+    monkeypatch.setattr(kvbm.assembly, "run_gc", partial(run_gc, clocks=Skipping().clocks()))
+    with site(tmp_path, "one", place.open) as here, closing(place.open()) as store:
         compute(here, [here.instance("a")])
         flags: dict[str, Any] = {
             "instance.data_dir": here.folder,
             "instance.cluster": "one",
             "nats.url": here.server.url,
+            "nats.timeout_s": WAIT_S,
             "catalog.database": here.database,
             "pools.object.url": place.url,
             "pools.object.endpoint": place.endpoint,
             "pools.object.region": "us-east-1",
-            "pools.object.timeout_s": 2,
+            "pools.object.timeout_s": WAIT_S,
             "pools.object.look_s": 1,
-            "gc.grace_s": 4,
-            "gc.lease_s": 5,
+            "gc.grace_s": GRACE_S,
+            "gc.lease_s": WAIT_S,
+            "gc.skew_s": WAIT_S,
         }
-        command = [sys.executable, "-m", "kvbm", "catalog", "gc", *(f"--set={k}={v}" for k, v in flags.items())]
-        done = carried_out([*command, "--dry-run"])
-        assert "dry run: nothing is changed" in done.stdout and f"{2 * len(PROMPTS)}" in done.stdout
-        assert names_in(place.open(), ".kvbm/") == set()
-        done = carried_out([*command, "--json"])
-        assert f'"objects":{2 * len(PROMPTS)}' in done.stdout
-        for told in (signal.SIGHUP, signal.SIGTERM):
-            going = subprocess.Popen(
-                [*command, "--every", "60", "--set=gc.grace_s=300"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            assert going.stdout is not None and going.stdout.readline()
-            going.send_signal(told)
-            assert going.wait(30) == 130
-            assert b'"holder":""' in bytes(place.open().get([_get(LEASE_NAME)], 5.0)[0].body)  # type: ignore[union-attr]
-        going = subprocess.Popen(
-            [*command, "--every", "60", "--set=gc.grace_s=300", "--set=gc.quota_bytes=1"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        eventually(lambda: names_in(place.open(), WITHDRAWN_PREFIX), "nothing was withdrawn")
-        second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert second.returncode == 0, second.stderr[-4000:]
-        assert "another janitor works: janitor-" in second.stderr
-        going.send_signal(signal.SIGTERM)
-        assert going.wait(30) == 130
-        assert b'"holder":""' in bytes(place.open().get([_get(LEASE_NAME)], 5.0)[0].body)  # type: ignore[union-attr]
-        assert len(names_in(place.open())) == 2 * len(PROMPTS)
-        done = carried_out([*command, "--json"])
-        assert '"lists":1' in done.stdout and names_in(place.open()) == set()
+        words = ["catalog", "gc", *(f"--set={key}={value}" for key, value in flags.items())]
+        command = [sys.executable, "-m", "kvbm", *words]
 
+        def carried_out(*more: str) -> str:
+            assert main([*words, *more]) == 0
+            return capsys.readouterr().out
 
-def carried_out(command: list[str]) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return done
+        def is_free() -> bool:
+            (lease,) = store.get([Get(LEASE_NAME)], WAIT_S)
+            return isinstance(lease, Got) and b'"holder":""' in bytes(lease.body)
 
-
-def _get(name: str) -> Any:
-    from kvbm.pools.stores.base import Get
-
-    return Get(name)
+        told = carried_out("--dry-run")
+        assert "dry run: nothing is changed" in told and f"{2 * len(PROMPTS)}" in told
+        assert names_in(store, ".kvbm/") == set()
+        assert f'"objects":{2 * len(PROMPTS)}' in carried_out("--json")
+        with subprocess.Popen([*command, "--every", "3600"], stdout=subprocess.PIPE, text=True) as going:
+            try:
+                assert going.stdout is not None and going.stdout.readline()
+                going.send_signal(signal.SIGHUP)  # between two runs
+                assert going.wait(WAIT_S) == 130
+            finally:
+                going.kill()
+        assert is_free()
+        with subprocess.Popen([*command, "--every", "3600", "--set=gc.quota_bytes=1"]) as going:
+            try:
+                eventually(lambda: names_in(store, WITHDRAWN_PREFIX), "nothing was withdrawn", timeout_s=WAIT_S)
+                assert main(words) == 0
+                assert "another janitor works: janitor-" in capsys.readouterr().err
+                going.send_signal(signal.SIGTERM)  # within a run
+                assert going.wait(WAIT_S) == 130
+            finally:
+                going.kill()
+        assert is_free()
+        assert len(names_in(store)) == 2 * len(PROMPTS)
+        assert '"lists":1' in carried_out("--json") and names_in(store) == set()

@@ -36,19 +36,19 @@ def test_a_prompt_comes_back_from_each_tier_with_its_bytes() -> None:
     objects = memory_objects(BLOCK_BYTES)
     with make_manager(SLOTS, objects=objects, locator=KnowsAll()) as manager:
         serve(manager, 1, 6)
-        assert manager.settle(5)
+        assert manager.settle(WAIT_S)
         assert serve(manager, 1, 6).prefix.hits == {Tier.HBM: 6}
         manager.evict(Tier.HBM, hashes_of(1, 6))
         assert serve(manager, 1, 6).prefix.hits == {Tier.HOST: 6}
-        assert manager.settle(5)
+        assert manager.settle(WAIT_S)
         for tier in (Tier.HBM, Tier.HOST):
             manager.evict(tier, hashes_of(1, 6))
         assert serve(manager, 1, 6).prefix.hits == {Tier.NVME: 6}
-        assert manager.settle(5)
+        assert manager.settle(WAIT_S)
         for tier in (Tier.HBM, Tier.HOST, Tier.NVME):
             manager.evict(tier, hashes_of(1, 6))
         assert serve(manager, 1, 6).prefix.hits == {Tier.OBJECT: 6}
-        assert manager.settle(5)
+        assert manager.settle(WAIT_S)
         manager.evict(Tier.HBM, hashes_of(1, 6, start=3))
         manager.evict(Tier.HOST, hashes_of(1, 6, start=5))
         assert serve(manager, 1, 6).prefix.hits == {Tier.HBM: 3, Tier.HOST: 2, Tier.NVME: 1}
@@ -57,7 +57,7 @@ def test_a_prompt_comes_back_from_each_tier_with_its_bytes() -> None:
 def test_a_manager_tells_what_it_has_put_in_the_object_pool() -> None:
     with make_manager(SLOTS, objects=memory_objects(BLOCK_BYTES)) as manager:
         serve(manager, 1, 6)
-        assert manager.settle(5)
+        assert manager.settle(WAIT_S)
         counted = manager.stats().objects
         assert counted is not None
         raw, stored = counted.namespaces[NAMESPACE.id]
@@ -75,7 +75,7 @@ def test_the_journal_folds_to_the_live_state_and_digest() -> None:
         for prompt in range(9):
             serve(manager, prompt, 2 + (prompt + snapshot_) % 6)
         manager.take_snapshot()
-    assert manager.settle(5)
+    assert manager.settle(WAIT_S)
     digest = manager.digest()[1]
     held = {tier: set(manager.held(tier)) for tier in Tier}
     manager.close()
@@ -90,7 +90,7 @@ def test_corrupt_bytes_are_a_miss_an_eviction_and_a_counter() -> None:
     log = MemoryLog()
     with make_manager(SLOTS, sink=log) as manager:
         serve(manager, 1, 6)
-        assert manager.settle(5)
+        assert manager.settle(WAIT_S)
         for tier in (Tier.HBM, Tier.HOST):
             manager.evict(tier, hashes_of(1, 6))
         with manager._lock:
@@ -99,7 +99,7 @@ def test_corrupt_bytes_are_a_miss_an_eviction_and_a_counter() -> None:
         manager.pools.slots[Tier.NVME].rows[slot, 5] ^= 1  # type: ignore[attr-defined]
         assert serve(manager, 1, 6).prefix.hits == {Tier.NVME: 2}
         assert manager.stats().corrupt_blocks == 1
-        assert manager.settle(5)
+        assert manager.settle(WAIT_S)
     corrupt = [e for e in events_in(log) if isinstance(e, BlocksEvicted) and e.reason == EvictReason.CORRUPT]
     assert [(e.tier, e.hashes) for e in corrupt] == [(Tier.NVME, hashes_of(1, 3, start=2))]
 
@@ -109,7 +109,7 @@ def test_trouble_is_told_outside_the_lock(monkeypatch: pytest.MonkeyPatch) -> No
 
     class SlowReader:
         def warning(self, event: str, **fields: object) -> None:
-            free = manager._lock.acquire(timeout=2)  # fails only when whoever tells holds it
+            free = manager._lock.acquire(timeout=WAIT_S)  # fails only when whoever tells holds it
             if free:
                 manager._lock.release()
             told.append((event, free))
@@ -141,7 +141,7 @@ def test_a_request_waits_no_longer_than_told_and_the_late_copy_keeps_its_slots()
 
     with make_manager({Tier.HBM: 8, Tier.NVME: 8}, wrap=SlowNvme, wait_s=0.2, offload=(Tier.NVME,)) as manager:
         serve(manager, 1, 4)
-        assert manager.settle(5)
+        assert manager.settle(WAIT_S)
         manager.evict(Tier.HBM, hashes_of(1, 4))
         prefix = manager.acquire(NAMESPACE.id, hashes_of(1, 4))
         assert prefix.depth == 0
@@ -152,7 +152,7 @@ def test_a_request_waits_no_longer_than_told_and_the_late_copy_keeps_its_slots()
         manager.evict(Tier.NVME, hashes_of(1, 4, start=3))  # even then its source slot is not free
         assert manager.stats().pools[Tier.NVME].free == 4
         release.set()
-        assert manager.settle(5)
+        assert manager.settle(WAIT_S)
         assert manager.stats().late_copies == 1
         assert manager.stats().pools[Tier.NVME].free == 5
         manager.release(rest)
@@ -178,7 +178,7 @@ def test_a_durable_slot_is_overwritten_only_after_its_withdrawal_is_durable() ->
     log = Journal()
     manager = make_manager({Tier.HBM: 8, Tier.NVME: 4}, sink=log, wrap=Watched, wait_s=0.3, offload=(Tier.NVME,))
     serve(manager, 1, 4)
-    assert manager.settle(5)
+    assert manager.settle(WAIT_S)
     assert len(written) == 1
     gate.clear()  # the journal's device hangs: nothing becomes durable, so nothing may be overwritten
     serve(manager, 2, 4)
@@ -189,7 +189,7 @@ def test_a_durable_slot_is_overwritten_only_after_its_withdrawal_is_durable() ->
 
     def is_written() -> bool:  # after a failure the offloader pauses
         serve(manager, next(prompts) % 50, 4)
-        return manager.settle(5) and len(written) > 1
+        return manager.settle(WAIT_S) and len(written) > 1
 
     eventually(is_written, "the slots are not written once their withdrawals are durable")
     manager.close()
@@ -208,7 +208,7 @@ def test_a_claim_is_recorded_only_after_its_bytes() -> None:
     log = MemoryLog()
     with make_manager({Tier.HBM: 8, Tier.NVME: 8}, sink=log, wrap=Full, offload=(Tier.NVME,)) as manager:
         serve(manager, 1, 4)
-        assert manager.settle(5)
+        assert manager.settle(WAIT_S)
         assert manager.stats().failed_copies == 1
         assert manager.held(Tier.NVME) == []
         assert manager.stats().pools[Tier.NVME].free == 8
@@ -234,9 +234,10 @@ def test_many_threads_share_one_manager_without_losing_a_slot() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
         assert not errors
-        assert manager.settle(10)
+        assert manager.settle(WAIT_S)
         for counts in manager.stats().pools.values():
             assert counts.allocated == 0
             assert counts.free + counts.held == counts.slots
@@ -311,7 +312,7 @@ def test_hashes_of_another_namespace_find_nothing_in_any_tier_and_take_nothing(h
     with make_manager(SLOTS) as manager:
         manager.declare([other])
         serve(manager, 1, 6)
-        assert manager.settle(5)
+        assert manager.settle(WAIT_S)
         for tier in (Tier.HBM, Tier.HOST):
             if tier < held_in:
                 manager.evict(tier, hashes_of(1, 6))
@@ -342,7 +343,7 @@ def test_a_request_is_not_given_what_another_namespace_has_created_while_it_wait
         given = manager.allocate(2, other.id)
         assert given is not None
         manager.unpin(manager.create(other.id, NO_PARENT, 0, hashes, given))
-        assert manager.settle(5)
+        assert manager.settle(WAIT_S)
         for tier in (Tier.HBM, Tier.HOST):
             manager.evict(tier, hashes)
         gate.close()

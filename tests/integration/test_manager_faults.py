@@ -31,7 +31,7 @@ from tests.eventually import eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, make_manager, serve
 from tests.wrapped_pools import Wrapped
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Breaking(Wrapped):
@@ -202,7 +202,7 @@ def test_a_stop_that_comes_as_the_writer_wakes_is_not_lost() -> None:
 
     stream.wake = StoppedMeanwhile()
     writer.start()
-    writer._thread.join(2.0)
+    writer._thread.join(WAIT_S)
     assert not writer._thread.is_alive()
 
 

@@ -19,7 +19,7 @@ import structlog
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvbm._native import BlockIo, checksums
-from kvbm.core.errors import ConfigError, PoolError, PoolMismatchError
+from kvbm.core.errors import ConfigError, PoolError
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Reach
 from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.nvme import sealing
@@ -231,13 +231,18 @@ def test_blocks_of_an_earlier_life_open_and_no_nonce_comes_twice(tmp_path: Path,
             assert pool.read(range(4 * life, 4 * life + 4), SHAPE.id, run.hashes, run.room()).outcomes == [GOOD] * 4
 
 
-def test_a_plain_pool_is_not_opened_encrypted_nor_the_other_way(tmp_path: Path, keys_file: Path) -> None:
-    _open(tmp_path / "plain", None).close()
-    with pytest.raises(PoolMismatchError, match="made for encrypted False, this manager has encrypted True"):
-        _open(tmp_path / "plain", _keys(keys_file))
+def test_a_plain_pool_is_not_used_encrypted_nor_the_other_way(tmp_path: Path, keys_file: Path) -> None:
+    run = random_run(1, BLOCK_BYTES)
+    with closing(_open(tmp_path / "plain", None)) as pool:
+        pool.write([0], run.rows, run.proof)
+    with closing(_open(tmp_path / "plain", _keys(keys_file))) as pool:
+        assert pool.opened == "created" and "made for encrypted False, this manager has encrypted True" in pool.notice
+    assert run.rows.tobytes() not in (tmp_path / "plain").read_bytes()
+    assert [one.name for one in tmp_path.glob("plain*")] == ["plain"]  # what lies there in the clear is not kept
     _open(tmp_path / "sealed", _keys(keys_file)).close()
-    with pytest.raises(PoolMismatchError, match="made for encrypted True"):
-        _open(tmp_path / "sealed", None)
+    with closing(_open(tmp_path / "sealed", None)) as pool:
+        assert pool.opened == "created" and "made for encrypted True" in pool.notice
+    assert (tmp_path / "sealed.aside-1").exists()
 
 
 def test_an_engine_without_seals_takes_no_sealed_block_for_one(tmp_path: Path, keys_file: Path) -> None:

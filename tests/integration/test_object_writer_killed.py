@@ -21,7 +21,7 @@ from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, hashes_of, serve
 from tests.object_pools import memory_objects
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 20.0
+WAIT_S = 120.0
 K = 4
 
 
@@ -103,9 +103,11 @@ from tests.integration.test_object_writer_killed import opened
 from tests.managers import serve
 manager = opened(Path({str(tmp_path)!r}), {dies_after})
 serve(manager, 1, 14)
-manager.settle(20)
+manager.settle({WAIT_S})
 """
-    child = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, check=False, capture_output=True)
+    child = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, timeout=2 * WAIT_S, check=False, capture_output=True
+    )
     assert child.returncode == -signal.SIGKILL
     assert len(list((tmp_path / "store").iterdir())) == dies_after
     with opened(tmp_path) as manager:

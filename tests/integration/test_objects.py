@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -14,10 +14,10 @@ from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.object.coding import ELEMENT_CODINGS
 from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.reader import Described
-from kvbm.pools.object.tombstones import WITHDRAWN_PREFIX, encode_list
-from kvbm.pools.stores.base import Get, Got, Put, Refusal, Trouble
+from kvbm.pools.object.tombstones import WITHDRAWN_PREFIX, Tombstones, encode_list
+from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Trouble
 from kvbm.pools.stores.memory import MemoryStore
-from tests.eventually import eventually
+from tests.eventually import WAIT_S, eventually
 from tests.object_pools import memory_objects
 from tests.pool_runs import Run, random_run
 
@@ -233,6 +233,35 @@ def test_a_pool_looks_for_what_is_withdrawn_by_itself(shop: Shop) -> None:
     pool.close()
 
 
+class Overtaken(MemoryStore):
+    """A store of which the first listing is given out after the second, as it was when it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
+        found = list(super().listed(prefix, deadline_s, after))
+        if not self.begun.is_set():
+            self.begun.set()
+            assert self.may_end.wait(WAIT_S)
+        return iter(found)
+
+
+def test_of_two_looks_at_a_time_the_one_that_began_last_counts() -> None:
+    store = Overtaken()
+    tombstones = Tombstones(store, 1000.0, WAIT_S)
+    looking = threading.Thread(target=tombstones.look)
+    looking.start()
+    assert store.begun.wait(WAIT_S)
+    store.put([Put(f"{WITHDRAWN_PREFIX}1", encode_list(["gone"]))], WAIT_S)
+    tombstones.look()
+    assert tombstones.among(["gone", "here"]) == {"gone"}
+    store.may_end.set()
+    looking.join(WAIT_S)
+    assert tombstones.among(["gone", "here"]) == {"gone"}
+
+
 class Late(MemoryStore):
     """A store that answers when it is told to, whatever the deadline."""
 
@@ -241,11 +270,11 @@ class Late(MemoryStore):
         self.may_answer = threading.Event()
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        self.may_answer.wait(30)
+        self.may_answer.wait(WAIT_S)
         return super().get(gets, deadline_s)
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
-        self.may_answer.wait(30)
+        self.may_answer.wait(WAIT_S)
         return super().put(puts, deadline_s)
 
 

@@ -15,6 +15,7 @@ from kvbm.core.errors import LayoutError
 from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.core.policy import WriteBudget
+from kvbm.locate.base import Found
 from kvbm.manager.object_groups import groups_of
 from kvbm.manager.offload_queue import Skipped
 from kvbm.manager.owned_hbm import Manager
@@ -37,7 +38,7 @@ from tests.managers import (
 from tests.object_pools import memory_objects
 from tests.wrapped_pools import Jittery, OutOfReach
 
-WAIT_S = 10.0
+WAIT_S = 120.0
 K = 4
 
 
@@ -67,13 +68,13 @@ class Claims(KnowsAll):
                     held.difference_update(groups_of(event.hashes, 1))
         return held
 
-    def claimed_depth(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> int:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
         self.asked.append(hashes)
         held = self.claims()
         depth = 0
         while hashes[depth * HASH_BYTES :] and hashes[depth * HASH_BYTES : (depth + 1) * HASH_BYTES] in held:
             depth += 1
-        return depth
+        return Found(depth)
 
 
 class Asked:
@@ -357,7 +358,18 @@ def test_late_objects_never_land_in_slots_that_are_used_again(blocks: int, stage
 
         with ThreadPoolExecutor(2) as engines:
             for done in [engines.submit(engine, number) for number in range(2)]:
-                done.result(60)
+                done.result(4 * WAIT_S)
+        assert settled(manager)
+        objects.opened.clear()  # one that is late in any case, then one that is not
+        everything_but_objects(manager, 1, 8)
+        manager.unpin(manager.acquire(NAMESPACE.id, hashes_of(1, 8)).slots)
+        objects.opened.set()
+        assert settled(manager)
+        everything_but_objects(manager, 1, 8)
+        found = manager.acquire(NAMESPACE.id, hashes_of(1, 8), wait_s=WAIT_S)
+        assert found.hits.get(Tier.OBJECT, 0) > 0
+        check_bytes(manager, hashes_of(1, found.depth), found.slots)
+        manager.unpin(found.slots)
         assert settled(manager)
         stats = manager.stats()
         assert stats.late_copies > 0 and stats.hit_blocks[Tier.OBJECT] > 0

@@ -14,10 +14,10 @@ def test_a_wait_ends_when_another_epochs_snapshot_is_whole() -> None:
     offsets = Offsets()
     offsets.begin_epoch(ONE, Offset(1))
     reached: list[bool] = []
-    waiting = threading.Thread(target=lambda: reached.append(offsets.wait_durable(ONE, Offset(9), 10.0)))
+    waiting = threading.Thread(target=lambda: reached.append(offsets.wait_durable(ONE, Offset(9), 60.0)))
     waiting.start()
     offsets.begin_epoch(TWO, Offset(2))
     offsets.advance_durable(TWO, Offset(2))
-    waiting.join(10.0)
+    waiting.join(60.0)
     assert reached == [True]
     assert not offsets.wait_durable(TWO, Offset(3), 0.0)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -26,6 +25,7 @@ from kvbm.core.events import BlocksMigrated, InstanceStarted, MigrateCause
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, Reach, Tier, split_hashes
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import PodRun, Proof, ReadOutcome, ReadResult
+from kvbm.pools.nvme import pod
 from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.nvme.pool import NvmePool
@@ -42,10 +42,11 @@ from tests.managers import (
     rows_of,
     serve,
 )
+from tests.nvme_volumes import refused_soon
 from tests.object_pools import memory_objects
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 20.0
+WAIT_S = 60.0
 STRIDE = stride_of(BLOCK_BYTES)
 
 
@@ -59,7 +60,14 @@ def flags_of(tmp_path: Path, instance: str, slots: int = 32) -> dict[str, Any]:
         "pools.nvme.slots": slots,
         "pools.nvme.folder": str(tmp_path / "pod"),
         "pools.nvme.direct": "auto",
+        "onboard.wait_s": WAIT_S,
     }
+
+
+@pytest.fixture(autouse=True)
+def nobody_looks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An instance sees what others have written at its start, and when a test tells it to look."""
+    monkeypatch.setattr(pod, "POLL_S", 3600.0)
 
 
 def opened(tmp_path: Path, instance: str, slots: int = 32, **more: Any) -> Manager:
@@ -70,11 +78,11 @@ def opened(tmp_path: Path, instance: str, slots: int = 32, **more: Any) -> Manag
 
 
 def look(manager: Manager) -> PodFolder:
-    pod = manager.pools.pod
-    assert isinstance(pod, PodFolder)
-    pod.poll()
-    pod.poll()  # once more: the clock of files ticks slowly
-    return pod
+    folder = manager.pools.pod
+    assert isinstance(folder, PodFolder)
+    folder.poll()
+    folder.poll()  # once more: the clock of files ticks slowly
+    return folder
 
 
 def file_of(tmp_path: Path, instance: str, suffix: str = "pool") -> Path:
@@ -148,14 +156,14 @@ from tests.integration.test_pod_folder import opened
 from tests.managers import serve
 manager = opened(Path({str(tmp_path)!r}), "a")
 serve(manager, 1, 8)
-assert manager.settle(20)
+assert manager.settle({WAIT_S})
 print("written", flush=True)
 number = 0
 while True:
     serve(manager, 100 + number % 40, 4)
     number += 1
     if number % 8 == 0:
-        assert manager.settle(20)
+        assert manager.settle({WAIT_S})
         print(number, "more", flush=True)
 """
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -194,17 +202,17 @@ def test_slots_that_are_overwritten_while_they_are_read_never_give_wrong_bytes(t
                 number += 1
 
         def read(manager: Manager, which: int) -> None:
-            pod = manager.pools.pod
-            assert isinstance(pod, PodFolder)
+            folder = manager.pools.pod
+            assert isinstance(folder, PodFolder)
             rows = np.empty((3, BLOCK_BYTES), dtype=np.uint8)
             number = 0
             while not stop.is_set():
                 if number % 16 == 0:
-                    pod.poll()
+                    folder.poll()
                 hashes = hashes_of(number % 8, 3)
-                for instance, slots in pod.find(NAMESPACE.id, hashes):
+                for instance, slots in folder.find(NAMESPACE.id, hashes):
                     part, hashes = hashes[: len(slots) * HASH_BYTES], hashes[len(slots) * HASH_BYTES :]
-                    result = pod.read(instance, slots, NAMESPACE.id, part, rows[: len(slots)])
+                    result = folder.read(instance, slots, NAMESPACE.id, part, rows[: len(slots)])
                     for at, outcome in enumerate(result.outcomes):
                         if outcome == ReadOutcome.GOOD:
                             assert np.array_equal(rows[at : at + 1], rows_of(part)[at : at + 1])
@@ -212,8 +220,8 @@ def test_slots_that_are_overwritten_while_they_are_read_never_give_wrong_bytes(t
                         else:
                             assert outcome == ReadOutcome.MISSING
                             missed[which] += 1
-                            with pod._lock:
-                                for peer in pod._peers.values():
+                            with folder._lock:
+                                for peer in folder._peers.values():
                                     peer.doubts.clear()  # look there again and again
                                     peer.hints = None
                 serve(manager, number % 8, 3)  # the same through the manager: checks every byte
@@ -229,13 +237,15 @@ def test_slots_that_are_overwritten_while_they_are_read_never_give_wrong_bytes(t
         with ThreadPoolExecutor(4) as threads:
             running = [threads.submit(done, write, manager, 4 * number) for number, manager in enumerate(writers)]
             running += [threads.submit(done, read, manager, number) for number, manager in enumerate(readers)]
-            deadline = time.monotonic() + WAIT_S
-            while not stop.is_set() and time.monotonic() < deadline and not (min(fetched) > 300 and sum(missed) > 20):
-                time.sleep(0.05)
-            stop.set()
+            try:
+                eventually(
+                    lambda: stop.is_set() or (min(fetched) > 200 and sum(missed) > 20),
+                    "readers do not meet what writers overwrite", 4 * WAIT_S, lambda: (fetched, missed),
+                )  # fmt: skip
+            finally:
+                stop.set()
             for thread in running:
                 thread.result(WAIT_S)
-        assert min(fetched) > 0 and sum(missed) > 0, (fetched, missed)
         assert all(manager.stats().corrupt_blocks == 0 for manager in readers)
 
 
@@ -344,14 +354,14 @@ def test_hints_of_blocks_that_are_gone_lead_to_misses_and_are_followed_once(tmp_
     with opened(tmp_path, "a", slots=4) as a, opened(tmp_path, "b", slots=0) as b:
         serve(a, 1, 4)
         assert a.settle(WAIT_S)
-        pod = look(b)
-        table = pod._tables
+        folder = look(b)
+        table = folder._tables
         serve(a, 2, 4)
         assert a.settle(WAIT_S)
-        assert pod.find(NAMESPACE.id, hashes_of(1, 4))
-        assert pod._tables is table  # b has not looked since
+        assert folder.find(NAMESPACE.id, hashes_of(1, 4))
+        assert folder._tables is table  # b has not looked since
         assert serve(b, 1, 4).prefix.hits == {}
-        assert pod.find(NAMESPACE.id, hashes_of(1, 4)) == []
+        assert folder.find(NAMESPACE.id, hashes_of(1, 4)) == []
         look(b)
         assert serve(b, 2, 4).prefix.hits == {Tier.NVME: 4}
 
@@ -396,23 +406,26 @@ def test_the_pod_comes_before_the_object_pool_and_both_behind_the_own_tiers(tmp_
 
 
 def test_a_pod_whose_folder_hangs_is_a_miss_and_then_not_asked(tmp_path: Path) -> None:
-    opened_gate, entered = threading.Event(), threading.Event()
+    opened_gate = threading.Event()
 
     with written(tmp_path), opened(tmp_path, "b", slots=0, onboard__wait_s=0.1) as b:
-        pod = look(b)
-        read = pod.read
+        folder = look(b)
+        read = folder.read
 
         def hangs(*run: Any) -> ReadResult:
-            entered.set()
-            opened_gate.wait(WAIT_S)
+            opened_gate.wait(4 * WAIT_S)
             return read(*run)
 
-        pod.read = hangs  # type: ignore[method-assign]
-        for _ in range(2):
-            assert b.acquire(NAMESPACE.id, hashes_of(1, 4)).depth == 0
-            hashes_left = b.stats().late_slots
-        assert entered.is_set() and hashes_left == 4  # the second finds its blocks on their way
-        assert b.acquire(NAMESPACE.id, hashes_of(1, 8)).depth == 0
+        folder.read = hangs  # type: ignore[method-assign]
+
+        def leaves_late(depth: int, slots: int) -> bool:
+            """A read that no thread has begun in time is not late, but given up."""
+            assert b.acquire(NAMESPACE.id, hashes_of(1, depth)).depth == 0
+            return b.stats().late_slots == slots
+
+        eventually(lambda: leaves_late(4, 4), "the read does not begin")
+        assert leaves_late(4, 4)  # it finds its blocks on their way
+        eventually(lambda: leaves_late(8, 8), "the second read does not begin")
         assert b.trouble() == "a: reads do not end; a miss until they do"
         assert b.acquire(NAMESPACE.id, hashes_of(1, 8), wait_s=WAIT_S * 10).depth == 0
         opened_gate.set()
@@ -425,7 +438,7 @@ def test_two_instances_of_one_name_cannot_share_a_file(tmp_path: Path) -> None:
 
     with opened(tmp_path, "a"):
         flags = flags_of(tmp_path, "a") | {"instance.data_dir": str(tmp_path / "elsewhere")}
-        with pytest.raises(PoolError, match="in use by another manager"):
+        with refused_soon(), pytest.raises(PoolError, match="in use by another manager"):
             open_manager(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES)
 
 
@@ -434,11 +447,14 @@ def test_a_folder_and_a_path_exclude_each_other(tmp_path: Path) -> None:
         load_settings(flags=flags_of(tmp_path, "a") | {"pools.nvme.path": "x"})
 
 
-def test_a_peer_is_looked_at_in_the_background(tmp_path: Path) -> None:
+def test_a_peer_is_looked_at_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pod, "POLL_S", 0.02)
     with opened(tmp_path, "a") as a, opened(tmp_path, "b") as b:
         serve(a, 1, 4)
         assert a.settle(WAIT_S)
-        pod = b.pools.pod
-        assert pod is not None
-        eventually(lambda: pod.find(NAMESPACE.id, hashes_of(1, 4)), "nobody has looked")
+        folder = b.pools.pod
+        assert folder is not None
+        eventually(
+            lambda: [len(run.slots) for run in folder.find(NAMESPACE.id, hashes_of(1, 4))] == [4], "nobody looks"
+        )
         assert serve(b, 1, 4).prefix.hits == {Tier.NVME: 4}

@@ -18,7 +18,7 @@ def test_a_request_to_an_engine_that_has_died_is_answered(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Child, "__init__", lambda self, *_, **__: setattr(self, "process", Process()))
     engine = EngineProcess("e", {}, tmp_path, {})
-    assert engine.events.get(timeout=5) == {"event": "died"}
+    assert engine.events.get(timeout=60) == {"event": "died"}
     told: list[dict[str, Any]] = []
     engine.submit("r", [1], 1, True, told.append)
     assert [answer["failed"] for answer in told] == ["engine died"]

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from kvbm.core.fetching import Transfer
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams import publisher_reports
 from kvbm.streams.base import Heartbeat, Position
@@ -57,7 +59,7 @@ class Raising(PlainOwner):
         made = super().heartbeat(published)
         if self.is_broken:
             raise RuntimeError("a fault")
-        return made
+        return msgspec.structs.replace(made, transfers=(Transfer("tcp", 0, 1, 1),))
 
 
 @contextmanager
@@ -122,6 +124,7 @@ def test_a_heartbeat_that_the_owner_cannot_make_goes_out_as_its_last_one_and_say
         eventually(lambda: stream.beats[-1].published == 1 and stream.beats[-1].trouble, "its heartbeats have ended")
         last = stream.beats[-1]
         assert (last.run, last.epoch) == (owner.run, owner.epoch)
+        assert stream.beats[0].transfers and not last.transfers  # reads are told of once
         assert last.wall_time_ns > stream.beats[0].wall_time_ns
         assert "the manager fails to make it (RuntimeError: a fault)" in last.trouble
         assert thread.trouble == last.trouble

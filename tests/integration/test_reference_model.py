@@ -248,7 +248,7 @@ def test_without_torch_the_import_says_what_to_install() -> None:
         "try:\n    import kvbm.engines.reference\n"
         "except MissingExtraError as error:\n    print(error.extra, error, sep='|')\n"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=180)
     assert (
         found.stdout.strip()
         == "engine|the reference engine needs torch; install it with: pip install 'kvbm-ledger[engine]'"

@@ -27,7 +27,7 @@ from kvbm.replay.cli import Parts, main
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats.stream import NatsStream
 from tests.captures import NAMESPACES, chain, make_capture, packed
-from tests.eventually import eventually
+from tests.eventually import WAIT_S, eventually
 from tests.nats_fixture import (
     fresh_nats,  # noqa: F401
     messages,
@@ -58,7 +58,7 @@ def catalog(url: str, folder: Path, name: str, **more: Any) -> Iterator[CatalogC
     )  # fmt: skip
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
         client = CatalogClient(thread.url)
-        client.wait_ready(20)
+        client.wait_ready(WAIT_S)
         yield client
         client.close()
 
@@ -73,7 +73,7 @@ def beat(url: str, *streams: list[Frame]) -> None:
     """A sign of life of each instance."""
 
     async def work() -> None:
-        stream = await NatsStream.connect(url)
+        stream = await NatsStream.connect(url, WAIT_S)
         try:
             for frames in streams:
                 last = frames[-1]
@@ -312,7 +312,7 @@ def test_a_log_is_served_into_a_stream_and_a_catalog_there_says_what_it_says(
 
 
 async def fence_epochs(url: str) -> list[int]:
-    stream = await NatsStream.connect(url)
+    stream = await NatsStream.connect(url, WAIT_S)
     try:
         found = [await stream.fence(CLUSTER, InstanceId(name)) for name in ("one", "two")]
         return [one.epoch for one in found if one is not None]

@@ -23,7 +23,7 @@ BLOCKS = 8
 def settings_of(folder: Path, **more: Any) -> kvbm.Settings:
     flags = {
         "instance.data_dir": str(folder), "instance.id": "engine-0", "pools.hbm.slots": 32, "pools.hbm.device": "memory",
-        "pools.host.slots": 64, "pools.nvme.slots": 128, "nats.enabled": False,
+        "pools.host.slots": 64, "pools.nvme.slots": 128, "nats.enabled": False, "onboard.wait_s": 60.0,
     }  # fmt: skip
     return kvbm.load_settings(
         environment={}, flags=flags | {key.replace("__", "."): value for key, value in more.items()}
@@ -39,7 +39,7 @@ def create(manager: kvbm.Manager, namespace: kvbm.Namespace, prompt: int) -> byt
     assert rows is not None
     rows[slots] = rows_of(hashes)
     manager.unpin(manager.create(namespace.id, kvbm.NO_PARENT, 0, hashes, slots))
-    assert manager.settle(10.0)
+    assert manager.settle(60.0)
     return hashes
 
 

@@ -13,6 +13,8 @@ import msgspec
 import pytest
 
 import kvbm
+from kvbm.cli import main
+from kvbm.workload.compare_fetch import FetchReport
 from kvbm.workload.generator import generate
 from kvbm.workload.simulate import Report, arrivals_of, ideal_hit_ratio, simulate
 from kvbm.workload.trace import TraceRequest, read_trace
@@ -20,7 +22,7 @@ from kvbm.workload.trace import TraceRequest, read_trace
 ROOT = Path(kvbm.__file__).parents[1]
 RECORDED = ROOT.parent / "shared" / "data" / "mooncake_conversation_trace.jsonl"
 RECORDED_LINES = 400
-RUN_WAIT_S = 90.0
+RUN_WAIT_S = 300.0
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -54,10 +56,18 @@ def check_report(report: Report) -> None:
     assert 1 <= report.load_max_over_mean < 2
 
 
-def test_a_trace_that_is_not_there_is_named() -> None:
-    ended = run("--policy", "kvbm", "--trace", "nowhere.jsonl")
-    assert ended.returncode != 0
-    assert "nowhere.jsonl cannot be read" in ended.stderr
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What `kvbm simulate …` says, run in this process, where it refuses what it is given."""
+    try:
+        code: object = main(["simulate", *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    return capsys.readouterr().err
+
+
+def test_a_trace_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere.jsonl cannot be read" in refused(capsys, "--policy", "kvbm", "--trace", "nowhere.jsonl")
 
 
 def test_the_command_reports_every_key_of_a_generated_workload(tmp_path: Path) -> None:
@@ -72,6 +82,40 @@ def test_the_command_reports_every_key_of_a_generated_workload(tmp_path: Path) -
     check_report(report)
     assert "digests equal: yes" in " ".join(ended.stdout.split())
     assert not ended.stderr.strip()
+
+
+def test_the_command_runs_the_same_requests_without_and_with_fetching(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    topology = "a/1,a/1,a/2,b/1"
+    ended = run(
+        "--fetch", "--topology", topology, "--policy", "random", "--load", "normal", "--requests", "300",
+        "--pools", "hbm=300,host=900,nvme=900,object=100", "--json", str(path),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    report = msgspec.json.decode(path.read_bytes(), type=FetchReport)
+    assert (report.instances, ",".join(report.topology), report.link_bytes_per_s) == (4, topology, None)
+    without, fetching = report.rows
+    assert (without.fetch, fetching.fetch) == (False, True)
+    assert (without.tokens_by_source["peer"], fetching.tokens_by_source["peer"] > 0) == (0, True)
+    assert sum(without.tokens_by_source.values()) == sum(fetching.tokens_by_source.values())
+    assert fetching.mean_ttft_s < without.mean_ttft_s
+    assert "links: as their distance says" in " ".join(ended.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--fetch", "--pools", "hbm=100"), "give host=SLOTS"),
+        (("--fetch-link", "quick"), "--fetch-link 'quick'"),
+        (("--fetch", "--topology", "a,b"), "4 places are needed"),
+        (("--topology", "a,b"), "give --fetch, too"),
+        (("--pools", "hbm=100,object=100"), "'object=100' is not TIER=SLOTS"),
+    ],
+)
+def test_what_cannot_be_fetched_is_refused_before_it_begins(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(capsys, *arguments)
 
 
 def test_a_trace_of_ones_own_hits_exactly_what_it_repeats(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import threading
 
 from kvbm.manager.staging import Staging
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def test_a_lane_that_is_given_back_goes_to_who_waits() -> None:

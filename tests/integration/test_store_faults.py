@@ -1,11 +1,13 @@
-"""Stores behind a server that fails: every fault ends in the right word, within the deadline."""
+"""Stores behind a server that fails: every fault ends in the right word, within the deadline.
+
+A store is patient, so that a busy machine changes no number of requests. Where time runs out, nothing but that is asked of the call.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -17,12 +19,10 @@ from kvbm.pools.stores.opening import open_store
 from kvbm.pools.stores.s3 import store_name
 from tests.eventually import eventually
 from tests.faulty_http import Fault, FaultyServer, faulty
-from tests.object_stores import Place, azure_place, boto3_client, redis_place, s3_place
+from tests.object_stores import PATIENT, WAIT_S, Place, azure_place, boto3_client, redis_place, s3_place
 from tests.servers import free_port, redis_server, s3_server
 
-DEADLINE_S = 1.5
-LATE_S = 30.0  # what a busy machine may add; a stall that is not ended lasts a minute
-LIMITS = Limits(requests_in_flight=4, connect_timeout_s=0.5, read_timeout_s=0.5)
+SHORT_S = 0.5  # of calls that nobody answers
 BODY = b"what lies there" * 100
 
 KINDS = {"s3": "s3_endpoint", "azure": "azurite_endpoint"}
@@ -31,9 +31,24 @@ KINDS = {"s3": "s3_endpoint", "azure": "azurite_endpoint"}
 class Broken:
     """A store that is opened while all is well, and the server that breaks it."""
 
-    def __init__(self, server: FaultyServer, store: Store) -> None:
+    def __init__(self, server: FaultyServer, place: Place, store: Store) -> None:
         self.server = server
         self.store = store
+        self._place = place
+
+    def impatient(self, read_timeout_s: float) -> Store:
+        """Another store, whose requests are asked again soon; opened as often as it takes."""
+        limits = Limits(requests_in_flight=4, connect_timeout_s=WAIT_S, read_timeout_s=read_timeout_s)
+
+        def opened() -> Store | None:
+            try:
+                return self._place.open(endpoint=self.server.url, limits=limits)
+            except PoolError:
+                return None
+
+        store = eventually(opened, "it cannot be opened")
+        assert store is not None
+        return store
 
     def breaks(self, *faults: Fault) -> None:
         """From now on."""
@@ -47,29 +62,22 @@ def broken(request: pytest.FixtureRequest) -> Iterator[Broken]:
     endpoint = request.getfixturevalue(KINDS[request.param])
     with faulty(endpoint) as server:
         place: Place = (s3_place if request.param == "s3" else azure_place)(endpoint)
-        with closing(place.open(endpoint=server.url, limits=LIMITS)) as store:
-            assert store.put([Put("name", BODY), Put("other", BODY[::-1])], 20) == [None, None]
-            yield Broken(server, store)
+        with closing(place.open(endpoint=server.url)) as store:
+            assert store.put([Put("name", BODY), Put("other", BODY[::-1])], WAIT_S) == [None, None]
+            yield Broken(server, place, store)
 
 
 only_s3 = pytest.mark.parametrize("broken", ["s3"], indirect=True)
 
 
-def all_of(store: Store) -> list[Refusal | None]:
+def all_of(store: Store, deadline_s: float = WAIT_S) -> list[Refusal | None]:
     """Every kind of call, one after the other; what each said. None for what was done."""
-    got = store.get([Get("name"), Get("name", 10, 10)], DEADLINE_S)
+    got = store.get([Get("name"), Get("name", 10, 10)], deadline_s)
     answers: list[Refusal | None] = [answer if isinstance(answer, Refusal) else None for answer in got]
-    answers += store.put([Put("new", BODY)], DEADLINE_S)
-    answers += store.delete(["gone"], DEADLINE_S)
-    answers.append(store.replace("lease", b"mine", None, DEADLINE_S))
+    answers += store.put([Put("new", BODY)], deadline_s)
+    answers += store.delete(["gone"], deadline_s)
+    answers.append(store.replace("lease", b"mine", None, deadline_s))
     return answers
-
-
-def within(deadlines: float, work: Callable[[], object]) -> None:
-    """The work ends when its deadlines do, give or take a busy machine."""
-    begin = time.monotonic()
-    work()
-    assert time.monotonic() - begin < deadlines * DEADLINE_S + LATE_S
 
 
 @pytest.mark.parametrize(
@@ -83,29 +91,48 @@ def within(deadlines: float, work: Callable[[], object]) -> None:
         (Fault("status", 400, "ExpiredToken"), Trouble.DENIED, "400 ExpiredToken"),
         (Fault("status", 403, "RequestTimeTooSkewed"), Trouble.DENIED, "clock"),
         (Fault("status", 404, "NoSuchBucket"), Trouble.REFUSED, "404 NoSuchBucket"),
-        (Fault("never"), Trouble.SILENT, "no answer"),
         (Fault("reset"), Trouble.SILENT, "after 4 attempts"),
     ],
 )
 def test_a_fault_of_every_request_has_its_word(broken: Broken, fault: Fault, trouble: Trouble, words: str) -> None:
     broken.breaks(fault)
-
-    def ask() -> None:
-        for answer in all_of(broken.store):
-            assert answer is not None
-            assert answer.trouble is trouble, answer
-            assert words in answer.words
-
-    within(5, ask)
+    for answer in all_of(broken.store):
+        assert answer is not None
+        assert answer.trouble is trouble, answer
+        assert words in answer.words
     with pytest.raises(PoolError, match=r"listing ''"):
-        list(broken.store.listed("", DEADLINE_S))
+        list(broken.store.listed("", WAIT_S))
     broken.breaks()
     assert [answer for answer in all_of(broken.store) if answer is not None] == []
 
 
+def test_where_nobody_answers_each_call_ends_with_its_deadline(broken: Broken) -> None:
+    broken.breaks(Fault("never"))
+    for answer in all_of(broken.store, SHORT_S):
+        assert answer == Refusal(Trouble.SILENT, "no answer within 0.5 s")
+    with pytest.raises(PoolError, match=r"listing '' behind '': no answer within 0\.5 s"):
+        list(broken.store.listed("", SHORT_S))
+    broken.breaks()
+    assert [answer for answer in all_of(broken.store) if answer is not None] == []
+
+
+@only_s3
+def test_a_request_that_nobody_answers_is_asked_again(broken: Broken) -> None:
+    with closing(broken.impatient(0.3)) as store:
+        broken.breaks(Fault("never"))
+        [answer] = store.get([Get("name")], WAIT_S)
+        assert answer == Refusal(Trouble.SILENT, "no answer in time after 4 attempts")
+    broken.breaks()
+    with closing(broken.impatient(3.0)) as store:
+        [answer] = store.get([Get("name")], WAIT_S)
+        broken.breaks(Fault("never", times=1), Fault("again"))
+        [answer] = store.get([Get("name")], WAIT_S)
+        assert isinstance(answer, Got) and bytes(answer.body) == BODY
+
+
 def test_what_is_not_there_is_absent_and_nobody_is_asked_twice(broken: Broken) -> None:
     broken.breaks()
-    [answer] = broken.store.get([Get("missing")], DEADLINE_S)
+    [answer] = broken.store.get([Get("missing")], WAIT_S)
     assert isinstance(answer, Refusal)
     assert answer.trouble is Trouble.ABSENT
     assert len(broken.server.asked) == 1
@@ -113,22 +140,23 @@ def test_what_is_not_there_is_absent_and_nobody_is_asked_twice(broken: Broken) -
 
 @pytest.mark.parametrize("kind", ["slow", "never"])
 def test_a_stall_costs_the_deadline_and_never_more(broken: Broken, kind: str) -> None:
-    broken.breaks(Fault(kind, times=1_000))
-
-    def ask() -> None:
-        answers = broken.store.get([Get("name")] * 20, DEADLINE_S)
-        assert {answer.trouble for answer in answers if isinstance(answer, Refusal)} == {Trouble.SILENT}
-        assert len([answer for answer in answers if isinstance(answer, Got)]) == 0
-
-    within(1, ask)
+    broken.breaks(Fault(kind))
+    answers = broken.store.get([Get("name")] * 20, SHORT_S)
+    assert answers == [Refusal(Trouble.SILENT, "no answer within 0.5 s")] * 20
     broken.breaks()
-    [answer] = broken.store.get([Get("name")], 20)
+    [answer] = broken.store.get([Get("name")], WAIT_S)
     assert isinstance(answer, Got)
 
 
 def test_one_that_stalls_does_not_hold_up_the_others(broken: Broken) -> None:
-    broken.breaks(Fault("never", times=1))
-    answers = broken.store.get([Get("name")] * 8, 20)
+    broken.breaks(Fault("stalled", times=1))
+    answers: list[Got | Refusal] = []
+    asking = threading.Thread(target=lambda: answers.extend(broken.store.get([Get("name")] * 8, WAIT_S)))
+    asking.start()
+    # Four are under way at a time, so all are asked only when those beside it have ended.
+    eventually(lambda: (len(broken.server.asked), broken.server.at_once) == (8, 1), "the others wait for one")
+    broken.server.released.set()
+    asking.join(WAIT_S)
     assert [bytes(answer.body) for answer in answers if isinstance(answer, Got)] == [BODY] * 8
     assert len(broken.server.asked) == 9  # it was asked again
 
@@ -137,7 +165,7 @@ def test_one_that_stalls_does_not_hold_up_the_others(broken: Broken) -> None:
 @pytest.mark.parametrize("times", [1, 3])
 def test_an_answer_that_is_cut_is_asked_for_again(broken: Broken, kind: str, times: int) -> None:
     broken.breaks(Fault(kind, times=times))
-    [answer] = broken.store.get([Get("name")], 20)
+    [answer] = broken.store.get([Get("name")], WAIT_S)
     assert isinstance(answer, Got), answer
     assert bytes(answer.body) == BODY
     assert len(broken.server.asked) == times + 1
@@ -145,7 +173,7 @@ def test_an_answer_that_is_cut_is_asked_for_again(broken: Broken, kind: str, tim
 
 def test_a_body_shorter_than_was_said_is_never_taken_for_whole(broken: Broken) -> None:
     broken.breaks(Fault("cut", method="GET"))
-    answers = broken.store.get([Get("name"), Get("name", 100, 50), Get("name", 0, None, 2 * PART_BYTES)], 20)
+    answers = broken.store.get([Get("name"), Get("name", 100, 50), Get("name", 0, None, 2 * PART_BYTES)], WAIT_S)
     for answer in answers:
         assert isinstance(answer, Refusal)
         assert answer.trouble is Trouble.REFUSED
@@ -154,26 +182,26 @@ def test_a_body_shorter_than_was_said_is_never_taken_for_whole(broken: Broken) -
 
 def test_another_objects_bytes_come_as_they_are_for_the_pool_to_judge(broken: Broken) -> None:
     broken.breaks()
-    broken.store.get([Get("other")], 20)
+    broken.store.get([Get("other")], WAIT_S)
     broken.breaks(Fault("again"))
-    [answer] = broken.store.get([Get("name")], 20)
+    [answer] = broken.store.get([Get("name")], WAIT_S)
     assert isinstance(answer, Got)
     assert bytes(answer.body) == BODY[::-1]
 
 
 def test_an_error_that_passes_is_not_seen(broken: Broken) -> None:
     broken.breaks(Fault("status", 503, "SlowDown", times=3))
-    assert broken.store.put([Put("new", BODY)], 20) == [None]
+    assert broken.store.put([Put("new", BODY)], WAIT_S) == [None]
     broken.breaks(Fault("status", 500, "InternalError", times=2))
-    assert len(list(broken.store.listed("", 20))) == 3
+    assert len(list(broken.store.listed("", WAIT_S))) == 3
 
 
 def test_a_put_that_was_done_but_not_said_is_taken(broken: Broken) -> None:
     broken.breaks(Fault("deaf", 500, "InternalError", times=1, method="PUT"))
-    [answer] = broken.store.put([Put("new", BODY)], 20)
+    [answer] = broken.store.put([Put("new", BODY)], WAIT_S)
     assert answer is not None
     assert answer.trouble is Trouble.TAKEN  # the pool looks what lies there
-    [found] = broken.store.get([Get("new")], 20)
+    [found] = broken.store.get([Get("new")], WAIT_S)
     assert isinstance(found, Got)
     assert bytes(found.body) == BODY
 
@@ -181,41 +209,45 @@ def test_a_put_that_was_done_but_not_said_is_taken(broken: Broken) -> None:
 @pytest.mark.parametrize("expected", [None, b"mine"])
 def test_a_replacement_that_was_done_but_not_said_is_done(broken: Broken, expected: bytes | None) -> None:
     if expected is not None:
-        assert broken.store.replace("lease", expected, None, 20) is None
+        assert broken.store.replace("lease", expected, None, WAIT_S) is None
     broken.breaks(Fault("deaf", 500, "InternalError", times=1, method="PUT"))
-    assert broken.store.replace("lease", b"still mine", expected, 20) is None
-    [found] = broken.store.get([Get("lease")], 20)
+    assert broken.store.replace("lease", b"still mine", expected, WAIT_S) is None
+    [found] = broken.store.get([Get("lease")], WAIT_S)
     assert isinstance(found, Got)
     assert bytes(found.body) == b"still mine"
 
 
 def test_a_run_never_has_more_requests_under_way_than_allowed(broken: Broken) -> None:
-    broken.breaks(Fault("late", delay_s=0.1))
+    broken.breaks(Fault("held"))
     answers: list[list[Refusal | None]] = []
     threads = [
         threading.Thread(
             target=lambda at=at: answers.append(  # type: ignore[misc]
-                broken.store.put([Put(f"{at}/{of}", BODY) for of in range(10)], 20)
+                broken.store.put([Put(f"{at}/{of}", BODY) for of in range(10)], WAIT_S)
             )
         )
         for at in range(3)
     ]
     for thread in threads:
         thread.start()
+    eventually(lambda: broken.server.at_once == PATIENT.requests_in_flight, "fewer are under way than allowed")
+    threads[0].join(0.05)
+    assert broken.server.at_once == PATIENT.requests_in_flight
+    broken.server.released.set()
     for thread in threads:
-        thread.join()
+        thread.join(WAIT_S)
     assert answers == [[None] * 10] * 3
-    assert 2 <= broken.server.most_at_once <= LIMITS.requests_in_flight
+    assert broken.server.most_at_once == PATIENT.requests_in_flight
 
 
 def test_a_close_ends_what_is_under_way(broken: Broken) -> None:
     broken.breaks(Fault("never"))
     answers: list[Got | Refusal] = []
-    waiting = threading.Thread(target=lambda: answers.extend(broken.store.get([Get("name")] * 3, 60)))
+    waiting = threading.Thread(target=lambda: answers.extend(broken.store.get([Get("name")] * 3, 600)))
     waiting.start()
     eventually(lambda: broken.server.asked, "nothing is asked")
     broken.store.close()
-    waiting.join(LATE_S)
+    waiting.join(WAIT_S)
     assert not waiting.is_alive()
     assert {answer.trouble for answer in answers if isinstance(answer, Refusal)} == {Trouble.SILENT}
 
@@ -223,13 +255,13 @@ def test_a_close_ends_what_is_under_way(broken: Broken) -> None:
 @only_s3
 def test_a_store_without_conditional_puts_is_asked_first(broken: Broken) -> None:
     broken.breaks(Fault("status", 501, "NotImplemented", header="if-none-match"))
-    assert [answer and answer.trouble for answer in broken.store.put([Put("new", b"x"), Put("name", b"x")], 20)] == [
+    assert [answer and answer.trouble for answer in broken.store.put([Put("new", b"x"), Put("name", b"x")], WAIT_S)] == [
         None, Trouble.TAKEN
     ]  # fmt: skip
     broken.breaks(Fault("status", 501, "NotImplemented", header="if-none-match"))
-    assert broken.store.put([Put("newer", b"x")], 20) == [None]
+    assert broken.store.put([Put("newer", b"x")], WAIT_S) == [None]
     assert [asked.method for asked in broken.server.asked] == ["HEAD", "PUT"]  # it is told once
-    [answer] = broken.store.get([Get("name")], 20)
+    [answer] = broken.store.get([Get("name")], WAIT_S)
     assert isinstance(answer, Got)
     assert bytes(answer.body) == BODY
 
@@ -237,15 +269,15 @@ def test_a_store_without_conditional_puts_is_asked_first(broken: Broken) -> None
 @only_s3
 def test_a_conflict_with_another_put_is_tried_again(broken: Broken) -> None:
     broken.breaks(Fault("status", 409, "ConditionalRequestConflict", times=2, method="PUT"))
-    assert broken.store.put([Put("new", b"x")], 20) == [None]
+    assert broken.store.put([Put("new", b"x")], WAIT_S) == [None]
     assert len(broken.server.asked) == 3
 
 
 @only_s3
 def test_names_that_cannot_be_deleted_together_are_deleted_one_by_one(broken: Broken) -> None:
     broken.breaks(Fault("status", 501, "NotImplemented", method="POST"))
-    assert broken.store.delete(["name", "never", "other"], 20) == [None] * 3
-    assert list(broken.store.listed("", 20)) == []
+    assert broken.store.delete(["name", "never", "other"], WAIT_S) == [None] * 3
+    assert list(broken.store.listed("", WAIT_S)) == []
 
 
 # -- opening ----------------------------------------------------------------------------------------------------------
@@ -253,7 +285,7 @@ def test_names_that_cannot_be_deleted_together_are_deleted_one_by_one(broken: Br
 
 def refusal_to_open(place: Place, **options: object) -> str:
     with pytest.raises(PoolError) as caught:
-        place.open(**{"open_wait_s": 20.0, **options})
+        place.open(**{"open_wait_s": WAIT_S, **options})
     said = str(caught.value)
     assert "\n" not in said
     assert said.startswith("OBJECT pool ")
@@ -271,16 +303,18 @@ def test_a_bucket_that_is_denied_is_named(kind: str, request: pytest.FixtureRequ
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_endpoint_that_says_nothing_is_named_within_seconds(kind: str, request: pytest.FixtureRequest) -> None:
+def test_an_endpoint_that_says_nothing_is_named_when_it_was_waited_for(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
     endpoint = request.getfixturevalue(KINDS[kind])
     with faulty(endpoint) as server:
         place: Place = (s3_place if kind == "s3" else azure_place)(endpoint)
         server.faults.append(Fault("never"))
-        begin = time.monotonic()
-        assert "does not answer" in refusal_to_open(place, endpoint=server.url, open_wait_s=0.5)
-        assert time.monotonic() - begin < LATE_S
+        said = refusal_to_open(place, endpoint=server.url, open_wait_s=SHORT_S)
+        assert "does not answer" in said and "no answer within 0.5 s" in said
     nobody = f"http://127.0.0.1:{free_port()}/devstoreaccount1"
-    assert "does not answer" in refusal_to_open(place, endpoint=nobody)
+    wait_s = WAIT_S if kind == "s3" else SHORT_S  # Azure's client tries again after 15 s
+    assert "does not answer" in refusal_to_open(place, endpoint=nobody, open_wait_s=wait_s)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -291,7 +325,7 @@ def test_a_bucket_that_is_missing_is_named(kind: str, request: pytest.FixtureReq
         for name, value in environment.items():
             patch.setenv(name, value)
         with pytest.raises(PoolError, match="'nowhere'; create it"):
-            open_store(f"{'s3' if kind == 's3' else 'az'}://nowhere/blocks", endpoint=endpoint, open_wait_s=20)
+            open_store(f"{'s3' if kind == 's3' else 'az'}://nowhere/blocks", endpoint=endpoint, open_wait_s=WAIT_S)
 
 
 def test_a_bucket_of_another_region_is_named_with_its_region(s3_endpoint: str) -> None:
@@ -311,8 +345,8 @@ def test_credentials_come_from_the_chain_and_are_asked_for_again(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a-session")
     bucket = s3_place(s3_endpoint).url
-    with faulty(s3_endpoint) as server, closing(open_store(bucket, endpoint=server.url, open_wait_s=20)) as store:
-        assert store.put([Put("name", b"x")], 20) == [None]
+    with faulty(s3_endpoint) as server, closing(open_store(bucket, endpoint=server.url, open_wait_s=WAIT_S)) as store:
+        assert store.put([Put("name", b"x")], WAIT_S) == [None]
         asked = server.asked[-1]
     assert "Credential=from-the-chain/" in asked.headers["authorization"]
     assert asked.headers["x-amz-security-token"] == "a-session"
@@ -326,7 +360,7 @@ def test_without_credentials_the_sentence_says_so(s3_endpoint: str, monkeypatch:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
     with pytest.raises(PoolError, match="no credentials for bucket"):
-        open_store(bucket, endpoint=s3_endpoint, open_wait_s=20)
+        open_store(bucket, endpoint=s3_endpoint, open_wait_s=WAIT_S)
 
 
 def test_a_lifecycle_that_deletes_blocks_is_remarked_on(s3_endpoint: str) -> None:
@@ -378,17 +412,12 @@ def test_a_store_has_one_name_however_it_is_written(endpoint: str, name: str) ->
     assert store_name("bucket", "a/b", endpoint) == name
 
 
-def test_a_server_that_is_gone_costs_the_deadline_at_most() -> None:
+def test_a_server_that_is_gone_costs_the_attempts_at_most() -> None:
     with s3_server() as endpoint:
-        store = s3_place(endpoint).open(limits=LIMITS)
+        store = s3_place(endpoint).open()
     with closing(store):
-
-        def ask() -> None:
-            for answer in [*store.put([Put(f"{at}", b"x") for at in range(20)], DEADLINE_S), *all_of(store)]:
-                assert answer is not None
-                assert answer.trouble is Trouble.SILENT
-
-        within(6, ask)
+        for answer in [*store.put([Put(f"{at}", b"x") for at in range(20)], WAIT_S), *all_of(store)]:
+            assert answer == Refusal(Trouble.SILENT, "no connection after 4 attempts")
 
 
 # -- radosgw and Redis ------------------------------------------------------------------------------------------------
@@ -397,7 +426,7 @@ def test_a_server_that_is_gone_costs_the_deadline_at_most() -> None:
 @pytest.mark.objects
 @pytest.mark.parametrize("place", ["radosgw"], indirect=True)
 def test_a_wrong_secret_is_denied(place: Place) -> None:
-    said = refusal_to_open(place, secret_access_key="wrong", open_wait_s=20.0)
+    said = refusal_to_open(place, secret_access_key="wrong", open_wait_s=WAIT_S)
     assert "refuses access to bucket" in said
     assert "403" in said
 
@@ -408,7 +437,7 @@ def test_a_clock_that_is_wrong_is_named(place: Place) -> None:
     """Ceph refuses what is signed fifteen minutes ago: the server between holds a signed request's date to be old."""
     with faulty(place.endpoint) as server, closing(place.open(endpoint=server.url)) as store:
         server.faults.append(Fault("dated", header="x-amz-date"))
-        [answer] = store.put([Put("other", b"x")], 20)
+        [answer] = store.put([Put("other", b"x")], WAIT_S)
     assert isinstance(answer, Refusal)
     assert answer.trouble is Trouble.DENIED
     assert "clock" in answer.words
@@ -418,16 +447,12 @@ def test_a_clock_that_is_wrong_is_named(place: Place) -> None:
 def test_a_redis_that_is_gone_or_stalls_is_silent_within_the_deadline() -> None:
     with redis_server() as url:
         place = redis_place(url)
-        store = place.open(limits=LIMITS)
-        assert store.put([Put("name", b"x")], 20) == [None]
+        store = place.open()
+        assert store.put([Put("name", b"x")], WAIT_S) == [None]
     with closing(store):
-
-        def ask() -> None:
-            for answer in all_of(store):
-                assert answer is not None
-                assert answer.trouble is Trouble.SILENT, answer
-
-        within(5, ask)
+        for answer in all_of(store):
+            assert answer is not None
+            assert answer.trouble is Trouble.SILENT, answer
     said = refusal_to_open(place)
     assert "does not answer" in said
 
@@ -440,18 +465,18 @@ def test_a_redis_with_a_password_wants_it_and_its_name_does_not_tell_it() -> Non
         assert "refuses access" in said
         assert "wrong@" not in said
         with closing(redis_place(url.replace("//", "//default:secret@")).open()) as store:
-            assert store.put([Put("name", b"x")], 20) == [None]
+            assert store.put([Put("name", b"x")], WAIT_S) == [None]
             assert "secret" not in store.name
 
 
 @pytest.mark.objects
 def test_a_redis_forgets_after_its_ttl_and_refuses_when_full(redis_url: str) -> None:
     with closing(redis_place(redis_url).open(ttl_s=1)) as store:
-        assert store.put([Put("name", b"x")], 20) == [None]
-        eventually(lambda: not isinstance(store.get([Get("name")], 20)[0], Got), "it does not forget")
+        assert store.put([Put("name", b"x")], WAIT_S) == [None]
+        eventually(lambda: not isinstance(store.get([Get("name")], WAIT_S)[0], Got), "it does not forget")
     small = ("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     with redis_server(*small) as url, closing(redis_place(url).open()) as store:
-        answers = store.put([Put(f"{at}", bytes(1 << 20)) for at in range(8)], 20)
+        answers = store.put([Put(f"{at}", bytes(1 << 20)) for at in range(8)], WAIT_S)
     refused = [answer for answer in answers if answer is not None]
     assert refused
     assert {answer.trouble for answer in refused} == {Trouble.REFUSED}

@@ -8,11 +8,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,15 +22,18 @@ from cryptography.hazmat.primitives import serialization
 from structlog.testing import capture_logs
 
 from kvbm.assembly import open_manager
+from kvbm.cli import main
 from kvbm.config import load_settings
 from kvbm.core.errors import ConfigError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.core.parts import part_of, part_word
 from kvbm.streams.base import (
     ERASE_PREFIX,
     ERASED_PREFIX,
     EVENTS_PREFIX,
     FENCE_PREFIX,
     PULSE_PREFIX,
+    ROUTES_PREFIX,
     SAMPLES_PREFIX,
     SNAPSHOTS_PREFIX,
     AwayError,
@@ -59,20 +61,19 @@ from kvbm.streams.nats.permissions import (
     instance_permissions,
     server_config,
 )
+from kvbm.streams.nats.read_only import ReadOnlyStream
 from kvbm.streams.nats.setup import ERASURES, PULSE, STREAM
 from kvbm.streams.nats.stream import NatsStream
-from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.probe import main as probe
 from tests.certificates import Certificate, certify
 from tests.eventually import eventually_async
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve
-from tests.nats_fixture import fetched, fresh_nats, make_frame
+from tests.nats_fixture import WAIT_S, fetch_for_ever, fetched, fresh_nats, make_frame, patient, started
 from tests.reloading import ReloadingServer
 
 __all__ = ["fresh_nats"]
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 10.0
 CLUSTER = "c"
 A, B = InstanceId("a"), InstanceId("b")
 
@@ -110,7 +111,7 @@ def connect(url: str, credentials: Credentials | None = None) -> NatsStream:
     """Connect, publish a frame and close. Raises StreamError."""
 
     async def work() -> NatsStream:
-        stream = await NatsStream.connect(url, WAIT_S, credentials=credentials)
+        stream = patient(await NatsStream.connect(url, WAIT_S, credentials=credentials))
         try:
             assert await stream.publish(CLUSTER, A, make_frame(0).data) > 0
         finally:
@@ -129,14 +130,14 @@ def refusal(url: str, credentials: Credentials | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def tls_url(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = EmbeddedServer.start(tmp_path_factory.mktemp("tls"), settings=tls_lines(certificates))
+    server = started(tmp_path_factory.mktemp("tls"), settings=tls_lines(certificates))
     yield server.url.replace("nats://", "tls://")
     server.stop()
 
 
 @pytest.fixture(scope="module")
 def mutual_url(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = EmbeddedServer.start(tmp_path_factory.mktemp("mutual"), settings=tls_lines(certificates, verify=True))
+    server = started(tmp_path_factory.mktemp("mutual"), settings=tls_lines(certificates, verify=True))
     yield server.url
     server.stop()
 
@@ -155,7 +156,7 @@ def test_a_server_of_another_ca_is_refused_in_one_sentence(tls_url: str, certifi
 
 def test_a_server_with_another_hosts_certificate_is_refused(certificates: Certificates, tmp_path: Path) -> None:
     elsewhere = certificates._replace(server=certify(tmp_path, "elsewhere", certificates.ca, host="10.1.2.3"))
-    server = EmbeddedServer.start(tmp_path / "nats", settings=tls_lines(elsewhere))
+    server = started(tmp_path / "nats", settings=tls_lines(elsewhere))
     try:
         assert "names this host" in refusal(server.url, Credentials(tls_ca=str(certificates.ca.cert)))
     finally:
@@ -198,10 +199,10 @@ def test_a_clients_certificate_changes_without_a_restart_of_anybody(certificates
 
     async def work() -> None:
         show(certificates.client)
-        stream = await NatsStream.connect(server.url, WAIT_S, credentials=credentials)
+        stream = patient(await NatsStream.connect(server.url, WAIT_S, credentials=credentials))
         reader = await stream.pull(0, CLUSTER)
         await stream.publish(CLUSTER, A, make_frame(0).data)
-        assert len(await reader.fetch(WAIT_S)) == 1
+        assert len(await fetched(reader, 1)) == 1
         ca.write_bytes(certificates.ca.cert.read_bytes() + certificates.other_ca.cert.read_bytes())
         await asyncio.to_thread(server.reload, tls)
         show(certificates.other_client)
@@ -291,6 +292,7 @@ class Secured(NamedTuple):
     catalog: Credentials
     replay: Credentials
     operator: Credentials
+    replica: Credentials
 
 
 @pytest.fixture(params=["started", "reloaded"])
@@ -303,6 +305,7 @@ def secured(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Secured]
         ("catalog", catalog_inbox(CLUSTER), None, Role.CATALOG),
         ("replay", INBOX, "desk", Role.REPLAY),
         ("operator", INBOX, "ops", Role.OPERATOR),
+        ("replica", INBOX, "near", Role.REPLICA),
     ):
         seed = tmp_path / "keys" / f"{name}.nk"
         users.append(ServerUser(keep_seed(seed), user, role, account=f"KVBM-{name}"))
@@ -329,7 +332,7 @@ def make_streams(secured: Secured) -> None:
 
 async def stored(secured: Secured, subjects: str) -> list[StreamMessage]:
     """All that the server keeps of events, fences or pulses, as the catalog reads it."""
-    stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.catalog)
+    stream = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.catalog))
     try:
         reader = await stream.pull(0, CLUSTER)
         found: list[StreamMessage] = []
@@ -362,8 +365,8 @@ def test_an_instance_and_the_catalog_can_do_all_they_need(secured: Secured) -> N
     make_streams(secured)
 
     async def work() -> None:
-        catalog = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.catalog)
-        stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a)
+        catalog = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.catalog))
+        stream = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a))
         reader = await catalog.pull(0, CLUSTER)
         assert await stream.tail(CLUSTER, A) is None
         assert await stream.fence(CLUSTER, A) is None
@@ -377,7 +380,7 @@ def test_an_instance_and_the_catalog_can_do_all_they_need(secured: Secured) -> N
         await stream.send_pulse(beat(A))
         asked = asyncio.create_task(anext(aiter(stream.watch_snapshot_asks(CLUSTER, A))))
         async with asyncio.timeout(WAIT_S):
-            read = [message.subject for message in await reader.fetch(WAIT_S)]
+            read = [message.subject for message in await fetched(reader, 2)]
             assert read == [fence_subject(CLUSTER, A), events_subject(CLUSTER, A)]
             assert await anext(aiter(catalog.watch_pulses(CLUSTER))) == beat(A)
             assert await stream.last_pulse(CLUSTER, A) == beat(A)
@@ -394,7 +397,7 @@ def test_an_instance_cannot_write_for_another_and_is_told_so(secured: Secured) -
     make_streams(secured)
 
     async def work() -> None:
-        stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a)
+        stream = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a))
         for attempt in (
             stream.publish(CLUSTER, B, make_frame(0, instance="b").data),
             stream.publish("other", A, make_frame(0, instance="a").data),
@@ -422,7 +425,7 @@ def test_an_instance_cannot_hear_what_another_is_answered_or_asked(secured: Secu
     make_streams(secured)
 
     async def work() -> None:
-        stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a)
+        stream = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a))
         with pytest.raises(StreamError, match="permissions violation"):
             async with asyncio.timeout(WAIT_S):
                 await anext(aiter(stream.watch_snapshot_asks(CLUSTER, B)))
@@ -507,7 +510,7 @@ def test_a_reply_subject_is_no_way_to_write_for_another(secured: Secured) -> Non
             secured.url, WAIT_S, credentials=secured.a
         )  # is answered after what was asked before
         await honest.close()
-        stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.b)
+        stream = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.b))
         assert await stream.tail(CLUSTER, B) is None
         assert await stream.fence(CLUSTER, B) is None
         assert await stream.last_pulse(CLUSTER, B) is None
@@ -518,7 +521,7 @@ def test_a_reply_subject_is_no_way_to_write_for_another(secured: Secured) -> Non
 
 
 async def _fill(secured: Secured) -> None:
-    stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a)
+    stream = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a))
     for at in range(3):
         await stream.publish(CLUSTER, A, make_frame(at, instance="a").data)
     await stream.close()
@@ -530,11 +533,13 @@ def test_a_user_of_replay_reads_all_and_in_order(secured: Secured) -> None:
     async def work() -> None:
         await _fill(secured)
         expected = await stored(secured, events_subject(CLUSTER, A))
-        stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.replay, makes=False)
+        stream = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.replay, makes=False))
         reader = await stream.pull(0, CLUSTER, WAIT_S)
         found = await fetched(reader, len(expected))
         assert found == expected  # with time and fence, as a consumer has them
-        assert reader.at_end and reader.reached == 3
+        while not reader.at_end:  # the word that ends a batch comes after its last message
+            assert await reader.fetch(0.1) == []
+        assert reader.reached == 3
         assert await reader.fetch(0.3) == []
         await _fill(secured)
         assert [message.sequence for message in await fetched(reader, 3)] == [4, 5, 6]
@@ -553,13 +558,13 @@ def test_a_user_of_replay_reads_many_messages_over_a_lost_connection(
     monkeypatch.setattr(batch_reader, "BATCH_BYTES", 20_000)
 
     async def work() -> None:
-        writer = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a)
+        writer = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a))
         for first in range(0, 2000, 500):
             await asyncio.gather(
                 *(writer.publish(CLUSTER, A, make_frame(at, instance="a").data) for at in range(first, first + 500))
             )
         await writer.close()
-        stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.replay, makes=False)
+        stream = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.replay, makes=False))
         reader = await stream.pull(0, CLUSTER, WAIT_S)
         found: list[int] = []
         while not reader.at_end:
@@ -571,6 +576,47 @@ def test_a_user_of_replay_reads_many_messages_over_a_lost_connection(
         await stream.close()
 
     asyncio.run(work())
+
+
+def test_a_replica_reads_events_and_hears_everybody_and_its_own_echo(secured: Secured) -> None:
+    make_streams(secured)
+    own = Heartbeat(
+        instance=InstanceId("_catalog-1"), cluster="_catalogs", epoch=Epoch(1), published=Offset(0), wall_time_ns=7
+    )
+
+    async def work() -> tuple[list[str], list[str]]:
+        writer = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a))
+        stream = await ReadOnlyStream.follow(secured.url, WAIT_S, secured.replica)
+        heard: list[str] = []
+        try:
+            await writer.publish(CLUSTER, A, make_frame(0, instance=A).data)
+            await writer.send_pulse(beat(A))
+            reader = await stream.pull(0, CLUSTER)
+            found = [message.subject for message in await fetched(reader, 1)]
+            async with asyncio.timeout(WAIT_S):
+                echoes = asyncio.create_task(keep_asking(stream, own))
+                async for heartbeat in stream.watch_pulses(CLUSTER):
+                    heard.append(heartbeat.instance)
+                    if heartbeat.instance == own.instance:
+                        break
+                echoes.cancel()
+            assert await stream.ask_snapshot(CLUSTER, A) is False
+            return found, heard
+        finally:
+            await writer.close()
+            await stream.close()
+
+    found, heard = asyncio.run(work())
+    assert found == [events_subject(CLUSTER, A)]
+    assert heard[0] == A  # before the echo: what was stored before the question
+    assert heard[-1] == own.instance
+
+
+async def keep_asking(stream: ReadOnlyStream, pulse: Heartbeat) -> None:
+    while True:
+        with contextlib.suppress(StreamError):
+            await stream.send_pulse(pulse)
+        await asyncio.sleep(0.05)
 
 
 def test_a_user_of_replay_can_change_nothing(secured: Secured) -> None:
@@ -612,7 +658,7 @@ def test_a_user_of_replay_can_change_nothing(secured: Secured) -> None:
             secured.url, WAIT_S, credentials=secured.replay, makes=False
         )  # is answered after all that
         await reader.close()
-        stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a)
+        stream = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a))
         assert await stored(secured, events_subject(CLUSTER, A)) == before
         assert await stream.last_pulse(CLUSTER, A) is None
         assert await stream.fence(CLUSTER, A) is None
@@ -688,12 +734,14 @@ def test_a_reload_that_adds_somebody_ends_no_connection(tmp_path: Path) -> None:
         return Credentials(nkey_seed=str(tmp_path / name), inbox=inbox)
 
     async def work() -> None:
-        catalog = await NatsStream.connect(server.url, WAIT_S, credentials=of("catalog", catalog_inbox(CLUSTER)))
-        stream = await NatsStream.connect(server.url, WAIT_S, credentials=of("a", instance_inbox(CLUSTER, A)))
+        catalog = patient(
+            await NatsStream.connect(server.url, WAIT_S, credentials=of("catalog", catalog_inbox(CLUSTER)))
+        )
+        stream = patient(await NatsStream.connect(server.url, WAIT_S, credentials=of("a", instance_inbox(CLUSTER, A))))
         reader = await catalog.pull(0, CLUSTER)
         await stream.publish(CLUSTER, A, make_frame(0, instance="a").data)
         await asyncio.to_thread(server.reload, server_config(CLUSTER, [*users, user("b", B)]))
-        added = await NatsStream.connect(server.url, WAIT_S, credentials=of("b", instance_inbox(CLUSTER, B)))
+        added = patient(await NatsStream.connect(server.url, WAIT_S, credentials=of("b", instance_inbox(CLUSTER, B))))
         await added.publish(CLUSTER, B, make_frame(0, instance="b").data)
         await stream.publish(CLUSTER, A, make_frame(1, instance="a").data)  # a lost connection would fail it
         found: list[StreamMessage] = []
@@ -767,13 +815,13 @@ def test_a_seed_that_is_away_for_a_moment_is_asked_for_again(secured: Secured, t
 
     async def work() -> None:
         await _fill(secured)
-        stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.catalog)
+        stream = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.catalog))
         reader = await stream.pull(0, CLUSTER)
         assert len(await fetched(reader, 3)) == 3
         os.rename(seed, away)
         await stream._connections.now.client.close()
         with pytest.raises(StreamError, match=r"nats\.nkey_seed .* cannot be read"):
-            await reader.fetch(0.3)
+            await fetch_for_ever(reader)
         os.rename(away, seed)
         await _fill(secured)
         assert [message.sequence for message in await fetched(reader, 3)] == [4, 5, 6]
@@ -790,24 +838,28 @@ def test_permissions_name_an_instances_own_subjects_alone() -> None:
 
     for_all = f"{BORROWED_API}.DIRECT.GET.{ERASURES}.{erase_subject('c')}"
     for subject in set(subjects(instance_permissions("c", "a"))) - {for_all}:
-        assert ".STREAM.INFO." in subject or ".c.a" in subject
+        assert ".STREAM.INFO." in subject or f".c.{part_word(part_of('a'))}.a" in subject or ".c.a" in subject
     with pytest.raises(ConfigError, match="cannot be part"):
         instance_permissions("c", "a.>")
     assert instance_subject("x", "c", "a") == "x.c.a"
 
 
-def test_the_command_prints_accounts_a_manager_and_a_catalog_live_by(tmp_path: Path) -> None:
+def test_the_command_prints_accounts_a_manager_and_a_catalog_live_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     keys = tmp_path / "keys"
 
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "kvbm", "nats-permissions", "--cluster", CLUSTER, "--keys", str(keys), *more]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    def printed_for(*more: str) -> str:
+        assert main(["nats-permissions", "--cluster", CLUSTER, "--keys", str(keys), *more]) == 0
+        return capsys.readouterr().out
 
-    printed = run("--instance", "a", "--instance", "b").stdout
-    assert run("--instance", "a", "--instance", "b").stdout == printed  # the same keys
-    twice = run("--instance", "a", "--instance", "a")
-    assert (twice.returncode, "an instance is named twice" in twice.stderr) == (2, True)
-    server = EmbeddedServer.start(tmp_path / "nats", settings=printed)
+    printed = printed_for("--instance", "a", "--instance", "b")
+    assert printed_for("--instance", "a", "--instance", "b") == printed  # the same keys
+    assert (
+        main(["nats-permissions", "--cluster", CLUSTER, "--keys", str(keys), "--instance", "a", "--instance", "a"]) == 2
+    )
+    assert "an instance is named twice" in capsys.readouterr().err
+    server = started(tmp_path / "nats", settings=printed)
     catalog = Credentials(nkey_seed=str(keys / "catalog.nk"), inbox=catalog_inbox(CLUSTER))
     flags = {
         "instance.data_dir": str(tmp_path / "data"), "instance.id": "a", "instance.cluster": CLUSTER, "pools.hbm.slots": 16,
@@ -818,7 +870,7 @@ def test_the_command_prints_accounts_a_manager_and_a_catalog_live_by(tmp_path: P
         await (await NatsStream.connect(server.url, WAIT_S, credentials=catalog)).close()
 
     async def read() -> set[str]:
-        stream = await NatsStream.connect(server.url, WAIT_S, credentials=catalog)
+        stream = patient(await NatsStream.connect(server.url, WAIT_S, credentials=catalog))
         reader = await stream.pull(0, CLUSTER)
         found: set[str] = set()
         while not reader.at_end:
@@ -843,8 +895,20 @@ def test_the_command_prints_accounts_a_manager_and_a_catalog_live_by(tmp_path: P
 # -- every subject, as everybody ---------------------------------------------------------------------------------------
 
 PREFIXES = (EVENTS_PREFIX, FENCE_PREFIX, PULSE_PREFIX, SNAPSHOTS_PREFIX, SAMPLES_PREFIX, ERASED_PREFIX)
-PLACES = (f"{CLUSTER}.a", f"{CLUSTER}.b", "other.a", "other.b")
-SUBJECTS = [f"{prefix}.{place}" for prefix in PREFIXES for place in PLACES]
+PLACES = ((CLUSTER, "a"), (CLUSTER, "b"), ("other", "a"), ("other", "b"))
+
+
+def subject_of(prefix: str, cluster: str, name: str) -> str:
+    parted = {EVENTS_PREFIX: events_subject, FENCE_PREFIX: fence_subject, PULSE_PREFIX: pulse_subject}
+    return parted.get(prefix, partial(instance_subject, prefix))(cluster, name)
+
+
+SUBJECTS = [subject_of(prefix, *place) for prefix in (*PREFIXES, ROUTES_PREFIX) for place in PLACES]
+SUBJECTS += [  # no instance is in another's part, nor in none
+    f"{prefix}.{CLUSTER}.{part}a"
+    for prefix in (EVENTS_PREFIX, FENCE_PREFIX)
+    for part in (f"{part_word(part_of('b'))}.", "")
+]
 SUBJECTS += [f"{ERASE_PREFIX}.{cluster}" for cluster in (CLUSTER, "other")]
 CALLS = [
     f"{api}.{call}"
@@ -854,7 +918,10 @@ CALLS = [
         *(f"STREAM.MSG.{what}.{stream}" for what in ("GET", "DELETE")),
         *(f"CONSUMER.{what}.{stream}" for what in ("CREATE", "NAMES", "LIST")),
         *(f"CONSUMER.{what}.{stream}.one" for what in ("CREATE", "INFO", "DELETE", "DURABLE.CREATE", "MSG.NEXT")),
-        *(f"DIRECT.GET.{stream}{more}" for more in ("", f".{EVENTS_PREFIX}.c.a", f".{EVENTS_PREFIX}.c.b")),
+        *(
+            f"DIRECT.GET.{stream}{more}"
+            for more in ("", f".{events_subject('c', 'a')}", f".{events_subject('c', 'b')}")
+        ),
     )
     for api in (JS_API, BORROWED_API)
 ] + [f"{JS_API}.{call}" for call in ("INFO", "STREAM.NAMES", "STREAM.LIST", "ACCOUNT.PURGE.KVBM", "SERVER.REMOVE")]
@@ -872,15 +939,20 @@ WIDE = [
 ]
 
 MAY_WRITE = {
-    "a": {f"{prefix}.c.a" for prefix in PREFIXES} - {f"{SNAPSHOTS_PREFIX}.c.a"},
-    "catalog": {f"{prefix}.c.{name}" for prefix in (PULSE_PREFIX, SNAPSHOTS_PREFIX, ERASED_PREFIX) for name in "ab"}
+    "a": {subject_of(prefix, "c", "a") for prefix in PREFIXES} - {f"{SNAPSHOTS_PREFIX}.c.a"},
+    "catalog": {
+        subject_of(prefix, "c", name)
+        for prefix in (PULSE_PREFIX, SNAPSHOTS_PREFIX, ERASED_PREFIX, ROUTES_PREFIX)
+        for name in "ab"
+    }
     | {f"{ERASE_PREFIX}.c"},
     "replay": set(),
     "operator": {f"{ERASED_PREFIX}.c.{name}" for name in "ab"} | {f"{ERASE_PREFIX}.c"},
+    "replica": set(),
 }
 MAY_CALL = {
     "a": {f"{JS_API}.STREAM.INFO.KVBM"}
-    | {f"{BORROWED_API}.{call}" for call in ("STREAM.INFO.KVBM", "STREAM.INFO.KVBM_PULSE", f"DIRECT.GET.KVBM.{EVENTS_PREFIX}.c.a")},
+    | {f"{BORROWED_API}.{call}" for call in ("STREAM.INFO.KVBM", "STREAM.INFO.KVBM_PULSE", f"DIRECT.GET.KVBM.{events_subject('c', 'a')}")},
     "catalog": {f"{JS_API}.INFO"}
     | {
         f"{JS_API}.{call}"
@@ -888,7 +960,7 @@ MAY_CALL = {
         for call in (
             *(f"STREAM.{what}.{stream}" for what in ("INFO", "CREATE", "MSG.GET")), f"CONSUMER.CREATE.{stream}",
             *(f"CONSUMER.{what}.{stream}.one" for what in ("DELETE", "MSG.NEXT")),
-            *(f"DIRECT.GET.{stream}.{EVENTS_PREFIX}.c.{name}" for name in "ab"),
+            *(f"DIRECT.GET.{stream}.{events_subject('c', name)}" for name in "ab"),
         )
     },
     "replay": {f"{JS_API}.STREAM.INFO.KVBM"}
@@ -896,18 +968,24 @@ MAY_CALL = {
         f"{BORROWED_API}.{call}"
         for call in ("STREAM.INFO.KVBM", "STREAM.INFO.KVBM_PULSE", "STREAM.MSG.GET.KVBM", "DIRECT.GET.KVBM")
     },
+    "replica": {f"{JS_API}.STREAM.INFO.KVBM"}
+    | {
+        f"{BORROWED_API}.{call}.{stream}"
+        for call in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET") for stream in (STREAM, PULSE)
+    },
     "operator": {f"{JS_API}.STREAM.INFO.KVBM", f"{BORROWED_API}.STREAM.MSG.GET.KVBM"}
     | {f"{BORROWED_API}.STREAM.INFO.{stream}" for stream in (STREAM, PULSE, ERASURES)},
 }  # fmt: skip
 MAY_HEAR = {
     "a": {f"{SNAPSHOTS_PREFIX}.c.a"},
-    "catalog": {f"{SAMPLES_PREFIX}.c.{name}" for name in "ab"},
+    "catalog": {f"{prefix}.c.{name}" for prefix in (SAMPLES_PREFIX, ROUTES_PREFIX) for name in "ab"},
     "replay": set(),
     "operator": set(),
+    "replica": set(),
 }
 
 
-@pytest.mark.parametrize("who", ["a", "catalog", "replay", "operator"])
+@pytest.mark.parametrize("who", ["a", "catalog", "replay", "operator", "replica"])
 def test_of_all_subjects_a_user_may_write_call_and_hear_those_of_its_role(secured: Secured, who: str) -> None:
     make_streams(secured)
 
@@ -939,7 +1017,7 @@ def test_of_all_subjects_a_user_may_write_call_and_hear_those_of_its_role(secure
     assert {*SUBJECTS, *WIDE} - heard == MAY_HEAR[who]
 
 
-@pytest.mark.parametrize("who", ["a", "catalog", "replay", "operator"])
+@pytest.mark.parametrize("who", ["a", "catalog", "replay", "operator", "replica"])
 def test_a_probe_answers_whoever_has_a_key(
     secured: Secured, who: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -955,7 +1033,7 @@ def test_a_probe_answers_whoever_has_a_key(
         who in ("a", "catalog")
     )
     said = capsys.readouterr()
-    assert who in ("replay", "operator") or "instance.id" in said.out + said.err
+    assert who in ("replay", "operator", "replica") or "instance.id" in said.out + said.err
 
 
 def test_headers_reach_no_other_subject(secured: Secured) -> None:
@@ -966,7 +1044,7 @@ def test_headers_reach_no_other_subject(secured: Secured) -> None:
         async def ignore(error: Exception) -> None:
             pass
 
-        honest = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.b)
+        honest = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.b))
         await honest.publish(CLUSTER, B, make_frame(0, instance="b").data)
         await honest.send_pulse(beat(B))
         before = await stored(secured, events_subject(CLUSTER, B))
@@ -995,7 +1073,7 @@ def test_what_threats_says_of_an_instances_and_of_the_catalogs_key_is_so(secured
     make_streams(secured)
 
     async def work() -> None:
-        honest = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.b)
+        honest = patient(await NatsStream.connect(secured.url, WAIT_S, credentials=secured.b))
         await honest.publish(CLUSTER, B, make_frame(0, instance="b").data)
         await honest.close()
         client = await nats.connect(secured.url, **secured.a.connect_options(secured.url))
@@ -1020,7 +1098,7 @@ def test_what_threats_says_of_an_instances_and_of_the_catalogs_key_is_so(secured
 
 
 async def _begun_in_vain(stream: NatsStream) -> int:
-    """How often a reader begins anew in two seconds in which it gets nothing."""
+    """How often a reader begins anew in every two seconds in which it gets nothing."""
     reader = await stream.pull(0, CLUSTER, WAIT_S)
     begun = 0
     original = reader.begin
@@ -1031,21 +1109,24 @@ async def _begun_in_vain(stream: NatsStream) -> int:
         await original(timeout_s)
 
     reader.begin = begin  # type: ignore[method-assign]
-    with contextlib.suppress(AwayError):
-        assert await reader.fetch(2.0) == []
+    fetches = 0
+    while begun < 2:  # on a busy machine once in such a time
+        fetches += 1
+        with contextlib.suppress(AwayError):
+            assert await reader.fetch(2.0) == []
     await stream.close()
-    return begun
+    return begun // fetches
 
 
 def test_a_reader_whose_requests_are_refused_asks_again_but_not_without_end(tmp_path: Path) -> None:
     limits = f"jetstream {{ store_dir: {json.dumps(str(tmp_path / 'js'))}, limits {{ max_request_batch: 100 }} }}"
-    server = EmbeddedServer.start(tmp_path / "nats", settings=limits)
+    server = started(tmp_path / "nats", settings=limits)
 
     async def work() -> int:
         return await _begun_in_vain(await NatsStream.connect(server.url, WAIT_S))
 
     try:
-        assert 2 <= asyncio.run(work()) <= 20
+        assert asyncio.run(work()) <= 20
     finally:
         server.stop()
 
@@ -1057,7 +1138,7 @@ def test_a_reader_of_replay_whom_nobody_answers_asks_again_but_not_without_end(t
     own["imports"] = [
         one for one in own["imports"] if "DIRECT.GET" not in one["to"]
     ]  # as after a reload, to a new account
-    server = EmbeddedServer.start(tmp_path / "nats", settings=f"accounts {json.dumps(accounts)}\n")
+    server = started(tmp_path / "nats", settings=f"accounts {json.dumps(accounts)}\n")
 
     async def work() -> int:
         catalog = Credentials(nkey_seed=str(tmp_path / "catalog"), inbox=catalog_inbox(CLUSTER))
@@ -1066,6 +1147,6 @@ def test_a_reader_of_replay_whom_nobody_answers_asks_again_but_not_without_end(t
         return await _begun_in_vain(await NatsStream.connect(server.url, WAIT_S, credentials=desk, makes=False))
 
     try:
-        assert 2 <= asyncio.run(work()) <= 20
+        assert asyncio.run(work()) <= 20
     finally:
         server.stop()

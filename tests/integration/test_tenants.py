@@ -24,7 +24,7 @@ def prefill(manager: Manager, namespace: Namespace, prompt: int, blocks: int = 4
     assert memory is not None
     memory[slots] = prompt % 251
     manager.unpin(manager.create(namespace.id, NO_PARENT, 0, hashes, slots))
-    assert manager.settle(20.0)
+    assert manager.settle(60.0)
     return hashes
 
 

@@ -16,14 +16,15 @@ import pytest
 import torch
 
 from kvbm._native import Arena, RowCopier, checksums, crc32c
-from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Ranks
+from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan
+from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.regions import block_regions
 from kvbm.engines.vllm.worker import Received, Worker
 from kvbm.pools.host.pool import HostPool
 from tests.vllm_configs import LAYOUTS, Config, FullAttentionSpec, SlidingWindowSpec, config_of, tensors_of
 
 ROOT = Path(__file__).parents[2]
-LONG_S = 30.0
+LONG_S = 60.0
 ROWS = 9
 FULL = FullAttentionSpec()
 
@@ -33,9 +34,7 @@ class Host:
 
     def __init__(self, ranks: Ranks) -> None:
         self.pool = HostPool(ROWS, ranks.row_bytes, Arena, RowCopier(1), huge_pages="off")
-        self.share = HostShare(
-            os.getpid(), self.pool.fd, self.pool.mapped_bytes, ROWS, ranks.row_bytes, ranks.part_bytes
-        )
+        self.share = HostShare(os.getpid(), self.pool.fd, self.pool.mapped_bytes, ROWS, ranks)
         assert self.pool.memory is not None
         self.rows = self.pool.memory
         self.rows[:] = np.random.default_rng(5).integers(0, 256, self.rows.shape, dtype=np.uint8)
@@ -47,7 +46,7 @@ class Rank:
     def __init__(self, rank: int, ranks: Ranks, config: Config, seed: int | None = None) -> None:
         self.config = config
         self.tensors = tensors_of(config, rank if seed is None else seed)
-        self.worker = Worker(rank, ranks, config, threads=1)
+        self.worker = Worker(rank, config, threads=1)
         self.worker.register(self.tensors)
 
     @property
@@ -81,7 +80,7 @@ def job(id: int, blocks: Sequence[int], rows: Sequence[int], request: str = "") 
 
 
 def one_rank(config: Config) -> Ranks:
-    return Ranks(1, 1, block_regions(config).part_bytes)
+    return Ranks((Stage(block_regions(config).part_bytes),))
 
 
 def same(left: list[Any], right: list[Any]) -> bool:
@@ -193,9 +192,9 @@ def test_a_request_is_received_once_its_last_load_has_ended(rank: Rank, host: Ho
 
 def test_two_ranks_fill_a_row_side_by_side_and_their_checksums_join() -> None:
     config = config_of("BLNHC", [[FULL] * 2])
-    ranks = Ranks(2, 1, block_regions(config).part_bytes)
+    ranks = Ranks((Stage(block_regions(config).part_bytes),), tensor=2)
     host = Host(ranks)
-    pair = [Rank(rank, ranks, config) for rank in range(2)]
+    pair, size = [Rank(rank, ranks, config) for rank in range(2)], block_regions(config).part_bytes
     blocks, rows = [1, 4], [3, 8]
     before = host.rows.copy()
     answers = Answers()
@@ -213,14 +212,35 @@ def test_two_ranks_fill_a_row_side_by_side_and_their_checksums_join() -> None:
         rank.worker.begin(Plan(loads=[job(2, [0, 5], rows, "r")]))
     for at, rank in enumerate(pair):
         assert rank.done() == Answers(loaded={2: 1})
-        part = slice(at * ranks.part_bytes, (at + 1) * ranks.part_bytes)
+        part = slice(at * size, (at + 1) * size)
         assert (np.stack([rank.block(0), rank.block(5)]) == host.rows[rows, part]).all()
         rank.worker.close()
 
 
+def test_stages_of_different_sizes_fill_a_row_one_behind_the_other() -> None:
+    configs = [config_of("LBNHC", [[FULL] * layers]) for layers in (3, 3, 1, 1)]
+    ranks = Ranks((Stage(block_regions(configs[0]).part_bytes), Stage(block_regions(configs[2]).part_bytes)), tensor=2)
+    host = Host(ranks)
+    four = [Rank(rank, ranks, config) for rank, config in enumerate(configs)]
+    blocks, rows = [1, 4], [3, 8]
+    answers = Answers()
+    for rank in four:
+        rank.worker.begin(Plan(host.share, stores=[job(1, blocks, rows)]))
+        answers.merge(rank.done())
+    for block, row in zip(blocks, rows, strict=True):
+        assert host.rows[row].tobytes() == b"".join(rank.block(block).tobytes() for rank in four)
+    assert sorted(answers.stored[1]) == [0, 1, 2, 3]
+    for rank in four:
+        rank.worker.begin(Plan(loads=[job(2, [0, 5], rows, "r")]))
+        answers.merge(rank.done())
+        assert [rank.block(block).tobytes() for block in (0, 5)] == [rank.block(block).tobytes() for block in blocks]
+        rank.worker.close()
+    assert answers.loaded == {2: 4}
+
+
 def test_of_ranks_with_the_same_kv_one_stores_and_all_load() -> None:
     config = config_of("LBNHC", [[FULL]])
-    ranks = Ranks(4, 2, block_regions(config).part_bytes)
+    ranks = Ranks((Stage(block_regions(config).part_bytes, 2),), tensor=4)
     host = Host(ranks)
     four = [Rank(rank, ranks, config, seed=rank // 2) for rank in range(4)]
     answers = Answers()
@@ -238,41 +258,100 @@ def test_of_ranks_with_the_same_kv_one_stores_and_all_load() -> None:
         rank.worker.close()
 
 
+def test_a_host_without_the_scheduler_takes_memory_for_its_ranks_alone() -> None:
+    configs = [config_of("LBNHC", [[FULL] * layers]) for layers in (2, 2, 3, 3)]
+    stages = tuple(Stage(block_regions(configs[at]).part_bytes) for at in (0, 2))
+    ranks = Ranks(stages, tensor=2, hosts=2)
+    host = Host(ranks)
+    assert host.share.ranks.row_bytes_on(0) == host.rows.shape[1] == 2 * stages[0].part_bytes
+    four = [Rank(rank, ranks, config) for rank, config in enumerate(configs)]
+    wanted = host.share._replace(huge_pages="off")
+    found = Answers()
+    for rank in four:
+        rank.worker.begin(Plan(wanted))
+    while not found.hosts:  # pytest's own timeout bounds it
+        for rank in four:
+            found.merge(rank.worker.finish())
+    assert all(rank.worker.is_idle for rank in four)
+    other = found.hosts.pop(1)
+    assert not found and (other.host, other.rows) == (1, ROWS)
+    blocks, rows = [1, 4], [3, 8]
+    before = host.rows.copy()
+    answers = Answers()
+    for rank in four:
+        rank.worker.begin(Plan(wanted, (other,), stores=[job(1, blocks, rows)]))
+        answers.merge(rank.done())
+    assert sorted(answers.stored[1]) == [0, 1, 2, 3] and not any(part.why for part in answers.stored[1].values())
+    for block, row in zip(blocks, rows, strict=True):
+        assert host.rows[row].tobytes() == b"".join(rank.block(block).tobytes() for rank in four[:2])
+    untouched = np.setdiff1d(np.arange(ROWS), rows)
+    assert (host.rows[untouched] == before[untouched]).all()
+    for rank in four:
+        rank.worker.begin(Plan(wanted, (other,), loads=[job(2, [0, 5], rows, "r")]))
+        answers.merge(rank.done())
+        assert [rank.block(block).tobytes() for block in (0, 5)] == [rank.block(block).tobytes() for block in blocks]
+    assert answers.loaded == {2: 4}
+    for rank in four:
+        rank.worker.close()
+
+
+def test_a_host_without_room_takes_no_part() -> None:
+    config = config_of("LBNHC", [[FULL]])
+    ranks = Ranks((Stage(block_regions(config).part_bytes),), tensor=2, hosts=2)
+    rank = Rank(1, ranks, config)
+    rank.worker.begin(Plan(Host(ranks).share._replace(rows=1 << 50)))
+    while rank.worker.refused == "":  # pytest's own timeout bounds it
+        answers = rank.worker.finish()
+    assert "rank 1: host 1 has no room for HOST" in answers.refused
+    rank.worker.begin(Plan(Host(ranks).share, stores=[job(1, [0], [0])]))
+    assert "no room for HOST" in rank.worker.finish().stored[1][1].why
+    rank.worker.close()
+
+
 CHILD = """
-import sys
-from kvbm.engines.vllm.metadata import HostShare, Plan, Ranks
+import os, sys
+from kvbm.engines.vllm.metadata import HostShare, Plan
+from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.regions import block_regions
 from tests.integration.test_vllm_worker import FULL, ROWS, Rank, job
 from tests.vllm_configs import config_of
-pid, fd, mapped, rank = map(int, sys.argv[1:])
+pid, fd, mapped = map(int, sys.argv[1:])
 config = config_of("LHBNC", [[FULL] * 2])
-ranks = Ranks(2, 1, block_regions(config).part_bytes)
-made = Rank(rank, ranks, config)
-share = HostShare(pid, fd, mapped, ROWS, ranks.row_bytes, ranks.part_bytes)
-made.worker.begin(Plan(share, loads=[job(1, [0], [0], "r")], stores=[job(2, [3, 5], [4, 1])]))
-answers = made.done()
-assert answers.loaded == {1: 1} and not answers.failed and not answers.refused, answers
-print(made.block(0).tobytes().hex(), made.block(3).tobytes().hex(), made.block(5).tobytes().hex(),
-      answers.stored[2][rank].checksums.hex())
+ranks = Ranks((Stage(block_regions(config).part_bytes),), tensor=2)
+
+def work(rank):
+    made = Rank(rank, ranks, config)
+    share = HostShare(pid, fd, mapped, ROWS, ranks)
+    made.worker.begin(Plan(share, loads=[job(1, [0], [0], "r")], stores=[job(2, [3, 5], [4, 1])]))
+    answers = made.done()
+    assert answers.loaded == {1: 1} and not answers.failed and not answers.refused, answers
+    print(made.block(0).tobytes().hex(), made.block(3).tobytes().hex(), made.block(5).tobytes().hex(),
+          answers.stored[2][rank].checksums.hex(), flush=True)
+
+if os.fork():  # each rank is a process
+    assert os.wait()[1] == 0
+    work(1)
+else:
+    work(0)
 """
 
 
 def test_ranks_in_processes_of_their_own_share_the_rows() -> None:
     config = config_of("LHBNC", [[FULL] * 2])
-    ranks = Ranks(2, 1, block_regions(config).part_bytes)
+    ranks = Ranks((Stage(block_regions(config).part_bytes),), tensor=2)
     host = Host(ranks)
-    share, size = host.share, ranks.part_bytes
-    for rank in range(2):
-        ran = subprocess.run(
-            [sys.executable, "-c", CHILD, *map(str, (share.pid, share.fd, share.mapped_bytes, rank))],
-            capture_output=True,
-            text=True,
-            timeout=LONG_S * 3,
-            cwd=ROOT,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
-        loaded, *stored, sums = map(bytes.fromhex, ran.stdout.split())
+    share, size = host.share, block_regions(config).part_bytes
+    ran = subprocess.run(
+        [sys.executable, "-c", CHILD, *map(str, (share.pid, share.fd, share.mapped_bytes))],
+        capture_output=True,
+        text=True,
+        timeout=4 * LONG_S,
+        cwd=ROOT,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    for rank, said in zip(range(2), ran.stdout.splitlines(), strict=True):
+        loaded, *stored, sums = map(bytes.fromhex, said.split())
         part = slice(rank * size, (rank + 1) * size)
         assert host.rows[0, part].tobytes() == loaded
         assert [host.rows[row, part].tobytes() for row in (4, 1)] == stored
@@ -305,8 +384,11 @@ def test_a_host_that_cannot_be_mapped_is_refused_and_jobs_fail(rank: Rank, host:
     for share, words in (
         (host.share._replace(fd=9999), "HOST pool"),
         (host.share._replace(mapped_bytes=host.share.mapped_bytes * 2), "HOST pool"),
-        (host.share._replace(row_bytes=host.share.row_bytes * 2), "HOST has 9 rows of"),
+        (host.share._replace(ranks=Ranks(host.share.ranks.stages, tensor=2)), "HOST has 9 rows of"),
         (host.share._replace(rows=ROWS * 10**6), "HOST has 9000000 rows"),
+        (host.share._replace(ranks=Ranks((Stage(8),))), "the scheduler was told 8"),
+        (host.share._replace(ranks=host.share.ranks._replace(decode=2, tensor=2, interleave=4)), "told 4"),
+        (host.share._replace(ranks=Ranks(())), "the scheduler knows 0 ranks"),
     ):
         made = Rank(0, one_rank(rank.config), rank.config)
         made.worker.begin(Plan(share, loads=[job(1, [0], [0], "a")], stores=[job(2, [1], [1])]))
@@ -351,7 +433,7 @@ def _fewer(tensors: dict[str, Any]) -> dict[str, Any]:
 )
 def test_tensors_that_are_not_where_vllm_says_are_refused(change: Any, words: str) -> None:
     config = config_of("LBNHC", [[FULL] * 3])
-    worker = Worker(0, one_rank(config), config, threads=1)
+    worker = Worker(0, config, threads=1)
     worker.register(change(tensors_of(config)))
     assert words in worker.refused
     host = Host(one_rank(config))
@@ -363,23 +445,23 @@ def test_tensors_that_are_not_where_vllm_says_are_refused(change: Any, words: st
 
 def test_a_part_of_another_size_than_the_scheduler_was_told_is_refused() -> None:
     config = config_of("LBNHC", [[FULL]])
-    ranks = Ranks(1, 1, 1000)
-    worker = Worker(0, ranks, config, threads=1)
+    worker = Worker(0, config, threads=1)
     worker.register(tensors_of(config))
+    worker.begin(Plan(Host(Ranks((Stage(1000),))).share))
     assert worker.finish().refused == "rank 0: a block has 256 bytes on rank 0, the scheduler was told 1000"
 
 
 def test_jobs_before_the_tensors_or_host_are_known_fail_in_words() -> None:
     config = config_of("LBNHC", [[FULL]])
     ranks = one_rank(config)
-    worker = Worker(0, ranks, config, threads=1)
+    worker = Worker(0, config, threads=1)
     host = Host(ranks)
     worker.begin(Plan(host.share, loads=[job(1, [0], [0], "a")]))
     assert worker.finish().failed == {1: "rank 0: its tensors are not registered"}
-    other = Worker(0, ranks, config, threads=1)
+    other = Worker(0, config, threads=1)
     other.register(tensors_of(config))
     other.begin(Plan(None, loads=[job(1, [0], [0], "a")]))
-    assert other.finish().failed == {1: "rank 0: the scheduler has not said where HOST is"}
+    assert other.finish().failed == {1: "rank 0: nobody has said where HOST is"}
     worker.close()
     other.close()
 
@@ -388,6 +470,23 @@ def test_a_load_that_could_not_be_planned_is_answered_as_failed(rank: Rank, host
     rank.worker.begin(Plan(host.share, loads=[job(1, [], [], "a")._replace(why="no plan")]))
     assert rank.worker.finish().failed == {1: "rank 0: no plan"}
     assert rank.worker.received() == ({"a"}, {"a"})
+
+
+def test_while_the_engine_sleeps_nothing_is_copied_and_what_was_under_way_has_ended(rank: Rank, host: Host) -> None:
+    rank.worker.begin(Plan(host.share, stores=[job(1, [0], [0])]))
+    rank.worker.suspend()
+    assert rank.worker.under_way == 0
+    assert rank.worker.finish().stored[1][0].why == ""
+    before = host.rows.copy()
+    rank.worker.begin(Plan(host.share, loads=[job(2, [1], [0], "a")], stores=[job(3, [2], [5])]))
+    answers = rank.done()
+    assert "the engine sleeps" in answers.failed[2] and "the engine sleeps" in answers.stored[3][0].why
+    assert (host.rows == before).all()
+    assert rank.worker.refused == ""
+    rank.worker.resume()
+    rank.worker.begin(Plan(host.share, stores=[job(4, [2], [5])]))
+    assert rank.done().stored[4][0].why == ""
+    assert host.rows[5].tobytes() == rank.block(2).tobytes()
 
 
 def test_a_closed_worker_lets_go_of_tensors_and_host(rank: Rank, host: Host) -> None:

@@ -7,7 +7,7 @@ import threading
 from kvbm.manager.workers import Workers
 from tests.eventually import eventually
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def test_threads_that_a_device_keeps_are_replaced_for_as_long_as_it_does() -> None:

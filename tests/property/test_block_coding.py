@@ -15,6 +15,7 @@ from kvbm.core.errors import LayoutError
 from kvbm.pools.object.coding import ELEMENT_CODINGS, Coding, DecodeBlocks, EncodeBlocks
 from kvbm.pools.object.coding_reference import CodingError, code_lengths, codes_of, decode_block, encode_block
 from tests.coded_blocks import bfloat16
+from tests.examples import examples
 
 ENCODE: EncodeBlocks = encode_blocks
 DECODE: DecodeBlocks = decode_blocks
@@ -63,7 +64,7 @@ def test_native_and_reference_write_the_same_bytes_and_read_each_others(blocks: 
         assert decode_block(data, kind, blocks.shape[1]) == blocks[row].tobytes()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(counts=st.lists(st.integers(0, 3) | st.integers(0, 2**40), min_size=256, max_size=256))
 def test_every_count_of_symbols_has_a_whole_code_of_short_words(counts: list[int]) -> None:
     lengths = code_lengths(np.array(counts))
@@ -72,7 +73,7 @@ def test_every_count_of_symbols_has_a_whole_code_of_short_words(counts: list[int
     assert all(not later.startswith(code) for code, later in itertools.pairwise(codes))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), coding=st.sampled_from([Coding.PLANES_8, Coding.PLANES_16, Coding.PLANES_32]))
 def test_spoilt_bytes_give_no_row_that_its_checksum_does_not_tell(data: st.DataObject, coding: Coding) -> None:
     block = bfloat16(data.draw(st.sampled_from([600, 1200, 17_000])), data.draw(st.integers(0, 99)))

@@ -21,7 +21,7 @@ from tests.pool_runs import SHAPE, Run, random_run
 
 GOOD, CORRUPT = ReadOutcome.GOOD, ReadOutcome.CORRUPT
 SLOTS = 64
-INJECTIONS = 10_048  # in each way; completed snapshots of one for each slot
+INJECTIONS, QUICK_INJECTIONS = 10_048, 1_024  # in each way; whole turns of one for each slot
 WAYS = [("io_uring", "on"), ("io_uring", "off"), ("threads", "off")]
 
 
@@ -43,7 +43,8 @@ def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Nvm
     pool.close()
 
 
-def test_every_flipped_bit_is_found_wherever_it_is(filled: tuple[NvmePool, Run, int]) -> None:
+@pytest.mark.parametrize("injections", [QUICK_INJECTIONS, pytest.param(INJECTIONS, marks=pytest.mark.nightly)])
+def test_every_flipped_bit_is_found_wherever_it_is(filled: tuple[NvmePool, Run, int], injections: int) -> None:
     pool, run, block_bytes = filled
     random = np.random.default_rng(11)
     files = [os.open(path, os.O_RDWR) for path in pool.paths]
@@ -55,7 +56,7 @@ def test_every_flipped_bit_is_found_wherever_it_is(filled: tuple[NvmePool, Run, 
         os.pwrite(files[slot % 2], bytes([byte ^ mask]), position)
 
     found = 0
-    for _ in range(INJECTIONS // SLOTS):
+    for _ in range(injections // SLOTS):
         of_headers = random.integers(0, 64, SLOTS)  # half of them where every byte means something
         anywhere = random.integers(0, PAGE_BYTES + block_bytes, SLOTS)
         places = np.where(random.random(SLOTS) < 0.5, of_headers, anywhere).tolist()
@@ -65,7 +66,7 @@ def test_every_flipped_bit_is_found_wherever_it_is(filled: tuple[NvmePool, Run, 
         found += pool.read(everything, run.namespace, run.hashes, run.room()).outcomes.count(CORRUPT)
         for slot in everything:
             flip(slot, places[slot], masks[slot])
-    assert found == INJECTIONS
+    assert found == injections
     rows = run.room()
     assert pool.read(everything, run.namespace, run.hashes, rows).outcomes == [GOOD] * SLOTS
     assert (rows == run.rows).all()
@@ -173,3 +174,35 @@ def test_a_call_that_contradicts_itself_is_refused_before_a_byte_moves(tmp_path:
     assert os.fstat(fd).st_size == 0
     assert engine.close(5.0)
     os.close(fd)
+
+
+def test_headers_are_scanned_the_same_by_both_engines(tmp_path: Path) -> None:
+    """Whatever the headers are: whole, of each kind, damaged at any byte, of another size, or none."""
+    random, run, block_bytes = np.random.default_rng(7), random_run(SLOTS, 1000), 1000
+    fds = [os.open(tmp_path / str(number), os.O_RDWR | os.O_CREAT, 0o600) for number in range(2)]
+    try:
+        plain, native = PlainBlockIo(os, fds, SLOTS, block_bytes), BlockIo(fds, SLOTS, block_bytes)
+        slots, seals = np.arange(SLOTS, dtype=np.int64), np.ones((SLOTS, 64), dtype=np.uint8)
+        for turn in range(40):
+            some = slots[random.random(SLOTS) < 0.5]
+            hashes = b"".join(run.hashes[16 * slot : 16 * slot + 16] for slot in some.tolist())
+            generation, sums = int(random.integers(0, 1 << 32)), run.proof.checksums[some]
+            if turn % 3:
+                plain.write(some, run.rows, some, run.namespace, hashes, turn, sums, generation)
+            else:
+                native.write(some, run.rows, some, run.namespace, hashes, turn, sums, generation, seals[some])
+            for slot in random.integers(0, SLOTS, 8).tolist():
+                at = PAGE_BYTES + slot // 2 * stride_of(block_bytes) + int(random.integers(0, 64))
+                os.pwrite(fds[slot % 2], random.bytes(1), at)
+            order = random.permutation(slots)
+            ours, theirs = native.scan(order, 1 + turn % 9), plain.scan(order, 1)
+            assert np.array_equal(ours[0], theirs[0]) and set(ours[0].tolist()) <= {0, 1}
+            for index in np.flatnonzero(ours[0]).tolist():
+                for column in (1, 2):
+                    assert ours[column][16 * index : 16 * index + 16] == theirs[column][16 * index : 16 * index + 16]
+                for column in (3, 4, 5):
+                    assert ours[column][index] == theirs[column][index]
+        assert native.close(5)
+    finally:
+        for fd in fds:
+            os.close(fd)

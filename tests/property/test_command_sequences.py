@@ -28,6 +28,7 @@ from kvbm.core.ids import (
     split_hashes,
 )
 from kvbm.core.ledger import Ledger
+from tests.examples import examples
 from tests.held import recomputed_digest
 from tests.ledger_driver import (
     POOLS,
@@ -37,7 +38,7 @@ from tests.ledger_driver import (
     finish_snapshot,
 )
 
-thorough = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def held_by(fold: Residencies) -> dict[Tier, dict[SequenceHash, tuple[NamespaceId, int | None]]]:

@@ -24,13 +24,14 @@ from kvbm.core.events import (
 from kvbm.core.fold import Change, Residencies
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, Tier, pack_slots, split_hashes
 from kvbm.streams.base import Heartbeat, StreamMessage
+from tests.examples import examples
 from tests.indexes import Key, Twin, crowded_events, each_twin, frame_bytes, held_of
 from tests.ledger_driver import NAMESPACES, POOLS, Driver, chain, commands, finish_snapshot
 from tests.strategies import frames as any_frames
 
 INSTANCES = [InstanceId(name) for name in ("a", "b", "c")]
 POOL = POOLS[-1].name
-thorough = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 scripts = st.lists(st.tuples(st.integers(0, len(INSTANCES) - 1), commands), max_size=80)
 
 

@@ -176,7 +176,7 @@ class Life(NamedTuple):
 def recovered(folder: Path, fold: NewFold) -> Slots:
     journal = Journal.open(folder, INSTANCE, NATIVE)
     try:
-        found = recover(journal, Tier.NVME, SLOTS, POOL, fold)
+        found = recover(journal, Tier.NVME, SLOTS, POOL, fold).blocks
         assert len({one.slot for one in found}) == len(found)
         return {one.hash: one.slot for one in found}
     finally:

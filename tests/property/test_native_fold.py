@@ -32,6 +32,7 @@ from kvbm.core.events import (
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, SequenceHash, Tier, pack_slots
 from tests.captures import make_capture, packed
+from tests.examples import examples
 from tests.held import recomputed_digest
 from tests.strategies import frames, pools_stated
 
@@ -141,7 +142,7 @@ START = InstanceStarted(epoch=Epoch(1), pools=(PoolStated(Tier.HBM, 2000, 64), P
 histories = st.lists(small_events() | st.sampled_from([0, 0, 7]), max_size=40)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.booleans(), st.booleans(), histories)
 def test_any_history_folds_alike(strict: bool, is_started: bool, history: list[Event | Missed]):
     fold_both(strict, [START, *history] if is_started else history)
@@ -265,7 +266,7 @@ def folded(fold: Any, data: bytes, at: int, first: int) -> tuple[Any, ...]:
     return (*result._replace(illegal=None), illegal and (illegal.rule, str(illegal)))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.booleans(), st.lists(small_events(), min_size=1, max_size=12), st.integers(0, 13), st.binary(max_size=9))
 @example(True, [START, InstanceStarted(epoch=Epoch(2)), InstanceStopped(reason=StopReason.FENCED)], 0, b"")
 def test_a_frame_folds_as_far_in_both(strict: bool, events: list[Event], first: int, before: bytes):
@@ -332,7 +333,7 @@ def test_a_scan_finds_the_same_frames_and_the_same_end(these: list[Frame], befor
     assert (error is None) == (not after)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(frames(max_events=4), frames(max_events=4), st.data())
 def test_a_hostile_frame_ends_both_scans_in_the_same_words(good: Frame, frame: Frame, draw: st.DataObject):
     data = bytearray(encode_frame(frame))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 from typing import Any
 
 import pytest
@@ -32,10 +32,11 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.ledger import LEAST_EVENT_BYTES, NOT_HELD, Ledger
+from kvbm.core.ledger import LEAST_EVENT_BYTES, LENT_TIERS, NOT_HELD, Ledger
 from kvbm.core.policy import EVICTION_POLICIES, OTHERS, Share
 from kvbm.core.slot_allocator import Allocation
 from kvbm.core.snapshots import SNAPSHOT_LOOKS, Recovered
+from tests.examples import examples
 
 POOLS = (
     PoolStated(Tier.HBM, 9, 64),
@@ -48,7 +49,7 @@ NAMESPACES = (Namespace(model="a", block_tokens=16), Namespace(model="b", block_
 SOURCES = (*Tier, InstanceId("peer-é"))
 INSTANCE = InstanceId("wörker-0")
 
-AFTER_A_STOP = (8, 9, 11, 21, 22, 24, 25, 28)  # the steps that ask for no slots: nobody does then
+AFTER_A_STOP = (8, 9, 11, 21, 22, 24, 25, 28, 29)  # the steps that ask for no slots: nobody does then
 
 Step = tuple[int, int, int, int, int]  # which command, and four numbers it takes its arguments from
 
@@ -187,8 +188,8 @@ class Twins:
                 self.begin_snapshot() if kind == 21 else self.step_snapshot(1 + a % 4)
             case 24:
                 self.cut()
-            case 25:
-                self.ask(tier, a, b)
+            case 25 | 29:
+                self.ask(tier, a, b) if kind == 25 else self.lend_some(namespace, run_of(a, b % 12), Tier(c % 4))
             case 26:
                 self.misuse(namespace, tier, a, b, c)
             case _:
@@ -205,6 +206,17 @@ class Twins:
             own = pack_slots(slot for tier, slot in placed if tier == hottest)
             if hottest in SLOT_TIERS:
                 self.pinned.append((hottest, own))
+
+    def lend_some(self, namespace: NamespaceId, hashes: bytes, coldest: Tier) -> None:
+        """What is lent is of the namespace, in the hottest tier that may be lent from, and ends where there is none; then it is pinned."""
+        tiers = [tier for tier in LENT_TIERS if tier <= coldest]
+        before = [[self.native.holds(tier, held, namespace) for tier in tiers] for held in split_hashes(hashes)]
+        lent = self.lend(namespace, hashes, coldest)
+        wanted = [tiers[held.index(True)] for held in takewhile(any, before)]
+        assert (lent.depth, list(lent.tiers)) == (len(wanted), wanted)
+        placed = list(zip(lent.tiers, split_slots(lent.slots), strict=True))
+        for tier in tiers:
+            self.pinned.append((tier, pack_slots(slot for at, slot in placed if at == tier)))
 
     def write(self, kind: int, namespace: NamespaceId, tier: Tier, a: int, b: int, c: int) -> None:
         if kind == 7:
@@ -276,6 +288,10 @@ class Twins:
         tier, slots = self.allocated[at]
         count = len(slots) // 4 + (c % 11 == 0)
         hashes = run_of(b, count, 10 if c % 13 == 0 else 1)
+        if c % 3 == 2 and b % 2:  # they are there already
+            if isinstance(self.adopt(namespace, tier, hashes, slots, INSTANCE), int):
+                del self.allocated[at]
+            return
         created = self.create(namespace, tier, BLOCKS[a % 20], (0, 1, c)[c % 3], hashes, slots)
         if isinstance(created, bytes):
             del self.allocated[at]
@@ -313,6 +329,7 @@ class Twins:
             case 2:
                 if not is_ours:
                     self.create(namespace, tier, NO_PARENT, 0, run_of(c, 1), slots[:4])
+                    self.adopt(namespace, tier, run_of(c, 1), slots[:4], INSTANCE)
             case 3:
                 self.pin(Tier.OBJECT, b"")
                 self.allocate(Tier.OBJECT, 1)
@@ -327,9 +344,9 @@ class Twins:
 
 
 numbers = st.integers(0, 63)
-steps = st.tuples(st.integers(0, 28), numbers, numbers, numbers, numbers)
+steps = st.tuples(st.integers(0, 29), numbers, numbers, numbers, numbers)
 thorough = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 
@@ -353,7 +370,7 @@ SHARES = (
 
 @pytest.mark.parametrize("eviction", list(EVICTION_POLICIES))
 @pytest.mark.parametrize("shares", SHARES)
-@settings(parent=thorough, max_examples=150)
+@settings(parent=thorough, max_examples=examples(150))
 @given(script=st.lists(steps, min_size=20, max_size=150))
 def test_tenants_with_shares_come_out_the_same(eviction: str, shares: Sequence[Share], script: list[Step]):
     twins = Twins(eviction, shares=shares)

@@ -27,6 +27,7 @@ from kvbm.core.errors import (
 )
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, InstanceStopped, StopReason
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
+from tests.examples import examples
 from tests.strategies import frames, hashes
 
 ROOT = bytes(range(16))
@@ -114,7 +115,7 @@ def test_a_truncated_frame_is_refused_as_the_specification_refuses_it(frame: Fra
     agree_on(data, draw.draw(st.integers(1, 2 * len(data))))
 
 
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 @given(frames(max_events=4), st.data())
 def test_hostile_contents_under_a_good_checksum_have_one_outcome(frame: Frame, draw: st.DataObject):
     data = bytearray(codec.encode_frame(frame))
@@ -136,7 +137,7 @@ def test_hostile_contents_under_a_good_checksum_have_one_outcome(frame: Frame, d
         assert _native.encode_frame(result[0]) == codec.encode_frame(result[0]) == with_checksum(bytes(data))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=200), st.integers(0, 3), st.integers(0, 2**32 - 1))
 def test_any_body_has_one_outcome(body: bytes, namespace_count: int, event_count: int):
     header = b"KVBM\x01\x00\x01" + bytes([namespace_count]) + bytes(4) + event_count.to_bytes(4, "little") + bytes(32)
@@ -150,7 +151,7 @@ STARTS = [
 ]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_a_start_that_is_not_canonical_is_refused(draw: st.DataObject):
     blob = bytearray(codec.encode_started(STARTS[draw.draw(st.integers(0, 1))]))
@@ -377,7 +378,7 @@ def test_rows_that_do_not_lie_together_are_refused():
             _native.checksums(wrong)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     parts=st.integers(1, 8),
     blocks=st.integers(0, 5),
@@ -548,7 +549,10 @@ def test_hashes_derived_from_digests_agree(digests: list[bytes], root: bytes):
 
 def test_many_digests_derive_as_each_alone():
     digests = [index.to_bytes(32, "big") for index in range(5000)]  # so many that other threads run meanwhile
-    assert _native.derived_hashes(ROOT, digests) == hashing.derived_hashes(ROOT, digests)
+    for count in (63, 64, 65, 1024, 1025, 5000):
+        assert _native.derived_hashes(ROOT, digests[:count]) == hashing.derived_hashes(ROOT, digests[:count])
+    long = [digest * 40 for digest in digests[:100]]
+    assert _native.derived_hashes(ROOT, long) == hashing.derived_hashes(ROOT, long)
 
 
 @pytest.mark.parametrize(
@@ -564,8 +568,9 @@ def test_many_digests_derive_as_each_alone():
         (ROOT, [memoryview(b"d")]),
         (ROOT, [np.zeros(32, dtype=np.uint8)]),
         (ROOT, b"digest"),
+        (ROOT, [*[b"d"] * 70, None]),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_digests_that_cannot_be_hashed_are_refused_in_the_same_words(arguments: tuple[object, ...]):
     words = []

@@ -13,6 +13,7 @@ from kvbm._native import RowCopier, checksums
 from kvbm.core.checksum import crc32c
 from kvbm.core.errors import LayoutError
 from kvbm.pools.host.rows import RowCopies
+from tests.examples import examples
 
 COPIERS: list[RowCopies] = [RowCopier(1), RowCopier(3)]
 
@@ -71,7 +72,7 @@ def _buffers(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return buffer(1), buffer(2)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(buffers=_buffers(), data=st.data())
 def test_native_and_numpy_copies_agree_and_refuse_alike(
     buffers: tuple[np.ndarray, np.ndarray], data: st.DataObject

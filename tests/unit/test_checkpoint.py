@@ -73,7 +73,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def large(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """More than one chunk of blocks, and more than one of front."""
     path = tmp_path_factory.mktemp("large") / "checkpoint"
-    size, entries, _ = filled(60_000).write_checkpoint(str(path), os.urandom(1_500_000))
+    size, entries, _ = filled(60_000).write_checkpoint(str(path), random.Random(76).randbytes(1_500_000))
     data = path.read_bytes()
     assert (len(data), entries) == (size, 120_000)
     assert kinds(data).count(FRONT) == 2 and kinds(data).count(BLOCKS) > 1 and kinds(data)[-1] == END

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbm.core.errors import ConfigError
+from kvbm.workload.block_pool import BlockPool
 from kvbm.workload.compare_policies import (
     CompareOptions,
     Comparison,
@@ -17,7 +18,7 @@ from kvbm.workload.compare_policies import (
     requests_of,
     run_policy,
 )
-from kvbm.workload.instance_model import BlockPool, InstanceModel, Request
+from kvbm.workload.instance_model import InstanceModel, Request
 from kvbm.workload.policies import POLICIES, DynamoCost, LlmdScore, Policy, PrefixAndLoad
 from kvbm.workload.trace import TraceRequest, full_blocks
 from kvbm.workload.workloads import LOADS, WORKLOADS, workload

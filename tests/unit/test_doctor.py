@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,14 @@ from kvbm.doctor import disks, gpu, machine, services
 from kvbm.doctor.agreement import judge_settings
 from kvbm.doctor.clock import ClockFacts, judge_clock
 from kvbm.doctor.finding import Finding, Result, refused, size
+from kvbm.doctor.peers import judge_peers
 from kvbm.doctor.plan import Plan, Wanted, plan_of
 from kvbm.doctor.probes import cuda as cuda_probe
+from kvbm.doctor.rdma import RdmaFacts
+from kvbm.pools.nvme.generations import TAIL_BYTES
 from kvbm.pools.stores.base import Trouble
 from kvbm.streams.nats.server_view import ServerView, StreamView
+from kvbm.verbs.ports import Port
 
 MIB, GIB = 1 << 20, 1 << 30
 OK, WARNING, PROBLEM, UNUSED = Result.OK, Result.WARNING, Result.PROBLEM, Result.UNUSED
@@ -39,6 +44,42 @@ def expect(found: Finding, result: Result, *words: str) -> None:
     assert "\n" not in found.found + found.fix
 
 
+# -- peers ------------------------------------------------------------------------------------------------------------
+
+
+def test_peers_says_where_an_instance_lends_and_how_it_reads(tmp_path: Path) -> None:
+    def judged(facts: RdmaFacts | None = None, **flags: Any) -> Finding:
+        changed = {name.replace("__", "."): value for name, value in flags.items()}
+        known = {"instance.data_dir": str(tmp_path), "catalog.url": "http://127.0.0.1:1"}
+        return judge_peers(load_settings(flags=HOST | known | changed), facts)
+
+    key = tmp_path / "key"
+    key.write_text("k" * 64)
+    key.chmod(0o600)
+    tcp = {"transport__listen": "tcp://0.0.0.0:7711", "transport__advertise": "10.0.0.7:7711"}
+    expect(judged(), UNUSED, "transport.listen is not set")
+    expect(judged(transport__listen="host"), OK, ".sock", "memory on this machine; no TCP")
+    expect(judged(**tcp, transport__key_file=str(key)), OK, "tcp://10.0.0.7:7711", "TCP beyond it")
+    rdma = tcp | {"transport__key_file": str(key), "transport__rdma": "auto"}
+    up, down = Port("mlx5_1", 1, "ACTIVE", "Ethernet"), Port("mlx5_0", 1, "DOWN", "Ethernet")
+    expect(judged(RdmaFacts([down, up], "pyverbs", ""), **rdma), OK, "RDMA by mlx5_1 beyond it, and TCP where")
+    expect(
+        judged(RdmaFacts([down], "pyverbs", ""), **rdma), WARNING, "TCP beyond it", "no RDMA device whose link is up"
+    )
+    expect(judged(RdmaFacts([up], "", "RDMA needs pyverbs"), **rdma), WARNING, "no RDMA: RDMA needs pyverbs")
+    named = rdma | {"transport__rdma": "mlx5_0"}
+    expect(judged(RdmaFacts([down, up], "pyverbs", ""), **named), WARNING, "no RDMA: mlx5_0 is down")
+    certified = {f"transport__tls_{part}": part for part in ("cert", "key", "ca")}
+    expect(judged(**tcp, **certified), OK, "TCP under TLS beyond it")
+    expect(judged(transport__fetch=True), OK, "lends at no place")
+    expect(judged(**tcp, transport__key_file=str(tmp_path / "none")), PROBLEM, "cannot be read")
+    key.chmod(0o644)
+    expect(judged(**tcp, transport__key_file=str(key)), PROBLEM, "chmod 600")
+    expect(judged(transport__listen="host", pools__host__slots=0), PROBLEM, "HOST is what is lent")
+    expect(judged(transport__listen="host", catalog__url=""), WARNING, "set catalog.url")
+    assert list(tmp_path.iterdir()) == [key], "the doctor makes nothing"
+
+
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
@@ -52,7 +93,9 @@ def test_slots_are_weighed_only_when_the_size_of_a_block_is_known() -> None:
 def test_the_files_of_an_nvme_pool_are_as_large_as_the_pool_makes_them() -> None:
     wanted = plan(NVME | {"pools.nvme.path": "/a/one:/b/two"}, 4096)
     assert wanted.nvme_paths == ("/a/one", "/b/two")
-    assert wanted.nvme.bytes == 100 * 8192 + 2 * 4096  # the header of each file, and of each slot
+    assert wanted.nvme.bytes == 100 * 8192 + 2 * (
+        4096 + TAIL_BYTES
+    )  # header and tail of each file, header of each slot
     assert plan(NVME, 0).nvme_paths == ("kvbm-data/instances/instance-0/nvme.pool",)
 
 

@@ -51,7 +51,7 @@ class Instance:
         self.pinned: set[int] = set()
         self.journal_from = Position(Epoch(1), Offset(0))
         self.at = Position(Epoch(1), Offset(10))
-        self.asked = self.dropped = 0
+        self.asked = self.dropped = self.salvages_ended = 0
         self.unclaimed = b""
         self.is_over = False
         self.engine_tier: Tier | None = None
@@ -64,6 +64,9 @@ class Instance:
 
     def slots(self, tier: Tier) -> int:
         return 4
+
+    def end_salvage(self) -> None:
+        self.salvages_ended += 1
 
     def hold_back(self, held_back: bool) -> None:
         self.held_back.append(held_back)
@@ -189,6 +192,7 @@ def test_an_instance_withdraws_at_once_waits_for_slots_then_for_the_journal() ->
     instance.pinned = {3}
     mine = erasures(instance)
     mine.take(recorded(Subject("acme", (ACME.id,))))
+    assert instance.salvages_ended == 1
     assert instance.blocks == {Tier.HOST: {ACME.id: b"", GLOBEX.id: blocks(3)}, Tier.NVME: {ACME.id: b""}}
     assert (instance.unnamed, instance.dropped, instance.unclaimed) == ([ACME.id], 1, blocks(1, 2))
     mine.step()
@@ -278,6 +282,8 @@ def test_a_start_leaves_out_what_is_meant_and_what_nobody_names_until_it_is_done
     start = StartErasures(record, DoneErasures(None), tenants)
     assert [one.slot for one in found if start.keeps(one)] == [1]
     assert start.left_out == 2
+    runs = [start.keeps_run(one.namespace, one.hash * 2).tolist() for one in found]
+    assert runs == [[start.keeps(one)] * 2 for one in found]
     assert all(StartErasures(Record(), DoneErasures(None), {}).keeps(one) for one in found)
     done = DoneErasures(tmp_path / DONE_FILE)
     done.add(FIRST, NOW_NS)

@@ -39,7 +39,7 @@ def test_a_damaged_pulse_is_refused_and_not_fatal(kind: str) -> None:
 
 def test_a_pulse_that_is_delivered_again_brings_nobody_back_to_life() -> None:
     class Repeating:
-        async def watch_pulses(self, cluster: str | None = None) -> Any:
+        async def watch_pulses(self, cluster: str | None = None, parts: tuple[int, ...] = ()) -> Any:
             yield said
             yield said  # a reader that begins anew gets the last pulse of everyone again
 

@@ -67,3 +67,15 @@ def test_no_test_module_imports_another() -> None:
             if (whole or f"{package}.{module}") != own:
                 found.append(f"{own} has a program that imports {whole or module}")
     assert not found
+
+
+def test_no_two_headers_define_a_type_of_one_name() -> None:
+    """They would be one type to the linker, which takes one's destructor for both."""
+    where: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "native/include/kvbm").glob("*.hpp")):
+        for name in re.findall(
+            r"^(?:struct|class|union|enum class) (?:alignas\(\d+\) )?(\w+)[^;]*?\{", path.read_text(), re.M
+        ):
+            where.setdefault(name, []).append(path.name)
+    assert len(where) > 100
+    assert {name: files for name, files in where.items() if len(files) > 1} == {}

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvbm.core.ids import SequenceHash
 from kvbm.core.policy import EVICTION_POLICIES, EvictionPolicy, LeastRecentlyUsed, S3Fifo
+from tests.examples import examples
 
 
 def block(number: int) -> SequenceHash:
@@ -142,7 +143,7 @@ def test_s3fifo_of_one_slot_has_no_main_and_no_ghosts() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     slots=st.integers(1, 12),
     script=st.lists(st.tuples(st.sampled_from(["gain", "hold", "free", "lose", "victims"]), st.integers(1, 12))),

@@ -5,25 +5,42 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm.core.answers import InstanceHolding, LookupAnswer, PoolHolding, RankedInstance, RouteAnswer
+from kvbm.core.answers import (
+    BlocksHeld,
+    FindAnswer,
+    InstanceHolding,
+    LookupAnswer,
+    PeerHolding,
+    PoolHolding,
+    PresenceAnswer,
+    RankedInstance,
+    RouteAnswer,
+)
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import HASH_BYTES, NamespaceId
 from kvbm.core.prompt_batches import (
+    FIND,
     LOOKUP,
     MOST_PROMPTS,
     MOST_ROUTES,
+    PRESENCE,
     ROUTE,
     PromptBatch,
     answers_head,
     decode_batch,
+    decode_finds,
     decode_lookups,
+    decode_presences,
     decode_routes,
     encode_batch,
+    encode_find,
     encode_lookup,
+    encode_presence,
     encode_route,
 )
 
@@ -42,6 +59,16 @@ RANKED = RankedInstance(
 )  # fmt: skip
 CHOSEN = RouteAnswer(instance="i-0", namespace=SPACE.hex(), blocks=1, ranked=[RANKED], more=7, admitted=False)
 
+LOOKED_FOR = PromptBatch(PRESENCE, 8, SPACE, [(ONE + TWO, 0), (b"", 0)])
+HELD = PresenceAnswer(
+    namespace=SPACE.hex(), blocks=2, more=3,
+    holders=[
+        BlocksHeld(name="i-0", kind="instance", tier="NVME", suspect=True, held="03"),
+        BlocksHeld(name="s3", kind="pool", tier="OBJECT", suspect=False, held="02"),
+    ],
+)  # fmt: skip
+NONE_HELD = PresenceAnswer(namespace=SPACE.hex(), blocks=0, holders=[])
+
 GOLDEN_QUESTION = (
     "4b564231 01 00 0800 02000000 00000000 000102030405060708090a0b0c0d0e0f 02000000 00000000 00000000 00000000"
     "11111111111111111111111111111111 22222222222222222222222222222222"
@@ -57,17 +84,44 @@ GOLDEN_ROUTE = (
     "4b564231 02 000000 01000000 00000000 00000000 07000000 0100 0000"
     "00000040 0000003f 0000803f 0000803e 0000803e 0000c03f 01000000 04000000 00000000 04 03 692d30"
 )
+GOLDEN_PRESENCE = (
+    "4b564231 03 000000 02000000 00000000"
+    "00000000 03000000 0200 0000"
+    "01000000 02 01 03 692d30 03"
+    "01000000 03 02 02 7333 02"
+    "00000000 00000000 0000 0000"
+)
+
+ASKED_FOR = PromptBatch(FIND, 4, SPACE, [(ONE + TWO, 1)], ("me", "zone-a", "host-1"))
+THERE = FindAnswer(
+    namespace=SPACE.hex(), blocks=2, pools=[PoolHolding(pool="s3", depth=2)],
+    peers=[
+        PeerHolding(
+            instance="i-0", depth=1, tiers={"HOST": 1}, distance=1, suspect=True, lends={"host": "h", "unix": "/s", "tcp": "a:1"}
+        )
+    ],
+)  # fmt: skip
+GOLDEN_FIND = "00000000 00000000 0200 0000 08000000 01000000 01000000 01 01 03 692d30 680a2f730a613a31 00000000 02000000 00000000 00 02 02 7333"
 
 
 def test_the_bytes_are_those_that_are_documented() -> None:
     answer = answers_head(LOOKUP, 2, 0.0) + encode_lookup(FOUND) + encode_lookup(NOTHING)
     route = answers_head(ROUTE, 1, 0.0) + encode_route(CHOSEN)
-    told = [encode_batch(ASKED), answer, route]
-    golden = [GOLDEN_QUESTION, GOLDEN_ANSWER, GOLDEN_ROUTE]
+    held = answers_head(PRESENCE, 2, 0.0) + encode_presence(HELD) + encode_presence(NONE_HELD)
+    there = answers_head(FIND, 1, 0.0) + encode_find(THERE)
+    told = [encode_batch(ASKED), answer, route, held, there[len(answers_head(FIND, 1, 0.0)) :]]
+    golden = [GOLDEN_QUESTION, GOLDEN_ANSWER, GOLDEN_ROUTE, GOLDEN_PRESENCE, GOLDEN_FIND]
     assert [one.hex() for one in told] == [text.replace(" ", "") for text in golden]
     assert decode_batch(told[0]) == ASKED
     assert decode_lookups(answer, ASKED) == [FOUND, NOTHING]
     assert decode_routes(route, ROUTED) == [CHOSEN]
+    assert decode_batch(encode_batch(LOOKED_FOR)) == LOOKED_FOR
+    assert decode_presences(held, LOOKED_FOR) == [HELD, NONE_HELD]
+    assert decode_batch(encode_batch(ASKED_FOR)) == ASKED_FOR
+    assert decode_finds(there, ASKED_FOR) == [THERE]
+    over_rdma = msgspec.structs.replace(THERE.peers[0], lends=THERE.peers[0].lends | {"rdma": "rxe0 fe80"})
+    further = msgspec.structs.replace(THERE, peers=[over_rdma])
+    assert decode_finds(answers_head(FIND, 1, 0.0) + encode_find(further), ASKED_FOR) == [further]
     page = (Path(__file__).parents[2] / "docs" / "route.md").read_text().replace(" ", "").replace("\n", "")
     for text in golden:
         assert text.replace(" ", "") in page
@@ -85,10 +139,21 @@ batches = st.builds(
         min_size=1,
         max_size=MOST_ROUTES,
     ),
+    st.just(()),
+)
+finds = st.builds(
+    PromptBatch,
+    st.just(FIND),
+    st.integers(1, 4),
+    st.binary(min_size=16, max_size=16).map(NamespaceId),
+    st.lists(st.tuples(st.just(ONE), st.integers(0, 1 << 16)), min_size=1, max_size=MOST_PROMPTS),
+    st.lists(st.text(st.characters(exclude_characters="\n", codec="utf-8"), min_size=1, max_size=128), max_size=17).map(
+        tuple
+    ),
 )
 
 
-@given(batches, st.randoms(use_true_random=False))
+@given(batches | finds, st.randoms(use_true_random=False))
 def test_questions_come_back_and_what_is_cut_is_refused(batch: PromptBatch, dice: random.Random) -> None:
     body = encode_batch(batch)
     assert decode_batch(body) == batch
@@ -107,13 +172,35 @@ def test_a_changed_byte_of_answers_is_refused_or_another_answer(at: int, change:
         pass
 
 
+@given(st.integers(0, 10**6), st.integers(1, 255))
+def test_a_changed_byte_of_masks_is_refused_or_another_answer_with_masks_as_long(at: int, change: int) -> None:
+    body = bytearray(answers_head(PRESENCE, 2, 0.0) + encode_presence(HELD) + encode_presence(NONE_HELD))
+    body[at % len(body)] ^= change
+    try:
+        found = decode_presences(bytes(body), LOOKED_FOR)
+    except LayoutError:
+        return
+    assert [len(one.bits()) for one in found[0].holders] == [1] * len(found[0].holders) and not found[1].holders
+
+
+@given(st.integers(0, 10**6), st.integers(1, 255))
+def test_a_changed_byte_of_addresses_is_refused_or_another_answer(at: int, change: int) -> None:
+    body = bytearray(answers_head(FIND, 1, 0.0) + encode_find(THERE))
+    body[at % len(body)] ^= change
+    try:
+        (found,) = decode_finds(bytes(body), ASKED_FOR)
+    except LayoutError:
+        return
+    assert all(sum(one.tiers.values()) == one.depth for one in found.peers)
+
+
 @pytest.mark.parametrize(
     ("at", "data", "why"),
     [
-        (0, b"KVB2", "does not begin"), (4, b"\3", "does not begin"), (5, b"\1", "does not begin"), (12, b"\1", "does not begin"),
+        (0, b"KVB2", "does not begin"), (4, b"\5", "does not begin"), (4, b"\4", "limit is 8; give 1 to 4"), (5, b"\1", "does not begin"), (12, b"\1", "does not begin"),
         (6, b"\0\0", "limit is 0"), (6, b"\1\4", "limit is 1025"), (8, b"\0\0", "0 prompts"),
         (8, (MOST_PROMPTS + 1).to_bytes(4, "little"), "257 prompts"), (8, b"\3", "at most 65536"), (8, b"\0\1", "sizes of"),
-        (32, b"\xff\xff\xff\xff", "at most 65536"), (36, b"\1", "0 for a lookup"),
+        (32, b"\xff\xff\xff\xff", "at most 65536"), (36, b"\1", "0 where it is no route"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(at: int, data: bytes, why: str) -> None:
@@ -130,6 +217,6 @@ def test_routes_at_once_are_fewer() -> None:
 
 def test_answers_to_other_questions_are_refused() -> None:
     answer = answers_head(LOOKUP, 1, 0.0) + encode_lookup(FOUND)
-    for asked in (ASKED, ROUTED):
+    for decode, asked in ((decode_lookups, ASKED), (decode_routes, ROUTED), (decode_presences, LOOKED_FOR)):
         with pytest.raises(LayoutError, match="are none to"):
-            (decode_lookups if asked is ASKED else decode_routes)(answer, asked)
+            decode(answer, asked)  # type: ignore[operator]

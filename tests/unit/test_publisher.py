@@ -53,6 +53,7 @@ from kvbm.streams.publisher_messages import (
     Ticked,
     WakeAt,
 )
+from tests.examples import examples
 from tests.nats_fixture import make_frame
 
 T = TypeVar("T", bound=Effect)
@@ -772,7 +773,7 @@ def run_world(choice: random.Random, steps: int, with_losses: bool, with_others:
 
 
 @given(st.randoms(use_true_random=False), st.integers(0, 60))
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_frame_reaches_the_stream_and_published_never_passes_what_is_there(
     choice: random.Random, steps: int
 ) -> None:

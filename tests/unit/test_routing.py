@@ -28,7 +28,7 @@ from kvbm.catalog.soon_held import WAYS, SoonHeld
 from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
 from kvbm.core.events import BlocksCreated, Event, InstanceStarted, InstanceStopped, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
-from kvbm.core.topology import TIER_LINKS
+from kvbm.core.topology import ASSUMED_BLOCK_BYTES, TIER_LINKS
 from kvbm.streams.base import Heartbeat
 from tests.indexes import REFERENCE, Twin, each_twin, frame_bytes
 
@@ -78,7 +78,7 @@ class Cluster:
             self.router.add(candidates, instance)
             if pulse is not None:
                 self.router.hear(instance, pulse)
-        best, more = self.router.route(now_s, asked, [candidates], None, len(self.pulses), noted)
+        best, more, _ = self.router.route(now_s, asked, [candidates], None, len(self.pulses), noted)
         assert more == 0
         return best
 
@@ -106,6 +106,20 @@ def test_whoever_has_the_prefix_gets_the_prompt(twin: Twin) -> None:
 
 
 @each_twin
+def test_blocks_of_a_size_that_nobody_has_said_are_brought_at_a_price(twin: Twin) -> None:
+    cluster = Cluster(twin)
+    unsaid = tuple(PoolStated(tier, 0, 0) for tier in (Tier.HBM, Tier.HOST, Tier.NVME))
+    cluster.index.apply(frame_bytes(C, InstanceStarted(epoch=Epoch(1), pools=unsaid)))
+    cluster.pulses[C] = beat(C)
+    cluster.hold(C, Tier.HOST, 1, 2, 3)
+    cluster.hold(B, Tier.HBM, 1, 2, 3)
+    found = cluster.rank(0.0, ask(1, 2, 3))
+    assert found[C].fetch_s == pytest.approx(TIER_LINKS[Tier.HOST].seconds(3 * ASSUMED_BLOCK_BYTES))
+    assert found[B].fetch_s == 0.0
+    assert cluster.route(0.0, ask(1, 2, 3)) == B
+
+
+@each_twin
 def test_a_long_queue_outweighs_a_held_prefix(twin: Twin) -> None:
     cluster = Cluster(twin)
     cluster.hold(B, Tier.HBM, 1, 2, 3)
@@ -119,11 +133,30 @@ def test_a_long_queue_outweighs_a_held_prefix(twin: Twin) -> None:
 def test_what_was_routed_since_the_heartbeat_counts_as_queued(twin: Twin) -> None:
     cluster = Cluster(twin, A)
     cluster.route(1.0, ask(*range(50)))
-    assert cluster.rank(1.0, ask(99))[A].queueing_s == pytest.approx(max(0, 5000 - 1.0 * 10_000) / 10_000)
+    assert cluster.rank(1.0, ask(99))[A].queueing_s == pytest.approx(0.5)  # it did nothing before that
+    assert cluster.rank(1.3, ask(99))[A].queueing_s == pytest.approx(0.2)
     cluster.pulses[A] = beat(A, at_s=0.9)
-    assert cluster.rank(1.0, ask(99))[A].queueing_s == pytest.approx((5000 - 0.1 * 10_000) / 10_000)
+    assert cluster.rank(1.0, ask(99))[A].queueing_s == pytest.approx(0.5)
     cluster.pulses[A] = beat(A, at_s=1.1, queued=700)  # the heartbeat has seen it
     assert cluster.rank(1.1, ask(99))[A].queueing_s == pytest.approx(0.07)
+
+
+@each_twin
+def test_an_instance_whose_last_heartbeat_is_older_has_done_no_more_of_what_is_routed_now(twin: Twin) -> None:
+    cluster = Cluster(twin)
+    cluster.pulses = {A: beat(A, at_s=0.0), B: beat(B, at_s=0.9)}
+    chosen = Counter(cluster.route(1.0, ask(*range(100 * number, 100 * number + 10))) for number in range(20))
+    assert chosen == {A: 10, B: 10}
+
+
+@each_twin
+def test_a_queue_is_worked_off_up_to_each_route_and_not_beyond(twin: Twin) -> None:
+    cluster = Cluster(twin, A)
+    cluster.pulses[A] = beat(A, queued=2_000)
+    cluster.route(0.1, ask(*range(10)))  # 1,000 of the 2,000 are left, and 1,000 come
+    assert cluster.rank(0.1, ask(99))[A].queueing_s == pytest.approx(0.2)
+    cluster.route(0.9, ask(*range(100, 150)))  # all was done at 0.3
+    assert cluster.rank(0.9, ask(99))[A].queueing_s == pytest.approx(0.5)
 
 
 @each_twin
@@ -366,7 +399,7 @@ def test_a_block_may_be_said_to_have_any_number_of_tokens(twin: Twin, block_toke
 def test_a_route_adds_no_more_than_the_longest_prompt(twin: Twin) -> None:
     cluster = Cluster(twin, A)
     cluster.route(1.0, RoutingTask(SPACE, b"", MAX_INPUT_TOKENS, 100))
-    assert cluster.rank(1.0, ask(1))[A].queueing_s == pytest.approx(MAX_TOKENS / 10_000 - 1.0)
+    assert cluster.rank(1.0, ask(1))[A].queueing_s == pytest.approx(MAX_TOKENS / 10_000)
 
 
 @each_twin

@@ -11,7 +11,8 @@ import pytest
 from kvbm import _native
 from kvbm.catalog import instance_sequence
 from kvbm.catalog.index import ClusterIndex, is_suspect
-from kvbm.catalog.instance_sequence import HOLE_MOST_S, REORDER_BYTES, Changes
+from kvbm.catalog.instance_sequence import HOLE_MOST_S, Changes
+from kvbm.catalog.reorder_buffer import REORDER_BYTES
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer, SequencerState
 from kvbm.catalog.sql_rows import ForgottenRow, InstanceRow, InstanceStatus, StoreBatch
@@ -513,6 +514,27 @@ def test_a_batch_ends_before_what_is_in_the_reorder_buffer_so_that_a_new_start_r
 
 
 @each_twin
+def test_frames_in_the_reorder_buffer_go_through_a_checkpoint(twin: Twin) -> None:
+    """Who begins with it and has no SQL would never hear of their claims."""
+    instance, f = five_frames()
+    claim = instance.offload(1)
+    first = Reader(twin.sequencer())
+    first.read(*f[:3], *f[4:], claim)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(first.sequencer.state()), type=SequencerState)
+    second = Reader(twin.sequencer())
+    second.read(*f[:3])
+    index = second.sequencer.index
+    later = Sequencer(index, first.sequencer._scan_frames)
+    later.restore(state, settled=5)
+    assert later.is_waiting(ONE)
+    assert later.safe_mark() == first.sequencer.safe_mark()
+    assert not sum(index.claim_counts().values())
+    later.pass_holes()
+    assert later.position(ONE) == Position(claim.epoch, Offset(claim.first_offset + len(claim.events)))
+    assert sum(index.claim_counts().values()) == 1
+
+
+@each_twin
 def test_a_place_is_kept_with_the_message_there_and_goes_through_a_checkpoint(twin: Twin) -> None:
     _, f = five_frames()
     messages = [
@@ -790,7 +812,7 @@ def test_a_sequencer_goes_on_from_its_state_and_its_indexs_checkpoint(tmp_path: 
 
 
 @each_twin
-def test_frames_behind_a_hole_are_not_in_a_checkpoint_and_come_again_or_are_a_gap(twin: Twin) -> None:
+def test_a_hole_that_goes_through_a_checkpoint_is_filled_or_becomes_a_gap(twin: Twin) -> None:
     instance, f = five_frames()
     one = Reader(twin.sequencer())
     one.read(f[0], f[1], f[3])
@@ -803,9 +825,9 @@ def test_frames_behind_a_hole_are_not_in_a_checkpoint_and_come_again_or_are_a_ga
         two = Reader(twin.sequencer(index))
         two.sequencer.restore(state, settled=3)
         two.sequence = 3
-        assert not two.sequencer.is_waiting(ONE)
+        assert two.sequencer.is_waiting(ONE)
         two.sequencer.on_heartbeat(0.0, instance.heartbeat())
-        two.read(*(f[2:] if goes_back else (f[2], f[4])), at_end=True, now_s=0.5)
+        two.read(*(f[2:] if goes_back else f[4:]), at_end=True, now_s=0.5)
         gaps = two.read(at_end=True, now_s=2.0).gaps
         assert bool(gaps) is not goes_back
         assert two.in_step(instance) is goes_back

@@ -15,6 +15,7 @@ import structlog
 
 from kvbm.core.ids import Namespace
 from kvbm.engines.vllm.identity import HashScheme, Identity
+from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.revision import content_digest, model_of, revision_of
 from kvbm.engines.vllm.served import why_not_served
 
@@ -30,7 +31,11 @@ class FullAttentionSpec:
 
 
 @dataclass
-class MambaSpec(FullAttentionSpec):
+class CrossAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class StrangeSpec(FullAttentionSpec):
     """Of a kind that is not served."""
 
 
@@ -51,6 +56,7 @@ class Engine:
 
     hf: dict[str, Any] = field(default_factory=lambda: {"hidden_size": 64, "rope_parameters": {"rope_type": "default"}})
     specs: list[Any] = field(default_factory=lambda: [FullAttentionSpec()])
+    resolved: list[Any] | None = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.vllm_config = SimpleNamespace(
@@ -116,7 +122,9 @@ class Engine:
             self.vllm_config,
             self.kv_cache_config,
             layout,
+            ranks=Ranks((Stage(1),), self.vllm_config.parallel_config.tensor_parallel_size),
             machine=machine,
+            resolved=self.resolved,
             secrets=secrets or {},
             environment=environment,
         )
@@ -190,6 +198,14 @@ def test_machine_layout_and_hash_seed_count() -> None:
     assert ids(Engine().identity(seed="1")) == ids(Engine().identity(seed="1"))
 
 
+def test_an_engine_that_does_not_know_what_it_has_resolved_shares_with_nobody() -> None:
+    with structlog.testing.capture_logs() as logs:
+        one, other = Engine(resolved=None).identity(), Engine(resolved=None).identity()
+    assert ids(one) != ids(other)
+    warnings = [log["event"] for log in logs if log["log_level"] == "warning"]
+    assert warnings == ["identity.unresolved"] * 2
+
+
 def test_things_without_a_name_of_their_own_do_not_bring_an_address_into_the_digest() -> None:
     def engine() -> Engine:
         return (
@@ -202,7 +218,14 @@ def test_things_without_a_name_of_their_own_do_not_bring_an_address_into_the_dig
 def test_kv_groups_may_have_layouts_of_their_own() -> None:
     engine = Engine(specs=[FullAttentionSpec(), FullAttentionSpec()])
     groups = Identity.of(
-        engine.vllm_config, engine.kv_cache_config, ["one", "other"], machine="", secrets={}, environment={}
+        engine.vllm_config,
+        engine.kv_cache_config,
+        ["one", "other"],
+        ranks=Ranks((Stage(1),)),
+        machine="",
+        resolved=[],
+        secrets={},
+        environment={},
     ).groups
     assert [group.layout for group in groups] == ["one", "other"]
 
@@ -357,10 +380,6 @@ def test_a_plain_engine_is_served() -> None:
     ("change", "words"),
     [
         (lambda engine: engine.set("cache_config.enable_prefix_caching", False), "--enable-prefix-caching"),
-        (lambda engine: engine.set("parallel_config.pipeline_parallel_size", 2), "pipeline parallelism of 2"),
-        (lambda engine: engine.set("parallel_config.prefill_context_parallel_size", 2), "prefill context parallelism"),
-        (lambda engine: engine.set("parallel_config.decode_context_parallel_size", 2), "decode context parallelism"),
-        (lambda engine: engine.set("parallel_config.nnodes_within_dp", 2), "on 2 hosts"),
         (lambda engine: engine.set("parallel_config.distributed_executor_backend", "ray"), "'ray'"),
         (lambda engine: engine.set("weight_transfer_config", object()), "--weight-transfer-config"),
         (lambda engine: setattr(engine.kv_cache_config, "kv_cache_groups", []), "no KV cache"),
@@ -374,7 +393,10 @@ def test_an_engine_that_is_not_served_is_told_why(change: Callable[[Engine], Any
 
 
 def test_kinds_of_layers_that_are_not_ours_to_keep_are_named() -> None:
-    assert "KV group 1 has layers of kind MambaSpec" in Engine(specs=[FullAttentionSpec(), MambaSpec()]).why()
-    uniform = SimpleNamespace(kv_cache_specs={"a": FullAttentionSpec(), "b": MambaSpec()}, prefix_cacheable=True)
-    assert "MambaSpec" in Engine(specs=[uniform]).why()
-    assert "takes no part" in Engine(specs=[FullAttentionSpec(prefix_cacheable=False)]).why()
+    strange, cross = StrangeSpec(), CrossAttentionSpec()
+    assert "KV group 1 has layers of kind StrangeSpec; served are" in Engine(specs=[FullAttentionSpec(), strange]).why()
+    assert "CrossAttentionSpec; its blocks are of the encoder" in Engine(specs=[cross]).why()
+    uniform = SimpleNamespace(kv_cache_specs={"a": FullAttentionSpec(), "b": strange}, prefix_cacheable=True)
+    assert "StrangeSpec" in Engine(specs=[uniform]).why()
+    assert "no KV group takes part" in Engine(specs=[FullAttentionSpec(prefix_cacheable=False)]).why()
+    assert not Engine(specs=[FullAttentionSpec(), StrangeSpec(prefix_cacheable=False)]).why()

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kvbm.core.errors import LayoutError
-from kvbm.engines.vllm.metadata import Ranks
-from kvbm.engines.vllm.regions import Region, block_regions, layout_words
+from kvbm.engines.vllm.regions import Region, block_regions, layout_words, served_groups
 from tests.vllm_configs import (
     LAYOUTS,
     Config,
@@ -26,6 +25,11 @@ from tests.vllm_configs import (
 FULL = FullAttentionSpec()
 WIDE = FullAttentionSpec(head_size=24)
 WINDOW = SlidingWindowSpec(sliding_window=16)
+STATE = MambaSpec()
+
+
+class StrangeSpec(FullAttentionSpec):
+    pass
 
 
 def bytes_of_block(config: Config, block: int) -> set[int]:
@@ -69,6 +73,8 @@ def test_regions_cover_exactly_what_the_layers_see_of_a_block(layout: str, layer
         ("BLHNC", [[FULL, WIDE, FULL], [WIDE]]),
         ("LBHNC", [[FULL, WIDE, FULL]]),
         ("LBNHC", [[replace(FULL, padding_bytes=64)] * 2]),
+        ("LBNHC", [[FULL], [STATE], [STATE]]),
+        ("BLNHC", [[FULL] * 2, [STATE] * 2]),
     ],
 )
 def test_groups_that_overlay_each_other_count_each_byte_once(layout: str, groups: list[list[Any]]) -> None:
@@ -102,14 +108,13 @@ def test_how_many_blocks_there_are_changes_neither_size_nor_words() -> None:
         few, many = (config_of(layout, [[FULL] * 2], blocks) for blocks in (1, 40))
         part_bytes = block_regions(few).part_bytes
         assert part_bytes == block_regions(many).part_bytes
-        ranks = Ranks(1, 1, part_bytes)
-        assert layout_words(few, 0, ranks) == layout_words(many, 0, ranks)
+        assert layout_words(few, 0, 1) == layout_words(many, 0, 1)
 
 
 def test_words_differ_where_bytes_would_be_read_otherwise() -> None:
     def words(layout: str = "LBNHC", spec: Any = FULL, layers: int = 2, ranks: int = 1, replicas: int = 1) -> str:
         config = config_of(layout, [[spec] * layers])
-        return layout_words(config, 0, Ranks(ranks, replicas, block_regions(config).part_bytes))
+        return layout_words(config, 0, ranks // replicas)
 
     all_words = [
         words(),
@@ -132,12 +137,38 @@ def test_words_differ_where_bytes_would_be_read_otherwise() -> None:
     )
 
 
+def test_groups_that_no_prefix_is_made_of_have_no_bytes_in_a_block() -> None:
+    config = config_of("LBNHC", [[FULL] * 2, [StrangeSpec(), StrangeSpec(), StrangeSpec()]])
+    config.kv_cache_groups[1].enable_kv_transfer = False
+    assert served_groups(config) == [0]
+    assert block_regions(config).part_bytes == 2 * FULL.page_size_bytes
+    alone = config_of("LBNHC", [[FULL] * 2])
+    assert layout_words(config, 0, 1) == layout_words(alone, 0, 1)
+
+
 def test_words_are_of_one_group() -> None:
     config = config_of("BLNHC", [[FULL, WIDE], [WINDOW]])
-    ranks = Ranks(1, 1, block_regions(config).part_bytes)
-    full, window = (layout_words(config, group, ranks) for group in (0, 1))
+    full, window = (layout_words(config, group, 1) for group in (0, 1))
     assert "sliding" not in full and full.count("layers=1") == 2
     assert "layers=1 sliding-window" in window and "window=16" in window
+
+
+def test_words_of_states_say_what_they_are_made_of() -> None:
+    def words(spec: Any) -> str:
+        config = config_of("LBNHC", [[FULL], [spec]])
+        return layout_words(config, 1, 1)
+
+    assert words(STATE).endswith(
+        "layers=1 state tokens=4 heads=1 dtype=uint8 page=256 recurrence=gdn shapes=((3,8),(2,4,4)) dtypes=(bfloat16,float32)"
+        " replicated=False"
+    )
+    others = (
+        replace(STATE, shapes=((3, 8), (4, 2, 4))),
+        replace(STATE, dtypes=(torch.bfloat16, torch.bfloat16)),
+        replace(STATE, mamba_type="mamba2"),
+        replace(STATE, tp_replicated=True),
+    )
+    assert len({words(spec) for spec in (STATE, *others)}) == 5
 
 
 def _of_two_strides() -> Config:
@@ -169,13 +200,17 @@ def _of_a_group(**changes: Any) -> Config:
 
 REFUSED = {
     "no KV": (lambda: Config(1, [], []), "keeps no KV"),
-    "mamba": (
-        lambda: config_of("LBNHC", [[FULL], [MambaSpec()]]),
-        "KV group 1 has layers of kind MambaSpec; served are Full",
+    "a kind nobody knows": (
+        lambda: config_of("LBNHC", [[FULL], [StrangeSpec()]]),
+        "KV group 1 has layers of kind StrangeSpec; served are Full",
+    ),
+    "states at no boundary": (
+        lambda: config_of("LBNHC", [[FULL], [replace(STATE, mamba_cache_mode="none")]]),
+        "KV group 1 keeps its states in mode 'none'",
     ),
     "KV in the host's memory": (lambda: _changed(host_resident=True), "HiSparse"),
-    "a group in the host's memory": (lambda: _of_a_group(host_resident=True), "not for connectors"),
-    "a group that is not transferred": (lambda: _of_a_group(enable_kv_transfer=False), "not for connectors"),
+    "a group in the host's memory": (lambda: _of_a_group(host_resident=True), "host's memory"),
+    "a group that is not transferred": (lambda: _of_a_group(enable_kv_transfer=False), "prompts share"),
     "groups that step otherwise": (_of_two_strides, "blocks \\[128, 256\\] bytes apart"),
     "groups that are shifted": (_shifted, "shifted: a block's 320 bytes do not fit its stride of 256"),
     "strides of no layout": (lambda: _changed(block_stride=200), "no layout kvbm knows"),

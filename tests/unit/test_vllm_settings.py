@@ -65,6 +65,25 @@ def test_an_instance_is_named_after_its_host_and_its_data_parallel_rank() -> Non
     assert len(settings(ROOM, host="h" * 300, data_parallel_size=8).instance.id) <= 128
 
 
+def test_data_parallel_ranks_share_no_file_of_nvme() -> None:
+    def paths(path: str, rank: int, size: int = 2) -> str:
+        return settings(
+            ROOM | {"pools.nvme.path": path}, data_parallel_size=size, data_parallel_rank=rank
+        ).pools.nvme.path
+
+    assert [paths("/a/one:/b/two", rank) for rank in (0, 1)] == ["/a/one-dp0:/b/two-dp0", "/a/one-dp1:/b/two-dp1"]
+    assert paths("/a/{dp}/one:/dev/nvme{dp}n1", 1) == "/a/1/one:/dev/nvme1n1"
+    assert paths("", 1) == ""  # below the instance's folder, which is named after the instance
+    assert paths("/a/one", 0, size=1) == "/a/one"
+
+
+def test_the_rank_is_put_wherever_its_place_is() -> None:
+    extra = ROOM | {"instance.id": "gpu-{dp}", "nats.url": "nats://n:4222", "nats.nkey_seed": "/keys/{dp}.nk"}
+    third = settings(extra, data_parallel_size=4, data_parallel_rank=3)
+    assert (third.instance.id, third.nats.nkey_seed) == ("gpu-3", "/keys/3.nk")
+    assert settings(extra).instance.id == "gpu-0"
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [

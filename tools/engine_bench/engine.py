@@ -216,7 +216,7 @@ class _Served:
         if setup.extra is not None:
             connector["kv_transfer_config"] = {
                 "kv_connector": "KvbmConnector",
-                "kv_connector_module_path": "kvbm.engines.vllm.connector",
+                "kv_connector_module_path": "kvbm.engines.vllm",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": dict(setup.extra),
             }

@@ -199,6 +199,7 @@ class Worker:
             "published": {"epoch": published.epoch, "offset": published.offset},
             "digest": f"{digest:016x}",
             "hits": {tier.name: count for tier, count in stats.hit_blocks.items()},
+            "peer_hits": stats.peer_hits,
             "offloaded": {tier.name: count for tier, count in stats.offloaded_blocks.items()},
             "held": {tier.name: counts.held for tier, counts in stats.pools.items()},
             "created_blocks": stats.created_blocks,

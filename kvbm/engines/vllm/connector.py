@@ -13,9 +13,11 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import structlog
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pcp_group, get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -24,13 +26,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvbm.core.errors import KvbmError
 from kvbm.core.ids import Tier
+from kvbm.engines.vllm.forwards import taken_blocks
+from kvbm.engines.vllm.host_link import forget_host
+from kvbm.engines.vllm.kv_events import are_wanted, extra_keys_of, kinds_of, kv_event
 from kvbm.engines.vllm.loaded import LoadedWeights
 from kvbm.engines.vllm.logs import log_with_vllm
+from kvbm.engines.vllm.meeting import Meeting
 from kvbm.engines.vllm.metadata import Answers, Plan
-from kvbm.engines.vllm.opening import open_scheduler, serve
+from kvbm.engines.vllm.offers import offers_of
+from kvbm.engines.vllm.opening import Served, open_scheduler, serve, tell_not_serving
+from kvbm.engines.vllm.resolved import forget_resolved, leave_resolved, resolved_of
 from kvbm.engines.vllm.scheduler import Scheduler
+from kvbm.engines.vllm.stages import StageBlocks, all_stages
 from kvbm.engines.vllm.stats import KvbmPromMetrics, KvbmStats
+from kvbm.engines.vllm.tested import check_tested
 from kvbm.engines.vllm.worker import Worker
 
 if TYPE_CHECKING:
@@ -52,6 +63,14 @@ class KvbmMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """A step's plan."""
 
     plan: Plan = field(default_factory=Plan)
+
+
+@dataclass
+class KvbmHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a rank says of its pipeline stage."""
+
+    stage: int
+    blocks: StageBlocks
 
 
 @dataclass
@@ -94,28 +113,69 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         log_with_vllm()
+        check_tested(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         is_scheduler = role == KVConnectorRole.SCHEDULER
         served = serve(vllm_config, kv_cache_config, is_telling=is_scheduler)
         self._answers = Answers()
         self._plan = Plan()
+        self._kinds = kinds_of(kv_cache_config) if served is not None else ()
+        self._unopened: Served | None = None  # until all pipeline stages have said how their blocks lie
+        self._handshake: KvbmHandshake | None = None
+        self._bound: Any = None
+        self._has_begun = False
         if served is None:
             return
+        self._meeting = Meeting(str(self._kv_transfer_config.engine_id))
         if is_scheduler:
-            self._scheduler = open_scheduler(served, self._kv_transfer_config.kv_connector_extra_config)
+            self._meeting.claim()
+            if served.stages > 1:
+                self._unopened = served
+            else:
+                self._open(served, [served.blocks])
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 log.info("load_failures.recomputed", notice='kv_load_failure_policy is "recompute" with kvbm')
                 self._kv_transfer_config.kv_load_failure_policy = "recompute"
         else:
-            rank, loaded, why = get_tensor_model_parallel_rank(), None, ""
+            if served.stages > 1:
+                self._handshake = KvbmHandshake(get_pp_group().rank_in_group, served.blocks)
+            if served.blocks.why:
+                return
+            parallel, loaded, why = vllm_config.parallel_config, None, ""
             try:
                 loaded = LoadedWeights.listening(vllm_config)
             except (ImportError, AttributeError) as error:
                 why = f"this vLLM loads weights in a way that is not known here, so blocks could be of others ({error})"
-            self._worker = Worker(rank, served.ranks, kv_cache_config, loaded=loaded)
+            interleave = parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 1
+            rank = _rank(parallel)
+            meeting = self._meeting if _is_beside_scheduler(rank, parallel) else None
+            self._worker = Worker(rank, kv_cache_config, loaded=loaded, interleave=interleave, meeting=meeting)
+            try:
+                forget_resolved(self._meeting, rank)  # of an engine that was killed
+                forget_host(self._meeting)
+            except KvbmError as error:  # the scheduler would believe it
+                why = why or str(error)
             if why:
                 self._worker.refuse(why)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """False: layers are neither waited for nor stored by themselves.
+
+        vLLM asks this when it reads its configuration, where it uses CUDA graphs: an untested one is refused before it loads a model.
+
+        Raises: ConfigError: as at the making.
+        """
+        check_tested(extra_config)
+        return False
+
+    def _open(self, served: Served, stages: list[StageBlocks]) -> None:
+        self._scheduler = open_scheduler(served, stages, self._kv_transfer_config, self._meeting)
+        if are_wanted(self._vllm_config):
+            self._scheduler.follow_tiers(extra_keys_of)
+        if self._bound is not None:
+            self._scheduler.bind(self._bound.block_pool, self._bound.get_block_ids)
 
     def give_up(self, why: str, error: Exception) -> None:
         """Begin nothing new from now on. Copies under way end properly."""
@@ -138,12 +198,33 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Meet the engine's prefix cache."""
         super().bind_kv_cache_manager(kv_cache_manager)
+        self._bound = kv_cache_manager
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """What workers say of their stages, once, before the first request. Where there is one stage, it is others' and of no concern.
+
+        Raises: as at its making.
+        """
+        said = {one.stage: one.blocks for one in metadata.values() if isinstance(one, KvbmHandshake)}
+        self._hear(said)
+
+    def _hear(self, said: dict[int, StageBlocks]) -> None:
+        """Open the instance once all stages are known to be served; say why not otherwise."""
+        served, self._unopened = self._unopened, None
+        if served is None:
+            return
+        stages, why = all_stages(said, served.stages)
+        if why:
+            tell_not_serving(why)
+        else:
+            self._open(served, stages)
 
     @_harmless(lambda: None)
     def on_new_request(self, request: Any) -> None:
         """A request has come."""
+        self._hear({})  # who has said nothing so far never will
         if self._serves():
             self._scheduler.requests.state_of(request)  # type: ignore[union-attr]
 
@@ -154,6 +235,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0, False
         assert self._scheduler is not None
         tokens = self._scheduler.loads.matched(request, num_computed_tokens)
+        parts_at = self._scheduler.loads.parts_at(request.request_id)
+        if parts_at > request.shared_prefix_boundary:  # vLLM computes a state there, as where prompts part in HBM
+            request.shared_prefix_boundary = parts_at
         return tokens, bool(tokens)
 
     @_harmless(lambda: None)
@@ -189,13 +273,18 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The plan of a step."""
         if self._scheduler is None:
             return KvbmMetadata()
+        if not self._has_begun:  # the ranks have found each word by now; an engine that is killed leaves nothing
+            self._has_begun = True
+            self._meeting.close()
         scheduled = scheduler_output.num_scheduled_tokens
         if self._scheduler.loads.is_asked_again:
             self._scheduler.loads.is_asked_again = False
             if not scheduled:  # else an engine in its user's process would spin, and keep our threads from the GIL
                 time.sleep(_IDLE_ASK_S)
         tokens = scheduler_output.total_num_scheduled_tokens
-        return KvbmMetadata(self._scheduler.plan(scheduled, tokens, scheduler_output.preempted_req_ids or ()))
+        gone = scheduler_output.preempted_req_ids or (), scheduler_output.finished_req_ids
+        offers, taken = offers_of(scheduler_output), taken_blocks(scheduler_output)
+        return KvbmMetadata(self._scheduler.plan(scheduled, tokens, gone[0], offers, gone[1], taken))
 
     @_harmless(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -222,9 +311,13 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.finished(request, block_ids)
         return False, None
 
+    def register_finished_partial_tail(self, request: Any, block_ids: Any, partial_tail_offloads: Any) -> bool:
+        """False: a state within a block is nobody's block, and not kept."""
+        return False
+
     def has_pending_push_work(self) -> bool:
-        """Whether stores wait for workers: an engine without requests goes on stepping for them."""
-        return self._scheduler is not None and self._scheduler.stores.has_work()
+        """Whether something waits for workers: an engine without requests goes on stepping for it."""
+        return self._scheduler is not None and self._scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks will come free without a preemption."""
@@ -241,12 +334,53 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_harmless(lambda: None)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The tensors blocks lie in."""
+        """The tensors blocks lie in, and what vLLM has resolved for them."""
+        if self._worker is None:
+            return
+        self._worker.register(kv_caches)
+        rank = _rank(self._vllm_config.parallel_config)
+        try:
+            leave_resolved(self._meeting, rank, resolved_of(self._vllm_config, self._kv_cache_config, kv_caches))
+        except (KvbmError, AttributeError, RuntimeError) as error:  # the namespace is then shared with nobody
+            log.warning("identity.unresolved", rank=rank, why=str(error))
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """True: an engine that sleeps has nothing under way, and its KV comes back where it was. Asked since vLLM 0.33."""
+        return True
+
+    @_harmless(lambda: None)
+    def unregister_kv_caches(self) -> None:
+        """The tensors' memory goes (vLLM 0.33)."""
         if self._worker is not None:
-            self._worker.register(kv_caches)
+            self._worker.suspend()
+
+    @_harmless(lambda: None)
+    def restore_kv_caches(self) -> None:
+        """It is back (vLLM 0.33)."""
+        if self._worker is not None:
+            self._worker.resume()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing: blocks under way are kept by references of the scheduler's half, whoever is preempted."""
+
+    @_harmless(lambda: None)
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the scheduler has to know of this rank's stage. Nothing inside another connector, which would hand it on in the place of others'.
+
+        vLLM asks at the end of its start. With one stage HOST is there by then, and what is left of mapping and registering it is waited
+        for; with several the scheduler waits for this word.
+        """
+        if self._handshake is None and self._worker is not None:
+            self._worker.settle_host()
+        return self._handshake if get_kv_transfer_group() is self else None
+
+    @_harmless(lambda: None)
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins; its forward is not launched yet."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, KvbmMetadata):
+            self._worker.begin_step(connector_metadata.plan.step)
 
     @_harmless(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -255,7 +389,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None or not isinstance(metadata, KvbmMetadata):
             return
         self._plan = metadata.plan
-        if self._plan.loads or self._plan.stores:
+        if self._plan.host is not None:
             self._worker.begin(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -309,17 +443,34 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The connector's metrics beside vLLM's own."""
         return KvbmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @_harmless(tuple)
     def take_events(self) -> Iterable[Any]:
-        """None: kvbm's events go to its own stream."""
-        return ()
+        """What kvbm's tiers hold now, or no more, among vLLM's own KV events where those are published. kvbm's own stream says more."""
+        if self._scheduler is None or self._scheduler.events is None:
+            return ()
+        return [kv_event(told, self._kinds) for told in self._scheduler.events.take()]
 
     def shutdown(self) -> None:
         """End the instance, or the rank's copies."""
         if self._scheduler is not None:
             self._scheduler.close()
+            self._meeting.close()
+            self._meeting.release()
         if self._worker is not None:
             self._worker.flush(_FLUSH_S)
             self._worker.close()
 
     def _serves(self) -> bool:
         return self._scheduler is not None and not self._scheduler.refusal
+
+
+def _is_beside_scheduler(rank: int, parallel: Any) -> bool:
+    """Whether a rank is on the scheduler's host, which is the first."""
+    return bool(rank * parallel.nnodes_within_dp < parallel.world_size)
+
+
+def _rank(parallel: Any) -> int:
+    """This worker's rank among all of its engine, in the order of `Ranks`."""
+    tensor, prefill = parallel.tensor_parallel_size, parallel.prefill_context_parallel_size
+    stage, part = get_pp_group().rank_in_group, get_pcp_group().rank_in_group
+    return int((stage * prefill + part) * tensor + get_tensor_model_parallel_rank())

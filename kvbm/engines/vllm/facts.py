@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from kvbm.engines.vllm.regions import specs_of
+from kvbm.engines.vllm.regions import is_state, specs_of
 from kvbm.engines.vllm.revision import model_of, revision_of
+from kvbm.engines.vllm.tested import vllm_version
 
 _MODEL = (
     "dtype",
@@ -77,6 +78,8 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, machine: str) -> dict[str, 
     }
     if not set(_rope_kinds(hf)) <= _FIXED_ROPES:
         facts["max_model_len"] = model.max_model_len
+    if any(is_state(spec) for group in kv_cache_config.kv_cache_groups for spec in specs_of(group.kv_cache_spec)):
+        facts["states"] = getattr(config, "mamba_config", None)
     if (multimodal := getattr(model, "multimodal_config", None)) is not None:
         facts["multimodal"] = {name: value for name, value in _fields(multimodal) if name not in _NOT_MULTIMODAL}
     if config.lora_config is not None:
@@ -103,7 +106,6 @@ def machine_words() -> str:
     Raises: ModuleNotFoundError: there is no vLLM.
     """
     import torch
-    import vllm
     from vllm.platforms import current_platform
 
     device = str(current_platform.get_device_name())
@@ -111,7 +113,7 @@ def machine_words() -> str:
         tiles = torch.cpu._is_amx_tile_supported()
         arch = current_platform.get_cpu_architecture().name
         device = f"{device} {arch} {torch.backends.cpu.get_cpu_capability()} amx={tiles}"
-    return f"vllm {vllm.__version__} on {device}"
+    return f"vllm {vllm_version()} on {device}"
 
 
 def _named(source: Any, names: Sequence[str]) -> dict[str, Any]:

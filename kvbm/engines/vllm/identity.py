@@ -12,7 +12,9 @@ import structlog
 
 from kvbm.core.ids import Namespace, SequenceHash
 from kvbm.engines.vllm.facts import digest_of, facts_of
-from kvbm.engines.vllm.regions import specs_of
+from kvbm.engines.vllm.ranks import Ranks
+from kvbm.engines.vllm.regions import specs_of, tokens_of
+from kvbm.engines.vllm.resolved import backends_of
 from kvbm.engines.vllm.revision import model_of, revision_of
 
 log = structlog.get_logger()
@@ -82,7 +84,10 @@ class Identity:
         kv_cache_config: Any,
         layout: str | Sequence[str],
         *,
+        ranks: Ranks,
+        layers: Sequence[Any] = (),
         machine: str,
+        resolved: Sequence[Any] | None,
         secrets: Mapping[str, str],
         environment: Mapping[str, str],
     ) -> Identity:
@@ -91,7 +96,10 @@ class Identity:
         Args:
             vllm_config, kv_cache_config: vLLM's VllmConfig and KVCacheConfig, of an engine that is served.
             layout: what a block's bytes are, in words; of each KV group, or one for all.
+            ranks: how a block is spread over them.
+            layers: of each pipeline stage the names of its layers, by KV group, where there are several stages.
             machine: as `facts.machine_words` says it.
+            resolved: what the ranks' vLLM has resolved, as `resolved.find_resolved` gives it; None: unknown, so nothing is shared.
             environment: of the process; PYTHONHASHSEED counts.
         """
         scheme = HashScheme.of(vllm_config.cache_config.prefix_caching_hash_algo, environment)
@@ -102,12 +110,21 @@ class Identity:
                 notice="vLLM seeds this hash at random, so blocks are useless to other engines and after a restart;"
                 " set PYTHONHASHSEED to the same number everywhere, or use --prefix-caching-hash-algo sha256",
             )
-        facts = facts_of(vllm_config, kv_cache_config, machine)
+        if resolved is None:
+            log.warning(
+                "identity.unresolved",
+                notice="a rank has not said which attention backend and layout it has, so blocks are useless to other engines and"
+                " after a restart; report it, with what stands before this line",
+            )
+            resolved = [randomness.token_hex(16)]
+        facts = facts_of(vllm_config, kv_cache_config, machine) | {"resolved": resolved}
+        if len(ranks.stages) > 1:  # the configuration has the first stage's layers alone
+            facts["stages"] = [[list(names) for names in stage] for stage in layers]
         common = Namespace(
             model=model_of(vllm_config.model_config),
             revision=revision_of(vllm_config.model_config, vllm_config.load_config),
             block_tokens=1,
-            ranks=f"tp{vllm_config.parallel_config.tensor_parallel_size}",
+            ranks=_ranks_words(ranks),
             scheme=f"vllm-{scheme.algorithm}+{digest_of(facts)}",
             scheme_seed=scheme.seed,
         )
@@ -118,12 +135,19 @@ class Identity:
                 common,
                 layout=layouts[index],
                 kv_group=index,
-                block_tokens=group.kv_cache_spec.block_size,
+                block_tokens=tokens_of(group.kv_cache_spec, ranks.decode),
                 kv_dtype=_kv_dtype(vllm_config.cache_config.cache_dtype, group.kv_cache_spec),
             )
             for index, group in enumerate(kv_cache_config.kv_cache_groups)
         ]
-        log.info("identity.made", model=common.model, revision=common.revision, scheme=common.scheme, groups=count)
+        log.info(
+            "identity.made",
+            model=common.model,
+            revision=common.revision,
+            scheme=common.scheme,
+            groups=count,
+            backends=backends_of(resolved),
+        )
         return cls(groups, secrets, facts, scheme.is_lasting)
 
     def namespaces(self, tenant: str = "", lora: str = "") -> tuple[Namespace, ...]:
@@ -186,9 +210,28 @@ class Identity:
         return "" if adapter is None else f"{adapter.lora_name}:{weights}"
 
 
+def _ranks_words(ranks: Ranks) -> str:
+    """How an engine is parallel, as a namespace's `ranks` says it: what is not used is not named."""
+    words = f"tp{ranks.tensor}"
+    if len(ranks.stages) > 1:
+        words += f"pp{len(ranks.stages)}"
+    if ranks.prefill > 1:
+        words += f"pcp{ranks.prefill}"
+    if ranks.decode > 1:
+        words += f"dcp{ranks.decode}i{ranks.interleave}"
+    if ranks.hosts > 1:
+        words += f"on{ranks.hosts}"
+    return words
+
+
 def _kv_dtype(cache_dtype: str, spec: Any) -> str:
     """The type of a group's elements, in torch's words where `core.layout` has them."""
-    kinds = {str(one.dtype).removeprefix("torch.") for one in specs_of(spec)}
+    dtypes = [
+        dtype
+        for one in specs_of(spec)
+        for dtype in ([one.dtype] if hasattr(one, "dtype") else getattr(one, "dtypes", ()))
+    ]
+    kinds = {str(dtype).removeprefix("torch.") for dtype in dtypes}
     kind = kinds.pop() if len(kinds) == 1 else "mixed"
     if kind in ("uint8", "int8") and cache_dtype != "auto":
         return _KV_DTYPES.get(cache_dtype, cache_dtype)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvbm.engines.vllm.adapters import Loaded
+from kvbm.engines.vllm.ranks import Ranks
 
 
 class HostShare(NamedTuple):
@@ -18,17 +19,26 @@ class HostShare(NamedTuple):
     Attributes:
         pid, fd: of the process that holds it; `/proc/<pid>/fd/<fd>` opens it.
         mapped_bytes: of the whole memory.
-        rows: slots of the pool; row s begins at byte s * row_bytes.
-        row_bytes: bytes of a block, all parts of it.
-        part_bytes: bytes of one rank's part; part p of a row begins at byte p * part_bytes in it.
+        rows: slots of the pool; row s begins at byte s * ranks.row_bytes_on(host).
+        ranks: where the part of each rank lies in a row.
+        host: whose ranks have their parts there.
+        huge_pages: as `pools.host.huge_pages`.
+        token: random; pid and descriptor alone may name another engine's memory once this one is gone.
     """
 
     pid: int
     fd: int
     mapped_bytes: int
     rows: int
-    row_bytes: int
-    part_bytes: int
+    ranks: Ranks
+    host: int = 0
+    huge_pages: str = "auto"
+    token: str = ""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a block on that host, all parts of it."""
+        return self.ranks.row_bytes_on(self.host)
 
 
 class Job(NamedTuple):
@@ -42,6 +52,7 @@ class Job(NamedTuple):
         why: in words when it is known to fail, else "".
         adapter: of a load, the number of the request's adapter; 0: none.
         weights: of a load with an adapter, the digest that each rank must have loaded under that number.
+        after: the last step whose forward may touch the blocks; -1: any before the plan's.
     """
 
     id: int
@@ -51,6 +62,7 @@ class Job(NamedTuple):
     why: str = ""
     adapter: int = 0
     weights: tuple[str, ...] = ()
+    after: int = -1
 
 
 @dataclass
@@ -58,14 +70,18 @@ class Plan:
     """What workers do at one step: loads at once, stores of blocks that earlier steps have computed.
 
     Attributes:
-        host: where HOST is; None while there is nothing to do.
+        host: where HOST is on the first host; None while there is nothing to do.
+        other_hosts: where it is on the others, as far as they have said.
         is_idle: the step has no model work, so that waiting a little for copies holds up nobody.
+        step: its number, from 1; 0: it has none.
     """
 
     host: HostShare | None = None
+    other_hosts: tuple[HostShare, ...] = ()
     is_idle: bool = False
     loads: list[Job] = field(default_factory=list)
     stores: list[Job] = field(default_factory=list)
+    step: int = 0
 
 
 class Stored(NamedTuple):
@@ -91,6 +107,7 @@ class Answers:
         refused: why a rank cannot take part at all, "" when it can: its tensors are not what the scheduler was told, or HOST
             cannot be mapped, or its weights are not those it was started with.
         adapters: rank → what it has done with adapters, in its order.
+        hosts: host → where HOST is there; said by its first rank.
     """
 
     stored: dict[int, dict[int, Stored]] = field(default_factory=dict)
@@ -98,6 +115,7 @@ class Answers:
     failed: dict[int, str] = field(default_factory=dict)
     refused: str = ""
     adapters: dict[int, list[Loaded]] = field(default_factory=dict)
+    hosts: dict[int, HostShare] = field(default_factory=dict)
 
     def merge(self, other: Answers) -> None:
         """Take in what another rank answers."""
@@ -109,38 +127,7 @@ class Answers:
             self.failed.setdefault(job, why)
         self.refused = self.refused or other.refused
         self.adapters.update(other.adapters)
+        self.hosts.update(other.hosts)
 
     def __bool__(self) -> bool:
-        return bool(self.stored or self.loaded or self.failed or self.refused or self.adapters)
-
-
-class Ranks(NamedTuple):
-    """How the KV of a block is spread over the ranks of one engine.
-
-    Attributes:
-        ranks: workers of the engine.
-        replicas: consecutive ranks that hold identical KV; the first of them stores, all of them load.
-        part_bytes: what a block has on one rank.
-    """
-
-    ranks: int
-    replicas: int
-    part_bytes: int
-
-    @property
-    def parts(self) -> int:
-        """Different parts of a block."""
-        return self.ranks // self.replicas
-
-    @property
-    def row_bytes(self) -> int:
-        """A block of all ranks."""
-        return self.parts * self.part_bytes
-
-    def part_of(self, rank: int) -> int:
-        """The part a rank reads."""
-        return rank // self.replicas
-
-    def stores(self, rank: int) -> bool:
-        """Whether a rank is the one that stores its part."""
-        return rank % self.replicas == 0
+        return bool(self.stored or self.loaded or self.failed or self.refused or self.adapters or self.hosts)

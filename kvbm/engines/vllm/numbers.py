@@ -12,9 +12,12 @@ COUNTERS = {
     "failed_loads": "Loads that a rank could not carry out; their requests are computed.",
     "failed_stores": "Stores that a rank could not carry out; their blocks stay in HBM alone.",
     "stores_skipped": "Blocks not stored because HOST had no slot for them.",
+    "states_unwanted": "States of recurrent layers that were offered and not stored, by `offload.states`.",
+    "states_lost": "States of recurrent layers that were offered too late to be stored: their request had ended or lost its blocks.",
     "late_acquires": "Requests that did not wait for all their blocks to reach HOST.",
     "duplicates": "Blocks that the engine's prefix cache held already when it computed them again.",
     "verified_reads": "Blocks whose checksum was found right on their way from a colder tier.",
+    "peer_blocks": "Blocks of `hit_blocks` that another instance lent; they count there as of HOST.",
     "corrupt_blocks": "Blocks whose checksum was found wrong on their way from a colder tier; they were computed.",
 }
 COUNTERS_BY_TIER = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,18 +12,24 @@ import msgspec
 import structlog
 
 from kvbm.assembly import NATIVE, open_engine_manager, open_objects
-from kvbm.config import ObjectSettings, Settings
-from kvbm.core.errors import LayoutError, PoolError
+from kvbm.config import NvmeSettings, ObjectSettings, Settings, TransportSettings
+from kvbm.core.errors import PoolError
 from kvbm.core.ids import Namespace, Tier
 from kvbm.engines.vllm.facts import machine_words
+from kvbm.engines.vllm.host_link import leave_host
 from kvbm.engines.vllm.identity import Identity
-from kvbm.engines.vllm.metadata import HostShare, Ranks
-from kvbm.engines.vllm.regions import block_regions, layout_words, specs_of
+from kvbm.engines.vllm.meeting import Meeting
+from kvbm.engines.vllm.metadata import HostShare
+from kvbm.engines.vllm.regions import is_state, served_groups, specs_of, tokens_of
 from kvbm.engines.vllm.requests import Group, GroupNamespace
+from kvbm.engines.vllm.resolved import find_resolved
+from kvbm.engines.vllm.roles import Role
 from kvbm.engines.vllm.scheduler import Scheduler
 from kvbm.engines.vllm.served import why_not_served
 from kvbm.engines.vllm.settings import settings_of
+from kvbm.engines.vllm.stages import StageBlocks, layout_of, ranks_of
 from kvbm.engines.vllm.store_planner import StoreRules
+from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.object.pool import BlockObjects
 from kvbm.tenant_secrets import TenantSecrets
@@ -34,15 +41,20 @@ _MOST_KNOWN = 4096  # tenants and adapters kept at hand; clients choose their na
 
 
 class Served(NamedTuple):
-    """An engine that is served, as both its processes see it.
+    """An engine that is served, as each of its processes sees it.
 
     Attributes:
-        ranks: how a block is spread over ranks.
+        blocks: those of this process's pipeline stage; in the scheduler's, of the first.
     """
 
     vllm_config: Any
     kv_cache_config: Any
-    ranks: Ranks
+    blocks: StageBlocks
+
+    @property
+    def stages(self) -> int:
+        """Of pipeline parallelism. Of several, the workers say how their blocks lie."""
+        return int(self.vllm_config.parallel_config.pipeline_parallel_size)
 
 
 def serve(vllm_config: Any, kv_cache_config: Any, is_telling: bool) -> Served | None:
@@ -53,52 +65,73 @@ def serve(vllm_config: Any, kv_cache_config: Any, is_telling: bool) -> Served | 
     """
     why = why_not_served(vllm_config, kv_cache_config)
     if not why:
-        try:
-            part_bytes = block_regions(kv_cache_config).part_bytes
-        except LayoutError as error:
-            why = str(error)
-        else:
-            parallel = vllm_config.parallel_config
-            ranks = Ranks(parallel.tensor_parallel_size, kv_cache_config.kv_tp_replicas, part_bytes)
-            return Served(vllm_config, kv_cache_config, ranks)
+        blocks = StageBlocks.of(vllm_config, kv_cache_config)
+        why = blocks.why
+        if not why or vllm_config.parallel_config.pipeline_parallel_size > 1:  # a stage says itself why it is not
+            return Served(vllm_config, kv_cache_config, blocks)
     if is_telling:
-        log.warning("connector.not_serving", why=why, notice="the engine runs as if kvbm were absent")
+        tell_not_serving(why)
     return None
 
 
-def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
+def tell_not_serving(why: str) -> None:
+    """Say in the log why an engine is not served."""
+    log.warning("connector.not_serving", why=why, notice="the engine runs as if kvbm were absent")
+
+
+def open_scheduler(
+    served: Served, stages: Sequence[StageBlocks], kv_transfer_config: Any, meeting: Meeting
+) -> Scheduler:
     """The scheduler's half over a manager that has begun.
 
     Args:
-        extra: `kv_connector_extra_config`.
+        stages: what each says, from the first on.
+        kv_transfer_config: vLLM's, of this connector.
+        meeting: where the ranks have said what they resolved.
     Raises: ConfigError, LayoutError, PoolError, JournalError, StreamError, MissingExtraError: what cannot be used, and what to do.
     """
     parallel, kv_cache_config = served.vllm_config.parallel_config, served.kv_cache_config
     settings = settings_of(
-        extra,
+        kv_transfer_config.kv_connector_extra_config,
         environment=os.environ,
         hbm_slots=kv_cache_config.num_blocks,
         data_parallel_size=parallel.data_parallel_size,
         data_parallel_rank=parallel.data_parallel_index,  # the rank is 0 where ranks are independent
     )
-    groups = _groups(kv_cache_config)
-    settings = _suited(settings, groups)
+    ranks = ranks_of(served.vllm_config, kv_cache_config, [one.stage for one in stages])
+    groups = _groups(kv_cache_config, ranks.decode)
+    if (left_out := len(kv_cache_config.kv_cache_groups) - len(groups)) > 0:
+        log.info(
+            "groups.left_out", groups=left_out, notice="they are no part of vLLM's prefix caching; it fills them anew"
+        )
+    role = Role.of(kv_transfer_config.kv_role)
+    settings = role.suited(_suited(settings, groups) if ranks.hosts == 1 else _of_hosts(settings, ranks.hosts))
     identity = Identity.of(
         served.vllm_config,
         kv_cache_config,
-        " | ".join(layout_words(kv_cache_config, group.id, served.ranks) for group in groups),
+        layout_of(stages, [group.id for group in groups]),
+        ranks=ranks,
+        layers=[one.layers for one in stages],
         machine=machine_words(),
+        resolved=find_resolved(meeting, ranks.ranks // ranks.hosts),  # those of other hosts do not come here
         secrets=TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file),
         environment=os.environ,
     )
-    namespaces, row_bytes = identity.named(settings.tenants), served.ranks.row_bytes
+    namespaces, row_bytes = identity.named(settings.tenants), ranks.row_bytes
     settings, objects = _reachable(settings, namespaces, row_bytes)
-    manager = open_engine_manager(settings, namespaces, row_bytes, ENGINE, objects)
+    manager = _opened(settings, namespaces, row_bytes, objects)
     host = manager.pools.slots[Tier.HOST]
     assert isinstance(host, HostPool)
     share = HostShare(
-        os.getpid(), host.fd, host.mapped_bytes, host.slots, served.ranks.row_bytes, served.ranks.part_bytes
-    )
+        os.getpid(), host.fd, host.mapped_bytes, host.slots, ranks, huge_pages=settings.pools.host.huge_pages,
+        token=secrets.token_hex(16),
+    )  # fmt: skip
+    try:
+        leave_host(meeting, share, settings.pools.host.pin_s)
+    except PoolError as error:  # the first plan says it too
+        log.warning(
+            "host.not_said", why=str(error), notice="ranks map it at the first copy, and do not register it with CUDA"
+        )
     known: dict[tuple[str, str, str], list[GroupNamespace]] = {}
 
     def namespaces_of(request: Any, weights: str = "") -> list[GroupNamespace]:
@@ -115,8 +148,37 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
         return found
 
     align_tokens = math.lcm(kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups))
-    rules = StoreRules(stores_all=settings.offload.host == "write_through", by_recency=settings.pools.eviction == "lru")
-    return Scheduler(manager, NATIVE, groups, namespaces_of, served.ranks, share, align_tokens, rules)
+    rules = StoreRules(
+        stores_all=settings.offload.host == "write_through",
+        by_recency=settings.pools.eviction == "lru",
+        states=settings.offload.states,
+    )
+    if not (role.loads and role.stores):
+        log.info("role.taken", role=kv_transfer_config.kv_role, loads=role.loads, stores=role.stores)
+    return Scheduler(manager, NATIVE, groups, namespaces_of, ranks, share, align_tokens, rules, role)
+
+
+def _opened(
+    settings: Settings, namespaces: Sequence[Namespace], row_bytes: int, objects: BlockObjects | None
+) -> EngineHbmManager:
+    """The manager; without NVME where its files cannot be used, since an engine must start.
+
+    Raises: as `open_engine_manager`.
+    """
+    nvme = settings.pools.nvme
+    try:
+        return open_engine_manager(settings, namespaces, row_bytes, ENGINE, objects)
+    except PoolError as error:
+        if not (nvme.slots or nvme.capacity_bytes or nvme.folder):
+            raise
+        log.warning(
+            "pool.left_out",
+            tier="NVME",
+            why=str(error),
+            notice="the engine runs without it until it is started again",
+        )
+    pools = msgspec.structs.replace(settings.pools, nvme=NvmeSettings())
+    return open_engine_manager(msgspec.structs.replace(settings, pools=pools), namespaces, row_bytes, ENGINE, objects)
 
 
 def _reachable(
@@ -147,18 +209,26 @@ def _reachable(
         return _without_objects(settings), None
 
 
-def _groups(kv_cache_config: Any) -> list[Group]:
-    """The engine's KV groups, those that need all blocks first."""
+def _groups(kv_cache_config: Any, decode: int) -> list[Group]:
+    """The engine's KV groups, those that need all blocks first.
+
+    Args:
+        decode: ranks that share a block's tokens.
+    """
     groups = []
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+    for index in served_groups(kv_cache_config):
+        group = kv_cache_config.kv_cache_groups[index]
         spec = group.kv_cache_spec
-        block_tokens = spec.block_size
+        block_tokens, has_states = tokens_of(spec, decode), any(is_state(one) for one in specs_of(spec))
         hash_tokens = kv_cache_config.hash_block_size or block_tokens
         windows = {_window_tokens(one) for one in specs_of(spec)}
         window = None if None in windows else max(tokens for tokens in windows if tokens is not None)
-        blocks = None if window is None else -(-(window - 1) // block_tokens)
-        groups.append(Group(index, block_tokens, hash_tokens, blocks))
-    return sorted(groups, key=lambda group: group.window_blocks is not None)
+        blocks = 1 if has_states else None if window is None else -(-(window - 1) // block_tokens)
+        chunks = {_chunk_tokens(one) for one in specs_of(spec)}
+        chunk = None if None in chunks else max(tokens for tokens in chunks if tokens is not None)
+        has_draft = group.is_eagle_group and not has_states
+        groups.append(Group(index, block_tokens, hash_tokens, blocks, has_states, chunk, has_draft))
+    return sorted(groups, key=lambda group: not group.keeps_all)
 
 
 def _window_tokens(spec: Any) -> int | None:
@@ -167,17 +237,56 @@ def _window_tokens(spec: Any) -> int | None:
     return None if window is None else window + getattr(spec, "extra_retained_tokens", 0)
 
 
+def _chunk_tokens(spec: Any) -> int | None:
+    """Tokens of a chunk that attention of a layer does not look beyond; None: it does."""
+    return int(spec.attention_chunk_size) if type(spec).__name__ == "ChunkedLocalAttentionSpec" else None
+
+
 def _suited(settings: Settings, groups: list[Group]) -> Settings:
-    """Settings without what an engine of this kind cannot use."""
-    if (len(groups) == 1 and groups[0].window_blocks is None) or not settings.pools.object.url:
+    """Settings for an engine of this kind: what a window has left behind makes holes in objects, but for those of one block, and in
+    what other instances would be asked for."""
+    wanted = settings.pools.object
+    if len(groups) == 1 and groups[0].keeps_all:
         return settings
-    log.warning(
-        "pool.left_out",
-        tier="OBJECT",
-        url=settings.pools.object.url,
-        notice="models with sliding windows use HOST and NVME: what a window has left behind makes holes in objects",
+    settings = _without_peers(
+        settings, "models with several groups, sliding windows, chunks or states keep to own tiers and objects"
     )
-    return _without_objects(settings)
+    if not wanted.url:
+        return settings
+    if wanted.blocks > 1:
+        log.warning(
+            "object.one_block",
+            blocks=wanted.blocks,
+            notice="models with several groups, sliding windows, chunks or states have objects of one block",
+        )
+    objects = msgspec.structs.replace(wanted, blocks=1)
+    return msgspec.structs.replace(settings, pools=msgspec.structs.replace(settings.pools, object=objects))
+
+
+def _of_hosts(settings: Settings, hosts: int) -> Settings:
+    """Settings without tiers behind HOST: what this process could copy there are the parts of its own host alone."""
+    nvme, url = settings.pools.nvme, settings.pools.object.url
+    if nvme.slots or nvme.capacity_bytes or nvme.folder or url:
+        log.warning(
+            "pool.left_out",
+            tier="NVME and OBJECT",
+            hosts=hosts,
+            notice="an engine whose ranks are on several hosts keeps blocks in the memory of each host, and nowhere else",
+        )
+    settings = _without_peers(
+        settings, "an engine whose ranks are on several hosts has parts of its blocks on each of them"
+    )
+    pools = msgspec.structs.replace(settings.pools, nvme=NvmeSettings(), object=ObjectSettings())
+    return msgspec.structs.replace(settings, pools=pools)
+
+
+def _without_peers(settings: Settings, why: str) -> Settings:
+    """Settings of an instance that neither lends nor reads what others lend."""
+    if settings.transport.listen or settings.transport.fetch:
+        log.warning(
+            "transport.left_out", notice=f"{why}; nothing is lent from here, and nothing read of other instances"
+        )
+    return msgspec.structs.replace(settings, transport=TransportSettings())
 
 
 def _without_objects(settings: Settings) -> Settings:

@@ -166,21 +166,32 @@ class PrefixCacheWatch:
         state = self._state_of(request)
         if not state.namespaces:  # nobody knows yet what its adapter is
             return
-        hashes = state.hashes(index, 0, end, self._derive)
         digests = group.digests(request.block_hashes, begin, end)
+        try:
+            skipped = digests.index(fresh[0][:-_GROUP_BYTES])  # of a window few blocks are there, the last ones
+        except ValueError:
+            return
+        first = begin + skipped
+        hashes = state.hashes(index, first, end, self._derive)
         namespace = state.namespaces[index].id
-        run_start, run_end = begin, begin
+        runs: list[list[int]] = []  # half-open ranges of blocks
         waiting = iter(fresh)
         key = next(waiting, None)
-        for at, digest in enumerate(digests, begin):
-            if key is not None and key[:-_GROUP_BYTES] == digest:
-                self._ours[key] = hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
-                run_end = at + 1
-                key = next(waiting, None)
+        for at, digest in enumerate(digests[skipped:]):
+            if key is None:
+                break
+            if key[:-_GROUP_BYTES] != digest:
                 continue
-            self._tell_run(state, index, namespace, hashes, run_start, run_end)
-            run_start = run_end = at + 1
-        self._tell_run(state, index, namespace, hashes, run_start, run_end)
+            self._ours[key] = hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+            if runs and runs[-1][1] == at:
+                runs[-1][1] = at + 1
+            else:
+                runs.append([at, at + 1])
+            key = next(waiting, None)
+        for start, stop in runs:
+            parent = state.parent(index, first + start, self._derive)
+            run = hashes[start * HASH_BYTES : stop * HASH_BYTES]
+            self._sink.stored(namespace, parent, first + start, run)
 
     def tell_late(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
         """Tell of blocks that a request has filled before anybody knew its adapter."""
@@ -210,10 +221,3 @@ class PrefixCacheWatch:
         for block in blocks[begin:end]:
             if not block.is_null:
                 self._origins[block.block_id] = origin
-
-    def _tell_run(
-        self, state: RequestState, index: int, namespace: NamespaceId, hashes: bytes, begin: int, end: int
-    ) -> None:
-        if end > begin:
-            run = hashes[begin * HASH_BYTES : end * HASH_BYTES]
-            self._sink.stored(namespace, state.parent(index, begin), begin, run)

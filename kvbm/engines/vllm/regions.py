@@ -13,16 +13,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvbm.core.errors import LayoutError
-from kvbm.engines.vllm.metadata import Ranks
 
 # The kinds of KV that are served, by the names of vLLM's classes: a block of them is whole once its tokens are computed, and says nothing
-# of other blocks. Whatever is not here is refused, a new class too.
+# of other blocks. A state is a block too: all that recurrent layers remember behind its last token. Whatever is not here is refused, a
+# new class too.
 _KINDS = {
     "FullAttentionSpec": "full",
     "MLAAttentionSpec": "mla",
     "SlidingWindowSpec": "sliding-window",
     "SlidingWindowMLASpec": "sliding-window-mla",
+    "ChunkedLocalAttentionSpec": "chunked-local",
+    "MambaSpec": "state",
 }
+# Kinds that are known and not served.
+_REFUSED = {
+    "RSWASpec": "what a request generates is computed under a window, so its blocks are others than those of a prompt with the same tokens",
+    "SinkFullAttentionSpec": "vLLM 0.32 cannot schedule such a model",
+    "CrossAttentionSpec": "its blocks are of the encoder's input, which no hash of the prompt covers",
+    "EncoderOnlyAttentionSpec": "it keeps no KV",
+    "HiddenStateCacheSpec": "hidden states are handed out, not read again",
+}
+_STATES = frozenset({"MambaSpec"})
+_ALIGNED = "align"  # vLLM's only mode that keeps states at block boundaries, apart from each other
 # What of a kind decides how its bytes are read, or what they were computed from.
 _WORDS = {
     "block_size": "tokens",
@@ -36,6 +48,10 @@ _WORDS = {
     "sliding_window": "window",
     "attention_chunk_size": "chunk",
     "page_size_bytes": "page",
+    "mamba_type": "recurrence",
+    "shapes": "shapes",
+    "dtypes": "dtypes",
+    "tp_replicated": "replicated",
 }
 
 
@@ -110,14 +126,14 @@ def block_regions(config: CacheConfig) -> BlockRegions:
 
     Raises: LayoutError: KV that is not served, named with its reason; or places that make no block.
     """
-    specs = layer_specs(config)
-    if not config.kv_cache_tensors:
-        raise LayoutError("vLLM keeps no KV for this model; kvbm has nothing to do")
-    sizes = {tensor.size for tensor in config.kv_cache_tensors}
+    specs, tensors = layer_specs(config), served_tensors(config)
+    if not tensors:
+        raise LayoutError("vLLM keeps no KV for this model that prompts share; kvbm has nothing to do")
+    sizes = {tensor.size for tensor in tensors}
     if len(sizes) > 1:
         raise LayoutError(f"vLLM's KV lies in allocations of {sorted(sizes)} bytes; one allocation is served")
     found: set[Region] = set()
-    for tensor in config.kv_cache_tensors:
+    for tensor in tensors:
         pages = {specs[name].page_size_bytes for name in tensor.layers}
         if len(pages) != 1:
             raise LayoutError(
@@ -132,17 +148,19 @@ def block_regions(config: CacheConfig) -> BlockRegions:
     return BlockRegions(regions, config.num_blocks, size)
 
 
-def layout_words(config: CacheConfig, group: int, ranks: Ranks) -> str:
+def layout_words(config: CacheConfig, group: int, parts: int) -> str:
     """The bytes of a KV group's blocks in words, for a namespace's `layout` field: blocks of other words are not ours.
 
     How many blocks an engine has is no part of it.
+
+    Args:
+        parts: of a block, that ranks of the same layers as this one hold.
     """
     specs = layer_specs(config)
     members = set(config.kv_cache_groups[group].layer_names)
-    words = [
-        f"vllm {getattr(config, 'kv_cache_layout', None) or 'unnamed'} parts={ranks.parts} part_bytes={ranks.part_bytes}"
-    ]
-    for tensor in config.kv_cache_tensors:
+    kind, part_bytes = getattr(config, "kv_cache_layout", None) or "unnamed", block_regions(config).part_bytes
+    words = [f"vllm {kind} parts={parts} part_bytes={part_bytes}"]
+    for tensor in served_tensors(config):
         if members.isdisjoint(tensor.layers):
             continue
         spec = specs[tensor.layers[0]]
@@ -156,12 +174,49 @@ def why_group_not_served(index: int, group: LayerGroup) -> str:
     """Why a KV group's blocks are not ours to keep, in words; "" when they are."""
     for spec in specs_of(group.kv_cache_spec):
         if type(spec).__name__ not in _KINDS:
-            return f"KV group {index} has layers of kind {type(spec).__name__}; served are {', '.join(_KINDS)}"
-    if not getattr(group.kv_cache_spec, "prefix_cacheable", True):
-        return f"KV group {index} takes no part in vLLM's prefix caching"
-    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-        return f"KV group {index} is not for connectors, says vLLM"
+            name = type(spec).__name__
+            why = _REFUSED.get(name, f"served are {', '.join(_KINDS)}")
+            return f"KV group {index} has layers of kind {name}; {why}"
+        if is_state(spec) and (mode := getattr(spec, "mamba_cache_mode", None)) != _ALIGNED:
+            return f'KV group {index} keeps its states in mode {mode!r}, so none is left behind at a block boundary; served is "{_ALIGNED}"'
+    if getattr(group, "host_resident", False):
+        return f"KV group {index} lies in the host's memory (HiSparse)"
     return ""
+
+
+def served_groups(config: CacheConfig) -> list[int]:
+    """vLLM's indices of the groups that a prefix is made of; what the others hold is a request's own, and is filled anew for each.
+
+    Source: vLLM's `KVCacheConfig.prefix_cacheable_group_ids`.
+    """
+    return [
+        index
+        for index, group in enumerate(config.kv_cache_groups)
+        if getattr(group, "enable_kv_transfer", True) and getattr(group.kv_cache_spec, "prefix_cacheable", True)
+    ]
+
+
+def served_tensors(config: CacheConfig) -> list[PlacedLayers]:
+    """vLLM's placements of layers of those groups."""
+    served = {name for index in served_groups(config) for name in config.kv_cache_groups[index].layer_names}
+    known = {name for group in config.kv_cache_groups for name in group.layer_names}
+    lost = [name for tensor in config.kv_cache_tensors for name in tensor.layers if name not in known]
+    if lost:
+        raise LayoutError(f"vLLM places KV of {', '.join(lost[:4])}, which no KV group has")
+    return [tensor for tensor in config.kv_cache_tensors if not served.isdisjoint(tensor.layers)]
+
+
+def is_state(spec: Any) -> bool:
+    """Whether layers of this kind keep a state at block boundaries, and nothing of single tokens."""
+    return type(spec).__name__ in _STATES
+
+
+def tokens_of(spec: Any, decode: int) -> int:
+    """Tokens of a group's block. Where ranks of decode context parallelism share its tokens, each has `block_size` of them.
+
+    Source: vLLM's `resolve_dcp_kv_block_size`.
+    """
+    return int(spec.block_size) * (decode if getattr(spec, "dcp_sharded", False) else 1)
 
 
 def specs_of(spec: Any) -> Iterator[Any]:
@@ -171,22 +226,20 @@ def specs_of(spec: Any) -> Iterator[Any]:
 
 
 def layer_specs(config: CacheConfig) -> Mapping[str, Any]:
-    """The kind of each layer. Raises LayoutError: one that is not served, in words."""
+    """The kind of each layer of the groups that a prefix is made of. Raises LayoutError: one that is not served, in words."""
     specs: dict[str, Any] = {}
-    for tensor in config.kv_cache_tensors:
+    for tensor in served_tensors(config):
         if getattr(tensor, "host_resident", False):
             raise LayoutError(
                 f"vLLM keeps KV of {', '.join(tensor.layers[:2])}… in the host's memory (HiSparse); not served"
             )
-    for index, group in enumerate(config.kv_cache_groups):
+    for index in served_groups(config):
+        group = config.kv_cache_groups[index]
         if why := why_group_not_served(index, group):
             raise LayoutError(why)
         of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for name in group.layer_names:
             specs[name] = group.kv_cache_spec if of_layers is None else of_layers[name]
-    lost = [name for tensor in config.kv_cache_tensors for name in tensor.layers if name not in specs]
-    if lost:
-        raise LayoutError(f"vLLM places KV of {', '.join(lost[:4])}, which no KV group has")
     return specs
 
 
@@ -253,4 +306,6 @@ def _merged(together: list[Region]) -> Iterator[Region]:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "(" + ",".join(map(_plain, value)) + ")"
     return str(getattr(value, "name", value)).removeprefix("torch.")

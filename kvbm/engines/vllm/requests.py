@@ -11,6 +11,7 @@ from kvbm.engines.vllm.adapters import Adapters, Origin
 
 if TYPE_CHECKING:
     from kvbm.manager.acquiring import Acquiring
+    from kvbm.manager.finding import Finding
 
 _ASKS = 3  # an engine that has loaded an adapter says so with its next step
 
@@ -35,21 +36,41 @@ class Group(NamedTuple):
         block_tokens: tokens of a block.
         hash_tokens: tokens that one of vLLM's hashes goes on by; a block's hash is that of its last such piece.
         window_blocks: blocks before a position that attention still reads there; None: all of them.
+        is_state: a block is the state of recurrent layers behind its last token: 1 block of window. Few boundaries have one.
+        chunk_tokens: attention reads back to a multiple of so many tokens; None: farther.
+        has_draft: it holds layers of a draft model. What those keep of a block's last token depends on the token after it, so a prefix
+            counts only as far as the block behind it is held, too.
     """
 
     id: int
     block_tokens: int
     hash_tokens: int
     window_blocks: int | None = None
+    is_state: bool = False
+    chunk_tokens: int | None = None
+    has_draft: bool = False
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether tokens at any position need all blocks before it."""
+        return self.window_blocks is None and self.chunk_tokens is None
 
     def first_needed(self, end: int) -> int:
         """The first block that tokens after block `end` still need."""
+        if self.chunk_tokens is not None:
+            return end * self.block_tokens // self.chunk_tokens * self.chunk_tokens // self.block_tokens
         return 0 if self.window_blocks is None else max(0, end - self.window_blocks)
 
     def digests(self, hashes: Sequence[bytes], begin: int, end: int) -> Sequence[bytes]:
         """vLLM's hashes of the blocks from `begin` to before `end`."""
         scale = self.block_tokens // self.hash_tokens
-        return hashes[begin:end] if scale == 1 else hashes[(begin + 1) * scale - 1 : end * scale : scale]
+        if scale == 1:
+            return hashes if begin == 0 and end >= len(hashes) else hashes[begin:end]
+        return hashes[(begin + 1) * scale - 1 : end * scale : scale]
+
+    def hashed_blocks(self, hashes: Sequence[bytes]) -> int:
+        """How many blocks vLLM has hashed."""
+        return len(hashes) // (self.block_tokens // self.hash_tokens)
 
 
 class GroupNamespace(NamedTuple):
@@ -66,6 +87,8 @@ class Ask(NamedTuple):
         computed_tokens, hashes, gained: what the answer depends on; another value of one of them is another question.
         runs: for each group that needs blocks its first block and what is brought to HOST from there; empty for a miss.
         tokens: how many tokens that makes, as long as every run comes whole.
+        finding: asks what lies beyond the own tiers; until it is done there are no runs.
+        elsewhere: by group, what it has found.
     """
 
     computed_tokens: int
@@ -73,14 +96,23 @@ class Ask(NamedTuple):
     gained: int
     runs: list[tuple[Group, int, Acquiring]]
     tokens: int
+    finding: Finding | None = None
+    elsewhere: Sequence[bytes] | None = None
 
     @property
     def done(self) -> bool:
         """Whether nothing is on its way to HOST any more."""
-        return all(acquiring.done for _, _, acquiring in self.runs)
+        if self.finding is not None and not self.finding.done:
+            return False
+        for _, _, acquiring in self.runs:  # noqa: SIM110  # a generator costs more, and this is asked at each step
+            if not acquiring.done:
+                return False
+        return True
 
     def release(self) -> None:
-        """Give up what is pinned."""
+        """Give up what is pinned, and what is asked."""
+        if self.finding is not None:
+            self.finding.release()
         for _, _, acquiring in self.runs:
             acquiring.release()
 
@@ -93,7 +125,9 @@ class RequestState:
         origin: what its blocks are computed with; while that is not known, it has no namespaces.
         namespaces: by group, in the order of the engine's groups.
         verified: by vLLM's group: blocks from the first on that are known to be of its own weights.
-        stored: by group: blocks from the first on that were looked at for a store.
+        stored: by group: blocks from the first on that were looked at for a store. Of states that means nothing.
+        states: (group, block) of the states that it has stored or loaded.
+        parts_at: tokens from the first on whose blocks are held while no state is held behind them: a state there would be of use.
         ask: the last answer, while it may still be used.
         due_step: of the scheduler's, in which it is looked at again at the latest.
         is_untold: HBM has blocks of it that nobody was told of, because its adapter was not known.
@@ -105,6 +139,7 @@ class RequestState:
     """
 
     __slots__ = (
+        "_first",
         "_groups",
         "_hashes",
         "_last",
@@ -116,9 +151,11 @@ class RequestState:
         "last_store",
         "namespaces",
         "origin",
+        "parts_at",
         "queued_tokens",
         "refused",
         "request",
+        "states",
         "stored",
         "verified",
     )
@@ -137,33 +174,46 @@ class RequestState:
         self.verified: dict[int, int] = {}
         self.asks_left = _ASKS
         self.stored = [0] * len(groups)
+        self.states: set[tuple[int, int]] = set()
+        self.parts_at = 0
         self.ask: Ask | None = None
         self.due_step = 0
         self.is_looked_at = self.refused = False
         self.last_store = 0
         self.queued_tokens: int = request.num_prompt_tokens
         self._groups = groups
-        self._hashes = [b""] * len(groups)
+        self._first = [0] * len(
+            groups
+        )  # the first block hashed: of a window those near the end are all that is asked for
+        self._hashes = [b""] * len(groups)  # of blocks from that one on, without a gap
         self._last = [b""] * len(groups)  # vLLM's hash of the last block hashed
 
     def hashes(self, index: int, begin: int, end: int, derive: DerivedHashes) -> bytes:
         """Our hashes of a group's blocks from `begin` to before `end`, packed; fewer where vLLM has not hashed so far."""
         group, digests = self._groups[index], self.request.block_hashes
-        known = self._hashes[index]
-        have = len(known) // HASH_BYTES
-        if have and group.digests(digests, have - 1, have) != [self._last[index]]:  # a session's tokens were taken back
-            known, have, self.stored[index] = b"", 0, 0
+        first, known = self._first[index], self._hashes[index]
+        have = first + len(known) // HASH_BYTES
+        if known:
+            last = have * group.block_tokens // group.hash_tokens
+            if last > len(digests) or digests[last - 1] != self._last[index]:  # a session's tokens were taken back
+                self._hashes[index] = known = b""
+                self.stored[index] = 0
+        if not known:
+            self._first[index] = first = have = begin
+        if begin < first:
+            known = derive(self.namespaces[index].root, group.digests(digests, begin, first)) + known
+            self._first[index], self._hashes[index] = begin, known
+            first = begin
         if have < end:
             fresh = group.digests(digests, have, end)
             if fresh:
                 known += derive(self.namespaces[index].root, fresh)
-                self._last[index] = fresh[-1]
-            self._hashes[index] = known
-        return known[begin * HASH_BYTES : end * HASH_BYTES]
+                self._last[index], self._hashes[index] = fresh[-1], known
+        return known[(begin - first) * HASH_BYTES : (end - first) * HASH_BYTES]
 
-    def parent(self, index: int, begin: int) -> bytes:
-        """Our hash of the block before `begin`, which must be hashed already."""
-        return self._hashes[index][(begin - 1) * HASH_BYTES : begin * HASH_BYTES] if begin else NO_PARENT
+    def parent(self, index: int, begin: int, derive: DerivedHashes) -> bytes:
+        """Our hash of the block before `begin`, which vLLM must have hashed already."""
+        return self.hashes(index, begin - 1, begin, derive) if begin else NO_PARENT
 
     def drop_ask(self) -> None:
         """Forget the last answer, and unpin what it held."""

@@ -6,7 +6,7 @@ One thread, vLLM's scheduler, calls everything here; only the manager's own thre
    is brought and verified first, and the answer is "ask again" until it is there, or will not come in time.
 2. `allocated`: vLLM has made room. The load goes to the workers with the next plan; its rows of HOST stay pinned until all have answered.
 3. `plan`, at each step: blocks whose tokens earlier steps have computed are stored, and kept from reuse in HBM until all ranks
-   have answered.
+   have answered. States of recurrent layers are kept at the step that offers them, and copied at the next.
 4. `finished`: what was computed and not yet stored is, after the request's end. Then its chain has been used, the beginning last.
 
 Nothing here imports vLLM; `connector.py` translates.
@@ -16,23 +16,32 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import structlog
 
+from kvbm.assembly import last_touches
 from kvbm.core.backend import Backend
+from kvbm.core.ids import HASH_BYTES, Tier
 from kvbm.engines.vllm.adapters import Adapters
+from kvbm.engines.vllm.forwards import Taken, Touches
 from kvbm.engines.vllm.load_planner import LoadPlanner
-from kvbm.engines.vllm.metadata import Answers, HostShare, Plan, Ranks
+from kvbm.engines.vllm.metadata import Answers, HostShare, Plan
 from kvbm.engines.vllm.numbers import Numbers
+from kvbm.engines.vllm.offers import Offer
 from kvbm.engines.vllm.prefix_cache import HbmSink, PrefixCacheWatch
+from kvbm.engines.vllm.ranks import Ranks
+from kvbm.engines.vllm.reach import ABSENT
 from kvbm.engines.vllm.requests import Group, GroupNamespace, Requests
+from kvbm.engines.vllm.roles import Role
 from kvbm.engines.vllm.store_planner import StorePlanner, StoreRules
+from kvbm.engines.vllm.tier_events import ExtraKeys, TierEvents
 from kvbm.manager.engine_hbm import EngineHbmManager
 
 log = structlog.get_logger()
 
+_HOSTS_S = 30.0  # an engine without requests goes on stepping for so long until all hosts have HOST
 _REPORT_S = 1.0  # between two looks at the manager's counters
 
 
@@ -43,6 +52,7 @@ class _Counters(NamedTuple):
     late_acquires: int
     verified_reads: int
     corrupt_blocks: int
+    peer_blocks: int
 
 
 class Scheduler:
@@ -55,11 +65,13 @@ class Scheduler:
         ranks: how rows of HOST are parted.
         host: where HOST is, for workers.
         align_tokens: what the engine's prefixes are multiples of.
+        role: whether it loads, and whether it stores; the rules say what.
 
     Attributes:
         refusal: why nothing is served any more; "" while it is.
         requests: our states of the engine's requests.
         loads, stores: the two halves of a plan.
+        events: what of vLLM's blocks lies in kvbm's tiers; None where nobody wants to know.
     """
 
     def __init__(
@@ -72,25 +84,49 @@ class Scheduler:
         host: HostShare,
         align_tokens: int,
         rules: StoreRules = StoreRules(),  # noqa: B008  # frozen
+        role: Role = Role(),  # noqa: B008  # frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
         self.refusal = ""
+        self.events: TierEvents | None = None
         self._derive = backend.derived_hashes
         self._groups, self._host, self._clock = groups, host, clock
         self._adapters = Adapters(ranks.ranks)
         self._numbers = Numbers()
+        self._hosts = ranks.hosts
+        self._other_hosts: dict[int, HostShare] = {}
+        self._asked_hosts_s: float | None = None
         self._watch: PrefixCacheWatch | None = None
+        self._touches: Touches = last_touches(manager.pools.slots[Tier.HBM].slots)
         self._running = 0
-        self._counters = _Counters(0, 0, 0, 0)
+        self._counters = _Counters(0, 0, 0, 0, 0)
+        self._gauges: dict[str, int] = {}  # as they were reported last
         self._report_at_s = 0.0
         next_job = itertools.count(1).__next__
         self.requests = Requests(groups, namespaces_of, self._adapters)
         self.loads = LoadPlanner(
-            manager, groups, self._derive, align_tokens, ranks.ranks, self.requests, self._numbers, next_job
+            manager,
+            groups,
+            self._derive,
+            align_tokens,
+            ranks.ranks,
+            self.requests,
+            self._numbers,
+            next_job,
+            self._touches,
+            role,
         )
         self.stores = StorePlanner(
-            manager, backend, groups, ranks, self.requests, self._numbers, rules, next_job, clock
+            manager,
+            backend,
+            groups,
+            ranks,
+            self.requests,
+            self._numbers,
+            rules._replace(stores=role.stores),
+            next_job,
+            clock,
         )
 
     def bind(self, pool: Any, block_ids_of: Callable[[str], Sequence[Sequence[int]]]) -> None:
@@ -99,6 +135,10 @@ class Scheduler:
         sink = HbmSink(manager.engine_stored, manager.engine_removed, manager.engine_cleared, self._on_watch_broken)
         self._watch = PrefixCacheWatch(pool, self._groups, self.requests.state_of, self._derive, sink)
         self.stores.bind(pool, block_ids_of, self._watch)
+
+    def follow_tiers(self, extra_keys: ExtraKeys | None = None) -> None:
+        """Have `events` from now on, with these keys of blocks."""
+        self.events = self.loads.events = self.stores.events = TierEvents(self._served_from, extra_keys)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
         """vLLM has given the request blocks, the first `tokens` beyond what it had computed are to be loaded.
@@ -111,49 +151,83 @@ class Scheduler:
         self.stores.look_in(state, 1)
         self.loads.begin(state, block_ids, tokens)
 
-    def plan(self, scheduled: Mapping[str, int], tokens: int, preempted: Sequence[str]) -> Plan:
+    def plan(
+        self,
+        scheduled: Mapping[str, int],
+        tokens: int,
+        preempted: Collection[str],
+        offers: Iterable[Offer] = (),
+        finished: Collection[str] = (),
+        taken: Iterable[Taken] = (),
+    ) -> Plan:
         """What workers do at this step.
 
         Args:
             scheduled: request → tokens of it in this step.
             tokens: of all requests together.
             preempted: requests that have lost their blocks.
+            offers: states of recurrent layers that this step computes.
+            finished: requests that have ended since the last step.
+            taken: requests of this step and the blocks that they did not have at their last one.
         """
+        for request_id in preempted:
+            self._touches.leave(request_id)
+        step = self._touches.plan(taken)
         if not self.refusal:  # else only what vLLM waits for is still handed out
-            self._plan_stores(scheduled, tokens, preempted)
-        plan = Plan(is_idle=not scheduled, loads=self.loads.take_jobs(), stores=self.stores.take_jobs())
-        if plan.loads or plan.stores:
-            plan.host = self._host
+            self._look(scheduled, preempted)
+            if self._is_everywhere:
+                self.stores.plan(scheduled, tokens)
+                self.stores.offered(offers, {*preempted, *finished})
+        plan = Plan(is_idle=not scheduled, loads=self.loads.take_jobs(), stores=self.stores.take_jobs(), step=step)
+        if not self._is_everywhere and self._asked_hosts_s is None:
+            self._asked_hosts_s = self._clock()
+        if plan.loads or plan.stores or not self._is_everywhere:
+            plan.host, plan.other_hosts = self._host, tuple(self._other_hosts.values())
         return plan
 
-    def _plan_stores(self, scheduled: Mapping[str, int], tokens: int, preempted: Sequence[str]) -> None:
-        """Report what HBM holds now, and store what has been computed."""
+    @property
+    def has_work(self) -> bool:
+        """Whether an engine without requests should go on stepping: stores wait for the workers, or other hosts are taking their memory."""
+        if self.stores.has_work():
+            return True
+        is_awaited = not (self._is_everywhere or self.refusal or self._asked_hosts_s is None)
+        return is_awaited and self._clock() - (self._asked_hosts_s or 0.0) < _HOSTS_S
+
+    @property
+    def _is_everywhere(self) -> bool:
+        """Whether all hosts have HOST. Before, nothing is stored, so that no block of HBM is kept for as long."""
+        return len(self._other_hosts) == self._hosts - 1
+
+    def _look(self, scheduled: Mapping[str, int], preempted: Collection[str]) -> None:
+        """Report what HBM holds now, and heed who has lost blocks."""
         if self._watch is not None:
             self._watch.flush()
         for request_id in preempted:
             if (state := self.requests.states.get(request_id)) is not None:
                 state.stored = [0] * len(self._groups)
+                state.states.clear()
                 state.verified.clear()
                 state.drop_ask()
-        self.stores.plan(scheduled, tokens)
         if len(scheduled) != self._running:
             self._running = len(scheduled)
             self.manager.report_load(self.requests.queued_tokens, self._running)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """A request has ended; its blocks are still its own."""
+        self._touches.leave(request.request_id)
         state = self.requests.states.pop(request.request_id, None)
         if state is None:
             return
         self.requests.unqueue(state)
         state.drop_ask()
-        if not self.refusal:
+        if not self.refusal and self._is_everywhere:
             self.stores.finish(state, block_ids)
 
     def answered(self, answers: Answers) -> None:
         """Take in what ranks have finished."""
         if answers.adapters:
             self._adapters.told(answers.adapters)
+        self._other_hosts.update(answers.hosts)
         self.loads.answered(answers)
         self.loads.gained += self.stores.answered(answers.stored)
         if answers.refused and not self.refusal:
@@ -163,9 +237,12 @@ class Scheduler:
                 self._watch.silence()
 
     def take_numbers(self) -> dict[str, Any]:
-        """What was counted since the last call, as `numbers.Numbers.data`; looked at once a second."""
+        """What was counted since the last call, as `numbers.Numbers.data`; looked at once a second.
+
+        vLLM asks at each step alone. After the last request's end any step may be the last for long, so nothing is kept back then.
+        """
         now_s = self._clock()
-        if now_s < self._report_at_s:
+        if now_s < self._report_at_s and self.requests.states:
             return {}
         self._report_at_s = now_s + _REPORT_S
         stats, numbers = self.manager.stats(), self._numbers
@@ -174,12 +251,18 @@ class Scheduler:
             stats.late_copies,
             stats.verified_reads,
             stats.corrupt_blocks,
+            stats.peer_hits,
         )
         for name, now, before in zip(_Counters._fields, counters, self._counters, strict=True):
             numbers.add(name, now - before)
         self._counters = counters
-        numbers.set("acquiring_requests", self.loads.acquiring_requests)
-        numbers.set("storing_blocks", self.stores.storing_blocks)
+        gauges = {
+            "acquiring_requests": self.loads.acquiring_requests,
+            "storing_blocks": self.stores.storing_blocks,
+        }
+        for name, value in gauges.items() - self._gauges.items():
+            numbers.set(name, value)
+        self._gauges = gauges
         return numbers.take()
 
     def clear(self) -> None:
@@ -193,6 +276,10 @@ class Scheduler:
         for state in self.requests.states.values():
             state.drop_ask()
         self.manager.close()
+
+    def _served_from(self, hashes: bytes) -> bytes:
+        """The tiers that these blocks are read from: none once nothing is served any more."""
+        return bytes([ABSENT]) * (len(hashes) // HASH_BYTES) if self.refusal else self.manager.holders(hashes)
 
     def _on_watch_broken(self, error: Exception) -> None:
         if not self.refusal:

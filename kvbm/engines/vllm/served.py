@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbm.engines.vllm.regions import why_group_not_served
+from kvbm.engines.vllm.regions import served_groups, why_group_not_served
 
 _LOCAL_EXECUTORS = frozenset({"UniProcExecutor", "MultiprocExecutor"})
 
@@ -22,16 +22,6 @@ def why_not_served(vllm_config: Any, kv_cache_config: Any) -> str:
             "prefix caching is off; start vLLM with --enable-prefix-caching",
             not vllm_config.cache_config.enable_prefix_caching,
         ),
-        (f"pipeline parallelism of {parallel.pipeline_parallel_size} ranks", parallel.pipeline_parallel_size > 1),
-        (
-            f"prefill context parallelism of {parallel.prefill_context_parallel_size} ranks",
-            parallel.prefill_context_parallel_size > 1,
-        ),
-        (
-            f"decode context parallelism of {parallel.decode_context_parallel_size} ranks",
-            parallel.decode_context_parallel_size > 1,
-        ),
-        (f"the engine's ranks are on {parallel.nnodes_within_dp} hosts", parallel.nnodes_within_dp > 1),
         (
             "its weights may change while it runs (--weight-transfer-config), and blocks in cold tiers would not notice",
             vllm_config.weight_transfer_config is not None,
@@ -55,5 +45,8 @@ def _executor(parallel: Any) -> str:
 def _groups(kv_cache_config: Any) -> str:
     if not kv_cache_config.kv_cache_groups:
         return "the model has no KV cache"
-    reasons = (why_group_not_served(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups))
+    served = served_groups(kv_cache_config)
+    if not served:
+        return "no KV group takes part in vLLM's prefix caching"
+    reasons = (why_group_not_served(index, kv_cache_config.kv_cache_groups[index]) for index in served)
     return next(filter(None, reasons), "")

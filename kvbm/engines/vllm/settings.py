@@ -12,10 +12,12 @@ import msgspec
 
 from kvbm.config import HbmSettings, Settings, Sources, check_settings, leaves, load_settings
 from kvbm.core.errors import ConfigError
+from kvbm.engines.vllm.tested import UNTESTED_KEY
 
 EXTRA = "kv_connector_extra_config"
 FILE_KEY = "config"  # of the extra config: a TOML file with what it does not say itself
 _SOURCES = Sources(path=f'"{FILE_KEY}" of {EXTRA}', flags=EXTRA)
+RANK_PLACE = "{dp}"  # in a text of the extra config: the data-parallel rank
 _NAME_CHARACTERS = 128
 
 
@@ -32,7 +34,8 @@ def settings_of(
 
     Defaults that differ from `Settings`: the engine owns HBM and says its size, there is no stream unless `nats.url` or
     `nats.enabled` is given, and the instance is named after the host. Each data-parallel rank is an instance of its own, with
-    "-dp<rank>" behind whatever name was given.
+    "-dp<rank>" behind whatever name was given, and behind the names of files for NVME. "{dp}" in any text of the extra config is the
+    rank; a name that has it gets nothing more.
 
     Args:
         extra: keys of kvbm's settings, dotted or as nested tables.
@@ -43,7 +46,9 @@ def settings_of(
     Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, what only the engine can set,
         or no room for blocks in HOST.
     """
-    given = dict(_flags(extra))
+    as_given = dict(_flags(extra))
+    as_given.pop(UNTESTED_KEY, None)
+    given = {key: _numbered(value, data_parallel_rank) for key, value in as_given.items()}
     path = given.pop(FILE_KEY, None)
     if path is not None and not isinstance(path, str):
         raise ConfigError(f"{EXTRA}: {FILE_KEY} is the path of a TOML file; {path!r} is none")
@@ -60,14 +65,32 @@ def settings_of(
     _check_hbm(loud.pools.hbm)
     with_stream = quiet.nats.enabled or (loud.nats.enabled and loud.nats.url)  # on by default where it has an address
     rank = f"-dp{data_parallel_rank}" if data_parallel_size > 1 or data_parallel_rank > 0 else ""
+    marks = {key for key, value in given.items() if value != as_given[key]}
+    instance = loud.instance.id + ("" if "instance.id" in marks else rank)
+    path = loud.pools.nvme.path
+    if "pools.nvme.path" not in marks:
+        path = ":".join(_own(one, rank) for one in path.split(":"))
     settings = msgspec.structs.replace(
         loud,
-        instance=msgspec.structs.replace(loud.instance, id=loud.instance.id + rank),
-        pools=msgspec.structs.replace(loud.pools, hbm=HbmSettings(owner="engine", slots=hbm_slots)),
+        instance=msgspec.structs.replace(loud.instance, id=instance),
+        pools=msgspec.structs.replace(
+            loud.pools,
+            hbm=HbmSettings(owner="engine", slots=hbm_slots),
+            nvme=msgspec.structs.replace(loud.pools.nvme, path=path),
+        ),
         nats=msgspec.structs.replace(loud.nats, enabled=bool(with_stream)),
     )
     check_settings(settings)
     return settings
+
+
+def _own(path: str, rank: str) -> str:
+    """A file of this rank's own; a device is what it is, and who comes second finds it in use."""
+    return path if not path or Path(path).is_block_device() else path + rank
+
+
+def _numbered(value: Any, rank: int) -> Any:
+    return value.replace(RANK_PLACE, str(rank)) if isinstance(value, str) else value
 
 
 def _flags(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from prometheus_client import REGISTRY, Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
@@ -12,6 +13,7 @@ from kvbm.engines.vllm.numbers import COUNTERS, COUNTERS_BY_TIER, GAUGES, TIMES,
 _PREFIX = "kvbm_vllm_"
 _TIER = "tier"
 _SPEEDS = (("load_seconds", "loaded_bytes", "load_gb_per_s"), ("store_seconds", "stored_bytes", "store_gb_per_s"))
+_registered: list[Any] = []  # of the newest engine of this process
 _COPY_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
 
@@ -58,34 +60,28 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-igno
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        if self._counter_cls is Counter:  # Ray's may be made beside them
+            _unregister_earlier()
         names = list(labelnames)
         engines = per_engine_labelvalues
         self._counters = {
-            name: create_metric_per_engine(
-                self._counter_cls(name=_PREFIX + name, documentation=meaning, labelnames=names), engines
-            )
+            name: create_metric_per_engine(self._metric(self._counter_cls, name, meaning, names), engines)
             for name, meaning in COUNTERS.items()
         }
         self._gauges = {
             name: create_metric_per_engine(
-                self._gauge_cls(
-                    name=_PREFIX + name, documentation=meaning, labelnames=names, multiprocess_mode="mostrecent"
-                ),
-                engines,
+                self._metric(self._gauge_cls, name, meaning, names, multiprocess_mode="mostrecent"), engines
             )
             for name, meaning in GAUGES.items()
         }
         self._times = {
             name: create_metric_per_engine(
-                self._histogram_cls(
-                    name=_PREFIX + name, documentation=meaning, labelnames=names, buckets=_COPY_BUCKETS_S
-                ),
-                engines,
+                self._metric(self._histogram_cls, name, meaning, names, buckets=_COPY_BUCKETS_S), engines
             )
             for name, meaning in TIMES.items()
         }
         self._by_tier = {
-            name: self._counter_cls(name=_PREFIX + name, documentation=meaning, labelnames=[*names, _TIER])
+            name: self._metric(self._counter_cls, name, meaning, [*names, _TIER])
             for name, meaning in COUNTERS_BY_TIER.items()
         }
 
@@ -102,3 +98,18 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-igno
             elif name in self._by_tier:
                 for tier, count in value.items():
                     self._by_tier[name].labels(*self.per_engine_labelvalues[engine_idx], tier).inc(count)
+
+    def _metric(self, kind: Any, name: str, meaning: str, labelnames: list[str], **more: Any) -> Any:
+        metric = kind(name=_PREFIX + name, documentation=meaning, labelnames=labelnames, **more)
+        if self._counter_cls is Counter:
+            _registered.append(metric)
+        return metric
+
+
+def _unregister_earlier() -> None:
+    """Take the metrics of this process's engine before out of the registry, as vLLM does with its own: two of a name are refused."""
+    while _registered:
+        try:
+            REGISTRY.unregister(_registered.pop())
+        except KeyError:  # somebody has done so
+            continue

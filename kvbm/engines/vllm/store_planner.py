@@ -1,22 +1,27 @@
 """Stores: which computed blocks HOST lacks, the jobs of workers that copy them there, and what their answers make of them.
 
-A block is kept from reuse in HBM until all ranks have answered its job.
+A block is kept from reuse in HBM until all ranks have answered its job. States of recurrent layers are stored only where vLLM offers them:
+nothing in a request's block table says which block holds the state behind which token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
 
 from kvbm.core.backend import Backend
-from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, pack_slots
-from kvbm.engines.vllm.metadata import Job, Ranks, Stored
+from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots
+from kvbm.core.state_admission import StateAdmission
+from kvbm.engines.vllm.metadata import Job, Stored
 from kvbm.engines.vllm.numbers import Numbers
+from kvbm.engines.vllm.offers import Offer
 from kvbm.engines.vllm.prefix_cache import PrefixCacheWatch
+from kvbm.engines.vllm.ranks import Ranks
 from kvbm.engines.vllm.requests import Group, Requests, RequestState
+from kvbm.engines.vllm.tier_events import Run, TierEvents
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
 
 log = structlog.get_logger()
@@ -30,19 +35,28 @@ class StoreRules(NamedTuple):
     """What is stored, and what is told of it.
 
     Attributes:
+        stores: whether anything is stored at all: False in a consumer.
         stores_all: every computed block is wanted in HOST, so what does not get there is counted.
         by_recency: blocks leave HOST by when they were used last, so the end of a request is told.
+        states: which states of recurrent layers are wanted, a key of STATE_POLICIES.
     """
 
+    stores: bool = True
     stores_all: bool = True
     by_recency: bool = True
+    states: str = "ends"
 
 
 class _StoreRun(NamedTuple):
-    """Blocks of one group that a job stores."""
+    """Blocks of one group that a job stores.
+
+    Attributes:
+        learned: what is told of them once they lie in HOST: their hashes, and the run they are of.
+    """
 
     store: Store
     blocks: list[Any]
+    learned: tuple[bytes, Run] | None = None
 
 
 class _StoreJob(NamedTuple):
@@ -63,6 +77,9 @@ class StorePlanner:
     Args:
         ranks: how rows of HOST are parted.
         next_job: gives the id of a job.
+
+    Attributes:
+        events: learn of blocks that have been stored, where somebody wants to know.
     """
 
     def __init__(
@@ -77,13 +94,18 @@ class StorePlanner:
         next_job: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        self._manager, self._groups, self._ranks, self._requests = manager, groups, ranks, requests
+        self._manager, self._groups, self._requests = manager, groups, requests
+        self._part_sizes = ranks.part_sizes
         self._derive, self._join = backend.derived_hashes, backend.joined_checksums
         self._numbers, self._rules, self._next_job, self._clock = numbers, rules, next_job, clock
+        self.events: TierEvents | None = None
         self._pool: Any = None
         self._block_ids_of: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()
         self._watch: PrefixCacheWatch | None = None
         self._jobs: list[Job] = []  # of the next plan
+        self._later: list[Job] = []  # of the plan after it: this step computes their blocks
+        self._admission = StateAdmission(rules.states)
+        self._states = {group.id: index for index, group in enumerate(groups) if group.is_state}
         self._stores: dict[int, _StoreJob] = {}
         self._answers: dict[int, dict[int, Stored]] = {}  # job → rank's part → how it ended
         self._step = 0
@@ -117,6 +139,64 @@ class StorePlanner:
                 storing.append(state)
         self._store(runs, storing)
 
+    def offered(self, offers: Iterable[Offer], gone: Collection[str]) -> None:
+        """Begin to store states that vLLM offers in this step, once and unpinned. This step computes them, so workers copy them in the next.
+
+        Args:
+            gone: requests that have finished or were preempted since the last step; their blocks may be another's already.
+        """
+        if not self._rules.stores:
+            return
+        runs: list[_StoreRun] = []
+        storing: list[RequestState] = []
+        uses: dict[tuple[str, int], int] = {}  # a boundary has a state in each group, and is one choice
+        for offer in offers:
+            index = self._states.get(offer.group)
+            state = self._requests.states.get(offer.request_id)
+            if index is None:
+                continue
+            if state is None or offer.request_id in gone:
+                self._numbers.add("states_lost", 1)
+                continue
+            if not self._is_ours(state, offer):
+                continue
+            where = offer.request_id, offer.tokens
+            if where not in uses:
+                uses[where] = self._uses_of(state, index, offer.tokens)
+            if not uses[where]:
+                self._numbers.add("states_unwanted", 1)
+                continue
+            at = offer.tokens // self._groups[index].block_tokens - 1
+            count = len(runs)
+            if self._manager.storable(state.namespaces[index].id, at, 1):
+                self._begin_stores(state, index, at, [offer.block_id], uses[where], runs)
+            elif self._rules.stores_all:
+                self._numbers.add("stores_skipped", 1)
+            state.states.add((index, at))
+            if len(runs) > count:
+                storing.append(state)
+        self._store(runs, storing, self._later)
+
+    def _uses_of(self, state: RequestState, index: int, tokens: int) -> int:
+        """How often states behind so many tokens of a request were used, 0 where they are not worth their slots."""
+        request, block_tokens = state.request, self._groups[index].block_tokens
+        at = tokens // block_tokens - 1
+        is_end = tokens + block_tokens >= request.num_prompt_tokens
+        is_parting = tokens in (state.parts_at, request.shared_prefix_boundary)
+        block = SequenceHash(state.hashes(index, at, at + 1, self._derive))
+        uses = self._admission.uses(block, is_end, is_parting)
+        return uses + 1 if uses and is_parting else uses
+
+    def _is_ours(self, state: RequestState, offer: Offer) -> bool:
+        """Whether an offered block is the state of whole blocks of this request, under the hash that vLLM will find it by."""
+        group = self._groups[self._states[offer.group]]
+        blocks, rest = divmod(offer.tokens, group.block_tokens)
+        if rest or not blocks or not offer.block_id or not self._requests.is_known(state):
+            return False
+        digests = group.digests(state.request.block_hashes, blocks - 1, blocks)
+        key = b"".join(digests) + group.id.to_bytes(4, "big")
+        return bool(digests) and self._pool.blocks[offer.block_id].block_hash == key
+
     def look_in(self, state: RequestState, steps: int) -> None:
         """Look at a request again after so many steps: before, one that computes a token a step cannot have filled a block."""
         due_step = self._step + steps
@@ -141,7 +221,7 @@ class StorePlanner:
 
     def take_jobs(self) -> list[Job]:
         """The jobs of the next plan, once."""
-        jobs, self._jobs = self._jobs, []
+        jobs, self._jobs, self._later = self._jobs, self._later, []
         return jobs
 
     def answered(self, stored: Mapping[int, Mapping[int, Stored]]) -> int:
@@ -150,7 +230,7 @@ class StorePlanner:
         for job, parts in stored.items():
             known = self._answers.setdefault(job, {})
             known.update(parts)
-            if len(known) >= self._ranks.parts:
+            if len(known) >= len(self._part_sizes):
                 del self._answers[job]
                 gained += self._end(job, known)
         return gained
@@ -171,13 +251,13 @@ class StorePlanner:
         ids, is_short = block_ids, False  # short: HOST has no room for some of them now
         for index, group in enumerate(self._groups):
             begin, end = state.stored[index], confirmed // group.block_tokens
-            if end <= begin:
+            if group.is_state or end <= begin:
                 continue
             hashes = state.hashes(index, begin, end, self._derive)
             begin, end = state.stored[index], begin + len(hashes) // HASH_BYTES
             if end <= begin:
                 continue
-            if block_ids is None:
+            if block_ids is None and self._rules.stores:
                 fits = self._manager.storable(state.namespaces[index].id, begin, end - begin)
                 is_short |= fits < end - begin
                 end = begin + fits
@@ -185,15 +265,18 @@ class StorePlanner:
                     continue
                 ids = self._block_ids_of(request.request_id) if ids is None else ids
             uses = 1 if begin or state.is_looked_at else 2  # what it found computed, it uses again
-            assert ids is not None
-            self._begin_stores(state, index, begin, ids[group.id][begin:end], uses, runs)
+            if self._rules.stores:
+                assert ids is not None
+                self._begin_stores(state, index, begin, ids[group.id][begin:end], uses, runs)
             state.stored[index] = end
         state.is_looked_at = True
         if is_short:
             self.look_in(state, _SHORT_STEPS)
             return
         pairs = zip(self._groups, state.stored, strict=True)
-        self.look_in(state, max(1, min((done + 1) * group.block_tokens for group, done in pairs) - confirmed))
+        due_tokens = [(done + 1) * group.block_tokens for group, done in pairs if not group.is_state]
+        if due_tokens:
+            self.look_in(state, max(1, min(due_tokens) - confirmed))
 
     def _begin_stores(
         self, state: RequestState, index: int, begin: int, ids: Sequence[int], uses: int, runs: list[_StoreRun]
@@ -214,11 +297,16 @@ class StorePlanner:
             if blocks:
                 first = begin + at - len(blocks)
                 hashes = state.hashes(index, first, begin + at, self._derive)
-                store = self._manager.begin_store(namespace, state.parent(index, first), first, hashes, uses)
+                store = self._manager.begin_store(
+                    namespace, state.parent(index, first, self._derive), first, hashes, uses
+                )
                 taken = [] if store is None else [blocks[i] for i in store.at]
                 if store is not None:
                     self._pool.touch(taken)
-                    runs.append(_StoreRun(store, taken))
+                    learned = None
+                    if self.events is not None:
+                        learned = hashes, self.events.run_of(state.request, group, first, begin + at)
+                    runs.append(_StoreRun(store, taken, learned))
                 if self._rules.stores_all:
                     self._numbers.add("stores_skipped", len(blocks) - len(taken))
             elif at < total:
@@ -235,8 +323,8 @@ class StorePlanner:
         assert self._watch is not None
         return block if state.origin.equals(self._watch.origin_of(block.block_id)) else None
 
-    def _store(self, runs: list[_StoreRun], storing: Sequence[RequestState]) -> None:
-        """Have workers store runs, of these requests."""
+    def _store(self, runs: list[_StoreRun], storing: Sequence[RequestState], jobs: list[Job] | None = None) -> None:
+        """Have workers store runs, of these requests, with the next plan or another one's jobs."""
         if not runs:
             return
         blocks = pack_slots(block.block_id for run in runs for block in run.blocks)
@@ -245,18 +333,22 @@ class StorePlanner:
         self._stores[job.id] = _StoreJob(runs, self._clock(), [])
         for state in storing:
             state.last_store = job.id
-        self._jobs.append(job)
+        (self._jobs if jobs is None else jobs).append(job)
 
     def _refresh(self, state: RequestState) -> None:
-        """Its chains were used, the beginning last; said once all of it lies in HOST. Of a window's chain that is no help."""
+        """Its chains and states were used, the beginning last; said once all of it lies in HOST. Of a window's chain that is no help."""
         stores = self._stores.get(state.last_store)
-        for index, group in enumerate(self._groups):
-            if group.window_blocks is None and state.stored[index]:
-                chain, namespace = state.hashes(index, 0, state.stored[index], self._derive), state.namespaces[index].id
-                if stores is None:
-                    self._manager.refresh(chain, namespace)
-                else:
-                    stores.over.append((chain, namespace))
+        ranges = [
+            (index, 0, state.stored[index])
+            for index, group in enumerate(self._groups)
+            if group.keeps_all and state.stored[index]
+        ]
+        for index, begin, end in [*ranges, *((index, at, at + 1) for index, at in sorted(state.states))]:
+            chain, namespace = state.hashes(index, begin, end, self._derive), state.namespaces[index].id
+            if stores is None:
+                self._manager.refresh(chain, namespace)
+            else:
+                stores.over.append((chain, namespace))
 
     def _end(self, job: int, parts: Mapping[int, Stored]) -> bool:
         """Blocks of a job are in HOST, or not. Returns whether HOST has gained blocks."""
@@ -268,17 +360,28 @@ class StorePlanner:
         checksums = np.zeros(total, dtype=np.uint32)
         if why:
             log.warning("store.failed", why=why, blocks=total)
-        elif self._ranks.parts == 1:
-            checksums = np.frombuffer(parts[0].checksums, dtype="<u4")
         else:
-            columns = [np.frombuffer(parts[part].checksums, dtype="<u4") for part in range(self._ranks.parts)]
-            checksums = self._join(np.stack(columns), self._ranks.part_bytes)
+            checksums = self._joined(parts)
         at = 0
         for run in stores.runs:
             count = len(run.blocks)
             self._manager.end_store(run.store, [not why] * count, checksums[at : at + count])
             self._pool.free_blocks(reversed(run.blocks))
+            if self.events is not None and run.learned is not None and not why:
+                self.events.learn(*run.learned)
             at += count
         for chain, namespace in stores.over:
             self._manager.refresh(chain, namespace)
         return not why
+
+    def _joined(self, parts: Mapping[int, Stored]) -> np.ndarray:
+        """The checksums of whole blocks, from those of their parts, which may differ in size."""
+        columns = [np.frombuffer(parts[part].checksums, dtype="<u4") for part in range(len(self._part_sizes))]
+        if len(columns) == 1:
+            return columns[0]
+        if len(set(self._part_sizes)) == 1:
+            return self._join(np.stack(columns), self._part_sizes[0])
+        joined = columns[0]
+        for column, size in zip(columns[1:], self._part_sizes[1:], strict=True):
+            joined = self._join(np.stack([joined, column]), size)  # of the first, how long it is does not matter
+        return joined

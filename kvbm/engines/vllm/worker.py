@@ -7,7 +7,8 @@ answered in words. Owner thread only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,13 +16,19 @@ import structlog
 
 from kvbm.assembly import RowCopier, copy_queue, segment_copies
 from kvbm.core.errors import KvbmError, LayoutError
+from kvbm.engines.vllm.forwards import Forwards
+from kvbm.engines.vllm.host_link import HostLink
+from kvbm.engines.vllm.host_part import HostPart
 from kvbm.engines.vllm.loaded import LoadedWeights
-from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Ranks, Stored
+from kvbm.engines.vllm.meeting import Meeting
+from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Stored
 from kvbm.engines.vllm.numbers import Numbers
-from kvbm.engines.vllm.regions import BlockRegions, CacheConfig, Region, block_regions
-from kvbm.pools.hbm.copy_queue import CopyQueue
+from kvbm.engines.vllm.ranks import Place
+from kvbm.engines.vllm.regions import BlockRegions, CacheConfig, Region, block_regions, served_tensors
+from kvbm.pools.hbm.copy_queue import CopyQueue, ThreadedQueue
 from kvbm.pools.hbm.paged import SLOTS, PagedTensor, paged_layout
 from kvbm.pools.host.mapping import map_host
+from kvbm.pools.host.pinning import CudaRegistrar, Registrar
 
 if TYPE_CHECKING:
     import torch
@@ -49,27 +56,40 @@ class Received(NamedTuple):
 
 
 class Worker:
-    """One rank.
+    """One rank. Where its part lies in a row it learns from the first plan that has jobs.
 
     Attributes:
         refused: why this rank cannot take part, "" when it can. Every job is then answered as failed.
     """
 
     def __init__(
-        self, rank: int, ranks: Ranks, config: CacheConfig, threads: int = 0, loaded: LoadedWeights | None = None
+        self,
+        rank: int,
+        config: CacheConfig,
+        threads: int = 0,
+        loaded: LoadedWeights | None = None,
+        interleave: int = 1,
+        meeting: Meeting | None = None,
     ) -> None:
         """Know the rank and its blocks; nothing is opened.
 
         Args:
+            rank: among all of the engine, in the order of `Ranks`.
             config: vLLM's KVCacheConfig of this rank.
             threads: that copy on a CPU; 0: as many as help.
             loaded: this rank's weights; None: nobody can say what they are, so nothing is loaded for adapters.
+            interleave: as `Ranks`, by what this rank does.
+            meeting: where the scheduler says where HOST is; None: a plan says it.
         """
         self.refused = ""
+        self._suspended = ""  # why nothing is copied now
         self._loaded = loaded
         self._rank = rank
-        self._ranks = ranks
         self._config = config
+        self._interleave = interleave
+        self._part_bytes = 0
+        self._place = Place(rank, 0, 0, 0, stores=True)
+        self._part: HostPart | None = None  # of the host's first rank, where the scheduler is on another
         self._threads = threads
         self._numbers = Numbers()
         self._answers = Answers()
@@ -79,31 +99,48 @@ class Worker:
         self._lacking: set[str] = set()  # requests with a failed load and others under way
         self._host: np.ndarray | None = None
         self._share: HostShare | None = None
+        self._meeting = meeting
+        self._link: HostLink | None = None
         self._queue: CopyQueue | None = None
+        self._device_queue: ThreadedQueue | None = None  # the same, on a GPU
+        self._forwards: Forwards | None = None
         self._tensors: list[torch.Tensor] = []  # the queue copies from and to their memory
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take the engine's tensors, by layer. What is wrong with them is in `refused` and the next answers."""
         try:
             regions = block_regions(self._config)
-            if regions.part_bytes != self._ranks.part_bytes:
-                raise LayoutError(
-                    f"a block has {regions.part_bytes} bytes on rank {self._rank}, the scheduler was told {self._ranks.part_bytes}"
-                )
+            self._part_bytes = regions.part_bytes
             memory = _one_memory(self._config, regions, kv_caches)
             self._open([_region_view(memory, region, regions.blocks) for region in regions.regions])
         except (KvbmError, RuntimeError, OSError) as error:  # torch raises RuntimeError for all that a device refuses
             self.refuse(str(error))
 
+    def settle_host(self) -> bool:
+        """Wait, in bounded time, until HOST is mapped and registered with CUDA; whether it is. For the engine's start."""
+        return self._link is None or self._link.settle()
+
+    def begin_step(self, step: int) -> None:
+        """Before the engine launches a step's forward: its copies need not wait for that one."""
+        if self._forwards is not None:
+            try:
+                self._forwards.begin(step)
+            except RuntimeError as error:  # the device takes no event
+                self.refuse(str(error))
+
     def begin(self, plan: Plan) -> None:
-        """Begin what a step plans, behind all that the engine has queued on its current stream so far."""
-        if plan.host is not None and plan.host != self._share and not self.refused:
-            self._map(plan.host)
+        """Begin what a step plans: on a GPU behind the forwards that may touch its blocks, and behind none of those launched since.
+
+        A load goes behind what the scheduler's half names, a store behind all forwards before this step's, which compute its blocks.
+        """
+        self.begin_step(plan.step)
+        if plan.host is not None:
+            self._take(plan.host, plan.other_hosts)
         self._heed_weights()
         self._awaited.update(job.request for job in plan.loads)
         for job in plan.loads:
             self._begin(job, stores=False)
-        if self._ranks.stores(self._rank):
+        if self._place.stores:
             for job in plan.stores:
                 self._begin(job, stores=True)
 
@@ -120,6 +157,12 @@ class Worker:
         self._heed_weights()
         if self._loaded is not None and (news := self._loaded.take()):
             self._answers.adapters[self._rank] = news
+        if self._part is not None:
+            share, why = self._part.take()
+            if share is not None:
+                self._answers.hosts[share.host] = share
+            elif why:
+                self.refuse(why)
         answers, self._answers = self._answers, Answers()
         return answers
 
@@ -149,6 +192,8 @@ class Worker:
         """Whether nothing is under way and all is answered: most steps of an engine are such, and end here."""
         if self._loaded is not None and (self._loaded.has_news or (self._loaded.changed and not self.refused)):
             return False
+        if self._part is not None and self._part.is_untold:
+            return False
         return not (self._pending or self._answers or self._received.finished)
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
@@ -161,13 +206,28 @@ class Worker:
             log.warning("worker.flush_timed_out", rank=self._rank, jobs=len(self._pending), waited_s=timeout_s)
         return ended
 
+    def suspend(self) -> None:
+        """The engine is about to give its KV's memory away (sleep mode). What is under way ends first; until `resume` nothing is copied."""
+        self._suspended = "the engine sleeps, and its KV's memory is not there"
+        if not self.flush():
+            self.refuse(f"{len(self._pending)} copies had not ended when the engine gave its KV's memory away")
+
+    def resume(self) -> None:
+        """The memory is back, where it was."""
+        self._suspended = ""
+
     def close(self) -> None:
         """End the copy under way, and let go of tensors and HOST. Idempotent; what had not ended is never answered."""
         if self._queue is not None:
             self._queue.close()
-        self._queue = None
+        if self._part is not None:
+            self._part.close()
+        self._queue = self._device_queue = None
         self._host = None
         self._share = None
+        if self._link is not None:
+            self._link.close()
+        self._link = None
         self._tensors = []
         self._pending.clear()
 
@@ -175,47 +235,81 @@ class Worker:
         layers = [[PagedTensor(view, (SLOTS, "bytes"))] for view in views]
         layout = paged_layout(layers)
         device = views[0].device
-        if device.type == "cpu":
+        new_registrar: Callable[[], Registrar] | None = None
+        kind = _kind_of(device)
+        if kind == "cpu":
             self._queue = copy_queue(layout, self._threads)
-        elif device.type == "cuda":
+        elif kind == "cuda":
             from kvbm.pools.hbm.cuda import open_queue
 
-            self._queue = open_queue(layers, layout, device, segment_copies(RowCopier(self._threads)))
+            self._queue = self._device_queue = open_queue(
+                layers, layout, device, segment_copies(RowCopier(self._threads))
+            )
+            self._forwards = Forwards(self._device_queue.mark, self._device_queue.is_passed)
+            new_registrar = partial(CudaRegistrar, device)
         else:
             raise LayoutError(f"vLLM's KV lies on {device}; kvbm copies from cuda or cpu")
         self._tensors = views
+        if self._meeting is not None:
+            self._link = HostLink(self._meeting, new_registrar)
 
-    def _map(self, share: HostShare) -> None:
+    def _take(self, first: HostShare, others: Sequence[HostShare]) -> None:
+        """Learn where this rank's part of HOST is, and map it. The first rank of another host than the scheduler's takes the memory there."""
+        ranks = first.ranks
+        if self._rank >= ranks.ranks:
+            self.refuse(f"the scheduler knows {ranks.ranks} ranks")
+            return
+        self._place = ranks.place_of(self._rank)
+        share = next((one for one in (first, *others) if one.host == self._place.host), None)
+        if self.refused:
+            return
+        if share is None:
+            if self._part is None and ranks.is_first(self._rank):
+                self._part = HostPart(first, self._place.host)
+            return
+        if share == self._share:
+            return
         try:
-            expected = (self._ranks.part_bytes, self._ranks.row_bytes)
-            if (share.part_bytes, share.row_bytes) != expected or share.rows * share.row_bytes > share.mapped_bytes:
+            if ranks.interleave != self._interleave:
                 raise LayoutError(
-                    f"HOST has {share.rows} rows of {share.row_bytes} bytes with parts of {share.part_bytes} in"
-                    f" {share.mapped_bytes} bytes, rank {self._rank} expects rows of {expected[1]} with parts of {expected[0]}"
+                    f"this rank keeps {self._interleave} tokens in a row of each block, the scheduler was told {ranks.interleave}"
                 )
-            memory = map_host(share.pid, share.fd, share.mapped_bytes)
+            if self._queue is not None and self._place.bytes != self._part_bytes:
+                raise LayoutError(
+                    f"a block has {self._part_bytes} bytes on rank {self._rank}, the scheduler was told {self._place.bytes}"
+                )
+            if share.rows * share.row_bytes > share.mapped_bytes:
+                raise LayoutError(
+                    f"HOST has {share.rows} rows of {share.row_bytes} bytes in {share.mapped_bytes} bytes"
+                )
+            if self._link is not None:
+                memory = self._link.memory_of(share)
+            else:
+                memory = map_host(share.pid, share.fd, share.mapped_bytes, pins=False)
         except (KvbmError, RuntimeError, OSError) as error:
             self.refuse(str(error))
             return
-        begin = self._ranks.part_of(self._rank) * share.part_bytes
         rows = memory[: share.rows * share.row_bytes].reshape(share.rows, share.row_bytes)
-        self._host = rows[:, begin : begin + share.part_bytes]
+        self._host = rows[:, self._place.begin : self._place.begin + self._place.bytes]
         self._share = share
 
     def _begin(self, job: Job, stores: bool) -> None:
-        why = self.refused or job.why or self._why_other_weights(job)
+        why = self.refused or self._suspended or job.why or self._why_other_weights(job)
         if not why and (self._queue is None or self._host is None):
-            why = (
-                "its tensors are not registered" if self._queue is None else "the scheduler has not said where HOST is"
-            )
+            why = "its tensors are not registered" if self._queue is None else "nobody has said where HOST is"
         if not why:
             assert self._queue is not None and self._host is not None
             try:
                 blocks, rows = (
                     np.frombuffer(column, dtype="<u4").astype(np.int64) for column in (job.blocks, job.rows)
                 )
-                begin = self._queue.gather if stores else self._queue.scatter
-                begin(job.id, blocks, self._host, rows)
+                if self._device_queue is not None and self._forwards is not None:
+                    mark = self._forwards.behind(job.after)
+                    on = self._device_queue.gather if stores else self._device_queue.scatter
+                    on(job.id, blocks, self._host, rows, mark)
+                else:
+                    begin = self._queue.gather if stores else self._queue.scatter
+                    begin(job.id, blocks, self._host, rows)
             except (
                 KvbmError,
                 ValueError,
@@ -252,11 +346,11 @@ class Worker:
         else:
             blocks = len(job.blocks) // 4
             self._numbers.add("stored_blocks" if stores else "loaded_blocks", blocks)
-            self._numbers.add("stored_bytes" if stores else "loaded_bytes", blocks * self._ranks.part_bytes)
+            self._numbers.add("stored_bytes" if stores else "loaded_bytes", blocks * self._part_bytes)
             self._numbers.time("store_seconds" if stores else "load_seconds", busy_s)
         if stores:
             sums = b"" if why or checksums is None else checksums.astype("<u4").tobytes()
-            self._answers.stored[job.id] = {self._ranks.part_of(self._rank): Stored(sums, why)}
+            self._answers.stored[job.id] = {self._place.part: Stored(sums, why)}
             return
         self._answers.loaded[job.id] = 1  # this rank is done with it, whichever way
         if why:
@@ -271,12 +365,16 @@ class Worker:
                 self._received.failed.add(job.request)
 
 
+def _kind_of(device: torch.device) -> str:
+    return device.type
+
+
 def _one_memory(config: CacheConfig, regions: BlockRegions, kv_caches: Mapping[str, Any]) -> torch.Tensor:
     """The bytes all layers lie in, once every layer was found where vLLM said it would be. Raises LayoutError."""
     import torch
 
     memory: torch.Tensor | None = None
-    for placed in config.kv_cache_tensors:
+    for placed in served_tensors(config):
         for layer, name in enumerate(placed.layers):
             view = kv_caches.get(name)
             if not isinstance(view, torch.Tensor):

@@ -1,7 +1,12 @@
-"""Runs of blocks copied beside the caller, who asks later which of them are over."""
+"""Runs of blocks copied beside the caller, who asks later which of them are over.
+
+Somebody waits for a scatter; nobody waits for a gather. So they have queues, threads and lanes of their own, and a gather's checksums are
+computed in a third thread: a scatter never stands behind a gather, nor a gather's copy behind checksums.
+"""
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
@@ -14,10 +19,13 @@ import numpy as np
 from kvbm.core.errors import LayoutError
 
 _CLOSING_S = 60.0  # for the run under way; a device that answers no more holds its thread for good
+_READY_S = 1.0  # a run whose mark has not been passed lets others go first for so long, then waits on the device
+_SHORTEST_NAP_S = 0.0001
+_LONGEST_NAP_S = 0.001  # a thread that looks more often keeps the engine's from running
 
 
 class CopyQueue(Protocol):
-    """Gathers and scatters of a place whose blocks lie in segments, one after another, scatters first.
+    """Gathers and scatters of a place whose blocks lie in segments; scatters go first.
 
     `slots` and `at` are C-contiguous int64 arrays of one length, `rows` uint8 of (m, block_bytes) as `SegmentCopies` has them. What a
     run names stays untouched until it has ended. Runs added together name different slots, and different rows.
@@ -57,11 +65,25 @@ class Ordering(NamedTuple):
         mark: what the engine has queued so far; called where a run is added.
         follow: copies that begin from now on wait for a mark; called in the queue's thread.
         aside: that thread works within it.
+        is_passed: whether a mark was passed, so that a copy behind it can begin at once.
     """
 
     mark: Callable[[], Any]
     follow: Callable[[Any], None]
     aside: AbstractContextManager[Any]
+    is_passed: Callable[[Any], bool] = lambda mark: True
+
+
+class Side(NamedTuple):
+    """What gathers, or scatters, have for themselves.
+
+    Attributes:
+        fetch: a gather in two steps: the copy, and what computes its checksums; None: `copies.gather` does both.
+    """
+
+    copies: Copies
+    ordering: Ordering
+    fetch: Callable[[np.ndarray, np.ndarray, np.ndarray | None], Callable[[], np.ndarray]] | None = None
 
 
 class _Run(NamedTuple):
@@ -71,14 +93,32 @@ class _Run(NamedTuple):
     slots: np.ndarray
     rows: np.ndarray
     at: np.ndarray
+    added_s: float
+
+
+class _Copied(NamedTuple):
+    """A gather whose bytes are there."""
+
+    run: _Run
+    sums: Callable[[], np.ndarray]
+    began_s: float
 
 
 class ThreadedQueue:
-    """A queue over any copies, in a Python thread: a GPU's, and what the native queue is held to on a CPU."""
+    """A queue over any copies, in Python threads: a GPU's, and what the native queue is held to on a CPU."""
 
-    def __init__(self, copies: Copies, slots: int, block_bytes: int, ordering: Ordering | None = None) -> None:
-        self._copies = copies
-        self._ordering = ordering or Ordering(lambda: None, lambda mark: None, nullcontext())
+    def __init__(
+        self,
+        copies: Copies,
+        slots: int,
+        block_bytes: int,
+        ordering: Ordering | None = None,
+        gathers: Side | None = None,
+    ) -> None:
+        """Args: copies, ordering: of scatters, and of gathers too unless they have a side of their own."""
+        plain = Ordering(lambda: None, lambda mark: None, nullcontext())
+        self._scattering = Side(copies, ordering or plain)
+        self._gathering = gathers or Side(copies, ordering or plain)
         self._slots = slots
         self._block_bytes = block_bytes
         self._changed = threading.Condition()  # guards what follows
@@ -88,8 +128,16 @@ class ThreadedQueue:
         self._under_way = 0
         self._named: set[int] = set()  # runs whose end nobody has asked for yet
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="kvbm-queue", daemon=True)
-        self._thread.start()
+        self._copied: queue.SimpleQueue[_Copied | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(
+                target=self._work, args=(self._scattering, self._scatters), name="kvbm-loads", daemon=True
+            ),
+            threading.Thread(target=self._work, args=(self._gathering, self._gathers), name="kvbm-stores", daemon=True),
+            threading.Thread(target=self._sum, name="kvbm-sums", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def under_way(self) -> int:
@@ -97,13 +145,23 @@ class ThreadedQueue:
         with self._changed:
             return self._under_way
 
-    def gather(self, id: int, slots: np.ndarray, rows: np.ndarray, at: np.ndarray) -> None:
-        """As `CopyQueue.gather`."""
-        self._add(_Run(self._ordering.mark(), id, True, slots, rows, at))
+    def mark(self) -> Any:
+        """A mark of now, for runs that are added later. Raises RuntimeError: the device takes none."""
+        return self._scattering.ordering.mark()
 
-    def scatter(self, id: int, slots: np.ndarray, rows: np.ndarray, at: np.ndarray) -> None:
-        """As `CopyQueue.scatter`."""
-        self._add(_Run(self._ordering.mark(), id, False, slots, rows, at))
+    def is_passed(self, mark: Any) -> bool:
+        """Whether the device has passed a mark."""
+        return self._scattering.ordering.is_passed(mark)
+
+    def gather(self, id: int, slots: np.ndarray, rows: np.ndarray, at: np.ndarray, mark: Any = None) -> None:
+        """As `CopyQueue.gather`, behind a mark; None: one of now."""
+        mark = self._gathering.ordering.mark() if mark is None else mark
+        self._add(_Run(mark, id, True, slots, rows, at, time.monotonic()))
+
+    def scatter(self, id: int, slots: np.ndarray, rows: np.ndarray, at: np.ndarray, mark: Any = None) -> None:
+        """As `CopyQueue.scatter`, behind a mark; None: one of now."""
+        mark = self._scattering.ordering.mark() if mark is None else mark
+        self._add(_Run(mark, id, False, slots, rows, at, time.monotonic()))
 
     def ended(self) -> Sequence[tuple[int, np.ndarray | None, float, str]]:
         """As `CopyQueue.ended`."""
@@ -124,7 +182,11 @@ class ThreadedQueue:
             self._scatters.clear()
             self._gathers.clear()
             self._changed.notify_all()
-        self._thread.join(_CLOSING_S)
+        until_s = time.monotonic() + _CLOSING_S
+        for thread in self._threads[:2]:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        self._copied.put(None)
+        self._threads[2].join(max(0.0, until_s - time.monotonic()))
 
     def _add(self, run: _Run) -> None:
         check_run(run.slots, run.rows, run.at, self._slots, self._block_bytes)
@@ -138,35 +200,57 @@ class ThreadedQueue:
             (self._gathers if run.gathers else self._scatters).append(run)
             self._changed.notify_all()
 
-    def _work(self) -> None:
-        with self._ordering.aside:
-            self._work_off()
-
-    def _work_off(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._scatters or self._gathers or self._closed):
-                    self._changed.wait(_CLOSING_S)
-                if self._closed:
-                    return
-                run = (self._scatters or self._gathers).popleft()
-            began_s = time.perf_counter()
-            sums: np.ndarray | None = None
-            why = ""
-            try:
-                self._ordering.follow(run.mark)
-                if run.gathers:
-                    sums = self._copies.gather(run.slots, run.rows, run.at)
-                else:
-                    self._copies.scatter(run.slots, run.rows, run.at)
-            except Exception as error:  # noqa: BLE001  whatever a device's library raises: somebody waits for the run's end
-                why = str(error) or type(error).__name__
-            busy_s = time.perf_counter() - began_s
-            with self._changed:
-                self._ended.append((run.id, sums, busy_s, why))
+    def _work(self, side: Side, runs: deque[_Run]) -> None:
+        with side.ordering.aside:
+            while (run := self._next(side.ordering, runs)) is not None:
+                self._copy(side, run)
                 del run  # its arrays are the caller's again
-                self._under_way -= 1
-                self._changed.notify_all()
+
+    def _next(self, ordering: Ordering, runs: deque[_Run]) -> _Run | None:
+        """The run to begin, the first that need not wait for the device; None: the queue is closed."""
+        nap_s = _SHORTEST_NAP_S
+        with self._changed:
+            while not self._closed:
+                now_s = time.monotonic()
+                for at, run in enumerate(runs):
+                    if ordering.is_passed(run.mark) or now_s - run.added_s >= _READY_S:
+                        del runs[at]
+                        return run
+                self._changed.wait(nap_s if runs else _CLOSING_S)
+                nap_s = min(2 * nap_s, _LONGEST_NAP_S) if runs else _SHORTEST_NAP_S
+            return None
+
+    def _copy(self, side: Side, run: _Run) -> None:
+        began_s = time.perf_counter()
+        try:
+            side.ordering.follow(run.mark)
+            if not run.gathers:
+                side.copies.scatter(run.slots, run.rows, run.at)
+            elif side.fetch is None:
+                sums = side.copies.gather(run.slots, run.rows, run.at)
+                self._end(run, sums, began_s, "")
+                return
+            else:
+                self._copied.put(_Copied(run, side.fetch(run.slots, run.rows, run.at), began_s))
+                return
+        except Exception as error:  # noqa: BLE001  whatever a device's library raises: somebody waits for the run's end
+            self._end(run, None, began_s, str(error) or type(error).__name__)
+            return
+        self._end(run, None, began_s, "")
+
+    def _sum(self) -> None:
+        while (copied := self._copied.get()) is not None:
+            try:
+                self._end(copied.run, copied.sums(), copied.began_s, "")
+            except Exception as error:  # noqa: BLE001  as above
+                self._end(copied.run, None, copied.began_s, str(error) or type(error).__name__)
+            del copied
+
+    def _end(self, run: _Run, sums: np.ndarray | None, began_s: float, why: str) -> None:
+        with self._changed:
+            self._ended.append((run.id, sums, time.perf_counter() - began_s, why))
+            self._under_way -= 1
+            self._changed.notify_all()
 
 
 def check_run(slots: np.ndarray, rows: np.ndarray, at: np.ndarray, slot_count: int, block_bytes: int) -> None:

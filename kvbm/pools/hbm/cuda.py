@@ -13,17 +13,20 @@ import structlog
 import torch
 
 from kvbm.core.errors import ConfigError
-from kvbm.pools.hbm.copy_queue import Ordering, ThreadedQueue
-from kvbm.pools.hbm.device import DeviceCopies, Half, Lane, Mark, row_copies
+from kvbm.pools.hbm.batch import BatchMover
+from kvbm.pools.hbm.copy_queue import Ordering, Side, ThreadedQueue
+from kvbm.pools.hbm.device import DeviceCopies, Half, Lane, Mark, Mover, row_copies
+from kvbm.pools.hbm.measuring import NewMover, rate_on
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout, PagedTensor, block_order
+from kvbm.pools.hbm.ways import Ways, known_ways, measure_ways
 
 log = structlog.get_logger()
 
-WAYS = ("auto", "kernel", "memcpy", "torch")
+WAYS = ("auto", "kernel", "batch", "memcpy", "torch")
 
 _STAGING_BYTES = 32 << 20  # pinned memory of one lane; a longer run goes through it in parts
 _RUN_BLOCKS = 8192  # of one launch straight to pinned rows
-_LANES = 2  # runs that copy at the same time
+_LANES = 3  # runs that copy at the same time; gathers leave one of them free
 _DEADLINE_S = 30.0
 _DEVICE_POINTER, _MEMORY_TYPE, _HOST_MEMORY = 3, 2, 1  # of cuda.h: CU_POINTER_ATTRIBUTE_…, CU_MEMORYTYPE_HOST
 
@@ -56,12 +59,13 @@ def _is_pending(event: torch.cuda.Event) -> bool:
 
 
 class StreamOrder:
-    """A lane's stream."""
+    """A lane's stream, of the lowest priority: what the engine computes goes before what is copied."""
 
     def __init__(self, device: torch.device, engine: EngineOrder) -> None:
         self._device = device
         self._engine = engine
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        lowest, _ = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is a static method
+        self._stream = torch.cuda.Stream(device, priority=lowest)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Wait, on the device, for the calling thread's stream (the default one, unless it chose) and the engine's events."""
@@ -131,6 +135,15 @@ class MemcpyMover:
         self._pack.scatter(slots.to(self._device, non_blocking=True), packed)
 
 
+class SplitMover:
+    """One way from the device, and one to it."""
+
+    def __init__(self, gathers: Mover, scatters: Mover) -> None:
+        self.gather = gathers.gather
+        self.scatter = scatters.scatter
+        self.takes_memory = MemcpyMover in (type(gathers), type(scatters))
+
+
 class KernelPacking:
     """Blocks ↔ contiguous rows on the device, by one launch."""
 
@@ -191,56 +204,93 @@ def open_copies(
     engine: EngineOrder,
     copies: NewSegmentCopies,
     way: str = "auto",
+    lanes: int = _LANES,
+    ways: Ways | None = None,
 ) -> DeviceCopies:
     """Copies between tensors on a GPU and rows on the host.
 
     Args:
         way: as `mover_of` has it.
+        lanes: copies at the same time, each with a stream and staging of its own.
+        ways: what "auto" decides by; None: what was measured on such a GPU before, else the defaults.
     Raises: ConfigError: the way is unknown, or needs Triton, which is not there.
     """
-    mover = mover_of(way, layers, layout, device)
+    mover = mover_of(way, layers, layout, device, ways)
     half_blocks = max(1, _STAGING_BYTES // 2 // layout.block_bytes)
-    run_blocks = (
-        _RUN_BLOCKS if isinstance(mover, KernelMover) else half_blocks
-    )  # the others take the GPU's memory for a run
-    lanes = []
-    for _ in range(_LANES):
+    takes_memory = isinstance(mover, MemcpyMover) or (isinstance(mover, SplitMover) and mover.takes_memory)
+    run_blocks = half_blocks if takes_memory else _RUN_BLOCKS  # of the GPU's memory, for a run
+    made = []
+    for _ in range(lanes):
         first, second = (_pinned_half(half_blocks, layout.block_bytes, run_blocks, copies) for _ in range(2))
-        lanes.append(Lane(StreamOrder(device, engine), (first, second)))
+        made.append(Lane(StreamOrder(device, engine), (first, second)))
 
     def reached(rows: np.ndarray) -> int | None:
         torch.cuda.current_stream(device).query()  # gives this thread the context that the driver's question needs
         return device_address(rows)
 
-    return DeviceCopies(mover, lanes, copies, reached, _DEADLINE_S, run_blocks)
+    return DeviceCopies(mover, made, copies, reached, _DEADLINE_S, run_blocks)
 
 
 def open_queue(
     layers: Sequence[Sequence[PagedTensor]], layout: PagedLayout, device: torch.device, copies: NewSegmentCopies
 ) -> ThreadedQueue:
-    """Copies beside the caller; each run waits, on the device, for what the caller's current stream had when it was added."""
-    order = EngineOrder()
+    """Copies beside the caller; each run waits, on the device, for its mark: what the caller's current stream had when that was made.
+
+    Loads and stores share nothing: a lane, its stream and staging, and the marks that are waited for are one side's own.
+    """
 
     def mark() -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
 
-    moving = open_copies(layers, layout, device, order, copies)
-    # The thread's current stream is one where nothing runs: a copy also waits for that of its thread.
-    aside = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-    return ThreadedQueue(moving, layout.slots, layout.block_bytes, Ordering(mark, order.after, aside))
+    ways = measured_ways(device)
+
+    def side() -> tuple[DeviceCopies, Ordering]:
+        order = EngineOrder()
+        moving = open_copies(layers, layout, device, order, copies, lanes=1, ways=ways)
+        # The thread's current stream is one where nothing runs: a copy also waits for that of its thread.
+        aside = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        return moving, Ordering(mark, order.after, aside, lambda mark: not _is_pending(mark))
+
+    loads, (stores, behind) = side(), side()
+    return ThreadedQueue(loads[0], layout.slots, layout.block_bytes, loads[1], Side(stores, behind, fetch=stores.fetch))
+
+
+def measured_ways(device: torch.device) -> Ways:
+    """From which size of segments on a GPU's copy engines are used: measured now, unless it was before."""
+    driver = _driver()
+    if driver is None or importlib.util.find_spec("triton") is None:  # there is nothing to compare
+        return known_ways(_name_of(device))
+
+    def measure() -> Ways:
+        movers: dict[str, NewMover] = {
+            "kernel": lambda layout: KernelMover(layout, device),
+            "batch": lambda layout: BatchMover(layout, device, driver),
+        }
+        return measure_ways(_name_of(device), rate_on(device, movers, lambda shape: _pinned(shape, torch.uint8)))
+
+    return known_ways(_name_of(device), measure)
+
+
+def _name_of(device: torch.device) -> str:
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
 
 
 def mover_of(
-    way: str, layers: Sequence[Sequence[PagedTensor]], layout: PagedLayout, device: torch.device
-) -> KernelMover | MemcpyMover:
+    way: str,
+    layers: Sequence[Sequence[PagedTensor]],
+    layout: PagedLayout,
+    device: torch.device,
+    ways: Ways | None = None,
+) -> Mover:
     """The way bytes leave a GPU and come back.
 
     Args:
-        way: "kernel": a launch that reads and writes pinned rows itself; "memcpy": a launch on the device, then asynchronous copies;
-            "torch": the same without Triton, one indexed copy a tensor; "auto": "kernel" where Triton is, else "torch".
-    Raises: ConfigError: the way is unknown, or needs Triton, which is not there.
+        way: "kernel": a launch that reads and writes pinned rows itself; "batch": copy engines, one copy a segment; "memcpy": a launch on
+            the device, then asynchronous copies; "torch": the same without Triton, one indexed copy a tensor; "auto": "batch" where
+            segments are large (`ways`), else "kernel" where Triton is, else "torch".
+    Raises: ConfigError: the way is unknown, or needs Triton or CUDA's driver, which is not there.
     """
     if way not in WAYS:
         raise ConfigError(f"HBM pool: the way to copy is {way!r}; use one of {', '.join(WAYS)}")
@@ -249,11 +299,42 @@ def mover_of(
         raise ConfigError(
             f'HBM pool: to copy by "{way}" needs Triton, which comes with torch\'s CUDA builds; use "torch"'
         )
+    driver = _driver()
+    if way == "batch":
+        if driver is None:
+            raise ConfigError('HBM pool: to copy by "batch" needs CUDA\'s driver (libcuda.so.1); use "auto"')
+        return BatchMover(layout, device, driver)
     if way == "memcpy":
         return MemcpyMover(KernelPacking(layout, device), device)
     if way == "kernel":
         return KernelMover(layout, device)
-    if way == "auto" and triton:
+    if way == "auto" and driver is not None:
+        ways = ways or known_ways(_name_of(device))
+        segment_bytes = layout.block_bytes / len(layout.segments.sizes)
+        gathers, scatters = ways.engines_gather(segment_bytes), ways.engines_scatter(segment_bytes)
+        engines = _engines(layout, device, driver) if gathers or scatters else None
+        if engines is not None:
+            if gathers and scatters:
+                return engines
+            other = _without_engines(triton, layers, layout, device)
+            return SplitMover(engines if gathers else other, engines if scatters else other)
+    return _without_engines(triton and way == "auto", layers, layout, device)
+
+
+def _engines(layout: PagedLayout, device: torch.device, driver: ctypes.CDLL) -> BatchMover | None:
+    engines = BatchMover(layout, device, driver)
+    try:
+        engines.try_out(_pinned((1, layout.block_bytes), torch.uint8))
+    except Exception as error:  # noqa: BLE001  a driver of another version, or none that answers
+        log.warning("hbm.engines_refused", why=str(error), instead="a kernel, or one torch copy a tensor")
+        return None
+    return engines
+
+
+def _without_engines(
+    triton: bool, layers: Sequence[Sequence[PagedTensor]], layout: PagedLayout, device: torch.device
+) -> Mover:
+    if triton:
         try:
             mover = KernelMover(layout, device)
             mover.try_out()
@@ -300,10 +381,14 @@ def _driver() -> ctypes.CDLL | None:
         return None
 
 
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
 def _pinned_half(blocks: int, block_bytes: int, run_blocks: int, copies: NewSegmentCopies) -> Half:
-    staging = torch.empty((blocks, block_bytes), dtype=torch.uint8, pin_memory=True)
+    staging = _pinned((blocks, block_bytes), torch.uint8)
     rows = staging.numpy()
-    indexes = (torch.empty(max(blocks, run_blocks), dtype=torch.int64, pin_memory=True) for _ in range(2))
+    indexes = (_pinned((max(blocks, run_blocks),), torch.int64) for _ in range(2))
     return Half(rows, row_copies(copies, rows), staging.data_ptr(), *indexes)
 
 

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -92,7 +93,7 @@ class DeviceTimeoutError(PoolError):
 
 
 class DeviceCopies:
-    """Gathers and scatters of any run on a few lanes."""
+    """Gathers and scatters of any run on a few lanes. Of several lanes gathers leave one free: nobody waits for them, requests wait for scatters."""
 
     def __init__(
         self,
@@ -119,20 +120,25 @@ class DeviceCopies:
         self._lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
         for lane in lanes:
             self._lanes.put(lane)
+        self._gathers = threading.Semaphore(max(1, len(lanes) - 1))  # lanes that gathers may have
         self._lock = threading.Lock()  # guards the two counts below
         self._lanes_left = len(lanes)
         self._held = 0  # copies that the device has not confirmed within the deadline
 
     def gather(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None) -> np.ndarray:
         """Fill rows from slots; the CRC-32C of what arrived. Raises RuntimeError, PoolError: the device failed, or does not answer."""
+        return self.fetch(slots, rows, at)()
+
+    def fetch(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None) -> Callable[[], np.ndarray]:
+        """As `gather`, but for the checksums: what is returned gives them, in any thread, while the rows are as they are."""
         if not len(slots):
-            return np.empty(0, dtype=np.uint32)
+            return partial(np.empty, 0, dtype=np.uint32)
         where = np.arange(len(slots)) if at is None else at
         address = self._device_address(rows)
         if address is not None:
-            with self._lane() as lane:
+            with self._lane(gathers=True) as lane:
                 self._straight(lane, self._mover.gather, slots, where, rows, address)
-            return self._whole(rows).checksums(where)
+            return partial(self._whole(rows).checksums, where)
         sums = np.empty(len(slots), dtype=np.uint32)
 
         def empty(half: Half, begin: int, end: int, mark: Mark) -> None:
@@ -142,7 +148,7 @@ class DeviceCopies:
                 )
             sums[begin:end] = half.copies.gather(np.arange(end - begin), rows, where[begin:end])
 
-        with self._lane() as lane:
+        with self._lane(gathers=True) as lane:
             filled: deque[tuple[Half, int, int, Mark]] = deque()
             for half, begin, end in _parts(len(slots), lane, len(lane.halves[0].rows)):
                 if len(filled) == len(lane.halves):
@@ -150,7 +156,7 @@ class DeviceCopies:
                 filled.append((half, begin, end, self._launch(lane, half, self._mover.gather, slots[begin:end])))
             while filled:
                 empty(*filled.popleft())
-        return sums
+        return lambda: sums
 
     def scatter(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None) -> None:
         """Fill slots from rows. Raises RuntimeError, PoolError: the device failed, or does not answer."""
@@ -213,7 +219,7 @@ class DeviceCopies:
         return row_copies(self._copies, rows)
 
     @contextmanager
-    def _lane(self) -> Iterator[Lane]:
+    def _lane(self, gathers: bool = False) -> Iterator[Lane]:
         """A lane to oneself, behind what the engine has queued. It comes back only once the device has nothing left to do for it."""
         with self._lock:
             held, left = self._held, self._lanes_left
@@ -221,10 +227,7 @@ class DeviceCopies:
             raise DeviceTimeoutError(
                 f"HBM pool: the device has not confirmed {held} earlier copies, {left} lanes are left; look at the GPU"
             )
-        try:
-            lane = self._lanes.get(timeout=self._deadline_s)
-        except queue.Empty:
-            raise DeviceTimeoutError(f"HBM pool: no lane came free within {self._deadline_s:g} s") from None
+        lane = self._take(gathers)
         usable = False
         try:
             lane.order.begin()
@@ -241,9 +244,22 @@ class DeviceCopies:
         finally:
             if usable:
                 self._lanes.put(lane)
-            else:
+                if gathers:
+                    self._gathers.release()
+            else:  # a lane that a gather has lost is one that gathers have less
                 with self._lock:
                     self._lanes_left -= 1
+
+    def _take(self, gathers: bool) -> Lane:
+        """Wait for a lane, as long as for the device. Raises DeviceTimeoutError."""
+        if gathers and not self._gathers.acquire(timeout=self._deadline_s):
+            raise DeviceTimeoutError(f"HBM pool: no lane for a gather came free within {self._deadline_s:g} s")
+        try:
+            return self._lanes.get(timeout=self._deadline_s)
+        except queue.Empty:
+            if gathers:
+                self._gathers.release()
+            raise DeviceTimeoutError(f"HBM pool: no lane came free within {self._deadline_s:g} s") from None
 
     def _hold(self, mark: Mark) -> None:
         """Wait until the device has passed a mark. Raises RuntimeError: it failed, and writes no more."""

@@ -113,7 +113,7 @@ class HbmPool:
 
         Args:
             layers: the tensors of each layer, all on one device; `PagedTensor` says how they are described.
-            way: how bytes leave a GPU: "kernel", "memcpy", "torch", or "auto", as `kvbm.pools.hbm.cuda.open_copies` says.
+            way: how bytes leave a GPU: "kernel", "batch", "memcpy", "torch", or "auto", as `kvbm.pools.hbm.cuda.open_copies` says.
         Raises: LayoutError: tensors that make no pool; the message names the first. ConfigError: the way cannot be had.
         """
         layout = paged_layout(layers)

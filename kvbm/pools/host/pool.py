@@ -46,6 +46,7 @@ class HostPool:
         reach: Reach = Reach.INSTANCE,
         huge_pages: str = "auto",
         numa_node: int = -1,
+        pins: bool = True,
     ) -> None:
         """Take the memory, every page of it.
 
@@ -55,6 +56,7 @@ class HostPool:
                 request (Linux 6.1) unless the system denies them; "on": from that pool, or not at all; "off".
             numa_node: the node every page is to be of; -1: where the machine has several, the one this thread runs on, if it has
                 the room.
+            pins: register it with CUDA where this process has that; false where other processes copy, each from a mapping of its own.
         Raises: LayoutError: below 1 slot or byte. ConfigError: `huge_pages` is no such word. PoolFullError: the machine, its NUMA
             node or this container's limit lacks the memory. PoolError: huge pages that must be are not there, or no such node
             is. Nothing was taken.
@@ -73,7 +75,7 @@ class HostPool:
         self._arena: Arena | None = arena
         self._rows = arena.memory[:wanted_bytes].reshape(slots, block_bytes)
         self._checksums = np.zeros(slots, dtype=np.uint32)
-        self.pinned, unpinned = register(arena.memory)
+        self.pinned, unpinned = register(arena.memory) if pins else (False, "")
         self.notice = "; ".join(filter(None, (notice, unpinned)))
 
     @property
@@ -95,6 +97,11 @@ class HostPool:
     def page_bytes(self) -> int:
         """Bytes of a page: of the system's pool of huge ones, or of plain ones, which the system may join to transparent huge ones."""
         return 0 if self._arena is None else self._arena.page_bytes
+
+    @property
+    def kept_checksums(self) -> np.ndarray:
+        """The column itself, u32: entry i is the CRC-32C of what slot i holds, if it holds a block."""
+        return self._checksums
 
     def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> None:
         """Put rows into slots, their checksums beside them. Raises PoolError: the pool is closed."""

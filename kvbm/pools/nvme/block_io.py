@@ -71,8 +71,14 @@ class BlockEngine(Protocol):
         hashes: bytes,
         epoch: int,
         checksums: np.ndarray,
+        generation: int = 0,
     ) -> np.ndarray:
-        """Put row `at[i]` and its header into slot `slots[i]`. Returns n numbers as in `errno`, i32; 0: it is there."""
+        """Put row `at[i]` and its header into slot `slots[i]`, with the pool's generation. Returns n numbers as in `errno`, i32; 0: it is there."""
+
+    def scan(
+        self, slots: np.ndarray, depth: int
+    ) -> tuple[np.ndarray, bytes, bytes, np.ndarray, np.ndarray, np.ndarray]:
+        """Read headers alone, `depth` at a time of each file: the columns of `pool.Headers`. Reads and writes of blocks do not wait for it."""
 
     def close(self, timeout_s: float) -> bool:
         """Refuse what has not begun, wait for what the device has. False: it still has something, and rows and files must stay.

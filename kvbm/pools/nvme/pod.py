@@ -77,11 +77,21 @@ class _Table:
             return ()
         return tuple(self._has(wanted, keys).tolist())
 
+    def has(self, wanted: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """For each block whether a slot seems to hold it."""
+        if not len(self._keys):
+            return np.zeros(len(keys), dtype=bool)
+        return self._found(wanted, keys)[1]
+
     def _has(self, wanted: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        at = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        slots = self._slots[at]
-        same = (self._owners[slots] == wanted).all(axis=1)
+        slots, same = self._found(wanted, keys)
         return slots if same.all() else slots[: int(np.argmin(same))]
+
+    def _found(self, wanted: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The slot where each block would be, and whether it is there."""
+        slots = self._slots[np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)]
+        same: np.ndarray = (self._owners[slots] == wanted).all(axis=1)
+        return slots, same
 
     def doubt(self, slot: int, owner: bytes) -> None:
         """Match this slot no more, if it still seems to hold that block."""
@@ -169,10 +179,7 @@ class PodFolder:
         tables = self._tables
         if not tables or not hashes:
             return []
-        wanted = np.empty((len(hashes) // HASH_BYTES, HINT_BYTES), dtype=np.uint8)
-        wanted[:, :HASH_BYTES] = np.frombuffer(namespace, dtype=np.uint8)
-        wanted[:, HASH_BYTES:] = np.frombuffer(hashes, dtype=np.uint8).reshape(-1, HASH_BYTES)
-        keys = _keys(wanted[:, HASH_BYTES:])
+        wanted, keys = _wanted(namespace, hashes)
         runs: list[PodRun] = []
         at = 0
         while at < len(wanted):
@@ -183,6 +190,15 @@ class PodFolder:
             runs.append(best)
             at += len(best.slots)
         return runs
+
+    def present(self, namespace: NamespaceId, hashes: bytes) -> np.ndarray:
+        """See `PodPool.present`."""
+        found = np.zeros(len(hashes) // HASH_BYTES, dtype=bool)
+        if (tables := self._tables) and hashes:
+            wanted, keys = _wanted(namespace, hashes)
+            for _, table in tables:
+                found |= table.has(wanted, keys)
+        return found
 
     def read(
         self,
@@ -480,6 +496,14 @@ class PodFolder:
 
 
 _OUTCOMES = {int(outcome): outcome for outcome in ReadOutcome}
+
+
+def _wanted(namespace: NamespaceId, hashes: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """What hints say of these blocks, and the numbers to search for."""
+    wanted = np.empty((len(hashes) // HASH_BYTES, HINT_BYTES), dtype=np.uint8)
+    wanted[:, :HASH_BYTES] = np.frombuffer(namespace, dtype=np.uint8)
+    wanted[:, HASH_BYTES:] = np.frombuffer(hashes, dtype=np.uint8).reshape(-1, HASH_BYTES)
+    return wanted, _keys(wanted[:, HASH_BYTES:])
 
 
 def _keys(hashes: np.ndarray) -> np.ndarray:

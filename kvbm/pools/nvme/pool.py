@@ -13,21 +13,25 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import structlog
 
 from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import LayoutError, PoolError
-from kvbm.core.ids import InstanceId, Namespace, NamespaceId, Reach, Tier
+from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Reach, Tier
 from kvbm.pools.base import Proof, ReadOutcome, ReadResult
+from kvbm.pools.nvme.aside import DEFAULT_ASIDE_BYTES, Aside
 from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockEngine, BlockIoOptions, OpenEngine, stride_of
 from kvbm.pools.nvme.file_header import shape_of
+from kvbm.pools.nvme.generations import NO_GENERATION, Generations, Record, new_record
 from kvbm.pools.nvme.hints import SlotHints
 from kvbm.pools.nvme.slot_header import HEADER_BYTES
-from kvbm.pools.nvme.stripes import StripeFiles, stripe_bytes
+from kvbm.pools.nvme.stripes import StripeFiles, rewrite, write_record
 from kvbm.pools.run import all_failed, check_proof, check_rows, check_size, check_slots
 
 log = structlog.get_logger()
@@ -35,6 +39,23 @@ log = structlog.get_logger()
 CLOSE_S = 5.0  # a device that takes longer to end what it has is given up
 
 _OUTCOMES = {int(outcome): outcome for outcome in ReadOutcome}
+
+
+class Headers(NamedTuple):
+    """What n slots' headers say; of a slot without a whole one, everything but `outcomes` means nothing.
+
+    Attributes:
+        outcomes: uint8: 0: no whole header, 1: that of a block of the pool's size, 2: it cannot be read.
+        namespaces, hashes: packed.
+        epochs: u64. generations: u32. sealed: uint8, whether a seal follows.
+    """
+
+    outcomes: np.ndarray
+    namespaces: bytes
+    hashes: bytes
+    epochs: np.ndarray
+    generations: np.ndarray
+    sealed: np.ndarray
 
 
 class NvmePool:
@@ -46,6 +67,9 @@ class NvmePool:
     Attributes:
         opened: "created": every stripe is new and empty, whatever a journal says. "reopened": blocks of earlier epochs are
             there.
+        slots: as many as were wanted; those it had where the disk lacks the room for more.
+        room_slots: slots it had before it became smaller, while blocks of those beyond may still be moved; else 0.
+        generations: what tells blocks that were cleared from others; None where the device has no room for it.
         pool_id: name the pool got when it was made.
         notice: for the operator when something was not as it was left or as it was wanted, else "".
         io: "io_uring" or "threads".
@@ -67,6 +91,7 @@ class NvmePool:
         open_engine: OpenEngine,
         options: BlockIoOptions = BlockIoOptions(),  # noqa: B008  # frozen
         reach: Reach = Reach.INSTANCE,
+        aside_bytes: int = DEFAULT_ASIDE_BYTES,
     ) -> None:
         """Open the stripes, or make them with all their bytes reserved. They stay locked until `close`.
 
@@ -74,9 +99,10 @@ class NvmePool:
             paths: a file or block device each, in the order they were made in.
             shape: any namespace of the pool; LoRA, tenant and hash scheme may differ between blocks of one file.
             open_engine: what moves the blocks.
-        Raises: LayoutError: below 1 slot or byte, or no path. PoolMismatchError: a file was made for something else; it is left
-            as it is. PoolFullError: a disk lacks the room; nothing is left behind. PoolError: a file is in use,
-            foreign, of another place among the stripes, or cannot be opened; or the options ask for what the machine has not.
+            aside_bytes: room for files that were made for something else, and are set aside.
+        Raises: LayoutError: below 1 slot or byte, or no path. PoolMismatchError: a stripe has another place or is of another pool; it
+            is left as it is. PoolFullError: a disk lacks the room; nothing is left behind. PoolError: a file is in use,
+            foreign, or cannot be opened; or the options ask for what the machine has not.
         """
         check_size("NVME", slots, block_bytes)
         if not paths:
@@ -92,19 +118,25 @@ class NvmePool:
         self._given_up: BlockEngine | None = None
         self._shape = shape_of(shape, block_bytes, slots, instance, len(paths), options.encrypted)
         with ExitStack() as undo:
-            files = StripeFiles(self.paths, self._shape, checksums)
-            stripes = files.open()
-            for stripe in stripes:
+            files = StripeFiles(self.paths, self._shape, checksums, aside_bytes)
+            opened = files.open()
+            for stripe in opened.stripes:
                 undo.callback(os.close, stripe.fd)
             self.opened = files.opened
             self._notices = files.notices
-            self._fds = tuple(stripe.fd for stripe in stripes)
-            self.pool_id = stripes[0].pool_id
+            self._fds = tuple(stripe.fd for stripe in opened.stripes)
+            self._headers = [stripe.header for stripe in opened.stripes if stripe.header is not None]
+            self._shape, self.slots, self.room_slots = opened.shape, opened.shape.slots, opened.room_slots
+            self.pool_id = self._headers[0].pool_id
+            self._tails = {self._headers[0].tail_at}
+            self._checksums = checksums
+            self._asides = [Aside(path, aside_bytes) for path in self.paths]
+            self.generations = None if opened.record is None else Generations(opened.record, self._store_record)
             self.direct = self._set_direct(options.direct)
             self._engine = self._started(open_engine, options)
             self.hints = None
             if reach == Reach.POD:
-                self.hints = SlotHints(self.path, slots, self.opened == "reopened")
+                self.hints = SlotHints(self.path, self.slots, self.opened == "reopened")
             undo.pop_all()
 
     @property
@@ -123,9 +155,19 @@ class NvmePool:
         return self._engine.io if self._engine is not None else ""
 
     @property
+    def plain_engine(self) -> BlockEngine | None:
+        """What moves the bytes, where they lie as they are: None where blocks are sealed, or the pool is closed."""
+        return None if self._shape.encrypted else self._engine
+
+    @property
     def file_bytes(self) -> int:
-        """Bytes all stripes take: their headers and every slot."""
-        return sum(stripe_bytes(self._shape, stripe) for stripe in range(len(self.paths)))
+        """Bytes all stripes take: their headers, every slot, and their tails."""
+        return sum(header.file_bytes for header in self._headers)
+
+    @property
+    def stamp(self) -> int:
+        """The generation of what sets out for it now: a clear that overtakes that on its way counts for it."""
+        return NO_GENERATION if self.generations is None else self.generations.stamp
 
     def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> None:
         """Put blocks into slots. Raises PoolError: closed, or the device refused; the slots then prove nothing."""
@@ -138,8 +180,9 @@ class NvmePool:
                 raise PoolError(f"{self}: it is closed; {count} blocks were not written")
             sums = np.ascontiguousarray(proof.checksums, dtype=np.uint32)
             errors = engine.write(
-                indexes, rows, _row_numbers(at, count), proof.namespace, proof.hashes, proof.epoch, sums
-            )
+                indexes, rows, _row_numbers(at, count), proof.namespace, proof.hashes, proof.epoch, sums,
+                self.stamp if proof.generation is None else proof.generation,
+            )  # fmt: skip
         refused = errors[errors != 0]
         if self.hints is not None and not len(refused):
             self.hints.note(slots, proof.namespace, proof.hashes)
@@ -182,6 +225,78 @@ class NvmePool:
                 if page[:HEADER_BYTES].strip(b"\0"):
                     found.append(slot)
         return found
+
+    def scan(self, slots: Sequence[int], depth: int) -> Headers:
+        """What the headers of slots say; those beyond the pool's end are read too, while it is still as long as it was.
+
+        Args:
+            depth: headers under way at a time, of each stripe.
+        Raises: PoolError: closed.
+        """
+        with self._using() as engine:
+            if engine is None:
+                raise PoolError(f"{self}: it is closed; {len(slots)} headers were not read")
+            return Headers(*engine.scan(np.asarray(slots, dtype=np.int64), depth))
+
+    def relocate(self, sources: Sequence[int], targets: Sequence[int], wanted: Sequence[bytes]) -> list[bool]:
+        """Copy slots with their headers and seals, as they lie. For each whether its source was that of the block and it is there now.
+
+        Args:
+            sources: also slots beyond the pool's end.
+            wanted: namespace and hash of each block.
+        """
+        stride, stripes, moved = stride_of(self.block_bytes), len(self._fds), [False] * len(sources)
+        with self._using() as engine, mmap.mmap(-1, stride) as room, memoryview(room) as view:
+            for at, (source, target) in enumerate(zip(sources, targets, strict=True)):
+                if engine is None:
+                    break
+                here, there = (PAGE_BYTES + slot // stripes * stride for slot in (source, target))
+                with suppress(OSError):
+                    if os.preadv(self._fds[source % stripes], [view], here) != stride or view[8:40] != wanted[at]:
+                        continue
+                    moved[at] = os.pwritev(self._fds[target % stripes], [view], there) == stride
+        if self.hints is not None:
+            for at, target in enumerate(targets):
+                if moved[at]:
+                    self.hints.note([target], NamespaceId(wanted[at][:HASH_BYTES]), wanted[at][HASH_BYTES:])
+        return moved
+
+    def trim(self) -> None:
+        """Give back the room of slots beyond the pool's end. Raises PoolError."""
+        moving = nullcontext(new_record()) if self.generations is None else self.generations.moving()
+        with self._using() as engine, moving as record:
+            if engine is None or not self.room_slots:
+                return
+            for at, header in enumerate(self._headers):
+                smaller = msgspec.structs.replace(header, room_slots=0)
+                if not at:
+                    self._tails = {header.tail_at, smaller.tail_at}  # until it is sure which of them counts
+                try:
+                    rewrite(self.paths[at], self._fds[at], smaller, record, self._checksums)
+                except OSError as error:
+                    raise PoolError(f"{self}: its end cannot be given back ({error.strerror})") from error
+                self._headers[at] = smaller
+                if not at:
+                    self._tails = {smaller.tail_at}
+            self.room_slots = 0
+
+    def forget_asides(self) -> int:
+        """Delete files of kvbm's that were set aside, for what is erased may lie there; gives how many. Raises PoolError."""
+        try:
+            return sum(aside.give_up_all() for aside in self._asides)
+        except OSError as error:
+            raise PoolError(f"{self}: a file that was set aside cannot be deleted ({error.strerror})") from error
+
+    def _store_record(self, record: Record) -> None:
+        """Raises PoolError."""
+        with self._using() as engine:
+            if engine is None:
+                raise PoolError(f"{self}: it is closed; what was cleared was not noted")
+            try:
+                for tail_at in self._tails:
+                    write_record(self._fds[0], tail_at, record, self._checksums)
+            except OSError as error:
+                raise PoolError(f"{self}: what was cleared cannot be noted ({error.strerror})") from error
 
     def sync(self) -> None:
         """Bring what was written to the devices. Raises PoolError: one refuses."""
@@ -284,7 +399,8 @@ class NvmePool:
     def _started(self, open_engine: OpenEngine, options: BlockIoOptions) -> BlockEngine:
         io, depth, offload_share = options.io, options.depth, options.offload_share
         try:
-            engine = open_engine(self._fds, self.slots, self.block_bytes, io, self.direct, depth, offload_share)
+            slots = max(self.slots, self.room_slots)
+            engine = open_engine(self._fds, slots, self.block_bytes, io, self.direct, depth, offload_share)
         except OSError as error:
             raise PoolError(
                 f"{self}: pools.nvme.io is {io}, and the kernel refuses ({error.strerror}); set it to auto or threads, or allow"

@@ -90,8 +90,11 @@ class SealingEngine(Protocol):
 
     def write(
         self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes, epoch: int, checksums: np.ndarray,
-        seals: np.ndarray | None = None,
+        generation: int = 0, seals: np.ndarray | None = None,
     ) -> np.ndarray: ...  # fmt: skip
+    def scan(
+        self, slots: np.ndarray, depth: int
+    ) -> tuple[np.ndarray, bytes, bytes, np.ndarray, np.ndarray, np.ndarray]: ...
     def close(self, timeout_s: float) -> bool: ...
 
 
@@ -268,6 +271,12 @@ class _SealedEngine:
         """See `BlockEngine`."""
         return self._engine.close(timeout_s)
 
+    def scan(
+        self, slots: np.ndarray, depth: int
+    ) -> tuple[np.ndarray, bytes, bytes, np.ndarray, np.ndarray, np.ndarray]:
+        """See `BlockEngine`."""
+        return self._engine.scan(slots, depth)
+
     def read(
         self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -295,10 +304,11 @@ class _SealedEngine:
         hashes: bytes,
         epoch: int,
         checksums: np.ndarray,
+        generation: int = 0,
     ) -> np.ndarray:
         """See `BlockEngine`. Raises PoolError: there is no key to seal with."""
         if namespace == _NOBODY:
-            return self._engine.write(slots, rows, at, namespace, hashes, epoch, checksums)
+            return self._engine.write(slots, rows, at, namespace, hashes, epoch, checksums, generation)
         if self._process != os.getpid():  # a forked child: its counter would go over the same nonces
             self._process, self._salt = os.getpid(), os.urandom(_SALT_BYTES)
         salt = self._salt
@@ -317,7 +327,7 @@ class _SealedEngine:
         def put(begin: int, end: int) -> None:
             errors[begin:end] = self._engine.write(
                 slots[begin:end], room_at(begin), places[: end - begin], namespace, hashes[begin * HASH_BYTES : end * HASH_BYTES],
-                epoch, none[: end - begin], seals[begin:end],
+                epoch, none[: end - begin], generation, seals[begin:end],
             )  # fmt: skip
 
         try:

@@ -13,7 +13,7 @@ All integers are little-endian.
     40      8  epoch of the writer
     48      4  block_bytes
     52      4  CRC-32C of the block's bytes
-    56      4  zero
+    56      4  generation of the pool when it was written, as in generations.py; 0 where the pool keeps none
     60      4  CRC-32C of the 60 bytes above
 
 Whatever part of a write is lost, a reader notices: a torn header fails its own CRC, and a whole one beside other bytes
@@ -47,7 +47,7 @@ _HEADER = np.dtype(
         ("epoch", "<u8"),
         ("block_bytes", "<u4"),
         ("checksum", "<u4"),
-        ("zero", "<u4"),
+        ("generation", "<u4"),
         ("crc", "<u4"),
     ]
 )
@@ -70,7 +70,9 @@ def empty_headers(count: int) -> np.ndarray:
     return np.zeros((count, HEADER_BYTES), dtype=np.uint8)
 
 
-def encode_headers(magic: bytes, proof: Proof, block_bytes: int, checksums: ChecksumRows) -> np.ndarray:
+def encode_headers(
+    magic: bytes, proof: Proof, block_bytes: int, checksums: ChecksumRows, generation: int = 0
+) -> np.ndarray:
     """The headers of a run of blocks, (n, 64) uint8."""
     hashes = np.frombuffer(proof.hashes, dtype=np.uint8).reshape(-1, HASH_BYTES)
     headers = empty_headers(len(hashes))
@@ -83,6 +85,7 @@ def encode_headers(magic: bytes, proof: Proof, block_bytes: int, checksums: Chec
     fields["epoch"] = proof.epoch
     fields["block_bytes"] = block_bytes
     fields["checksum"] = proof.checksums
+    fields["generation"] = generation
     fields["crc"] = checksums(np.ascontiguousarray(headers[:, :_PROVED_BYTES]))
     return headers
 
@@ -111,3 +114,37 @@ def verify(
     good &= (fields["hash"] == np.frombuffer(hashes, dtype=np.uint8).reshape(-1, HASH_BYTES)).all(axis=1)
     good &= fields["checksum"] == sums
     return Verdict(good, sums)
+
+
+class FoundHeaders(NamedTuple):
+    """What n headers say; of one that is not whole nothing is meant.
+
+    Attributes:
+        whole: uint8, whether each is the header of a block of the pool's size.
+        namespaces, hashes: packed.
+        epochs: u64. generations: u32. sealed: uint8.
+    """
+
+    whole: np.ndarray
+    namespaces: bytes
+    hashes: bytes
+    epochs: np.ndarray
+    generations: np.ndarray
+    sealed: np.ndarray
+
+
+def read_headers(magic: bytes, headers: np.ndarray, block_bytes: int, checksums: ChecksumRows) -> FoundHeaders:
+    """What headers say by themselves, (n, 64) uint8."""
+    fields = headers.view(_HEADER)[:, 0]
+    whole = fields["crc"] == checksums(np.ascontiguousarray(headers[:, :_PROVED_BYTES]))
+    whole &= (fields["magic"] == np.frombuffer(magic, dtype=np.uint8)).all(axis=1)
+    whole &= (fields["block_count"] == 1) & (fields["block_bytes"] == block_bytes)
+    whole &= (fields["version"] == VERSION) | (fields["version"] == SEALED_VERSION)
+    return FoundHeaders(
+        whole.astype(np.uint8),
+        fields["namespace"].tobytes(),
+        fields["hash"].tobytes(),
+        fields["epoch"].astype(np.uint64),
+        fields["generation"].astype(np.uint32),
+        (fields["version"] == SEALED_VERSION).astype(np.uint8),
+    )

@@ -55,6 +55,8 @@ class Tombstones:
         self._names: frozenset[str] = frozenset()
         self._looked_s = -every_s
         self._lock = threading.Lock()
+        self._order = threading.Lock()  # of the two numbers below
+        self._begun, self._known = 0, 0  # looks that have begun, and the one whose names are known
 
     def among(self, names: Sequence[str]) -> set[str]:
         """Which of these are withdrawn."""
@@ -66,10 +68,16 @@ class Tombstones:
         return set(self._names.intersection(names)) if self._names else set()
 
     def look(self) -> None:
-        """Look now."""
+        """Look now. Of several at a time the one that began last counts: an earlier one may have seen less."""
+        with self._order:
+            self._begun += 1
+            number = self._begun
         self._looked_s = self._clock()
         try:
             lists = read_lists(self._store, self._deadline_s)
         except PoolError:
             return  # a store that does not answer gives no blocks either
-        self._names = frozenset(name for names in lists.values() for name in names)
+        names = frozenset(name for found in lists.values() for name in found)
+        with self._order:
+            if number > self._known:
+                self._known, self._names = number, names

@@ -136,6 +136,11 @@ class Journal:
         return self._begun.pool_id
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it knows the last epoch that began, and with which pool: not if it is new, or that was lost."""
+        return self._begun.epoch > 0
+
+    @property
     def used_bytes(self) -> int:
         """What its segments take, with what was cut from them; history is not counted."""
         return self._segments.used_bytes
@@ -153,6 +158,10 @@ class Journal:
     def was_cut(self, epoch: Epoch) -> bool:
         """Whether anything of an epoch that is still here was ever cut off."""
         return any(segment.damaged_path.exists() for segment, _ in self._segments.of_epoch(epoch))
+
+    def was_damaged(self, epoch: Epoch) -> bool:
+        """Whether more of an epoch that is still here was ever cut off than the frame that a crash leaves unfinished."""
+        return any(segment.is_damaged for segment, _ in self._segments.of_epoch(epoch))
 
     def _load(self) -> None:
         for unfinished in self.folder.glob("*.new"):

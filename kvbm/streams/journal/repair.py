@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
 import structlog
 
 from kvbm.core.backend import Backend
-from kvbm.core.codec import MAX_FRAME_BYTES, VERSION
-from kvbm.core.errors import FrameError, JournalError, NewerFrameError
+from kvbm.core.codec import MAGIC, MAX_FRAME_BYTES, VERSION
+from kvbm.core.errors import FrameError, JournalError, NewerFrameError, TornFrameError
 from kvbm.core.ids import InstanceId, Offset
 from kvbm.files import opener
 from kvbm.streams.journal.segments import Segment, scan_file, segment_files
@@ -74,6 +75,26 @@ def _scan(segment: Segment, until: Offset | None, instance: InstanceId, backend:
     segment.synced = segment.size
     if segment.damaged_path.exists():
         segment.damaged_bytes = segment.damaged_path.stat().st_size
+        segment.is_damaged = _is_more_than_torn(segment.damaged_path, backend)
+
+
+def _is_more_than_torn(cut: Path, backend: Backend) -> bool:
+    """Whether what was cut off, now or by an opening whose process began no epoch that is whole, was not a crash's work: it does not
+    begin as a frame does, or a good frame lies somewhere behind.
+    """
+    with open(cut, "rb", opener=opener) as file:
+        size = min(os.fstat(file.fileno()).st_size, MAX_FRAME_BYTES)
+        if not size:
+            return True
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:  # mapped: what was cut may be large
+            if not isinstance(backend.scan_frames(data)[1], TornFrameError):
+                return True
+            at = data.find(MAGIC, 1)
+            while at > 0:
+                if backend.scan_frames(data, at)[0]:
+                    return True
+                at = data.find(MAGIC, at + 1)
+            return False
 
 
 def _is_flipped_version(path: Path, backend: Backend) -> bool:

@@ -32,6 +32,7 @@ class Segment:
         size: where the last whole frame ends, in bytes.
         synced: up to where the device has it, as far as it was asked.
         damaged_bytes: what was cut from it and is kept beside it.
+        is_damaged: whether this opening, or one before it, has cut whole frames off, which were perhaps acknowledged.
     """
 
     def __init__(self, path: Path, epoch: Epoch, first_offset: Offset) -> None:
@@ -41,6 +42,7 @@ class Segment:
         self.size = 0
         self.synced = 0
         self.damaged_bytes = 0
+        self.is_damaged = False
         self._offsets = array("Q")  # of the frames whose places are known, ascending
         self._starts = array("Q")
 

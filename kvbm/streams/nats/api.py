@@ -47,6 +47,7 @@ class StreamConfig(msgspec.Struct):
 class _StreamState(msgspec.Struct):
     first_seq: int = 0
     last_seq: int = 0
+    messages: int = 0
     bytes: int = 0
 
 

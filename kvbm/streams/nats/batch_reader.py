@@ -29,6 +29,7 @@ BATCH_MESSAGES = 1000
 BATCH_BYTES = 8 << 20
 SILENCE_S = 2.5  # a batch that says nothing for so long is asked for again
 LOOK_S = 0.25  # between two looks for messages that are not there yet
+ANSWER_S = 0.5  # the answer to such a look has so long, even where less is left
 _OVER = ("204", "404")  # the end of a batch, and nothing after this place
 
 
@@ -85,11 +86,16 @@ class Batch:
 class BatchReader:
     """An `EventReader`. It outlives connections: each new one goes on after what was fetched.
 
+    Args:
+        look_s: between two looks for messages that are not there yet.
+
     Attributes:
         begun: see `EventReader.begun`.
     """
 
-    def __init__(self, connections: SharedConnection, name: str, subjects: tuple[str, ...], after: Mark) -> None:
+    def __init__(
+        self, connections: SharedConnection, name: str, subjects: tuple[str, ...], after: Mark, look_s: float = LOOK_S
+    ) -> None:
         self.begun = 0
         self._connections, self._name, self._after = connections, name, after
         self._wanted = tuple(subject.removesuffix(">") for subject in subjects)
@@ -99,7 +105,7 @@ class BatchReader:
         self._subscription: Subscription | None = None
         self._inbox = ""
         self._batch: Batch | None = None
-        self._asked = 0
+        self._asked, self._asked_s, self._look_s = 0, 0.0, look_s
         self._pauses = Pauses()
         self._is_closed = False
 
@@ -134,6 +140,9 @@ class BatchReader:
                     continue
                 if self._batch.is_over and self._batch.pending:
                     await self._ask(self._open_connection())
+                elif self.at_end and time.monotonic() >= self._asked_s + self._look_s:  # perhaps there is more by now
+                    await self.begin(max(left_s, ANSWER_S))
+                    continue
             except RefusedError:
                 raise
             except StreamError:
@@ -145,8 +154,7 @@ class BatchReader:
             if left_s <= 0:
                 return []
             if self.at_end:
-                await asyncio.sleep(min(left_s, LOOK_S))
-                self._batch = None  # perhaps there is more by now
+                await asyncio.sleep(min(left_s, max(0.0, self._asked_s + self._look_s - time.monotonic())))
                 continue
             await self._pause(min(left_s, LOOK_S))
 
@@ -200,6 +208,12 @@ class BatchReader:
         self._connection = connection
         self.begun += 1
 
+    async def check_store(self, timeout_s: float) -> None:
+        """Begin anew, if the store was replaced while the connection stood. Raises StreamError."""
+        await self._check_store(await self._connections.renewed(timeout_s), timeout_s)
+        if self._after == START:
+            self._batch = None  # it may be of the other store
+
     async def _check_store(self, connection: NatsConnection, timeout_s: float) -> None:
         """Begin anew when the store was replaced or has lost its end, because its sequences then name other messages."""
         info = await stream_info(connection, self._name, timeout_s)
@@ -214,7 +228,7 @@ class BatchReader:
         self._created = info.created
 
     async def _ask(self, connection: NatsConnection) -> None:
-        self._asked += 1
+        self._asked, self._asked_s = self._asked + 1, time.monotonic()
         self._batch = Batch(f"{self._inbox}.{self._asked}", self._after.sequence, self._wake)
         wanted = {"seq": self._after.sequence + 1, "batch": BATCH_MESSAGES, "max_bytes": BATCH_BYTES}
         await connection.send(f"{JS_API}.DIRECT.GET.{self._name}", json.dumps(wanted).encode(), reply=self._batch.inbox)

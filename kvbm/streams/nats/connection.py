@@ -8,9 +8,11 @@ either: acks are awaited by a reply inbox of ours, and readers pull by requests 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import itertools
 import re
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,12 +21,14 @@ import structlog
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
-from nats.errors import MaxPayloadError, NoServersError
+from nats.errors import MaxPayloadError, NoServersError, ProtocolError, SlowConsumerError, UnexpectedEOF
 
 from kvbm.core.errors import ConfigError, MissingExtraError, StreamError
 from kvbm.streams.base import AwayError
 from kvbm.streams.nats.credentials import CheckedClient, Credentials, NoTlsError
-from kvbm.streams.nats.headers import Headers
+from kvbm.streams.nats.direct_parser import DirectParser, RunTaker, Taker
+from kvbm.streams.nats.headers import HEADERS_BEGIN, Headers
+from kvbm.streams.nats.messages import NatsMessages, NewMessages, ReadableMessages
 
 log = structlog.get_logger()
 
@@ -35,7 +39,9 @@ REMEDY = "start a nats-server there, or correct the URL"
 
 _TURNED_AWAY = "check that a nats-server listens there, and the user and password it wants, or the key"
 _TLS_FAILED = "check nats.tls_ca and nats.tls_cert, and that the server's certificate names this host"
-_HEADERS_BEGIN = b"NATS/1.0\r\n"  # of headers without a status
+_MOST_COMPLAINTS = 1024
+_READ_BYTES = 1 << 20
+_DROPPED_EVERY_S = 1.0  # so often it is told how many messages were dropped
 _QUOTED = re.compile(r'"([^"]+)"')
 
 
@@ -54,6 +60,19 @@ def shown(url: str) -> str:
     return ",".join(found)
 
 
+def is_loopback(url: str) -> bool:
+    """Whether a URL, or each of several with commas between, names this machine's loopback."""
+    hosts = [urlsplit(one if "://" in one else f"nats://{one}").hostname or "" for one in shown(url).split(",")]
+    return all(host == "localhost" or _is_loopback_address(host) for host in hosts)
+
+
+def _is_loopback_address(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class RefusedError(StreamError):
     """The server forbids it: trying again soon is of no use."""
 
@@ -67,13 +86,61 @@ class LateError(AwayError):
 
 
 class _Client(CheckedClient):
-    """A client that leaves headers alone until somebody looks at them."""
+    """A client that leaves headers alone until somebody looks at them, and gives messages straight to who has asked for that."""
+
+    def __init__(self, messages: NatsMessages) -> None:
+        super().__init__()
+        self.parser = DirectParser(self, messages)
+        self._ps = self.parser
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
-        if headers and headers.startswith(_HEADERS_BEGIN):
-            return Headers(headers[len(_HEADERS_BEGIN) :])
+        if headers and headers.startswith(HEADERS_BEGIN):
+            return Headers(headers[len(HEADERS_BEGIN) :])
         found: dict[str, str] | None = await super()._process_headers(headers)  # a status of the server's
         return found
+
+    async def _read_loop(self) -> None:
+        """As nats-py's, which reads 32 KiB at a time; here all that has come is taken apart together."""
+        while self._transport is not None and not (self.is_closed or self.is_reconnecting):
+            try:
+                if self._transport.at_eof():
+                    await self._error_cb(UnexpectedEOF())
+                    await self._process_op_err(UnexpectedEOF())
+                    return
+                await self._ps.parse(await self._transport.read(_READ_BYTES))
+            except asyncio.CancelledError:
+                return
+            except (ProtocolError, OSError) as error:
+                await self._process_op_err(error)
+                return
+            except Exception:
+                log.exception("stream.reading_failed")
+                return
+
+    @property
+    def is_flowing(self) -> bool:
+        """Whether all that was written has gone to the system."""
+        transport: Any = self._transport
+        return (
+            transport is not None and not self._pending and not transport._io_writer.transport.get_write_buffer_size()
+        )
+
+    def write_now(self, data: bytes) -> None:
+        """`write` where `is_flowing`: nothing is waited for."""
+        assert self._transport is not None
+        self._transport.write(data)
+
+    async def write(self, data: bytes) -> None:
+        """Bytes of the protocol, written at once: nats-py would leave them to a task of its own. Waits while too many are unsent."""
+        transport = self._transport
+        assert transport is not None
+        if self._pending:  # these come first
+            self._pending.append(data)
+            self._pending_data_size += len(data)
+            await self._flush_pending()
+            return
+        transport.write(data)
+        await transport.drain()  # type: ignore[no-untyped-call]
 
 
 class NatsConnection:
@@ -86,10 +153,10 @@ class NatsConnection:
         most_in_flight: see `EventLog.most_in_flight`.
     """
 
-    def __init__(self, url: str, credentials: Credentials) -> None:
+    def __init__(self, url: str, credentials: Credentials, messages: NatsMessages) -> None:
         self.url = url
         self.shown = shown(url)
-        self.client = _Client()
+        self.client = _Client(messages)
         self.client.wants_tls = credentials.wants_tls(url)
         self.wakes: set[asyncio.Event] = set()
         self.is_lent = False
@@ -97,6 +164,7 @@ class NatsConnection:
         self._is_open = False
         self._why_lost = ""
         self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # reply inbox → subject asked, answer
+        self._dropped, self._dropped_told_s = 0, -_DROPPED_EVERY_S  # messages since it was told
         self._complaints: dict[str, str] = {}  # subject → what the server said of the last thing sent there
         self._refused_subjects: dict[str, str] = {}  # subject that may not be subscribed to → what the server said
         self._inbox = ""
@@ -104,9 +172,15 @@ class NatsConnection:
         self._counter = itertools.count()
 
     @classmethod
-    async def open(cls, url: str, timeout_s: float, credentials: Credentials) -> NatsConnection:
-        """Connect. Raises StreamError: no answer in time, or the server refuses."""
-        connection = cls(url, credentials)
+    async def open(
+        cls, url: str, timeout_s: float, credentials: Credentials, new_messages: NewMessages = ReadableMessages
+    ) -> NatsConnection:
+        """Connect. Raises StreamError: no answer in time, or the server refuses.
+
+        Args:
+            new_messages: makes what takes apart what comes.
+        """
+        connection = cls(url, credentials, new_messages())
         try:
             options = credentials.connect_options(url)
         except (
@@ -223,22 +297,72 @@ class NatsConnection:
     def _routed(self, subject: str) -> str:
         return BORROWED_API + subject.removeprefix(JS_API) if self.is_lent and subject.startswith(JS_API) else subject
 
-    async def subscribe(self, subject: str, take: Callable[[Msg], Awaitable[None]]) -> Subscription:
-        """Without nats-py's limits, because beyond them it drops messages: `take` must bound what it keeps. Raises StreamError."""
+    async def subscribe(
+        self,
+        subject: str,
+        take: Callable[[Msg], Awaitable[None]],
+        group: str = "",
+        most_waiting: int = 0,
+        most_waiting_bytes: int = 0,
+    ) -> Subscription:
+        """Have messages given to `take`. Raises StreamError.
+
+        Args:
+            group: those of one group share the messages.
+            most_waiting, most_waiting_bytes: of messages for `take`; more are dropped. 0: `take` must bound what it keeps.
+        """
         try:
-            return await self.client.subscribe(subject, cb=take, pending_msgs_limit=0, pending_bytes_limit=0)
+            return await self.client.subscribe(
+                subject,
+                queue=group,
+                cb=take,
+                pending_msgs_limit=most_waiting,
+                pending_bytes_limit=most_waiting_bytes,
+            )
         except NatsError as error:
             raise self._lost(error_words(error)) from None
 
+    async def subscribe_directly(
+        self, subject: str, taker: Taker, group: str = "", early: Callable[[Msg], Awaitable[None]] | None = None
+    ) -> Subscription:
+        """Have messages given to who takes them as they are read. Raises StreamError.
+
+        Args:
+            group: as in `subscribe`.
+            early: takes those that come before this has returned; None: there are none.
+        """
+        subscription = await self.subscribe(subject, early or _nothing, group)
+        self.client.parser.give(subscription._id, taker)
+        return subscription
+
+    async def subscribe_to_runs(self, subject: str, taker: RunTaker) -> Subscription:
+        """The same for messages of a stream, which are given in runs; none come before this has returned. Raises StreamError."""
+        subscription = await self.subscribe(subject, _nothing)
+        self.client.parser.give_runs(subscription._id, taker)
+        return subscription
+
     async def unsubscribe(self, subscription: Subscription | None) -> None:
         """Tell the server, if it still listens."""
-        if subscription is None or not self.is_open:
+        if subscription is None:
+            return
+        self.client.parser.keep(subscription._id)
+        if not self.is_open:
             return
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
                 await subscription.unsubscribe()
         except (TimeoutError, NatsError):
             pass  # the connection is ending, and with it the subscription
+
+    async def drain(self, subscription: Subscription) -> None:
+        """Take no more messages, but those that the server has sent."""
+        if not self.is_open:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_WAIT_S):
+                await subscription.drain()  # type: ignore[no-untyped-call]
+        except (TimeoutError, NatsError):
+            await self.unsubscribe(subscription)
 
     def check_subscribed(self, subject: str) -> None:
         """Raises StreamError: the server refuses a subscription to this subject."""
@@ -261,6 +385,36 @@ class NatsConnection:
             raise StreamError(f"NATS at {self.shown} takes no more bytes") from None
         except NatsError as error:
             raise self._lost(error_words(error)) from None
+
+    async def send_headed(self, subject: str, head: bytes, data: bytes) -> None:
+        """Send without waiting for an answer, and without a look at what the server said of this subject. Raises StreamError: lost.
+
+        Args:
+            subject: of a message that has come, to which this is the answer.
+            head: headers as they travel.
+        """
+        message = self._headed(subject, head, data)
+        try:
+            async with asyncio.timeout(CLOSE_WAIT_S):
+                await self.client.write(message)
+        except TimeoutError:
+            raise StreamError(f"NATS at {self.shown} takes no more bytes") from None
+        except (OSError, NatsError) as error:
+            raise self._lost(error_words(error)) from None
+
+    def send_headed_now(self, subject: str, head: bytes, data: bytes) -> None:
+        """`send_headed` while `client.is_flowing`: nothing is waited for. Raises StreamError: lost."""
+        message = self._headed(subject, head, data)
+        try:
+            self.client.write_now(message)
+        except (OSError, NatsError) as error:
+            raise self._lost(error_words(error)) from None
+
+    def _headed(self, subject: str, head: bytes, data: bytes) -> bytes:
+        if not self.is_open:
+            raise self._lost(self._why_lost or "closed")
+        line = b"HPUB %b %d %d\r\n" % (subject.encode(), len(head), len(head) + len(data))
+        return b"".join((line, head, data, b"\r\n"))
 
     def check(self, subject: str) -> None:
         """Raises StreamError: the connection is lost, or the server has complained of this subject since the last call."""
@@ -306,6 +460,9 @@ class NatsConnection:
 
     async def _on_error(self, error: Exception) -> None:
         """nats-py reports here what happens outside of a call: violations of permissions, a lost connection."""
+        if isinstance(error, SlowConsumerError):  # one for each message that is dropped
+            self.note_dropped(error.subject)
+            return
         words = error_words(error)
         if not self._is_open:
             self._why_lost = words
@@ -319,16 +476,30 @@ class NatsConnection:
                 if subject == f"{self._inbox}.*".lower():
                     self._fail_waiting(refusal)  # no answer can come
             elif not self._fail_waiting(refusal, subject):
+                if len(self._complaints) >= _MOST_COMPLAINTS:
+                    self._complaints.clear()
                 self._complaints[subject] = words
             self._wake_readers()
         else:
             self._why_lost = words
             log.debug("stream.error_reported", server=self.shown, why=words)
 
+    def note_dropped(self, subject: str) -> None:
+        """A message was dropped, because too many waited. It is told once in a while."""
+        self._dropped += 1
+        now_s = time.monotonic()
+        if now_s >= self._dropped_told_s + _DROPPED_EVERY_S:
+            log.debug("stream.messages_dropped", server=self.shown, subject=subject, count=self._dropped)
+            self._dropped, self._dropped_told_s = 0, now_s
+
     async def _on_closed(self) -> None:
         self._is_open = False
         self._fail_waiting(self._lost(self._why_lost or "closed"))
         self._wake_readers()
+
+
+async def _nothing(message: Msg) -> None:
+    """What the subscription's own task would do: its messages go elsewhere."""
 
 
 def error_words(error: Exception) -> str:

@@ -20,6 +20,7 @@ from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.headers import expecting
 from kvbm.streams.nats.setup import ERASURES, STREAM, StreamOptions, ensure_stream, open_ready
 
+_LOOKS = 5  # for the first message of a stream that loses some
 _CONFIG: dict[str, Any] = {
     "name": ERASURES,
     "subjects": [f"{ERASE_PREFIX}.>", f"{ERASED_PREFIX}.>"],
@@ -44,7 +45,7 @@ class EventsKept(NamedTuple):
     """What the stream of events still has.
 
     Attributes:
-        first_ns: when its oldest message was stored; None: it is empty.
+        first_ns: when its oldest message was stored; None: it is empty; 0: nobody can tell.
         max_age_s: how long it keeps one; 0: for ever.
     """
 
@@ -105,10 +106,18 @@ class ErasureLog:
         return found
 
     async def events_kept(self) -> EventsKept:
-        """What the stream of events still has."""
-        info = await stream_info(self._connection, STREAM, self._timeout_s)
-        first = await message_at(self._connection, STREAM, info.state.first_seq, self._timeout_s)
-        return EventsKept(None if first is None else first.stored_ns, info.config.max_age / NS)
+        """What the stream of events still has.
+
+        Its first message may go by age before it is read; then another is the first. One that is damaged cannot be read at all.
+        """
+        for _ in range(_LOOKS):
+            info = await stream_info(self._connection, STREAM, self._timeout_s)
+            if not info.state.messages:
+                return EventsKept(None, info.config.max_age / NS)
+            first = await message_at(self._connection, STREAM, info.state.first_seq, self._timeout_s)
+            if first is not None:
+                return EventsKept(first.stored_ns, info.config.max_age / NS)
+        return EventsKept(0, info.config.max_age / NS)
 
     async def close(self) -> None:
         """End the connection. Idempotent."""

@@ -7,11 +7,13 @@ from typing import Any
 
 from kvbm.core.ids import Epoch, Offset
 from kvbm.streams.base import Fence, Position
+from kvbm.streams.nats.messages import fence_words
 
 FENCE_HEADER = "Kvbm-Fence"  # <sequence>:<epoch>:<run> of the fence that a message of events names
 ACKED_HEADER = "Kvbm-Safe"  # <epoch>:<offset>, see `Tail.acked`
 
-_FENCE_LINE = f"{FENCE_HEADER}: ".encode()
+HEADERS_BEGIN = b"NATS/1.0\r\n"  # of headers without a status
+_STATUS_BEGIN = b"NATS/1.0 "
 _MOST_FENCE_WORDS = 200
 
 
@@ -61,21 +63,33 @@ def expecting(sequence: int, subject: str) -> dict[str, str]:
     }
 
 
+def status_in(headers: bytes) -> dict[str, str] | None:
+    """What headers with a status say, as `Status`, `Description` and the rest by name; None: they have none."""
+    if not headers.startswith(_STATUS_BEGIN):
+        return None
+    first, *lines = headers[len(_STATUS_BEGIN) :].decode(errors="replace").split("\r\n")
+    status, _, words = first.strip().partition(" ")
+    found = {"Status": status, "Description": words.strip()}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if colon:
+            found[name] = value.strip()
+    return found
+
+
 def fence_in(headers: bytes) -> Fence | None:
     """The fence that headers as they came name; those of one fence are one object."""
-    at = headers.find(_FENCE_LINE)
-    if at < 0:
-        return None
-    at += len(_FENCE_LINE)
-    return _fence_named(headers[at : headers.find(b"\r\n", at)])
+    words = fence_words(headers)
+    return None if words is None else fence_named(words)
 
 
 @lru_cache(1024)
-def _fence_named(words: bytes) -> Fence | None:
+def fence_named(words: bytes) -> Fence | None:
+    """The fence that the value of a header names; None: it is another program's."""
     sequence, _, rest = words.partition(b":")
     epoch, _, run = rest.partition(b":")
     if not (sequence.isdigit() and epoch.isdigit() and run and len(words) <= _MOST_FENCE_WORDS):
-        return None  # another program's
+        return None
     named = Fence(Epoch(int(epoch)), run.decode(errors="replace"), int(sequence))
     return (
         named if max(named.epoch, named.sequence) < 1 << 63 else None

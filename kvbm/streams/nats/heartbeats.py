@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from kvbm.core.errors import StreamError
-from kvbm.streams.base import PULSE_PREFIX, Heartbeat, StreamMessage, cluster_filter, subject_names
+from kvbm.streams.base import Heartbeat, StreamMessage, subject_names
 from kvbm.streams.nats.reader import PULL_EXPIRES_S, NatsReader
 from kvbm.streams.nats.setup import PULSE, PULSE_WAIT_S, ensure_stream
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
@@ -18,9 +18,9 @@ from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, Shared
 log = structlog.get_logger()
 
 
-async def watch_heartbeats(connections: SharedConnection, cluster: str | None) -> AsyncIterator[Heartbeat]:
+async def watch_heartbeats(connections: SharedConnection, subjects: tuple[str, ...]) -> AsyncIterator[Heartbeat]:
     """See `Heartbeats.watch_pulses`."""
-    reader = NatsReader(connections, PULSE, (cluster_filter(PULSE_PREFIX, cluster),), None)
+    reader = NatsReader(connections, PULSE, subjects, None)
     wait_s = RECONNECT_FIRST_S
     try:
         while not connections.is_closed:

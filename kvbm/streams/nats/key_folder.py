@@ -1,7 +1,7 @@
 """The folder that `kvbm nats-permissions` keeps: a seed for each user of the server, and which account is whose.
 
 catalog.nk            the seed of the catalog
-<role>-<name>.nk      that of an instance, a janitor, a user of replay, an operator
+<role>-<name>.nk      that of an instance, a janitor, a user of replay, an operator, a router
 ….next.nk             the seed that is to replace it; until it does, the server permits both
 accounts.json         the number of each user's account: it keeps its account, whoever comes or goes
 """

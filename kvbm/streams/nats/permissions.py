@@ -2,6 +2,7 @@
 
 An instance may write its own subjects and no others; so may a janitor, which is an instance. The catalog makes the streams, reads
 all, and writes only what it alone says. A user of replay reads events and changes nothing. An operator writes what is to be erased.
+A router asks the catalog, under its own name. A replica of the catalog reads events and heartbeats.
 None may delete or purge. Answers travel on inboxes of the user's own, so that nobody reads another's.
 """
 
@@ -12,17 +13,21 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from kvbm.core.asks import ASKS_PREFIX, ask_subject
 from kvbm.core.errors import ConfigError
 from kvbm.streams.base import (
     ERASE_PREFIX,
     ERASED_PREFIX,
     EVENTS_PREFIX,
-    FENCE_PREFIX,
     PULSE_PREFIX,
+    ROUTES_PREFIX,
     SAMPLES_PREFIX,
     SNAPSHOTS_PREFIX,
     cluster_filter,
+    events_subject,
+    fence_subject,
     instance_subject,
+    pulse_subject,
 )
 from kvbm.streams.nats.connection import BORROWED_API, JS_API
 from kvbm.streams.nats.credentials import INBOX
@@ -39,6 +44,8 @@ class Role(StrEnum):
     JANITOR = "janitor"
     REPLAY = "replay"
     OPERATOR = "operator"
+    ROUTER = "router"
+    REPLICA = "replica"
 
 
 class ServerUser(NamedTuple):
@@ -105,10 +112,9 @@ def instance_permissions(cluster: str, instance: str) -> dict[str, Any]:
 
 def _lent_to_instance(cluster: str, instance: str) -> list[str]:
     """The subjects of the account of the streams that an instance may send to, as it names them."""
-    events, fence, pulse, samples, erased = (
-        instance_subject(prefix, cluster, instance)
-        for prefix in (EVENTS_PREFIX, FENCE_PREFIX, PULSE_PREFIX, SAMPLES_PREFIX, ERASED_PREFIX)
-    )
+    events, fence = events_subject(cluster, instance), fence_subject(cluster, instance)
+    pulse = pulse_subject(cluster, instance)
+    samples, erased = (instance_subject(prefix, cluster, instance) for prefix in (SAMPLES_PREFIX, ERASED_PREFIX))
     calls = [f"STREAM.INFO.{STREAM}", f"STREAM.INFO.{PULSE}", f"DIRECT.GET.{STREAM}.{events}"]
     calls += [f"DIRECT.GET.{STREAM}.{fence}", f"DIRECT.GET.{PULSE}.{pulse}"]
     calls += [f"DIRECT.GET.{ERASURES}.{erase_subject(cluster)}"]
@@ -121,6 +127,16 @@ def _lent_to_replay() -> list[str]:
     return [f"{BORROWED_API}.{call}" for call in calls]
 
 
+def _lent_to_replica() -> list[str]:
+    """So too, to a replica of the catalog: to what a user of replay is, and to heartbeats."""
+    return [*_lent_to_replay(), f"{BORROWED_API}.STREAM.MSG.GET.{PULSE}", f"{BORROWED_API}.{_PULSE_BATCHES}"]
+
+
+def _lent_to_router(cluster: str, name: str) -> list[str]:
+    """So too, to a caller of the catalog."""
+    return [ask_subject(cluster, name, "*")]
+
+
 def _lent_to_operator(cluster: str) -> list[str]:
     """So too, to a user who says what is to be erased, erases the object pool, and reads how far everybody has come."""
     erased = cluster_filter(ERASED_PREFIX, cluster).removesuffix(">") + "*"
@@ -129,7 +145,9 @@ def _lent_to_operator(cluster: str) -> list[str]:
     return [erase_subject(cluster), erased, *(f"{BORROWED_API}.{call}" for call in calls)]
 
 
-_BATCHES = f"DIRECT.GET.{STREAM}"  # is answered by one message after another
+# Each is answered by one message after another.
+_BATCHES = f"DIRECT.GET.{STREAM}"
+_PULSE_BATCHES = f"DIRECT.GET.{PULSE}"
 
 
 def _true_subject(subject: str) -> str:
@@ -142,17 +160,20 @@ def catalog_permissions(cluster: str | None) -> dict[str, Any]:
 
     It makes the streams, and readers of them. It has no business with events and fences, and may not write them; but who is in the
     account of the streams can have an answer stored under any subject, so its key is trusted with all of them. Its pulses go under a
-    name that is new at each start, and a permission cannot say the beginning of a name: so it may write all pulses.
+    name that is new at each start, and a permission cannot say the beginning of a name: so it may write all pulses, and routes of all catalogs.
     """
-    allowed = [cluster_filter(prefix, cluster) for prefix in (SNAPSHOTS_PREFIX, PULSE_PREFIX, ERASED_PREFIX)]
+    written = (SNAPSHOTS_PREFIX, PULSE_PREFIX, ERASED_PREFIX, ROUTES_PREFIX)
+    allowed = [cluster_filter(prefix, cluster) for prefix in written]
     allowed += [erase_subject(cluster), f"{JS_API}.INFO"]
     for stream in (STREAM, PULSE, ERASURES):
         allowed += [f"{JS_API}.STREAM.{call}.{stream}" for call in ("INFO", "CREATE", "MSG.GET")]
         allowed += [f"{JS_API}.CONSUMER.CREATE.{stream}", f"{JS_API}.CONSUMER.MSG.NEXT.{stream}.>"]
         allowed += [f"{JS_API}.CONSUMER.DELETE.{stream}.>", f"{JS_API}.DIRECT.GET.{stream}.>"]
+    heard = [cluster_filter(prefix, cluster) for prefix in (SAMPLES_PREFIX, ROUTES_PREFIX, ASKS_PREFIX)]
     return {
         "publish": {"allow": allowed},
-        "subscribe": {"allow": [f"{catalog_inbox(cluster)}.>", cluster_filter(SAMPLES_PREFIX, cluster)]},
+        "subscribe": {"allow": [f"{catalog_inbox(cluster)}.>", *heard]},
+        "allow_responses": {"max": 1, "expires": "60s"},  # to questions, on whatever inbox they name
     }
 
 
@@ -175,9 +196,18 @@ def _rights(cluster: str, user: ServerUser) -> _Rights:
         lent, asked = _lent_to_instance(cluster, name), instance_subject(SNAPSHOTS_PREFIX, cluster, name)
         return _Rights(instance_permissions(cluster, name), lent, [asked])
     instance_subject(EVENTS_PREFIX, cluster, name)  # refuses an impossible name
-    lent = _lent_to_replay() if user.kind is Role.REPLAY else _lent_to_operator(cluster)
+    own = [f"{JS_API}.STREAM.INFO.{STREAM}"]
+    match user.kind:
+        case Role.ROUTER:
+            lent, own = _lent_to_router(cluster, name), []
+        case Role.REPLAY:
+            lent = _lent_to_replay()
+        case Role.REPLICA:
+            lent = _lent_to_replica()
+        case _:
+            lent = _lent_to_operator(cluster)
     permissions = {
-        "publish": {"allow": [*lent, f"{JS_API}.STREAM.INFO.{STREAM}"]},
+        "publish": {"allow": [*lent, *own]},
         "subscribe": {"allow": [f"{INBOX}.>"]},  # nobody else is in its account
     }
     return _Rights(permissions, lent, [])
@@ -218,8 +248,9 @@ def server_config(cluster: str, users: Sequence[ServerUser], spares: Sequence[st
     catalogs = [
         entry for user in users if user.kind is Role.CATALOG for entry in _with_keys(user, catalog_permissions(cluster))
     ]
+    streamed = {f"{JS_API}.{_BATCHES}", f"{JS_API}.{_PULSE_BATCHES}"}
     exports: list[dict[str, Any]] = [
-        {"service": subject, "accounts": names} | ({"response": "stream"} if subject == f"{JS_API}.{_BATCHES}" else {})
+        {"service": subject, "accounts": names} | ({"response": "stream"} if subject in streamed else {})
         for subject, names in services.items()
     ]
     main = {"jetstream": "enabled", "users": catalogs, "exports": exports, "imports": imports}

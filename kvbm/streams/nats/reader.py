@@ -10,7 +10,6 @@ from collections import deque
 from typing import Any
 
 import structlog
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
@@ -18,7 +17,8 @@ from kvbm.core.errors import StreamError
 from kvbm.streams.base import START, AwayError, Mark, StreamMessage, mark_of
 from kvbm.streams.nats.api import NS, ConsumerReply, ask_until, message_at, stream_info
 from kvbm.streams.nats.connection import CLOSE_WAIT_S, NatsConnection, RefusedError, error_words, shown
-from kvbm.streams.nats.headers import Headers, fence_in
+from kvbm.streams.nats.headers import fence_named, status_in
+from kvbm.streams.nats.messages import Delivered
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, Pauses, SharedConnection
 
 log = structlog.get_logger()
@@ -49,34 +49,31 @@ class Pull:
         self.is_served = False  # the server has given it something, if only a word that it lives
         self._delivered = 0  # by the consumer's own count, which has no holes
 
-    async def on_message(self, message: Msg) -> None:
-        """Take a message, or the server's word on a request."""
+    def on_run(self, first: int, pending: int, messages: list[Delivered]) -> None:
+        """Take messages of the stream."""
         self.heard_s = time.monotonic()
-        if not message.reply and message.headers and "Status" in message.headers:
-            self._on_status(message.headers)
-        else:
-            self._on_data(message)
         self.wake.set()
-
-    def _on_data(self, message: Msg) -> None:
-        # $JS.ACK.<stream>.<consumer>.<times>.<stream sequence>.<consumer sequence>.<time>.<pending>; a longer form has domain
-        # and account before the stream, and one more part at its end
-        parts = message.reply.split(".")
-        at = 5 if len(parts) == 9 else 7
-        try:
-            sequence, count, stored_ns, pending = map(int, parts[at : at + 4])
-        except ValueError:
-            self._break(f"a message with the reply subject {message.reply!r}")
+        if self.why_broken or first != self._delivered + 1:
+            self._break(f"delivery {first} came after {self._delivered}")
             return
-        if self.why_broken or count != self._delivered + 1:
-            self._break(f"delivery {count} came after {self._delivered}")
-            return
-        self._delivered = count
+        self._delivered += len(messages)
         self.is_served = True
-        self.asked -= 1
+        self.asked -= len(messages)
         self.pending = pending
-        fence = fence_in(message.headers.raw) if isinstance(message.headers, Headers) else None
-        self.ready.append(StreamMessage(sequence, message.subject, message.data, stored_ns, fence))
+        self.ready += [
+            StreamMessage(sequence, subject, data, stored_ns, None if words is None else fence_named(words))
+            for sequence, subject, data, stored_ns, words in messages
+        ]
+
+    def on_message(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
+        """Take the server's word on a request."""
+        self.heard_s = time.monotonic()
+        self.wake.set()
+        status = status_in(headers) if headers and not reply else None
+        if status is not None:
+            self._on_status(status)
+        else:
+            self._break(f"a message with the reply subject {reply!r}")
 
     def _on_status(self, headers: dict[str, str]) -> None:
         status, words = headers["Status"], headers.get("Description", "")
@@ -122,12 +119,11 @@ class Pull:
     async def end(self) -> None:
         """Tell the server, if it still listens."""
         self.connection.wakes.discard(self.wake)
+        await self.connection.unsubscribe(self.subscription)
         if not self.connection.is_open:
             return
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
-                if self.subscription is not None:
-                    await self.subscription.unsubscribe()
                 if self.path:
                     await self.connection.client.publish(f"$JS.API.CONSUMER.DELETE.{self.path}", b"")
         except (TimeoutError, NatsError):
@@ -261,7 +257,7 @@ class NatsReader:
         pull = Pull(connection, self._wake)
         connection.wakes.add(self._wake)
         try:
-            pull.subscription = await connection.subscribe(pull.inbox, pull.on_message)  # what was asked for bounds it
+            pull.subscription = await connection.subscribe_to_runs(pull.inbox, pull)  # what was asked for bounds it
             start: dict[str, Any] = {"deliver_policy": "all"}
             if self._after is None:
                 start = {"deliver_policy": "last_per_subject"}

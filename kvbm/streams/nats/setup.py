@@ -1,8 +1,8 @@
 """The two streams kvbm keeps on a server, and how they are made.
 
-KVBM        kvbm.v1.events.<cluster>.<instance>   on disk, kept 24 hours, nothing can be deleted or purged
-            kvbm.v1.fence.<cluster>.<instance>    who may publish the instance's events; the server compares at each publish
-KVBM_PULSE  kvbm.v1.pulse.<cluster>.<instance>    in memory, the last of each subject
+KVBM        kvbm.v1.events.<cluster>.<part>.<instance>   on disk, kept 24 hours, nothing can be deleted or purged
+            kvbm.v1.fence.<cluster>.<part>.<instance>    who may publish the instance's events; the server compares at each publish
+KVBM_PULSE  kvbm.v1.pulse.<cluster>.<part>.<instance>    in memory, the last of each subject
 no stream   kvbm.v1.rounds.<cluster>.<instance>   requests; kvbm.v1.samples.…: told to whoever listens
 """
 
@@ -19,6 +19,7 @@ from kvbm.streams.base import EVENTS_PREFIX, FENCE_PREFIX, PULSE_PREFIX, AwayErr
 from kvbm.streams.nats.api import NOT_ENABLED, NS, StreamInfo, request
 from kvbm.streams.nats.connection import JS_API, NatsConnection
 from kvbm.streams.nats.credentials import Credentials
+from kvbm.streams.nats.messages import NewMessages, ReadableMessages
 
 log = structlog.get_logger()
 
@@ -57,15 +58,17 @@ STREAMS: dict[str, dict[str, Any]] = {
 
 
 class StreamOptions(NamedTuple):
-    """How streams are made that are not there yet; see `NatsStream.connect`.
+    """How streams are opened, and made where they are not there yet; see `NatsStream.connect`.
 
     Attributes:
         makes: false for who only reads: a stream that is not there is an error.
+        new_messages: makes what takes apart what comes on a connection.
     """
 
     max_bytes: int = -1
     replicas: int = 1
     makes: bool = True
+    new_messages: NewMessages = ReadableMessages
 
     def config(self, name: str) -> dict[str, Any]:
         """A stream's whole configuration."""
@@ -76,7 +79,7 @@ class StreamOptions(NamedTuple):
 async def open_ready(url: str, timeout_s: float, options: StreamOptions, credentials: Credentials) -> NatsConnection:
     """A connection to a server that has both streams. Raises StreamError: nothing answers in time, or refuses."""
     deadline_s = time.monotonic() + timeout_s
-    connection = await NatsConnection.open(url, timeout_s, credentials)
+    connection = await NatsConnection.open(url, timeout_s, credentials, options.new_messages)
     try:
         async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
             info = await request(connection, f"{JS_API}.STREAM.INFO.{STREAM}", {}, StreamInfo, timeout_s)

@@ -47,7 +47,8 @@ class SharedConnection:
 
     Attributes:
         now: the last one made; it may be lost.
-        options: how streams are made that are not there yet.
+        options: how streams are opened.
+        credentials: of each connection.
     """
 
     def __init__(self, url: str, first: NatsConnection, options: StreamOptions, credentials: Credentials) -> None:
@@ -55,7 +56,7 @@ class SharedConnection:
         self.now = first
         self.options = options
         self.is_closed = False
-        self._credentials = credentials
+        self.credentials = credentials
         self._renewing = asyncio.Lock()
         self._users: set[Closable] = set()
 
@@ -66,7 +67,7 @@ class SharedConnection:
                 self._check_open()
                 if not self.now.is_open:
                     await self.now.close()
-                    self.now = await open_ready(self.url, timeout_s, self.options, self._credentials)
+                    self.now = await open_ready(self.url, timeout_s, self.options, self.credentials)
                     try:
                         self._check_open()
                     except StreamError:

@@ -7,19 +7,26 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from kvbm.core.ids import Epoch, InstanceId
+from kvbm.core.parts import ALL_PARTS
 from kvbm.streams.base import (
     ASKS_KEPT,
     ORIGIN,
+    PULSE_PREFIX,
+    ROUTES_KEPT,
+    ROUTES_PREFIX,
     SAMPLES_KEPT,
     SAMPLES_PREFIX,
     SNAPSHOTS_PREFIX,
     AccessSample,
+    AskLine,
+    AskTaker,
     EpochRuns,
     Fence,
     Heartbeat,
     Mark,
     Notice,
     Position,
+    RoutesMessage,
     StreamMessage,
     StreamState,
     Tail,
@@ -30,16 +37,20 @@ from kvbm.streams.base import (
     fence_of,
     fence_subject,
     instance_subject,
+    part_filters,
     pulse_subject,
     read_subjects,
+    subject_names,
 )
 from kvbm.streams.nats.api import NS, last_message, message_at, store, stream_info
+from kvbm.streams.nats.asks import NatsAskLine
 from kvbm.streams.nats.batch_reader import BatchReader
 from kvbm.streams.nats.broadcast import listen, word_in
-from kvbm.streams.nats.connection import LateError, NobodyError
+from kvbm.streams.nats.connection import LateError, NobodyError, is_loopback
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.headers import ACKED_HEADER, FENCE_HEADER, expecting, position_in
 from kvbm.streams.nats.heartbeats import heartbeat_in, watch_heartbeats
+from kvbm.streams.nats.messages import NewMessages, ReadableMessages
 from kvbm.streams.nats.reader import NatsReader
 from kvbm.streams.nats.setup import PULSE, STREAM, StreamOptions, open_ready
 from kvbm.streams.nats.shared import SharedConnection
@@ -65,6 +76,7 @@ class NatsStream:
         credentials: Credentials | None = None,
         replicas: int = 1,
         makes: bool = True,
+        new_messages: NewMessages = ReadableMessages,
     ) -> NatsStream:
         """Connect and make sure that both streams exist; one that exists keeps its limits and its number of replicas.
 
@@ -73,9 +85,11 @@ class NatsStream:
             credentials: keys and certificates, where the server wants some.
             replicas: servers of a cluster that keep each stream, if it is made here.
             makes: false for who only reads events: nothing is made then, and the other stream may be absent.
+            new_messages: makes what takes apart what comes on a connection.
         Raises: StreamError: nothing answers in time, or a stream of that name serves something else.
         """
-        credentials, options = credentials or Credentials(), StreamOptions(max_bytes, replicas, makes)
+        credentials = credentials or Credentials()
+        options = StreamOptions(max_bytes, replicas, makes, new_messages)
         first = await open_ready(url, timeout_s, options, credentials)
         return cls(SharedConnection(url, first, options, credentials))
 
@@ -179,9 +193,10 @@ class NatsStream:
         cluster: str | None = None,
         timeout_s: float = 5.0,
         fingerprint: int | None = None,
+        parts: tuple[int, ...] = ALL_PARTS,
     ) -> NatsReader | BatchReader:
         """See `EventLog.pull`."""
-        after, subjects = Mark(after_sequence, fingerprint), read_subjects(cluster)
+        after, subjects = Mark(after_sequence, fingerprint), read_subjects(cluster, parts)
         reader: NatsReader | BatchReader
         if self._connections.now.is_lent:  # consumers are lent to nobody
             reader = BatchReader(self._connections, STREAM, subjects, after)
@@ -203,9 +218,20 @@ class NatsStream:
         last = await last_message(self._connections.now, PULSE, subject, timeout_s)
         return None if last is None else heartbeat_in(StreamMessage(last.sequence, subject, last.data))
 
-    def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
+    def watch_pulses(self, cluster: str | None = None, parts: tuple[int, ...] = ALL_PARTS) -> AsyncIterator[Heartbeat]:
         """See `Heartbeats.watch_pulses`."""
-        return watch_heartbeats(self._connections, cluster)
+        return watch_heartbeats(self._connections, part_filters(PULSE_PREFIX, cluster, parts))
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_local(self) -> bool:
+        """See `AskSource.is_local`."""
+        return is_loopback(self._connections.url)
+
+    async def open_asks(self, taker: AskTaker, timeout_s: float = 5.0) -> AskLine:
+        """See `AskSource.open_asks`."""
+        return await NatsAskLine.open(self._connections.url, self._connections.credentials, taker, timeout_s)
 
     # -- what nobody keeps --------------------------------------------------------------------------------------------
 
@@ -242,3 +268,12 @@ class NatsStream:
             sample = word_in(message, AccessSample)
             if sample is not None:
                 yield sample
+
+    async def send_routes(self, cluster: str, catalog: InstanceId, data: bytes) -> None:
+        """See `Broadcast.send_routes`."""
+        await self._connections.now.send(instance_subject(ROUTES_PREFIX, cluster, catalog), data)
+
+    async def watch_routes(self, cluster: str) -> AsyncIterator[RoutesMessage]:
+        """See `Broadcast.watch_routes`."""
+        async for message in listen(self._connections, cluster_filter(ROUTES_PREFIX, cluster), ROUTES_KEPT):
+            yield RoutesMessage(subject_names(message.subject)[1], message.data)

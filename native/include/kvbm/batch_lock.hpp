@@ -1,5 +1,5 @@
 // BatchLock: one writer that works in short batches, many readers that ask short questions. A writer that wants in is let in before
-// new readers, so neither starves the other. Any thread; a thread holds it at most once.
+// new readers, and readers that waited for a batch before the next one, so neither starves the other. Any thread; a thread holds it at most once.
 #pragma once
 
 #include <array>
@@ -30,6 +30,7 @@ class BatchLock {
 
   std::array<Stripe, kStripes> stripes_;             // readers, by a hash of their thread
   alignas(64) std::atomic<bool> has_writer_{false};  // a writer is inside, or waits for readers to leave
+  std::atomic<std::uint32_t> waiting_{0};            // readers that found one, and are not inside yet
   std::mutex writers_;                               // held by the writer inside
 };
 

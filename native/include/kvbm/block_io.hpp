@@ -25,6 +25,8 @@
 
 #include <unistd.h>
 
+#include "kvbm/block_header.hpp"
+
 namespace kvbm {
 
 inline constexpr std::size_t kPageBytes = 4096;  // what direct transfers are aligned to; the header's own page
@@ -33,6 +35,13 @@ enum class IoKind : std::uint8_t { kAuto, kIoUring, kThreads };
 
 // What became of one block's read; numbered as ReadOutcome in kvbm/pools/base.py.
 enum class BlockOutcome : std::uint8_t { kGood = 0, kCorrupt = 2, kFailed = 3 };
+
+// What a slot's header is.
+enum class SlotOutcome : std::uint8_t {
+  kNothing = 0,  // none, or not whole
+  kBlock = 1,    // that of a block
+  kFailed = 2,   // it cannot be read
+};
 
 struct BlockIoOptions {
   std::vector<int> files;         // open files or devices; they stay the caller's
@@ -86,8 +95,14 @@ class BlockIo {
   void read(const BlockRun& run, std::uint8_t* rows, std::span<BlockOutcome> outcomes, std::span<std::uint32_t> checksums);
 
   // Any thread. Puts rows into slots; errors[i] is 0, or the errno that kept block i away (ENODATA: the device took only a part).
+  // generation: see BlockProof.
   void write(const BlockRun& run, const std::uint8_t* rows, std::uint64_t epoch, std::span<const std::uint32_t> checksums,
-             std::span<std::int32_t> errors);
+             std::span<std::int32_t> errors, std::uint32_t generation = 0);
+
+  // Any thread. Reads the headers of slots and nothing else, `depth` at a time of each file, in the calling thread and beside the
+  // lanes: they neither wait for it nor hold it up. Who closes the files waits for it.
+  void scan(std::span<const std::int64_t> slots, std::uint32_t depth, std::span<SlotOutcome> outcomes,
+            std::span<FoundBlock> found) const;
 
   // Any thread. Fails what has not begun and waits for what the device has. False: it still has something after this time, and the
   // lanes concerned are left to themselves; the files must stay open then. Idempotent.

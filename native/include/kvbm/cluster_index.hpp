@@ -45,7 +45,7 @@ struct DeclaredPool {
 };
 
 // What an event broke; counted.
-enum class Anomaly : std::uint8_t {
+enum class IndexAnomaly : std::uint8_t {
   kCreatedTwice,
   kEvictedUnheld,
   kSnapshotAdded,
@@ -64,6 +64,7 @@ struct InstanceDepth {
   std::array<std::uint32_t, kTierCount> by_tier;       // of those, by the hottest tier that holds each
   std::uint32_t reach;                                 // where the run ends with its cluster pools
   std::uint32_t queued;                                // tokens that wait there, as was reported
+  std::uint32_t rank;                                  // its place among all names, in their order: between equals the name decides
   bool is_suspect;                                     // events of it were missed
 };
 
@@ -74,6 +75,13 @@ enum class Told : std::uint8_t { kAll, kDepths };
 struct PoolDepth {
   std::uint32_t pool;   // its number
   std::uint32_t depth;  // blocks
+};
+
+// The longest run of a prompt's blocks that an instance could lend; LendableRun of kvbm/catalog/index.py.
+struct LendableRun {
+  std::uint32_t instance;  // its number
+  std::uint32_t begin;     // first block, counted from the prompt's
+  std::uint32_t end;       // behind the last
 };
 
 // Who has how much of a prefix. Kept by its reader from query to query, so that asking allocates nothing.
@@ -89,6 +97,19 @@ struct BlockHolder {
   std::uint32_t holder;  // number of the instance or pool
   bool is_pool;          // which of the two
   Tier tier;             // where
+};
+
+// The blocks of a question that one holder has in one tier; Presence of kvbm/catalog/index.py.
+struct Presence {
+  BlockHolder holder;              // who, and where
+  bool is_suspect;                 // events of the instance were missed
+  std::vector<std::uint8_t> held;  // a bit for each block that was asked for, the first in the lowest bit of the first byte
+};
+
+// Who has which of some blocks.
+struct PresenceAnswer {
+  std::vector<Presence> rows;  // instances, those with the most of them first, then pools
+  std::uint32_t more = 0;        // instances that have some and were not wanted
 };
 
 // A run of claims, or of their withdrawal, in an applied frame.
@@ -207,6 +228,9 @@ class ClusterIndex {
   // How many tokens wait at an instance, for the order of answers.
   void report_queued(std::uint32_t instance, std::uint32_t tokens) const;
 
+  // In which tiers others may read what an instance holds: bit t for tier t.
+  void report_lent_tiers(std::uint32_t instance, std::uint8_t tiers) const;
+
   // Takes out what dead holder ids have left, up to this many pages of the table. Whether there is more to do.
   bool sweep(std::size_t pages);
   bool needs_sweep() const;
@@ -216,13 +240,23 @@ class ClusterIndex {
 
   // -- asking --
 
-  // best: how many instances, the deepest first, then those that reach furthest, then those where least waits; 0 for all, in no order.
-  // Ties are in no order. only: the instances to look at, sorted; none for all.
+  // best: how many instances, the deepest first, then those that reach furthest, then those where least waits, then by name; 0 for all, in no
+  // order. only: the instances to look at, sorted; none for all. hottest: what instances hold in hotter tiers does not
+  // count.
   void prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer,
-                const std::vector<std::uint32_t>* only = nullptr, Told told = Told::kAll) const;
+                const std::vector<std::uint32_t>* only = nullptr, Told told = Told::kAll, Tier hottest = Tier{}) const;
+  // Who could lend which of these blocks: of each instance its longest run, the first of equals; those that end deepest, then those that
+  // begin first, then by name. most: how many. is_whole: blocks behind one that nobody holds are looked at, too.
+  void lent(const NamespaceId& id, Bytes hashes, std::size_t most, bool is_whole, std::vector<LendableRun>& runs) const;
+  // Which of these blocks are held, and by whom, each by itself. best: how many instances, those with the most blocks first, ties in no
+  // order; 0 for all. Pools are named always. only: as prefixes.
+  void presence(const NamespaceId& id, Bytes hashes, std::size_t best, PresenceAnswer& answer,
+                const std::vector<std::uint32_t>* only = nullptr) const;
   // is_excluded: those that answers leave out instead.
   std::vector<BlockHolder> holders(const NamespaceId& id, const std::uint8_t* hash, bool is_excluded = false) const;
   std::optional<InstanceState> state(std::uint32_t instance) const;
+  // Whether events of an instance were missed, wait or were refused; so too of one that is not known.
+  bool is_suspect(std::string_view name) const;
   // The pools of an instance in its caller's words; empty when no start was seen.
   std::vector<std::string> declared_pools(std::uint32_t instance) const;
   // Bytes of a block by tier, of instances by number; 0 where no start has told.
@@ -245,6 +279,8 @@ class ClusterIndex {
   friend class CheckpointWriter;
   friend class CheckpointLoader;
   friend class PrefixWalk;
+  friend class PresenceScan;
+  friend class LentWalk;
 
   static constexpr std::size_t kBatchBlocks = 64;  // blocks applied under one hold of the lock
   static constexpr std::uint8_t kGenerations = 4;
@@ -292,6 +328,7 @@ class ClusterIndex {
     std::string name;                        // its id
     std::uint64_t epoch = 0;                 // its epoch
     std::uint32_t incarnation = 0;           // counts its deaths
+    std::uint32_t rank = 0;                  // its place in `by_name_`
     bool is_known = false;                   // not dropped
     bool is_listed = false;                  // in `dropped_`
     bool is_stopped = false;                 // it ended cleanly
@@ -300,6 +337,7 @@ class ClusterIndex {
     bool is_waiting = false;                 // later events than the next are there already
     bool is_excluded = false;                // answers leave out what only it can read
     mutable std::uint32_t queued = 0;        // tokens that wait there; written under the read lock
+    mutable std::uint8_t lent_tiers = 0;     // in which others may read: bit t for tier t; written under the read lock
     std::uint16_t visible = kAllVisible;     // the bits of `HolderSpace::live` that answers may speak of
     std::array<TierFold, kTierCount> tiers;  // what it holds
     std::vector<std::uint32_t> holder_spaces;  // its holder spaces of this incarnation
@@ -355,6 +393,8 @@ class ClusterIndex {
   // -- under writer_ and lock_ --
   // Makes the number of a name that has none.
   std::uint32_t new_instance(std::string_view name);
+  void rank_by_name(std::uint32_t instance);
+  void forget_rank(std::uint32_t instance);
   void list_dropped(std::uint32_t number);
   // is_new: the key is not in the table.
   void gain(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash, bool is_new);
@@ -393,8 +433,11 @@ class ClusterIndex {
   HolderId find_holder_id(const HolderValue& value, std::uint32_t holder_space, Tier tier) const noexcept;
   bool is_whole(const Instance& instance) const noexcept;
   bool is_partial(const Instance& instance) const noexcept;
+  bool is_suspect(const Instance& instance) const noexcept {
+    return instance.is_waiting || is_partial(instance) || !is_whole(instance);
+  }
   std::uint32_t find_space(const NamespaceId& id) const noexcept;
-  void count(Anomaly anomaly, std::uint64_t times = 1) noexcept { anomalies_[static_cast<std::size_t>(anomaly)] += times; }
+  void count(IndexAnomaly anomaly, std::uint64_t times = 1) noexcept { anomalies_[static_cast<std::size_t>(anomaly)] += times; }
 
   struct IdHash {
     std::size_t operator()(const NamespaceId& id) const noexcept;
@@ -422,6 +465,7 @@ class ClusterIndex {
   std::vector<HolderSpace> holder_spaces_;  // by number; 0 is nobody's
   std::unordered_map<NamespaceId, std::uint32_t, IdHash> space_numbers_;  // by id
   Numbers instance_numbers_;                                              // by name
+  std::vector<std::uint32_t> by_name_;                                    // instances in the order of their names
   Numbers pool_numbers_;                                                  // by name
   // By kind and holder in the high half, and namespace in the low one.
   std::unordered_map<std::uint64_t, std::uint32_t> holder_space_numbers_;

@@ -21,6 +21,8 @@ enum class ErrorCode : std::uint8_t {
   kCheckpoint,      // CheckpointError(at, detail)
   kLedger,          // LedgerError(detail)
   kIllegalEvent,    // IllegalEventError(rule, detail)
+  kPeerWire,        // PeerWireError(detail)
+  kConfig,          // ConfigError(detail)
 };
 
 class Error : public std::exception {

@@ -41,6 +41,8 @@ class HashIndex {
   std::uint32_t tag(const std::uint8_t* hash) const noexcept { return hash_tag(hash, seed_); }
 
   void prefetch(std::uint32_t tag) const noexcept { __builtin_prefetch(&cells_[tag & mask_]); }
+  // The entry of a tag's first cell, or kNoEntry: mostly the one that `find` gives.
+  std::uint32_t peek(std::uint32_t tag) const noexcept { return cells_[tag & mask_].entry; }
 
   // The entry whose hash it is, or kNoEntry. hash_of(entry) gives the hash of an entry.
   template <class HashOf>

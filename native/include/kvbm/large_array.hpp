@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <new>
 #include <vector>
 
@@ -13,6 +14,18 @@
 namespace kvbm {
 
 inline constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+
+// Asks for huge pages where whole ones lie in this memory. A wish: without them all is the same, only slower.
+inline void wish_for_huge_pages(void* memory, std::size_t bytes) noexcept {
+#if defined(__linux__)
+  const auto address = reinterpret_cast<std::uintptr_t>(memory);
+  const std::uintptr_t begin = (address + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+  const std::uintptr_t end = (address + bytes) / kHugePageBytes * kHugePageBytes;
+  if (begin < end) {
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  }
+#endif
+}
 
 template <class T>
 struct LargeAllocator {
@@ -25,11 +38,7 @@ struct LargeAllocator {
   T* allocate(std::size_t count) {
     const std::size_t bytes = count * sizeof(T);
     void* const memory = ::operator new(bytes, alignment(count));
-#if defined(__linux__)
-    if (bytes >= kHugePageBytes) {
-      madvise(memory, bytes, MADV_HUGEPAGE);  // a wish: without huge pages all is the same, only slower
-    }
-#endif
+    wish_for_huge_pages(memory, bytes);
     return static_cast<T*>(memory);
   }
 

@@ -83,6 +83,8 @@ class Ledger {
   // Tiers hotter than `hottest` are not looked at; what is found in it is pinned, if asked for.
   // namespace_id: whose blocks count, or nullptr for everybody's; so in what follows.
   Match match(Bytes hashes, bool pinned, Tier hottest = Tier::kHbm, const NamespaceId* namespace_id = nullptr);
+  // The longest run of a namespace's blocks that are in HOST, else in NVME, and in no tier colder than `coldest`; each is pinned there.
+  Match lend(const NamespaceId& namespace_id, Bytes hashes, Tier coldest = Tier::kNvme);
   // One byte for each block: the hottest tier that holds it and is not hotter than `hottest`, or kNotHeld.
   Bytes holders(Bytes hashes, Tier hottest = Tier::kHbm, const NamespaceId* namespace_id = nullptr);
   bool holds(Tier tier, Bytes hash, const NamespaceId* namespace_id = nullptr) const noexcept;
@@ -102,6 +104,8 @@ class Ledger {
   void forget(Tier tier, const NamespaceId& namespace_id, Bytes hashes, EvictReason reason);
   // finder: the instance that found the blocks there, 1 to 255 bytes.
   void claim(Tier tier, const NamespaceId& namespace_id, Bytes hashes, std::string_view finder);
+  // Blocks that were found in allocated slots. Returns how many the tier has gained; the slots of others are nobody's.
+  std::size_t adopt(const NamespaceId& namespace_id, Tier tier, Bytes hashes, Bytes slots, std::string_view finder);
   std::size_t keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority, const NamespaceId* namespace_id = nullptr);
   std::size_t expire(double now_s);
 
@@ -139,6 +143,10 @@ class Ledger {
   TierSlots* find_tier(Tier tier) const noexcept { return recorder_.fold().table(tier); }
   TierSlots& tier_slots(Tier tier) const;
   std::span<TierSlots* const> not_hotter_than(Tier hottest) const noexcept;
+  // Finds the longest run in some tiers, hottest first, with each block's place in the scratch that a Match is made of. Returns its depth.
+  // pinned: what is found will be pinned.
+  std::size_t find_run(std::span<TierSlots* const> tiers, Bytes hashes, const NamespaceId* namespace_id, bool pinned);
+  Match match_of(std::size_t depth) const noexcept;
   // Slots a command returns, or works on, as many as it needs.
   std::span<std::uint32_t> slot_numbers(std::size_t count);
   void create_run(const TierSlots& tier, const NamespaceId& namespace_id, const SequenceHash& parent, std::uint64_t start,

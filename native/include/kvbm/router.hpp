@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <list>
 #include <memory>
 #include <span>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "kvbm/cluster_index.hpp"
+#include "kvbm/peer_prices.hpp"
 #include "kvbm/soon_held.hpp"
 
 namespace kvbm {
@@ -65,6 +67,19 @@ struct RouteTask {
   bool is_decode = false;                          // it was prefilled elsewhere
 };
 
+// A route of another catalog; SharedRoute of routing.py.
+struct SharedRoute {
+  std::string_view caller;      // who asked there
+  bool is_decode;               // the prompt was only decoded
+  std::string_view instance;    // where it was sent
+  std::int64_t input_tokens;    // of the prompt
+  std::int64_t missing_tokens;  // that the instance must compute
+  NamespaceId id;               // its namespace
+  std::uint32_t first;          // blocks that the instance had, or would soon have
+  std::uint32_t blocks;         // full ones of the prompt
+  Bytes hashes;                 // of those behind `first` at which it is noted
+};
+
 // What the last heartbeat of an instance says of its load.
 struct ReportedLoad {
   double at_s;                   // when it came
@@ -85,10 +100,19 @@ struct RankedInstance {
   std::uint32_t depth;
   std::int64_t missing_tokens;
   std::uint32_t fetch_blocks;
+  std::uint32_t peer_blocks;  // of those, from other instances
+  std::int32_t peer;          // place in LentBlocks::runs of the one most come from; -1: none
   bool is_admitted;
   bool is_suspect;
 
   double cost_s() const noexcept { return queueing_s + recompute_s + balance_s + fetch_s; }
+};
+
+// What prices depend on of candidates together; CandidateNumbers of routing.py.
+struct CandidateNumbers {
+  double least_s = std::numeric_limits<double>::infinity();  // the shortest wait
+  double recent_s = 0;                                       // what was routed to them lately, all together
+  std::int64_t count = 0;
 };
 
 // A set of instances, by the slots of one router.
@@ -112,22 +136,33 @@ class Router {
 
   // A heartbeat came.
   void hear(std::string_view instance, const ReportedLoad& load);
+  // Where an instance stands and how large its blocks are, so that it can read what others lend. The default: it reads nothing.
+  void reads(std::string_view instance, PeerReader reader);
   // Nothing is known of an instance, and nothing was routed to it. It must have left all sets of candidates: its slot becomes another's.
   void forget(std::string_view instance);
 
   void add(Candidates& candidates, std::string_view instance);
   void remove(Candidates& candidates, std::string_view instance);
 
-  // The best of the candidates, best first, and how many others are worse.
+  // The best of the candidates, best first, how many others are worse, and what they are together.
   struct Ranking {
     const std::vector<RankedInstance>& best;
     std::size_t more;
+    CandidateNumbers together;
   };
   // serving: a candidate is in one of these; visible: and in one of these, if it is given.
   // limit: at most so many are told. is_noted: the first is remembered as chosen, if it is admitted.
+  // elsewhere: candidates that others rank; prices are those among all together. lent: what can be read from other instances, if anything.
   Ranking route(double now_s, const RouteTask& task, std::span<const Candidates* const> serving,
-                const std::vector<const Candidates*>* visible, std::size_t limit, bool is_noted = true);
+                const std::vector<const Candidates*>* visible, std::size_t limit, bool is_noted = true,
+                const CandidateNumbers& elsewhere = {}, LentBlocks* lent = nullptr);
 
+  // Remembers another catalog's route as an own one. now_s: when it was made.
+  // Returns: false where no heartbeat of the instance came, or the hashes are too few or too many; nothing is remembered then.
+  bool take(double now_s, const SharedRoute& route);
+
+  // A number made of a name: the same everywhere.
+  static std::uint64_t word_of(std::string_view name);
   // Callers whose routes are remembered.
   std::size_t callers() const noexcept { return callers_.size(); }
   const std::string& name(std::uint32_t slot) const { return slots_[slot].name; }
@@ -149,13 +184,13 @@ class Router {
     std::int64_t queued = 0;         // tokens, as that says
     std::int64_t running = 0;        // requests, as that says
     bool is_heard = false;           // a heartbeat has come
+    PeerReader reader{};             // what it can read from others
     std::uint64_t salt = 0;          // its number in `soon_`
     std::uint64_t word = 0;          // decides among equals
   };
 
   // What one caller has routed to one instance and is not known to have begun.
   struct InFlight {
-    std::int64_t waiting = 0;                               // tokens
     std::vector<std::pair<double, std::int64_t>> routes{};  // when, and missing tokens; oldest first
 
     void forget(double oldest_s);
@@ -215,16 +250,19 @@ class Router {
   std::uint32_t slot_of(std::string_view instance);
   void believe(Slot& slot, const ReportedLoad& load);
   double believed(double measured, double expected) const noexcept;
-  Caller& caller_of(double now_s, const RouteTask& task);
+  Caller& caller_of(double now_s, std::string_view who, bool is_decode);
   void shrink(Caller& caller, double now_s);
   void find_candidates(std::span<const Candidates* const> serving, const std::vector<const Candidates*>* visible);
   void find_holders(const RouteTask& task);
+  static double queued(double now_s, const Slot& known, const InFlight* flights);
   Load load_of(double now_s, const RouteTask& task, Caller& caller, std::uint32_t slot, double& least_s) const;
   double work_weight(double own_s, LatencyClass latency) const noexcept;
-  RankedInstance price(const RouteTask& task, std::size_t at) const;
+  RankedInstance price(const RouteTask& task, std::size_t at);
+  void price_beyond(const RouteTask& task, const Load& load, std::uint32_t reach, std::uint64_t object_bytes, RankedInstance& one);
   std::uint64_t hbm_bytes(std::uint32_t slot) const;
   std::uint64_t tie(const RouteTask& task, const RankedInstance& one) const noexcept;
-  void note(double now_s, const RouteTask& task, Caller& caller, const RankedInstance& best);
+  // A prompt was sent to an instance; its blocks are in `chain_`.
+  void note(double now_s, Caller& caller, std::uint32_t slot, std::int64_t input_tokens, std::int64_t missing_tokens);
 
   const ClusterIndex& index_;       // who has what
   const RouterSettings settings_;   // what the cost is made of
@@ -245,6 +283,7 @@ class Router {
   std::vector<std::uint32_t> held_;      // by slot: place in `answer_` + 1, or 0
   std::vector<std::uint32_t> numbers_;   // of the index, where bytes of blocks are wanted
   std::vector<std::array<std::uint64_t, kTierCount>> bytes_;  // of a block, by place in `numbers_`
+  PeerPrices peers_;                     // what is read from other instances
   std::vector<std::uint32_t> bytes_at_;  // by place in `answer_`: place in `bytes_` + 1, or 0
   std::vector<Load> loads_;              // by candidate
   std::vector<std::uint32_t> wanted_;    // slots, by candidate

@@ -42,6 +42,11 @@ class RowCopier {
   void copy(const TargetRows& target, const SourceRows& source, std::size_t count, std::size_t row_bytes,
             std::span<std::uint32_t> checksums) noexcept;
 
+  // As copy, but the checksums are of the target's own bytes once they are there: of a source that others may write meanwhile, they tell
+  // whether what arrived is what was meant.
+  void copy_verified(const TargetRows& target, const SourceRows& source, std::size_t row_bytes,
+                     std::span<std::uint32_t> checksums) noexcept;
+
   // The CRC-32C of each of checksums.size() rows.
   void checksum(const SourceRows& source, std::size_t row_bytes, std::span<std::uint32_t> checksums) noexcept;
 

@@ -34,6 +34,10 @@ class SoonHeld {
   // What stands for a prompt's blocks.
   void chain(const NamespaceId& id, Bytes hashes, Chain& chain) const;
 
+  // The same of the blocks behind `first` alone, of a prompt of so many. hashes: of those at the depths where it is noted.
+  // Returns: false where there are not as many.
+  bool marked(const NamespaceId& id, std::uint32_t first, std::uint32_t blocks, Bytes hashes, Chain& chain) const;
+
   // A number for a name that nobody outside can know. Callers and instances have numbers of two kinds.
   std::uint64_t salt_of(std::string_view kind, std::string_view name) const;
 
@@ -67,6 +71,8 @@ class SoonHeld {
 
   std::size_t first_mark(const Chain& chain, std::uint32_t held) const noexcept;
   bool holds(double now_s, std::uint64_t word) const noexcept;
+  // Asks memory for the place of a mixed word.
+  void fetch(std::uint64_t word) const noexcept;
   // Whether the caller has used more than its share of the table.
   bool is_crowding(double now_s, std::uint16_t owner, std::size_t entries);
 

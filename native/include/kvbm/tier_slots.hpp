@@ -54,6 +54,13 @@ class TierSlots {
   // Where a search for a hash begins; the same in all tiers of a ledger.
   std::uint32_t tag(const std::uint8_t* hash) const noexcept { return index_.tag(hash); }
   void prefetch(std::uint32_t tag) const noexcept { index_.prefetch(tag); }
+  // The slot that most likely is found for a tag, whose cell is in the cache.
+  void prefetch_slot(std::uint32_t tag) const noexcept { prefetch_line(index_.peek(tag)); }
+  // What the eviction policy touches of others when it takes a held slot out of its queue.
+  void prefetch_neighbours(std::uint32_t slot) const noexcept {
+    prefetch_line(slots_[slot].previous);
+    prefetch_line(slots_[slot].next);
+  }
   // The slot that holds a block, or kNoSlot.
   std::uint32_t find(const std::uint8_t* hash) const noexcept { return find_tagged(tag(hash), hash); }
   std::uint32_t find_tagged(std::uint32_t tag, const std::uint8_t* hash) const noexcept {
@@ -174,6 +181,11 @@ class TierSlots {
   ShareCounts counts_of(std::uint32_t share) const noexcept { return fair_->counts(share); }
 
  private:
+  void prefetch_line(std::uint32_t slot) const noexcept {
+    if (slot != kNoSlot) {
+      __builtin_prefetch(&slots_[slot]);
+    }
+  }
   static bool yields(const Slot& slot) noexcept { return slot.priority < kHighestPriority && slot.pins == 0; }
   void release(std::uint32_t slot) noexcept;
   void push_free(std::uint32_t slot) noexcept;

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.vllm.harness.engine import Engines
+from tests.engines.vllm.harness.setups import OPTIONS
 from tests.engines.vllm.harness.truth import Truth
 from tests.servers import package_folder
 
@@ -31,7 +32,7 @@ def truth_of(engines: Engines) -> Iterator[Callable[[str], Truth]]:
 
     def of(kind: str) -> Truth:
         if kind not in known:
-            known[kind] = Truth(engines, engines.model(kind))
+            known[kind] = Truth(engines, engines.model(kind), OPTIONS.get(kind))
         return known[kind]
 
     yield of

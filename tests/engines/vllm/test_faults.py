@@ -214,9 +214,9 @@ def test_nvme_that_answers_late_is_not_waited_for(engines, llama, truth, tmp_pat
     described = with_kvbm(
         llama,
         tmp_path / "a",
-        NVME | {"onboard.wait_s": 0.2},
+        NVME | {"onboard.wait_s": 0.5},
         patches=(f"{PATCHES}:nvme_is_slow",),
-        environment={patches.SECONDS: "2"},
+        environment={patches.SECONDS: "4"},
     )
     with engines.running(described) as engine:
         store_to_nvme(engine, truth, asks)

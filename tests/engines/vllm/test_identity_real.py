@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,21 +11,32 @@ import pytest
 import torch
 import vllm
 from transformers import LlamaConfig
-from vllm.config import LoRAConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+from vllm.config import LoRAConfig, ParallelConfig, SpeculativeConfig, VllmConfig, set_current_vllm_config
 from vllm.config.cache import PrefixCachingHashAlgo
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MambaSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvbm.engines.vllm import facts, regions
 from kvbm.engines.vllm.identity import HashScheme, Identity
 from kvbm.engines.vllm.plugin import MODULE, NAME, register
+from kvbm.engines.vllm.ranks import Stage
+from kvbm.engines.vllm.resolved import backends_of, resolved_of
 from kvbm.engines.vllm.served import why_not_served
+from kvbm.engines.vllm.stages import ranks_of
+from tests.engines.vllm.harness import scenarios
+from tests.engines.vllm.harness.engine import Engines
+from tests.engines.vllm.harness.registry import be_the_only_rank
+from tests.engines.vllm.harness.setups import with_kvbm
+from tests.engines.vllm.harness.truth import Truth
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +69,10 @@ def cache(spec: Any = None) -> KVCacheConfig:
 
 
 def identity_of(config: VllmConfig) -> Identity:
-    return Identity.of(config, cache(), "words", machine=facts.machine_words(), secrets={}, environment={})
+    ranks = ranks_of(config, cache(), [Stage(1)])
+    return Identity.of(
+        config, cache(), "words", ranks=ranks, machine=facts.machine_words(), resolved=[], secrets={}, environment={}
+    )
 
 
 def test_a_real_engine_has_an_identity_that_another_would_have_too(model: Path) -> None:
@@ -87,6 +101,55 @@ def test_a_real_engine_has_an_identity_that_another_would_have_too(model: Path) 
 )
 def test_a_real_engine_that_computes_otherwise_has_another(model: Path, given: dict[str, Any]) -> None:
     assert identity_of(engine(model, **given)).groups != identity_of(engine(model)).groups
+
+
+@pytest.mark.parametrize("setup", [{}, {"core": "process"}, {"core": "process", "ranks": 2}])
+def test_a_real_engine_names_what_its_ranks_have_resolved(
+    engines: Engines, llama: str, truth: Truth, tmp_path: Path, setup: dict[str, Any]
+) -> None:
+    with engines.running(with_kvbm(llama, tmp_path, **setup)) as engine:
+        said = engine.in_core("resolved", setup.get("ranks", 1))
+        said_wrong = [
+            word for word in ("identity.unresolved", "host.not_found", "host.not_said") if word in engine.printed()
+        ]
+        scenarios.ask(engine, truth, [truth.prompt("resolved", 40)], [0])
+        assert engine.in_core("resolved", 1) is None  # nothing is left behind by an engine that is killed from now on
+    assert said_wrong == []
+    assert len(said) == 1  # all ranks have said the same
+    assert backends_of(said) == ["CPU_ATTN"]
+
+
+def test_vllms_own_layers_say_what_they_have_resolved(model: Path) -> None:
+    config = engine(model)
+    with set_current_vllm_config(config):
+        be_the_only_rank()
+        initialize_model(config)
+    layers = config.compilation_config.static_forward_context
+    page = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(list(layers), page)]
+
+    def resolved(layout: KVCacheLayout, kernel_tokens: int) -> dict[str, Any]:
+        size = 8 * page.page_size_bytes
+        stride, block = (size, page.page_size_bytes) if layout.name.startswith("L") else (page.page_size_bytes, 0)
+        placed = KVCacheTensor(
+            size=len(layers) * size, layers=list(layers), layer_stride=stride,
+            block_stride=block or len(layers) * page.page_size_bytes,
+        )  # fmt: skip
+        made = KVCacheConfig(8, [placed], groups)
+        made.kv_cache_layout = layout.name
+        return resolved_of(config, made, allocate_kv_cache(made, torch.device("cpu"), layout, [kernel_tokens]))
+
+    (run,) = resolved(KVCacheLayout.LBHNC, 32)["layers"]
+    assert run["is"]["name"] == "CPU_ATTN"
+    assert run["is"]["kernel_block_tokens"] == 32
+    assert run["is"]["scales"] == {"_k_scale": [1.0], "_v_scale": [1.0]}
+    assert len(run["layers"]) == 2
+    others = [resolved(KVCacheLayout.LBNHC, 32), resolved(KVCacheLayout.BLHNC, 32), resolved(KVCacheLayout.LBHNC, 16)]
+    for layer in layers.values():
+        layer._k_scale = torch.tensor(0.5)
+    others.append(resolved(KVCacheLayout.LBHNC, 32))
+    words = [json.dumps(one) for one in others]
+    assert len({*words, json.dumps({"layout": "LBHNC", "layers": [run]})}) == 5
 
 
 def test_a_real_engine_with_more_room_has_the_same(model: Path) -> None:
@@ -126,7 +189,8 @@ def test_hashes_last_where_vllm_comes_to_the_same_seed_again(
 def test_engines_that_are_not_served_are_told_why(model: Path) -> None:
     assert "--enable-prefix-caching" in why_not_served(engine(model, enable_prefix_caching=False), cache())
     mamba = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
-    assert "MambaSpec" in why_not_served(engine(model), cache(mamba))
+    assert "keeps its states in mode 'none'" in why_not_served(engine(model), cache(mamba))
+    assert not why_not_served(engine(model), cache(replace(mamba, mamba_cache_mode="align")))
 
 
 def test_a_real_request_names_its_tenant(model: Path) -> None:
@@ -141,4 +205,5 @@ def test_the_connectors_name_is_registered_once_however_often_the_plugin_runs() 
     first = KVConnectorFactory._registry[NAME]
     register()
     assert KVConnectorFactory._registry[NAME] is first
-    assert MODULE == "kvbm.engines.vllm.connector"
+    assert first().__name__ == NAME
+    assert MODULE == "kvbm.engines.vllm"

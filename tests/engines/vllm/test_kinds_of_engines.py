@@ -25,6 +25,8 @@ KINDS = {
     "asynchronous-process": ("llama", {"core": "process", "asynchronous": True}),
     "chunked": ("llama", {"step_tokens": 48}),
     "ranks": ("llama", {"ranks": 2, "core": "process"}),
+    "stages": ("llama", {"stages": 2, "core": "process"}),
+    "stages-ranks": ("llama", {"stages": 2, "ranks": 2, "core": "process", "step_tokens": 64}),
     "hybrid": ("gemma", {"options": DENSE}),
     "hybrid-chunked": ("gemma", {"options": DENSE, "step_tokens": 48}),
     "hybrid-ranks": ("gemma", {"options": DENSE, "ranks": 2, "core": "process", "asynchronous": True}),
@@ -66,11 +68,28 @@ def test_scheduling_a_step_ahead_is_what_the_engine_does_when_asked(engines, lla
             assert engine.in_core("is_asynchronous") is asynchronous
 
 
-@pytest.mark.parametrize("step_tokens", [2048, 48])
-def test_a_hybrid_model_finds_again_what_vllm_itself_would(engines, gemma, gemma_truth, tmp_path, step_tokens):
-    """By default vLLM keeps the blocks of sliding layers findable at the ends of prompts alone, and so they are stored."""
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_vllms_steps_say_which_blocks_their_requests_got(engines, llama, truth, tmp_path, asynchronous):
+    with engines.running(with_kvbm(llama, tmp_path, asynchronous=asynchronous)) as engine:
+        before, _ = engine.in_core("touched")
+        whole = truth.prompt("touched", 100)
+        scenarios.ask(engine, truth, [whole], [0])
+        steps, blocks = engine.in_core("touched")
+        (size,) = {group.block_tokens for group in engine.kv_groups()}
+        assert steps > before
+        assert blocks >= 100 // size
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "options"), [(2048, {}), (48, {}), (2048, {"prefix_cache_retention_interval": 128})]
+)
+def test_a_hybrid_model_finds_again_what_vllm_itself_would(engines, gemma, gemma_truth, tmp_path, step_tokens, options):
+    """By default vLLM keeps the blocks of sliding layers findable at the ends of prompts alone, and so they are stored. With an interval
+    it keeps those behind each multiple of it, too.
+    """
     found: list[list[int]] = []
-    for setup in (Setup(gemma, step_tokens=step_tokens), with_kvbm(gemma, tmp_path / "a", step_tokens=step_tokens)):
+    plain = Setup(gemma, step_tokens=step_tokens, options=options)
+    for setup in (plain, with_kvbm(gemma, tmp_path / "a", step_tokens=step_tokens, options=options)):
         with engines.running(setup) as engine:
             row = []
             for shared in (64, 128, 200, 256, 290, 310):

@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.engines.vllm.harness import scenarios
-from tests.engines.vllm.harness.cluster import Cluster
 from tests.engines.vllm.harness.engine import Engine
+from tests.engines.vllm.harness.object_store import BUCKET, object_site
 from tests.engines.vllm.harness.setups import with_kvbm
 from tests.engines.vllm.harness.truth import Truth
-from tests.servers import S3_CREDENTIALS, s3_server
 
-BUCKET = "kvbm-test"
 OBJECT_TOKENS = 128  # of an object, for blocks of this model's size
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 class Stored(NamedTuple):
@@ -54,31 +52,17 @@ class Stored(NamedTuple):
 
 
 @pytest.fixture
-def stored(engines, truth, llama, tmp_path) -> Iterator[Stored]:
-    import boto3
-
-    with ExitStack() as store, Cluster(tmp_path / "cluster") as cluster:
-        endpoint = store.enter_context(s3_server())
-        key, secret = S3_CREDENTIALS["access_key_id"], S3_CREDENTIALS["secret_access_key"]
-        region = S3_CREDENTIALS["region"]
-        client = boto3.client(
-            "s3", endpoint_url=endpoint, region_name=region, aws_access_key_id=key, aws_secret_access_key=secret
-        )
-        client.create_bucket(Bucket=BUCKET)
-        pools = {
-            "pools.object.url": f"s3://{BUCKET}/blocks",
-            "pools.object.endpoint": endpoint,
-            "pools.object.region": region,
-            "pools.object.timeout_s": 3.0,
-        }
-        environment = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
-        setup = with_kvbm(llama, tmp_path / "a", pools | cluster.settings, environment=environment)
+def stored(request, engines, truth, llama, tmp_path) -> Iterator[Stored]:
+    """Its parameter: how long the store has to answer."""
+    with object_site(tmp_path, getattr(request, "param", 60.0)) as site:
+        cluster = site.cluster
+        setup = with_kvbm(llama, tmp_path / "a", site.settings, environment=site.environment)
         with engines.running(setup) as engine:
             asks = truth.prompts("objects", 3, 300)
             scenarios.ask(engine, truth, asks, [0] * 3)
             cluster.agree(engine)
             whole = [ask.reusable_tokens // OBJECT_TOKENS * OBJECT_TOKENS for ask in asks]
-            found = Stored(engine, truth, client, store, asks, whole)
+            found = Stored(engine, truth, site.client, site.store, asks, whole)
             found.forget_all_but_objects()
             cluster.agree(engine)
             scenarios.ask_after_garbage(engine, truth, asks, whole)
@@ -108,6 +92,7 @@ def test_objects_that_are_cut_or_gone_are_computed(stored):
     assert stored.engine.in_core("refusal") == ""
 
 
+@pytest.mark.parametrize("stored", [10.0], indirect=True, ids=["soon"])
 def test_a_store_that_dies_is_a_miss(stored):
     stored.store.close()
     stored.computed_again()

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -23,17 +24,25 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvbm._native import Arena, RowCopier
-from kvbm.engines.vllm.metadata import HostShare, Job, Plan, Ranks
+from kvbm.engines.vllm.metadata import HostShare, Job, Plan
+from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.regions import block_regions, layout_words
 from kvbm.engines.vllm.worker import Worker
 from kvbm.pools.host.pool import HostPool
 
-LONG_S = 30.0
+LONG_S = 120.0
 BLOCKS = 7
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
 WIDE = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
 WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=64)
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)
+EIGHT_BITS = FullAttentionSpec(
+    block_size=16, num_kv_heads=2, head_size=8, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR
+)
+SCALED = FullAttentionSpec(  # each token's scales lie behind its numbers
+    block_size=16, num_kv_heads=2, head_size=8, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD,
+    state_content_bytes=2 * (8 + 4),
+)  # fmt: skip
 
 
 def config_of(layout: KVCacheLayout, groups: list[list[KVCacheSpec]]) -> KVCacheConfig:
@@ -60,6 +69,10 @@ def config_of(layout: KVCacheLayout, groups: list[list[KVCacheSpec]]) -> KVCache
 
 CASES = {
     **{layout.name: (layout, [[FULL] * 3], 1) for layout in KVCacheLayout},
+    "eight bits": (KVCacheLayout.LBNHC, [[EIGHT_BITS] * 3], 1),
+    "eight bits and scales": (KVCacheLayout.LBNHC, [[SCALED] * 3], 1),
+    "eight bits and scales, packed": (KVCacheLayout.BLNHC, [[SCALED] * 3], 1),
+    "eight bits and scales, heads outside": (KVCacheLayout.BHLNC, [[SCALED] * 3], 1),
     "one layer": (KVCacheLayout.LBNHC, [[FULL]], 1),
     "one layer, heads outside": (KVCacheLayout.BHLNC, [[FULL]], 1),
     "kernel blocks": (KVCacheLayout.LBNHC, [[FULL] * 3], 4),
@@ -81,14 +94,14 @@ def test_a_block_of_vllms_own_tensors_comes_back_into_another(case: str) -> None
     tensors = allocate_kv_cache(config, torch.device("cpu"), layout, sizes)
     storage = next(iter(tensors.values())).untyped_storage()
     torch.empty(0, dtype=torch.uint8).set_(storage).random_(0, 256)
-    ranks = Ranks(1, 1, block_regions(config).part_bytes)
-    assert ranks.part_bytes == max(sum(spec.page_size_bytes for spec in group) for group in groups)
-    assert len({layout_words(config, group, ranks) for group in range(len(groups))}) >= len(
+    ranks = Ranks((Stage(block_regions(config).part_bytes),))
+    assert ranks.row_bytes == max(sum(spec.page_size_bytes for spec in group) for group in groups)
+    assert len({layout_words(config, group, 1) for group in range(len(groups))}) >= len(
         {tuple(group) for group in groups}
     )
     pool = HostPool(4, ranks.row_bytes, Arena, RowCopier(1), huge_pages="off")
-    share = HostShare(os.getpid(), pool.fd, pool.mapped_bytes, 4, ranks.row_bytes, ranks.part_bytes)
-    worker = Worker(0, ranks, config, threads=1)
+    share = HostShare(os.getpid(), pool.fd, pool.mapped_bytes, 4, ranks)
+    worker = Worker(0, config, threads=1)
     worker.register(tensors)
     assert worker.refused == ""
 
@@ -107,3 +120,12 @@ def test_a_block_of_vllms_own_tensors_comes_back_into_another(case: str) -> None
     assert [seen(1), seen(3)] == kept
     assert {block: seen(block) for block in others} == others
     worker.close()
+
+
+def test_bytes_that_are_read_otherwise_are_named_otherwise() -> None:
+    named = set()
+    for specs in ([FULL], [EIGHT_BITS], [SCALED], [LATENT], [WINDOW]):
+        for layout in (KVCacheLayout.LBNHC, KVCacheLayout.LHBNC, KVCacheLayout.BLNHC):
+            config = config_of(layout, [specs * 2])
+            named.add(str(layout_words(config, 0, 1)))
+    assert len(named) == 15

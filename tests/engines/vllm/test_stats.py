@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
@@ -75,17 +76,39 @@ def _exposed(metric: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(metric, labels)
 
 
-@pytest.fixture
-def metrics() -> Any:
-    made = KvbmPromMetrics(
+def _made(counter: Any = Counter, gauge: Any = Gauge, histogram: Any = Histogram) -> KvbmPromMetrics:
+    return KvbmPromMetrics(
         SimpleNamespace(kv_transfer_config=None),
-        {Counter: Counter, Gauge: Gauge, Histogram: Histogram},
+        {Counter: counter, Gauge: gauge, Histogram: histogram},
         ["model_name", "engine"],
         {0: ["m", "0"], 1: ["m", "1"]},
     )
-    yield made
-    for kind in [*made._counters, *made._gauges, *made._times, *made._by_tier]:
-        REGISTRY.unregister(REGISTRY._names_to_collectors[f"kvbm_vllm_{kind}"])
+
+
+@pytest.fixture
+def metrics() -> KvbmPromMetrics:
+    return _made()
+
+
+def test_the_next_engine_of_a_process_takes_the_metrics_over(metrics: KvbmPromMetrics) -> None:
+    labels = {"model_name": "m", "engine": "0"}
+    metrics.observe(_of_a_rank(0.002).to_dict())
+    assert _exposed("kvbm_vllm_loaded_blocks_total", **labels) == 4
+    later = _made()
+    assert _exposed("kvbm_vllm_loaded_blocks_total", **labels) == 0
+    later.observe(_of_a_rank(0.002).to_dict())
+    metrics.observe(
+        _of_a_rank(0.002).to_dict()
+    )  # the engine before, still running: nobody sees its numbers, and nothing breaks
+    assert _exposed("kvbm_vllm_loaded_blocks_total", **labels) == 4
+    assert _exposed("kvbm_vllm_load_seconds_count", **labels) == 1
+
+
+def test_metrics_of_another_kind_leave_those_of_prometheus_alone(metrics: KvbmPromMetrics) -> None:
+    elsewhere = MagicMock()
+    _made(elsewhere, elsewhere, elsewhere)
+    metrics.observe(_of_a_rank(0.002).to_dict())
+    assert _exposed("kvbm_vllm_loaded_blocks_total", model_name="m", engine="0") == 4
 
 
 def test_numbers_are_exposed_by_engine_and_tier(metrics: KvbmPromMetrics) -> None:

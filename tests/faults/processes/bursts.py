@@ -76,7 +76,7 @@ def run_burst(folder: Path, burst: Burst, slow: float = 1.0) -> BurstResult:
         begin_s = time.monotonic()
         before = worker.ask(op="status")["applied"]
         killer.start()
-        after = worker.ask(op="burst", blocks=burst.blocks, wait_s=600.0)["applied"]
+        after = worker.ask(op="burst", blocks=burst.blocks, wait_s=300.0)["applied"]
         burst_s = time.monotonic() - begin_s
         killer.join()
         begin_s = time.monotonic()

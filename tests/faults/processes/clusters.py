@@ -27,9 +27,10 @@ from tests.faults.processes.told import ToldWorker
 from tests.object_stores import Place
 
 K = blocks_of_object(BLOCK_BYTES, NAMESPACE.block_tokens)
-WAIT_S = 40.0
+WAIT_S = 120.0
 KEPT_TIERS = ("NVME", "OBJECT")  # what outlives a process
-_GC: dict[str, object] = {"ttl_s": 0, "young_s": 0, "grace_s": 4, "lease_s": 8}
+_STORE_S = 60.0  # of a call to the store; only a deletion waits for the grace, which is twice that
+_GC: dict[str, object] = {"ttl_s": 0, "young_s": 0, "lease_s": 60}
 Prompt = tuple[int, int]
 
 
@@ -103,8 +104,8 @@ class Cluster:
         """Start instances, all at once, and wait until they serve."""
         flags = {
             "instance.cluster": self.name, "instance.data_dir": self.folder, "pools.hbm.device": "memory", "pools.hbm.slots": 256,
-            "nats.url": self.nats.url, "nats.heartbeat_s": 0.2, "catalog.url": self.client.url, "onboard.locate_s": 2.0,
-            "onboard.wait_s": 10.0, **self._shared(), **{key.replace("__", "."): value for key, value in settings.items()},
+            "nats.url": self.nats.url, "nats.heartbeat_s": 0.2, "catalog.url": self.client.url, "onboard.locate_s": 60.0,
+            "onboard.wait_s": 60.0, **self._shared(_STORE_S), **{key.replace("__", "."): value for key, value in settings.items()},
         }  # fmt: skip
         started = [
             ToldWorker(
@@ -126,7 +127,7 @@ class Cluster:
             os.kill(self._nats.pid, signal.SIGKILL)
             self._nats.stop()
         for child in children:
-            child.process.wait(10)
+            child.process.wait(WAIT_S)
             child.stop()
         if self._client is not None:
             self._client.close()
@@ -198,11 +199,16 @@ class Cluster:
             book.close()
         return {bytes(block) for column in columns for block in split_hashes(column.hashes)}
 
-    def gc(self, **rules: object) -> Report:
-        """`kvbm catalog gc`, to its end."""
+    def gc(self, store_s: float = _STORE_S, **rules: object) -> Report:
+        """`kvbm catalog gc`, to its end.
+
+        Args:
+            store_s: of a call to the store; who deletes waits twice as long before it does.
+        """
+        given = {"grace_s": 2 * store_s, **_GC, **rules}
         flags = {
             "instance.cluster": self.name, "instance.data_dir": self.folder / "janitor", "nats.url": self.nats.url,
-            "catalog.database": self._database, **self._shared(), **{f"gc.{key}": value for key, value in (_GC | rules).items()},
+            "catalog.database": self._database, **self._shared(store_s), **{f"gc.{key}": value for key, value in given.items()},
         }  # fmt: skip
         command = [
             sys.executable,
@@ -220,10 +226,10 @@ class Cluster:
         assert done.stdout, done.stderr.decode()
         return msgspec.json.decode(done.stdout, type=Report)
 
-    def _shared(self) -> dict[str, object]:
+    def _shared(self, store_s: float) -> dict[str, object]:
         return {
             "pools.object.url": self.place.url, "pools.object.endpoint": self.place.endpoint, "pools.object.region": "us-east-1",
-            "pools.object.timeout_s": 2.0, "pools.object.look_s": 0.5,
+            "pools.object.timeout_s": store_s, "pools.object.look_s": 0.5,
         }  # fmt: skip
 
 
@@ -237,11 +243,11 @@ def objects_in(place: Place) -> dict[str, list[SequenceHash]]:
     """The objects of a place by name, and their blocks. Each must be whole, and be what its name says."""
     store = place.open()
     objects = BlockObjects(
-        store, BLOCK_BYTES, NATIVE.checksums, CODER, ObjectPoolOptions(blocks=K, threads=2, deadline_s=10.0)
+        store, BLOCK_BYTES, NATIVE.checksums, CODER, ObjectPoolOptions(blocks=K, threads=2, deadline_s=_STORE_S)
     )
     try:
         objects.admit([NAMESPACE])
-        names = [entry.name for entry in store.listed("", 10.0) if not entry.name.startswith(".kvbm/")]
+        names = [entry.name for entry in store.listed("", _STORE_S) if not entry.name.startswith(".kvbm/")]
         found: dict[str, list[SequenceHash]] = {}
         for name, described in zip(names, objects.describe(names), strict=True):
             assert described is not None, f"{name} is not what its name says"

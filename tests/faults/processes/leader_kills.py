@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import os
+import random
 import threading
 import time
 from contextlib import ExitStack
@@ -24,8 +24,8 @@ NAMESPACE = Namespace(model="kills", block_tokens=16)
 CLUSTER = "kills"
 LIVENESS_S = 2.0
 HONEST_S = 2 * LIVENESS_S  # what is older than this must be said to be old, or suspect
-AGREE_S = 60.0
-BACK_S = 60.0
+AGREE_S = 120.0
+BACK_S = 120.0
 _SLOTS = 2048
 _RUN_BLOCKS = 16
 _LOOK_S = 0.05
@@ -76,6 +76,7 @@ class _Instance:
         self.manager: Manager = open_manager(load_settings(flags=flags), [NAMESPACE], 16)
         self.name = name
         self.rate = 0.0
+        self._dice = random.Random(name)
         self.times: list[float] = []
         self.decided: list[int] = []
         self._ended = threading.Event()
@@ -85,14 +86,14 @@ class _Instance:
 
     def close(self) -> None:
         self._ended.set()
-        self._thread.join(30)
+        self._thread.join(BACK_S)
         self.manager.close()
 
     def pause(self) -> None:
         """Decide nothing more for now."""
         self._idle.clear()
         self.rate = 0.0
-        assert self._idle.wait(30)
+        assert self._idle.wait(BACK_S)
 
     def decided_at_s(self, offset: int) -> float:
         """When the event at an offset had been decided, at the latest; in the future when it is not yet."""
@@ -111,7 +112,7 @@ class _Instance:
             while next_s <= now_s:
                 slots = self.manager.allocate(_RUN_BLOCKS)
                 assert slots is not None
-                hashes = os.urandom(_RUN_BLOCKS * HASH_BYTES)
+                hashes = self._dice.randbytes(_RUN_BLOCKS * HASH_BYTES)
                 self.manager.unpin(self.manager.create(NAMESPACE.id, NO_PARENT, 0, hashes, slots))
                 next_s += 1 / rate
             self.times.append(time.monotonic())
@@ -137,7 +138,7 @@ class LeaderKills:
             self.instances = [_Instance(folder, f"i{number}", self.nats.url) for number in range(instances)]
             for instance in self.instances:
                 self._opened.callback(instance.close)
-            self.client.wait_ready(60)
+            self.client.wait_ready(BACK_S)
             eventually(self.nats.is_whole, "the cluster is not whole")
         except BaseException:
             self.close()

@@ -1,6 +1,6 @@
-"""A process that leaves with its manager open, in the way it is told: `python -m tests.faults.processes.leaver FOLDER WAY [NATS]`.
+"""A process that leaves with its manager open, in the way it is told: `python -m tests.faults.processes.leaver FOLDER WAYS [NATS]`.
 
-It serves prompts from threads that know of no end, so that copies, offloads and the publisher are under way when it leaves.
+WAYS: one, or several with "+" between them, each with a manager of its own; all but the last are such as the process survives. It serves prompts from threads that know of no end, so that copies, offloads and the publisher are under way when it leaves.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ from kvbm.assembly import NATIVE
 from kvbm.core.errors import LedgerError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT
 from kvbm.pools.nvme.pool import NvmePool
+from kvbm.streams import at_exit
+from tests.eventually import eventually
 from tests.managers import hashes_of
 
 SHAPE = KvShape(2, 16, 2, 64)
 SPACE = Namespace(model="leaver", revision="1", block_tokens=16, layout=SHAPE.describe())
 DEPTH = 8
-BUSY_S = 0.4
+PATIENT_S = 60.0  # given to what must come to its end; a stream that is away is given what the product gives it
+BUSY_BLOCKS = 100  # created, copied to the disk and read from it before it leaves
+PROMPTS = 60  # of one life; with their blocks the disk is nearly full
 
 
 def serve(manager: Manager, prompt: int) -> None:
     """One prompt, as an engine serves it."""
     hashes = hashes_of(prompt, DEPTH)
-    prefix = manager.acquire(SPACE.id, hashes, 0.2)
+    prefix = manager.acquire(SPACE.id, hashes, 0.2)  # what has not come by then is computed
     slots = list(prefix.slots)
     fresh = manager.allocate(DEPTH - prefix.depth, SPACE.id)
     if fresh:
@@ -45,11 +49,11 @@ def serve(manager: Manager, prompt: int) -> None:
 
 
 def keep_busy(manager: Manager, first: int) -> None:
-    """Serve prompts for ever; what a closed manager says ends it."""
+    """Serve prompts of this life for ever; what a closed manager says ends it."""
     rng = np.random.default_rng(first)
     with suppress(KvbmError):
         while True:
-            serve(manager, int(rng.integers(0, 60)))
+            serve(manager, manager.epoch * PROMPTS + int(rng.integers(0, PROMPTS)))
 
 
 def hash_for_ever() -> None:
@@ -77,6 +81,7 @@ def leave(way: str, manager: Manager) -> None:
         "fork": lambda: _fork(lambda: sys.exit(9), 9), "fork_os_exit": lambda: _fork(lambda: os._exit(9), 9),
         "fork_fall_off": lambda: _fork(lambda: None, 9), "multiprocessing_fork": lambda: _multiprocessing("fork"),
         "multiprocessing_spawn": lambda: _multiprocessing("spawn"), "fork_close": lambda: _fork(manager.close, 9),
+        "fork_while_locked": lambda: _fork_while_locked(manager),
     }  # fmt: skip
     match way:
         case "fall_off":
@@ -93,11 +98,11 @@ def leave(way: str, manager: Manager) -> None:
             raise ValueError("nobody catches this")
         case "SIGTERM" | "SIGINT" | "SIGHUP":
             os.kill(os.getpid(), signal.Signals[way])
-            time.sleep(30)
+            time.sleep(600)  # it ends by the signal
         case "sigterm_exits":
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(30)
+            time.sleep(600)  # it ends by the signal
         case "os_exit":
             os._exit(6)
         case "thread":
@@ -138,7 +143,29 @@ def outlived_by_child(manager: Manager) -> None:
             manager.allocate(1)
         except LedgerError as error:
             print(f"child {os.getpid()} {error}", flush=True)
-    time.sleep(60)
+    time.sleep(600)  # until it is killed
+
+
+def _fork_while_locked(manager: Manager) -> None:
+    """Fork when another thread has the manager's lock, and others wait for it."""
+    lock = manager._stream.lock
+    has_it, may_end = threading.Event(), threading.Event()
+
+    def have() -> None:
+        with lock:
+            has_it.set()
+            may_end.wait(PATIENT_S)
+
+    holder = threading.Thread(target=have)
+    holder.start()
+    assert has_it.wait(PATIENT_S)
+    time.sleep(0.1)  # every busy thread comes to wait for it
+    assert lock.locked() and not lock.acquire(blocking=False), "nobody has the lock"
+    try:
+        _fork(manager.close, 9)
+    finally:
+        may_end.set()
+        holder.join()
 
 
 def _fork(child: Callable[[], object], wanted: int) -> None:
@@ -153,18 +180,27 @@ def _fork(child: Callable[[], object], wanted: int) -> None:
 def _multiprocessing(method: str) -> None:
     process = multiprocessing.get_context(method).Process(target=sys.exit, args=(9,))
     process.start()
-    process.join(60)
+    process.join(2 * PATIENT_S)
     assert process.exitcode == 9, f"the child ended with {process.exitcode}"
 
 
-def main(folder: str, way: str, nats: str = "none") -> None:
+def is_busy(manager: Manager) -> bool:
+    """Whether blocks are created, and copied to the disk and from it."""
+    stats = manager.stats()
+    return min(stats.created_blocks, stats.offloaded_blocks[Tier.NVME], stats.hit_blocks[Tier.NVME]) >= BUSY_BLOCKS
+
+
+def main(folder: str, ways: str, nats: str = "none") -> None:
     """See the module."""
-    manager = open_one(Path(folder), nats)
-    for number in range(3):
-        threading.Thread(target=keep_busy, args=(manager, number), daemon=True).start()
-    time.sleep(BUSY_S)
-    print(f"busy {os.getpid()}", flush=True)
-    leave(way, manager)
+    if nats in ("none", "embedded"):
+        at_exit.LEAVE_S, at_exit.STEP_S = 2 * PATIENT_S, PATIENT_S
+    for way in ways.split("+"):
+        manager = open_one(Path(folder), nats)
+        for number in range(3):
+            threading.Thread(target=keep_busy, args=(manager, number), daemon=True).start()
+        eventually(lambda opened=manager: is_busy(opened), "nothing is copied", state=manager.stats)  # type: ignore[misc]
+        print(f"busy {os.getpid()} {way}", flush=True)
+        leave(way, manager)
 
 
 if __name__ == "__main__":

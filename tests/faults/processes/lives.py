@@ -36,7 +36,7 @@ from tests.faults.processes.noise import Noise
 from tests.held import slots_of
 
 NAMESPACE = Namespace(model="lives", revision="r1", block_tokens=16)
-WAIT_S = 30.0
+WAIT_S = 90.0  # only who hangs takes it
 _VERIFY_BLOCKS = 64  # read back at a time
 _AHEAD_S = 1.0
 
@@ -310,6 +310,13 @@ class Begun:
                 return False
         return True
 
+    def wait_at_least(self, field: str, least: int) -> None:
+        """Read until it has said so many of something. Raises AssertionError: it has ended, or not within the time."""
+        until_s = time.monotonic() + WAIT_S
+        while (self.said(field) or 0) < least:
+            assert self.read(1.0), f"it has ended at {self.said(field)} {field}"
+            assert time.monotonic() < until_s, f"{self.said(field)} {field}, not {least}"
+
     def said(self, field: str) -> Any:
         """The last it said of something; None where it has not."""
         return next((line[field] for line in reversed(self.lines) if field in line), None)
@@ -359,7 +366,7 @@ class Killed(NamedTuple):
 def kill_again_and_again(
     folder: Path, seed: int, points: int, load: Load = SMALL, say: Callable[[int], None] = lambda point: None
 ) -> Killed:
-    """Kill an instance at seeded instants, each time on the same files.
+    """Kill an instance at seeded instants, each time on the same files. The first kill comes once its pool is full.
 
     Args:
         say: told of each kill.
@@ -370,7 +377,9 @@ def kill_again_and_again(
     for point in range(points):
         life = Begun(folder, load, seed * 1000 + point)
         try:
-            if rng.random() < 0.25:
+            if not point:
+                life.wait_at_least("written", load.slots[2])
+            elif rng.random() < 0.25:
                 life.wait(time.monotonic() + rng.uniform(0.002, 0.06))
             else:
                 life.wait(time.monotonic() + WAIT_S, "recovered")

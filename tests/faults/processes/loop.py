@@ -18,16 +18,18 @@ import msgspec
 from kvbm.replay.findings import MISSING
 from kvbm.replay.scan import CORRUPT, NEWER
 from kvbm.replay.source import TRUNCATED
+from kvbm.streams.base import events_subject
 from kvbm.workload.processes import ProcessError
+from tests.eventually import eventually
 from tests.faults.processes import disk as disks
 from tests.faults.processes.checker import ANOMALIES, Checker, run_replay
 from tests.faults.processes.injector import inject
 from tests.faults.processes.parties import CLUSTER, CatalogParty, NatsParty, Party, PostgresParty, WorkerParty
 from tests.faults.processes.proxy import FREE, Proxy, ProxyHub, Rules
 
-HEARTBEAT_S = 0.3
-LIVENESS_S = 1.2
-WHOLE_S = 30.0
+HEARTBEAT_S = 0.5
+LIVENESS_S = 3.0
+WHOLE_S = 90.0  # only a divergence takes it
 TAIL_BYTES = 4096
 ARCHIVES_EVERY = 5  # faults between two folds of the archives
 
@@ -419,7 +421,7 @@ class CrashLoop:
         speed = self._dice.choice((3_000, 10_000, 30_000))
         catalog.to_nats.set(down=Rules(bytes_per_s=speed))
         try:
-            worker.ask(op="burst", blocks=self._dice.randrange(1000, 6000), wait_s=60.0)
+            worker.ask(op="burst", blocks=self._dice.randrange(1000, 6000), wait_s=180.0)
             self._hold(0.5, 3.0)
         finally:
             catalog.to_nats.heal()
@@ -429,7 +431,7 @@ class CrashLoop:
         worker = self._worker()
         worker.to_nats.set(up=Rules(bytes_per_s=4_000, delay_s=0.02), down=Rules(delay_s=0.1))
         try:
-            worker.ask(op="burst", blocks=self._dice.randrange(500, 3000), wait_s=60.0)
+            worker.ask(op="burst", blocks=self._dice.randrange(500, 3000), wait_s=180.0)
             self._hold(0.5, 3.0)
         finally:
             worker.to_nats.heal()
@@ -446,9 +448,12 @@ class CrashLoop:
         worker.disk.fill(worker.pid())
         try:
             if has_burst:  # more than the ledger keeps waiting: the epoch ends
-                worker.ask(op="burst", blocks=self._dice.randrange(10_000, 40_000), wait_s=60.0)
+                worker.ask(op="burst", blocks=self._dice.randrange(10_000, 40_000), wait_s=180.0)
             hold_s = self._hold(2.0, 6.0)
-            served = worker.ask(op="status")["served"] - before
+            served = eventually(
+                lambda: worker.ask(op="status")["served"] - before,
+                f"{worker.name} serves nothing while its disk is full",
+            )
             restarted = self._dice.random() < 0.2
             if restarted:
                 worker.kill()
@@ -458,7 +463,6 @@ class CrashLoop:
         if restarted:
             worker.disk.free(0)
             worker.start()
-        assert served, f"{worker.name} served nothing while its disk was full"
         return f"disk of {worker.name} full for {hold_s:.1f} s, {served} prompts served meanwhile, burst: {has_burst}, killed: {restarted}"
 
     def full_journal(self) -> str:
@@ -466,7 +470,7 @@ class CrashLoop:
         worker = self._worker()
         worker.to_nats.cut()
         try:
-            worker.ask(op="burst", blocks=self._dice.randrange(60_000, 100_000), wait_s=120.0)
+            worker.ask(op="burst", blocks=self._dice.randrange(60_000, 100_000), wait_s=300.0)
             self._hold(0.0, 1.0)
         finally:
             worker.to_nats.heal()
@@ -596,7 +600,7 @@ class CrashLoop:
 
     def _inject(self, kind: str) -> str:
         """Send them, and often make somebody look at them who has not seen them pass."""
-        subjects = [f"kvbm.v1.events.{CLUSTER}.{worker.instance}" for worker in self._system.workers]
+        subjects = [events_subject(CLUSTER, worker.instance) for worker in self._system.workers]
         worker = self._worker()
         is_quiet = self._dice.random() < 0.5  # then they stay the last of their subjects
         if is_quiet:

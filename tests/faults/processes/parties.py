@@ -21,15 +21,17 @@ from typing import Any
 
 import msgspec
 
+from kvbm.bench.postgres import readable_by_all
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import Child, ProcessError, free_port
 from tests import servers
 from tests.faults.processes.disk import Disk
 from tests.faults.processes.proxy import Proxy, ProxyHub
-from tests.faults.processes.told import ROOT, ToldWorker
+from tests.faults.processes.told import ANSWER_S, ROOT, ToldWorker
 
 CLUSTER = "crash"
-START_WAIT_S = 40.0
+START_WAIT_S = 120.0
+END_WAIT_S = 60.0  # after a kill; and of a clean end, before it becomes a harder one
 DISK_BYTES = 96 << 20
 
 
@@ -87,7 +89,7 @@ class NatsParty(Party):
         deadline_s = time.monotonic() + START_WAIT_S
         while True:
             try:
-                self._server = EmbeddedServer.start(self.folder, port=self.port, timeout_s=15.0)
+                self._server = EmbeddedServer.start(self.folder, port=self.port, timeout_s=START_WAIT_S)
                 break
             except Exception:
                 if time.monotonic() > deadline_s:
@@ -106,8 +108,8 @@ class NatsParty(Party):
         self.expected = False
         if self._server is not None:
             self._server._process.kill()
-            self._server._process.wait(10)
-            self._server._keeper.join(10)
+            self._server._process.wait(END_WAIT_S)
+            self._server._keeper.join(END_WAIT_S)
 
     def close(self) -> None:
         """End it, keep its log."""
@@ -149,7 +151,7 @@ class PostgresParty(Party):
             for folder in (self._folder, *self._folder.parents[:2]):
                 if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o001:
                     folder.chmod(folder.stat().st_mode | 0o011)
-            self._binaries = servers._readable_by_all(self._binaries, self._folder)
+            self._binaries = readable_by_all(self._binaries, self._folder)
             os.chown(data, options["user"], options["group"])
         self._options = options | {"cwd": self._folder, "env": servers._postgres_environment(self._binaries)}
         command = [str(self._binaries / "initdb"), "-D", str(data), "-U", "postgres", "--auth=trust", "--encoding=utf8"]
@@ -210,7 +212,7 @@ class PostgresParty(Party):
         if self._process is not None:
             for process_id in self._family():
                 _signal(process_id, signal.SIGKILL)
-            self._process.wait(10)
+            self._process.wait(END_WAIT_S)
 
     def close(self) -> None:
         """End it."""
@@ -223,7 +225,7 @@ class PostgresParty(Party):
     async def _rows(self, queries: tuple[str, ...]) -> list[list[dict[str, Any]]]:
         import asyncpg
 
-        connection = await asyncpg.connect(f"postgresql://postgres@127.0.0.1:{self.port}/postgres", timeout=10)
+        connection = await asyncpg.connect(f"postgresql://postgres@127.0.0.1:{self.port}/postgres", timeout=END_WAIT_S)
         try:
             async with connection.transaction(isolation="repeatable_read", readonly=True):
                 return [[dict(row) for row in await connection.fetch(query)] for query in queries]
@@ -292,7 +294,7 @@ class CatalogParty(Party):
         """A clean end."""
         self.expected = False
         if self._child is not None:
-            self._child.stop(20.0)
+            self._child.stop(END_WAIT_S)
 
     def close(self) -> None:
         """End it."""
@@ -313,7 +315,7 @@ class CatalogParty(Party):
         if data is not None:
             request.add_header("content-type", "application/json")
         try:
-            with urllib.request.urlopen(request, timeout=3.0) as answer:
+            with urllib.request.urlopen(request, timeout=10.0) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             error.close()
@@ -384,8 +386,8 @@ class WorkerParty(Party):
             return
         self.send(op="stop")
         try:
-            self._child.expect(20.0, "stop")
-            self._child.process.wait(10)
+            self._child.expect(END_WAIT_S, "stop")
+            self._child.process.wait(END_WAIT_S)
         except (ProcessError, subprocess.TimeoutExpired):
             pass
         self._child.stop(5.0)
@@ -403,7 +405,7 @@ class WorkerParty(Party):
         assert self._child is not None
         self._child.send(**command)
 
-    def ask(self, wait_s: float = 30.0, **command: object) -> dict[str, Any]:
+    def ask(self, wait_s: float = ANSWER_S, **command: object) -> dict[str, Any]:
         """Send a command and wait for its answer. Raises ProcessError."""
         assert self._child is not None
         return self._child.ask(wait_s, **command)

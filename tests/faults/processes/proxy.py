@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 READ_BYTES = 16 << 10
-CALL_WAIT_S = 10.0
+CALL_WAIT_S = 60.0
 R = TypeVar("R")
 
 
@@ -97,12 +97,12 @@ class Proxy:
 
     Attributes:
         port: where clients connect.
-        passed_bytes: in both directions since the start.
+        passed_bytes, swallowed_bytes: in both directions since the start.
     """
 
     def __init__(self, hub: ProxyHub, host: str, target_port: int) -> None:
         self.port = 0
-        self.passed_bytes = 0
+        self.passed_bytes = self.swallowed_bytes = 0
         self._hub, self._host, self._target_port = hub, host, target_port
         self._numbers = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
@@ -226,6 +226,7 @@ class Proxy:
             rules = connection.rules[way]
             if rules.swallow:
                 connection.swallowed = True
+                self.swallowed_bytes += len(data)
                 continue
             wait_s = rules.delay_s + (len(data) / rules.bytes_per_s if rules.bytes_per_s else 0.0)
             if wait_s:

@@ -64,10 +64,11 @@ class Worker:
         self._clock_offset_ns = 0
         self._served = self._wrong = self._short = 0
         self._burst_left = 0
-        self._burst_names = itertools.count(random.SystemRandom().getrandbits(60) << 32)
         self.manager: Manager = open_manager(
             load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES, engine="crash-loop", wall_clock_ns=self._wall_ns
         )
+        one_life = random.Random(f"{seed} {self.manager.instance} {self.manager.epoch}")  # no two lives create the same
+        self._burst_names = itertools.count(one_life.getrandbits(60) << 32)
         hbm = self.manager.pools.slots[Tier.HBM]
         assert isinstance(hbm, MemoryPool)
         self._rows = hbm.rows
@@ -99,7 +100,7 @@ class Worker:
         match command["op"]:
             case "pause":
                 self._paused = True
-                say(event="done", op="pause", settled=self.manager.settle(10.0))
+                say(event="done", op="pause", settled=self.manager.settle(60.0))
             case "resume":
                 self._paused = False
                 say(event="done", op="resume")

@@ -15,7 +15,7 @@ from kvbm._native import checksums as checksum_rows
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId
 from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
-from kvbm.pools.nvme.slot_header import HEADER_BYTES, SLOT_MAGIC, empty_headers, encode_headers, verify
+from kvbm.pools.nvme.slot_header import HEADER_BYTES, SLOT_MAGIC, empty_headers, encode_headers, read_headers, verify
 
 
 class PlainBlockIo:
@@ -60,9 +60,10 @@ class PlainBlockIo:
         hashes: bytes,
         epoch: int,
         checksums: np.ndarray,
+        generation: int = 0,
     ) -> np.ndarray:
         proof = Proof(NamespaceId(namespace), Epoch(epoch), hashes, checksums)
-        headers = encode_headers(SLOT_MAGIC, proof, self._block_bytes, checksum_rows)
+        headers = encode_headers(SLOT_MAGIC, proof, self._block_bytes, checksum_rows, generation)
         errors = np.zeros(len(slots), dtype=np.int32)
         for index, (slot, row) in enumerate(zip(slots.tolist(), at.tolist(), strict=True)):
             page = headers[index].tobytes().ljust(PAGE_BYTES, b"\0")
@@ -75,6 +76,21 @@ class PlainBlockIo:
             except OSError as error:
                 errors[index] = error.errno or errno.EIO
         return errors
+
+    def scan(
+        self, slots: np.ndarray, depth: int
+    ) -> tuple[np.ndarray, bytes, bytes, np.ndarray, np.ndarray, np.ndarray]:
+        headers, outcomes = empty_headers(len(slots)), np.zeros(len(slots), dtype=np.uint8)
+        for index, slot in enumerate(slots.tolist()):
+            page = bytearray(PAGE_BYTES)
+            try:
+                self._os.preadv(self._place(slot)[0], [page], self._place(slot)[1])
+            except OSError:
+                outcomes[index] = 2
+                continue
+            headers[index] = np.frombuffer(page, dtype=np.uint8, count=HEADER_BYTES)
+        found = read_headers(SLOT_MAGIC, headers, self._block_bytes, checksum_rows)
+        return (np.where(outcomes == 2, outcomes, found.whole), *found[1:])
 
     def close(self, timeout_s: float) -> bool:
         self._is_closed = True

@@ -129,6 +129,8 @@ class Checker:
         if written.fold.digest != folded.frame.digest:
             raise Violation(f"{process} wrote another digest than its events make, before {frame.next_offset}")
         written.folded = frame.next_offset
+        if self.cluster.peers is not None:
+            self.cluster.peers.wrote(process, frame)
         if Tier.NVME in written.fold.pools:
             self._check_claims(process, written)
 
@@ -278,6 +280,8 @@ class Checker:
             if not node.is_running:
                 return f"{node.instance} on {node.machine.name} does not run"
             live[node.instance] = node
+            if self.cluster.peers is not None and (why := self.cluster.peers.unsettled(node)):
+                return f"{node.instance}: {why}"
         for catalog in self.cluster.catalogs:
             if why := self._unsettled_catalog(catalog, live):
                 return f"{catalog.machine.name}: {why}"
@@ -460,6 +464,7 @@ class Checker:
         for instance in sequencer.instances():
             if cold.position(instance) != sequencer.position(instance):
                 return f"read anew, {instance} is at {tuple(cold.position(instance))}, not {tuple(sequencer.position(instance))}"
+        cold.pass_holes()  # of one that is gone, whose heartbeats had told this one that what is missing will not come
         claims, again = (
             {pool: count for pool, count in one.claim_counts().items() if count} for one in (index, cold_index)
         )

@@ -6,10 +6,12 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import greenlet
+import msgspec
 import numpy as np
 
 import kvbm.catalog.service as service_module
@@ -18,6 +20,7 @@ from kvbm.catalog.absences import FORGET_S
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.config import (
+    CatalogSettings,
     HbmSettings,
     HostSettings,
     InstanceSettings,
@@ -33,17 +36,22 @@ from kvbm.core.errors import KvbmError, LedgerError
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.core.ledger import Ledger
+from kvbm.locate.base import Found
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import ObjectStats, Proof, ReadResult
 from kvbm.pools.stores.memory import MemoryStore
 from tests.faults.simulator.disk import Disk
 from tests.faults.simulator.kernel import Clock, Process, Thread, Violation, Waiter, World
+from tests.faults.simulator.peers import PeerNetwork
 from tests.faults.simulator.server import Network, Server, SimStream
 from tests.faults.simulator.store import SimStore, StoreClass
 from tests.object_pools import memory_objects
 
 READABLE = assembly.Core(assembly.NATIVE, Ledger, Residencies)  # the twins under test are the ledger and the fold
 BLOCK_BYTES = 64
+FORGOTTEN_SHARE = (
+    0.3  # of prompts, where there are peers: the instance drops their blocks first, so that others are read from
+)
 CLUSTER = "sim"
 NAMESPACES = (
     Namespace(model="sim", revision="r1", block_tokens=16),
@@ -202,7 +210,7 @@ class Node:
                 Waiter(self.world).wait(0.5)
         manager.declare(NAMESPACES[1:])
         self._slow_down(manager, process)
-        manager._loads.locator = SimLocator(self.cluster)
+        manager._loads.locator = SimLocator(self.cluster, self.instance)
         self.manager = manager
         self.cluster.checker.opened(self, process, manager)
         for number in range(self.cluster.engines):
@@ -273,7 +281,7 @@ class Node:
         namespace, hashes = self.cluster.chains.prompt(rng)
         dice = rng.random()
         if dice < 0.80:
-            self._serve(manager, rng, namespace, hashes)
+            self.serve(manager, rng, namespace, hashes)
         elif dice < 0.86:
             manager.evict(rng.choice(list(manager.pools.slots)), hashes)
         elif dice < 0.88:
@@ -291,8 +299,12 @@ class Node:
                 Waiter(self.world).wait(rng.expovariate(50))
                 manager.release(slots)
 
-    def _serve(self, manager: Manager, rng: random.Random, namespace: NamespaceId, hashes: bytes) -> None:
+    def serve(self, manager: Manager, rng: random.Random, namespace: NamespaceId, hashes: bytes) -> None:
+        """One prompt: what is there of it is acquired, the rest computed."""
         depth = len(hashes) // HASH_BYTES
+        if self.cluster.peers is not None and rng.random() < FORGOTTEN_SHARE:
+            for tier in manager.pools.slots:
+                manager.evict(tier, hashes)
         prefix = manager.acquire(namespace, hashes)
         self._check_bytes(manager, hashes, prefix.slots)
         slots = list(prefix.slots)
@@ -393,16 +405,29 @@ class CatalogNode:
 class SimLocator:
     """Asks the catalog's index, as it stands: what it says may be old."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, asker: InstanceId) -> None:
+        self._cluster, self._asker = cluster, asker
 
-    def claimed_depth(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> int:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
         service = self._cluster.catalog.service
         nap(self._cluster.world, 0.002)
         if service is None or self._cluster.catalog.process is None or self._cluster.catalog.process.frozen:
-            return 0
+            return Found()
         found = service.index.prefixes(namespace, hashes)
-        return max((entry.depth for entry in found.pools if entry.pool == pool), default=0)
+        claimed = max((entry.depth for entry in found.pools if entry.pool == pool), default=0)
+        peers, wanted = self._cluster.peers, hashes[first * HASH_BYTES :]
+        if peers is None or not wanted:
+            return Found(claimed)
+        ask = partial(service.queries.find, namespace, wanted, asker=self._asker)
+        return Found(claimed, peers.lenders(ask, self._asker, namespace, wanted))
+
+    def claimed(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> bytes:
+        service = self._cluster.catalog.service
+        nap(self._cluster.world, 0.002)
+        if service is None or self._cluster.catalog.process is None or self._cluster.catalog.process.frozen:
+            return b""
+        found = service.index.presence(namespace, hashes, 1)
+        return next((row.held for row in found.rows if row.holder.is_pool and row.holder.name == pool), b"")
 
     def close(self) -> None:
         return
@@ -411,7 +436,14 @@ class SimLocator:
 class Cluster:
     """Everything there is."""
 
-    def __init__(self, world: World, folder: Path, checker: Any, told: Callable[[str, dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        checker: Any,
+        told: Callable[[str, dict[str, Any]], None],
+        has_peers: bool = False,
+    ) -> None:
         self._real_store: Any = None
         rng = world.rng
         self.world, self.folder, self.checker, self.told = world, folder, checker, told
@@ -419,6 +451,8 @@ class Cluster:
         self.server = Server(
             world, self.network, rng.choice((-1, -1, 1 << 20, 1 << 17)), rng.choice((0.0, 0.0, 0.0, 12.0, 30.0))
         )
+        self.peers = PeerNetwork(world, self.network.cut, rows_of, told) if has_peers else None
+        world.peers = self.peers  # type: ignore[attr-defined]
         self.store = SimStore(world)
         self.objects = SlowObjects(world)
         self.chains = Chains(rng, rng.randint(6, 14), rng.randint(6, 16))
@@ -474,7 +508,17 @@ class Cluster:
             nats=NatsSettings(url="nats://sim:4222", window_bytes=rng.choice(windows)),
             snapshots=SnapshotsSettings(least_s=rng.choice((1.0, 4.0))),
         )  # fmt: skip
-        return settings, core
+        return settings if self.peers is None else self._with_peers(settings), core
+
+    def _with_peers(self, settings: Settings) -> Settings:
+        """An instance that has room to lend from and says soon that it does; now and then it has another secret than the others."""
+        rng, replace = self.world.rng, msgspec.structs.replace
+        host = HostSettings(slots=rng.choice((0, 6, 6, 10, 16)))
+        secrets = {"other": "wrong" if rng.random() < 0.1 else "right"}
+        return replace(
+            settings, pools=replace(settings.pools, host=host), catalog=CatalogSettings(tenant_secrets=secrets),
+            onboard=replace(settings.onboard, wait_s=rng.choice((0.05, 0.5, 1.0))), nats=replace(settings.nats, heartbeat_s=0.1),
+        )  # fmt: skip
 
     def catalog_settings(self, machine: Machine) -> ServiceSettings:
         return ServiceSettings(
@@ -517,7 +561,5 @@ class Cluster:
 
 def settings_at(settings: Settings, machine: Machine) -> Settings:
     """The same settings with another folder."""
-    import msgspec
-
     place = msgspec.structs.replace(settings.instance, data_dir=str(machine.disk.folder))
     return msgspec.structs.replace(settings, instance=place)

@@ -12,6 +12,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from tests.faults.simulator.faults import KINDS, Fault, Happened
+from tests.faults.simulator.peer_faults import PEER_KINDS
 
 AFTERMATH_S = 0.5  # so long is what a fault has left being mended, at least
 LONGEST_PARTY = 3
@@ -22,7 +23,14 @@ _LOSES = (
     "recreate_stream",
     "restore_database",
 )  # who remembers an epoch, or a place, may forget it
-_WEIGHTS = {"kill": 3, "kill_in_write": 2, "kill_catalog": 2, "spoil_index": 2, "zombie": 2}
+_WEIGHTS = {
+    "kill": 3,
+    "kill_in_write": 2,
+    "kill_catalog": 2,
+    "spoil_index": 2,
+    "zombie": 2,
+    **dict.fromkeys(PEER_KINDS, 3),
+}
 _GENERIC_WEIGHTS = _WEIGHTS | dict.fromkeys((*_MOVES, *_LOSES), 3)
 
 
@@ -32,10 +40,12 @@ class Draw(NamedTuple):
     Attributes:
         mix: kinds to draw single faults from; () for any.
         together: kinds that meet, one of each, again and again; () for any two or three, and single ones between.
+        begin_s: no single fault of `mix` begins earlier.
     """
 
     mix: tuple[str, ...] = ()
     together: tuple[str, ...] = ()
+    begin_s: float = 1.0
 
 
 def pairs() -> list[tuple[str, ...]]:
@@ -51,7 +61,7 @@ def triples() -> list[tuple[str, ...]]:
 def draw(rng: random.Random, end_s: float, how: Draw) -> list[Fault]:
     """A schedule until a time, in its order."""
     if how.mix:
-        faults = _single(rng, 1.0, end_s, how.mix)
+        faults = _single(rng, how.begin_s, end_s, how.mix)
     elif how.together:
         faults = []
         for _ in range(rng.randint(2, 4)):

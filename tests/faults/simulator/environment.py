@@ -21,8 +21,10 @@ from typing import Any
 
 import structlog
 
+import kvbm.assembly.lending
 import kvbm.assembly.manager
 import kvbm.assembly.pools
+import kvbm.catalog.plain_frames
 import kvbm.catalog.service
 import kvbm.core.codec
 import kvbm.core.recorder
@@ -32,7 +34,10 @@ import kvbm.pools.nvme.stripes
 import kvbm.streams.journal.journal
 import kvbm.streams.publisher_thread
 from kvbm import assembly
+from kvbm.catalog.index import ClusterIndex, PlainApplied
+from kvbm.catalog.plain_frames import PlainRun
 from kvbm.core.ids import InstanceId
+from kvbm.streams.base import Position
 from kvbm.streams.nats.stream import NatsStream
 from tests.faults.simulator.blocks import PlainBlockIo
 from tests.faults.simulator.disk import Os, open_file
@@ -46,6 +51,7 @@ from tests.faults.simulator.kernel import (
     run_coroutine,
     wait_futures,
 )
+from tests.faults.simulator.peers import open_lending, open_peers
 from tests.faults.simulator.server import SimStream
 
 _JOURNAL_MODULES = ("disk", "journal", "reader", "repair", "segments", "writer")
@@ -56,6 +62,10 @@ _DISK_MODULES = (
     *(f"kvbm.streams.journal.{name}" for name in _JOURNAL_MODULES),
     *(f"kvbm.pools.nvme.{name}" for name in _NVME_MODULES),
 )
+
+
+# By id of an index: where instances stand in it, while a run that was applied is not known yet.
+APPLIED_AHEAD: dict[int, dict[InstanceId, Position]] = {}
 
 
 async def _connect(url: str = "", timeout_s: float = 5.0, *args: Any, **kwargs: Any) -> SimStream:
@@ -87,6 +97,33 @@ class _Erasures:
 
 def _open_blocks(fds: Sequence[int], slots: int, block_bytes: int, *how: object) -> PlainBlockIo:
     return PlainBlockIo(Os(), fds, slots, block_bytes)
+
+
+class _InThread:
+    """Stands for `InThread`: a run is applied some time after it was handed over, and known some time after that."""
+
+    def __init__(self, index: ClusterIndex, thread: object) -> None:
+        self._index = index
+
+    async def apply(self, run: PlainRun, take: Callable[[PlainApplied], None]) -> None:
+        chance = INSTALLED.world.chance  # type: ignore[attr-defined]
+        applied: list[PlainApplied] = []
+        try:
+            if chance.random() < 0.5:
+                await asyncio.sleep(chance.uniform(0.0, 0.02))
+            applied.append(self._index.apply_plain(run.messages, run.places))
+            APPLIED_AHEAD[id(self._index)] = {
+                place.instance: Position(place.epoch, reached.offset)
+                for place, reached in zip(run.places, applied[0].places, strict=True)
+            }
+            if chance.random() < 0.5:
+                await asyncio.sleep(chance.uniform(0.0, 0.02))
+        finally:
+            APPLIED_AHEAD.pop(id(self._index), None)
+            take(applied[0] if applied else self._index.apply_plain(run.messages, run.places))
+
+    def close(self) -> None:
+        return
 
 
 def _urandom(size: int) -> bytes:
@@ -177,6 +214,11 @@ def installed(*, logs: bool = False) -> Iterator[None]:
         put(sys.modules[name], "open", open_file)
     put(kvbm.assembly.pools, "OPEN_BLOCK_IO", _open_blocks)
     put(kvbm.assembly.manager, "ErasureLog", _Erasures)
+    put(kvbm.assembly.lending, "NEW_LEDGER_LOCK", Threading().Lock)
+    put(kvbm.assembly.lending, "open_peers", open_peers)
+    put(kvbm.assembly.lending, "open_lending", open_lending)
+    put(kvbm.assembly.lending, "_LOOK_S", 0.1)  # runs are short: a fence is seen within them
+    put(kvbm.catalog.plain_frames, "InThread", _InThread)
     put(asyncio, "run", run_coroutine)
     put(asyncio, "Runner", CoroutineRunner)
     put(os, "urandom", _urandom)

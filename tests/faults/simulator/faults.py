@@ -15,7 +15,10 @@ from kvbm.core.codec import Frame
 from kvbm.core.events import BlocksEvicted, EvictReason
 from kvbm.core.ids import InstanceId, Offset
 from kvbm.streams.base import ORIGIN, Position, events_subject
+from tests.faults.simulator.environment import APPLIED_AHEAD
 from tests.faults.simulator.kernel import Process, Thread
+from tests.faults.simulator.peer_faults import NOTHING as _NOTHING
+from tests.faults.simulator.peer_faults import PEER_KINDS
 
 USUAL_NAP_S = 0.004  # what a pool takes
 
@@ -55,7 +58,8 @@ class Faults:
     """Carries out a schedule of faults."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster, self._world = cluster, cluster.world
+        self.cluster = self._cluster = cluster
+        self._world = cluster.world
         self.happened: list[Happened] = []
         self._victim: int | None = None
         self._undone: list[Callable[[], None]] = []
@@ -67,7 +71,7 @@ class Faults:
     def _begin(self, fault: Fault) -> None:
         rng = random.Random(fault.seed)
         kind, self._victim = fault.kind, fault.victim
-        undo = KINDS[kind](self, rng)
+        undo = (KINDS.get(kind) or PEER_KINDS[kind])(self, rng)
         if undo is _NOTHING:
             kind = "break_links"  # which can always happen
             undo = KINDS[kind](self, rng)
@@ -590,12 +594,9 @@ class Faults:
             )
         )  # fmt: skip
         index.apply(data)
-        self._cluster.checker.spoil(sequencer, instance, Position(*position))
+        known_there = APPLIED_AHEAD.get(id(index), {}).get(instance, position)
+        self._cluster.checker.spoil(sequencer, instance, max(Position(*position), known_there))
         return None
-
-
-def _NOTHING() -> None:
-    return
 
 
 _HELPERS = ("schedule", "end", "node", "restart")

@@ -73,6 +73,7 @@ class Process:
         self.disk: Any = None
         self.alive = True
         self.frozen = False
+        self.thawed_s = -1.0
         self.parked: list[Handle] = []
         self.threads: set[Thread] = set()
         self.tasks: set[asyncio.Task[Any]] = set()
@@ -219,7 +220,7 @@ class World:
         process.frozen = True
 
     def thaw(self, process: Process) -> None:
-        process.frozen = False
+        process.frozen, process.thawed_s = False, self.now
         parked, process.parked = process.parked, []
         for handle in parked:
             self._ready.append(handle)

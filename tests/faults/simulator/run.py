@@ -25,9 +25,11 @@ from tests.faults.simulator.drawing import FORGETS, Draw, draw, met
 from tests.faults.simulator.environment import installed
 from tests.faults.simulator.faults import Fault, Faults
 from tests.faults.simulator.kernel import INSTALLED, Violation, World
+from tests.faults.simulator.peer_faults import PEER_MIX
 
 RUN_S = 10.0  # of virtual time with work and faults
 SHORT_S = 2.0  # the same, where a few faults meet
+PEERS_S, PEERS_BEGIN_S = 1.6, 0.5  # the same, where instances read from each other; and when the first fault may come
 SOON_FORGOTTEN_S = 6.0  # where faults forget, the gone are forgotten by themselves after so much listening
 SETTLE_S = 90.0  # within which everything must be well again
 FOLDER = "/dev/shm"
@@ -39,6 +41,7 @@ class Plan(NamedTuple):
     Attributes:
         mix: kinds of faults to draw from; () for any.
         together: kinds of faults that meet; () for no certain ones.
+        peers: instances read each other's blocks.
         without: numbers of faults to leave out.
     """
 
@@ -47,13 +50,18 @@ class Plan(NamedTuple):
     run_s: float = RUN_S
     settle_s: float = SETTLE_S
     together: tuple[str, ...] = ()
+    peers: bool = False
 
     @property
     def words(self) -> str:
         """The options of `tools/fault_seeds.py` that say the same."""
         words = [f"--mix {','.join(self.mix)}"] if self.mix else []
+        words += ["--peers"] if self.peers else []
         words += [f"--together {','.join(self.together)}"] if self.together else []
         return " ".join([*words, f"--run-s {self.run_s:g}"])
+
+
+PEERS = Plan(mix=PEER_MIX, run_s=PEERS_S, peers=True)
 
 
 class Outcome(NamedTuple):
@@ -64,6 +72,7 @@ class Outcome(NamedTuple):
         steps: of the scheduler until then; operations: of engines.
         trace: digest of the order of things; equal for equal runs.
         met: whether the faults that were to meet did.
+        arrived: blocks that reads from other instances have brought. fetched: those of them that journals have.
         story: the last things that happened.
     """
 
@@ -78,6 +87,8 @@ class Outcome(NamedTuple):
     trace: str
     planned: list[Fault]
     met: bool
+    arrived: int
+    fetched: int
     story: list[str]
 
 
@@ -85,7 +96,7 @@ class Outcome(NamedTuple):
 def watched(*, logs: bool = False) -> Iterator[None]:
     """Stand-ins in place, and the checker sees journals and sequencers. Any number of seeds may run inside."""
     append_all, memory_append = Journal.append_all, MemoryLog.append
-    step, drop = Sequencer.step, Sequencer.drop
+    step, take_plain, drop = Sequencer.step, Sequencer.take_plain, Sequencer.drop
 
     def watched_append_all(self: Any, frames: Sequence[FrameBytes]) -> int:
         checker, process = INSTALLED.world.checker, INSTALLED.world.current  # type: ignore[attr-defined]
@@ -109,6 +120,11 @@ def watched(*, logs: bool = False) -> Iterator[None]:
         INSTALLED.world.checker.stepped(self, result.advanced, INSTALLED.world.current.machine)  # type: ignore[attr-defined]
         return result
 
+    def plain_taken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = take_plain(self, *args, **kwargs)
+        INSTALLED.world.checker.stepped(self, result.advanced, INSTALLED.world.current.machine)  # type: ignore[attr-defined]
+        return result
+
     def dropped(self: Any, instance: Any) -> None:
         drop(self, instance)
         INSTALLED.world.checker.forgotten(self, instance)  # type: ignore[attr-defined]
@@ -117,6 +133,7 @@ def watched(*, logs: bool = False) -> Iterator[None]:
     Journal.append_all = watched_append_all  # type: ignore[method-assign]
     MemoryLog.append = watched_append  # type: ignore[method-assign]
     Sequencer.step = stepped  # type: ignore[method-assign]
+    Sequencer.take_plain = plain_taken  # type: ignore[method-assign]
     try:
         with installed(logs=logs):
             yield
@@ -124,6 +141,7 @@ def watched(*, logs: bool = False) -> Iterator[None]:
         Journal.append_all = append_all  # type: ignore[method-assign]
         MemoryLog.append = memory_append  # type: ignore[method-assign]
         Sequencer.step = step  # type: ignore[method-assign]
+        Sequencer.take_plain = take_plain  # type: ignore[method-assign]
         Sequencer.drop = drop  # type: ignore[method-assign]
 
 
@@ -150,12 +168,12 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
     collecting = gc.isenabled()
     gc.disable()
     with tempfile.TemporaryDirectory(dir=FOLDER, prefix="kvbm-sim-") as folder:
-        cluster = Cluster(world, Path(folder), checker, told)
+        cluster = Cluster(world, Path(folder), checker, told, how.peers)
         checker.attach(cluster)
         faults = Faults(cluster)
         try:
             chances = random.Random(seed ^ 0xFA17)
-            planned = draw(chances, how.run_s, Draw(how.mix, how.together))
+            planned = draw(chances, how.run_s, Draw(how.mix, how.together, PEERS_BEGIN_S if how.peers else 1.0))
             if any(fault.kind == "forget" for fault in planned):
                 cluster.forget_s = SOON_FORGOTTEN_S
             cluster.remembers = not how.mix or not any(fault.kind in FORGETS for fault in planned)
@@ -182,10 +200,11 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
             violation = f"{error!r}\n{traceback.format_exc(limit=-6)}"
         finally:
             trace.update(f"{world.now} {world.steps} {cluster.server.last_sequence} {violation}".encode())
+            peers = cluster.peers
             outcome = Outcome(
                 seed, violation, world.steps, cluster.operations, len(faults.happened), checker.checks,
                 cluster.server.last_sequence, world.now, trace.hexdigest()[:16], planned,
-                met(faults.happened, how.together), list(story),
+                met(faults.happened, how.together), peers.arrived if peers else 0, peers.fetched if peers else 0, list(story),
             )  # fmt: skip
             cluster.end()
             for opened in leaving._open.keys() - open_before:  # the dead are not closed when the interpreter ends

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from kvbm.core.errors import FencedError, StreamError
 from kvbm.core.ids import Epoch, InstanceId
+from kvbm.core.parts import ALL_PARTS, part_of
 from kvbm.streams.base import (
-    FENCE_PREFIX,
     ORIGIN,
     START,
     AccessSample,
@@ -33,7 +33,7 @@ from kvbm.streams.base import (
     end_of_message,
     events_subject,
     fence_data,
-    instance_subject,
+    fence_subject,
     mark_of,
     read_subjects,
 )
@@ -173,7 +173,7 @@ class _Consumer:
     """A pull consumer of the server."""
 
     def __init__(
-        self, link: Link, prefixes: tuple[str, str], after: int, take: Callable[[list[StreamMessage], int], None]
+        self, link: Link, prefixes: tuple[str, ...], after: int, take: Callable[[list[StreamMessage], int], None]
     ) -> None:
         self.link, self.prefixes, self.after, self.take = link, prefixes, after, take
         self.credit = 4
@@ -344,7 +344,7 @@ class Server:
         return StreamState(first, self.last_sequence, self.bytes, self.max_bytes, self.max_age_s, self.created)
 
     def consume(
-        self, link: Link, prefixes: tuple[str, str], after: int, take: Callable[[list[StreamMessage], int], None]
+        self, link: Link, prefixes: tuple[str, ...], after: int, take: Callable[[list[StreamMessage], int], None]
     ) -> _Consumer:
         consumer = _Consumer(link, prefixes, after, take)
         self._consumers.append(consumer)
@@ -486,10 +486,10 @@ class SimStream:
         fence: Fence | None = None,
         acked: Position = ORIGIN,
     ) -> int:
-        subject, fence_subject = events_subject(cluster, instance), instance_subject(FENCE_PREFIX, cluster, instance)
+        subject, fenced = events_subject(cluster, instance), fence_subject(cluster, instance)
         sequence: int = await self._ask(
             timeout_s,
-            lambda: self._server.publish(subject, fence_subject, data, fence, acked, self._process.name),
+            lambda: self._server.publish(subject, fenced, data, fence, acked, self._process.name),
             ack=True,
         )
         return sequence
@@ -502,7 +502,7 @@ class SimStream:
         return Tail(end_of_message(stored.data, instance, "the last message"), stored.acked)
 
     async def fence(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Fence | None:
-        subject = instance_subject(FENCE_PREFIX, cluster, instance)
+        subject = fence_subject(cluster, instance)
         stored: Stored | None = await self._ask(timeout_s, lambda: self._server.last.get(subject))
         return None if stored is None else stored.fence
 
@@ -516,7 +516,7 @@ class SimStream:
         timeout_s: float = 5.0,
         epochs: EpochRuns = (),
     ) -> Fence:
-        subject = instance_subject(FENCE_PREFIX, cluster, instance)
+        subject = fence_subject(cluster, instance)
         fence: Fence = await self._ask(
             timeout_s,
             lambda: self._server.set_fence(subject, epoch, run, expected, self._process.name, epochs),
@@ -544,9 +544,10 @@ class SimStream:
         cluster: str | None = None,
         timeout_s: float = 5.0,
         fingerprint: int | None = None,
+        parts: tuple[int, ...] = ALL_PARTS,
     ) -> SimReader:
-        events, fences = (subjects.removesuffix(">") for subjects in read_subjects(cluster))
-        reader = SimReader(self, self._server, (events, fences), Mark(after_sequence, fingerprint))
+        prefixes = tuple(subjects.removesuffix(">") for subjects in read_subjects(cluster, parts))
+        reader = SimReader(self, self._server, prefixes, Mark(after_sequence, fingerprint))
         await reader.begin(timeout_s)
         self._readers.add(reader)
         return reader
@@ -563,10 +564,13 @@ class SimStream:
         )
         return heartbeat
 
-    async def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
+    async def watch_pulses(
+        self, cluster: str | None = None, parts: tuple[int, ...] = ALL_PARTS
+    ) -> AsyncIterator[Heartbeat]:
         prefix = "" if cluster is None else f"{cluster}."
         async for item in self._watch(lambda link, put: self._server.watch_pulses(link, prefix, put)):
-            yield item
+            if part_of(item.instance) in parts:
+                yield item
 
     async def ask_snapshot(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
         heard: bool = await self._ask(timeout_s, lambda: self._server.ask_snapshot(f"{cluster}.{instance}"))
@@ -630,7 +634,7 @@ class SimStream:
 class SimReader:
     """An `EventReader` over connections that come and go; a replaced store, or one that lost its end, is read anew."""
 
-    def __init__(self, stream: SimStream, server: Server, prefixes: tuple[str, str], after: Mark) -> None:
+    def __init__(self, stream: SimStream, server: Server, prefixes: tuple[str, ...], after: Mark) -> None:
         self.begun = 0
         self._stream, self._server, self._prefixes, self._after = stream, server, prefixes, after
         self._created = ""

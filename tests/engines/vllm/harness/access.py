@@ -44,7 +44,8 @@ class TestAccess:
 
     def _kv_storages(self) -> list[torch.UntypedStorage]:
         found: dict[int, torch.UntypedStorage] = {}
-        for tensor in self.model_runner.kv_caches:
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage
+        for cache in self.model_runner.kv_caches:
+            for tensor in cache if isinstance(cache, list | tuple) else [cache]:  # the parts of a state
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage
         return list(found.values())

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.engines.vllm.harness.data_parallel import ServedByCores
+from tests.engines.vllm.harness.host import node_of, start_host
 from tests.engines.vllm.harness.words import BLOCK_TOKENS, TOP, Answer, Ask, Group, Setup
+from tests.servers import free_port
 
 EXTENSION = "tests.engines.vllm.harness.access.TestAccess"
 
@@ -31,7 +36,10 @@ def serve(pipe: Connection, setup: Setup, log: str) -> None:
     try:
         for name in setup.patches:
             called(name)()
-        engine = Served(setup)
+        if setup.cores > 1:
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join("0" for _ in range(setup.cores))
+            _let_platform(setup)
+        engine = Served(setup) if setup.cores == 1 else ServedByCores(setup)
     except Exception:  # noqa: BLE001 - the test is told
         pipe.send((False, traceback.format_exc()))
         return
@@ -63,30 +71,72 @@ class Served:
 
     def __init__(self, setup: Setup) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if setup.core == "process" else "0"
-        if setup.ranks > 1:
-            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(setup.ranks))
+        port = free_port()
+        node = node_of(0, setup.hosts, port) if setup.hosts > 1 else {}
+        if (workers := setup.ranks * setup.stages) > 1:
+            cores = len(os.sched_getaffinity(0))
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(workers))
         _let_platform(setup)
         _let_tests_in()
+        if setup.stages > 1:
+            _let_stages_begin()
+        self._setup = setup
+        self._node, self._port = node, port
+        self._llm = self._started()
+
+    def drop(self) -> None:
+        """End the engine as a program does that goes on with something else: nothing refers to it any more."""
+        self._llm = None
+        gc.collect()
+
+    def start_anew(self) -> None:
+        """Make the same engine again, in this process."""
+        self._llm = self._started()
+
+    def kept_of_kvbm(self, folder: str) -> list[str]:
+        """What this process has of kvbm: threads, files open below a folder, and HOST's memory, open or mapped."""
+        tasks = (_read(f"/proc/self/task/{task}/comm").strip() for task in os.listdir("/proc/self/task"))
+        names = [*tasks, *(thread.name for thread in threading.enumerate())]
+        files = [name for fd in os.listdir("/proc/self/fd") if (name := _link(f"/proc/self/fd/{fd}"))]
+        maps = [line for line in _read("/proc/self/maps").splitlines() if "kvbm" in line]
+        return [name for name in names if name.startswith("kvbm")] + [
+            name for name in files + maps if name.startswith(folder) or "memfd:kvbm" in name
+        ]
+
+    def connections(self, ports: Sequence[int]) -> int:
+        """How many TCP connections this process has to servers at these ports."""
+        own = {_link(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+        lines = [line.split() for line in _read("/proc/self/net/tcp").splitlines()[1:]]
+        return sum(int(line[2].partition(":")[2], 16) in ports and f"socket:[{line[9]}]" in own for line in lines)
+
+    def _started(self) -> Any:
         from vllm import LLM
 
+        setup = self._setup
         connector: dict[str, Any] = {"kv_transfer_config": dict(setup.connector)} if setup.connector else {}
-        self._llm = LLM(
-            model=setup.model,
-            skip_tokenizer_init=True,
-            block_size=BLOCK_TOKENS,
-            enforce_eager=True,
-            kv_cache_memory_bytes=64 << 20,  # of which num_gpu_blocks_override takes what it needs
-            num_gpu_blocks_override=setup.hbm_blocks,
-            enable_prefix_caching=setup.prefix_caching,
-            max_model_len=setup.context_tokens,
-            max_num_batched_tokens=setup.step_tokens,
-            max_num_seqs=setup.requests,
-            tensor_parallel_size=setup.ranks,
-            worker_extension_cls=EXTENSION,
-            disable_log_stats=False,
+        arguments: dict[str, Any] = {
+            "model": setup.model,
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 << 20,  # of which num_gpu_blocks_override takes what it needs
+            "num_gpu_blocks_override": setup.hbm_blocks,
+            "enable_prefix_caching": setup.prefix_caching,
+            "max_model_len": setup.context_tokens,
+            "max_num_batched_tokens": setup.step_tokens,
+            "max_num_seqs": setup.requests,
+            "tensor_parallel_size": setup.ranks,
+            "pipeline_parallel_size": setup.stages,
+            "worker_extension_cls": EXTENSION,
+            "disable_log_stats": False,
             **connector,
-            **{"dtype": "float32", **setup.options},
-        )
+            **self._node,
+            "dtype": "float32",
+            "block_size": BLOCK_TOKENS,
+            **setup.options,
+        }
+        for host in range(1, setup.hosts):
+            start_host(arguments | node_of(host, setup.hosts, self._port))
+        return LLM(**arguments)
 
     def generate(self, asks: Sequence[Ask]) -> list[Answer]:
         """All of them at once, answered in their order."""
@@ -183,6 +233,21 @@ class Served:
         return getattr(self._llm.llm_engine.engine_core, "engine_core", None)
 
 
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:
+        return ""
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 _OUR = ("model_name", "engine")
 _CALL = "call_for_tests"
 
@@ -208,6 +273,22 @@ def _let_platform(setup: Setup) -> None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     platform.check_and_update_config = staticmethod(check)
+
+
+def _let_stages_begin() -> None:
+    """Have later pipeline stages make the tensors they take over from the one before; vLLM does that in a warm-up, which engines here leave out."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def gathered(self: Any, *arguments: Any, **more: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return gather(self, *arguments, **more)
+
+    GPUModelRunner.sync_and_gather_intermediate_tensors = gathered
 
 
 def _let_tests_in() -> None:

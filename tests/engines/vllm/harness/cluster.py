@@ -23,7 +23,7 @@ from tests.engines.vllm.harness.holding import Holding, holding_of
 from tests.engines.vllm.harness.words import Ask
 from tests.servers import START_WAIT_S, free_port
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 _POLL_S = 0.1
 Depths = dict[str, dict[str, int]]  # instance → tier → blocks
 
@@ -43,7 +43,7 @@ class Cluster:
         self._listen = f"127.0.0.1:{catalog_port}"
         self._nats: EmbeddedServer | None = None
         self._catalog: Child | None = None
-        self.client = CatalogClient(f"http://{self._listen}")
+        self.client = CatalogClient(f"http://{self._listen}", WAIT_S / 2)
         self.start_nats()
         self.start_catalog()
 
@@ -63,7 +63,7 @@ class Cluster:
     @property
     def settings(self) -> dict[str, Any]:
         """Those of an engine that belongs to it and is soon known to be back."""
-        return self.addresses | {"nats.heartbeat_s": 0.2, "nats.timeout_s": 2.0}
+        return self.addresses | {"nats.heartbeat_s": 0.2, "nats.timeout_s": 20.0}
 
     def start_nats(self) -> None:
         """Start the nats-server, over what it had."""
@@ -82,6 +82,7 @@ class Cluster:
         settings = {
             "nats.url": self.addresses["nats.url"],
             "catalog.listen": self._listen,
+            "catalog.liveness_s": 60.0,  # an engine that a busy machine holds up is no dead one
             "instance.data_dir": self._folder / "catalog",
         }
         command = [sys.executable, "-m", "kvbm", "catalog", "serve", "--archive", str(self.archive)]

@@ -20,9 +20,10 @@ from typing import Any
 from tests.engines.vllm.harness import child, models
 from tests.engines.vllm.harness.words import Answer, Ask, Group, Setup
 
-START_WAIT_S = 90.0
-ANSWER_WAIT_S = 60.0
-_STOP_WAIT_S = 15.0
+START_WAIT_S = 280.0  # what is sure to come is waited for generously, and less than half of a test's limit
+ANSWER_WAIT_S = 200.0
+SETTLE_WAIT_S = 120.0
+_STOP_WAIT_S = 120.0
 _TAIL_BYTES = 6000
 _PRELOADED = "tests.engines.vllm.harness.preloaded"
 CORE_ACCESS = "tests.engines.vllm.harness.core_access"
@@ -129,21 +130,21 @@ class Engine:
         answers: list[Answer] = self.answer(wait_s)
         return answers
 
-    def forget(self, with_connector: bool = False, wait_s: float = 15.0) -> None:
+    def forget(self, with_connector: bool = False, wait_s: float = SETTLE_WAIT_S) -> None:
         """Empty the engine's prefix cache and overwrite all device KV with garbage: what comes next has to be computed or loaded."""
         self.settle(wait_s)
         self.begin("forget", with_connector, wait_s)
-        assert self.answer(wait_s + 5), f"blocks were in use for {wait_s:.0f} s after the last request"
+        assert self.answer(ANSWER_WAIT_S), f"blocks were in use for {wait_s:.0f} s after the last request"
         overwritten = self.ask("overwrite_kv")
         assert overwritten
         assert all(overwritten)
 
-    def settle(self, wait_s: float = 15.0) -> None:
+    def settle(self, wait_s: float = SETTLE_WAIT_S) -> None:
         """Wait until the engine has nothing left to do."""
         self.begin("settle", wait_s)
-        assert self.answer(wait_s + 5), f"the engine was still at work {wait_s:.0f} s after the last request"
+        assert self.answer(ANSWER_WAIT_S), f"the engine was still at work {wait_s:.0f} s after the last request"
 
-    def offload(self, wait_s: float = 20.0) -> None:
+    def offload(self, wait_s: float = SETTLE_WAIT_S) -> None:
         """Wait until all that was computed has reached every tier it goes to. The engine goes on meanwhile: copies end in its steps."""
         deadline = time.monotonic() + wait_s
         self.settle(wait_s)

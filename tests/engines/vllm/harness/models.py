@@ -1,4 +1,4 @@
-"""Tiny models with random weights, float32, made on the spot: a Llama and a Gemma 3 with sliding windows.
+"""Tiny models with random weights, float32, made on the spot: a Llama, a Gemma 3 with sliding windows, a Qwen3-Next with states.
 
 Weights are larger than training would begin with, so that attention is sharp, logits lie apart and what a prompt said hundreds of tokens
 ago still shows in the output: a wrong block must be seen. `test_harness.py` measures that.
@@ -7,12 +7,17 @@ ago still shows in the output: a wrong block must be seen. `test_harness.py` mea
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import uuid
 from pathlib import Path
 from typing import Any
 
 VOCABULARY = 512
+STATES = {  # how a model with states is run: its kernels take no float32, and states in it are the same however a prompt is cut
+    "dtype": "bfloat16",
+    "mamba_ssm_cache_dtype": "float32",
+}
 WINDOW_TOKENS = 96  # of a sliding layer: three blocks
 _ADAPTER_RANK = 8
 _VERSION = 1  # of what is made here; raise it with any change
@@ -42,6 +47,38 @@ def gemma(folder: Path) -> None:
         hidden_activation="gelu_pytorch_tanh",
     )
     _save(Gemma3ForCausalLM(config), folder)
+
+
+def qwen_next(folder: Path) -> None:
+    """Four layers, three with a recurrent state and one with full attention: vLLM makes a KV cache group of each. Made for bfloat16."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(13)
+    shared = _shared(
+        num_hidden_layers=4, num_key_value_heads=4, head_dim=128
+    )  # 64 tokens of it are as large as a state
+    config = Qwen3NextConfig(
+        **shared,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=1,
+        linear_num_value_heads=1,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+    model = Qwen3NextForCausalLM(config)
+    for layer in model.model.layers[:3]:
+        with torch.no_grad():  # forget so slowly that a state remembers hundreds of tokens
+            layer.linear_attn.A_log.fill_(math.log(0.002))
+            layer.linear_attn.dt_bias.fill_(1.0)
+    _save(model, folder)
 
 
 def llama_of_words(folder: Path) -> None:
@@ -76,7 +113,13 @@ def adapter(folder: Path, seed: int) -> str:
     return str(folder)
 
 
-KINDS = {"llama": llama, "llama-2": lambda folder: llama(folder, 8), "llama-words": llama_of_words, "gemma": gemma}
+KINDS = {
+    "llama": llama,
+    "llama-2": lambda folder: llama(folder, 8),
+    "llama-words": llama_of_words,
+    "gemma": gemma,
+    "qwen-next": qwen_next,
+}
 
 
 def make(kind: str, folder: str) -> str:

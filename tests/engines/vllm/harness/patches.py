@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -29,6 +30,21 @@ def loads_fail_late() -> None:
 def stores_fail() -> None:
     """A rank's copies to HOST are found to have failed."""
     _break_queues(_FailingStores)
+
+
+def a_rank_dies() -> None:
+    """A rank is gone while a copy to HOST is under way."""
+    _break_queues(_DyingStores)
+
+
+def no_room_on_other_hosts() -> None:
+    """Memory for HOST is refused on hosts that the scheduler is not on."""
+    from kvbm.engines.vllm import host_part
+
+    def refused(*arguments: Any, **more: Any) -> Any:
+        raise PoolError("HOST pool: 8 bytes wanted, 0 available")
+
+    host_part.HostPool = refused  # type: ignore[assignment,misc]
 
 
 def copies_are_slow() -> None:
@@ -67,12 +83,13 @@ class _Queue:
     """A copy queue with something wrong with it."""
 
     def __init__(self, queue: Any) -> None:
-        from vllm.distributed import get_tensor_model_parallel_rank
+        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
+        rank = get_pp_group().rank_in_group * get_tensor_model_parallel_world_size() + get_tensor_model_parallel_rank()
         self.queue = queue
         self.spared = int(os.environ.get(SKIPPED, "0"))
         failing = os.environ.get(RANK, "")
-        self.is_broken = not failing or int(failing) == get_tensor_model_parallel_rank()
+        self.is_broken = not failing or int(failing) == rank
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.queue, name)
@@ -119,6 +136,13 @@ class _FailingStores(_FailingLoads):
         self._carry_out(self.queue.gather, id, *arguments)
 
 
+class _DyingStores(_Queue):
+    def gather(self, *arguments: Any) -> None:
+        self.queue.gather(*arguments)
+        if self.strikes():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class _SlowCopies(_Queue):
     def __init__(self, queue: Any) -> None:
         super().__init__(queue)
@@ -145,3 +169,73 @@ def flip_bits(data: np.ndarray, every: int) -> np.ndarray:
     flipped = data.copy()
     flipped[3::every] ^= 0x40
     return flipped
+
+
+def states_of_another_boundary() -> None:
+    """A load brings the state one block before the one it needs, under the right name."""
+    _mix_up_states(lambda planner, state, index, at: (state, at - 1))
+
+
+def states_of_another_request() -> None:
+    """A load brings the state that another request has behind as many tokens, under the right name."""
+
+    def other(planner: Any, state: Any, index: int, at: int) -> Any:
+        known = planner.__dict__.setdefault("_states_seen", {})
+        mine = state.hashes(index, at, at + 1, planner._derive)
+        known.setdefault((index, at), {})[mine] = state
+        others = [one for block, one in known[index, at].items() if block != mine]
+        return (others[0], at) if others else None
+
+    _mix_up_states(other)
+
+
+class _MixedUp:
+    """The rows of one acquisition under the name of another."""
+
+    def __init__(self, right: Any, wrong: Any) -> None:
+        self.hits, self.depth, self.done = right.hits, right.depth, right.done
+        self.slots = wrong.slots
+        self._both = right, wrong
+
+    def release(self) -> None:
+        for one in self._both:
+            one.release()
+
+
+def _mix_up_states(other: Any) -> None:
+    """Put the rows of `other(planner, state, group's index, block)` in the place of a state's, where there is another and HOST has it."""
+    from kvbm.engines.vllm.load_planner import LoadPlanner
+
+    begin = LoadPlanner.begin
+
+    def begin_wrongly(self: Any, state: Any, block_ids: Any, tokens: int) -> None:
+        for position, (group, at, right) in enumerate(state.ask.runs if state.ask is not None else ()):
+            index = self._groups.index(group)
+            found = other(self, state, index, at) if group.is_state else None
+            if found is None:
+                continue
+            whose, where = found
+            wanted = whose.hashes(index, where, where + 1, self._derive)
+            wrong = self._manager.begin_acquire(state.namespaces[index].id, wanted)
+            assert wrong.depth == 1, "the other state is not in HOST, so this would prove nothing"
+            state.ask.runs[position] = group, at, _MixedUp(right, wrong)
+        begin(self, state, block_ids, tokens)
+
+    LoadPlanner.begin = begin_wrongly  # type: ignore[method-assign]
+
+
+def vllm_is_of_another_version() -> None:
+    """vLLM calls itself one that nobody has tested."""
+    import vllm
+
+    vllm.__version__ = "0.99.1"
+
+
+def kv_events_are_kept() -> None:
+    """What vLLM publishes of KV is kept in the process that does, for `core_access.kept_kv_events`."""
+    from vllm.distributed.kv_events import NullEventPublisher
+
+    def publish(self: Any, batch: Any) -> None:
+        self.__dict__.setdefault("kept", []).extend(batch.events)
+
+    NullEventPublisher.publish = publish

@@ -20,11 +20,13 @@ PARTS = (
     "vllm.model_executor.model_loader",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.gemma3",
+    "vllm.model_executor.models.qwen3_next",
     "vllm.entrypoints.launchers.cli_args",
     "vllm.distributed.kv_transfer.kv_connector.v1",
     "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gemma3.modeling_gemma3",
+    "transformers.models.qwen3_next.modeling_qwen3_next",
     "kvbm.assembly",
 )
 

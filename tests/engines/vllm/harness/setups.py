@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.engines.vllm.harness.models import STATES
 from tests.engines.vllm.harness.words import Setup
 
 CONNECTOR = "KvbmConnector"
-MODULE = "kvbm.engines.vllm.connector"
+MODULE = "kvbm.engines.vllm"
 HOST_BLOCKS = 600
+OPTIONS: Mapping[str, Mapping[str, Any]] = {"qwen-next": STATES}  # of vLLM, for kinds of models that need some
 
 
 def connector(folder: Path, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -20,6 +22,8 @@ def connector(folder: Path, settings: Mapping[str, Any] | None = None) -> dict[s
         "instance.id": folder.name,
         "pools.host.slots": HOST_BLOCKS,
         "pools.host.huge_pages": "off",
+        "onboard.wait_s": 60.0,  # on a busy machine, too, nothing is computed that could be read
+        "onboard.locate_s": 30.0,
     } | dict(settings or {})
     return {
         "kv_connector": CONNECTOR,

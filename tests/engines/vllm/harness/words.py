@@ -63,6 +63,9 @@ class Setup:
         step_tokens: at most so many tokens a step; below a prompt's length it is prefilled in chunks.
         requests: at most so many at a time.
         ranks: of tensor parallelism.
+        stages: of pipeline parallelism.
+        hosts: that the ranks are on, all of them this machine: of each but the first, vLLM's workers have a parent of their own, as if on another.
+        cores: data-parallel ranks; with several the engine obeys what `data_parallel` says.
         core: "inside" the process that asks, or in a "process" of its own, with another one for each worker.
         start: "fork", which is quick, or "spawn" as vLLM does it by itself, for a core of its own.
         asynchronous: schedule a step ahead of the one that runs.
@@ -80,6 +83,9 @@ class Setup:
     step_tokens: int = 2048
     requests: int = 8
     ranks: int = 1
+    stages: int = 1
+    hosts: int = 1
+    cores: int = 1
     core: str = "inside"
     start: str = "fork"
     asynchronous: bool = False

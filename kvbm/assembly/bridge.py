@@ -1,0 +1,140 @@
+"""Settings → a bridge: sources, their instances, and what publishes them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import msgspec
+import structlog
+
+from kvbm.assembly.manager import (
+    ask_stream,
+    epoch_in_catalog,
+    kvbm_version,
+    nats_url,
+    stream_credentials,
+)
+from kvbm.assembly.native import NATIVE, NATIVE_FOLD
+from kvbm.bridge.held import HeldLedger, Said
+from kvbm.bridge.instance import BridgedInstance, Limits, Names
+from kvbm.bridge.run import run_sources
+from kvbm.bridge.sockets import Address, PublisherSockets, zmq_module
+from kvbm.bridge.source import BridgedSource
+from kvbm.config import Settings, SourceSettings, check_settings
+from kvbm.core.errors import ConfigError
+from kvbm.core.events import PoolStated
+from kvbm.core.ids import UNKNOWN, Epoch, InstanceId, Reach, Tier
+from kvbm.manager.publisher_port import Publishing
+from kvbm.streams.foreign.identity import Source
+from kvbm.streams.foreign.state import ForeignState
+from kvbm.streams.foreign.wire import Kind, decode_batch
+from kvbm.streams.nats.permissions import Role
+from kvbm.streams.nats.stream import NatsStream
+from kvbm.streams.publisher_thread import PublisherThread
+from kvbm.telemetry.remarks import to_standard_error
+from kvbm.tenant_secrets import TenantSecrets
+
+log = structlog.get_logger()
+
+_ASKERS = 16  # of the stream, at the start
+_MOST_JOURNAL_BYTES = 256 << 20  # of one source, while the stream takes nothing
+
+
+def run_bridge(settings: Settings, goes_on: Callable[[], bool] = lambda: True) -> int:
+    """Bridge every source of the settings until interrupted, or told otherwise.
+
+    Raises: ConfigError, StreamError, MissingExtraError: what cannot be used, and what to do.
+    """
+    check_settings(settings)
+    if not settings.bridge.sources:
+        raise ConfigError("bridge.sources names no engine; write [bridge.sources.NAME] with endpoint, replay and model")
+    zmq = zmq_module()
+    to_standard_error()
+    with ExitStack() as opened:
+        context = zmq.Context()
+        opened.callback(context.destroy, 0)
+        url = nats_url(settings, opened)
+        tenants = TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file)
+        mine = [
+            (name, source, rank, tenants.get(source.tenant, "").encode())
+            for name, source in settings.bridge.sources.items()
+            for rank in range(source.ranks)
+        ]
+        sources: list[BridgedSource] = []
+        try:
+            for name, source, rank, secret in mine:
+                sources.append(_source(zmq, context, name, source, rank, secret))
+            with ThreadPoolExecutor(_ASKERS) as askers:
+                list(askers.map(partial(_open_instance, settings, url), sources, [source for _, source, _, _ in mine]))
+        except BaseException:
+            for opened_source in sources:
+                opened_source.close(0.0)
+            raise
+        log.info("bridge.started", sources=len(sources))
+        run_sources(zmq, sources, goes_on)
+    return 0
+
+
+def _source(zmq: Any, context: Any, name: str, settings: SourceSettings, rank: int, secret: bytes) -> BridgedSource:
+    kind, can_replay = Kind(settings.kind), bool(settings.replay)
+    known = Source(
+        settings.model, settings.tenant, settings.revision or UNKNOWN, secret, settings.pool,
+        settings.counts_copies and kind is Kind.VLLM, settings.blocks,
+    )  # fmt: skip
+    state = ForeignState(
+        known, lambda payload: decode_batch(payload, kind), NATIVE.sequence_hashes, can_replay, rank if settings.ranks > 1 else None
+    )  # fmt: skip
+    address = Address(settings.endpoint, settings.replay, settings.topic).of_rank(rank)
+    whole = f"{name}-dp{rank}" if settings.ranks > 1 else name
+    sockets = PublisherSockets(zmq, context, address)
+    return BridgedSource(whole, sockets, state, can_replay, settings.silence_s, time.monotonic)
+
+
+def _open_instance(settings: Settings, url: str, source: BridgedSource, known: SourceSettings) -> None:
+    """Begin the instance's epoch, and publish it from now on."""
+    instance = InstanceId(source.name)
+    named = msgspec.structs.replace(
+        settings,
+        instance=msgspec.structs.replace(settings.instance, id=source.name),
+        nats=msgspec.structs.replace(settings.nats, nkey_seed=known.nkey_seed or settings.nats.nkey_seed),
+    )
+    credentials = stream_credentials(named, Role.INSTANCE, source.name)
+    on_stream = ask_stream(named, instance, url, credentials)
+    epoch = Epoch(max(on_stream.epoch, epoch_in_catalog(named, instance)) + 1)
+    pools = [PoolStated(tier, 0, 0) for tier in (Tier.HBM, Tier.HOST, Tier.NVME)]
+    if known.pool:
+        pools.append(PoolStated(Tier.OBJECT, 0, 0, Reach.CLUSTER, known.pool))
+    said = Said(known.topology, f"{known.kind} by bridge", kvbm_version())
+    ledger = HeldLedger(instance, pools, NATIVE_FOLD, NATIVE.encode_frame, said)
+    if known.block_tokens:
+        ledger.declare(source.state.blocks.expect(known.block_tokens))
+    made = BridgedInstance(
+        Names(instance, settings.instance.cluster, secrets.token_hex(8)), ledger,
+        Limits(settings.snapshots.least_s, settings.journal.waiting_bytes, _MOST_JOURNAL_BYTES),
+        time.monotonic, time.time_ns, source, epoch,
+    )  # fmt: skip
+
+    async def connect(url: str, timeout_s: float) -> NatsStream:
+        return await NatsStream.connect(url, timeout_s, credentials=credentials, replicas=settings.nats.replicas)
+
+    publisher = PublisherThread(
+        made.log, url, settings.instance.cluster, instance, made.port, settings.nats.heartbeat_s, connect,
+        window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
+    )  # fmt: skip
+    publisher.start()
+    made.start(
+        Publishing(
+            publisher.notify,
+            lambda: publisher.published,
+            publisher.stop,
+            publisher.snapshot_began,
+            lambda: publisher.trouble,
+        )
+    )
+    source.instance = made

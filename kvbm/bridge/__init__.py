@@ -1,0 +1,1 @@
+"""Engines without our code → our stream."""

@@ -1,0 +1,528 @@
+"""What people ask a running catalog on the command line: `kvbm-catalog lookup`, `route`, `who`, `instances` and `watch`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvbm.assembly import catalog_clients
+from kvbm.command_line import Commands, add_command, add_settings, count_between, settings_of
+from kvbm.config import Settings
+from kvbm.core.answers import (
+    LIMIT,
+    MAX_HASHES,
+    MAX_INPUT_TOKENS,
+    MAX_LIMIT,
+    MAX_TOKENS,
+    BlockAnswer,
+    InstanceSummary,
+    LookupAnswer,
+    NamespaceSummary,
+    RouteAnswer,
+)
+from kvbm.core.errors import CatalogError, ConfigError
+from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
+from kvbm.core.watch_events import (
+    BlockChange,
+    BlockChanges,
+    InstanceChange,
+    KnownInstances,
+    Missed,
+    PrefixDepths,
+    WatchBegun,
+    WatchEnded,
+    WatchEvent,
+)
+from kvbm.files import read_small
+from kvbm.locate.base import Catalog
+from kvbm.locate.http import CatalogClient
+from kvbm.tenant_secrets import TenantSecrets
+
+_WIDTH = 120  # of tables where standard output is no terminal
+_PROMPT_BYTES = 16 << 20  # of a file with a prompt
+_HASHES = re.compile(r"(?:[0-9a-f]{32})+", re.IGNORECASE)
+_TOKENS = re.compile(r"\d{1,10}")
+_MOST_NAMED = 20  # namespaces in an error
+Ask: TypeAlias = Callable[[argparse.Namespace, Settings, Catalog], None]
+
+_PROMPT_HELP = """the prompt: token ids ("1,2,3"), hashes of its full blocks (32 hex digits each), a file with either, or - for standard input"""
+_NAMESPACE_HELP = """its id or the beginning of it, or its model; may be left out where the catalog knows only one. With `instances`, ids are in
+`--namespaces`"""
+
+
+class _Prompt(NamedTuple):
+    """What was asked about: tokens, or packed hashes."""
+
+    tokens: list[int]
+    hashes: bytes
+
+
+def add_questions(commands: Commands) -> None:
+    """The commands, of which `ask` does each."""
+    lookup = add_command(
+        commands, "lookup", "who holds how much of a prompt's prefix, in which tiers", "kvbm-catalog lookup prompt.txt --namespace my-model"
+    )  # fmt: skip
+    _add_prompt(lookup)
+    _add_common(lookup, limit=True)
+    route = add_command(
+        commands, "route", "which instance should serve a prompt, and what each would cost, by parts", "kvbm-catalog route prompt.txt --namespace my-model"
+    )  # fmt: skip
+    _add_prompt(route)
+    route.add_argument(
+        "--input-tokens",
+        type=_tokens_count,
+        metavar="N",
+        help="of the whole prompt (default: those given, or the hashes' blocks)",
+    )
+    route.add_argument(
+        "--send",
+        action="store_true",
+        help="have the catalog remember the prompt as sent there, as a router's question does",
+    )
+    _add_common(route, limit=True)
+    who = add_command(
+        commands,
+        "who",
+        "who holds one block, in which tier",
+        "kvbm-catalog who 5f0c…(32 hex digits) --namespace my-model",
+    )
+    who.add_argument("hash", metavar="HASH", type=_one_hash, help="of the block, 32 hex digits")
+    who.add_argument("--namespace", metavar="N", default="", help=_NAMESPACE_HELP)
+    _add_common(who)
+    instances = add_command(
+        commands,
+        "instances",
+        "each instance: its state, what its tiers hold, and what is wrong with it",
+        "kvbm-catalog instances",
+    )
+    instances.add_argument("name", metavar="NAME", nargs="?", help="only this one, with all that is known of it")
+    instances.add_argument("--namespaces", action="store_true", help="the namespaces, with their ids, instead")
+    _add_common(instances)
+    watch = add_command(
+        commands,
+        "watch",
+        "what changes from now on, a line each, until interrupted",
+        "kvbm-catalog watch --instance gpu-7",
+    )
+    watch.add_argument("--namespace", metavar="N", default="", help=_NAMESPACE_HELP)
+    watch.add_argument("--instance", metavar="NAME", help="changes of this one's blocks")
+    watch.add_argument(
+        "--prompt", metavar="PROMPT", default="", help=f"who has how much of it, whenever that changes; {_PROMPT_HELP}"
+    )
+    watch.add_argument("--after", metavar="POSITION", help="go on from here, as an earlier watch's lines have it")
+    _add_common(watch)
+
+
+def ask(arguments: argparse.Namespace) -> int:
+    """One question, and its answer on standard output. Raises CatalogError, ConfigError."""
+    settings = settings_of(arguments)
+    scheme = "https" if settings.catalog.tls_cert else "http"
+    url = arguments.url or settings.catalog.url or f"{scheme}://{settings.catalog.listen}"
+    client = catalog_clients(settings, url)
+    try:
+        _QUESTIONS[arguments.command](arguments, settings, client)
+    finally:
+        client.close()
+    return 0
+
+
+def _add_prompt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT", help=_PROMPT_HELP)
+    parser.add_argument("--namespace", metavar="N", default="", help=_NAMESPACE_HELP)
+
+
+def _add_common(parser: argparse.ArgumentParser, limit: bool = False) -> None:
+    if limit:
+        parser.add_argument(
+            "--limit", type=_limit, default=LIMIT, metavar="N", help=f"at most so many instances (default {LIMIT})"
+        )
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        default="",
+        help="of the catalog (default: catalog.url, else the address of catalog.listen)",
+    )
+    parser.add_argument("--json", action="store_true", help="the answer as JSON, in the fields of the HTTP API")
+    add_settings(parser)
+
+
+# -- questions --------------------------------------------------------------------------------------------------------
+
+
+def _lookup(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
+    prompt = _read_prompt(arguments.prompt)
+    namespace, hashes = _namespace_and_hashes(client, settings, arguments.namespace, prompt)
+    answer = client.lookup(namespace, hashes, limit=arguments.limit)
+    _print(arguments, answer, lambda: _told_lookup(answer))
+
+
+def _route(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
+    prompt = _read_prompt(arguments.prompt)
+    namespace, hashes = _namespace_and_hashes(client, settings, arguments.namespace, prompt)
+    count = arguments.input_tokens or len(prompt.tokens)
+    if not count:
+        if isinstance(namespace, bytes):
+            raise ConfigError(
+                f"the tokens of a block are not known for namespace {namespace.hex()}; give the prompt's length, as --input-tokens 2000"
+            )
+        count = len(hashes) // HASH_BYTES * namespace.block_tokens
+    if isinstance(client, CatalogClient):
+        answer = client.route(namespace, hashes, count, limit=arguments.limit, remember=arguments.send)
+    elif arguments.send:
+        answer = client.route(namespace, hashes, count, limit=arguments.limit)
+    else:
+        raise ConfigError(
+            "catalogs of several parts remember each route as sent; give --send if it may be, or one --url"
+        )
+    _print(arguments, answer, lambda: _told_route(answer))
+
+
+def _who(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
+    answer = client.block(_namespace(client, arguments.namespace), arguments.hash)
+    _print(arguments, answer, lambda: _told_block(answer))
+
+
+def _instances(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
+    if arguments.namespaces:
+        namespaces = client.namespaces()
+        _print(arguments, namespaces, lambda: [_namespace_table(namespaces)])
+        return
+    if arguments.name is None:
+        found = client.instances()
+        _print(arguments, found, lambda: [_instance_table(found)])
+        return
+    one = client.instance(arguments.name)
+    if one is None:
+        raise CatalogError(
+            f"the catalog knows no instance {arguments.name!r}; `kvbm-catalog instances` lists those it knows"
+        )
+    _print(arguments, one, lambda: [_all_of(one)])
+
+
+def _watch(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
+    if not isinstance(client, CatalogClient):
+        raise ConfigError("a watch is of one catalog; give one --url, of the part that has the instance or namespace")
+    namespace: Namespace | NamespaceId | None = None
+    hashes = None
+    if arguments.prompt:
+        namespace, hashes = _namespace_and_hashes(client, settings, arguments.namespace, _read_prompt(arguments.prompt))
+    elif arguments.namespace or arguments.instance is None:
+        namespace = _namespace(client, arguments.namespace)
+    watch = client.watch(namespace, arguments.instance, hashes, arguments.after)
+    try:
+        for event in watch:
+            if arguments.json:
+                print(msgspec.json.encode(event).decode(), flush=True)
+            else:
+                for line in _watched(event):
+                    print(_plain(line), flush=True)
+    finally:
+        watch.close()
+
+
+_QUESTIONS: dict[str, Ask] = {
+    "lookup": _lookup, "route": _route, "who": _who, "instances": _instances, "watch": _watch,
+}  # fmt: skip
+QUESTIONS = tuple(_QUESTIONS)
+
+
+# -- what is asked about ----------------------------------------------------------------------------------------------
+
+
+def _read_prompt(given: str) -> _Prompt:
+    """Raises ConfigError: it is neither."""
+    if (found := _parsed(given)) is not None:
+        return found
+    if given == "-":
+        place = "standard input"
+        text = sys.stdin.buffer.read(_PROMPT_BYTES + 1).decode(errors="replace")
+    else:
+        try:
+            text, place = read_small(Path(given), _PROMPT_BYTES).decode(errors="replace"), given
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise ConfigError(
+                f"{given[:80]!r} is neither token ids nor hashes, and no file that can be read ({why}); give {_PROMPT_HELP}"
+            ) from None
+    found = _parsed(text)
+    if found is None or len(text) > _PROMPT_BYTES:
+        raise ConfigError(
+            f'{place} holds neither token ids nor hashes; give ids ("1 2 3" or [1, 2, 3]) or hashes of 32 hex digits, at most {_PROMPT_BYTES >> 20} MiB'
+        )
+    return found
+
+
+def _parsed(text: str) -> _Prompt | None:
+    words = text.replace(",", " ").replace("[", " ").replace("]", " ").replace('"', " ").split()
+    if words and all(_HASHES.fullmatch(word) for word in words):
+        hashes = bytes.fromhex("".join(words))
+        if len(hashes) > MAX_HASHES * HASH_BYTES:
+            raise ConfigError(f"{len(hashes) // HASH_BYTES} hashes; a question has at most {MAX_HASHES}")
+        return _Prompt([], hashes)
+    if words and all(_TOKENS.fullmatch(word) and int(word) < 1 << 32 for word in words):
+        if len(words) > MAX_TOKENS:
+            raise ConfigError(f"{len(words)} token ids; a question has at most {MAX_TOKENS}")
+        return _Prompt([int(word) for word in words], b"")
+    return None
+
+
+def _namespace_and_hashes(
+    client: Catalog, settings: Settings, asked: str, prompt: _Prompt
+) -> tuple[Namespace | NamespaceId, bytes]:
+    namespace = _namespace(client, asked)
+    if not prompt.tokens:
+        return namespace, prompt.hashes
+    if isinstance(namespace, bytes):
+        raise ConfigError(
+            f"the catalog does not know what namespace {namespace.hex()} is, so tokens cannot be hashed for it; give hashes"
+        )
+    secrets = TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file)
+    if namespace.tenant and namespace.tenant not in secrets:
+        raise ConfigError(
+            f"the secret of tenant {namespace.tenant!r} is not in catalog.tenant_secrets or its file, so tokens cannot be hashed; give hashes"
+        )
+    secret = secrets[namespace.tenant].encode() if namespace.tenant in secrets else b""
+    hashes = client.hashes(namespace, secret, prompt.tokens)
+    if not hashes:
+        raise ConfigError(
+            f"{len(prompt.tokens)} token ids fill no block; a block of this namespace has {namespace.block_tokens}"
+        )
+    return namespace, hashes
+
+
+def _namespace(client: Catalog, asked: str) -> Namespace | NamespaceId:
+    """The one that is meant. An id that the catalog does not know is asked for as it is."""
+    known = client.namespaces()
+    by_model = [one for one in known if not asked or one.fields.model == asked]
+    fitting = by_model or [one for one in known if one.id.startswith(asked.lower())]
+    if len(fitting) == 1:
+        return fitting[0].fields
+    if not fitting and re.fullmatch(r"[0-9a-fA-F]{32}", asked):
+        return NamespaceId(bytes.fromhex(asked))
+    if not fitting:
+        what = f"the catalog knows no namespace {asked!r}" if asked else "the catalog knows no namespace yet"
+    elif asked:
+        what = f"{asked!r} may be any of {len(fitting)} namespaces"
+    else:
+        what = f"the catalog knows {len(known)} namespaces"
+    listed = "".join(f"\n  {one.id}  {_named(one)}" for one in (fitting or known)[:_MOST_NAMED])
+    raise ConfigError(f"{what}; give --namespace with an id{':' if listed else ''}{listed}")
+
+
+def _named(one: NamespaceSummary) -> str:
+    fields = one.fields
+    words = [fields.model, fields.revision, fields.kv_dtype, f"{fields.block_tokens} tokens", fields.ranks]
+    words += [f"group {fields.kv_group}"] if fields.kv_group else []
+    words += [f"lora {fields.lora}"] if fields.lora else []
+    words += [f"tenant {fields.tenant}"] if fields.tenant else []
+    return _plain(", ".join([word for word in words if word] + [fields.scheme]))
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _print(arguments: argparse.Namespace, answer: object, told: Callable[[], Sequence[Table | str]]) -> None:
+    if arguments.json:
+        print(msgspec.json.encode(answer).decode())
+        return
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, emoji=False, width=max(_WIDTH, console.width))
+    for part in told():
+        console.print(_plain(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        is_number = name.startswith("#")
+        table.add_column(
+            name.removeprefix("#"), justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
+        )
+    return table
+
+
+def _add(table: Table, *cells: object) -> None:
+    """A row."""
+    table.add_row(*(Text(_plain(str(cell))) for cell in cells))
+
+
+def _plain(text: str) -> str:
+    """Names come from whoever may publish events: a terminal is given no control characters of theirs."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
+def _tiers(tiers: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in tiers.items() if count)
+
+
+def _view(age_s: float) -> list[str]:
+    return [f"this view is {age_s:.1f} s old: the catalog cannot tell at the moment what is newer"] if age_s else []
+
+
+def _told_lookup(answer: LookupAnswer) -> list[Table | str]:
+    table = _table("instance", "#blocks", "tiers", "#with its pools", "remark")
+    for one in answer.instances:
+        _add(
+            table,
+            one.instance,
+            one.depth,
+            _tiers(one.tiers),
+            one.reach,
+            "suspect: may hold more or less" if one.suspect else "",
+        )
+    for pool in answer.pools:
+        _add(table, f"pool {pool.pool}", pool.depth, "OBJECT", "", "")
+    told: list[Table | str] = [f"{answer.blocks} full blocks; the longest prefix held is of {answer.deepest}"]
+    told += [table] if answer.instances or answer.pools else []
+    told += [f"{answer.more} more instances hold some of it; see --limit"] if answer.more else []
+    told += [f"left out, because not live: {', '.join(answer.excluded)}"] if answer.excluded else []
+    return told + _view(answer.view_age_s)
+
+
+def _told_route(answer: RouteAnswer) -> list[Table | str]:
+    table = _table(
+        "instance",
+        "#cost s",
+        "#waits",
+        "#computes",
+        "#fetches",
+        "#balance",
+        "#first token s",
+        "#blocks",
+        "#missing tokens",
+        "remark",
+    )
+    for one in answer.ranked:
+        remarks = ["suspect"] if one.suspect else []
+        remarks += [] if one.admitted else ["not admitted"]
+        _add(
+            table, one.instance, f"{one.cost_s:.4f}", f"{one.queueing_s:.4f}", f"{one.recompute_s:.4f}", f"{one.fetch_s:.4f}",
+            f"{one.balance_s:.4f}", f"{one.ttft_s:.4f}", one.depth, one.missing_tokens, ", ".join(remarks),
+        )  # fmt: skip
+    told: list[Table | str] = [
+        f"send it to {answer.instance}" if answer.instance else "no instance is there to serve it",
+        table,
+    ]
+    told += [] if answer.admitted else ["it is not admitted now: refuse it, or ask again later"]
+    told += [f"{answer.more} more instances cost more; see --limit"] if answer.more else []
+    return told + _view(answer.view_age_s)
+
+
+def _told_block(answer: BlockAnswer) -> list[Table | str]:
+    table = _table("holder", "kind", "tier", "remark")
+    for one in answer.holders:
+        _add(table, one.name, one.kind, one.tier, "suspect: may hold more or less" if one.suspect else "")
+    told: list[Table | str] = (
+        [table] if answer.holders else [f"nobody holds block {answer.hash} of namespace {answer.namespace}"]
+    )
+    return told + _view(answer.view_age_s)
+
+
+def _namespace_table(namespaces: Sequence[NamespaceSummary]) -> Table:
+    table = _table("namespace", "fields")
+    for one in namespaces:
+        _add(table, one.id, _named(one))
+    return table
+
+
+def _instance_table(found: Sequence[InstanceSummary]) -> Table:
+    used = [tier.name for tier in Tier if any(pool.tier == tier.name for one in found for pool in one.pools)]
+    table = _table(
+        "instance", "state", *(f"#{tier} held / slots" for tier in used), "#queued tokens", "#heard s ago", "remark"
+    )
+    for one in found:
+        tiers = [_filled(one, tier) for tier in used]
+        queued = "" if one.queued_tokens is None else one.queued_tokens
+        age = "" if one.heartbeat_age_s is None else f"{one.heartbeat_age_s:.1f}"
+        _add(table, one.instance, one.state, *tiers, queued, age, _remarks(one))
+    return table
+
+
+def _filled(one: InstanceSummary, tier: str) -> str:
+    slots = sum(pool.slots for pool in one.pools if pool.tier == tier)
+    return f"{one.held_blocks.get(tier, 0)} / {slots or '?'}" if any(pool.tier == tier for pool in one.pools) else ""
+
+
+def _remarks(one: InstanceSummary) -> str:
+    words = [f"left out: {one.excluded}"] if one.excluded else []
+    words += [f"suspect: {'; '.join(one.suspicions)}"] if one.suspect else []
+    words += ["partial: the catalog's capacity was reached"] if one.partial else []
+    return "; ".join(words + ([one.trouble] if one.trouble else []))
+
+
+def _all_of(one: InstanceSummary) -> Table:
+    table = _table("field", "value")
+    for name, value in msgspec.to_builtins(one).items():
+        if name == "pools":
+            for pool in one.pools:
+                _add(
+                    table,
+                    f"pool {pool.name or pool.tier}",
+                    f"{pool.tier}, {pool.held_blocks} of {pool.slots or '?'} blocks of {pool.block_bytes or '?'} bytes, {pool.reach}",
+                )
+        elif value not in (None, "", [], {}):
+            _add(
+                table,
+                name,
+                _tiers(value) if name == "held_blocks" else ", ".join(value) if isinstance(value, list) else value,
+            )
+    return table
+
+
+def _watched(event: WatchEvent) -> list[str]:
+    match event:
+        case WatchBegun(position=position):
+            return [f"watching from {position}"]
+        case BlockChanges(holder=holder, is_pool=is_pool, changes=changes):
+            name = f"pool {holder}" if is_pool else holder
+            return [f"{name} {_changed(one)}" for one in changes]
+        case InstanceChange(instance=instance, what="state", excluded=excluded, suspect=suspect):
+            return [f"{instance} is {f'left out: {excluded}' if excluded else 'live'}{', suspect' if suspect else ''}"]
+        case InstanceChange(instance=instance, what=what):
+            return [f"{instance} {what}"]
+        case KnownInstances(instances=instances):
+            return [f"another catalog goes on; it knows {len(instances)} instances"]
+        case PrefixDepths(answer=answer):
+            held = (
+                ", ".join(f"{one.instance} {one.depth} ({_tiers(one.tiers)})" for one in answer.instances) or "nobody"
+            )
+            return [f"of {answer.blocks} blocks: {held}"]
+        case Missed(instance=instance, why=why):
+            return [f"missed{f' of {instance}' if instance else ''}: {why}"]
+        case WatchEnded(why=why):
+            return [f"the catalog ends the watch: {why}"]
+
+
+def _changed(change: BlockChange) -> str:
+    if change.what == "ended":
+        return f"has said all that {change.tier} holds"
+    count, first = len(change.hashes) // (2 * HASH_BYTES), change.hashes[: 2 * HASH_BYTES]
+    return f"{change.what} {count} in {change.tier}: {first}{'…' if count > 1 else ''}"
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def _limit(text: str) -> int:
+    return count_between(text, 1, MAX_LIMIT)
+
+
+def _tokens_count(text: str) -> int:
+    return count_between(text, 1, MAX_INPUT_TOKENS)
+
+
+def _one_hash(text: str) -> bytes:
+    if not re.fullmatch(r"[0-9a-fA-F]{32}", text):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no hash; give its 32 hex digits")
+    return bytes.fromhex(text)

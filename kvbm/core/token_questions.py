@@ -1,0 +1,65 @@
+"""Questions about a prompt's tokens: they are hashed on the side of who asks, which knows the root, and then asked by their hashes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvbm.core.answers import LookupAnswer, RouteAnswer
+from kvbm.core.backend import SequenceHashes
+from kvbm.core.checks import kind_of
+from kvbm.core.errors import ArgumentTypeError
+from kvbm.core.hashing import check_hashable
+from kvbm.core.ids import Namespace
+
+
+class TokenQuestions(ABC):
+    """What a client of the catalog and a replica have in common.
+
+    Args:
+        hash_tokens: `sequence_hashes` or its native implementation.
+    """
+
+    def __init__(self, hash_tokens: SequenceHashes) -> None:
+        self._hash_tokens = hash_tokens
+
+    @abstractmethod
+    def lookup(self, namespace: Namespace, hashes: bytes, *, timeout_s: float | None = None) -> LookupAnswer:
+        """Who has how much of a prefix."""
+
+    @abstractmethod
+    def route(
+        self, namespace: Namespace, hashes: bytes, input_tokens: int, *, timeout_s: float | None = None
+    ) -> RouteAnswer:
+        """Where to send a prompt."""
+
+    def hashes(self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
+        """Packed hashes of a prompt's full blocks, made here: the root stays on this side.
+
+        Raises: HashSchemeError: the namespace's blocks are hashed in another way, as vLLM's are. ArgumentError, LayoutError: an
+            argument that cannot be used, as `Manager.hash_tokens`.
+        """
+        if not isinstance(namespace, Namespace):
+            raise ArgumentTypeError(
+                "namespace", f"is {kind_of(namespace)}; give the Namespace, whose root its id does not tell"
+            )
+        if not isinstance(secret, bytes):
+            raise ArgumentTypeError("secret", f"is {kind_of(secret)}; give bytes, empty where the tenant has no secret")
+        if tokens is None:
+            raise ArgumentTypeError("tokens", "is None; give a sequence of token ids")
+        check_hashable(namespace)
+        return self._hash_tokens(tokens, namespace.block_tokens, namespace.root(secret))
+
+    def lookup_tokens(
+        self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray, timeout_s: float | None = None
+    ) -> LookupAnswer:
+        """`lookup` of a prompt's tokens, hashed here. Raises HashSchemeError: as `hashes`."""
+        return self.lookup(namespace, self.hashes(namespace, secret, tokens), timeout_s=timeout_s)
+
+    def route_tokens(
+        self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray, timeout_s: float | None = None
+    ) -> RouteAnswer:
+        """`route` of a prompt's tokens, hashed here. Raises HashSchemeError: as `hashes`."""
+        return self.route(namespace, self.hashes(namespace, secret, tokens), len(tokens), timeout_s=timeout_s)

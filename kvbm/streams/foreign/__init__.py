@@ -1,0 +1,1 @@
+"""Other engines' events → ours."""

@@ -1,0 +1,327 @@
+"""What one engine holds, block by block, under its own hashes: events → commands for our stream.
+
+A stored event brings the tokens. They are hashed here, as any client of ours hashes a prompt, and go no further. The engine's hash is
+kept beside ours, because a later event names a parent or a removed block by it alone. Nothing is guessed: what has neither
+tokens behind a known parent nor a known hash is counted and left out, which costs a hit and is never a wrong one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvbm.core.backend import SequenceHashes
+from kvbm.core.errors import KvbmError
+from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier
+from kvbm.streams.foreign.events import BlockKey, Cleared, ForeignEvent, Refusal, Refused, Removed, Stored
+from kvbm.streams.foreign.identity import MEDIA, Homes, Source
+
+
+class Named(NamedTuple):
+    """A namespace of which blocks come for the first time."""
+
+    namespace: Namespace
+
+
+class Gained(NamedTuple):
+    """Blocks of one chain lie in a tier now: at most MAX_RUN_BLOCKS, none of them there before.
+
+    Attributes:
+        parent: the block before, NO_PARENT where the run begins its chain.
+        start: position of the first in its chain, in blocks.
+        hashes: packed.
+    """
+
+    namespace: NamespaceId
+    tier: Tier
+    parent: SequenceHash
+    start: int
+    hashes: bytes
+
+
+class Arrived(NamedTuple):
+    """Blocks that were known before lie in a tier now; which chain they are of is not said. As `Gained`."""
+
+    namespace: NamespaceId
+    tier: Tier
+    hashes: bytes
+
+
+class Lost(NamedTuple):
+    """Blocks lie in a tier no more: at most MAX_RUN_BLOCKS, all of them there before."""
+
+    namespace: NamespaceId
+    tier: Tier
+    reason: EvictReason
+    hashes: bytes
+
+
+class Emptied(NamedTuple):
+    """Nothing lies in a tier any more."""
+
+    tier: Tier
+
+
+Fact = Named | Gained | Arrived | Lost | Emptied
+
+_Remembered = BlockKey | tuple[int, BlockKey]  # a block's key; with its group, where the engine has several
+
+_ENTRY = struct.Struct(
+    "<16sIBHB"
+)  # our hash, position in its chain, number of its namespace, copies in HBM, other tiers
+_MOST_COPIES = 0xFFFF
+_MOST_START = 0xFFFFFFFF
+_COLDER = {Tier.HOST: 1, Tier.NVME: 2, Tier.OBJECT: 4}  # bits of the other tiers
+
+
+class Uncertain(KvbmError):
+    """An event may have said that blocks are gone, and could not be read: nothing that is held is certain any more."""
+
+
+class ForeignBlocks:
+    """See the module. No clock, no I/O.
+
+    Args:
+        hash_tokens: `sequence_hashes` or its native implementation.
+
+    Attributes:
+        counts: events and blocks that count for nothing, by `Refusal`.
+        stored, removed: blocks that events have told of.
+    """
+
+    def __init__(self, source: Source, hash_tokens: SequenceHashes) -> None:
+        self.counts: Counter[Refusal] = Counter()
+        self.stored = self.removed = 0
+        self._source, self._hash_tokens = source, hash_tokens
+        self._homes = Homes(source)
+        self._known: dict[_Remembered, bytes] = {}
+        self._gone: dict[_Remembered, None] = {}  # of the known, those that no tier holds, the longest gone first
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no tier holds anything."""
+        return len(self._known) == len(self._gone)
+
+    @property
+    def remembered(self) -> int:
+        """How many blocks are remembered, those that are gone included."""
+        return len(self._known)
+
+    def namespaces(self) -> list[Namespace]:
+        """Those of which blocks have come, in the order in which they came."""
+        return [home.namespace for home in self._homes.all]
+
+    def expect(self, block_tokens: int) -> Namespace:
+        """The namespace of blocks of a size that will come, of no adapter."""
+        number = self._homes.number("", 0, block_tokens)
+        assert number is not None
+        return self._homes.all[number].namespace
+
+    def apply(self, event: ForeignEvent) -> Iterator[Fact]:
+        """What an event changes. Raises Uncertain: it may have said that blocks are gone."""
+        match event:
+            case Stored():
+                yield from self._store(event)
+            case Removed():
+                yield from self._remove(event)
+            case Cleared():
+                yield from self._clear()
+            case Refused():
+                self.counts[event.reason] += 1
+                if event.is_loss:
+                    raise Uncertain(event.why)
+
+    def drop(self, forgets: bool) -> None:
+        """Hold nothing any more.
+
+        Args:
+            forgets: whether what the engine's hashes mean is forgotten as well: another process may mean something else by them.
+        """
+        if forgets:
+            self._known.clear()
+            self._gone.clear()
+            self._homes = Homes(self._source)
+            return
+        for key, entry in self._known.items():
+            ours, start, number, copies, others = _ENTRY.unpack(entry)
+            if copies or others:
+                self._known[key] = _ENTRY.pack(ours, start, number, 0, 0)
+                self._gone[key] = None
+        self._forget_gone()
+
+    # -- stored -------------------------------------------------------------------------------------------------------
+
+    def _store(self, event: Stored) -> Iterator[Fact]:
+        tier = self._tier(event.medium, event.ownership)
+        if tier is None or not event.keys:
+            return
+        count, size = len(event.keys), event.block_tokens
+        self.stored += count
+        is_new = len(self._homes.all)
+        number = self._homes.number(event.lora, event.group, size)
+        if number is None:
+            self.counts[Refusal.BEYOND] += count
+            return
+        if len(self._homes.all) > is_new:
+            yield Named(self._homes.all[number].namespace)
+        keys: Sequence[_Remembered] = event.keys
+        if event.group:
+            keys = [(event.group, key) for key in event.keys]
+        before = self._before(event, number) if len(event.tokens) == count * size else None
+        if before is None:
+            yield from self._store_known(tier, keys)
+            return
+        parent, start = before
+        root = parent if start else self._homes.all[number].root
+        try:
+            hashes = self._hash_tokens(event.tokens, size, root, event.extra)
+        except (KvbmError, TypeError, ValueError, OverflowError):  # a token that is none
+            self.counts[Refusal.MALFORMED] += 1
+            return
+        yield from self._store_chain(tier, keys, number, parent, start, hashes)
+
+    def _before(self, event: Stored, number: int) -> tuple[SequenceHash, int] | None:
+        """The block before the first, and the first's position; None: it is not known."""
+        if event.parent is None:
+            return NO_PARENT, 0
+        entry = self._known.get((event.group, event.parent) if event.group else event.parent)
+        if entry is None:
+            return None
+        ours, start, of, _, _ = _ENTRY.unpack(entry)
+        if of != number or start + len(event.keys) >= _MOST_START:
+            return None
+        return SequenceHash(ours), start + 1
+
+    def _store_chain(
+        self, tier: Tier, keys: Sequence[_Remembered], number: int, parent: SequenceHash, start: int, hashes: bytes
+    ) -> Iterator[Fact]:
+        """Blocks whose own hashes are known from their tokens."""
+        known, bit = self._known, _COLDER.get(tier, 0)
+        begin = 0  # of the run that is being gathered
+        id_ = self._homes.all[number].namespace.id
+        for at, key in enumerate(keys):
+            ours = hashes[at * HASH_BYTES : at * HASH_BYTES + HASH_BYTES]
+            entry = known.get(key)
+            if entry is None:
+                if len(known) - len(self._gone) < self._source.most_blocks:
+                    known[key] = _ENTRY.pack(ours, start + at, number, not bit, bit)
+                    continue
+                self.counts[Refusal.BEYOND] += 1
+            elif entry[:HASH_BYTES] != ours:
+                self.counts[Refusal.CONFLICT] += 1
+            elif self._gain(key, entry, bit):
+                continue
+            yield from _gained(id_, tier, parent, start, hashes, begin, at)
+            begin = at + 1
+        yield from _gained(id_, tier, parent, start, hashes, begin, len(keys))
+
+    def _store_known(self, tier: Tier, keys: Sequence[_Remembered]) -> Iterator[Fact]:
+        """Blocks that only the engine's hashes tell of."""
+        bit = _COLDER.get(tier, 0)
+        arrived: dict[int, bytearray] = {}
+        for key in keys:
+            entry = self._known.get(key)
+            if entry is None:
+                self.counts[Refusal.UNMAPPED] += 1
+            elif self._gain(key, entry, bit):
+                arrived.setdefault(entry[20], bytearray()).extend(entry[:HASH_BYTES])
+        for number, hashes in arrived.items():
+            for run in _runs(bytes(hashes)):
+                yield Arrived(self._homes.all[number].namespace.id, tier, run)
+
+    def _gain(self, key: _Remembered, entry: bytes, bit: int) -> bool:
+        """Note that a tier has a known block; whether it had none before."""
+        ours, start, number, copies, others = _ENTRY.unpack(entry)
+        if bit:
+            if others & bit:
+                return False
+            is_first, others = True, others | bit
+        else:
+            is_first = not copies
+            if copies and not self._source.counts_copies:
+                return False
+            copies = min(copies + 1, _MOST_COPIES)
+        self._known[key] = _ENTRY.pack(ours, start, number, copies, others)
+        self._gone.pop(key, None)
+        return is_first
+
+    # -- removed ------------------------------------------------------------------------------------------------------
+
+    def _remove(self, event: Removed) -> Iterator[Fact]:
+        tier = self._tier(event.medium, event.ownership)
+        if tier is None:
+            return
+        self.removed += len(event.keys)
+        bit = _COLDER.get(tier, 0)
+        lost: dict[int, bytearray] = {}
+        for plain in event.keys:
+            key = (event.group, plain) if event.group else plain
+            entry = self._known.get(key)
+            ours, start, number, copies, others = _ENTRY.unpack(entry) if entry else (b"", 0, 0, 0, 0)
+            is_claim = (
+                tier is Tier.OBJECT and entry is not None
+            )  # everybody's, whatever this source was known to have put
+            if not (is_claim or (others & bit if bit else copies)):
+                self.counts[Refusal.NOT_HELD] += 1
+                continue
+            if bit:
+                others &= ~bit
+            else:
+                copies -= 1
+            self._known[key] = _ENTRY.pack(ours, start, number, copies, others)
+            if not (copies or others):
+                self._gone.setdefault(key)
+            if bit or not copies:
+                lost.setdefault(number, bytearray()).extend(ours)
+        for number, hashes in lost.items():
+            for run in _runs(bytes(hashes)):
+                yield Lost(self._homes.all[number].namespace.id, tier, EvictReason.CAPACITY, run)
+        self._forget_gone()
+
+    def _clear(self) -> Iterator[Fact]:
+        """The engine empties its prefix cache; what it has in colder tiers stays there."""
+        for key, entry in self._known.items():
+            ours, start, number, copies, others = _ENTRY.unpack(entry)
+            if copies:
+                self._known[key] = _ENTRY.pack(ours, start, number, 0, others)
+                if not others:
+                    self._gone[key] = None
+        self._forget_gone()
+        yield Emptied(Tier.HBM)
+
+    def _forget_gone(self) -> None:
+        while len(self._gone) > self._source.most_gone:
+            key = next(iter(self._gone))
+            del self._gone[key], self._known[key]
+
+    def _tier(self, medium: str, ownership: str) -> Tier | None:
+        """The tier an event speaks of; None, and counted: it counts for nothing."""
+        tier = MEDIA.get(medium)
+        if tier is None:
+            self.counts[Refusal.UNKNOWN_MEDIUM] += 1
+            return None
+        if not ownership and tier != Tier.OBJECT:
+            return tier
+        if self._source.pool and ownership in ("", self._source.pool):
+            return Tier.OBJECT
+        self.counts[Refusal.NO_POOL] += 1
+        return None
+
+
+def _gained(
+    namespace: NamespaceId, tier: Tier, parent: SequenceHash, start: int, hashes: bytes, begin: int, end: int
+) -> Iterator[Gained]:
+    """Blocks [begin, end) of a chain that begins at `start` behind `parent`."""
+    for at in range(begin, end, MAX_RUN_BLOCKS):
+        stop = min(end, at + MAX_RUN_BLOCKS)
+        before = SequenceHash(hashes[(at - 1) * HASH_BYTES : at * HASH_BYTES]) if at else parent
+        yield Gained(namespace, tier, before, start + at, hashes[at * HASH_BYTES : stop * HASH_BYTES])
+
+
+def _runs(hashes: bytes) -> Iterator[bytes]:
+    width = MAX_RUN_BLOCKS * HASH_BYTES
+    for at in range(0, len(hashes), width):
+        yield hashes[at : at + width]

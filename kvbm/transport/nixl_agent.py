@@ -1,0 +1,200 @@
+"""The process NIXL runs in, as those see it who lend and read: started when it is needed, and anew where it has died."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+import msgspec
+import structlog
+
+from kvbm.core.errors import MissingExtraError, NixlError
+from kvbm.transport import nixl_process
+from kvbm.transport.nixl_process import Failed, Join, Joined, Lend, Lent, Message, Ready, find_nixl, receive, send
+
+log = structlog.get_logger()
+
+_END_S = 1.0
+# UCX speaks on its standard output otherwise, and complains of variables for transports that are not in use.
+_QUIET = {"UCX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n", "NIXL_LOG_LEVEL": "FATAL"}
+
+
+def missing_nixl() -> MissingExtraError | None:
+    """What to say where NIXL is not installed; None: it is."""
+    return None if find_nixl() else MissingExtraError("NIXL (the Python package nixl-cu12)", "nixl")
+
+
+class NixlProcess:
+    """NIXL in a process of its own: what lends and what reads have one each. Any thread.
+
+    A crash of NIXL or UCX is a failed read here, and no exit code changes. Whoever reaches an agent reaches what that process can read: of an
+    owner, HOST's memory, which it cannot write.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None, options: Mapping[str, str] | None = None) -> None:
+        """Nothing is started yet.
+
+        Args:
+            environment: variables that are added, such as UCX_TLS, which says what UCX may use.
+            options: of NIXL's UCX backend.
+        """
+        self._environment, self._options = dict(environment or {}), dict(options or {})
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._is_ready = self._is_closed = False
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0: there is none now."""
+        process = self._process
+        return 0 if process is None or process.poll() is not None else process.pid
+
+    def lend(self, descriptor: int, size: int, until_s: float) -> tuple[socket.socket, Lent]:
+        """Let others read memory, until the socket is closed, or ends because the process did.
+
+        Args:
+            descriptor: of the memory, of which so many bytes are lent; it need not be open for writing.
+            until_s: of `time.monotonic`.
+        Raises: NixlError: NIXL does not, or not in time. MissingExtraError: it is not installed.
+        """
+        thing, answer = self._begin(Lend(size), descriptor, until_s)
+        if not isinstance(answer, Lent):
+            thing.close()
+            raise NixlError(f"NIXL does not lend {size} bytes: {_words(answer)}")
+        return thing, answer
+
+    def join(self, join: Join, descriptor: int, until_s: float) -> socket.socket:
+        """Get ready to read into memory: the socket for `Fetch`, whose end means that nobody waits for anything any more.
+
+        Args:
+            descriptor: of the memory of the lanes. What NIXL still writes there after the socket's end nobody else uses.
+            until_s: of `time.monotonic`.
+        Raises: NixlError: NIXL does not, or not in time. MissingExtraError: it is not installed.
+        """
+        thing, answer = self._begin(join, descriptor, until_s)
+        if not isinstance(answer, Joined):
+            thing.close()
+            raise NixlError(f"NIXL does not reach the owner: {_words(answer)}")
+        return thing
+
+    def end(self, thing: socket.socket) -> None:
+        """End what a socket stands for: when this returns it has ended, if need be with the process."""
+        try:
+            thing.settimeout(_END_S)
+            thing.shutdown(socket.SHUT_WR)
+            while receive(thing) is not None:
+                pass
+        except (OSError, msgspec.DecodeError):
+            with self._lock:
+                self._end()
+        thing.close()
+
+    def close(self) -> None:
+        """End the process, and with it everything in it. Idempotent."""
+        self._is_closed = True
+        with self._lock:
+            self._end()
+
+    def _begin(self, wanted: Lend | Join, descriptor: int, until_s: float) -> tuple[socket.socket, Message | None]:
+        ours, theirs = _pair()
+        try:
+            with theirs:
+                self._send(theirs, descriptor, until_s)
+            send(ours, wanted)
+            return ours, self._answer(ours, until_s)
+        except BaseException:
+            ours.close()
+            raise
+
+    def _send(self, thing: socket.socket, descriptor: int, until_s: float) -> None:
+        if not self._lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
+            raise NixlError("NIXL was being started until the deadline")
+        try:
+            control = self._started(until_s)
+            socket.send_fds(control, [b"\0"], [thing.fileno(), descriptor])
+        except OSError as error:
+            self._end()
+            raise NixlError(f"the process of NIXL has ended: {error}") from None
+        finally:
+            self._lock.release()
+
+    def _started(self, until_s: float) -> socket.socket:
+        """The socket to the process, which has said that it can work. With the lock held. Raises as `lend`; OSError: it has just ended."""
+        if self._is_closed:
+            raise NixlError("NIXL is closed")
+        if self._process is not None and self._process.poll() is not None:
+            log.warning("nixl.ended", status=self._process.returncode)
+            self._end()
+        if self._control is None:
+            if (missing := missing_nixl()) is not None:
+                raise missing
+            self._start()
+        control = self._control
+        assert control is not None
+        if not self._is_ready:
+            try:
+                control.settimeout(max(0.001, until_s - time.monotonic()))
+                ready = receive(control)
+            except TimeoutError:
+                raise NixlError("NIXL is being started; it is there in a moment") from None
+            if not isinstance(ready, Ready) or ready.trouble:
+                self._end()
+                raise NixlError(ready.trouble if isinstance(ready, Ready) else "the process of NIXL ended at once")
+            self._is_ready = True
+        control.settimeout(max(0.001, until_s - time.monotonic()))
+        return control
+
+    def _start(self) -> None:
+        ours, theirs = _pair()
+        command = [sys.executable, "-P", nixl_process.__file__, str(theirs.fileno()), json.dumps(self._options)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env={**_QUIET, **os.environ, **self._environment}, pass_fds=[theirs.fileno()], start_new_session=True,
+            )  # fmt: skip
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._control, self._is_ready = ours, False
+
+    def _answer(self, thing: socket.socket, until_s: float) -> Message | None:
+        """What it says to a wish. A process that says nothing in time is ended: it may have been stopped, or hang in NIXL."""
+        try:
+            thing.settimeout(max(0.001, until_s - time.monotonic()))
+            return receive(thing)
+        except TimeoutError:
+            with self._lock:
+                self._end()
+            raise NixlError("NIXL did not answer by the deadline, and is started anew") from None
+        except (OSError, msgspec.DecodeError) as error:
+            raise NixlError(f"the process of NIXL has ended: {error}") from None
+
+    def _end(self) -> None:
+        """With the lock held."""
+        process, control = self._process, self._control
+        self._process = self._control = None
+        if control is not None:
+            control.close()
+        if process is not None:
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _words(answer: Message | None) -> str:
+    return answer.words if isinstance(answer, Failed) else "its process has ended"

@@ -1,0 +1,149 @@
+"""An engine that starts over the volume of an earlier one, in another shape or with damaged bookkeeping: it starts, answers right, and hits what
+could be kept."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.engines.vllm.harness import scenarios
+from tests.engines.vllm.harness.engine import Engine
+from tests.engines.vllm.harness.setups import with_kvbm
+from tests.engines.vllm.harness.truth import Truth
+from tests.engines.vllm.harness.words import BLOCK_TOKENS, Ask
+
+FULL = pytest.mark.engines_full
+WAIT_S = 120.0
+SLOTS = 120
+
+
+def nvme(slots: int = SLOTS) -> dict[str, int]:
+    return {"pools.nvme.slots": slots}
+
+
+def reusable(asks: list[Ask]) -> list[int]:
+    return [ask.reusable_tokens for ask in asks]
+
+
+def fill(engine: Engine, truth: Truth, asks: list[Ask]) -> None:
+    scenarios.ask(engine, truth, asks, [0] * len(asks))
+    engine.offload()
+
+
+def salvaged(engine: Engine) -> None:
+    assert engine.in_core("salvaged", WAIT_S)
+
+
+def instance_folder(folder: Path) -> Path:
+    return folder / "instances" / folder.name
+
+
+@pytest.mark.parametrize("slots", [SLOTS - 1, SLOTS + 50])
+def test_another_size_keeps_what_fits(engines, llama, truth, tmp_path, slots):
+    asks = truth.prompts("sizes", 3, 300)
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme())) as engine:
+        fill(engine, truth, asks)
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme(slots))) as engine:
+        salvaged(engine)
+        scenarios.ask_after_garbage(engine, truth, asks, reusable(asks))
+
+
+def test_a_pool_too_small_for_all_keeps_the_latest_prompt(engines, llama, truth, tmp_path):
+    asks = truth.prompts("smaller", 3, 300)
+    blocks = asks[-1].reusable_tokens // BLOCK_TOKENS + 1
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme())) as engine:
+        for ask in asks:
+            fill(engine, truth, [ask])
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme(blocks))) as engine:
+        salvaged(engine)
+        scenarios.ask_after_garbage(engine, truth, asks[-1:], reusable(asks[-1:]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "bfloat16"}, {"block_size": 2 * BLOCK_TOKENS}],
+    ids=["dtype", "block size"],
+)
+def test_blocks_of_another_kind_are_set_aside(engines, llama, truth, tmp_path, options):
+    asks = truth.prompts("kinds", 2, 300)
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme())) as engine:
+        fill(engine, truth, asks)
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme(), options=options)) as engine:
+        assert engine.in_core("held")["NVME"] == 0
+    assert list(instance_folder(tmp_path / "a").glob("nvme.pool.aside-*"))
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme())) as engine:  # and back: it starts, cold
+        scenarios.ask(engine, truth, asks, [0] * 2)
+        scenarios.ask_after_garbage(engine, truth, asks, reusable(asks))
+
+
+@FULL
+def test_another_number_of_ranks_starts_cold(engines, llama, truth, tmp_path):
+    asks = truth.prompts("ranks", 2, 300)
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme())) as engine:
+        fill(engine, truth, asks)
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme(), ranks=2, core="process")) as engine:
+        scenarios.ask(engine, truth, asks, [0] * 2)
+
+
+def _flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+def _flip_in_journal(folder: Path) -> None:
+    for path in (folder / "journal").glob("*.kvbj"):
+        _flip(path, path.stat().st_size // 2)
+
+
+def _lose_segments(folder: Path) -> None:
+    for path in (folder / "journal").glob("*.kvbj"):
+        path.unlink()
+
+
+def _lose_journal(folder: Path) -> None:
+    shutil.rmtree(folder / "journal")
+
+
+def _tear_header(folder: Path) -> None:
+    _flip(folder / "nvme.pool", 20)
+
+
+@pytest.mark.parametrize("damage", [_flip_in_journal, _lose_segments, _lose_journal, _tear_header])
+def test_damage_to_bookkeeping_costs_no_hits(engines, llama, truth, tmp_path, damage: Callable[[Path], None]):
+    asks = truth.prompts("damage", 3, 300)
+    described = with_kvbm(llama, tmp_path / "a", nvme())
+    with engines.running(described) as engine:
+        fill(engine, truth, asks)
+        engine.kill()
+    damage(instance_folder(tmp_path / "a"))
+    with engines.running(described) as engine:
+        salvaged(engine)
+        scenarios.ask_after_garbage(engine, truth, asks, reusable(asks))
+
+
+def test_what_was_reset_stays_away_when_the_journal_is_lost(engines, llama, truth, tmp_path):
+    asks = truth.prompts("reset", 2, 300)
+    described = with_kvbm(llama, tmp_path / "a", nvme())
+    with engines.running(described) as engine:
+        fill(engine, truth, asks)
+        engine.in_core("drop", "HOST", "NVME")
+        engine.kill()
+    _lose_journal(instance_folder(tmp_path / "a"))
+    with engines.running(described) as engine:
+        salvaged(engine)
+        scenarios.ask(engine, truth, asks, [0] * 2)
+
+
+def test_an_engine_whose_pool_is_in_use_starts_without_it(engines, llama, truth, tmp_path):
+    asks = truth.prompts("in-use", 2, 300)
+    shared = nvme() | {"pools.nvme.path": str(tmp_path / "shared.pool")}
+    with engines.running(with_kvbm(llama, tmp_path / "a", shared)) as first:
+        fill(first, truth, asks)
+        with engines.running(with_kvbm(llama, tmp_path / "b", shared, core="process")) as second:
+            scenarios.ask(second, truth, asks, [0] * 2)
+            assert "NVME" not in second.in_core("held")
+        scenarios.ask_after_garbage(first, truth, asks, reusable(asks))

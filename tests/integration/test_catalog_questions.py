@@ -1,0 +1,196 @@
+"""`kvbm-catalog lookup`, `route`, `who`, `instances` and `watch` against a running catalog."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvbm import catalog_questions, cli
+from kvbm.assembly import NATIVE, NATIVE_INDEX, catalog_clients
+from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.service import ServiceSettings
+from kvbm.command_line import configure_logs
+from kvbm.config import Settings
+from kvbm.core.answers import BlockAnswer, InstanceSummary, LookupAnswer, RouteAnswer
+from kvbm.core.watch_events import BlockChanges, WatchBegun, WatchEvent
+from kvbm.locate.http import CatalogClient
+from tests.eventually import WAIT_S, eventually
+from tests.ledger_instances import HASHES, POOL, SPACE, LedgerInstance
+from tests.nats_fixture import cluster, nats_url  # noqa: F401
+
+TOKENS = list(range(40))  # ten blocks
+Asked = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def url(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[str]:  # noqa: F811
+    """A ready catalog in which instance `a` has two blocks in HBM, and a pool eight."""
+    configure_logs(logging.WARNING)  # what it remarks is no answer
+    settings = ServiceSettings(
+        nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="127.0.0.1:0", store_every_s=0.02,
+        liveness_s=10 * WAIT_S, whole_wait_s=0.0, connect_s=WAIT_S,
+    )  # fmt: skip
+    with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
+        instance = LedgerInstance(nats_url, cluster, "a")
+        instance.fill()
+        instance.publish()
+        client = CatalogClient(thread.url, WAIT_S)
+        client.wait_ready(WAIT_S)
+        eventually(lambda: client.block(SPACE, HASHES[16 * 7 : 16 * 8]).holders, "the pool's blocks are not there")
+        eventually(lambda: is_live(instance, client), "a is not live")
+        client.close()
+        yield thread.url
+
+
+def is_live(instance: LedgerInstance, client: CatalogClient) -> bool:
+    """One sign of life may come before the catalog listens."""
+    instance.beat()
+    return [one.state for one in client.instances()] == ["live"]
+
+
+def patient(settings: Settings, url: str = "") -> CatalogClient:
+    """The client of a command, which waits for as long as a busy machine may take."""
+    client = catalog_clients(settings, url)
+    assert isinstance(client, CatalogClient)
+    client._timeout_s = WAIT_S
+    return client
+
+
+@pytest.fixture
+def asked(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Runs a command, without a secret; its status, and what it printed at both places."""
+
+    monkeypatch.setattr(catalog_questions, "catalog_clients", patient)
+
+    def ask(*words: str, given: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
+        status = cli.catalog_main([words[0], "--url", url, *words[1:]])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return ask
+
+
+@pytest.mark.parametrize("how", ["tokens", "list", "hashes", "file of tokens", "file of hashes", "standard input"])
+def test_a_prompt_is_given_in_any_way(asked: Asked, tmp_path: Path, how: str) -> None:
+    ids = " ".join(map(str, TOKENS))
+    file = tmp_path / "prompt.txt"
+    file.write_text(
+        "\n".join(HASHES.hex()[at : at + 32] for at in range(0, len(HASHES.hex()), 32)) if "hashes" in how else ids
+    )
+    given = {
+        "tokens": ids.replace(" ", ","), "list": json.dumps(TOKENS), "hashes": HASHES.hex(), "standard input": "-",
+    }.get(how, str(file))  # fmt: skip
+    status, out, _ = asked("lookup", given, "--json", given=ids)
+    assert status == 0
+    answer = msgspec.json.decode(out, type=LookupAnswer)
+    assert (answer.blocks, answer.deepest) == (10, 8)
+    assert [(one.instance, one.depth, one.tiers) for one in answer.instances] == [("a", 2, {"HBM": 2})]
+    assert [(one.pool, one.depth) for one in answer.pools] == [(POOL, 8)]
+
+
+def test_answers_are_tables_for_people(asked: Asked) -> None:
+    ids = ",".join(map(str, TOKENS))
+    _, looked_up, _ = asked("lookup", ids)
+    assert "10 full blocks; the longest prefix held is of 8" in looked_up
+    assert "HBM 2" in looked_up
+    assert POOL in looked_up
+    _, routed, _ = asked("route", ids)
+    assert "send it to a" in routed
+    assert "first token" in routed
+    _, held, _ = asked("who", HASHES[:16].hex())
+    assert ["a", "instance", "HBM"] in [line.split() for line in held.splitlines()]
+    _, instances, _ = asked("instances")
+    assert "2 / 64" in instances
+    assert "live" in instances
+    _, one, _ = asked("instances", "a")
+    assert "rack-1, a" in one
+    _, nobody, _ = asked("who", "00" * 16)
+    assert "nobody holds block" in nobody
+    _, spaces, _ = asked("instances", "--namespaces")
+    assert SPACE.id.hex() in spaces
+
+
+def test_json_is_what_the_catalog_answers(asked: Asked) -> None:
+    _, out, _ = asked("route", HASHES.hex(), "--json")
+    assert msgspec.json.decode(out, type=RouteAnswer).ranked[0].missing_tokens == 32
+    _, out, _ = asked("who", HASHES[:16].hex(), "--namespace", SPACE.id.hex()[:6], "--json")
+    assert {one.name for one in msgspec.json.decode(out, type=BlockAnswer).holders} == {"a", POOL}
+    _, out, _ = asked("instances", "--json")
+    assert [one.instance for one in msgspec.json.decode(out, type=list[InstanceSummary])] == ["a"]
+
+
+def test_a_route_is_not_remembered_unless_it_is_sent(asked: Asked) -> None:
+    def waits() -> float:
+        return msgspec.json.decode(asked("route", HASHES.hex(), "--input-tokens", "100000", "--json")[1], type=RouteAnswer).ranked[0].queueing_s  # fmt: skip
+
+    assert [waits(), waits()] == [0.0, 0.0]
+    asked("route", HASHES.hex(), "--input-tokens", "100000", "--send")
+    assert waits() > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("lookup", "no such file"), "neither token ids nor hashes"),
+        (("lookup", "1,2,3"), "fill no block"),
+        (("lookup", "1,2,99999999999"), "neither token ids nor hashes"),
+        (("lookup", HASHES.hex(), "--namespace", "other"), "no namespace 'other'"),
+        (("instances", "b"), "no instance 'b'"),
+        (("watch", "--prompt", HASHES.hex(), "--namespace", "other"), "no namespace 'other'"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(asked: Asked, words: tuple[str, ...], why: str) -> None:
+    status, out, err = asked(*words)
+    assert (status, out) == (2, "")
+    assert why in err
+
+
+def test_two_namespaces_are_told_apart(asked: Asked, nats_url: str, cluster: str, url: str) -> None:  # noqa: F811
+    other = msgspec.structs.replace(SPACE, kv_dtype="float16", lora="\x1b]0;owned\x07")
+    LedgerInstance(nats_url, cluster, "b", space=other).publish()
+    client = CatalogClient(url, WAIT_S)
+    eventually(lambda: len(client.namespaces()) == 2, "the second namespace is not known")
+    client.close()
+    status, _, err = asked("lookup", HASHES.hex(), "--namespace", "m")
+    assert status == 2
+    assert other.id.hex() in err
+    assert "float16" in err
+    assert "\x1b" not in err  # whoever publishes names it
+    assert "\x1b" not in asked("instances", "--namespaces")[1]
+    _, out, _ = asked("lookup", HASHES.hex(), "--namespace", SPACE.id.hex(), "--json")
+    assert msgspec.json.decode(out, type=LookupAnswer).deepest == 8
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_changes_are_watched_until_interrupted(nats_url: str, cluster: str, url: str, as_json: bool) -> None:  # noqa: F811
+    words = [sys.executable, "-m", "kvbm", "catalog", "watch", "--url", url, "--instance", "b"]
+    with subprocess.Popen([*words, *(["--json"] if as_json else [])], stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        first = watching.stdout.readline()
+        instance = LedgerInstance(nats_url, cluster, "b")
+        instance.create(3)
+        instance.publish()
+        seen = []
+        for line in watching.stdout:
+            seen.append(line)
+            if "gained" in line and "HBM" in line:
+                break
+        watching.terminate()
+        assert watching.wait(WAIT_S) == 130
+    if as_json:
+        assert isinstance(msgspec.json.decode(first, type=WatchEvent), WatchBegun)
+        changes = msgspec.json.decode(seen[-1], type=WatchEvent)
+        assert isinstance(changes, BlockChanges)
+        assert [one.hashes for one in changes.changes if one.what == "gained"] == [HASHES[:48].hex()]
+    else:
+        assert first.startswith("watching from ")
+        assert seen[-1] == f"b gained 3 in HBM: {HASHES[:16].hex()}…\n"

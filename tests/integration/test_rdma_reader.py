@@ -1,0 +1,252 @@
+"""Readers over RDMA beside another way: when that one serves, and when a connection is made anew. A native owner; the device is a stand-in.
+
+`make test-rdma` has real devices.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbm import _native
+from kvbm.core.errors import VerbsError
+from kvbm.core.ids import Namespace
+from kvbm.core.reads import ReadOutcome, ReadResult
+from kvbm.transport.base import PeerRead
+from kvbm.transport.rdma import RdmaReader
+from kvbm.verbs.completions import Completion
+from kvbm.verbs.device import DeviceLimits
+from kvbm.verbs.queue_pair import RemoteEnd
+from tests.eventually import eventually
+from tests.lenders import NAMESPACE, OTHER, blocks_of, hashes_of
+from tests.rdma_site import ADDRESS, BLOCK, END, WAIT_S, Owner
+
+GOOD, FAILED = ReadOutcome.GOOD, ReadOutcome.FAILED
+
+
+class Device:
+    """A reader's device: what it READs it copies out of the owner's HOST."""
+
+    def __init__(self, host: np.ndarray) -> None:
+        self.limits = DeviceLimits(16, 64, 1 << 20, 3)
+        self.host = host
+        self.registered = 0
+        self.is_reachable = True
+        self.on_take: Callable[[], object] = lambda: None
+
+    def pair(self, *_: object, **__: object) -> Pair:
+        return Pair(self)
+
+    def memory(self, _: object, array: np.ndarray, is_lent: bool) -> Memory:
+        self.registered += 1
+        return Memory(array)
+
+
+class Memory:
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def close(self) -> None: ...
+
+
+class Pair:
+    """A reader's queue pair. Its READs are done when they are waited for."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.end = END
+        self.outstanding = 0
+        self._posted: list[int] = []
+
+    def connect(self, remote: RemoteEnd) -> None:
+        if not self._device.is_reachable:
+            raise VerbsError("the other end cannot be reached")
+
+    def read(self, request: int, into: Memory, offset: int, size: int, remote: tuple[int, int]) -> None:
+        begin = remote[0] - ADDRESS
+        into.array[offset : offset + size] = self._device.host.reshape(-1)[begin : begin + size]
+        self._posted.append(request)
+
+    def take(self, until_s: float, also: int) -> list[Completion]:
+        self._device.on_take()
+        done, self._posted = self._posted, []
+        return [Completion(request, "") for request in done]
+
+    def drain(self, within_s: float) -> bool:
+        return True
+
+    def fail(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Others:
+    """Has every block, and brings it in another way."""
+
+    transport = "tcp"
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def read(
+        self, namespace: Namespace, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None, deadline_s: float
+    ) -> PeerRead:
+        self.asked += 1
+        count = len(hashes) // 16
+        rows[:] = blocks_of(count, BLOCK)
+        return PeerRead(ReadResult([GOOD] * count, np.zeros(count, dtype=np.uint32)))
+
+    def close(self) -> None: ...
+
+
+class Site:
+    """An owner and a reader of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.owner = Owner(folder)
+        self.owner.rdma.start()
+        self.device: Any = Device(self.owner.lender.host)
+        self.others = Others()
+        self.known: list[Namespace] = [NAMESPACE]
+        self.reader = RdmaReader(
+            self.device, lambda _: self.owner.connection(*self.known), _native.RowCopier(1), others=self.others
+        )
+
+    @property
+    def joined(self) -> int:
+        """Connections that the owner has admitted."""
+        return self.owner.pairs.made
+
+    def read(self, namespace: Namespace = NAMESPACE, count: int = 8, deadline_s: float = WAIT_S) -> PeerRead:
+        rows = np.zeros((count, BLOCK), dtype=np.uint8)
+        found = self.reader.read(namespace, hashes_of(count), rows, None, deadline_s)
+        for row, outcome in enumerate(found.result.outcomes):
+            assert outcome is not GOOD or (rows[row] == blocks_of(count, BLOCK)[row]).all()
+        return found
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    site = Site(tmp_path)
+    monkeypatch.setattr("kvbm.transport.rdma.QueuePair", site.device.pair)
+    monkeypatch.setattr("kvbm.transport.rdma.RegisteredMemory", site.device.memory)
+    yield site
+    site.reader.close()
+    site.owner.close()
+
+
+def is_by_rdma(found: PeerRead) -> bool:
+    return (set(found.result.outcomes), found.trouble, found.by, found.passed_over) == ({GOOD}, "", "", "")
+
+
+def is_by_others(found: PeerRead, why: str) -> bool:
+    return (set(found.result.outcomes), found.trouble, found.by) == ({GOOD}, "", "tcp") and why in found.passed_over
+
+
+def test_who_is_refused_reads_everything_in_another_way_at_once_and_registers_nothing(site: Site) -> None:
+    site.owner.rdma.declare([OTHER])
+    assert is_by_others(site.read(), "who has proved each of its namespaces")
+    assert site.device.registered == 0
+    site.known.append(OTHER)
+    assert is_by_rdma(site.read())
+    assert (site.device.registered, site.others.asked) == (1, 1)
+
+
+def test_an_owner_that_cannot_be_reached_by_the_device_is_read_in_another_way(site: Site) -> None:
+    site.device.is_reachable = False
+    assert is_by_others(site.read(), "cannot be reached")
+    eventually(lambda: not site.owner.pairs.open, "the owner keeps a queue pair of nobody's")
+
+
+def test_nothing_is_tried_in_another_way_by_a_reader_that_is_closed(site: Site) -> None:
+    site.reader.close()
+    found = site.read()
+    assert found.trouble == "this reader is closed" and site.others.asked == 0
+
+
+def test_a_namespace_that_is_known_since_is_proved_on_the_next_connection(site: Site) -> None:
+    site.owner.lender.put(hashes_of(8, 20), blocks_of(8, BLOCK), namespace=OTHER)
+    assert is_by_rdma(site.read())
+    site.known.append(OTHER)
+    assert is_by_others(site.read(OTHER), "does not open")
+    assert is_by_rdma(site.read()) and site.joined == 2
+    assert site.reader.read(OTHER, hashes_of(8, 20), np.zeros((8, BLOCK), dtype=np.uint8), None, WAIT_S).by == ""
+
+
+def test_a_root_that_is_another_since_is_proved_on_the_next_connection(site: Site) -> None:
+    assert is_by_rdma(site.read())
+    site.owner.lender.withdraw(NAMESPACE)
+    site.owner.rdma.revoke()
+    site.owner.lender.admit(NAMESPACE)
+    assert is_by_others(site.read(), "does not open")
+    assert is_by_rdma(site.read()) and site.joined == 2
+
+
+def test_a_read_whose_time_is_over_when_its_turn_comes_leaves_the_connection_alone(site: Site) -> None:
+    assert is_by_rdma(site.read())
+    for deadline_s in (0.0, -1.0):
+        found = site.read(deadline_s=deadline_s)
+        assert set(found.result.outcomes) == {FAILED} and found.retry_s > 0
+    assert is_by_rdma(site.read()) and (site.joined, site.others.asked) == (1, 0)
+
+
+def test_a_read_that_waits_for_another_until_its_deadline_may_come_again(site: Site) -> None:
+    with site.reader._lock:
+        found = site.read(deadline_s=0.01)
+    assert set(found.result.outcomes) == {FAILED} and found.retry_s > 0
+
+
+def test_reads_that_waited_while_one_was_refused_do_not_ask_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.owner.rdma.declare([OTHER])
+    lock, connected = threading.Lock(), [0]
+    waiting: list[int] = []
+
+    class Counted:
+        def acquire(self, timeout: float) -> bool:
+            waiting.append(1)
+            return lock.acquire(timeout=timeout)
+
+        def release(self) -> None:
+            lock.release()
+
+    connect = site.reader._connect
+
+    def late(until_s: float) -> Any:
+        connected[0] += 1
+        eventually(lambda: len(waiting) == 4, "the others do not wait")
+        return connect(until_s)
+
+    monkeypatch.setattr(site.reader, "_connect", late)
+    with monkeypatch.context() as counted:
+        counted.setattr(site.reader, "_lock", Counted())
+        found: list[PeerRead] = []
+        reads = [threading.Thread(target=lambda: found.append(site.read())) for _ in range(4)]
+        for thread in reads:
+            thread.start()
+        for thread in reads:
+            thread.join(WAIT_S)
+    assert [is_by_others(one, "who has proved") for one in found] == [True] * 4
+    assert connected == [1]
+    assert site.read().by == "tcp" and connected == [2]
+
+
+def test_a_reader_that_is_closed_between_two_pieces_does_not_connect_again(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbm.transport.rdma._PIECE_BYTES", 4 * BLOCK)
+    closing = threading.Thread(target=site.reader.close)
+
+    def close() -> None:
+        if not closing.ident:
+            closing.start()
+            eventually(lambda: site.reader._is_closed, "it does not close")
+
+    site.device.on_take = close
+    found = site.read()
+    closing.join(WAIT_S)
+    assert FAILED in found.result.outcomes and found.trouble
+    assert (site.joined, site.others.asked) == (1, 0)

@@ -1,0 +1,157 @@
+"""Everything that can be asked of a checkout, one stage after the other, whatever fails on the way; then one report.
+
+    python tools/test_all.py                     all stages: hours
+    python tools/test_all.py --only tests,fuzz   these
+    python tools/test_all.py --list              their names
+
+What the gate (`make check`) leaves out is here: statistics and measurements, every seed and every meeting of faults, other examples of
+Hypothesis each time, radosgw and Redis, RDMA in VMs, all of the tests with engines, every Python, planted defects, free fuzzing.
+
+build/report.md has a table of the stages, what failed, and what repeats the run; build/test-all/STAGE.log what each has printed. Ends with
+1 when a stage failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "test-all"
+REPORT = ROOT / "build" / "report.md"
+FUZZ_SECONDS = 60
+LIMIT_S = 6 * 3600.0  # of one stage
+LAST_LINES = 15  # of a stage that failed without a report of its tests
+
+# name -> targets and variables of make; those that run pytest get what PYTEST_ARGS says, and tell their tests
+STAGES: dict[str, list[str]] = {
+    "demo": ["demo"],
+    "code": ["--keep-going", "lint", "sizes", "type", "contract", "docs"],
+    "native": ["native-test"],
+    "tests": ["test"],
+    "rdma": ["test-rdma"],
+    "engines": ["test-engines"],
+    "bridge": ["test-bridge"],
+    "gpu-dry-run": ["gpu-check-dry"],
+    "wheels": ["wheels-check"],
+    "fuzz": ["fuzz", f"FUZZ_SECONDS={FUZZ_SECONDS}"],
+    "mutants": ["mutants"],
+}
+PYTEST = {"tests": "--nightly --objects", "engines": "--nightly", "bridge": "--nightly"}
+
+
+class Ended(NamedTuple):
+    """One stage.
+
+    Attributes:
+        told: its numbers in words. failed: tests that failed, each with its first message.
+        load: of the machine, the minute before it began and the one before it ended.
+    """
+
+    name: str
+    status: int
+    seconds: float
+    told: str
+    failed: list[tuple[str, str]]
+    load: tuple[float, float]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="names of stages, with commas between them")
+    parser.add_argument("--list", action="store_true", help="print the names of the stages")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()), help="of Hypothesis; a report names the one it had"
+    )
+    options = parser.parse_args(argv)
+    if options.list:
+        print("\n".join(STAGES))
+        return 0
+    names = list(STAGES) if options.only is None else options.only.split(",")
+    if unknown := [name for name in names if name not in STAGES]:
+        parser.error(f"no stage is called {', '.join(unknown)}; there are {', '.join(STAGES)}")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    ended: list[Ended] = []
+    for name in names:
+        print(f"{name}: begins, log: {(FOLDER / f'{name}.log').relative_to(ROOT)}", flush=True)
+        ended.append(run(name, options.seed))
+        REPORT.write_text(report(ended, options.seed, names))  # so far: a run that is cut short has one, too
+        print(f"{name}: {_result(ended[-1])}, {ended[-1].told}, {ended[-1].seconds:.0f} s", flush=True)
+    print(REPORT.read_text())
+    return int(any(one.status for one in ended))
+
+
+def run(name: str, seed: int) -> Ended:
+    """Run a stage to its end."""
+    tests = FOLDER / f"{name}.xml"
+    tests.unlink(missing_ok=True)
+    command = ["make", "-C", str(ROOT), *STAGES[name]]
+    if name in PYTEST:
+        command.append(f"PYTEST_ARGS={PYTEST[name]} --hypothesis-seed={seed} --junitxml={tests} --durations=30")
+    load, begin_s = os.getloadavg()[0], time.monotonic()
+    with (FOLDER / f"{name}.log").open("w") as log:
+        try:
+            status = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = 124
+    told, failed = counted(tests) if tests.exists() else ("", [])
+    if status and not failed:
+        last = (FOLDER / f"{name}.log").read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
+        failed = [(name, line) for line in last]
+    return Ended(name, status, time.monotonic() - begin_s, told, failed, (load, os.getloadavg()[0]))
+
+
+def counted(tests: Path) -> tuple[str, list[tuple[str, str]]]:
+    """Numbers and failures of a JUnit file that pytest has written."""
+    numbers = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
+    failed: list[tuple[str, str]] = []
+    for suite in ET.parse(tests).getroot().iter("testsuite"):
+        for key in numbers:
+            numbers[key] += int(suite.get(key, 0))
+        for case in suite.iter("testcase"):
+            for found in (*case.iter("failure"), *case.iter("error")):
+                message = (found.get("message") or "").strip().partition("\n")[0]
+                failed.append((f"{case.get('classname')}::{case.get('name')}", message))
+    bad = numbers["failures"] + numbers["errors"]
+    return f"{numbers['tests'] - bad - numbers['skipped']} passed, {bad} failed, {numbers['skipped']} skipped", failed
+
+
+def report(ended: list[Ended], seed: int, wanted: list[str]) -> str:
+    """The whole, in Markdown."""
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, Python {platform.python_version()}"
+    lines = [
+        f"# make test-all: {commit or 'no commit'}",
+        "",
+        f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, {machine}. `python tools/test_all.py --seed {seed}` draws the same examples.",
+        "",
+        "| stage | result | tests | seconds | load before, after |",
+        "|---|---|---|---|---|",
+    ]
+    for one in ended:
+        lines.append(
+            f"| {one.name} | {_result(one)} | {one.told} | {one.seconds:.0f} | {one.load[0]:.1f}, {one.load[1]:.1f} |"
+        )
+    lines += [f"| {name} | not run | | | |" for name in wanted[len(ended) :]]
+    if failed := [(one, test, message) for one in ended for test, message in one.failed]:
+        lines += ["", "## Failed", "", *(f"- {one.name}: `{test}`: {message}" for one, test, message in failed)]
+    return "\n".join(lines) + "\n"
+
+
+def _result(one: Ended) -> str:
+    return "passed" if one.status == 0 else f"FAILED ({one.status})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
