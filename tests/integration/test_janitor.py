@@ -339,7 +339,7 @@ def test_a_janitor_is_never_given_a_prompt(tmp_path: Path) -> None:
 
         with open_manager(settings, [NAMESPACE], BLOCK_BYTES, JANITOR, memory_objects(BLOCK_BYTES, K, store)):
             # A heartbeat may come before what an instance says of itself.
-            eventually(lambda: [bool(one.engine) for one in here.client.instances()] == [True] * 2, "it knows not both")
+            eventually(lambda: [one.offset > 0 for one in here.client.instances()] == [True] * 2, "it knows not both")
             ranked = here.client.route(NAMESPACE, hashes_of(1, DEPTH), 128).ranked
             assert [one.instance for one in ranked] == ["a"]
 
