@@ -123,6 +123,12 @@ class CopiesInFlight:
             self._of_peers.discard(copy.id)
         self.end(copy, [False] * (len(copy.hashes) // HASH_BYTES), cause)
 
+    def end_unended(self, copy: Copy, cause: MigrateCause) -> None:
+        """End a copy that an error has left open, with nothing: nobody moves its bytes. Outside the lock."""
+        with self._lock:
+            if copy.id in self.open and not self._stream.ended:
+                self.drop(copy, cause)
+
     def cancel_all(self) -> None:
         """No block of the copies that are open may arrive."""
         self.cancellations += 1
