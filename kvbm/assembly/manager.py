@@ -252,11 +252,11 @@ def _open_manager(
                 ),
             ),
         )  # fmt: skip
-        publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
-        opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
+        publishing = _publishing(settings, manager, frames, url, credentials, opened_pools) if frames is not None and url else None  # fmt: skip
         disowners = [*exchange.disowners, *([journal.disown] if journal is not None else [])]
         erasing_url = url if engine != JANITOR else ""
-        stoppers = _begin_exchange(exchange, manager, opened, watched, erasing_url, credentials)
+        stoppers = _begin_exchange(exchange, manager, opened_pools, watched, erasing_url, credentials)
+        opened_pools.pop_all()  # the manager closes it all from here on, but leaves pools to a copy that has not ended
         manager.start(publishing, closers=[opened.pop_all().close], disowners=disowners, stoppers=stoppers)
         return manager
 
@@ -391,9 +391,9 @@ def _journal_options(settings: JournalSettings) -> JournalOptions:
 
 
 def _publishing(
-    settings: Settings, manager: BlockManager, frames: Journal | MemoryLog, url: str, credentials: Credentials
-) -> Publishing:
-    """A publisher that has begun."""
+    settings: Settings, manager: BlockManager, frames: Journal | MemoryLog, url: str, credentials: Credentials, opened: ExitStack
+) -> Publishing:  # fmt: skip
+    """A publisher that has begun; `opened` ends it, which else would go on to send signs of life."""
 
     async def connect(url: str, timeout_s: float) -> NatsStream:
         return await NatsStream.connect(url, timeout_s, credentials=credentials, replicas=settings.nats.replicas)
@@ -404,6 +404,7 @@ def _publishing(
         runs=frames.runs if isinstance(frames, Journal) else unknown_runs,
     )  # fmt: skip
     publisher.start()
+    opened.callback(publisher.stop, 0.0)
     return Publishing(
         publisher.notify,
         lambda: publisher.published,

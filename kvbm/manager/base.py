@@ -23,7 +23,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 import structlog
@@ -159,7 +159,7 @@ class BlockManager:
         disowners: Sequence[Callable[[], None]] = (),
         stoppers: Sequence[Callable[[float], object]] = (),
     ) -> None:
-        """Start the threads.
+        """Start the threads. Raises RuntimeError: the system gives no thread; the manager is closed then, and all that it was given.
 
         Args:
             publishing: how events reach the stream; None keeps them in the journal.
@@ -169,8 +169,7 @@ class BlockManager:
         self.publisher_port.publishing = publishing
         self._closers, self._disowners, self._stoppers = list(closers), list(disowners), [*stoppers, self._salvage.stop]
         leaving.keep(self)
-        for part in (self._writer, self._offloads, self._salvage):
-            part.start()
+        _start((self._writer, self._offloads, self._salvage), self.close)
 
     # -- what an engine calls -----------------------------------------------------------------------------------------
 
@@ -475,6 +474,20 @@ class BlockManager:
         """Offer a prompt, if it is one of those to be sampled."""
         if self._samples is not None and hashes < self._sampled_below:
             self._samples.offer(Sampled(self._wall_clock_ns(), namespace, hashes, depth))
+
+
+class _Part(Protocol):
+    def start(self) -> None: ...
+
+
+def _start(parts: Sequence[_Part], close: Callable[[], None]) -> None:
+    """Start all, or close: half a manager would keep its locks, and be routed to."""
+    try:
+        for part in parts:
+            part.start()
+    except BaseException:
+        close()
+        raise
 
 
 def _staging(pools: Pools, options: ManagerOptions) -> Staging:

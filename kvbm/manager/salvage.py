@@ -139,8 +139,9 @@ class Salvage:
         """Begin, beside whoever serves, where there is anything to be done."""
         if not self._is_wanted:
             return
-        self._thread = threading.Thread(target=self.run, name=f"kvbm-salvage-{self._stream.instance}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self.run, name=f"kvbm-salvage-{self._stream.instance}", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def stop(self, timeout_s: float) -> None:
         """End with what is under way, and wait for it so long; the next start goes on. Idempotent."""

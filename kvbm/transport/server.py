@@ -194,7 +194,11 @@ class Lending:
         self._instance, self._evict = source.instance, source.evict
         self._closed, self._is_over = threading.Event(), False
         self._thread = threading.Thread(target=self._evict_corrupt, name=f"kvbm-lend-{source.instance}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._server.close(_CLOSE_S)  # it listens already
+            raise
 
     def admit(self, namespace: NamespaceId, root: bytes) -> None:
         """Lend blocks of a namespace to whoever proves that it has its root. Again with another root: what is open ends."""

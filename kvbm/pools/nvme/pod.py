@@ -171,8 +171,9 @@ class PodFolder:
     def start(self) -> None:
         """Look at the folder now, and from now on in a thread of its own: a request never waits for it."""
         self.poll()
-        self._thread = threading.Thread(target=self._run, name=f"kvbm-pod-{self._own}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name=f"kvbm-pod-{self._own}", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def find(self, namespace: NamespaceId, hashes: bytes) -> list[PodRun]:
         """See `PodPool.find`. Of several who have a block, the one with the longest run."""

@@ -144,8 +144,9 @@ class SlotKeys:
 
     def start(self) -> None:
         """Look for changes of the keys from now on."""
-        self._thread = threading.Thread(target=self._run, name="kvbm-nvme-keys", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="kvbm-nvme-keys", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def close(self) -> None:
         """Look no more. Idempotent."""

@@ -111,9 +111,12 @@ class RedisStore:
         end = time.monotonic() + deadline_s
         pipelines = _split(sizes, self._connections)
         futures: list[Future[list[Answer | Refusal]]] = []
-        with self._lock:
-            if not self._closed:
-                futures = [self._workers.submit(_attempts, work, asked[at], end) for at in pipelines]
+        try:
+            with self._lock:
+                if not self._closed:
+                    futures += [self._workers.submit(_attempts, work, asked[at], end) for at in pipelines]
+        except RuntimeError as error:  # the system gives no thread; nobody hears of what is queued already
+            return [Refusal(Trouble.SILENT, str(error))] * len(asked)
         if not futures:
             return [Refusal(Trouble.SILENT, "the store is closed here")] * len(asked)
         wait(futures, timeout=deadline_s)
