@@ -74,3 +74,41 @@ def test_a_restart_counts_what_nvme_has_kept_for_whose_it_is(tmp_path: Path) -> 
             assert {s.tenant: s.held for s in manager.stats().shares[Tier.NVME]} == {"loud": 8, "*": 4}
         finally:
             manager.close()
+
+
+def test_a_namespace_declared_after_the_start_counts_for_its_tenant_in_every_tier(tmp_path: Path) -> None:
+    settings = load_settings(
+        flags={
+            "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory",
+            "pools.hbm.slots": 16, "pools.host.slots": 32, "pools.nvme.slots": 64,
+            "tenants.loud.host_bytes": 8 * BLOCK_BYTES, "tenants.loud.nvme_bytes": 8 * BLOCK_BYTES,
+        }
+    )  # fmt: skip
+    adapter = Namespace(model="m", revision="r1", block_tokens=4, tenant="loud", lora="adapter")
+    manager = open_manager(settings, [QUIET], BLOCK_BYTES)
+    try:
+        manager.declare([LOUD, adapter])
+        manager.declare([LOUD])  # again is no trouble
+        for prompt in range(10):
+            prefill(manager, LOUD if prompt % 2 else adapter, prompt)
+        for tier in (Tier.HOST, Tier.NVME):
+            assert {s.tenant: s.held for s in manager.stats().shares[tier]} == {"loud": 8, "*": 0}
+    finally:
+        manager.close()
+
+
+def test_a_namespace_of_which_nvme_kept_blocks_can_be_declared_after_the_start(tmp_path: Path) -> None:
+    flags = {
+        "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory",
+        "pools.hbm.slots": 16, "pools.nvme.slots": 64, "tenants.loud.nvme_bytes": 8 * BLOCK_BYTES,
+    }  # fmt: skip
+    for _ in range(2):
+        manager = open_manager(load_settings(flags=flags), [QUIET], BLOCK_BYTES)
+        try:
+            manager.declare([LOUD])
+            hashes = prefill(manager, LOUD, 1)
+            prefix = manager.acquire(LOUD.id, hashes)
+            assert prefix.depth == 4
+            manager.unpin(prefix.slots)
+        finally:
+            manager.close()

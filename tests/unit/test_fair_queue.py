@@ -76,3 +76,11 @@ def test_without_shares_ways_take_turns_as_ever() -> None:
     for namespace in (A, B):
         offer(offloader, namespace, 40)
     assert taken(offloader, 10) == {A.id: 20, B.id: 20}
+
+
+def test_a_tenant_whose_namespace_is_declared_later_gets_its_part_of_the_turns() -> None:
+    offloader = Offloader({Tier.HOST: WriteThrough()}, 1000, 4, fair=FairQueue({"a": 3, "b": 1}, {B.id: "b"}))
+    offloader.declare([A, C])
+    for namespace in (A, B):
+        offer(offloader, namespace, 120)
+    assert taken(offloader, 16) == {A.id: 48, B.id: 16}
