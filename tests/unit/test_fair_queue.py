@@ -71,6 +71,18 @@ def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
     assert sum(waiting.values()) == 100
 
 
+def test_a_run_whose_time_has_not_come_costs_its_tenant_no_turn() -> None:
+    offloader = queue(a=1, b=1)
+    offer(offloader, A, 40)
+    offer(offloader, B, 40)
+    for _ in range(5):
+        request = offloader.next()
+        assert request is not None and request.namespace == A.id
+        offloader.defer(request)
+    assert offloader.waiting_blocks == 80
+    assert taken(offloader, 10) == {A.id: 20, B.id: 20}
+
+
 def test_without_shares_ways_take_turns_as_ever() -> None:
     offloader = Offloader({Tier.HOST: WriteThrough()}, 1000, 4)
     for namespace in (A, B):
