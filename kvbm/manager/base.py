@@ -62,6 +62,7 @@ from kvbm.manager.salvage import Salvage
 from kvbm.manager.staging import Staging
 from kvbm.manager.stats import Counters, ManagerStats
 from kvbm.manager.transfer import Pools
+from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import NamespaceBytes, ObjectPool
 from kvbm.streams import at_exit as leaving
@@ -112,7 +113,7 @@ class BlockManager:
         self._backend, self._offloader, self._ledger = backend, offloader, ledger
         self._wait_s, self._clock, self._wall_clock_ns = options.wait_s, options.clock, options.wall_clock_ns
         self._counters = Counters()
-        self._namespaces: dict[NamespaceId, None] = {}
+        self._namespaces = UsedNamespaces()
         self._lasting, self._unused = options.lasting or LastingNamespaces(all_may=True), tuple(options.unused)
         self._samples = options.samples
         self._sampled_below = b"" if options.samples is None else options.samples.below
@@ -391,7 +392,7 @@ class BlockManager:
         """The sign of life the publisher sends."""
         with self._lock:
             free = {tier: self._ledger.counts(tier).free for tier in self.pools.slots}
-            namespaces = tuple(self._namespaces)
+            namespaces = self._namespaces.named()
             epoch, applied = self._ledger.epoch, self._ledger.applied
         offset = published.offset if published.epoch == epoch else Offset(0)
         return Heartbeat(

@@ -92,7 +92,7 @@ class EngineHbmManager(BlockManager):
         surplus = 0
         with self._lock:
             self._stream.require_open()
-            self._namespaces.setdefault(namespace)
+            self._namespaces.use(namespace)
             blocks = split_hashes(hashes)
             fresh = set(split_hashes(self._ledger.lacking(Tier.HBM, hashes)))
             duplicates, room = len(blocks) - len(fresh), self._ledger.counts(Tier.HBM).free
@@ -219,7 +219,7 @@ class EngineHbmManager(BlockManager):
         with self._lock:
             self._stream.require_open()
             self._stream.expire(now_s)
-            self._namespaces.setdefault(namespace)
+            self._namespaces.use(namespace)
             go_on = acquiring.plan()
         go_on()
         return acquiring

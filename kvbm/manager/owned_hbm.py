@@ -58,7 +58,7 @@ class Manager(BlockManager):
         with self._lock:
             self._stream.require_open()
             self._stream.expire(self._clock())
-            self._namespaces.setdefault(namespace)
+            self._namespaces.use(namespace)
             found = self._ledger.match(hashes, True, Tier.HBM, namespace)
             all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
             if all_in_hbm and (not self._loads.looks_beyond or found.depth * HASH_BYTES == len(hashes)):
@@ -134,7 +134,7 @@ class Manager(BlockManager):
                 holders = self._ledger.create(namespace, Tier.HBM, before, start, hashes, given)
             except LedgerError as error:
                 raise self._named(error, given) from None
-            self._namespaces.setdefault(namespace)
+            self._namespaces.use(namespace)
             self._counters.created_blocks += len(given) // SLOT_BYTES
             self._offloader.offer(namespace, Tier.HBM, hashes, 1, self._ledger.lacking, parent, start)
         self._stream.recorded()
