@@ -210,6 +210,17 @@ def test_strays_are_left_out_and_a_fence_that_only_messages_tell_of_is_kept_once
     assert archive.position.sequence == 5
 
 
+def test_a_fence_of_a_store_that_is_gone_makes_no_stray_of_what_the_next_one_has(tmp_path: Path) -> None:
+    archive = ArchiveFiles.open(tmp_path)
+    archive.follow("now", 1, 9)
+    archive.append([StreamMessage(1, "kvbm.v1.fence.c.one", fence_data(Epoch(1), "one's"))])
+    before = content(tmp_path)
+    archive.follow("later", 2, 9)  # its first message, the other's fence, has aged out
+    archive.append([message(2)._replace(fence=Fence(Epoch(1), "other's", 1))])
+    archive.close()
+    assert content(tmp_path) == before + message(2).data
+
+
 def test_messages_that_aged_out_before_their_turn_are_counted(tmp_path: Path) -> None:
     archive = ArchiveFiles.open(tmp_path)
     archive.follow("now", 1, 9)
