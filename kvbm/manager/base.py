@@ -412,15 +412,14 @@ class BlockManager:
         """Stop cleanly: end copies, say so in the stream, publish, close the pools. Idempotent.
 
         Each of these waits `timeout_s` at most. Pools that a copy still uses are left open, and closed when it ends; those of a
-        copy nobody can confirm stay until the process goes, because a device may still write their memory. A manager that is
-        open when the interpreter ends is closed then (`streams/at_exit.py`).
+        copy nobody can confirm stay until the process goes, because a device may still write their memory. What is open when the
+        interpreter ends is closed then (`streams/at_exit.py`). In a signal's handler that has interrupted a call of the manager,
+        this returns at once, and a thread closes it once that call has ended.
         Raises: ArgumentError: `timeout_s` is no time.
         """
         check_seconds(timeout_s, "timeout_s")
-        with self._lock:
-            if self._stream.closing:
-                return
-            self._stream.closing = True
+        if leaving.close_aside(self, timeout_s) or not self._stream.begin_closing():
+            return
         leaving.forget(self)
         for stop in self._stoppers:
             stop(timeout_s)

@@ -216,12 +216,16 @@ class EngineHbmManager(BlockManager):
             deadline_s,
             is_whole,
         )
-        with self._lock:
-            self._stream.require_open()
-            self._stream.expire(now_s)
-            self._namespaces.use(namespace)
-            go_on = acquiring.plan()
-        go_on()
+        try:
+            with self._lock:
+                self._stream.require_open()
+                self._stream.expire(now_s)
+                self._namespaces.use(namespace)
+                go_on = acquiring.plan()
+            go_on()
+        except BaseException:  # a signal's handler may raise anything anywhere
+            acquiring.release()
+            raise
         return acquiring
 
     def storable(self, namespace: NamespaceId, start: int, count: int) -> int:

@@ -181,6 +181,12 @@ class LedgerStream:
         return any(whole.ended <= position for whole in tuple(self._whole))
 
     # -- its end ------------------------------------------------------------------------------------------------------
+    def begin_closing(self) -> bool:
+        """No copy begins any more; whether that is new."""
+        with self.lock:
+            is_new, self.closing = not self.closing, True
+        return is_new
+
 
     def end(self) -> None:
         """End the stream for good."""
