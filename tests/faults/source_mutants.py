@@ -605,4 +605,18 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "        return block",
         test="tests/integration/test_vllm_scheduler.py::test_a_block_of_other_weights_under_the_same_number_is_not_stored",
     ),
+    "replaced_in_a_stream_that_is_gone": SourceMutant(
+        "a fence that was replaced in a stream that is gone says nothing of the next one",
+        "kvbm/streams/publisher_ownership.py",
+        "            self._replaced.clear()  # of a stream that is gone\n",
+        "            pass\n",
+        test="tests/unit/test_publisher.py::test_a_fence_that_it_has_replaced_in_a_stream_that_is_gone_says_nothing_of_the_next_one",
+    ),
+    "mark_of_another_history": SourceMutant(
+        "a mark of another history keeps nobody out of the stream that follows",
+        "kvbm/catalog/sequencer.py",
+        "            self._forgotten.clear()  # their sequences are of another history\n",
+        "",
+        test="tests/unit/test_sequencer.py::test_marks_are_void_in_a_stream_that_begins_anew_and_what_is_kept_of_an_instance_ends_with_its_mark",
+    ),
 }
