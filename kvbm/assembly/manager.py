@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
-import structlog
 
 from kvbm.assembly.kept import kept_in_nvme
 from kvbm.assembly.lending import Exchange, open_exchange
@@ -67,6 +66,7 @@ from kvbm.manager.transfer import Pools
 from kvbm.pools.base import ObjectPool
 from kvbm.pools.hbm.paged import PagedTensor
 from kvbm.pools.nvme.pool import NvmePool
+from kvbm.remarks import Remarks
 from kvbm.streams.journal.history import Retention
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.journal.writer import JournalOptions
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from kvbm.catalog.routing_cost import RoutingSettings
     from kvbm.catalog.service import Companion
 
-log = structlog.get_logger()
+log = Remarks()
 
 M = TypeVar("M", bound=BlockManager)
 _LEAST_QUEUE_BLOCKS = 8192

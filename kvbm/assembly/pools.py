@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import structlog
-
 from kvbm.assembly.native import CODER, NATIVE, NATIVE_ARENA, OPEN_BLOCK_IO, RowCopier, segment_copies
 from kvbm.config import Settings
 from kvbm.core.errors import ConfigError
@@ -31,8 +29,9 @@ from kvbm.pools.stores.blobs import Limits
 from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.opening import open_store
 from kvbm.pools.tenant_keys import KeySource, keys_of_command, keys_of_file
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 
 def instance_folder(settings: Settings) -> Path:

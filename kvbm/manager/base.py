@@ -26,7 +26,6 @@ from itertools import islice
 from typing import ClassVar, Protocol, Self
 
 import numpy as np
-import structlog
 
 from kvbm.core.arguments import (
     check_namespaces,
@@ -65,10 +64,11 @@ from kvbm.manager.transfer import Pools
 from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import NamespaceBytes, ObjectPool
+from kvbm.remarks import Remarks
 from kvbm.streams import at_exit as leaving
 from kvbm.streams.base import Heartbeat, Load, Position
 
-log = structlog.get_logger()
+log = Remarks()
 
 _STAGING_BYTES = 64 << 20
 _TOLD_NAMESPACES = 256  # of which a heartbeat says what was put, at most

@@ -12,7 +12,6 @@ from concurrent.futures import Executor
 from contextlib import suppress
 
 import numpy as np
-import structlog
 
 from kvbm.core.copies import Copy
 from kvbm.core.events import EvictReason, MigrateCause
@@ -27,8 +26,9 @@ from kvbm.manager.transfer import Moved, Pools, RemoteSource, move
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.nvme.pool import NvmePool
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _WITHDRAWN_FOR = {ReadOutcome.CORRUPT: EvictReason.CORRUPT, ReadOutcome.MISSING: EvictReason.MISSING}
 

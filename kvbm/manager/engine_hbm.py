@@ -18,7 +18,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
-import structlog
 
 from kvbm.core.arguments import MOST_BLOCKS, check_flag, check_run, check_seconds, checked_hash, checked_runs
 from kvbm.core.checks import checked_int, kind_of
@@ -32,8 +31,9 @@ from kvbm.manager.chain_runs import ChainRun
 from kvbm.manager.finding import Finding
 from kvbm.manager.offload_queue import Skipped
 from kvbm.pools.base import Proof
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _CLEAR_WAIT_S = 2.0  # for a clear to be durable
 _CLEARED_BLOCKS = 8192  # withdrawn at a time, so that nobody waits long for the lock

@@ -19,7 +19,6 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
-import structlog
 
 from kvbm.core.copies import Copy
 from kvbm.core.events import MigrateCause
@@ -47,9 +46,10 @@ from kvbm.manager.options import ManagerOptions
 from kvbm.manager.stats import Counters
 from kvbm.manager.transfer import Moved, RemoteSource
 from kvbm.pools.base import ReadOutcome
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Load
 
-log = structlog.get_logger()
+log = Remarks()
 
 _NOWHERE = 0xFF  # as the ledger's `holders`
 _LOAD_BLOCKS = 64  # a longer segment is brought by several copies: at a time, and each is there when it is there

@@ -22,7 +22,6 @@ from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import structlog
 
 from kvbm.core.errors import KvbmError, PoolError
 from kvbm.core.events import EvictReason, MigrateCause
@@ -34,8 +33,9 @@ from kvbm.manager.offsets import Offsets
 from kvbm.manager.transfer import Pools
 from kvbm.manager.workers import Workers
 from kvbm.pools.nvme.pool import Headers, NvmePool
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _RUN_SLOTS = 4096  # scanned at once
 _LOOK_S = 1.0  # between two looks at whether the scan is to end

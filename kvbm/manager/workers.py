@@ -9,9 +9,9 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import structlog
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _IDLE_S = 5.0  # a thread without work for so long ends; another comes when there is work
 

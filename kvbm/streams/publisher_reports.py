@@ -6,14 +6,13 @@ import time
 import traceback
 from collections.abc import Callable
 
-import structlog
-
 from kvbm.core.ids import Epoch, InstanceId
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Position
 from kvbm.streams.publisher import SILENT_HEARTBEATS
 from kvbm.streams.publisher_messages import Acked, Disconnected, FenceSet, Input, Refused, ReportFenced
 
-log = structlog.get_logger()
+log = Remarks()
 
 STALLED_S = 5.0  # after this long without progress it is logged what is waited for
 OWNER_WARNING_S = 60.0  # a call of the owner that fails again is logged again after this time

@@ -15,14 +15,14 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import structlog
 
 from kvbm.core.backend import LedgerProtocol, LockProtocol
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.ids import InstanceId, NamespaceId, SequenceHash, Tier
+from kvbm.remarks import Remarks
 from kvbm.transport.native import PeerTls
 
-log = structlog.get_logger()
+log = Remarks()
 
 LEAST_KEY_BYTES = 16
 _CLOSE_S = 5.0

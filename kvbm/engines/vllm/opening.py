@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import structlog
 
 from kvbm.assembly import NATIVE, open_engine_manager, open_objects
 from kvbm.config import NvmeSettings, ObjectSettings, Settings, TransportSettings
@@ -33,9 +32,10 @@ from kvbm.engines.vllm.tenant_names import TenantNames
 from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.object.pool import BlockObjects
+from kvbm.remarks import Remarks
 from kvbm.tenant_secrets import TenantSecrets
 
-log = structlog.get_logger()
+log = Remarks()
 
 ENGINE = "vllm"
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import structlog
-
 from kvbm.core.ids import Namespace
 from kvbm.engines.vllm.identity import Identity
 from kvbm.engines.vllm.requests import GroupNamespace
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _MOST_KNOWN = 4096  # tenants and adapters kept at hand
 MOST_UNNAMED = 65_536  # tenants, with each adapter of theirs, that settings do not name: about 2 KB each for as long as the process lives

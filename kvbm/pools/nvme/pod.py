@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import structlog
 
 from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import PoolError
@@ -36,8 +35,9 @@ from kvbm.pools.nvme.file_header import Damaged, FileShape, decode_header, shape
 from kvbm.pools.nvme.hints import HINT_BYTES, SlotHints, hints_path
 from kvbm.pools.nvme.pool import CLOSE_S
 from kvbm.pools.run import all_failed, check_rows
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 POLL_S = 1.0  # the folder is looked at no more often, and less often where a look takes long
 _BUSY_SHARE = 0.1  # of the time, for looking

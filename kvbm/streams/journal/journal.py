@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-import structlog
-
 from kvbm.core.backend import Backend
 from kvbm.core.codec import FrameBytes, ScannedFrame
 from kvbm.core.errors import JournalError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.files import make_folder, opener, warn_exposed
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Position
 from kvbm.streams.journal.disk import Device, OsDevice, write_file
 from kvbm.streams.journal.epoch_file import EPOCH_FILE, Begun, read_begun
@@ -36,7 +35,7 @@ from kvbm.streams.journal.repair import load_segments
 from kvbm.streams.journal.segments import SEGMENT_SUFFIX, Segments, scan_file, segment_files
 from kvbm.streams.journal.writer import FSYNC_MODES, FullError, JournalOptions, SegmentWriter
 
-log = structlog.get_logger()
+log = Remarks()
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 

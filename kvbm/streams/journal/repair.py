@@ -6,16 +6,15 @@ import mmap
 import os
 from pathlib import Path
 
-import structlog
-
 from kvbm.core.backend import Backend
 from kvbm.core.codec import FRAME_OVERHEAD_BYTES, MAGIC, MAX_FRAME_BYTES, VERSION
 from kvbm.core.errors import FrameError, JournalError, NewerFrameError, TornFrameError
 from kvbm.core.ids import InstanceId, Offset
 from kvbm.files import opener
+from kvbm.remarks import Remarks
 from kvbm.streams.journal.segments import Segment, scan_file, segment_files
 
-log = structlog.get_logger()
+log = Remarks()
 
 _COPY_BYTES = 4 << 20  # copied at once
 _KEPT_BYTES = 256 << 20  # of a damaged end; a sparse file may be larger than the disk
