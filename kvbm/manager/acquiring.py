@@ -188,7 +188,7 @@ class Acquiring:
         """Have copies carried out, and other pools looked into. Outside the lock."""
         self._begun = self._loads.submit(planned, self._waiter)
         if looks:
-            with suppress(RuntimeError):  # the manager closes
+            with suppress(RuntimeError):  # the manager closes, or there is no thread
                 self._look = self._loads.look_beyond(self.hashes, self._own_depth, self._waiter, self._begun)
         self._stream.recorded()
 

@@ -422,20 +422,20 @@ class Loads:
         for load in planned:
             try:
                 begun.append(InFlightLoad(load.copy, self._executor.submit(self._carry_out, load, waiter)))
-            except RuntimeError:  # the manager closes
+            except RuntimeError:  # the manager closes, or there is no thread: it is a miss
                 with self._lock:
                     if not self._stream.ended:
                         self._copies.drop(load.copy)
         return begun
 
     def begin_find(self, runs: Sequence[tuple[NamespaceId, bytes]]) -> Future[list[bytes]]:
-        """`find_beyond` in a thread. Raises RuntimeError: the manager closes."""
+        """`find_beyond` in a thread. Raises RuntimeError: the manager closes, or there is no thread."""
         return self._executor.submit(self.find_beyond, runs)
 
     def look_beyond(self, hashes: bytes, depth: int, waiter: Waiter, begun: list[InFlightLoad]) -> Future[None]:
         """Have what lies beyond the own tiers brought, which end at `depth`; loads are added to `begun` before it has ended.
 
-        Raises: RuntimeError: the manager closes.
+        Raises: RuntimeError: the manager closes, or there is no thread.
         """
         return self._executor.submit(self._look_beyond, hashes, depth, waiter, begun)
 
