@@ -37,7 +37,7 @@ from kvbm.core.arguments import (
 )
 from kvbm.core.backend import Backend, LedgerProtocol
 from kvbm.core.checks import checked_int, kind_of
-from kvbm.core.errors import ArgumentTypeError, LayoutError
+from kvbm.core.errors import ArgumentTypeError, LayoutError, LedgerError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier, split_hashes
 from kvbm.core.ledger import Match
@@ -196,14 +196,14 @@ class BlockManager:
 
     def declare(self, namespaces: Iterable[Namespace]) -> None:
         """Say what further namespaces are, before their first use: only of those that name a revision do blocks leave HBM and HOST.
+        Their blocks count for their tenants' shares and quotas, as those of the namespaces it was opened with do.
 
         Args:
             namespaces: of the block shape the manager was opened for.
         Raises: ArgumentTypeError: not a list of Namespace.
         """
         with self._lock:
-            self._lasting.add(known := check_namespaces(namespaces))
-            self.pools.declare(known)
+            _declare(check_namespaces(namespaces), self._lasting, self.pools, self._ledger, self._offloader)
 
     def match(self, hashes: bytes, namespace: NamespaceId | None = None) -> Match:
         """The longest run this instance holds, and where, packed; pins nothing.
@@ -500,6 +500,23 @@ def _staging(pools: Pools, options: ManagerOptions) -> Staging:
             " raise offload.staging_bytes or lower pools.object.blocks"
         )
     return staging
+
+
+def _declare(
+    namespaces: Sequence[Namespace], lasting: LastingNamespaces, pools: Pools, ledger: LedgerProtocol, offloader: Offloader
+) -> None:  # fmt: skip
+    """Tell everybody who has to know of namespaces what they are, and whose: as opening does. Under the ledger's lock."""
+    lasting.add(namespaces)
+    pools.declare(namespaces)
+    offloader.declare(namespaces)
+    for namespace in namespaces:
+        try:
+            ledger.assign(namespace.id, namespace.tenant)
+        except LedgerError as error:  # NVME has kept some from before the start, which count as everybody else's
+            log.warning(
+                "tenant.uncounted", namespace=namespace.id.hex(), tenant=namespace.tenant, why=str(error),
+                remedy="its quota and weight do not hold for this namespace; give it to open_manager",
+            )  # fmt: skip
 
 
 def _checked_load(queued_tokens: int, running_requests: int, prefill: float | None, queue: float | None) -> Load:
