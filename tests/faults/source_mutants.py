@@ -619,4 +619,11 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "",
         test="tests/unit/test_sequencer.py::test_marks_are_void_in_a_stream_that_begins_anew_and_what_is_kept_of_an_instance_ends_with_its_mark",
     ),
+    "signs_of_life_after_a_renumbering": SourceMutant(
+        "a message is a sign of life also in a stream whose sequences began anew",
+        "kvbm/catalog/absences.py",
+        "        elif spoke and spoke != known.spoke:\n",
+        "        elif spoke > known.spoke:\n",
+        test="tests/unit/test_absences.py::test_a_message_is_a_sign_of_life_also_in_a_stream_whose_sequences_began_anew",
+    ),
 }
