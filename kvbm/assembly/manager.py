@@ -233,7 +233,7 @@ def _open_manager(
         sink: FrameSink = DiscardingSink()
         room_bytes = 0
         if journal is not None:
-            room_bytes, interval_s = settings.journal.capacity_bytes, settings.journal.sync_interval_s
+            room_bytes, interval_s = journal.fit(ledger.pools), settings.journal.sync_interval_s
             retention, sink = DiskRetention(journal, pool_id, interval_s, pools.note_epoch), journal
         elif memory is not None:
             retention = sink = MemoryRetention(memory)
