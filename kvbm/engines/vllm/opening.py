@@ -170,7 +170,7 @@ def _opened(
 def _reachable(
     settings: Settings, namespaces: Sequence[Namespace], row_bytes: int
 ) -> tuple[Settings, BlockObjects | None]:
-    """The object pool, and settings without it where its store does not answer: an engine must start without.
+    """The object pool, and settings without it where its store refuses: an engine must start without.
 
     Raises: ConfigError, MissingExtraError: what no waiting would mend.
     """
