@@ -230,12 +230,13 @@ class Salvage:
             reader.shutdown()
 
     def _begin(self, reader: Workers, runs: Sequence[Sequence[int]]) -> list[Future[Headers]]:
-        """Begin to read headers; nothing where the process ends without having closed us, since it begins nothing new then."""
-        try:
-            return [reader.submit(self._read, run) for run in runs]
-        except RuntimeError:
-            self._closing.set()
-            return []
+        """Begin to read headers, once there is a thread for it; nothing where the manager closes."""
+        while not self._closing.is_set():
+            try:
+                return [reader.submit(self._read, run) for run in runs]
+            except RuntimeError:  # the system gives none now; or never again, since the process ends
+                self._closing.wait(_LOOK_S)
+        return []
 
     def _read(self, slots: Sequence[int]) -> Headers:
         """What headers say. Raises PoolError: the pool is closed."""

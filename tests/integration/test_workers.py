@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbm.core.ids import Tier
+from kvbm.manager import salvage
 from kvbm.manager.workers import Workers
 from tests.eventually import eventually
 from tests.managers import NAMESPACE, hashes_of, make_manager, serve
@@ -101,6 +102,19 @@ def test_a_stuck_thread_without_a_replacement_leaves_room_for_one(refused: list[
     release.set()
     assert stuck.result(WAIT_S)
     workers.shutdown()
+
+
+def test_what_nvme_has_kept_is_read_once_there_is_a_thread(refused: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(salvage, "_LOOK_S", 0.001)
+    one = salvage.Salvage.__new__(salvage.Salvage)
+    one._closing, one._read = threading.Event(), lambda slots: slots  # type: ignore[assignment, method-assign, return-value]
+    refused += ["test", "test"]
+    reader = Workers(1, "test")
+    [reading] = one._begin(reader, [[1, 2]])
+    assert reading.result(WAIT_S) == [1, 2] and not one._closing.is_set()
+    one._closing.set()
+    assert one._begin(reader, [[3]]) == []
+    reader.shutdown()
 
 
 @pytest.mark.bytes
