@@ -180,6 +180,7 @@ class LedgerStream:
         return any(whole.ended <= position for whole in tuple(self._whole))
 
     # -- its end ------------------------------------------------------------------------------------------------------
+
     def begin_closing(self) -> bool:
         """No copy begins any more; whether that is new."""
         with self.lock:
