@@ -19,9 +19,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-import structlog
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700

@@ -18,12 +18,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import structlog
-
 from kvbm.core.errors import ConfigError
 from kvbm.files import read_small, stamp
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _LOOK_S = 1.0  # between two looks at the file
 _FIELDS = {"secret", "next", "next_from"}
@@ -57,7 +56,8 @@ class TenantSecrets(Mapping[str, str]):
     ) -> None:
         self._fixed = {tenant: _Entry(secret) for tenant, secret in fixed.items()}
         self._path, self._now_s, self._clock = path, now_s, clock
-        self._seen: object = None
+        self._seen: object = None  # stamp of the file that was read; the next look tries one again that could not be
+        self._told: object = None
         self._looked_s = float("-inf")
         self._entries = self._fixed
         if path:
@@ -83,12 +83,14 @@ class TenantSecrets(Mapping[str, str]):
         seen = stamp(self._path)
         if seen == self._seen:
             return
-        self._seen = seen
         try:
             found = self._fixed | read_secrets(self._path)
         except ConfigError as error:
-            log.warning("secrets.unread", why=str(error), effect="the secrets stay as they were")
+            if self._told != (told := (seen, str(error))):
+                self._told = told
+                log.warning("secrets.unread", why=str(error), effect="the secrets stay as they were")
             return
+        self._seen, self._told = seen, None
         missing = self._entries.keys() - found.keys()
         if missing:  # half a file, perhaps; without a secret anybody could test the tenant's prompts
             log.warning(

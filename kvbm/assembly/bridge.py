@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import structlog
 
 from kvbm.assembly.manager import (
     ask_stream,
@@ -31,6 +30,7 @@ from kvbm.core.errors import ConfigError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import UNKNOWN, Epoch, InstanceId, Reach, Tier
 from kvbm.manager.publisher_port import Publishing
+from kvbm.remarks import Remarks
 from kvbm.streams.foreign.identity import Source
 from kvbm.streams.foreign.state import ForeignState
 from kvbm.streams.foreign.wire import Kind, decode_batch
@@ -40,7 +40,7 @@ from kvbm.streams.publisher_thread import PublisherThread
 from kvbm.telemetry.remarks import to_standard_error
 from kvbm.tenant_secrets import TenantSecrets
 
-log = structlog.get_logger()
+log = Remarks()
 
 _ASKERS = 16  # of the stream, at the start
 _MOST_JOURNAL_BYTES = 256 << 20  # of one source, while the stream takes nothing

@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import structlog
-
 from kvbm.assembly.janitor import CLOCKS, Clocks, erase_objects
 from kvbm.assembly.manager import database_url, make_data_dir, stream_of_catalog
 from kvbm.assembly.pools import key_source
@@ -32,10 +30,11 @@ from kvbm.janitor.holdings import parse
 from kvbm.pools.object.encryption import SEALED_FOLDER
 from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.opening import open_store
+from kvbm.remarks import Remarks
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.erasures import ErasureLog
 
-log = structlog.get_logger()
+log = Remarks()
 
 T = TypeVar("T")
 _ASK_S = 1.0  # between two looks at what the others answer

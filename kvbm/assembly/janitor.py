@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import structlog
 
 from kvbm.assembly.manager import database_url, make_data_dir, open_manager, stream_credentials
 from kvbm.assembly.native import CODER, NATIVE
@@ -29,6 +28,7 @@ from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.opening import open_store
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Position
 from kvbm.streams.nats.permissions import Role
 from kvbm.streams.nats.stream import NatsStream
@@ -36,7 +36,7 @@ from kvbm.streams.nats.stream import NatsStream
 if TYPE_CHECKING:
     from kvbm.janitor.report import Report
 
-log = structlog.get_logger()
+log = Remarks()
 
 _STALLED_S = 6.0  # a little after this a publisher says what it waits for
 _POLL_S = 0.02

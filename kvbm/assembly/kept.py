@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import structlog
 
 from kvbm.config import Settings
 from kvbm.core.backend import NewFold
@@ -16,9 +15,10 @@ from kvbm.core.snapshots import Recovered
 from kvbm.manager.recovery import Kept, recover
 from kvbm.manager.salvage import SalvagePlan
 from kvbm.pools.nvme.pool import NvmePool
+from kvbm.remarks import Remarks
 from kvbm.streams.journal.journal import Journal
 
-log = structlog.get_logger()
+log = Remarks()
 
 
 class Watched(Protocol):

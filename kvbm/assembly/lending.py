@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import structlog
-
 from kvbm.assembly.native import NEW_LEDGER_LOCK, NEW_LENDING_SERVER
 from kvbm.assembly.peers import Roots, host_id, open_peers, peer_key, peer_tls, roots_of
 from kvbm.assembly.pools import instance_folder
@@ -28,6 +26,7 @@ from kvbm.manager.base import BlockManager
 from kvbm.manager.transfer import Pools
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.nvme.pool import NvmePool
+from kvbm.remarks import Remarks
 from kvbm.transport.native import PeerTls
 from kvbm.transport.peers import Peers
 from kvbm.transport.rdma_lending import RdmaLending
@@ -35,7 +34,7 @@ from kvbm.transport.server import Lending, LendingOptions, LendingSource
 from kvbm.verbs.device import Device
 from kvbm.verbs.forked import leave_to_parent
 
-log = structlog.get_logger()
+log = Remarks()
 
 _LOOK_S = 1.0
 _CLOSE_S = 5.0

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
-import structlog
 
 from kvbm.assembly.kept import kept_in_nvme
 from kvbm.assembly.lending import Exchange, open_exchange
@@ -67,6 +66,7 @@ from kvbm.manager.transfer import Pools
 from kvbm.pools.base import ObjectPool
 from kvbm.pools.hbm.paged import PagedTensor
 from kvbm.pools.nvme.pool import NvmePool
+from kvbm.remarks import Remarks
 from kvbm.streams.journal.history import Retention
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.journal.writer import JournalOptions
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from kvbm.catalog.routing_cost import RoutingSettings
     from kvbm.catalog.service import Companion
 
-log = structlog.get_logger()
+log = Remarks()
 
 M = TypeVar("M", bound=BlockManager)
 _LEAST_QUEUE_BLOCKS = 8192
@@ -233,7 +233,7 @@ def _open_manager(
         sink: FrameSink = DiscardingSink()
         room_bytes = 0
         if journal is not None:
-            room_bytes, interval_s = settings.journal.capacity_bytes, settings.journal.sync_interval_s
+            room_bytes, interval_s = journal.fit(ledger.pools), settings.journal.sync_interval_s
             retention, sink = DiskRetention(journal, pool_id, interval_s, pools.note_epoch), journal
         elif memory is not None:
             retention = sink = MemoryRetention(memory)
@@ -252,11 +252,11 @@ def _open_manager(
                 ),
             ),
         )  # fmt: skip
-        publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
-        opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
+        publishing = _publishing(settings, manager, frames, url, credentials, opened_pools) if frames is not None and url else None  # fmt: skip
         disowners = [*exchange.disowners, *([journal.disown] if journal is not None else [])]
         erasing_url = url if engine != JANITOR else ""
-        stoppers = _begin_exchange(exchange, manager, opened, watched, erasing_url, credentials)
+        stoppers = _begin_exchange(exchange, manager, opened_pools, watched, erasing_url, credentials)
+        opened_pools.pop_all()  # the manager closes it all from here on, but leaves pools to a copy that has not ended
         manager.start(publishing, closers=[opened.pop_all().close], disowners=disowners, stoppers=stoppers)
         return manager
 
@@ -391,9 +391,9 @@ def _journal_options(settings: JournalSettings) -> JournalOptions:
 
 
 def _publishing(
-    settings: Settings, manager: BlockManager, frames: Journal | MemoryLog, url: str, credentials: Credentials
-) -> Publishing:
-    """A publisher that has begun."""
+    settings: Settings, manager: BlockManager, frames: Journal | MemoryLog, url: str, credentials: Credentials, opened: ExitStack
+) -> Publishing:  # fmt: skip
+    """A publisher that has begun; `opened` ends it, which else would go on to send signs of life."""
 
     async def connect(url: str, timeout_s: float) -> NatsStream:
         return await NatsStream.connect(url, timeout_s, credentials=credentials, replicas=settings.nats.replicas)
@@ -404,6 +404,7 @@ def _publishing(
         runs=frames.runs if isinstance(frames, Journal) else unknown_runs,
     )  # fmt: skip
     publisher.start()
+    opened.callback(publisher.stop, 0.0)
     return Publishing(
         publisher.notify,
         lambda: publisher.published,

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import structlog
-
 from kvbm.assembly.native import CODER, NATIVE, NATIVE_ARENA, OPEN_BLOCK_IO, RowCopier, segment_copies
 from kvbm.config import Settings
 from kvbm.core.errors import ConfigError
@@ -27,12 +25,15 @@ from kvbm.pools.nvme.sealing import SlotKeys
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
+from kvbm.pools.stores.base import Store, StoreAwayError
 from kvbm.pools.stores.blobs import Limits
 from kvbm.pools.stores.cache_tier import CachedStore
+from kvbm.pools.stores.late import LateStore
 from kvbm.pools.stores.opening import open_store
 from kvbm.pools.tenant_keys import KeySource, keys_of_command, keys_of_file
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 
 def instance_folder(settings: Settings) -> Path:
@@ -154,13 +155,16 @@ def _open_hbm(
         keep(HbmPool(count, block_bytes, checksums, hbm.device, native))
 
 
-def open_objects(settings: Settings, namespaces: Sequence[Namespace], block_bytes: int) -> BlockObjects:
+def open_objects(
+    settings: Settings, namespaces: Sequence[Namespace], block_bytes: int, waits: bool = True
+) -> BlockObjects:
     """The object pool that `pools.object` names, for blocks of one shape.
 
     Its name says what keeps it from meeting another pool in the same store: a k that is not the usual one, and encryption.
 
     Args:
         namespaces: at least one.
+        waits: a store that does not answer is taken when it comes, and refuses everything until then; otherwise it is a PoolError.
     Raises: ConfigError, PoolError, MissingExtraError: what cannot be used, and what to do.
     """
     wanted, usual = settings.pools.object, blocks_of_object(block_bytes, namespaces[0].block_tokens)
@@ -174,8 +178,9 @@ def open_objects(settings: Settings, namespaces: Sequence[Namespace], block_byte
     if wanted.keys or wanted.keys_command:
         sealing = Sealing(key_source(settings), blocks, header_bytes(blocks), on_trouble)
         sealing.check(namespaces)
-    with ExitStack() as opened:
-        store = open_store(
+
+    def open_kept() -> Store:
+        return open_store(
             wanted.url,
             endpoint=wanted.endpoint,
             region=wanted.region,
@@ -183,11 +188,15 @@ def open_objects(settings: Settings, namespaces: Sequence[Namespace], block_byte
             ttl_s=wanted.ttl_s,
             limits=limits,
         )
+
+    with ExitStack() as opened:
+        store = _opened(open_kept, on_trouble if waits else None)
         opened.callback(store.close)
-        for notice in getattr(store, "remarks", ()):
-            log.info("pool.opened", tier="OBJECT", name=store.name, notice=notice)
         if wanted.front:
-            store = CachedStore(open_store(wanted.front, ttl_s=wanted.ttl_s, limits=limits), store, on_trouble)
+            front = _opened(
+                lambda: open_store(wanted.front, ttl_s=wanted.ttl_s, limits=limits), on_trouble if waits else None
+            )
+            store = CachedStore(front, store, on_trouble)
             opened.callback(store.close)
         name = pool_name(store.name, blocks if blocks != usual else 0, sealing is not None)
         options = ObjectPoolOptions(
@@ -203,6 +212,31 @@ def open_objects(settings: Settings, namespaces: Sequence[Namespace], block_byte
         pool = BlockObjects(store, block_bytes, NATIVE.checksums, CODER, options)
         opened.pop_all()
         return pool
+
+
+def _opened(reopen: Callable[[], Store], on_trouble: Callable[[str], None] | None) -> Store:
+    """A store, or where it does not answer what stands for it until it does. Raises as `open_store`; also when away, without `on_trouble`."""
+
+    def came(store: Store) -> None:
+        log.info("store.opened", tier="OBJECT", name=store.name, notice="it answers, and is used from now on")
+        tell(store)
+
+    def tell(store: Store) -> None:
+        for notice in getattr(store, "remarks", ()):
+            log.info("pool.opened", tier="OBJECT", name=store.name, notice=notice)
+
+    try:
+        store = reopen()
+    except StoreAwayError as away:
+        if on_trouble is None:
+            raise
+        log.warning(
+            "store.away", tier="OBJECT", name=away.name, why=str(away),
+            notice="the instance starts without it, which costs hits, and takes it when it answers",
+        )  # fmt: skip
+        return LateStore(away, reopen, came, on_trouble)
+    tell(store)
+    return store
 
 
 def pool_name(store: str, blocks: int, is_sealed: bool) -> str:

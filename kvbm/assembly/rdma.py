@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import structlog
-
 from kvbm.core.errors import VerbsError
 from kvbm.core.ids import InstanceId, Namespace
 from kvbm.pools.host.pool import HostPool
+from kvbm.remarks import Remarks
 from kvbm.transport.rdma_lending import RdmaLending, RdmaServer
 from kvbm.transport.rdma_owner import RdmaOwner
 from kvbm.verbs.device import Device
 from kvbm.verbs.ports import Port, ports
 
-log = structlog.get_logger()
+log = Remarks()
 
 AUTO = "auto"
 

@@ -115,7 +115,7 @@ def _pool(options: ObjectsOptions) -> Iterator[BlockObjects]:
             "pools.object.blocks": str(_BLOCKS_OF_OBJECT),
         }
     )
-    pool = open_objects(settings, [_namespace()], _BLOCK_BYTES)
+    pool = open_objects(settings, [_namespace()], _BLOCK_BYTES, waits=False)
     try:
         yield pool
     finally:

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import structlog
-
 from kvbm.bridge.source import BridgedSource
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _LOOK_S = 0.02  # between two looks at what publishers and readers have said
 _CLOSE_S = 5.0

@@ -6,13 +6,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import structlog
-
 from kvbm.bridge.instance import BridgedInstance
+from kvbm.remarks import Remarks
 from kvbm.streams.foreign.events import Refusal
 from kvbm.streams.foreign.state import AskReplay, BeginEpoch, Check, Command, ForeignState, Input, Ticked
 
-log = structlog.get_logger()
+log = Remarks()
 
 CHECK_S = 1.0  # without a message before the publisher is asked whether anything was missed
 TURN_MESSAGES = 256  # of one source before others have their turn

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import structlog
 
 from kvbm.catalog.access_file import Entry, Role, hashed, read_entries
 from kvbm.core.errors import ConfigError
 from kvbm.files import stamp
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 LOOK_S = 1.0
 _LONGEST_HEADER = 512

@@ -25,19 +25,19 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import msgspec
-import structlog
 
 from kvbm.catalog.archive_erasure import PART, Meant, rewrite_frames, rewrite_samples
 from kvbm.catalog.degraded import Degraded
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.parts import ALL_PARTS, part_of
 from kvbm.files import make_folder, open_plain, opener, read_small, warn_exposed, write_new
+from kvbm.remarks import Remarks
 from kvbm.streams.access_samples import SUFFIX, encode_sample, whole_bytes
 from kvbm.streams.base import AccessSample, EventStream, StreamMessage, is_fence, mark_of
 from kvbm.streams.fence_records import VERSION, encode_fence, encode_told
 from kvbm.streams.holders import Holders
 
-log = structlog.get_logger()
+log = Remarks()
 
 FILE_BYTES = 64 << 20
 SYNC_BYTES = 16 << 20  # POSITION is moved on at least after so much

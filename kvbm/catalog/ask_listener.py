@@ -10,15 +10,14 @@ import asyncio
 import random
 from collections.abc import Callable
 
-import structlog
-
 from kvbm.catalog.asks import Asks
 from kvbm.core.asks import READY, ask_subject
 from kvbm.core.errors import StreamError
+from kvbm.remarks import Remarks
 from kvbm.streams.base import AskLine, AskSource
 from kvbm.streams.nats.connection import RefusedError
 
-log = structlog.get_logger()
+log = Remarks()
 
 LOOK_S = 0.2
 _CONNECT_S = 5.0

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
-import structlog
 
 from kvbm.catalog.access import Access, Caller
 from kvbm.catalog.at_once import BINARY_TYPE, MOST_BYTES, PATHS, Answered, AtOnce, ShortQuestion
@@ -15,9 +14,10 @@ from kvbm.catalog.limits import LARGE_BODY_BYTES, Limits, Room, is_limited, key_
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
 from kvbm.core.asks import JSON_TYPE, RETRY_HEADER, Asked, is_caller, request_of
 from kvbm.core.errors import StreamError
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Ask, AskLine
 
-log = structlog.get_logger()
+log = Remarks()
 
 MUTE_S = 1.0
 _MOST_LONG = 256  # questions under way that are not answered at once

@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
-import structlog
 
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.index import ClusterIndex, NewIndex
 from kvbm.catalog.sequencer import Sequencer, SequencerState
 from kvbm.core.errors import CatalogError, CheckpointError
 from kvbm.files import make_folder, open_plain, read_small, warn_exposed, write_new
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Mark
 
-log = structlog.get_logger()
+log = Remarks()
 
 KEPT = 2
 ORPHAN_S = 3600.0  # a file without a manifest is no longer being written after this

@@ -16,10 +16,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import structlog
-
 from kvbm.core.errors import CatalogError, MissingExtraError
 from kvbm.files import make_folder, make_plain, narrow, warn_exposed
+from kvbm.remarks import Remarks
 
 try:
     from alembic import command
@@ -49,7 +48,7 @@ _DRIVERS = {
     "postgresql": "postgresql+asyncpg",
     "postgresql+asyncpg": "postgresql+asyncpg",
 }
-log = structlog.get_logger()
+log = Remarks()
 
 _FORMS = "give sqlite:///path/catalog.db or postgresql://user:password@host:5432/database"
 

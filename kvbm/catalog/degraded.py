@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import structlog
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 
 class Degraded:

@@ -9,8 +9,6 @@ import asyncio
 import time
 from typing import Protocol
 
-import structlog
-
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.instance_sequence import Changes
@@ -20,9 +18,10 @@ from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.snapshots import SnapshotRequests
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import InstanceId
+from kvbm.remarks import Remarks
 from kvbm.streams.base import EventReader, Position
 
-log = structlog.get_logger()
+log = Remarks()
 
 FETCH_WAIT_S = 0.25
 RETRY_S = 0.1

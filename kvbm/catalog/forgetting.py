@@ -15,8 +15,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-import structlog
-
 from kvbm.catalog.absences import Absences
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.lag import StreamLag
@@ -27,9 +25,10 @@ from kvbm.catalog.sql_store import SqlStore
 from kvbm.catalog.sql_writer import SqlWriter
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.ids import InstanceId
+from kvbm.remarks import Remarks
 from kvbm.streams.base import EventStream
 
-log = structlog.get_logger()
+log = Remarks()
 
 PAUSE_S = 5.0  # between two looks; another catalog's word is heard within it
 MOST_AT_ONCE = 500  # in one transaction

@@ -11,8 +11,6 @@ import math
 import time
 from collections.abc import Callable
 
-import structlog
-
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.lag import Backlog, StreamLag
 from kvbm.catalog.liveness import (
@@ -35,9 +33,10 @@ from kvbm.catalog.sql_rows import InstanceStatus
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.core.parts import ALL_PARTS
+from kvbm.remarks import Remarks
 from kvbm.streams.base import EventStream, Heartbeat, Notice, Position
 
-log = structlog.get_logger()
+log = Remarks()
 
 OWN_CLUSTER = "_catalogs"  # of the pulses of a catalog that follows all clusters
 _SENT_PULSES = 256

@@ -28,7 +28,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
-import structlog
 
 from kvbm.catalog.index import Applied, Claims, ClusterIndex
 from kvbm.catalog.published_reports import PublishedReports
@@ -46,6 +45,7 @@ from kvbm.catalog.troubles import Trouble, Troubles
 from kvbm.core.codec import VERSION, ScannedFrame
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
+from kvbm.remarks import Remarks
 from kvbm.streams.base import (
     ORIGIN,
     START,
@@ -60,7 +60,7 @@ from kvbm.streams.base import (
 )
 from kvbm.streams.holders import holder_after
 
-log = structlog.get_logger()
+log = Remarks()
 
 HOLE_MOST_S = 30.0  # a hole that no heartbeat explains, for its instance has died, is given up after this long at the stream's end
 AFTER_MESSAGES = 1 << 63  # the sequence of what is found at the end of a step: it comes after each of its messages

@@ -7,14 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import structlog
-
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import InstanceId
+from kvbm.remarks import Remarks
 from kvbm.streams.base import EventReader, EventStream, Position
 
-log = structlog.get_logger()
+log = Remarks()
 
 ASK_END_S = 0.5
 ASK_END_WAIT_S = 1.0

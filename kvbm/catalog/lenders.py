@@ -10,16 +10,15 @@ import zlib
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
-import structlog
-
 from kvbm.catalog.index import ClusterIndex, InstanceDepth
 from kvbm.catalog.liveness import LastHeartbeat
 from kvbm.core.answers import PeerHolding
 from kvbm.core.ids import InstanceId, NamespaceId, Tier
 from kvbm.core.peer_address import HOST_ALONE, PeerAddress, address_of, nearest_and_deepest
 from kvbm.core.topology import distance
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 LOOKED_AT = 256  # instances a walk names
 _NEAR_KEPT = 128  # places whose nearest lenders are remembered

@@ -16,11 +16,11 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
-import structlog
 
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 MAX_BODY_BYTES = 12 << 20
 SMALL_BODY_BYTES = (

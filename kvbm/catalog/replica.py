@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
-import structlog
 
 from kvbm.catalog.absences import FORGET_S, Absences
 from kvbm.catalog.access import EMBEDDED, Caller
@@ -61,9 +60,10 @@ from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
 from kvbm.core.parts import ALL_PARTS, has_parts, words_of
 from kvbm.core.questions import checked_limit, checked_names, checked_peers, checked_place, id_of
 from kvbm.core.token_questions import TokenQuestions
+from kvbm.remarks import Remarks
 from kvbm.streams.base import EventReader, EventStream, Heartbeat, Position, StreamMessage, still_holds
 
-log = structlog.get_logger()
+log = Remarks()
 A = TypeVar("A")
 
 BEGIN_WAIT_S = 300.0  # a checkpoint may have some GB

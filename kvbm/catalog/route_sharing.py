@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 
-import structlog
-
 from kvbm.catalog.liveness import is_catalog
 from kvbm.catalog.shared_routes import MOST_MESSAGE_BYTES, SharedRoutes
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import InstanceId
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Broadcast
 from kvbm.streams.nats.connection import RefusedError
 
-log = structlog.get_logger()
+log = Remarks()
 
 TELL_EVERY_S = 0.005
 _TRY_AGAIN_S = 30.0  # after the server has refused

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Seq
 from itertools import islice
 
 import msgspec
-import structlog
 
 from kvbm.catalog.index import ClusterIndex, PlainApplied, StreamPlace
 from kvbm.catalog.instance_sequence import (
@@ -35,10 +34,11 @@ from kvbm.core.backend import ScanFrames
 from kvbm.core.codec import NewerFrame, ScannedFrame, newer_frame
 from kvbm.core.errors import NewerFrameError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId
+from kvbm.remarks import Remarks
 from kvbm.streams.base import ORIGIN, START, Heartbeat, Mark, Position, StreamMessage, fence_of, is_fence, subject_names
 from kvbm.streams.holders import is_stray
 
-log = structlog.get_logger()
+log = Remarks()
 
 KEPT_BYTES = 16 << 20  # of frames in reorder buffers, in a checkpoint; what is more is left out, and becomes a gap
 GAP_WAIT_S = 1.0  # what a heartbeat reports as published must be here by then when the reader is at the stream's end

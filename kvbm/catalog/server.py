@@ -19,12 +19,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError
 from kvbm.core.parts import ALL_PARTS
 from kvbm.files import make_folder
+from kvbm.remarks import Remarks
 from kvbm.streams.base import AskSource, EventStream
 
 try:
@@ -53,7 +52,7 @@ from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.catalog.tls import ServerTls
 
-log = structlog.get_logger()
+log = Remarks()
 
 STOP_WAIT_S = 15.0
 _GRACE_S = 3

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias, cast
 
 import msgspec
-import structlog
 
 from kvbm.catalog.absences import FORGET_S
 from kvbm.catalog.access import AccessOptions
@@ -46,6 +45,7 @@ from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import InstanceId
 from kvbm.core.parts import ALL_PARTS, words_of
+from kvbm.remarks import Remarks
 from kvbm.streams.base import EventReader, EventStream, Mark, still_holds
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.messages import NewMessages, ReadableMessages
@@ -53,7 +53,7 @@ from kvbm.streams.nats.stream import NatsStream
 from kvbm.telemetry.metrics import CatalogNumbers
 from kvbm.tenant_secrets import TenantSecrets
 
-log = structlog.get_logger()
+log = Remarks()
 
 CLOSE_WAIT_S = 5.0
 LAST_CHECKPOINT_S = 8.0

@@ -12,16 +12,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import structlog
-
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.liveness import LifeState
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import Epoch, InstanceId
+from kvbm.remarks import Remarks
 from kvbm.streams.base import EventStream
 
-log = structlog.get_logger()
+log = Remarks()
 
 ASK_AGAIN_S = 10.0
 STEP_S = 0.1

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import structlog
 
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.instance_sequence import Changes
@@ -25,10 +24,11 @@ from kvbm.catalog.sql_store import BatchOutcome, SqlStore
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, split_hashes
 from kvbm.core.parts import ALL_PARTS, scope_name
+from kvbm.remarks import Remarks
 from kvbm.streams.base import START, EventStream, Mark, StreamMessage, StreamState, still_holds
 from kvbm.streams.nats.setup import STREAM
 
-log = structlog.get_logger()
+log = Remarks()
 
 WAITING_BYTES = 64 << 20  # of rows that wait for the database
 RETRY_FIRST_S = 0.1

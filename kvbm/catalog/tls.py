@@ -8,13 +8,12 @@ import stat
 import time
 from collections.abc import Callable
 
-import structlog
-
 from kvbm.catalog.access import LOOK_S, AccessOptions
 from kvbm.core.errors import ConfigError
 from kvbm.files import stamp
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 
 class ServerTls:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import structlog
-
 from kvbm.catalog.sequencer import Sequencer
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 SWEEP_EVERY_S = 1.0
 SWEEP_PAGES = 64  # of the index between two other things

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from kvbm.doctor.deadline import run_probe
 from kvbm.doctor.finding import Finding, milliseconds, ok, problem, size, speed, unused, warning
 from kvbm.doctor.plan import Plan, Wanted
+from kvbm.streams.journal.writer import least_capacity
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _LAYERED = ("overlay", "overlayfs", "aufs")
@@ -109,6 +110,19 @@ def judge_nvme(disk: Disk, plan: Plan, label: str = "NVME") -> list[Finding]:
         else:
             findings.append(ok(f"{label} speed", found))
     return findings
+
+
+def judge_journal_room(plan: Plan) -> Finding:
+    """Whether a snapshot of what the pools can hold fits into the journal."""
+    check, capacity_bytes, least_bytes = (
+        "journal room",
+        plan.settings.journal.capacity_bytes,
+        least_capacity(plan.slots),
+    )
+    found = f"{size(capacity_bytes)} for snapshots of {plan.slots} slots, which need {size(least_bytes)}"
+    if capacity_bytes >= least_bytes:
+        return ok(check, found)
+    return warning(check, f"{found}; it will take those", f"set journal.capacity_bytes={least_bytes}")
 
 
 def judge_journal(disk: Disk, plan: Plan) -> list[Finding]:

@@ -39,6 +39,7 @@ class Plan(NamedTuple):
         hbm, host, nvme: bytes of the pools; NVME's of all its files, with headers.
         nvme_paths: its files, striped.
         journal: its folder; None when it is kept in memory.
+        slots: of all pools, as far as they are known.
     """
 
     settings: Settings
@@ -47,6 +48,7 @@ class Plan(NamedTuple):
     nvme: Wanted
     nvme_paths: tuple[str, ...]
     journal: Path | None
+    slots: int = 0
 
 
 def plan_of(settings: Settings, block_bytes: int = 0) -> Plan:
@@ -67,7 +69,12 @@ def plan_of(settings: Settings, block_bytes: int = 0) -> Plan:
         _file_bytes(pools.nvme, block_bytes, len(paths)),
         paths,
         None if settings.journal.in_memory else journal_folder(settings),
+        sum(_slots(pool, block_bytes) for pool in (pools.hbm, pools.host, pools.nvme)),
     )
+
+
+def _slots(pool: _Sized, block_bytes: int) -> int:
+    return pool.slots or (pool.capacity_bytes // block_bytes if block_bytes else 0)
 
 
 def _wanted(pool: _Sized, block_bytes: int) -> Wanted:
@@ -81,5 +88,4 @@ def _file_bytes(pool: _Sized, block_bytes: int, files: int) -> Wanted:
     plain = _wanted(pool, block_bytes)
     if not plain or not block_bytes:
         return plain
-    slots = pool.slots or pool.capacity_bytes // block_bytes
-    return Wanted(slots * stride_of(block_bytes) + files * (PAGE_BYTES + TAIL_BYTES))
+    return Wanted(_slots(pool, block_bytes) * stride_of(block_bytes) + files * (PAGE_BYTES + TAIL_BYTES))

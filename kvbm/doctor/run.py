@@ -201,7 +201,7 @@ def _examine_disks(plan: Plan, options: DoctorOptions) -> list[Finding]:
             return disks.judge_journal(disk, plan)
 
         late = "the disk does not answer: see dmesg and its health (smartctl), or set another instance.data_dir"
-        findings += _finish_now(_Check("journal disk", look_at_journal, late))
+        findings += [*_finish_now(_Check("journal disk", look_at_journal, late)), disks.judge_journal_room(plan)]
     return findings + disks.judge_room(kept)
 
 

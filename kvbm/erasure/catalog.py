@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-import structlog
-
 from kvbm.catalog import sql_erasure
 from kvbm.catalog.archive import SAMPLES_EVERY_S
 from kvbm.catalog.archive_erasure import Meant
@@ -25,6 +23,7 @@ from kvbm.erasure import record as records
 from kvbm.erasure import report
 from kvbm.erasure.record import DamagedRecordError, Erasure, Matcher, Record
 from kvbm.erasure.report import CATALOG, INSTANCE, OBJECTS, Answer, Place, Progress
+from kvbm.remarks import Remarks
 from kvbm.streams.base import AccessSample
 from kvbm.streams.nats.api import Stored
 from kvbm.streams.nats.erasures import EventsKept
@@ -32,7 +31,7 @@ from kvbm.streams.nats.erasures import EventsKept
 if TYPE_CHECKING:
     from kvbm.catalog.service import CatalogService
 
-log = structlog.get_logger()
+log = Remarks()
 
 _STEP_S = 1.0  # between two looks while something is under way
 _SAMPLES_S = 3 * SAMPLES_EVERY_S  # what was heard by then is in the archive

@@ -19,7 +19,6 @@ from typing import Annotated, Protocol
 
 import msgspec
 import numpy as np
-import structlog
 
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, split_hashes
@@ -28,9 +27,10 @@ from kvbm.erasure.record import Erasure, Matcher, Record
 from kvbm.erasure.report import Place, Progress
 from kvbm.files import read_small, write_new
 from kvbm.manager.erasing import HeldRun, Wiped
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Position
 
-log = structlog.get_logger()
+log = Remarks()
 
 DONE_FILE = "ERASED"
 _DoneAt = Annotated[int, msgspec.Meta(gt=0)]

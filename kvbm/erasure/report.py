@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
-import structlog
 
 from kvbm.core.errors import ErasureError
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 INSTANCE, CATALOG, OBJECTS = "instance", "catalog", "objects"
 _SECOND_NS = 1_000_000_000

@@ -9,16 +9,15 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-import structlog
-
 from kvbm.core.errors import ErasureError, StreamError
 from kvbm.erasure import record as records
 from kvbm.erasure import report
 from kvbm.erasure.instance import InstanceErasures
 from kvbm.erasure.report import INSTANCE, Answer
+from kvbm.remarks import Remarks
 from kvbm.streams.nats.api import Stored
 
-log = structlog.get_logger()
+log = Remarks()
 
 _BUSY_S = 0.2  # between two steps while something is under way
 _AGAIN_S = 2.0  # after the stream did not answer
@@ -88,14 +87,26 @@ class ErasureWatch:
     # -- its own thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            with asyncio.Runner() as runner:
-                self._watch(runner)
-                runner.run(self._close())
-        except (RuntimeError, asyncio.CancelledError):
-            if not self._stopping.is_set():
-                raise
-            # all is done; Python 3.12 starts no thread while it ends, and a loop wants one for its resolver's
+        while True:
+            try:
+                with asyncio.Runner() as runner:
+                    self._watch(runner)
+                    runner.run(self._close())
+                return
+            except (RuntimeError, asyncio.CancelledError):
+                if not self._stopping.is_set():
+                    raise
+                return  # all is done; Python 3.12 starts no thread while it ends, and a loop wants one for its resolver's
+            except OSError as error:  # a loop needs descriptors
+                log.warning(
+                    "erasure.not_watched",
+                    instance=self._name,
+                    why=str(error),
+                    remedy="raise ulimit -n; it is tried again",
+                )
+                self._log = None
+                if self._stopping.wait(_AGAIN_S):
+                    return
 
     def _watch(self, runner: asyncio.Runner) -> None:
         last = ""

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import structlog
-
 from kvbm.core.errors import ConfigError
 from kvbm.files import stamp
 from kvbm.locate.nats_proof import NO_NATS_CREDENTIALS, NatsCredentials
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 LOOK_S = 1.0
 _MOST_TOKEN_BYTES = 4096

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
-import structlog
 
 from kvbm.core import prompt_batches
 from kvbm.core.answers import (
@@ -53,8 +52,9 @@ from kvbm.locate.nats import NatsTransport, is_nats
 from kvbm.locate.requests import Carrier, Request
 from kvbm.locate.transport import Transport
 from kvbm.locate.watching import CatalogWatch
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 TIMEOUT_S = 5.0
 _POLL_S = 0.05

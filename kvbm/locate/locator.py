@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-import structlog
-
 from kvbm.core.answers import MAX_HASHES, FindAnswer, PresenceAnswer
 from kvbm.core.errors import ArgumentError, CatalogError, CatalogRefusedError
 from kvbm.core.ids import HASH_BYTES, NamespaceId
@@ -19,8 +17,9 @@ from kvbm.locate.base import NOTHING_FOUND, Found
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
 from kvbm.locate.joined import joined_bits
 from kvbm.locate.parts import catalogs_at
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 BACK_OFF_FIRST_S = 0.5
 BACK_OFF_MOST_S = 5.0

@@ -7,7 +7,6 @@ import time
 from collections import deque
 
 import msgspec
-import structlog
 
 from kvbm.core.answers import ErrorAnswer, ErrorDetail, ReadyAnswer
 from kvbm.core.asks import JSON_TYPE, READY, STATUS_HEADER, TYPE_HEADER, ask_subject, message_of
@@ -17,8 +16,9 @@ from kvbm.locate.nats_bytes import Message, header
 from kvbm.locate.nats_proof import NatsProof, target_of
 from kvbm.locate.nats_wire import LateError, LostError, NobodyError, Question, Wire
 from kvbm.locate.requests import NOT_READY, AwayError, Request, error_code
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 CONNECTIONS = 16  # kept; one for each question under way
 _TRIES = 3

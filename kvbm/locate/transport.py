@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 import time
 
-import structlog
 import urllib3
 
 from kvbm.core.errors import CatalogError
 from kvbm.locate.credentials import CatalogCredentials, Proof
 from kvbm.locate.requests import NOT_READY, AwayError, Request, error_code
 from kvbm.locate.unix_socket import SCHEME, unix_pool
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 CONNECTIONS = 16
 

@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 
 import msgspec
-import structlog
 import urllib3
 
 from kvbm.core.errors import CatalogError
 from kvbm.core.watch_events import WatchEnded, WatchEvent, WatchRequest
 from kvbm.locate.requests import Request
 from kvbm.locate.transport import Transport
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 QUIET_S = 15.0  # the catalog says something every 5 s
 BACK_OFF_FIRST_S = 0.1

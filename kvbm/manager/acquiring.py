@@ -51,6 +51,7 @@ class Acquiring:
         self._cancellations = copies.cancellations  # nothing that was cleared meanwhile may be had
         self._is_over = False
         self._is_released = False
+        self._is_waiting = False
         self._waiter = _NOBODY
         self._begun: list[InFlightLoad] = []
         self._ended = 0  # of those begun, so many have ended, from the first on
@@ -87,7 +88,7 @@ class Acquiring:
                 if not goes_on:
                     self._collect()
             if not goes_on:
-                self._loads.end_waiting()
+                self._end_waiting()
                 self._finish()
         if goes_on:
             self._set_out(planned, looks)
@@ -105,7 +106,7 @@ class Acquiring:
             if not self._is_over:
                 self._give_up()
                 self._collect()
-                self._loads.end_waiting()
+                self._end_waiting()
                 self._is_over = True
                 self.depth, self.hits = 0, {}
             self._ledger.unpin(Tier.HOST, self._slots)
@@ -136,6 +137,7 @@ class Acquiring:
             return self._offer_sample
         planned, looks = self._plan(rest, found)
         if planned or looks or self._waiter.others:
+            self._is_waiting = True
             self._loads.begin_waiting()
             return lambda: self._set_out(planned, looks)
         self._collect()
@@ -186,9 +188,15 @@ class Acquiring:
         """Have copies carried out, and other pools looked into. Outside the lock."""
         self._begun = self._loads.submit(planned, self._waiter)
         if looks:
-            with suppress(RuntimeError):  # the manager closes
+            with suppress(RuntimeError):  # the manager closes, or there is no thread
                 self._look = self._loads.look_beyond(self.hashes, self._own_depth, self._waiter, self._begun)
         self._stream.recorded()
+
+    def _end_waiting(self) -> None:
+        """Under the lock."""
+        if self._is_waiting:
+            self._is_waiting = False
+            self._loads.end_waiting()
 
     def _give_up(self) -> None:
         """Nothing that is still under way for it pins anything any more. Under the lock."""

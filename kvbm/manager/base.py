@@ -23,10 +23,9 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
-import structlog
 
 from kvbm.core.arguments import (
     check_namespaces,
@@ -38,7 +37,7 @@ from kvbm.core.arguments import (
 )
 from kvbm.core.backend import Backend, LedgerProtocol
 from kvbm.core.checks import checked_int, kind_of
-from kvbm.core.errors import ArgumentTypeError, LayoutError
+from kvbm.core.errors import ArgumentTypeError, LayoutError, LedgerError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier, split_hashes
 from kvbm.core.ledger import Match
@@ -62,12 +61,14 @@ from kvbm.manager.salvage import Salvage
 from kvbm.manager.staging import Staging
 from kvbm.manager.stats import Counters, ManagerStats
 from kvbm.manager.transfer import Pools
+from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import NamespaceBytes, ObjectPool
+from kvbm.remarks import Remarks
 from kvbm.streams import at_exit as leaving
 from kvbm.streams.base import Heartbeat, Load, Position
 
-log = structlog.get_logger()
+log = Remarks()
 
 _STAGING_BYTES = 64 << 20
 _TOLD_NAMESPACES = 256  # of which a heartbeat says what was put, at most
@@ -112,7 +113,7 @@ class BlockManager:
         self._backend, self._offloader, self._ledger = backend, offloader, ledger
         self._wait_s, self._clock, self._wall_clock_ns = options.wait_s, options.clock, options.wall_clock_ns
         self._counters = Counters()
-        self._namespaces: dict[NamespaceId, None] = {}
+        self._namespaces = UsedNamespaces()
         self._lasting, self._unused = options.lasting or LastingNamespaces(all_may=True), tuple(options.unused)
         self._samples = options.samples
         self._sampled_below = b"" if options.samples is None else options.samples.below
@@ -159,7 +160,7 @@ class BlockManager:
         disowners: Sequence[Callable[[], None]] = (),
         stoppers: Sequence[Callable[[float], object]] = (),
     ) -> None:
-        """Start the threads.
+        """Start the threads. Raises RuntimeError: the system gives no thread; the manager is closed then, and all that it was given.
 
         Args:
             publishing: how events reach the stream; None keeps them in the journal.
@@ -169,8 +170,7 @@ class BlockManager:
         self.publisher_port.publishing = publishing
         self._closers, self._disowners, self._stoppers = list(closers), list(disowners), [*stoppers, self._salvage.stop]
         leaving.keep(self)
-        for part in (self._writer, self._offloads, self._salvage):
-            part.start()
+        _start((self._writer, self._offloads, self._salvage), self.close)
 
     # -- what an engine calls -----------------------------------------------------------------------------------------
 
@@ -196,14 +196,14 @@ class BlockManager:
 
     def declare(self, namespaces: Iterable[Namespace]) -> None:
         """Say what further namespaces are, before their first use: only of those that name a revision do blocks leave HBM and HOST.
+        Their blocks count for their tenants' shares and quotas, as those of the namespaces it was opened with do.
 
         Args:
             namespaces: of the block shape the manager was opened for.
         Raises: ArgumentTypeError: not a list of Namespace.
         """
         with self._lock:
-            self._lasting.add(known := check_namespaces(namespaces))
-            self.pools.declare(known)
+            _declare(check_namespaces(namespaces), self._lasting, self.pools, self._ledger, self._offloader)
 
     def match(self, hashes: bytes, namespace: NamespaceId | None = None) -> Match:
         """The longest run this instance holds, and where, packed; pins nothing.
@@ -392,7 +392,7 @@ class BlockManager:
         """The sign of life the publisher sends."""
         with self._lock:
             free = {tier: self._ledger.counts(tier).free for tier in self.pools.slots}
-            namespaces = tuple(self._namespaces)
+            namespaces = self._namespaces.named()
             epoch, applied = self._ledger.epoch, self._ledger.applied
         offset = published.offset if published.epoch == epoch else Offset(0)
         return Heartbeat(
@@ -412,15 +412,14 @@ class BlockManager:
         """Stop cleanly: end copies, say so in the stream, publish, close the pools. Idempotent.
 
         Each of these waits `timeout_s` at most. Pools that a copy still uses are left open, and closed when it ends; those of a
-        copy nobody can confirm stay until the process goes, because a device may still write their memory. A manager that is
-        open when the interpreter ends is closed then (`streams/at_exit.py`).
+        copy nobody can confirm stay until the process goes, because a device may still write their memory. What is open when the
+        interpreter ends is closed then (`streams/at_exit.py`). In a signal's handler that has interrupted a call of the manager,
+        this returns at once, and a thread closes it once that call has ended.
         Raises: ArgumentError: `timeout_s` is no time.
         """
         check_seconds(timeout_s, "timeout_s")
-        with self._lock:
-            if self._stream.closing:
-                return
-            self._stream.closing = True
+        if leaving.close_aside(self, timeout_s) or not self._stream.begin_closing():
+            return
         leaving.forget(self)
         for stop in self._stoppers:
             stop(timeout_s)
@@ -477,6 +476,20 @@ class BlockManager:
             self._samples.offer(Sampled(self._wall_clock_ns(), namespace, hashes, depth))
 
 
+class _Part(Protocol):
+    def start(self) -> None: ...
+
+
+def _start(parts: Sequence[_Part], close: Callable[[], None]) -> None:
+    """Start all, or close: half a manager would keep its locks, and be routed to."""
+    try:
+        for part in parts:
+            part.start()
+    except BaseException:
+        close()
+        raise
+
+
 def _staging(pools: Pools, options: ManagerOptions) -> Staging:
     """Memory for copies between two ends of which the CPU reaches neither. Raises LayoutError: a lane holds no object."""
     block_bytes, k = pools.slots[Tier.HBM].block_bytes, pools.object_blocks
@@ -487,6 +500,23 @@ def _staging(pools: Pools, options: ManagerOptions) -> Staging:
             " raise offload.staging_bytes or lower pools.object.blocks"
         )
     return staging
+
+
+def _declare(
+    namespaces: Sequence[Namespace], lasting: LastingNamespaces, pools: Pools, ledger: LedgerProtocol, offloader: Offloader
+) -> None:  # fmt: skip
+    """Tell everybody who has to know of namespaces what they are, and whose: as opening does. Under the ledger's lock."""
+    lasting.add(namespaces)
+    pools.declare(namespaces)
+    offloader.declare(namespaces)
+    for namespace in namespaces:
+        try:
+            ledger.assign(namespace.id, namespace.tenant)
+        except LedgerError as error:  # NVME has kept some from before the start, which count as everybody else's
+            log.warning(
+                "tenant.uncounted", namespace=namespace.id.hex(), tenant=namespace.tenant, why=str(error),
+                remedy="its quota and weight do not hold for this namespace; give it to open_manager",
+            )  # fmt: skip
 
 
 def _checked_load(queued_tokens: int, running_requests: int, prefill: float | None, queue: float | None) -> Load:

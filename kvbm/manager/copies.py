@@ -12,7 +12,6 @@ from concurrent.futures import Executor
 from contextlib import suppress
 
 import numpy as np
-import structlog
 
 from kvbm.core.copies import Copy
 from kvbm.core.events import EvictReason, MigrateCause
@@ -27,8 +26,9 @@ from kvbm.manager.transfer import Moved, Pools, RemoteSource, move
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.nvme.pool import NvmePool
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _WITHDRAWN_FOR = {ReadOutcome.CORRUPT: EvictReason.CORRUPT, ReadOutcome.MISSING: EvictReason.MISSING}
 
@@ -122,6 +122,12 @@ class CopiesInFlight:
         if copy.id not in self.running:
             self._of_peers.discard(copy.id)
         self.end(copy, [False] * (len(copy.hashes) // HASH_BYTES), cause)
+
+    def end_unended(self, copy: Copy, cause: MigrateCause) -> None:
+        """End a copy that an error has left open, with nothing: nobody moves its bytes. Outside the lock."""
+        with self._lock:
+            if copy.id in self.open and not self._stream.ended:
+                self.drop(copy, cause)
 
     def cancel_all(self) -> None:
         """No block of the copies that are open may arrive."""

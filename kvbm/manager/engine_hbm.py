@@ -18,7 +18,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
-import structlog
 
 from kvbm.core.arguments import MOST_BLOCKS, check_flag, check_run, check_seconds, checked_hash, checked_runs
 from kvbm.core.checks import checked_int, kind_of
@@ -32,8 +31,9 @@ from kvbm.manager.chain_runs import ChainRun
 from kvbm.manager.finding import Finding
 from kvbm.manager.offload_queue import Skipped
 from kvbm.pools.base import Proof
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _CLEAR_WAIT_S = 2.0  # for a clear to be durable
 _CLEARED_BLOCKS = 8192  # withdrawn at a time, so that nobody waits long for the lock
@@ -92,7 +92,7 @@ class EngineHbmManager(BlockManager):
         surplus = 0
         with self._lock:
             self._stream.require_open()
-            self._namespaces.setdefault(namespace)
+            self._namespaces.use(namespace)
             blocks = split_hashes(hashes)
             fresh = set(split_hashes(self._ledger.lacking(Tier.HBM, hashes)))
             duplicates, room = len(blocks) - len(fresh), self._ledger.counts(Tier.HBM).free
@@ -216,12 +216,16 @@ class EngineHbmManager(BlockManager):
             deadline_s,
             is_whole,
         )
-        with self._lock:
-            self._stream.require_open()
-            self._stream.expire(now_s)
-            self._namespaces.setdefault(namespace)
-            go_on = acquiring.plan()
-        go_on()
+        try:
+            with self._lock:
+                self._stream.require_open()
+                self._stream.expire(now_s)
+                self._namespaces.use(namespace)
+                go_on = acquiring.plan()
+            go_on()
+        except BaseException:  # a signal's handler may raise anything anywhere
+            acquiring.release()
+            raise
         return acquiring
 
     def storable(self, namespace: NamespaceId, start: int, count: int) -> int:
@@ -275,30 +279,29 @@ class EngineHbmManager(BlockManager):
         at = [index[block] for block in split_hashes(copy.hashes)]
         return Store(copy, copy.hashes, split_slots(copy.target_slots), at, start)
 
-    def end_store(self, store: Store, arrived: Sequence[bool], checksums: np.ndarray) -> None:
+    def end_store(self, store: Store, arrived: Sequence[bool], checksums: Sequence[int] | np.ndarray) -> None:
         """All ranks have answered: nobody writes the slots any more.
 
         Args:
             arrived: for each block of the store whether its whole row is in place.
-            checksums: CRC-32C of each row, u32; those of rows that have not arrived mean nothing.
-        Raises: ArgumentError: no Store, or columns of another length or type. LedgerError: it has ended already.
+            checksums: CRC-32C of each row, u32, or a list of them; those of rows that have not arrived mean nothing.
+        Raises: ArgumentError: no Store, or columns of another length or type; the store goes on then, and is still to be ended.
+            LedgerError: it has ended already.
         """
         if not isinstance(store, Store):
             raise ArgumentTypeError(
                 "store", f"is {kind_of(store)}; give what begin_store returned, unless that is None"
             )
-        copy, blocks = store.copy, split_hashes(store.hashes)
-        _check_column("arrived", arrived, len(blocks))
-        _check_column("checksums", checksums, len(blocks))
-        if getattr(getattr(checksums, "dtype", None), "kind", "u") not in "iu":
-            raise ArgumentTypeError("checksums", f"is an array of {checksums.dtype}; give u32")
+        copy, count = store.copy, len(store.slots)
+        there, sums = _flags("arrived", arrived, count), _checksums("checksums", checksums, count)
         with self._lock:
             if copy.id not in self._copies.stores:
                 raise LedgerError(f"store {copy.id} is not under way; it ends once")
             self._copies.stores.discard(copy.id)
         try:
-            self._end_store(store, list(arrived), checksums)
+            self._end_store(store, there, sums)
         finally:
+            self._copies.end_unended(copy, MigrateCause.OFFLOAD)
             self._copies.end_run(copy)
         self._stream.recorded()
 
@@ -391,10 +394,7 @@ class EngineHbmManager(BlockManager):
         copy, blocks, why = store.copy, split_hashes(store.hashes), ""
         kept = [at for at, ok in enumerate(arrived) if ok]
         if kept:
-            proof = Proof(
-                copy.namespace, copy.epoch, b"".join(blocks[at] for at in kept),
-                np.ascontiguousarray(checksums[kept], dtype=np.uint32),
-            )  # fmt: skip
+            proof = Proof(copy.namespace, copy.epoch, b"".join(blocks[at] for at in kept), checksums[kept])
             try:
                 self.pools.slots[Tier.HOST].seal([store.slots[at] for at in kept], proof)
             except PoolError as error:
@@ -420,7 +420,7 @@ class EngineHbmManager(BlockManager):
                 )
 
 
-def _check_column(argument: str, column: Sequence[bool] | np.ndarray, count: int) -> None:
+def _check_column(argument: str, column: Sequence[object] | np.ndarray, count: int) -> None:
     """Refuse what has not one entry a block. Raises ArgumentError."""
     try:
         given = len(column)
@@ -428,6 +428,28 @@ def _check_column(argument: str, column: Sequence[bool] | np.ndarray, count: int
         raise ArgumentTypeError(argument, f"is {kind_of(column)}; give one entry a block, {count}") from None
     if given != count:
         raise ArgumentValueError(argument, f"has {given} entries for a store of {count} blocks; give one a block")
+
+
+def _flags(argument: str, column: Sequence[bool], count: int) -> list[bool]:
+    """A column of True and False. Raises ArgumentError."""
+    _check_column(argument, column, count)
+    try:
+        return [bool(one) for one in column]
+    except (TypeError, ValueError):  # an entry of several, such as a row of an array
+        raise ArgumentTypeError(argument, f"is {kind_of(column)} of others; give one True or False a block") from None
+
+
+def _checksums(argument: str, column: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
+    """A column of checksums, as u32. Raises ArgumentError."""
+    _check_column(argument, column, count)
+    try:
+        given = np.asarray(column)
+    except ValueError:  # rows of several lengths
+        given = np.empty(0, dtype=object)
+    if given.dtype.kind not in "iu" or given.ndim != 1:
+        what = f"an array of {given.dtype}" if given.ndim == 1 else f"an array of {given.ndim} dimensions"
+        raise ArgumentTypeError(argument, f"is {what}; give u32, one a block")
+    return given.astype(np.uint32)
 
 
 def _runs(blocks: Sequence[SequenceHash], wanted: set[SequenceHash]) -> Iterator[tuple[int, int]]:

@@ -20,6 +20,7 @@ from kvbm.manager.offsets import Offsets
 from kvbm.manager.publisher_port import PublisherPort
 from kvbm.manager.salvage import Salvage
 from kvbm.manager.transfer import Pools
+from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.pools.base import Proof
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.streams.base import Position
@@ -66,7 +67,7 @@ class Erasing:
 
     def __init__(
         self, stream: LedgerStream, pools: Pools, offsets: Offsets, port: PublisherPort, retention: JournalRetention | None,
-        offloader: Offloader, lasting: LastingNamespaces, used: dict[NamespaceId, None], checksums: ChecksumRows, owns_hbm: bool,
+        offloader: Offloader, lasting: LastingNamespaces, used: UsedNamespaces, checksums: ChecksumRows, owns_hbm: bool,
     ) -> None:  # fmt: skip
         self._stream, self._pools, self._offsets, self._port, self._retention = stream, pools, offsets, port, retention
         self._offloader, self._lasting, self._used = offloader, lasting, used
@@ -160,7 +161,7 @@ class Erasing:
         """Heartbeats do not name these until they are used again."""
         with self._stream.lock:
             for namespace in namespaces:
-                self._used.pop(namespace, None)
+                self._used.forget(namespace)
 
     # -- the bytes ----------------------------------------------------------------------------------------------------
 

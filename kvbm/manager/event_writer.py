@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-import structlog
-
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import JournalError
 from kvbm.core.ids import Epoch, Offset
@@ -22,9 +20,10 @@ from kvbm.manager.ledger_stream import LedgerStream
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.publisher_port import PublisherPort
 from kvbm.manager.snapshot_policy import BeginSnapshot, Effect, Input, SnapshotPolicy, Stored, Ticked, WakeAt
+from kvbm.remarks import Remarks
 from kvbm.streams.base import ORIGIN, Position
 
-log = structlog.get_logger()
+log = Remarks()
 
 RUNS_A_TURN = 8  # of a snapshot, before what they recorded is written
 BACKOFF_FIRST_S = 0.1

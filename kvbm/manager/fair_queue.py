@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from kvbm.core.ids import NamespaceId
+from kvbm.core.ids import Namespace, NamespaceId
 from kvbm.core.policy import OTHERS
 
 
@@ -27,6 +27,10 @@ class FairQueue:
         self._tenants = dict(tenants or {})
         self._served = dict.fromkeys(self._weights, 0.0)  # blocks for weight 1, so far
         self._reached = 0.0  # what the tenant that was next last had been served
+
+    def declare(self, namespaces: Iterable[Namespace]) -> None:
+        """Know whose further namespaces are, before the first request of theirs."""
+        self._tenants.update((one.id, one.tenant) for one in namespaces if one.tenant in self._weights)
 
     def tenant_of(self, namespace: NamespaceId) -> str:
         """Whose share a namespace belongs to."""

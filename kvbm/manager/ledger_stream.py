@@ -8,17 +8,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-import structlog
-
 from kvbm.core.backend import LedgerProtocol, LockProtocol
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.manager.snapshot_policy import Began, Dropped, Ended, Input
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Position
 
-log = structlog.get_logger()
+log = Remarks()
 
 _EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
 
@@ -181,6 +180,12 @@ class LedgerStream:
         return any(whole.ended <= position for whole in tuple(self._whole))
 
     # -- its end ------------------------------------------------------------------------------------------------------
+
+    def begin_closing(self) -> bool:
+        """No copy begins any more; whether that is new."""
+        with self.lock:
+            is_new, self.closing = not self.closing, True
+        return is_new
 
     def end(self) -> None:
         """End the stream for good."""

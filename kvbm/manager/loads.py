@@ -19,7 +19,6 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
-import structlog
 
 from kvbm.core.copies import Copy
 from kvbm.core.events import MigrateCause
@@ -47,9 +46,10 @@ from kvbm.manager.options import ManagerOptions
 from kvbm.manager.stats import Counters
 from kvbm.manager.transfer import Moved, RemoteSource
 from kvbm.pools.base import ReadOutcome
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Load
 
-log = structlog.get_logger()
+log = Remarks()
 
 _NOWHERE = 0xFF  # as the ledger's `holders`
 _LOAD_BLOCKS = 64  # a longer segment is brought by several copies: at a time, and each is there when it is there
@@ -76,6 +76,8 @@ class Waiter:
         hashes: packed, of the run it wants.
         found: what the ledger held of it at the start; what lay in the target tier is pinned.
         waiting: a copy that ends later pins nothing.
+        planned: the copies that have begun for it.
+        prefix: what it was given in the end, pinned; None before.
         brought: block → its slot in the target tier, pinned once, and where it was.
         lent: those of them that other instances lent.
         others: copies of other requests that bring some of its blocks.
@@ -84,6 +86,8 @@ class Waiter:
     def __init__(self, namespace: NamespaceId, hashes: bytes, found: Match) -> None:
         self.namespace, self.hashes, self.found = namespace, hashes, found
         self.waiting = True
+        self.planned: list[Copy] = []
+        self.prefix: Prefix | None = None
         self.brought: dict[SequenceHash, tuple[int, Tier]] = {}
         self.lent: set[SequenceHash] = set()
         self.others: set[int] = set()
@@ -178,6 +182,15 @@ class Loads:
         self._stream.recorded()
         return prefix
 
+    def abandon(self, waiter: Waiter) -> None:
+        """An error ends a request: nobody gets what was pinned for it, nor what comes later. Outside the lock."""
+        with self._lock:
+            if waiter.prefix is None:  # wherever it was: to give up and to collect may be done again
+                self.give_up(waiter, [])
+            prefix = waiter.prefix or self.collect(waiter)
+            self._ledger.unpin(self._target, pack_slots(prefix.slots))
+        self._stream.recorded()
+
     def begin_waiting(self) -> None:
         """A request waits for bytes; offloads yield to it meanwhile. Under the lock."""
         self.requests_waiting += 1
@@ -190,13 +203,17 @@ class Loads:
             self.nobody_waits.set()
 
     def give_up(self, waiter: Waiter, begun: list[InFlightLoad]) -> None:
-        """Cancel copies that have not started. Running copies finish on their own and are counted as late. Under the lock."""
+        """End copies that have not started. Running copies finish on their own and are counted as late. Under the lock."""
         waiter.waiting = False
-        for copy, ended in begun:
-            if ended.cancel():
-                self._copies.drop(copy)
-            elif copy.id in self._copies.running:
+        for _, ended in begun:
+            ended.cancel()
+        for copy in waiter.planned:
+            if copy.id in self._copies.late:
+                continue
+            if copy.id in self._copies.running:
                 self._copies.mark_late(copy)
+            elif copy.id in self._copies.open and not self._stream.ended:
+                self._copies.drop(copy)
 
     def collect(self, waiter: Waiter) -> Prefix:
         """What is pinned in the target tier now, from the first block on; what lies behind a hole is unpinned again. Under the lock."""
@@ -219,8 +236,9 @@ class Loads:
                 self._counters.peer_hits += block in waiter.lent
             else:
                 behind.append(slot)
+        waiter.prefix = Prefix(len(slots), slots, hits)
         self._ledger.unpin(self._target, pack_slots(behind))
-        return Prefix(len(slots), slots, hits)
+        return waiter.prefix
 
     def count(self, namespace: NamespaceId, hashes: bytes, depth: int, hits: dict[Tier, int]) -> None:
         """Count hits and misses of a prompt, of which so much came, and offer what was used again. Under the lock."""
@@ -255,6 +273,7 @@ class Loads:
                 self._note_others(wanted, waiter)
                 copy = copies.begin(waiter.namespace, tier, self._target, wanted)
                 if copy is not None:
+                    waiter.planned.append(copy)
                     planned.append(PlannedLoad(copy))
                 if copy is None or copy.hashes != wanted:
                     return planned, first
@@ -280,6 +299,7 @@ class Loads:
                 copy = self._copies.begin(waiter.namespace, source, self._target, wanted, is_lent)
                 if copy is None:
                     break
+                waiter.planned.append(copy)
                 planned.append(PlannedLoad(copy, remote))
         return planned
 
@@ -402,20 +422,20 @@ class Loads:
         for load in planned:
             try:
                 begun.append(InFlightLoad(load.copy, self._executor.submit(self._carry_out, load, waiter)))
-            except RuntimeError:  # the manager closes
+            except RuntimeError:  # the manager closes, or there is no thread: it is a miss
                 with self._lock:
                     if not self._stream.ended:
                         self._copies.drop(load.copy)
         return begun
 
     def begin_find(self, runs: Sequence[tuple[NamespaceId, bytes]]) -> Future[list[bytes]]:
-        """`find_beyond` in a thread. Raises RuntimeError: the manager closes."""
+        """`find_beyond` in a thread. Raises RuntimeError: the manager closes, or there is no thread."""
         return self._executor.submit(self.find_beyond, runs)
 
     def look_beyond(self, hashes: bytes, depth: int, waiter: Waiter, begun: list[InFlightLoad]) -> Future[None]:
         """Have what lies beyond the own tiers brought, which end at `depth`; loads are added to `begun` before it has ended.
 
-        Raises: RuntimeError: the manager closes.
+        Raises: RuntimeError: the manager closes, or there is no thread.
         """
         return self._executor.submit(self._look_beyond, hashes, depth, waiter, begun)
 
@@ -426,10 +446,7 @@ class Loads:
     def _carry_out(self, load: PlannedLoad, waiter: Waiter) -> None:
         copy, copies = load.copy, self._copies
         with self._lock:
-            if self._stream.ended:
-                return
-            if not waiter.waiting:  # it began just as the request gave up
-                copies.drop(copy)
+            if self._stream.ended or copy.id not in copies.open:  # or it was dropped just as this began
                 return
             copies.begin_run(copy)
         try:

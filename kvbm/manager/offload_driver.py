@@ -99,6 +99,8 @@ class OffloadDriver:
             return
         deadline = self._clock() + timeout_s
         for thread in self._threads:
+            if thread.ident is None:
+                break  # the system gave no thread
             thread.join(max(0.0, deadline - self._clock()))
         while self._copies.running and self._clock() < deadline:
             time.sleep(0.005)

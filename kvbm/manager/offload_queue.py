@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash, Tier, split_hashes
+from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.policy import OTHERS, OffloadPolicy
 from kvbm.manager.chain_runs import NOWHERE, ChainRun, ChainRuns, pieces, stretches
 from kvbm.manager.fair_queue import FairQueue
@@ -156,6 +156,10 @@ class Offloader:
         self.waiting_blocks = 0
         self._waiting_from: Counter[Tier] = Counter()
         self.skipped: Counter[Skipped] = Counter()  # blocks
+
+    def declare(self, namespaces: Iterable[Namespace]) -> None:
+        """Know whose further namespaces are, before the first request of theirs."""
+        self._fair.declare(namespaces)
 
     def offer(
         self,

@@ -44,9 +44,10 @@ class Offsets:
 
     def is_durable(self, epoch: Epoch, offset: Offset) -> bool:
         """Whether everything before an offset is durable, or listed again by a later epoch whose first snapshot is."""
-        if epoch == self._durable.epoch:
-            return self._durable.offset >= offset
-        return self._whole > epoch or self._ends.get(epoch, Offset(0)) >= offset
+        with self._changed:  # else another epoch may begin between looking at its number and at its offset
+            if epoch == self._durable.epoch:
+                return self._durable.offset >= offset
+            return self._whole > epoch or self._ends.get(epoch, Offset(0)) >= offset
 
     def is_whole(self, epoch: Epoch) -> bool:
         """Whether the first snapshot of an epoch, or of a later one, is durable."""

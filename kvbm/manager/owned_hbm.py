@@ -40,8 +40,9 @@ class Manager(BlockManager):
         Blocks come from this instance's tiers and, beyond those, from the pools of its pod's other instances, and beyond those
         from the object pool where the catalog knows of whole objects. What does
         not arrive within `wait_s`, is corrupt or has no room is a miss from there on; a late copy still ends properly and
-        serves the next request. An engine that gives a request up while it waits here loses no more than that time: what has
-        come is unpinned as ever, and what has not keeps its slots until the device says that it is over.
+        serves the next request. An engine that gives a request up while it waits here, by an exception of a signal's handler,
+        loses no more than that time: what has come is unpinned again, and what has not keeps its slots until the device says that
+        it is over.
 
         Args:
             namespace: id of the prompt's namespace, `Namespace.id`; one the manager was opened with, or was told by `declare`.
@@ -55,24 +56,30 @@ class Manager(BlockManager):
         check_run(hashes)
         if wait_s is not None:
             check_seconds(wait_s, "wait_s")
-        with self._lock:
-            self._stream.require_open()
-            self._stream.expire(self._clock())
-            self._namespaces.setdefault(namespace)
-            found = self._ledger.match(hashes, True, Tier.HBM, namespace)
-            all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
-            if all_in_hbm and (not self._loads.looks_beyond or found.depth * HASH_BYTES == len(hashes)):
-                hits = {Tier.HBM: found.depth} if found.depth else {}
-                prefix = Prefix(found.depth, split_slots(found.slots), hits)
-                self._loads.count(namespace, hashes, found.depth, hits)
-                waiter = None
-            else:
+        waiter: Waiter | None = None
+        try:
+            with self._lock:
+                self._stream.require_open()
+                self._stream.expire(self._clock())
+                self._namespaces.use(namespace)
+                found = self._ledger.match(hashes, True, Tier.HBM, namespace)
                 waiter = Waiter(namespace, hashes, found)
-                planned, reachable = self._loads.plan(waiter)
-        if waiter is not None:
-            prefix = self._loads.bring(waiter, planned, reachable, self._wait_s if wait_s is None else wait_s)
-        if hashes < self._sampled_below:
-            self._sample(namespace, hashes, prefix.depth)
+                all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
+                has_all = all_in_hbm and (not self._loads.looks_beyond or found.depth * HASH_BYTES == len(hashes))
+                if has_all:
+                    hits = {Tier.HBM: found.depth} if found.depth else {}
+                    prefix = Prefix(found.depth, split_slots(found.slots), hits)
+                    self._loads.count(namespace, hashes, found.depth, hits)
+                else:
+                    planned, reachable = self._loads.plan(waiter)
+            if not has_all:
+                prefix = self._loads.bring(waiter, planned, reachable, self._wait_s if wait_s is None else wait_s)
+            if hashes < self._sampled_below:
+                self._sample(namespace, hashes, prefix.depth)
+        except BaseException:  # a signal's handler may raise anything anywhere
+            if waiter is not None:
+                self._loads.abandon(waiter)
+            raise
         return prefix
 
     def allocate(self, count: int, namespace: NamespaceId | None = None) -> list[int] | None:
@@ -134,7 +141,7 @@ class Manager(BlockManager):
                 holders = self._ledger.create(namespace, Tier.HBM, before, start, hashes, given)
             except LedgerError as error:
                 raise self._named(error, given) from None
-            self._namespaces.setdefault(namespace)
+            self._namespaces.use(namespace)
             self._counters.created_blocks += len(given) // SLOT_BYTES
             self._offloader.offer(namespace, Tier.HBM, hashes, 1, self._ledger.lacking, parent, start)
         self._stream.recorded()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import structlog
-
 from kvbm.core.backend import Fold, NewFold
 from kvbm.core.errors import FrameError, IllegalEventError
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, Tier, split_hashes
 from kvbm.core.snapshots import Recovered
+from kvbm.remarks import Remarks
 from kvbm.streams.journal.journal import Journal
 
-log = structlog.get_logger()
+log = Remarks()
 
 
 class Kept(NamedTuple):

@@ -22,7 +22,6 @@ from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import structlog
 
 from kvbm.core.errors import KvbmError, PoolError
 from kvbm.core.events import EvictReason, MigrateCause
@@ -34,8 +33,9 @@ from kvbm.manager.offsets import Offsets
 from kvbm.manager.transfer import Pools
 from kvbm.manager.workers import Workers
 from kvbm.pools.nvme.pool import Headers, NvmePool
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _RUN_SLOTS = 4096  # scanned at once
 _LOOK_S = 1.0  # between two looks at whether the scan is to end
@@ -139,8 +139,9 @@ class Salvage:
         """Begin, beside whoever serves, where there is anything to be done."""
         if not self._is_wanted:
             return
-        self._thread = threading.Thread(target=self.run, name=f"kvbm-salvage-{self._stream.instance}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self.run, name=f"kvbm-salvage-{self._stream.instance}", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def stop(self, timeout_s: float) -> None:
         """End with what is under way, and wait for it so long; the next start goes on. Idempotent."""
@@ -229,12 +230,13 @@ class Salvage:
             reader.shutdown()
 
     def _begin(self, reader: Workers, runs: Sequence[Sequence[int]]) -> list[Future[Headers]]:
-        """Begin to read headers; nothing where the process ends without having closed us, since it begins nothing new then."""
-        try:
-            return [reader.submit(self._read, run) for run in runs]
-        except RuntimeError:
-            self._closing.set()
-            return []
+        """Begin to read headers, once there is a thread for it; nothing where the manager closes."""
+        while not self._closing.is_set():
+            try:
+                return [reader.submit(self._read, run) for run in runs]
+            except RuntimeError:  # the system gives none now; or never again, since the process ends
+                self._closing.wait(_LOOK_S)
+        return []
 
     def _read(self, slots: Sequence[int]) -> Headers:
         """What headers say. Raises PoolError: the pool is closed."""

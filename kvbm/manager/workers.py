@@ -6,7 +6,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from typing import Any, TypeVar
+
+from kvbm.remarks import Remarks
+
+log = Remarks()
 
 _IDLE_S = 5.0  # a thread without work for so long ends; another comes when there is work
 
@@ -24,28 +29,34 @@ class Workers(Executor):
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        self._name = name
+        self._name, self._threads = name, threads
         self._room = threads  # threads that may still be started
         self._idle = 0
         self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._changed = threading.Condition()
-        self._is_closed = False
+        self._is_closed = self._lacks_threads = False
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        """Have a call carried out. Raises RuntimeError: shut down."""
+        """Have a call carried out.
+
+        Raises: RuntimeError: shut down, or the system gives no thread and there is none that comes to it. The call is never made then.
+        """
         future: Future[Result] = Future()
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the threads have been shut down")
+            # Before it is queued: whoever is told that it is not taken gives its slots away.
+            self._provide(len(self._queue) + 1)
             self._queue.append((future, lambda: fn(*args, **kwargs)))
-            self._spawn()
         return future
 
     def replace_stuck(self) -> None:
-        """A worker is stuck in a call whose request has timed out; allow one replacement thread."""
+        """A worker is stuck in a call whose request has timed out; allow one replacement thread. What waits goes on waiting where the
+        system gives none."""
         with self._changed:
             self._room += 1
-            self._spawn()
+            with suppress(RuntimeError):
+                self._provide(len(self._queue))
 
     def reclaim(self) -> None:
         """A call that was stuck has ended; its replacement is one too many."""
@@ -63,13 +74,30 @@ class Workers(Executor):
                 self._queue.clear()
             self._changed.notify_all()
 
-    def _spawn(self) -> None:
-        """Wake or start a thread for what waits. Under the condition's lock."""
-        if self._idle >= len(self._queue):
+    def _provide(self, waiting: int) -> None:
+        """Wake or start a thread for so many calls. Under the condition's lock. Raises RuntimeError: nobody comes to them."""
+        if self._idle >= waiting:
             self._changed.notify()
         elif self._room > 0:
             self._room -= 1
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            try:
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            except (RuntimeError, MemoryError) as error:
+                self._room += 1
+                self._tell(error)
+                if self._room >= self._threads:  # all that there are, if any, are stuck
+                    raise RuntimeError(f"{self._name}: no thread can be started ({error})") from error
+            else:
+                self._lacks_threads = False
+
+    def _tell(self, error: BaseException) -> None:
+        """One warning until a thread can be started again."""
+        if not self._lacks_threads:
+            self._lacks_threads = True
+            log.warning(
+                "workers.not_started", threads=self._name, why=str(error), effect="what they would load is computed, or comes later",
+                remedy="raise the limit of processes (ulimit -u, or the container's pids limit)",
+            )  # fmt: skip
 
     def _work(self) -> None:
         while True:

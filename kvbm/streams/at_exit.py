@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 from contextlib import suppress
+from pathlib import Path
+from threading import Thread, current_thread, main_thread
+from types import FrameType
 from typing import Protocol
 
-import structlog
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 LEAVE_S = 10.0  # all of it together is given so long to close, a part of which each takes
 STEP_S = 2.0
@@ -35,6 +39,9 @@ class Open(Protocol):
         """This process is a forked child: it is the parent's."""
 
 
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_WITH_LOCKS = tuple(f"{_OURS}{name}{os.sep}" for name in ("core", "locate", "manager", "pools", "streams", "transport"))
+
 _open: dict[int, Open] = {}  # in the order they were opened
 _inherited: list[Open] = []  # of a parent: kept, so that no destructor waits for threads that are not here
 
@@ -47,6 +54,30 @@ def keep(opened: Open) -> None:
 def forget(closed: Open) -> None:
     """It is closed, or is being closed."""
     _open.pop(id(closed), None)
+
+
+def close_aside(opened: Open, timeout_s: float) -> bool:
+    """Whether it is closed by a thread of its own, because who closes it is a signal's handler that has interrupted a call of ours.
+
+    That call may have any lock of ours, and gets on only once the handler has returned: whoever waited here would wait for ever. The
+    interpreter waits for the thread before it ends; where none can be started, it closes what is open itself.
+    """
+    if current_thread() is not main_thread() or not _is_within_a_call(sys._getframe(1)):
+        return False
+    with suppress(RuntimeError, MemoryError):
+        Thread(target=opened.close, args=(timeout_s,), name="kvbm-close").start()
+    return True
+
+
+def _is_within_a_call(frame: FrameType | None) -> bool:
+    """Whether a call of ours, other than the one that closes, lies below: between the two is somebody else's handler."""
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_WITH_LOCKS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @atexit.register

@@ -126,7 +126,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         prefill_tokens_per_s, queue_tokens_per_s: as the instance has measured: what it computes of one prompt, and how quickly tokens that
             wait grow fewer; 0 where it has not.
         free_slots: slots that can be had without evicting, by tier.
-        namespaces: namespaces it has used.
+        namespaces: those it has used last, 1024 at most.
         run: of the process that sends it, as in `Fence`.
         trouble: what it cannot do now, such as "journal full: …"; "" when all is well.
         put_bytes: what this run has put in the object pool, by namespace: bytes in memory, and as they lie in the store.

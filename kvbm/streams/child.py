@@ -60,7 +60,10 @@ def spawn(
         process.wait()
 
     keeper = threading.Thread(target=keep, name="kvbm-child-keeper", daemon=True)
-    keeper.start()
+    try:
+        keeper.start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, f"{command[0]} was not started: {error}") from None
     try:
         process = started.get(timeout=SPAWN_WAIT_S)
     except queue.Empty:

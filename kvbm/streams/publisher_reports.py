@@ -6,14 +6,13 @@ import time
 import traceback
 from collections.abc import Callable
 
-import structlog
-
 from kvbm.core.ids import Epoch, InstanceId
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Position
 from kvbm.streams.publisher import SILENT_HEARTBEATS
 from kvbm.streams.publisher_messages import Acked, Disconnected, FenceSet, Input, Refused, ReportFenced
 
-log = structlog.get_logger()
+log = Remarks()
 
 STALLED_S = 5.0  # after this long without progress it is logged what is waited for
 OWNER_WARNING_S = 60.0  # a call of the owner that fails again is logged again after this time
@@ -31,6 +30,7 @@ class PublisherReports:
         self._stall = ""
         self._heartbeat = ""
         self._is_unreadable = False
+        self._refused_pulse = ""
         self._bugs: dict[str, str] = {}  # what fails with one now → which
         self._bugs_logged: set[tuple[str, str, int]] = set()
         self._progress_s = time.monotonic()  # when something was stored last, or nothing was waiting
@@ -43,9 +43,9 @@ class PublisherReports:
 
     @property
     def trouble(self) -> str:
-        """What the stream does not take for a while now, and why nobody reads the heartbeats; "" when all is well."""
+        """What the stream does not take for a while now, and why nobody gets or reads the heartbeats; "" when all is well."""
         bugs = [f"stream: {what} fails with a bug ({which}), and is tried again" for what, which in self._bugs.items()]
-        return "; ".join(filter(None, (*bugs, self._stall, self._heartbeat)))
+        return "; ".join(filter(None, (*bugs, self._stall, self._heartbeat, self._refused_pulse)))
 
     def take(self, happened: Input, published: Position) -> None:
         """Log what an input shows of the connection, if that is new."""
@@ -112,6 +112,17 @@ class PublisherReports:
                 "heartbeat.unreadable", server=self._server, instance=self._instance, why=unreadable,
                 remedy="the catalog leaves this instance out of answers; correct what the engine reports, or report the bug",
             )  # fmt: skip
+
+    def pulse_refused(self, why: str) -> None:
+        """The stream does not take the heartbeats, on a connection that stands; "": it has taken one."""
+        if why and not self._refused_pulse:
+            log.warning(
+                "publisher.pulse_refused", server=self._server, instance=self._instance, why=why,
+                remedy="the catalog leaves this instance out of answers until one is taken",
+            )  # fmt: skip
+        self._refused_pulse = (
+            f"heartbeat: the stream refuses it ({why}); the catalog leaves this instance out of answers" if why else ""
+        )
 
     def progress(
         self, now_s: float, confirmed: Position, acks: int, waits_for: str, has_all: Callable[[], bool]

@@ -124,7 +124,12 @@ class StreamRequests:
         try:
             await stream.send_pulse(heartbeat)
         except StreamError as error:
-            self._take_word_refused(stream, "publisher.pulse_refused", error)
+            if stream.is_connected:
+                self._reports.pulse_refused(str(error))
+            elif stream is self._stream:
+                self._answer(Disconnected(str(error)))
+        else:
+            self._reports.pulse_refused("")
 
     async def send_samples(self, samples: list[AccessSample]) -> None:
         """Send samples to whoever listens."""
@@ -135,7 +140,10 @@ class StreamRequests:
             for sample in samples:
                 await stream.send_sample(sample)
         except StreamError as error:
-            self._take_word_refused(stream, "publisher.sample_refused", error)
+            if stream.is_connected:
+                self._reports.warn_once("publisher.sample_refused", why=str(error))
+            elif stream is self._stream:
+                self._answer(Disconnected(str(error)))
 
     async def close(self) -> None:
         """End what is under way, and the connection."""
@@ -278,12 +286,6 @@ class StreamRequests:
         else:
             if stream is self._stream:  # it is the first to know when nothing else is under way
                 self._answer(Disconnected("the connection is lost"))
-
-    def _take_word_refused(self, stream: EventStream, what: str, error: StreamError) -> None:
-        if stream.is_connected:
-            self._reports.warn_once(what, why=str(error))
-        elif stream is self._stream:
-            self._answer(Disconnected(str(error)))
 
 
 async def _end(tasks: set[asyncio.Task[None]]) -> None:

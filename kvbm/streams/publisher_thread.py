@@ -12,6 +12,7 @@ import msgspec
 
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import Epoch, InstanceId
+from kvbm.remarks import Remarks
 from kvbm.streams.base import (
     ORIGIN,
     AccessSample,
@@ -45,6 +46,10 @@ from kvbm.streams.publisher_owner import OwnerCalls
 from kvbm.streams.publisher_ownership import unknown_runs
 from kvbm.streams.publisher_reports import PublisherReports
 from kvbm.streams.publisher_requests import OpenStream, StreamRequests, Target
+
+log = Remarks()
+
+_AGAIN_S = 1.0  # after there were no descriptors for a loop
 
 
 class PublisherThread:
@@ -140,12 +145,23 @@ class PublisherThread:
     # -- its own thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            asyncio.run(self._drive())
-        except RuntimeError:
-            if not self._is_over:
-                raise
-            # all is done; the loop wanted a thread to end its resolver's threads with, and Python 3.12 starts none while it ends
+        while True:
+            try:
+                with asyncio.Runner() as runner:
+                    runner.run(self._drive())
+                return
+            except RuntimeError:
+                if not self._is_over:
+                    raise
+                return  # the loop wanted a thread to end its resolver's threads with, and Python 3.12 starts none while it ends
+            except OSError as error:
+                if self._loop is not None:
+                    raise
+                # There is no loop for want of descriptors, and nothing has begun.
+                log.warning("publisher.not_begun", why=str(error), remedy="raise ulimit -n; it is tried again")
+                time.sleep(_AGAIN_S)
+                if self._stop_s is not None and time.monotonic() >= self._stop_s:
+                    return
 
     def _take_notice(self) -> None:
         self._is_notified = False

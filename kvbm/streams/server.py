@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 
-import structlog
-
 from kvbm.core.errors import MissingExtraError, StreamError
 from kvbm.files import make_folder, opener, read_small, warn_exposed, write_new
+from kvbm.remarks import Remarks
 from kvbm.streams.child import spawn
 
-log = structlog.get_logger()
+log = Remarks()
 
 START_WAIT_S = 60.0  # one that cannot start says so at once; one on a busy machine or a slow disk is waited for
 STOP_WAIT_S = 10.0

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 import msgspec
-import structlog
 
 from kvbm.core.errors import MissingExtraError, NixlError
+from kvbm.remarks import Remarks
 from kvbm.transport import nixl_process
 from kvbm.transport.nixl_process import Failed, Join, Joined, Lend, Lent, Message, Ready, find_nixl, receive, send
 
-log = structlog.get_logger()
+log = Remarks()
 
 _END_S = 1.0
 # UCX speaks on its standard output otherwise, and complains of variables for transports that are not in use.

@@ -11,16 +11,15 @@ import threading
 import time
 from typing import NamedTuple
 
-import structlog
-
 from kvbm.core.errors import KvbmError
+from kvbm.remarks import Remarks
 from kvbm.transport.lending import Memory
 from kvbm.transport.nixl_agent import NixlProcess
 from kvbm.transport.nixl_hello import NO_MEMORY, LentMemory, NixlReady, Status
 from kvbm.transport.nixl_process import Lent
 from kvbm.transport.rdma_hello import is_hung_up
 
-log = structlog.get_logger()
+log = Remarks()
 
 _LEND_S = 5.0
 

@@ -15,16 +15,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import structlog
-
 from kvbm.core.errors import KvbmError, PeerWireError
+from kvbm.remarks import Remarks
 from kvbm.transport.lending import Leases
 from kvbm.transport.session import Identity, OwnerSession, Reply
 from kvbm.transport.wire import HEAD_BYTES, Bye, Kind, Message, decode_body, decode_head, encode
 
-log = structlog.get_logger()
+log = Remarks()
 
 _HANDSHAKE_S = 2.0
+_NO_MORE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PAUSE_S = 0.1  # where there is no descriptor for who comes
 _CONNECTIONS = 64
 _BACKLOG = 64
 _BYE_S = 0.1  # for a last word
@@ -111,14 +112,22 @@ class ReadableOwner:
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError:
+            except OSError as error:
+                if error.errno in _NO_MORE and not self._is_closed:
+                    time.sleep(_PAUSE_S)  # until somebody gives one back
+                    continue
                 return  # closed
             with self._lock:
                 is_welcome = not self._is_closed and len(self._open) < self._connections
                 if is_welcome:
                     self._open.add(connection)
             if is_welcome:
-                self._start(self._serve, connection, identity)
+                try:
+                    self._start(self._serve, connection, identity)
+                except RuntimeError:  # the system gives no thread; who comes later may get one
+                    with self._lock:
+                        self._open.discard(connection)
+                    _hang_up(connection, "no thread")
             else:
                 _hang_up(connection, "as many connections as there may be")
 

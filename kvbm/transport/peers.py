@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import structlog
 
 from kvbm.core.answers import PeerHolding
 from kvbm.core.errors import KvbmError
@@ -21,9 +20,10 @@ from kvbm.core.ids import InstanceId, Namespace, NamespaceId, hash_count
 from kvbm.core.peer_address import PeerAddress, address_of
 from kvbm.core.reads import ReadOutcome, ReadResult
 from kvbm.core.topology import Link
+from kvbm.remarks import Remarks
 from kvbm.transport.base import PeerRead, PeerReader, failed_read
 
-log = structlog.get_logger()
+log = Remarks()
 
 MEMORY, RDMA, TCP = "memory", "rdma", "tcp"
 MOST_READERS = 32

@@ -10,15 +10,14 @@ import threading
 from collections.abc import Iterable
 from typing import Protocol
 
-import structlog
-
 from kvbm.core.errors import PeerWireError, VerbsError
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId
+from kvbm.remarks import Remarks
 from kvbm.transport.rdma_hello import NO_MEMORY, NOWHERE, RdmaReady, Status, decode_hello, encode_ready
 from kvbm.transport.rdma_owner import Admission, RdmaOwner
 from kvbm.verbs.queue_pair import RemoteEnd
 
-log = structlog.get_logger()
+log = Remarks()
 
 _WAIT_S = 60.0  # the thread waits so long at a time
 _CLOSE_S = 2.0

@@ -15,14 +15,14 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import structlog
 
 from kvbm.core.backend import LedgerProtocol, LockProtocol
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.ids import InstanceId, NamespaceId, SequenceHash, Tier
+from kvbm.remarks import Remarks
 from kvbm.transport.native import PeerTls
 
-log = structlog.get_logger()
+log = Remarks()
 
 LEAST_KEY_BYTES = 16
 _CLOSE_S = 5.0
@@ -194,7 +194,11 @@ class Lending:
         self._instance, self._evict = source.instance, source.evict
         self._closed, self._is_over = threading.Event(), False
         self._thread = threading.Thread(target=self._evict_corrupt, name=f"kvbm-lend-{source.instance}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._server.close(_CLOSE_S)  # it listens already
+            raise
 
     def admit(self, namespace: NamespaceId, root: bytes) -> None:
         """Lend blocks of a namespace to whoever proves that it has its root. Again with another root: what is open ends."""

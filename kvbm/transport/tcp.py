@@ -129,6 +129,9 @@ def looked_up(host: str, within_s: float) -> str:
             pass  # nothing is found
 
     thread = threading.Thread(target=look_up, name="kvbm-name", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the system gives no thread
+        return ""
     thread.join(within_s)
     return found[0] if found else ""

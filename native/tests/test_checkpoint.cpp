@@ -198,6 +198,25 @@ void what_others_can_read_is_known_after_a_load_and_who_was_excluded_is_not() {
   CHECK(part.differing.empty() && part.blocks == 60);
 }
 
+// Which blocks the first part has listed is not in the checkpoint, so its end would leave what it has not listed.
+void a_snapshot_that_a_checkpoint_cuts_makes_nothing_whole() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes_between(0, 20))}, {own_pools()});
+  index.miss(one);  // the withdrawal of the last ten
+  apply(index, one, {listed(space_id(0), Tier::kHbm, 5, hashes_between(0, 6))});
+  ClusterIndex loaded(kPlenty, kSecret);
+  load_checkpoint(loaded, written(index));
+  const std::vector<Event> rest{listed(space_id(0), Tier::kHbm, 5, hashes_between(6, 10)), SnapshotEnded{Tier::kHbm, 5, 10}};
+  apply(loaded, one, rest);
+  CHECK(loaded.anomalies()[static_cast<std::size_t>(IndexAnomaly::kSnapshotIncomplete)] == 1);
+  apply(index, one, rest);
+  CHECK(index.anomalies()[static_cast<std::size_t>(IndexAnomaly::kSnapshotIncomplete)] == 0);
+  CHECK(deepest_held(index, space_id(0), hashes_between(0, 20)) == 10);
+  apply(loaded, one, {listed(space_id(0), Tier::kHbm, 6, hashes_between(0, 10)), SnapshotEnded{Tier::kHbm, 6, 10}});
+  CHECK(deepest_held(loaded, space_id(0), hashes_between(0, 20)) == 10);
+}
+
 // A checkpoint is written in the order of a table that a secret decides; so holder spaces are numbered by it when it is loaded.
 void pools_come_in_one_order_whatever_the_secret() {
   const std::vector<std::pair<std::string, std::uint64_t>> stored{{"zone-b", 2}, {"s3", 5}, {"azure", 2}, {"redis", 8}, {"ceph", 2}};
@@ -468,6 +487,7 @@ int main() {
   return tests::run({{"what was written is loaded", what_was_written_is_loaded},
                      {"what others can read is known after a load, and who was excluded is not",
                       what_others_can_read_is_known_after_a_load_and_who_was_excluded_is_not},
+                     {"a snapshot that a checkpoint cuts makes nothing whole", a_snapshot_that_a_checkpoint_cuts_makes_nothing_whole},
                      {"pools come in one order, whatever the secret", pools_come_in_one_order_whatever_the_secret},
                      {"another version is refused", another_version_is_refused},
                      {"a loaded index goes on", a_loaded_index_goes_on},

@@ -132,6 +132,42 @@ void refusals_change_nothing() {
   CHECK(ledger.match(two, false).depth == 2);
 }
 
+void a_run_refused_in_its_middle_changes_nothing() {
+  Ledger ledger = started(kPools);
+  const Buffer two = copied(ledger.allocate(Tier::kHbm, 2)->slots);
+  Buffer run = two;
+  run.insert(run.end(), {7, 0, 0, 0});  // nobody's
+  CHECK(thrown_code([&] { ledger.release(Tier::kHbm, run); }) == ErrorCode::kLedger);
+  CHECK(ledger.counts(Tier::kHbm).allocated == 2 && ledger.counts(Tier::kHbm).free == 6);
+  ledger.release(Tier::kHbm, two);  // the caller's still, each of them
+  CHECK(ledger.counts(Tier::kHbm).free == 8);
+  const Buffer three = filled(ledger, Tier::kHbm, kNamespace, blocks(0, 3));
+  const Buffer last_two(three.begin() + kSlotBytes, three.end());
+  ledger.pin(Tier::kHbm, last_two);
+  CHECK(thrown_code([&] { ledger.unpin(Tier::kHbm, three); }) == ErrorCode::kLedger);  // from the last on, so the first is looked at last
+  CHECK(ledger.counts(Tier::kHbm).evictable == 1);
+  ledger.unpin(Tier::kHbm, last_two);
+  CHECK(ledger.counts(Tier::kHbm).evictable == 3);
+}
+
+// NVME is full, and there is room for many events but not for the one that would withdraw a block there.
+void a_copy_that_overflows_pins_nothing() {
+  bool has_overflowed = false;
+  for (std::uint32_t less = 1; less < 64 && !has_overflowed; ++less) {
+    Ledger ledger = started(kPools, "lru", kLeastEventBytes);
+    filled(ledger, Tier::kHbm, kNamespace, blocks(0, 1));
+    filled(ledger, Tier::kNvme, kNamespace, blocks(4, 4));
+    ledger.forget(Tier::kObject, kNamespace, blocks(0, kLeastEventBytes / kHashBytes - less), EvictReason::kMissing);
+    if (!ledger.has_overflowed()) {
+      const bool has_begun = ledger.begin_copy(kNamespace, Tier::kHbm, Tier::kNvme, blocks(0, 1)).has_value();
+      has_overflowed = ledger.has_overflowed();
+      CHECK(has_begun != has_overflowed);
+      CHECK(ledger.counts(Tier::kHbm).evictable == (has_begun ? 0 : 1));
+    }
+  }
+  CHECK(has_overflowed);
+}
+
 void overflow_ends_the_stream() {
   Ledger ledger = started(kPools, "lru", kLeastEventBytes);
   CHECK(thrown_code([] { Ledger(kPools, "lru", kLeastEventBytes - 1); }) == ErrorCode::kLedger);
@@ -282,6 +318,8 @@ int main() {
   return tests::run({{"blocks are created, matched, pinned and evicted", create_match_evict},
                      {"tiers hotter than asked for are not looked at", colder_tiers_are_looked_at_alone},
                      {"what is refused has changed nothing", refusals_change_nothing},
+                     {"a run that is refused in its middle is as it was", a_run_refused_in_its_middle_changes_nothing},
+                     {"a copy that overflows pins nothing", a_copy_that_overflows_pins_nothing},
                      {"an overflow ends the stream and not the engine", overflow_ends_the_stream},
                      {"another epoch begins in place, with a snapshot of what is held", another_epoch_begins_in_place},
                      {"the digest is that of what is held, snapshot after snapshot", steady_state_reuses_what_it_grew_to},

@@ -58,6 +58,29 @@ void pinned_slots_wait_for_their_last_unpin() {
   CHECK(tier.free_count() == 1);
 }
 
+void a_slot_withdrawn_while_pinned_waits_for_that() {
+  TierSlots tier(Tier::kNvme, 2, "lru", 7);
+  fill(tier);
+  tier.pin(0);
+  lose(tier, 0, 9);
+  tier.unpin(0);
+  std::vector<std::uint32_t> slots(1);
+  CHECK(tier.take(slots) == 9 && slots[0] == 0);
+}
+
+// What came back unwritten is taken behind what was withdrawn after it.
+void slots_wait_for_the_last_withdrawal_in_whatever_order_they_are_taken() {
+  TierSlots tier(Tier::kNvme, 2, "lru", 7);
+  fill(tier);
+  lose(tier, 0, 11);
+  lose(tier, 1, 15);
+  CHECK(taken(tier, 1).front() == 0);
+  tier.give_back(0);
+  std::vector<std::uint32_t> slots(2);
+  CHECK(tier.take(slots) == 15);
+  CHECK((slots == std::vector<std::uint32_t>{1, 0}));
+}
+
 void kept_blocks_yield_in_order() {
   TierSlots tier(Tier::kNvme, 6, "lru", 7);
   fill(tier);
@@ -175,6 +198,9 @@ void who_is_farthest_above_its_share_gives_up_first() {
 int main() {
   return tests::run({{"slots are taken in the order they became free", slots_go_snapshot},
                      {"a slot withdrawn while pinned is free after its last unpin", pinned_slots_wait_for_their_last_unpin},
+                     {"a slot withdrawn while pinned waits for that withdrawal", a_slot_withdrawn_while_pinned_waits_for_that},
+                     {"slots wait for the last of their withdrawals",
+                      slots_wait_for_the_last_withdrawal_in_whatever_order_they_are_taken},
                      {"kept blocks yield by priority, time and slot", kept_blocks_yield_in_order},
                      {"keeping again takes the later time and the higher priority", keeping_again_takes_the_later_and_the_higher},
                      {"a block on its way is not held", arriving_blocks_are_not_held},

@@ -445,6 +445,33 @@ def test_an_older_epoch_changes_no_newer_row(database_url: str) -> None:
     with_store(database_url, work)
 
 
+def test_rows_that_do_not_say_whose_they_are_set_none_back(database_url: str) -> None:
+    """Frames that were read before their fence; only another run's rows may be older and count."""
+
+    def of(previous: int, end: int, epoch: int, run: str) -> StoreBatch:
+        return batch(
+            previous, end,
+            instances=(InstanceRow(
+                id=FIRST, cluster="west", epoch=Epoch(epoch), first_seen_ns=5, last_frame_ns=9, engine=run, run=run
+            ),),
+            epochs=(EpochRow(instance=FIRST, epoch=Epoch(2), started_ns=5, next_offset=Offset(end), run=run),),
+            positions=(InstancePosition(instance=FIRST, epoch=Epoch(epoch), next_offset=Offset(end), run=run),),
+        )  # fmt: skip
+
+    async def work(store: SqlStore) -> None:
+        assert await store.apply(of(0, 20, 2, "its own"))
+        newer = await contents(store)
+        older = of(20, 21, 1, "")
+        epochs = (EpochRow(instance=FIRST, epoch=Epoch(2), started_ns=5, next_offset=Offset(3)),)
+        assert await store.apply(msgspec.structs.replace(older, epochs=epochs))
+        after = await contents(store)
+        assert (after.instances, after.epochs, after.positions) == (newer.instances, newer.epochs, newer.positions)
+        assert await store.apply(of(21, 22, 1, "another's"))
+        assert (await contents(store)).positions[FIRST].run == "another's"
+
+    with_store(database_url, work)
+
+
 def test_a_newer_epoch_begins_at_offset_zero(database_url: str) -> None:
     async def work(store: SqlStore) -> None:
         await store.apply(full_batch())

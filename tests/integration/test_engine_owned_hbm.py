@@ -18,7 +18,7 @@ import pytest
 from kvbm.assembly import NATIVE, journal_folder, open_engine_manager
 from kvbm.config import load_settings
 from kvbm.core.codec import decode_frame
-from kvbm.core.errors import ArgumentValueError, ConfigError, LedgerError, PoolError
+from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, ConfigError, LedgerError, PoolError
 from kvbm.core.events import BlocksCreated, BlocksEvicted, BlocksMigrated, Event, EvictReason
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, NamespaceId, Tier, split_hashes
 from kvbm.locate.base import Found
@@ -369,6 +369,55 @@ def test_a_store_takes_only_what_hbm_holds_host_lacks_and_nobody_brings(tmp_path
         assert one.hits(1, 8, first=5) == {Tier.HOST: 3}
         with pytest.raises(ArgumentValueError, match="arrived has 4 entries for a store of 5 blocks"):
             one.manager.end_store(three, [True] * 4, checksums)
+
+
+def test_a_list_of_checksums_ends_a_store_as_an_array_does(tmp_path: Path) -> None:
+    with engine(tmp_path) as one:
+        one.compute(1, 4)
+        store = one.begin_store(1, 4)
+        assert store is not None
+        one.manager.end_store(store, [True] * 4, one.fill(store).tolist())
+        one.manager.engine_removed(hashes_of(1, 4))
+        assert one.hits(1, 4) == {Tier.HOST: 4}
+        one.empty_host()
+        assert one.hits(1, 4) == {Tier.NVME: 4}  # as they were verified with these checksums
+
+
+@pytest.mark.parametrize("bad", [[1, 2, 3, "four"], [[1], [2], [3], [4, 5]], np.zeros((4, 2), np.uint32), np.zeros(4)])
+def test_columns_that_cannot_be_used_leave_the_store_to_be_ended(tmp_path: Path, bad: Any) -> None:
+    with engine(tmp_path) as one:
+        one.compute(1, 4)
+        store = one.begin_store(1, 4)
+        assert store is not None
+        checksums = one.fill(store)
+        with pytest.raises(ArgumentTypeError, match="checksums"):
+            one.manager.end_store(store, [True] * 4, bad)
+        with pytest.raises(ArgumentTypeError, match="arrived"):
+            one.manager.end_store(store, np.ones((4, 2), bool), checksums)  # type: ignore[arg-type]
+        one.manager.end_store(store, [True] * 4, checksums)
+        assert one.manager.stats().copies_in_flight == 0
+        assert len(one.manager.held(Tier.HOST)) == 4
+
+
+def test_an_error_while_a_store_ends_loses_its_blocks_and_no_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(tmp_path) as one:
+        one.compute(1, 4)
+        store = one.begin_store(1, 4)
+        assert store is not None
+        checksums = one.fill(store)
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(one.manager.pools.slots[Tier.HOST], "seal", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                one.manager.end_store(store, [True] * 4, checksums)
+        stats = one.manager.stats()
+        assert (stats.copies_in_flight, stats.pools[Tier.HOST].free, stats.pools[Tier.HOST].allocated) == (0, 32, 0)
+        assert one.store(1, 4) == 4
 
 
 def test_a_store_that_never_ends_keeps_its_slots_also_beyond_close(tmp_path: Path) -> None:

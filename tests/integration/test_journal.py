@@ -12,6 +12,7 @@ import subprocess
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbm.assembly import NATIVE
-from kvbm.core.codec import FrameBytes
+from kvbm.core.codec import FRAME_OVERHEAD_BYTES, MAGIC, FrameBytes
 from kvbm.core.errors import JournalError, LedgerError
 from kvbm.core.ids import Epoch, Offset
 from kvbm.streams.base import ORIGIN, Position
@@ -402,6 +403,32 @@ def test_a_header_damaged_since_the_start_costs_what_is_up_to_the_next_known_pla
     assert read[30:] == frames[-(len(read) - 30) :]
     assert len(read) >= 100 - 21
     journal.close()
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_a_damaged_first_header_is_cut_or_said_in_words(tmp_path: Path, at: int) -> None:
+    for value in (0x00, 0x01, 0x0B, 0x33, 0x7F, 0xFF):
+        folder = tmp_path / str(value)
+        with closing(begun(folder)) as journal:
+            journal.append_all([a_frame(0), a_frame(1)])
+        (segment,) = folder.glob("*.kvbj")
+        data = bytearray(segment.read_bytes())
+        size = data[8:12]
+        data[4:6] = b"\xff\x7f"  # a version nobody has
+        data[at] = value
+        if at < 8:
+            data[8:12] = value.to_bytes(4, "little")  # and a size that no frame has
+        segment.write_bytes(data)
+        is_another_size = data[8:12] != size and int.from_bytes(data[8:12], "little") >= FRAME_OVERHEAD_BYTES
+        if is_another_size and data[:4] == MAGIC:  # as one may have it that nobody knows yet
+            with pytest.raises(JournalError, match="newer kvbm"):
+                Journal.open(folder, INSTANCE, NATIVE)
+            assert segment.read_bytes() == data
+            continue
+        with closing(Journal.open(folder, INSTANCE, NATIVE)) as journal:
+            assert all_frames(journal) == []
+            assert journal.was_damaged(Epoch(1))
+            assert segment.with_suffix(".damaged").read_bytes() == data
 
 
 def test_a_large_journal_is_opened_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

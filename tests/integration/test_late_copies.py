@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 
 import kvbm.manager.copies
+import kvbm.manager.workers
 from kvbm.core.ids import HASH_BYTES, Tier
 from kvbm.core.policy import WriteBudget
 from kvbm.manager.offload_queue import Skipped
 from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.staging import Staging
+from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool
 from tests.eventually import eventually
 from tests.managers import (
@@ -67,6 +69,33 @@ def leave_late(manager: Manager, prompt: int) -> None:
         return manager.stats().late_slots > before
 
     eventually(is_late, "no copy begins")
+
+
+def test_who_took_the_place_of_a_stuck_thread_is_one_too_many_when_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvbm.manager.workers, "_IDLE_S", 3600.0)  # no thread ends for want of work
+    workers, going_on, ending = Workers(1, "test"), threading.Event(), threading.Event()
+
+    def stuck() -> threading.Thread:
+        assert going_on.wait(WAIT_S)
+        workers.reclaim()  # as a copy that is late does when it ends
+        return threading.current_thread()
+
+    late = workers.submit(stuck)
+    workers.replace_stuck()
+    try:
+        busy = workers.submit(ending.wait, WAIT_S)  # on the thread that takes its place
+        going_on.set()
+        thread = late.result(WAIT_S)
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "two threads are left where one is allowed"
+        ending.set()
+        assert busy.result(WAIT_S)
+        assert workers.submit(threading.current_thread).result(WAIT_S) is not thread
+    finally:
+        ending.set()
+        workers.shutdown()
 
 
 def test_a_read_that_never_returns_is_a_miss_in_time_and_holds_its_slots() -> None:

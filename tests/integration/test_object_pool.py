@@ -231,7 +231,7 @@ def opened(flags: Mapping[str, str], namespaces: tuple[Namespace, ...] = (SHAPE,
     """The pool that settings name, for blocks of 4,000 bytes."""
     said = {"timeout_s": WAIT_S, **flags}
     settings = load_settings(flags={f"pools.object.{key}": value for key, value in said.items()})
-    return open_objects(settings, namespaces, BLOCK_BYTES)
+    return open_objects(settings, namespaces, BLOCK_BYTES, waits=False)
 
 
 def at_place(place: Place, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:

@@ -321,3 +321,14 @@ def test_blocks_are_coded_by_their_elements_and_come_back(kv_dtype: str) -> None
     plain = memory_objects(rows.shape[1], K, namespaces=[namespace], compressed=False)
     plain.put(rows, proof)
     assert plain.stats().namespaces[namespace.id].stored_bytes > rows.size
+
+
+def test_what_was_put_is_counted_for_the_namespaces_put_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbm.pools.object.pool._MOST_COUNTED", 2)  # clients choose namespaces
+    pool = memory_objects(BLOCK_BYTES, 1)
+    rows = np.zeros((1, BLOCK_BYTES), dtype=np.uint8)
+    names = [Namespace(model="m", block_tokens=16, tenant=tenant).id for tenant in "abac"]
+    for at, name in enumerate(names):
+        assert pool.put(rows, Proof(name, Epoch(1), bytes([at]) * HASH_BYTES, checksums(rows))) == [True]
+    put = pool.stats().namespaces
+    assert list(put) == [names[0], names[3]] and put[names[0]].raw_bytes == 2 * BLOCK_BYTES

@@ -384,6 +384,35 @@ def test_a_file_that_is_made_anew_and_one_that_is_removed_are_noticed(tmp_path: 
         assert serve(b, 3, 4).prefix.hits == {Tier.NVME: 4}
 
 
+def test_a_file_that_goes_while_it_is_read_is_closed_after_its_last_reader(tmp_path: Path) -> None:
+    with written(tmp_path, 4) as (path, hashes), opened(tmp_path, "b", slots=0) as b:
+        folder = look(b)
+        (run,) = folder.find(NAMESPACE.id, hashes)
+        rows = np.empty((4, BLOCK_BYTES), dtype=np.uint8)
+        assert folder.read(run.instance, run.slots, NAMESPACE.id, hashes, rows).outcomes == [ReadOutcome.GOOD] * 4
+        file = folder._peers[run.instance].file
+        assert file is not None
+        engine, calls = file.engine, list[str]()
+
+        class Watched:
+            def read(self, *arguments: Any) -> Any:
+                path.unlink()
+                folder.poll()  # nobody is to read it any more
+                calls.append("read")
+                return engine.read(*arguments)
+
+            def close(self, wait_s: float) -> bool:
+                calls.append("close")
+                return engine.close(wait_s)
+
+        file.engine = Watched()  # type: ignore[assignment]
+        rows[:] = 0
+        assert folder.read(run.instance, run.slots, NAMESPACE.id, hashes, rows).outcomes == [ReadOutcome.GOOD] * 4
+        assert np.array_equal(rows, rows_of(hashes))
+        assert calls == ["read", "close"]
+        assert folder.find(NAMESPACE.id, hashes) == []
+
+
 def test_hints_that_were_lost_are_written_again_from_what_the_journal_knows(tmp_path: Path) -> None:
     with written(tmp_path) as (path, hashes):
         path.with_suffix(".slots").unlink()

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from kvbm.core.errors import StreamError
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams import publisher_reports
@@ -27,12 +28,12 @@ class Noting(MemoryStream):
 
     Attributes:
         beats: heartbeats, oldest first.
-        tries: messages and fences that met the bug.
+        tries: messages and fences that met the bug, and heartbeats that were refused.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_broken = False
+        self.is_broken = self.refuses_pulses = False
         self.beats: list[Heartbeat] = []
         self.tries = 0
 
@@ -45,6 +46,9 @@ class Noting(MemoryStream):
 
     async def send_pulse(self, heartbeat: Heartbeat) -> None:
         """See `Heartbeats.send_pulse`."""
+        if self.refuses_pulses:
+            self.tries += 1
+            raise StreamError("a message of 9 bytes; it takes 8")
         self.beats.append(heartbeat)
         await super().send_pulse(heartbeat)
 
@@ -131,6 +135,17 @@ def test_a_heartbeat_that_the_owner_cannot_make_goes_out_as_its_last_one_and_say
         owner.is_broken = False
         eventually(lambda: not stream.beats[-1].trouble, "it does not send the owner's again")
         assert not thread.trouble
+
+
+def test_a_heartbeat_that_the_stream_refuses_is_trouble_until_it_takes_one() -> None:
+    stream = Noting()
+    stream.refuses_pulses = True
+    with capture_logs() as logs, publishing(MemoryLog(), PlainOwner("c", "one"), stream) as thread:
+        eventually(lambda: stream.tries > 3, "it does not try again")
+        assert "the stream refuses it (a message of 9 bytes; it takes 8)" in thread.trouble
+        stream.refuses_pulses = False
+        eventually(lambda: not thread.trouble, "its trouble has not passed")
+    assert [log["event"] for log in logs].count("publisher.pulse_refused") == 1
 
 
 def test_an_owner_that_never_made_a_heartbeat_still_shows_a_sign_of_life() -> None:

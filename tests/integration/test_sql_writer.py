@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.sql_rows import ClaimRun, StoreBatch
-from kvbm.catalog.sql_store import BatchResult, SqlStore
+from kvbm.catalog.sql_store import BatchResult, ClaimChunk, SqlStore
 from kvbm.catalog.sql_writer import Numbering, SqlWriter, WriterOptions, numbering
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import CatalogError, StreamError
@@ -235,6 +235,31 @@ def test_claims_that_waited_reach_sql_though_another_catalog_had_stored_a_histor
 
         await world.store_until(is_stored)
         assert await world.claimed() >= {1, 4, 5}
+
+    run(work, sqlite_url, tmp_path / "catalog.db")
+
+
+def test_what_is_claimed_and_withdrawn_while_claims_are_read_from_sql_counts(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(world: World) -> None:
+        await world.claim(1)
+        await world.claim(2)
+        await world.writer.flush()
+        read = world.store.claims
+
+        async def meanwhile() -> AsyncIterator[ClaimChunk]:
+            async for chunk in read():
+                await world.withdraw(1)
+                await world.claim(3)
+                yield chunk  # which has 1, and not 3
+
+        monkeypatch.setattr(world.store, "claims", meanwhile)
+        await world.writer._take_claims()
+        monkeypatch.undo()
+        assert world.indexed() == {2, 3}
+        await world.writer.flush()
+        assert await world.claimed() == {2, 3}
 
     run(work, sqlite_url, tmp_path / "catalog.db")
 

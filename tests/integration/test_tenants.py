@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from kvbm import load_settings, open_manager
-from kvbm.core.ids import NO_PARENT, Namespace, Tier
+from kvbm.core.ids import NO_PARENT, Epoch, Namespace, Offset, Tier
 from kvbm.manager.owned_hbm import Manager
+from kvbm.manager.used_namespaces import MOST_USED
+from kvbm.streams.base import Position, encoded_heartbeat
 
 BLOCK_BYTES = 4096
 QUIET, LOUD = (Namespace(model="m", revision="r1", block_tokens=4, tenant=tenant) for tenant in ("quiet", "loud"))
@@ -72,5 +74,62 @@ def test_a_restart_counts_what_nvme_has_kept_for_whose_it_is(tmp_path: Path) -> 
             if not life:
                 prefill(manager, QUIET, 7)
             assert {s.tenant: s.held for s in manager.stats().shares[Tier.NVME]} == {"loud": 8, "*": 4}
+        finally:
+            manager.close()
+
+
+def test_a_namespace_declared_after_the_start_counts_for_its_tenant_in_every_tier(tmp_path: Path) -> None:
+    settings = load_settings(
+        flags={
+            "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory",
+            "pools.hbm.slots": 16, "pools.host.slots": 32, "pools.nvme.slots": 64,
+            "tenants.loud.host_bytes": 8 * BLOCK_BYTES, "tenants.loud.nvme_bytes": 8 * BLOCK_BYTES,
+        }
+    )  # fmt: skip
+    adapter = Namespace(model="m", revision="r1", block_tokens=4, tenant="loud", lora="adapter")
+    manager = open_manager(settings, [QUIET], BLOCK_BYTES)
+    try:
+        manager.declare([LOUD, adapter])
+        manager.declare([LOUD])  # again is no trouble
+        for prompt in range(10):
+            prefill(manager, LOUD if prompt % 2 else adapter, prompt)
+        for tier in (Tier.HOST, Tier.NVME):
+            assert {s.tenant: s.held for s in manager.stats().shares[tier]} == {"loud": 8, "*": 0}
+    finally:
+        manager.close()
+
+
+def test_names_that_clients_choose_make_no_heartbeat_large(tmp_path: Path) -> None:
+    flags = {
+        "instance.data_dir": str(tmp_path),
+        "nats.enabled": False,
+        "pools.hbm.device": "memory",
+        "pools.hbm.slots": 16,
+    }
+    with open_manager(load_settings(flags=flags), [QUIET], BLOCK_BYTES) as manager:
+        users = [Namespace(model="m", revision="r1", block_tokens=4, tenant=f"user {number}") for number in range(3000)]
+        manager.declare(users)
+        for user in users:
+            manager.acquire(user.id, bytes(16))
+        named = manager.heartbeat(Position(Epoch(1), Offset(0))).namespaces
+        assert set(named) == {user.id for user in users[-MOST_USED:]}
+        data, unreadable = encoded_heartbeat(manager.heartbeat(Position(Epoch(1), Offset(0))))
+        assert not unreadable and len(data) < 32 << 10
+        assert manager.acquire(users[0].id, bytes(16)).depth == 0  # no longer named, and still known
+
+
+def test_a_namespace_of_which_nvme_kept_blocks_can_be_declared_after_the_start(tmp_path: Path) -> None:
+    flags = {
+        "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory",
+        "pools.hbm.slots": 16, "pools.nvme.slots": 64, "tenants.loud.nvme_bytes": 8 * BLOCK_BYTES,
+    }  # fmt: skip
+    for _ in range(2):
+        manager = open_manager(load_settings(flags=flags), [QUIET], BLOCK_BYTES)
+        try:
+            manager.declare([LOUD])
+            hashes = prefill(manager, LOUD, 1)
+            prefix = manager.acquire(LOUD.id, hashes)
+            assert prefix.depth == 4
+            manager.unpin(prefix.slots)
         finally:
             manager.close()

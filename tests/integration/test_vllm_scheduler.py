@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from kvbm.config import (
 )
 from kvbm.core.checksum import crc32c
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier, split_hashes, split_slots
+from kvbm.engines.vllm.adapters import Loaded
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Stored
 from kvbm.engines.vllm.offers import Offer
 from kvbm.engines.vllm.ranks import Ranks, Stage
@@ -55,6 +57,7 @@ class Block:
 
     def __init__(self, block_id: int) -> None:
         self.block_id, self.block_hash, self.ref_cnt = block_id, None, 0
+        self.is_null = block_id == 0
 
 
 class Map:
@@ -127,6 +130,7 @@ class Request:
         self.skip_reading_prefix_cache = False
         self.shared_prefix_boundary = 0
         self.kv_transfer_params = None
+        self.lora_request: Any = None
         self.blocks: list[list[Block]] = []
 
 
@@ -858,6 +862,51 @@ def test_the_stream_holds_hbm_as_the_engine_has_it(engine: Engine) -> None:
     engine.end(request)
     assert engine.manager.held(Tier.HBM) == []
     assert len(engine.manager.held(Tier.HOST)) == 8
+
+
+def test_a_block_that_only_moved_stays_in_the_stream_until_it_goes(engine: Engine) -> None:
+    request = Request(list(range(33)))
+    engine.admit(request)
+    engine.compute(request)
+    engine.step(request)
+    held, cached = engine.manager.held(Tier.HBM), engine.pool.cached_block_hash_to_block
+    block, other = request.blocks[0][3], engine.pool.blocks[engine.pool.free.pop()]
+    key = request.block_hashes[3] + bytes(4)
+    cached.pop(key, block.block_id)
+    cached.insert(key, other)
+    engine.step(request)
+    assert engine.manager.held(Tier.HBM) == held
+    cached.pop(key, other.block_id)
+    engine.step(request)
+    assert engine.manager.held(Tier.HBM) == [*held[:3], *held[4:]]
+
+
+def test_a_block_of_other_weights_under_the_same_number_is_not_stored(engine: Engine) -> None:
+    """An adapter was loaded anew; vLLM finds under its name and number what the weights before have computed."""
+    spaces = engine.scheduler.requests._namespaces_of(None)
+    engine.scheduler.requests._namespaces_of = lambda _, digest: spaces if digest == "new" else ()
+
+    def adapted(tokens: list[int]) -> Request:
+        request = Request(tokens)
+        request.lora_request = SimpleNamespace(lora_int_id=1)
+        return request
+
+    before, fresh, after = (adapted(list(range(33))) for _ in range(3))
+    engine.scheduler.answered(Answers(adapters={0: [Loaded(1, "old")]}))
+    engine.admit(before)
+    engine.compute(before)
+    engine.scheduler.answered(Answers(adapters={0: [Loaded(1, "new")]}))
+    engine.admit(fresh)
+    engine.compute(fresh)
+    engine.step(fresh)
+    stored = engine.manager.held(Tier.HOST)
+    assert len(stored) == len(engine.manager.held(Tier.HBM)) == 8
+    engine.manager.evict(Tier.HOST, b"".join(stored))
+    engine.requests[after.request_id], after.blocks = after, before.blocks
+    after.num_computed_tokens = 32
+    engine.scheduler.allocated(after, engine.ids(after), 0)
+    assert not engine.step(after).stores
+    assert engine.manager.held(Tier.HOST) == []
 
 
 def test_a_sessions_tokens_that_were_taken_back_are_hashed_anew(engine: Engine) -> None:

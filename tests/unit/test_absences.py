@@ -49,6 +49,16 @@ def test_a_catalog_that_was_away_for_a_week_forgets_nobody_before_it_has_listene
     assert A in absences.due(10)
 
 
+def test_a_message_is_a_sign_of_life_also_in_a_stream_whose_sequences_began_anew() -> None:
+    absences = Absences(FORGET_S)
+    for now_s, spoke in ((0.0, 500), (5.0, 3), (10.0, 3)):  # 3: the number says no more than that it is another history
+        absences.listen(now_s, True)
+        absences.note(A, True, spoke)
+    assert absences.unheard_s(A) == 10.0
+    absences.note(A, True, 7)
+    assert absences.unheard_s(A) == 0.0
+
+
 def test_one_long_gone_is_not_forgotten_in_the_first_minute_and_not_when_it_is_back() -> None:
     absences = gone_for(10 * FORGET_S)
     listen(absences, 0.0, LISTEN_FIRST_S - 10.0)

@@ -131,6 +131,30 @@ def test_a_full_disk_is_an_error_and_the_same_call_goes_on_when_there_is_room(
     assert ArchiveFiles.open(tmp_path).position.sequence == 4
 
 
+def test_of_a_batch_that_failed_behind_its_first_file_that_file_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = ArchiveFiles.open(tmp_path, file_bytes=24)
+    archive.follow("now", 1, 9)
+    archive.append(messages(1, 2))
+    real, written_to = os.write, list[int]()
+
+    def full(file: int, data: bytes) -> int:
+        written_to.append(file)
+        if len(written_to) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", full)
+        with pytest.raises(CatalogError, match="No space left on device"):
+            archive.append(messages(2, 6))
+    assert archive.position.sequence == 3
+    archive.append(messages(2, 6))
+    archive.close()
+    assert content(tmp_path) == written(*range(1, 6))
+
+
 def test_a_replaced_store_begins_files_that_sort_after_the_old_ones(tmp_path: Path) -> None:
     archive = ArchiveFiles.open(tmp_path)
     archive.follow("now", 1, 9)
@@ -184,6 +208,17 @@ def test_strays_are_left_out_and_a_fence_that_only_messages_tell_of_is_kept_once
         [encode_fence(read[0]), written(2), encode_told(read[3], later), written(4, 5)]
     )
     assert archive.position.sequence == 5
+
+
+def test_a_fence_of_a_store_that_is_gone_makes_no_stray_of_what_the_next_one_has(tmp_path: Path) -> None:
+    archive = ArchiveFiles.open(tmp_path)
+    archive.follow("now", 1, 9)
+    archive.append([StreamMessage(1, "kvbm.v1.fence.c.one", fence_data(Epoch(1), "one's"))])
+    before = content(tmp_path)
+    archive.follow("later", 2, 9)  # its first message, the other's fence, has aged out
+    archive.append([message(2)._replace(fence=Fence(Epoch(1), "other's", 1))])
+    archive.close()
+    assert content(tmp_path) == before + message(2).data
 
 
 def test_messages_that_aged_out_before_their_turn_are_counted(tmp_path: Path) -> None:

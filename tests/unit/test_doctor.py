@@ -426,6 +426,12 @@ def test_a_slow_disk_is_a_warning() -> None:
     expect(judged_disk(read_bytes_s=100_000_000)["NVME speed"], WARNING, "100 MB/s")
 
 
+def test_a_journal_that_a_snapshot_does_not_fit_into_is_warned_of() -> None:
+    small = {"pools.hbm.slots": 120_000, "journal.capacity_bytes": MIB, "journal.segment_bytes": MIB // 4}
+    expect(disks.judge_journal_room(plan(small)), WARNING, "1.0 MiB", "120000 slots", "journal.capacity_bytes=11520000")
+    expect(disks.judge_journal_room(plan(small | {"journal.capacity_bytes": 11_520_000})), OK, "120000 slots")
+
+
 def test_slow_syncs_matter_where_the_journal_waits_for_them() -> None:
     slow = DISK._replace(path="/data/journal", sync_s=[0.01, 0.02, 0.08])
     for mode, result in (("off", OK), ("interval", OK), ("always", WARNING)):

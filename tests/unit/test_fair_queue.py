@@ -71,8 +71,28 @@ def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
     assert sum(waiting.values()) == 100
 
 
+def test_a_run_whose_time_has_not_come_costs_its_tenant_no_turn() -> None:
+    offloader = queue(a=1, b=1)
+    offer(offloader, A, 40)
+    offer(offloader, B, 40)
+    for _ in range(5):
+        request = offloader.next()
+        assert request is not None and request.namespace == A.id
+        offloader.defer(request)
+    assert offloader.waiting_blocks == 80
+    assert taken(offloader, 10) == {A.id: 20, B.id: 20}
+
+
 def test_without_shares_ways_take_turns_as_ever() -> None:
     offloader = Offloader({Tier.HOST: WriteThrough()}, 1000, 4)
     for namespace in (A, B):
         offer(offloader, namespace, 40)
     assert taken(offloader, 10) == {A.id: 20, B.id: 20}
+
+
+def test_a_tenant_whose_namespace_is_declared_later_gets_its_part_of_the_turns() -> None:
+    offloader = Offloader({Tier.HOST: WriteThrough()}, 1000, 4, fair=FairQueue({"a": 3, "b": 1}, {B.id: "b"}))
+    offloader.declare([A, C])
+    for namespace in (A, B):
+        offer(offloader, namespace, 120)
+    assert taken(offloader, 16) == {A.id: 48, B.id: 16}

@@ -129,6 +129,17 @@ def test_released_slots_are_free_again() -> None:
     slots_are_whole(ledger)
 
 
+def test_a_release_that_is_refused_leaves_its_other_slots_with_the_caller() -> None:
+    ledger = make_ledger()
+    allocation = ledger.allocate(HBM, 2)
+    assert allocation is not None
+    with pytest.raises(LedgerError, match="slot 3 is not allocated"):
+        ledger.release(HBM, allocation.slots + slots(3))
+    assert ledger.counts(HBM) == (4, 2, 0, 0, 2)
+    ledger.release(HBM, allocation.slots)
+    slots_are_whole(ledger)
+
+
 def test_pinned_blocks_are_never_victims() -> None:
     ledger = make_ledger()
     ledger.pin(HBM, fill(ledger, blocks(1, 2, 3, 4))[:12])
@@ -186,6 +197,18 @@ def test_unpinning_what_is_not_pinned_is_a_bug_of_the_caller() -> None:
         ledger.unpin(HBM, held)
 
 
+def test_an_unpin_that_is_refused_leaves_its_other_slots_pinned() -> None:
+    ledger = make_ledger()
+    held = fill(ledger, blocks(1, 2, 3))
+    pinned = held[4:]
+    ledger.pin(HBM, pinned)
+    with pytest.raises(LedgerError, match="not pinned"):
+        ledger.unpin(HBM, held)  # from the last on, so the one that is not pinned is looked at last
+    assert ledger.counts(HBM).evictable == 1
+    ledger.unpin(HBM, pinned)
+    assert ledger.counts(HBM).evictable == 3
+
+
 def test_a_tier_without_slots_has_nothing_to_evict() -> None:
     with pytest.raises(LedgerError, match="no OBJECT pool with slots"):
         make_ledger().evict(OBJECT, blocks(1), EvictReason.CLEARED)
@@ -216,6 +239,30 @@ def test_a_durable_slot_that_was_given_back_unwritten_still_waits() -> None:
     ledger.end_copy(first, [False, False], MigrateCause.OFFLOAD)  # its withdrawal was not durable in time
     again = begin(ledger, HBM, NVME, blocks(7, 8))
     assert again.after == first.after
+
+
+def test_durable_slots_wait_for_the_last_withdrawal_in_whatever_order_they_are_taken() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(1, 2), NVME)
+    for number in (1, 2):
+        ledger.evict(NVME, blocks(number), EvictReason.CLEARED)
+    first = ledger.allocate(NVME, 1)
+    assert first is not None
+    ledger.release(NVME, first.slots)  # it comes back unwritten, and is taken behind what was withdrawn after it
+    both = ledger.allocate(NVME, 2)
+    assert both is not None and both.slots.endswith(first.slots)
+    assert first.after < both.after == ledger.applied
+
+
+def test_a_durable_slot_withdrawn_while_it_was_pinned_waits_for_that_withdrawal() -> None:
+    ledger = make_ledger()
+    held = fill(ledger, blocks(1, 2), NVME)
+    ledger.pin(NVME, held[:4])
+    ledger.evict(NVME, blocks(1), EvictReason.CLEARED)
+    ledger.unpin(NVME, held[:4])
+    again = ledger.allocate(NVME, 1)
+    assert again is not None
+    assert (again.slots, again.after) == (held[:4], ledger.applied)
 
 
 # -- copies -------------------------------------------------------------------------------------------------------------

@@ -157,6 +157,18 @@ def test_a_fence_that_it_has_replaced_shows_that_the_server_has_lost_its_end() -
     assert wanted.expected == 9
 
 
+def test_a_fence_that_it_has_replaced_in_a_stream_that_is_gone_says_nothing_of_the_next_one() -> None:
+    driven = Driven(log_of(*frames_of(3, epoch=5)), epoch=5)
+    driven.begin(
+        Fence(Epoch(4), "other", 50)
+    )  # replaced: to find it again here would mean that the server has lost its end
+    wanted = the(driven.find_again(None), SetFence)  # made anew
+    driven.step(FenceSet(wanted.attempt, Fence(wanted.epoch, wanted.run, 1)))
+    effects = driven.find_again(Fence(Epoch(4), "other", 7))  # its next one, behind this run's
+    assert the(effects, ReportFenced) == (4, "other")
+    assert driven.publisher.is_fenced
+
+
 def test_the_place_is_its_own_only_once_its_fence_is_stored() -> None:
     driven = Driven(log_of(*frames_of(3, epoch=5)), epoch=5)
     wanted = the(driven.find(Fence(Epoch(4), "before", 9)), SetFence)

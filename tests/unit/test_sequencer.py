@@ -1216,6 +1216,22 @@ def test_claims_of_a_forgotten_instance_stay(twin: Twin) -> None:
 
 
 @each_twin
+def test_who_is_forgotten_after_the_stream_was_renumbered_comes_back_with_its_next_message(twin: Twin) -> None:
+    """The mark is the sequence of its last message, and of that of another history nothing may be made."""
+    one, two = Instance(), Instance(name=InstanceId("two"))
+    reader = Reader(twin.sequencer())
+    reader.read(*one.frames, one.create(1), one.create(2), one.create(3))
+    reader.sequence = 0
+    assert reader.read_bytes(encode_frame(two.frames[0]), name="two").renumbered
+    reader.sequencer.forget(mark_at(reader.sequencer.spoke(ONE)))
+    assert reader.sequencer.instances() == [InstanceId("two")]
+    frame = one.create(4)
+    reader.read(frame)
+    assert ONE in reader.sequencer.instances() and reader.depth(4) == 1
+    assert ONE not in reader.sequencer.forgotten
+
+
+@each_twin
 def test_marks_are_void_in_a_stream_that_begins_anew_and_what_is_kept_of_an_instance_ends_with_its_mark(
     twin: Twin,
 ) -> None:

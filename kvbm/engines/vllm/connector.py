@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import structlog
 from vllm.distributed import get_pcp_group, get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -43,11 +42,12 @@ from kvbm.engines.vllm.stages import StageBlocks, all_stages
 from kvbm.engines.vllm.stats import KvbmPromMetrics, KvbmStats
 from kvbm.engines.vllm.tested import check_tested
 from kvbm.engines.vllm.worker import Worker
+from kvbm.remarks import Remarks
 
 if TYPE_CHECKING:
     import torch
 
-log = structlog.get_logger()
+log = Remarks()
 
 _IDLE_WAIT_S = 0.002  # in a step without model work, copies under way are waited for so long
 _IDLE_ASK_S = 0.0005  # and so long before a request that has to wait for bytes is looked at again

@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
-import structlog
 
 from kvbm.core.errors import KvbmError
 from kvbm.engines.vllm.meeting import Meeting
 from kvbm.engines.vllm.metadata import HostShare
 from kvbm.pools.host.mapping import map_host
 from kvbm.pools.host.pinning import Pinning, Registrar
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _WORD = "host"
 _WORD_S = 3600.0  # for the scheduler's word: an engine's start, with all the graphs it captures

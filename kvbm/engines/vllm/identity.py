@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import structlog
 
 from kvbm.core.ids import Namespace, SequenceHash
 from kvbm.engines.vllm.facts import digest_of, facts_of
@@ -16,8 +15,9 @@ from kvbm.engines.vllm.ranks import Ranks
 from kvbm.engines.vllm.regions import specs_of, tokens_of
 from kvbm.engines.vllm.resolved import backends_of
 from kvbm.engines.vllm.revision import model_of, revision_of
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 TENANT_KEY = "kvbm.tenant"  # in a request's kv_transfer_params
 _TENANT_CHARACTERS = 128

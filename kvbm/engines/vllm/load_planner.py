@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import structlog
-
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, pack_slots
 from kvbm.engines.vllm.forwards import UNKNOWN, Touches
 from kvbm.engines.vllm.metadata import Answers, Job
@@ -22,8 +20,9 @@ from kvbm.engines.vllm.roles import Role
 from kvbm.engines.vllm.tier_events import TierEvents
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.engine_hbm import EngineHbmManager
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 
 class _Load(NamedTuple):

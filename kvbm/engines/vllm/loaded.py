@@ -15,11 +15,10 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-import structlog
-
 from kvbm.engines.vllm.adapters import Loaded
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _MOST_FILES = 1024  # of an adapter's folder that are looked at
 _IN_PLACE = (

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import structlog
 
 from kvbm.core.errors import PoolError
 from kvbm.files import FOLDER_MODE, open_plain, read_plain
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _MOST_BYTES = 16 << 20  # of a word: what a model with thousands of layers has resolved
 _NAP_S = 0.05

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import structlog
 
 from kvbm.assembly import NATIVE, open_engine_manager, open_objects
 from kvbm.config import NvmeSettings, ObjectSettings, Settings, TransportSettings
@@ -21,7 +20,7 @@ from kvbm.engines.vllm.identity import Identity
 from kvbm.engines.vllm.meeting import Meeting
 from kvbm.engines.vllm.metadata import HostShare
 from kvbm.engines.vllm.regions import is_state, served_groups, specs_of, tokens_of
-from kvbm.engines.vllm.requests import Group, GroupNamespace
+from kvbm.engines.vllm.requests import Group
 from kvbm.engines.vllm.resolved import find_resolved
 from kvbm.engines.vllm.roles import Role
 from kvbm.engines.vllm.scheduler import Scheduler
@@ -29,15 +28,16 @@ from kvbm.engines.vllm.served import why_not_served
 from kvbm.engines.vllm.settings import settings_of
 from kvbm.engines.vllm.stages import StageBlocks, layout_of, ranks_of
 from kvbm.engines.vllm.store_planner import StoreRules
+from kvbm.engines.vllm.tenant_names import TenantNames
 from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.object.pool import BlockObjects
+from kvbm.remarks import Remarks
 from kvbm.tenant_secrets import TenantSecrets
 
-log = structlog.get_logger()
+log = Remarks()
 
 ENGINE = "vllm"
-_MOST_KNOWN = 4096  # tenants and adapters kept at hand; clients choose their names
 
 
 class Served(NamedTuple):
@@ -132,21 +132,7 @@ def open_scheduler(
         log.warning(
             "host.not_said", why=str(error), notice="ranks map it at the first copy, and do not register it with CUDA"
         )
-    known: dict[tuple[str, str, str], list[GroupNamespace]] = {}
-
-    def namespaces_of(request: Any, weights: str = "") -> list[GroupNamespace]:
-        tenant, lora = identity.tenant_of(request), identity.lora_of(request, weights)
-        whose = tenant, lora, identity.secret_of(tenant)
-        found = known.get(whose)
-        if found is None:
-            names = identity.namespaces(tenant, lora)
-            manager.declare(names)
-            found = [GroupNamespace(names[group.id].id, identity.root(names[group.id])) for group in groups]
-            if len(known) >= _MOST_KNOWN:
-                known.clear()
-            known[whose] = found
-        return found
-
+    names = TenantNames(identity, [group.id for group in groups], manager.declare, settings.tenants)
     align_tokens = math.lcm(kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups))
     rules = StoreRules(
         stores_all=settings.offload.host == "write_through",
@@ -155,7 +141,7 @@ def open_scheduler(
     )
     if not (role.loads and role.stores):
         log.info("role.taken", role=kv_transfer_config.kv_role, loads=role.loads, stores=role.stores)
-    return Scheduler(manager, NATIVE, groups, namespaces_of, ranks, share, align_tokens, rules, role)
+    return Scheduler(manager, NATIVE, groups, names.of, ranks, share, align_tokens, rules, role)
 
 
 def _opened(
@@ -184,7 +170,7 @@ def _opened(
 def _reachable(
     settings: Settings, namespaces: Sequence[Namespace], row_bytes: int
 ) -> tuple[Settings, BlockObjects | None]:
-    """The object pool, and settings without it where its store does not answer: an engine must start without.
+    """The object pool, and settings without it where its store refuses: an engine must start without.
 
     Raises: ConfigError, MissingExtraError: what no waiting would mend.
     """

@@ -226,7 +226,8 @@ class Requests:
     """The engine's requests.
 
     Args:
-        namespaces_of: the namespaces of a request by group, by its tenant, and by the digest of its adapter's weights if it has one.
+        namespaces_of: the namespaces of a request by group, by its tenant, and by the digest of its adapter's weights if it has one; none
+            where nothing of it may be kept.
         adapters: what the workers have loaded.
 
     Attributes:
@@ -259,10 +260,9 @@ class Requests:
         """Whether a request's blocks have a namespace that says all they depend on."""
         if not state.origin.is_known:
             return False
-        if not state.namespaces:
-            assert state.origin.adapter is not None
+        if not state.namespaces and state.origin.adapter is not None:
             state.namespaces = self._namespaces_of(state.request, state.origin.adapter.digest)
-        return True
+        return bool(state.namespaces)  # of a tenant too many it has none
 
     def unqueue(self, state: RequestState) -> None:
         """A request waits for its first step no more."""

@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import structlog
-
 from kvbm.assembly import last_touches
 from kvbm.core.backend import Backend
 from kvbm.core.ids import HASH_BYTES, Tier
@@ -38,8 +36,9 @@ from kvbm.engines.vllm.roles import Role
 from kvbm.engines.vllm.store_planner import StorePlanner, StoreRules
 from kvbm.engines.vllm.tier_events import ExtraKeys, TierEvents
 from kvbm.manager.engine_hbm import EngineHbmManager
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _HOSTS_S = 30.0  # an engine without requests goes on stepping for so long until all hosts have HOST
 _REPORT_S = 1.0  # between two looks at the manager's counters

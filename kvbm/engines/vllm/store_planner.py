@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import structlog
 
 from kvbm.core.backend import Backend
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots
@@ -23,8 +22,9 @@ from kvbm.engines.vllm.ranks import Ranks
 from kvbm.engines.vllm.requests import Group, Requests, RequestState
 from kvbm.engines.vllm.tier_events import Run, TierEvents
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 _IN_HOST = bytes([Tier.HOST])
 _SHORT_STEPS = 4  # until another look at a request whose blocks found no room in HOST

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import structlog
 
 from kvbm.assembly import RowCopier, copy_queue, segment_copies
 from kvbm.core.errors import KvbmError, LayoutError
@@ -29,11 +28,12 @@ from kvbm.pools.hbm.copy_queue import CopyQueue, ThreadedQueue
 from kvbm.pools.hbm.paged import SLOTS, PagedTensor, paged_layout
 from kvbm.pools.host.mapping import map_host
 from kvbm.pools.host.pinning import CudaRegistrar, Registrar
+from kvbm.remarks import Remarks
 
 if TYPE_CHECKING:
     import torch
 
-log = structlog.get_logger()
+log = Remarks()
 
 _FLUSH_S = 60.0
 

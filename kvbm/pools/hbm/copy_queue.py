@@ -136,8 +136,12 @@ class ThreadedQueue:
             threading.Thread(target=self._work, args=(self._gathering, self._gathers), name="kvbm-stores", daemon=True),
             threading.Thread(target=self._sum, name="kvbm-sums", daemon=True),
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # the system gives no more
+            self.close()
+            raise
 
     @property
     def under_way(self) -> int:
@@ -183,10 +187,12 @@ class ThreadedQueue:
             self._gathers.clear()
             self._changed.notify_all()
         until_s = time.monotonic() + _CLOSING_S
-        for thread in self._threads[:2]:
+        begun = [thread for thread in self._threads if thread.ident is not None]
+        for thread in begun[:2]:
             thread.join(max(0.0, until_s - time.monotonic()))
         self._copied.put(None)
-        self._threads[2].join(max(0.0, until_s - time.monotonic()))
+        for thread in begun[2:]:
+            thread.join(max(0.0, until_s - time.monotonic()))
 
     def _add(self, run: _Run) -> None:
         check_run(run.slots, run.rows, run.at, self._slots, self._block_bytes)

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import structlog
 import torch
 
 from kvbm.core.errors import ConfigError
@@ -19,8 +18,9 @@ from kvbm.pools.hbm.device import DeviceCopies, Half, Lane, Mark, Mover, row_cop
 from kvbm.pools.hbm.measuring import NewMover, rate_on
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout, PagedTensor, block_order
 from kvbm.pools.hbm.ways import Ways, known_ways, measure_ways
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 WAYS = ("auto", "kernel", "batch", "memcpy", "torch")
 

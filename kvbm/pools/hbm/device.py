@@ -20,15 +20,15 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-import structlog
 
 from kvbm.core.errors import PoolError
 from kvbm.pools.hbm.paged import NewSegmentCopies, SegmentCopies
+from kvbm.remarks import Remarks
 
 if TYPE_CHECKING:
     import torch
 
-log = structlog.get_logger()
+log = Remarks()
 
 _SHORTEST_NAP_S = 20e-6
 _LONGEST_NAP_S = 1e-3

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import structlog
 
 from kvbm.files import make_folder, read_small, replace_file
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)  # bytes of a segment that are measured
 NEVER = 1 << 62

@@ -9,12 +9,12 @@ import weakref
 from contextlib import suppress
 
 import numpy as np
-import structlog
 
 from kvbm.core.errors import PoolError
 from kvbm.pools.host.pool import register, unregister
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 
 def map_host(pid: int, fd: int, mapped_bytes: int, pins: bool = True) -> np.ndarray:

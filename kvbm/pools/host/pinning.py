@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import structlog
 
 if TYPE_CHECKING:
     import torch
 
-log = structlog.get_logger()
+from kvbm.remarks import Remarks
+
+log = Remarks()
 
 PIECE_BYTES = 1 << 30
 _LONGEST_PIECE_BYTES = 4 << 30

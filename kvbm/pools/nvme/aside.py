@@ -13,11 +13,10 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-import structlog
-
 from kvbm.files import read_plain
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 DEFAULT_ASIDE_BYTES = 64 << 30
 

@@ -28,14 +28,14 @@ from contextlib import contextmanager
 
 import msgspec
 import numpy as np
-import structlog
 
 from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId
 from kvbm.pools.nvme.block_io import PAGE_BYTES
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 RECORD_BYTES = 7 * PAGE_BYTES
 RECORDS_AT = (PAGE_BYTES, PAGE_BYTES + RECORD_BYTES)  # in the tail

@@ -13,13 +13,13 @@ from pathlib import Path
 from threading import Lock
 
 import numpy as np
-import structlog
 
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import HASH_BYTES, NamespaceId
 from kvbm.files import open_plain
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 HINT_BYTES = 2 * HASH_BYTES
 
@@ -75,12 +75,9 @@ class SlotHints:
     def sync(self) -> None:
         """Let other machines see what was noted."""
         if self._is_dirty:
-            self._is_dirty = False
-            with self._lock:
-                fd = os.dup(self._fd) if self._fd >= 0 else -1  # a device that hangs must not hold up who notes
-            if fd >= 0:
-                self._try(lambda: os.fdatasync(fd), locked=False)
-                os.close(fd)
+            self._is_dirty = False  # before: what is noted meanwhile waits for the next time
+            if not self._try(self._sync, locked=False):
+                self._is_dirty = True
 
     def close(self) -> None:
         """Idempotent."""
@@ -91,12 +88,25 @@ class SlotHints:
             with suppress(OSError):
                 os.close(fd)
 
-    def _try(self, write: Callable[[], object], locked: bool = True) -> None:
+    def _sync(self) -> None:
+        """Raises OSError."""
+        with self._lock:
+            fd = os.dup(self._fd) if self._fd >= 0 else -1  # a device that hangs must not hold up who notes
+        if fd >= 0:
+            try:
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+
+    def _try(self, write: Callable[[], object], locked: bool = True) -> bool:
+        """Whether it was written."""
         try:
             with self._lock if locked else nullcontext():  # a number used after `close` could be another file's
                 if self._fd >= 0:
                     write()
+            return True
         except OSError as error:
             if not self._has_failed:
                 self._has_failed = True
                 log.warning("pod.hints_unwritten", path=str(self.path), why=error.strerror, remedy="check the folder")
+            return False

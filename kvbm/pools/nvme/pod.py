@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import structlog
 
 from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import PoolError
@@ -36,8 +35,9 @@ from kvbm.pools.nvme.file_header import Damaged, FileShape, decode_header, shape
 from kvbm.pools.nvme.hints import HINT_BYTES, SlotHints, hints_path
 from kvbm.pools.nvme.pool import CLOSE_S
 from kvbm.pools.run import all_failed, check_rows
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 POLL_S = 1.0  # the folder is looked at no more often, and less often where a look takes long
 _BUSY_SHARE = 0.1  # of the time, for looking
@@ -171,8 +171,9 @@ class PodFolder:
     def start(self) -> None:
         """Look at the folder now, and from now on in a thread of its own: a request never waits for it."""
         self.poll()
-        self._thread = threading.Thread(target=self._run, name=f"kvbm-pod-{self._own}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name=f"kvbm-pod-{self._own}", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def find(self, namespace: NamespaceId, hashes: bytes) -> list[PodRun]:
         """See `PodPool.find`. Of several who have a block, the one with the longest run."""

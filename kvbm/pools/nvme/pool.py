@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import structlog
 
 from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import LayoutError, PoolError
@@ -33,8 +32,9 @@ from kvbm.pools.nvme.hints import SlotHints
 from kvbm.pools.nvme.slot_header import HEADER_BYTES
 from kvbm.pools.nvme.stripes import StripeFiles, rewrite, write_record
 from kvbm.pools.run import all_failed, check_proof, check_rows, check_size, check_slots
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 CLOSE_S = 5.0  # a device that takes longer to end what it has is given up
 

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-import structlog
 
 from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
@@ -36,11 +35,12 @@ from kvbm.pools.base import ReadOutcome
 from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockEngine, OpenEngine
 from kvbm.pools.nvme.slot_header import SEAL_BYTES
 from kvbm.pools.tenant_keys import KEY_ID_BYTES, KeySource, TenantKeys, digest
+from kvbm.remarks import Remarks
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.algorithms import AES
 
-log = structlog.get_logger()
+log = Remarks()
 
 _SALT_BYTES = 16
 _TAG_BYTES = 16
@@ -144,8 +144,9 @@ class SlotKeys:
 
     def start(self) -> None:
         """Look for changes of the keys from now on."""
-        self._thread = threading.Thread(target=self._run, name="kvbm-nvme-keys", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="kvbm-nvme-keys", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def close(self) -> None:
         """Look no more. Idempotent."""
@@ -200,12 +201,15 @@ class SlotKeys:
         due_s = _LACKING_S if self._lacking else _COMMAND_EVERY_S
         if changed == self._changed and not (changed is None and now_s - self._read_s >= due_s):
             return
-        self._changed, self._read_s, self._lacking = changed, now_s, False
+        self._read_s, self._lacking = now_s, False
         try:
             keys = self._source.load()
         except ConfigError as error:
+            self._lacking = True  # they are read again soon: a file at the next look, since it counts as unread
             self._warn("", f"the keys of before stay in use: {error}")
             return
+        self._changed = changed
+        self._told.pop("", None)
         with self._lock:
             self._keys = keys
             self._ciphers.clear()  # a key that is gone opens nothing any more
@@ -241,7 +245,10 @@ class SlotKeys:
 
     def _run(self) -> None:
         while not self._closing.wait(self._look_s):
-            self.refresh()
+            try:
+                self.refresh()
+            except Exception as error:  # noqa: BLE001  # whoever seals and opens goes on with those of before
+                self._warn("", f"the keys of before stay in use: {error!r}")
 
 
 class _SealedEngine:

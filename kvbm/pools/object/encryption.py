@@ -150,6 +150,7 @@ class Sealing:
         self._clock = clock
         self._lock = threading.Lock()  # of reading the keys anew
         self._lacking = False  # whether an object needed a key that is not here
+        self._told = ""
         self._changed = source.changed()
         self._read_s = clock()
         self._tenants = self._sealings()
@@ -187,11 +188,16 @@ class Sealing:
             due = now_s - self._read_s >= (_LACKING_S if self._lacking else _COMMAND_EVERY_S)
             if changed == self._changed and not (changed is None and due):
                 return
-            self._changed, self._read_s, self._lacking = changed, now_s, False
+            self._read_s, self._lacking = now_s, False
             try:
                 self._tenants = self._sealings()
             except ConfigError as error:
-                self._on_trouble(f"the keys of before stay in use: {error}")
+                self._lacking = True  # they are read again soon: a file at the next look, since it counts as unread
+                if self._told != (why := str(error)):
+                    self._told = why
+                    self._on_trouble(f"the keys of before stay in use: {why}")
+            else:
+                self._changed, self._told = changed, ""
 
     def _sealings(self) -> _Tenants:
         """Raises ConfigError."""

@@ -33,9 +33,11 @@ _BATCH = 4  # objects of a call that go together, coded while others are on thei
 _BATCHES_UNDER_WAY = 4  # of a call; bounds what is kept of bodies
 _ABSENT_WAIT_S = 1.0  # nobody needs the answer now
 _LATE_S = 0.5  # how long after its deadline a store may still answer
+_MOST_COUNTED = 4096  # namespaces
 _OUTCOMES = tuple(ReadOutcome)
 
 Answer = TypeVar("Answer")
+Kept = TypeVar("Kept")
 Request = TypeVar("Request", Put, Get)
 
 
@@ -324,7 +326,7 @@ class BlockObjects:
             return
         call.troubles += self._reader.fill(envelope, wanted, found)
         if wanted.object_bytes:
-            self._object_bytes[wanted.namespace] = wanted.object_bytes
+            self._object_bytes = _with_newest(self._object_bytes, wanted.namespace, wanted.object_bytes)
 
     def _tell_unusable(self, refusal: Refusal) -> None:
         """One warning for what has an object's name and can be none."""
@@ -366,9 +368,13 @@ class BlockObjects:
         return envelope
 
     def _watch(self) -> None:
-        self.look()
-        while not self._ending.wait(self._look_s / 2):
-            self.look()
+        while True:
+            try:
+                self.look()
+            except Exception as error:  # noqa: BLE001  # of a store or of keys: what is known stays known, and the next look comes
+                self._on_trouble(f"OBJECT pool {self.name}: it could not look for what is withdrawn ({error!r})")
+            if self._ending.wait(self._look_s / 2):
+                return
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -420,7 +426,7 @@ class BlockObjects:
 
     def _count_puts(self, namespace: NamespaceId, stored_bytes: Sequence[int], found: int, count: int) -> None:
         if stored_bytes:
-            self._object_bytes[namespace] = stored_bytes[-1]
+            self._object_bytes = _with_newest(self._object_bytes, namespace, stored_bytes[-1])
         with self._lock:
             stats = self._stats
             put = stats.namespaces.get(namespace, NamespaceBytes())
@@ -429,8 +435,9 @@ class BlockObjects:
                 put_objects=stats.put_objects + len(stored_bytes),
                 found_objects=stats.found_objects + found,
                 refused_objects=stats.refused_objects + count - len(stored_bytes) - found,
-                namespaces=stats.namespaces
-                | {namespace: NamespaceBytes(raw_bytes, put.stored_bytes + sum(stored_bytes))},
+                namespaces=_with_newest(
+                    stats.namespaces, namespace, NamespaceBytes(raw_bytes, put.stored_bytes + sum(stored_bytes))
+                ),
             )
 
     def _count_gets(self, outcomes: np.ndarray) -> None:
@@ -444,6 +451,12 @@ class BlockObjects:
                 corrupt_objects=stats.corrupt_objects + len(outcomes) - good - missing - failed,
                 failed_objects=stats.failed_objects + failed,
             )
+
+
+def _with_newest(known: dict[NamespaceId, Kept], namespace: NamespaceId, value: Kept) -> dict[NamespaceId, Kept]:
+    """The same with one more, as the newest; of too many the oldest is left out, since clients choose namespaces."""
+    others = [one for one in known.items() if one[0] != namespace]
+    return dict([*others[max(0, len(others) + 1 - _MOST_COUNTED) :], (namespace, value)])
 
 
 class _Call:

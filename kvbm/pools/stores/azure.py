@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
-from kvbm.pools.stores.base import OPEN_WAIT_S
+from kvbm.pools.stores.base import OPEN_WAIT_S, StoreAwayError
 from kvbm.pools.stores.blobs import LIMITS, NO_RETRIES, BlobStore, Limits, client_options, require_obstore
 from kvbm.pools.stores.waiting import Silent, within
 
@@ -59,7 +59,7 @@ def open_azure_store(
         name: where instances reach one container by different addresses; "" derives it from url and endpoint.
         open_wait_s: how long to wait for the container here.
     Raises: MissingExtraError: no azure-storage-blob, azure-identity where it is needed, or obstore. ConfigError: a url that is none.
-        PoolError: the container is missing, forbidden or does not answer in time.
+        PoolError: the container is missing or forbidden. StoreAwayError: it does not answer in time, or is not well.
     """
     place = place_of(url, endpoint)
     require_obstore("azure")
@@ -70,7 +70,8 @@ def open_azure_store(
     credential: Any = key.account_key or key.sas or _identity()
     answer = within(open_wait_s, lambda: _look(place, credential, limits))
     if isinstance(answer, Silent):
-        raise PoolError(f"OBJECT pool {name}: {_why_not(answer.error, place, open_wait_s)}")
+        why = _why_not(answer.error, place, open_wait_s)
+        raise StoreAwayError(name, why) if _is_away(answer.error) else PoolError(f"OBJECT pool {name}: {why}")
     config: AzureConfig = {"account_name": place.account, "endpoint": place.endpoint}
     if key.account_key:
         config["account_key"] = key.account_key
@@ -157,6 +158,15 @@ def _look(place: Place, credential: Any, limits: Limits) -> bool:
     ) as container:
         container.get_container_properties()
     return True
+
+
+def _is_away(error: Exception | None) -> bool:
+    """Whether nobody has answered, or only that it cannot now."""
+    from azure.core.exceptions import HttpResponseError, ServiceRequestError, ServiceResponseError
+
+    if isinstance(error, HttpResponseError) and error.status_code is not None:
+        return error.status_code >= 500
+    return error is None or isinstance(error, ServiceRequestError | ServiceResponseError)
 
 
 def _why_not(error: Exception | None, place: Place, wait_s: float) -> str:

@@ -12,9 +12,23 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from kvbm.core.errors import PoolError
+
 OPEN_WAIT_S = 20.0  # for a store's first answer: a busy store is not an absent one
 
 Body = bytes | bytearray | memoryview
+
+
+class StoreAwayError(PoolError):
+    """A store that does not answer at all, or says that it is not well; the same call may succeed later.
+
+    Attributes:
+        name, forgets: as the store would have them.
+    """
+
+    def __init__(self, name: str, why: str, forgets: bool = False) -> None:
+        super().__init__(f"OBJECT pool {name}: {why}")
+        self.name, self.forgets = name, forgets
 
 
 class Trouble(Enum):

@@ -133,7 +133,11 @@ class BlobStore:
         self._free = asyncio.Semaphore(limits.requests_in_flight)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvbm-objects", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._loop.close()
+            raise
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
         """As `Store.put`."""

@@ -29,7 +29,7 @@ def open_store(
         name: where instances reach one store by different addresses; "" derives it.
         ttl_s: of redis.
     Raises: ConfigError: a url that is none. MissingExtraError: the technology's client is not installed. PoolError: the store is
-        missing, forbidden or does not answer in time.
+        missing or forbidden. StoreAwayError: it does not answer in time, or is not well.
     """
     match urlsplit(url).scheme:
         case "s3":

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
-from kvbm.pools.stores.base import OPEN_WAIT_S, Body, Get, Got, Listed, Put, Refusal, Trouble
+from kvbm.pools.stores.base import OPEN_WAIT_S, Body, Get, Got, Listed, Put, Refusal, StoreAwayError, Trouble
 from kvbm.pools.stores.blobs import LIMITS, Limits
 
 if TYPE_CHECKING:
@@ -111,9 +111,12 @@ class RedisStore:
         end = time.monotonic() + deadline_s
         pipelines = _split(sizes, self._connections)
         futures: list[Future[list[Answer | Refusal]]] = []
-        with self._lock:
-            if not self._closed:
-                futures = [self._workers.submit(_attempts, work, asked[at], end) for at in pipelines]
+        try:
+            with self._lock:
+                if not self._closed:
+                    futures += [self._workers.submit(_attempts, work, asked[at], end) for at in pipelines]
+        except RuntimeError as error:  # the system gives no thread; nobody hears of what is queued already
+            return [Refusal(Trouble.SILENT, str(error))] * len(asked)
         if not futures:
             return [Refusal(Trouble.SILENT, "the store is closed here")] * len(asked)
         wait(futures, timeout=deadline_s)
@@ -252,7 +255,8 @@ def open_redis_store(
         url: redis://user:password@host:port/database?prefix=kvbm, rediss:// for TLS; further options as redis-py takes them.
         name: where instances reach one server by different addresses; "" derives it from the url, without its password.
         ttl_s: after which an object is forgotten, 0 for never.
-    Raises: MissingExtraError: no redis-py. ConfigError: a url that is none. PoolError: the server refuses or does not answer.
+    Raises: MissingExtraError: no redis-py. ConfigError: a url that is none. PoolError: the server refuses.
+        StoreAwayError: it does not answer.
     """
     parts = urlsplit(url)
     if parts.scheme not in _SCHEMES or not parts.hostname:
@@ -284,6 +288,9 @@ def open_redis_store(
         client.ping()
     except (RedisError, OSError) as error:
         client.close()
+        refusal = _refusal(error)
+        if refusal is not None and refusal.trouble is Trouble.SILENT:
+            raise StoreAwayError(name, _why_not(error), forgets=True) from None
         raise PoolError(f"OBJECT pool {name}: {_why_not(error)}") from None
     return RedisStore(name, client, prefix, ttl_s, limits.requests_in_flight)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
-from kvbm.pools.stores.base import OPEN_WAIT_S
+from kvbm.pools.stores.base import OPEN_WAIT_S, StoreAwayError
 from kvbm.pools.stores.blobs import LIMITS, NO_RETRIES, BlobStore, Limits, client_options, require_obstore
 from kvbm.pools.stores.waiting import Silent, within
 
@@ -59,7 +59,7 @@ def open_s3_store(
         name: where instances reach one store by different addresses; "" derives it from url and endpoint.
         open_wait_s: how long to wait for the bucket here.
     Raises: MissingExtraError: no boto3 or obstore. ConfigError: a url that is none. PoolError: the bucket is missing, forbidden, in
-        another region or does not answer in time.
+        another region. StoreAwayError: it does not answer in time, or is not well.
     """
     bucket, prefix = bucket_of(url)
     require_obstore("s3")
@@ -75,7 +75,8 @@ def open_s3_store(
 
     answer = within(open_wait_s, find)
     if isinstance(answer, Silent):
-        raise PoolError(f"OBJECT pool {name}: {_why_not(answer.error, bucket, region, endpoint, open_wait_s)}")
+        why = _why_not(answer.error, bucket, region, endpoint, open_wait_s)
+        raise StoreAwayError(name, why) if _is_away(answer.error) else PoolError(f"OBJECT pool {name}: {why}")
     credentials = answer.credentials
 
     def current() -> S3Credential:
@@ -206,6 +207,15 @@ def _expiry_days(client: S3Client, bucket: str, prefix: str) -> int | None:
 
 def _overlap(ruled: str, prefix: str) -> bool:
     return f"{prefix}/".startswith(ruled) or ruled.startswith(f"{prefix}/") or not prefix
+
+
+def _is_away(error: Exception | None) -> bool:
+    """Whether nobody has answered, or only that it cannot now."""
+    from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
+
+    if isinstance(error, ClientError):
+        return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) >= 500
+    return error is None or isinstance(error, ConnectionError | HTTPClientError)
 
 
 def _why_not(error: Exception | None, bucket: str, region: str, endpoint: str, wait_s: float) -> str:

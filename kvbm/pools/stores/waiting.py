@@ -28,7 +28,10 @@ def within(wait_s: float, work: Callable[[], Answer]) -> Answer | Silent:
             ended.append(Silent(error))
 
     thread = threading.Thread(target=run, name="kvbm-object-open", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # the system gives no thread
+        return Silent(error)
     thread.join(wait_s)
     answer = ended[0] if ended else Silent(None)
     if isinstance(answer, Silent) and isinstance(answer.error, MissingExtraError):

@@ -12,13 +12,13 @@ from errno import EACCES, EAGAIN, EMFILE, ENFILE, ENOMEM, EPERM, ESTALE
 from pathlib import Path
 
 import msgspec
-import structlog
 
 from kvbm.core.backend import Checksum
 from kvbm.core.errors import JournalError
 from kvbm.files import read_small
+from kvbm.remarks import Remarks
 
-log = structlog.get_logger()
+log = Remarks()
 
 EPOCH_FILE = "EPOCH"
 _MOST_ASIDE = 9

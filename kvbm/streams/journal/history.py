@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import structlog
-
+from kvbm.remarks import Remarks
 from kvbm.streams.journal.disk import Device
 
-log = structlog.get_logger()
+log = Remarks()
 
 KEPT_SUFFIX = ".kept"
 DAMAGED_SUFFIX = ".damaged"

@@ -16,17 +16,17 @@ import errno
 import fcntl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
-
-import structlog
 
 from kvbm.core.backend import Backend
 from kvbm.core.codec import FrameBytes, ScannedFrame
 from kvbm.core.errors import JournalError
+from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.files import make_folder, opener, warn_exposed
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Position
 from kvbm.streams.journal.disk import Device, OsDevice, write_file
 from kvbm.streams.journal.epoch_file import EPOCH_FILE, Begun, read_begun
@@ -34,9 +34,9 @@ from kvbm.streams.journal.history import DAMAGED_SUFFIX, KEPT_SUFFIX, History
 from kvbm.streams.journal.reader import JournalReader
 from kvbm.streams.journal.repair import load_segments
 from kvbm.streams.journal.segments import SEGMENT_SUFFIX, Segments, scan_file, segment_files
-from kvbm.streams.journal.writer import FSYNC_MODES, FullError, JournalOptions, SegmentWriter
+from kvbm.streams.journal.writer import FSYNC_MODES, FullError, JournalOptions, SegmentWriter, least_capacity
 
-log = structlog.get_logger()
+log = Remarks()
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -174,6 +174,21 @@ class Journal:
             self._segments.add(segment)
             self.epoch = max(self.epoch, segment.epoch)
         self._history.trim(self._segments.used_bytes)
+
+    def fit(self, pools: Iterable[PoolStated]) -> int:
+        """Make sure that snapshots of these pools fit into it, with a warning where its capacity is raised for that; gives the capacity."""
+        slots = sum(pool.slots for pool in pools)
+        capacity_bytes, least_bytes = self._options.capacity_bytes, least_capacity(slots)
+        if capacity_bytes >= least_bytes:
+            return capacity_bytes
+        log.warning(
+            "journal.too_small", folder=str(self.folder), capacity_bytes=capacity_bytes, needed_bytes=least_bytes, slots=slots,
+            effect="it takes what is needed: a snapshot that does not fit into half of it could never end, nor make room",
+            remedy="set journal.capacity_bytes to what is needed",
+        )  # fmt: skip
+        with self._writing:
+            self._writer.raise_capacity(least_bytes)
+        return least_bytes
 
     # -- writing ------------------------------------------------------------------------------------------------------
 

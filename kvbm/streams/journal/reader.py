@@ -6,16 +6,15 @@ import os
 import threading
 from io import FileIO
 
-import structlog
-
 from kvbm.core.codec import FrameBytes, FrameHeader, decode_header
 from kvbm.core.errors import FrameError
 from kvbm.core.ids import Offset
 from kvbm.files import opener
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Position
 from kvbm.streams.journal.segments import Segment, Segments
 
-log = structlog.get_logger()
+log = Remarks()
 
 _READ_BYTES = 256 << 10
 _MOST_HEADER_BYTES = 48 + 255  # with the longest name

@@ -6,16 +6,15 @@ import mmap
 import os
 from pathlib import Path
 
-import structlog
-
 from kvbm.core.backend import Backend
-from kvbm.core.codec import MAGIC, MAX_FRAME_BYTES, VERSION
+from kvbm.core.codec import FRAME_OVERHEAD_BYTES, MAGIC, MAX_FRAME_BYTES, VERSION
 from kvbm.core.errors import FrameError, JournalError, NewerFrameError, TornFrameError
 from kvbm.core.ids import InstanceId, Offset
 from kvbm.files import opener
+from kvbm.remarks import Remarks
 from kvbm.streams.journal.segments import Segment, scan_file, segment_files
 
-log = structlog.get_logger()
+log = Remarks()
 
 _COPY_BYTES = 4 << 20  # copied at once
 _KEPT_BYTES = 256 << 20  # of a damaged end; a sparse file may be larger than the disk
@@ -62,7 +61,7 @@ def _scan(segment: Segment, until: Offset | None, instance: InstanceId, backend:
         if has_repeats:
             break
     is_first = not segment.size  # behind older frames it is damage: one kvbm writes one file
-    if isinstance(error, NewerFrameError) and is_first and not _is_flipped_version(segment.path, backend):
+    if isinstance(error, NewerFrameError) and is_first and not _is_damaged_header(segment.path, backend):
         raise JournalError(
             f"{segment.path} was written by a newer kvbm (frame version {error.version}, this one reads up to "
             f"{VERSION}); upgrade kvbm or use another folder"
@@ -97,11 +96,16 @@ def _is_more_than_torn(cut: Path, backend: Backend) -> bool:
             return False
 
 
-def _is_flipped_version(path: Path, backend: Backend) -> bool:
-    """Whether the first frame of a file is a good one but for its version: then that was changed, and nobody newer wrote it."""
+def _is_damaged_header(path: Path, backend: Backend) -> bool:
+    """Whether nobody newer wrote the first frame of a file, though its version says so: it has a size that no frame has, or it is a
+    good one but for its version.
+    """
     with open(path, "rb", opener=opener) as file:
         head = file.read(12)
-        data = head + file.read(min(int.from_bytes(head[8:], "little"), MAX_FRAME_BYTES) - len(head))
+        size = int.from_bytes(head[8:], "little")
+        if size < FRAME_OVERHEAD_BYTES:
+            return True
+        data = head + file.read(min(size, MAX_FRAME_BYTES) - len(head))
     of_known = (data[:4] + version.to_bytes(2, "little") + data[6:] for version in range(1, VERSION + 1))
     return any(backend.scan_frames(one)[0] for one in of_known)
 

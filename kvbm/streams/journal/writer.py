@@ -14,23 +14,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import structlog
-
 from kvbm.core.backend import Backend
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError
 from kvbm.core.ids import Epoch, Offset
 from kvbm.files import opener
+from kvbm.remarks import Remarks
 from kvbm.streams.base import ORIGIN, Position
 from kvbm.streams.journal.disk import MOST_PIECES, Device, write_all, write_file
 from kvbm.streams.journal.history import Retention
 from kvbm.streams.journal.segments import Segment, Segments, scan_file, segment_path
 
-log = structlog.get_logger()
+log = Remarks()
 
 FSYNC_MODES = ("off", "interval", "always")
 SYNC_INTERVAL_S = 1.0
 CAPACITY_BYTES = 4 << 30
+_LISTED_BYTES = 24  # of a block in a snapshot, with its part of events and frames
 
 
 class JournalOptions(NamedTuple):
@@ -49,6 +49,15 @@ class JournalOptions(NamedTuple):
     capacity_bytes: int = CAPACITY_BYTES
     sync_interval_s: float = SYNC_INTERVAL_S
     retention: Retention = Retention()
+
+
+def least_capacity(slots: int) -> int:
+    """Bytes a journal must be able to hold where an instance has so many slots, or it can never be emptied.
+
+    A snapshot begins when half of it is used, and only a whole one lets older segments go. So it is twice what a snapshot takes at
+    most, and as much again for what happens while it is under way.
+    """
+    return 4 * _LISTED_BYTES * slots
 
 
 class FullError(OSError):
@@ -187,6 +196,10 @@ class SegmentWriter:
                 os.close(file)
 
     # -- room -----------------------------------------------------------------------------------------------------------
+
+    def raise_capacity(self, capacity_bytes: int) -> None:
+        """Take so much instead of what the options say."""
+        self._options = self._options._replace(capacity_bytes=capacity_bytes)
 
     def _has_room(self, frame: FrameBytes, more_bytes: int = 0) -> bool:
         if Position(frame.epoch, frame.first_offset) < self._free_until and frame.epoch == self._free_until.epoch:

@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import msgspec
-import structlog
 from nats.aio.msg import Msg
 
 from kvbm.core.errors import StreamError
+from kvbm.remarks import Remarks
 from kvbm.streams.base import AccessSample, Notice, subject_names
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
 
-log = structlog.get_logger()
+log = Remarks()
 
 LISTEN_WAIT_S = 30.0  # for a connection
 

@@ -17,20 +17,20 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-import structlog
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoServersError, ProtocolError, SlowConsumerError, UnexpectedEOF
 
 from kvbm.core.errors import ConfigError, MissingExtraError, StreamError
+from kvbm.remarks import Remarks
 from kvbm.streams.base import AwayError
 from kvbm.streams.nats.credentials import CheckedClient, Credentials, NoTlsError
 from kvbm.streams.nats.direct_parser import DirectParser, RunTaker, Taker
 from kvbm.streams.nats.headers import HEADERS_BEGIN, Headers
 from kvbm.streams.nats.messages import NatsMessages, NewMessages, ReadableMessages
 
-log = structlog.get_logger()
+log = Remarks()
 
 JS_API = "$JS.API"
 BORROWED_API = "kvbm.v1.api"  # the same for a user whose account has no JetStream, and is lent that of another account

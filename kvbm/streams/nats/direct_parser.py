@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import structlog
 from nats.aio.client import Client
 from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
 
+from kvbm.remarks import Remarks
 from kvbm.streams.nats.messages import Delivered, NatsMessages, Run
 
-log = structlog.get_logger()
+log = Remarks()
 
 
 class Taker(Protocol):

@@ -7,15 +7,15 @@ import random
 from collections.abc import AsyncIterator
 
 import msgspec
-import structlog
 
 from kvbm.core.errors import StreamError
+from kvbm.remarks import Remarks
 from kvbm.streams.base import Heartbeat, StreamMessage, subject_names
 from kvbm.streams.nats.reader import PULL_EXPIRES_S, NatsReader
 from kvbm.streams.nats.setup import PULSE, PULSE_WAIT_S, ensure_stream
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
 
-log = structlog.get_logger()
+log = Remarks()
 
 
 async def watch_heartbeats(connections: SharedConnection, subjects: tuple[str, ...]) -> AsyncIterator[Heartbeat]:

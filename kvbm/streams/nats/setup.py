@@ -12,16 +12,15 @@ import asyncio
 import time
 from typing import Any, NamedTuple
 
-import structlog
-
 from kvbm.core.errors import StreamError
+from kvbm.remarks import Remarks
 from kvbm.streams.base import EVENTS_PREFIX, FENCE_PREFIX, PULSE_PREFIX, AwayError
 from kvbm.streams.nats.api import NOT_ENABLED, NS, StreamInfo, request
 from kvbm.streams.nats.connection import JS_API, NatsConnection
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.messages import NewMessages, ReadableMessages
 
-log = structlog.get_logger()
+log = Remarks()
 
 STREAM = "KVBM"
 PULSE = "KVBM_PULSE"

@@ -6,14 +6,13 @@ import asyncio
 import random
 from typing import Protocol
 
-import structlog
-
 from kvbm.core.errors import StreamError
+from kvbm.remarks import Remarks
 from kvbm.streams.nats.connection import NatsConnection, shown
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.setup import StreamOptions, open_ready
 
-log = structlog.get_logger()
+log = Remarks()
 
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MOST_S = 0.5  # a cluster's new leader is found soon after it was chosen

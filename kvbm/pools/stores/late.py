@@ -1,0 +1,102 @@
+"""A store that does not answer yet: an engine starts without it, and has it from the moment on when it comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from kvbm.core.errors import PoolError
+from kvbm.pools.stores.base import Body, ForgetfulStore, Get, Got, Listed, Put, Refusal, Store, StoreAwayError, Trouble
+
+AGAIN_S = 5.0  # between two tries to open it
+_CLOSE_S = 1.0
+
+
+class LateStore:
+    """A `Store` that is opened again and again until it is there. Until then whatever is asked of it is SILENT. Any thread.
+
+    Args:
+        away: why it could not be opened.
+        reopen: opens it. Raises as `open_store`.
+        on_came: told once, of the store that has come.
+        on_trouble: told in words why it cannot be opened, each time that changes.
+    """
+
+    def __init__(
+        self,
+        away: StoreAwayError,
+        reopen: Callable[[], Store],
+        on_came: Callable[[Store], None] = lambda store: None,
+        on_trouble: Callable[[str], None] = lambda words: None,
+        again_s: float = AGAIN_S,
+    ) -> None:
+        self.name, self.forgets = away.name, away.forgets
+        self._away = str(away)
+        self._reopen, self._on_came, self._on_trouble, self._again_s = reopen, on_came, on_trouble, again_s
+        self._store: Store | None = None
+        self._lock = threading.Lock()  # of the store and whether it is closed
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._open, name="kvbm-store-late", daemon=True)
+        self._thread.start()
+
+    def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
+        """As `Store.put`."""
+        store = self._store
+        return [self._refusal()] * len(puts) if store is None else store.put(puts, deadline_s)
+
+    def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
+        """As `Store.get`."""
+        store = self._store
+        return [self._refusal()] * len(gets) if store is None else store.get(gets, deadline_s)
+
+    def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
+        """As `Store.delete`."""
+        store = self._store
+        return [self._refusal()] * len(names) if store is None else store.delete(names, deadline_s)
+
+    def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
+        """As `Store.listed`."""
+        store = self._store
+        if store is None:
+            raise PoolError(self._away)
+        return store.listed(prefix, deadline_s, after)
+
+    def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
+        """As `Store.replace`."""
+        store = self._store
+        return self._refusal() if store is None else store.replace(name, body, expected, deadline_s)
+
+    def absent(self, names: Sequence[str], deadline_s: float) -> list[bool]:
+        """As `ForgetfulStore.absent`; nobody knows of a store that forgets nothing, or is not there."""
+        store: object = self._store
+        return store.absent(names, deadline_s) if isinstance(store, ForgetfulStore) else [False] * len(names)
+
+    def close(self) -> None:
+        """As `Store.close`."""
+        with self._lock:
+            self._closed.set()
+            store = self._store
+        self._thread.join(_CLOSE_S)  # a try that is under way ends by its own timeouts, and closes what it has opened
+        if store is not None:
+            store.close()
+
+    def _refusal(self) -> Refusal:
+        return Refusal(Trouble.SILENT, "it has not answered since the start")
+
+    def _open(self) -> None:
+        while not self._closed.wait(self._again_s):
+            try:
+                store = self._reopen()
+            except Exception as error:  # noqa: BLE001 - whatever it was, the next try may succeed
+                if str(error) != self._away:
+                    self._away = str(error)
+                    self._on_trouble(self._away)
+                continue
+            with self._lock:
+                is_wanted = not self._closed.is_set()
+                self._store = store if is_wanted else None
+            if is_wanted:
+                self._on_came(store)
+            else:
+                store.close()
+            return

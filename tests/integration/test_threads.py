@@ -1,0 +1,119 @@
+"""A system that gives no more threads or processes (`ulimit -u`, a container's pids limit): whatever cannot be started leaves nothing half open."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from kvbm.assembly import open_manager
+from kvbm.config import load_settings
+from kvbm.manager.owned_hbm import Manager
+from kvbm.pools.hbm.copy_queue import ThreadedQueue
+from kvbm.pools.stores.base import Get, Refusal
+from kvbm.pools.stores.redis import RedisStore
+from kvbm.pools.stores.waiting import Silent, within
+from kvbm.streams.child import spawn
+from kvbm.transport.tcp import looked_up
+from tests.eventually import eventually
+from tests.managers import BLOCK_BYTES, NAMESPACE, serve
+
+
+class Refusing:
+    """Starts of threads, of which one is refused.
+
+    Attributes:
+        at: which one, from 0; each later one too where `lasts`.
+        asked: starts so far.
+    """
+
+    def __init__(self, at: int, lasts: bool = False) -> None:
+        self.at, self.lasts, self.asked = at, lasts, 0
+        self._start = threading.Thread.start
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(threading.Thread, "start", lambda thread: self._starting(thread))
+
+    def _starting(self, thread: threading.Thread) -> None:
+        number, self.asked = self.asked, self.asked + 1
+        if number == self.at or (self.lasts and number > self.at):
+            raise RuntimeError("can't start new thread")
+        self._start(thread)
+
+
+class HostCopies:
+    """`Copies` of nothing."""
+
+    def gather(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None) -> np.ndarray:
+        return np.zeros(len(slots), dtype=np.uint32)
+
+    def scatter(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None) -> None:
+        return
+
+
+def ours() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvbm-")]
+
+
+def opened(folder: Path, **more: Any) -> Manager:
+    """One with whatever starts threads: a journal, NVME in a pod's folder, loans and objects."""
+    flags = {
+        "instance.data_dir": str(folder / "data"), "nats.enabled": False, "pools.hbm.device": "cpu", "pools.hbm.slots": 16,
+        "pools.host.slots": 16, "pools.nvme.slots": 16, "pools.nvme.folder": str(folder / "pod"), "transport.listen": "host",
+    }  # fmt: skip
+    return open_manager(load_settings(flags=flags | more), [NAMESPACE], BLOCK_BYTES)
+
+
+def starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many threads an open starts in this process."""
+    none = Refusing(-1)
+    with monkeypatch.context() as patched:
+        none.patch(patched)
+        opened(folder).close()
+    return none.asked
+
+
+def test_a_manager_that_gets_no_thread_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pod").mkdir()
+    count = starts(tmp_path, monkeypatch)
+    assert count >= 5
+    for at in range(count):
+        with monkeypatch.context() as patched:
+            Refusing(at).patch(patched)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                opened(tmp_path)
+        eventually(lambda: not ours(), "a thread stays", state=ours)
+    with opened(tmp_path) as manager:  # its files are nobody's any more
+        serve(manager, 1, 4)
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_a_queue_of_copies_that_lacks_a_thread_ends_the_others(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    Refusing(at).patch(monkeypatch)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        ThreadedQueue(HostCopies(), 4, BLOCK_BYTES)
+    eventually(lambda: not ours(), "a thread stays", state=ours)
+
+
+def test_what_may_be_late_is_then_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    Refusing(0, lasts=True).patch(monkeypatch)
+    assert looked_up("localhost", 1.0) == ""
+    answer = within(1.0, lambda: 1)
+    assert isinstance(answer, Silent) and isinstance(answer.error, RuntimeError)
+    with pytest.raises(OSError, match="can't start new thread") as caught:
+        spawn([sys.executable], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert caught.value.errno == errno.EAGAIN
+
+
+def test_a_redis_store_refuses_and_does_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RedisStore("none", redis.Redis(), "", 60, 2)
+    Refusing(0, lasts=True).patch(monkeypatch)
+    [answer] = store.get([Get("name")], 1.0)
+    assert isinstance(answer, Refusal) and "can't start new thread" in answer.words
