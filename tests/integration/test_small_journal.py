@@ -32,7 +32,9 @@ def test_a_journal_too_small_for_the_slots_is_told_and_goes_on_taking_events(tmp
             assert slots is not None
             manager.create(NAMESPACE.id, NO_PARENT, 0, hashes_of(prompt, RUN), slots)
             manager.unpin(slots)
-            eventually(lambda: manager.durable() == manager.applied(), "the journal takes nothing", state=manager.trouble)
+            eventually(
+                lambda: manager.durable() == manager.applied(), "the journal takes nothing", state=manager.trouble
+            )
         assert (manager.trouble(), manager.epoch) == ("", 1)
         folder = tmp_path / "instances" / "instance-0" / "journal"
         used = sum(path.stat().st_size for path in folder.glob("*.kvbj"))
