@@ -134,9 +134,9 @@ class Ledger:
         self.residencies = self._recorder.residencies
 
     def assign(self, namespace: NamespaceId, tenant: str) -> None:
-        """Say whose a namespace is, before any block of it is held. A tenant without a share of its own is among the others.
+        """Say whose a namespace is. A tenant without a share of its own is among the others.
 
-        Raises: LedgerError: blocks of it are counted for another share already.
+        Blocks of it that are held count there from now on, as if gained anew: the last one first, so that it leaves first.
         """
         self._allocator.assign(namespace, tenant)
 

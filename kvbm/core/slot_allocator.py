@@ -51,22 +51,23 @@ class SlotAllocator:
         }
 
     def assign(self, namespace: NamespaceId, tenant: str) -> None:
-        """Say whose a namespace is, before any block of it is held. A tenant without a share of its own is among the others.
+        """Say whose a namespace is. A tenant without a share of its own is among the others.
 
-        Raises: LedgerError: blocks of it are counted for another share already.
+        Blocks of it that are held count there from now on, as if gained anew: the last one first, so that it leaves first.
         """
         if not self.shares:
             return
         names = [share.tenant for share in self.shares]
         share = names.index(tenant) if tenant in names else len(names) - 1
-        if self._share(namespace) != share and any(
-            entry.namespace == namespace for held in self._recorder.residencies.held.values() for entry in held.values()
-        ):
-            raise LedgerError(
-                f"namespace {namespace.hex()[:8]} holds blocks already, so it cannot be assigned to tenant {tenant!r};"
-                " assign it before its first block"
-            )
+        moved: dict[Tier, list[SequenceHash]] = {}
+        if self._share(namespace) != share:
+            for tier, state in self.tiers.items():
+                held = self._recorder.residencies.held[tier]
+                moved[tier] = [block for block, entry in reversed(held.items()) if entry.namespace == namespace]
+                state.leave_share(moved[tier])
         self._share_of[namespace] = share
+        for tier, blocks in moved.items():
+            self.tiers[tier].enter_share(blocks)
 
     def allocate(self, tier: Tier, count: int, namespace: NamespaceId | None) -> Allocation | None:
         """Slots to write, evicting what the policy gives up and, where that is too little, what yields of what is kept."""

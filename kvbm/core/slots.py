@@ -132,6 +132,17 @@ class TierSlots:
                 self.pins[slot] = self.pins.get(slot, 0) + 1
             self.policy.gain(block, pinned=pinned)
 
+    def leave_share(self, blocks: Sequence[SequenceHash]) -> None:
+        """Held blocks leave the share they count for; `enter_share` follows, once their namespace is another's."""
+        for block in blocks:
+            self.policy.lose(block)
+
+    def enter_share(self, blocks: Sequence[SequenceHash]) -> None:
+        """… and enter that of their namespace, in this order, pinned and kept as they are."""
+        for block in blocks:
+            slot = self._residencies.held[self.pool.tier][block].slot
+            self.policy.gain(block, pinned=slot is not None and not self._is_evictable(slot))
+
     def vacate(self, block: SequenceHash, slot: int, applied: Offset) -> None:
         """A block was withdrawn by the event before `applied`: its slot is free, or orphaned while it is pinned."""
         self.policy.lose(block)

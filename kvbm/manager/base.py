@@ -346,6 +346,8 @@ class BlockManager:
             return f"journal: {refusal}; nothing new goes to NVME and OBJECT until it takes events again"
         if silent := self._loads.silent_sources():
             return f"{', '.join(map(name_of, silent))}: reads do not end; a miss until they do"
+        if self.pools.object is not None and (away := self.pools.object.stats().away):
+            return f"{away}; not used until it answers"
         return self._lasting.why(self._unused)
 
     def applied(self) -> Offset:
@@ -510,13 +512,7 @@ def _declare(
     pools.declare(namespaces)
     offloader.declare(namespaces)
     for namespace in namespaces:
-        try:
-            ledger.assign(namespace.id, namespace.tenant)
-        except LedgerError as error:  # NVME has kept some from before the start, which count as everybody else's
-            log.warning(
-                "tenant.uncounted", namespace=namespace.id.hex(), tenant=namespace.tenant, why=str(error),
-                remedy="its quota and weight do not hold for this namespace; give it to open_manager",
-            )  # fmt: skip
+        ledger.assign(namespace.id, namespace.tenant)
 
 
 def _checked_load(queued_tokens: int, running_requests: int, prefill: float | None, queue: float | None) -> Load:

@@ -22,6 +22,7 @@ from kvbm.manager.publisher_port import PublisherPort
 from kvbm.manager.snapshot_policy import BeginSnapshot, Effect, Input, SnapshotPolicy, Stored, Ticked, WakeAt
 from kvbm.remarks import Remarks
 from kvbm.streams.base import ORIGIN, Position
+from kvbm.streams.journal.writer import FullError
 
 log = Remarks()
 
@@ -51,8 +52,11 @@ class EventWriter:
 
     Nothing is taken while the device refuses what was taken before, so that what waits stays in the ledger's bounded room. When
     that overflows, the epoch has ended; once the device takes frames again another begins, with a snapshot of all that is held. So
-    it is when another run has the fence, and when frames were lost by a bug. The end of an epoch that could not be written is
-    given up only when nothing else would ever make room: the journal is full, its first snapshot is in it, and all of it is published.
+    it is when another run has the fence, and when frames were lost by a bug.
+
+    A journal that is full by its own bound while all of it is published is emptied by nothing but a snapshot. So one begins then, and
+    what waits is let in beyond the bound until it is whole. On a device that is full, where that cannot be, the end of an epoch that
+    could not be written is given up once its first snapshot is there and all is published: nothing else would ever make room.
 
     Where nobody says how far the stream has come, what is durable counts as published, but nothing is truncated before the journal
     is half full.
@@ -180,6 +184,8 @@ class EventWriter:
             try:
                 count = self._append()
             except OSError as error:
+                if isinstance(error, FullError) and self._lets_in():
+                    continue
                 self._refuse(error)
                 break
             wrote = True
@@ -198,6 +204,13 @@ class EventWriter:
             return self._group.append_all(tuple(self._unwritten))
         self._sink.append(self._unwritten[0])
         return 1
+
+    def _lets_in(self) -> bool:
+        """Whether the journal, full by its own bound, takes all the same what was recorded until now: a snapshot is under way."""
+        is_whole = self._offsets.is_whole(self._stream.ledger.epoch)
+        if not (is_whole and self._is_all_published and (self._stream.in_snapshot or self._begin_snapshot())):
+            return False
+        return self._retention.let_in(Position(self._stream.ledger.epoch, self._stream.ledger.applied))
 
     def _refuse(self, error: Exception) -> None:
         is_first = not self.refusal
@@ -243,8 +256,13 @@ class EventWriter:
         return self._drain()
 
     def _may_leave_unwritten(self, epoch: Epoch) -> bool:
+        return self._is_full and self._offsets.is_whole(epoch) and self._is_all_published
+
+    @property
+    def _is_all_published(self) -> bool:
+        """Whether the stream has what the journal has, where there is one."""
         published = self._port.confirmed()
-        return self._is_full and self._offsets.is_whole(epoch) and (published is None or published >= self._end)
+        return published is None or published >= self._end
 
     # -- snapshots -------------------------------------------------------------------------------------------------------
 
@@ -252,10 +270,7 @@ class EventWriter:
         """Begin a snapshot if one is due, and make some steps of the one under way. Returns when the next turn is due."""
         stream = self._stream
         effects = self._tell_snapshots(now_s, self._news_of_snapshots())
-        if BeginSnapshot() in effects and stream.begin_snapshot():
-            self._retention.begin_snapshot()
-            if self._port.publishing is not None:
-                self._port.publishing.snapshot_began()
+        if BeginSnapshot() in effects and self._begin_snapshot():
             self._tell_snapshots(now_s, stream.take_happened())
         if stream.in_snapshot:
             for _ in range(runs):
@@ -268,6 +283,15 @@ class EventWriter:
         if stream.in_snapshot or BeginSnapshot() in effects:
             return now_s
         return next((effect.at_s for effect in effects if isinstance(effect, WakeAt)), None)
+
+    def _begin_snapshot(self) -> bool:
+        """Begin a snapshot; False when one is under way, or nothing more can be recorded."""
+        if not self._stream.begin_snapshot():
+            return False
+        self._retention.begin_snapshot()
+        if self._port.publishing is not None:
+            self._port.publishing.snapshot_began()
+        return True
 
     def _news_of_snapshots(self) -> list[Input]:
         """What has come since the last turn that decides when a snapshot begins; at least that time has passed."""

@@ -30,6 +30,9 @@ class JournalRetention(Protocol):
     def begin_snapshot(self) -> None:
         """What comes next begins a snapshot."""
 
+    def let_in(self, until: Position) -> bool:
+        """Take frames that begin before a position also when the journal is full; whether that is new."""
+
     def sync(self, now_s: float) -> float | None:
         """Bring to the device what is due. Gives when more will be; None for not at all. Raises OSError."""
 
@@ -53,6 +56,10 @@ class NoRetention:
 
     def begin_snapshot(self) -> None:
         """See `JournalRetention.begin_snapshot`."""
+
+    def let_in(self, until: Position) -> bool:
+        """See `JournalRetention.let_in`."""
+        return False
 
     def sync(self, now_s: float) -> float | None:
         """See `JournalRetention.sync`."""
@@ -83,7 +90,7 @@ class DiskRetention:
         self, journal: Journal, pool_id: str, sync_interval_s: float, begun: Callable[[Epoch], None] = lambda _: None
     ) -> None:
         self._journal, self._pool_id, self._sync_interval_s, self._begun = journal, pool_id, sync_interval_s, begun
-        self.begin_snapshot = journal.roll
+        self.begin_snapshot, self.let_in = journal.roll, journal.let_in
 
     @property
     def epoch(self) -> Epoch:
@@ -137,6 +144,10 @@ class MemoryRetention:
 
     def begin_snapshot(self) -> None:
         """See `JournalRetention.begin_snapshot`."""
+
+    def let_in(self, until: Position) -> bool:
+        """See `JournalRetention.let_in`."""
+        return False
 
     def sync(self, now_s: float) -> float | None:
         """See `JournalRetention.sync`."""

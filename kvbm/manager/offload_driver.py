@@ -19,6 +19,9 @@ from kvbm.manager.offload_queue import Offloader, OffloadRequest, Skipped
 from kvbm.manager.options import ManagerOptions
 from kvbm.manager.stats import Counters
 from kvbm.manager.transfer import Moved
+from kvbm.remarks import Remarks
+
+log = Remarks()
 
 _YIELD_S = 0.05  # an offload begins this much later at most, because requests wait for bytes
 
@@ -110,10 +113,17 @@ class OffloadDriver:
         while not self._stream.closing:
             wanted.wait(0.5)
             wanted.clear()
+            try:
+                self._take_turn()
+            except Exception:  # the thread is there for whatever comes next
+                log.exception("offload.broke", instance=self._stream.instance, remedy="report it; offloads go on")
+
+    def _take_turn(self) -> None:
+        """Carry out what waits."""
+        self._foreground_idle.wait(_YIELD_S)
+        while self.offload_one():
             self._foreground_idle.wait(_YIELD_S)
-            while self.offload_one():
-                self._foreground_idle.wait(_YIELD_S)
-            self._claims.look_idle()
+        self._claims.look_idle()
 
     # -- one offload --------------------------------------------------------------------------------------------------
 

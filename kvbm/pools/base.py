@@ -95,6 +95,7 @@ class ObjectStats(NamedTuple):
         refused_objects: that were not put for some trouble.
         got_objects, missing_objects, corrupt_objects, failed_objects: how reads ended.
         namespaces: bytes put, by namespace: of the 4096 that were put last.
+        away: why its store, or a part of it, has not answered yet since the start; "" once it has.
     """
 
     put_objects: int = 0
@@ -105,6 +106,7 @@ class ObjectStats(NamedTuple):
     corrupt_objects: int = 0
     failed_objects: int = 0
     namespaces: dict[NamespaceId, NamespaceBytes] = {}  # noqa: RUF012  # never changed in place
+    away: str = ""
 
 
 class ObjectPool(Protocol):

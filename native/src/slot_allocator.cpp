@@ -1,8 +1,10 @@
 #include "kvbm/slot_allocator.hpp"
 
 #include <algorithm>
+#include <array>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "kvbm/runs.hpp"
 
@@ -35,6 +37,15 @@ std::vector<Share> with_others(std::vector<Share> shares) {
   return shares;
 }
 
+void each_slot(Recorder& recorder, const std::array<std::vector<std::uint32_t>, kTierCount>& slots,
+               void (*act)(TierSlots&, std::uint32_t)) {
+  for (std::size_t number = 0; number < kTierCount; ++number) {
+    for (const std::uint32_t slot : slots[number]) {
+      act(*recorder.fold().table(static_cast<Tier>(number)), slot);
+    }
+  }
+}
+
 }  // namespace
 
 SlotAllocator::SlotAllocator(std::vector<Share> shares)
@@ -48,21 +59,21 @@ void SlotAllocator::assign(Recorder& recorder, const NamespaceId& namespace_id, 
   const auto named = static_cast<std::uint32_t>(std::ranges::find(shares_, tenant, &Share::tenant) - shares_.begin());
   const std::uint32_t share = std::min(named, others);
   const std::uint32_t index = recorder.fold().namespaces().intern(namespace_id);
+  std::array<std::vector<std::uint32_t>, kTierCount> moved;
   if (share_of(recorder, namespace_id) != share) {
-    for (std::uint8_t number = 0; number < kTierCount; ++number) {
-      const TierSlots* const tier = recorder.fold().table(static_cast<Tier>(number));
-      for (std::uint32_t slot = tier != nullptr ? tier->next_held(0) : kNoSlot; slot != kNoSlot;
-           slot = tier->next_held(slot + 1)) {
-        if (tier->owner_of(slot) == index) {
-          throw ledger_error("namespace " + shortened(namespace_id.data()) +
-                             " holds blocks already, so it cannot be assigned to tenant '" + std::string(tenant) +
-                             "'; assign it before its first block");
-        }
+    for (std::size_t number = 0; number < kTierCount; ++number) {
+      if (const TierSlots* const tier = recorder.fold().table(static_cast<Tier>(number))) {
+        moved[number] = tier->held();
+        std::erase_if(moved[number], [&](std::uint32_t slot) { return tier->owner_of(slot) != index; });
+        std::ranges::reverse(moved[number]);  // as blocks of a prompt enter, the deepest first
       }
     }
   }
+  share_of_->reserve(index + std::size_t{1});  // what may throw has been
+  each_slot(recorder, moved, [](TierSlots& tier, std::uint32_t slot) { tier.leave_share(slot); });
   share_of_->resize(std::max<std::size_t>(share_of_->size(), index + std::size_t{1}), others);
   (*share_of_)[index] = share;
+  each_slot(recorder, moved, [](TierSlots& tier, std::uint32_t slot) { tier.enter_share(slot); });
 }
 
 std::uint32_t SlotAllocator::share_of(Recorder& recorder, const NamespaceId& namespace_id) const {

@@ -103,7 +103,11 @@ def test_an_engine_starts_while_its_store_and_its_front_are_away_and_takes_them_
     with capture_logs() as logs, open_manager(load_settings(flags=flags), [namespace], 4096) as manager:
         prefill(1)  # costs a refusal, and nothing else
         assert [log["name"] for log in logs if log["event"] == "store.away"] == ["s3://bucket", "redis://cache"]
+        assert manager.trouble() == (
+            "OBJECT pool s3://bucket: nobody answers; OBJECT pool redis://cache: nobody answers; not used until it answers"
+        )
         may_come.set()
         eventually(lambda: [log["event"] for log in logs].count("store.opened") == 2, "they are not taken")
+        assert manager.trouble() == ""
         prefill(100)
         eventually(lambda: all(store.objects for store in stores.values()), "nothing is put")

@@ -67,6 +67,22 @@ def test_an_offload_that_breaks_is_counted_and_the_next_one_is_carried_out(break
         assert manager.stats().pools[Tier.NVME].free == 8
 
 
+def test_a_turn_that_breaks_does_not_end_the_offload_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_manager({Tier.HBM: 16, Tier.NVME: 16}, offload=(Tier.NVME,)) as manager:
+        broken = threading.Event()
+
+        def look_idle() -> None:
+            broken.set()
+            raise RuntimeError("a bug in the watch over claims")
+
+        monkeypatch.setattr(manager._offloads._claims, "look_idle", look_idle)
+        assert broken.wait(WAIT_S)
+        for prompt in range(3):
+            serve(manager, prompt, 4)
+            assert manager.settle(WAIT_S), "the offload thread has died"
+        assert len(manager.held(Tier.NVME)) == 12
+
+
 def test_an_onboard_that_breaks_is_a_miss_and_keeps_its_slots(breaks: pytest.MonkeyPatch) -> None:
     breaks.setattr(Breaking, "breaks", False)
     with make_manager({Tier.HBM: 8, Tier.NVME: 8}, wrap=Breaking, offload=(Tier.NVME,)) as manager:

@@ -6,22 +6,26 @@ import errno
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from kvbm.assembly import NATIVE_LEDGER
+from kvbm.assembly import NATIVE, NATIVE_LEDGER
 from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import JournalError
 from kvbm.core.events import Event, InstanceStarted, InstanceStopped, ResidenciesListed, SnapshotEnded, StopReason
 from kvbm.core.fold import Residencies
-from kvbm.core.ids import Epoch, Offset, Tier
+from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
+from kvbm.manager.journal_retention import DiskRetention
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.prompt_samples import Samples
 from kvbm.manager.snapshot_policy import SnapshotPolicy
 from kvbm.streams.base import ORIGIN, Position, StreamState
+from kvbm.streams.journal.journal import Journal
+from kvbm.streams.journal.writer import JournalOptions
 from kvbm.streams.memory import MemoryLog
 from tests.managers import NAMESPACE, hashes_of, make_manager, serve
 
@@ -62,6 +66,9 @@ class Disk(MemoryLog):
 
     def begin_snapshot(self) -> None:
         return
+
+    def let_in(self, until: Position) -> bool:
+        raise AssertionError("it never says that it is full by its own bound")
 
     def sync(self, now_s: float) -> float | None:
         return None
@@ -260,6 +267,40 @@ def test_a_full_journal_whose_frames_are_all_published_is_left_for_another_epoch
     assert driven.disk.truncated[-1][1] == Position(Epoch(2), Offset(0))
     assert driven.manager.trouble() == ""
     driven.check()
+
+
+@pytest.mark.parametrize("has_stream", [False, True])
+def test_a_journal_filled_within_a_turn_takes_the_rest_with_a_snapshot_and_is_emptied_by_it(
+    tmp_path: Path, has_stream: bool
+) -> None:
+    capacity_bytes = 1 << 14
+    journal = Journal.open(tmp_path, InstanceId("test"), NATIVE, JournalOptions("off", 1 << 12, capacity_bytes))
+    journal.begin_epoch(Epoch(1))
+    manager = make_manager(
+        SMALL, sink=journal, retention=DiskRetention(journal, "", 1.0), snapshots=SnapshotPolicy(1.0, capacity_bytes),
+        by_hand=True, clock=lambda: now_s, offload=(), has_stream=has_stream,
+    )  # fmt: skip
+    now_s, port, end = 1000.0, manager.publisher_port, Position(Epoch(1), Offset(0))
+    for burst in range(5):
+        for prompt in range(40):  # their events do not fit into the journal
+            serve(manager, 40 * burst + prompt, 60)
+        manager.step_frames(now_s)
+        while has_stream and manager.durable() > end.offset:
+            assert "no room" in manager.trouble() or manager.durable() == manager.applied()
+            end = Position(Epoch(1), manager.durable())
+            port.on_published(end)  # what is not on the stream yet is not let go, so nothing is let in before
+            manager.step_frames(now_s)
+        for _ in range(5):
+            now_s += 1.0
+            manager.step_frames(now_s)
+        assert (manager.trouble(), manager.epoch, manager.durable()) == ("", 1, manager.applied())
+        if has_stream:
+            end = Position(Epoch(1), manager.durable())
+            port.on_published(end)
+            manager.step_frames(now_s)
+        assert journal.used_bytes < 3 * capacity_bytes
+    manager.close()
+    journal.close()
 
 
 def test_a_device_that_takes_no_frame_of_the_new_epoch_gets_no_third_one() -> None:

@@ -118,17 +118,21 @@ def test_names_that_clients_choose_make_no_heartbeat_large(tmp_path: Path) -> No
         assert manager.acquire(users[0].id, bytes(16)).depth == 0  # no longer named, and still known
 
 
-def test_a_namespace_of_which_nvme_kept_blocks_can_be_declared_after_the_start(tmp_path: Path) -> None:
+def test_blocks_that_nvme_kept_of_a_namespace_declared_after_the_start_count_for_its_tenant(tmp_path: Path) -> None:
     flags = {
         "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory",
         "pools.hbm.slots": 16, "pools.nvme.slots": 64, "tenants.loud.nvme_bytes": 8 * BLOCK_BYTES,
     }  # fmt: skip
-    for _ in range(2):
+    for life in range(3):
         manager = open_manager(load_settings(flags=flags), [QUIET], BLOCK_BYTES)
         try:
             manager.declare([LOUD])
-            hashes = prefill(manager, LOUD, 1)
-            prefix = manager.acquire(LOUD.id, hashes)
+            held = {share.tenant: share.held for share in manager.stats().shares[Tier.NVME]}
+            assert held == {"loud": 8 if life else 0, "*": 0}
+            for prompt in range(3):
+                prefill(manager, LOUD, 10 * life + prompt)
+            assert {s.tenant: s.held for s in manager.stats().shares[Tier.NVME]} == {"loud": 8, "*": 0}
+            prefix = manager.acquire(LOUD.id, prefill(manager, LOUD, 9 + 10 * life))
             assert prefix.depth == 4
             manager.unpin(prefix.slots)
         finally:

@@ -146,13 +146,15 @@ def test_a_quota_of_nothing_is_a_tier_that_is_not_for_this_tenant(new_ledger: Ne
     assert offload(ledger, B, 0) == 1
 
 
-def test_a_namespace_that_holds_blocks_cannot_change_hands(new_ledger: NewLedger) -> None:
+def test_blocks_of_a_namespace_count_for_whoever_it_is_assigned_to(new_ledger: NewLedger) -> None:
     ledger = begun(new_ledger, Share("a"), Share("b"))
     create(ledger, A, 0)
-    ledger.assign(A.id, "a")
-    with pytest.raises(LedgerError, match=r"assign it before its first block"):
-        ledger.assign(A.id, "b")
-    assert held(ledger) == {"a": 1}
+    create(ledger, B, 1)
+    assert held(ledger) == {"a": 1, "b": 1}
+    ledger.assign(A.id, "b")
+    assert held(ledger) == {"b": 2}
+    ledger.assign(A.id, "nobody")
+    assert held(ledger) == {OTHERS: 1, "b": 1}
 
 
 def test_without_shares_nothing_is_counted(new_ledger: NewLedger) -> None:

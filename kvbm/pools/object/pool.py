@@ -240,7 +240,7 @@ class BlockObjects:
     def stats(self) -> ObjectStats:
         """What has been counted so far."""
         with self._lock:
-            return self._stats
+            return self._stats._replace(away=getattr(self.store, "away", ""))
 
     def look(self) -> None:
         """Read the tombstones now, and look whether keys have changed."""

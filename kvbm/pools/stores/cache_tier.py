@@ -50,6 +50,11 @@ class CachedStore:
         self._filler = threading.Thread(target=self._fill, name="kvbm-front", daemon=True)
         self._filler.start()
 
+    @property
+    def away(self) -> str:
+        """As `LateStore.away`, of either store."""
+        return "; ".join(filter(None, (getattr(store, "away", "") for store in (self.backing, self.cache))))
+
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
         """As `Store.put`, of the backing store."""
         answers = self.backing.put(puts, deadline_s)

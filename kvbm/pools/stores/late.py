@@ -39,6 +39,11 @@ class LateStore:
         self._thread = threading.Thread(target=self._open, name="kvbm-store-late", daemon=True)
         self._thread.start()
 
+    @property
+    def away(self) -> str:
+        """Why it is not there yet; "" from the moment on when it is."""
+        return self._away if self._store is None else ""
+
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
         """As `Store.put`."""
         store = self._store

@@ -232,6 +232,11 @@ class Journal:
         with self._writing:
             self._writer.roll()
 
+    def let_in(self, until: Position) -> bool:
+        """Take frames of an epoch that begin before a position beyond the capacity, as those of its first snapshot; whether that is new."""
+        with self._writing:
+            return self._writer.let_in(until)
+
     def append(self, frame: FrameBytes) -> None:
         """Write one whole frame; when it returns the frame is durable as far as `fsync` promises.
 

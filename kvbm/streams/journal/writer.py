@@ -107,6 +107,13 @@ class SegmentWriter:
         """Begin a new segment with the next append."""
         self._rolls = True
 
+    def let_in(self, until: Position) -> bool:
+        """Let frames of an epoch that begin before a position exceed the capacity; whether that is new."""
+        if until <= self._free_until:
+            return False
+        self._free_until = until
+        return True
+
     def append_group(self, frames: Sequence[FrameBytes], done: int) -> int:
         """Write the frames from `done` on that go to one segment; gives how many. Raises OSError, LedgerError: none counts."""
         self.settle()

@@ -131,7 +131,7 @@ class Ledger {
   TierCounts counts(Tier tier) const { return tier_slots(tier).counts(); }
 
   // -- tenants
-  // Says whose a namespace is. Throws Error: kLedger, when blocks of it are counted for another share already.
+  // Says whose a namespace is, and counts its blocks there from now on, as gained anew: the last one first, so that it leaves first.
   void assign(const NamespaceId& namespace_id, std::string_view tenant) {
     allocator_.assign(recorder_, namespace_id, tenant);
   }

@@ -32,7 +32,7 @@ class SlotAllocator {
   std::span<const Share> shares() const noexcept { return shares_; }
   // By namespace index, as `FairShares` takes it; stays where it is.
   const std::vector<std::uint32_t>* share_numbers() const noexcept { return share_of_.get(); }
-  // Says whose a namespace is. Throws Error: kLedger, when blocks of it are counted for another share already.
+  // Says whose a namespace is, and counts its blocks there from now on, as gained anew: the last one first, so that it leaves first.
   void assign(Recorder& recorder, const NamespaceId& namespace_id, std::string_view tenant);
   // The number of the share a namespace belongs to; there are shares.
   std::uint32_t share_of(Recorder& recorder, const NamespaceId& namespace_id) const;

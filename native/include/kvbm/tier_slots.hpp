@@ -177,6 +177,10 @@ class TierSlots {
   void expect(std::uint32_t share, std::size_t coming) noexcept { fair_->expect(share, coming); }
   // Gives up out.size() blocks of one share, which has so many that may be evicted.
   void victims_of(std::uint32_t share, std::span<std::uint32_t> out) noexcept { fair_->victims_of(share, out); }
+  // A held block leaves its share; `enter_share` follows, once its namespace is another's. There are shares.
+  void leave_share(std::uint32_t slot) noexcept { fair_->lose(slot); }
+  // … and enters that of its namespace, pinned and kept as it is.
+  void enter_share(std::uint32_t slot) noexcept { fair_->gain(slot, slots_[slot].pins > 0 || slots_[slot].priority != kNotKept); }
   // How a share is used; there are shares.
   ShareCounts counts_of(std::uint32_t share) const noexcept { return fair_->counts(share); }
 
