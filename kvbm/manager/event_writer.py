@@ -207,8 +207,7 @@ class EventWriter:
 
     def _lets_in(self) -> bool:
         """Whether the journal, full by its own bound, takes all the same what was recorded until now: a snapshot is under way."""
-        is_whole = self._offsets.is_whole(self._stream.ledger.epoch)
-        if not (is_whole and self._is_all_published and (self._stream.in_snapshot or self._begin_snapshot())):
+        if not (self._is_all_published and (self._stream.in_snapshot or self._begin_snapshot())):
             return False
         return self._retention.let_in(Position(self._stream.ledger.epoch, self._stream.ledger.applied))
 

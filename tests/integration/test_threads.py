@@ -6,6 +6,7 @@ import errno
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,13 @@ class HostCopies:
         return
 
 
-def ours() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvbm-")]
+@pytest.fixture
+def ours() -> Callable[[], list[str]]:
+    """What gives the names of our threads that were not there when the test began: servers of the session have some."""
+    before = set(threading.enumerate())
+    return lambda: [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("kvbm-") and thread not in before
+    ]
 
 
 def opened(folder: Path, **more: Any) -> Manager:
@@ -80,7 +86,9 @@ def starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return none.asked
 
 
-def test_a_manager_that_gets_no_thread_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manager_that_gets_no_thread_leaves_nothing_open(
+    tmp_path: Path, ours: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "pod").mkdir()
     count = starts(tmp_path, monkeypatch)
     assert count >= 5
@@ -95,7 +103,9 @@ def test_a_manager_that_gets_no_thread_leaves_nothing_open(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("at", range(3))
-def test_a_queue_of_copies_that_lacks_a_thread_ends_the_others(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_of_copies_that_lacks_a_thread_ends_the_others(
+    at: int, ours: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     Refusing(at).patch(monkeypatch)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         ThreadedQueue(HostCopies(), 4, BLOCK_BYTES)
