@@ -14,12 +14,15 @@ ENGINES := build/engines/.venv
 ENGINES_PIP := $(ENGINES)/bin/pip --disable-pip-version-check
 ENGINES_STAMP := $(ENGINES)/.kvbm-installed
 AZURITE := build/azurite/node_modules/.bin/azurite-blob
-JOBS ?= 2
+# Tests wait for servers and processes half of the time; those with engines do not.
+JOBS ?= 4
+ENGINE_JOBS ?= 2
 FUZZ_SECONDS ?= 600
 # How tests are run: the gate (`check`) runs once more, alone, what a stalled machine can make fail. A worker that has nothing left takes
 # tests from the other, for few files have the long ones.
 RUN_TESTS = -m pytest
 SHARED = -n $(JOBS) --dist worksteal
+ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
 .PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects smoke-objects test-rdma engines smoke-engines test-engines test-engines-quick test-bridge faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
 
@@ -95,10 +98,10 @@ smoke-engines: $(ENGINES_STAMP)  ## kvbm inside real vLLM on this CPU: that it s
 	$(ENGINES)/bin/python $(RUN_TESTS) --engines -m smoke tests/engines $(PYTEST_ARGS)
 
 test-engines-quick: $(ENGINES_STAMP)  ## … a part of it, in some ten minutes
-	$(ENGINES)/bin/python $(RUN_TESTS) --engines $(SHARED) -m 'not engines_full' tests/engines $(PYTEST_ARGS)
+	$(ENGINES)/bin/python $(RUN_TESTS) --engines $(ENGINES_SHARED) -m 'not engines_full' tests/engines $(PYTEST_ARGS)
 
 test-engines: $(ENGINES_STAMP)  ## … all of it
-	$(ENGINES)/bin/python $(RUN_TESTS) --engines $(SHARED) tests/engines $(PYTEST_ARGS)
+	$(ENGINES)/bin/python $(RUN_TESTS) --engines $(ENGINES_SHARED) tests/engines $(PYTEST_ARGS)
 
 # Engines are vLLM in its own environment, without kvbm in their processes; the bridge and all it speaks to are of this one.
 test-bridge: setup $(ENGINES_STAMP)  ## the bridge between real vLLM processes without kvbm and a catalog; installs vLLM below build/ as above

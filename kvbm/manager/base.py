@@ -37,7 +37,7 @@ from kvbm.core.arguments import (
 )
 from kvbm.core.backend import Backend, LedgerProtocol
 from kvbm.core.checks import checked_int, kind_of
-from kvbm.core.errors import ArgumentTypeError, LayoutError, LedgerError
+from kvbm.core.errors import ArgumentTypeError, LayoutError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier, split_hashes
 from kvbm.core.ledger import Match

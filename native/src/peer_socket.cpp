@@ -35,6 +35,13 @@ bool has_listener(const sockaddr_un& address) {
   return connect(probe.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0 || errno == EAGAIN;
 }
 
+// Of a TCP connection; false where it is this side that reads no more, and of a unix socket, whose end nobody has to look for.
+bool has_peer_closed(int fd) noexcept {
+  tcp_info about{};
+  socklen_t size = sizeof about;
+  return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &about, &size) == 0 && about.tcpi_state == TCP_CLOSE_WAIT;
+}
+
 }  // namespace
 
 void OwnedFd::reset() noexcept {
@@ -125,8 +132,17 @@ void PeerSocket::wait(short events, std::optional<SteadyTime> deadline) {
       const auto ns = std::max<std::int64_t>(0, std::chrono::duration_cast<std::chrono::nanoseconds>(*until - now).count());
       left = {static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
     }
-    pollfd waited{.fd = fd_, .events = events, .revents = 0};
+    // A reader that has hung up with its window shut acknowledges whatever the system tries, until that gives up: no room would come.
+    const bool looks_for_end = events == POLLOUT && !has_shut_;
+    pollfd waited{.fd = fd_, .events = static_cast<short>(looks_for_end ? events | POLLRDHUP : events), .revents = 0};
     const int ready = ppoll(&waited, 1, until ? &left : nullptr, nullptr);
+    if (ready > 0 && (waited.revents & (POLLRDHUP | POLLOUT)) == POLLRDHUP) {
+      if (has_peer_closed(fd_)) {
+        throw PeerGoneError("the peer has closed");
+      }
+      has_shut_ = true;
+      continue;
+    }
     if (ready > 0) {
       return;
     }

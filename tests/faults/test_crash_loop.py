@@ -65,6 +65,7 @@ def test_everybody_agrees_again_after_each_fault(
         system.close()
 
 
+@pytest.mark.nightly
 def test_the_checker_notices_what_differs(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One instance's word is falsified, a part at a time: somebody must contradict it."""
     system = System(Options(run_folder, SEED, workers=1, disk=False, slow=SLOW))

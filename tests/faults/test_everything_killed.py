@@ -34,11 +34,9 @@ PROMPTS = [*OF_A, *OF_B[:2], TAIL]
 NVME = {"pools__nvme__slots": 256}
 
 
+@pytest.mark.nightly  # test_janitor.py says the same of managers in one process
 @BUCKETS
-@pytest.mark.parametrize(
-    "kept",
-    [pytest.param(True, id="machines-kept"), pytest.param(False, id="machines-new", marks=pytest.mark.nightly)],
-)
+@pytest.mark.parametrize("kept", [pytest.param(True, id="machines-kept"), pytest.param(False, id="machines-new")])
 def test_after_kill_9_of_everything_and_a_fresh_catalog_the_index_is_as_before(
     place: Place, kept: bool, tmp_path: Path
 ) -> None:

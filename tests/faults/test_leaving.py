@@ -26,6 +26,9 @@ FORKS = (
     "fork", "fork_os_exit", "fork_fall_off", "fork_close", "fork_while_locked", "multiprocessing_fork", "multiprocessing_spawn",
 )  # fmt: skip
 
+QUICK = ("fall_off", "thread", "os_exit", "SIGTERM")  # of the ways to end, one of each kind
+QUICK_FORKS = ("fork", "fork_while_locked", "multiprocessing_fork", "multiprocessing_spawn")
+
 
 def leave(folder: Path, way: str, nats: str = "none") -> subprocess.CompletedProcess[str]:
     """A process that left, and what it said."""
@@ -51,7 +54,7 @@ def nobody() -> Iterator[str]:
 repeats = pytest.mark.parametrize("times", [1, pytest.param(TIMES, marks=pytest.mark.nightly)])
 
 
-@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.nightly) for way in ENDS])
 def test_it_ends_as_it_was_told_to(way: str, tmp_path: Path) -> None:
     left = leave(tmp_path, way)
     assert "busy" in left.stdout, left.stderr
@@ -77,17 +80,18 @@ def test_with_a_server_and_a_publisher_of_its_own_too(times: int, tmp_path: Path
     assert log.count("Server Exiting") == log.count("Server is ready"), "a server was left to itself"
 
 
-@pytest.mark.parametrize("way", ["fall_off", "sys_exit"])
+@pytest.mark.parametrize("way", [pytest.param("fall_off", marks=pytest.mark.nightly), "sys_exit"])
 def test_a_stream_that_is_away_holds_nobody_up_for_long(way: str, nobody: str, tmp_path: Path) -> None:
     left = leave(tmp_path, way, nobody)
     assert left.returncode == ENDS[way], left.stderr
     assert "manager.closed_unpublished" in left.stderr
 
 
-def test_a_child_leaves_its_parents_manager_alone(tmp_path: Path) -> None:
-    left = leave(tmp_path, "+".join(FORKS))
+@pytest.mark.parametrize("ways", [QUICK_FORKS, pytest.param(FORKS, marks=pytest.mark.nightly)], ids=["quick", "all"])
+def test_a_child_leaves_its_parents_manager_alone(ways: tuple[str, ...], tmp_path: Path) -> None:
+    left = leave(tmp_path, "+".join(ways))
     assert left.returncode == 0, f"{left.stdout}\n{left.stderr}"
-    assert left.stdout.count("the parent's is whole") == len(FORKS)
+    assert left.stdout.count("the parent's is whole") == len(ways)
     assert "tail_cut" not in left.stderr
     assert not any("tail_cut" in remark for remark in opened_again(tmp_path))
 

@@ -119,6 +119,7 @@ def test_a_server_that_takes_nothing_is_noticed_by_everybody(tmp_path: Path) -> 
 # -- a cluster ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_everybody_agrees_after_the_leader_was_killed(tmp_path: Path) -> None:
     system = LeaderKills(tmp_path, instances=2)
     try:

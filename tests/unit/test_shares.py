@@ -11,7 +11,7 @@ from kvbm import _native
 from kvbm.config import TenantSettings, load_settings
 from kvbm.core.backend import LedgerProtocol, NewLedger
 from kvbm.core.codec import decode_frame
-from kvbm.core.errors import ConfigError, LedgerError
+from kvbm.core.errors import ConfigError
 from kvbm.core.events import BlocksEvicted, EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Tier, split_hashes
 from kvbm.core.ledger import Ledger

@@ -89,6 +89,7 @@ class PeerSocket {
   int fd_;                                             // not owned
   std::function<std::optional<SteadyTime>()> idle_;    // see above
   std::unique_ptr<TlsSession> tls_;                    // nullptr: bytes go as they are
+  bool has_shut_ = false;                              // this side reads no more, which looks like the end of the other
 };
 
 }  // namespace kvbm
