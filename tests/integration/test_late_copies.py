@@ -86,6 +86,7 @@ def test_who_took_the_place_of_a_stuck_thread_is_one_too_many_when_that_goes_on(
     workers.replace_stuck()
     try:
         busy = workers.submit(ending.wait, WAIT_S)  # on the thread that takes its place
+        eventually(busy.running, "nobody takes its place")
         going_on.set()
         thread = late.result(WAIT_S)
         thread.join(WAIT_S)
