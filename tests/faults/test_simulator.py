@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,18 @@ from tests.faults.mutants import MUTANTS
 from tests.faults.simulator.drawing import met, pairs, triples
 from tests.faults.simulator.faults import Happened
 from tests.faults.simulator.kernel import INSTALLED, Event, Process, Thread, Waiter, World
-from tests.faults.simulator.run import PEERS, RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
+from tests.faults.simulator.run import LIMITS, PEERS, RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
 from tests.faults.simulator.server import Network, Server
 
 SEEDS, QUICK_SEEDS = 300, 40  # `make test` runs the quick ones, `make faults` all; so with what follows
 CHUNK = 4
 PEER_SEEDS, QUICK_PEER_SEEDS, PEER_CHUNK = 300, 20, 10  # the same, where instances read each other's blocks
+LIMIT_SEEDS, QUICK_LIMIT_SEEDS, LIMIT_CHUNK = (
+    300,
+    20,
+    10,
+)  # the same, where threads, descriptors, names and calls run out
+LEAST_REACHED = {"threads": 20, "descriptors": 20, "interrupt": 10, "close": 1, "names": 500}  # in a chunk of those
 LEAST_FETCHED = 20  # blocks of a chunk that came from other instances and are in journals; usually some hundred
 MUTANT_SEEDS = 200
 FOUND_AT = {  # the first seed that notices a planted defect, where it is not 0
@@ -149,6 +156,17 @@ def test_instances_that_read_from_each_other_take_no_wrong_bytes_and_leave_no_pi
     assert arrived >= fetched >= LEAST_FETCHED
 
 
+@pytest.mark.parametrize("first", nightly_from(QUICK_LIMIT_SEEDS, range(0, LIMIT_SEEDS, LIMIT_CHUNK)))
+def test_where_threads_descriptors_names_and_calls_run_out_nothing_is_lost_nor_held(first: int) -> None:
+    reached: Counter[str] = Counter()
+    with watched():
+        for seed in range(first, first + LIMIT_CHUNK):
+            outcome = run(seed, LIMITS)
+            check(outcome, LIMITS)
+            reached.update(outcome.reached)
+    assert all(reached[what] >= least for what, least in LEAST_REACHED.items()), reached
+
+
 @pytest.mark.parametrize("first", range(0, len(QUICK_PAIRS), PAIRS_CHUNK))
 def test_every_fourth_two_faults_that_meet_break_nothing(first: int) -> None:
     check_parties(QUICK_PAIRS[first : first + PAIRS_CHUNK], first, 1)
@@ -201,10 +219,11 @@ def test_a_deliberate_defect_is_noticed(name: str, pytestconfig: pytest.Config) 
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
     with watched():
-        ours = [run(seed, how).trace for seed, how in ((1, Plan()), (2, Plan()), (1, PEERS))]
+        ours = [run(seed, how).trace for seed, how in ((1, Plan()), (2, Plan()), (1, PEERS), (1, LIMITS))]
     script = (
-        "from tests.faults.simulator.run import PEERS, Plan, run_seed, watched\n"
-        "with watched():\n    print(*[run_seed(seed, how).trace for seed, how in ((1, Plan()), (2, Plan()), (1, PEERS))])"
+        "from tests.faults.simulator.run import LIMITS, PEERS, Plan, run_seed, watched\n"
+        "with watched():\n"
+        "    print(*[run_seed(seed, how).trace for seed, how in ((1, Plan()), (2, Plan()), (1, PEERS), (1, LIMITS))])"
     )
     for hash_seed in ("1", "2"):
         other = subprocess.run(
