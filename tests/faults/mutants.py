@@ -301,8 +301,8 @@ def _queued_before_its_thread(stack: ExitStack) -> None:
         if self._idle >= len(self._queue):
             self._changed.notify()
         elif self._room > 0:
-            self._room -= 1
             workers_module.threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._room -= 1
 
     def carry_out(self: Any, load: Any, waiter: Any) -> None:
         if waiter.waiting and load.copy.id not in self._copies.open:

@@ -15,8 +15,8 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ALL_COMPLETED, Future
-from contextlib import suppress
-from contextvars import Context
+from contextlib import ExitStack, suppress
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 import greenlet
@@ -798,36 +798,40 @@ def wait_futures(
     return done, set(given) - done
 
 
+RUNNER: ContextVar[CoroutineRunner | None] = ContextVar("runner", default=None)  # whose loop a task has
+
+
 def run_coroutine(coroutine: Coroutine[Any, Any, Any], **_: Any) -> Any:
     """Stands for `asyncio.run`: the coroutine becomes a task of the world's loop, and this thread waits for it."""
-    world = INSTALLED.world
-    try:
-        world.current.shortages.check_descriptor("a loop")
-    except OSError:
-        coroutine.close()
-        raise
-    return _run_in_loop(world, coroutine)
-
-
-def _run_in_loop(world: World, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    task = world.loop.create_task(coroutine)
-    if not task.done():
-        waiter = Waiter(world)
-        task.add_done_callback(lambda _: waiter.fire())
-        waiter.wait(None)
-    return task.result()
+    with ExitStack() as opened:
+        try:
+            runner = opened.enter_context(CoroutineRunner())
+        except OSError:
+            coroutine.close()
+            raise
+        return runner.run(coroutine)
 
 
 class CoroutineRunner:
-    """Stands for `asyncio.Runner`, as `run_coroutine` for `asyncio.run`."""
+    """Stands for `asyncio.Runner`. A loop needs descriptors; to end its resolver, if that was asked, it needs a thread."""
 
     def __enter__(self) -> CoroutineRunner:
         INSTALLED.world.current.shortages.check_descriptor("a loop")
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        process = INSTALLED.world.current
+        is_dead = kind is not None and not issubclass(kind, Exception)
+        if process.executors.pop(self, None) is not None and not is_dead:
+            process.shortages.check_thread()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """See `asyncio.Runner.run`."""
-        return _run_in_loop(INSTALLED.world, coroutine)
+        world, context = INSTALLED.world, copy_context()
+        context.run(RUNNER.set, self)
+        task = world.loop.create_task(coroutine, context=context)
+        if not task.done():
+            waiter = Waiter(world)
+            task.add_done_callback(lambda _: waiter.fire())
+            waiter.wait(None)
+        return task.result()

@@ -34,7 +34,7 @@ def no_threads(faults: Faults, rng: random.Random) -> Undo:
     machine = _machine(faults, rng)
     if machine is None:
         return NOTHING
-    machine.shortages.threads = rng.choice((0.3, 0.6, 1.0))
+    machine.shortages.threads = rng.choice((0.15, 0.5, 1.0))
 
     def end() -> None:
         machine.shortages.threads = 0.0
@@ -47,7 +47,7 @@ def no_descriptors(faults: Faults, rng: random.Random) -> Undo:
     machine = _machine(faults, rng)
     if machine is None:
         return NOTHING
-    machine.shortages.descriptors = rng.choice((0.1, 0.5, 1.0))
+    machine.shortages.descriptors = rng.choice((0.03, 0.1, 0.5, 1.0))
 
     def end() -> None:
         machine.shortages.descriptors = 0.0

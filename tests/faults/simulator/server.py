@@ -39,7 +39,7 @@ from kvbm.streams.base import (
     mark_of,
     read_subjects,
 )
-from tests.faults.simulator.kernel import Process, World
+from tests.faults.simulator.kernel import RUNNER, Process, World
 
 PING_S = 10.0  # a connection over which nothing comes is given up after this
 BATCH = 64  # messages a consumer is handed at once
@@ -739,8 +739,9 @@ async def _connect(server: Server, timeout_s: float) -> Link:
     process = world.current
     generation = server.generation
     try:
+        world.loop.run_in_executor(RUNNER.get(), lambda: None)  # the server's name is looked up in a thread
         process.shortages.check_descriptor("a connection")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise StreamError(f"no connection to NATS: {error}") from None
     if server.network.is_cut(process):
         await asyncio.sleep(timeout_s)
