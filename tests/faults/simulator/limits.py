@@ -265,9 +265,11 @@ def _old_secret(node: Node) -> str:
     if cluster.peers is None or not node.settings.catalog.tenant_secrets_file:
         return ""
     assert limits is not None and process is not None
+    if (roots := cluster.peers.roots.get(process)) is None:
+        return "it has not opened yet"
     before, world.current = world.current, process  # by its clock
     try:
-        root = cluster.peers.roots[process].find(TENANTS)
+        root = roots.find(TENANTS)
     finally:
         world.current = before
     return "" if root == TENANTS.root(limits.secret.encode()) else "it goes by a secret that is in no file any more"
