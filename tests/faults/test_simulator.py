@@ -40,7 +40,7 @@ LIMIT_SEEDS, QUICK_LIMIT_SEEDS, LIMIT_CHUNK = (
     20,
     10,
 )  # the same, where threads, descriptors, names and calls run out
-REACHED = ("threads", "descriptors", "interrupt", "close", "names")  # in each chunk of those
+REACHED = ("threads", "descriptors", "interrupt", "close", "names", "stuck", "unopened")  # in each chunk of those
 LEAST_FETCHED = 20  # blocks of a chunk that came from other instances and are in journals; usually some hundred
 MUTANT_SEEDS = 200
 FOUND_AT = {  # the first seed that notices a planted defect, where it is not 0

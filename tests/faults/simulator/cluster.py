@@ -218,7 +218,7 @@ class Node:
                     raise
                 self.cluster.told("start_failed", {"instance": self.instance, "why": str(error)})
                 if self.cluster.limits is not None:
-                    self.cluster.limits.expect_no_threads(process)
+                    self.cluster.limits.not_opened(process)
                 Waiter(self.world).wait(0.5)
         if self.cluster.limits is not None:
             self.cluster.limits.opened(manager)

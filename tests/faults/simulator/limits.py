@@ -23,6 +23,7 @@ from kvbm.core.errors import KvbmError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
 from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.used_namespaces import UsedNamespaces
+from kvbm.manager.workers import Workers
 from tests.faults.simulator.kernel import Process, Shortages, Signal, Thread, Violation, Waiter, World
 
 if TYPE_CHECKING:
@@ -71,10 +72,18 @@ class Limits:
     def scaled_down(self) -> Iterator[None]:
         """Threads of loads end soon, so that others are started again and again, as where requests are few."""
         before, workers_module._IDLE_S = workers_module._IDLE_S, self.idle_s
+        replace_stuck = Workers.replace_stuck
+
+        def counted(workers: Workers) -> None:
+            self.reached["stuck"] += 1
+            replace_stuck(workers)
+
+        Workers.replace_stuck = counted  # type: ignore[method-assign]
         try:
             yield
         finally:
             workers_module._IDLE_S = before
+            Workers.replace_stuck = replace_stuck  # type: ignore[method-assign]
 
     def settings(self, settings: Settings, folder: Path) -> Settings:
         """The settings of an instance on one machine: with a file of secrets, perhaps with its NVME in a folder of a pod."""
@@ -102,8 +111,9 @@ class Limits:
         assert isinstance(manager._namespaces, UsedNamespaces)
         manager._namespaces._most = MOST_USED
 
-    def expect_no_threads(self, process: Process) -> None:
+    def not_opened(self, process: Process) -> None:
         """An open has failed: none of its threads may stay."""
+        self.reached["unopened"] += 1
         left = [thread for thread in process.threads if thread.may_lack]
         since_s = self.world.now
 
