@@ -509,19 +509,14 @@ def ask_stream(settings: Settings, instance: InstanceId, url: str, credentials: 
     def run() -> None:
         try:
             asyncio.run(ask())
-        except (
-            StreamError,
-            ErasureError,
-            OSError,
-            RuntimeError,
-        ) as error:  # a loop needs descriptors, its resolver a thread
+        # A loop needs descriptors, its resolver a thread.
+        except (StreamError, ErasureError, OSError, RuntimeError) as error:
             log.warning(
                 "instance.stream_unasked", why=str(error) or f"no answer within {timeout_s:g} s", url=shown(url)
             )
 
-    asking = threading.Thread(
-        target=run, name=f"kvbm-epoch-{instance}", daemon=True
-    )  # the engine may have a loop of its own
+    # The engine may have a loop of its own.
+    asking = threading.Thread(target=run, name=f"kvbm-epoch-{instance}", daemon=True)
     asking.start()
     asking.join(timeout_s + 1.0)
     return found[-1] if found else OnStream()
