@@ -508,7 +508,8 @@ def ask_stream(settings: Settings, instance: InstanceId, url: str, credentials: 
 
     def run() -> None:
         try:
-            asyncio.run(ask())
+            with asyncio.Runner() as runner:
+                runner.run(ask())
         # A loop needs descriptors, its resolver a thread.
         except (StreamError, ErasureError, OSError, RuntimeError) as error:
             log.warning(

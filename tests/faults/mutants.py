@@ -538,7 +538,7 @@ MUTANTS: dict[str, Mutant] = {
         limits=True,
     ),
     "half_open_stays": Mutant(
-        "what cannot start leaves nothing open", _half_open_stays, ("no_threads", "kill"), run_s=LIMITS_S, limits=True
+        "what cannot start leaves nothing open", _half_open_stays, ("no_threads", "kill"), run_s=1.0, limits=True
     ),
     "names_without_end": Mutant(
         "names that clients choose make no heartbeat large",
@@ -565,7 +565,7 @@ MUTANTS: dict[str, Mutant] = {
         "no thread ends for want of descriptors",
         _loop_wanted_once,
         ("no_descriptors", "kill"),
-        run_s=LIMITS_S,
+        run_s=1.0,
         limits=True,
     ),
     "stamp_before_its_read": Mutant(

@@ -46,7 +46,10 @@ MUTANT_SEEDS = 200
 FOUND_AT = {  # the first seed that notices a planted defect, where it is not 0
     "forgets_nobody": 1,
     "gap_ignored": 1,
+    "half_open_stays": 25,
+    "loop_wanted_once": 47,
     "places_without_fingerprints": 94,
+    "queued_before_its_thread": 2,
     "resumes_at_the_end": 12,
     "stale_epoch_applied": 8,
 }
