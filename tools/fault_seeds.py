@@ -5,6 +5,7 @@
     python tools/fault_seeds.py --seed 4711                      one seed, told step by step
     python tools/fault_seeds.py --seed 4711 --minimise           the same with as few faults as still break it
     python tools/fault_seeds.py --peers --seeds 1000             instances that read each other's blocks
+    python tools/fault_seeds.py --limits --seeds 2000            where threads, descriptors, names and undisturbed calls run out
     python tools/fault_seeds.py --mutant no_fencing --seeds 200  until a deliberate defect is found
     python tools/fault_seeds.py --pairs --seeds 2                every two kinds of faults that meet, two seeds each
     python tools/fault_seeds.py --triples --of 200               200 of all threes, one seed each
@@ -25,6 +26,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing import Pool
@@ -38,8 +40,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.faults.mutants import MUTANTS
 from tests.faults.simulator.drawing import pairs, triples
 from tests.faults.simulator.faults import KINDS
+from tests.faults.simulator.limit_faults import LIMIT_KINDS
 from tests.faults.simulator.peer_faults import PEER_KINDS
-from tests.faults.simulator.run import PEERS, PEERS_S, RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
+from tests.faults.simulator.run import (
+    LIMITS,
+    LIMITS_S,
+    PEERS,
+    PEERS_S,
+    RUN_S,
+    SHORT_S,
+    Outcome,
+    Plan,
+    run_seed,
+    watched,
+)
 
 CHUNK = 10
 COLLECT_EVERY = 3
@@ -113,12 +127,16 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--pairs", action="store_true", help="every two kinds together")
     parser.add_argument("--triples", action="store_true", help="every three kinds together")
     parser.add_argument("--peers", action="store_true", help="instances read each other's blocks")
+    parser.add_argument(
+        "--limits", action="store_true", help="threads, descriptors, names and undisturbed calls run out"
+    )
     parser.add_argument("--of", type=int, default=0, metavar="N", help="only N of the pairs or triples, by chance")
     parser.add_argument(
         "--run-s",
         type=float,
         metavar="S",
-        help=f"virtual seconds with work and faults (default {RUN_S:g}; {SHORT_S:g} for faults that meet, {PEERS_S:g} with --peers)",
+        help=f"virtual seconds with work and faults (default {RUN_S:g}; {SHORT_S:g} for faults that meet, {PEERS_S:g} with --peers, "
+        f"{LIMITS_S:g} with --limits)",
     )
     parser.add_argument(
         "--mutant", choices=sorted(MUTANTS), default="", help="plant this defect; its mix, if none is named"
@@ -131,15 +149,16 @@ def parsed() -> argparse.Namespace:
 def plan_of(wanted: argparse.Namespace) -> Plan:
     """How each seed runs. Exits: a kind of fault is not known."""
     mix, together = (tuple(filter(None, words.split(","))) for words in (wanted.mix, wanted.together))
-    planned = MUTANTS[wanted.mutant].plan if wanted.mutant else PEERS if wanted.peers else Plan()
-    known = KINDS | PEER_KINDS if planned.peers else KINDS
+    usual = LIMITS if wanted.limits else PEERS if wanted.peers else Plan()
+    planned = MUTANTS[wanted.mutant].plan if wanted.mutant else usual
+    known = KINDS | (PEER_KINDS if planned.peers else {}) | (LIMIT_KINDS if planned.limits else {})
     if unknown := sorted({*mix, *together} - set(known)):
         sys.exit(f"no fault is called {', '.join(unknown)}; there are {', '.join(known)}")
     meets = bool(together or wanted.pairs or wanted.triples)
     run_s = wanted.run_s or (SHORT_S if meets else planned.run_s)
     if not (mix or meets):
         mix, run_s = planned.mix, min(run_s, planned.run_s) if wanted.mutant else run_s
-    return Plan(mix=mix, together=together, run_s=run_s, peers=planned.peers)
+    return Plan(mix=mix, together=together, run_s=run_s, peers=planned.peers, limits=planned.limits)
 
 
 def main() -> int:
@@ -169,6 +188,9 @@ def main() -> int:
                 bar.console.print(f"{len(outcomes)} of {len(jobs)} seeds")
             bar.update(shown, advance=len(found))
     met = sum(outcome.met for outcome in outcomes)
+    reached: Counter[str] = Counter()
+    for outcome in outcomes:
+        reached.update(outcome.reached)
     broken = sorted(outcome.seed for outcome in outcomes if outcome.violation)
     summary = {
         "seeds": len(outcomes),
@@ -182,9 +204,11 @@ def main() -> int:
         "faults": sum(outcome.faults for outcome in outcomes),
         "catalog_checks": sum(outcome.checks for outcome in outcomes),
         "messages": sum(outcome.messages for outcome in outcomes),
+        "reached": dict(sorted(reached.items())),
         "virtual_s": round(sum(outcome.virtual_s for outcome in outcomes)),
         "elapsed_s": round(time.monotonic() - begun_s, 1),
     }
+    of_limits = "".join(f"{what} {count:,} times, " for what, count in sorted(reached.items()))
     if wanted.json:
         print(json.dumps(summary))
     else:
@@ -192,6 +216,7 @@ def main() -> int:
             f"{summary['seeds']} seeds from {wanted.first} on in {summary['elapsed_s']} s: {summary['steps']:,} steps (at least "
             f"{summary['least_steps']:,} a seed), {summary['faults']:,} faults (at least {summary['least_faults']}), "
             f"{summary['operations']:,} operations, {summary['catalog_checks']:,} checks of the catalog; "
+            f"{of_limits}"
             f"{f'{met} of them had the faults meet; ' if how.together or wanted.pairs or wanted.triples else ''}"
             f"{len(broken)} broken{': ' + ', '.join(map(str, broken[:20])) if broken else ''}"
         )

@@ -488,7 +488,7 @@ def ask_stream(settings: Settings, instance: InstanceId, url: str, credentials: 
     found: list[OnStream] = []
     cluster, timeout_s = settings.instance.cluster, settings.nats.timeout_s
 
-    async def ask() -> OnStream:
+    async def ask() -> None:
         async with asyncio.timeout(timeout_s):
             stream = await NatsStream.connect(url, timeout_s, credentials=credentials, replicas=settings.nats.replicas)
             try:
@@ -502,21 +502,22 @@ def ask_stream(settings: Settings, instance: InstanceId, url: str, credentials: 
             erasures = await ErasureLog.open(url, cluster, timeout_s, credentials, settings.nats.replicas)
             try:
                 last = await erasures.record()
-                return OnStream(epoch, Record() if last is None else decoded(last.data))
+                found.append(OnStream(epoch, Record() if last is None else decoded(last.data)))
             finally:
                 await erasures.close()
 
     def run() -> None:
         try:
-            found.append(asyncio.run(ask()))
-        except (StreamError, ErasureError, TimeoutError) as error:
+            with asyncio.Runner() as runner:
+                runner.run(ask())
+        # A loop needs descriptors, its resolver a thread.
+        except (StreamError, ErasureError, OSError, RuntimeError) as error:
             log.warning(
                 "instance.stream_unasked", why=str(error) or f"no answer within {timeout_s:g} s", url=shown(url)
             )
 
-    asking = threading.Thread(
-        target=run, name=f"kvbm-epoch-{instance}", daemon=True
-    )  # the engine may have a loop of its own
+    # The engine may have a loop of its own.
+    asking = threading.Thread(target=run, name=f"kvbm-epoch-{instance}", daemon=True)
     asking.start()
     asking.join(timeout_s + 1.0)
     return found[-1] if found else OnStream()

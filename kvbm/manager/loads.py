@@ -76,6 +76,7 @@ class Waiter:
         hashes: packed, of the run it wants.
         found: what the ledger held of it at the start; what lay in the target tier is pinned.
         waiting: a copy that ends later pins nothing.
+        is_counted: it is one of `Loads.requests_waiting`; ends with `give_up`, wherever an error ends the request.
         planned: the copies that have begun for it.
         prefix: what it was given in the end, pinned; None before.
         brought: block → its slot in the target tier, pinned once, and where it was.
@@ -85,7 +86,7 @@ class Waiter:
 
     def __init__(self, namespace: NamespaceId, hashes: bytes, found: Match) -> None:
         self.namespace, self.hashes, self.found = namespace, hashes, found
-        self.waiting = True
+        self.waiting, self.is_counted = True, False
         self.planned: list[Copy] = []
         self.prefix: Prefix | None = None
         self.brought: dict[SequenceHash, tuple[int, Tier]] = {}
@@ -170,11 +171,8 @@ class Loads:
         if begun:
             with self._lock:
                 self.begin_waiting()
-            try:
-                wait([load.ended for load in begun], timeout=wait_s)
-            finally:
-                with self._lock:
-                    self.end_waiting()
+                waiter.is_counted = True
+            wait([load.ended for load in begun], timeout=wait_s)
         with self._lock:
             self.give_up(waiter, begun)
             prefix = self.collect(waiter)
@@ -205,6 +203,9 @@ class Loads:
     def give_up(self, waiter: Waiter, begun: list[InFlightLoad]) -> None:
         """End copies that have not started. Running copies finish on their own and are counted as late. Under the lock."""
         waiter.waiting = False
+        if waiter.is_counted:
+            self.end_waiting()
+            waiter.is_counted = False
         for _, ended in begun:
             ended.cancel()
         for copy in waiter.planned:

@@ -6,15 +6,21 @@ that nothing notices means that a check is missing.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import kvbm.assembly.manager
 import kvbm.catalog.instance_sequence as sequence_module
 import kvbm.core.ledger as ledger_module
+import kvbm.manager.base as manager_module
 import kvbm.manager.copies as copies_module
+import kvbm.manager.workers as workers_module
+import kvbm.streams.at_exit as leaving
 import kvbm.streams.journal.repair as repair_module
+import kvbm.tenant_secrets as secrets_module
 from kvbm import assembly
 from kvbm.catalog.absences import Absences
 from kvbm.catalog.instance_sequence import InstanceSequence, StreamCursor
@@ -31,18 +37,24 @@ from kvbm.manager.copies import CopiesInFlight
 from kvbm.manager.loads import Loads
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.transfer import Moved
+from kvbm.manager.used_namespaces import UsedNamespaces
+from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome
+from kvbm.pools.nvme.hints import SlotHints
 from kvbm.streams.base import Mark, Position
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.publisher import Publisher
 from kvbm.streams.publisher_messages import Publish
+from kvbm.streams.publisher_thread import PublisherThread
+from kvbm.tenant_secrets import TenantSecrets
 from kvbm.transport.lending import Leases
 from kvbm.transport.local import LocalReader
 from tests.faults.simulator import cluster as cluster_module
-from tests.faults.simulator.run import PEERS_S, RUN_S, Plan
+from tests.faults.simulator.run import LIMITS_S, PEERS_S, RUN_S, Plan
 
 _GAPS = ("hide_messages", "cut_catalog", "freeze_catalog", "refuse_publishes", "kill_catalog", "trim")
 _PROCESSES = ("kill", "kill_in_write", "stop", "freeze")
+_FEW_THREADS = ("no_threads", "no_threads", "hang_pools", "slow_pools")
 _LINKS = ("break_links", "drop_acks", "slow_network", "restart_server", "cut_node")
 
 
@@ -54,7 +66,7 @@ class Mutant(NamedTuple):
         plant: replaces production code; undone by the stack.
         mix: the faults to look with; () for any, as they meet.
         run_s: of virtual time with work and faults; a short one ends while instances are quiet, whose next event would heal much.
-        peers: instances read each other's blocks.
+        peers: instances read each other's blocks. limits: threads, descriptors, names and undisturbed calls may run out.
     """
 
     rule: str
@@ -62,11 +74,12 @@ class Mutant(NamedTuple):
     mix: tuple[str, ...]
     run_s: float = RUN_S
     peers: bool = False
+    limits: bool = False
 
     @property
     def plan(self) -> Plan:
         """What to do with a seed to look for it."""
-        return Plan(mix=self.mix, run_s=self.run_s, peers=self.peers)
+        return Plan(mix=self.mix, run_s=self.run_s, peers=self.peers, limits=self.limits)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -264,6 +277,108 @@ def _checksum_of_the_source(stack: ExitStack) -> None:
     original = _swap(stack, LocalReader, "_copied", copied)
 
 
+# -- what runs out --------------------------------------------------------------------------------------------------------
+
+
+def _queued_before_its_thread(stack: ExitStack) -> None:
+    """As it was: whoever is told that there is no thread frees the slots, and the next thread carries the call out."""
+
+    def submit(self: Any, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("the threads have been shut down")
+            self._queue.append((future, lambda: fn(*args, **kwargs)))
+            spawn(self)
+        return future
+
+    def replace_stuck(self: Any) -> None:
+        with self._changed:
+            self._room += 1
+            spawn(self)
+
+    def spawn(self: Any) -> None:
+        if self._idle >= len(self._queue):
+            self._changed.notify()
+        elif self._room > 0:
+            workers_module.threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._room -= 1
+
+    def carry_out(self: Any, load: Any, waiter: Any) -> None:
+        if waiter.waiting and load.copy.id not in self._copies.open:
+            self._copies.open.add(load.copy.id)  # nobody looked whether it was given up
+        original(self, load, waiter)
+
+    _swap(stack, Workers, "submit", submit)
+    _swap(stack, Workers, "replace_stuck", replace_stuck)
+    original = _swap(stack, Loads, "_carry_out", carry_out)
+
+
+def _room_of_a_thread_that_never_was(stack: ExitStack) -> None:
+    def provide(self: Any, waiting: int) -> None:
+        before = self._room
+        try:
+            original(self, waiting)
+        finally:
+            if self._lacks_threads:
+                self._room = min(self._room, before - 1)
+
+    original = _swap(stack, Workers, "_provide", provide)
+
+
+def _half_open_stays(stack: ExitStack) -> None:
+    """A manager that gets no thread keeps its locks."""
+
+    def start(parts: Sequence[Any], close: Callable[[], None]) -> None:
+        for part in parts:
+            part.start()
+
+    _swap(stack, manager_module, "_start", start)
+
+
+def _names_without_end(stack: ExitStack) -> None:
+    def use(self: Any, namespace: Any) -> None:
+        self._used.setdefault(namespace)
+
+    _swap(stack, UsedNamespaces, "use", use)
+
+
+def _interrupted_keeps_its_pins(stack: ExitStack) -> None:
+    _swap(stack, Loads, "abandon", lambda self, waiter: None)
+
+
+def _handler_waits_for_its_thread(stack: ExitStack) -> None:
+    _swap(stack, leaving, "close_aside", lambda opened, timeout_s: False)
+
+
+def _loop_wanted_once(stack: ExitStack) -> None:
+    """A publisher that has no descriptors for a loop ends."""
+
+    def run(self: Any) -> None:
+        with asyncio.Runner() as runner:
+            runner.run(self._drive())
+
+    _swap(stack, PublisherThread, "_run", run)
+
+
+def _stamp_before_its_read(stack: ExitStack) -> None:
+    def look(self: Any) -> None:
+        before = self._seen
+        original(self)
+        if self._seen == before and self._path:
+            self._seen = secrets_module.stamp(self._path)
+
+    original = _swap(stack, TenantSecrets, "_look", look)
+
+
+def _clean_before_its_sync(stack: ExitStack) -> None:
+    def sync(self: Any) -> None:
+        original(self)
+        self._is_dirty = False
+
+    original = _swap(stack, SlotHints, "sync", sync)
+
+
 # -- the catalog --------------------------------------------------------------------------------------------------------
 
 
@@ -407,6 +522,66 @@ MUTANTS: dict[str, Mutant] = {
         _places_without_fingerprints,
         ("cut_server_power", "kill_catalog"),
         run_s=1.4,  # long runs heal what short ones show
+    ),
+    "queued_before_its_thread": Mutant(
+        "what finds no thread is not carried out later",
+        _queued_before_its_thread,
+        _FEW_THREADS,
+        run_s=LIMITS_S,
+        limits=True,
+    ),
+    "room_of_a_thread_that_never_was": Mutant(
+        "a thread that could not be started leaves its room",
+        _room_of_a_thread_that_never_was,
+        _FEW_THREADS,
+        run_s=LIMITS_S,
+        limits=True,
+    ),
+    "half_open_stays": Mutant(
+        "what cannot start leaves nothing open", _half_open_stays, ("no_threads", "kill"), run_s=1.0, limits=True
+    ),
+    "names_without_end": Mutant(
+        "names that clients choose make no heartbeat large",
+        _names_without_end,
+        ("many_names",),
+        run_s=LIMITS_S,
+        limits=True,
+    ),
+    "interrupted_keeps_its_pins": Mutant(
+        "an acquire that an exception ends pins nothing",
+        _interrupted_keeps_its_pins,
+        ("signals", "slow_pools"),
+        run_s=LIMITS_S,
+        limits=True,
+    ),
+    "handler_waits_for_its_thread": Mutant(
+        "a signal's handler may close a manager",
+        _handler_waits_for_its_thread,
+        ("signal_closes",),
+        run_s=LIMITS_S,
+        limits=True,
+    ),
+    "loop_wanted_once": Mutant(
+        "no thread ends for want of descriptors",
+        _loop_wanted_once,
+        ("no_descriptors", "kill"),
+        run_s=1.0,
+        limits=True,
+    ),
+    "stamp_before_its_read": Mutant(
+        "what changed while it could not be read is read later",
+        _stamp_before_its_read,
+        ("no_descriptors", "change_secrets"),
+        run_s=LIMITS_S,
+        peers=True,
+        limits=True,
+    ),
+    "clean_before_its_sync": Mutant(
+        "hints that were not synced are synced later",
+        _clean_before_its_sync,
+        ("no_descriptors", "break_disk"),
+        run_s=LIMITS_S,
+        limits=True,
     ),
     "excluded_never_returned": Mutant(
         "whoever is heard again is answered of again", _excluded_never_returned, ("freeze", "cut_node")

@@ -6,6 +6,8 @@ import gc
 import os
 import subprocess
 import sys
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,40 @@ import pytest
 from tests.faults.mutants import MUTANTS
 from tests.faults.simulator.drawing import met, pairs, triples
 from tests.faults.simulator.faults import Happened
-from tests.faults.simulator.kernel import INSTALLED, Event, Process, Thread, Waiter, World
-from tests.faults.simulator.run import PEERS, RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
+from tests.faults.simulator.kernel import (
+    INSTALLED,
+    NO_THREAD,
+    Event,
+    Lock,
+    Process,
+    Signal,
+    Thread,
+    Threading,
+    Time,
+    Waiter,
+    World,
+)
+from tests.faults.simulator.run import LIMITS, PEERS, RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
 from tests.faults.simulator.server import Network, Server
 
 SEEDS, QUICK_SEEDS = 300, 24  # `make test` runs the quick ones, `make faults` all; so with what follows
 CHUNK = 4
 PEER_SEEDS, QUICK_PEER_SEEDS, PEER_CHUNK = 300, 20, 10  # the same, where instances read each other's blocks
+LIMIT_SEEDS, QUICK_LIMIT_SEEDS, LIMIT_CHUNK = (
+    300,
+    20,
+    10,
+)  # the same, where threads, descriptors, names and calls run out
+REACHED = ("threads", "descriptors", "interrupt", "close", "names", "stuck", "unopened")  # in each chunk of those
 LEAST_FETCHED = 20  # blocks of a chunk that came from other instances and are in journals; usually some hundred
 MUTANT_SEEDS = 200
 FOUND_AT = {  # the first seed that notices a planted defect, where it is not 0
     "forgets_nobody": 1,
     "gap_ignored": 1,
+    "half_open_stays": 25,
+    "loop_wanted_once": 47,
     "places_without_fingerprints": 94,
+    "queued_before_its_thread": 2,
     "resumes_at_the_end": 12,
     "stale_epoch_applied": 8,
 }
@@ -149,6 +172,17 @@ def test_instances_that_read_from_each_other_take_no_wrong_bytes_and_leave_no_pi
     assert arrived >= fetched >= LEAST_FETCHED
 
 
+@pytest.mark.parametrize("first", nightly_from(QUICK_LIMIT_SEEDS, range(0, LIMIT_SEEDS, LIMIT_CHUNK)))
+def test_where_threads_descriptors_names_and_calls_run_out_nothing_is_lost_nor_held(first: int) -> None:
+    reached: Counter[str] = Counter()
+    with watched():
+        for seed in range(first, first + LIMIT_CHUNK):
+            outcome = run(seed, LIMITS)
+            check(outcome, LIMITS)
+            reached.update(outcome.reached)
+    assert all(reached[what] for what in REACHED), reached
+
+
 @pytest.mark.parametrize("first", range(0, len(QUICK_PAIRS), PAIRS_CHUNK))
 def test_every_eighth_two_faults_that_meet_break_nothing(first: int) -> None:
     check_parties(QUICK_PAIRS[first : first + PAIRS_CHUNK], first, 1)
@@ -201,10 +235,11 @@ def test_a_deliberate_defect_is_noticed(name: str, pytestconfig: pytest.Config) 
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
     with watched():
-        ours = [run(seed, how).trace for seed, how in ((1, Plan()), (2, Plan()), (1, PEERS))]
+        ours = [run(seed, how).trace for seed, how in ((1, Plan()), (2, Plan()), (1, PEERS), (1, LIMITS))]
     script = (
-        "from tests.faults.simulator.run import PEERS, Plan, run_seed, watched\n"
-        "with watched():\n    print(*[run_seed(seed, how).trace for seed, how in ((1, Plan()), (2, Plan()), (1, PEERS))])"
+        "from tests.faults.simulator.run import LIMITS, PEERS, Plan, run_seed, watched\n"
+        "with watched():\n"
+        "    print(*[run_seed(seed, how).trace for seed, how in ((1, Plan()), (2, Plan()), (1, PEERS), (1, LIMITS))])"
     )
     for hash_seed in ("1", "2"):
         other = subprocess.run(
@@ -279,6 +314,92 @@ def test_a_wait_ends_by_the_event_or_in_time() -> None:
     world.after(2.0, process, event.set)
     world.run(20.0)
     assert found == [(False, 1.0), (True, 2.0)]
+
+
+def test_a_thread_that_the_system_refuses_does_not_run_and_may_be_started_later() -> None:
+    world = world_of()
+    process = Process("victim", world.nature.clock)
+    lines: list[str] = []
+
+    def main() -> None:
+        thread = Threading().Thread(target=lambda: lines.append("it runs"))
+        with pytest.raises(RuntimeError, match=NO_THREAD):
+            thread.start()
+        with pytest.raises(RuntimeError, match="before it is started"):
+            thread.join()
+        lines.append(f"{thread.ident}")
+        process.shortages.threads = 0.0
+        thread.start()
+
+    process.shortages.threads = 1.0
+    world.call_at(0.0, process, Thread(world, target=main).start)
+    world.run(1.0)
+    assert lines == ["None", "it runs"] and process.shortages.refused == {"threads": 1}
+
+
+def test_what_an_executor_has_no_thread_for_stays_queued() -> None:
+    world = world_of()
+    world.current = process = Process("victim", world.nature.clock)
+    lines: list[int] = []
+    process.shortages.threads = 1.0
+    with pytest.raises(RuntimeError, match=NO_THREAD):
+        world.loop.run_in_executor(None, lines.append, 1)
+    process.shortages.threads = 0.0
+    world.loop.run_in_executor(None, lines.append, 2)
+    assert lines == [1, 2]
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_signal_comes_amid_a_wait_which_ends_or_goes_on(raises: bool) -> None:
+    world = world_of()
+    world.has_signals = True
+    process = Process("engine", world.nature.clock)
+    event, found = Event(world), list[tuple[str, float]]()
+
+    def handler() -> None:
+        found.append(("signal", world.now))
+        Waiter(world).wait(1.0)  # others are woken meanwhile, it is not
+        found.append(("handled", world.now))
+        if raises:
+            raise TimeoutError
+
+    def work() -> None:
+        thread.signal = Signal(0, 1.0, handler)
+        try:
+            event.wait(9.0)
+            found.append(("event", world.now))
+        except TimeoutError:
+            found.append(("late", world.now))
+        Waiter(world).wait(5.0)
+        found.append(("end", world.now))
+
+    thread = Thread(world, target=work)
+    world.call_at(0.0, process, thread.start)
+    world.after(1.5, process, event.set)
+    world.run(20.0)
+    assert found == [("signal", 1.0), ("handled", 2.0), ("late" if raises else "event", 2.0), ("end", 7.0)]
+
+
+@pytest.mark.parametrize("points", [0, 1, 2])
+def test_a_signal_comes_before_a_lock_is_taken_or_under_it_and_leaves_it_free(points: int) -> None:
+    world = world_of()
+    world.has_signals = True
+    lock, found = Lock(world), list[object]()
+
+    def handler() -> None:
+        found.append(lock.locked())
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        thread.signal = Signal(points, 0.0, handler)
+        with suppress(KeyboardInterrupt), lock:
+            Time().monotonic()
+        found.append(lock.locked())
+
+    thread = Thread(world, target=work)
+    world.call_at(0.0, Process("engine", world.nature.clock), thread.start)
+    world.run(1.0)
+    assert found == [*([bool(points)] if points < 2 else []), False]
 
 
 def test_the_simulated_server_refuses_another_fence_and_forgets_its_unsynced_tail() -> None:

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import structlog
+from structlog.testing import capture_logs
 
 import kvbm
 from kvbm.assembly import NATIVE, OPEN_BLOCK_IO
-from kvbm.core.ids import Namespace
+from kvbm.assembly.manager import OnStream, ask_stream
+from kvbm.config import load_settings
+from kvbm.core.ids import InstanceId, Namespace
 from kvbm.erasure import watch
 from kvbm.erasure.watch import ErasureWatch, WatchOptions
 from kvbm.pools import tenant_keys
@@ -28,6 +31,7 @@ from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.tenant_keys import add_key, keys_of_command, keys_of_file
 from kvbm.remarks import Remarks
 from kvbm.streams import publisher_thread
+from kvbm.streams.nats.credentials import Credentials
 from kvbm.tenant_secrets import TenantSecrets
 from tests.eventually import WAIT_S, eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE
@@ -203,6 +207,15 @@ def test_a_publisher_begins_once_there_are_descriptors_for_it(monkeypatch: pytes
         begun.append(True)
 
     publisher._drive = drive  # type: ignore[method-assign]
-    monkeypatch.setattr(asyncio, "new_event_loop", Failing(asyncio.new_event_loop))
+    failing = Failing(asyncio.new_event_loop)
+    monkeypatch.setattr("asyncio.runners.events.new_event_loop", failing)
     publisher._run()
-    assert begun
+    assert begun and failing.calls == 2
+
+
+def test_a_start_that_lacks_descriptors_to_ask_its_stream_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncio.runners.events.new_event_loop", Failing(asyncio.new_event_loop))
+    settings = load_settings(flags={"nats.timeout_s": WAIT_S})
+    with capture_logs() as logs:
+        assert ask_stream(settings, InstanceId("a"), "nats://localhost:4222", Credentials()) == OnStream()
+    assert [line["event"] for line in logs] == ["instance.stream_unasked"]

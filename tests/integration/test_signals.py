@@ -68,7 +68,9 @@ def check_nothing_is_held(manager: BlockManager) -> None:
         assert (counts.allocated, counts.free + counts.held, counts.evictable) == (0, counts.slots, counts.held)
 
 
-@pytest.mark.parametrize("where", ["wait", "submit", "plan", "give_up", "collect", "count", "plan_remote"])
+@pytest.mark.parametrize(
+    "where", ["wait", "end_waiting", "submit", "plan", "give_up", "collect", "count", "plan_remote"]
+)
 def test_an_acquire_that_a_handler_ends_pins_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(Tier.HOST, "read")
     with make_manager({Tier.HBM: 64, Tier.HOST: 256}, wrap=gate, offload=(Tier.HOST,)) as manager:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import subprocess
 import sys
@@ -13,17 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+from structlog.testing import capture_logs
 
 from kvbm.assembly import open_manager
+from kvbm.assembly.manager import OnStream, ask_stream
 from kvbm.config import load_settings
+from kvbm.core.ids import Epoch, InstanceId
+from kvbm.erasure.record import Record
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.hbm.copy_queue import ThreadedQueue
 from kvbm.pools.stores.base import Get, Refusal
 from kvbm.pools.stores.redis import RedisStore
 from kvbm.pools.stores.waiting import Silent, within
+from kvbm.streams.base import Fence
 from kvbm.streams.child import spawn
+from kvbm.streams.nats.credentials import Credentials
 from kvbm.transport.tcp import looked_up
-from tests.eventually import eventually
+from tests.eventually import WAIT_S, eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve
 
 
@@ -120,6 +127,45 @@ def test_what_may_be_late_is_then_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(OSError, match="can't start new thread") as caught:
         spawn([sys.executable], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     assert caught.value.errno == errno.EAGAIN
+
+
+class ToldStream:
+    """A stream that is found by its name, in a thread of the loop's, and knows of an epoch."""
+
+    @staticmethod
+    async def connect(*_: object, **more: object) -> ToldStream:
+        await asyncio.get_running_loop().getaddrinfo("localhost", 4222)
+        return ToldStream()
+
+    open = connect
+
+    async def tail(self, *_: object) -> None:
+        return
+
+    async def fence(self, *_: object) -> Fence:
+        return Fence(Epoch(7), "run", 1)
+
+    async def record(self) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+
+@pytest.mark.parametrize(
+    ("at", "told"), [(1, OnStream()), (2, OnStream(Epoch(7), Record())), (-1, OnStream(Epoch(7), Record()))]
+)
+def test_a_start_that_lacks_a_thread_to_ask_its_stream_says_so(
+    at: int, told: OnStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the three, one asks, one looks up the name, one ends that."""
+    for name in ("NatsStream", "ErasureLog"):
+        monkeypatch.setattr(f"kvbm.assembly.manager.{name}", ToldStream)
+    settings = load_settings(flags={"nats.timeout_s": WAIT_S})
+    Refusing(at).patch(monkeypatch)
+    with capture_logs() as logs:
+        assert ask_stream(settings, InstanceId("a"), "nats://localhost:4222", Credentials()) == told
+    assert [line["event"] for line in logs] == ["instance.stream_unasked"] * (at > 0)
 
 
 def test_a_redis_store_refuses_and_does_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from kvbm.core.codec import FrameBytes
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.streams.base import ORIGIN, Heartbeat, Position, fence_subject, subject_names
 from tests.faults.simulator.kernel import Process, Violation
+from tests.faults.simulator.limits import unkept
 from tests.faults.simulator.server import Stored
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Checker:
         self.cluster = cluster
         cluster.server.on_stored = self.stored
         cluster.server.on_pulse = self.pulse
+        cluster.server.on_too_large = self.too_large
 
     # -- what ledgers do ----------------------------------------------------------------------------------------------
 
@@ -222,6 +224,13 @@ class Checker:
                 f"stream holds it up to {whole}"
             )
 
+    def too_large(self, heartbeat: Heartbeat, size: int) -> None:
+        """No heartbeat is larger than a server takes, whatever clients choose."""
+        raise Violation(
+            f"a heartbeat of {heartbeat.instance} with {len(heartbeat.namespaces)} namespaces has {size} bytes; the server takes "
+            f"{self.cluster.server.max_payload_bytes}"
+        )
+
     # -- what the catalog says ----------------------------------------------------------------------------------------
 
     def catalog_began(self, node: CatalogNode, service: CatalogService) -> None:
@@ -281,6 +290,8 @@ class Checker:
                 return f"{node.instance} on {node.machine.name} does not run"
             live[node.instance] = node
             if self.cluster.peers is not None and (why := self.cluster.peers.unsettled(node)):
+                return f"{node.instance}: {why}"
+            if self.cluster.limits is not None and (why := unkept(node)):
                 return f"{node.instance}: {why}"
         for catalog in self.cluster.catalogs:
             if why := self._unsettled_catalog(catalog, live):

@@ -41,7 +41,8 @@ from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import ObjectStats, Proof, ReadResult
 from kvbm.pools.stores.memory import MemoryStore
 from tests.faults.simulator.disk import Disk
-from tests.faults.simulator.kernel import Clock, Process, Thread, Violation, Waiter, World
+from tests.faults.simulator.kernel import NO_THREAD, Clock, Process, Shortages, Thread, Violation, Waiter, World
+from tests.faults.simulator.limits import CLOSED_IN_S, MAX_PAYLOAD_BYTES, Interrupted, Limits, Signalled
 from tests.faults.simulator.peers import PeerNetwork
 from tests.faults.simulator.server import Network, Server, SimStream
 from tests.faults.simulator.store import SimStore, StoreClass
@@ -148,15 +149,21 @@ class Machine:
         self.clock = Clock(cluster.world, 1000.0 * cluster.world.rng.random())
         self.clock.wall_step_s = 4.0 * cluster.world.rng.random() - 2.0
         self.disk = Disk(cluster.folder / name, cluster.world.rng)
+        self.shortages = Shortages() if cluster.limits is None else cluster.limits.shortages()
 
     def process(self, name: str) -> Process:
-        process = Process(name, self.clock, self.name)
+        process = Process(name, self.clock, self.name, self.shortages)
         process.disk = self.disk
         return process
 
 
 class Node:
-    """One instance on one machine: its processes, one after another."""
+    """One instance on one machine: its processes, one after another.
+
+    Attributes:
+        nap_s: what a step of a pool takes. hangs: none of them ends.
+        signals: how probable a signal is in a call of its engines; closing_signals: how many of them have a handler that closes.
+    """
 
     def __init__(
         self, cluster: Cluster, machine: Machine, instance: str, settings: Settings, core: assembly.Core
@@ -168,7 +175,8 @@ class Node:
         self.manager: Manager | None = None
         self.wanted = False
         self.starts = 0
-        self.nap_s = 0.004
+        self.nap_s, self.hangs = 0.004, False
+        self.signals = self.closing_signals = 0.0
 
     @property
     def is_running(self) -> bool:
@@ -205,9 +213,15 @@ class Node:
                     core=self.core,
                 )  # fmt: skip
                 break
-            except (KvbmError, OSError) as error:
+            except (KvbmError, OSError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and NO_THREAD not in str(error):
+                    raise
                 self.cluster.told("start_failed", {"instance": self.instance, "why": str(error)})
+                if self.cluster.limits is not None:
+                    self.cluster.limits.not_opened(process)
                 Waiter(self.world).wait(0.5)
+        if self.cluster.limits is not None:
+            self.cluster.limits.opened(manager)
         manager.declare(NAMESPACES[1:])
         self._slow_down(manager, process)
         manager._loads.locator = SimLocator(self.cluster, self.instance)
@@ -224,18 +238,23 @@ class Node:
             pool.write = self._slow_write(pool.write, tier, process)  # type: ignore[method-assign]
             pool.seal = self._slow_seal(pool.seal)  # type: ignore[method-assign]
 
+    def _nap(self) -> None:
+        nap(self.world, self.nap_s)
+        while self.hangs and greenlet.getcurrent() is not self.world.hub:
+            Waiter(self.world).wait(0.05)
+
     def _slow_read(self, read: Callable[..., ReadResult]) -> Callable[..., ReadResult]:
         def slow(slots: Any, namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at: Any = None) -> ReadResult:
-            nap(self.world, self.nap_s)
+            self._nap()
             result = read(slots, namespace, hashes, rows, at)  # late: whoever waits may have gone on
-            nap(self.world, self.nap_s)
+            self._nap()
             return result
 
         return slow
 
     def _slow_seal(self, seal: Callable[..., None]) -> Callable[..., None]:
         def slow(slots: Any, proof: Proof) -> None:
-            nap(self.world, self.nap_s)
+            self._nap()
             seal(slots, proof)
 
         return slow
@@ -244,7 +263,7 @@ class Node:
         def slow(slots: Any, rows: np.ndarray, proof: Proof, at: Any = None) -> None:
             half = len(slots) // 2
             places = list(range(len(slots)) if at is None else at)
-            nap(self.world, self.nap_s)
+            self._nap()
             for begin, end in ((0, half), (half, len(slots))):
                 if begin == end:
                     continue
@@ -257,7 +276,7 @@ class Node:
                 write(slots[begin:end], rows, part, places[begin:end])
                 if tier == Tier.NVME:
                     self.cluster.checker.has_put(self, list(slots[begin:end]), part.hashes)
-                nap(self.world, self.nap_s)
+                self._nap()
 
         return slow
 
@@ -265,16 +284,47 @@ class Node:
 
     def _engine(self, manager: Manager, process: Process) -> None:
         rng, world = self.world.rng, self.world
+        caller: Any = manager if self.cluster.limits is None else Signalled(manager, self, self._close_in_handler)
         while True:
             Waiter(world).wait(rng.expovariate(1 / self.cluster.pause_s))
             if self.cluster.is_over:
                 continue
             try:
-                self._operate(manager, rng)
+                self._operate(caller, rng)
+            except Interrupted:
+                caller.give_back()
+            except IndexError:
+                if self.cluster.limits is None or not manager._stream.ended:
+                    raise
+                return  # a handler has closed it meanwhile: there are no rows any more
             except LedgerError as error:
                 if "closed" in str(error):
                     return
                 raise
+
+    def _close_in_handler(self, manager: Manager) -> None:
+        """What a handler of SIGTERM does: the process leaves once it is closed."""
+        process = self.process
+        if self.manager is manager and process is not None:
+            self.manager = None
+            self.world.after(0.5, self.world.nature, self._leave, process, manager, self.world.now)
+        manager.close(2.0)
+
+    def _leave(self, process: Process, manager: Manager, since_s: float) -> None:
+        """The process ends once its manager is closed, and comes back. What nobody has closed by then is closed as interpreters do it."""
+        world = self.world
+        if not process.alive:
+            return
+        if not manager._closers:
+            world.kill(process)
+            if self.wanted:
+                self.start()
+            return
+        if not (process.frozen or process.thawed_s >= since_s) and world.now > since_s + CLOSED_IN_S:
+            raise Violation(f"{process} has not closed {CLOSED_IN_S:g} s after a signal's handler closed it")
+        if not manager._stream.closing:
+            self.spawn(process, lambda: manager.close(2.0), "leave")
+        world.after(0.5, world.nature, self._leave, process, manager, since_s)
 
     def _operate(self, manager: Manager, rng: random.Random) -> None:
         self.cluster.operations += 1
@@ -382,7 +432,9 @@ class CatalogNode:
         while True:
             try:
                 await self._serve(process)
-            except (KvbmError, OSError) as error:
+            except (KvbmError, OSError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and NO_THREAD not in str(error):
+                    raise
                 self.cluster.told("catalog_start_failed", {"why": str(error)})
             await asyncio.sleep(0.5)
 
@@ -396,7 +448,7 @@ class CatalogNode:
         self.cluster.checker.catalog_began(self, service)
         await service.failed.wait()
         self.cluster.told("catalog_failed", {"why": repr(service.failure)})
-        if not isinstance(service.failure, (KvbmError, OSError)):
+        if not isinstance(service.failure, (KvbmError, OSError)) and NO_THREAD not in str(service.failure):
             raise Violation(f"the catalog cannot go on: {service.failure!r}") from service.failure
         self.service = None
         await service.close()
@@ -443,8 +495,10 @@ class Cluster:
         checker: Any,
         told: Callable[[str, dict[str, Any]], None],
         has_peers: bool = False,
+        limits: Limits | None = None,
     ) -> None:
         self._real_store: Any = None
+        self.limits = limits
         rng = world.rng
         self.world, self.folder, self.checker, self.told = world, folder, checker, told
         self.network = Network(world)
@@ -453,6 +507,8 @@ class Cluster:
         )
         self.peers = PeerNetwork(world, self.network.cut, rows_of, told) if has_peers else None
         world.peers = self.peers  # type: ignore[attr-defined]
+        if limits is not None:
+            self.server.max_payload_bytes = MAX_PAYLOAD_BYTES
         self.store = SimStore(world)
         self.objects = SlowObjects(world)
         self.chains = Chains(rng, rng.randint(6, 14), rng.randint(6, 16))
@@ -481,7 +537,10 @@ class Cluster:
     def add_node(self, instance: str, like: Node | None = None) -> Node:
         machine = self._machine(f"machine-{len(self.machines)}")
         settings, core = (like.settings, like.core) if like is not None else self._settings(instance)
-        node = Node(self, machine, instance, settings_at(settings, machine), core)
+        settings = settings_at(settings, machine)
+        if self.limits is not None:
+            settings = self.limits.settings(settings, machine.disk.folder)
+        node = Node(self, machine, instance, settings, core)
         self.nodes.append(node)
         return node
 

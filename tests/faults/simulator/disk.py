@@ -31,6 +31,7 @@ class Disk:
         self.kill_at_write = False
         self.slow_s = 0.0
         self.synced: dict[str, int] = {}
+        self.unsynced: set[str] = set()  # hints of pools that were written since they were synced
         self._forgotten: set[str] = set()
         self.open_files: dict[Process, dict[int, int]] = {}  # inode by number
         self.files: dict[Process, list[File]] = {}
@@ -45,6 +46,7 @@ class Disk:
 
     def release(self, process: Process) -> None:
         """The kernel closes what a dead process had open. What was closed past the stand-in of `os` may be somebody else's by now."""
+        self.unsynced.clear()  # a file that is closed is written
         for fd, inode in self.open_files.pop(process, {}).items():
             try:
                 if os.fstat(fd).st_ino == inode:
@@ -75,6 +77,8 @@ class Disk:
         return put(data)
 
     def sync(self, path: str) -> None:
+        if not self.broken:
+            self.unsynced.discard(path)
         if self.broken:
             self._forgotten.add(path)  # Linux marks the pages clean: a later sync that succeeds says nothing of them
             raise OSError(errno.EIO, "Input/output error (simulated)", path)
@@ -118,6 +122,7 @@ class Disk:
             else:
                 path.unlink()
         self.synced.clear()
+        self.unsynced.clear()
         self._forgotten.clear()
 
     def flip(self, path: Path, begin: int = 0) -> bool:
@@ -154,16 +159,39 @@ class Os:
 
     def open(self, path: Any, flags: int, mode: int = 0o777, **kwargs: Any) -> int:
         process, disk = _here()
+        process.shortages.check_descriptor(str(path))
         fd = os.open(path, flags, mode, **kwargs)
         if disk is not None:
             disk.opened(process, fd, str(path))
         return fd
+
+    def dup(self, fd: int) -> int:
+        process, disk = _here()
+        process.shortages.check_descriptor("another of a file")
+        again = os.dup(fd)
+        if disk is not None:
+            disk.opened(process, again, disk.path_of(fd))
+        return again
+
+    def scandir(self, path: Any) -> Any:
+        process, _ = _here()
+        process.shortages.check_descriptor(str(path))
+        return os.scandir(path)
 
     def close(self, fd: int) -> None:
         process, disk = _here()
         if disk is not None:
             disk.closed(process, fd)
         os.close(fd)
+
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
+        process, disk = _here()
+        if not process.alive:
+            raise OSError(errno.EBADF, "the process is dead (simulated)")
+        if disk is None or not (path := disk.path_of(fd)).endswith(".slots"):
+            return os.pwrite(fd, data, offset)
+        disk.unsynced.add(path)
+        return disk.write(process, path, data, lambda part: os.pwrite(fd, part, offset))
 
     def write(self, fd: int, data: Any) -> int:
         process, disk = _here()
@@ -236,6 +264,8 @@ class File:
 def open_file(path: Any, mode: str = "r", buffering: int = -1, **kwargs: Any) -> Any:
     """Stands for the builtin `open` where files are written."""
     process, disk = _here()
+    if not isinstance(path, int):
+        process.shortages.check_descriptor(str(path))
     if "opener" in kwargs:  # it would open with the stand-in of `os`, and nobody would close with it
         kwargs["opener"] = _opener
     if disk is None or ("r" in mode and "+" not in mode):

@@ -12,6 +12,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from tests.faults.simulator.faults import KINDS, Fault, Happened
+from tests.faults.simulator.limit_faults import LIMIT_KINDS
 from tests.faults.simulator.peer_faults import PEER_KINDS
 
 AFTERMATH_S = 0.5  # so long is what a fault has left being mended, at least
@@ -30,6 +31,7 @@ _WEIGHTS = {
     "spoil_index": 2,
     "zombie": 2,
     **dict.fromkeys(PEER_KINDS, 3),
+    **dict.fromkeys(LIMIT_KINDS, 3),
 }
 _GENERIC_WEIGHTS = _WEIGHTS | dict.fromkeys((*_MOVES, *_LOSES), 3)
 

@@ -29,6 +29,8 @@ import kvbm.catalog.service
 import kvbm.core.codec
 import kvbm.core.recorder
 import kvbm.manager.owned_hbm
+import kvbm.pools.nvme.hints
+import kvbm.pools.nvme.pod
 import kvbm.pools.nvme.pool
 import kvbm.pools.nvme.stripes
 import kvbm.streams.journal.journal
@@ -37,6 +39,7 @@ from kvbm import assembly
 from kvbm.catalog.index import ClusterIndex, PlainApplied
 from kvbm.catalog.plain_frames import PlainRun
 from kvbm.core.ids import InstanceId
+from kvbm.streams import at_exit as leaving
 from kvbm.streams.base import Position
 from kvbm.streams.nats.stream import NatsStream
 from tests.faults.simulator.blocks import PlainBlockIo
@@ -55,7 +58,7 @@ from tests.faults.simulator.peers import open_lending, open_peers
 from tests.faults.simulator.server import SimStream
 
 _JOURNAL_MODULES = ("disk", "journal", "reader", "repair", "segments", "writer")
-_NVME_MODULES = ("pool", "stripes")
+_NVME_MODULES = ("hints", "pod", "pool", "stripes")
 _NOBODY = InstanceId("nobody")
 _DISK_MODULES = (
     "kvbm.files",
@@ -219,6 +222,7 @@ def installed(*, logs: bool = False) -> Iterator[None]:
     put(kvbm.assembly.lending, "open_lending", open_lending)
     put(kvbm.assembly.lending, "_LOOK_S", 0.1)  # runs are short: a fence is seen within them
     put(kvbm.catalog.plain_frames, "InThread", _InThread)
+    put(leaving, "Thread", Threading().Thread)
     put(asyncio, "run", run_coroutine)
     put(asyncio, "Runner", CoroutineRunner)
     put(os, "urandom", _urandom)

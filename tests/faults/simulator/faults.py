@@ -17,6 +17,7 @@ from kvbm.core.ids import InstanceId, Offset
 from kvbm.streams.base import ORIGIN, Position, events_subject
 from tests.faults.simulator.environment import APPLIED_AHEAD
 from tests.faults.simulator.kernel import Process, Thread
+from tests.faults.simulator.limit_faults import LIMIT_KINDS
 from tests.faults.simulator.peer_faults import NOTHING as _NOTHING
 from tests.faults.simulator.peer_faults import PEER_KINDS
 
@@ -71,7 +72,7 @@ class Faults:
     def _begin(self, fault: Fault) -> None:
         rng = random.Random(fault.seed)
         kind, self._victim = fault.kind, fault.victim
-        undo = (KINDS.get(kind) or PEER_KINDS[kind])(self, rng)
+        undo = (KINDS.get(kind) or PEER_KINDS.get(kind) or LIMIT_KINDS[kind])(self, rng)
         if undo is _NOTHING:
             kind = "break_links"  # which can always happen
             undo = KINDS[kind](self, rng)

@@ -8,18 +8,21 @@ tasks that die together; killing one never runs a line of it again, freezing one
 from __future__ import annotations
 
 import asyncio
+import errno
 import heapq
 import random
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ALL_COMPLETED, Future
-from contextvars import Context
+from contextlib import ExitStack, suppress
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 import greenlet
 
 MOST_STEPS_AT_ONCE = 50_000  # without time going on: somebody waits for nothing
+NO_THREAD = "can't start new thread"
 
 
 class _Installed:
@@ -63,13 +66,68 @@ class Clock:
         return int((1_800_000_000.0 + self.wall_step_s + self._world.now) * 1e9)
 
 
+class Shortages:
+    """What a machine's system refuses its processes for a while, each time with a chance.
+
+    Attributes:
+        threads: how probable it is that a thread cannot be started. descriptors: the same of a file or a connection.
+        refused: how often either was refused.
+    """
+
+    def __init__(self, chance: random.Random | None = None, refused: Counter[str] | None = None) -> None:
+        self._chance = chance or random.Random(0)
+        self.threads = self.descriptors = 0.0
+        self.refused: Counter[str] = Counter() if refused is None else refused
+
+    def check_thread(self) -> None:
+        """Raises RuntimeError: there is none now."""
+        if self.threads and self._chance.random() < self.threads:
+            self.refused["threads"] += 1
+            raise RuntimeError(NO_THREAD)
+
+    def check_descriptor(self, what: str) -> None:
+        """Raises OSError: there is none now."""
+        if self.descriptors and self._chance.random() < self.descriptors:
+            self.refused["descriptors"] += 1
+            raise OSError(errno.EMFILE, "Too many open files (simulated)", what)
+
+
+class Signal:
+    """A signal that comes in the middle of a call of an engine's thread, where that waits, takes a lock or looks at a clock.
+
+    Args:
+        points: of such places that it lets pass.
+        after_s: for how long a wait goes on before it comes.
+        handler: what it does; it may raise.
+    """
+
+    def __init__(self, points: int, after_s: float, handler: Callable[[], object]) -> None:
+        self.points, self.after_s, self.handler = points, after_s, handler
+        self.is_over = False
+
+    def is_here(self) -> bool:
+        """Whether it comes at this place."""
+        self.points -= 1
+        return self.points < 0 and not self.is_over
+
+    def come(self) -> None:
+        """Call its handler, once."""
+        if not self.is_over:
+            self.is_over = True
+            self.handler()
+
+
 class Process:
     """Threads and tasks that live and die together on one machine."""
 
-    def __init__(self, name: str, clock: Clock, machine: str = "") -> None:
+    def __init__(self, name: str, clock: Clock, machine: str = "", shortages: Shortages | None = None) -> None:
         self.name = name
         self.clock = clock
         self.machine = machine
+        self.shortages = shortages or Shortages()
+        self.executors: dict[
+            Any, list[Callable[[], object]]
+        ] = {}  # those that have a thread, or calls that wait for one
         self.disk: Any = None
         self.alive = True
         self.frozen = False
@@ -128,6 +186,7 @@ class World:
         self.current = self.nature
         self.loop = Loop(self)
         self.hub = greenlet.getcurrent()
+        self.has_signals = False  # of engines' threads, ever
         self.violation: Violation | None = None
         self.troubles: list[str] = []
         self._graves: list[Any] = []
@@ -292,9 +351,20 @@ class Loop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
-        """At once: what is handed to an executor here is short and touches files alone."""
-        future = self.create_future()
+        """At once: what is handed to an executor here is short and touches files alone. Its first call needs a thread."""
+        future, process = self.create_future(), self._world.current
+        late = process.executors.setdefault(executor, [])
+        if late is not _HAS_THREAD:
+            try:
+                process.shortages.check_thread()
+            except RuntimeError:
+                late.append(lambda: func(*args))  # it is queued all the same, as those of the standard library do
+                raise
+            process.executors[executor] = _HAS_THREAD
         try:
+            for call in late:
+                with suppress(Exception):
+                    call()
             result = func(*args)
         except Exception as error:  # noqa: BLE001 - it is the caller's
             future.set_exception(error)
@@ -316,7 +386,25 @@ class Loop(asyncio.AbstractEventLoop):
         self.call_exception_handler(context)
 
 
+_HAS_THREAD: list[Callable[[], object]] = []  # of an executor: nothing waits for one
+
+
 # -- what the code under test takes for threading, time and concurrent.futures ------------------------------------------
+
+
+def _signal_here(world: World) -> Signal | None:
+    """The signal that comes to the current thread at this place."""
+    if not world.has_signals:
+        return None
+    thread = getattr(greenlet.getcurrent(), "sim_thread", None)
+    signal = None if thread is None else thread.signal
+    return signal if signal is not None and signal.is_here() else None
+
+
+def _point(world: World) -> None:
+    """A place where a signal may come to the current thread, with whatever its handler raises."""
+    if world.has_signals and (signal := _signal_here(world)) is not None:
+        signal.come()
 
 
 class Waiter:
@@ -327,24 +415,40 @@ class Waiter:
         self._greenlet = greenlet.getcurrent()
         self._process = world.current
         self.fired = False
-        self._over = False
+        self._over = self._is_late = False
         self._timer: Handle | None = None
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Give way until fired; False when it was the timeout."""
+        """Give way until fired; False when it was the timeout. Raises what a signal's handler does that comes meanwhile."""
         world = self._world
         if self._greenlet is world.hub:
             raise SimulatorError("the loop would block")
+        signal = _signal_here(world)
         if timeout_s is not None:
-            self._timer = world.after(max(0.0, timeout_s), self._process, self._switch)
-        world.hub.switch()
-        self._over = True
+            self._timer = world.after(max(0.0, timeout_s), self._process, self._time_out)
+        if signal is not None:
+            world.after(signal.after_s, self._process, self._wake)
+        try:
+            if signal is not None:
+                self._give_way()
+                signal.come()
+            while not (self.fired or self._is_late):  # a handler that has waited itself may have been woken for this
+                self._give_way()
+        finally:
+            self._over = True
+            if self._timer is not None:
+                self._timer.stopped = True
+        return self.fired
+
+    def _give_way(self) -> None:
+        self._world.hub.switch()
         if not self._process.alive:
             raise Killed
-        world.current = self._process
-        if self._timer is not None:
-            self._timer.stopped = True
-        return self.fired
+        self._world.current = self._process
+
+    def _time_out(self) -> None:
+        self._is_late = True
+        self._switch()
 
     def _switch(self) -> None:
         if self._greenlet.parent is not self._world.hub:
@@ -356,7 +460,11 @@ class Waiter:
             self.fired = True
             if self._timer is not None:
                 self._timer.stopped = True
-            self._world.call_at(self._world.now, self._process, self._switch)
+            self._world.call_at(self._world.now, self._process, self._wake)
+
+    def _wake(self) -> None:
+        if not self._over:
+            self._switch()
 
 
 class Threading:
@@ -379,7 +487,9 @@ class Threading:
         return Event(self._world)
 
     def Thread(self, *args: Any, **kwargs: Any) -> Thread:
-        return Thread(self._world, *args, **kwargs)
+        thread = Thread(self._world, *args, **kwargs)
+        thread.may_lack = True
+        return thread
 
     def current_thread(self) -> Any:
         return getattr(greenlet.getcurrent(), "sim_thread", None)
@@ -397,6 +507,10 @@ class Lock:
         self._waiters: deque[Waiter] = deque()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        _point(self._world)
+        return self._take(blocking, timeout)
+
+    def _take(self, blocking: bool = True, timeout: float = -1) -> bool:
         while self._locked:
             if not blocking:
                 return False
@@ -432,7 +546,11 @@ class RLock(Lock):
         if self._locked and self._owner is greenlet.getcurrent():
             self._depth += 1
             return True
-        taken = super().acquire(blocking, timeout)
+        _point(self._world)
+        return self._take(blocking, timeout)
+
+    def _take(self, blocking: bool = True, timeout: float = -1) -> bool:
+        taken = super()._take(blocking, timeout)
         if taken:
             self._owner, self._depth = greenlet.getcurrent(), 1
         return taken
@@ -466,7 +584,7 @@ class Condition:
         finally:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-            self._lock.acquire()
+            self._lock._take()  # whatever comes: its `with` gives it back
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         end_s = None if timeout is None else self._world.now + timeout
@@ -520,6 +638,13 @@ class _ThreadGreenlet(greenlet.greenlet):
 
 
 class Thread:
+    """Stands for `threading.Thread`.
+
+    Attributes:
+        may_lack: it is one of the code under test, which the system may refuse.
+        signal: what comes to it.
+    """
+
     def __init__(
         self,
         world: World,
@@ -534,7 +659,9 @@ class Thread:
         self._world = world
         self._target, self._args, self._kwargs = target, tuple(args), kwargs or {}
         self.name = name or "thread"
-        self.ident = id(self)
+        self.ident: int | None = None
+        self.may_lack = False
+        self.signal: Signal | None = None
         self.daemon = daemon
         self._started = False
         self._over = Event(world)
@@ -543,9 +670,11 @@ class Thread:
         self.greenlet.sim_thread = self
 
     def start(self) -> None:
+        if self.may_lack:
+            self._world.current.shortages.check_thread()
         self.process = self._world.current
         self.process.threads.add(self)
-        self._started = True
+        self._started, self.ident = True, id(self)
         self._world.call_at(self._world.now, self.process, self.greenlet.switch)
 
     def _main(self) -> None:
@@ -565,8 +694,9 @@ class Thread:
             self._over.set()
 
     def join(self, timeout: float | None = None) -> None:
-        if self._started:
-            self._over.wait(timeout)
+        if not self._started:
+            raise RuntimeError("cannot join thread before it is started")
+        self._over.wait(timeout)
 
     def is_alive(self) -> bool:
         return self._started and not self._over.is_set()
@@ -580,7 +710,9 @@ class Time:
         return INSTALLED.world
 
     def monotonic(self) -> float:
-        return self._world.current.clock.monotonic()
+        world = self._world
+        _point(world)
+        return world.current.clock.monotonic()
 
     perf_counter = monotonic
 
@@ -619,8 +751,10 @@ class Executor:
         future: Future[Any] = Future()
         self._queue.append((future, fn, args))
         if self._room:
+            thread = Thread(self._world, target=self._work, name=self._name)
+            thread.may_lack = True
+            thread.start()  # where there is none the call stays queued, as in the standard library
             self._room -= 1
-            Thread(self._world, target=self._work, name=self._name).start()
         return future
 
     def _work(self) -> None:
@@ -664,26 +798,40 @@ def wait_futures(
     return done, set(given) - done
 
 
+RUNNER: ContextVar[CoroutineRunner | None] = ContextVar("runner", default=None)  # whose loop a task has
+
+
 def run_coroutine(coroutine: Coroutine[Any, Any, Any], **_: Any) -> Any:
     """Stands for `asyncio.run`: the coroutine becomes a task of the world's loop, and this thread waits for it."""
-    world = INSTALLED.world
-    task = world.loop.create_task(coroutine)
-    if not task.done():
-        waiter = Waiter(world)
-        task.add_done_callback(lambda _: waiter.fire())
-        waiter.wait(None)
-    return task.result()
+    with ExitStack() as opened:
+        try:
+            runner = opened.enter_context(CoroutineRunner())
+        except OSError:
+            coroutine.close()
+            raise
+        return runner.run(coroutine)
 
 
 class CoroutineRunner:
-    """Stands for `asyncio.Runner`, as `run_coroutine` for `asyncio.run`."""
+    """Stands for `asyncio.Runner`. A loop needs descriptors; to end its resolver, if that was asked, it needs a thread."""
 
     def __enter__(self) -> CoroutineRunner:
+        INSTALLED.world.current.shortages.check_descriptor("a loop")
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        process = INSTALLED.world.current
+        is_dead = kind is not None and not issubclass(kind, Exception)
+        if process.executors.pop(self, None) is not None and not is_dead:
+            process.shortages.check_thread()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """See `asyncio.Runner.run`."""
-        return run_coroutine(coroutine)
+        world, context = INSTALLED.world, copy_context()
+        context.run(RUNNER.set, self)
+        task = world.loop.create_task(coroutine, context=context)
+        if not task.done():
+            waiter = Waiter(world)
+            task.add_done_callback(lambda _: waiter.fire())
+            waiter.wait(None)
+        return task.result()

@@ -70,6 +70,7 @@ class PeerNetwork:
         self.world, self.cut, self.rows_of, self.told = world, cut, rows_of, told
         self.lent: dict[str, SimLending] = {}
         self.readings: dict[Any, _Reading] = {}  # by the thread that reads
+        self.roots: dict[Process, Any] = {}  # of namespaces, as each process knows them
         self.step_s, self.flips, self.is_stale = USUAL_STEP_S, 0.0, False
         self.arrived = self.fetched = 0
         self._racks = world.rng.choice((1, 2, 8))  # machines whose number is the same in one share memory
@@ -462,6 +463,7 @@ def open_peers(
     if network is None:
         return None
     process = INSTALLED.world.current
+    network.roots[process] = roots
     peers = Peers(
         lambda owner, transport, address: SimReader(network, process, owner, transport, address, roots.root),
         network.host_of(process.machine),

@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +25,14 @@ from tests.faults.simulator.drawing import FORGETS, Draw, draw, met
 from tests.faults.simulator.environment import installed
 from tests.faults.simulator.faults import Fault, Faults
 from tests.faults.simulator.kernel import INSTALLED, Violation, World
+from tests.faults.simulator.limit_faults import LIMIT_MIX
+from tests.faults.simulator.limits import Limits
 from tests.faults.simulator.peer_faults import PEER_MIX
 
 RUN_S = 10.0  # of virtual time with work and faults
 SHORT_S = 2.0  # the same, where a few faults meet
 PEERS_S, PEERS_BEGIN_S = 1.6, 0.5  # the same, where instances read from each other; and when the first fault may come
+LIMITS_S, LIMITS_BEGIN_S = 5.0, 0.0  # the same, where something runs out
 SOON_FORGOTTEN_S = 6.0  # where faults forget, the gone are forgotten by themselves after so much listening
 SETTLE_S = 90.0  # within which everything must be well again
 FOLDER = "/dev/shm"
@@ -42,6 +45,7 @@ class Plan(NamedTuple):
         mix: kinds of faults to draw from; () for any.
         together: kinds of faults that meet; () for no certain ones.
         peers: instances read each other's blocks.
+        limits: threads, descriptors, names and undisturbed calls may run out.
         without: numbers of faults to leave out.
     """
 
@@ -51,17 +55,25 @@ class Plan(NamedTuple):
     settle_s: float = SETTLE_S
     together: tuple[str, ...] = ()
     peers: bool = False
+    limits: bool = False
+
+    @property
+    def begin_s(self) -> float:
+        """When the first fault may come: where something runs out, while instances start."""
+        return LIMITS_BEGIN_S if self.limits else PEERS_BEGIN_S if self.peers else 1.0
 
     @property
     def words(self) -> str:
         """The options of `tools/fault_seeds.py` that say the same."""
         words = [f"--mix {','.join(self.mix)}"] if self.mix else []
         words += ["--peers"] if self.peers else []
+        words += ["--limits"] if self.limits else []
         words += [f"--together {','.join(self.together)}"] if self.together else []
         return " ".join([*words, f"--run-s {self.run_s:g}"])
 
 
 PEERS = Plan(mix=PEER_MIX, run_s=PEERS_S, peers=True)
+LIMITS = Plan(mix=LIMIT_MIX, run_s=LIMITS_S, limits=True)
 
 
 class Outcome(NamedTuple):
@@ -73,6 +85,7 @@ class Outcome(NamedTuple):
         trace: digest of the order of things; equal for equal runs.
         met: whether the faults that were to meet did.
         arrived: blocks that reads from other instances have brought. fetched: those of them that journals have.
+        reached: how often what runs out did, by what it was.
         story: the last things that happened.
     """
 
@@ -89,6 +102,7 @@ class Outcome(NamedTuple):
     met: bool
     arrived: int
     fetched: int
+    reached: dict[str, int]
     story: list[str]
 
 
@@ -167,13 +181,17 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
     violation, planned = "", []
     collecting = gc.isenabled()
     gc.disable()
-    with tempfile.TemporaryDirectory(dir=FOLDER, prefix="kvbm-sim-") as folder:
-        cluster = Cluster(world, Path(folder), checker, told, how.peers)
+    with tempfile.TemporaryDirectory(dir=FOLDER, prefix="kvbm-sim-") as folder, ExitStack() as stack:
+        limits = Limits(world, seed) if how.limits else None
+        has_peers = how.peers or (limits is not None and limits.has_peers)
+        cluster = Cluster(world, Path(folder), checker, told, has_peers, limits)
         checker.attach(cluster)
+        if limits is not None:
+            stack.enter_context(limits.scaled_down())
         faults = Faults(cluster)
         try:
             chances = random.Random(seed ^ 0xFA17)
-            planned = draw(chances, how.run_s, Draw(how.mix, how.together, PEERS_BEGIN_S if how.peers else 1.0))
+            planned = draw(chances, how.run_s, Draw(how.mix, how.together, how.begin_s))
             if any(fault.kind == "forget" for fault in planned):
                 cluster.forget_s = SOON_FORGOTTEN_S
             cluster.remembers = not how.mix or not any(fault.kind in FORGETS for fault in planned)
@@ -204,7 +222,8 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
             outcome = Outcome(
                 seed, violation, world.steps, cluster.operations, len(faults.happened), checker.checks,
                 cluster.server.last_sequence, world.now, trace.hexdigest()[:16], planned,
-                met(faults.happened, how.together), peers.arrived if peers else 0, peers.fetched if peers else 0, list(story),
+                met(faults.happened, how.together), peers.arrived if peers else 0, peers.fetched if peers else 0,
+                {} if limits is None else limits.reached, list(story),
             )  # fmt: skip
             cluster.end()
             for opened in leaving._open.keys() - open_before:  # the dead are not closed when the interpreter ends

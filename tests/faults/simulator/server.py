@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvbm.core.errors import FencedError, StreamError
 from kvbm.core.ids import Epoch, InstanceId
 from kvbm.core.parts import ALL_PARTS, part_of
@@ -37,7 +39,7 @@ from kvbm.streams.base import (
     mark_of,
     read_subjects,
 )
-from tests.faults.simulator.kernel import Process, World
+from tests.faults.simulator.kernel import RUNNER, Process, World
 
 PING_S = 10.0  # a connection over which nothing comes is given up after this
 BATCH = 64  # messages a consumer is handed at once
@@ -201,6 +203,8 @@ class Server:
         self.pulses: dict[str, Heartbeat] = {}
         self.refuses = 0.0  # share of publishes refused with an error
         self.takes_nothing = False  # nor says so: its disk is full
+        self.max_payload_bytes = 0  # of a heartbeat; 0: of any size
+        self.on_too_large: Callable[[Heartbeat, int], None] = lambda heartbeat, size: None
         self.drop_acks = 0.0
         self.loses_asks = 0.0
         self.on_stored: Callable[[Stored], None] = lambda stored: None
@@ -555,7 +559,10 @@ class SimStream:
     # -- signs of life and asks ---------------------------------------------------------------------------------------
 
     async def send_pulse(self, heartbeat: Heartbeat) -> None:
-        subject = f"{heartbeat.cluster}.{heartbeat.instance}"
+        subject, most = f"{heartbeat.cluster}.{heartbeat.instance}", self._server.max_payload_bytes
+        if most and (size := len(msgspec.msgpack.encode(heartbeat))) > most:
+            self._server.on_too_large(heartbeat, size)
+            raise StreamError("nats: maximum payload exceeded (simulated)")
         self._tell(lambda: self._server.pulse(subject, heartbeat))
 
     async def last_pulse(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Heartbeat | None:
@@ -731,6 +738,11 @@ async def _connect(server: Server, timeout_s: float) -> Link:
     world = server.world
     process = world.current
     generation = server.generation
+    try:
+        world.loop.run_in_executor(RUNNER.get(), lambda: None)  # the server's name is looked up in a thread
+        process.shortages.check_descriptor("a connection")
+    except (OSError, RuntimeError) as error:
+        raise StreamError(f"no connection to NATS: {error}") from None
     if server.network.is_cut(process):
         await asyncio.sleep(timeout_s)
         raise StreamError(f"no answer from NATS within {timeout_s:g} s (simulated)")
