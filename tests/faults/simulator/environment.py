@@ -171,7 +171,7 @@ def _drop(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
         if event.pop("exc_info", None):
             event["why"] = traceback.format_exc(limit=-4)
         told(method, event)
-    if event["event"] == "copy.broke":
+    if event["event"] in ("copy.broke", "offload.broke"):
         raise Violation(f"a pool broke its promise never to raise: {event}")
     raise structlog.DropEvent
 
