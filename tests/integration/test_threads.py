@@ -137,7 +137,9 @@ class ToldStream:
         await asyncio.get_running_loop().getaddrinfo("localhost", 4222)
         return ToldStream()
 
-    open = connect
+    @staticmethod
+    async def open(*_: object) -> ToldStream:
+        return ToldStream()
 
     async def tail(self, *_: object) -> None:
         return
