@@ -22,6 +22,7 @@ from kvbm.command_line import (
 )
 from kvbm.core.errors import ConfigError, JanitorBusyError
 from kvbm.core.ids import InstanceId
+from kvbm.terminal import say, say_error
 
 
 def catalog_main(argv: Sequence[str] | None = None) -> int:
@@ -196,10 +197,10 @@ def _make_token(arguments: argparse.Namespace) -> int:
     wanted = NewToken(arguments.name, arguments.role, arguments.tenant or None, arguments.expires, arguments.replace)
     token = add_token(path, wanted, time.time())
     if arguments.out is None:
-        print(token)
+        say(token)
     else:
         write_out(arguments.out, f"{token}\n")
-    print(f"kvbm-catalog: {path} has its hash; the token is not kept and not shown again", file=sys.stderr)
+    say(f"kvbm-catalog: {path} has its hash; the token is not kept and not shown again", to=sys.stderr)
     return 0
 
 
@@ -216,9 +217,9 @@ def _erase(arguments: argparse.Namespace) -> int:
 
     def tell(number: int, lines: Sequence[Line]) -> None:
         if options.lift is not None:
-            print(f"erasure {number} is lifted")
+            say(f"erasure {number} is lifted")
         else:
-            print((as_json if arguments.json else as_words)(number, lines), flush=True)
+            say(*(as_json if arguments.json else as_words)(number, lines).split("\n"))
 
     return run_erase(settings_of(arguments), options, tell)
 
@@ -241,9 +242,9 @@ def _collect_garbage(arguments: argparse.Namespace) -> int:
     settings = settings_of(arguments)
     words = as_json if arguments.json else as_words
     try:
-        return run_gc(settings, arguments.dry_run, lambda report: print(words(report), flush=True))
+        return run_gc(settings, arguments.dry_run, lambda report: say(*words(report).split("\n")))
     except JanitorBusyError as error:
-        print(f"kvbm-catalog: {error}", file=sys.stderr)
+        say_error("kvbm-catalog", error)
         return 0
 
 
@@ -256,5 +257,5 @@ def _forget_instance(arguments: argparse.Namespace) -> int:
         client.forget(InstanceId(arguments.instance))
     finally:
         client.close()
-    print(f"instance {arguments.instance} is forgotten")
+    say(f"instance {arguments.instance} is forgotten")
     return 0

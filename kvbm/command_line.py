@@ -17,7 +17,8 @@ import structlog
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.files import replace_file
-from kvbm.telemetry.remarks import StandardError
+from kvbm.telemetry.remarks import StandardError, for_terminals
+from kvbm.terminal import say_error
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -54,10 +55,10 @@ def run_command(work: Callable[[argparse.Namespace], int], arguments: argparse.N
         code = work(arguments)
         sys.stdout.flush()
     except KvbmError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        say_error(name, error)
         return 2
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        say_error(name, "interrupted")
         return 130
     except BrokenPipeError:  # a pager or head has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -94,7 +95,7 @@ def configure_logs(level: int = logging.INFO) -> None:
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+            *for_terminals(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, StandardError())),

@@ -36,6 +36,7 @@ from kvbm.core.events import (
     SnapshotEnded,
 )
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Offset, SequenceHash, Tier, pack_slots
+from kvbm.terminal import say
 
 INSTANCES = 16
 _CHAIN_BLOCKS = 256
@@ -178,7 +179,7 @@ def _at_size(size: int, replacements: int, samples: int, seed: int) -> tuple[lis
     began = time.perf_counter()
     live = LiveSet(size, seed)
     accounted = sum(live.index.memory().values()) / live.index.residency_count()
-    print(f"  ({label}: filled in {time.perf_counter() - began:.0f} s)", file=sys.stderr)
+    say(f"  ({label}: filled in {time.perf_counter() - began:.0f} s)", to=sys.stderr)
     rows: list[Row] = []
 
     def applied(what: str, events: int, run_blocks: int, frame_blocks: int) -> Row:

@@ -10,6 +10,8 @@ import msgspec
 
 from kvbm.core.errors import ErasureError
 from kvbm.remarks import Remarks
+from kvbm.terminal import as_json as json_of
+from kvbm.terminal import plain
 
 log = Remarks()
 
@@ -196,10 +198,10 @@ def is_gone(lines: Sequence[Line]) -> bool:
 
 
 def as_words(number: int, lines: Sequence[Line]) -> str:
-    """The table for people."""
+    """The table for people, a line each. Who answers has chosen the words: each is `plain`."""
     rows = [
         ("who", "place", "erased", "waits for"),
-        *((*line[:3], line.waits or "nothing: it is gone") for line in lines),
+        *(tuple(map(plain, (*line[:3], line.waits or "nothing: it is gone"))) for line in lines),
     ]
     widths = [max(len(row[at]) for row in rows) for at in range(3)]
     body = [
@@ -218,6 +220,4 @@ def as_words(number: int, lines: Sequence[Line]) -> str:
 
 def as_json(number: int, lines: Sequence[Line]) -> str:
     """The same as one line of JSON."""
-    return msgspec.json.encode(
-        {"number": number, "gone": is_gone(lines), "places": [line._asdict() for line in lines]}
-    ).decode()
+    return json_of({"number": number, "gone": is_gone(lines), "places": [line._asdict() for line in lines]})
