@@ -14,6 +14,7 @@ from kvbm.command_line import (
     Commands,
     add_command,
     add_settings,
+    check_out,
     count_between,
     run_command,
     seconds,
@@ -180,7 +181,7 @@ def _add_token(commands: Commands) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="put the token into this file, its owner's alone, instead of printing it",
+        help="put the token into this file, its owner's alone and never another user's, instead of printing it",
     )
     add_settings(token)
 
@@ -194,6 +195,8 @@ def _make_token(arguments: argparse.Namespace) -> int:
         raise ConfigError("there is no file of callers; give --access FILE, or set catalog.access")
     if arguments.role == "router" and bool(arguments.tenant) == arguments.all_tenants:
         raise ConfigError("a router is of some tenants or of all; give --tenant T, or --all-tenants")
+    if arguments.out is not None:
+        check_out(arguments.out)
     wanted = NewToken(arguments.name, arguments.role, arguments.tenant or None, arguments.expires, arguments.replace)
     token = add_token(path, wanted, time.time())
     if arguments.out is None:

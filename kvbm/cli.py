@@ -454,7 +454,10 @@ def _add_keys(commands: Commands) -> None:
         "kvbm keys keys.toml --tenant acme --name 2026-11",
     )
     keys.add_argument(
-        "file", type=Path, metavar="FILE", help="readable to its owner alone; keep a copy where keys are kept"
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="readable to its owner alone, who must be you; keep a copy where keys are kept",
     )
     keys.add_argument(
         "--tenant", default="", metavar="NAME", help="whose objects; without it, those of namespaces without a tenant"
@@ -598,7 +601,7 @@ def _print_permissions(arguments: argparse.Namespace) -> int:
         if arguments.out is None:
             say(*text.removesuffix("\n").split("\n"))
         else:
-            write_out(arguments.out, text, keeps_mode=True)  # nats-server may run as another user
+            write_out(arguments.out, text, is_secret=False)  # nats-server may run as another user
 
     printed = print_accounts(arguments.keys, arguments.cluster, wanted, change, time.time(), put)
     for remark in printed.remarks:

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO, TypeAlias, cast
 
@@ -114,10 +115,26 @@ def seconds(text: str) -> float:
     return seconds
 
 
-def write_out(path: Path, text: str, keeps_mode: bool = False) -> None:
-    """What a command has made, as the whole file `--out`; see `replace_file`. Raises ConfigError: it is as it was."""
+def check_out(path: Path) -> None:
+    """Refuse to put a secret where another user would read it. Raises ConfigError: `--out` is that user's file."""
+    with suppress(OSError):
+        found = os.lstat(path)
+        if (user := found.st_uid) != os.geteuid():
+            raise ConfigError(
+                f"--out {path} belongs to user {user}, who would read what is put there; run this as that user, or give a file that is "
+                "not there and hand it over afterwards"
+            )
+
+
+def write_out(path: Path, text: str, is_secret: bool = True) -> None:
+    """What a command has made, as the whole file `--out`, which belongs to who runs it, and to nobody else.
+
+    Args:
+        is_secret: where not, it belongs to whom it belonged, and is readable to whom it was.
+    Raises: ConfigError: it is as it was.
+    """
     try:
-        replace_file(path, text.encode(), keeps_mode)
+        replace_file(path, text.encode(), keeps_owner=not is_secret, keeps_mode=not is_secret)
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written ({error.strerror}); choose another place for it") from None
 
