@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.core.errors import ErasureError
+from kvbm.core.names import kind_of_name
 from kvbm.remarks import Remarks
 from kvbm.terminal import as_json as json_of
 from kvbm.terminal import plain
@@ -79,7 +80,10 @@ def decoded(data: bytes) -> Answer:
 
 
 def answers_of(found: Mapping[str, bytes]) -> list[Answer]:
-    """What everybody says for himself, by name. What cannot be read, or is said in another's name, is no answer: it is waited for."""
+    """What everybody says for himself, by name. What cannot be read, or is said in another's name, is no answer: it is waited for.
+
+    What one is stands in the name, which the server's permissions bind to who has it: an instance speaks for no catalog and no pool.
+    """
     answers = []
     for name, data in found.items():
         try:
@@ -87,7 +91,8 @@ def answers_of(found: Mapping[str, bytes]) -> list[Answer]:
         except ErasureError as error:
             log.debug("erasure.answer_unread", name=name, why=str(error))
             continue
-        if answer.name == name and (answer.kind == INSTANCE or name.startswith(f"{answer.kind}-")):
+        kind = kind_of_name(name)
+        if answer.name == name and answer.kind == (INSTANCE if kind is None else kind):
             answers.append(answer)
     return answers
 
