@@ -18,7 +18,7 @@ import structlog
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.files import replace_file
-from kvbm.telemetry.remarks import StandardError, for_terminals
+from kvbm.telemetry.remarks import PlainFormatter, StandardError, for_terminals
 from kvbm.terminal import say_error
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -102,6 +102,8 @@ def configure_logs(level: int = logging.INFO) -> None:
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, StandardError())),
         cache_logger_on_first_use=True,
     )
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PlainFormatter())
 
 
 def seconds(text: str) -> float:

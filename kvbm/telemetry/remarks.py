@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,6 +34,14 @@ def for_terminals() -> Sequence[Processor]:
     """The last steps of a remark that people read: what others have named, and their words in an error, are `plain`."""
     renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_format_exception)
     return (_with_plain_fields, renderer)
+
+
+class PlainFormatter(logging.Formatter):
+    """For what libraries say by `logging`: their words may hold those of a caller."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return "\n".join(map(plain, super().format(record).split("\n")))
 
 
 def to_standard_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import sys
 from io import StringIO
 from pathlib import Path
@@ -34,8 +35,7 @@ def test_what_a_terminal_obeys_is_written_as_an_escape_and_all_else_stays() -> N
     assert plain(HOSTILE) == SHOWN
     assert plain("müßig → 東京 𝛼") == "müßig → 東京 𝛼"
     assert plain("\ud800") == r"\ud800"
-    for code in range(sys.maxunicode + 1):
-        assert plain(chr(code)).isprintable()
+    assert plain("".join(map(chr, range(sys.maxunicode + 1)))).isprintable()
 
 
 def test_json_says_the_same_and_nothing_in_it_is_obeyed() -> None:
@@ -107,6 +107,22 @@ def test_remarks_show_names_and_errors_and_no_values_of_variables(monkeypatch: p
     assert is_plain(said.getvalue())
     assert SHOWN.partition(r"\x0d")[0] in said.getvalue()
     assert token not in said.getvalue()
+
+
+def test_what_libraries_say_is_shown_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    configure_logs()
+    assert logging.lastResort is not None
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        record = logging.getLogger("uvicorn.error").makeRecord(
+            "uvicorn.error", logging.ERROR, "", 0, "Exception: %s", (HOSTILE,), sys.exc_info()
+        )
+    logging.lastResort.handle(record)
+    assert "Traceback" in said.getvalue() and r"a\x1b[2J" in said.getvalue()
+    assert is_plain(said.getvalue())
 
 
 def test_nobody_prints_but_through_here() -> None:
