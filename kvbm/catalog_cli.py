@@ -14,6 +14,7 @@ from kvbm.command_line import (
     Commands,
     add_command,
     add_settings,
+    check_out,
     count_between,
     run_command,
     seconds,
@@ -22,6 +23,7 @@ from kvbm.command_line import (
 )
 from kvbm.core.errors import ConfigError, JanitorBusyError
 from kvbm.core.ids import InstanceId
+from kvbm.terminal import say, say_error
 
 
 def catalog_main(argv: Sequence[str] | None = None) -> int:
@@ -179,7 +181,7 @@ def _add_token(commands: Commands) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="put the token into this file, its owner's alone, instead of printing it",
+        help="put the token into this file, its owner's alone and never another user's, instead of printing it",
     )
     add_settings(token)
 
@@ -193,13 +195,15 @@ def _make_token(arguments: argparse.Namespace) -> int:
         raise ConfigError("there is no file of callers; give --access FILE, or set catalog.access")
     if arguments.role == "router" and bool(arguments.tenant) == arguments.all_tenants:
         raise ConfigError("a router is of some tenants or of all; give --tenant T, or --all-tenants")
+    if arguments.out is not None:
+        check_out(arguments.out)
     wanted = NewToken(arguments.name, arguments.role, arguments.tenant or None, arguments.expires, arguments.replace)
     token = add_token(path, wanted, time.time())
     if arguments.out is None:
-        print(token)
+        say(token)
     else:
         write_out(arguments.out, f"{token}\n")
-    print(f"kvbm-catalog: {path} has its hash; the token is not kept and not shown again", file=sys.stderr)
+    say(f"kvbm-catalog: {path} has its hash; the token is not kept and not shown again", to=sys.stderr)
     return 0
 
 
@@ -216,9 +220,9 @@ def _erase(arguments: argparse.Namespace) -> int:
 
     def tell(number: int, lines: Sequence[Line]) -> None:
         if options.lift is not None:
-            print(f"erasure {number} is lifted")
+            say(f"erasure {number} is lifted")
         else:
-            print((as_json if arguments.json else as_words)(number, lines), flush=True)
+            say(*(as_json if arguments.json else as_words)(number, lines).split("\n"))
 
     return run_erase(settings_of(arguments), options, tell)
 
@@ -241,9 +245,9 @@ def _collect_garbage(arguments: argparse.Namespace) -> int:
     settings = settings_of(arguments)
     words = as_json if arguments.json else as_words
     try:
-        return run_gc(settings, arguments.dry_run, lambda report: print(words(report), flush=True))
+        return run_gc(settings, arguments.dry_run, lambda report: say(*words(report).split("\n")))
     except JanitorBusyError as error:
-        print(f"kvbm-catalog: {error}", file=sys.stderr)
+        say_error("kvbm-catalog", error)
         return 0
 
 
@@ -256,5 +260,5 @@ def _forget_instance(arguments: argparse.Namespace) -> int:
         client.forget(InstanceId(arguments.instance))
     finally:
         client.close()
-    print(f"instance {arguments.instance} is forgotten")
+    say(f"instance {arguments.instance} is forgotten")
     return 0

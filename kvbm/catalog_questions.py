@@ -47,6 +47,7 @@ from kvbm.files import read_small
 from kvbm.locate.base import Catalog
 from kvbm.locate.http import CatalogClient
 from kvbm.tenant_secrets import TenantSecrets
+from kvbm.terminal import as_json, plain, say
 
 _WIDTH = 120  # of tables where standard output is no terminal
 _PROMPT_BYTES = 16 << 20  # of a file with a prompt
@@ -222,10 +223,10 @@ def _watch(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
     try:
         for event in watch:
             if arguments.json:
-                print(msgspec.json.encode(event).decode(), flush=True)
+                say(as_json(event))
             else:
                 for line in _watched(event):
-                    print(_plain(line), flush=True)
+                    say(line)
     finally:
         watch.close()
 
@@ -325,7 +326,7 @@ def _named(one: NamespaceSummary) -> str:
     words += [f"group {fields.kv_group}"] if fields.kv_group else []
     words += [f"lora {fields.lora}"] if fields.lora else []
     words += [f"tenant {fields.tenant}"] if fields.tenant else []
-    return _plain(", ".join([word for word in words if word] + [fields.scheme]))
+    return plain(", ".join([word for word in words if word] + [fields.scheme]))
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -333,13 +334,13 @@ def _named(one: NamespaceSummary) -> str:
 
 def _print(arguments: argparse.Namespace, answer: object, told: Callable[[], Sequence[Table | str]]) -> None:
     if arguments.json:
-        print(msgspec.json.encode(answer).decode())
+        say(as_json(answer))
         return
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, emoji=False, width=max(_WIDTH, console.width))
     for part in told():
-        console.print(_plain(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
+        console.print(plain(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
 
 
 def _table(*columns: str) -> Table:
@@ -354,12 +355,7 @@ def _table(*columns: str) -> Table:
 
 def _add(table: Table, *cells: object) -> None:
     """A row."""
-    table.add_row(*(Text(_plain(str(cell))) for cell in cells))
-
-
-def _plain(text: str) -> str:
-    """Names come from whoever may publish events: a terminal is given no control characters of theirs."""
-    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
+    table.add_row(*(Text(plain(str(cell))) for cell in cells))
 
 
 def _tiers(tiers: dict[str, int]) -> str:

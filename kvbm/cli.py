@@ -37,6 +37,7 @@ from kvbm.config import default_lines
 from kvbm.core.errors import ConfigError
 from kvbm.locate.http import CatalogClient
 from kvbm.locate.parts import PartedCatalog
+from kvbm.terminal import say
 
 if TYPE_CHECKING:
     from kvbm.streams.nats.credentials import Credentials
@@ -453,7 +454,10 @@ def _add_keys(commands: Commands) -> None:
         "kvbm keys keys.toml --tenant acme --name 2026-11",
     )
     keys.add_argument(
-        "file", type=Path, metavar="FILE", help="readable to its owner alone; keep a copy where keys are kept"
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="readable to its owner alone, who must be you; keep a copy where keys are kept",
     )
     keys.add_argument(
         "--tenant", default="", metavar="NAME", help="whose objects; without it, those of namespaces without a tenant"
@@ -496,7 +500,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             from kvbm.pools.tenant_keys import add_key
 
             add_key(arguments.file, arguments.tenant, arguments.name)
-            print(f"tenant {arguments.tenant!r} has a new current key {arguments.name!r} in {arguments.file}")
+            say(f"tenant {arguments.tenant!r} has a new current key {arguments.name!r} in {arguments.file}")
             return 0
         case "bench":
             from kvbm.bench import BenchOptions, FetchOptions, ObjectsOptions, PoolsOptions, run_bench
@@ -534,7 +538,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             worker = WorkerSettings(threads=arguments.threads, weights_path=arguments.weights)
             return serve(settings, worker)
         case _:
-            print("\n".join(default_lines()))
+            say(*default_lines())
             return 0
 
 
@@ -595,13 +599,13 @@ def _print_permissions(arguments: argparse.Namespace) -> int:
 
     def put(text: str) -> None:
         if arguments.out is None:
-            print(text, end="")
+            say(*text.removesuffix("\n").split("\n"))
         else:
-            write_out(arguments.out, text, keeps_mode=True)  # nats-server may run as another user
+            write_out(arguments.out, text, is_secret=False)  # nats-server may run as another user
 
     printed = print_accounts(arguments.keys, arguments.cluster, wanted, change, time.time(), put)
     for remark in printed.remarks:
-        print(f"kvbm: {remark}", file=sys.stderr)
+        say(f"kvbm: {remark}", to=sys.stderr)
     return 0
 
 

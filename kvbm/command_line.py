@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO, TypeAlias, cast
 
@@ -17,7 +18,8 @@ import structlog
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.files import replace_file
-from kvbm.telemetry.remarks import StandardError
+from kvbm.telemetry.remarks import PlainFormatter, StandardError, for_terminals
+from kvbm.terminal import say_error
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -54,10 +56,10 @@ def run_command(work: Callable[[argparse.Namespace], int], arguments: argparse.N
         code = work(arguments)
         sys.stdout.flush()
     except KvbmError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        say_error(name, error)
         return 2
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        say_error(name, "interrupted")
         return 130
     except BrokenPipeError:  # a pager or head has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -94,12 +96,14 @@ def configure_logs(level: int = logging.INFO) -> None:
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+            *for_terminals(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, StandardError())),
         cache_logger_on_first_use=True,
     )
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PlainFormatter())
 
 
 def seconds(text: str) -> float:
@@ -113,10 +117,26 @@ def seconds(text: str) -> float:
     return seconds
 
 
-def write_out(path: Path, text: str, keeps_mode: bool = False) -> None:
-    """What a command has made, as the whole file `--out`; see `replace_file`. Raises ConfigError: it is as it was."""
+def check_out(path: Path) -> None:
+    """Refuse to put a secret where another user would read it. Raises ConfigError: `--out` is that user's file."""
+    with suppress(OSError):
+        found = os.lstat(path)
+        if (user := found.st_uid) != os.geteuid():
+            raise ConfigError(
+                f"--out {path} belongs to user {user}, who would read what is put there; run this as that user, or give a file that is "
+                "not there and hand it over afterwards"
+            )
+
+
+def write_out(path: Path, text: str, is_secret: bool = True) -> None:
+    """What a command has made, as the whole file `--out`, which belongs to who runs it, and to nobody else.
+
+    Args:
+        is_secret: where not, it belongs to whom it belonged, and is readable to whom it was.
+    Raises: ConfigError: it is as it was.
+    """
     try:
-        replace_file(path, text.encode(), keeps_mode)
+        replace_file(path, text.encode(), keeps_owner=not is_secret, keeps_mode=not is_secret)
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written ({error.strerror}); choose another place for it") from None
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import shlex
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -26,6 +27,8 @@ log = Remarks()
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 SMALL_BYTES = 1 << 20  # of a file that people write: settings, keys, seeds
+LOCK_WAIT_S = 20.0  # for another process that does what one does alone
+_LOCK_LOOK_S = 0.02
 _OTHERS = 0o077
 _OPEN = 0o066  # whoever may only pass through a folder learns no name there
 _ENTRIES_MOST = 65_536  # of a tree that are looked at for what others may read
@@ -146,10 +149,11 @@ def write_new(path: Path, data: bytes) -> None:
         os.fsync(fd)
 
 
-def replace_file(path: Path, data: bytes, keeps_mode: bool = False) -> None:
-    """Put a whole file in the place of another in one step. It belongs to whom the other belonged, and is its owner's alone.
+def replace_file(path: Path, data: bytes, keeps_owner: bool = True, keeps_mode: bool = False) -> None:
+    """Put a whole file in the place of another in one step; it is its owner's alone.
 
     Args:
+        keeps_owner: it belongs to whom the other belonged, not to whoever writes it. Not for what that one must not read.
         keeps_mode: it is readable to whom the other was.
     Raises: OSError: nothing has changed then.
     """
@@ -158,8 +162,9 @@ def replace_file(path: Path, data: bytes, keeps_mode: bool = False) -> None:
         with open(beside, "xb", opener=opener) as file:
             with suppress(FileNotFoundError):
                 found = os.stat(path)
-                with suppress(PermissionError):
-                    os.fchown(file.fileno(), found.st_uid, found.st_gid)
+                if keeps_owner:
+                    with suppress(PermissionError):
+                        os.fchown(file.fileno(), found.st_uid, found.st_gid)
                 if keeps_mode:
                     os.fchmod(file.fileno(), stat.S_IMODE(found.st_mode))
             file.write(data)
@@ -180,13 +185,77 @@ def stamp(path: str | Path) -> tuple[int, ...] | None:
     return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
+class Watched:
+    """Files that others replace. One that is being written is not taken by halves: a change counts once it has stayed as it is for a time.
+
+    One thread. `take` what was read after `has_changed`; what is there at the beginning counts as taken.
+    """
+
+    def __init__(self, *paths: str | Path) -> None:
+        self._paths = paths
+        self._taken = self._seen = self._stamps()
+        self._since_s = float("-inf")
+
+    @property
+    def seen(self) -> object:
+        """Differs when the files were found changed."""
+        return self._seen
+
+    @property
+    def seen_bytes(self) -> int:
+        """How long they were together."""
+        return sum(0 if one is None else one[2] for one in self._seen)
+
+    def has_changed(self, now_s: float, stays_s: float) -> bool:
+        """Look, and tell whether they differ from what was taken, and have not changed for so long.
+
+        Args:
+            now_s: of a clock that only grows.
+        """
+        return self.has_stayed(now_s, stays_s) and self._seen != self._taken
+
+    def has_stayed(self, now_s: float, stays_s: float) -> bool:
+        """Look, and tell whether they have not changed for so long."""
+        found = self._stamps()
+        if found != self._seen:
+            self._seen, self._since_s = found, now_s
+        return now_s - self._since_s >= stays_s
+
+    def is_as_seen(self) -> bool:
+        """Whether they are as the last look found them: what was read since then is what was looked at."""
+        return self._stamps() == self._seen
+
+    def take(self) -> None:
+        """What was seen last is what counts."""
+        self._taken = self._seen
+
+    def _stamps(self) -> tuple[tuple[int, ...] | None, ...]:
+        return tuple(map(stamp, self._paths))
+
+
+def stranger(found: os.stat_result) -> int | None:
+    """The user a file belongs to, where that is neither who runs this process nor root; None otherwise."""
+    return found.st_uid if found.st_uid not in (0, os.geteuid()) else None
+
+
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """While no other process does this in the folder, which is made if it is not there. Raises OSError."""
+    """While no other process does this in the folder, which is made if it is not there.
+
+    Whoever may read the folder can lock it, too, so it is waited for `LOCK_WAIT_S` at most. Raises OSError: also then.
+    """
     make_folder(folder)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        until_s = time.monotonic() + LOCK_WAIT_S
+        while not _locks(fd):
+            if time.monotonic() >= until_s:
+                why = (
+                    f"another process has had its folder locked for {LOCK_WAIT_S:g} s, lslocks names it; if it is another user's, run: "
+                    f"chmod go-rx {shlex.quote(str(folder))}"
+                )
+                raise OSError(errno.EAGAIN, why, str(folder))
+            time.sleep(_LOCK_LOOK_S)
         yield
     finally:
         os.close(fd)
@@ -264,6 +333,14 @@ def _look(roots: Sequence[Path]) -> Iterator[tuple[str, str]]:
             if is_folder and mode & 0o011:  # whoever may not pass through reaches nothing in it
                 with suppress(OSError), os.scandir(path) as entries:
                     waiting += sorted((entry.path for entry in islice(entries, _ENTRIES_MOST)), reverse=True)
+
+
+def _locks(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _read(fd: int, wanted: int) -> bytes:

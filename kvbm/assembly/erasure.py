@@ -20,6 +20,7 @@ from kvbm.config import Settings, check_settings
 from kvbm.core.errors import ConfigError, ErasureError, FencedError, KvbmError
 from kvbm.core.events import JANITOR
 from kvbm.core.ids import HASH_BYTES, NamespaceId, split_hashes
+from kvbm.core.names import kept_name
 from kvbm.erasure import record as records
 from kvbm.erasure import report
 from kvbm.erasure.catalog import CatalogErasures
@@ -138,7 +139,7 @@ def catalog_companion(settings: Settings, url: str, credentials: Credentials) ->
     where = (
         f"{socket.gethostname()}:{settings.catalog.listen}:{settings.catalog.checkpoints}:{settings.instance.data_dir}"
     )
-    name = f"catalog-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
+    name = kept_name(report.CATALOG, hashlib.sha256(where.encode()).hexdigest()[:8])
 
     async def connect() -> ErasureLog:
         return await _open(settings, url, credentials)
@@ -261,7 +262,7 @@ async def _table(connected: ErasureLog, cluster: _Cluster, settings: Settings, e
 
 async def _say(settings: Settings, url: str, credentials: Credentials, number: int, progress: Progress) -> None:
     """Answer for the object pool."""
-    name = f"objects-{hashlib.sha256(settings.pools.object.url.encode()).hexdigest()[:8]}"
+    name = kept_name(OBJECTS, hashlib.sha256(settings.pools.object.url.encode()).hexdigest()[:8])
     connected = await _open(settings, url, credentials)
     try:
         before = next((one for one in report.answers_of(await connected.answers()) if one.name == name), None)

@@ -80,6 +80,7 @@ from kvbm.streams.publisher_ownership import unknown_runs
 from kvbm.streams.publisher_thread import PublisherThread
 from kvbm.streams.server import shared_server
 from kvbm.telemetry.remarks import to_standard_error
+from kvbm.terminal import say
 from kvbm_ledger import conflict
 
 if TYPE_CHECKING:
@@ -328,12 +329,12 @@ def run_catalog(
             parts=parts_of(settings.catalog.parts),
             new_messages=NATIVE_MESSAGES,
         )
-        say = f"follows {shown(url)}"
+        follows = f"follows {shown(url)}"
         run(
             service,
             NATIVE,
             NATIVE_INDEX,
-            lambda at: print(f"kvbm-catalog: {at} {say}", file=sys.stderr, flush=True),
+            lambda at: say(f"kvbm-catalog: {at} {follows}", to=sys.stderr),
         )
     return 0
 

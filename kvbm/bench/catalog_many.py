@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Offset, Tier
 from kvbm.locate.http import CatalogClient
 from kvbm.streams.base import Heartbeat
+from kvbm.streams.child import python
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import Child, start_catalog_process
@@ -52,7 +52,7 @@ def bench_many(samples: int, seed: int, instances: int = INSTANCES) -> Found:
         opened.callback(client.close)
         shared = np.random.default_rng(seed).bytes(SHARED_BLOCKS * HASH_BYTES)
         published = asyncio.run(_publish(server.url, shared, seed, instances))
-        command = [sys.executable, "-c", _SEND, server.url, str(instances), str(published)]
+        command = python("-c", _SEND, server.url, str(instances), str(published))
         hearts = Child("heartbeats", command, Path(folder) / "logs")
         opened.callback(hearts.stop)
         _wait_until_all_live(client, instances)

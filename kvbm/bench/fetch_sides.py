@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import select
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from kvbm.core.ids import HASH_BYTES, InstanceId
 from kvbm.core.reads import ReadOutcome
 from kvbm.pools.host.mapping import map_host
 from kvbm.pools.host.pool import HostPool
+from kvbm.streams.child import python
 from kvbm.workload.processes import Child, ProcessError
 
 _START_S = 60.0
@@ -96,7 +96,7 @@ def start_lender(
         "transport.key_file": str(key),
     }
     arguments = [json.dumps(flags), str(blocks), str(block_bytes), str(seed), str(unix)]
-    command = [*place.launcher, sys.executable, "-P", "-m", "kvbm.bench.lender", *arguments]
+    command = [*place.launcher, *python("-m", "kvbm.bench.lender", *arguments)]
     child = Child("lender", command, folder / "logs", spoken=True)
     opened.callback(child.stop)
     said = child.process.stdout

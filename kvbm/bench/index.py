@@ -36,6 +36,8 @@ from kvbm.core.events import (
     SnapshotEnded,
 )
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Offset, SequenceHash, Tier, pack_slots
+from kvbm.streams.child import python
+from kvbm.terminal import say
 
 INSTANCES = 16
 _CHAIN_BLOCKS = 256
@@ -178,7 +180,7 @@ def _at_size(size: int, replacements: int, samples: int, seed: int) -> tuple[lis
     began = time.perf_counter()
     live = LiveSet(size, seed)
     accounted = sum(live.index.memory().values()) / live.index.residency_count()
-    print(f"  ({label}: filled in {time.perf_counter() - began:.0f} s)", file=sys.stderr)
+    say(f"  ({label}: filled in {time.perf_counter() - began:.0f} s)", to=sys.stderr)
     rows: list[Row] = []
 
     def applied(what: str, events: int, run_blocks: int, frame_blocks: int) -> Row:
@@ -240,7 +242,7 @@ def _at_size(size: int, replacements: int, samples: int, seed: int) -> tuple[lis
 
 def _memory_in_a_fresh_process(size: int, seed: int) -> float:
     program = f"from kvbm.bench.index import print_memory; print_memory({size}, {seed})"
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(python("-c", program), check=True, capture_output=True, text=True, timeout=600)
     return float(done.stdout)
 
 

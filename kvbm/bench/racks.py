@@ -26,6 +26,7 @@ from kvbm.bench.fetch_sides import Lender, Place, Reader, start_lender
 from kvbm.bench.lender import Lent
 from kvbm.bench.measure import Found, row_of
 from kvbm.core.errors import KvbmError
+from kvbm.streams.child import python
 from kvbm.workload.processes import ProcessError
 
 _MIB = 1 << 20
@@ -50,7 +51,7 @@ def bench_racks(folder: Path, opened: ExitStack, blocks: int, samples: int, seed
         lent = start_lender(folder, blocks, _MIB, seed, opened, Place(_LENDER, (*inside, lender))).lent
         told = msgspec.json.encode(lent).decode()
         words = [told, str(folder), str(blocks), str(_MIB), str(seed), str(samples + 1)]
-        command = [*inside, reader, sys.executable, "-P", "-m", "kvbm.bench.racks", *words]
+        command = [*inside, reader, *python("-m", "kvbm.bench.racks", *words)]
         said = _said(command, _START_S + _READ_S * samples)
     except ProcessError as error:
         return Found([], {name: None}, (f"{name}: not measured; {error}",))

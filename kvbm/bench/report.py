@@ -22,6 +22,7 @@ from kvbm.bench.ledger import bench_ledger
 from kvbm.bench.measure import Found, Row
 from kvbm.bench.pools import PoolsOptions, bench_pools
 from kvbm.bench.replay import bench_replay
+from kvbm.terminal import say
 from kvbm.workload.processes import CATALOG_MODULES, require_modules
 from kvbm.workload.reports import check_report_path, write_report
 
@@ -216,20 +217,20 @@ def run_bench(options: BenchOptions, json_path: Path | None) -> int:
     """Measure, print, write. Raises ConfigError: the report cannot be written."""
     check_report_path(json_path)
     cores = "" if options.what in ("pools", "fetch") else "one core, "
-    print(f"{_machine()}\n{_build()}; {cores}load average {os.getloadavg()[0]:.1f} at the start")
+    say(_machine(), f"{_build()}; {cores}load average {os.getloadavg()[0]:.1f} at the start")
     rows: list[Row] = []
     numbers: dict[str, float | None] = {}
     notes: list[str] = []
     for name in BENCHES if options.what == "all" else [options.what]:
-        print(f"\n{name}")
+        say("", name)
         found = BENCHES[name](options)
         rows += found.rows
         numbers |= found.numbers
         notes += found.notes
         for row in found.rows:
-            print(_line(row), flush=True)
+            say(_line(row))
         for note in found.notes:
-            print(f"  {note}", flush=True)
+            say(f"  {note}")
     report = BenchReport(
         machine=_machine(), build=_build(), load_average=os.getloadavg()[0], rows=rows, notes=notes, **numbers
     )

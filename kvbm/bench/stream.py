@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from kvbm.core.ids import HASH_BYTES, InstanceId
 from kvbm.core.parts import ALL_PARTS
 from kvbm.locate.http import CatalogClient
 from kvbm.streams.base import EventReader, EventStream, StreamMessage, subject_names
+from kvbm.streams.child import python
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import Child, start_catalog, start_catalog_process
@@ -256,7 +256,7 @@ def _start_instance(
 ) -> Child:
     """A process of its own whose pool is full and published. `opened` ends it. Raises ProcessError."""
     flags = json.dumps(_flags(folder, url, instance, blocks, heartbeat_s))
-    command = [sys.executable, "-P", "-m", "kvbm.bench.instance", flags, str(blocks), str(rate)]
+    command = python("-m", "kvbm.bench.instance", flags, str(blocks), str(rate))
     child = Child(instance, command, folder / "logs", spoken=True)
     opened.callback(child.stop)
     assert child.process.stdout is not None

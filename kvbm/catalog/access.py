@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import ssl
 import time
@@ -13,12 +14,15 @@ import msgspec
 
 from kvbm.catalog.access_file import Entry, Role, hashed, read_entries
 from kvbm.core.errors import ConfigError
-from kvbm.files import stamp
+from kvbm.files import Watched
 from kvbm.remarks import Remarks
 
 log = Remarks()
 
 LOOK_S = 1.0
+AT_ONCE_BYTES = 32 << 10  # of a file that is read within the loop, some milliseconds
+LEAST_LOOK_S = 0.01
+_AGAIN_LOOKS = 10  # until a bad file that has not changed is tried again: there may have been no descriptors
 _LONGEST_HEADER = 512
 
 
@@ -65,7 +69,8 @@ class _Callers(NamedTuple):
 
 
 class Access:
-    """Tells who asks. One asyncio loop; a file that changes is read again within `LOOK_S` of the next request.
+    """Tells who asks. One asyncio loop. A file that has changed, and then stayed as it is for `LOOK_S`, is read again: with the next
+    request, or by `follow`.
 
     A file that cannot be used keeps what was read before, is told once, and shows in `trouble`.
 
@@ -84,11 +89,12 @@ class Access:
         self.trouble = ""
         self._path = Path(file) if file else None
         self._clock, self._wall_clock = clock, wall_clock
-        self._looked_s = clock()
-        self._seen: object = None
+        self._looked_s = self._taken_s = clock()
+        self._file = Watched(*[file] if file else [])
+        self._is_followed = False
+        self._is_left = False  # a long file is left to `follow`, which reads it beside the loop
         self._callers = _Callers({}, {}, {})
         if self._path is not None:
-            self._seen = stamp(self._path)
             self._callers = _by_proof(read_entries(self._path))
 
     def caller(self, authorization: str | None, certificate: Mapping[str, Any] | None) -> Caller | None:
@@ -129,24 +135,58 @@ class Access:
 
     def look(self) -> None:
         """Read the file again if it has changed; at most once in `LOOK_S`."""
-        now_s = self._clock()
-        if self._path is None or now_s - self._looked_s < LOOK_S:
+        if self._path is None or not self._is_due():
             return
-        self._looked_s = now_s
-        seen = stamp(self._path)
-        if seen == self._seen and not self.trouble:
+        if self._is_followed and self._file.seen_bytes > AT_ONCE_BYTES:
+            self._is_left = True
             return
-        self._seen = seen
+        found = _found(self._path)
+        if self._file.is_as_seen():
+            self._take(found)
+
+    async def follow(self) -> None:
+        """Look for as long as the catalog serves, also while nobody asks. A long file is read beside the loop, which goes on meanwhile."""
+        if self._path is None:
+            return
+        self._is_followed = True
         try:
-            self._callers = _by_proof(read_entries(self._path))
-        except ConfigError as error:
+            while True:
+                await asyncio.sleep(max(LOOK_S, LEAST_LOOK_S))
+                if self._is_due() or (self._is_left and self._file.has_stayed(self._clock(), LOOK_S)):
+                    await self._read_beside(self._path)
+        finally:
+            self._is_followed = False
+
+    async def _read_beside(self, path: Path) -> None:
+        self._is_left, seen = False, self._file.seen
+        try:
+            found = await asyncio.to_thread(_found, path)
+        except RuntimeError:  # there are no threads to be had
+            self._is_left = True
+            return
+        if self._file.seen == seen and self._file.is_as_seen():
+            self._take(found)
+
+    def _is_due(self) -> bool:
+        """Look at the file, at most once in `LOOK_S`; whether it is to be read."""
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_S:
+            return False
+        self._looked_s = now_s
+        again = bool(self.trouble) and now_s - self._taken_s >= _AGAIN_LOOKS * LOOK_S
+        return self._file.has_changed(now_s, LOOK_S) or (again and self._file.has_stayed(now_s, LOOK_S))
+
+    def _take(self, found: _Callers | ConfigError) -> None:
+        self._file.take()
+        self._taken_s = self._clock()
+        if isinstance(found, ConfigError):
             if not self.trouble:
                 log.warning(
-                    "catalog.access_kept", why=str(error), remedy="callers are as before until the file is good"
+                    "catalog.access_kept", why=str(found), remedy="callers are as before until the file is good"
                 )
-            self.trouble = f"callers are as before: {error}"
+            self.trouble = f"callers are as before: {found}"
             return
-        self.trouble = ""
+        self._callers, self.trouble, self._is_left = found, "", False
         log.info(
             "catalog.access_read",
             tokens=len(self._callers.by_hash),
@@ -189,6 +229,14 @@ def check_exposed(options: AccessOptions, address: str) -> None:
         f"the catalog would answer everybody who reaches {address}; make a file of callers with kvbm-catalog token and set "
         "catalog.access to it, or set catalog.open = true, or listen on 127.0.0.1"
     )
+
+
+def _found(path: Path) -> _Callers | ConfigError:
+    """What a file says now, or what is wrong with it."""
+    try:
+        return _by_proof(read_entries(path))
+    except ConfigError as error:
+        return error
 
 
 def _by_proof(entries: list[Entry]) -> _Callers:

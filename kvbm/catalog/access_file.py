@@ -38,7 +38,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 from kvbm.core.asks import is_caller
 from kvbm.core.errors import ConfigError
-from kvbm.files import alone, open_plain, replace_file
+from kvbm.files import alone, open_plain, replace_file, stranger
 
 Role = Literal["router", "operator", "metrics"]
 ROLES: tuple[str, ...] = get_args(Role)
@@ -47,7 +47,11 @@ TOKEN_PREFIX = "kvbm_"
 _MOST_BYTES = 4 << 20
 _NAME = re.compile(r"[A-Za-z0-9_.:/@*-]{1,256}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_HEAD = "# Who may ask the catalog. Written by `kvbm-catalog token`, which keeps entries and drops remarks. It holds hashes, no tokens.\n"
+_HEAD = (
+    "# Who may ask the catalog. Written by `kvbm-catalog token`, which keeps entries and drops remarks. It holds hashes, no tokens.\n"
+    "# Without its last line it is not whole, and nobody reads it.\n"
+)
+_END = "\n# That is all.\n"
 
 
 class Entry(NamedTuple):
@@ -98,14 +102,24 @@ _KINDS = ("token", "certificate", "nats")
 _OF_NOTHING = hashed("")
 
 
-def read_entries(path: Path) -> list[Entry]:
-    """The entries of a file. Raises ConfigError: it cannot be read, others may write it, or what is wrong in it."""
+def read_entries(path: Path, of_others: bool = False) -> list[Entry]:
+    """The entries of a file.
+
+    Args:
+        of_others: also of a file that belongs to another user than who asks, or root.
+    Raises: ConfigError: it cannot be read, others may write it, or what is wrong in it.
+    """
     try:
         with open(open_plain(path, follows=True), "rb") as file:
             found = os.fstat(file.fileno())
             if found.st_mode & 0o022:
                 raise ConfigError(
                     f"{_where(path)} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}); run: chmod 600 {path}"
+                )
+            if (user := stranger(found)) is not None and not of_others:
+                raise ConfigError(
+                    f"{_where(path)} belongs to user {user}, who could let anybody ask; run: chown root {path}, or chown it to who runs the "
+                    "catalog"
                 )
             if found.st_size > _MOST_BYTES:
                 raise ConfigError(f"{_where(path)} has more than {_MOST_BYTES} bytes; take out what is over")
@@ -123,6 +137,8 @@ def add_token(path: Path, wanted: NewToken, now_s: float) -> str:
 
     What has run out is taken out on the way. Other processes that do the same at the same time wait for each other.
 
+    Root may do so for another user: the file goes on to belong to that one, who finds a hash in it and no token.
+
     Args:
         now_s: seconds since 1970.
     Raises: ConfigError: the file cannot be used, the name has a token already, or what makes no sense.
@@ -130,7 +146,9 @@ def add_token(path: Path, wanted: NewToken, now_s: float) -> str:
     entry = _new_entry(wanted, now_s)
     token = TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
     with _alone(path):
-        entries = [one for one in (read_entries(path) if path.exists() else []) if not _is_over(one, now_s)]
+        entries = [
+            one for one in (read_entries(path, os.geteuid() == 0) if path.exists() else []) if not _is_over(one, now_s)
+        ]
         older = [one for one in entries if one.sha256 and one.name == wanted.name]
         if older and wanted.replace_s is None:
             raise ConfigError(
@@ -149,7 +167,7 @@ def add_token(path: Path, wanted: NewToken, now_s: float) -> str:
 def write_entries(path: Path, entries: Sequence[Entry]) -> None:
     """Replace the file in one step, readable to its owner alone. Raises ConfigError."""
     try:
-        replace_file(path, (_HEAD + "".join(map(_written, entries))).encode())
+        replace_file(path, (_HEAD + "".join(map(_written, entries)) + _END).encode())
     except OSError as error:
         raise ConfigError(f"{_where(path)} cannot be written ({error.strerror}); choose another place for it") from None
 
@@ -195,9 +213,12 @@ def _alone(path: Path) -> Iterator[None]:
 
 def _parse(data: bytes, where: str) -> list[Entry]:
     try:
-        tree = tomllib.loads(data.decode())
+        text = data.decode()
+        tree = tomllib.loads(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{where} is not TOML ({error}); correct it") from None
+    if text.startswith(_HEAD) and _END not in text:
+        raise ConfigError(f"{where} is cut off: its last line, {_END.strip()!r}, is not there; put it back from a copy")
     unknown = sorted(set(tree) - set(_KINDS))
     if unknown:
         raise ConfigError(

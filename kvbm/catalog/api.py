@@ -24,13 +24,13 @@ except ImportError:
     raise MissingExtraError("the catalog's web library (fastapi, uvicorn)", "catalog") from None
 
 from kvbm.catalog.access import Access, Caller
-from kvbm.catalog.at_once import AtOnce
+from kvbm.catalog.at_once import BINARY_TYPE, AtOnce
 from kvbm.catalog.checkpoint_response import CONTENT_TYPE as CHECKPOINT
 from kvbm.catalog.checkpoint_response import CheckpointResponse
 from kvbm.catalog.feed_response import CONTENT_TYPE as EVENTS
 from kvbm.catalog.feed_response import FeedResponse
 from kvbm.catalog.forgetting import NotForgottenError
-from kvbm.catalog.gate import CALLER, JUDGE, UNKNOWN, Gate
+from kvbm.catalog.gate import CALLER, JUDGE, UNKNOWN, Gate, content_type
 from kvbm.catalog.limits import LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
 from kvbm.catalog.prompt_answers import NOT_TOLD, PromptAnswers
 from kvbm.catalog.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, decode_prompt, without_prompt
@@ -269,6 +269,7 @@ class _Api:
         caller = _caller(request)
         body = await _body(request)
         exchange = _exchange(request)
+        _check_one_type(request)
         async with exchange.parsing(len(body)):
             if len(body) > LARGE_BODY_BYTES:
                 asked = await asyncio.to_thread(decode_prompt, body, kind)
@@ -328,7 +329,13 @@ def _caller(request: Request) -> Caller:
 
 
 def _is_binary(request: Request) -> bool:
-    return request.headers.get("content-type") == BATCHES
+    return content_type(request.scope["headers"]) == BINARY_TYPE
+
+
+def _check_one_type(request: Request) -> None:
+    """Refuse what says twice what its body is; the body is read by then, so that the connection goes on. Raises ApiError."""
+    if content_type(request.scope["headers"]) is None:
+        raise ApiError(400, "two_content_types", "the request has more than one Content-Type header", "send one")
 
 
 async def _body(request: Request) -> bytearray:

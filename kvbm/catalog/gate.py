@@ -119,6 +119,12 @@ def authorization(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     return found[0].decode("latin-1") if len(found) == 1 else ""  # two of them: neither counts
 
 
+def content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """What the header says that the body is, b"" without it; None where there are two, of which none counts before the other."""
+    found = [value for name, value in headers if name == b"content-type"]
+    return None if len(found) > 1 else (found or [b""])[0]
+
+
 async def _answer(send: Send, status: int, answer: ErrorAnswer, headers: list[tuple[bytes, bytes]]) -> None:
     body = msgspec.json.encode(answer)
     head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]

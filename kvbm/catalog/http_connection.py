@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvbm.catalog.at_once import BINARY_TYPE, PATHS, Answered, AtOnce, ShortQuestion
 from kvbm.catalog.connections import Connection, Connections, Stage, unsent_bytes
-from kvbm.catalog.gate import PEER, authorization
+from kvbm.catalog.gate import PEER, authorization, content_type
 from kvbm.catalog.limits import UNIX_HOST
 
 MAX_HEADER_BYTES = 32 << 10
@@ -162,18 +162,16 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         cycle = self._current()
         if (cycle is not None and not cycle.response_complete) or self.flow.write_paused:
             return False
-        length, is_binary = -1, False
+        length, kind = -1, content_type(self.headers)
         for name, value in self.headers:
             if name == b"content-length":
                 length = int(value) if value.isdigit() and len(value) < 9 else -1
-            elif name == b"content-type":
-                is_binary = value == BINARY_TYPE
             elif name == b"transfer-encoding" or name == b"upgrade":
                 return False
-        if length < 0 or not self.parser.should_keep_alive():
+        if length < 0 or kind is None or not self.parser.should_keep_alive():
             return False
         host = self.client[0] if self.client else ""
-        question = ShortQuestion(self.url, is_binary, host, authorization(self.headers), self._certificate)
+        question = ShortQuestion(self.url, kind == BINARY_TYPE, host, authorization(self.headers), self._certificate)
         held = self._at_once.hold(question, length)
         if held is None:
             return False

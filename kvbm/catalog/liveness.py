@@ -43,12 +43,12 @@ from enum import Enum
 from typing import NamedTuple, assert_never
 
 from kvbm.core.ids import Epoch, InstanceId
+from kvbm.core.names import CATALOG_PULSES
 from kvbm.core.parts import part_of
 from kvbm.streams.base import Heartbeat
 
 LIVENESS_S = 3.5  # three missed of one a second, and a margin
 LEAST_MASS = 3  # fewer that fall silent together have died: one host's worth, nothing a network does to a cluster
-_CATALOG_PREFIX = "_catalog-"
 _CHANGES = 4096
 
 
@@ -599,9 +599,9 @@ def catalog_name(run: str) -> InstanceId:
     Args:
         run: random, of this process; so the pulse that comes back is not one that the stream has kept of another.
     """
-    return InstanceId(_CATALOG_PREFIX + run)
+    return InstanceId(CATALOG_PULSES + run)
 
 
 def is_catalog(instance: InstanceId) -> bool:
     """Whether a pulse is a catalog's own, this one's or another's: no instance of that name holds anything."""
-    return instance.startswith(_CATALOG_PREFIX)
+    return instance.startswith(CATALOG_PULSES)

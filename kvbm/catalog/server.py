@@ -264,12 +264,15 @@ async def _serve(
             on_began(server, asyncio.get_running_loop())
             watching = asyncio.create_task(_end_on_failure(service, server))
             looking = asyncio.create_task(connections.look_for_ever())
+            following = [asyncio.create_task(one.follow()) for one in (access, tls) if one is not None]
             asking = listen_to_asks(service, surface, access)
             try:
                 await server.serve(sockets=sockets)
             finally:
                 watching.cancel()
                 looking.cancel()
+                for task in following:
+                    await _cancelled(task)
                 await _cancelled(asking)
         finally:
             await service.close()

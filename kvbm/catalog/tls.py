@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 import stat
 import time
 from collections.abc import Callable
 
-from kvbm.catalog.access import LOOK_S, AccessOptions
+from kvbm.catalog.access import LEAST_LOOK_S, LOOK_S, AccessOptions
 from kvbm.core.errors import ConfigError
-from kvbm.files import stamp
+from kvbm.files import Watched
 from kvbm.remarks import Remarks
 
 log = Remarks()
@@ -19,9 +20,9 @@ log = Remarks()
 class ServerTls:
     """A context whose certificate, key and CA are those of the files as they are now.
 
-    Files are looked at when a client connects, at most once in `LOOK_S`. A new set is tried in a context of its own, and takes the old
-    one's place in one step; one that is half written, or whose parts do not belong together, leaves the old one, is told once, and
-    shows in `trouble`. Connections that are open go on. TLS 1.3 alone, without tickets: each connection shows its certificate.
+    Files are looked at when a client connects, and by `follow`, at most once in `LOOK_S`, and read once they have stayed as they are for
+    as long. A new set is tried in a context of its own, and takes the old one's place in one step; one whose parts do not belong together
+    leaves the old one, is told once, and shows in `trouble`. Connections that are open go on. TLS 1.3 alone, without tickets: each connection shows its certificate.
 
     Attributes:
         context: for the server; it never changes.
@@ -33,7 +34,7 @@ class ServerTls:
         self.trouble = ""
         self._options, self._clock = options, clock
         self._looked_s = clock()
-        self._seen = self._stamps()
+        self._files = Watched(*(one for one in (options.tls_cert, options.tls_key, options.tls_client_ca) if one))
         self._current = _new_context(options)
         self.context = _new_context(options)
         self.context.sni_callback = self._on_hello  # also called without a name
@@ -44,8 +45,7 @@ class ServerTls:
         if now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
-        seen = self._stamps()
-        if seen == self._seen and not self.trouble:
+        if not (self._files.has_stayed(now_s, LOOK_S) if self.trouble else self._files.has_changed(now_s, LOOK_S)):
             return
         try:
             self._current = _new_context(self._options)
@@ -56,16 +56,19 @@ class ServerTls:
                 )
             self.trouble = f"the certificate is the one before: {error}"
             return
-        self._seen, self.trouble = seen, ""
+        self._files.take()
+        self.trouble = ""
         log.info("catalog.certificate_read", tls_cert=self._options.tls_cert)
+
+    async def follow(self) -> None:
+        """Look for as long as the catalog serves: who connects after a quiet time is shown what is there, not what was."""
+        while True:
+            await asyncio.sleep(max(LOOK_S, LEAST_LOOK_S))
+            self.look()
 
     def _on_hello(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
         self.look()
         connection.context = self._current
-
-    def _stamps(self) -> tuple[object, ...]:
-        options = self._options
-        return tuple(stamp(path) for path in (options.tls_cert, options.tls_key, options.tls_client_ca) if path)
 
 
 def _new_context(options: AccessOptions) -> ssl.SSLContext:

@@ -23,6 +23,7 @@ from kvbm.config.settings import (
 )
 from kvbm.core.errors import ConfigError
 from kvbm.core.ledger import LEAST_EVENT_BYTES
+from kvbm.core.names import NAME_RULE, is_name
 from kvbm.core.parts import parts_of
 from kvbm.core.policy import EVICTION_POLICIES, OFFLOAD_POLICIES
 from kvbm.core.state_admission import STATE_POLICIES
@@ -34,7 +35,6 @@ _MOST_WEIGHT = 1_000_000
 _EVERYWHERE = ("0.0.0.0", "::")
 _MOST_RANKS = 256
 _MOST_BLOCK_TOKENS = 1 << 16
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 def check_settings(settings: Settings) -> None:
@@ -218,8 +218,8 @@ def _check_hold(hold_s: float) -> None:
 
 def _check_names(settings: Settings) -> None:
     for key, name in (("instance.id", settings.instance.id), ("instance.cluster", settings.instance.cluster)):
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f'{key} is {name!r}; use 1 to 128 letters, digits, "-" and "_"')
+        if not is_name(name):
+            raise ConfigError(f"{key} is {name!r}; {NAME_RULE}")
     if not settings.instance.data_dir:
         raise ConfigError("instance.data_dir is empty; give a folder")
     if settings.catalog.url and not all(_is_catalog(one.strip()) for one in re.split("[,;]", settings.catalog.url)):
@@ -278,8 +278,8 @@ def _check_sources(sources: Mapping[str, SourceSettings]) -> None:
         if not 1 <= source.ranks <= _MOST_RANKS:
             raise ConfigError(f"{key}.ranks is {source.ranks}; give 1 to {_MOST_RANKS}")
         for whole in [f"{name}-dp{rank}" for rank in range(source.ranks)] if source.ranks > 1 else [name]:
-            if not _NAME.fullmatch(whole) or whole in names:
-                why = "two sources have it" if whole in names else 'use 1 to 128 letters, digits, "-" and "_"'
+            if not is_name(whole) or whole in names:
+                why = "two sources have it" if whole in names else NAME_RULE
                 raise ConfigError(f"{key}: the instance's name is {whole!r}; {why}")
             names.add(whole)
         for field in ("model", "endpoint"):
@@ -337,8 +337,8 @@ def check_gc(gc: GcSettings, pool: ObjectSettings) -> None:
     for name in ("ttl_s", "quota_bytes", "young_s", "skew_s", "every_s"):
         if not 0 <= getattr(gc, name) < math.inf:
             raise ConfigError(f"gc.{name} is {getattr(gc, name):g}; it must be at least 0")
-    if gc.id and not _NAME.fullmatch(gc.id):
-        raise ConfigError(f'gc.id is {gc.id!r}; use 1 to 128 letters, digits, "-" and "_"')
+    if gc.id and not is_name(gc.id):
+        raise ConfigError(f"gc.id is {gc.id!r}; {NAME_RULE}")
     if not 1 <= gc.lease_s <= _LONGEST_S:
         raise ConfigError(f"gc.lease_s is {gc.lease_s:g}; it must be at least 1 and at most {_LONGEST_S:g}")
     if not max(2 * pool.timeout_s, 3 * pool.look_s) <= gc.grace_s <= _LONGEST_S:

@@ -26,6 +26,7 @@ from kvbm.doctor.nixl import judge_nixl, look_at_nixl
 from kvbm.doctor.peers import judge_peers
 from kvbm.doctor.plan import Plan, Wanted, plan_of
 from kvbm.doctor.rdma import judge_rdma, look_at_rdma
+from kvbm.terminal import as_json, plain
 from kvbm.workload.reports import check_report_path, write_report
 
 _STYLES = {Result.OK: "green", Result.WARNING: "yellow", Result.PROBLEM: "bold red", Result.UNUSED: "dim"}
@@ -80,7 +81,7 @@ def main(settings: Settings, options: DoctorOptions) -> int:
     report = examine(settings, options)
     write_report(path, report)
     if options.json == "-":
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+        sys.stdout.write(as_json(report, indent=2) + "\n")
     else:
         _print(report)
     return 1 if report.problems else 0
@@ -231,7 +232,9 @@ def table_of(findings: Sequence[Finding]) -> Table:
     table.add_column("result", no_wrap=True)
     table.add_column("found", overflow="fold")
     for found in findings:
-        table.add_row(found.check, Text(found.result.value, style=_STYLES[found.result]), Text(found.found))
+        table.add_row(
+            plain(found.check), Text(found.result.value, style=_STYLES[found.result]), Text(plain(found.found))
+        )
     return table
 
 
@@ -245,7 +248,7 @@ def _print(report: Report) -> None:
         if found:
             console.print(Text(f"{len(found)} {title if len(found) > 1 else title[:-1]}", style=_STYLES[result]))
         for one in found:
-            console.print(Text(f"  {one.check}: {one.found}"), soft_wrap=True)
-            console.print(Text(f"    to do: {one.fix}"), soft_wrap=True)
+            console.print(Text(plain(f"  {one.check}: {one.found}")), soft_wrap=True)
+            console.print(Text(plain(f"    to do: {one.fix}")), soft_wrap=True)
     if not report.problems:
         console.print(f"no problems ({report.elapsed_s:g} s)")

@@ -9,7 +9,10 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.core.errors import ErasureError
+from kvbm.core.names import kind_of_name
 from kvbm.remarks import Remarks
+from kvbm.terminal import as_json as json_of
+from kvbm.terminal import plain
 
 log = Remarks()
 
@@ -77,7 +80,10 @@ def decoded(data: bytes) -> Answer:
 
 
 def answers_of(found: Mapping[str, bytes]) -> list[Answer]:
-    """What everybody says for himself, by name. What cannot be read, or is said in another's name, is no answer: it is waited for."""
+    """What everybody says for himself, by name. What cannot be read, or is said in another's name, is no answer: it is waited for.
+
+    What one is stands in the name, which the server's permissions bind to who has it: an instance speaks for no catalog and no pool.
+    """
     answers = []
     for name, data in found.items():
         try:
@@ -85,7 +91,8 @@ def answers_of(found: Mapping[str, bytes]) -> list[Answer]:
         except ErasureError as error:
             log.debug("erasure.answer_unread", name=name, why=str(error))
             continue
-        if answer.name == name and (answer.kind == INSTANCE or name.startswith(f"{answer.kind}-")):
+        kind = kind_of_name(name)
+        if answer.name == name and answer.kind == (INSTANCE if kind is None else kind):
             answers.append(answer)
     return answers
 
@@ -196,10 +203,10 @@ def is_gone(lines: Sequence[Line]) -> bool:
 
 
 def as_words(number: int, lines: Sequence[Line]) -> str:
-    """The table for people."""
+    """The table for people, a line each. Who answers has chosen the words: each is `plain`."""
     rows = [
         ("who", "place", "erased", "waits for"),
-        *((*line[:3], line.waits or "nothing: it is gone") for line in lines),
+        *(tuple(map(plain, (*line[:3], line.waits or "nothing: it is gone"))) for line in lines),
     ]
     widths = [max(len(row[at]) for row in rows) for at in range(3)]
     body = [
@@ -218,6 +225,4 @@ def as_words(number: int, lines: Sequence[Line]) -> str:
 
 def as_json(number: int, lines: Sequence[Line]) -> str:
     """The same as one line of JSON."""
-    return msgspec.json.encode(
-        {"number": number, "gone": is_gone(lines), "places": [line._asdict() for line in lines]}
-    ).decode()
+    return json_of({"number": number, "gone": is_gone(lines), "places": [line._asdict() for line in lines]})

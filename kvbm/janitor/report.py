@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from kvbm.core.ids import NamespaceId
+from kvbm.terminal import as_json as json_of
+from kvbm.terminal import plain
 
 
 class Part(msgspec.Struct, kw_only=True):
@@ -69,7 +71,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 def as_json(report: Report) -> str:
     """One line of JSON."""
-    return msgspec.json.encode(report).decode()
+    return json_of(report)
 
 
 def as_words(report: Report) -> str:
@@ -78,7 +80,7 @@ def as_words(report: Report) -> str:
     for name, part in sorted(report.parts.items(), key=lambda entry: (entry[1].tenant, entry[0])):
         rows.append(
             (
-                part.tenant or "-",
+                plain(part.tenant) or "-",
                 name[:8],
                 f"{part.objects:,}",
                 f"{part.blocks:,}",
@@ -88,7 +90,7 @@ def as_words(report: Report) -> str:
             )
         )
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    lines = [f"{report.pool}{' (dry run: nothing is changed)' if report.dry_run else ''}"]
+    lines = [f"{plain(report.pool)}{' (dry run: nothing is changed)' if report.dry_run else ''}"]
     for row in rows:
         cells = [
             cell.ljust(width) if at < 2 else cell.rjust(width)
@@ -107,7 +109,7 @@ def as_words(report: Report) -> str:
         (report.kept, "withdrawn objects were claimed again, and stay"),
         (report.deleted, "objects deleted"),
         (report.undeleted, "objects the store did not delete; the next run tries again"),
-        (report.foreign, f"objects are none of this pool and were left alone, the first {report.first_foreign}"),
+        (report.foreign, f"objects are none of this pool and were left alone, the first {plain(report.first_foreign)}"),
         (report.unknown, "objects the store did not tell of"),
         (
             report.future_blocks,

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.core.errors import ConfigError
-from kvbm.files import SMALL_BYTES, alone, read_small, replace_file, stamp
+from kvbm.files import SMALL_BYTES, alone, read_small, replace_file, stamp, stranger
 
 KEY_BYTES = 32
 KEY_ID_BYTES = 8
@@ -181,10 +181,14 @@ def new_key() -> str:
 def add_key(path: Path, tenant: str, name: str) -> None:
     """Give a tenant a new current key in a file, which is made if it is not there, and readable to its owner alone.
 
-    Raises: ConfigError: the file cannot be used, or the tenant has a key of this name.
+    Raises: ConfigError: the file cannot be used, it is another user's, or the tenant has a key of this name.
     """
     try:
         with alone(path.parent):
+            if path.exists() and (user := stranger(path.stat())) is not None:
+                raise ConfigError(
+                    f"{path} belongs to user {user}, who would have the new key; run this as that user, or chown the file"
+                )
             replace_file(path, _with_key(path, tenant, name).encode())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be used ({error}); give a file of keys, or one that is not there") from None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TextIO
 
-import msgspec
-
 from kvbm.core.backend import REFERENCE, DecodeFrame
 from kvbm.replay.findings import Finding, damage_finding, damage_text
 from kvbm.replay.format import event_fields, event_text, place_text, time_text
@@ -14,6 +12,8 @@ from kvbm.replay.order import DamagedBytes
 from kvbm.replay.scan import NOTED, Damage
 from kvbm.replay.source import Located, only
 from kvbm.streams.fence_records import FenceRecord
+from kvbm.terminal import as_json as json_of
+from kvbm.terminal import plain
 
 
 def cat(
@@ -54,9 +54,9 @@ def cat(
                     "instance": frame.instance, "epoch": frame.epoch, "offset": offset,
                     "wall_time_ns": frame.wall_time_ns, "place": str(one.place),
                 }  # fmt: skip
-                line = msgspec.json.encode(fields | event_fields(event)).decode()
+                line = json_of(fields | event_fields(event))
             else:
-                line = f"{frame.instance} {place_text(frame.epoch, offset)} {when} {event_text(event)}"
+                line = plain(f"{frame.instance} {place_text(frame.epoch, offset)} {when} {event_text(event)}")
             out.write(line + "\n")
             left -= 1
             if not left:

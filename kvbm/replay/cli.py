@@ -36,6 +36,7 @@ from kvbm.replay.verify import verify
 from kvbm.replay.whatif import POLICIES, Cost, ReadTrace, read_accesses, what_if
 from kvbm.replay.whatif_states import what_if_states
 from kvbm.streams.nats.credentials import Credentials
+from kvbm.terminal import as_json, plain, say, say_error
 
 _LONGEST_S = 1e6
 _MOST_FINDINGS = 100  # in words; JSON has them all
@@ -140,10 +141,10 @@ def main(argv: Sequence[str] | None = None, parts: Parts = PYTHON) -> int:
     try:
         return _RUN[arguments.command](arguments, parts)
     except KvbmError as error:
-        print(f"kvbm-replay: {error}", file=sys.stderr)
+        say_error("kvbm-replay", error)
         return 2
     except KeyboardInterrupt:
-        print("kvbm-replay: interrupted", file=sys.stderr)
+        say_error("kvbm-replay", "interrupted")
         return 130
     except BrokenPipeError:  # a pager or head has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -517,10 +518,9 @@ def _opened(name: str | None) -> Iterator[TextIO | None]:
 def _write(name: str | None, report: msgspec.Struct, lines: Iterable[str]) -> None:
     with _opened(name) as file:
         if file is not None:
-            print(msgspec.json.format(msgspec.json.encode(report)).decode(), file=file)
+            file.write(as_json(report, indent=2) + "\n")
     if name != "-":
-        for line in lines:
-            print(line)
+        sys.stdout.writelines(f"{plain(line)}\n" for line in lines)
     sys.stdout.flush()
 
 
@@ -534,7 +534,7 @@ def _listed(findings: Sequence[Finding]) -> Iterator[str]:
 def _end(findings: Sequence[Finding], notes: Sequence[str]) -> int:
     """Say what was met on the way; the exit code is that of the findings."""
     for note in notes:
-        print(f"kvbm-replay: {note}", file=sys.stderr)
+        say(f"kvbm-replay: {note}", to=sys.stderr)
     for line in _listed(findings):
-        print(f"kvbm-replay:{line[1:]}", file=sys.stderr)
+        say(f"kvbm-replay:{line[1:]}", to=sys.stderr)
     return exit_code(findings)

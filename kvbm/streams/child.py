@@ -25,6 +25,18 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
+def python(*arguments: str) -> list[str]:
+    """The command of a Python that imports nothing from the working directory: who may write there would run code as who starts it.
+
+    It takes no more from the environment than this Python does.
+
+    Args:
+        arguments: a file; "-m" and a module; or "-c" and a program, for which Python by itself looks into the working directory first.
+    """
+    kept = [name for name, is_set in (("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site)) if is_set]
+    return [sys.executable, "-P", *kept, *arguments]
+
+
 def spawn(
     command: Sequence[str],
     *,

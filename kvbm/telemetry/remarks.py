@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from io import StringIO
 from typing import TextIO, cast
 
 import structlog
+from structlog.typing import EventDict, ExcInfo, Processor, WrappedLogger
+
+from kvbm.terminal import plain
 
 
 class StandardError:
@@ -24,7 +30,34 @@ class StandardError:
             sys.stderr.flush()
 
 
+def for_terminals() -> Sequence[Processor]:
+    """The last steps of a remark that people read: what others have named, and their words in an error, are `plain`."""
+    renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_format_exception)
+    return (_with_plain_fields, renderer)
+
+
+class PlainFormatter(logging.Formatter):
+    """For what libraries say by `logging`: their words may hold those of a caller."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return "\n".join(map(plain, super().format(record).split("\n")))
+
+
 def to_standard_error() -> None:
     """Send remarks there unless the process has set structlog up, or does so later."""
     if not structlog.is_configured():
-        structlog.configure(logger_factory=structlog.PrintLoggerFactory(cast(TextIO, StandardError())))
+        first = structlog.get_config()["processors"][:-1]  # all but the renderer
+        factory = structlog.PrintLoggerFactory(cast(TextIO, StandardError()))
+        structlog.configure(processors=[*first, *for_terminals()], logger_factory=factory)
+
+
+def _with_plain_fields(logger: WrappedLogger, method: str, fields: EventDict) -> EventDict:
+    return {name: plain(value) if isinstance(value, str) else value for name, value in fields.items()}
+
+
+def _format_exception(out: TextIO, error: ExcInfo) -> None:
+    """A traceback without the values of variables: tokens and secrets are among them."""
+    words = StringIO()
+    structlog.dev.plain_traceback(words, error)
+    out.write("\n".join(map(plain, words.getvalue().split("\n"))))

@@ -17,6 +17,7 @@ from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.locate.credentials import NO_CREDENTIALS, Proof
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.server_view import look_as_anybody
+from kvbm.terminal import say
 
 ASK_S = 4.0  # one answer; images' health checks wait a little longer
 _AGAIN_S = 0.25
@@ -42,7 +43,7 @@ def main(url: str, wait_s: float, settings: Settings) -> int:
     while not answer.is_well and time.monotonic() < until_s:
         time.sleep(_AGAIN_S)
         answer = ask(url, settings)
-    print(answer.words, file=sys.stdout if answer.is_well else sys.stderr)
+    say(answer.words, to=sys.stdout if answer.is_well else sys.stderr)
     return 0 if answer.is_well else 1
 
 

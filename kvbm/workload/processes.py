@@ -8,7 +8,6 @@ import platform
 import queue
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -24,7 +23,7 @@ from kvbm.assembly import catalog_client
 from kvbm.core.errors import KvbmError, MissingExtraError
 from kvbm.files import make_folder, opener
 from kvbm.locate.http import CatalogClient
-from kvbm.streams.child import spawn
+from kvbm.streams.child import python, spawn
 
 START_WAIT_S = 120.0
 """How long what should start or answer is waited for; what dies meanwhile is noticed at once."""
@@ -173,7 +172,7 @@ def start_catalog_process(
     url = f"http://127.0.0.1:{port}"
     own = {"nats.url": nats_url, "catalog.listen": f"127.0.0.1:{port}", "instance.data_dir": folder}
     sets = [f"--set={key}={value}" for key, value in {**own, **(settings or {})}.items()]
-    command = [sys.executable, "-P", "-m", "kvbm", "catalog", "serve", *sets]
+    command = python("-m", "kvbm", "catalog", "serve", *sets)
     return start_http("catalog", command, f"{url}/healthz", folder / "logs"), catalog_client(url)
 
 
@@ -182,7 +181,7 @@ def start_object_store(folder: Path) -> tuple[Child, str]:
     require_modules("the local object store", STORE_MODULES, "demo")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-P", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = python("-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
     return start_http("object-store", command, url, folder), url
 
 
@@ -196,7 +195,7 @@ class EngineProcess(Child):
         self, name: str, flags: Mapping[str, object], folder: Path, environment: Mapping[str, str], threads: int = 1
     ) -> None:
         sets = [f"--set={key}={value}" for key, value in flags.items()]
-        command = [sys.executable, "-P", "-m", "kvbm", "engine", f"--threads={threads}", *sets]
+        command = python("-m", "kvbm", "engine", f"--threads={threads}", *sets)
         super().__init__(name, command, folder, {"OMP_NUM_THREADS": str(threads), **environment}, spoken=True)
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {}

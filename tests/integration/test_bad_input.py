@@ -192,6 +192,8 @@ def test_a_setting_that_cannot_be_used_is_named_with_its_source_and_the_nearest_
             Case(engine("--set", "journal.waiting_bytes=9"), ("journal.waiting_bytes is 9", "at least 1048576")),
             Case(engine("--set", "onboard.threads=0"), ("onboard.threads is 0", "at least 1")),
             Case(engine("--set", "instance.id=../x"), ("instance.id is '../x'", "letters")),
+            Case(engine("--set", "instance.id=catalog:1"), ("instance.id is 'catalog:1'", "letters")),
+            Case(engine("--set", "instance.id=_catalog-1"), ("instance.id is '_catalog-1'", "as catalogs are called")),
             Case(engine("--set", "pools.host.slots=-1"), ("cannot be negative",)),
             Case(engine("--set", "catalog.url=nonsense"), ("catalog.url", "http://host:port")),
             Case(engine("--set", "pools.object.endpoint=x"), ("pools.object.endpoint", "http://host:port")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
@@ -18,19 +19,24 @@ from structlog.testing import capture_logs
 
 import kvbm.catalog.access
 import kvbm.catalog.tls
+import kvbm.files
 import kvbm.locate.credentials
-from kvbm.catalog.access import EMBEDDED, Access, AccessOptions, check_exposed
-from kvbm.catalog.access_file import NewToken, add_token, hashed, read_entries
+from kvbm.catalog.access import AT_ONCE_BYTES, EMBEDDED, Access, AccessOptions, check_exposed
+from kvbm.catalog.access_file import Entry, NewToken, add_token, hashed, read_entries
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog_cli import catalog_main
 from kvbm.cli import replay_main
+from kvbm.command_line import write_out
 from kvbm.config import load_settings
 from kvbm.core.errors import CatalogError, CatalogRefusedError, ConfigError
 from kvbm.locate.base import NOTHING_FOUND
 from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient
 from kvbm.locate.locator import HttpLocator
+from kvbm.pools.tenant_keys import add_key
+from kvbm.streams.nats.key_folder import Change, print_accounts
+from kvbm.streams.nats.permissions import Role
 from kvbm.workload.probe import ask as probe
 from tests.callers import ACME, hashes_in
 from tests.certificates import Certificate, certify
@@ -161,6 +167,99 @@ def test_a_file_others_may_write_and_one_that_is_none_are_refused(files: Files) 
         Access(str(pipe))
     with pytest.raises(ConfigError, match="kvbm-catalog token"):
         Access(str(files.folder / "none"))
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a file another user's than who runs this."""
+    if os.geteuid() == 0:
+        os.chown(path, 54_321, 54_321)
+    else:
+        own = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+
+
+def test_a_file_of_another_user_lets_nobody_in(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = files.token(OPERATOR)
+    access = Access(str(files.access))
+    give_away(files.access, monkeypatch)
+    with pytest.raises(ConfigError, match=r"belongs to user .* chown"):
+        Access(str(files.access))
+    with capture_logs():
+        assert access.caller(f"Bearer {token}", None) is not None  # as before
+    assert "belongs to user" in access.trouble
+
+
+def test_a_file_that_the_command_has_written_counts_whole_or_not_at_all(files: Files) -> None:
+    files.token(OPERATOR)
+    files.token(ACME_ROUTER._replace(expires_s=60.0))  # without its last line the token would be good for ever
+    lines = files.access.read_text().splitlines(keepends=True)
+    for count in range(len(lines)):
+        files.access.write_text("".join(lines[:count]))
+        with pytest.raises(ConfigError, match=r"cut off|names nobody"):
+            read_entries(files.access)
+    files.access.write_text("".join(lines) + '[[nats]]\nname = "by-hand"\nrole = "metrics"\n')
+    assert [one.name for one in read_entries(files.access)] == ["ops", "acme", "by-hand"]
+
+
+def test_a_file_that_is_being_written_counts_once_it_stays(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvbm.catalog.access, "LOOK_S", 1.0)
+    now = [100.0]
+    entries = [f"[[token]]\nname = '{name}'\nrole = 'operator'\nsha256 = '{hashed(name)}'\n" for name in "abc"]
+    files.access.write_text("".join(entries))  # by hand
+    access = Access(str(files.access), clock=lambda: now[0])
+
+    def known() -> str:
+        now[0] += 1.0
+        return "".join(name for name in "abcd" if access.caller(f"Bearer {name}", None) is not None)
+
+    files.access.write_text(entries[0])
+    assert known() == "abc"  # it has just changed: perhaps there is more to come
+    files.access.write_text("".join(entries[:2]))
+    assert known() == "abc"
+    assert known() == "ab"  # it has stayed so
+    assert access.trouble == ""
+    with capture_logs():
+        files.access.write_text("")
+        assert known() == "ab"
+        assert known() == "ab" and "names nobody" in access.trouble
+        files.access.write_text(entries[0])  # nor is half a file taken where the one before it was bad
+        assert known() == "ab"
+    files.access.write_text("".join(entries))
+    assert known() == "ab"
+    assert known() == "abc" and access.trouble == ""
+
+
+def test_a_long_file_is_read_beside_the_loop(
+    files: Files, serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.token(OPERATOR)
+    url = serve(file=str(files.access))
+    read_by: set[str] = set()
+
+    def read(path: Path) -> list[Entry]:
+        read_by.add(threading.current_thread().name)
+        return read_entries(path)
+
+    monkeypatch.setattr(kvbm.catalog.access, "read_entries", read)
+    entry = "[[token]]\nname = 'r{}'\nrole = 'operator'\nsha256 = '{}'\n"
+    text = "".join(entry.format(at, hashed(str(at))) for at in range(500))
+    assert len(text) > AT_ONCE_BYTES
+    beside = files.folder / "beside"
+    beside.write_text(text)
+    beside.chmod(0o600)
+    beside.replace(files.access)
+    client = Client(url, credentials=CatalogCredentials(files.kept("last", "499")))
+    eventually(lambda: answers(client), "the last of the file's callers is not known")
+    assert read_by and "kvbm-catalog" not in read_by
+
+
+def answers(client: CatalogClient) -> bool:
+    """Whether the catalog knows who asks."""
+    try:
+        client.namespaces()
+    except CatalogRefusedError:
+        return False
+    return True
 
 
 # -- rotation ----------------------------------------------------------------------------------------------------------
@@ -585,3 +684,61 @@ def test_the_command_puts_a_token_where_only_its_owner_reads_it(
     access = Access(str(files.access))
     assert [access.caller(f"Bearer {one.strip()}", None) is None for one in (first, out.read_text())] == [False, False]
     assert first != out.read_text()
+
+
+def test_no_token_is_put_where_another_user_reads_it(
+    files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = files.folder / "ops.token"
+    out.write_text("theirs\n")
+    give_away(out, monkeypatch)
+    given = ["token", "--access", str(files.access), "--name", "ops", "--role", "operator", "--out", str(out)]
+    assert catalog_main(given) == 2
+    assert "belongs to user" in capsys.readouterr().err
+    assert out.read_text() == "theirs\n"
+    assert not files.access.exists()  # nothing was made that would have to be taken back
+    link = files.folder / "link"
+    link.symlink_to(out)
+    assert catalog_main([*given[:-1], str(link)]) == 0  # what it leads to is left as it was
+    assert out.read_text() == "theirs\n"
+    assert not link.is_symlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_secret_in_the_place_of_another_users_file_is_ours_alone(files: Files) -> None:
+    for is_secret, owner in ((True, 0), (False, 54_321)):
+        out = files.folder / "out"
+        out.write_text("theirs\n")
+        out.chmod(0o644)
+        os.chown(out, 54_321, 54_321)
+        write_out(out, "ours\n", is_secret)
+        assert (out.read_text(), out.stat().st_uid, out.stat().st_mode & 0o777) == (
+            "ours\n", owner, 0o600 if is_secret else 0o644,
+        )  # fmt: skip
+
+
+def test_no_key_is_put_where_another_user_reads_it(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = files.folder / "keys.toml"
+    add_key(path, "acme", "1")
+    before = path.read_text()
+    give_away(path, monkeypatch)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        add_key(path, "acme", "2")
+    assert path.read_text() == before
+
+
+def test_who_may_read_a_folder_keeps_no_command_from_ending(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvbm.files, "LOCK_WAIT_S", 0.0)
+    other = os.open(files.folder, os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        for work in (
+            lambda: files.token(OPERATOR),
+            lambda: add_key(files.folder / "keys.toml", "acme", "1"),
+            lambda: print_accounts(files.folder, "prod", [(Role.INSTANCE, "a")], Change(), time.time()),
+        ):
+            with pytest.raises(ConfigError, match=r"locked .* lslocks .* chmod"):
+                work()
+    finally:
+        os.close(other)
+    files.token(OPERATOR)

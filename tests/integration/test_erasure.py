@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -21,9 +22,11 @@ from kvbm.assembly.pools import pool_name
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
-from kvbm.core.errors import ErasureError
+from kvbm.core.errors import ErasureError, StreamError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, SequenceHash, Tier, split_hashes
-from kvbm.erasure.report import Line
+from kvbm.core.names import kept_name
+from kvbm.erasure import report
+from kvbm.erasure.report import Answer, Line, Progress
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
@@ -40,7 +43,8 @@ from kvbm.streams.nats.api import message_at, request
 from kvbm.streams.nats.connection import NatsConnection
 from kvbm.streams.nats.credentials import Credentials, keep_seed
 from kvbm.streams.nats.erasures import ErasureLog, record_subject
-from kvbm.streams.nats.permissions import ServerUser, catalog_inbox, instance_inbox, server_config
+from kvbm.streams.nats.key_folder import Change, print_accounts
+from kvbm.streams.nats.permissions import Role, ServerUser, catalog_inbox, instance_inbox, server_config
 from kvbm.streams.nats.setup import ERASURES, STREAM, STREAMS
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
@@ -363,7 +367,7 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
 
     def others_wait() -> bool:
         found = waits(world.erase(status=number)[2])
-        return left <= set(found) and all(name in left or name.startswith("catalog-") for name in found)
+        return left <= set(found) and all(name in left or name.startswith("catalog:") for name in found)
 
     eventually(
         others_wait, "a and b are not done", state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S
@@ -647,5 +651,46 @@ def test_instances_and_catalogs_with_accounts_of_their_own_can_erase(tmp_path: P
                 state=lambda: waits(erase(status=number)), timeout_s=WAIT_S,
             )  # fmt: skip
             assert set(manager.held(Tier.HBM)) == set(split_hashes(hashes_of(OTHER, 1)))
+    finally:
+        server.stop()
+
+
+def test_an_instance_called_like_a_catalog_or_a_pool_answers_for_itself_alone(tmp_path: Path) -> None:
+    keys, names = tmp_path / "keys", ["catalog-1", "objects-1"]
+    wanted = [(Role.INSTANCE, name) for name in names]
+    accounts = print_accounts(keys, "home", wanted, Change(), time.time()).text
+    server = EmbeddedServer.start(tmp_path / "nats", timeout_s=WAIT_S, settings=accounts)
+
+    async def open_as(stem: str, inbox: str) -> ErasureLog:
+        credentials = Credentials(nkey_seed=str(keys / f"{stem}.nk"), inbox=inbox)
+        return await ErasureLog.open(server.url, "home", WAIT_S, credentials, 1)
+
+    async def work() -> None:
+        catalog = await open_as("catalog", catalog_inbox("home"))
+        instances = [await open_as(f"instance-{name}", instance_inbox("home", name)) for name in names]
+        try:
+            await catalog.make()
+            for name, log in zip(names, instances, strict=True):
+                for kind in (report.CATALOG, report.OBJECTS, report.INSTANCE):
+                    said = {7: Progress(done_ns=1)}
+                    answer = report.encoded(Answer(name=name, kind=kind, at_ns=1, progress=said))
+                    await log.put_answer(name, answer)
+                    believed = report.answers_of(await catalog.answers())
+                    assert [one.kind for one in believed if one.name == name] == (
+                        [kind] if kind == report.INSTANCE else []
+                    )
+                    if kind != report.INSTANCE:
+                        kept = kept_name(kind, "1")
+                        with pytest.raises(StreamError, match=r"(?i)permission"):
+                            await log.put_answer(
+                                kept, report.encoded(Answer(name=kept, kind=kind, at_ns=1, progress=said))
+                            )
+            assert {one.kind for one in report.answers_of(await catalog.answers())} == {report.INSTANCE}
+        finally:
+            for log in (catalog, *instances):
+                await log.close()
+
+    try:
+        asyncio.run(work())
     finally:
         server.stop()

@@ -209,10 +209,13 @@ def test_whose_token_is_taken_out_while_it_still_sends_or_waits_gets_no_answer(s
     file, now_s = tmp_path / "access.toml", [0.0]
     token = add_token(file, NewToken("acme", "router", ["acme"]), time.time())
     left = Entry("other", "router", frozenset({"acme"}), "0" * 64)
-    app = create_surface(site.service, "", Access(str(file), lambda: now_s[0])).app
+    access = Access(str(file), lambda: now_s[0])
+    app = create_surface(site.service, "", access).app
 
     def take_out() -> None:
         write_entries(file, [left])
+        now_s[0] += LOOK_S
+        access.look()  # which finds the file changed; the next one, that it has stayed so
         now_s[0] += LOOK_S
 
     def asked(before_body: Callable[[], None] | None) -> Answered:

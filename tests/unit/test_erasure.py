@@ -10,6 +10,7 @@ import pytest
 
 from kvbm.core.errors import ErasureError
 from kvbm.core.ids import HASH_BYTES, Epoch, Namespace, NamespaceId, Offset, SequenceHash, Tier
+from kvbm.core.names import is_name, kept_name
 from kvbm.core.snapshots import Recovered
 from kvbm.erasure import record as records
 from kvbm.erasure import report
@@ -171,11 +172,22 @@ def test_an_answer_that_is_damaged_or_in_anothers_name_counts_for_nobody() -> No
         "b": report.encoded(answered("c", report.INSTANCE, 100)),
         "c": b"\xc1",
         "d": report.encoded(answered("d", report.OBJECTS, 100)),
-        "objects-1": report.encoded(answered("objects-1", report.OBJECTS, 100)),
+        "objects:1": report.encoded(answered("objects:1", report.OBJECTS, 100)),
     }
     answers = report.answers_of(found)
-    assert [answer.name for answer in answers] == ["a", "objects-1"]
+    assert [answer.name for answer in answers] == ["a", "objects:1"]
     assert set(report.unfinished(answers, 7, report.INSTANCE, ["a", "b", "c"])) == {"b", "c"}
+
+
+def test_an_instance_of_whatever_name_speaks_for_no_catalog_and_no_pool() -> None:
+    """A name with a colon can be no instance's; nor has the server an account for one."""
+    own = ["catalog-1", "objects-1", "catalog", "objects"]
+    kept = {kind: kept_name(kind, "1") for kind in (report.CATALOG, report.OBJECTS)}
+    assert all(map(is_name, own)) and not any(map(is_name, [*kept.values(), "_catalog-1"]))
+    for kind in (report.INSTANCE, report.CATALOG, report.OBJECTS):
+        found = {name: report.encoded(answered(name, kind, 100)) for name in [*own, *kept.values()]}
+        said = [answer.name for answer in report.answers_of(found)]
+        assert said == (own if kind == report.INSTANCE else [kept[kind]])
 
 
 def test_too_many_hashes_and_a_record_of_a_newer_kvbm_are_refused_in_words() -> None:

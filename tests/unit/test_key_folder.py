@@ -49,6 +49,16 @@ def test_a_user_keeps_its_account_whoever_comes_or_goes(tmp_path: Path) -> None:
     assert printed(tmp_path, [GPU[2], GPU[0], (Role.REPLAY, "desk")]).text == second.text
 
 
+@pytest.mark.parametrize("role", [Role.INSTANCE, Role.JANITOR])
+@pytest.mark.parametrize("name", ["_catalog-1", "catalog:1", "objects:1", "", "a.b", "a" * 129])
+def test_nobody_has_an_account_under_a_name_that_is_kept_for_catalogs_and_pools(
+    tmp_path: Path, role: Role, name: str
+) -> None:
+    with pytest.raises(ConfigError, match="is no name; use 1 to 128 letters"):
+        printed(tmp_path, [(role, name)])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_who_is_added_has_an_account_that_was_spare_before(tmp_path: Path) -> None:
     first = printed(tmp_path, GPU[:1])
     spares = {name for name, one in accounts(first).items() if not one}

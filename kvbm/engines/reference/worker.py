@@ -31,6 +31,7 @@ from kvbm.engines.reference.engine import Engine
 from kvbm.engines.reference.requests import Finished, Request
 from kvbm.engines.reference.weights import ModelShape, Weights
 from kvbm.manager.owned_hbm import Manager
+from kvbm.terminal import say_error
 from kvbm.weights import weights_digest
 
 _READ_BYTES = 1 << 16
@@ -244,7 +245,7 @@ def main(settings: Settings, worker: WorkerSettings) -> int:
     try:
         served = Worker(settings, worker, sys.stdout)
     except KvbmError as error:
-        print(f"kvbm engine: {error}", file=sys.stderr)
+        say_error("kvbm engine", error)
         return 2
     commands: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,13 +18,13 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.core.errors import ConfigError
+from kvbm.core.names import NAME_RULE, is_name
 from kvbm.files import alone, read_small, replace_file
 from kvbm.streams.nats.credentials import keep_seed
 from kvbm.streams.nats.permissions import ACCOUNT, Role, ServerUser, server_config
 
 SPARE = 8  # accounts
 OVERLAP_S = 86_400.0
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _ACCOUNTS_BYTES = 16 << 20
 _MOST_SPARE = 1000
 
@@ -80,8 +79,8 @@ def print_accounts(
     MissingExtraError: keys need the package nkeys.
     """
     for role, name in wanted:
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f'--{role} {name!r} is no name; use 1 to 128 letters, digits, "-" and "_"')
+        if not is_name(name):
+            raise ConfigError(f"--{role} {name!r} is no name; {NAME_RULE}")
     if not 0 <= change.spare <= _MOST_SPARE:
         raise ConfigError(f"--spare is {change.spare}; give 0 to {_MOST_SPARE}")
     named = [ServerUser("", name, role) for role, name in wanted]

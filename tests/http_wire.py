@@ -1,0 +1,72 @@
+"""HTTP whose bytes are a test's own."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+
+from tests.nats_fixture import WAIT_S
+
+
+class Wire:
+    """A connection whose bytes are ours."""
+
+    def __init__(self, url: str) -> None:
+        host, _, port = url.partition("//")[2].rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), WAIT_S)
+        self._read = b""
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.socket.close()
+
+    def send(self, *parts: bytes, pause_s: float = 0.0) -> None:
+        for part in parts:
+            self.socket.sendall(part)
+            time.sleep(pause_s)
+
+    def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """The next answer: its status, headers and body."""
+        while b"\r\n\r\n" not in self._read:
+            self._more()
+        head, _, self._read = self._read.partition(b"\r\n\r\n")
+        status, *lines = head.decode().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        while len(self._read) < int(headers["content-length"]):
+            self._more()
+        body, self._read = self._read[: int(headers["content-length"])], self._read[int(headers["content-length"]) :]
+        return int(status.split()[1]), headers, body
+
+    def ends(self) -> bool:
+        try:
+            while self.socket.recv(65536):
+                pass
+        except ConnectionResetError:
+            pass
+        return True
+
+    def _more(self) -> None:
+        data = self.socket.recv(65536)
+        if not data:
+            raise ConnectionError(f"ended after {self._read!r}")
+        self._read += data
+
+
+def post(path: str, body: bytes, *headers: str, length: bool = True) -> bytes:
+    """A request; `length`: with the header that says how long its body is."""
+    lines = [f"POST {path} HTTP/1.1", "host: x", *headers, *([f"content-length: {len(body)}"] if length else [])]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def chunked(path: str, body: bytes, *headers: str) -> bytes:
+    """The same request in a form that goes the long way."""
+    parts = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:7], body[7:]) if part)
+    return post(path, b"", *headers, "transfer-encoding: chunked", length=False) + parts + b"0\r\n\r\n"
+
+
+def same(body: bytes) -> bytes:
+    """Without what differs from answer to answer: how old the view is."""
+    return re.sub(rb'"view_age_s":[0-9.]+', b"", body)
