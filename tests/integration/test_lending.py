@@ -76,6 +76,13 @@ class Pair:
         """Close a manager at the end."""
         self._opened.callback(manager.close)
 
+    def is_heard(self, *names: str) -> None:
+        """Wait until the catalog has heard of instances: what the first heartbeat of one tells of reads does not count."""
+        eventually(
+            lambda: {one.instance for one in self.site.client.instances() if one.state == "live"} >= {*names},
+            f"nobody hears of {names}",
+        )
+
     def has_found(self, name: str, prompt: int = 1, depth: int = DEPTH) -> None:
         """Wait until the catalog tells of what an instance lends."""
         eventually(
@@ -147,6 +154,7 @@ def test_the_second_reads_what_the_first_has_computed(pair: Pair, way: str, tier
     reads_by(second, transport)
     hashes = computed(first, tier)
     pair.has_found("first")
+    pair.is_heard(*names)
     prefix = second.acquire(NAMESPACE.id, hashes)
     assert prefix.hits == {Tier.HOST: DEPTH}
     check_bytes(second, hashes, prefix.slots)
