@@ -118,6 +118,14 @@ with it. What is used anew afterwards is new; take a tenant out of the engines' 
         "--hashes", metavar="FILE|HEX", default="", help="with --namespace: only these blocks, 32 hex digits each"
     )
     erase.add_argument(
+        "--spare",
+        metavar="ID",
+        type=_namespace_id,
+        action="append",
+        default=[],
+        help="this namespace, whose fields nobody has told, is another tenant's: do not wait for a word about it",
+    )
+    erase.add_argument(
         "--wait",
         type=_wait_seconds,
         default=60.0,
@@ -211,8 +219,9 @@ def _erase(arguments: argparse.Namespace) -> int:
         raise ConfigError("--hashes needs --namespace: a hash is of one namespace")
     hashes = read_hashes(arguments.hashes) if arguments.hashes else b""
     options = EraseOptions(
-        arguments.tenant, arguments.namespace, hashes, arguments.status, arguments.lift, arguments.wait
-    )
+        arguments.tenant, arguments.namespace, hashes, arguments.status, arguments.lift, arguments.wait,
+        frozenset(arguments.spare),
+    )  # fmt: skip
 
     def tell(number: int, lines: Sequence[Line]) -> None:
         if options.lift is not None:

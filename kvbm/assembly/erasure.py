@@ -22,7 +22,7 @@ from kvbm.core.events import JANITOR
 from kvbm.core.ids import HASH_BYTES, NamespaceId, split_hashes
 from kvbm.erasure import record as records
 from kvbm.erasure import report
-from kvbm.erasure.catalog import CatalogErasures
+from kvbm.erasure.catalog import CatalogErasures, proven_tenants
 from kvbm.erasure.record import DamagedRecordError, Erasure, Matcher, Record, Subject
 from kvbm.erasure.report import OBJECTS, Answer, Known, Line, Place, Progress
 from kvbm.files import read_small
@@ -50,6 +50,7 @@ class EraseOptions(NamedTuple):
         tenant, namespace, hashes: what to erase; as in `Subject`.
         status, lift: the number of an erasure to tell of, or to take out of the record.
         wait_s: for how long to wait for the others.
+        spare: namespaces that the operator says are another tenant's, where nobody has told their fields.
     """
 
     tenant: str | None = None
@@ -58,13 +59,14 @@ class EraseOptions(NamedTuple):
     status: int | None = None
     lift: int | None = None
     wait_s: float = 60.0
+    spare: frozenset[NamespaceId] = frozenset()
 
 
 class _Cluster(NamedTuple):
     """What SQL knows: namespaces with their tenants, and the instances with what is said while one does not answer.
 
     Attributes:
-        unnamed: namespaces of claims whose fields were erased: they are used again.
+        unnamed: namespaces of claims whose fields nobody has told, or were erased.
     """
 
     tenants: dict[NamespaceId, str]
@@ -72,7 +74,7 @@ class _Cluster(NamedTuple):
     unnamed: set[NamespaceId]
 
     def of_tenant(self, tenant: str, known: Iterable[Matcher]) -> set[NamespaceId]:
-        """The tenant's namespaces, also those that only erasures of the tenant tell of."""
+        """The tenant's namespaces, also those without fields that records of erasures of the tenant have named."""
         own = [matcher for matcher in known if matcher.tenant(tenant)]
         named = {one for one, whose in self.tenants.items() if whose == tenant}
         return named | {one for one in self.unnamed if any(matcher.namespace(one) for matcher in own)}
@@ -128,7 +130,7 @@ def run_erase(
             progress = _erase_objects(settings, options, erasure, new_store, clocks)
             _run(_say(settings, url, credentials, number, progress))
         wait_s = 0.0 if options.status is not None else options.wait_s
-        lines = _run(_follow(settings, url, credentials, number, wait_s))
+        lines = _run(_follow(settings, url, credentials, number, options.spare, wait_s))
         tell(number, lines)
         return 0 if report.is_gone(lines) else 1
 
@@ -164,7 +166,7 @@ async def _open(settings: Settings, url: str, credentials: Credentials) -> Erasu
 async def _cluster(settings: Settings) -> _Cluster:
     store = await SqlStore.open(database_url(settings))
     try:
-        tenants = {row.id: row.fields.tenant for row in await store.namespaces()}
+        tenants = proven_tenants(await store.namespaces())
         instances = {
             str(row.id): "the instance to answer"
             if row.state.value == "live"
@@ -190,8 +192,8 @@ async def _ask(settings: Settings, url: str, credentials: Credentials, options: 
             except DamagedRecordError as error:
                 log.warning("erasure.record_damaged", why=str(error), effect="what else was in force is not any more")
                 record = Record()
-            answers = report.answers_of(await connected.answers())
-            known = [Matcher(one, report.namespaces_said(answers, one.number)) for one in record.erasures]
+            answers = report.counted(report.answers_of(await connected.answers()), cluster.instances)
+            known = [Matcher(one) for one in record.erasures]
             wanted = Subject(options.tenant, tuple(_meant(cluster, options, known)), options.hashes)
             done = {number for answer in answers for number, one in answer.progress.items() if one.done_ns}
             grown, erasure = records.with_erasure(record, wanted, time.time_ns(), done)
@@ -234,7 +236,9 @@ def _known(record: Record, number: int) -> Erasure:
     return erasure
 
 
-async def _follow(settings: Settings, url: str, credentials: Credentials, number: int, wait_s: float) -> list[Line]:
+async def _follow(
+    settings: Settings, url: str, credentials: Credentials, number: int, spare: frozenset[NamespaceId], wait_s: float
+) -> list[Line]:
     """The table, once all is gone or nobody waits any longer."""
     until_s = time.monotonic() + wait_s
     connected = await _open(settings, url, credentials)
@@ -242,7 +246,7 @@ async def _follow(settings: Settings, url: str, credentials: Credentials, number
         found = await connected.record()
         erasure = _known(Record() if found is None else records.decoded(found.data), number)
         while True:
-            lines = await _table(connected, await _cluster(settings), settings, erasure)
+            lines = await _table(connected, await _cluster(settings), settings, erasure, spare)
             if report.is_gone(lines) or time.monotonic() >= until_s:
                 return lines
             if not any(line.waits for line in lines if line.who != "NATS"):
@@ -252,10 +256,16 @@ async def _follow(settings: Settings, url: str, credentials: Credentials, number
         await connected.close()
 
 
-async def _table(connected: ErasureLog, cluster: _Cluster, settings: Settings, erasure: Erasure) -> list[Line]:
-    answers = report.answers_of(await connected.answers())
-    kept = await connected.events_kept()
-    known = Known(cluster.instances, kept.first_ns, kept.max_age_s, bool(settings.pools.object.url), time.time_ns())
+async def _table(
+    connected: ErasureLog, cluster: _Cluster, settings: Settings, erasure: Erasure, spare: frozenset[NamespaceId]
+) -> list[Line]:
+    answers = report.counted(report.answers_of(await connected.answers()), cluster.instances)
+    kept, matcher = await connected.events_kept(), Matcher(erasure)
+    mine = cluster.unnamed - spare if erasure.tenant else ()
+    untold = report.hints(answers, erasure, (one for one in mine if not matcher.namespace(one)))
+    known = Known(
+        cluster.instances, kept.first_ns, kept.max_age_s, bool(settings.pools.object.url), time.time_ns(), untold
+    )
     return report.table(erasure.number, answers, known)
 
 

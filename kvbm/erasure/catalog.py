@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.catalog import sql_erasure
 from kvbm.catalog.archive import SAMPLES_EVERY_S
 from kvbm.catalog.archive_erasure import Meant
+from kvbm.catalog.sql_rows import NamespaceRow
 from kvbm.core.codec import RUN_EVENTS, Frame
 from kvbm.core.errors import CatalogError, ErasureError, FencedError, StreamError
 from kvbm.core.events import JANITOR, InstanceStarted
@@ -136,7 +137,7 @@ class CatalogErasures:
         return number in self._progress and self._progress[number].done_ns > 0
 
     async def _go_on(self, erasure: Erasure, answers: Sequence[Answer]) -> Progress:
-        matcher = Matcher(erasure, report.namespaces_said(answers, erasure.number))
+        matcher = Matcher(erasure)
         meant = await self._meant(matcher)
         waits = await self._waits(erasure, answers, matcher, list(meant))
         if waits:
@@ -161,12 +162,12 @@ class CatalogErasures:
         ]
 
     async def _meant(self, matcher: Matcher) -> set[NamespaceId]:
-        """The namespaces that are meant, of those this catalog has heard of. What was erased before and is used again has no fields here."""
+        """The namespaces that are meant, of those this catalog has heard of: the record's, and those whose own fields say whose they are."""
         service = self._service
         known = {*service.index.namespaces(), *await service.store.claimed_namespaces()}
         tenants: dict[NamespaceId, str | None] = dict.fromkeys(known)
         tenants |= {one: fields.tenant for one, fields in service.sequencer.namespaces().items()}
-        tenants |= {row.id: row.fields.tenant for row in await service.store.namespaces()}
+        tenants |= proven_tenants(await service.store.namespaces())
         return {one for one, tenant in tenants.items() if matcher.namespace(one, tenant)}
 
     async def _waits(
@@ -176,6 +177,7 @@ class CatalogErasures:
         service = self._service
         known = await service.store.instances(of_all_parts=True)  # they write claims and namespaces of the same tables
         expected = [row.id for row in known if row.engine != JANITOR]
+        answers = report.counted(answers, expected)
         left = report.unfinished(answers, erasure.number, INSTANCE, expected) if expected else {}
         if left:
             names = sorted(left)
@@ -217,7 +219,7 @@ class CatalogErasures:
             await sql_erasure.erase_rows(service.store.engine, [], [])  # what claims left in its files
             places += [Place(name="SQL", erased="the claims"), Place(name="index", erased="the blocks")]
         if service.archive is not None:
-            known = Matcher(erasure, [*matcher.spaces, *map(erasure.namespace_digest, meant)])
+            known = Matcher(erasure, map(erasure.namespace_digest, meant))
             taken_out = await service.archive.erase(_meant_by(known, erasure.number))
             places.append(Place(name="archive", erased=f"{taken_out} frames and samples"))
         if service.checkpointer is not None:
@@ -225,6 +227,11 @@ class CatalogErasures:
                 raise CatalogError(f"no new checkpoint: {service.degraded}")
             places.append(Place(name="checkpoints", erased="all older ones"))
         return places
+
+
+def proven_tenants(rows: Iterable[NamespaceRow]) -> dict[NamespaceId, str]:
+    """Whose namespaces are, of which SQL has the fields: those whose id is that of the fields."""
+    return {row.id: row.fields.tenant for row in rows if row.fields.id == row.id}
 
 
 def _meant_by(matcher: Matcher, number: int) -> Meant:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from kvbm.core.errors import ErasureError
+from kvbm.core.ids import NamespaceId
+from kvbm.erasure.record import Erasure
 from kvbm.remarks import Remarks
 
 log = Remarks()
 
 INSTANCE, CATALOG, OBJECTS = "instance", "catalog", "objects"
+_NAMED = 3  # of those who say the same
 _SECOND_NS = 1_000_000_000
 
 
@@ -37,7 +40,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         places: those that had, or may have, something.
         done_ns: when nothing was left anywhere; 0: not yet.
-        namespaces: digests of namespaces of the tenant that the record does not name.
+        namespaces: digests of namespaces that an instance says are the tenant's and that the record does not name. A hint to the
+            operator, and no more: nothing is erased because an answer says so.
     """
 
     places: tuple[Place, ...] = ()
@@ -90,9 +94,22 @@ def answers_of(found: Mapping[str, bytes]) -> list[Answer]:
     return answers
 
 
-def namespaces_said(answers: Sequence[Answer], number: int) -> set[bytes]:
-    """Digests of namespaces that those who answered know beside the record's."""
-    return {one for answer in answers if number in answer.progress for one in answer.progress[number].namespaces}
+def counted(answers: Iterable[Answer], instances: Collection[str]) -> list[Answer]:
+    """Answers of those who can have something: an instance that SQL knows speaks for itself alone, and nobody else for one."""
+    return [answer for answer in answers if (answer.kind == INSTANCE) == (answer.name in instances)]
+
+
+def hints(
+    answers: Iterable[Answer], erasure: Erasure, namespaces: Iterable[NamespaceId]
+) -> dict[NamespaceId, list[str]]:
+    """Of each namespace, the instances that say it is the erased tenant's."""
+    said = {
+        answer.name: frozenset(answer.progress[erasure.number].namespaces)
+        for answer in answers
+        if answer.kind == INSTANCE and erasure.number in answer.progress
+    }
+    digests = {one: erasure.namespace_digest(one) for one in namespaces}
+    return {one: sorted(name for name, own in said.items() if digest in own) for one, digest in digests.items()}
 
 
 def unfinished(answers: Sequence[Answer], number: int, kind: str, expected: Collection[str] = ()) -> dict[str, str]:
@@ -126,6 +143,7 @@ class Known(NamedTuple):
         max_age_s: how long the stream keeps events; 0: for ever.
         has_objects: whether an object pool is configured here.
         now_ns: the time.
+        untold: namespaces of claims whose fields nobody has told, so that they may be the tenant's, each with those who say that it is.
     """
 
     instances: Mapping[str, str]
@@ -133,6 +151,7 @@ class Known(NamedTuple):
     max_age_s: float
     has_objects: bool
     now_ns: int
+    untold: Mapping[NamespaceId, Sequence[str]] = {}
 
 
 def table(number: int, answers: Sequence[Answer], known: Known) -> list[Line]:
@@ -157,6 +176,7 @@ def table(number: int, answers: Sequence[Answer], known: Known) -> list[Line]:
         done_ns.append(0)
     if not any(answer.kind == CATALOG for answer in others):
         lines.append(Line("catalog", "SQL, index, files", "", "a catalog that serves"))
+    lines += [_untold_line(one, known.untold[one]) for one in sorted(known.untold)]
     lines.append(_stream_line(done_ns, known))
     return lines
 
@@ -165,6 +185,14 @@ def _lines_of(answer: Answer, number: int) -> list[Line]:
     progress = answer.progress[number]
     lines = [Line(answer.name, place.name, place.erased, place.waits) for place in progress.places]
     return lines or [Line(answer.name, "all", "nothing was there", "" if progress.done_ns else "its first step")]
+
+
+def _untold_line(namespace: NamespaceId, said_by: Sequence[str]) -> Line:
+    """Nobody but the operator can say whose a namespace is that has no fields."""
+    who = f"instance {', '.join(said_by[:_NAMED])} says it is the tenant's, and" if said_by else "it is claimed, and"
+    name = namespace.hex()
+    word = f"your word: {who} nobody has told its fields; erase it (--namespace {name}), or say that it is another's (--spare {name})"
+    return Line("SQL", f"claims of {name}", "", word)
 
 
 def _stream_line(done_ns: Sequence[int], known: Known) -> Line:

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -23,7 +24,8 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ErasureError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, SequenceHash, Tier, split_hashes
-from kvbm.erasure.report import Line
+from kvbm.erasure.record import decoded
+from kvbm.erasure.report import INSTANCE, Answer, Line, Place, Progress, encoded
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
@@ -495,6 +497,90 @@ def test_what_a_tenant_used_after_an_erasure_goes_with_the_next_one(world: World
         assert manager.match(hashes_of(VICTIM, 1)).depth == 0
         assert not victim.in_folder(world.folder) and not victim.in_bytes(memory_of(manager))
     assert numbers[0] < numbers[1]
+
+
+async def answer_falsely(url: str, name: str, number: int, victims: Sequence[Namespace]) -> None:
+    """Say in an instance's name that it is done, and that others' namespaces are the erased tenant's."""
+    log = await ErasureLog.open(url, "home", WAIT_S, Credentials(), 1)
+    try:
+        found = await log.record()
+        assert found is not None
+        erasure = decoded(found.data).find(number)
+        assert erasure is not None
+        named = tuple(erasure.namespace_digest(space.id) for space in victims)
+        done = Progress(places=(Place(name="all", erased="everything"),), done_ns=time.time_ns(), namespaces=named)
+        answer = Answer(name=name, kind=INSTANCE, at_ns=time.time_ns(), progress={number: done})
+        await log.put_answer(name, encoded(answer))
+    finally:
+        await log.close()
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["of nobody", "of an instance"])
+def test_an_answer_that_names_another_tenants_namespaces_has_nothing_of_that_tenant_erased(
+    world: World, is_known: bool
+) -> None:
+    """Neither by the erasure that it answers, nor by the next one of the same tenant."""
+    if is_known:
+        world.instance("liar", [OTHER]).close()
+    manager = world.instance("a")
+    for prompt in (1, 2):
+        for space in (VICTIM, OTHER):
+            manager.unpin(serve(manager, space, prompt))
+    assert manager.settle(WAIT_S)
+    eventually(lambda: all(depth(world, s, 2) == DEPTH for s in (VICTIM, OTHER)), "the catalog has not all claims")
+    other, only_age = Needles(OTHER, (1, 2)), {"NATS events on the stream"}
+
+    def erase() -> None:
+        number = world.erase(tenant=VICTIM.tenant)[1]
+        asyncio.run(answer_falsely(world.server.url, "liar", number, [OTHER]))
+        eventually(
+            lambda: set(waits(world.erase(status=number)[2])) <= only_age, "not all are done",
+            state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+        )  # fmt: skip
+
+    def check(prompts: Iterable[int]) -> None:
+        names = {summary.id for summary in world.client.namespaces()}
+        assert bytes(OTHER.id).hex() in names and bytes(VICTIM.id).hex() not in names
+        assert [depth(world, OTHER, prompt) for prompt in prompts] == [DEPTH for _ in prompts]
+        assert all(manager.match(hashes_of(OTHER, prompt)).depth == DEPTH for prompt in prompts)
+        assert other.in_bytes(world.tables()) >= {"the tenant's name", "the namespace", "a hash"}
+        assert "a hash" in str(other.in_folder(world.folder / "archive"))
+        assert sum(OTHER.id.hex() in name for name in world.store.objects) == DEPTH // K * len(list(prompts))
+
+    erase()
+    check([1, 2])
+    manager.unpin(serve(manager, OTHER, 3))  # what comes later is seen, too
+    assert manager.settle(WAIT_S)
+    eventually(lambda: depth(world, OTHER, 3) == DEPTH, "the catalog does not see the other's new blocks")
+    erase()
+    check([1, 2, 3])
+
+
+def test_claims_of_a_namespace_that_nobody_has_told_of_are_erased_on_the_operators_word_alone(world: World) -> None:
+    untold = Namespace(model="untold", revision="r", block_tokens=16, tenant="initrode")
+    manager = world.instance("a")
+    for space in (VICTIM, OTHER):
+        manager.unpin(serve(manager, space, 1))
+    assert manager.settle(WAIT_S)
+    eventually(lambda: all(depth(world, s, 1) == DEPTH for s in (VICTIM, OTHER)), "the catalog has not all claims")
+    eventually(lambda: bytes(OTHER.id) in world.tables(), "SQL has none of its claims")
+    with closing(sqlite3.connect(world.database, timeout=WAIT_S)) as connection, connection:
+        connection.execute(
+            "insert into object_claims values (?, ?, ?, 'b', 1, 1)",
+            ("another pool", bytes(untold.id), hashes_of(untold, 1)[:HASH_BYTES]),
+        )
+    number = world.erase(tenant=VICTIM.tenant)[1]
+    asyncio.run(answer_falsely(world.server.url, "liar", number, [untold]))  # nobody knows an instance of that name
+    word = f"SQL claims of {untold.id.hex()}"
+    eventually(
+        lambda: set(waits(world.erase(status=number)[2])) == {word, "NATS events on the stream"}, "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+    )  # fmt: skip
+    said = waits(world.erase(status=number)[2])[word]
+    assert f"--namespace {untold.id.hex()}" in said and f"--spare {untold.id.hex()}" in said and "liar" not in said
+    assert bytes(untold.id) in world.tables()
+    assert word not in waits(world.erase(status=number, spare=frozenset([untold.id]))[2])
+    assert bytes(untold.id) in world.tables()
 
 
 async def lose_erasures(url: str, garbage: bytes) -> None:
