@@ -583,6 +583,65 @@ def test_claims_of_a_namespace_that_nobody_has_told_of_are_erased_on_the_operato
     assert bytes(untold.id) in world.tables()
 
 
+def test_after_an_erasure_prompts_of_others_stay_with_their_engines_and_new_use_is_known_without_a_restart(
+    world: World,
+) -> None:
+    other = Namespace(model="globex's", revision="r1", block_tokens=16, tenant=OTHER.tenant)
+    erased, stays = world.instance("a", [VICTIM]), world.instance("b", [other])
+    for manager, space in ((erased, VICTIM), (stays, other)):
+        manager.unpin(serve(manager, space, 1))
+        assert manager.settle(WAIT_S)
+    eventually(lambda: all(depth(world, s, 1) == DEPTH for s in (VICTIM, other)), "the catalog has not all claims")
+    number = world.erase(tenant=VICTIM.tenant)[1]
+    eventually(
+        lambda: set(waits(world.erase(status=number)[2])) == {"NATS events on the stream"}, "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+    )  # fmt: skip
+    sent = [world.client.route(other, hashes_of(other, prompt), DEPTH * 16).instance for prompt in range(60)]
+    assert sent == ["b"] * 60
+    known = {summary.id for summary in world.client.namespaces()}
+    assert known == {other.id.hex()}
+    # A prompt of the tenant that comes after it all is new use.
+    erased.unpin(serve(erased, VICTIM, 2))
+    assert erased.settle(WAIT_S)
+    eventually(
+        lambda: VICTIM.id.hex() in {summary.id for summary in world.client.namespaces()},
+        "its fields are not known again",
+    )
+    assert world.client.route(VICTIM, hashes_of(VICTIM, 3), DEPTH * 16).instance == "a"
+    eventually(lambda: depth(world, VICTIM, 2) == DEPTH, "its new claims are not known")
+    erased.unpin(serve(erased, VICTIM, 3))  # SQL gets the fields with the next events
+    eventually(lambda: VICTIM.tenant.encode() in world.tables(), "SQL has not its fields")
+    again = world.erase(tenant=VICTIM.tenant)[1]
+    eventually(
+        lambda: set(waits(world.erase(status=again)[2])) == {"NATS events on the stream"}, "not all are done again",
+        state=lambda: waits(world.erase(status=again)[2]), timeout_s=WAIT_S,
+    )  # fmt: skip
+    assert not Needles(VICTIM, (1, 2, 3)).in_bytes(world.tables())
+
+
+def test_a_namespace_that_came_after_the_start_is_erased_with_its_tenant_by_its_own_fields(world: World) -> None:
+    late = Namespace(model="erasure", revision="r1", block_tokens=16, tenant=VICTIM.tenant, lora="late")
+    manager = world.instance("a", [OTHER])
+    manager.declare([late])
+    manager.unpin(serve(manager, late, 1))
+    assert manager.settle(WAIT_S)
+    eventually(lambda: depth(world, late, 1) == DEPTH, "the catalog has not all claims")
+    eventually(
+        lambda: late.id.hex() in {summary.id for summary in world.client.namespaces()}, "the catalog has not its fields"
+    )
+    manager.unpin(serve(manager, OTHER, 1))
+    eventually(lambda: late.lora.encode() in world.tables(), "SQL has not its fields")
+    number = world.erase(tenant=VICTIM.tenant)[1]
+    eventually(
+        lambda: set(waits(world.erase(status=number)[2])) == {"NATS events on the stream"}, "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+    )  # fmt: skip
+    gone = Needles(late, [1])
+    assert gone.in_folder(world.folder) == {} and gone.in_bytes(world.tables()) == set()
+    assert not any(late.id.hex() in name for name in world.store.objects)
+
+
 async def lose_erasures(url: str, garbage: bytes) -> None:
     """Delete the stream of erasures; or, with garbage, put that in the place of the record."""
     connection = await NatsConnection.open(url, WAIT_S, Credentials())
