@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from kvbm.assembly.janitor import CLOCKS, Clocks, erase_objects
 from kvbm.assembly.manager import database_url, make_data_dir, stream_of_catalog
 from kvbm.assembly.pools import key_source
@@ -24,7 +26,7 @@ from kvbm.erasure import record as records
 from kvbm.erasure import report
 from kvbm.erasure.catalog import CatalogErasures, proven_tenants
 from kvbm.erasure.record import DamagedRecordError, Erasure, Matcher, Record, Subject
-from kvbm.erasure.report import OBJECTS, Answer, Known, Line, Place, Progress
+from kvbm.erasure.report import CATALOG, OBJECTS, Answer, Known, Line, Place, Progress
 from kvbm.files import read_small
 from kvbm.janitor.holdings import parse
 from kvbm.pools.object.encryption import SEALED_FOLDER
@@ -49,6 +51,7 @@ class EraseOptions(NamedTuple):
     Attributes:
         tenant, namespace, hashes: what to erase; as in `Subject`.
         status, lift: the number of an erasure to tell of, or to take out of the record.
+        forget_catalog: the name of a catalog that will never run again: nobody waits for it.
         wait_s: for how long to wait for the others.
         spare: namespaces that the operator says are another tenant's, where nobody has told their fields.
     """
@@ -60,6 +63,7 @@ class EraseOptions(NamedTuple):
     lift: int | None = None
     wait_s: float = 60.0
     spare: frozenset[NamespaceId] = frozenset()
+    forget_catalog: str | None = None
 
 
 class _Cluster(NamedTuple):
@@ -106,7 +110,7 @@ def run_erase(
     """Ask for an erasure, or tell of one. Returns 0 when all is gone, 1 while something waits.
 
     Args:
-        tell: gets the number and the table, once, at the end.
+        tell: gets the number and the table, once, at the end. Number 0: a catalog is forgotten.
         new_store: opens a store to use instead of the one `pools.object` names.
         clocks: the janitor's, as of `run_gc`.
     Raises: ConfigError, ErasureError, StreamError, CatalogError, MissingExtraError: why it could not be asked for.
@@ -119,6 +123,10 @@ def run_erase(
         if options.lift is not None:
             _run(_lift(settings, url, credentials, options.lift))
             tell(options.lift, [])
+            return 0
+        if options.forget_catalog is not None:
+            _run(_forget_catalog(settings, url, credentials, options.forget_catalog))
+            tell(0, [])
             return 0
         number, erasure = options.status, None
         if number is None:
@@ -224,6 +232,20 @@ async def _lift(settings: Settings, url: str, credentials: Credentials, number: 
         _known(record, number)
         assert found is not None
         await connected.put_record(records.encoded(records.without(record, number)), found.sequence)
+    finally:
+        await connected.close()
+
+
+async def _forget_catalog(settings: Settings, url: str, credentials: Credentials, name: str) -> None:
+    """Wait for a catalog no more, until it answers again. Raises ErasureError: no catalog of the name has ever answered."""
+    connected = await _open(settings, url, credentials)
+    try:
+        catalogs = {one.name: one for one in report.answers_of(await connected.answers()) if one.kind == CATALOG}
+        if name not in catalogs:
+            there = ", ".join(sorted(catalogs)) or "none"
+            raise ErasureError(f"no catalog {name!r} has answered an erasure in this cluster; there are: {there}")
+        gone = msgspec.structs.replace(catalogs[name], gone=True, at_ns=time.time_ns())
+        await connected.put_answer(name, report.encoded(gone))
     finally:
         await connected.close()
 

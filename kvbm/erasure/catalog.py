@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = Remarks()
 
 _STEP_S = 1.0  # between two looks while something is under way
+_LEAVE_S = 2.0
 _SAMPLES_S = 3 * SAMPLES_EVERY_S  # what was heard by then is in the archive
 _NAMED = 3  # of those that are waited for
 
@@ -70,25 +71,52 @@ class CatalogErasures:
             int, tuple[int, float]
         ] = {}  # the stream's end when nobody was left to send anything, and when that was
         self._record = Record()
+        self._log: Log | None = None
         self._is_busy = False
 
     async def run(self) -> None:
-        """Go on for ever; trouble is noted."""
-        connected: Log | None = None
-        while True:
-            try:
-                if connected is None:
-                    connected = await self._connect()
-                    await connected.make()
-                    await self._recall(connected)
-                await self._turn(connected)
-                self._service.degraded.clear("erasures")
-            except (StreamError, ErasureError, CatalogError, OSError, TimeoutError) as error:
-                self._service.degraded.note("erasures", str(error))
-                if connected is not None:
-                    await connected.close()
-                    connected = None
-            await asyncio.sleep(min(_STEP_S, self._poll_s) if self._is_busy else self._poll_s)
+        """Go on for ever; trouble is noted. One that leaves nothing behind says so when it is cancelled."""
+        try:
+            while True:
+                await self._step()
+                await asyncio.sleep(min(_STEP_S, self._poll_s) if self._is_busy else self._poll_s)
+        except asyncio.CancelledError:
+            await self._leave()
+            raise
+
+    async def _step(self) -> None:
+        try:
+            if self._log is None:
+                self._log = await self._connect()
+                await self._log.make()
+                await self._recall(self._log)
+            await self._turn(self._log)
+            self._service.degraded.clear("erasures")
+        except (StreamError, ErasureError, CatalogError, OSError, TimeoutError) as error:
+            self._service.degraded.note("erasures", str(error))
+            if self._log is not None:
+                await self._log.close()
+                self._log = None
+
+    async def _leave(self) -> None:
+        service = self._service
+        has_files = service.checkpointer is not None or service.archive is not None
+        connected, self._log = self._log, None
+        if connected is None:
+            return
+        with suppress(StreamError, OSError, TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                if not has_files and service.store.engine.dialect.name != "sqlite":
+                    await self._say(connected, gone=True)
+                await connected.close()
+
+    async def _say(self, connected: Log, gone: bool = False) -> None:
+        in_force = {one.number for one in self._record.erasures}
+        said = {number: progress for number, progress in self._progress.items() if number in in_force}
+        if said != self._said or gone:
+            answer = Answer(name=self._name, kind=CATALOG, at_ns=time.time_ns(), progress=said, gone=gone)
+            await connected.put_answer(self._name, report.encoded(answer))
+            self._said = said
 
     async def _recall(self, connected: Log) -> None:
         """What this catalog has said before. While the stream has events of before that, it is done once more: they may have been read anew."""
@@ -126,12 +154,7 @@ class CatalogErasures:
             answers = await _answers(connected)
             for erasure in open_ones:
                 self._progress[erasure.number] = await self._go_on(erasure, answers)
-        in_force = {one.number for one in self._record.erasures}
-        said = {number: progress for number, progress in self._progress.items() if number in in_force}
-        if said != self._said:
-            answer = Answer(name=self._name, kind=CATALOG, at_ns=time.time_ns(), progress=said)
-            await connected.put_answer(self._name, report.encoded(answer))
-            self._said = said
+        await self._say(connected)
 
     def _is_done(self, number: int) -> bool:
         return number in self._progress and self._progress[number].done_ns > 0

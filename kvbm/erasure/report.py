@@ -17,6 +17,7 @@ log = Remarks()
 
 INSTANCE, CATALOG, OBJECTS = "instance", "catalog", "objects"
 _NAMED = 3  # of those who say the same
+_OF_CATALOG = "SQL, index, files"
 _SECOND_NS = 1_000_000_000
 
 
@@ -50,12 +51,18 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one says of all erasures in force. `kind`: INSTANCE, CATALOG or OBJECTS."""
+    """What one says of all erasures in force.
+
+    Attributes:
+        kind: INSTANCE, CATALOG or OBJECTS.
+        gone: a catalog that has stopped and left nothing behind, or that an operator has forgotten: nobody waits for it until it answers.
+    """
 
     name: str
     kind: str
     at_ns: int
     progress: dict[int, Progress]
+    gone: bool = False
 
 
 class Line(NamedTuple):
@@ -168,14 +175,13 @@ def table(number: int, answers: Sequence[Answer], known: Known) -> list[Line]:
             done_ns.append(answer.progress[number].done_ns)
     others = [answer for answer in by_name.values() if answer.name not in known.instances]
     for answer in sorted(others, key=lambda one: (one.kind, one.name)):
-        if answer.kind != INSTANCE:  # one that SQL does not know any more was forgotten
+        if answer.kind == OBJECTS:  # an instance that SQL does not know any more was forgotten
             lines += _lines_of(answer, number)
-            done_ns.append(answer.progress[number].done_ns if answer.kind == OBJECTS else 1)
+            done_ns.append(answer.progress[number].done_ns)
     if known.has_objects and not any(answer.kind == OBJECTS for answer in others):
         lines.append(Line("object pool", "objects", "", "kvbm-catalog erase with the pool's settings"))
         done_ns.append(0)
-    if not any(answer.kind == CATALOG for answer in others):
-        lines.append(Line("catalog", "SQL, index, files", "", "a catalog that serves"))
+    lines += _catalog_lines(number, answers)
     lines += [_untold_line(one, known.untold[one]) for one in sorted(known.untold)]
     lines.append(_stream_line(done_ns, known))
     return lines
@@ -185,6 +191,24 @@ def _lines_of(answer: Answer, number: int) -> list[Line]:
     progress = answer.progress[number]
     lines = [Line(answer.name, place.name, place.erased, place.waits) for place in progress.places]
     return lines or [Line(answer.name, "all", "nothing was there", "" if progress.done_ns else "its first step")]
+
+
+def _catalog_lines(number: int, answers: Sequence[Answer]) -> list[Line]:
+    """Every catalog that has ever answered has something until it says that it has erased it, or is gone."""
+    lines: list[Line] = []
+    for answer in sorted(answers, key=lambda one: one.name):
+        if answer.kind != CATALOG or (answer.gone and not _is_done(answer, number)):
+            continue
+        if number in answer.progress:
+            lines += _lines_of(answer, number)
+        else:
+            word = f"the catalog to answer: it erases when it runs again; if it never will: kvbm-catalog erase --forget-catalog {answer.name}"
+            lines.append(Line(answer.name, _OF_CATALOG, "", word))
+    return lines or [Line("catalog", _OF_CATALOG, "", "a catalog that serves")]
+
+
+def _is_done(answer: Answer, number: int) -> bool:
+    return number in answer.progress and answer.progress[number].done_ns > 0
 
 
 def _untold_line(namespace: NamespaceId, said_by: Sequence[str]) -> Line:

@@ -21,11 +21,14 @@ from kvbm.assembly.erasure import EraseOptions, catalog_companion, run_erase
 from kvbm.assembly.pools import pool_name
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
+from kvbm.catalog.sql_erasure import erase_rows
+from kvbm.catalog.sql_rows import ClaimRun, NamespaceRow, StoreBatch
+from kvbm.catalog.sql_store import SqlStore
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ErasureError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, SequenceHash, Tier, split_hashes
 from kvbm.erasure.record import decoded
-from kvbm.erasure.report import INSTANCE, Answer, Line, Place, Progress, encoded
+from kvbm.erasure.report import CATALOG, INSTANCE, Answer, Line, Place, Progress, answers_of, encoded
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
@@ -148,22 +151,29 @@ class World:
         self.start_catalog()
 
     def start_catalog(self) -> None:
-        settings = self.settings("catalog", nats__timeout_s=2.0)  # it tries again for ever; a stream may be gone
-        self.catalog = CatalogThread(
+        self.catalog = self.catalog_of(self.folder, f"sqlite+aiosqlite:///{self.database}")
+        self.client = CatalogClient(self.catalog.url, WAIT_S)
+        self._opened.callback(self.client.close)
+        self.client.wait_ready(WAIT_S)
+
+    def catalog_of(self, folder: Path, database: str, has_files: bool = True) -> CatalogThread:
+        """A catalog of the cluster, with files in a folder."""
+        # it tries again for ever; a stream may be gone
+        settings = self.settings("catalog", nats__timeout_s=2.0, instance__data_dir=str(folder))
+        catalog = CatalogThread(
             ServiceSettings(
-                nats_url=self.server.url, database_url=f"sqlite+aiosqlite:///{self.database}", cluster="home",
-                listen="127.0.0.1:0", store_every_s=0.02, connect_s=WAIT_S, liveness_s=10 * WAIT_S, whole_wait_s=0.2, checkpoints=str(self.folder / "checkpoints"),
-                checkpoint_every_s=0.5, archive=str(self.folder / "archive"),
+                nats_url=self.server.url, database_url=database, cluster="home",
+                listen="127.0.0.1:0", store_every_s=0.02, connect_s=WAIT_S, liveness_s=10 * WAIT_S, whole_wait_s=0.2,
+                checkpoints=str(folder / "checkpoints") if has_files else "",
+                checkpoint_every_s=0.5, archive=str(folder / "archive") if has_files else "",
                 companions=(catalog_companion(settings, self.server.url, Credentials()),),
             ),
             NATIVE,
             NATIVE_INDEX,
         )  # fmt: skip
-        self.catalog.start()
-        self._opened.callback(self.catalog.stop)
-        self.client = CatalogClient(self.catalog.url, WAIT_S)
-        self._opened.callback(self.client.close)
-        self.client.wait_ready(WAIT_S)
+        catalog.start()
+        self._opened.callback(catalog.stop)
+        return catalog
 
     def settings(self, instance: str, **flags: Any) -> Settings:
         named = {key.replace("__", "."): value for key, value in flags.items()}
@@ -640,6 +650,126 @@ def test_a_namespace_that_came_after_the_start_is_erased_with_its_tenant_by_its_
     gone = Needles(late, [1])
     assert gone.in_folder(world.folder) == {} and gone.in_bytes(world.tables()) == set()
     assert not any(late.id.hex() in name for name in world.store.objects)
+
+
+async def answered_catalogs(url: str) -> dict[str, Answer]:
+    log = await ErasureLog.open(url, "home", WAIT_S, Credentials(), 1)
+    try:
+        return {one.name: one for one in answers_of(await log.answers()) if one.kind == CATALOG}
+    finally:
+        await log.close()
+
+
+def test_a_catalog_that_is_down_is_waited_for_by_name_until_it_returns_or_is_forgotten(world: World) -> None:
+    first = set(eventually(lambda: asyncio.run(answered_catalogs(world.server.url)), "the catalog is not there"))
+    folder = world.folder.parent / "two"
+    folder.mkdir()
+    database = f"sqlite+aiosqlite:///{folder / 'catalog.db'}"
+    away = world.catalog_of(folder, database)
+    eventually(lambda: len(asyncio.run(answered_catalogs(world.server.url))) == 2, "the second catalog says nothing")
+    (name,) = asyncio.run(answered_catalogs(world.server.url)).keys() - first
+    manager, victim = world.instance("a"), Needles(VICTIM, [1])
+    manager.unpin(serve(manager, VICTIM, 1))
+    assert manager.settle(WAIT_S)
+    for place in ("catalog.db", "archive", "checkpoints"):
+        eventually(lambda: place in str(victim.in_folder(folder)), f"{place} of the second catalog has nothing")  # noqa: B023 - called now
+    away.stop()
+    number = world.erase(tenant=VICTIM.tenant)[1]
+    place, age = f"{name} SQL, index, files", "NATS events on the stream"
+    eventually(
+        lambda: set(waits(world.erase(status=number)[2])) == {place, age}, "it is not the second catalog alone",
+        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+    )  # fmt: skip
+    code, _, lines = world.erase(status=number)
+    assert code == 1 and f"--forget-catalog {name}" in waits(lines)[place]
+    assert victim.in_folder(folder)  # it has everything still
+    with pytest.raises(ErasureError, match=f"there are: .*{name}"):
+        world.erase(forget_catalog="catalog-none")
+    world.erase(forget_catalog=name)
+    assert set(waits(world.erase(status=number)[2])) == {age}
+    back = world.catalog_of(folder, database)  # it does not know that it was forgotten
+    eventually(lambda: not victim.in_folder(folder), "it has not erased", timeout_s=WAIT_S)
+    eventually(
+        lambda: not asyncio.run(answered_catalogs(world.server.url))[name].gone, "it has not said so", timeout_s=WAIT_S
+    )  # fmt: skip
+    asyncio.run(let_age(world.server.url))
+    eventually(lambda: world.erase(status=number)[0] == 0, "the stream keeps it", timeout_s=WAIT_S)
+    back.stop()
+    assert not asyncio.run(answered_catalogs(world.server.url))[name].gone  # its files may come back
+
+
+def test_a_catalog_that_leaves_nothing_behind_says_so_when_it_stops(world: World, postgres_url: str) -> None:
+    first = set(eventually(lambda: asyncio.run(answered_catalogs(world.server.url)), "the catalog is not there"))
+    folder = world.folder.parent / "two"
+    folder.mkdir()
+    bare = world.catalog_of(folder, postgres_url, has_files=False)
+    eventually(lambda: len(asyncio.run(answered_catalogs(world.server.url))) == 2, "the second catalog says nothing")
+    bare.stop()
+    said = asyncio.run(answered_catalogs(world.server.url))
+    assert {name: one.gone for name, one in said.items()} == dict.fromkeys(said, True) | dict.fromkeys(first, False)
+    world.instance("a").close()
+    number = world.erase(tenant=VICTIM.tenant)[1]
+    (name,) = said.keys() - first
+    assert not any(line.who == name for line in world.erase(status=number)[2])
+
+
+@pytest.mark.parametrize("others", [0, 30], ids=["nobody is left", "others are left"])
+def test_postgres_has_an_erased_tenant_neither_in_its_statistics_nor_in_the_files_with_names(
+    postgres_url: str, others: int
+) -> None:
+    def spaces(tenant: str, count: int) -> list[Namespace]:
+        return [Namespace(model="m", block_tokens=16, tenant=tenant, lora=f"{tenant}/{at}") for at in range(count)]
+
+    mine, their = spaces("initech-payroll", 60), spaces("globex", others)
+    files = (
+        "select pg_read_binary_file(pg_relation_filepath(c.oid)) from pg_class c left join pg_index i on i.indexrelid = c.oid"
+        " where coalesce(i.indrelid, c.oid) in ('namespaces'::regclass, 'tenants'::regclass)"
+    )
+    statistics = (
+        "select concat_ws(' ', most_common_vals::text, histogram_bounds::text) from pg_stats where tablename in"
+        " ('namespaces', 'tenants', 'object_claims')"
+    )
+    needles = [b"initech", *(bytes(space.id) for space in mine)]
+
+    async def work() -> None:
+        store = await SqlStore.open(postgres_url)
+        try:
+
+            async def every(asked: str) -> bytes:
+                async with store.engine.connect() as connection:
+                    alone = await connection.execution_options(isolation_level="AUTOCOMMIT")
+                    await alone.exec_driver_sql("CHECKPOINT")
+                    rows = [row[0] for row in await alone.exec_driver_sql(asked)]
+                return b"\n".join(row if isinstance(row, bytes) else row.encode() for row in rows)
+
+            rows = tuple(NamespaceRow(id=one.id, fields=one, first_seen_ns=1) for one in [*mine, *their])
+            claims = tuple(
+                ClaimRun(pool="pool", namespace=one.id, hashes=hashes_of(one, 1), instance=InstanceId("a"), at_ns=1)
+                for one in [*mine, *their]
+            )
+            await store.apply(StoreBatch(stream="s@1", previous=0, stream_sequence=1, namespaces=rows, claims=claims))
+            async with store.engine.begin() as connection:
+                for tenant in ("initech-payroll", *(["globex"] if others else [])):
+                    await connection.exec_driver_sql(f"insert into tenants values ('{tenant}', 1)")
+            async with store.engine.begin() as connection:
+                await connection.exec_driver_sql("analyze")
+            before, on_disk = await every(statistics), await every(files)
+            assert b"initech" in before and all(needle in on_disk for needle in needles)
+            await erase_rows(store.engine, [one.id for one in mine], ["initech-payroll"])
+            after, on_disk = await every(statistics), await every(files)
+            for needle in needles:
+                assert needle not in on_disk and needle not in after and needle.hex().encode() not in after
+            assert (b"globex" in after) == (b"globex" in on_disk) == bool(others)
+            assert [row.fields for row in await store.namespaces()] == sorted(their, key=lambda one: one.id)
+            assert await store.claim_count() == others * DEPTH
+            await store.apply(  # it can be written as before
+                StoreBatch(stream="s@1", previous=1, stream_sequence=2, namespaces=rows[:1], claims=claims[:1])
+            )
+            assert await store.claim_count() == (others + 1) * DEPTH
+        finally:
+            await store.close()
+
+    asyncio.run(work())
 
 
 async def lose_erasures(url: str, garbage: bytes) -> None:

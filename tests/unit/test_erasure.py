@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvbm.catalog.sql_rows import NamespaceRow
@@ -367,3 +368,18 @@ def test_a_catalog_waits_for_everybody_it_knows() -> None:
     left = report.unfinished(answers, 7, report.INSTANCE, ["a", "b", "c"])
     assert left == {"b": "place: 2 slots", "c": "has not answered"}
     assert report.unfinished(answers[:1], 7, report.INSTANCE, ["a"]) == {}
+
+
+def test_every_catalog_that_ever_answered_is_waited_for_by_name_unless_it_is_gone() -> None:
+    done = answered("catalog-a", report.CATALOG, 100)
+    silent = Answer(name="catalog-b", kind=report.CATALOG, at_ns=NOW_NS, progress={})
+    lines = report.table(7, [done, silent], known({}))
+    waits = {line.who: line.waits for line in lines if line.waits}
+    assert set(waits) == {"catalog-b"} and "--forget-catalog catalog-b" in waits["catalog-b"]
+    gone = msgspec.structs.replace(silent, gone=True)
+    assert report.is_gone(report.table(7, [done, gone], known({})))
+    assert report.decoded(report.encoded(gone)) == gone
+    # What one had done before it went counts; what it had begun does not, and somebody has to do it.
+    assert report.is_gone(report.table(7, [msgspec.structs.replace(done, gone=True)], known({})))
+    begun = msgspec.structs.replace(answered("catalog-a", report.CATALOG, 0, "c"), gone=True)
+    assert [line.waits for line in report.table(7, [begun], known({})) if line.waits] == ["a catalog that serves"]
