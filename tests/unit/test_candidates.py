@@ -119,7 +119,9 @@ class World:
         declared, known = self.sequencer.declared(instance), self.sequencer.namespaces()
         if space.id in declared or self.sequencer.declares_nothing(instance):
             return True
-        return (is_known or space.id in known) and any(model_of(known[one]) == model_of(space) for one in declared if one in known)
+        return (is_known or space.id in known) and any(
+            model_of(known[one]) == model_of(space) for one in declared if one in known
+        )
 
 
 def step(world: World, pick: random.Random) -> None:
