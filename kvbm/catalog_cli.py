@@ -104,7 +104,7 @@ def _add_erase(commands: Commands) -> None:
 all instances, from the object pool and its front, from the catalog's database, index, checkpoints and archive.
 
 It prints what is gone and what waits for whom, and returns 0 only when all is gone, else 1. Instances that are away
-erase before they serve when they return. To ask again for the same goes on with the same erasure until anybody is done
+erase before they serve when they return, and so do catalogs: each that ever answered is waited for by its name. To ask again for the same goes on with the same erasure until anybody is done
 with it. What is used anew afterwards is new; take a tenant out of the engines' configuration first."""
     what = erase.add_mutually_exclusive_group(required=True)
     what.add_argument("--tenant", metavar="NAME", help="all namespaces of this tenant")
@@ -116,8 +116,21 @@ with it. What is used anew afterwards is new; take a tenant out of the engines' 
         type=_small_number,
         help="take an erasure out of the record: who returns later does not do it",
     )
+    what.add_argument(
+        "--forget-catalog",
+        metavar="NAME",
+        help="wait no more for this catalog, which will never run again; its files are yours to destroy",
+    )
     erase.add_argument(
         "--hashes", metavar="FILE|HEX", default="", help="with --namespace: only these blocks, 32 hex digits each"
+    )
+    erase.add_argument(
+        "--spare",
+        metavar="ID",
+        type=_namespace_id,
+        action="append",
+        default=[],
+        help="this namespace, whose fields nobody has told, is another tenant's: do not wait for a word about it",
     )
     erase.add_argument(
         "--wait",
@@ -215,12 +228,15 @@ def _erase(arguments: argparse.Namespace) -> int:
         raise ConfigError("--hashes needs --namespace: a hash is of one namespace")
     hashes = read_hashes(arguments.hashes) if arguments.hashes else b""
     options = EraseOptions(
-        arguments.tenant, arguments.namespace, hashes, arguments.status, arguments.lift, arguments.wait
-    )
+        arguments.tenant, arguments.namespace, hashes, arguments.status, arguments.lift, arguments.wait,
+        frozenset(arguments.spare), arguments.forget_catalog,
+    )  # fmt: skip
 
     def tell(number: int, lines: Sequence[Line]) -> None:
         if options.lift is not None:
             say(f"erasure {number} is lifted")
+        elif options.forget_catalog is not None:
+            say(f"catalog {options.forget_catalog} is forgotten")
         else:
             say(*(as_json if arguments.json else as_words)(number, lines).split("\n"))
 

@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from kvbm.assembly.janitor import CLOCKS, Clocks, erase_objects
 from kvbm.assembly.manager import database_url, make_data_dir, stream_of_catalog
 from kvbm.assembly.pools import key_source
@@ -23,9 +25,9 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, split_hashes
 from kvbm.core.names import kept_name
 from kvbm.erasure import record as records
 from kvbm.erasure import report
-from kvbm.erasure.catalog import CatalogErasures
+from kvbm.erasure.catalog import CatalogErasures, proven_tenants
 from kvbm.erasure.record import DamagedRecordError, Erasure, Matcher, Record, Subject
-from kvbm.erasure.report import OBJECTS, Answer, Known, Line, Place, Progress
+from kvbm.erasure.report import CATALOG, OBJECTS, Answer, Known, Line, Place, Progress
 from kvbm.files import read_small
 from kvbm.janitor.holdings import parse
 from kvbm.pools.object.encryption import SEALED_FOLDER
@@ -50,7 +52,9 @@ class EraseOptions(NamedTuple):
     Attributes:
         tenant, namespace, hashes: what to erase; as in `Subject`.
         status, lift: the number of an erasure to tell of, or to take out of the record.
+        forget_catalog: the name of a catalog that will never run again: nobody waits for it.
         wait_s: for how long to wait for the others.
+        spare: namespaces that the operator says are another tenant's, where nobody has told their fields.
     """
 
     tenant: str | None = None
@@ -59,13 +63,15 @@ class EraseOptions(NamedTuple):
     status: int | None = None
     lift: int | None = None
     wait_s: float = 60.0
+    spare: frozenset[NamespaceId] = frozenset()
+    forget_catalog: str | None = None
 
 
 class _Cluster(NamedTuple):
     """What SQL knows: namespaces with their tenants, and the instances with what is said while one does not answer.
 
     Attributes:
-        unnamed: namespaces of claims whose fields were erased: they are used again.
+        unnamed: namespaces of claims whose fields nobody has told, or were erased.
     """
 
     tenants: dict[NamespaceId, str]
@@ -73,7 +79,7 @@ class _Cluster(NamedTuple):
     unnamed: set[NamespaceId]
 
     def of_tenant(self, tenant: str, known: Iterable[Matcher]) -> set[NamespaceId]:
-        """The tenant's namespaces, also those that only erasures of the tenant tell of."""
+        """The tenant's namespaces, also those without fields that records of erasures of the tenant have named."""
         own = [matcher for matcher in known if matcher.tenant(tenant)]
         named = {one for one, whose in self.tenants.items() if whose == tenant}
         return named | {one for one in self.unnamed if any(matcher.namespace(one) for matcher in own)}
@@ -105,7 +111,7 @@ def run_erase(
     """Ask for an erasure, or tell of one. Returns 0 when all is gone, 1 while something waits.
 
     Args:
-        tell: gets the number and the table, once, at the end.
+        tell: gets the number and the table, once, at the end. Number 0: a catalog is forgotten.
         new_store: opens a store to use instead of the one `pools.object` names.
         clocks: the janitor's, as of `run_gc`.
     Raises: ConfigError, ErasureError, StreamError, CatalogError, MissingExtraError: why it could not be asked for.
@@ -119,6 +125,10 @@ def run_erase(
             _run(_lift(settings, url, credentials, options.lift))
             tell(options.lift, [])
             return 0
+        if options.forget_catalog is not None:
+            _run(_forget_catalog(settings, url, credentials, options.forget_catalog))
+            tell(0, [])
+            return 0
         number, erasure = options.status, None
         if number is None:
             erasure = _run(_ask(settings, url, credentials, options))
@@ -129,7 +139,7 @@ def run_erase(
             progress = _erase_objects(settings, options, erasure, new_store, clocks)
             _run(_say(settings, url, credentials, number, progress))
         wait_s = 0.0 if options.status is not None else options.wait_s
-        lines = _run(_follow(settings, url, credentials, number, wait_s))
+        lines = _run(_follow(settings, url, credentials, number, options.spare, wait_s))
         tell(number, lines)
         return 0 if report.is_gone(lines) else 1
 
@@ -165,7 +175,7 @@ async def _open(settings: Settings, url: str, credentials: Credentials) -> Erasu
 async def _cluster(settings: Settings) -> _Cluster:
     store = await SqlStore.open(database_url(settings))
     try:
-        tenants = {row.id: row.fields.tenant for row in await store.namespaces()}
+        tenants = proven_tenants(await store.namespaces())
         instances = {
             str(row.id): "the instance to answer"
             if row.state.value == "live"
@@ -191,8 +201,8 @@ async def _ask(settings: Settings, url: str, credentials: Credentials, options: 
             except DamagedRecordError as error:
                 log.warning("erasure.record_damaged", why=str(error), effect="what else was in force is not any more")
                 record = Record()
-            answers = report.answers_of(await connected.answers())
-            known = [Matcher(one, report.namespaces_said(answers, one.number)) for one in record.erasures]
+            answers = report.counted(report.answers_of(await connected.answers()), cluster.instances)
+            known = [Matcher(one) for one in record.erasures]
             wanted = Subject(options.tenant, tuple(_meant(cluster, options, known)), options.hashes)
             done = {number for answer in answers for number, one in answer.progress.items() if one.done_ns}
             grown, erasure = records.with_erasure(record, wanted, time.time_ns(), done)
@@ -227,6 +237,20 @@ async def _lift(settings: Settings, url: str, credentials: Credentials, number: 
         await connected.close()
 
 
+async def _forget_catalog(settings: Settings, url: str, credentials: Credentials, name: str) -> None:
+    """Wait for a catalog no more, until it answers again. Raises ErasureError: no catalog of the name has ever answered."""
+    connected = await _open(settings, url, credentials)
+    try:
+        catalogs = {one.name: one for one in report.answers_of(await connected.answers()) if one.kind == CATALOG}
+        if name not in catalogs:
+            there = ", ".join(sorted(catalogs)) or "none"
+            raise ErasureError(f"no catalog {name!r} has answered an erasure in this cluster; there are: {there}")
+        gone = msgspec.structs.replace(catalogs[name], gone=True, at_ns=time.time_ns())
+        await connected.put_answer(name, report.encoded(gone))
+    finally:
+        await connected.close()
+
+
 def _known(record: Record, number: int) -> Erasure:
     erasure = record.find(number)
     if erasure is None:
@@ -235,7 +259,9 @@ def _known(record: Record, number: int) -> Erasure:
     return erasure
 
 
-async def _follow(settings: Settings, url: str, credentials: Credentials, number: int, wait_s: float) -> list[Line]:
+async def _follow(
+    settings: Settings, url: str, credentials: Credentials, number: int, spare: frozenset[NamespaceId], wait_s: float
+) -> list[Line]:
     """The table, once all is gone or nobody waits any longer."""
     until_s = time.monotonic() + wait_s
     connected = await _open(settings, url, credentials)
@@ -243,7 +269,7 @@ async def _follow(settings: Settings, url: str, credentials: Credentials, number
         found = await connected.record()
         erasure = _known(Record() if found is None else records.decoded(found.data), number)
         while True:
-            lines = await _table(connected, await _cluster(settings), settings, erasure)
+            lines = await _table(connected, await _cluster(settings), settings, erasure, spare)
             if report.is_gone(lines) or time.monotonic() >= until_s:
                 return lines
             if not any(line.waits for line in lines if line.who != "NATS"):
@@ -253,10 +279,16 @@ async def _follow(settings: Settings, url: str, credentials: Credentials, number
         await connected.close()
 
 
-async def _table(connected: ErasureLog, cluster: _Cluster, settings: Settings, erasure: Erasure) -> list[Line]:
-    answers = report.answers_of(await connected.answers())
-    kept = await connected.events_kept()
-    known = Known(cluster.instances, kept.first_ns, kept.max_age_s, bool(settings.pools.object.url), time.time_ns())
+async def _table(
+    connected: ErasureLog, cluster: _Cluster, settings: Settings, erasure: Erasure, spare: frozenset[NamespaceId]
+) -> list[Line]:
+    answers = report.counted(report.answers_of(await connected.answers()), cluster.instances)
+    kept, matcher = await connected.events_kept(), Matcher(erasure)
+    mine = cluster.unnamed - spare if erasure.tenant else ()
+    untold = report.hints(answers, erasure, (one for one in mine if not matcher.namespace(one)))
+    known = Known(
+        cluster.instances, kept.first_ns, kept.max_age_s, bool(settings.pools.object.url), time.time_ns(), untold
+    )
     return report.table(erasure.number, answers, known)
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from kvbm.catalog.access import Caller
 from kvbm.catalog.liveness import Liveness
+from kvbm.catalog.named_namespaces import KnownNamespaces
 from kvbm.catalog.routing import Router
 from kvbm.catalog.sql_rows import InstanceRow
 from kvbm.core.events import JANITOR
@@ -30,8 +31,15 @@ class Declarations(Protocol):
     def namespaces(self) -> dict[NamespaceId, Namespace]:
         """Namespaces whose fields are known, in the order they became so."""
 
+    @property
+    def known(self) -> KnownNamespaces:
+        """What namespaces are."""
+
     def declared(self, instance: InstanceId) -> frozenset[NamespaceId]:
-        """Namespaces that an instance's start has named; empty when none are known."""
+        """Namespaces that an instance has named; empty when none are known."""
+
+    def declares_nothing(self, instance: InstanceId) -> bool:
+        """Whether an instance has said that it names none."""
 
     def instance_row(self, instance: InstanceId) -> InstanceRow | None:
         """What an instance's start has declared; None when nothing of it was read."""
@@ -41,9 +49,9 @@ class _Place(NamedTuple):
     """In which sets an instance is, beside that of all.
 
     Attributes:
-        is_undeclared: it has not said what it serves.
-        models, tenants: of the namespaces it has declared.
-        others: namespaces it has named that its models do not tell of.
+        is_undeclared: it has said that it names no namespace.
+        models, tenants: of the namespaces it has named.
+        others: namespaces it has named whose fields are not known.
     """
 
     is_undeclared: bool
@@ -65,21 +73,24 @@ class CandidateSets(Generic[C]):
         self._router, self._liveness, self._declarations = router, liveness, declarations
         self._places: dict[InstanceId, _Place] = {}
         self._known: list[NamespaceId] = []
-        self._changes_seen = 0
+        self._changes_seen = self._erased_seen = 0
         self._clear()
 
     def serving(self, namespace: NamespaceId, fields: Namespace | None) -> list[C]:
-        """Instances that may serve a namespace: they run its model, have named it, or have not said what they run.
+        """Instances that may serve a namespace: they run its model, have named it, or have said that they name none.
 
         Args:
-            fields: the namespace's; None where they are not known: then anybody may.
+            fields: the namespace's; None: those that are known. Where none are, those alone serve it that have named it.
         """
         if fields is None:
-            return [self._all]
-        sets = self._serving.get(namespace)
+            fields = self._declarations.namespaces().get(namespace)
+        sets = self._serving.get(namespace) if fields is not None else None
         if sets is None:
-            found = (self._by_model.get(model_of(fields)), self._by_namespace.get(namespace))
+            model = None if fields is None else self._by_model.get(model_of(fields))
+            found = (model, self._by_namespace.get(namespace))
             sets = [self._undeclared, *(one for one in found if one is not None)]
+            if fields is None:
+                return sets
             if len(self._serving) >= _MOST_SERVING:
                 self._serving.clear()
             self._serving[namespace] = sets
@@ -90,7 +101,7 @@ class CandidateSets(Generic[C]):
         if caller.sees_all:
             return None
         found = (self._by_tenant.get(tenant) for tenant in caller.tenants or ())
-        return [self._undeclared, *(one for one in found if one is not None)]
+        return [one for one in found if one is not None]
 
     def refresh(self) -> None:
         """Take note of what has changed since the last time."""
@@ -99,10 +110,11 @@ class CandidateSets(Generic[C]):
         if len(known) != len(self._known) or (self._known and newest != self._known[-1]):
             self._take_namespaces(list(known))
         missed = self._liveness.changes_counted - self._changes_seen
-        if missed == 0:
+        is_erased = self._erased_seen != self._declarations.known.erased
+        if missed == 0 and not is_erased:
             return
         changes = self._liveness.changes
-        if missed > len(changes):
+        if missed > len(changes) or is_erased:
             self._rebuild()
             return
         self._changes_seen = self._liveness.changes_counted
@@ -118,7 +130,7 @@ class CandidateSets(Generic[C]):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        self._all, self._undeclared = self._router.candidates(), self._router.candidates()
+        self._undeclared = self._router.candidates()
         self._by_model: dict[Namespace, C] = {}
         self._by_tenant: dict[str, C] = {}
         self._by_namespace: dict[NamespaceId, C] = {}
@@ -127,7 +139,7 @@ class CandidateSets(Generic[C]):
     def _rebuild(self) -> None:
         self._clear()
         self._places.clear()
-        self._changes_seen = self._liveness.changes_counted
+        self._changes_seen, self._erased_seen = self._liveness.changes_counted, self._declarations.known.erased
         for instance in self._liveness.live():
             self._put(instance)
 
@@ -157,17 +169,14 @@ class CandidateSets(Generic[C]):
         if not self._liveness.is_live(instance) or (row is not None and row.engine == JANITOR):
             return None
         declared = self._declarations.declared(instance)
-        if not declared:
-            return _Place(True, frozenset(), frozenset(), frozenset())
-        known, pulse = self._declarations.namespaces(), self._liveness.last(instance)
+        known = self._declarations.namespaces()
         fields = [known[namespace] for namespace in declared if namespace in known]
-        models = frozenset(model_of(one) for one in fields)
-        named = declared.union(pulse.heartbeat.namespaces if pulse is not None else ())
-        others = frozenset(one for one in named if one not in known or model_of(known[one]) not in models)
-        return _Place(False, models, frozenset(one.tenant for one in fields), others)
+        return _Place(
+            self._declarations.declares_nothing(instance), frozenset(map(model_of, fields)),
+            frozenset(one.tenant for one in fields), frozenset(one for one in declared if one not in known),
+        )  # fmt: skip
 
     def _each_set(self, instance: InstanceId, place: _Place, change: Callable[[C, InstanceId], None]) -> None:
-        change(self._all, instance)
         if place.is_undeclared:
             change(self._undeclared, instance)
         for model in place.models:

@@ -139,6 +139,8 @@ class HeartbeatFollower:
                 is_renewed or believed.heartbeat == heartbeat
             ):  # else of a zombie, or of a second run
                 read = self._sequencer.on_heartbeat(now_s, heartbeat)
+                if self._sequencer.hear_namespaces(heartbeat):
+                    self.liveness.note(name)
                 self._sequencer.index.report_queued(name, min(max(0, heartbeat.queued_tokens), _MOST_QUEUED))
                 for hear in self.listeners:
                     hear(name, believed)

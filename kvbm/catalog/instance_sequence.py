@@ -30,6 +30,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.catalog.index import Applied, Claims, ClusterIndex
+from kvbm.catalog.named_namespaces import NamedNamespaces
 from kvbm.catalog.published_reports import PublishedReports
 from kvbm.catalog.reorder_buffer import BufferedState, ReorderBuffer
 from kvbm.catalog.sql_rows import (
@@ -186,7 +187,12 @@ class Changes:
 
 
 class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
-    """An `InstanceSequence` as a checkpoint keeps it. `buffered`: the frames in its reorder buffer."""
+    """An `InstanceSequence` as a checkpoint keeps it.
+
+    Attributes:
+        declared: the namespaces that its newest start named. declared_none: it named none.
+        buffered: the frames in its reorder buffer.
+    """
 
     row: InstanceRow
     epoch: Epoch
@@ -202,6 +208,7 @@ class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
     unreadable: Unreadable | None = None
     spoke: int = 0
     buffered: tuple[BufferedState, ...] = ()
+    declared_none: bool = False
 
 
 class Common(NamedTuple):
@@ -228,7 +235,7 @@ class InstanceSequence:
         position: the next event to apply.
         run: of the process that began the position's epoch; "" when it is not known.
         fence: the fence read last; it names the run whose events come now.
-        declared: the namespaces its newest start named.
+        names: what it has said of namespaces.
         unreadable: set while a newer kvbm writes its epoch; nothing of it is applied then.
         spoke: sequence of its last message; 0 when none is known.
         subjects: on which its events came.
@@ -239,7 +246,7 @@ class InstanceSequence:
         self.position = ORIGIN
         self.run = ""
         self.fence: Fence | None = None
-        self.declared: frozenset[NamespaceId] = frozenset()
+        self.names = NamedNamespaces()
         self.unreadable: Unreadable | None = None
         self.spoke = 0
         self.subjects: set[str] = set()
@@ -271,7 +278,7 @@ class InstanceSequence:
         trouble = self._troubles.by_instance.get(self._id)
         return SequenceState(
             row=self.row, epoch=self.position.epoch, offset=self.position.offset, epoch_row=self._epoch_row,
-            declared=tuple(self.declared), joined_midstream=self._joined_midstream, is_lost=self._is_lost,
+            declared=tuple(self.names.started), declared_none=self.names.named_none, is_lost=self._is_lost, joined_midstream=self._joined_midstream,
             trouble=None if trouble is None else msgspec.structs.replace(trouble), run=self.run, holder=self.fence,
             life=self._life, unreadable=self.unreadable, spoke=self.spoke, buffered=self.buffer.state(),
         )  # fmt: skip
@@ -279,9 +286,9 @@ class InstanceSequence:
     def restore(self, state: SequenceState, buffered: Iterable[tuple[ScannedFrame, bytes, Mark]] = ()) -> None:
         """Go on from a checkpoint, with the frames that were in the reorder buffer."""
         self.position, self._epoch_row = Position(state.epoch, state.offset), state.epoch_row
-        self.declared, self._joined_midstream = frozenset(state.declared), state.joined_midstream
+        self.names = NamedNamespaces(state.declared, state.declared_none)
         self.run, self.fence, self._life = state.run, state.holder, state.life
-        self.spoke, self._is_lost = state.spoke, state.is_lost
+        self.spoke, self._is_lost, self._joined_midstream = state.spoke, state.is_lost, state.joined_midstream
         if state.unreadable is not None and state.unreadable.version > VERSION:
             self.unreadable = state.unreadable
             return
@@ -344,7 +351,7 @@ class InstanceSequence:
         self._life += 1
         self._reports.clear()
         self._hole_since_s = self.unreadable = None
-        self.declared = frozenset()
+        self.names = NamedNamespaces()
         self.run = fence.run
         self._known = None
         self._join(fence.epoch, 0, changes)
@@ -609,7 +616,7 @@ class InstanceSequence:
     def _note_start(self, frame: ScannedFrame, event: InstanceStarted, changes: Changes) -> None:
         self._joined_midstream = False
         self._heal()  # it holds nothing, and its snapshot follows by itself
-        self.declared = frozenset(namespace.id for namespace in event.namespaces)
+        self.names.start(namespace.id for namespace in event.namespaces)
         self.row = msgspec.structs.replace(
             self.row, epoch=event.epoch, engine=event.engine, version=event.version, topology=event.topology,
             pools=event.pools, state=InstanceStatus.LIVE,

@@ -319,6 +319,10 @@ class Liveness:
         """For how long the catalog has heard its own pulses without a break; 0 while it does not."""
         return now_s - self._counting_s if self._gets_own_pulses(now_s) else 0.0
 
+    def note(self, instance: InstanceId) -> None:
+        """Something has changed, elsewhere, that decides whether the instance may be sent prompts."""
+        self._note_change(instance)
+
     def forget(self, instance: InstanceId) -> None:
         """Nothing of the instance is known any more. Its next sign of life is that of one that was never seen."""
         self._members.pop(instance, None)

@@ -274,15 +274,15 @@ class Queries:
         return picked
 
     def _serves(self, instance: InstanceId, wanted: NamespaceId, fields: Namespace | None) -> bool:
-        """Whether an instance runs the model of a namespace; one that has not declared what it runs, may."""
+        """Whether an instance has named a namespace, or runs its model; one that has said that it names none, may."""
         row = self._sequencer.instance_row(instance)
         if row is not None and row.engine == JANITOR:
             return False
-        pulse = self._liveness.last(instance)
         declared = self._sequencer.declared(instance)
-        if fields is None or not declared or wanted in declared or (pulse and wanted in pulse.heartbeat.namespaces):
+        if wanted in declared or self._sequencer.declares_nothing(instance):
             return True
-        return any(
+        fields = self.namespace(wanted) if fields is None else fields
+        return fields is not None and any(
             model_of(fields) == model_of(other) for key in declared if (other := self.namespace(key)) is not None
         )
 

@@ -27,6 +27,7 @@ from kvbm.catalog.instance_sequence import (
     StreamCursor,
     Unreadable,
 )
+from kvbm.catalog.named_namespaces import KnownNamespaces
 from kvbm.catalog.plain_frames import RUN_BYTES, PlainRun
 from kvbm.catalog.sql_rows import ForgottenRow, InstancePosition, InstanceRow, InstanceRows
 from kvbm.catalog.troubles import Troubles
@@ -63,6 +64,7 @@ class Sequencer:
 
     Attributes:
         newest_wall_ns: wall time of the newest frame that was applied.
+        known: what namespaces are.
         on_run: told each run of plain frames that was applied, before what follows from it.
     """
 
@@ -84,7 +86,7 @@ class Sequencer:
         self._gap_wait_s = gap_wait_s
         self._sequences: dict[InstanceId, InstanceSequence] = {}
         self._by_subject: dict[str, InstanceSequence] = {}  # of events, those that have come
-        self._namespaces = {namespace.id: namespace for namespace in namespaces}
+        self.known = KnownNamespaces(namespaces)
         self._forgotten: dict[InstanceId, ForgottenRow] = {}
         self._cursor = StreamCursor()
         self._common = Common(index, self.counters, self.troubles, {})
@@ -103,7 +105,7 @@ class Sequencer:
             sequence=self.sequence,
             fingerprint=self.mark.fingerprint,
             newest_wall_ns=self.newest_wall_ns,
-            namespaces=tuple(self._namespaces.values()),
+            namespaces=tuple(self.known.fields.values()),
             followed=tuple(_states(self._sequences.values(), KEPT_BYTES if with_frames else -1)),
         )
 
@@ -117,7 +119,7 @@ class Sequencer:
         self._cursor = StreamCursor(Mark(state.sequence, state.fingerprint))
         self.newest_wall_ns, self._settled = state.newest_wall_ns, settled
         for namespace in state.namespaces:
-            self._namespaces.setdefault(namespace.id, namespace)
+            self.known.fields.setdefault(namespace.id, namespace)
         for entry in state.followed:
             self._new_sequence(entry.row).restore(entry, _buffered(entry, self._scan_frames))
 
@@ -171,26 +173,7 @@ class Sequencer:
 
         `ClusterIndex.apply_plain` applies them; then, before anything else is applied, `take_plain` takes note of it.
         """
-        taken: list[tuple[int, bytes]] = []
-        places: list[StreamPlace] = []
-        numbers: dict[InstanceId, int] = {}
-        by_subject, after, size = self._by_subject, max(self._settled, self._cursor.sequence), 0
-        for message in islice(messages, at, None):
-            if message.sequence <= after or not self.goes_on(message):
-                break
-            followed = by_subject[message.subject]
-            number = numbers.get(followed.row.id)
-            if number is None:
-                epoch, offset = followed.position
-                if offset >> 64:
-                    break  # no frame begins there
-                number = numbers[followed.row.id] = len(places)
-                places.append(StreamPlace(followed.row.id, epoch, offset))
-            taken.append((number, message.data))
-            size += len(message.data)
-            if size >= RUN_BYTES:
-                break
-        return PlainRun(taken, places, size)
+        return _plain_run(self._by_subject, messages, at, max(self._settled, self._cursor.sequence))
 
     def take_plain(self, messages: Sequence[StreamMessage], run: PlainRun, applied: PlainApplied) -> Changes:
         """Take note of what a run of these messages, the first of them the run's first, has done.
@@ -236,6 +219,13 @@ class Sequencer:
         followed = self._follow(heartbeat.instance, heartbeat.cluster)
         followed.on_heartbeat(now_s, heartbeat)
         return followed.position
+
+    def hear_namespaces(self, heartbeat: Heartbeat) -> bool:
+        """Take note of the namespaces that a heartbeat names and tells of. Whether the instance names others than before."""
+        if not heartbeat.namespaces and not heartbeat.told and heartbeat.instance not in self._sequences:
+            return False
+        told = self.known.told(heartbeat.told)
+        return self._follow(heartbeat.instance, heartbeat.cluster).names.hear(heartbeat.namespaces, told)
 
     def forget(self, mark: ForgottenRow) -> None:
         """Nothing is known of an instance any more, and its messages up to the mark's sequence count for nothing.
@@ -344,20 +334,24 @@ class Sequencer:
 
     def namespaces(self) -> dict[NamespaceId, Namespace]:
         """The namespaces whose fields an instance has declared. Read only."""
-        return self._namespaces
+        return self.known.fields
 
     def forget_namespaces(self, names: Iterable[NamespaceId]) -> None:
         """Know no more what these are, until an instance declares them again."""
         gone = frozenset(names)
-        for name in gone:
-            self._namespaces.pop(name, None)
+        self.known.erase(gone)
         for followed in self._sequences.values():
-            followed.declared -= gone
+            followed.names.erase(gone)
 
     def declared(self, instance: InstanceId) -> frozenset[NamespaceId]:
-        """The namespaces an instance's newest start named; empty when none are known."""
+        """The namespaces that an instance's newest start or its heartbeats have named; empty when none are known."""
         followed = self._sequences.get(instance)
-        return frozenset() if followed is None else followed.declared
+        return frozenset() if followed is None else followed.names.all
+
+    def declares_nothing(self, instance: InstanceId) -> bool:
+        """Whether an instance's start was read and names no namespace, nor does a heartbeat. One of whom nothing is known does not."""
+        followed = self._sequences.get(instance)
+        return followed is not None and followed.names.declares_nothing
 
     def waiting(self) -> int:
         """How many instances have a hole that may still be filled."""
@@ -453,7 +447,33 @@ class Sequencer:
         """Take over what a step has found."""
         self.newest_wall_ns = max(self.newest_wall_ns, changes.newest_wall_ns)
         for _, row in changes.namespaces:
-            self._namespaces.setdefault(row.id, row.fields)
+            self.known.fields.setdefault(row.id, row.fields)
+
+
+def _plain_run(
+    by_subject: Mapping[str, InstanceSequence], messages: Sequence[StreamMessage], at: int, after: int
+) -> PlainRun:
+    """See `Sequencer.plain_run`. `after`: messages up to this sequence are not looked at."""
+    taken: list[tuple[int, bytes]] = []
+    places: list[StreamPlace] = []
+    numbers: dict[InstanceId, int] = {}
+    size = 0
+    for message in islice(messages, at, None):
+        followed = by_subject.get(message.subject)
+        if message.sequence <= after or followed is None or not followed.goes_on(message.fence):
+            break
+        number = numbers.get(followed.row.id)
+        if number is None:
+            epoch, offset = followed.position
+            if offset >> 64:
+                break  # no frame begins there
+            number = numbers[followed.row.id] = len(places)
+            places.append(StreamPlace(followed.row.id, epoch, offset))
+        taken.append((number, message.data))
+        size += len(message.data)
+        if size >= RUN_BYTES:
+            break
+    return PlainRun(taken, places, size)
 
 
 def _states(sequences: Iterable[InstanceSequence], bytes_left: int) -> Iterator[SequenceState]:

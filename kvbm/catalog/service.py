@@ -152,6 +152,7 @@ class CatalogService:
         self.store, self.stream, self.reader = store, stream, reader
         self.sequencer, self.rows, self.begun_after, self.changes = begun
         self.index = self.sequencer.index
+        self.sequencer.known.on_told = lambda told: self.rows.add_namespaces(told, time.time_ns())
         self.lag = StreamLag(stream, reader, self.sequencer, end)
         self.degraded = Degraded()
         applying = asyncio.Lock()  # held while messages are applied, and while a checkpoint begins

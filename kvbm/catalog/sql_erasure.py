@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sqlalchemy import Table, and_, delete, func, select
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from kvbm.catalog import sql_tables as tables
 from kvbm.catalog.database import database_errors, shown
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import NamespaceId
 
-_WRITTEN: tuple[Table, ...] = (tables.namespaces, tables.tenants, tables.object_claims)
+_NAMING: tuple[Table, ...] = (tables.namespaces, tables.tenants)  # small, and with words in them
+_CLAIMS = tables.object_claims  # may have very many rows, of ids and hashes
 _ROWS = 500  # named in one statement
 
 
@@ -40,8 +41,9 @@ async def claimed(engine: AsyncEngine, namespaces: Sequence[NamespaceId], of: Ca
 async def erase_rows(engine: AsyncEngine, namespaces: Sequence[NamespaceId], tenants: Sequence[str]) -> int:
     """Delete what names them, and have the database write nothing of it back; gives how many rows.
 
-    SQLite overwrites what it deletes and is written anew. PostgreSQL frees the rows for others to overwrite; its write-ahead log and its
-    backups are its operator's.
+    SQLite overwrites what it deletes and is written anew. PostgreSQL writes the tables with names anew, with their indexes, frees the rows of
+    claims for others to overwrite, and makes its statistics of what is left. Its write-ahead log, its backups and the free space of its
+    other files are its operator's.
 
     Raises: CatalogError: the database does not answer, or refuses.
     """
@@ -74,8 +76,24 @@ async def erase_rows(engine: AsyncEngine, namespaces: Sequence[NamespaceId], ten
                         f"{shown(engine.url)} is being read, so its log still has what was deleted; it is tried again"
                     )
             else:
-                await alone.exec_driver_sql(f"VACUUM {', '.join(table.name for table in _WRITTEN)}")
+                await _rewrite(alone)
     return deleted
+
+
+async def _rewrite(alone: AsyncConnection) -> None:
+    """Have PostgreSQL's files and statistics name no more what was deleted from the tables."""
+    for table in _NAMING:
+        await alone.exec_driver_sql(f"VACUUM (FULL) {table.name}")
+    await alone.exec_driver_sql(f"VACUUM {_CLAIMS.name}")
+    for table in (*_NAMING, _CLAIMS):
+        if (await alone.execute(select(table.primary_key.columns[0]).limit(1))).first() is not None:
+            await alone.exec_driver_sql(f"ANALYZE {table.name}")
+            continue
+        # ANALYZE keeps the statistics of a table that has become empty, with its most common values; a column that is given a type loses them
+        types = ", ".join(
+            f"ALTER COLUMN {column.name} TYPE {column.type.compile(alone.dialect)}" for column in table.columns
+        )
+        await alone.exec_driver_sql(f"ALTER TABLE {table.name} {types}")
 
 
 async def quota_tenants(engine: AsyncEngine) -> list[str]:

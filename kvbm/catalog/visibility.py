@@ -61,11 +61,11 @@ class Visibility:
         return {key: found for tenant in caller.tenants or () for key, found in known.get(tenant, {}).items()}
 
     def instance(self, caller: Caller, instance: InstanceId) -> bool:
-        """Whether a caller may know of an instance: one that has declared a namespace of its tenants, or none at all."""
+        """Whether a caller may know of an instance: one that has named a namespace of its tenants, whose fields are known."""
         if caller.sees_all:
             return True
-        declared = self._declarations.declared(instance)
-        return not declared or any(self.fields(caller, namespace) is not None for namespace in declared)
+        declared, known = self._declarations.declared(instance), self._by_tenant()
+        return any(not known[tenant].keys().isdisjoint(declared) for tenant in caller.tenants or () if tenant in known)
 
     def waited_for(self, caller: Caller, instance: InstanceId) -> InstanceId:
         """The instance, or `NOBODY` in place of one that the caller may not know of.
@@ -76,9 +76,9 @@ class Visibility:
             return instance
         declared = self._declarations.declared(instance)
         serves = sum(namespace in declared for namespace in self.namespaces(caller))
-        return instance if serves or not declared else NOBODY
+        return instance if serves else NOBODY
 
-    def _by_tenant(self) -> Mapping[str, Mapping[NamespaceId, Namespace]]:
+    def _by_tenant(self) -> Mapping[str, dict[NamespaceId, Namespace]]:
         known = self._declarations.namespaces()
         seen = (len(known), next(reversed(known), None) if isinstance(known, dict) else None)
         if seen != self._seen or not isinstance(known, dict):

@@ -330,10 +330,7 @@ class BlocksWatch:
         return self._asked.instance is None or instance == self._asked.instance
 
     def _is_visible(self, instance: InstanceId) -> bool:
-        return self.caller.sees_all or (
-            bool(self._cluster.sequencer.declared(instance))
-            and self._cluster.visibility.instance(self.caller, instance)
-        )
+        return self._cluster.visibility.instance(self.caller, instance)
 
     def _is_known(self, instance: InstanceId) -> bool:
         """Whether the watch is of an instance that its caller may know of, or has heard of."""

@@ -127,6 +127,15 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
         return SequenceHash(digest[:HASH_BYTES])
 
 
+def namespace_in(canonical: bytes) -> Namespace | None:
+    """The namespace whose `canonical` these bytes are; None: they are nobody's, or have fields that this kvbm does not know."""
+    try:
+        found = msgspec.json.decode(canonical, type=Namespace)
+        return found if found.canonical() == canonical else None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+
+
 @lru_cache(maxsize=1024)
 def _id_of(namespace: Namespace) -> NamespaceId:
     return NamespaceId(hashlib.sha256(b"kvbm.namespace.v1\0" + namespace.canonical()).digest()[:HASH_BYTES])

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.catalog import sql_erasure
 from kvbm.catalog.archive import SAMPLES_EVERY_S
 from kvbm.catalog.archive_erasure import Meant
+from kvbm.catalog.sql_rows import NamespaceRow
 from kvbm.core.codec import RUN_EVENTS, Frame
 from kvbm.core.errors import CatalogError, ErasureError, FencedError, StreamError
 from kvbm.core.events import JANITOR, InstanceStarted
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 log = Remarks()
 
 _STEP_S = 1.0  # between two looks while something is under way
+_LEAVE_S = 2.0
 _SAMPLES_S = 3 * SAMPLES_EVERY_S  # what was heard by then is in the archive
 _NAMED = 3  # of those that are waited for
 
@@ -69,25 +71,52 @@ class CatalogErasures:
             int, tuple[int, float]
         ] = {}  # the stream's end when nobody was left to send anything, and when that was
         self._record = Record()
+        self._log: Log | None = None
         self._is_busy = False
 
     async def run(self) -> None:
-        """Go on for ever; trouble is noted."""
-        connected: Log | None = None
-        while True:
-            try:
-                if connected is None:
-                    connected = await self._connect()
-                    await connected.make()
-                    await self._recall(connected)
-                await self._turn(connected)
-                self._service.degraded.clear("erasures")
-            except (StreamError, ErasureError, CatalogError, OSError, TimeoutError) as error:
-                self._service.degraded.note("erasures", str(error))
-                if connected is not None:
-                    await connected.close()
-                    connected = None
-            await asyncio.sleep(min(_STEP_S, self._poll_s) if self._is_busy else self._poll_s)
+        """Go on for ever; trouble is noted. One that leaves nothing behind says so when it is cancelled."""
+        try:
+            while True:
+                await self._step()
+                await asyncio.sleep(min(_STEP_S, self._poll_s) if self._is_busy else self._poll_s)
+        except asyncio.CancelledError:
+            await self._leave()
+            raise
+
+    async def _step(self) -> None:
+        try:
+            if self._log is None:
+                self._log = await self._connect()
+                await self._log.make()
+                await self._recall(self._log)
+            await self._turn(self._log)
+            self._service.degraded.clear("erasures")
+        except (StreamError, ErasureError, CatalogError, OSError, TimeoutError) as error:
+            self._service.degraded.note("erasures", str(error))
+            if self._log is not None:
+                await self._log.close()
+                self._log = None
+
+    async def _leave(self) -> None:
+        service = self._service
+        has_files = service.checkpointer is not None or service.archive is not None
+        connected, self._log = self._log, None
+        if connected is None:
+            return
+        with suppress(StreamError, OSError, TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                if not has_files and service.store.engine.dialect.name != "sqlite":
+                    await self._say(connected, gone=True)
+                await connected.close()
+
+    async def _say(self, connected: Log, gone: bool = False) -> None:
+        in_force = {one.number for one in self._record.erasures}
+        said = {number: progress for number, progress in self._progress.items() if number in in_force}
+        if said != self._said or gone:
+            answer = Answer(name=self._name, kind=CATALOG, at_ns=time.time_ns(), progress=said, gone=gone)
+            await connected.put_answer(self._name, report.encoded(answer))
+            self._said = said
 
     async def _recall(self, connected: Log) -> None:
         """What this catalog has said before. While the stream has events of before that, it is done once more: they may have been read anew."""
@@ -125,18 +154,13 @@ class CatalogErasures:
             answers = await _answers(connected)
             for erasure in open_ones:
                 self._progress[erasure.number] = await self._go_on(erasure, answers)
-        in_force = {one.number for one in self._record.erasures}
-        said = {number: progress for number, progress in self._progress.items() if number in in_force}
-        if said != self._said:
-            answer = Answer(name=self._name, kind=CATALOG, at_ns=time.time_ns(), progress=said)
-            await connected.put_answer(self._name, report.encoded(answer))
-            self._said = said
+        await self._say(connected)
 
     def _is_done(self, number: int) -> bool:
         return number in self._progress and self._progress[number].done_ns > 0
 
     async def _go_on(self, erasure: Erasure, answers: Sequence[Answer]) -> Progress:
-        matcher = Matcher(erasure, report.namespaces_said(answers, erasure.number))
+        matcher = Matcher(erasure)
         meant = await self._meant(matcher)
         waits = await self._waits(erasure, answers, matcher, list(meant))
         if waits:
@@ -161,12 +185,12 @@ class CatalogErasures:
         ]
 
     async def _meant(self, matcher: Matcher) -> set[NamespaceId]:
-        """The namespaces that are meant, of those this catalog has heard of. What was erased before and is used again has no fields here."""
+        """The namespaces that are meant, of those this catalog has heard of: the record's, and those whose own fields say whose they are."""
         service = self._service
         known = {*service.index.namespaces(), *await service.store.claimed_namespaces()}
         tenants: dict[NamespaceId, str | None] = dict.fromkeys(known)
         tenants |= {one: fields.tenant for one, fields in service.sequencer.namespaces().items()}
-        tenants |= {row.id: row.fields.tenant for row in await service.store.namespaces()}
+        tenants |= proven_tenants(await service.store.namespaces())
         return {one for one, tenant in tenants.items() if matcher.namespace(one, tenant)}
 
     async def _waits(
@@ -176,6 +200,7 @@ class CatalogErasures:
         service = self._service
         known = await service.store.instances(of_all_parts=True)  # they write claims and namespaces of the same tables
         expected = [row.id for row in known if row.engine != JANITOR]
+        answers = report.counted(answers, expected)
         left = report.unfinished(answers, erasure.number, INSTANCE, expected) if expected else {}
         if left:
             names = sorted(left)
@@ -217,7 +242,7 @@ class CatalogErasures:
             await sql_erasure.erase_rows(service.store.engine, [], [])  # what claims left in its files
             places += [Place(name="SQL", erased="the claims"), Place(name="index", erased="the blocks")]
         if service.archive is not None:
-            known = Matcher(erasure, [*matcher.spaces, *map(erasure.namespace_digest, meant)])
+            known = Matcher(erasure, map(erasure.namespace_digest, meant))
             taken_out = await service.archive.erase(_meant_by(known, erasure.number))
             places.append(Place(name="archive", erased=f"{taken_out} frames and samples"))
         if service.checkpointer is not None:
@@ -225,6 +250,11 @@ class CatalogErasures:
                 raise CatalogError(f"no new checkpoint: {service.degraded}")
             places.append(Place(name="checkpoints", erased="all older ones"))
         return places
+
+
+def proven_tenants(rows: Iterable[NamespaceRow]) -> dict[NamespaceId, str]:
+    """Whose namespaces are, of which SQL has the fields: those whose id is that of the fields."""
+    return {row.id: row.fields.tenant for row in rows if row.fields.id == row.id}
 
 
 def _meant_by(matcher: Matcher, number: int) -> Meant:

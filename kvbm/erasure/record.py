@@ -98,15 +98,12 @@ class Matcher:
     """Tells what an erasure means. One thread.
 
     Args:
-        also: digests of further namespaces of its tenant, as those say that know them.
-
-    Attributes:
-        spaces: digests of all namespaces it knows of.
+        also: digests of further namespaces that are known to be its tenant's.
     """
 
     def __init__(self, erasure: Erasure, also: Iterable[bytes] = ()) -> None:
         self._erasure = erasure
-        self.spaces = frozenset(erasure.namespaces).union(also)
+        self._spaces = frozenset(erasure.namespaces).union(also)
         self._blocks = frozenset(split_hashes(erasure.hashes))
         self._by_id: dict[NamespaceId, bool] = {}
 
@@ -124,7 +121,7 @@ class Matcher:
         """Whether blocks of a namespace are meant; `tenant`: whose it is, where that is known."""
         known = self._by_id.get(namespace)
         if known is None:
-            known = self._by_id[namespace] = self._erasure.namespace_digest(namespace) in self.spaces
+            known = self._by_id[namespace] = self._erasure.namespace_digest(namespace) in self._spaces
         return known or (tenant is not None and self.tenant(tenant))
 
     def block(self, block: SequenceHash) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from kvbm.core.errors import ErasureError
+from kvbm.core.ids import NamespaceId
 from kvbm.core.names import kind_of_name
+from kvbm.erasure.record import Erasure
 from kvbm.remarks import Remarks
 from kvbm.terminal import as_json as json_of
 from kvbm.terminal import plain
@@ -17,6 +19,8 @@ from kvbm.terminal import plain
 log = Remarks()
 
 INSTANCE, CATALOG, OBJECTS = "instance", "catalog", "objects"
+_NAMED = 3  # of those who say the same
+_OF_CATALOG = "SQL, index, files"
 _SECOND_NS = 1_000_000_000
 
 
@@ -40,7 +44,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         places: those that had, or may have, something.
         done_ns: when nothing was left anywhere; 0: not yet.
-        namespaces: digests of namespaces of the tenant that the record does not name.
+        namespaces: digests of namespaces that an instance says are the tenant's and that the record does not name. A hint to the
+            operator, and no more: nothing is erased because an answer says so.
     """
 
     places: tuple[Place, ...] = ()
@@ -49,12 +54,18 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one says of all erasures in force. `kind`: INSTANCE, CATALOG or OBJECTS."""
+    """What one says of all erasures in force.
+
+    Attributes:
+        kind: INSTANCE, CATALOG or OBJECTS.
+        gone: a catalog that has stopped and left nothing behind, or that an operator has forgotten: nobody waits for it until it answers.
+    """
 
     name: str
     kind: str
     at_ns: int
     progress: dict[int, Progress]
+    gone: bool = False
 
 
 class Line(NamedTuple):
@@ -97,9 +108,22 @@ def answers_of(found: Mapping[str, bytes]) -> list[Answer]:
     return answers
 
 
-def namespaces_said(answers: Sequence[Answer], number: int) -> set[bytes]:
-    """Digests of namespaces that those who answered know beside the record's."""
-    return {one for answer in answers if number in answer.progress for one in answer.progress[number].namespaces}
+def counted(answers: Iterable[Answer], instances: Collection[str]) -> list[Answer]:
+    """Answers of those who can have something: an instance that SQL knows speaks for itself alone, and nobody else for one."""
+    return [answer for answer in answers if (answer.kind == INSTANCE) == (answer.name in instances)]
+
+
+def hints(
+    answers: Iterable[Answer], erasure: Erasure, namespaces: Iterable[NamespaceId]
+) -> dict[NamespaceId, list[str]]:
+    """Of each namespace, the instances that say it is the erased tenant's."""
+    said = {
+        answer.name: frozenset(answer.progress[erasure.number].namespaces)
+        for answer in answers
+        if answer.kind == INSTANCE and erasure.number in answer.progress
+    }
+    digests = {one: erasure.namespace_digest(one) for one in namespaces}
+    return {one: sorted(name for name, own in said.items() if digest in own) for one, digest in digests.items()}
 
 
 def unfinished(answers: Sequence[Answer], number: int, kind: str, expected: Collection[str] = ()) -> dict[str, str]:
@@ -133,6 +157,7 @@ class Known(NamedTuple):
         max_age_s: how long the stream keeps events; 0: for ever.
         has_objects: whether an object pool is configured here.
         now_ns: the time.
+        untold: namespaces of claims whose fields nobody has told, so that they may be the tenant's, each with those who say that it is.
     """
 
     instances: Mapping[str, str]
@@ -140,6 +165,7 @@ class Known(NamedTuple):
     max_age_s: float
     has_objects: bool
     now_ns: int
+    untold: Mapping[NamespaceId, Sequence[str]] = {}
 
 
 def table(number: int, answers: Sequence[Answer], known: Known) -> list[Line]:
@@ -156,14 +182,14 @@ def table(number: int, answers: Sequence[Answer], known: Known) -> list[Line]:
             done_ns.append(answer.progress[number].done_ns)
     others = [answer for answer in by_name.values() if answer.name not in known.instances]
     for answer in sorted(others, key=lambda one: (one.kind, one.name)):
-        if answer.kind != INSTANCE:  # one that SQL does not know any more was forgotten
+        if answer.kind == OBJECTS:  # an instance that SQL does not know any more was forgotten
             lines += _lines_of(answer, number)
-            done_ns.append(answer.progress[number].done_ns if answer.kind == OBJECTS else 1)
+            done_ns.append(answer.progress[number].done_ns)
     if known.has_objects and not any(answer.kind == OBJECTS for answer in others):
         lines.append(Line("object pool", "objects", "", "kvbm-catalog erase with the pool's settings"))
         done_ns.append(0)
-    if not any(answer.kind == CATALOG for answer in others):
-        lines.append(Line("catalog", "SQL, index, files", "", "a catalog that serves"))
+    lines += _catalog_lines(number, answers)
+    lines += [_untold_line(one, known.untold[one]) for one in sorted(known.untold)]
     lines.append(_stream_line(done_ns, known))
     return lines
 
@@ -172,6 +198,32 @@ def _lines_of(answer: Answer, number: int) -> list[Line]:
     progress = answer.progress[number]
     lines = [Line(answer.name, place.name, place.erased, place.waits) for place in progress.places]
     return lines or [Line(answer.name, "all", "nothing was there", "" if progress.done_ns else "its first step")]
+
+
+def _catalog_lines(number: int, answers: Sequence[Answer]) -> list[Line]:
+    """Every catalog that has ever answered has something until it says that it has erased it, or is gone."""
+    lines: list[Line] = []
+    for answer in sorted(answers, key=lambda one: one.name):
+        if answer.kind != CATALOG or (answer.gone and not _is_done(answer, number)):
+            continue
+        if number in answer.progress:
+            lines += _lines_of(answer, number)
+        else:
+            word = f"the catalog to answer: it erases when it runs again; if it never will: kvbm-catalog erase --forget-catalog {answer.name}"
+            lines.append(Line(answer.name, _OF_CATALOG, "", word))
+    return lines or [Line("catalog", _OF_CATALOG, "", "a catalog that serves")]
+
+
+def _is_done(answer: Answer, number: int) -> bool:
+    return number in answer.progress and answer.progress[number].done_ns > 0
+
+
+def _untold_line(namespace: NamespaceId, said_by: Sequence[str]) -> Line:
+    """Nobody but the operator can say whose a namespace is that has no fields."""
+    who = f"instance {', '.join(said_by[:_NAMED])} says it is the tenant's, and" if said_by else "it is claimed, and"
+    name = namespace.hex()
+    word = f"your word: {who} nobody has told its fields; erase it (--namespace {name}), or say that it is another's (--spare {name})"
+    return Line("SQL", f"claims of {name}", "", word)
 
 
 def _stream_line(done_ns: Sequence[int], known: Known) -> Line:

@@ -113,8 +113,8 @@ class BlockManager:
         self._backend, self._offloader, self._ledger = backend, offloader, ledger
         self._wait_s, self._clock, self._wall_clock_ns = options.wait_s, options.clock, options.wall_clock_ns
         self._counters = Counters()
-        self._namespaces = UsedNamespaces()
         self._lasting, self._unused = options.lasting or LastingNamespaces(all_may=True), tuple(options.unused)
+        self._namespaces = UsedNamespaces(fields=self._lasting.fields, begun_with=list(self._lasting.fields))
         self._samples = options.samples
         self._sampled_below = b"" if options.samples is None else options.samples.below
         self._closers: list[Callable[[], None]] = []
@@ -394,12 +394,12 @@ class BlockManager:
         """The sign of life the publisher sends."""
         with self._lock:
             free = {tier: self._ledger.counts(tier).free for tier in self.pools.slots}
-            namespaces = self._namespaces.named()
+            namespaces, told = self._namespaces.named(), self._namespaces.told()
             epoch, applied = self._ledger.epoch, self._ledger.applied
         offset = published.offset if published.epoch == epoch else Offset(0)
         return Heartbeat(
             instance=self.instance, cluster=self.cluster, epoch=epoch, published=offset,
-            wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), free_slots=free, namespaces=namespaces,
+            wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), free_slots=free, namespaces=namespaces, told=told,
             stopping=self._stream.closing, lends=self.lends, transfers=self.pools.take_transfers(), put_bytes=_put_bytes(self.pools.object, namespaces), applied=applied, **self._loads.load._asdict(),
         )  # fmt: skip
 

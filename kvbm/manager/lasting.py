@@ -22,12 +22,13 @@ class LastingNamespaces:
 
     Attributes:
         refused: models of namespaces that name none.
-        tenants: whose each known namespace is. block_tokens: tokens of a block of each.
+        fields: of each known namespace, but for `all_may`. tenants: whose each is. block_tokens: tokens of a block of each.
         held_back: for now no namespace may: it is not known yet what was to be erased while the instance was away.
     """
 
     def __init__(self, namespaces: Iterable[Namespace] = (), all_may: bool = False) -> None:
         self.refused: dict[str, None] = {}
+        self.fields: dict[NamespaceId, Namespace] = {}
         self.tenants: dict[NamespaceId, str] = {}
         self.block_tokens: dict[NamespaceId, int] = {}
         self.held_back = False
@@ -39,6 +40,8 @@ class LastingNamespaces:
     def add(self, namespaces: Iterable[Namespace]) -> None:
         """Know more of them."""
         for namespace in namespaces:
+            if not self._all_may:
+                self.fields[namespace.id] = namespace
             self.tenants[namespace.id] = namespace.tenant
             self.block_tokens[namespace.id] = namespace.block_tokens
             if namespace.revision.strip():

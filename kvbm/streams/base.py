@@ -127,6 +127,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
             wait grow fewer; 0 where it has not.
         free_slots: slots that can be had without evicting, by tier.
         namespaces: those it has used last, 1024 at most.
+        told: what some of its namespaces are, each as `Namespace.canonical` has it; a few at a time, in turn.
         run: of the process that sends it, as in `Fence`.
         trouble: what it cannot do now, such as "journal full: …"; "" when all is well.
         put_bytes: what this run has put in the object pool, by namespace: bytes in memory, and as they lie in the store.
@@ -153,6 +154,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     queue_tokens_per_s: float = 0.0
     lends: dict[str, str] = {}
     transfers: tuple[Transfer, ...] = ()
+    told: tuple[bytes, ...] = ()
 
 
 def encoded_heartbeat(heartbeat: Heartbeat) -> tuple[bytes, str]:

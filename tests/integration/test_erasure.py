@@ -21,12 +21,16 @@ from kvbm.assembly.erasure import EraseOptions, catalog_companion, run_erase
 from kvbm.assembly.pools import pool_name
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
+from kvbm.catalog.sql_erasure import erase_rows
+from kvbm.catalog.sql_rows import ClaimRun, NamespaceRow, StoreBatch
+from kvbm.catalog.sql_store import SqlStore
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ErasureError, StreamError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, SequenceHash, Tier, split_hashes
 from kvbm.core.names import kept_name
 from kvbm.erasure import report
-from kvbm.erasure.report import Answer, Line, Progress
+from kvbm.erasure.record import decoded
+from kvbm.erasure.report import CATALOG, INSTANCE, Answer, Line, Place, Progress, answers_of, encoded
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
@@ -150,22 +154,29 @@ class World:
         self.start_catalog()
 
     def start_catalog(self) -> None:
-        settings = self.settings("catalog", nats__timeout_s=2.0)  # it tries again for ever; a stream may be gone
-        self.catalog = CatalogThread(
+        self.catalog = self.catalog_of(self.folder, f"sqlite+aiosqlite:///{self.database}")
+        self.client = CatalogClient(self.catalog.url, WAIT_S)
+        self._opened.callback(self.client.close)
+        self.client.wait_ready(WAIT_S)
+
+    def catalog_of(self, folder: Path, database: str, has_files: bool = True) -> CatalogThread:
+        """A catalog of the cluster, with files in a folder."""
+        # it tries again for ever; a stream may be gone
+        settings = self.settings("catalog", nats__timeout_s=2.0, instance__data_dir=str(folder))
+        catalog = CatalogThread(
             ServiceSettings(
-                nats_url=self.server.url, database_url=f"sqlite+aiosqlite:///{self.database}", cluster="home",
-                listen="127.0.0.1:0", store_every_s=0.02, connect_s=WAIT_S, liveness_s=10 * WAIT_S, whole_wait_s=0.2, checkpoints=str(self.folder / "checkpoints"),
-                checkpoint_every_s=0.5, archive=str(self.folder / "archive"),
+                nats_url=self.server.url, database_url=database, cluster="home",
+                listen="127.0.0.1:0", store_every_s=0.02, connect_s=WAIT_S, liveness_s=10 * WAIT_S, whole_wait_s=0.2,
+                checkpoints=str(folder / "checkpoints") if has_files else "",
+                checkpoint_every_s=0.5, archive=str(folder / "archive") if has_files else "",
                 companions=(catalog_companion(settings, self.server.url, Credentials()),),
             ),
             NATIVE,
             NATIVE_INDEX,
         )  # fmt: skip
-        self.catalog.start()
-        self._opened.callback(self.catalog.stop)
-        self.client = CatalogClient(self.catalog.url, WAIT_S)
-        self._opened.callback(self.client.close)
-        self.client.wait_ready(WAIT_S)
+        catalog.start()
+        self._opened.callback(catalog.stop)
+        return catalog
 
     def settings(self, instance: str, **flags: Any) -> Settings:
         named = {key.replace("__", "."): value for key, value in flags.items()}
@@ -499,6 +510,269 @@ def test_what_a_tenant_used_after_an_erasure_goes_with_the_next_one(world: World
         assert manager.match(hashes_of(VICTIM, 1)).depth == 0
         assert not victim.in_folder(world.folder) and not victim.in_bytes(memory_of(manager))
     assert numbers[0] < numbers[1]
+
+
+async def answer_falsely(url: str, name: str, number: int, victims: Sequence[Namespace]) -> None:
+    """Say in an instance's name that it is done, and that others' namespaces are the erased tenant's."""
+    log = await ErasureLog.open(url, "home", WAIT_S, Credentials(), 1)
+    try:
+        found = await log.record()
+        assert found is not None
+        erasure = decoded(found.data).find(number)
+        assert erasure is not None
+        named = tuple(erasure.namespace_digest(space.id) for space in victims)
+        done = Progress(places=(Place(name="all", erased="everything"),), done_ns=time.time_ns(), namespaces=named)
+        answer = Answer(name=name, kind=INSTANCE, at_ns=time.time_ns(), progress={number: done})
+        await log.put_answer(name, encoded(answer))
+    finally:
+        await log.close()
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["of nobody", "of an instance"])
+def test_an_answer_that_names_another_tenants_namespaces_has_nothing_of_that_tenant_erased(
+    world: World, is_known: bool
+) -> None:
+    """Neither by the erasure that it answers, nor by the next one of the same tenant."""
+    if is_known:
+        world.instance("liar", [OTHER]).close()
+    manager = world.instance("a")
+    for prompt in (1, 2):
+        for space in (VICTIM, OTHER):
+            manager.unpin(serve(manager, space, prompt))
+    assert manager.settle(WAIT_S)
+    eventually(lambda: all(depth(world, s, 2) == DEPTH for s in (VICTIM, OTHER)), "the catalog has not all claims")
+    other, only_age = Needles(OTHER, (1, 2)), {"NATS events on the stream"}
+
+    def erase() -> None:
+        number = world.erase(tenant=VICTIM.tenant)[1]
+        asyncio.run(answer_falsely(world.server.url, "liar", number, [OTHER]))
+        eventually(
+            lambda: set(waits(world.erase(status=number)[2])) <= only_age, "not all are done",
+            state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+        )  # fmt: skip
+
+    def check(prompts: Iterable[int]) -> None:
+        names = {summary.id for summary in world.client.namespaces()}
+        assert bytes(OTHER.id).hex() in names and bytes(VICTIM.id).hex() not in names
+        assert [depth(world, OTHER, prompt) for prompt in prompts] == [DEPTH for _ in prompts]
+        assert all(manager.match(hashes_of(OTHER, prompt)).depth == DEPTH for prompt in prompts)
+        assert other.in_bytes(world.tables()) >= {"the tenant's name", "the namespace", "a hash"}
+        assert "a hash" in str(other.in_folder(world.folder / "archive"))
+        assert sum(OTHER.id.hex() in name for name in world.store.objects) == DEPTH // K * len(list(prompts))
+
+    erase()
+    check([1, 2])
+    manager.unpin(serve(manager, OTHER, 3))  # what comes later is seen, too
+    assert manager.settle(WAIT_S)
+    eventually(lambda: depth(world, OTHER, 3) == DEPTH, "the catalog does not see the other's new blocks")
+    erase()
+    check([1, 2, 3])
+
+
+def test_claims_of_a_namespace_that_nobody_has_told_of_are_erased_on_the_operators_word_alone(world: World) -> None:
+    untold = Namespace(model="untold", revision="r", block_tokens=16, tenant="initrode")
+    manager = world.instance("a")
+    for space in (VICTIM, OTHER):
+        manager.unpin(serve(manager, space, 1))
+    assert manager.settle(WAIT_S)
+    eventually(lambda: all(depth(world, s, 1) == DEPTH for s in (VICTIM, OTHER)), "the catalog has not all claims")
+    eventually(lambda: bytes(OTHER.id) in world.tables(), "SQL has none of its claims")
+    with closing(sqlite3.connect(world.database, timeout=WAIT_S)) as connection, connection:
+        connection.execute(
+            "insert into object_claims values (?, ?, ?, 'b', 1, 1)",
+            ("another pool", bytes(untold.id), hashes_of(untold, 1)[:HASH_BYTES]),
+        )
+    number = world.erase(tenant=VICTIM.tenant)[1]
+    asyncio.run(answer_falsely(world.server.url, "liar", number, [untold]))  # nobody knows an instance of that name
+    word = f"SQL claims of {untold.id.hex()}"
+    eventually(
+        lambda: set(waits(world.erase(status=number)[2])) == {word, "NATS events on the stream"}, "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+    )  # fmt: skip
+    said = waits(world.erase(status=number)[2])[word]
+    assert f"--namespace {untold.id.hex()}" in said and f"--spare {untold.id.hex()}" in said and "liar" not in said
+    assert bytes(untold.id) in world.tables()
+    assert word not in waits(world.erase(status=number, spare=frozenset([untold.id]))[2])
+    assert bytes(untold.id) in world.tables()
+
+
+def test_after_an_erasure_prompts_of_others_stay_with_their_engines_and_new_use_is_known_without_a_restart(
+    world: World,
+) -> None:
+    other = Namespace(model="globex's", revision="r1", block_tokens=16, tenant=OTHER.tenant)
+    erased, stays = world.instance("a", [VICTIM]), world.instance("b", [other])
+    for manager, space in ((erased, VICTIM), (stays, other)):
+        manager.unpin(serve(manager, space, 1))
+        assert manager.settle(WAIT_S)
+    eventually(lambda: all(depth(world, s, 1) == DEPTH for s in (VICTIM, other)), "the catalog has not all claims")
+    number = world.erase(tenant=VICTIM.tenant)[1]
+    eventually(
+        lambda: set(waits(world.erase(status=number)[2])) == {"NATS events on the stream"}, "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+    )  # fmt: skip
+    sent = [world.client.route(other, hashes_of(other, prompt), DEPTH * 16).instance for prompt in range(60)]
+    assert sent == ["b"] * 60
+    known = {summary.id for summary in world.client.namespaces()}
+    assert known == {other.id.hex()}
+    # A prompt of the tenant that comes after it all is new use.
+    erased.unpin(serve(erased, VICTIM, 2))
+    assert erased.settle(WAIT_S)
+    eventually(
+        lambda: VICTIM.id.hex() in {summary.id for summary in world.client.namespaces()},
+        "its fields are not known again",
+    )
+    assert world.client.route(VICTIM, hashes_of(VICTIM, 3), DEPTH * 16).instance == "a"
+    eventually(lambda: depth(world, VICTIM, 2) == DEPTH, "its new claims are not known")
+    erased.unpin(serve(erased, VICTIM, 3))  # SQL gets the fields with the next events
+    eventually(lambda: VICTIM.tenant.encode() in world.tables(), "SQL has not its fields")
+    again = world.erase(tenant=VICTIM.tenant)[1]
+    eventually(
+        lambda: set(waits(world.erase(status=again)[2])) == {"NATS events on the stream"}, "not all are done again",
+        state=lambda: waits(world.erase(status=again)[2]), timeout_s=WAIT_S,
+    )  # fmt: skip
+    assert not Needles(VICTIM, (1, 2, 3)).in_bytes(world.tables())
+
+
+def test_a_namespace_that_came_after_the_start_is_erased_with_its_tenant_by_its_own_fields(world: World) -> None:
+    late = Namespace(model="erasure", revision="r1", block_tokens=16, tenant=VICTIM.tenant, lora="late")
+    manager = world.instance("a", [OTHER])
+    manager.declare([late])
+    manager.unpin(serve(manager, late, 1))
+    assert manager.settle(WAIT_S)
+    eventually(lambda: depth(world, late, 1) == DEPTH, "the catalog has not all claims")
+    eventually(
+        lambda: late.id.hex() in {summary.id for summary in world.client.namespaces()}, "the catalog has not its fields"
+    )
+    manager.unpin(serve(manager, OTHER, 1))
+    eventually(lambda: late.lora.encode() in world.tables(), "SQL has not its fields")
+    number = world.erase(tenant=VICTIM.tenant)[1]
+    eventually(
+        lambda: set(waits(world.erase(status=number)[2])) == {"NATS events on the stream"}, "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+    )  # fmt: skip
+    gone = Needles(late, [1])
+    assert gone.in_folder(world.folder) == {} and gone.in_bytes(world.tables()) == set()
+    assert not any(late.id.hex() in name for name in world.store.objects)
+
+
+async def answered_catalogs(url: str) -> dict[str, Answer]:
+    log = await ErasureLog.open(url, "home", WAIT_S, Credentials(), 1)
+    try:
+        return {one.name: one for one in answers_of(await log.answers()) if one.kind == CATALOG}
+    finally:
+        await log.close()
+
+
+def test_a_catalog_that_is_down_is_waited_for_by_name_until_it_returns_or_is_forgotten(world: World) -> None:
+    first = set(eventually(lambda: asyncio.run(answered_catalogs(world.server.url)), "the catalog is not there"))
+    folder = world.folder.parent / "two"
+    folder.mkdir()
+    database = f"sqlite+aiosqlite:///{folder / 'catalog.db'}"
+    away = world.catalog_of(folder, database)
+    eventually(lambda: len(asyncio.run(answered_catalogs(world.server.url))) == 2, "the second catalog says nothing")
+    (name,) = asyncio.run(answered_catalogs(world.server.url)).keys() - first
+    manager, victim = world.instance("a"), Needles(VICTIM, [1])
+    manager.unpin(serve(manager, VICTIM, 1))
+    assert manager.settle(WAIT_S)
+    for place in ("catalog.db", "archive", "checkpoints"):
+        eventually(lambda: place in str(victim.in_folder(folder)), f"{place} of the second catalog has nothing")  # noqa: B023 - called now
+    away.stop()
+    number = world.erase(tenant=VICTIM.tenant)[1]
+    place, age = f"{name} SQL, index, files", "NATS events on the stream"
+    eventually(
+        lambda: set(waits(world.erase(status=number)[2])) == {place, age}, "it is not the second catalog alone",
+        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+    )  # fmt: skip
+    code, _, lines = world.erase(status=number)
+    assert code == 1 and f"--forget-catalog {name}" in waits(lines)[place]
+    assert victim.in_folder(folder)  # it has everything still
+    with pytest.raises(ErasureError, match=f"there are: .*{name}"):
+        world.erase(forget_catalog="catalog-none")
+    world.erase(forget_catalog=name)
+    assert set(waits(world.erase(status=number)[2])) == {age}
+    back = world.catalog_of(folder, database)  # it does not know that it was forgotten
+    eventually(lambda: not victim.in_folder(folder), "it has not erased", timeout_s=WAIT_S)
+    eventually(
+        lambda: not asyncio.run(answered_catalogs(world.server.url))[name].gone, "it has not said so", timeout_s=WAIT_S
+    )  # fmt: skip
+    asyncio.run(let_age(world.server.url))
+    eventually(lambda: world.erase(status=number)[0] == 0, "the stream keeps it", timeout_s=WAIT_S)
+    back.stop()
+    assert not asyncio.run(answered_catalogs(world.server.url))[name].gone  # its files may come back
+
+
+def test_a_catalog_that_leaves_nothing_behind_says_so_when_it_stops(world: World, postgres_url: str) -> None:
+    first = set(eventually(lambda: asyncio.run(answered_catalogs(world.server.url)), "the catalog is not there"))
+    folder = world.folder.parent / "two"
+    folder.mkdir()
+    bare = world.catalog_of(folder, postgres_url, has_files=False)
+    eventually(lambda: len(asyncio.run(answered_catalogs(world.server.url))) == 2, "the second catalog says nothing")
+    bare.stop()
+    said = asyncio.run(answered_catalogs(world.server.url))
+    assert {name: one.gone for name, one in said.items()} == dict.fromkeys(said, True) | dict.fromkeys(first, False)
+    world.instance("a").close()
+    number = world.erase(tenant=VICTIM.tenant)[1]
+    (name,) = said.keys() - first
+    assert not any(line.who == name for line in world.erase(status=number)[2])
+
+
+@pytest.mark.parametrize("others", [0, 30], ids=["nobody is left", "others are left"])
+def test_postgres_has_an_erased_tenant_neither_in_its_statistics_nor_in_the_files_with_names(
+    postgres_url: str, others: int
+) -> None:
+    def spaces(tenant: str, count: int) -> list[Namespace]:
+        return [Namespace(model="m", block_tokens=16, tenant=tenant, lora=f"{tenant}/{at}") for at in range(count)]
+
+    mine, their = spaces("initech-payroll", 60), spaces("globex", others)
+    files = (
+        "select pg_read_binary_file(pg_relation_filepath(c.oid)) from pg_class c left join pg_index i on i.indexrelid = c.oid"
+        " where coalesce(i.indrelid, c.oid) in ('namespaces'::regclass, 'tenants'::regclass)"
+    )
+    statistics = (
+        "select concat_ws(' ', most_common_vals::text, histogram_bounds::text) from pg_stats where tablename in"
+        " ('namespaces', 'tenants', 'object_claims')"
+    )
+    needles = [b"initech", *(bytes(space.id) for space in mine)]
+
+    async def work() -> None:
+        store = await SqlStore.open(postgres_url)
+        try:
+
+            async def every(asked: str) -> bytes:
+                async with store.engine.connect() as connection:
+                    alone = await connection.execution_options(isolation_level="AUTOCOMMIT")
+                    await alone.exec_driver_sql("CHECKPOINT")
+                    rows = [row[0] for row in await alone.exec_driver_sql(asked)]
+                return b"\n".join(row if isinstance(row, bytes) else row.encode() for row in rows)
+
+            rows = tuple(NamespaceRow(id=one.id, fields=one, first_seen_ns=1) for one in [*mine, *their])
+            claims = tuple(
+                ClaimRun(pool="pool", namespace=one.id, hashes=hashes_of(one, 1), instance=InstanceId("a"), at_ns=1)
+                for one in [*mine, *their]
+            )
+            await store.apply(StoreBatch(stream="s@1", previous=0, stream_sequence=1, namespaces=rows, claims=claims))
+            async with store.engine.begin() as connection:
+                for tenant in ("initech-payroll", *(["globex"] if others else [])):
+                    await connection.exec_driver_sql(f"insert into tenants values ('{tenant}', 1)")
+            async with store.engine.begin() as connection:
+                await connection.exec_driver_sql("analyze")
+            before, on_disk = await every(statistics), await every(files)
+            assert b"initech" in before and all(needle in on_disk for needle in needles)
+            await erase_rows(store.engine, [one.id for one in mine], ["initech-payroll"])
+            after, on_disk = await every(statistics), await every(files)
+            for needle in needles:
+                assert needle not in on_disk and needle not in after and needle.hex().encode() not in after
+            assert (b"globex" in after) == (b"globex" in on_disk) == bool(others)
+            assert [row.fields for row in await store.namespaces()] == sorted(their, key=lambda one: one.id)
+            assert await store.claim_count() == others * DEPTH
+            await store.apply(  # it can be written as before
+                StoreBatch(stream="s@1", previous=1, stream_sequence=2, namespaces=rows[:1], claims=claims[:1])
+            )
+            assert await store.claim_count() == (others + 1) * DEPTH
+        finally:
+            await store.close()
+
+    asyncio.run(work())
 
 
 async def lose_erasures(url: str, garbage: bytes) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from kvbm.catalog.access import EMBEDDED, Caller
 from kvbm.catalog.candidates import CandidateSets, model_of
 from kvbm.catalog.liveness import HeartbeatReceived, Liveness, OwnPulse, StreamProgress, Ticked
+from kvbm.catalog.named_namespaces import MOST_TOLD
 from kvbm.catalog.reference_router import Candidates, ReferenceRouter
-from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.sequencer import Sequencer, SequencerState
 from kvbm.catalog.sql_rows import InstanceStatus
 from kvbm.catalog.visibility import Visibility
 from kvbm.core.codec import decode_frame, encode_frame
@@ -68,13 +70,18 @@ class World:
         ledger.start(Epoch(self.epochs[instance]), spaces, [], engine, "0")
         self.publish(instance)
 
-    def beat(self, instance: InstanceId, spaces: tuple[NamespaceId, ...], stopping: bool) -> None:
+    def beat(
+        self, instance: InstanceId, spaces: tuple[NamespaceId, ...], stopping: bool, told: tuple[bytes, ...] = ()
+    ) -> None:
         self.beats += 1
         heartbeat = Heartbeat(
             instance=instance, cluster="c", epoch=Epoch(max(1, self.epochs[instance])), published=Offset(0), wall_time_ns=self.beats,
-            namespaces=spaces, stopping=stopping,
+            namespaces=spaces, told=told, stopping=stopping,
         )  # fmt: skip
         self.liveness.step(self.now_s, HeartbeatReceived(heartbeat))
+        believed = self.liveness.last(instance)
+        if believed is not None and believed.heartbeat == heartbeat and self.sequencer.hear_namespaces(heartbeat):
+            self.liveness.note(instance)
 
     def pass_time(self, seconds: float) -> None:
         for _ in range(round(seconds / 0.5)):
@@ -106,15 +113,15 @@ class World:
         }
 
     def serves(self, instance: InstanceId, space: Namespace, is_known: bool) -> bool:
-        row, pulse = self.sequencer.instance_row(instance), self.liveness.last(instance)
+        row = self.sequencer.instance_row(instance)
         if row is not None and row.engine == JANITOR:
             return False
         declared, known = self.sequencer.declared(instance), self.sequencer.namespaces()
-        if not is_known or not declared or space.id in declared:
+        if space.id in declared or self.sequencer.declares_nothing(instance):
             return True
-        if pulse is not None and space.id in pulse.heartbeat.namespaces:
-            return True
-        return any(model_of(known[one]) == model_of(space) for one in declared if one in known)
+        return (is_known or space.id in known) and any(
+            model_of(known[one]) == model_of(space) for one in declared if one in known
+        )
 
 
 def step(world: World, pick: random.Random) -> None:
@@ -123,7 +130,8 @@ def step(world: World, pick: random.Random) -> None:
         case 0 | 1:
             world.start(instance, spaces, JANITOR if pick.random() < 0.1 else "engine")
         case 2 | 3 | 4:
-            world.beat(instance, tuple(one.id for one in spaces), pick.random() < 0.1)
+            told = tuple(one.canonical() for one in pick.sample(SPACES, pick.choice([0, 0, 2])))
+            world.beat(instance, tuple(one.id for one in spaces), pick.random() < 0.1, told)
         case 5 if instance in world.ledgers and world.epochs[instance]:
             if not world.ledgers[instance].stopped:
                 world.ledgers[instance].stop(StopReason.SHUTDOWN)
@@ -154,5 +162,88 @@ def test_sets_are_what_asking_each_instance_finds(seed: int) -> None:
 def test_more_changes_than_are_remembered_are_found_by_looking_at_all() -> None:
     world = World()
     for number in range(5000):
-        world.beat(NAMES[number % 12], (SPACES[number % 3].id,), stopping=False)
+        space = SPACES[number % 3]
+        world.beat(NAMES[number % 12], (space.id,), stopping=False, told=(space.canonical(),))
     assert world.found(EMBEDDED, SPACES[0], is_known=True) == set(NAMES)
+
+
+ACME, BOLT = (
+    Namespace(model="m" if tenant == "acme" else "n", block_tokens=16, tenant=tenant) for tenant in ("acme", "bolt")
+)
+OF_ACME, OF_BOLT = (Caller(f"{tenant}'s", "router", frozenset({tenant})) for tenant in ("acme", "bolt"))
+FIRST, SECOND, THIRD = NAMES[:3]
+
+
+def two_tenants() -> World:
+    """Two instances, each of a tenant with a model of its own."""
+    world = World()
+    for instance, space in ((FIRST, ACME), (SECOND, BOLT)):
+        world.start(instance, [space], "engine")
+        world.beat(instance, (space.id,), stopping=False)
+    return world
+
+
+def test_what_an_instance_declared_and_was_erased_brings_it_no_other_tenants_prompts() -> None:
+    world = two_tenants()
+    world.sequencer.forget_namespaces([ACME.id])
+    for caller in (EMBEDDED, OF_BOLT):
+        assert world.found(caller, BOLT, is_known=True) == {SECOND}
+    assert not world.visibility.instance(OF_BOLT, FIRST)
+    for caller in (EMBEDDED, OF_ACME):  # nobody serves it until it is named again
+        assert world.found(caller, ACME, is_known=True) == world.found(caller, ACME, is_known=False) == set()
+
+
+def test_a_namespace_that_is_used_anew_after_an_erasure_is_known_again_by_heartbeats_alone() -> None:
+    world = two_tenants()
+    world.sequencer.forget_namespaces([ACME.id])
+    world.beat(FIRST, (ACME.id,), stopping=False, told=(ACME.canonical(),))
+    assert world.sequencer.namespaces()[ACME.id] == ACME
+    for caller in (EMBEDDED, OF_ACME):
+        assert world.found(caller, ACME, is_known=True) == {FIRST}
+    assert world.found(EMBEDDED, BOLT, is_known=True) == {SECOND}
+    assert world.visibility.instance(OF_ACME, FIRST) and not world.visibility.instance(OF_BOLT, FIRST)
+
+
+def test_of_whom_nothing_is_known_but_heartbeats_nobody_is_sent_prompts() -> None:
+    world = two_tenants()
+    world.beat(THIRD, (), stopping=False)
+    for caller in (EMBEDDED, OF_ACME, OF_BOLT):
+        for space in (ACME, BOLT):
+            for is_known in (True, False):
+                assert THIRD not in world.found(caller, space, is_known)
+    assert not any(world.visibility.instance(caller, THIRD) for caller in (OF_ACME, OF_BOLT))
+    assert world.visibility.waited_for(OF_ACME, THIRD) != THIRD
+
+
+def test_what_has_declared_that_it_names_no_namespace_serves_those_alone_who_see_all() -> None:
+    world = two_tenants()
+    world.start(THIRD, [], "engine")
+    world.beat(THIRD, (), stopping=False)
+    assert world.found(EMBEDDED, ACME, is_known=True) == {FIRST, THIRD}
+    assert world.found(OF_ACME, ACME, is_known=True) == {FIRST}
+    assert not world.visibility.instance(OF_ACME, THIRD)
+    world.beat(THIRD, (BOLT.id,), stopping=False)  # it names one
+    assert world.found(EMBEDDED, ACME, is_known=True) == {FIRST}
+    assert world.found(OF_BOLT, BOLT, is_known=True) == {SECOND, THIRD}
+
+
+def test_a_checkpoint_keeps_whether_an_instance_has_declared_nothing_or_was_erased() -> None:
+    world = two_tenants()
+    world.start(THIRD, [], "engine")
+    world.sequencer.forget_namespaces([ACME.id])
+    again: Sequencer = NATIVE.sequencer()
+    again.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(world.sequencer.state()), type=SequencerState), 0)
+    assert [again.declares_nothing(one) for one in (FIRST, SECOND, THIRD)] == [False, False, True]
+    assert [again.declared(one) for one in (FIRST, SECOND, THIRD)] == [frozenset(), {BOLT.id}, frozenset()]
+
+
+def test_an_instance_names_so_many_namespaces_by_heartbeats_as_are_remembered() -> None:
+    world = World()
+    for number in range(0, 3 * MOST_TOLD, 16):
+        spaces = [Namespace(model="m", block_tokens=16, tenant=str(number + at)) for at in range(16)]
+        world.beat(FIRST, (), stopping=False, told=tuple(one.canonical() for one in spaces))
+    assert len(world.sequencer.declared(FIRST)) == MOST_TOLD
+    before = len(world.sequencer.namespaces())
+    many = [Namespace(model="n", block_tokens=16, tenant=str(at)).canonical() for at in range(1000)]
+    world.beat(FIRST, (), stopping=False, told=tuple(many))  # of one heartbeat only the first ones are looked at
+    assert len(world.sequencer.namespaces()) < before + 100

@@ -6,14 +6,17 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvbm.catalog.sql_rows import NamespaceRow
 from kvbm.core.errors import ErasureError
 from kvbm.core.ids import HASH_BYTES, Epoch, Namespace, NamespaceId, Offset, SequenceHash, Tier
 from kvbm.core.names import is_name, kept_name
 from kvbm.core.snapshots import Recovered
 from kvbm.erasure import record as records
 from kvbm.erasure import report
+from kvbm.erasure.catalog import proven_tenants
 from kvbm.erasure.instance import DONE_FILE, DoneErasures, InstanceErasures, StartErasures
 from kvbm.erasure.record import Matcher, Record, Subject, with_erasure, without
 from kvbm.erasure.report import Answer, Known, Place, Progress
@@ -276,7 +279,7 @@ def test_the_engines_own_hbm_is_waited_for() -> None:
     assert not mine.is_busy
 
 
-def test_an_instance_tells_of_namespaces_of_the_tenant_that_the_record_does_not_name() -> None:
+def test_what_an_instance_says_of_namespaces_that_the_record_does_not_name_is_a_hint_to_the_operator() -> None:
     instance = Instance({Tier.HOST: {}}, tenants=[ACME, ACME_LORA, GLOBEX])
     mine = erasures(instance)
     record = recorded(Subject("acme", (ACME.id,)))
@@ -284,7 +287,34 @@ def test_an_instance_tells_of_namespaces_of_the_tenant_that_the_record_does_not_
     erasure = record.erasures[0]
     assert mine.progress()[FIRST].namespaces == (erasure.namespace_digest(ACME_LORA.id),)
     answers = [Answer(name="i", kind=report.INSTANCE, at_ns=1, progress=mine.progress())]
-    assert Matcher(erasure, report.namespaces_said(answers, FIRST)).namespace(ACME_LORA.id)
+    hinted = report.hints(answers, erasure, [ACME_LORA.id, GLOBEX.id])
+    assert hinted == {ACME_LORA.id: ["i"], GLOBEX.id: []}
+    assert not Matcher(erasure).namespace(ACME_LORA.id)  # what it says has nothing erased
+    lines = report.table(FIRST, answers, Known({"i": ""}, None, 3600.0, False, NOW_NS, hinted))
+    words = {line.place: line.waits for line in lines if line.who == "SQL"}
+    assert set(words) == {f"claims of {one.id.hex()}" for one in (ACME_LORA, GLOBEX)}
+    assert "instance i says" in words[f"claims of {ACME_LORA.id.hex()}"]
+    assert "instance" not in words[f"claims of {GLOBEX.id.hex()}"]
+    assert all(f"--spare {place.split()[-1]}" in said for place, said in words.items())
+
+
+def test_answers_count_of_instances_that_are_known_and_in_nobody_elses_name() -> None:
+    every = [
+        answered("a", report.INSTANCE, 100),
+        answered("b", report.INSTANCE, 100),  # no instance of this name is known
+        answered("catalog-a", report.CATALOG, 100),
+        answered("objects-a", report.OBJECTS, 100),  # an instance of this name is
+    ]
+    found = report.counted(every, ["a", "objects-a"])
+    assert [answer.name for answer in found] == ["a", "catalog-a"]
+
+
+def test_the_fields_of_a_namespace_are_believed_where_they_are_those_of_its_id() -> None:
+    rows = [
+        NamespaceRow(id=ACME.id, fields=ACME, first_seen_ns=1),
+        NamespaceRow(id=GLOBEX.id, fields=ACME_LORA, first_seen_ns=1),
+    ]
+    assert proven_tenants(rows) == {ACME.id: "acme"}
 
 
 def test_a_start_leaves_out_what_is_meant_and_what_nobody_names_until_it_is_done(tmp_path: Path) -> None:
@@ -350,3 +380,18 @@ def test_a_catalog_waits_for_everybody_it_knows() -> None:
     left = report.unfinished(answers, 7, report.INSTANCE, ["a", "b", "c"])
     assert left == {"b": "place: 2 slots", "c": "has not answered"}
     assert report.unfinished(answers[:1], 7, report.INSTANCE, ["a"]) == {}
+
+
+def test_every_catalog_that_ever_answered_is_waited_for_by_name_unless_it_is_gone() -> None:
+    done = answered("catalog-a", report.CATALOG, 100)
+    silent = Answer(name="catalog-b", kind=report.CATALOG, at_ns=NOW_NS, progress={})
+    lines = report.table(7, [done, silent], known({}))
+    waits = {line.who: line.waits for line in lines if line.waits}
+    assert set(waits) == {"catalog-b"} and "--forget-catalog catalog-b" in waits["catalog-b"]
+    gone = msgspec.structs.replace(silent, gone=True)
+    assert report.is_gone(report.table(7, [done, gone], known({})))
+    assert report.decoded(report.encoded(gone)) == gone
+    # What one had done before it went counts; what it had begun does not, and somebody has to do it.
+    assert report.is_gone(report.table(7, [msgspec.structs.replace(done, gone=True)], known({})))
+    begun = msgspec.structs.replace(answered("catalog-a", report.CATALOG, 0, "c"), gone=True)
+    assert [line.waits for line in report.table(7, [begun], known({})) if line.waits] == ["a catalog that serves"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvbm.core.ids import NamespaceId
-from kvbm.manager.used_namespaces import UsedNamespaces
+from kvbm.core.ids import Namespace, NamespaceId, namespace_in
+from kvbm.manager.used_namespaces import TOLD, TOLD_BYTES, UsedNamespaces
 
 
 def name(number: int) -> NamespaceId:
@@ -35,3 +35,38 @@ def test_what_is_forgotten_is_named_when_it_is_used_again() -> None:
     assert used.named() == ()
     used.use(name(1))
     assert used.named() == (name(1),)
+
+
+def test_heartbeats_tell_in_turn_what_the_namespaces_are_that_the_start_has_named_and_that_are_used() -> None:
+    spaces = {one.id: one for one in (Namespace(model="m", block_tokens=16, tenant=str(at)) for at in range(7))}
+    began, late, unused = list(spaces)[:4], list(spaces)[4:6], list(spaces)[6]
+    used = UsedNamespaces(fields=spaces, begun_with=began)
+    for one in late:
+        used.use(one)
+    used.use(name(1))  # whose fields nobody knows
+    told = [namespace_in(words) for _ in range(3) for words in used.told()]
+    assert len(told) == 3 * TOLD and {one.id for one in told if one is not None} == {*began, *late}
+    assert unused not in {one.id for one in told if one is not None}
+    # What is erased is told of when it is used again.
+    for one in (began[0], late[0]):
+        used.forget(one)
+    told = [namespace_in(words) for _ in range(3) for words in used.told()]
+    assert {one.id for one in told if one is not None} == {*began[1:], late[1]}
+    used.use(began[0])
+    told = [namespace_in(words) for _ in range(3) for words in used.told()]
+    assert began[0] in {one.id for one in told if one is not None}
+
+
+def test_namespaces_with_long_fields_are_told_of_one_by_one() -> None:
+    spaces = {one.id: one for one in (Namespace(model="m" * TOLD_BYTES + str(at), block_tokens=16) for at in range(3))}
+    used = UsedNamespaces(fields=spaces, begun_with=spaces)
+    told = [used.told() for _ in range(3)]
+    assert [len(one) for one in told] == [1, 1, 1] and len({*told}) == 3
+
+
+def test_fields_that_are_not_as_they_are_written_are_nobodys() -> None:
+    words = Namespace(model="m", block_tokens=16).canonical()
+    found = namespace_in(words)
+    assert found is not None and found.canonical() == words
+    for wrong in (b"", b"{", b" " + words, words[:-1] + b',"zeal":1}', words.replace(b"16", b"0"), b"\xff" * 8):
+        assert namespace_in(wrong) is None

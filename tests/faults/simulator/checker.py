@@ -459,7 +459,9 @@ class Checker:
             pools = {pool.tier: pool.slots for pool in row.pools if pool.slots}
             if pools and any(len(manager.held(tier)) > pools.get(tier, 0) for tier in manager.pools.slots):
                 return f"SQL has {instance} with pools {pools}, it holds more"
-            for namespace in sequencer.declared(instance):
+            for namespace in (
+                sequencer.declared(instance) & sequencer.namespaces().keys()
+            ):  # of others it has heard the id alone
                 if namespace not in store.namespace_rows:
                     return f"{instance} declared the namespace {namespace.hex()}, SQL lacks it"
         return ""
