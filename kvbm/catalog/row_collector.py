@@ -83,7 +83,8 @@ class RowCollector:
         self._epochs = [row for row in self._epochs if row.instance != instance]
 
     def add_namespaces(self, namespaces: Mapping[NamespaceId, Namespace], seen_ns: int) -> None:
-        """Give out the rows of these namespaces as well: SQL may have lost them, and no start that names them comes again."""
+        """Give out the rows of these namespaces as well, with the next message: SQL may have lost them, and no start that names them comes
+        again, or a heartbeat has told of them."""
         self._has_extra_rows = True
         gathered = {row.id for row in self._namespaces}
         self._namespaces += [

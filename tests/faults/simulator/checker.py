@@ -459,9 +459,8 @@ class Checker:
             pools = {pool.tier: pool.slots for pool in row.pools if pool.slots}
             if pools and any(len(manager.held(tier)) > pools.get(tier, 0) for tier in manager.pools.slots):
                 return f"SQL has {instance} with pools {pools}, it holds more"
-            for namespace in (
-                sequencer.declared(instance) & sequencer.namespaces().keys()
-            ):  # of others it has heard the id alone
+            # Of those that heartbeats tell of the rows go with the next message, which may not come.
+            for namespace in sequencer._sequences[instance].names.started:
                 if namespace not in store.namespace_rows:
                     return f"{instance} declared the namespace {namespace.hex()}, SQL lacks it"
         return ""
