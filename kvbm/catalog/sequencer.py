@@ -31,9 +31,10 @@ from kvbm.catalog.plain_frames import RUN_BYTES, PlainRun
 from kvbm.catalog.sql_rows import ForgottenRow, InstancePosition, InstanceRow, InstanceRows
 from kvbm.catalog.troubles import Troubles
 from kvbm.core.backend import ScanFrames
+from kvbm.core.checks import is_longer
 from kvbm.core.codec import NewerFrame, ScannedFrame, newer_frame
 from kvbm.core.errors import NewerFrameError, StreamError
-from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId
+from kvbm.core.ids import MAX_NAME_BYTES, Epoch, InstanceId, Namespace, NamespaceId
 from kvbm.remarks import Remarks
 from kvbm.streams.base import ORIGIN, START, Heartbeat, Mark, Position, StreamMessage, fence_of, is_fence, subject_names
 from kvbm.streams.holders import is_stray
@@ -373,6 +374,9 @@ class Sequencer:
         """Take a message, or what it has from a byte on."""
         self.counters.messages += 1
         cluster, instance = subject_names(message.subject)
+        if is_longer(instance, MAX_NAME_BYTES) or is_longer(cluster, MAX_NAME_BYTES):
+            self._refuse(message, f"its subject names an instance or a cluster with more than {MAX_NAME_BYTES} bytes")
+            return
         if self._forgotten and (mark := self._forgotten.get(instance)) is not None:
             if message.sequence <= mark.sequence:
                 changes.lacks_claims = True  # SQL has them: it had all of the instance when that was forgotten

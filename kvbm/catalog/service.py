@@ -306,6 +306,7 @@ class CatalogService:
             routes_received=self.queries.shared.received,
             routes_refused=self.queries.shared.refused,
             rows_read_again=self.writer.read_again,
+            rows_refused=self.store.refused_rows,
             checkpoints=self.checkpointer.written if self.checkpointer is not None else 0,
             checkpoint_sequence=checkpoint.sequence if checkpoint is not None else 0,
             archive_sequence=self.archive.sequence if self.archive is not None else 0,

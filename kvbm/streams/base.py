@@ -10,10 +10,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
+from kvbm.core.checks import is_longer, text_bytes
 from kvbm.core.codec import FrameBytes, decode_frame, decode_header
 from kvbm.core.errors import ConfigError, FrameError, StreamError
 from kvbm.core.fetching import Transfer
-from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.core.ids import MAX_NAME_BYTES, MAX_TEXT_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
 from kvbm.core.parts import ALL_PARTS, part_of, part_word
 
 EVENTS_PREFIX = "kvbm.v1.events"
@@ -24,7 +25,6 @@ SAMPLES_PREFIX = "kvbm.v1.samples"
 ROUTES_PREFIX = "kvbm.v1.routes"  # what each catalog has routed, for the others
 ERASE_PREFIX = "kvbm.v1.erase"  # what is to be erased, in a stream of its own
 ERASED_PREFIX = "kvbm.v1.erased"  # how far each has come with it
-MAX_NAME_BYTES = 255  # a frame's header has one byte for the length
 ASKS_KEPT = 64  # of each kind that a slow watcher has not taken yet; beyond it the oldest goes
 SAMPLES_KEPT = 4_000
 ROUTES_KEPT = 256  # messages
@@ -33,6 +33,7 @@ ROUTES_KEPT = 256  # messages
 _MOST_EPOCH = 1 << 63
 _MOST_RUN = 128  # characters
 _FENCE_EPOCHS = 128
+_MOST_TOLD = 1024  # namespaces, transfers and places that one heartbeat may tell of
 _FENCE_BEGINS = f"{FENCE_PREFIX}."
 _BAD_IN_NAME = re.compile(r"[\s.*>\x00-\x20\x7f]")
 
@@ -126,7 +127,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         prefill_tokens_per_s, queue_tokens_per_s: as the instance has measured: what it computes of one prompt, and how quickly tokens that
             wait grow fewer; 0 where it has not.
         free_slots: slots that can be had without evicting, by tier.
-        namespaces: those it has used last, 1024 at most.
+        namespaces: those it has used last, 1024 at most, as are entries of everything else.
         run: of the process that sends it, as in `Fence`.
         trouble: what it cannot do now, such as "journal full: …"; "" when all is well.
         put_bytes: what this run has put in the object pool, by namespace: bytes in memory, and as they lie in the store.
@@ -163,12 +164,40 @@ def encoded_heartbeat(heartbeat: Heartbeat) -> tuple[bytes, str]:
     data = b""
     try:
         data = msgspec.msgpack.encode(heartbeat)
-        read = msgspec.msgpack.decode(data, type=Heartbeat)
+        read = heartbeat_of(data)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         return data, str(error)
     if (read.cluster, read.instance) != (heartbeat.cluster, heartbeat.instance):
         return data, "its names do not read as they were written"
     return data, ""
+
+
+def heartbeat_of(data: bytes) -> Heartbeat:
+    """A heartbeat as its readers read it; of a trouble that is too long they keep the beginning.
+
+    Raises: msgspec.MsgspecError, ValueError, RecursionError: it is none, or has more of something than a heartbeat may.
+    """
+    read = msgspec.msgpack.decode(data, type=Heartbeat)
+    counts = {
+        "namespaces": len(read.namespaces), "put_bytes": len(read.put_bytes), "lends": len(read.lends),
+        "transfers": len(read.transfers),
+    }  # fmt: skip
+    for what, count in counts.items():
+        if count > _MOST_TOLD:
+            raise ValueError(f"{what} has {count} entries; at most {_MOST_TOLD} are read")
+    texts = [
+        ("instance", read.instance, MAX_NAME_BYTES),
+        ("cluster", read.cluster, MAX_NAME_BYTES),
+        ("run", read.run, _MOST_RUN),
+    ]
+    texts += [("lends", text, MAX_TEXT_BYTES) for words in read.lends.items() for text in words]
+    texts += [("transfers", one.transport, MAX_NAME_BYTES) for one in read.transfers]
+    for what, text, most_bytes in texts:
+        if is_longer(text, most_bytes):
+            raise ValueError(f"a text of {what} has {text_bytes(text)} bytes; at most {most_bytes} are read")
+    if is_longer(read.trouble, MAX_TEXT_BYTES):
+        read = msgspec.structs.replace(read, trouble=f"{read.trouble[: MAX_TEXT_BYTES // 4]}…")
+    return read
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,6 +60,7 @@ class CatalogNumbers(NamedTuple):
     routes_received: int
     routes_refused: int
     rows_read_again: int
+    rows_refused: int
     checkpoints: int
     archive_lost: int
     samples: int
@@ -117,6 +118,7 @@ _COUNTERS = {
     "routes_refused": "Routes of other catalogs that were none, or of instances that are not heard here; a message that is none counts as one.",
     "audits": "Passes of the audit over the whole index.",
     "rows_read_again": "Times rows were let go because the database was away, and read again from the stream.",
+    "rows_refused": "Rows left out because the database refuses what they hold.",
     "checkpoints": "Checkpoints of the index written.",
     "archive_lost": "Messages that aged out of the stream before they were archived.",
     "samples": "Sampled accesses archived.",

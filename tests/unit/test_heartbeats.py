@@ -13,8 +13,9 @@ from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.lag import StreamLag
 from kvbm.catalog.liveness import LIVENESS_S, HeartbeatReceived, LifeState, OwnPulse, Ticked
-from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.streams.base import EventReader, EventStream, Heartbeat, StreamMessage
+from kvbm.core.fetching import Transfer
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
+from kvbm.streams.base import EventReader, EventStream, Heartbeat, StreamMessage, encoded_heartbeat
 from kvbm.streams.nats.heartbeats import heartbeat_in
 from tests.indexes import NATIVE
 
@@ -35,6 +36,28 @@ def test_a_damaged_pulse_is_refused_and_not_fatal(kind: str) -> None:
     else:
         data = msgspec.msgpack.encode(heartbeat(instance=InstanceId("two")))
     assert heartbeat_in(StreamMessage(1, "kvbm.v1.pulse.c.one", data)) is None
+
+
+@pytest.mark.parametrize(
+    "much",
+    [
+        {"instance": "i" * 256}, {"cluster": "c" * 256}, {"run": "r" * 129}, {"lends": {"tcp": "x" * 8193}},
+        {"lends": {"x" * 8193: ""}}, {"lends": dict.fromkeys(map(str, range(1025)), "")},
+        {"namespaces": (NamespaceId(bytes(16)),) * 1025}, {"transfers": (Transfer(),) * 1025},
+        {"transfers": (Transfer("t" * 256),)}, {"put_bytes": {NamespaceId(b"%016d" % at): (1, 1) for at in range(1025)}},
+    ],
+)  # fmt: skip
+def test_a_pulse_that_has_more_of_something_than_it_may_is_refused(much: dict[str, Any]) -> None:
+    said = msgspec.structs.replace(heartbeat(), **much)
+    subject = f"kvbm.v1.pulse.{said.cluster}.{said.instance}"
+    assert heartbeat_in(StreamMessage(1, subject, msgspec.msgpack.encode(said))) is None
+    assert encoded_heartbeat(said)[1]
+
+
+def test_of_a_long_trouble_the_beginning_is_kept() -> None:
+    said = msgspec.structs.replace(heartbeat(), trouble="ä" * 100_000)
+    heard = heartbeat_in(StreamMessage(1, "kvbm.v1.pulse.c.one", msgspec.msgpack.encode(said)))
+    assert heard is not None and heard.trouble == "ä" * 2048 + "…"
 
 
 def test_a_pulse_that_is_delivered_again_brings_nobody_back_to_life() -> None:

@@ -1247,3 +1247,9 @@ def test_marks_are_void_in_a_stream_that_begins_anew_and_what_is_kept_of_an_inst
     reader.sequencer.forget(mark_at(5, reader.sequencer.instance_row(ONE)))
     reader.sequencer.expect_no_more(ONE)
     assert not reader.sequencer.forgotten and not reader.sequencer._known
+def test_a_subject_whose_names_no_database_can_keep_is_refused() -> None:
+    reader = Reader(NATIVE.sequencer())
+    for subject in (f"kvbm.v1.fence.c.{'i' * 256}", f"kvbm.v1.fence.{'c' * 256}.one"):
+        reader.sequence += 1
+        reader.step(0.0, [StreamMessage(reader.sequence, subject, fence_data(Epoch(1), "run"))])
+    assert reader.sequencer.counters.poison == 2 and not reader.sequencer.followed

@@ -10,7 +10,7 @@ import msgspec
 
 from kvbm.core.errors import StreamError
 from kvbm.remarks import Remarks
-from kvbm.streams.base import Heartbeat, StreamMessage, subject_names
+from kvbm.streams.base import Heartbeat, StreamMessage, heartbeat_of, subject_names
 from kvbm.streams.nats.reader import PULL_EXPIRES_S, NatsReader
 from kvbm.streams.nats.setup import PULSE, PULSE_WAIT_S, ensure_stream
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
@@ -52,8 +52,8 @@ async def _make_stream(connections: SharedConnection) -> None:
 def heartbeat_in(message: StreamMessage) -> Heartbeat | None:
     """The heartbeat of a message; None, with a warning, when it is none, or another instance's."""
     try:
-        heartbeat = msgspec.msgpack.decode(message.data, type=Heartbeat)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        heartbeat = heartbeat_of(message.data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         log.warning("pulse.refused", subject=message.subject, why=str(error))
         return None
     if subject_names(message.subject) != (heartbeat.cluster, heartbeat.instance):
