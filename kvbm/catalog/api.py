@@ -31,7 +31,7 @@ from kvbm.catalog.feed_response import CONTENT_TYPE as EVENTS
 from kvbm.catalog.feed_response import FeedResponse
 from kvbm.catalog.forgetting import NotForgottenError
 from kvbm.catalog.gate import CALLER, JUDGE, UNKNOWN, Gate
-from kvbm.catalog.limits import LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
+from kvbm.catalog.limits import BODY_WAIT_S, LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
 from kvbm.catalog.prompt_answers import NOT_TOLD, PromptAnswers
 from kvbm.catalog.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, decode_prompt, without_prompt
 from kvbm.catalog.service import CatalogService
@@ -64,7 +64,6 @@ from kvbm.core.watch_events import WatchRequest
 from kvbm.streams.base import Position
 from kvbm.telemetry.metrics import CONTENT_TYPE, CatalogMetrics
 
-BODY_WAIT_S = 10.0
 THREAD_TOKENS = 16_384  # hashing more than this would keep other requests waiting
 R = TypeVar("R", bound=LookupRequest)
 
@@ -335,20 +334,27 @@ async def _body(request: Request) -> bytearray:
     """The body, no more than MAX_BODY_BYTES of it."""
     exchange = _exchange(request)
     body = exchange.body = bytearray()
+    if exchange.length > MAX_BODY_BYTES:
+        raise _too_large()
+    await exchange.reserve()
     try:
         async with asyncio.timeout(BODY_WAIT_S):
             async for part in request.stream():
                 body += part
-                if max(len(body), exchange.length) > MAX_BODY_BYTES:
-                    raise ApiError(
-                        413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes",
-                        f"give at most {MAX_HASHES} hashes, best as one hex string",
-                    )  # fmt: skip
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large()
     except TimeoutError:
         raise ApiError(408, "body_too_slow", f"the body did not come within {BODY_WAIT_S:g} s", "try again") from None
     except ClientDisconnect:
         raise ApiError(400, "body_cut_short", "the connection ended before the body did", "try again") from None
     return body
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes",
+        f"give at most {MAX_HASHES} hashes, best as one hex string",
+    )  # fmt: skip
 
 
 def _exchange(request: Request) -> Exchange:

@@ -20,7 +20,6 @@ from kvbm.catalog.limits import (
     cost_of,
     is_limited,
     key_of,
-    peer_key,
 )
 from kvbm.catalog.prompt_answers import PromptAnswers
 from kvbm.catalog.prompts import ApiError, asked_namespace, decode_prompt, without_prompt
@@ -52,6 +51,16 @@ class ShortQuestion(NamedTuple):
     certificate: Mapping[str, Any] | None
 
 
+class Held(NamedTuple):
+    """Room for a body: whose it is, and how many bytes."""
+
+    key: str
+    amount: int
+
+
+NOTHING_HELD = Held("", 0)
+
+
 class Answered(NamedTuple):
     """An answer: its status, its body, what that is, and who has asked."""
 
@@ -73,19 +82,26 @@ class AtOnce:
     ) -> None:
         self._access, self._limits, self._answers, self._count = access, limits, answers, count
 
-    def hold(self, question: ShortQuestion, length: int) -> int | None:
-        """Take room for a body; how much was taken, for `give_back`. None: it is too long, or there is no room."""
+    def hold(self, question: ShortQuestion, length: int) -> Held | None:
+        """Take room for a body, for `give_back`. None: it is too long, there is no room, or whoever asks may not ask this.
+
+        Who sends nothing but headers would else take the room of those who may ask.
+        """
         over = max(0, length - SMALL_BODY_BYTES)
         if over == 0:
-            return 0
+            return NOTHING_HELD
         if not question.is_binary or length > LARGE_BODY_BYTES:
             return None
-        return None if self._limits.bodies.take(peer_key(question.host), over) else over
+        caller = self._access.caller(question.authorization, question.certificate)
+        if caller is None or not may(caller, question.path.decode()):
+            return None
+        key = key_of(caller.name, question.host)
+        return None if self._limits.bodies.take_in_turn(key, over) else Held(key, over)
 
-    def give_back(self, question: ShortQuestion, held: int) -> None:
+    def give_back(self, held: Held) -> None:
         """The body is gone."""
-        if held:
-            self._limits.bodies.give(peer_key(question.host), held)
+        if held.amount:
+            self._limits.bodies.give(held.key, held.amount)
 
     def answer(self, question: ShortQuestion, body: bytes) -> Answered | None:
         """The answer to one request; None: it must go the long way, and nothing has changed."""

@@ -27,6 +27,8 @@ SMALL_BODY_BYTES = (
     32 << 10
 )  # of a body, or of its beginning, that counts for no room: as much as a socket may have here anyway
 LARGE_BODY_BYTES = 256 << 10  # larger ones are parsed and hashed one at a time
+BODY_WAIT_S = 10.0  # for all of a body
+ROOM_WAIT_S = BODY_WAIT_S + 1.0  # for room: whoever has it is done by then
 DRAIN_BYTES = 5 * MAX_BODY_BYTES
 DRAIN_S = 5.0
 _DRAIN_STEP_S = 1.0  # without a byte for so long, nothing more will come
@@ -144,6 +146,20 @@ class Buckets:
         return min(self._burst, found[0] + max(0.0, now_s - found[1]) * self._per_s)
 
 
+class _Waiter:
+    """Who waits for room, and what for: "caller", its own, or "all"."""
+
+    __slots__ = ("amount", "has_room", "key", "why")
+
+    def __init__(self, key: str, amount: int, why: str) -> None:
+        self.key, self.amount, self.why = key, amount, why
+        self.has_room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_served(self) -> bool:
+        return self.has_room.done() and not self.has_room.cancelled()
+
+
 class Room:
     """So much of something for all callers, and a part of it for each.
 
@@ -155,6 +171,7 @@ class Room:
         self._most, self._most_each, self._kept = most, most_each, kept
         self.taken = 0
         self._by_caller: dict[str, int] = {}
+        self._waiting: list[_Waiter] = []  # in the order in which they came
 
     def take(self, key: str, amount: int) -> str:
         """Take it. Returns "" or why not: "caller" or "all"."""
@@ -166,6 +183,37 @@ class Room:
             return "all"
         self.taken += amount
         self._by_caller[key] = own + amount
+        return ""
+
+    def take_in_turn(self, key: str, amount: int) -> str:
+        """`take`, unless somebody who came before waits for it."""
+        for one in self._waiting:
+            if one.key == key:
+                return one.why
+            if one.why == "all" and not self._is_small(key, amount):
+                return "all"
+        return self.take(key, amount)
+
+    async def wait(self, key: str, amount: int, wait_s: float) -> str:
+        """`take`, once there is room: first come, first served. Returns "" or why not in time, as `take`."""
+        why = self.take_in_turn(key, amount)
+        if not why or amount > self._most_each:
+            return why
+        waiter = _Waiter(key, amount, why)
+        self._waiting.append(waiter)
+        try:
+            async with asyncio.timeout(wait_s):
+                await waiter.has_room
+        except TimeoutError:
+            return "" if waiter.is_served else waiter.why
+        except asyncio.CancelledError:
+            if waiter.is_served:
+                self.give(key, amount)
+            raise
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+                self._serve()
         return ""
 
     def give(self, key: str, amount: int) -> None:
@@ -278,18 +326,25 @@ class Exchange:
             self.hold(self._body_bytes)
         return message
 
+    async def reserve(self) -> None:
+        """Take the room that the body says it needs, before any of it is read: else some requests could fill it that all lack the rest.
+
+        Who finds none waits for it, and reads nothing until then. Raises LimitError.
+        """
+        over = min(self.length, MAX_BODY_BYTES) - SMALL_BODY_BYTES
+        if over <= 0:
+            return
+        if why := await self._limits.bodies.wait(self.key, over, ROOM_WAIT_S):
+            raise _no_room(why)
+        self._held += over
+
     def hold(self, size: int) -> None:
         """The request is as large as this here, if it was not larger before; a small one needs no room. Raises LimitError."""
         over = size - SMALL_BODY_BYTES - self._held
         if over <= 0:
             return
         if why := self._limits.bodies.take(self.key, over):
-            raise LimitError(
-                429 if why == "caller" else 503, "too_many_bytes",
-                "requests that are being read have no room for this one"
-                if why == "all" else "requests of this caller that are being read have no room for this one",
-                "ask again soon, with fewer long requests at a time, or have catalog.limits.body_bytes raised",
-            )  # fmt: skip
+            raise _no_room(why)
         self._held += over
 
     async def send(self, message: Message) -> None:
@@ -378,6 +433,15 @@ class Exchange:
                     self._body_bytes += size
                     self._more = bool(message.get("more_body", False))
         self._more = False
+
+
+def _no_room(why: str) -> LimitError:
+    return LimitError(
+        429 if why == "caller" else 503, "too_many_bytes",
+        "requests that are being read have no room for this one"
+        if why == "all" else "requests of this caller that are being read have no room for this one",
+        "ask again soon, with fewer long requests at a time, or have catalog.limits.body_bytes raised",
+    )  # fmt: skip
 
 
 def cost_of(body_bytes: int, answer_bytes: int) -> int:

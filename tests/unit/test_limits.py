@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import msgspec
 import pytest
+from starlette.requests import Request
 from structlog.testing import capture_logs
 
 from kvbm.catalog.connections import Connection, Connections, Stage
 from kvbm.catalog.limits import (
+    LARGE_BODY_BYTES,
+    SMALL_BODY_BYTES,
     Buckets,
     Exchange,
+    Limited,
     LimitError,
     Limits,
     LimitSettings,
@@ -96,6 +101,106 @@ def test_who_fills_the_room_leaves_a_part_for_callers_that_have_little() -> None
     assert (room.take("a", 12), room.take("b", 2), room.take("b", 1), room.take("c", 1)) == ("", "all", "", "")
     room.give("a", 12)
     assert room.take("b", 5) == ""
+
+
+def test_who_waits_for_room_is_served_in_turn_and_holds_up_nobody_else() -> None:
+    async def wait() -> None:
+        room, served = Room(16, 12, kept=4), []
+
+        async def wants(key: str, name: str, amount: int) -> None:
+            assert await room.wait(key, amount, 60.0) == ""
+            served.append(name)
+
+        async with asyncio.TaskGroup() as tasks:
+            for key, name, amount in (
+                ("a", "a1", 8),
+                ("a", "a2", 8),
+                ("a", "a3", 1),
+                ("b", "b1", 3),
+                ("c", "c1", 6),
+                ("d", "d1", 1),
+            ):
+                tasks.create_task(wants(key, name, amount))
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert served == ["a1", "b1", "d1"]  # a has no more for itself, c waits for all, what d wants is kept
+            assert (room.take_in_turn("a", 1), room.take_in_turn("e", 2), room.take_in_turn("e", 1)) == (
+                "caller",
+                "all",
+                "",
+            )
+            room.give("e", 1)
+            room.give("a", 8)
+            await asyncio.sleep(0)
+            assert served == ["a1", "b1", "d1", "a2"]  # a3 has room within the kept part no more
+            room.give("a", 8)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert sorted(served[4:]) == ["a3", "c1"]
+        for key, amount in (("a", 1), ("b", 3), ("c", 6), ("d", 1)):
+            room.give(key, amount)
+        assert (room.taken, room._by_caller, room._waiting) == (0, {}, [])
+
+    asyncio.run(wait())
+
+
+def test_who_gives_up_waiting_leaves_the_room_to_those_behind() -> None:
+    async def wait() -> None:
+        room = Room(10, 8)
+        assert room.take("a", 8) == ""
+        assert await room.wait("b", 9, 60.0) == "caller"  # more than it may ever have
+        assert await room.wait("b", 4, 0.0) == "all"
+        first, second = asyncio.create_task(room.wait("b", 4, 60.0)), asyncio.create_task(room.wait("c", 2, 60.0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second == ""
+        third = asyncio.create_task(room.wait("b", 4, 60.0))
+        await asyncio.sleep(0)
+        room.give("a", 8)
+        third.cancel()  # it has room, and does not know yet
+        await asyncio.gather(first, third, return_exceptions=True)
+        assert room.taken == 2
+
+    asyncio.run(wait())
+
+
+def test_a_body_that_says_it_is_too_long_is_refused_before_it_is_read() -> None:
+    limits = Limits(LimitSettings())
+
+    async def receive() -> Any:
+        raise AssertionError("nobody is to read it")
+
+    async def read() -> None:
+        scope: dict[str, Any] = {
+            "type": "http",
+            "client": ("10.0.0.1", 1),
+            "headers": [(b"content-length", b"13000000")],
+        }
+        scope["kvbm.exchange"] = Exchange(limits, scope, receive, cast(Any, None))
+        with pytest.raises(ApiError, match="the body has more than"):
+            await _body(Request(scope, receive))
+
+    asyncio.run(read())
+
+
+def test_who_may_not_ask_takes_no_room_by_saying_that_a_body_comes(tmp_path: Path) -> None:
+    token = add_token(tmp_path / "callers.toml", NewToken("router", "router"), 1.0)
+    metrics = add_token(tmp_path / "callers.toml", NewToken("scraper", "metrics"), 1.0)
+    limits = Limits(LimitSettings())
+    at_once = AtOnce(Access(str(tmp_path / "callers.toml")), limits, cast(Any, None), lambda *_: None)
+
+    def asked(authorization: str | None) -> ShortQuestion:
+        return ShortQuestion(b"/v1/route", True, "10.0.0.1", authorization, None)
+
+    for stranger in (None, "Bearer kvbm_nobody", f"Bearer {metrics}"):
+        assert at_once.hold(asked(stranger), LARGE_BODY_BYTES) is None
+    assert limits.bodies.taken == 0
+    held = at_once.hold(asked(f"Bearer {token}"), LARGE_BODY_BYTES)
+    assert held == ("caller router", LARGE_BODY_BYTES - SMALL_BODY_BYTES) and limits.bodies.taken == held.amount
+    at_once.give_back(held)
+    assert limits.bodies.taken == 0
+    assert at_once.hold(asked(None), SMALL_BODY_BYTES) == ("", 0)
 
 
 def test_hashes_that_are_larger_than_their_body_need_room() -> None:
@@ -237,6 +342,14 @@ def test_connections_of_one_peer_are_taken_at_a_bounded_rate(socketry: Socketry)
     for one in socketry.open:
         one.close()
     socketry.open.clear()
+
+
+LOOKUP = msgspec.json.encode({"namespace": "00" * 16, "hashes": ""})
+
+
+def asks(at_once: AtOnce, name: str) -> bool:
+    question = ShortQuestion(b"/v1/lookup", False, "10.0.0.1", name, None)
+    return at_once.answer(question, LOOKUP) is not None
 
 
 # -- our own callers --------------------------------------------------------------------------------------------------
