@@ -45,7 +45,7 @@ from kvbm.catalog.troubles import Trouble, Troubles
 from kvbm.core.codec import VERSION, ScannedFrame
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
-from kvbm.remarks import Remarks
+from kvbm.remarks import Seldom
 from kvbm.streams.base import (
     ORIGIN,
     START,
@@ -60,8 +60,7 @@ from kvbm.streams.base import (
 )
 from kvbm.streams.holders import holder_after
 
-log = Remarks()
-
+REMARKS = 20  # of one event in ten seconds: whoever may write to the stream can give cause for any number
 HOLE_MOST_S = 30.0  # a hole that no heartbeat explains, for its instance has died, is given up after this long at the stream's end
 AFTER_MESSAGES = 1 << 63  # the sequence of what is found at the end of a step: it comes after each of its messages
 
@@ -210,12 +209,14 @@ class Common(NamedTuple):
     Attributes:
         held: what frames are applied to.
         unsettled: those that may have a hole, as something is in their buffer, or reported and not read; each adds itself.
+        remarks: on what messages say.
     """
 
     held: ClusterIndex
     counters: Counters
     troubles: Troubles
     unsettled: dict[InstanceId, InstanceSequence]
+    remarks: Seldom
 
 
 class InstanceSequence:
@@ -245,7 +246,7 @@ class InstanceSequence:
         self.subjects: set[str] = set()
         self.buffer = ReorderBuffer()
         self._id, self._known = row.id, known
-        self._index, self._counters, self._troubles, self._unsettled = common
+        self._index, self._counters, self._troubles, self._unsettled, self._remarks = common
         self._life = 0  # grows when a fence shows that what was read is of another one
         self._epoch_row = EpochRow(instance=row.id, epoch=Epoch(0), started_ns=0)
         self._joined_midstream = False
@@ -333,7 +334,7 @@ class InstanceSequence:
 
     def _begin_life(self, fence: Fence, changes: Changes) -> None:
         """Nothing that was read of the instance is so any more; its next frame is entered, whatever its epoch."""
-        log.warning(
+        self._remarks.warn(
             "instance.life_begun", instance=self._id, epoch=fence.epoch, run=fence.run,
             other_epoch=self.position.epoch, other_run=self.run,
             why="its journal, the stream's end or both were lost; what was read before is of another life",
@@ -368,7 +369,7 @@ class InstanceSequence:
                 self._counters.newer += 1
                 return
             self.unreadable = None
-            log.info("instance.readable", instance=self._id, epoch=frame.epoch)
+            self._remarks.info("instance.readable", instance=self._id, epoch=frame.epoch)
         epoch, offset = self.position
         if frame.epoch < epoch:
             self._counters.stale += 1
@@ -405,7 +406,7 @@ class InstanceSequence:
         self._index.miss(self._id)
         self._troubles.note(self._id).digests += 1
         epoch, offset = self.position
-        log.warning("digest.diverged", instance=self._id, epoch=epoch, offset=offset)
+        self._remarks.warn("digest.diverged", instance=self._id, epoch=epoch, offset=offset)
 
     def refuse_newer(self, epoch: Epoch, version: int, changes: Changes) -> None:
         """A newer kvbm writes this epoch: nothing of the instance is known until a readable one begins."""
@@ -422,7 +423,7 @@ class InstanceSequence:
         self._index.wait(self._id, False)
         self._index.miss(self._id)
         changes.advanced[self._id] = self.position
-        log.warning("instance.unreadable", instance=self._id, why=self.unreadable.reason())
+        self._remarks.warn("instance.unreadable", instance=self._id, why=self.unreadable.reason())
 
     def _put_in_buffer(self, frame: ScannedFrame, data: bytes, before: Mark) -> None:
         self._unsettled[self._id] = self
@@ -466,7 +467,7 @@ class InstanceSequence:
             self.row = msgspec.structs.replace(self.row, epoch=epoch, pools=(), run=run)
             self._index.begin_blind(self._id, epoch, likely=likely)
         self._epoch_row = EpochRow(instance=self._id, epoch=epoch, started_ns=wall_time_ns, run=run)
-        log.info("instance.joined_midway", instance=self._id, epoch=epoch, offset=self.position.offset)
+        self._remarks.info("instance.joined_midway", instance=self._id, epoch=epoch, offset=self.position.offset)
 
     def _end_epoch(self, ended_ns: int, changes: Changes) -> None:
         """Give out the row of the epoch that is over."""
@@ -516,7 +517,7 @@ class InstanceSequence:
             self._jump(resumed, changes)
             self._resume(changes)
         changes.gaps.append(Gap(self._id, expected, None if resumed is None else Position(published.epoch, resumed)))
-        log.warning(
+        self._remarks.warn(
             "stream.gap_found", instance=self._id, epoch=expected.epoch, expected=expected.offset,
             published=published.offset, resumed=resumed,
         )  # fmt: skip
@@ -581,7 +582,7 @@ class InstanceSequence:
         if trouble is not None:
             self._counters.gaps_repaired += trouble.gaps
             self._counters.digest_repaired += trouble.digests
-            log.info("instance.healed", instance=self._id, of=trouble.reasons())
+            self._remarks.info("instance.healed", instance=self._id, of=trouble.reasons())
 
     def _note(self, frame: ScannedFrame, applied: Applied, changes: Changes) -> None:
         """Follow what SQL keeps of a frame."""

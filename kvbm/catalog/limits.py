@@ -18,9 +18,7 @@ from typing import Any
 import msgspec
 
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
-from kvbm.remarks import Remarks
-
-log = Remarks()
+from kvbm.remarks import Seldom
 
 MAX_BODY_BYTES = 12 << 20
 SMALL_BODY_BYTES = (
@@ -39,8 +37,6 @@ _ANSWER_UNIT_BYTES = 64 << 10
 _REFUSED_PAUSE_S = (
     1.0  # what a caller waits for a refusal once it has had many: else refusing would cost as much as answering
 )
-_REMARK_EVERY_S = 10.0
-_SECOND_REMARKS = 64  # kinds of them
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -77,32 +73,6 @@ class LimitError(Exception):
         self.status = status
         self.retry_after_s = retry_after_s
         self.answer = ErrorAnswer(error=ErrorDetail(code=code, message=message, what_to_do=what_to_do))
-
-
-class Seldom:
-    """Remarks that come at most once in a while each, however often there is cause."""
-
-    def __init__(self, every_s: float = _REMARK_EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._every_s, self._clock = every_s, clock
-        self._said: dict[str, tuple[float, int]] = {}  # event → when, and how often since without a word
-
-    def due(self, event: str) -> int | None:
-        """None where it was said just now; else how often it was not said since the last time."""
-        now_s = self._clock()
-        said = self._said.get(event)
-        if said is not None and now_s < said[0] + self._every_s:
-            self._said[event] = (said[0], said[1] + 1)
-            return None
-        if len(self._said) >= _SECOND_REMARKS and said is None:
-            self._said.clear()
-        self._said[event] = (now_s, 0)
-        return said[1] if said is not None else 0
-
-    def warn(self, event: str, **fields: object) -> None:
-        """Log a warning, if it is due."""
-        more = self.due(event)
-        if more is not None:
-            log.warning(event, **fields, more_before=more)
 
 
 class Buckets:

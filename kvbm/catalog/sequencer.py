@@ -18,6 +18,7 @@ import msgspec
 from kvbm.catalog.index import ClusterIndex, PlainApplied, StreamPlace
 from kvbm.catalog.instance_sequence import (
     AFTER_MESSAGES,
+    REMARKS,
     Changes,
     Common,
     Counters,
@@ -27,6 +28,7 @@ from kvbm.catalog.instance_sequence import (
     StreamCursor,
     Unreadable,
 )
+from kvbm.catalog.known_namespaces import KnownNamespaces
 from kvbm.catalog.plain_frames import RUN_BYTES, PlainRun
 from kvbm.catalog.sql_rows import ForgottenRow, InstancePosition, InstanceRow, InstanceRows
 from kvbm.catalog.troubles import Troubles
@@ -35,11 +37,9 @@ from kvbm.core.checks import is_longer
 from kvbm.core.codec import NewerFrame, ScannedFrame, newer_frame
 from kvbm.core.errors import NewerFrameError, StreamError
 from kvbm.core.ids import MAX_NAME_BYTES, Epoch, InstanceId, Namespace, NamespaceId
-from kvbm.remarks import Remarks
+from kvbm.remarks import Seldom
 from kvbm.streams.base import ORIGIN, START, Heartbeat, Mark, Position, StreamMessage, fence_of, is_fence, subject_names
 from kvbm.streams.holders import is_stray
-
-log = Remarks()
 
 KEPT_BYTES = 16 << 20  # of frames in reorder buffers, in a checkpoint; what is more is left out, and becomes a gap
 GAP_WAIT_S = 1.0  # what a heartbeat reports as published must be here by then when the reader is at the stream's end
@@ -88,7 +88,8 @@ class Sequencer:
         self._namespaces = {namespace.id: namespace for namespace in namespaces}
         self._forgotten: dict[InstanceId, ForgottenRow] = {}
         self._cursor = StreamCursor()
-        self._common = Common(index, self.counters, self.troubles, {})
+        self._remarks = Seldom(most=REMARKS)
+        self._common = Common(index, self.counters, self.troubles, {}, self._remarks)
         self._unsettled = self._common.unsettled  # perhaps also some that had a hole
         self._settled = 0  # up to this sequence the index may be ahead of what was read, and digests prove nothing
 
@@ -382,7 +383,9 @@ class Sequencer:
                 changes.lacks_claims = True  # SQL has them: it had all of the instance when that was forgotten
                 return
             del self._forgotten[instance]
-            log.info("instance.known_again", instance=instance, sequence=message.sequence, forgotten_at=mark.sequence)
+            self._remarks.info(
+                "instance.known_again", instance=instance, sequence=message.sequence, forgotten_at=mark.sequence
+            )
         self._take(message, cluster, instance, changes, begin)
         followed = self._sequences.get(instance)
         if followed is not None:
@@ -439,7 +442,7 @@ class Sequencer:
 
     def _refuse(self, message: StreamMessage, why: str, poison: int = 1) -> None:
         self.counters.poison += poison
-        log.warning("message.refused", sequence=message.sequence, subject=message.subject, why=why)
+        self._remarks.warn("message.refused", sequence=message.sequence, subject=message.subject, why=why)
 
     def _follow(self, instance: InstanceId, cluster: str) -> InstanceSequence:
         followed = self._sequences.get(instance)

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from structlog.testing import capture_logs
 
 from kvbm.catalog.connections import Connection, Connections, Stage
+from kvbm.catalog.handshakes import Handshakes
 from kvbm.catalog.limits import (
     LARGE_BODY_BYTES,
     SMALL_BODY_BYTES,
@@ -24,7 +25,6 @@ from kvbm.catalog.limits import (
     Limits,
     LimitSettings,
     Room,
-    Seldom,
     caller_key,
     peer_key,
 )
@@ -33,6 +33,7 @@ from kvbm.core.answers import MAX_POSITIONS, PositionWanted
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.locate.http import CatalogClient
+from kvbm.remarks import Seldom
 from kvbm.workload.catalog_view import wait_applied
 
 
@@ -223,7 +224,7 @@ def test_a_remark_comes_once_in_a_while_and_says_how_many_did_not() -> None:
         for second in range(21):
             now_s[0] = float(second)
             seldom.warn("thing.happened", why="x")
-    assert [entry["more_before"] for entry in logs] == [0, 9, 9]
+    assert [entry.get("more_before", 0) for entry in logs] == [0, 9, 9]
 
 
 def test_a_peer_is_an_address_and_of_ipv6_a_64() -> None:
@@ -350,6 +351,69 @@ LOOKUP = msgspec.json.encode({"namespace": "00" * 16, "hashes": ""})
 def asks(at_once: AtOnce, name: str) -> bool:
     question = ShortQuestion(b"/v1/lookup", False, "10.0.0.1", name, None)
     return at_once.answer(question, LOOKUP) is not None
+
+
+# -- handshakes of TLS ------------------------------------------------------------------------------------------------
+
+
+def test_handshakes_take_turns_and_the_address_with_fewest_comes_first() -> None:
+    async def shake() -> None:
+        handshakes, now_s = Handshakes(2, lambda: now[0]), now
+        begun, ended = [], []
+        over = {name: asyncio.Event() for name in ("a1", "a2", "a3", "a4", "b1")}
+
+        async def hand(name: str) -> None:
+            async with handshakes.turn(
+                name[0], handshakes.ask(name[0]), lambda: (ended.append(name), over[name].set())
+            ):  # type: ignore[func-returns-value]
+                begun.append(name)
+                await over[name].wait()
+
+        async with asyncio.TaskGroup() as tasks:
+            for name in over:
+                tasks.create_task(hand(name))
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert (begun, len(handshakes)) == (["a1", "a2"], 2)
+            now_s[0] = 0.5
+            handshakes.look()
+            assert ended == []  # nobody takes long yet
+            now_s[0] = 1.0
+            over["a2"].set()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert begun == ["a1", "a2", "b1"]
+            handshakes.look()
+            assert ended == ["a1"]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert begun == ["a1", "a2", "b1", "a3"]
+            now_s[0] = 9.0
+            handshakes.look()
+            assert ended == ["a1", "b1"]  # one waits, so one goes: the first of those that have as many
+            for one in over.values():
+                one.set()
+        assert (len(handshakes), handshakes._active, handshakes._waiting) == (0, {}, {})
+        handshakes.look()
+
+    now = [0.0]
+    asyncio.run(shake())
+
+
+def test_who_gives_up_its_turn_leaves_it_to_the_next() -> None:
+    async def shake() -> None:
+        handshakes = Handshakes(1)
+        first, second, third = (handshakes.ask(peer) for peer in "abc")
+        assert (first.done(), second.done(), third.done()) == (True, False, False)
+        second.cancel()
+        async with handshakes.turn("a", first, lambda: None):
+            pass
+        assert third.done() and len(handshakes) == 1
+        async with handshakes.turn("c", third, lambda: None):
+            pass
+        assert (len(handshakes), handshakes._active, handshakes._waiting) == (0, {}, {})
+
+    asyncio.run(shake())
 
 
 # -- our own callers --------------------------------------------------------------------------------------------------

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from kvbm import _native
 from kvbm.catalog import instance_sequence
 from kvbm.catalog.index import ClusterIndex, is_suspect
-from kvbm.catalog.instance_sequence import HOLE_MOST_S, Changes
+from kvbm.catalog.instance_sequence import HOLE_MOST_S, REMARKS, Changes
+from kvbm.catalog.known_namespaces import KnownNamespaces
 from kvbm.catalog.reorder_buffer import REORDER_BYTES
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer, SequencerState
@@ -1247,6 +1249,28 @@ def test_marks_are_void_in_a_stream_that_begins_anew_and_what_is_kept_of_an_inst
     reader.sequencer.forget(mark_at(5, reader.sequencer.instance_row(ONE)))
     reader.sequencer.expect_no_more(ONE)
     assert not reader.sequencer.forgotten and not reader.sequencer._known
+@pytest.mark.parametrize("kind", ["message", "digest", "life"])
+def test_remarks_on_what_an_instance_sends_are_few(kind: str) -> None:
+    reader, instance = Reader(NATIVE.sequencer()), Instance()
+    with capture_logs() as logs:
+        reader.read(*instance.frames)
+        for number in range(300):
+            if kind == "message":
+                reader.read_bytes(b"no frame")
+            elif kind == "digest":
+                frame = instance.create(number % 50) if number < 50 else None
+                if frame is not None:
+                    reader.read(msgspec.structs.replace(frame, digest=frame.digest ^ 1))
+            else:
+                reader.sequence += 1
+                fence = fence_data(Epoch(1), f"run {number}")
+                reader.step(0.0, [StreamMessage(reader.sequence, f"kvbm.v1.fence.c.{ONE}", fence)])
+                reader.read_bytes(start_of(ONE, 1, [NAMESPACE]))
+    assert 1 <= len(logs) <= 3 * REMARKS
+    if kind == "message":
+        assert reader.sequencer.counters.poison == 300
+
+
 def test_a_subject_whose_names_no_database_can_keep_is_refused() -> None:
     reader = Reader(NATIVE.sequencer())
     for subject in (f"kvbm.v1.fence.c.{'i' * 256}", f"kvbm.v1.fence.{'c' * 256}.one"):

@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from kvbm.core.errors import StreamError
-from kvbm.remarks import Remarks
+from kvbm.remarks import Remarks, Seldom
 from kvbm.streams.base import Heartbeat, StreamMessage, heartbeat_of, subject_names
 from kvbm.streams.nats.reader import PULL_EXPIRES_S, NatsReader
 from kvbm.streams.nats.setup import PULSE, PULSE_WAIT_S, ensure_stream
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
 
 log = Remarks()
+refusals = Seldom(most=20)  # whoever may send heartbeats can send any number that are none
 
 
 async def watch_heartbeats(connections: SharedConnection, subjects: tuple[str, ...]) -> AsyncIterator[Heartbeat]:
@@ -54,9 +55,9 @@ def heartbeat_in(message: StreamMessage) -> Heartbeat | None:
     try:
         heartbeat = heartbeat_of(message.data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        log.warning("pulse.refused", subject=message.subject, why=str(error))
+        refusals.warn("pulse.refused", subject=message.subject, why=str(error))
         return None
     if subject_names(message.subject) != (heartbeat.cluster, heartbeat.instance):
-        log.warning("pulse.refused", subject=message.subject, why=f"it is of instance {heartbeat.instance!r}")
+        refusals.warn("pulse.refused", subject=message.subject, why=f"it is of instance {heartbeat.instance!r}")
         return None
     return heartbeat
