@@ -224,7 +224,18 @@ class _Api:
         return _json(ForgottenAnswer(instance=instance))
 
     async def namespaces(self, request: Request) -> Response:
-        return _json(NamespacesAnswer(namespaces=self._service.queries.namespaces(_caller(request))))
+        asked = request.query_params
+        after, text = asked.get("after", ""), asked.get("limit", str(MAX_INSTANCES))
+        if set(asked.keys()) - {"after", "limit"} or not _is_count(text, MAX_INSTANCES):
+            raise ApiError(
+                422, "bad_page", f"{request.url.query[:200]!r} is no page of namespaces",
+                f"give limit=1 to {MAX_INSTANCES} and after=ID",
+            )  # fmt: skip
+        return _json(
+            self._service.queries.namespace_page(
+                _caller(request), _one_hash("after", after) if after else b"", int(text)
+            )
+        )
 
     async def status(self, request: Request) -> Response:
         ready = self._readiness(_caller(request))
@@ -487,7 +498,11 @@ _ROUTES = (
         path="/v1/checkpoint", handler="checkpoint", media_type=CHECKPOINT, errors=(404, 429),
         summary="The newest checkpoint of the index, for a replica to begin with. For callers of all tenants.",
     ),
-    _Route(path="/v1/namespaces", handler="namespaces", gives=NamespacesAnswer, summary="All namespaces with known fields."),
+    _Route(
+        path="/v1/namespaces", handler="namespaces", gives=NamespacesAnswer, errors=(422,),
+        summary="Namespaces with known fields, by id: at most `limit` of them (1 to 1,000) and some MiB, behind `after`.",
+        asks={"after": {"type": "string"}, "limit": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANCES, "default": MAX_INSTANCES}},
+    ),
     _Route(path="/healthz", handler="healthz", summary="Whether the process answers.", media_type="text/plain"),
     _Route(path="/readyz", handler="readyz", gives=ReadyAnswer, summary="Whether answers are complete; 503 until then."),
     _Route(path="/metrics", handler="metrics", summary="Prometheus metrics.", media_type="text/plain"),

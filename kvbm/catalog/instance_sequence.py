@@ -112,6 +112,7 @@ class Counters(msgspec.Struct, kw_only=True):
         strays: messages that name a fence of a history that is gone; see `kvbm.streams.holders`.
         lives: fences that showed that what was read of an instance is of another life.
         forgotten: instances that were gone for long, or that an operator had forgotten.
+        namespaces_refused: namespaces that starts have named and that are not kept: there are too many.
     """
 
     messages: int = 0
@@ -133,6 +134,7 @@ class Counters(msgspec.Struct, kw_only=True):
     lives: int = 0
     strays: int = 0
     forgotten: int = 0
+    namespaces_refused: int = 0
 
 
 class StreamCursor:
@@ -260,6 +262,11 @@ class InstanceSequence:
     def ownership(self) -> Ownership:
         """Whose the instance's place on the stream is."""
         return Ownership(self.fence.run if self.fence is not None else self.run, self._life)
+
+    @property
+    def is_undeclared(self) -> bool:
+        """Whether it runs, and what it declares is not known: its epoch was joined mid-stream."""
+        return bool(self._joined_midstream and not self.declared and self.row.state is InstanceStatus.LIVE)
 
     def rows(self) -> InstanceRows:
         """Its rows as they are now."""

@@ -85,7 +85,7 @@ class Sequencer:
         self._gap_wait_s = gap_wait_s
         self._sequences: dict[InstanceId, InstanceSequence] = {}
         self._by_subject: dict[str, InstanceSequence] = {}  # of events, those that have come
-        self._namespaces = {namespace.id: namespace for namespace in namespaces}
+        self._namespaces = KnownNamespaces(namespaces)
         self._forgotten: dict[InstanceId, ForgottenRow] = {}
         self._cursor = StreamCursor()
         self._remarks = Seldom(most=REMARKS)
@@ -105,7 +105,7 @@ class Sequencer:
             sequence=self.sequence,
             fingerprint=self.mark.fingerprint,
             newest_wall_ns=self.newest_wall_ns,
-            namespaces=tuple(self._namespaces.values()),
+            namespaces=tuple(self._namespaces.by_id.values()),
             followed=tuple(_states(self._sequences.values(), KEPT_BYTES if with_frames else -1)),
         )
 
@@ -118,10 +118,9 @@ class Sequencer:
         """
         self._cursor = StreamCursor(Mark(state.sequence, state.fingerprint))
         self.newest_wall_ns, self._settled = state.newest_wall_ns, settled
-        for namespace in state.namespaces:
-            self._namespaces.setdefault(namespace.id, namespace)
         for entry in state.followed:
             self._new_sequence(entry.row).restore(entry, _buffered(entry, self._scan_frames))
+        self._namespaces.add(state.namespaces, self._declared_by_anybody)
 
     def restore_positions(self, mark: Mark, positions: Iterable[InstancePosition]) -> Changes:
         """Go on from where SQL stands: nothing is known to be held, and every instance that has not stopped is joined mid-stream."""
@@ -346,13 +345,33 @@ class Sequencer:
 
     def namespaces(self) -> dict[NamespaceId, Namespace]:
         """The namespaces whose fields an instance has declared. Read only."""
-        return self._namespaces
+        return self._namespaces.by_id
+
+    def namespace_ids(self) -> Sequence[NamespaceId]:
+        """The ids of these, ascending."""
+        return self._namespaces.ids()
+
+    def undeclared_namespaces(self) -> set[NamespaceId]:
+        """Namespaces that no instance that is known has declared.
+
+        There are none while what an instance declares is not known: its start was not read.
+        """
+        if any(followed.is_undeclared for followed in self._sequences.values()):
+            return set()
+        return self._namespaces.by_id.keys() - self._declared_by_anybody()
+
+    def take_let_go_namespaces(self) -> set[NamespaceId]:
+        """Those that had to go because there were too many, since the last call."""
+        gone, self._namespaces.let_go = self._namespaces.let_go, set()
+        return gone
+
+    def _declared_by_anybody(self) -> set[NamespaceId]:
+        return set().union(*(followed.declared for followed in self._sequences.values()))
 
     def forget_namespaces(self, names: Iterable[NamespaceId]) -> None:
         """Know no more what these are, until an instance declares them again."""
         gone = frozenset(names)
-        for name in gone:
-            self._namespaces.pop(name, None)
+        self._namespaces.remove(gone)
         for followed in self._sequences.values():
             followed.declared -= gone
 
@@ -459,8 +478,11 @@ class Sequencer:
     def _note(self, changes: Changes) -> None:
         """Take over what a step has found."""
         self.newest_wall_ns = max(self.newest_wall_ns, changes.newest_wall_ns)
-        for _, row in changes.namespaces:
-            self._namespaces.setdefault(row.id, row.fields)
+        if changes.namespaces:
+            self._namespaces.add((row.fields for _, row in changes.namespaces), self._declared_by_anybody)
+            known = [(at, row) for at, row in changes.namespaces if row.id in self._namespaces.by_id]
+            self.counters.namespaces_refused += len(changes.namespaces) - len(known)
+            changes.namespaces = known
 
 
 def _states(sequences: Iterable[InstanceSequence], bytes_left: int) -> Iterator[SequenceState]:

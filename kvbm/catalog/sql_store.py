@@ -11,7 +11,7 @@ a replica that has not noticed yet must not write older rows over newer ones.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from enum import Enum
 from functools import partial
 from itertools import groupby
@@ -33,7 +33,7 @@ from kvbm.core.ids import (
 from kvbm.core.parts import ALL_PARTS, part_of
 
 try:
-    from sqlalchemy import Executable, Table, and_, delete, func, or_, select, tuple_, update
+    from sqlalchemy import Executable, Table, and_, delete, exists, func, or_, select, tuple_, update
     from sqlalchemy.dialects import postgresql, sqlite
     from sqlalchemy.exc import StatementError
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -246,6 +246,39 @@ class SqlStore:
                         await connection.execute(delete(column.table).where(column.in_(names[at : at + _ASKED_ROWS])))
                 await self._upsert(connection, "forgotten", _last(map(_forgotten_values, marks), "instance"))
         return True
+
+    async def forget_namespaces(
+        self, stream: str, read: int, names: Collection[NamespaceId], followed: Collection[InstanceId]
+    ) -> frozenset[NamespaceId] | None:
+        """Remove the rows of namespaces that nobody declares any more, but of those of which blocks are claimed.
+
+        Args:
+            stream, read: as in `forget`.
+            followed: the instances of which whoever calls knows what they declare. Where SQL has others, it keeps the rows.
+        Returns: those of which blocks are claimed. None where SQL is ahead of `read`, or counts the stream under another name:
+            then nothing was done.
+        """
+        return await _to_its_end(self._forget_namespaces(stream, read, sorted(names), frozenset(followed)))
+
+    async def _forget_namespaces(
+        self, stream: str, read: int, names: Sequence[NamespaceId], followed: frozenset[InstanceId]
+    ) -> frozenset[NamespaceId] | None:
+        table, claims = tables.namespaces, tables.object_claims
+        pools = sorted(await self.claimed_pools())
+        claimed: set[NamespaceId] = set()
+        with database_errors(f"{self._where} does not forget {len(names)} namespaces"):
+            async with self._engine.begin() as connection:
+                if not await _hold_position(connection, stream, read):
+                    return None
+                others = not followed.issuperset((await connection.execute(select(tables.instances.c.id))).scalars())
+                has_claims = exists().where(claims.c.pool.in_(pools), claims.c.namespace == table.c.id)
+                for at in range(0, len(names), _ASKED_ROWS):
+                    is_asked = table.c.id.in_(names[at : at + _ASKED_ROWS])
+                    found = (await connection.execute(select(table.c.id).where(is_asked, has_claims))).scalars()
+                    claimed.update(NamespaceId(bytes(name)) for name in found)
+                    if not others:
+                        await connection.execute(delete(table).where(is_asked, ~has_claims))
+        return frozenset(claimed)
 
     async def drop_marks(self, stream: str, instances: Sequence[InstanceId]) -> None:
         """Remove marks: nothing can bring these instances back any more. Those of streams that are over go as well."""

@@ -55,6 +55,7 @@ class CatalogNumbers(NamedTuple):
     zombies: int
     double_ids: int
     audits: int
+    namespaces_refused: int
     routes_shared: int
     routes_unshared: int
     routes_received: int
@@ -116,6 +117,7 @@ _COUNTERS = {
     "routes_unshared": "Routes that they could not be told, or without their blocks: too many at once, or NATS took none.",
     "routes_received": "Routes of other catalogs, counted as load here.",
     "routes_refused": "Routes of other catalogs that were none, or of instances that are not heard here; a message that is none counts as one.",
+    "namespaces_refused": "Namespaces that instances declared and that are not kept: there are too many.",
     "audits": "Passes of the audit over the whole index.",
     "rows_read_again": "Times rows were let go because the database was away, and read again from the stream.",
     "rows_refused": "Rows left out because the database refuses what they hold.",

@@ -1249,6 +1249,68 @@ def test_marks_are_void_in_a_stream_that_begins_anew_and_what_is_kept_of_an_inst
     reader.sequencer.forget(mark_at(5, reader.sequencer.instance_row(ONE)))
     reader.sequencer.expect_no_more(ONE)
     assert not reader.sequencer.forgotten and not reader.sequencer._known
+
+
+# -- what one instance can do to others -------------------------------------------------------------------------------
+
+
+def spaces(*numbers: int) -> list[Namespace]:
+    return [Namespace(model=f"m{number}", block_tokens=16) for number in numbers]
+
+
+def start_of(name: str, epoch: int, declared: Sequence[Namespace]) -> bytes:
+    ledger = Ledger(POOLS)
+    ledger.start(Epoch(epoch), list(declared), [], "engine", "0.1")
+    return b"".join(frame.data for frame in ledger.take_frames(InstanceId(name), 1000))
+
+
+def test_of_too_many_namespaces_those_that_nobody_declares_any_more_go_first() -> None:
+    old, two, three = spaces(*range(4)), spaces(4, 5), spaces(6, 7, 8)
+    known = KnownNamespaces(old, most=8)
+    known.add(two, lambda: pytest.fail("there is room"))
+    known.add(three, lambda: {old[1].id, *(one.id for one in two)})
+    assert set(known.by_id.values()) == {old[1], old[3], *two, *three}  # down to three quarters, the oldest first
+    assert known.let_go == {old[0].id, old[2].id} and list(known.ids()) == sorted(known.by_id)
+    known.add(spaces(9, 10), lambda: set(known.by_id))
+    assert len(known.by_id) == 8 and spaces(10)[0].id not in known.by_id  # all are declared: the last one has no room
+    known.remove(list(known.by_id))
+    assert (known.by_id, known._bytes, list(known.ids())) == ({}, 0, [])
+    long = [Namespace(model=str(number) * 1000, block_tokens=16) for number in range(9)]
+    known = KnownNamespaces((), most_bytes=8000)
+    known.add(long, set)
+    assert known._bytes <= 8000 and long[8].id in known.by_id and long[0].id not in known.by_id
+
+
+def test_epochs_without_end_leave_bounded_namespaces_in_memory_and_on_the_way_to_sql() -> None:
+    reader = Reader(NATIVE.sequencer())
+    reader.sequencer._namespaces = KnownNamespaces(most=100)
+    reader.read_bytes(start_of("honest", 1, spaces(1_000_000)), name=InstanceId("honest"))
+    for epoch in range(1, 51):
+        reader.read_bytes(start_of("liar", epoch, spaces(*range(20 * epoch, 20 * epoch + 20))), name=InstanceId("liar"))
+        assert len(reader.sequencer.namespaces()) <= 100
+    assert spaces(1_000_000)[0].id in reader.sequencer.namespaces()
+    assert reader.sequencer.declared(InstanceId("liar")) <= reader.sequencer.namespaces().keys()
+    reader.read_bytes(start_of("other", 1, spaces(*range(2_000_000, 2_000_090))), name=InstanceId("other"))
+    batch = reader.take_batch()
+    assert batch is not None and reader.sequencer.counters.namespaces_refused == 11  # 100 less those of the two before
+    assert len(reader.sequencer.namespaces()) == 100
+
+
+def test_namespaces_go_with_the_last_who_declares_them() -> None:
+    reader, (one, two, three) = Reader(NATIVE.sequencer()), spaces(1, 2, 3)
+    reader.read_bytes(start_of("a", 1, [one, two]), name=InstanceId("a"))
+    reader.read_bytes(start_of("b", 1, [two, three]), name=InstanceId("b"))
+    assert reader.sequencer.undeclared_namespaces() == set()
+    reader.read_bytes(start_of("a", 2, []), name=InstanceId("a"))
+    assert reader.sequencer.undeclared_namespaces() == {one.id}
+    reader.sequencer.drop(InstanceId("b"))
+    assert reader.sequencer.undeclared_namespaces() == {one.id, two.id, three.id}
+    instance = Instance()
+    instance.create(1)
+    reader.read(*instance.frames[1:])  # its start was not read: nobody knows what it declares
+    assert reader.sequencer.undeclared_namespaces() == set()
+
+
 @pytest.mark.parametrize("kind", ["message", "digest", "life"])
 def test_remarks_on_what_an_instance_sends_are_few(kind: str) -> None:
     reader, instance = Reader(NATIVE.sequencer()), Instance()
