@@ -303,9 +303,9 @@ class _Api:
         exchange, body = _exchange(request), await _body(request)
         async with exchange.parsing(len(body)):
             self._judge_again(request)
-            answer, cost = self._answers.batch(_caller(request), exchange.key, kind, body)
-        exchange.counts_as(cost)
-        return Response(answer, media_type=BATCHES)
+            batch = self._answers.begin_batch(_caller(request), exchange.key, kind, body)
+        exchange.counts_as(batch.cost)
+        return Response(await exchange.in_steps(batch.parts), media_type=BATCHES)
 
     def _judge_again(self, request: Request) -> None:
         """Know the caller as it is by now: reading a body and waiting take seconds, and its token may be gone."""

@@ -112,10 +112,20 @@ class AtOnce:
         """`answer`, where it is known who asks."""
         if not may(caller, question.path.decode()):
             return None
+        if question.is_binary and prompt_batches.is_long(body):
+            return None  # others are answered between its steps
         limits, key = self._limits, key_of(caller.name, question.host)
         limited = is_limited(limits.settings, caller.name, question.host)
-        if limited and limits.requests.take(limits.clock(), key):
+        if limited and limits.over(key):
             return None
+        begin_s = limits.work_clock()
+        try:
+            return self._answer(caller, key, limited, question, body)
+        finally:
+            limits.work.charge(limits.clock(), key, limits.work_clock() - begin_s)
+
+    def _answer(self, caller: Caller, key: str, limited: bool, question: ShortQuestion, body: bytes) -> Answered | None:
+        limits = self._limits
         status, content_type, cost = 200, BINARY_TYPE if question.is_binary else JSON_TYPE, 0
         answer: bytes | None
         try:

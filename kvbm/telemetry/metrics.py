@@ -151,6 +151,7 @@ REFUSALS = {
     "unknown_caller": "requests of nobody known (401)",
     "not_allowed": "requests that a role may not make (403)",
     "too_many_requests": "requests over requests_per_s (429)",
+    "too_much_work": "requests of callers that have had loop_share of the loop's time, while others ask (429)",
     "too_many_bytes": "requests without room in body_bytes (429, 503)",
     "too_many_waits": "requests without a place in waits (429, 503)",
     "too_many_watches": "feeds without a place in watches (429, 503)",
