@@ -157,14 +157,14 @@ class Forgetting:
     async def forget_namespaces(self) -> None:
         """Forget the namespaces that went with the last who declared them. Raises CatalogError."""
         sequencer, read = self._sequencer, self._sequencer.sequence
-        unused, let_go = sequencer.undeclared_namespaces(), sequencer.take_let_go_namespaces()
+        unused, let_go = sequencer.known_namespaces.undeclared(), sequencer.known_namespaces.take_let_go()
         if not unused and not let_go:
             return
         claimed = await self._store.forget_namespaces(self._writer.name, read, unused | let_go, sequencer.followed)
         if claimed is None:
             return  # another catalog has stored what this one has not read; rows that are left are found at the next start
         async with self._applying:
-            gone = (unused & sequencer.undeclared_namespaces()) - claimed
+            gone = (unused & sequencer.known_namespaces.undeclared()) - claimed
             sequencer.forget_namespaces(gone)
         if gone or let_go:
             log.info("namespaces.forgotten", namespaces=len(gone | let_go), known=len(sequencer.namespaces()))

@@ -233,8 +233,8 @@ class InstanceSequence:
         fence: the fence read last; it names the run whose events come now.
         declared: the namespaces its newest start named.
         unreadable: set while a newer kvbm writes its epoch; nothing of it is applied then.
-        spoke: sequence of its last message; 0 when none is known.
-        subjects: on which its events came.
+        spoke: sequence of its last message; 0 when none is known. subjects: on which its events came.
+        joined_midstream: the start of its epoch was not read.
     """
 
     def __init__(self, row: InstanceRow, common: Common, known: InstanceRow | None) -> None:
@@ -251,7 +251,7 @@ class InstanceSequence:
         self._index, self._counters, self._troubles, self._unsettled, self._remarks = common
         self._life = 0  # grows when a fence shows that what was read is of another one
         self._epoch_row = EpochRow(instance=row.id, epoch=Epoch(0), started_ns=0)
-        self._joined_midstream = False
+        self.joined_midstream = False
         self._is_lost = False  # the hole at `position` is a gap already: whatever comes next counts
         self._hole_since_s: float | None = None  # since when the reader is at the stream's end and the buffer not empty
         self._reports = PublishedReports()
@@ -262,11 +262,6 @@ class InstanceSequence:
     def ownership(self) -> Ownership:
         """Whose the instance's place on the stream is."""
         return Ownership(self.fence.run if self.fence is not None else self.run, self._life)
-
-    @property
-    def is_undeclared(self) -> bool:
-        """Whether it runs, and what it declares is not known: its epoch was joined mid-stream."""
-        return bool(self._joined_midstream and not self.declared and self.row.state is InstanceStatus.LIVE)
 
     def rows(self) -> InstanceRows:
         """Its rows as they are now."""
@@ -279,7 +274,7 @@ class InstanceSequence:
         trouble = self._troubles.by_instance.get(self._id)
         return SequenceState(
             row=self.row, epoch=self.position.epoch, offset=self.position.offset, epoch_row=self._epoch_row,
-            declared=tuple(self.declared), joined_midstream=self._joined_midstream, is_lost=self._is_lost,
+            declared=tuple(self.declared), joined_midstream=self.joined_midstream, is_lost=self._is_lost,
             trouble=None if trouble is None else msgspec.structs.replace(trouble), run=self.run, holder=self.fence,
             life=self._life, unreadable=self.unreadable, spoke=self.spoke, buffered=self.buffer.state(),
         )  # fmt: skip
@@ -287,7 +282,7 @@ class InstanceSequence:
     def restore(self, state: SequenceState, buffered: Iterable[tuple[ScannedFrame, bytes, Mark]] = ()) -> None:
         """Go on from a checkpoint, with the frames that were in the reorder buffer."""
         self.position, self._epoch_row = Position(state.epoch, state.offset), state.epoch_row
-        self.declared, self._joined_midstream = frozenset(state.declared), state.joined_midstream
+        self.declared, self.joined_midstream = frozenset(state.declared), state.joined_midstream
         self.run, self.fence, self._life = state.run, state.holder, state.life
         self.spoke, self._is_lost = state.spoke, state.is_lost
         if state.unreadable is not None and state.unreadable.version > VERSION:
@@ -384,7 +379,7 @@ class InstanceSequence:
             self._enter(frame, changes)
             self._apply(frame, data, changes)
         elif frame.next_offset <= offset:
-            if self._joined_midstream and frame.first_offset == 0:  # its publisher went back to the epoch's start
+            if self.joined_midstream and frame.first_offset == 0:  # its publisher went back to the epoch's start
                 self._enter(frame, changes)
                 self._apply(frame, data, changes)
             else:
@@ -448,7 +443,7 @@ class InstanceSequence:
         row = self.row
         if self._epoch_row.epoch < frame.epoch:
             self._end_epoch(frame.wall_time_ns, changes)
-        self._is_lost = self._joined_midstream = False
+        self._is_lost = self.joined_midstream = False
         self.position = Position(frame.epoch, frame.first_offset)
         self.run = run_of(self.fence, frame.epoch)
         self.row = msgspec.structs.replace(
@@ -464,7 +459,7 @@ class InstanceSequence:
         self._counters.blind_starts += 1
         changes.lacks_claims = True
         self._troubles.note(self._id).joins += 1
-        self._joined_midstream = True
+        self.joined_midstream = True
         run, known = self.run, self._known
         if known is not None and (known.epoch, known.run) in ((epoch, run), (epoch, "")) and known.pools:
             self.row = msgspec.structs.replace(known, state=InstanceStatus.LIVE, run=run)
@@ -615,7 +610,7 @@ class InstanceSequence:
         changes.claims.append((changes.at, run))
 
     def _note_start(self, frame: ScannedFrame, event: InstanceStarted, changes: Changes) -> None:
-        self._joined_midstream = False
+        self.joined_midstream = False
         self._heal()  # it holds nothing, and its snapshot follows by itself
         self.declared = frozenset(namespace.id for namespace in event.namespaces)
         self.row = msgspec.structs.replace(

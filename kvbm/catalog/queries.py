@@ -337,7 +337,7 @@ class Queries:
             limit: at most so many; of those with long texts fewer, but one at least.
         """
         known = self.visibility.namespaces(caller)
-        names = self._sequencer.namespace_ids() if caller.sees_all else sorted(known)
+        names = self._sequencer.known_namespaces.ids() if caller.sees_all else sorted(known)
         begin = bisect_right(names, after)
         found, size = [], 0
         for key in names[begin : begin + limit]:

@@ -63,7 +63,7 @@ class Sequencer:
         gap_wait_s: how long what is reported as published may be missing at the stream's end before it is a gap.
 
     Attributes:
-        newest_wall_ns: wall time of the newest frame that was applied.
+        newest_wall_ns: wall time of the newest frame that was applied. known_namespaces: whose fields are known.
         on_run: told each run of plain frames that was applied, before what follows from it.
     """
 
@@ -85,11 +85,10 @@ class Sequencer:
         self._gap_wait_s = gap_wait_s
         self._sequences: dict[InstanceId, InstanceSequence] = {}
         self._by_subject: dict[str, InstanceSequence] = {}  # of events, those that have come
-        self._namespaces = KnownNamespaces(namespaces)
+        self.known_namespaces = KnownNamespaces(namespaces, self._sequences.values())
         self._forgotten: dict[InstanceId, ForgottenRow] = {}
         self._cursor = StreamCursor()
-        self._remarks = Seldom(most=REMARKS)
-        self._common = Common(index, self.counters, self.troubles, {}, self._remarks)
+        self._common = Common(index, self.counters, self.troubles, {}, Seldom(most=REMARKS))
         self._unsettled = self._common.unsettled  # perhaps also some that had a hole
         self._settled = 0  # up to this sequence the index may be ahead of what was read, and digests prove nothing
 
@@ -105,7 +104,7 @@ class Sequencer:
             sequence=self.sequence,
             fingerprint=self.mark.fingerprint,
             newest_wall_ns=self.newest_wall_ns,
-            namespaces=tuple(self._namespaces.by_id.values()),
+            namespaces=tuple(self.known_namespaces.by_id.values()),
             followed=tuple(_states(self._sequences.values(), KEPT_BYTES if with_frames else -1)),
         )
 
@@ -120,7 +119,7 @@ class Sequencer:
         self.newest_wall_ns, self._settled = state.newest_wall_ns, settled
         for entry in state.followed:
             self._new_sequence(entry.row).restore(entry, _buffered(entry, self._scan_frames))
-        self._namespaces.add(state.namespaces, self._declared_by_anybody)
+        self.known_namespaces.add(state.namespaces)
 
     def restore_positions(self, mark: Mark, positions: Iterable[InstancePosition]) -> Changes:
         """Go on from where SQL stands: nothing is known to be held, and every instance that has not stopped is joined mid-stream."""
@@ -345,33 +344,11 @@ class Sequencer:
 
     def namespaces(self) -> dict[NamespaceId, Namespace]:
         """The namespaces whose fields an instance has declared. Read only."""
-        return self._namespaces.by_id
-
-    def namespace_ids(self) -> Sequence[NamespaceId]:
-        """The ids of these, ascending."""
-        return self._namespaces.ids()
-
-    def undeclared_namespaces(self) -> set[NamespaceId]:
-        """Namespaces that no instance that is known has declared.
-
-        There are none while what an instance declares is not known: its start was not read.
-        """
-        if any(followed.is_undeclared for followed in self._sequences.values()):
-            return set()
-        return self._namespaces.by_id.keys() - self._declared_by_anybody()
-
-    def take_let_go_namespaces(self) -> set[NamespaceId]:
-        """Those that had to go because there were too many, since the last call."""
-        gone, self._namespaces.let_go = self._namespaces.let_go, set()
-        return gone
-
-    def _declared_by_anybody(self) -> set[NamespaceId]:
-        return set().union(*(followed.declared for followed in self._sequences.values()))
+        return self.known_namespaces.by_id
 
     def forget_namespaces(self, names: Iterable[NamespaceId]) -> None:
         """Know no more what these are, until an instance declares them again."""
-        gone = frozenset(names)
-        self._namespaces.remove(gone)
+        self.known_namespaces.remove(gone := frozenset(names))
         for followed in self._sequences.values():
             followed.declared -= gone
 
@@ -395,16 +372,14 @@ class Sequencer:
         self.counters.messages += 1
         cluster, instance = subject_names(message.subject)
         if is_longer(instance, MAX_NAME_BYTES) or is_longer(cluster, MAX_NAME_BYTES):
-            self._refuse(message, f"its subject names an instance or a cluster with more than {MAX_NAME_BYTES} bytes")
+            self._refuse(message, f"its subject has a name of more than {MAX_NAME_BYTES} bytes")
             return
         if self._forgotten and (mark := self._forgotten.get(instance)) is not None:
             if message.sequence <= mark.sequence:
                 changes.lacks_claims = True  # SQL has them: it had all of the instance when that was forgotten
                 return
             del self._forgotten[instance]
-            self._remarks.info(
-                "instance.known_again", instance=instance, sequence=message.sequence, forgotten_at=mark.sequence
-            )
+            self._common.remarks.info("instance.known_again", instance=instance, forgotten_at=mark.sequence)
         self._take(message, cluster, instance, changes, begin)
         followed = self._sequences.get(instance)
         if followed is not None:
@@ -461,7 +436,7 @@ class Sequencer:
 
     def _refuse(self, message: StreamMessage, why: str, poison: int = 1) -> None:
         self.counters.poison += poison
-        self._remarks.warn("message.refused", sequence=message.sequence, subject=message.subject, why=why)
+        self._common.remarks.warn("message.refused", sequence=message.sequence, subject=message.subject, why=why)
 
     def _follow(self, instance: InstanceId, cluster: str) -> InstanceSequence:
         followed = self._sequences.get(instance)
@@ -478,11 +453,7 @@ class Sequencer:
     def _note(self, changes: Changes) -> None:
         """Take over what a step has found."""
         self.newest_wall_ns = max(self.newest_wall_ns, changes.newest_wall_ns)
-        if changes.namespaces:
-            self._namespaces.add((row.fields for _, row in changes.namespaces), self._declared_by_anybody)
-            known = [(at, row) for at, row in changes.namespaces if row.id in self._namespaces.by_id]
-            self.counters.namespaces_refused += len(changes.namespaces) - len(known)
-            changes.namespaces = known
+        self.known_namespaces.take(changes, self.counters)
 
 
 def _states(sequences: Iterable[InstanceSequence], bytes_left: int) -> Iterator[SequenceState]:

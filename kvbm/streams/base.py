@@ -10,11 +10,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from kvbm.core.checks import is_longer, text_bytes
 from kvbm.core.codec import FrameBytes, decode_frame, decode_header
 from kvbm.core.errors import ConfigError, FrameError, StreamError
 from kvbm.core.fetching import Transfer
-from kvbm.core.ids import MAX_NAME_BYTES, MAX_TEXT_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.core.ids import MAX_NAME_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
 from kvbm.core.parts import ALL_PARTS, part_of, part_word
 
 EVENTS_PREFIX = "kvbm.v1.events"
@@ -31,9 +30,8 @@ ROUTES_KEPT = 256  # messages
 
 # What a fence may say: whoever may write one may write anything.
 _MOST_EPOCH = 1 << 63
-_MOST_RUN = 128  # characters
+MOST_RUN = 128  # characters
 _FENCE_EPOCHS = 128
-_MOST_TOLD = 1024  # namespaces, transfers and places that one heartbeat may tell of
 _FENCE_BEGINS = f"{FENCE_PREFIX}."
 _BAD_IN_NAME = re.compile(r"[\s.*>\x00-\x20\x7f]")
 
@@ -154,50 +152,6 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     queue_tokens_per_s: float = 0.0
     lends: dict[str, str] = {}
     transfers: tuple[Transfer, ...] = ()
-
-
-def encoded_heartbeat(heartbeat: Heartbeat) -> tuple[bytes, str]:
-    """A heartbeat as it travels, read once as its readers will read it.
-
-    Returns: its bytes, none where it does not even encode, and why no reader can read it; "" where they can.
-    """
-    data = b""
-    try:
-        data = msgspec.msgpack.encode(heartbeat)
-        read = heartbeat_of(data)
-    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        return data, str(error)
-    if (read.cluster, read.instance) != (heartbeat.cluster, heartbeat.instance):
-        return data, "its names do not read as they were written"
-    return data, ""
-
-
-def heartbeat_of(data: bytes) -> Heartbeat:
-    """A heartbeat as its readers read it; of a trouble that is too long they keep the beginning.
-
-    Raises: msgspec.MsgspecError, ValueError, RecursionError: it is none, or has more of something than a heartbeat may.
-    """
-    read = msgspec.msgpack.decode(data, type=Heartbeat)
-    counts = {
-        "namespaces": len(read.namespaces), "put_bytes": len(read.put_bytes), "lends": len(read.lends),
-        "transfers": len(read.transfers),
-    }  # fmt: skip
-    for what, count in counts.items():
-        if count > _MOST_TOLD:
-            raise ValueError(f"{what} has {count} entries; at most {_MOST_TOLD} are read")
-    texts = [
-        ("instance", read.instance, MAX_NAME_BYTES),
-        ("cluster", read.cluster, MAX_NAME_BYTES),
-        ("run", read.run, _MOST_RUN),
-    ]
-    texts += [("lends", text, MAX_TEXT_BYTES) for words in read.lends.items() for text in words]
-    texts += [("transfers", one.transport, MAX_NAME_BYTES) for one in read.transfers]
-    for what, text, most_bytes in texts:
-        if is_longer(text, most_bytes):
-            raise ValueError(f"a text of {what} has {text_bytes(text)} bytes; at most {most_bytes} are read")
-    if is_longer(read.trouble, MAX_TEXT_BYTES):
-        read = msgspec.structs.replace(read, trouble=f"{read.trouble[: MAX_TEXT_BYTES // 4]}…")
-    return read
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
@@ -676,7 +630,7 @@ def fence_of(data: bytes, sequence: int, what: str) -> Fence:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableError(f"{what} is not a fence ({error}); another program writes there") from None
     runs = ((body.epoch, body.run), *body.log)
-    if len(runs) > _FENCE_EPOCHS or any(not 0 <= epoch < _MOST_EPOCH or len(run) > _MOST_RUN for epoch, run in runs):
+    if len(runs) > _FENCE_EPOCHS or any(not 0 <= epoch < _MOST_EPOCH or len(run) > MOST_RUN for epoch, run in runs):
         raise UnreadableError(f"{what} is not a fence (it names what no fence does); another program writes there")
     return Fence(body.epoch, body.run, sequence, body.log)
 

@@ -15,8 +15,9 @@ from kvbm.catalog.lag import StreamLag
 from kvbm.catalog.liveness import LIVENESS_S, HeartbeatReceived, LifeState, OwnPulse, Ticked
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
-from kvbm.streams.base import EventReader, EventStream, Heartbeat, StreamMessage, encoded_heartbeat
+from kvbm.streams.base import EventReader, EventStream, Heartbeat, StreamMessage
 from kvbm.streams.nats.heartbeats import heartbeat_in
+from kvbm.streams.pulse_words import encoded_heartbeat
 from tests.indexes import NATIVE
 
 ONE = InstanceId("one")

