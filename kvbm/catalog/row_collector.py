@@ -86,9 +86,7 @@ class RowCollector:
         """Give out the rows of these namespaces as well, with the next message: SQL may have lost them, and no start that names them comes
         again, or a heartbeat has told of them."""
         self._has_extra_rows = True
-        self._gather(
-            NamespaceRow(id=name, fields=fields, first_seen_ns=seen_ns) for name, fields in namespaces.items()
-        )
+        self._gather(NamespaceRow(id=name, fields=fields, first_seen_ns=seen_ns) for name, fields in namespaces.items())
 
     def drop_namespaces(self, names: Collection[NamespaceId]) -> None:
         """Give out no row of these that was gathered so far: they are known no more."""
