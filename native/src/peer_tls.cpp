@@ -101,19 +101,22 @@ class Call {
 int TlsWire::read(void* bio, char* into, int most) {
   const OpenSsl& ssl = *calling->context_->ssl;
   ssl.BIO_clear_flags(bio, kAllAgain);
+  const auto heard = [&](ssize_t taken) {
+    if (taken < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) {
+      ssl.BIO_set_flags(bio, kReadAgain);
+    }
+    return static_cast<int>(taken);
+  };
   if (!calling->has_heard_) {
     std::uint8_t first = 0;
-    calling->has_heard_ = recv(calling->fd_, &first, 1, MSG_DONTWAIT | MSG_PEEK) == 1;
-    calling->is_plain_ = calling->has_heard_ && !may_be_tls(first);
+    // Where nothing has come yet nothing is taken: its first byte would go unseen, and what follows may begin otherwise.
+    if (const ssize_t seen = recv(calling->fd_, &first, 1, MSG_DONTWAIT | MSG_PEEK); seen != 1) {
+      return heard(seen);
+    }
+    calling->has_heard_ = true;
+    calling->is_plain_ = !may_be_tls(first);
   }
-  if (calling->is_plain_) {
-    return -1;
-  }
-  const ssize_t taken = recv(calling->fd_, into, static_cast<std::size_t>(most), MSG_DONTWAIT);
-  if (taken < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) {
-    ssl.BIO_set_flags(bio, kReadAgain);
-  }
-  return static_cast<int>(taken);
+  return calling->is_plain_ ? -1 : heard(recv(calling->fd_, into, static_cast<std::size_t>(most), MSG_DONTWAIT));
 }
 
 int TlsWire::write(void* bio, const char* data, int bytes) {
