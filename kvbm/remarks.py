@@ -6,6 +6,8 @@ that wants to read source files while there are no descriptors. A thread that en
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -42,3 +44,51 @@ class Remarks:
         """A fault of ours, with the traceback of the exception that is being handled."""
         with suppress(Exception):
             self._log.exception(event, **fields)
+
+
+REMARK_EVERY_S = 10.0
+_MOST_KINDS = 64
+
+
+class Seldom:
+    """Remarks that come a few times in a while each, however often there is cause: of what others can cause as often as they like.
+
+    Args:
+        most: of one event, in `every_s`.
+    """
+
+    def __init__(
+        self, every_s: float = REMARK_EVERY_S, clock: Callable[[], float] = time.monotonic, most: int = 1
+    ) -> None:
+        self._every_s, self._clock, self._most = every_s, clock, most
+        self._said: dict[str, tuple[float, int]] = {}  # event → since when it counts, and how often there was cause
+        self._log = Remarks()
+
+    def due(self, event: str) -> int | None:
+        """None where it was said often enough just now; else how often it was not said before."""
+        now_s = self._clock()
+        begin_s, causes = self._said.get(event, (now_s, 0))
+        if now_s < begin_s + self._every_s:
+            if len(self._said) >= _MOST_KINDS and event not in self._said:
+                self._said.clear()
+            self._said[event] = (begin_s, causes + 1)
+            return 0 if causes < self._most else None
+        self._said[event] = (now_s, 1)
+        return max(0, causes - self._most)
+
+    def info(self, event: str, **fields: object) -> None:
+        """`Remarks.info`, if it is due."""
+        more = self.due(event)
+        if more is not None:
+            self._log.info(event, **fields, **_unsaid(more))
+
+    def warn(self, event: str, **fields: object) -> None:
+        """`Remarks.warning`, if it is due."""
+        more = self.due(event)
+        if more is not None:
+            self._log.warning(event, **fields, **_unsaid(more))
+
+
+def _unsaid(more: int) -> dict[str, object]:
+    """How many remarks before this one were not made, where there were any."""
+    return {"more_before": more} if more else {}

@@ -133,10 +133,12 @@ class Honest:
 
     Attributes:
         answered, failed: how many requests were.
+        took_s: of each that was answered, since somebody last emptied it.
     """
 
     def __init__(self, url: str, callers: int = 4, pause_s: float = 0.04) -> None:
         self.url, self.answered, self.failed = url, 0, Counter[str]()
+        self.took_s: list[float] = []
         self._pause_s = pause_s
         self._done = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(number,), daemon=True) for number in range(callers)]
@@ -162,10 +164,12 @@ class Honest:
         body = json.dumps({"namespace": FIELDS, "hashes": bytes([number] * 16).hex() * 64, "input_tokens": 1030})
         next_s = time.monotonic()
         while not self._done.is_set():
+            begin_s = time.monotonic()
             try:
                 reply = pool.request("POST", "/v1/route", body=body, timeout=5)
                 if reply.status == 200:
                     self.answered += 1
+                    self.took_s.append(time.monotonic() - begin_s)
                 else:
                     self.failed[f"status {reply.status}"] += 1
             except urllib3.exceptions.HTTPError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated, StopReason
@@ -26,10 +26,19 @@ HASHES = sequence_hashes(list(range(40)), 4, SPACE.root())
 class LedgerInstance:
     """One instance. It says nothing but what it is told to."""
 
-    def __init__(self, server: str, within: str, name: str, epoch: int = 1, space: Namespace = SPACE) -> None:
+    def __init__(
+        self,
+        server: str,
+        within: str,
+        name: str,
+        epoch: int = 1,
+        space: Namespace = SPACE,
+        more: Sequence[Namespace] = (),
+    ) -> None:
+        """Args: space, more: what it declares."""
         self.server, self.cluster, self.name, self.epoch = server, within, InstanceId(name), Epoch(epoch)
         self.ledger = Ledger(POOLS)
-        self.ledger.start(self.epoch, [space], ["rack-1", name], "test", "0")
+        self.ledger.start(self.epoch, [space, *more], ["rack-1", name], "test", "0")
 
     def create(self, end: int) -> None:
         """The first blocks of the prompt, in HBM."""
@@ -67,11 +76,11 @@ class LedgerInstance:
 
         self._run(send)
 
-    def beat(self) -> None:
-        """One sign of life."""
+    def beat(self, told: Sequence[Namespace] = ()) -> None:
+        """One sign of life, which tells what namespaces are."""
         heartbeat = Heartbeat(
             instance=self.name, cluster=self.cluster, epoch=self.epoch, published=self.ledger.applied,
-            wall_time_ns=time.time_ns(),
+            wall_time_ns=time.time_ns(), told=tuple(one.canonical() for one in told),
         )  # fmt: skip
         self._run(lambda stream: stream.send_pulse(heartbeat))
 

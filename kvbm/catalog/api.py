@@ -31,7 +31,7 @@ from kvbm.catalog.feed_response import CONTENT_TYPE as EVENTS
 from kvbm.catalog.feed_response import FeedResponse
 from kvbm.catalog.forgetting import NotForgottenError
 from kvbm.catalog.gate import CALLER, JUDGE, UNKNOWN, Gate, content_type
-from kvbm.catalog.limits import LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
+from kvbm.catalog.limits import BODY_WAIT_S, LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
 from kvbm.catalog.prompt_answers import NOT_TOLD, PromptAnswers
 from kvbm.catalog.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, decode_prompt, without_prompt
 from kvbm.catalog.service import CatalogService
@@ -64,7 +64,6 @@ from kvbm.core.watch_events import WatchRequest
 from kvbm.streams.base import Position
 from kvbm.telemetry.metrics import CONTENT_TYPE, CatalogMetrics
 
-BODY_WAIT_S = 10.0
 THREAD_TOKENS = 16_384  # hashing more than this would keep other requests waiting
 R = TypeVar("R", bound=LookupRequest)
 
@@ -225,7 +224,18 @@ class _Api:
         return _json(ForgottenAnswer(instance=instance))
 
     async def namespaces(self, request: Request) -> Response:
-        return _json(NamespacesAnswer(namespaces=self._service.queries.namespaces(_caller(request))))
+        asked = request.query_params
+        after, text = asked.get("after", ""), asked.get("limit", str(MAX_INSTANCES))
+        if set(asked.keys()) - {"after", "limit"} or not _is_count(text, MAX_INSTANCES):
+            raise ApiError(
+                422, "bad_page", f"{request.url.query[:200]!r} is no page of namespaces",
+                f"give limit=1 to {MAX_INSTANCES} and after=ID",
+            )  # fmt: skip
+        return _json(
+            self._service.queries.namespace_page(
+                _caller(request), _one_hash("after", after) if after else b"", int(text)
+            )
+        )
 
     async def status(self, request: Request) -> Response:
         ready = self._readiness(_caller(request))
@@ -294,9 +304,9 @@ class _Api:
         exchange, body = _exchange(request), await _body(request)
         async with exchange.parsing(len(body)):
             self._judge_again(request)
-            answer, cost = self._answers.batch(_caller(request), exchange.key, kind, body)
-        exchange.counts_as(cost)
-        return Response(answer, media_type=BATCHES)
+            batch = self._answers.begin_batch(_caller(request), exchange.key, kind, body)
+        exchange.counts_as(batch.cost)
+        return Response(await exchange.in_steps(batch.parts), media_type=BATCHES)
 
     def _judge_again(self, request: Request) -> None:
         """Know the caller as it is by now: reading a body and waiting take seconds, and its token may be gone."""
@@ -342,20 +352,27 @@ async def _body(request: Request) -> bytearray:
     """The body, no more than MAX_BODY_BYTES of it."""
     exchange = _exchange(request)
     body = exchange.body = bytearray()
+    if exchange.length > MAX_BODY_BYTES:
+        raise _too_large()
+    await exchange.reserve()
     try:
         async with asyncio.timeout(BODY_WAIT_S):
             async for part in request.stream():
                 body += part
-                if max(len(body), exchange.length) > MAX_BODY_BYTES:
-                    raise ApiError(
-                        413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes",
-                        f"give at most {MAX_HASHES} hashes, best as one hex string",
-                    )  # fmt: skip
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large()
     except TimeoutError:
         raise ApiError(408, "body_too_slow", f"the body did not come within {BODY_WAIT_S:g} s", "try again") from None
     except ClientDisconnect:
         raise ApiError(400, "body_cut_short", "the connection ended before the body did", "try again") from None
     return body
+
+
+def _too_large() -> ApiError:
+    return ApiError(
+        413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes",
+        f"give at most {MAX_HASHES} hashes, best as one hex string",
+    )  # fmt: skip
 
 
 def _exchange(request: Request) -> Exchange:
@@ -488,7 +505,11 @@ _ROUTES = (
         path="/v1/checkpoint", handler="checkpoint", media_type=CHECKPOINT, errors=(404, 429),
         summary="The newest checkpoint of the index, for a replica to begin with. For callers of all tenants.",
     ),
-    _Route(path="/v1/namespaces", handler="namespaces", gives=NamespacesAnswer, summary="All namespaces with known fields."),
+    _Route(
+        path="/v1/namespaces", handler="namespaces", gives=NamespacesAnswer, errors=(422,),
+        summary="Namespaces with known fields, by id: at most `limit` of them (1 to 1,000) and some MiB, behind `after`.",
+        asks={"after": {"type": "string"}, "limit": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANCES, "default": MAX_INSTANCES}},
+    ),
     _Route(path="/healthz", handler="healthz", summary="Whether the process answers.", media_type="text/plain"),
     _Route(path="/readyz", handler="readyz", gives=ReadyAnswer, summary="Whether answers are complete; 503 until then."),
     _Route(path="/metrics", handler="metrics", summary="Prometheus metrics.", media_type="text/plain"),

@@ -108,21 +108,17 @@ class Asks:
         limits = self._limits
         if not is_limited(limits.settings, caller.name, self._host):
             return False
-        wait_s = limits.requests.take(limits.clock(), key)
-        if not wait_s:
+        over = limits.over(key)
+        if not over:
             limits.requests.charge(limits.clock(), key, -1)  # the application takes it again
             return False
-        limits.refusals["too_many_requests"] += 1
-        limits.remarks.warn("catalog.request_refused", why="too_many_requests", caller=key)
+        limits.refusals[over.why] += 1
+        limits.remarks.warn("catalog.request_refused", why=over.why, caller=key)
         if limits.refusing.take(limits.clock(), key):
             self._muted[ask.caller] = limits.clock() + MUTE_S
             self._on_muted()
             return True
-        error = _error(
-            "too_many_requests", f"more than {limits.settings.requests_per_s:g} requests a second",
-            "ask again later, or have catalog.limits.requests_per_s raised",
-        )  # fmt: skip
-        await _answer(line, ask, 429, error, {RETRY_HEADER: "1"})
+        await _answer(line, ask, 429, limits.refusal(over).answer, {RETRY_HEADER: "1"})
         return True
 
     async def _begin(self, line: AskLine, ask: Ask, asked: Asked, key: str) -> None:

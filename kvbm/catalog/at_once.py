@@ -20,7 +20,6 @@ from kvbm.catalog.limits import (
     cost_of,
     is_limited,
     key_of,
-    peer_key,
 )
 from kvbm.catalog.prompt_answers import PromptAnswers
 from kvbm.catalog.prompts import ApiError, asked_namespace, decode_prompt, without_prompt
@@ -52,6 +51,16 @@ class ShortQuestion(NamedTuple):
     certificate: Mapping[str, Any] | None
 
 
+class Held(NamedTuple):
+    """Room for a body: whose it is, and how many bytes."""
+
+    key: str
+    amount: int
+
+
+NOTHING_HELD = Held("", 0)
+
+
 class Answered(NamedTuple):
     """An answer: its status, its body, what that is, and who has asked."""
 
@@ -73,19 +82,26 @@ class AtOnce:
     ) -> None:
         self._access, self._limits, self._answers, self._count = access, limits, answers, count
 
-    def hold(self, question: ShortQuestion, length: int) -> int | None:
-        """Take room for a body; how much was taken, for `give_back`. None: it is too long, or there is no room."""
+    def hold(self, question: ShortQuestion, length: int) -> Held | None:
+        """Take room for a body, for `give_back`. None: it is too long, there is no room, or whoever asks may not ask this.
+
+        Who sends nothing but headers would else take the room of those who may ask.
+        """
         over = max(0, length - SMALL_BODY_BYTES)
         if over == 0:
-            return 0
+            return NOTHING_HELD
         if not question.is_binary or length > LARGE_BODY_BYTES:
             return None
-        return None if self._limits.bodies.take(peer_key(question.host), over) else over
+        caller = self._access.caller(question.authorization, question.certificate)
+        if caller is None or not may(caller, question.path.decode()):
+            return None
+        key = key_of(caller.name, question.host)
+        return None if self._limits.bodies.take_in_turn(key, over) else Held(key, over)
 
-    def give_back(self, question: ShortQuestion, held: int) -> None:
+    def give_back(self, held: Held) -> None:
         """The body is gone."""
-        if held:
-            self._limits.bodies.give(peer_key(question.host), held)
+        if held.amount:
+            self._limits.bodies.give(held.key, held.amount)
 
     def answer(self, question: ShortQuestion, body: bytes) -> Answered | None:
         """The answer to one request; None: it must go the long way, and nothing has changed."""
@@ -96,10 +112,20 @@ class AtOnce:
         """`answer`, where it is known who asks."""
         if not may(caller, question.path.decode()):
             return None
+        if question.is_binary and prompt_batches.is_long(body):
+            return None  # others are answered between its steps
         limits, key = self._limits, key_of(caller.name, question.host)
         limited = is_limited(limits.settings, caller.name, question.host)
-        if limited and limits.requests.take(limits.clock(), key):
+        if limited and limits.over(key):
             return None
+        begin_s = limits.work_clock()
+        try:
+            return self._answer(caller, key, limited, question, body)
+        finally:
+            limits.work.charge(limits.clock(), key, limits.work_clock() - begin_s)
+
+    def _answer(self, caller: Caller, key: str, limited: bool, question: ShortQuestion, body: bytes) -> Answered | None:
+        limits = self._limits
         status, content_type, cost = 200, BINARY_TYPE if question.is_binary else JSON_TYPE, 0
         answer: bytes | None
         try:

@@ -12,8 +12,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from kvbm.catalog.access import Caller
+from kvbm.catalog.known_namespaces import KnownNamespaces
 from kvbm.catalog.liveness import Liveness
-from kvbm.catalog.named_namespaces import KnownNamespaces
 from kvbm.catalog.routing import Router
 from kvbm.catalog.sql_rows import InstanceRow
 from kvbm.core.events import JANITOR
@@ -29,11 +29,11 @@ class Declarations(Protocol):
     """What instances have declared; `Sequencer` is one."""
 
     def namespaces(self) -> dict[NamespaceId, Namespace]:
-        """Namespaces whose fields are known, in the order they became so."""
+        """The same by id."""
 
     @property
-    def known(self) -> KnownNamespaces:
-        """What namespaces are."""
+    def known_namespaces(self) -> KnownNamespaces:
+        """Namespaces whose fields are known, in the order they became so."""
 
     def declared(self, instance: InstanceId) -> frozenset[NamespaceId]:
         """Namespaces that an instance has named; empty when none are known."""
@@ -72,8 +72,7 @@ class CandidateSets(Generic[C]):
     def __init__(self, router: Router[C], liveness: Liveness, declarations: Declarations) -> None:
         self._router, self._liveness, self._declarations = router, liveness, declarations
         self._places: dict[InstanceId, _Place] = {}
-        self._known: list[NamespaceId] = []
-        self._changes_seen = self._erased_seen = 0
+        self._changes_seen = self._known_seen = self._removals_seen = 0
         self._clear()
 
     def serving(self, namespace: NamespaceId, fields: Namespace | None) -> list[C]:
@@ -105,18 +104,14 @@ class CandidateSets(Generic[C]):
 
     def refresh(self) -> None:
         """Take note of what has changed since the last time."""
-        known = self._declarations.namespaces()
-        newest = next(reversed(known), None)
-        if len(known) != len(self._known) or (self._known and newest != self._known[-1]):
-            self._take_namespaces(list(known))
+        known = self._declarations.known_namespaces
         missed = self._liveness.changes_counted - self._changes_seen
-        is_erased = self._erased_seen != self._declarations.known.erased
-        if missed == 0 and not is_erased:
-            return
         changes = self._liveness.changes
-        if missed > len(changes) or is_erased:
+        if missed > len(changes) or known.removals != self._removals_seen:
             self._rebuild()
             return
+        if len(known.by_id) != self._known_seen:
+            self._take_namespaces(known)
         self._changes_seen = self._liveness.changes_counted
         for instance in {changes[-at] for at in range(1, missed + 1)}:
             self._put(instance)
@@ -139,17 +134,16 @@ class CandidateSets(Generic[C]):
     def _rebuild(self) -> None:
         self._clear()
         self._places.clear()
-        self._changes_seen, self._erased_seen = self._liveness.changes_counted, self._declarations.known.erased
+        known = self._declarations.known_namespaces
+        self._changes_seen = self._liveness.changes_counted
+        self._known_seen, self._removals_seen = len(known.by_id), known.removals
         for instance in self._liveness.live():
             self._put(instance)
 
-    def _take_namespaces(self, known: list[NamespaceId]) -> None:
-        """Fields have become known, or are known no more."""
-        before, self._known = self._known, known
-        if known[: len(before)] != before:
-            self._rebuild()
-            return
-        new = self._by_namespace.keys() & known[len(before) :]
+    def _take_namespaces(self, known: KnownNamespaces) -> None:
+        """Fields have become known."""
+        new = self._by_namespace.keys() & known.behind(self._known_seen)
+        self._known_seen = len(known.by_id)
         if new:
             for instance in [one for one, place in self._places.items() if place.others & new]:
                 self._put(instance)

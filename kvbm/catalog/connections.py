@@ -19,7 +19,9 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
-from kvbm.catalog.limits import Buckets, LimitSettings, Seldom, peer_key
+from kvbm.catalog.handshakes import Handshakes
+from kvbm.catalog.limits import Buckets, LimitSettings, peer_key
+from kvbm.remarks import Seldom
 
 LOOK_S = 1.0
 _BODY_S = 30.0  # the handler gives up on a body before that
@@ -41,12 +43,15 @@ class Stage(IntEnum):
 class Connection:
     """One connection. Made when it is taken; its transport comes when it can be used."""
 
-    __slots__ = ("peer", "since_s", "sock", "stage", "stuck_s", "transport", "unsent")
+    __slots__ = ("peer", "since_s", "sock", "stage", "stuck_s", "transport", "turn", "unsent")
 
     def __init__(self, sock: socket.socket, peer: _Peer, now_s: float) -> None:
         self.sock, self.peer = sock, peer
         self.stage, self.since_s = Stage.HEADER, now_s
         self.transport: asyncio.Transport | None = None
+        self.turn: asyncio.Future[None] | None = (
+            None  # for TLS's handshake; until it is there, nothing of that has begun
+        )
         self.stuck_s: float | None = None  # since when its caller does not take an answer
         self.unsent = 0
 
@@ -54,6 +59,8 @@ class Connection:
         """Close it at once, whatever it does."""
         if self.transport is not None:
             self.transport.abort()
+        elif self.turn is not None and not self.turn.done():
+            self.turn.cancel()
         else:  # in TLS's handshake: asyncio closes it when it meets the end
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
@@ -73,6 +80,9 @@ class Connections:
 
     Args:
         most: at a time, where the process may have fewer files than the settings want.
+
+    Attributes:
+        handshakes: of TLS, those under way.
     """
 
     def __init__(
@@ -91,6 +101,7 @@ class Connections:
         self._stuck: OrderedDict[Connection, None] = OrderedDict()
         self._unsent = 0
         self.remarks = Seldom(clock=clock)
+        self.handshakes = Handshakes(clock=clock)
 
     def __len__(self) -> int:
         return self._count
@@ -173,6 +184,7 @@ class Connections:
     def look(self) -> None:
         """End what takes too long."""
         now_s, settings = self._clock(), self._settings
+        self.handshakes.look()
         idle_s = settings.idle_s + 2 * LOOK_S
         for stage, most_s in (
             (Stage.HEADER, settings.header_s), (Stage.BODY, _BODY_S), (Stage.IDLE, idle_s), (Stage.KNOWN, idle_s),

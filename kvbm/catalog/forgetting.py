@@ -37,6 +37,7 @@ OLD_PULSES_S = 25 * 3600.0  # the server keeps heartbeats for a day
 _STORE_LOOKS, _STORE_LOOK_S = 40, 0.05
 _LEAST_MARK_S = 60.0  # a batch under way may still have rows of the instance
 _SAVE_MOST_S = 600.0
+NAMESPACES_EVERY_S = 60.0
 _SLICE = 500  # names looked at between two other things
 
 
@@ -84,6 +85,7 @@ class Forgetting:
         self._cluster, self._forget_s = cluster, forget_s
         self._save_s = min(_SAVE_MOST_S, forget_s / 100)
         self._saved_s = time.monotonic()
+        self._namespaces_s = time.monotonic()  # when those that nobody declares were looked for
         self._loaded = -1  # the writer's `read_again` then: SQL may know others since
         for mark in sequencer.forgotten.values():
             heartbeats.expect_old_pulse(mark.instance, mark.pulse_ns)
@@ -112,6 +114,9 @@ class Forgetting:
         while self._lag.messages() == 0 and (due := self.absences.due(MOST_AT_ONCE)):
             if not await self._forget(due, "gone for long"):
                 break
+        if time.monotonic() - self._namespaces_s >= NAMESPACES_EVERY_S and self._lag.messages() == 0:
+            self._namespaces_s = time.monotonic()
+            await self.forget_namespaces()
         if time.monotonic() - self._saved_s >= self._save_s:
             self._saved_s = time.monotonic()
             gone, here = self.absences.rows(self._save_s)
@@ -148,6 +153,26 @@ class Forgetting:
                 f"instance {instance!r} has spoken just now, or another catalog has read further; ask again in a moment",
                 "not_now",
             )
+
+    async def forget_namespaces(self) -> None:
+        """Forget the namespaces that went with the last who named them. Raises CatalogError."""
+        sequencer, read = self._sequencer, self._sequencer.sequence
+        unused, let_go = sequencer.known_namespaces.undeclared(), sequencer.known_namespaces.take_let_go()
+        if not unused and not let_go:
+            return
+        try:
+            claimed = await self._store.forget_namespaces(self._writer.name, read, unused | let_go, sequencer.followed)
+        except CatalogError:
+            sequencer.known_namespaces.tell(unused)  # SQL may have their rows no more
+            raise
+        if claimed is None:
+            return  # another catalog has stored what this one has not read; rows that are left are found at the next start
+        async with self._applying:
+            gone = (unused & sequencer.known_namespaces.undeclared()) - claimed
+            sequencer.forget_namespaces(gone)
+            sequencer.known_namespaces.tell(unused - gone - claimed)  # named meanwhile: SQL has their rows no more
+        if gone or let_go:
+            log.info("namespaces.forgotten", namespaces=len(gone | let_go), known=len(sequencer.namespaces()))
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

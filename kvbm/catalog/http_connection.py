@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from kvbm.catalog.at_once import BINARY_TYPE, PATHS, Answered, AtOnce, ShortQuestion
+from kvbm.catalog.at_once import BINARY_TYPE, NOTHING_HELD, PATHS, Answered, AtOnce, ShortQuestion
 from kvbm.catalog.connections import Connection, Connections, Stage, unsent_bytes
 from kvbm.catalog.gate import PEER, authorization, content_type
 from kvbm.catalog.limits import UNIX_HOST
@@ -42,7 +42,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._header_bytes = 0
         self._question: ShortQuestion | None = None  # that may be answered at once
         self._body = bytearray()  # of it
-        self._held = 0
+        self._held = NOTHING_HELD
         self._waiting: asyncio.TimerHandle | None = None  # for the rest of that body
         self._certificate: Mapping[str, Any] | None = None
 
@@ -180,8 +180,8 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _end_short(self) -> None:
         if self._question is not None:
-            self._at_once.give_back(self._question, self._held)
-            self._question, self._held = None, 0
+            self._at_once.give_back(self._held)
+            self._question, self._held = None, NOTHING_HELD
             self._body = bytearray()
         if self._waiting is not None:
             self._waiting.cancel()

@@ -46,7 +46,7 @@ from kvbm.catalog.troubles import Trouble, Troubles
 from kvbm.core.codec import VERSION, ScannedFrame
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
-from kvbm.remarks import Remarks
+from kvbm.remarks import Seldom
 from kvbm.streams.base import (
     ORIGIN,
     START,
@@ -61,8 +61,7 @@ from kvbm.streams.base import (
 )
 from kvbm.streams.holders import holder_after
 
-log = Remarks()
-
+REMARKS = 20  # of one event in ten seconds: whoever may write to the stream can give cause for any number
 HOLE_MOST_S = 30.0  # a hole that no heartbeat explains, for its instance has died, is given up after this long at the stream's end
 AFTER_MESSAGES = 1 << 63  # the sequence of what is found at the end of a step: it comes after each of its messages
 
@@ -114,6 +113,7 @@ class Counters(msgspec.Struct, kw_only=True):
         strays: messages that name a fence of a history that is gone; see `kvbm.streams.holders`.
         lives: fences that showed that what was read of an instance is of another life.
         forgotten: instances that were gone for long, or that an operator had forgotten.
+        namespaces_refused: namespaces that starts or heartbeats have told of and that are not kept: there are too many.
     """
 
     messages: int = 0
@@ -135,6 +135,7 @@ class Counters(msgspec.Struct, kw_only=True):
     lives: int = 0
     strays: int = 0
     forgotten: int = 0
+    namespaces_refused: int = 0
 
 
 class StreamCursor:
@@ -217,12 +218,14 @@ class Common(NamedTuple):
     Attributes:
         held: what frames are applied to.
         unsettled: those that may have a hole, as something is in their buffer, or reported and not read; each adds itself.
+        remarks: on what messages say.
     """
 
     held: ClusterIndex
     counters: Counters
     troubles: Troubles
     unsettled: dict[InstanceId, InstanceSequence]
+    remarks: Seldom
 
 
 class InstanceSequence:
@@ -237,8 +240,8 @@ class InstanceSequence:
         fence: the fence read last; it names the run whose events come now.
         names: what it has said of namespaces.
         unreadable: set while a newer kvbm writes its epoch; nothing of it is applied then.
-        spoke: sequence of its last message; 0 when none is known.
-        subjects: on which its events came.
+        spoke: sequence of its last message; 0 when none is known. subjects: on which its events came.
+        joined_midstream: the start of its epoch was not read.
     """
 
     def __init__(self, row: InstanceRow, common: Common, known: InstanceRow | None) -> None:
@@ -252,10 +255,10 @@ class InstanceSequence:
         self.subjects: set[str] = set()
         self.buffer = ReorderBuffer()
         self._id, self._known = row.id, known
-        self._index, self._counters, self._troubles, self._unsettled = common
+        self._index, self._counters, self._troubles, self._unsettled, self._remarks = common
         self._life = 0  # grows when a fence shows that what was read is of another one
         self._epoch_row = EpochRow(instance=row.id, epoch=Epoch(0), started_ns=0)
-        self._joined_midstream = False
+        self.joined_midstream = False
         self._is_lost = False  # the hole at `position` is a gap already: whatever comes next counts
         self._hole_since_s: float | None = None  # since when the reader is at the stream's end and the buffer not empty
         self._reports = PublishedReports()
@@ -278,7 +281,7 @@ class InstanceSequence:
         trouble = self._troubles.by_instance.get(self._id)
         return SequenceState(
             row=self.row, epoch=self.position.epoch, offset=self.position.offset, epoch_row=self._epoch_row,
-            declared=tuple(self.names.started), declared_none=self.names.named_none, is_lost=self._is_lost, joined_midstream=self._joined_midstream,
+            declared=tuple(self.names.started), declared_none=self.names.named_none, is_lost=self._is_lost, joined_midstream=self.joined_midstream,
             trouble=None if trouble is None else msgspec.structs.replace(trouble), run=self.run, holder=self.fence,
             life=self._life, unreadable=self.unreadable, spoke=self.spoke, buffered=self.buffer.state(),
         )  # fmt: skip
@@ -288,7 +291,7 @@ class InstanceSequence:
         self.position, self._epoch_row = Position(state.epoch, state.offset), state.epoch_row
         self.names = NamedNamespaces(state.declared, state.declared_none)
         self.run, self.fence, self._life = state.run, state.holder, state.life
-        self.spoke, self._is_lost, self._joined_midstream = state.spoke, state.is_lost, state.joined_midstream
+        self.spoke, self._is_lost, self.joined_midstream = state.spoke, state.is_lost, state.joined_midstream
         if state.unreadable is not None and state.unreadable.version > VERSION:
             self.unreadable = state.unreadable
             return
@@ -340,7 +343,7 @@ class InstanceSequence:
 
     def _begin_life(self, fence: Fence, changes: Changes) -> None:
         """Nothing that was read of the instance is so any more; its next frame is entered, whatever its epoch."""
-        log.warning(
+        self._remarks.warn(
             "instance.life_begun", instance=self._id, epoch=fence.epoch, run=fence.run,
             other_epoch=self.position.epoch, other_run=self.run,
             why="its journal, the stream's end or both were lost; what was read before is of another life",
@@ -375,7 +378,7 @@ class InstanceSequence:
                 self._counters.newer += 1
                 return
             self.unreadable = None
-            log.info("instance.readable", instance=self._id, epoch=frame.epoch)
+            self._remarks.info("instance.readable", instance=self._id, epoch=frame.epoch)
         epoch, offset = self.position
         if frame.epoch < epoch:
             self._counters.stale += 1
@@ -383,7 +386,7 @@ class InstanceSequence:
             self._enter(frame, changes)
             self._apply(frame, data, changes)
         elif frame.next_offset <= offset:
-            if self._joined_midstream and frame.first_offset == 0:  # its publisher went back to the epoch's start
+            if self.joined_midstream and frame.first_offset == 0:  # its publisher went back to the epoch's start
                 self._enter(frame, changes)
                 self._apply(frame, data, changes)
             else:
@@ -412,7 +415,7 @@ class InstanceSequence:
         self._index.miss(self._id)
         self._troubles.note(self._id).digests += 1
         epoch, offset = self.position
-        log.warning("digest.diverged", instance=self._id, epoch=epoch, offset=offset)
+        self._remarks.warn("digest.diverged", instance=self._id, epoch=epoch, offset=offset)
 
     def refuse_newer(self, epoch: Epoch, version: int, changes: Changes) -> None:
         """A newer kvbm writes this epoch: nothing of the instance is known until a readable one begins."""
@@ -429,7 +432,7 @@ class InstanceSequence:
         self._index.wait(self._id, False)
         self._index.miss(self._id)
         changes.advanced[self._id] = self.position
-        log.warning("instance.unreadable", instance=self._id, why=self.unreadable.reason())
+        self._remarks.warn("instance.unreadable", instance=self._id, why=self.unreadable.reason())
 
     def _put_in_buffer(self, frame: ScannedFrame, data: bytes, before: Mark) -> None:
         self._unsettled[self._id] = self
@@ -447,7 +450,7 @@ class InstanceSequence:
         row = self.row
         if self._epoch_row.epoch < frame.epoch:
             self._end_epoch(frame.wall_time_ns, changes)
-        self._is_lost = self._joined_midstream = False
+        self._is_lost = self.joined_midstream = False
         self.position = Position(frame.epoch, frame.first_offset)
         self.run = run_of(self.fence, frame.epoch)
         self.row = msgspec.structs.replace(
@@ -463,7 +466,7 @@ class InstanceSequence:
         self._counters.blind_starts += 1
         changes.lacks_claims = True
         self._troubles.note(self._id).joins += 1
-        self._joined_midstream = True
+        self.joined_midstream = True
         run, known = self.run, self._known
         if known is not None and (known.epoch, known.run) in ((epoch, run), (epoch, "")) and known.pools:
             self.row = msgspec.structs.replace(known, state=InstanceStatus.LIVE, run=run)
@@ -473,7 +476,7 @@ class InstanceSequence:
             self.row = msgspec.structs.replace(self.row, epoch=epoch, pools=(), run=run)
             self._index.begin_blind(self._id, epoch, likely=likely)
         self._epoch_row = EpochRow(instance=self._id, epoch=epoch, started_ns=wall_time_ns, run=run)
-        log.info("instance.joined_midway", instance=self._id, epoch=epoch, offset=self.position.offset)
+        self._remarks.info("instance.joined_midway", instance=self._id, epoch=epoch, offset=self.position.offset)
 
     def _end_epoch(self, ended_ns: int, changes: Changes) -> None:
         """Give out the row of the epoch that is over."""
@@ -523,7 +526,7 @@ class InstanceSequence:
             self._jump(resumed, changes)
             self._resume(changes)
         changes.gaps.append(Gap(self._id, expected, None if resumed is None else Position(published.epoch, resumed)))
-        log.warning(
+        self._remarks.warn(
             "stream.gap_found", instance=self._id, epoch=expected.epoch, expected=expected.offset,
             published=published.offset, resumed=resumed,
         )  # fmt: skip
@@ -588,7 +591,7 @@ class InstanceSequence:
         if trouble is not None:
             self._counters.gaps_repaired += trouble.gaps
             self._counters.digest_repaired += trouble.digests
-            log.info("instance.healed", instance=self._id, of=trouble.reasons())
+            self._remarks.info("instance.healed", instance=self._id, of=trouble.reasons())
 
     def _note(self, frame: ScannedFrame, applied: Applied, changes: Changes) -> None:
         """Follow what SQL keeps of a frame."""
@@ -614,7 +617,7 @@ class InstanceSequence:
         changes.claims.append((changes.at, run))
 
     def _note_start(self, frame: ScannedFrame, event: InstanceStarted, changes: Changes) -> None:
-        self._joined_midstream = False
+        self.joined_midstream = False
         self._heal()  # it holds nothing, and its snapshot follows by itself
         self.names.start(namespace.id for namespace in event.namespaces)
         self.row = msgspec.structs.replace(

@@ -13,20 +13,21 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from kvbm.catalog.metered import Metered
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
-from kvbm.remarks import Remarks
-
-log = Remarks()
+from kvbm.remarks import Seldom
 
 MAX_BODY_BYTES = 12 << 20
 SMALL_BODY_BYTES = (
     32 << 10
 )  # of a body, or of its beginning, that counts for no room: as much as a socket may have here anyway
 LARGE_BODY_BYTES = 256 << 10  # larger ones are parsed and hashed one at a time
+BODY_WAIT_S = 10.0  # for all of a body
+ROOM_WAIT_S = BODY_WAIT_S + 1.0  # for room: whoever has it is done by then
 DRAIN_BYTES = 5 * MAX_BODY_BYTES
 DRAIN_S = 5.0
 _DRAIN_STEP_S = 1.0  # without a byte for so long, nothing more will come
@@ -34,11 +35,12 @@ UNIX_HOST = "unix"  # the address of a peer on a unix socket
 _MOST_CALLERS = 4096
 _BODY_UNIT_BYTES = 16 << 10  # of a request's body that cost as much as a request
 _ANSWER_UNIT_BYTES = 64 << 10
+STEP_S = 0.001  # of what takes long, before others are answered
+_WORK_BURST_MS = 250.0  # that a caller may take beyond its share at first, and may owe
+_ASKED_S = 1.0  # others ask if they have done so within this time
 _REFUSED_PAUSE_S = (
     1.0  # what a caller waits for a refusal once it has had many: else refusing would cost as much as answering
 )
-_REMARK_EVERY_S = 10.0
-_SECOND_REMARKS = 64  # kinds of them
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -65,6 +67,7 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     watches: int = 512
     watches_per_caller: int = 128
     watch_bytes: int = 16 << 20
+    loop_share: float = 0.5
 
 
 class LimitError(Exception):
@@ -75,32 +78,6 @@ class LimitError(Exception):
         self.status = status
         self.retry_after_s = retry_after_s
         self.answer = ErrorAnswer(error=ErrorDetail(code=code, message=message, what_to_do=what_to_do))
-
-
-class Seldom:
-    """Remarks that come at most once in a while each, however often there is cause."""
-
-    def __init__(self, every_s: float = _REMARK_EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._every_s, self._clock = every_s, clock
-        self._said: dict[str, tuple[float, int]] = {}  # event → when, and how often since without a word
-
-    def due(self, event: str) -> int | None:
-        """None where it was said just now; else how often it was not said since the last time."""
-        now_s = self._clock()
-        said = self._said.get(event)
-        if said is not None and now_s < said[0] + self._every_s:
-            self._said[event] = (said[0], said[1] + 1)
-            return None
-        if len(self._said) >= _SECOND_REMARKS and said is None:
-            self._said.clear()
-        self._said[event] = (now_s, 0)
-        return said[1] if said is not None else 0
-
-    def warn(self, event: str, **fields: object) -> None:
-        """Log a warning, if it is due."""
-        more = self.due(event)
-        if more is not None:
-            log.warning(event, **fields, more_before=more)
 
 
 class Buckets:
@@ -130,6 +107,10 @@ class Buckets:
         if self._per_s and cost:
             self._left[key] = (max(self._refilled(now_s, key) - cost, -self._burst), now_s)
 
+    def owed_s(self, now_s: float, key: str) -> float:
+        """In how many seconds the caller owes nothing any more."""
+        return max(0.0, -self._refilled(now_s, key) / self._per_s) if self._per_s else 0.0
+
     def __len__(self) -> int:
         return len(self._left)
 
@@ -144,6 +125,20 @@ class Buckets:
         return min(self._burst, found[0] + max(0.0, now_s - found[1]) * self._per_s)
 
 
+class _Waiter:
+    """Who waits for room, and what for: "caller", its own, or "all"."""
+
+    __slots__ = ("amount", "has_room", "key", "why")
+
+    def __init__(self, key: str, amount: int, why: str) -> None:
+        self.key, self.amount, self.why = key, amount, why
+        self.has_room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_served(self) -> bool:
+        return self.has_room.done() and not self.has_room.cancelled()
+
+
 class Room:
     """So much of something for all callers, and a part of it for each.
 
@@ -155,6 +150,7 @@ class Room:
         self._most, self._most_each, self._kept = most, most_each, kept
         self.taken = 0
         self._by_caller: dict[str, int] = {}
+        self._waiting: list[_Waiter] = []  # in the order in which they came
 
     def take(self, key: str, amount: int) -> str:
         """Take it. Returns "" or why not: "caller" or "all"."""
@@ -168,6 +164,37 @@ class Room:
         self._by_caller[key] = own + amount
         return ""
 
+    def take_in_turn(self, key: str, amount: int) -> str:
+        """`take`, unless somebody who came before waits for it."""
+        for one in self._waiting:
+            if one.key == key:
+                return one.why
+            if one.why == "all" and not self._is_small(key, amount):
+                return "all"
+        return self.take(key, amount)
+
+    async def wait(self, key: str, amount: int, wait_s: float) -> str:
+        """`take`, once there is room: first come, first served. Returns "" or why not in time, as `take`."""
+        why = self.take_in_turn(key, amount)
+        if not why or amount > self._most_each:
+            return why
+        waiter = _Waiter(key, amount, why)
+        self._waiting.append(waiter)
+        try:
+            async with asyncio.timeout(wait_s):
+                await waiter.has_room
+        except TimeoutError:
+            return "" if waiter.is_served else waiter.why
+        except asyncio.CancelledError:
+            if waiter.is_served:
+                self.give(key, amount)
+            raise
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+                self._serve()
+        return ""
+
     def give(self, key: str, amount: int) -> None:
         """Give it back."""
         self.taken -= amount
@@ -176,13 +203,51 @@ class Room:
             self._by_caller[key] = left
         else:
             self._by_caller.pop(key, None)
+        self._serve()
+
+    def _is_small(self, key: str, amount: int) -> bool:
+        """Whether a part of the room is kept for this."""
+        return self._by_caller.get(key, 0) + amount <= self._kept // 4
+
+    def _serve(self) -> None:
+        """Give room to those who wait, in their order: nobody overtakes one of its own, nor a large one that waits for all."""
+        is_full, left, behind = False, [], set()
+        for one in self._waiting:
+            if one.has_room.done():
+                continue
+            why = "caller" if one.key in behind else ""
+            if not why and is_full and not self._is_small(one.key, one.amount):
+                why = "all"
+            if not why and not (why := self.take(one.key, one.amount)):
+                one.has_room.set_result(None)
+                continue
+            is_full |= why == "all"
+            behind.add(one.key)
+            one.why = why
+            left.append(one)
+        self._waiting = left
+
+
+class Over(NamedTuple):
+    """That a caller asks too much: what of, as `telemetry.metrics.REFUSALS` has it, and when it may ask again. False: it does not."""
+
+    why: str
+    wait_s: float
+
+    def __bool__(self) -> bool:
+        return bool(self.why)
 
 
 class Limits:
     """The limits of one catalog, and what is used of them. Belongs to one asyncio loop.
 
+    Args:
+        work_clock: of the time that the loop's thread works.
+
     Attributes:
         refusals: what was refused, by the kinds of `telemetry.metrics.REFUSALS`.
+        work: what callers take of the loop's time.
+        stepping: held while a step of something long is done.
     """
 
     def __init__(
@@ -190,10 +255,13 @@ class Limits:
         settings: LimitSettings,
         clock: Callable[[], float] = time.monotonic,
         refusals: Counter[str] | None = None,
+        work_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.settings = settings
         self.refusals: Counter[str] = Counter() if refusals is None else refusals
-        self.clock = clock
+        self.clock, self.work_clock = clock, work_clock
+        self.work = LoopWork(settings.loop_share)
+        self.stepping = asyncio.Lock()
         self.requests = Buckets(settings.requests_per_s, settings.burst)
         self.refusing = Buckets(settings.requests_per_s / 10, settings.requests_per_s / 10)
         self.bodies = Room(
@@ -203,6 +271,63 @@ class Limits:
         self.waits = Room(settings.waits, max(1, settings.waits // 4))
         self.remarks = Seldom(clock=clock)
         self.large = asyncio.Lock()  # held while a large request is parsed and hashed
+
+    def over(self, key: str) -> Over:
+        """Whether a caller asks too much now; if not, this counts as one request."""
+        now_s = self.clock()
+        if wait_s := self.work.wait_s(now_s, key):
+            return Over("too_much_work", wait_s)
+        wait_s = self.requests.take(now_s, key)
+        return Over("too_many_requests", wait_s) if wait_s else _NOT_OVER
+
+    def refusal(self, over: Over) -> LimitError:
+        """What who asks too much is told."""
+        if over.why == "too_much_work":
+            message = f"answers to this caller have taken more than {self.settings.loop_share:.0%} of the catalog's time, and others ask too"
+            remedy = "ask again after the seconds of the header retry-after, or have catalog.limits.loop_share raised"
+        else:
+            message = f"more than {self.settings.requests_per_s:g} requests a second"
+            remedy = (
+                "ask again after the seconds of the header retry-after, or have catalog.limits.requests_per_s raised"
+            )
+        return LimitError(429, over.why, message, remedy, over.wait_s)
+
+
+_NOT_OVER = Over("", 0.0)
+
+
+class LoopWork:
+    """What each caller takes of the loop's time, which all share. While others ask, one may have a part of it.
+
+    Args:
+        share: that part; 1 for all.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._left = Buckets(1000.0 * share, _WORK_BURST_MS)  # in milliseconds
+        self._asked: OrderedDict[str, float] = OrderedDict()  # caller → when it last took some, the last one at the end
+
+    def charge(self, now_s: float, key: str, took_s: float) -> None:
+        """A caller has taken so much."""
+        self._asked[key] = now_s
+        self._asked.move_to_end(key)
+        if len(self._asked) > _MOST_CALLERS:
+            self._asked.popitem(last=False)
+        self._left.charge(now_s, key, 1000.0 * took_s)
+
+    def wait_s(self, now_s: float, key: str) -> float:
+        """0 where the caller may have more now, else in how many seconds."""
+        if self._share >= 1.0 or not self.is_shared(now_s, key):
+            return 0.0
+        return self._left.owed_s(now_s, key)
+
+    def is_shared(self, now_s: float, key: str) -> bool:
+        """Whether others have asked just now."""
+        for other in reversed(self._asked):
+            if other != key:
+                return now_s < self._asked[other] + _ASKED_S
+        return False
 
 
 class Limited:
@@ -219,10 +344,11 @@ class Limited:
         exchange = Exchange(self._limits, scope, receive, send)
         scope["kvbm.exchange"] = exchange
         try:
-            if (wait_s := exchange.over_s()) > 0:
-                await self._refuse(exchange, wait_s)
+            if over := exchange.over():
+                await self._refuse(exchange, over)
                 return
-            await self._app(scope, exchange.receive, exchange.send)
+            answering = self._app(scope, exchange.receive, exchange.send)
+            await Metered(answering, exchange.worked, self._limits.work_clock)
         except LimitError as error:
             code = error.answer.error.code
             self._limits.refusals[
@@ -233,18 +359,13 @@ class Limited:
         finally:
             exchange.end()
 
-    async def _refuse(self, exchange: Exchange, wait_s: float) -> None:
+    async def _refuse(self, exchange: Exchange, over: Over) -> None:
         limits = self._limits
-        limits.refusals["too_many_requests"] += 1
-        limits.remarks.warn("catalog.request_refused", why="too_many_requests", caller=exchange.key)
+        limits.refusals[over.why] += 1
+        limits.remarks.warn("catalog.request_refused", why=over.why, caller=exchange.key)
         if limits.refusing.take(limits.clock(), exchange.key):
             await asyncio.sleep(_REFUSED_PAUSE_S)
-        await exchange.answer(
-            LimitError(
-                429, "too_many_requests", f"more than {limits.settings.requests_per_s:g} requests a second",
-                "ask again after the seconds of the header retry-after, or have catalog.limits.requests_per_s raised", wait_s,
-            )
-        )  # fmt: skip
+        await exchange.answer(limits.refusal(over))
 
 
 class Exchange:
@@ -265,9 +386,31 @@ class Exchange:
         self._body_bytes = self._answer_bytes = self._held = self._more_cost = 0
         self._started = False
 
-    def over_s(self) -> float:
-        """0 where the caller may ask now, else in how many seconds."""
-        return self._limits.requests.take(self._limits.clock(), self.key) if self._limited else 0.0
+    def over(self) -> Over:
+        """Whether the caller asks too much now."""
+        return self._limits.over(self.key) if self._limited else _NOT_OVER
+
+    def worked(self, took_s: float) -> None:
+        """So much of the loop's time went into the answer."""
+        self._limits.work.charge(self._limits.clock(), self.key, took_s)
+
+    async def in_steps(self, parts: Iterator[bytes]) -> bytes:
+        """The parts of a long answer joined. They are made a few at a time, so that others are answered between.
+
+        While others ask, twice as long is left to them as each step has taken.
+        """
+        made, limits = list[bytes](), self._limits
+        while True:
+            async with limits.stepping:
+                begin_s = limits.work_clock()
+                for part in parts:
+                    made.append(part)
+                    if limits.work_clock() >= begin_s + STEP_S:
+                        break
+                else:
+                    return b"".join(made)
+                took_s = limits.work_clock() - begin_s
+            await asyncio.sleep(2 * took_s if limits.work.is_shared(limits.clock(), self.key) else 0)
 
     async def receive(self) -> Message:
         """The next part of the body, within the room for bodies. Raises LimitError."""
@@ -278,18 +421,25 @@ class Exchange:
             self.hold(self._body_bytes)
         return message
 
+    async def reserve(self) -> None:
+        """Take the room that the body says it needs, before any of it is read: else some requests could fill it that all lack the rest.
+
+        Who finds none waits for it, and reads nothing until then. Raises LimitError.
+        """
+        over = min(self.length, MAX_BODY_BYTES) - SMALL_BODY_BYTES
+        if over <= 0:
+            return
+        if why := await self._limits.bodies.wait(self.key, over, ROOM_WAIT_S):
+            raise _no_room(why)
+        self._held += over
+
     def hold(self, size: int) -> None:
         """The request is as large as this here, if it was not larger before; a small one needs no room. Raises LimitError."""
         over = size - SMALL_BODY_BYTES - self._held
         if over <= 0:
             return
         if why := self._limits.bodies.take(self.key, over):
-            raise LimitError(
-                429 if why == "caller" else 503, "too_many_bytes",
-                "requests that are being read have no room for this one"
-                if why == "all" else "requests of this caller that are being read have no room for this one",
-                "ask again soon, with fewer long requests at a time, or have catalog.limits.body_bytes raised",
-            )  # fmt: skip
+            raise _no_room(why)
         self._held += over
 
     async def send(self, message: Message) -> None:
@@ -378,6 +528,15 @@ class Exchange:
                     self._body_bytes += size
                     self._more = bool(message.get("more_body", False))
         self._more = False
+
+
+def _no_room(why: str) -> LimitError:
+    return LimitError(
+        429 if why == "caller" else 503, "too_many_bytes",
+        "requests that are being read have no room for this one"
+        if why == "all" else "requests of this caller that are being read have no room for this one",
+        "ask again soon, with fewer long requests at a time, or have catalog.limits.body_bytes raised",
+    )  # fmt: skip
 
 
 def cost_of(body_bytes: int, answer_bytes: int) -> int:

@@ -93,14 +93,23 @@ class Listener:
             task.add_done_callback(self._beginning.discard)
 
     async def _begin(self, connection: Connection) -> None:
-        handshake: dict[str, Any] = {"ssl_handshake_timeout": _HANDSHAKE_S} if self._context is not None else {}
         connection.sock.setblocking(False)
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: self._make(connection), connection.sock, ssl=self._context, **handshake
-            )
+            if self._context is None:
+                await self._open(connection)
+            else:
+                handshakes, peer = self._connections.handshakes, connection.peer.key
+                own = connection.turn = handshakes.ask(peer)
+                async with handshakes.turn(peer, own, connection.end):
+                    await self._open(connection, ssl=self._context, ssl_handshake_timeout=_HANDSHAKE_S)
         except (OSError, asyncio.CancelledError):  # whoever asked for it has gone, or cannot do what TLS asks for
             self._connections.closed(connection)
+            if connection.turn is not None and connection.turn.cancelled():
+                connection.sock.close()  # nobody else has it yet
+
+    async def _open(self, connection: Connection, **tls: Any) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: self._make(connection), connection.sock, **tls)
 
     def _shed(self, error: OSError) -> bool:
         """Take a connection with the file that is kept for this, and close it: else it would be offered for ever. Whether it could."""

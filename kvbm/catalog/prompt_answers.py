@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import NamedTuple
 
 import msgspec
+from prometheus_client import Histogram
 
 from kvbm.catalog.access import Caller
 from kvbm.catalog.prompts import ApiError, asked_namespace, bad_tokens, id_of, packed_hashes
@@ -17,16 +20,25 @@ from kvbm.core.answers import MAX_HASHES, MAX_TOKENS, FindRequest, LookupRequest
 from kvbm.core.errors import HashSchemeError, LayoutError
 from kvbm.core.hashing import check_hashable
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
+from kvbm.core.prompt_batches import PromptBatch
 from kvbm.telemetry.metrics import CatalogMetrics
 
 NOT_TOLD = "not ready; ask with an operator's token for the reason"  # names and offsets are not for everybody
 _NO_SECRET = secrets.token_hex(16)  # of no tenant
 _LOOKUPS_OF_A_REQUEST = 8  # in a batch, that cost as much as a request
+_LOOKUPS_AT_ONCE, _HASHES_AT_ONCE = 64, 8192  # of a batch, in one step
 _KINDS: dict[type[LookupRequest], int] = {
     LookupRequest: prompt_batches.LOOKUP, RouteRequest: prompt_batches.ROUTE, PresenceRequest: prompt_batches.PRESENCE,
     FindRequest: prompt_batches.FIND,
 }  # fmt: skip
 _encode = msgspec.json.Encoder().encode
+
+
+class BatchAnswers(NamedTuple):
+    """The answers to a batch: its parts, each made when it is taken, and as how many more requests they count."""
+
+    parts: Iterator[bytes]
+    cost: int
 
 
 class PromptAnswers:
@@ -95,11 +107,15 @@ class PromptAnswers:
         return answer
 
     def batch(self, caller: Caller, key: str, kind: type[LookupRequest], body: bytes | bytearray) -> tuple[bytes, int]:
-        """Several prompts in the binary form.
+        """`begin_batch`, with all answers at once. Returns: the answers, and as how many more requests they count."""
+        batch = self.begin_batch(caller, key, kind, body)
+        return b"".join(batch.parts), batch.cost
+
+    def begin_batch(self, caller: Caller, key: str, kind: type[LookupRequest], body: bytes | bytearray) -> BatchAnswers:
+        """Several prompts in the binary form, answered while the parts of the answer are taken.
 
         Args:
             kind: of request that the path is for.
-        Returns: the answers, and as how many more requests they count.
         """
         try:
             asked = prompt_batches.decode_batch(body)
@@ -110,34 +126,36 @@ class PromptAnswers:
         except LayoutError as error:
             raise ApiError(422, "bad_batch", str(error), "see docs/route.md for the binary form") from None
         self.check_ready(caller)
-        begin_s, queries = time.perf_counter(), self._service.queries
-        head = prompt_batches.answers_head(asked.kind, len(asked.prompts), queries.view_age_s())
+        count = len(asked.prompts)
+        head = prompt_batches.answers_head(asked.kind, count, self._service.queries.view_age_s())
         if asked.kind != prompt_batches.ROUTE:
-            answers = {
-                prompt_batches.LOOKUP: queries.lookups_encoded,
-                prompt_batches.PRESENCE: queries.presences_encoded,
-                prompt_batches.FIND: queries.finds_encoded,
-            }[asked.kind](asked, caller)
-            cost = len(asked.prompts) // _LOOKUPS_OF_A_REQUEST
-            self._metrics.lookup_s.observe(time.perf_counter() - begin_s)
+            parts, observed, cost = self._found(asked, caller), self._metrics.lookup_s, count // _LOOKUPS_OF_A_REQUEST
         else:
-            fields = self._fields(caller, asked.namespace)
-            answers = b"".join(
-                prompt_batches.encode_route(
-                    routed(
-                        queries,
-                        routing_task(asked.namespace, fields, hashes, tokens, key),
-                        fields,
-                        asked.namespace,
-                        caller,
-                        asked.limit,
-                    )
-                )
-                for hashes, tokens in asked.prompts
+            parts, observed, cost = self._routes(asked, caller, key), self._metrics.route_s, count - 1
+        return BatchAnswers(chain((head,), _timed(parts, observed)), cost)
+
+    def _found(self, asked: PromptBatch, caller: Caller) -> Iterator[bytes]:
+        queries = self._service.queries
+        answers = {
+            prompt_batches.LOOKUP: queries.lookups_encoded,
+            prompt_batches.PRESENCE: queries.presences_encoded,
+            prompt_batches.FIND: queries.finds_encoded,
+        }[asked.kind]
+        most = _LOOKUPS_AT_ONCE if asked.kind == prompt_batches.LOOKUP else 1
+        begin = hashes = 0
+        for end, (prompt, _) in enumerate(asked.prompts, 1):
+            hashes += len(prompt) // HASH_BYTES
+            if end - begin >= most or hashes >= _HASHES_AT_ONCE or end == len(asked.prompts):
+                yield answers(asked._replace(prompts=asked.prompts[begin:end]), caller)
+                begin, hashes = end, 0
+
+    def _routes(self, asked: PromptBatch, caller: Caller, key: str) -> Iterator[bytes]:
+        fields = self._fields(caller, asked.namespace)
+        for hashes, tokens in asked.prompts:
+            task = routing_task(asked.namespace, fields, hashes, tokens, key)
+            yield prompt_batches.encode_route(
+                routed(self._service.queries, task, fields, asked.namespace, caller, asked.limit)
             )
-            cost = len(asked.prompts) - 1
-            self._metrics.route_s.observe(time.perf_counter() - begin_s)
-        return head + answers, cost
 
     def _fields(self, caller: Caller, namespace: Namespace | NamespaceId) -> Namespace | None:
         """The fields of the namespace that is asked for: as they are given, or as an instance has told them to this caller's tenants."""
@@ -187,6 +205,19 @@ class PromptAnswers:
             return hashes
 
         return hashed
+
+
+def _timed(parts: Iterator[bytes], observed: Histogram) -> Iterator[bytes]:
+    """The parts, and word of the time that making them has taken altogether."""
+    took_s = 0.0
+    while True:
+        begin_s = time.perf_counter()
+        part = next(parts, None)
+        took_s += time.perf_counter() - begin_s
+        if part is None:
+            observed.observe(took_s)
+            return
+        yield part
 
 
 def _only(asked: LookupRequest) -> list[InstanceId] | None:

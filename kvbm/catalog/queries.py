@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from kvbm.catalog.transfers import Transfers
 from kvbm.catalog.visibility import NOWHERE, Visibility
 from kvbm.core.answers import (
     LIMIT,
+    MAX_INSTANCES,
     MAX_PEERS,
     BlockAnswer,
     BlockHolder,
@@ -33,6 +35,7 @@ from kvbm.core.answers import (
     InstanceSummary,
     LentRun,
     LookupAnswer,
+    NamespacesAnswer,
     NamespaceSummary,
     PeerHolding,
     PoolHolding,
@@ -45,6 +48,7 @@ from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Reach,
 from kvbm.core.parts import ALL_PARTS
 from kvbm.core.prompt_batches import PromptBatch, encode_find, encode_lookup, encode_presence
 
+_PAGE_BYTES = 1 << 20  # of namespaces in one answer, about
 D = TypeVar("D", RankedInstance, BlockHolder, PeerHolding)
 
 
@@ -321,9 +325,27 @@ class Queries:
         return self._sequencer.namespaces().get(namespace)
 
     def namespaces(self, caller: Caller = EMBEDDED) -> list[NamespaceSummary]:
-        """The namespaces whose fields are known and that the caller may know of, by id."""
+        """All of `namespace_page`."""
         known = self.visibility.namespaces(caller)
         return [NamespaceSummary(id=key.hex(), fields=known[key]) for key in sorted(known)]
+
+    def namespace_page(self, caller: Caller, after: bytes = b"", limit: int = MAX_INSTANCES) -> NamespacesAnswer:
+        """The namespaces whose fields are known and that the caller may know of, by id.
+
+        Args:
+            after: only those whose ids come behind this.
+            limit: at most so many; of those with long texts fewer, but one at least.
+        """
+        known = self.visibility.namespaces(caller)
+        names = self._sequencer.known_namespaces.ids() if caller.sees_all else sorted(known)
+        begin = bisect_right(names, after)
+        found, size = [], 0
+        for key in names[begin : begin + limit]:
+            found.append(NamespaceSummary(id=key.hex(), fields=known[key]))
+            size += len(known[key].canonical())
+            if size > _PAGE_BYTES:
+                break
+        return NamespacesAnswer(namespaces=found, more=len(names) - begin - len(found))
 
     def instances(self, caller: Caller = EMBEDDED) -> list[InstanceSummary]:
         """All of `instance_page`."""

@@ -6,7 +6,7 @@ them reads them again from where SQL stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 
 from kvbm.catalog.instance_sequence import Changes
 from kvbm.catalog.sql_rows import ClaimRun, EpochRow, InstanceRows, NamespaceRow, StoreBatch
@@ -33,7 +33,7 @@ class RowCollector:
         self._is_behind = False  # rows were dropped: none are gathered until `gather_after`
         self._changed: set[InstanceId] = set()
         self._epochs: list[EpochRow] = []
-        self._namespaces: list[NamespaceRow] = []
+        self._namespaces: dict[NamespaceId, NamespaceRow] = {}  # of each the first that was gathered
         self._claims: list[ClaimRun] = []
         self._claims_bytes = 0
         self._has_extra_rows, self._extra_claims = False, 0  # as in `StoreBatch`
@@ -51,7 +51,7 @@ class RowCollector:
         after = -1 if changes.renumbered else self._stored
         self._changed |= {instance for instance, at in changes.changed.items() if at > after}
         self._epochs += [row for at, row in changes.epochs if at > after]
-        self._namespaces += [row for at, row in changes.namespaces if at > after]
+        self._gather(row for at, row in changes.namespaces if at > after)
         claims = [run for at, run in changes.claims if at > after]
         self._claims += claims
         self._claims_bytes += sum(len(run.hashes) for run in claims)
@@ -86,11 +86,12 @@ class RowCollector:
         """Give out the rows of these namespaces as well, with the next message: SQL may have lost them, and no start that names them comes
         again, or a heartbeat has told of them."""
         self._has_extra_rows = True
-        gathered = {row.id for row in self._namespaces}
-        self._namespaces += [
-            NamespaceRow(id=name, fields=fields, first_seen_ns=seen_ns)
-            for name, fields in namespaces.items() if name not in gathered
-        ]  # fmt: skip
+        self._gather(NamespaceRow(id=name, fields=fields, first_seen_ns=seen_ns) for name, fields in namespaces.items())
+
+    def drop_namespaces(self, names: Collection[NamespaceId]) -> None:
+        """Give out no row of these that was gathered so far: they are known no more."""
+        for name in names:
+            self._namespaces.pop(name, None)
 
     def add_claims(self, claims: Iterable[ClaimRun]) -> None:
         """Give out these as well, before those gathered here."""
@@ -108,7 +109,7 @@ class RowCollector:
         self.may_lack_claims |= other.may_lack_claims
         self._changed |= other._changed & followed
         self._epochs += other._epochs
-        self._namespaces += other._namespaces
+        self._gather(other._namespaces.values())
         self._has_extra_rows |= other._has_extra_rows
         self._extra_claims += other._extra_claims if not self._claims else 0
         self._claims += other._claims
@@ -136,7 +137,7 @@ class RowCollector:
             fingerprint=end.fingerprint,
             instances=tuple(row.instance for row in changed),
             epochs=(*self._epochs, *(row.epoch for row in changed)),
-            namespaces=tuple(self._namespaces),
+            namespaces=tuple(self._namespaces.values()),
             claims=tuple(self._claims),
             positions=tuple(row.position for row in changed),
             has_extra_rows=self._has_extra_rows,
@@ -166,7 +167,11 @@ class RowCollector:
         watched, self._watched = self._watched or [], None
         return watched
 
+    def _gather(self, rows: Iterable[NamespaceRow]) -> None:
+        for row in rows:
+            self._namespaces.setdefault(row.id, row)
+
     def _forget(self) -> None:
-        self._changed, self._epochs, self._namespaces, self._claims = set(), [], [], []
+        self._changed, self._epochs, self._namespaces, self._claims = set(), [], {}, []
         self._claims_bytes = self._extra_claims = 0
         self._has_extra_rows = False

@@ -18,6 +18,7 @@ import msgspec
 from kvbm.catalog.index import ClusterIndex, PlainApplied, StreamPlace
 from kvbm.catalog.instance_sequence import (
     AFTER_MESSAGES,
+    REMARKS,
     Changes,
     Common,
     Counters,
@@ -27,19 +28,18 @@ from kvbm.catalog.instance_sequence import (
     StreamCursor,
     Unreadable,
 )
-from kvbm.catalog.named_namespaces import KnownNamespaces
+from kvbm.catalog.known_namespaces import KnownNamespaces
 from kvbm.catalog.plain_frames import RUN_BYTES, PlainRun
 from kvbm.catalog.sql_rows import ForgottenRow, InstancePosition, InstanceRow, InstanceRows
 from kvbm.catalog.troubles import Troubles
 from kvbm.core.backend import ScanFrames
+from kvbm.core.checks import is_longer
 from kvbm.core.codec import NewerFrame, ScannedFrame, newer_frame
 from kvbm.core.errors import NewerFrameError, StreamError
-from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId
-from kvbm.remarks import Remarks
+from kvbm.core.ids import MAX_NAME_BYTES, Epoch, InstanceId, Namespace, NamespaceId
+from kvbm.remarks import Seldom
 from kvbm.streams.base import ORIGIN, START, Heartbeat, Mark, Position, StreamMessage, fence_of, is_fence, subject_names
 from kvbm.streams.holders import is_stray
-
-log = Remarks()
 
 KEPT_BYTES = 16 << 20  # of frames in reorder buffers, in a checkpoint; what is more is left out, and becomes a gap
 GAP_WAIT_S = 1.0  # what a heartbeat reports as published must be here by then when the reader is at the stream's end
@@ -63,8 +63,7 @@ class Sequencer:
         gap_wait_s: how long what is reported as published may be missing at the stream's end before it is a gap.
 
     Attributes:
-        newest_wall_ns: wall time of the newest frame that was applied.
-        known: what namespaces are.
+        newest_wall_ns: wall time of the newest frame that was applied. known_namespaces: whose fields are known.
         on_run: told each run of plain frames that was applied, before what follows from it.
     """
 
@@ -86,10 +85,10 @@ class Sequencer:
         self._gap_wait_s = gap_wait_s
         self._sequences: dict[InstanceId, InstanceSequence] = {}
         self._by_subject: dict[str, InstanceSequence] = {}  # of events, those that have come
-        self.known = KnownNamespaces(namespaces)
+        self.known_namespaces = KnownNamespaces(namespaces, self._sequences.values())
         self._forgotten: dict[InstanceId, ForgottenRow] = {}
         self._cursor = StreamCursor()
-        self._common = Common(index, self.counters, self.troubles, {})
+        self._common = Common(index, self.counters, self.troubles, {}, Seldom(most=REMARKS))
         self._unsettled = self._common.unsettled  # perhaps also some that had a hole
         self._settled = 0  # up to this sequence the index may be ahead of what was read, and digests prove nothing
 
@@ -105,7 +104,7 @@ class Sequencer:
             sequence=self.sequence,
             fingerprint=self.mark.fingerprint,
             newest_wall_ns=self.newest_wall_ns,
-            namespaces=tuple(self.known.fields.values()),
+            namespaces=tuple(self.known_namespaces.by_id.values()),
             followed=tuple(_states(self._sequences.values(), KEPT_BYTES if with_frames else -1)),
         )
 
@@ -118,10 +117,9 @@ class Sequencer:
         """
         self._cursor = StreamCursor(Mark(state.sequence, state.fingerprint))
         self.newest_wall_ns, self._settled = state.newest_wall_ns, settled
-        for namespace in state.namespaces:
-            self.known.fields.setdefault(namespace.id, namespace)
         for entry in state.followed:
             self._new_sequence(entry.row).restore(entry, _buffered(entry, self._scan_frames))
+        self.known_namespaces.add(state.namespaces)
 
     def restore_positions(self, mark: Mark, positions: Iterable[InstancePosition]) -> Changes:
         """Go on from where SQL stands: nothing is known to be held, and every instance that has not stopped is joined mid-stream."""
@@ -224,7 +222,7 @@ class Sequencer:
         """Take note of the namespaces that a heartbeat names and tells of. Whether the instance names others than before."""
         if not heartbeat.namespaces and not heartbeat.told and heartbeat.instance not in self._sequences:
             return False
-        told = self.known.told(heartbeat.told)
+        told = self.known_namespaces.hear(heartbeat.told, self.counters)
         return self._follow(heartbeat.instance, heartbeat.cluster).names.hear(heartbeat.namespaces, told)
 
     def forget(self, mark: ForgottenRow) -> None:
@@ -334,12 +332,12 @@ class Sequencer:
 
     def namespaces(self) -> dict[NamespaceId, Namespace]:
         """The namespaces whose fields an instance has declared. Read only."""
-        return self.known.fields
+        return self.known_namespaces.by_id
 
     def forget_namespaces(self, names: Iterable[NamespaceId]) -> None:
-        """Know no more what these are, until an instance declares them again."""
+        """Know no more what these are, until an instance names them again, and have none named until then."""
         gone = frozenset(names)
-        self.known.erase(gone)
+        self.known_namespaces.remove(gone)
         for followed in self._sequences.values():
             followed.names.erase(gone)
 
@@ -367,12 +365,15 @@ class Sequencer:
         """Take a message, or what it has from a byte on."""
         self.counters.messages += 1
         cluster, instance = subject_names(message.subject)
+        if is_longer(instance, MAX_NAME_BYTES) or is_longer(cluster, MAX_NAME_BYTES):
+            self._refuse(message, f"its subject has a name of more than {MAX_NAME_BYTES} bytes")
+            return
         if self._forgotten and (mark := self._forgotten.get(instance)) is not None:
             if message.sequence <= mark.sequence:
                 changes.lacks_claims = True  # SQL has them: it had all of the instance when that was forgotten
                 return
             del self._forgotten[instance]
-            log.info("instance.known_again", instance=instance, sequence=message.sequence, forgotten_at=mark.sequence)
+            self._common.remarks.info("instance.known_again", instance=instance, forgotten_at=mark.sequence)
         self._take(message, cluster, instance, changes, begin)
         followed = self._sequences.get(instance)
         if followed is not None:
@@ -429,7 +430,7 @@ class Sequencer:
 
     def _refuse(self, message: StreamMessage, why: str, poison: int = 1) -> None:
         self.counters.poison += poison
-        log.warning("message.refused", sequence=message.sequence, subject=message.subject, why=why)
+        self._common.remarks.warn("message.refused", sequence=message.sequence, subject=message.subject, why=why)
 
     def _follow(self, instance: InstanceId, cluster: str) -> InstanceSequence:
         followed = self._sequences.get(instance)
@@ -446,8 +447,7 @@ class Sequencer:
     def _note(self, changes: Changes) -> None:
         """Take over what a step has found."""
         self.newest_wall_ns = max(self.newest_wall_ns, changes.newest_wall_ns)
-        for _, row in changes.namespaces:
-            self.known.fields.setdefault(row.id, row.fields)
+        self.known_namespaces.take(changes, self.counters)
 
 
 def _plain_run(

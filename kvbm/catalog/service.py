@@ -152,7 +152,8 @@ class CatalogService:
         self.store, self.stream, self.reader = store, stream, reader
         self.sequencer, self.rows, self.begun_after, self.changes = begun
         self.index = self.sequencer.index
-        self.sequencer.known.on_told = lambda told: self.rows.add_namespaces(told, time.time_ns())
+        self.sequencer.known_namespaces.on_told = lambda told: self.rows.add_namespaces(told, time.time_ns())
+        self.sequencer.known_namespaces.on_gone = self.rows.drop_namespaces
         self.lag = StreamLag(stream, reader, self.sequencer, end)
         self.degraded = Degraded()
         applying = asyncio.Lock()  # held while messages are applied, and while a checkpoint begins
@@ -307,6 +308,7 @@ class CatalogService:
             routes_received=self.queries.shared.received,
             routes_refused=self.queries.shared.refused,
             rows_read_again=self.writer.read_again,
+            rows_refused=self.store.refused_rows,
             checkpoints=self.checkpointer.written if self.checkpointer is not None else 0,
             checkpoint_sequence=checkpoint.sequence if checkpoint is not None else 0,
             archive_sequence=self.archive.sequence if self.archive is not None else 0,

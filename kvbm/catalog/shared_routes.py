@@ -19,9 +19,8 @@ import numpy as np
 from kvbm.catalog.routing import RoutingTask, SharedRoute
 from kvbm.catalog.soon_held import marked_depths
 from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, RankedInstance
-from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId
+from kvbm.core.ids import HASH_BYTES, MAX_NAME_BYTES, InstanceId, NamespaceId
 from kvbm.core.parts import ALL_PARTS, part_of
-from kvbm.streams.base import MAX_NAME_BYTES
 
 VERSION: Literal[1] = 1
 MOST_ROUTES = 256  # of a message

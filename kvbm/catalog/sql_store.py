@@ -11,14 +11,15 @@ a replica that has not noticed yet must not write older rows over newer ones.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from enum import Enum
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
-from kvbm.core.errors import LayoutError, MissingExtraError
+from kvbm.core.errors import ArgumentError, LayoutError, MissingExtraError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import (
     HASH_BYTES,
@@ -32,16 +33,18 @@ from kvbm.core.ids import (
 from kvbm.core.parts import ALL_PARTS, part_of
 
 try:
-    from sqlalchemy import Executable, Table, and_, delete, func, or_, select, tuple_, update
+    from sqlalchemy import Executable, Table, and_, delete, exists, func, or_, select, tuple_, update
     from sqlalchemy.dialects import postgresql, sqlite
+    from sqlalchemy.exc import StatementError
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 except ImportError:
     raise MissingExtraError("the catalog's database library (sqlalchemy[asyncio], alembic)", "catalog") from None
 
 from kvbm.catalog import sql_tables as tables
 from kvbm.catalog.database import database_errors, open_database, shown
-from kvbm.catalog.net_claims import net_claims
+from kvbm.catalog.net_claims import NetClaims, net_claims
 from kvbm.catalog.sql_claims import write_claims
+from kvbm.catalog.sql_refusals import RefusedRow, is_refused_data, write_leaving_out
 from kvbm.catalog.sql_rows import (
     AbsenceRow,
     EpochRow,
@@ -52,12 +55,16 @@ from kvbm.catalog.sql_rows import (
     NamespaceRow,
     StoreBatch,
 )
+from kvbm.remarks import Remarks
 from kvbm.streams.base import START, Mark
+
+log = Remarks()
 
 CHUNK_ROWS = 1 << 16  # hashes of one chunk that `claims` yields: 1 MiB
 _WRITE_ROWS = 5000  # rows handed to a driver at once
 _ASKED_ROWS = 1000  # keys named in one question
 _END_S = 5.0  # for a batch under way when whoever stores it is stopped
+_SHOWN = 200  # characters of a row's key, and of the database's words, in a log
 R = TypeVar("R")
 
 
@@ -102,12 +109,16 @@ class SqlStore:
     """The catalog's database. Use it from one event loop; methods may run concurrently.
 
     Every method raises CatalogError when the database does not answer or refuses; a retry helps once it is back.
+
+    Attributes:
+        refused_rows: of batches, left out because the database refuses what they hold.
     """
 
     def __init__(self, engine: AsyncEngine, used_s: float = 0.0, parts: tuple[int, ...] = ALL_PARTS) -> None:
         """Prefer `SqlStore.open`: the engine must stand on a migrated database."""
         self._engine, self._parts = engine, parts
         self._used_ns = int(used_s * 1_000_000_000)
+        self.refused_rows = 0
         self._where = shown(engine.url)
         self._upserts = _upserts(engine.dialect.name == "sqlite")
 
@@ -142,6 +153,8 @@ class SqlStore:
     async def apply(self, batch: StoreBatch) -> BatchResult:
         """Store a batch and its position in one transaction, unless the position is another.
 
+        Rows that the database refuses for what they hold are left out, logged and counted.
+
         Raises: LayoutError: `stream_sequence` is not above `previous`, or a run of hashes is no multiple of 16 bytes.
         """
         if not 0 <= batch.previous < batch.stream_sequence:
@@ -153,21 +166,61 @@ class SqlStore:
     async def _write(self, batch: StoreBatch) -> BatchResult:
         claims = await asyncio.to_thread(net_claims, batch.claims) if batch.claims else []
         with database_errors(f"{self._where} does not take the batch up to {batch.stream_sequence} of {batch.stream}"):
-            async with self._engine.begin() as connection:
-                if not await _move_position(connection, batch, self._upserts["first_position"]):
-                    return await _not_applied(connection, batch)
-                hidden = await _hidden(connection, batch)
-                instances = [_instance_values(row) for row in batch.instances if row.id not in hidden]
-                epochs = [_epoch_values(row) for row in batch.epochs if row.instance not in hidden]
-                await self._upsert(connection, "instances", _last(instances, "id"))
-                await self._upsert(connection, "epochs", _last(epochs, "instance", "epoch"))
-                await self._upsert(
-                    connection, "namespaces", _last(map(_namespace_values, reversed(batch.namespaces)), "id")
-                )
-                positions = [msgspec.structs.asdict(row) for row in batch.positions if row.instance not in hidden]
-                await self._upsert(connection, "instance_positions", _last(positions, "instance"))
+            try:
+                return await self._write_rows(batch, claims)
+            except (StatementError, OverflowError, UnicodeError) as error:
+                if not is_refused_data(error):
+                    raise
+            refused: list[RefusedRow] = []
+            result = await self._write_rows(batch, claims, refused)
+        self._tell_refused(batch, refused)
+        return result
+
+    async def _write_rows(
+        self, batch: StoreBatch, claims: Sequence[NetClaims], refused: list[RefusedRow] | None = None
+    ) -> BatchResult:
+        """One transaction. Raises what the database says.
+
+        Args:
+            refused: is filled with the rows that are left out; None: one that is refused ends the transaction.
+        """
+        async with self._engine.begin() as connection:
+            if not await _move_position(connection, batch, self._upserts["first_position"]):
+                return await _not_applied(connection, batch)
+            hidden = await _hidden(connection, batch)
+            instances = [_instance_values(row) for row in batch.instances if row.id not in hidden]
+            epochs = [_epoch_values(row) for row in batch.epochs if row.instance not in hidden]
+            namespaces = map(_namespace_values, reversed(batch.namespaces))
+            positions = [msgspec.structs.asdict(row) for row in batch.positions if row.instance not in hidden]
+            for table, rows in (
+                ("instances", _last(instances, "id")), ("epochs", _last(epochs, "instance", "epoch")),
+                ("namespaces", _last(namespaces, "id")), ("instance_positions", _last(positions, "instance")),
+            ):  # fmt: skip
+                if refused is None:
+                    await self._upsert(connection, table, rows)
+                else:
+                    left = await write_leaving_out(connection, rows, partial(self._upsert, connection, table))
+                    refused += [RefusedRow(table, str(next(iter(row.values()))), 1, str(why)) for row, why in left]
+            if refused is None:
                 await write_claims(connection, claims, self._used_ns)
+            else:
+                lost = await write_leaving_out(connection, claims, partial(self._write_claims, connection))
+                refused += [RefusedRow("object_claims", net.pool, len(net.claimed), str(why)) for net, why in lost]
         return BatchResult(BatchOutcome.APPLIED, batch.stream_sequence, batch.fingerprint)
+
+    async def _write_claims(self, connection: AsyncConnection, claims: Sequence[NetClaims]) -> None:
+        await write_claims(connection, claims, self._used_ns)
+
+    def _tell_refused(self, batch: StoreBatch, refused: Sequence[RefusedRow]) -> None:
+        """One warning for all that a batch had."""
+        if refused:
+            self.refused_rows += sum(row.rows for row in refused)
+            first = refused[0]
+            log.warning(
+                "rows.refused", stream=batch.stream, position=batch.stream_sequence, rows=sum(row.rows for row in refused),
+                table=first.table, key=first.key[:_SHOWN], why=first.why.partition("\n")[0][:_SHOWN],
+                what_to_do="find who writes that: another program, or an instance that lies; everything else is stored",
+            )  # fmt: skip
 
     async def forget(self, marks: Sequence[ForgottenRow], read: int) -> bool:
         """Remove every row of some instances but their claims, and keep their marks, in one transaction.
@@ -194,6 +247,39 @@ class SqlStore:
                 await self._upsert(connection, "forgotten", _last(map(_forgotten_values, marks), "instance"))
         return True
 
+    async def forget_namespaces(
+        self, stream: str, read: int, names: Collection[NamespaceId], followed: Collection[InstanceId]
+    ) -> frozenset[NamespaceId] | None:
+        """Remove the rows of namespaces that nobody declares any more, but of those of which blocks are claimed.
+
+        Args:
+            stream, read: as in `forget`.
+            followed: the instances of which whoever calls knows what they declare. Where SQL has others, it keeps the rows.
+        Returns: those of which blocks are claimed. None where SQL is ahead of `read`, or counts the stream under another name:
+            then nothing was done.
+        """
+        return await _to_its_end(self._forget_namespaces(stream, read, sorted(names), frozenset(followed)))
+
+    async def _forget_namespaces(
+        self, stream: str, read: int, names: Sequence[NamespaceId], followed: frozenset[InstanceId]
+    ) -> frozenset[NamespaceId] | None:
+        table, claims = tables.namespaces, tables.object_claims
+        pools = sorted(await self.claimed_pools())
+        claimed: set[NamespaceId] = set()
+        with database_errors(f"{self._where} does not forget {len(names)} namespaces"):
+            async with self._engine.begin() as connection:
+                if not await _hold_position(connection, stream, read):
+                    return None
+                others = not followed.issuperset((await connection.execute(select(tables.instances.c.id))).scalars())
+                has_claims = exists().where(claims.c.pool.in_(pools), claims.c.namespace == table.c.id)
+                for at in range(0, len(names), _ASKED_ROWS):
+                    is_asked = table.c.id.in_(names[at : at + _ASKED_ROWS])
+                    found = (await connection.execute(select(table.c.id).where(is_asked, has_claims))).scalars()
+                    claimed.update(NamespaceId(bytes(name)) for name in found)
+                    if not others:
+                        await connection.execute(delete(table).where(is_asked, ~has_claims))
+        return frozenset(claimed)
+
     async def drop_marks(self, stream: str, instances: Sequence[InstanceId]) -> None:
         """Remove marks: nothing can bring these instances back any more. Those of streams that are over go as well."""
         table, places = tables.forgotten, tables.positions
@@ -216,7 +302,7 @@ class SqlStore:
                 # another catalog may have forgotten one since it was counted: nobody would ever remove its row
                 await connection.execute(delete(column.table).where(column.in_(select(tables.forgotten.c.instance))))
 
-    async def _upsert(self, connection: AsyncConnection, table: str, rows: list[dict[str, Any]]) -> None:
+    async def _upsert(self, connection: AsyncConnection, table: str, rows: Sequence[dict[str, Any]]) -> None:
         await _in_chunks(connection, self._upserts[table], rows)
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -290,7 +376,7 @@ class SqlStore:
         """The namespaces whose fields are known, oldest first."""
         table = tables.namespaces
         rows = await self._read(select(table).order_by(table.c.first_seen_ns, table.c.id))
-        return [_namespace_row(row) for row in rows]
+        return [found for row in rows if (found := _namespace_row(row)) is not None]
 
     async def claimed_namespaces(self) -> set[NamespaceId]:
         """The namespaces that blocks are claimed of, in any pool."""
@@ -527,10 +613,10 @@ def _upserts(is_sqlite: bool) -> dict[str, Executable]:
     }
 
 
-async def _in_chunks(connection: AsyncConnection, statement: Executable, rows: list[dict[str, Any]]) -> None:
+async def _in_chunks(connection: AsyncConnection, statement: Executable, rows: Sequence[dict[str, Any]]) -> None:
     """Run a statement once a row, by the driver's own loop: no limit on parameters, one prepared statement."""
     for at in range(0, len(rows), _WRITE_ROWS):
-        await connection.execute(statement, rows[at : at + _WRITE_ROWS])
+        await connection.execute(statement, list(rows[at : at + _WRITE_ROWS]))
 
 
 def _last(rows: Any, *keys: str) -> list[dict[str, Any]]:
@@ -584,8 +670,13 @@ def _namespace_values(row: NamespaceRow) -> dict[str, Any]:
     return fields | {"id": row.id, "first_seen_ns": row.first_seen_ns}
 
 
-def _namespace_row(values: dict[str, Any]) -> NamespaceRow:
+def _namespace_row(values: dict[str, Any]) -> NamespaceRow | None:
+    """A namespace; None where an older kvbm has taken texts that are longer than one has today."""
     fields = {name: value for name, value in values.items() if name not in ("id", "first_seen_ns")}
     fields["scheme_seed"] = int(fields["scheme_seed"])
     namespace = NamespaceId(bytes(values["id"]))
-    return NamespaceRow(id=namespace, fields=Namespace(**fields), first_seen_ns=values["first_seen_ns"])
+    try:
+        return NamespaceRow(id=namespace, fields=Namespace(**fields), first_seen_ns=values["first_seen_ns"])
+    except ArgumentError as error:
+        log.warning("namespace.unreadable", namespace=namespace.hex(), why=str(error))
+        return None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from kvbm.catalog.access import Caller
+from kvbm.catalog.known_namespaces import KnownNamespaces
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 
 NOWHERE = NamespaceId(secrets.token_bytes(HASH_BYTES))  # of this process; nothing is ever written under it
@@ -21,7 +22,11 @@ class Declarations(Protocol):
     """What instances have declared; `Sequencer` is one."""
 
     def namespaces(self) -> Mapping[NamespaceId, Namespace]:
-        """Namespaces whose fields are known."""
+        """Namespaces whose fields are known, by id."""
+
+    @property
+    def known_namespaces(self) -> KnownNamespaces:
+        """The same, in the order they became so."""
 
     def declared(self, instance: InstanceId) -> frozenset[NamespaceId]:
         """Namespaces that an instance has named; empty when none are known."""
@@ -33,7 +38,7 @@ class Visibility:
     def __init__(self, declarations: Declarations) -> None:
         self._declarations = declarations
         self._of_tenants: dict[str, dict[NamespaceId, Namespace]] = {}
-        self._seen: tuple[int, NamespaceId | None] = (0, None)
+        self._known_seen = self._removals_seen = 0
 
     def fields(self, caller: Caller, namespace: NamespaceId) -> Namespace | None:
         """The fields of a namespace that the caller may know of, if they are known."""
@@ -79,11 +84,12 @@ class Visibility:
         return instance if serves else NOBODY
 
     def _by_tenant(self) -> Mapping[str, dict[NamespaceId, Namespace]]:
-        known = self._declarations.namespaces()
-        seen = (len(known), next(reversed(known), None) if isinstance(known, dict) else None)
-        if seen != self._seen or not isinstance(known, dict):
-            self._of_tenants = {}
-            for key, found in known.items():
+        known = self._declarations.known_namespaces
+        if known.removals != self._removals_seen:
+            self._of_tenants, self._known_seen, self._removals_seen = {}, 0, known.removals
+        if len(known.by_id) != self._known_seen:
+            for key in known.behind(self._known_seen):
+                found = known.by_id[key]
                 self._of_tenants.setdefault(found.tenant, {})[key] = found
-            self._seen = seen
+            self._known_seen = len(known.by_id)
         return self._of_tenants

@@ -202,11 +202,15 @@ def _check_limits(limits: LimitSettings) -> None:
     for name, least in (
         ("sockets", 16), ("sockets_per_peer", 1), ("connects_per_s", 1), ("burst", 1), ("body_bytes", 12 << 20),
         ("waits", 4), ("header_s", 0.1), ("idle_s", 1), ("write_s", 0.1), ("unsent_bytes", 1 << 20), ("requests_per_s", 0),
-        ("watches", 1), ("watches_per_caller", 1), ("watch_bytes", 1 << 16),
+        ("watches", 1), ("watches_per_caller", 1), ("watch_bytes", 1 << 16), ("loop_share", 0.01),
     ):  # fmt: skip
         value = getattr(limits, name)
         if not least <= value < math.inf:
             raise ConfigError(f"catalog.limits.{name} is {value:g}; it must be at least {least:g}")
+    if limits.loop_share > 1:
+        raise ConfigError(
+            f"catalog.limits.loop_share is {limits.loop_share:g}; it must be at most 1, which is all of it"
+        )
 
 
 def _check_hold(hold_s: float) -> None:

@@ -309,6 +309,7 @@ class LimitSettings(SettingsGroup, frozen=True):
         unsent_bytes: of answers that callers do not take, all together.
         watches, watches_per_caller: feeds open at a time, of all callers and of one.
         watch_bytes: of recent changes, from which feeds go on; who is further behind is told what it has missed.
+        loop_share: of the time that the catalog has for answers, one caller may have this part while others ask; 1: all of it.
     """
 
     sockets: int = 1024
@@ -326,6 +327,7 @@ class LimitSettings(SettingsGroup, frozen=True):
     watches: int = 512
     watches_per_caller: int = 128
     watch_bytes: int = 16 << 20
+    loop_share: float = 0.5
 
 
 class TenantSettings(SettingsGroup, frozen=True):

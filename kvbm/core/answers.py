@@ -415,9 +415,10 @@ class NamespaceSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamespacesAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """All namespaces whose fields are known, by id."""
+    """Namespaces whose fields are known, by id; `more` come after the last."""
 
     namespaces: list[NamespaceSummary]
+    more: int = 0
 
 
 class ReadyAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@
 
 The caller is part of the subject, so the server's permissions say who asks. Bodies are those of HTTP: of `lookup`, `route`, `presence` and `find` the same
 JSON or binary form, told apart by the header Content-Type; of `blocks` what HTTP has in the path, `<namespace>/<hash>`; of `instances`
-the query, such as `limit=10&name=gpu-0`; `namespaces` and `ready` have none. An answer has the status of HTTP in a header.
+the query, such as `limit=10&name=gpu-0`; of `namespaces` too, such as `limit=10`; `ready` has none. An answer has the status of HTTP in a header.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def request_of(verb: str, body: bytes) -> Asked | None:
         return Asked("POST", path, b"", body)
     if verb == "blocks":
         return Asked("GET", f"{path}/{body.decode()}", b"", b"")
-    return Asked("GET", path, body if verb == "instances" else b"", b"")
+    return Asked("GET", path, body if verb in ("instances", "namespaces") else b"", b"")
 
 
 def message_of(method: str, target: str, body: bytes | None) -> tuple[str, bytes] | None:

@@ -38,10 +38,22 @@ def check_plain_int(value: int, argument: str, least: int | None = 0) -> None:
         checked_int(value, argument, least)
 
 
-def check_text(value: str, argument: str) -> None:
-    """Refuse what is not a str."""
+def check_text(value: str, argument: str, most_bytes: int | None = None) -> None:
+    """Refuse what is not a str, or has more bytes as UTF-8 than there may be; None: any number."""
     if not isinstance(value, str):
         raise ArgumentTypeError(argument, f"is {kind_of(value)}; give a text")
+    if most_bytes is not None and is_longer(value, most_bytes):
+        raise ArgumentValueError(argument, f"has {text_bytes(value)} bytes; give at most {most_bytes}")
+
+
+def is_longer(text: str, most_bytes: int) -> bool:
+    """Whether a text has more bytes as UTF-8. Costs nothing for what is short: a character has four at most."""
+    return len(text) * 4 > most_bytes and text_bytes(text) > most_bytes
+
+
+def text_bytes(text: str) -> int:
+    """How many bytes a text has as UTF-8; what has no UTF-8 counts as well."""
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 
 def kind_of(value: object) -> str:

@@ -44,6 +44,7 @@ from typing import NamedTuple, TypeVar, assert_never
 
 import msgspec
 
+from kvbm.core.checks import is_longer, text_bytes
 from kvbm.core.checksum import crc32c
 from kvbm.core.errors import (
     CorruptFrameError,
@@ -57,6 +58,9 @@ from kvbm.core.errors import (
 from kvbm.core.events import (
     MAX_ATTRIBUTE_BYTES,
     MAX_ATTRIBUTES,
+    MAX_NAMESPACES,
+    MAX_POOLS,
+    MAX_TOPOLOGY,
     BlocksCreated,
     BlocksEvicted,
     BlocksMigrated,
@@ -70,7 +74,19 @@ from kvbm.core.events import (
     SnapshotEnded,
     StopReason,
 )
-from kvbm.core.ids import HASH_BYTES, NO_PARENT, SLOT_BYTES, Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
+from kvbm.core.ids import (
+    HASH_BYTES,
+    MAX_NAME_BYTES,
+    MAX_TEXT_BYTES,
+    NO_PARENT,
+    SLOT_BYTES,
+    Epoch,
+    InstanceId,
+    NamespaceId,
+    Offset,
+    SequenceHash,
+    Tier,
+)
 
 MAGIC = b"KVBM"
 VERSION = 2  # the newest that is read
@@ -548,7 +564,7 @@ def _decode_started(reader: _Reader) -> InstanceStarted:
 
 def encode_started(event: InstanceStarted) -> bytes:
     """The MessagePack of an InstanceStarted; the native codec takes it from here. Raises LayoutError."""
-    why = _refused_attributes(event)
+    why = _refused_texts(event) or _refused_attributes(event)
     if why:
         raise LayoutError(f"InstanceStarted does not encode: {why}")
     try:
@@ -563,7 +579,7 @@ def decode_started(blob: bytes, at: int) -> InstanceStarted:
         event = msgspec.msgpack.decode(blob, type=InstanceStarted)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise MalformedFrameError(at, f"InstanceStarted does not decode: {error}") from None
-    why = _refused_attributes(event)
+    why = _refused_texts(event) or _refused_attributes(event)
     if why:
         raise MalformedFrameError(at, f"InstanceStarted does not decode: {why}")
     if _started_bytes(event) != blob:
@@ -579,6 +595,22 @@ def _started_bytes(event: InstanceStarted) -> bytes:
     if event.attributes:
         fields.append(dict(sorted(event.attributes.items())))
     return msgspec.msgpack.encode(fields)
+
+
+def _refused_texts(event: InstanceStarted) -> str:
+    """What of a start is more than readers keep; "" when nothing is. Its namespaces look after themselves."""
+    if len(event.pools) > MAX_POOLS or len(event.topology) > MAX_TOPOLOGY:
+        return f"{len(event.pools)} pools, {len(event.topology)} texts of topology; at most {MAX_POOLS} and {MAX_TOPOLOGY} fit"
+    if len(event.namespaces) > MAX_NAMESPACES:
+        return f"{len(event.namespaces)} namespaces; at most {MAX_NAMESPACES} fit"
+    named = [("a pool's name", pool.name, MAX_NAME_BYTES) for pool in event.pools]
+    named += [("a text of topology", word, MAX_TEXT_BYTES) for word in event.topology]
+    for what, text, most_bytes in (
+        *named, ("engine", event.engine, MAX_TEXT_BYTES), ("version", event.version, MAX_TEXT_BYTES),
+    ):  # fmt: skip
+        if is_longer(text, most_bytes):
+            return f"{what} has {text_bytes(text)} bytes; at most {most_bytes} fit"
+    return ""
 
 
 def _refused_attributes(event: InstanceStarted) -> str:

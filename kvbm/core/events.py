@@ -15,6 +15,9 @@ from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, 
 
 MAX_ATTRIBUTES = 64
 MAX_ATTRIBUTE_BYTES = 16 << 10
+MAX_POOLS = 64
+MAX_TOPOLOGY = 64
+MAX_NAMESPACES = 4096  # that one start names
 
 
 class EvictReason(IntEnum):
@@ -53,7 +56,7 @@ class PoolStated(msgspec.Struct, frozen=True, array_like=True):
         slots: how many blocks fit; 0 for a pool without slots (OBJECT).
         block_bytes: bytes of one block.
         reach: who can read it without the owner.
-        name: of a pool of cluster reach, the name all its users share; else "".
+        name: of a pool of cluster reach, the name all its users share, at most MAX_NAME_BYTES; else "".
     """
 
     tier: Tier
@@ -68,10 +71,10 @@ class InstanceStarted(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
     Attributes:
         epoch: the new epoch.
-        pools: the pools, hottest first.
-        namespaces: the namespaces known at the start.
+        pools: the pools, hottest first; at most MAX_POOLS. topology has at most MAX_TOPOLOGY texts.
+        namespaces: the namespaces known at the start; at most MAX_NAMESPACES.
         topology: where the instance stands, outermost first, such as ("zone-a", "rack-3", "host-17").
-        engine, version: who embeds the manager; kvbm's version.
+        engine, version: who embeds the manager; kvbm's version. They and each text of `topology` have at most MAX_TEXT_BYTES.
         attributes: what else is said of the instance, for readers to come; those of today keep it unread. At most MAX_ATTRIBUTES
             names of 1 to 255 bytes, MAX_ATTRIBUTE_BYTES with their values.
     """

@@ -31,7 +31,16 @@ NO_PARENT = SequenceHash(bytes(HASH_BYTES))  # the parent of a chain's first blo
 UNKNOWN = "unknown"  # a field of a namespace that nobody has said: a value of its own, equal to no engine's
 
 
-_TEXTS = ("model", "revision", "kv_dtype", "layout", "ranks", "lora", "tenant", "scheme")
+MAX_NAME_BYTES = (
+    255  # of the name of an instance, a cluster, a tenant or a pool: what databases take as a part of a key
+)
+MAX_TEXT_BYTES = 8 << 10  # of any other text that an instance says of itself
+MAX_FIELDS_BYTES = 64 << 10  # of a namespace that a heartbeat tells of: all of its texts at their longest
+
+_TEXTS = {
+    "model": MAX_TEXT_BYTES, "revision": MAX_TEXT_BYTES, "kv_dtype": MAX_TEXT_BYTES, "layout": MAX_TEXT_BYTES,
+    "ranks": MAX_TEXT_BYTES, "lora": MAX_TEXT_BYTES, "tenant": MAX_NAME_BYTES, "scheme": MAX_TEXT_BYTES,
+}  # fmt: skip
 
 
 class Tier(IntEnum):
@@ -76,7 +85,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
         kv_group: which group of layers, in models with several.
         ranks: parallel layout, such as "tp1".
         lora: adapter, "" for none.
-        tenant: whose blocks; tenants never share.
+        tenant: whose blocks; tenants never share. At most MAX_NAME_BYTES, as UTF-8; every other text at most MAX_TEXT_BYTES.
         scheme, scheme_seed: how tokens become hashes.
     Raises: ArgumentTypeError, ArgumentValueError: a field that makes no sense.
     """
@@ -94,8 +103,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     scheme_seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in _TEXTS:
-            check_text(getattr(self, name), name)
+        for name, most_bytes in _TEXTS.items():
+            check_text(getattr(self, name), name, most_bytes)
         check_plain_int(self.block_tokens, "block_tokens", least=1)
         check_plain_int(self.kv_group, "kv_group")
         check_plain_int(self.scheme_seed, "scheme_seed", least=None)  # its range is the engine's business
@@ -131,14 +140,20 @@ def namespace_in(canonical: bytes) -> Namespace | None:
     """The namespace whose `canonical` these bytes are; None: they are nobody's, or have fields that this kvbm does not know."""
     try:
         found = msgspec.json.decode(canonical, type=Namespace)
+        msgspec.msgpack.encode(found)  # numbers of more than 64 bits neither a frame can carry nor a checkpoint keep
         return found if found.canonical() == canonical else None
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError):
         return None
+
+
+def namespace_id_of(canonical: bytes) -> NamespaceId:
+    """The id of the namespace whose `canonical` these bytes are, if they are one's."""
+    return NamespaceId(hashlib.sha256(b"kvbm.namespace.v1\0" + canonical).digest()[:HASH_BYTES])
 
 
 @lru_cache(maxsize=1024)
 def _id_of(namespace: Namespace) -> NamespaceId:
-    return NamespaceId(hashlib.sha256(b"kvbm.namespace.v1\0" + namespace.canonical()).digest()[:HASH_BYTES])
+    return namespace_id_of(namespace.canonical())
 
 
 @cache

@@ -68,6 +68,7 @@ LOOKUP, ROUTE, PRESENCE, FIND = 1, 2, 3, 4
 KINDS = (LOOKUP, ROUTE, PRESENCE, FIND)
 MOST_PROMPTS = 256
 MOST_ROUTES = 64
+_SHORT_ROUTES, _SHORT_PROMPTS = 4, 64
 SUSPECT, POOL, REFUSED = 1, 2, 4
 _MAGIC = b"KVB1"
 _QUESTIONS = struct.Struct("<4sBBHII16s")
@@ -107,6 +108,14 @@ def encode_batch(batch: PromptBatch) -> bytes:
     head = _QUESTIONS.pack(_MAGIC, batch.kind, 0, batch.limit, len(batch.prompts), len(asker), batch.namespace)
     counts = (_PROMPT.pack(len(hashes) // HASH_BYTES, tokens) for hashes, tokens in batch.prompts)
     return b"".join([head, *counts, *(hashes for hashes, _ in batch.prompts), asker])
+
+
+def is_long(body: bytes | bytearray) -> bool:
+    """Whether a body has so many questions that their answers take long; what is no body of questions does not."""
+    if len(body) < _QUESTIONS.size:
+        return False
+    _, kind, _, _, count, _, _ = _QUESTIONS.unpack_from(body)
+    return bool(count > (_SHORT_ROUTES if kind == ROUTE else _SHORT_PROMPTS))
 
 
 def decode_batch(body: bytes | bytearray) -> PromptBatch:

@@ -337,7 +337,16 @@ class CatalogClient(TokenQuestions):
 
     def namespaces(self) -> list[NamespaceSummary]:
         """All namespaces whose fields are known, by id."""
-        return self._get("/v1/namespaces", NamespacesAnswer).namespaces
+        found: list[NamespaceSummary] = []
+        more = True
+        while more:
+            words = [f"after={found[-1].id}"] if found else []
+            if self._transport.page_limit:
+                words.append(f"limit={self._transport.page_limit}")
+            page = self._get(f"/v1/namespaces{'?' if words else ''}{'&'.join(words)}", NamespacesAnswer)
+            found += page.namespaces
+            more = page.more > 0 and bool(page.namespaces)
+        return found
 
     def ready(self) -> ReadyAnswer:
         """Whether the catalog's answers are complete, and what does not work."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 
-from kvbm.core.ids import Namespace, NamespaceId
+from kvbm.core.ids import MAX_FIELDS_BYTES, Namespace, NamespaceId
 
 MOST_USED = 1024  # 18 bytes each in every heartbeat
 TOLD = 4  # namespaces that one heartbeat tells of
@@ -63,9 +63,10 @@ class UsedNamespaces:
         found, size = list[bytes](), 0
         for one in [*known[first:], *known[:first]][:TOLD]:
             words = self._fields[one].canonical()
-            size += len(words)
-            if found and size > TOLD_BYTES:
-                break
-            found.append(words)
+            if len(words) <= MAX_FIELDS_BYTES:  # longer ones, of texts that are written with escapes, nobody would read
+                size += len(words)
+                if found and size > TOLD_BYTES:
+                    break
+                found.append(words)
             self._told = one
         return tuple(found)

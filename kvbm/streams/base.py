@@ -13,7 +13,7 @@ import msgspec
 from kvbm.core.codec import FrameBytes, decode_frame, decode_header
 from kvbm.core.errors import ConfigError, FrameError, StreamError
 from kvbm.core.fetching import Transfer
-from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.core.ids import MAX_NAME_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
 from kvbm.core.parts import ALL_PARTS, part_of, part_word
 
 EVENTS_PREFIX = "kvbm.v1.events"
@@ -24,14 +24,13 @@ SAMPLES_PREFIX = "kvbm.v1.samples"
 ROUTES_PREFIX = "kvbm.v1.routes"  # what each catalog has routed, for the others
 ERASE_PREFIX = "kvbm.v1.erase"  # what is to be erased, in a stream of its own
 ERASED_PREFIX = "kvbm.v1.erased"  # how far each has come with it
-MAX_NAME_BYTES = 255  # a frame's header has one byte for the length
 ASKS_KEPT = 64  # of each kind that a slow watcher has not taken yet; beyond it the oldest goes
 SAMPLES_KEPT = 4_000
 ROUTES_KEPT = 256  # messages
 
 # What a fence may say: whoever may write one may write anything.
 _MOST_EPOCH = 1 << 63
-_MOST_RUN = 128  # characters
+MOST_RUN = 128  # characters
 _FENCE_EPOCHS = 128
 _FENCE_BEGINS = f"{FENCE_PREFIX}."
 _BAD_IN_NAME = re.compile(r"[\s.*>\x00-\x20\x7f]")
@@ -126,8 +125,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         prefill_tokens_per_s, queue_tokens_per_s: as the instance has measured: what it computes of one prompt, and how quickly tokens that
             wait grow fewer; 0 where it has not.
         free_slots: slots that can be had without evicting, by tier.
-        namespaces: those it has used last, 1024 at most.
-        told: what some of its namespaces are, each as `Namespace.canonical` has it; a few at a time, in turn.
+        namespaces: those it has used last, 1024 at most, as are entries of everything else.
+        told: what some of its namespaces are, each as `Namespace.canonical` has it, MAX_FIELDS_BYTES at most; a few at a time, in turn.
         run: of the process that sends it, as in `Fence`.
         trouble: what it cannot do now, such as "journal full: …"; "" when all is well.
         put_bytes: what this run has put in the object pool, by namespace: bytes in memory, and as they lie in the store.
@@ -155,22 +154,6 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     lends: dict[str, str] = {}
     transfers: tuple[Transfer, ...] = ()
     told: tuple[bytes, ...] = ()
-
-
-def encoded_heartbeat(heartbeat: Heartbeat) -> tuple[bytes, str]:
-    """A heartbeat as it travels, read once as its readers will read it.
-
-    Returns: its bytes, none where it does not even encode, and why no reader can read it; "" where they can.
-    """
-    data = b""
-    try:
-        data = msgspec.msgpack.encode(heartbeat)
-        read = msgspec.msgpack.decode(data, type=Heartbeat)
-    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        return data, str(error)
-    if (read.cluster, read.instance) != (heartbeat.cluster, heartbeat.instance):
-        return data, "its names do not read as they were written"
-    return data, ""
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
@@ -649,7 +632,7 @@ def fence_of(data: bytes, sequence: int, what: str) -> Fence:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableError(f"{what} is not a fence ({error}); another program writes there") from None
     runs = ((body.epoch, body.run), *body.log)
-    if len(runs) > _FENCE_EPOCHS or any(not 0 <= epoch < _MOST_EPOCH or len(run) > _MOST_RUN for epoch, run in runs):
+    if len(runs) > _FENCE_EPOCHS or any(not 0 <= epoch < _MOST_EPOCH or len(run) > MOST_RUN for epoch, run in runs):
         raise UnreadableError(f"{what} is not a fence (it names what no fence does); another program writes there")
     return Fence(body.epoch, body.run, sequence, body.log)
 

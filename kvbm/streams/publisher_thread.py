@@ -19,7 +19,6 @@ from kvbm.streams.base import (
     FrameLog,
     Position,
     PublisherOwner,
-    encoded_heartbeat,
     events_subject,
 )
 from kvbm.streams.nats.connection import shown
@@ -46,6 +45,7 @@ from kvbm.streams.publisher_owner import OwnerCalls
 from kvbm.streams.publisher_ownership import unknown_runs
 from kvbm.streams.publisher_reports import PublisherReports
 from kvbm.streams.publisher_requests import OpenStream, StreamRequests, Target
+from kvbm.streams.pulse_words import encoded_heartbeat
 
 log = Remarks()
 

@@ -55,11 +55,13 @@ class CatalogNumbers(NamedTuple):
     zombies: int
     double_ids: int
     audits: int
+    namespaces_refused: int
     routes_shared: int
     routes_unshared: int
     routes_received: int
     routes_refused: int
     rows_read_again: int
+    rows_refused: int
     checkpoints: int
     archive_lost: int
     samples: int
@@ -115,8 +117,10 @@ _COUNTERS = {
     "routes_unshared": "Routes that they could not be told, or without their blocks: too many at once, or NATS took none.",
     "routes_received": "Routes of other catalogs, counted as load here.",
     "routes_refused": "Routes of other catalogs that were none, or of instances that are not heard here; a message that is none counts as one.",
+    "namespaces_refused": "Namespaces that instances named and that are not kept: there are too many.",
     "audits": "Passes of the audit over the whole index.",
     "rows_read_again": "Times rows were let go because the database was away, and read again from the stream.",
+    "rows_refused": "Rows left out because the database refuses what they hold.",
     "checkpoints": "Checkpoints of the index written.",
     "archive_lost": "Messages that aged out of the stream before they were archived.",
     "samples": "Sampled accesses archived.",
@@ -147,6 +151,7 @@ REFUSALS = {
     "unknown_caller": "requests of nobody known (401)",
     "not_allowed": "requests that a role may not make (403)",
     "too_many_requests": "requests over requests_per_s (429)",
+    "too_much_work": "requests of callers that have had loop_share of the loop's time, while others ask (429)",
     "too_many_bytes": "requests without room in body_bytes (429, 503)",
     "too_many_waits": "requests without a place in waits (429, 503)",
     "too_many_watches": "feeds without a place in watches (429, 503)",

@@ -22,9 +22,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, func, inspect, select, text
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from kvbm.catalog import database
+from kvbm.catalog import database, sql_store
 from kvbm.catalog import sql_tables as tables
 from kvbm.catalog.database import migrations_folder, parse_url
 from kvbm.catalog.sql_rows import (
@@ -395,15 +396,17 @@ def test_a_batch_that_stands_still_is_a_bug_of_the_caller(database_url: str) -> 
     with_store(database_url, work)
 
 
-def test_a_batch_that_fails_midway_leaves_nothing(database_url: str) -> None:
+def test_a_batch_that_fails_midway_leaves_nothing(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def away(*_: object) -> None:
+        raise OperationalError("INSERT", None, ConnectionError("gone"))
+
     async def work(store: SqlStore) -> None:
-        before = await contents(store)
-        good = full_batch()
-        bad = claim(hashes(1), namespace=NamespaceId(b"five!"))  # its CHECK fails, after all other rows are written
-        with pytest.raises(CatalogError, match="does not take the batch up to 7"):
-            await store.apply(batch(0, 7, instances=good.instances, epochs=good.epochs, namespaces=good.namespaces,
-                                    positions=good.positions, claims=(*good.claims, bad)))  # fmt: skip
-        assert await contents(store) == before
+        before, good = await contents(store), full_batch()
+        with monkeypatch.context() as patched:
+            patched.setattr(sql_store, "write_claims", away)  # after all other rows are written
+            with pytest.raises(CatalogError, match="does not take the batch up to 7"):
+                await store.apply(good)
+        assert await contents(store) == before and store.refused_rows == 0
         assert await store.apply(good)
 
     with_store(database_url, work)
@@ -956,3 +959,39 @@ def test_pools_are_found_by_their_claims(database_url: str) -> None:
         assert await store.claimed_pools() == {"pool-0", "pool-1", "pool-2"}
 
     with_store(database_url, work)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 6])
+def test_a_row_that_the_database_refuses_for_what_it_holds_is_left_out_and_the_rest_is_stored(
+    database_url: str, place: int
+) -> None:
+    good = [Namespace(model=f"m{number}", block_tokens=16) for number in range(6)]
+    rows = [NamespaceRow(id=one.id, fields=one, first_seen_ns=5) for one in good]
+    rows.insert(place, NamespaceRow(id=NamespaceId(b"short"), fields=CHAT, first_seen_ns=5))
+    changed = msgspec.structs.replace(full_batch(), namespaces=tuple(rows))
+
+    async def store(store: SqlStore) -> tuple[BatchResult, Contents, int]:
+        return await store.apply(changed), await contents(store), store.refused_rows
+
+    applied, held, refused = with_store(database_url, store)
+    assert applied.outcome is BatchOutcome.APPLIED and held.position == 7
+    assert {row.id for row in held.namespaces} == {one.id for one in good}
+    assert len(held.instances) == len(held.epochs) == len(held.positions) == 1 and len(held.claims) == 3
+    assert refused == 1
+
+
+def test_claims_of_a_pool_whose_name_the_database_cannot_keep_are_left_out(postgres_url: str) -> None:
+    dice = random.Random(1)
+    long = "".join(
+        chr(dice.randrange(0x4E00, 0x9FFF)) for _ in range(3000)
+    )  # more than a row of a B-tree, also compressed
+    changed = msgspec.structs.replace(
+        full_batch(), claims=(claim(hashes(3)), claim(hashes(5, 1), pool=long), claim(hashes(2, 2)))
+    )
+
+    async def store(store: SqlStore) -> tuple[BatchResult, set[tuple[str, bytes, bytes]], int]:
+        return await store.apply(changed), await claimed(store), store.refused_rows
+
+    applied, held, refused = with_store(postgres_url, store)
+    assert applied.outcome is BatchOutcome.APPLIED and {pool for pool, _, _ in held} == {POOL}
+    assert (len(held), refused) == (5, 5)

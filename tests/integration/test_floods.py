@@ -11,7 +11,9 @@ import json
 import os
 import random
 import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,11 @@ from kvbm.catalog.connections import Connection, Connections
 from kvbm.catalog.limits import LimitSettings
 from kvbm.catalog.listener import Listener
 from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, MAX_POSITIONS
+from kvbm.core.prompt_batches import CONTENT_TYPE, MOST_ROUTES, ROUTE, PromptBatch, encode_batch
 from tests.floods import (
     FIELDS,
     FLOODS,
+    SPACE,
     CatalogProcess,
     Honest,
     Source,
@@ -238,6 +242,61 @@ def test_waits_are_bounded_for_each_caller_and_leave_others_served(nats_url: str
             ask(catalog, "/v1/lookup", {"namespace": FIELDS, "hashes": "", "at_least": [WANTED], "timeout_s": 0})[0]
             == 504
         )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["batches", "bodies"])
+def test_one_caller_that_asks_for_much_leaves_others_half_of_the_time(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    """One connection of batches of 64 long routes, or three of bodies of 8.3 MB; no number of requests is over any limit."""
+    publish_instances(nats_url, cluster, [f"instance-{number:03}" for number in range(100)])
+    pick = random.Random(3)
+    if kind == "batches":
+        prompts = [(pick.randbytes(16 * 512), 16 * 512) for _ in range(MOST_ROUTES)]
+        path, body = "/v1/route", encode_batch(PromptBatch(ROUTE, 8, SPACE.id, prompts))
+        headers, connections = {"content-type": CONTENT_TYPE}, 1
+    else:
+        tokens = ",".join(str(pick.randrange(10**6, 10**7)) for _ in range(1_030_000))
+        path, body = "/v1/lookup", b'{"namespace":%b,"tokens":[%b]}' % (json.dumps(FIELDS).encode(), tokens.encode())
+        headers, connections = {}, 3
+    limits: dict[str, object] = {"loopback": True, "requests_per_s": 1e6, "burst": 10**6}
+    statuses: Counter[int] = Counter()
+    over = threading.Event()
+
+    def ask(url: str) -> None:
+        pool = urllib3.connectionpool.connection_from_url(url, retries=False, source_address=("127.0.4.1", 0))
+        while not over.is_set():
+            statuses[pool.request("POST", path, body=body, headers=headers, timeout=WAIT_S).status] += 1
+
+    with catalog_process(tmp_path, nats_url, cluster, **limits) as catalog, Honest(catalog.url, 1, 0.0) as honest:
+        quiet_rate = honest.rate(HONEST_S)
+        greedy = [threading.Thread(target=ask, args=(catalog.url,), daemon=True) for _ in range(connections)]
+        for one in greedy:
+            one.start()
+        try:
+            for _ in range(ROUNDS):
+                honest.took_s.clear()
+                rate = honest.rate(HONEST_S)
+                took_s = sorted(honest.took_s)
+                facts = {
+                    "rates": (quiet_rate, rate),
+                    "p99_s": took_s[len(took_s) * 99 // 100],
+                    "statuses": dict(statuses),
+                }
+                print(json.dumps(facts))
+                if rate >= 0.5 * quiet_rate and facts["p99_s"] <= 0.05:
+                    break
+            else:
+                pytest.fail(f"an honest caller was not served: {facts}")
+        finally:
+            over.set()
+            for one in greedy:
+                one.join(WAIT_S)
+        assert statuses[200] > 0 and not honest.failed, facts
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -12,11 +13,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import urllib3
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import delete, insert, select
 
 from kvbm import cli
 from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
+from kvbm.catalog import forgetting
 from kvbm.catalog import sql_tables as tables
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
@@ -24,7 +27,7 @@ from kvbm.catalog.sql_rows import AbsenceRow, ForgottenRow
 from kvbm.catalog.sql_store import SqlStore
 from kvbm.config import load_settings
 from kvbm.core.errors import CatalogRefusedError, ConfigError
-from kvbm.core.ids import InstanceId
+from kvbm.core.ids import InstanceId, Namespace
 from kvbm.core.parts import part_of, parts_of
 from kvbm.locate.http import CatalogClient
 from tests.eventually import WAIT_S, eventually
@@ -228,6 +231,67 @@ def refusal(running: Running, name: str) -> CatalogRefusedError:
 def state(running: Running, name: str) -> str:
     found = running.client.instance(InstanceId(name))
     return "" if found is None else found.state
+
+
+def test_namespaces_are_forgotten_with_the_last_who_declares_them_unless_blocks_are_claimed(
+    settings: ServiceSettings, held_time: HeldTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forgetting, "NAMESPACES_EVERY_S", 0.0)
+    others = [Namespace(model=f"other-{number}", block_tokens=4) for number in range(2500)]
+
+    def stored(store: SqlStore) -> Any:
+        return store.namespaces()
+
+    with catalog(settings) as running, held_time.held():
+        a = LedgerInstance(settings.nats_url, str(settings.cluster), "a", more=others)
+        a.fill()
+        a.publish()
+        b = LedgerInstance(settings.nats_url, str(settings.cluster), "b", space=others[7])
+        b.publish()
+        eventually(lambda: len(running.client.namespaces()) == 2501, "not all pages come")
+        page = json.loads(urllib3.request("GET", f"{running.client.url}/v1/namespaces").data)
+        assert (len(page["namespaces"]), page["more"]) == (1000, 1501)
+        for bad in ("limit=0", "limit=1001", "after=x", "nonsense=1"):
+            assert urllib3.request("GET", f"{running.client.url}/v1/namespaces?{bad}").status == 422
+        eventually(lambda: len(in_sql(settings, stored)) == 2501, "SQL lacks some")
+        LedgerInstance(settings.nats_url, str(settings.cluster), "a", epoch=2, space=others[8]).publish()
+        wanted = {SPACE.id.hex(), others[7].id.hex(), others[8].id.hex()}  # claimed, declared by b, declared by a
+        eventually(lambda: {one.id for one in running.client.namespaces()} == wanted, "they are not forgotten")
+        eventually(lambda: {row.id.hex() for row in in_sql(settings, stored)} == wanted, "SQL keeps them")
+    with catalog(settings) as running:  # it reads the stream anew
+        eventually(lambda: {one.id for one in running.client.namespaces()} == wanted, "they came back")
+
+
+def test_a_namespace_that_heartbeats_name_is_kept_until_they_name_it_no_more(
+    settings: ServiceSettings, held_time: HeldTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forgetting, "NAMESPACES_EVERY_S", 0.0)
+    told, dropped = (Namespace(model=name, block_tokens=4) for name in ("told", "dropped"))
+
+    def stored(store: SqlStore) -> Any:
+        return store.namespaces()
+
+    def known(running: Running) -> set[str]:
+        return {one.id for one in running.client.namespaces()}
+
+    def is_all(running: Running, *wanted: Namespace) -> bool:
+        ids = {one.id.hex() for one in wanted}
+        return known(running) == ids == {row.id.hex() for row in in_sql(settings, stored)}
+
+    def is_told(running: Running) -> bool:
+        b.beat(told=[told])
+        return told.id.hex() in known(running)
+
+    with catalog(settings) as running, held_time.held():
+        b = running.instance("b")
+        b.publish()
+        eventually(lambda: is_told(running), "nobody has heard of it")
+        LedgerInstance(settings.nats_url, str(settings.cluster), "a", more=[dropped]).publish()
+        eventually(lambda: is_all(running, SPACE, told, dropped), "SQL lacks some")
+        running.instance("a", epoch=2).publish()
+        eventually(lambda: is_all(running, SPACE, told), "it is not forgotten, or too much is")
+        running.instance("b", epoch=2).publish()  # what its heartbeats told goes with the life that told it
+        eventually(lambda: is_all(running, SPACE), "it is not forgotten")
 
 
 def test_a_catalog_that_has_not_listened_yet_forgets_nobody(settings: ServiceSettings, held_time: HeldTime) -> None:

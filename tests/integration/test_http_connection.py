@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from kvbm.catalog.server import bind_path
 from kvbm.core.answers import LookupAnswer, PresenceAnswer
 from kvbm.core.errors import ArgumentError, CatalogError
 from kvbm.core.ids import HASH_BYTES
-from kvbm.core.prompt_batches import CONTENT_TYPE, MOST_ROUTES
+from kvbm.core.prompt_batches import CONTENT_TYPE, MOST_ROUTES, PromptBatch, encode_batch
+from kvbm.core.prompt_batches import LOOKUP as LOOKUP_KIND
 from kvbm.locate.http import CatalogClient
 from tests.floods import FIELDS, SPACE, CatalogProcess, catalog_process, publish_instances
 from tests.http_wire import Wire, chunked, post, same
@@ -189,6 +190,28 @@ def test_who_may_not_ask_is_told_so_on_either_way(nats_url: str, tmp_path: Path)
             with Wire(guarded.url) as wire:
                 wire.send(post("/v1/lookup", body, *headers))
                 assert wire.answer()[0] == status
+
+
+def test_headers_of_strangers_shut_nobody_out(nats_url: str, tmp_path: Path) -> None:  # noqa: F811
+    """They said that 256 KiB come, and had that much room of the 14 MiB for all, without a token and without a body."""
+    token = add_token(tmp_path / "access.toml", NewToken("router", "router"), time.time())
+    head = f"POST /v1/lookup HTTP/1.1\r\nhost: x\r\ncontent-type: {CONTENT_TYPE}\r\ncontent-length: 262144\r\n\r\n"
+    body = encode_batch(PromptBatch(LOOKUP_KIND, 8, SPACE.id, [(bytes(200 << 10), 0)]))
+    with catalog_process(tmp_path, nats_url, CLUSTER, access={"access": tmp_path / "access.toml"}) as guarded:
+        host, _, port = guarded.url.partition("//")[2].rpartition(":")
+        with ExitStack() as stack:
+            for number in range(80):
+                source = (f"127.0.3.{number + 1}", 0)
+                stranger = stack.enter_context(
+                    socket.create_connection((host, int(port)), WAIT_S, source_address=source)
+                )
+                stranger.sendall(head.encode())
+            with Wire(guarded.url) as wire:
+                for _ in range(20):
+                    wire.send(
+                        post("/v1/lookup", body, f"content-type: {CONTENT_TYPE}", f"authorization: Bearer {token}")
+                    )
+                    assert wire.answer()[0] == 200
 
 
 def test_a_caller_of_the_short_way_is_limited(nats_url: str, tmp_path: Path) -> None:  # noqa: F811

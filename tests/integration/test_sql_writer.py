@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from kvbm import _native
@@ -17,6 +20,7 @@ from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.sql_rows import ClaimRun, StoreBatch
 from kvbm.catalog.sql_store import BatchResult, ClaimChunk, SqlStore
 from kvbm.catalog.sql_writer import Numbering, SqlWriter, WriterOptions, numbering
+from kvbm.core import codec
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated
@@ -388,3 +392,36 @@ def test_what_is_told_again_goes_with_the_next_batch_where_another_catalog_has_s
         assert await world.claimed() == {1, 2, 3, 4}
 
     run(work, sqlite_url, tmp_path / "catalog.db")
+
+
+def lying_start(monkeypatch: pytest.MonkeyPatch, what: str) -> InstanceStarted:
+    """What an instance may say whose kvbm is not ours: a text of 3,000 mixed characters, more than a row of PostgreSQL's B-tree has."""
+    dice = random.Random(1)
+    long = "".join(chr(dice.randrange(0x4E00, 0x9FFF)) for _ in range(3000))
+    started = InstanceStarted(epoch=Epoch(1), pools=(POOL,), namespaces=(SPACE,))
+    fields: list[Any] = msgspec.msgpack.decode(codec.encode_started(started))
+    if what == "tenant":
+        fields[2][0]["tenant"] = long
+    else:
+        fields[1][0][4] = long
+    monkeypatch.setattr(codec, "encode_started", lambda event: msgspec.msgpack.encode(fields))
+    return started
+
+
+@pytest.mark.parametrize("what", ["tenant", "pool"])
+def test_a_start_whose_text_no_database_can_keep_stops_sql_for_nobody(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    async def lie(world: World) -> None:
+        with monkeypatch.context() as lying:
+            await world.say(lying_start(lying, what), TWO)
+        await world.say(BlocksCreated(namespace=SPACE.id, tier=Tier.OBJECT, hashes=block(7)), TWO)
+        await world.claim(1)
+
+        async def is_stored() -> bool:
+            return 1 in await world.claimed()
+
+        await world.store_until(is_stored)
+        assert world.sequencer.counters.poison == 1
+
+    run(lie, postgres_url, tmp_path)

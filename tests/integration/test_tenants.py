@@ -10,7 +10,8 @@ from kvbm import load_settings, open_manager
 from kvbm.core.ids import NO_PARENT, Epoch, Namespace, Offset, Tier
 from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.used_namespaces import MOST_USED
-from kvbm.streams.base import Position, encoded_heartbeat
+from kvbm.streams.base import Position
+from kvbm.streams.pulse_words import encoded_heartbeat
 
 BLOCK_BYTES = 4096
 QUIET, LOUD = (Namespace(model="m", revision="r1", block_tokens=4, tenant=tenant) for tenant in ("quiet", "loud"))

@@ -46,8 +46,10 @@ class Site(NamedTuple):
         found = [one for one in self.ask("/metrics").data.decode().splitlines() if one.startswith(line)]
         return int(float(found[0].removeprefix(line)))
 
-    def connect(self, size: int = 0) -> socket.socket:
+    def connect(self, size: int = 0, source: str = "") -> socket.socket:
         one = socket.socket()
+        if source:
+            one.bind((source, 0))
         if size:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
         one.settimeout(END_WAIT_S)
@@ -96,6 +98,21 @@ def test_who_does_not_shake_hands_takes_little_memory_and_is_ended(site: Site) -
         assert site.catalog.rss_bytes() - rss < 48 * MIB
         assert all(ended(one) for one in silent)
     assert site.refused("connection_slow") - before >= SOCKETS
+
+
+def test_half_handshakes_in_hundreds_take_bounded_memory_and_let_others_in(site: Site) -> None:
+    """Each has begun: the catalog has answered its hello, and holds what it needs to go on."""
+    rss = site.catalog.rss_bytes()
+    context = ssl.create_default_context(cafile=site.ca)
+    with ExitStack() as stack:
+        for _ in range(SOCKETS):
+            hello = ssl.MemoryBIO()
+            half = context.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="127.0.0.1")
+            with pytest.raises(ssl.SSLWantReadError):
+                half.do_handshake()
+            stack.enter_context(site.connect(source="127.0.5.1")).sendall(hello.read())
+        assert site.ask("/healthz").status == 200
+        assert site.catalog.rss_bytes() - rss < 24 * MIB
 
 
 def test_through_tls_a_header_and_a_body_have_their_time(site: Site) -> None:

@@ -148,6 +148,7 @@ def step(world: World, pick: random.Random) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_sets_are_what_asking_each_instance_finds(seed: int) -> None:
     pick, world, most = random.Random(seed), World(), 0
+    world.sequencer.known_namespaces._most = 7 if seed % 2 else 100  # of the twelve: some have to go, and come back
     for _ in range(150):
         for _ in range(pick.choice([1, 1, 3])):
             step(world, pick)
@@ -156,6 +157,9 @@ def test_sets_are_what_asking_each_instance_finds(seed: int) -> None:
             found = world.found(caller, space, is_known)
             assert found == world.wanted(caller, space, is_known)
             most = max(most, len(found))
+            assert world.visibility.namespaces(caller) == Visibility(world.sequencer).namespaces(caller)
+            if seed % 2:
+                assert len(world.sequencer.namespaces()) <= 7
     assert most > 2
 
 

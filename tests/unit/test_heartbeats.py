@@ -13,9 +13,20 @@ from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.lag import StreamLag
 from kvbm.catalog.liveness import LIVENESS_S, HeartbeatReceived, LifeState, OwnPulse, Ticked
-from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.core.fetching import Transfer
+from kvbm.core.ids import (
+    MAX_FIELDS_BYTES,
+    MAX_NAME_BYTES,
+    MAX_TEXT_BYTES,
+    Epoch,
+    InstanceId,
+    Namespace,
+    NamespaceId,
+    Offset,
+)
 from kvbm.streams.base import EventReader, EventStream, Heartbeat, StreamMessage
 from kvbm.streams.nats.heartbeats import heartbeat_in
+from kvbm.streams.pulse_words import encoded_heartbeat
 from tests.indexes import NATIVE
 
 ONE = InstanceId("one")
@@ -35,6 +46,37 @@ def test_a_damaged_pulse_is_refused_and_not_fatal(kind: str) -> None:
     else:
         data = msgspec.msgpack.encode(heartbeat(instance=InstanceId("two")))
     assert heartbeat_in(StreamMessage(1, "kvbm.v1.pulse.c.one", data)) is None
+
+
+@pytest.mark.parametrize(
+    "much",
+    [
+        {"instance": "i" * 256}, {"cluster": "c" * 256}, {"run": "r" * 129}, {"lends": {"tcp": "x" * 8193}},
+        {"lends": {"x" * 8193: ""}}, {"lends": dict.fromkeys(map(str, range(1025)), "")},
+        {"namespaces": (NamespaceId(bytes(16)),) * 1025}, {"transfers": (Transfer(),) * 1025},
+        {"transfers": (Transfer("t" * 256),)}, {"put_bytes": {NamespaceId(b"%016d" % at): (1, 1) for at in range(1025)}},
+        {"told": (b"",) * 1025}, {"told": (b"{}", bytes(MAX_FIELDS_BYTES + 1))},
+    ],
+)  # fmt: skip
+def test_a_pulse_that_has_more_of_something_than_it_may_is_refused(much: dict[str, Any]) -> None:
+    said = msgspec.structs.replace(heartbeat(), **much)
+    subject = f"kvbm.v1.pulse.{said.cluster}.{said.instance}"
+    assert heartbeat_in(StreamMessage(1, subject, msgspec.msgpack.encode(said))) is None
+    assert encoded_heartbeat(said)[1]
+
+
+def test_a_pulse_tells_of_a_namespace_whose_texts_are_all_at_their_longest() -> None:
+    names = ("model", "revision", "kv_dtype", "layout", "ranks", "lora", "scheme")
+    texts: dict[str, Any] = dict.fromkeys(names, "ä" * (MAX_TEXT_BYTES // 2))
+    space = Namespace(block_tokens=16, tenant="t" * MAX_NAME_BYTES, **texts)
+    said = msgspec.structs.replace(heartbeat(), told=(space.canonical(),))
+    assert encoded_heartbeat(said)[1] == ""
+
+
+def test_of_a_long_trouble_the_beginning_is_kept() -> None:
+    said = msgspec.structs.replace(heartbeat(), trouble="ä" * 100_000)
+    heard = heartbeat_in(StreamMessage(1, "kvbm.v1.pulse.c.one", msgspec.msgpack.encode(said)))
+    assert heard is not None and heard.trouble == "ä" * 2048 + "…"
 
 
 def test_a_pulse_that_is_delivered_again_brings_nobody_back_to_life() -> None:

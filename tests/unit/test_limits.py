@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import msgspec
 import pytest
+from starlette.requests import Request
 from structlog.testing import capture_logs
 
+from kvbm.catalog.access import Access, Caller
+from kvbm.catalog.access_file import NewToken, add_token
+from kvbm.catalog.api import _body
+from kvbm.catalog.at_once import AtOnce, ShortQuestion
 from kvbm.catalog.connections import Connection, Connections, Stage
+from kvbm.catalog.handshakes import Handshakes
 from kvbm.catalog.limits import (
+    LARGE_BODY_BYTES,
+    SMALL_BODY_BYTES,
     Buckets,
     Exchange,
+    Limited,
     LimitError,
     Limits,
     LimitSettings,
     Room,
-    Seldom,
     caller_key,
     peer_key,
 )
+from kvbm.catalog.metered import Metered
+from kvbm.catalog.prompts import ApiError
 from kvbm.config import load_settings
 from kvbm.core.answers import MAX_POSITIONS, PositionWanted
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.locate.http import CatalogClient
+from kvbm.remarks import Seldom
 from kvbm.workload.catalog_view import wait_applied
 
 
@@ -78,7 +91,7 @@ def test_a_body_that_is_refused_costs_as_much_as_one_that_is_read() -> None:
 
     async def refuse() -> None:
         exchange = Exchange(limits, scope, receive, send)
-        assert exchange.over_s() == 0.0
+        assert not exchange.over()
         await exchange.send({"type": "http.response.start", "status": 401, "headers": []})
         await exchange.send({"type": "http.response.body", "body": b"no"})
         exchange.end()
@@ -96,6 +109,141 @@ def test_who_fills_the_room_leaves_a_part_for_callers_that_have_little() -> None
     assert (room.take("a", 12), room.take("b", 2), room.take("b", 1), room.take("c", 1)) == ("", "all", "", "")
     room.give("a", 12)
     assert room.take("b", 5) == ""
+
+
+def test_who_waits_for_room_is_served_in_turn_and_holds_up_nobody_else() -> None:
+    async def wait() -> None:
+        room, served = Room(16, 12, kept=4), []
+
+        async def wants(key: str, name: str, amount: int) -> None:
+            assert await room.wait(key, amount, 60.0) == ""
+            served.append(name)
+
+        async with asyncio.TaskGroup() as tasks:
+            for key, name, amount in (
+                ("a", "a1", 8),
+                ("a", "a2", 8),
+                ("a", "a3", 1),
+                ("b", "b1", 3),
+                ("c", "c1", 6),
+                ("d", "d1", 1),
+            ):
+                tasks.create_task(wants(key, name, amount))
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert served == ["a1", "b1", "d1"]  # a has no more for itself, c waits for all, what d wants is kept
+            assert (room.take_in_turn("a", 1), room.take_in_turn("e", 2), room.take_in_turn("e", 1)) == (
+                "caller",
+                "all",
+                "",
+            )
+            room.give("e", 1)
+            room.give("a", 8)
+            await asyncio.sleep(0)
+            assert served == ["a1", "b1", "d1", "a2"]  # a3 has room within the kept part no more
+            room.give("a", 8)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert sorted(served[4:]) == ["a3", "c1"]
+        for key, amount in (("a", 1), ("b", 3), ("c", 6), ("d", 1)):
+            room.give(key, amount)
+        assert (room.taken, room._by_caller, room._waiting) == (0, {}, [])
+
+    asyncio.run(wait())
+
+
+def test_who_gives_up_waiting_leaves_the_room_to_those_behind() -> None:
+    async def wait() -> None:
+        room = Room(10, 8)
+        assert room.take("a", 8) == ""
+        assert await room.wait("b", 9, 60.0) == "caller"  # more than it may ever have
+        assert await room.wait("b", 4, 0.0) == "all"
+        first, second = asyncio.create_task(room.wait("b", 4, 60.0)), asyncio.create_task(room.wait("c", 2, 60.0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second == ""
+        third = asyncio.create_task(room.wait("b", 4, 60.0))
+        await asyncio.sleep(0)
+        room.give("a", 8)
+        third.cancel()  # it has room, and does not know yet
+        await asyncio.gather(first, third, return_exceptions=True)
+        assert room.taken == 2
+
+    asyncio.run(wait())
+
+
+def test_long_bodies_of_one_caller_are_all_read_one_after_the_other() -> None:
+    """Each alone fits, two do not: where each takes room as it comes, none ever gets the rest of what it needs."""
+    length, statuses = 8_300_000, []
+    limits = Limits(LimitSettings(loopback=True, requests_per_s=0.0))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = await _body(Request(scope, receive))
+        await send({"type": "http.response.start", "status": 200 if len(body) == length else 500, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def ask() -> None:
+        left = length
+
+        async def receive() -> Any:
+            nonlocal left
+            await asyncio.sleep(0)
+            size = min(left, 256 << 10)
+            left -= size
+            return {"type": "http.request", "body": bytes(size), "more_body": left > 0}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        headers = [(b"content-length", str(length).encode())]
+        scope = {"type": "http", "method": "POST", "client": ("10.0.0.1", 1), "headers": headers}
+        await Limited(app, limits)(scope, receive, send)
+
+    async def ask_many() -> None:
+        await asyncio.gather(*(ask() for _ in range(9)))
+
+    asyncio.run(ask_many())
+    assert statuses == [200] * 9 and limits.bodies.taken == 0
+
+
+def test_a_body_that_says_it_is_too_long_is_refused_before_it_is_read() -> None:
+    limits = Limits(LimitSettings())
+
+    async def receive() -> Any:
+        raise AssertionError("nobody is to read it")
+
+    async def read() -> None:
+        scope: dict[str, Any] = {
+            "type": "http",
+            "client": ("10.0.0.1", 1),
+            "headers": [(b"content-length", b"13000000")],
+        }
+        scope["kvbm.exchange"] = Exchange(limits, scope, receive, cast(Any, None))
+        with pytest.raises(ApiError, match="the body has more than"):
+            await _body(Request(scope, receive))
+
+    asyncio.run(read())
+
+
+def test_who_may_not_ask_takes_no_room_by_saying_that_a_body_comes(tmp_path: Path) -> None:
+    token = add_token(tmp_path / "callers.toml", NewToken("router", "router"), 1.0)
+    metrics = add_token(tmp_path / "callers.toml", NewToken("scraper", "metrics"), 1.0)
+    limits = Limits(LimitSettings())
+    at_once = AtOnce(Access(str(tmp_path / "callers.toml")), limits, cast(Any, None), lambda *_: None)
+
+    def asked(authorization: str | None) -> ShortQuestion:
+        return ShortQuestion(b"/v1/route", True, "10.0.0.1", authorization, None)
+
+    for stranger in (None, "Bearer kvbm_nobody", f"Bearer {metrics}"):
+        assert at_once.hold(asked(stranger), LARGE_BODY_BYTES) is None
+    assert limits.bodies.taken == 0
+    held = at_once.hold(asked(f"Bearer {token}"), LARGE_BODY_BYTES)
+    assert held == ("caller router", LARGE_BODY_BYTES - SMALL_BODY_BYTES) and limits.bodies.taken == held.amount
+    at_once.give_back(held)
+    assert limits.bodies.taken == 0
+    assert at_once.hold(asked(None), SMALL_BODY_BYTES) == ("", 0)
 
 
 def test_hashes_that_are_larger_than_their_body_need_room() -> None:
@@ -118,7 +266,7 @@ def test_a_remark_comes_once_in_a_while_and_says_how_many_did_not() -> None:
         for second in range(21):
             now_s[0] = float(second)
             seldom.warn("thing.happened", why="x")
-    assert [entry["more_before"] for entry in logs] == [0, 9, 9]
+    assert [entry.get("more_before", 0) for entry in logs] == [0, 9, 9]
 
 
 def test_a_peer_is_an_address_and_of_ipv6_a_64() -> None:
@@ -237,6 +385,234 @@ def test_connections_of_one_peer_are_taken_at_a_bounded_rate(socketry: Socketry)
     for one in socketry.open:
         one.close()
     socketry.open.clear()
+
+
+# -- the loop's time --------------------------------------------------------------------------------------------------
+
+
+class Work:
+    """Clocks of which tests say how they go on."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.now_s = self.worked_s = 0.0
+        self.limits = Limits(
+            LimitSettings(requests_per_s=0.0, **settings), clock=lambda: self.now_s, work_clock=lambda: self.worked_s
+        )
+
+    def do(self, took_s: float) -> None:
+        self.now_s += took_s
+        self.worked_s += took_s
+
+    def at_once(self, took_s: dict[str, float]) -> AtOnce:
+        """Answers that take so long, by the namespace that is asked for."""
+
+        class Everybody:
+            def caller(self, authorization: str, certificate: None) -> Caller:
+                return Caller(authorization, "router", None)
+
+        class Answers:
+            def check_ready(self, caller: Caller) -> None:
+                pass
+
+            def hashing(self, caller: Caller, asked: Any) -> Any:
+                return bytes
+
+            def lookup(_, caller: Caller, *asked: Any) -> bytes:  # noqa: N805
+                self.do(took_s[caller.name])
+                return b"{}"
+
+        return AtOnce(cast(Access, Everybody()), self.limits, cast(Any, Answers()), lambda *_: None)
+
+
+LOOKUP = msgspec.json.encode({"namespace": "00" * 16, "hashes": ""})
+
+
+def asks(at_once: AtOnce, name: str) -> bool:
+    question = ShortQuestion(b"/v1/lookup", False, "10.0.0.1", name, None)
+    return at_once.answer(question, LOOKUP) is not None
+
+
+def test_of_two_callers_one_gets_no_more_than_its_share_of_the_loop() -> None:
+    """The greedy one asks again at once, the honest one a thousand times a second, a tenth of a millisecond each."""
+    work = Work()
+    at_once = work.at_once({"greedy": 0.020, "honest": 0.0001})
+    greedy_s, honest = 0.0, []
+    while work.now_s < 20.0:
+        before_s = work.now_s
+        greedy_s += 0.020 * asks(at_once, "greedy")
+        honest += [asks(at_once, "honest") for _ in range(1 + int(1000 * (work.now_s - before_s)))]
+        work.now_s += 0.001
+    assert all(honest)
+    assert 0.4 <= greedy_s / work.now_s <= 0.53
+    assert work.limits.over("greedy").why in ("", "too_much_work")
+
+
+def test_who_asks_alone_may_have_all_of_the_loop() -> None:
+    work = Work()
+    at_once = work.at_once({"one": 0.050, "other": 0.001})
+    assert all(asks(at_once, "one") for _ in range(200))
+    assert asks(at_once, "other")
+    assert not asks(at_once, "one")  # now it has had more than its share
+    work.now_s += 1.0  # nobody else asks any more
+    assert asks(at_once, "one")
+    alone = Work(loop_share=1.0)
+    at_once = alone.at_once({"one": 0.050, "other": 0.001})
+    assert all(asks(at_once, name) for _ in range(200) for name in ("one", "other"))
+
+
+def test_who_has_had_its_share_is_told_so_on_the_long_way() -> None:
+    work, sent = Work(loopback=True), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for _ in range(5):  # it waits in between, which counts for nothing
+            if scope["client"][0] == "10.0.0.2":
+                work.do(0.1)
+            await asyncio.sleep(0)
+            work.now_s += 0.01
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            sent.append((message["status"], dict(message["headers"]).get(b"retry-after")))
+
+    async def ask(host: str) -> None:
+        await Limited(app, work.limits)({"type": "http", "client": (host, 1), "headers": []}, cast(Any, None), send)
+
+    async def ask_all() -> None:
+        for number in (2, 2, 1, 2, 1):
+            await ask(f"10.0.0.{number}")
+
+    asyncio.run(ask_all())
+    assert sent == [(200, None), (200, None), (200, None), (429, b"1"), (200, None)]
+    assert work.limits.refusals == {"too_much_work": 1}
+
+
+def test_what_is_metered_goes_on_as_it_would_alone() -> None:
+    async def work(outcome: Any) -> None:
+        await asyncio.sleep(0)
+        if isinstance(outcome, asyncio.Future):
+            await outcome
+        elif outcome is not None:
+            raise outcome
+
+    async def run() -> None:
+        took: list[float] = []
+        ticks = itertools.count()
+
+        def metered(outcome: Any) -> Metered:
+            return Metered(work(outcome), took.append, lambda: float(next(ticks)))
+
+        await metered(None)
+        assert took == [1.0, 1.0]
+        with pytest.raises(ZeroDivisionError):
+            await metered(ZeroDivisionError())
+        failed = asyncio.get_running_loop().create_future()
+        failed.set_exception(KeyError())
+        with pytest.raises(KeyError):
+            await metered(failed)
+        waits = asyncio.ensure_future(cast(Any, _awaited(metered(asyncio.get_running_loop().create_future()))))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+
+    async def _awaited(one: Metered) -> None:
+        await one
+
+    asyncio.run(run())
+
+
+def test_between_the_steps_of_something_long_others_have_their_turn() -> None:
+    """Two long answers at a time, of 64 parts that take 3 ms each: whoever else asks waits for one of them at most."""
+    work, served = Work(), []
+
+    def parts(name: str) -> Iterator[bytes]:
+        for number in range(64):
+            work.do(0.003)
+            served.append(name)
+            yield b"%d " % number
+
+    async def ask(name: str) -> bytes:
+        scope = {"client": (f"10.0.0.{name}", 1), "headers": []}
+        return await Exchange(work.limits, scope, cast(Any, None), cast(Any, None)).in_steps(parts(name))
+
+    async def honest() -> None:
+        while len(served) < 128:
+            served.append("honest")
+            await asyncio.sleep(0)
+
+    async def run() -> list[bytes]:
+        long = [asyncio.create_task(ask(name)) for name in "12"]
+        await honest()
+        return await asyncio.gather(*long)
+
+    assert asyncio.run(run()) == [b"".join(b"%d " % number for number in range(64))] * 2
+    together = [len(list(run)) for who, run in itertools.groupby(served, lambda one: one == "honest") if not who]
+    assert max(together[:20]) <= 2
+
+
+# -- handshakes of TLS ------------------------------------------------------------------------------------------------
+
+
+def test_handshakes_take_turns_and_the_address_with_fewest_comes_first() -> None:
+    async def shake() -> None:
+        handshakes, now_s = Handshakes(2, lambda: now[0]), now
+        begun, ended = [], []
+        over = {name: asyncio.Event() for name in ("a1", "a2", "a3", "a4", "b1")}
+
+        async def hand(name: str) -> None:
+            async with handshakes.turn(
+                name[0], handshakes.ask(name[0]), lambda: (ended.append(name), over[name].set())
+            ):  # type: ignore[func-returns-value]
+                begun.append(name)
+                await over[name].wait()
+
+        async with asyncio.TaskGroup() as tasks:
+            for name in over:
+                tasks.create_task(hand(name))
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert (begun, len(handshakes)) == (["a1", "a2"], 2)
+            now_s[0] = 0.5
+            handshakes.look()
+            assert ended == []  # nobody takes long yet
+            now_s[0] = 1.0
+            over["a2"].set()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert begun == ["a1", "a2", "b1"]
+            handshakes.look()
+            assert ended == ["a1"]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert begun == ["a1", "a2", "b1", "a3"]
+            now_s[0] = 9.0
+            handshakes.look()
+            assert ended == ["a1", "b1"]  # one waits, so one goes: the first of those that have as many
+            for one in over.values():
+                one.set()
+        assert (len(handshakes), handshakes._active, handshakes._waiting) == (0, {}, {})
+        handshakes.look()
+
+    now = [0.0]
+    asyncio.run(shake())
+
+
+def test_who_gives_up_its_turn_leaves_it_to_the_next() -> None:
+    async def shake() -> None:
+        handshakes = Handshakes(1)
+        first, second, third = (handshakes.ask(peer) for peer in "abc")
+        assert (first.done(), second.done(), third.done()) == (True, False, False)
+        second.cancel()
+        async with handshakes.turn("a", first, lambda: None):
+            pass
+        assert third.done() and len(handshakes) == 1
+        async with handshakes.turn("c", third, lambda: None):
+            pass
+        assert (len(handshakes), handshakes._active, handshakes._waiting) == (0, {}, {})
+
+    asyncio.run(shake())
 
 
 # -- our own callers --------------------------------------------------------------------------------------------------

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from kvbm import _native
 from kvbm.catalog import instance_sequence
+from kvbm.catalog.forgetting import Forgetting
 from kvbm.catalog.index import ClusterIndex, is_suspect
-from kvbm.catalog.instance_sequence import HOLE_MOST_S, Changes
+from kvbm.catalog.instance_sequence import HOLE_MOST_S, REMARKS, Changes
+from kvbm.catalog.known_namespaces import KnownNamespaces
 from kvbm.catalog.reorder_buffer import REORDER_BYTES
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer, SequencerState
 from kvbm.catalog.sql_rows import ForgottenRow, InstanceRow, InstanceStatus, StoreBatch
 from kvbm.core.codec import VERSION, Frame, decode_frame, encode_frame
+from kvbm.core.errors import CatalogError
 from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated
-from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
+from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
 from kvbm.core.ledger import Ledger
 from kvbm.streams.base import START, Fence, Heartbeat, Mark, Position, StreamMessage, fence_data, mark_of
 from tests.indexes import NATIVE, Twin, each_twin
@@ -1247,3 +1255,198 @@ def test_marks_are_void_in_a_stream_that_begins_anew_and_what_is_kept_of_an_inst
     reader.sequencer.forget(mark_at(5, reader.sequencer.instance_row(ONE)))
     reader.sequencer.expect_no_more(ONE)
     assert not reader.sequencer.forgotten and not reader.sequencer._known
+
+
+# -- what one instance can do to others -------------------------------------------------------------------------------
+
+
+def spaces(*numbers: int) -> list[Namespace]:
+    return [Namespace(model=f"m{number}", block_tokens=16) for number in numbers]
+
+
+def start_of(name: str, epoch: int, declared: Sequence[Namespace]) -> bytes:
+    ledger = Ledger(POOLS)
+    ledger.start(Epoch(epoch), list(declared), [], "engine", "0.1")
+    return b"".join(frame.data for frame in ledger.take_frames(InstanceId(name), 1000))
+
+
+def test_of_too_many_namespaces_those_that_nobody_declares_any_more_go_first() -> None:
+    old, two, three = spaces(*range(4)), spaces(4, 5), spaces(6, 7, 8)
+    declaring = [SimpleNamespace(names=SimpleNamespace(all={old[1].id, *(one.id for one in two)}))]
+    known = KnownNamespaces(old, cast(Any, declaring), most=8)
+    known.add(two)
+    assert known.let_go == set()
+    known.add(three)
+    assert set(known.by_id.values()) == {old[1], *two, *three} or len(known.by_id) == 7
+    assert known.take_let_go() == {old[0].id, old[2].id} and list(known.ids()) == sorted(known.by_id)
+    declaring[0].names.all = {*known.by_id, spaces(9)[0].id}
+    known.add(spaces(9, 10))
+    assert len(known.by_id) == 8 and spaces(10)[0].id not in known.by_id  # all are declared: the last one has no room
+    known.remove(list(known.by_id))
+    assert (known.by_id, known._bytes, list(known.ids())) == ({}, 0, [])
+    long = [Namespace(model=str(number) * 1000, block_tokens=16) for number in range(9)]
+    known = KnownNamespaces((), most_bytes=8000)
+    known.add(long)
+    assert known._bytes <= 8000 and long[8].id in known.by_id and long[0].id not in known.by_id
+
+
+def test_epochs_without_end_leave_bounded_namespaces_in_memory_and_on_the_way_to_sql() -> None:
+    reader = Reader(NATIVE.sequencer())
+    reader.sequencer.known_namespaces._most = 100
+    reader.read_bytes(start_of("honest", 1, spaces(1_000_000)), name=InstanceId("honest"))
+    for epoch in range(1, 51):
+        reader.read_bytes(start_of("liar", epoch, spaces(*range(20 * epoch, 20 * epoch + 20))), name=InstanceId("liar"))
+        assert len(reader.sequencer.namespaces()) <= 100
+    assert spaces(1_000_000)[0].id in reader.sequencer.namespaces()
+    assert reader.sequencer.declared(InstanceId("liar")) <= reader.sequencer.namespaces().keys()
+    reader.read_bytes(start_of("other", 1, spaces(*range(2_000_000, 2_000_090))), name=InstanceId("other"))
+    batch = reader.take_batch()
+    assert batch is not None and reader.sequencer.counters.namespaces_refused == 11  # 100 less those of the two before
+    assert len(reader.sequencer.namespaces()) == 100
+
+
+def test_namespaces_go_with_the_last_who_declares_them() -> None:
+    reader, (one, two, three) = Reader(NATIVE.sequencer()), spaces(1, 2, 3)
+    reader.read_bytes(start_of("a", 1, [one, two]), name=InstanceId("a"))
+    reader.read_bytes(start_of("b", 1, [two, three]), name=InstanceId("b"))
+    assert reader.sequencer.known_namespaces.undeclared() == set()
+    reader.read_bytes(start_of("a", 2, []), name=InstanceId("a"))
+    assert reader.sequencer.known_namespaces.undeclared() == {one.id}
+    reader.sequencer.drop(InstanceId("b"))
+    assert reader.sequencer.known_namespaces.undeclared() == {one.id, two.id, three.id}
+    instance = Instance()
+    instance.create(1)
+    reader.read(*instance.frames[1:])  # its start was not read: nobody knows what it declares
+    assert reader.sequencer.known_namespaces.undeclared() == set()
+
+
+def pulse_of(name: str, used: Sequence[Namespace] = (), told: Sequence[Namespace] = ()) -> Heartbeat:
+    return Heartbeat(
+        instance=InstanceId(name), cluster="c", epoch=Epoch(1), published=Offset(0), wall_time_ns=0,
+        namespaces=tuple(one.id for one in used), told=tuple(one.canonical() for one in told),
+    )  # fmt: skip
+
+
+def telling(most: int) -> Reader:
+    """A reader whose rows hear of what heartbeats tell, with room for so many namespaces."""
+    reader = Reader(NATIVE.sequencer())
+    known = reader.sequencer.known_namespaces
+    known._most = most
+    known.on_told = lambda told: reader.rows.add_namespaces(told, 1)
+    known.on_gone = reader.rows.drop_namespaces
+    return reader
+
+
+def test_heartbeats_without_end_leave_bounded_namespaces_in_memory_and_on_the_way_to_sql() -> None:
+    reader, (started, used) = telling(most=100), spaces(1_000_000, 1_000_001)
+    reader.read_bytes(start_of("honest", 1, [started]), name=InstanceId("honest"))
+    reader.sequencer.hear_namespaces(pulse_of("honest", [started, used], [used]))
+    for number in range(0, 8000, 16):  # of which it names the last 1024: more than there is room for
+        reader.sequencer.hear_namespaces(pulse_of("liar", told=spaces(*range(number, number + 16))))
+        assert len(reader.sequencer.namespaces()) <= 100 and len(reader.rows._namespaces) <= 100
+    assert {started.id, used.id} <= reader.sequencer.namespaces().keys()
+    assert reader.sequencer.counters.namespaces_refused > 0 and len(reader.sequencer.known_namespaces.let_go) <= 100
+    batch = reader.take_batch()
+    assert batch is not None and {row.id for row in batch.namespaces} <= reader.sequencer.namespaces().keys()
+    reader.sequencer.drop(InstanceId("liar"))
+    known = reader.sequencer.known_namespaces
+    assert known.undeclared() == known.by_id.keys() - {started.id, used.id}
+    reader.sequencer.forget_namespaces(known.undeclared())
+    reader.sequencer.hear_namespaces(pulse_of("late", told=spaces(9_000_000)))  # there is room again
+    assert spaces(9_000_000)[0].id in reader.sequencer.namespaces()
+
+
+def test_where_all_are_named_it_is_not_looked_for_room_at_each_that_has_none() -> None:
+    class Counted(list[Any]):
+        looks = 0
+
+        def __iter__(self) -> Any:
+            self.looks += 1
+            return super().__iter__()
+
+    named = Counted([SimpleNamespace(names=SimpleNamespace(all={one.id for one in spaces(*range(640))}))])
+    known = KnownNamespaces(spaces(*range(640)), named, most=640)
+    for number in range(1000, 1100):
+        known.add(spaces(number))
+    assert len(known.by_id) == 640 and 1 <= named.looks <= 10  # once for ten that were refused
+    named[0].names.all = set()
+    known.add(spaces(*range(2000, 2011)))
+    known.add(spaces(3000))
+    assert spaces(3000)[0].id in known.by_id
+
+
+def test_a_row_that_waits_for_a_message_goes_with_its_namespace() -> None:
+    reader, (one,) = telling(most=100), spaces(1)
+    reader.sequencer.hear_namespaces(pulse_of("a", told=[one]))
+    reader.sequencer.forget_namespaces([one.id])  # as an erasure does, before it deletes the rows that SQL has
+    reader.read_bytes(start_of("b", 1, spaces(2)), name=InstanceId("b"))
+    batch = reader.take_batch()
+    assert batch is not None and [row.fields for row in batch.namespaces] == spaces(2)
+
+
+def test_an_id_that_heartbeats_name_is_declared() -> None:
+    reader, (one, two, three) = Reader(NATIVE.sequencer()), spaces(1, 2, 3)
+    reader.read_bytes(start_of("a", 1, [one, two, three]), name=InstanceId("a"))
+    reader.sequencer.hear_namespaces(pulse_of("b", [one], [two]))
+    reader.read_bytes(start_of("a", 2, []), name=InstanceId("a"))
+    assert reader.sequencer.known_namespaces.undeclared() == {three.id}
+    reader.sequencer.hear_namespaces(pulse_of("b", [], []))
+    # What was told of stays until the next start.
+    assert reader.sequencer.known_namespaces.undeclared() == {one.id, three.id}
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_namespace_that_is_named_while_its_row_is_removed_gets_its_row_again(is_lost: bool) -> None:
+    """Also where the database's answer is lost, so that nobody knows whether it is removed."""
+    reader, (one, two) = telling(most=100), spaces(1, 2)
+    reader.read_bytes(start_of("a", 1, [one, two]), name=InstanceId("a"))
+    reader.read_bytes(start_of("a", 2, []), name=InstanceId("a"))
+    reader.take_batch()
+
+    class Store:
+        async def forget_namespaces(self, _: str, read: int, names: Any, followed: Any) -> frozenset[NamespaceId]:
+            assert set(names) == {one.id, two.id}
+            reader.sequencer.hear_namespaces(pulse_of("b", [one]))
+            if is_lost:
+                raise CatalogError("the database does not answer")
+            return frozenset()
+
+    catalog = SimpleNamespace(
+        _sequencer=reader.sequencer, _store=Store(), _writer=SimpleNamespace(name="KVBM"), _applying=asyncio.Lock()
+    )
+    with pytest.raises(CatalogError) if is_lost else nullcontext():
+        asyncio.run(Forgetting.forget_namespaces(cast(Any, catalog)))
+    assert reader.sequencer.namespaces().keys() == ({one.id, two.id} if is_lost else {one.id})
+    reader.read_bytes(start_of("c", 1, []), name=InstanceId("c"))
+    batch = reader.take_batch()
+    assert batch is not None and {row.id for row in batch.namespaces} == reader.sequencer.namespaces().keys()
+
+
+@pytest.mark.parametrize("kind", ["message", "digest", "life"])
+def test_remarks_on_what_an_instance_sends_are_few(kind: str) -> None:
+    reader, instance = Reader(NATIVE.sequencer()), Instance()
+    with capture_logs() as logs:
+        reader.read(*instance.frames)
+        for number in range(300):
+            if kind == "message":
+                reader.read_bytes(b"no frame")
+            elif kind == "digest":
+                frame = instance.create(number % 50) if number < 50 else None
+                if frame is not None:
+                    reader.read(msgspec.structs.replace(frame, digest=frame.digest ^ 1))
+            else:
+                reader.sequence += 1
+                fence = fence_data(Epoch(1), f"run {number}")
+                reader.step(0.0, [StreamMessage(reader.sequence, f"kvbm.v1.fence.c.{ONE}", fence)])
+                reader.read_bytes(start_of(ONE, 1, [NAMESPACE]))
+    assert 1 <= len(logs) <= 3 * REMARKS
+    if kind == "message":
+        assert reader.sequencer.counters.poison == 300
+
+
+def test_a_subject_whose_names_no_database_can_keep_is_refused() -> None:
+    reader = Reader(NATIVE.sequencer())
+    for subject in (f"kvbm.v1.fence.c.{'i' * 256}", f"kvbm.v1.fence.{'c' * 256}.one"):
+        reader.sequence += 1
+        reader.step(0.0, [StreamMessage(reader.sequence, subject, fence_data(Epoch(1), "run"))])
+    assert reader.sequencer.counters.poison == 2 and not reader.sequencer.followed

@@ -9,7 +9,8 @@ from kvbm.catalog.liveness import LastHeartbeat
 from kvbm.catalog.transfers import MOST_TOLD, Transfers
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.streams.base import Heartbeat, encoded_heartbeat
+from kvbm.streams.base import Heartbeat
+from kvbm.streams.pulse_words import encoded_heartbeat
 from kvbm.telemetry.metrics import _of_transfers
 from kvbm.telemetry.transfers import BYTES_PER_S
 

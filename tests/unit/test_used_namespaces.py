@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvbm.core.ids import Namespace, NamespaceId, namespace_in
+from typing import Any
+
+from kvbm.core.ids import MAX_FIELDS_BYTES, MAX_TEXT_BYTES, Namespace, NamespaceId, namespace_in
 from kvbm.manager.used_namespaces import TOLD, TOLD_BYTES, UsedNamespaces
 
 
@@ -68,5 +70,15 @@ def test_fields_that_are_not_as_they_are_written_are_nobodys() -> None:
     words = Namespace(model="m", block_tokens=16).canonical()
     found = namespace_in(words)
     assert found is not None and found.canonical() == words
-    for wrong in (b"", b"{", b" " + words, words[:-1] + b',"zeal":1}', words.replace(b"16", b"0"), b"\xff" * 8):
+    large = words.replace(b'"scheme_seed":0', b'"scheme_seed":18446744073709551616')  # no checkpoint could keep it
+    for wrong in (b"", b"{", b" " + words, words[:-1] + b',"zeal":1}', words.replace(b"16", b"0"), b"\xff" * 8, large):
         assert namespace_in(wrong) is None
+
+
+def test_fields_that_no_reader_would_take_are_not_told_of() -> None:
+    texts: dict[str, Any] = dict.fromkeys(("model", "lora"), "\x01" * MAX_TEXT_BYTES)
+    escaped = Namespace(block_tokens=16, **texts)
+    plain = Namespace(model="m", block_tokens=16)
+    assert len(escaped.canonical()) > MAX_FIELDS_BYTES
+    used = UsedNamespaces(fields={one.id: one for one in (escaped, plain)}, begun_with=(escaped.id, plain.id))
+    assert {words for _ in range(3) for words in used.told()} == {plain.canonical()}

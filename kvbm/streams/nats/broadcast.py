@@ -12,11 +12,12 @@ import msgspec
 from nats.aio.msg import Msg
 
 from kvbm.core.errors import StreamError
-from kvbm.remarks import Remarks
+from kvbm.remarks import Remarks, Seldom
 from kvbm.streams.base import AccessSample, Notice, subject_names
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
 
 log = Remarks()
+refusals = Seldom(most=20)  # whoever may tell something can tell any number of things that are none
 
 LISTEN_WAIT_S = 30.0  # for a connection
 
@@ -71,9 +72,9 @@ def word_in(message: Msg, kind: type[Word]) -> Word | None:
     try:
         word = msgspec.msgpack.decode(message.data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        log.warning("stream.word_refused", subject=message.subject, why=str(error))
+        refusals.warn("stream.word_refused", subject=message.subject, why=str(error))
         return None
     if subject_names(message.subject) != (word.cluster, word.instance):
-        log.warning("stream.word_refused", subject=message.subject, why=f"it is of instance {word.instance!r}")
+        refusals.warn("stream.word_refused", subject=message.subject, why=f"it is of instance {word.instance!r}")
         return None
     return word

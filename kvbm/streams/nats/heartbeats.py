@@ -9,13 +9,15 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from kvbm.core.errors import StreamError
-from kvbm.remarks import Remarks
+from kvbm.remarks import Remarks, Seldom
 from kvbm.streams.base import Heartbeat, StreamMessage, subject_names
 from kvbm.streams.nats.reader import PULL_EXPIRES_S, NatsReader
 from kvbm.streams.nats.setup import PULSE, PULSE_WAIT_S, ensure_stream
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
+from kvbm.streams.pulse_words import heartbeat_of
 
 log = Remarks()
+refusals = Seldom(most=20)  # whoever may send heartbeats can send any number that are none
 
 
 async def watch_heartbeats(connections: SharedConnection, subjects: tuple[str, ...]) -> AsyncIterator[Heartbeat]:
@@ -52,11 +54,11 @@ async def _make_stream(connections: SharedConnection) -> None:
 def heartbeat_in(message: StreamMessage) -> Heartbeat | None:
     """The heartbeat of a message; None, with a warning, when it is none, or another instance's."""
     try:
-        heartbeat = msgspec.msgpack.decode(message.data, type=Heartbeat)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        log.warning("pulse.refused", subject=message.subject, why=str(error))
+        heartbeat = heartbeat_of(message.data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        refusals.warn("pulse.refused", subject=message.subject, why=str(error))
         return None
     if subject_names(message.subject) != (heartbeat.cluster, heartbeat.instance):
-        log.warning("pulse.refused", subject=message.subject, why=f"it is of instance {heartbeat.instance!r}")
+        refusals.warn("pulse.refused", subject=message.subject, why=f"it is of instance {heartbeat.instance!r}")
         return None
     return heartbeat

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 from kvbm.catalog.sql_rows import (
@@ -33,6 +33,7 @@ class SimStore:
     def __init__(self, world: World) -> None:
         self._world = world
         self.is_down = False
+        self.refused_rows = 0
         self.loses_replies = 0.0  # share of transactions that are kept although the caller hears of a failure
         self.places: dict[str, Mark] = {}
         self.over: dict[str, None] = {}  # streams that are counted under another name since
@@ -135,6 +136,20 @@ class SimStore:
         if self.loses_replies and self._world.rng.random() < self.loses_replies:
             raise CatalogError("the connection to the database was lost (simulated)")
         return True
+
+    async def forget_namespaces(
+        self, stream: str, read: int, names: Collection[NamespaceId], followed: Collection[InstanceId]
+    ) -> frozenset[NamespaceId] | None:
+        self._check()
+        if stream in self.over or self.places.get(stream, START).sequence > read:
+            return None
+        claimed = frozenset(names).intersection(namespace for _, namespace, _ in self.claim_rows)
+        if self.instance_rows.keys() <= frozenset(followed):
+            for name in frozenset(names) - claimed:
+                self.namespace_rows.pop(name, None)
+        if self.loses_replies and self._world.rng.random() < self.loses_replies:
+            raise CatalogError("the connection to the database was lost (simulated)")
+        return claimed
 
     async def drop_marks(self, stream: str, instances: Sequence[InstanceId]) -> None:
         self._check()
