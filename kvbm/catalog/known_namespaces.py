@@ -174,8 +174,7 @@ class KnownNamespaces:
             gone.append(name)
             count, size = count - 1, size - len(self.by_id[name].canonical())
         self.remove(gone)
-        if len(self.let_go) < self._most:  # rows of more are found at the next start
-            self.let_go.update(gone)
+        self.let_go.update(gone[: self._most - len(self.let_go)])  # rows of more are found at the next start
         return count + room <= self._most and size + room_bytes <= self._most_bytes
 
     def _declared(self) -> set[NamespaceId]:
