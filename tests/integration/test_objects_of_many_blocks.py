@@ -360,6 +360,11 @@ def test_late_objects_never_land_in_slots_that_are_used_again(blocks: int, stage
             for done in [engines.submit(engine, number) for number in range(2)]:
                 done.result(4 * WAIT_S)
         assert settled(manager)
+        everything_but_objects(manager, 1, 8)
+        lacking = manager.acquire(NAMESPACE.id, hashes_of(1, 8), wait_s=WAIT_S)
+        manager.unpin(lacking.slots)  # what no engine has put is known to be missing now
+        serve(manager, 1, 8)  # and is put
+        assert settled(manager)
         objects.opened.clear()  # one that is late in any case, then one that is not
         everything_but_objects(manager, 1, 8)
         manager.unpin(manager.acquire(NAMESPACE.id, hashes_of(1, 8)).slots)
