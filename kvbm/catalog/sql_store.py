@@ -55,6 +55,7 @@ from kvbm.catalog.sql_rows import (
     NamespaceRow,
     StoreBatch,
 )
+from kvbm.catalog.threads import in_thread
 from kvbm.remarks import Remarks
 from kvbm.streams.base import START, Mark
 
@@ -164,7 +165,7 @@ class SqlStore:
         return await _to_its_end(self._write(batch))
 
     async def _write(self, batch: StoreBatch) -> BatchResult:
-        claims = await asyncio.to_thread(net_claims, batch.claims) if batch.claims else []
+        claims = await in_thread(net_claims, batch.claims) if batch.claims else []
         with database_errors(f"{self._where} does not take the batch up to {batch.stream_sequence} of {batch.stream}"):
             try:
                 return await self._write_rows(batch, claims)
