@@ -385,9 +385,9 @@ def test_a_handover_that_does_not_end_in_time_lets_the_catalog_go_on_and_is_made
         world.writer._drop_rows("more wait than may")
         await world.writer._read_again()
         assert world.indexed() == {1, 2, 3} and not applying.locked()
-        assert world.writer.is_behind and world.writer.read_again == 0
+        assert (world.writer.is_behind, world.writer.read_again) == (True, 0)
         await world.writer._read_again()
-        assert not world.writer.is_behind and world.writer.read_again == 1
+        assert (world.writer.is_behind, world.writer.read_again) == (False, 1)
         await world.writer.flush()
         assert await world.claimed() == {1, 2, 3}
 
