@@ -366,6 +366,36 @@ def test_hints_of_blocks_that_are_gone_lead_to_misses_and_are_followed_once(tmp_
         assert serve(b, 2, 4).prefix.hits == {Tier.NVME: 4}
 
 
+def test_a_slot_that_proved_nothing_is_looked_at_again_whatever_is_missed_meanwhile(tmp_path: Path) -> None:
+    with written(tmp_path) as (path, hashes), opened(tmp_path, "b", slots=0) as b:
+        folder = look(b)
+        now_s = folder._clock()
+        folder._clock = lambda: now_s
+        (run,) = folder.find(NAMESPACE.id, hashes)
+        rows = np.empty((1, BLOCK_BYTES), dtype=np.uint8)
+
+        def outcome(at: int, block: bytes) -> ReadOutcome:
+            return folder.read(run.instance, run.slots[at : at + 1], NAMESPACE.id, block, rows).outcomes[0]
+
+        with open(path, "r+b") as file:
+            file.seek(PAGE_BYTES + run.slots[0] * STRIDE)
+            body = file.read(STRIDE)
+            file.seek(-STRIDE, os.SEEK_CUR)
+            file.write(bytes(STRIDE))  # its owner is about to write it
+            file.flush()
+            assert outcome(0, hashes[:HASH_BYTES]) == ReadOutcome.MISSING
+            file.seek(-STRIDE, os.SEEK_CUR)
+            file.write(body)
+        now_s += pod._DOUBT_S / 2
+        assert outcome(1, hashes_of(2, 1)) == ReadOutcome.MISSING  # of another slot
+        folder.poll()
+        assert folder.find(NAMESPACE.id, hashes) == []
+        now_s += pod._DOUBT_S / 2 + 1
+        folder.poll()
+        assert folder.find(NAMESPACE.id, hashes) == [run]
+        assert outcome(0, hashes[:HASH_BYTES]) == ReadOutcome.GOOD
+
+
 def test_a_file_that_is_made_anew_and_one_that_is_removed_are_noticed(tmp_path: Path) -> None:
     with opened(tmp_path, "b", slots=0) as b:
         with opened(tmp_path, "a") as a:
