@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 
 from kvbm.core.errors import StreamError
 from kvbm.remarks import Remarks, Seldom
+from kvbm.streams.access_samples import refused
 from kvbm.streams.base import AccessSample, Notice, subject_names
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
 
@@ -76,5 +77,8 @@ def word_in(message: Msg, kind: type[Word]) -> Word | None:
         return None
     if subject_names(message.subject) != (word.cluster, word.instance):
         refusals.warn("stream.word_refused", subject=message.subject, why=f"it is of instance {word.instance!r}")
+        return None
+    if isinstance(word, AccessSample) and (why := refused(word)):
+        refusals.warn("stream.word_refused", subject=message.subject, why=why)
         return None
     return word
