@@ -78,7 +78,8 @@ def word_in(message: Msg, kind: type[Word]) -> Word | None:
     if subject_names(message.subject) != (word.cluster, word.instance):
         refusals.warn("stream.word_refused", subject=message.subject, why=f"it is of instance {word.instance!r}")
         return None
-    if isinstance(word, AccessSample) and (why := refused(word)):
+    why = refused(word) if isinstance(word, AccessSample) else ""
+    if why:
         refusals.warn("stream.word_refused", subject=message.subject, why=why)
         return None
     return word
