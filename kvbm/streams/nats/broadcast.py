@@ -78,8 +78,12 @@ def word_in(message: Msg, kind: type[Word]) -> Word | None:
     if subject_names(message.subject) != (word.cluster, word.instance):
         refusals.warn("stream.word_refused", subject=message.subject, why=f"it is of instance {word.instance!r}")
         return None
-    why = refused(word) if isinstance(word, AccessSample) else ""
-    if why:
+    if why := _refused(word):
         refusals.warn("stream.word_refused", subject=message.subject, why=why)
         return None
     return word
+
+
+def _refused(word: AccessSample | Notice) -> str:
+    """Why a word counts for nothing; "" when it counts."""
+    return refused(word) if isinstance(word, AccessSample) else ""
