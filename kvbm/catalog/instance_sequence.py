@@ -580,8 +580,7 @@ class InstanceSequence:
 
     def advance(self, position: Position, digest: int, wall_time_ns: int, changes: Changes) -> None:
         """Everything before a position is applied; digest and time are of its last frame."""
-        wall_time_ns = min(wall_time_ns, MOST_NUMBER)
-        self.position = position
+        self.position, wall_time_ns = position, min(wall_time_ns, MOST_NUMBER)
         self.row = msgspec.structs.replace(self.row, last_frame_ns=max(self.row.last_frame_ns, wall_time_ns))
         self._epoch_row = msgspec.structs.replace(self._epoch_row, next_offset=position.offset, digest=digest)
         changes.newest_wall_ns = max(changes.newest_wall_ns, wall_time_ns)
@@ -614,8 +613,7 @@ class InstanceSequence:
             return
         run = ClaimRun(
             pool=pool, namespace=claims.namespace, hashes=claims.hashes, instance=self._id,
-            at_ns=min(wall_time_ns, MOST_NUMBER),
-            withdrawn=claims.withdrawn,
+            at_ns=min(wall_time_ns, MOST_NUMBER), withdrawn=claims.withdrawn,
         )  # fmt: skip
         changes.claims.append((changes.at, run))
 

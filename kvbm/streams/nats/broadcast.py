@@ -83,3 +83,8 @@ def word_in(message: Msg, kind: type[Word]) -> Word | None:
         refusals.warn("stream.word_refused", subject=message.subject, why=why)
         return None
     return word
+
+
+def _refused(word: AccessSample | Notice) -> str:
+    """Why a word counts for nothing; "" when it counts."""
+    return refused(word) if isinstance(word, AccessSample) else ""
