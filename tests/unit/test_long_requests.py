@@ -109,19 +109,3 @@ def test_a_list_of_tokens_is_read_as_a_json_parser_reads_it(
         assert got == want or kinds == (True, True), (number, text)
         outcomes["wrong" if kinds[0] else "right"] += 1
     assert min(outcomes["wrong"], outcomes["right"]) > 800, outcomes
-
-
-@READS
-def test_numbers_are_read_as_far_as_they_are_plain(read: ReadNumberList) -> None:
-    for text, at, room, found, end in (
-        (b"1,2,3", 0, 9, [1, 2, 3], 5), (b"1,2,3", 0, 2, [1, 2], 4), (b"1,2,3", 4, 9, [3], 5), (b"1,2,", 0, 9, [1], 2),
-        (b" 1 , 22\n,x", 0, 9, [1, 22], 9), (b"4294967295,4294967296", 0, 9, [4294967295], 11), (b"007", 0, 9, [], 0),
-        (b"1, ,2", 0, 9, [1], 2), (b"", 0, 9, [], 0), (b"5", 0, 0, [], 0), (b"1,18446744073709551617", 0, 9, [1], 2), (b"3", 1, 9, [], 1),
-    ):  # fmt: skip
-        into = np.full(room, 77, np.uint32)
-        assert (*read(text, at, into)[:1], into[: len(found)].tolist(), read(text, at, into)[1]) == (
-            len(found),
-            found,
-            end,
-        ), text
-        assert (into[len(found) :] == 77).all()

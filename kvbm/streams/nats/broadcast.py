@@ -78,8 +78,7 @@ def word_in(message: Msg, kind: type[Word]) -> Word | None:
     if subject_names(message.subject) != (word.cluster, word.instance):
         refusals.warn("stream.word_refused", subject=message.subject, why=f"it is of instance {word.instance!r}")
         return None
-    said: object = word
-    if isinstance(said, AccessSample) and (why := refused(said)):
+    if why := _refused(word):
         refusals.warn("stream.word_refused", subject=message.subject, why=why)
         return None
     return word
