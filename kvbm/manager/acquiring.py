@@ -51,7 +51,6 @@ class Acquiring:
         self._cancellations = copies.cancellations  # nothing that was cleared meanwhile may be had
         self._is_over = False
         self._is_released = False
-        self._is_waiting = False
         self._waiter = _NOBODY
         self._begun: list[InFlightLoad] = []
         self._ended = 0  # of those begun, so many have ended, from the first on
@@ -88,7 +87,7 @@ class Acquiring:
                 if not goes_on:
                     self._collect()
             if not goes_on:
-                self._end_waiting()
+                self._loads.end_waiting(self)
                 self._finish()
         if goes_on:
             self._set_out(planned, looks)
@@ -106,7 +105,7 @@ class Acquiring:
             if not self._is_over:
                 self._give_up()
                 self._collect()
-                self._end_waiting()
+                self._loads.end_waiting(self)
                 self._is_over = True
                 self.depth, self.hits = 0, {}
             self._ledger.unpin(Tier.HOST, self._slots)
@@ -137,8 +136,7 @@ class Acquiring:
             return self._offer_sample
         planned, looks = self._plan(rest, found)
         if planned or looks or self._waiter.others:
-            self._is_waiting = True
-            self._loads.begin_waiting()
+            self._loads.begin_waiting(self)
             return lambda: self._set_out(planned, looks)
         self._collect()
         self._finish()
@@ -191,12 +189,6 @@ class Acquiring:
             with suppress(RuntimeError):  # the manager closes, or there is no thread
                 self._look = self._loads.look_beyond(self.hashes, self._own_depth, self._waiter, self._begun)
         self._stream.recorded()
-
-    def _end_waiting(self) -> None:
-        """Under the lock."""
-        if self._is_waiting:
-            self._is_waiting = False
-            self._loads.end_waiting()
 
     def _give_up(self) -> None:
         """Nothing that is still under way for it pins anything any more. Under the lock."""

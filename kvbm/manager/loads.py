@@ -76,7 +76,6 @@ class Waiter:
         hashes: packed, of the run it wants.
         found: what the ledger held of it at the start; what lay in the target tier is pinned.
         waiting: a copy that ends later pins nothing.
-        is_counted: it is one of `Loads.requests_waiting`; ends with `give_up`, wherever an error ends the request.
         planned: the copies that have begun for it.
         prefix: what it was given in the end, pinned; None before.
         brought: block → its slot in the target tier, pinned once, and where it was.
@@ -86,7 +85,7 @@ class Waiter:
 
     def __init__(self, namespace: NamespaceId, hashes: bytes, found: Match) -> None:
         self.namespace, self.hashes, self.found = namespace, hashes, found
-        self.waiting, self.is_counted = True, False
+        self.waiting = True
         self.planned: list[Copy] = []
         self.prefix: Prefix | None = None
         self.brought: dict[SequenceHash, tuple[int, Tier]] = {}
@@ -129,7 +128,6 @@ class Loads:
 
     Attributes:
         nobody_waits: set while no request waits for bytes; offloads yield to those that do.
-        requests_waiting: how many do.
         load: what the engine has last told of its queue.
         looks_beyond: whether there are pools beyond the own tiers.
     """
@@ -155,7 +153,7 @@ class Loads:
         self._is_in_place = copies.pools.memory(copies.target) is not None  # then no load needs a lane
         self.nobody_waits = threading.Event()
         self.nobody_waits.set()
-        self.requests_waiting = 0
+        self._waiting: set[object] = set()  # who waits; a number would be wrong for good once an exception came between
         self.load = Load()
         self._looks_fail = False
         self._links, self._clock = Links(), options.clock  # of the object pool
@@ -170,8 +168,7 @@ class Loads:
         self._stream.recorded()  # a copy may have evicted to make room
         if begun:
             with self._lock:
-                self.begin_waiting()
-                waiter.is_counted = True
+                self.begin_waiting(waiter)
             wait([load.ended for load in begun], timeout=wait_s)
         with self._lock:
             self.give_up(waiter, begun)
@@ -189,23 +186,26 @@ class Loads:
             self._ledger.unpin(self._target, pack_slots(prefix.slots))
         self._stream.recorded()
 
-    def begin_waiting(self) -> None:
+    @property
+    def requests_waiting(self) -> int:
+        """How many requests wait for bytes."""
+        return len(self._waiting)
+
+    def begin_waiting(self, request: object) -> None:
         """A request waits for bytes; offloads yield to it meanwhile. Under the lock."""
-        self.requests_waiting += 1
+        self._waiting.add(request)
         self.nobody_waits.clear()
 
-    def end_waiting(self) -> None:
-        """It does no more. Under the lock."""
-        self.requests_waiting -= 1
-        if not self.requests_waiting:
+    def end_waiting(self, request: object) -> None:
+        """It does no more, if it did. Under the lock."""
+        self._waiting.discard(request)
+        if not self._waiting:
             self.nobody_waits.set()
 
     def give_up(self, waiter: Waiter, begun: list[InFlightLoad]) -> None:
         """End copies that have not started. Running copies finish on their own and are counted as late. Under the lock."""
         waiter.waiting = False
-        if waiter.is_counted:
-            self.end_waiting()
-            waiter.is_counted = False
+        self.end_waiting(waiter)
         for _, ended in begun:
             ended.cancel()
         for copy in waiter.planned:
