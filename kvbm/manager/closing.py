@@ -67,7 +67,7 @@ class Closing:
             while self._left:
                 try:
                     self._left[0](timeout_s)
-                except BaseException as error:
+                except BaseException as error:  # noqa: BLE001 - raised once all is done
                     raised, timeout_s = raised or error, min(timeout_s, _HURRIED_S)
                     with suppress(Exception):
                         self._left[0](timeout_s)

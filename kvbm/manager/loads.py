@@ -69,6 +69,9 @@ class Prefix(NamedTuple):
     hits: dict[Tier, int]
 
 
+_NOTHING = Match(0, b"", b"")
+
+
 class Waiter:
     """A request that waits for blocks, and what it has got so far; read and written under the lock.
 
@@ -83,8 +86,8 @@ class Waiter:
         others: copies of other requests that bring some of its blocks.
     """
 
-    def __init__(self, namespace: NamespaceId, hashes: bytes, found: Match) -> None:
-        self.namespace, self.hashes, self.found = namespace, hashes, found
+    def __init__(self, namespace: NamespaceId, hashes: bytes) -> None:
+        self.namespace, self.hashes, self.found = namespace, hashes, _NOTHING
         self.waiting = True
         self.planned: list[Copy] = []
         self.prefix: Prefix | None = None
@@ -199,7 +202,7 @@ class Loads:
     def end_waiting(self, request: object) -> None:
         """It does no more, if it did. Under the lock."""
         self._waiting.discard(request)
-        if not self._waiting:
+        if not self._waiting and not self.nobody_waits.is_set():
             self.nobody_waits.set()
 
     def give_up(self, waiter: Waiter, begun: list[InFlightLoad]) -> None:
@@ -237,8 +240,9 @@ class Loads:
                 self._counters.peer_hits += block in waiter.lent
             else:
                 behind.append(slot)
+        unwanted = pack_slots(behind)  # before the prefix is given: nothing is unpinned twice
         waiter.prefix = Prefix(len(slots), slots, hits)
-        self._ledger.unpin(self._target, pack_slots(behind))
+        self._ledger.unpin(self._target, unwanted)
         return waiter.prefix
 
     def count(self, namespace: NamespaceId, hashes: bytes, depth: int, hits: dict[Tier, int]) -> None:
@@ -272,9 +276,8 @@ class Loads:
                     return planned, first
                 wanted = hashes[first * HASH_BYTES : min(first + _LOAD_BLOCKS, end) * HASH_BYTES]
                 self._note_others(wanted, waiter)
-                copy = copies.begin(waiter.namespace, tier, self._target, wanted)
+                copy = copies.begin(waiter.namespace, tier, self._target, wanted, begun=waiter.planned)
                 if copy is not None:
-                    waiter.planned.append(copy)
                     planned.append(PlannedLoad(copy))
                 if copy is None or copy.hashes != wanted:
                     return planned, first
@@ -297,10 +300,9 @@ class Loads:
             for source, remote, wanted in segments if waiter.waiting and not self._stream.closing else ():
                 self._note_others(wanted, waiter)
                 is_lent = remote.peer is not None
-                copy = self._copies.begin(waiter.namespace, source, self._target, wanted, is_lent)
+                copy = self._copies.begin(waiter.namespace, source, self._target, wanted, is_lent, waiter.planned)
                 if copy is None:
                     break
-                waiter.planned.append(copy)
                 planned.append(PlannedLoad(copy, remote))
         return planned
 

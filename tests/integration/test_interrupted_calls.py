@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import linecache
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvbm.manager import base, closing, event_writer, ledger_stream, offload_driver
-from tests.eventually import eventually
-from tests.managers import NAMESPACE, hashes_of
+from kvbm.catalog import server as catalog_server
+from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.service import ServiceSettings
+from kvbm.core.ids import Tier
+from kvbm.manager import (
+    acquiring,
+    base,
+    closing,
+    copies,
+    engine_hbm,
+    event_writer,
+    ledger_stream,
+    loads,
+    offload_driver,
+    owned_hbm,
+)
+from kvbm.manager.acquiring import Acquiring
+from kvbm.manager.base import BlockManager
+from kvbm.manager.engine_hbm import EngineHbmManager
+from kvbm.manager.loads import Prefix
+from tests.eventually import WAIT_S, eventually
+from tests.managers import NAMESPACE, hashes_of, make_manager, serve
 from tests.owning_engines import OwningEngine, opened
 
 Trace = Callable[[FrameType, str, Any], Any]
+
+
+ENDS = ("return prefix", "return slots", "return acquiring")
 
 
 class Interrupted(BaseException):
@@ -33,6 +56,7 @@ def interrupted_at(number: int, files: frozenset[str], call: Callable[[], object
     """Interrupt a call before the line of these files that comes `number`-th, from 1 on; which it was, "" where it has not so many.
 
     Lines that begin with `with` or `try` are left out: there a trace function strikes where a lock is not given back, and no signal does.
+    So is the ledger's call that unpins what the line before has taken out, or ends a copy that counts as ended from there on, and the end of a call, which no caller can be told of.
     """
     count, where = 0, ""
     left_out: dict[tuple[CodeType, int], bool] = {}
@@ -43,7 +67,13 @@ def interrupted_at(number: int, files: frozenset[str], call: Callable[[], object
             return each_line
         place = (frame.f_code, frame.f_lineno)
         if place not in left_out:
-            left_out[place] = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with ", "try:"))
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            left_out[place] = (
+                line.startswith(
+                    ("with ", "try:", "self._ledger.unpin(", "return self._ledger.end_copy(", "self.open.discard(")
+                )
+                or line in ENDS
+            )
         count += not left_out[place]
         if count == number:
             where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -104,3 +134,141 @@ def test_a_step_of_a_close_that_fails_keeps_no_other_from_being_done(
     eventually(lambda: not threads_of_managers(), "a thread goes on", state=threads_of_managers)
     with opened(tmp_path) as again:
         again.begin_acquire(NAMESPACE.id, hashes_of(1, 2)).release()
+
+
+ENGINE = files_of(acquiring, base, copies, engine_hbm, ledger_stream, loads)
+OWNER = files_of(base, copies, ledger_stream, loads, owned_hbm)
+
+
+def begun(tmp_path: Path) -> tuple[EngineHbmManager, OwningEngine]:
+    """A manager of an engine with a prompt of 6 blocks, the first 2 of them in HOST, all in NVME."""
+    manager = opened(tmp_path)
+    one = OwningEngine(manager)
+    one.store(1, 6)
+    one.empty_host()
+    one.store(1, 2)
+    assert manager.settle(WAIT_S)
+    return manager, one
+
+
+def fresh(manager: EngineHbmManager) -> None:
+    """What lies in HOST is as at first: 2 blocks of the prompt."""
+    assert manager.settle(WAIT_S)
+    manager.evict(Tier.HOST, hashes_of(1, 6, start=2))
+
+
+def check_nothing_is_held(manager: BlockManager, where: str) -> None:
+    """No slot is anybody's or pinned, no copy under way, nobody waited for."""
+    eventually(lambda: not manager.stats().copies_in_flight, f"{where}: a copy does not end", state=manager.stats)
+    stats = manager.stats()
+    assert (stats.waiting_requests, stats.late_slots, stats.quarantined_slots) == (0, 0, 0), where
+    assert manager._loads.nobody_waits.is_set(), where
+    for tier, counts in stats.pools.items():
+        assert (counts.allocated, counts.free + counts.held) == (0, counts.slots), f"{where}: {tier.name}"
+        assert counts.evictable == counts.held, f"{where}: {tier.name} has pins"
+
+
+def test_an_acquiring_that_is_interrupted_while_it_is_asked_is_released(tmp_path: Path) -> None:
+    manager, one = begun(tmp_path)
+    number, where = 0, "at first"
+    with manager:
+        while where:
+            number += 1
+            fresh(manager)
+            asked = manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6))
+            eventually(lambda one=asked: not one._is_under_way(), "a copy does not end")
+            where = interrupted_at(number, ENGINE, lambda one=asked: [one.done for _ in range(3)])
+            asked.release()
+            check_nothing_is_held(manager, where)
+        assert one.acquired(1, 6).depth == 6
+    assert number > 20
+
+
+def test_a_release_that_is_interrupted_is_done_by_the_next(tmp_path: Path) -> None:
+    manager, one = begun(tmp_path)
+    with manager:
+        for is_done in (False, True):
+            number, where = 0, "at first"
+            while where:
+                number += 1
+                fresh(manager)
+                asked = manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6))
+                if is_done:
+                    one.awaited(asked, 1)
+                where = interrupted_at(number, ENGINE, asked.release)
+                asked.release()
+                asked.release()
+                check_nothing_is_held(manager, where)
+            assert number > 5
+
+
+def test_an_acquiring_whose_begin_is_interrupted_pins_nothing(tmp_path: Path) -> None:
+    manager, one = begun(tmp_path)
+    number, where = 0, "at first"
+    with manager:
+        while where:
+            number += 1
+            fresh(manager)
+            got: list[Acquiring] = []
+            where = interrupted_at(
+                number, ENGINE, lambda got=got: got.append(manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6)))
+            )
+            for asked in got:
+                asked.release()
+            check_nothing_is_held(manager, where)
+        assert one.acquired(1, 6).depth == 6
+    assert number > 60
+
+
+def test_an_acquire_that_is_interrupted_anywhere_pins_nothing() -> None:
+    number, where = 0, "at first"
+    with make_manager({Tier.HBM: 16, Tier.HOST: 32}, offload=(Tier.HOST,)) as manager:
+        serve(manager, 1, 6)
+        while where:
+            number += 1
+            assert manager.settle(WAIT_S)
+            manager.evict(Tier.HBM, hashes_of(1, 6, start=2))
+            got: list[Prefix] = []
+            where = interrupted_at(
+                number, OWNER, lambda got=got: got.append(manager.acquire(NAMESPACE.id, hashes_of(1, 6)))
+            )
+            for prefix in got:
+                manager.unpin(prefix.slots)
+            check_nothing_is_held(manager, where)
+        assert serve(manager, 1, 6).prefix.depth == 6
+    assert number > 60
+
+
+def test_slots_whose_allocate_is_interrupted_are_free_again() -> None:
+    number, where = 0, "at first"
+    with make_manager({Tier.HBM: 16}) as manager:
+        while where:
+            number += 1
+            got: list[list[int] | None] = []
+            where = interrupted_at(number, OWNER, lambda got=got: got.append(manager.allocate(4)))
+            for slots in got:
+                manager.release(slots or [])
+            check_nothing_is_held(manager, where)
+    assert number > 8
+
+
+def test_a_catalog_whose_start_is_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[bool] = []
+
+    async def serve_until_told(*given: Any) -> None:
+        server = SimpleNamespace(should_exit=False)
+        given[4](server, asyncio.get_running_loop())
+        while not server.should_exit:  # noqa: ASYNC110 - as uvicorn does
+            await asyncio.sleep(0.001)
+        stopped.append(True)
+
+    monkeypatch.setattr(catalog_server, "_serve", serve_until_told)
+    catalog = CatalogThread(ServiceSettings(nats_url="", database_url=""))
+
+    def result(_: float) -> str:
+        raise Interrupted
+
+    monkeypatch.setattr(catalog._started, "result", result)
+    with pytest.raises(Interrupted):
+        catalog.start()
+    assert stopped == [True] and not catalog._thread.is_alive()
