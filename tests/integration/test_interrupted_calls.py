@@ -8,6 +8,7 @@ import linecache
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from kvbm.catalog import server as catalog_server
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
+from kvbm.core.errors import LedgerError
 from kvbm.core.ids import Tier
 from kvbm.manager import (
     acquiring,
@@ -32,7 +34,7 @@ from kvbm.manager import (
 )
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.base import BlockManager
-from kvbm.manager.engine_hbm import EngineHbmManager
+from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.manager.loads import Prefix
 from tests.eventually import WAIT_S, eventually
 from tests.managers import NAMESPACE, hashes_of, make_manager, serve
@@ -41,7 +43,7 @@ from tests.owning_engines import OwningEngine, opened
 Trace = Callable[[FrameType, str, Any], Any]
 
 
-ENDS = ("return prefix", "return slots", "return acquiring")
+ENDS = ("return prefix", "return slots", "return store", "return acquiring")
 
 
 class Interrupted(BaseException):
@@ -250,6 +252,39 @@ def test_slots_whose_allocate_is_interrupted_are_free_again() -> None:
                 manager.release(slots or [])
             check_nothing_is_held(manager, where)
     assert number > 8
+
+
+def test_a_store_that_is_interrupted_as_it_begins_or_ends_takes_nothing(tmp_path: Path) -> None:
+    for call in ("begin", "end"):
+        number, where = 0, "at first"
+        with opened(tmp_path / call) as manager:
+            one = OwningEngine(manager)
+            one.compute(1, 4)
+            while where:
+                number += 1
+                got: list[Store | None] = []
+
+                def begin(one: OwningEngine = one, got: list[Store | None] = got) -> None:
+                    got.append(one.begin_store(1, 4))
+
+                if call == "begin":
+                    where = interrupted_at(number, ENGINE, begin)
+                else:
+                    begin()
+                for store in filter(None, got):
+
+                    def end(one: OwningEngine = one, store: Store = store) -> None:
+                        one.manager.end_store(store, [True] * len(store.slots), one.fill(store))
+
+                    if call == "end":
+                        where = interrupted_at(number, ENGINE, end)
+                    with suppress(LedgerError):  # it has ended
+                        end()
+                assert manager.settle(WAIT_S)
+                check_nothing_is_held(manager, where)
+                for tier in (Tier.HOST, Tier.NVME):
+                    manager.evict(tier, hashes_of(1, 4))
+        assert number > 20, call
 
 
 def test_a_catalog_whose_start_is_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
