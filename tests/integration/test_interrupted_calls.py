@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
@@ -159,6 +160,18 @@ def fresh(manager: EngineHbmManager) -> None:
     manager.evict(Tier.HOST, hashes_of(1, 6, start=2))
 
 
+def has_come(asked: Acquiring) -> bool:
+    return not asked._is_under_way()
+
+
+def ask(asked: Acquiring) -> list[bool]:
+    return [asked.done for _ in range(3)]
+
+
+def keep(got: list[Any], call: Callable[..., object], *given: object) -> None:
+    got.append(call(*given))
+
+
 def check_nothing_is_held(manager: BlockManager, where: str) -> None:
     """No slot is anybody's or pinned, no copy under way, nobody waited for."""
     eventually(lambda: not manager.stats().copies_in_flight, f"{where}: a copy does not end", state=manager.stats)
@@ -178,8 +191,8 @@ def test_an_acquiring_that_is_interrupted_while_it_is_asked_is_released(tmp_path
             number += 1
             fresh(manager)
             asked = manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6))
-            eventually(lambda one=asked: not one._is_under_way(), "a copy does not end")
-            where = interrupted_at(number, ENGINE, lambda one=asked: [one.done for _ in range(3)])
+            eventually(partial(has_come, asked), "a copy does not end")
+            where = interrupted_at(number, ENGINE, partial(ask, asked))
             asked.release()
             check_nothing_is_held(manager, where)
         assert one.acquired(1, 6).depth == 6
@@ -213,7 +226,7 @@ def test_an_acquiring_whose_begin_is_interrupted_pins_nothing(tmp_path: Path) ->
             fresh(manager)
             got: list[Acquiring] = []
             where = interrupted_at(
-                number, ENGINE, lambda got=got: got.append(manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6)))
+                number, ENGINE, partial(keep, got, manager.begin_acquire, NAMESPACE.id, hashes_of(1, 6))
             )
             for asked in got:
                 asked.release()
@@ -231,9 +244,7 @@ def test_an_acquire_that_is_interrupted_anywhere_pins_nothing() -> None:
             assert manager.settle(WAIT_S)
             manager.evict(Tier.HBM, hashes_of(1, 6, start=2))
             got: list[Prefix] = []
-            where = interrupted_at(
-                number, OWNER, lambda got=got: got.append(manager.acquire(NAMESPACE.id, hashes_of(1, 6)))
-            )
+            where = interrupted_at(number, OWNER, partial(keep, got, manager.acquire, NAMESPACE.id, hashes_of(1, 6)))
             for prefix in got:
                 manager.unpin(prefix.slots)
             check_nothing_is_held(manager, where)
@@ -247,7 +258,7 @@ def test_slots_whose_allocate_is_interrupted_are_free_again() -> None:
         while where:
             number += 1
             got: list[list[int] | None] = []
-            where = interrupted_at(number, OWNER, lambda got=got: got.append(manager.allocate(4)))
+            where = interrupted_at(number, OWNER, partial(keep, got, manager.allocate, 4))
             for slots in got:
                 manager.release(slots or [])
             check_nothing_is_held(manager, where)
