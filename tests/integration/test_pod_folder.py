@@ -31,6 +31,7 @@ from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.journal.journal import Journal
+from tests import managers
 from tests.eventually import eventually
 from tests.managers import (
     BLOCK_BYTES,
@@ -121,6 +122,23 @@ def test_the_second_reads_what_the_first_wrote_without_a_catalog(tmp_path: Path)
     assert [(event.source, event.target, event.hashes) for event in fetched] == [("a", Tier.HBM, hashes_of(1, 8))]
     started = next(event for event in events if isinstance(event, InstanceStarted))
     assert [pool.reach for pool in started.pools if pool.tier == Tier.NVME] == [Reach.POD]
+
+
+def test_who_can_write_a_plain_pool_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its proofs are over the bytes that it has written, whatever they are: docs/threats.md says so."""
+    with monkeypatch.context() as lying:
+        lying.setattr(
+            managers, "rows_of", lambda hashes: np.full((len(hashes) // HASH_BYTES, BLOCK_BYTES), 7, np.uint8)
+        )
+        with opened(tmp_path, "liar") as liar:
+            serve(liar, 1, 8)
+            assert liar.settle(WAIT_S)
+    with opened(tmp_path, "b") as b:
+        found, rows = b.acquire(NAMESPACE.id, hashes_of(1, 8)), np.empty((8, BLOCK_BYTES), np.uint8)
+        assert found.hits == {Tier.NVME: 8}
+        b.pools.slots[Tier.HBM].read(found.slots, NAMESPACE.id, hashes_of(1, 8), rows)
+        assert (rows == 7).all()
+        b.unpin(found.slots)
 
 
 def _frames(tmp_path: Path, instance: str) -> list[list[Any]]:
