@@ -25,6 +25,7 @@ import urllib3
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Tier
 from kvbm.core.ledger import Ledger
+from kvbm.core.prompt_batches import CONTENT_TYPE
 from kvbm.streams.nats.stream import NatsStream
 from tests.nats_fixture import WAIT_S, patient
 from tests.servers import free_port, start_process, stop_process
@@ -102,14 +103,19 @@ def catalog_process(
         stop_process(process)
 
 
-def publish_instances(nats_url: str, cluster: str, names: Sequence[str] = ("a", "b")) -> None:
-    """Instances that hold nothing and may be routed to."""
+def publish_instances(nats_url: str, cluster: str, names: Sequence[str] = ("a", "b"), namespaces: int = 1) -> None:
+    """Instances that hold nothing and may be routed to.
+
+    Args:
+        namespaces: that each declares; one is of all, the others are its own.
+    """
 
     async def publish() -> None:
         stream = patient(await NatsStream.connect(nats_url, WAIT_S))
         for name in names:
             ledger = Ledger((PoolStated(Tier.HBM, 64, 1024),))
-            ledger.start(Epoch(1), [SPACE], ["rack-1", name], "test", "0")
+            own = [Namespace(model=f"{name}-{number}", block_tokens=16) for number in range(1, namespaces)]
+            ledger.start(Epoch(1), [SPACE, *own], ["rack-1", name], "test", "0")
             for frame in ledger.take_frames(InstanceId(name), time.time_ns()):
                 await stream.publish(cluster, InstanceId(name), frame.data)
         await stream.close()
@@ -136,8 +142,9 @@ class Honest:
         took_s: of each that was answered, since somebody last emptied it.
     """
 
-    def __init__(self, url: str, callers: int = 4, pause_s: float = 0.04) -> None:
+    def __init__(self, url: str, callers: int = 4, pause_s: float = 0.04, token: str = "") -> None:
         self.url, self.answered, self.failed = url, 0, Counter[str]()
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self.took_s: list[float] = []
         self._pause_s = pause_s
         self._done = threading.Event()
@@ -166,7 +173,7 @@ class Honest:
         while not self._done.is_set():
             begin_s = time.monotonic()
             try:
-                reply = pool.request("POST", "/v1/route", body=body, timeout=5)
+                reply = pool.request("POST", "/v1/route", body=body, headers=self._headers, timeout=5)
                 if reply.status == 200:
                     self.answered += 1
                     self.took_s.append(time.monotonic() - begin_s)
@@ -181,6 +188,7 @@ class Honest:
 # -- floods -----------------------------------------------------------------------------------------------------------
 
 Flood = Callable[["Source"], Awaitable[None]]
+CLOSES = b"\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
 class Source:
@@ -293,10 +301,26 @@ async def quick(source: Source) -> None:
     writer.close()
 
 
+async def strangers(source: Source) -> None:
+    """Headers that promise a body which would need room, and nothing more."""
+    _, writer = await source.connect()
+    writer.write(
+        b"POST /v1/lookup HTTP/1.1\r\nhost: x\r\ncontent-type: %b\r\ncontent-length: 262144\r\n\r\n"
+        % CONTENT_TYPE.encode()
+    )
+    await asyncio.sleep(DICE.uniform(2, 6))
+    writer.close()
+
+
+async def namespaces(source: Source) -> None:
+    """All namespaces, page by page."""
+    source.seen[f"status {await source.ask(b'GET /v1/namespaces HTTP/1.1' + CLOSES)}"] += 1
+
+
 FLOODS: dict[str, tuple[Flood, int]] = {  # each with how many of it are under way at a time
     "half_open": (half_open, 1100), "slow_bodies": (slow_bodies, 200), "long_routes": (long_routes, 4),
     "long_tokens": (long_tokens, 3), "too_large": (too_large, 4), "waits": (waits, 200), "deaf": (deaf, 100),
-    "nonsense": (nonsense, 20), "quick": (quick, 20),
+    "nonsense": (nonsense, 20), "quick": (quick, 20), "strangers": (strangers, 80), "namespaces": (namespaces, 3),
 }  # fmt: skip
 
 

@@ -374,14 +374,16 @@ class Logged(NamedTuple):
 
 
 def logged() -> list[Logged]:
-    """Every `log.LEVEL("noun.verb_past", …)` of the package."""
+    """Every `log.LEVEL("noun.verb_past", …)` of the package, and what `Seldom.warn` logs now and then."""
     found: dict[tuple[str, str, str], Logged] = {}
     for file in sorted((ROOT / "kvbm").rglob("*.py")):
         module = str(file.relative_to(ROOT))
         for call in ast.walk(ast.parse(file.read_text())):
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _LEVELS):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.args):
                 continue
-            if not (isinstance(call.func.value, ast.Name) and call.func.value.id == "log" and call.args):
+            is_seldom = call.func.attr == "warn"
+            is_log = isinstance(call.func.value, ast.Name) and call.func.value.id == "log" and call.func.attr in _LEVELS
+            if not (is_log or is_seldom):
                 continue
             fields = tuple(word.arg for word in call.keywords if word.arg and word.arg != "exc_info")
             words = "; ".join(
@@ -390,7 +392,7 @@ def logged() -> list[Logged]:
                 if word.arg in ("remedy", "notice") and isinstance(word.value, ast.Constant)
             )
             for name in _constants(call.args[0]):
-                level = "error" if call.func.attr == "exception" else call.func.attr
+                level = "warning" if is_seldom else "error" if call.func.attr == "exception" else call.func.attr
                 found[name, level, module] = Logged(name, level, fields, words, module)
     return sorted(found.values())
 

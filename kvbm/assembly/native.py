@@ -27,6 +27,7 @@ NATIVE = Backend(
     _native.encode_frame,
     _native.decode_frame,
     _native.scan_frames,
+    _native.read_number_list,
 )
 NATIVE_FOLD: NewFold = _native.Residencies
 NATIVE_LEDGER: NewLedger = _native.Ledger

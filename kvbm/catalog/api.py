@@ -33,7 +33,7 @@ from kvbm.catalog.forgetting import NotForgottenError
 from kvbm.catalog.gate import CALLER, JUDGE, UNKNOWN, Gate, content_type
 from kvbm.catalog.limits import BODY_WAIT_S, LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
 from kvbm.catalog.prompt_answers import NOT_TOLD, PromptAnswers
-from kvbm.catalog.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, decode_prompt, without_prompt
+from kvbm.catalog.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, without_prompt
 from kvbm.catalog.service import CatalogService
 from kvbm.catalog.watch_requests import decode_watch
 from kvbm.core.answers import (
@@ -282,9 +282,9 @@ class _Api:
         _check_one_type(request)
         async with exchange.parsing(len(body)):
             if len(body) > LARGE_BODY_BYTES:
-                asked = await asyncio.to_thread(decode_prompt, body, kind)
+                asked = await asyncio.to_thread(self._answers.decoded, body, kind)
             else:
-                asked = decode_prompt(body, kind)
+                asked = self._answers.decoded(body, kind)
             del body, exchange.body  # a wait holds nothing large
             self._answers.check_ready(caller)
             if asked.tokens is not None and len(asked.tokens) > THREAD_TOKENS:
@@ -361,6 +361,7 @@ async def _body(request: Request) -> bytearray:
                 body += part
                 if len(body) > MAX_BODY_BYTES:
                     raise _too_large()
+                await exchange.pace()
     except TimeoutError:
         raise ApiError(408, "body_too_slow", f"the body did not come within {BODY_WAIT_S:g} s", "try again") from None
     except ClientDisconnect:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -28,6 +27,7 @@ import msgspec
 
 from kvbm.catalog.archive_erasure import PART, Meant, rewrite_frames, rewrite_samples
 from kvbm.catalog.degraded import Degraded
+from kvbm.catalog.threads import run_in
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.parts import ALL_PARTS, part_of
 from kvbm.files import make_folder, open_plain, opener, read_small, warn_exposed, write_new
@@ -476,4 +476,4 @@ class Archive:
                 await asyncio.sleep(RETRY_S)
 
     async def _run(self, work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._writer, partial(work, *arguments, **more))
+        return await run_in(self._writer, work, *arguments, **more)

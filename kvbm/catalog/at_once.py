@@ -22,7 +22,7 @@ from kvbm.catalog.limits import (
     key_of,
 )
 from kvbm.catalog.prompt_answers import PromptAnswers
-from kvbm.catalog.prompts import ApiError, asked_namespace, decode_prompt, without_prompt
+from kvbm.catalog.prompts import ApiError, asked_namespace, without_prompt
 from kvbm.core import prompt_batches
 from kvbm.core.answers import FindRequest, LookupRequest, PresenceRequest, RouteRequest
 
@@ -148,7 +148,7 @@ class AtOnce:
         return Answered(status, answer, content_type, caller)
 
     def _answered(self, question: ShortQuestion, caller: Caller, key: str, body: bytes) -> bytes | None:
-        asked = decode_prompt(body, PATHS[question.path])
+        asked = self._answers.decoded(body, PATHS[question.path])
         if asked.at_least:
             return None
         self._answers.check_ready(caller)

@@ -23,6 +23,7 @@ import msgspec
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.index import ClusterIndex, NewIndex
 from kvbm.catalog.sequencer import Sequencer, SequencerState
+from kvbm.catalog.threads import in_thread
 from kvbm.core.errors import CatalogError, CheckpointError
 from kvbm.files import make_folder, open_plain, read_small, warn_exposed, write_new
 from kvbm.remarks import Remarks
@@ -255,9 +256,14 @@ class Checkpointer:
         """Write one now and remove all others, which may name what was erased since. False: the folder did not take it."""
         async with self._writing:  # one under way would name it, and come later
             name = await self._write(with_frames=False)  # frames that wait may name it
-            if name:
-                await asyncio.to_thread(_remove_others, self._folder, name)
-            return bool(name)
+            if not name:
+                return False
+            try:
+                await in_thread(_remove_others, self._folder, name)
+            except CatalogError as error:
+                self._degraded.note("checkpoints", str(error))
+                return False
+            return True
 
     async def write(self) -> None:
         """Write one, unless nothing was read since the last. Trouble is noted; the next try is after the usual pause."""
@@ -269,12 +275,12 @@ class Checkpointer:
         """Its name; "" where the folder did not take it."""
         async with self._applying:
             writing = Writing(self._folder, self._index, self._sequencer.state(with_frames), self._stream())
-            work = asyncio.ensure_future(asyncio.to_thread(writing.write))
+            work = asyncio.ensure_future(in_thread(writing.write))
             while not work.done() and not writing.has_begun():
                 await asyncio.wait([work], timeout=_POLL_S)
         try:
             await work
-            self.last = await asyncio.to_thread(writing.finish, self._sequencer.mark)
+            self.last = await in_thread(writing.finish, self._sequencer.mark)
         except CatalogError as error:
             self._degraded.note("checkpoints", str(error))
             return ""

@@ -110,6 +110,10 @@ def database_errors(where: str, remedy: str = "") -> Iterator[None]:
         raise CatalogError(f"{where}: no answer in time{remedy}") from error
     except (SQLAlchemyError, CommandError, OSError) as error:
         raise CatalogError(f"{where}: {_first_line(error)}{remedy}") from error
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        raise CatalogError(f"{where}: {error}{remedy}") from error  # SQLite's driver begins one for each connection
 
 
 def _first_line(error: BaseException) -> str:

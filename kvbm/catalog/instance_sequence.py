@@ -63,6 +63,7 @@ from kvbm.streams.holders import holder_after
 
 REMARKS = 20  # of one event in ten seconds: whoever may write to the stream can give cause for any number
 HOLE_MOST_S = 30.0  # a hole that no heartbeat explains, for its instance has died, is given up after this long at the stream's end
+MOST_NUMBER = (1 << 63) - 1  # of an epoch, an offset and a time in nanoseconds: what SQL keeps
 AFTER_MESSAGES = 1 << 63  # the sequence of what is found at the end of a step: it comes after each of its messages
 
 
@@ -579,7 +580,7 @@ class InstanceSequence:
 
     def advance(self, position: Position, digest: int, wall_time_ns: int, changes: Changes) -> None:
         """Everything before a position is applied; digest and time are of its last frame."""
-        self.position = position
+        self.position, wall_time_ns = position, min(wall_time_ns, MOST_NUMBER)
         self.row = msgspec.structs.replace(self.row, last_frame_ns=max(self.row.last_frame_ns, wall_time_ns))
         self._epoch_row = msgspec.structs.replace(self._epoch_row, next_offset=position.offset, digest=digest)
         changes.newest_wall_ns = max(changes.newest_wall_ns, wall_time_ns)
@@ -611,8 +612,8 @@ class InstanceSequence:
         if pool is None:
             return
         run = ClaimRun(
-            pool=pool, namespace=claims.namespace, hashes=claims.hashes, instance=self._id, at_ns=wall_time_ns,
-            withdrawn=claims.withdrawn,
+            pool=pool, namespace=claims.namespace, hashes=claims.hashes, instance=self._id,
+            at_ns=min(wall_time_ns, MOST_NUMBER), withdrawn=claims.withdrawn,
         )  # fmt: skip
         changes.claims.append((changes.at, run))
 

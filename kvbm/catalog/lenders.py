@@ -16,9 +16,7 @@ from kvbm.core.answers import PeerHolding
 from kvbm.core.ids import InstanceId, NamespaceId, Tier
 from kvbm.core.peer_address import HOST_ALONE, PeerAddress, address_of, nearest_and_deepest
 from kvbm.core.topology import distance
-from kvbm.remarks import Remarks
-
-log = Remarks()
+from kvbm.remarks import Seldom
 
 LOOKED_AT = 256  # instances a walk names
 _NEAR_KEPT = 128  # places whose nearest lenders are remembered
@@ -64,6 +62,7 @@ class Lenders:
         self._words: dict[InstanceId, dict[str, str]] = {}  # as the last heartbeat has them
         self._known: dict[InstanceId, tuple[PeerAddress, Place]] = {}
         self._near: dict[Place, list[InstanceId]] = {}
+        self._remarks = Seldom(most=20)  # a heartbeat may name another place each time
 
     def hear(self, instance: InstanceId, last: LastHeartbeat) -> None:
         """Take note of a heartbeat that is believed."""
@@ -79,7 +78,7 @@ class Lenders:
             return
         self._words[instance] = words
         if (address := address_of(words)) is None:
-            log.warning(
+            self._remarks.warn(
                 "lender.refused", instance=instance, notice="its heartbeat names no socket that could be read from"
             )
             return

@@ -36,6 +36,9 @@ _MOST_CALLERS = 4096
 _BODY_UNIT_BYTES = 16 << 10  # of a request's body that cost as much as a request
 _ANSWER_UNIT_BYTES = 64 << 10
 STEP_S = 0.001  # of what takes long, before others are answered
+_PAUSES = (
+    8  # as long as a part of a long body has taken; what the system and the parser of HTTP take of it is not measured
+)
 _WORK_BURST_MS = 250.0  # that a caller may take beyond its share at first, and may owe
 _ASKED_S = 1.0  # others ask if they have done so within this time
 _REFUSED_PAUSE_S = (
@@ -247,7 +250,7 @@ class Limits:
     Attributes:
         refusals: what was refused, by the kinds of `telemetry.metrics.REFUSALS`.
         work: what callers take of the loop's time.
-        stepping: held while a step of something long is done.
+        stepping: held while a step of something long is done. reading: held while time is left to others after a part of a long body.
     """
 
     def __init__(
@@ -261,7 +264,7 @@ class Limits:
         self.refusals: Counter[str] = Counter() if refusals is None else refusals
         self.clock, self.work_clock = clock, work_clock
         self.work = LoopWork(settings.loop_share)
-        self.stepping = asyncio.Lock()
+        self.stepping, self.reading = asyncio.Lock(), asyncio.Lock()
         self.requests = Buckets(settings.requests_per_s, settings.burst)
         self.refusing = Buckets(settings.requests_per_s / 10, settings.requests_per_s / 10)
         self.bodies = Room(
@@ -384,6 +387,7 @@ class Exchange:
         self._limited = is_limited(limits.settings, *_asker(scope))
         self._more, self._expects, self.length = _body_headers(scope)
         self._body_bytes = self._answer_bytes = self._held = self._more_cost = 0
+        self._unpaced_s = 0.0  # of the loop's time, since the last part of the body
         self._started = False
 
     def over(self) -> Over:
@@ -392,6 +396,7 @@ class Exchange:
 
     def worked(self, took_s: float) -> None:
         """So much of the loop's time went into the answer."""
+        self._unpaced_s += took_s
         self._limits.work.charge(self._limits.clock(), self.key, took_s)
 
     async def in_steps(self, parts: Iterator[bytes]) -> bytes:
@@ -411,6 +416,14 @@ class Exchange:
                     return b"".join(made)
                 took_s = limits.work_clock() - begin_s
             await asyncio.sleep(2 * took_s if limits.work.is_shared(limits.clock(), self.key) else 0)
+
+    async def pace(self) -> None:
+        """After each part of a body: while others ask, more time is left to them than it has taken. Long bodies share that time."""
+        took_s, self._unpaced_s = self._unpaced_s, 0.0
+        limits = self._limits
+        if self._body_bytes > SMALL_BODY_BYTES and limits.work.is_shared(limits.clock(), self.key):
+            async with limits.reading:
+                await asyncio.sleep(_PAUSES * took_s)
 
     async def receive(self) -> Message:
         """The next part of the body, within the room for bodies. Raises LimitError."""

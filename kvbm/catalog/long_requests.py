@@ -6,6 +6,7 @@ What is in a long request stays text until its length is known; tokens become an
 from __future__ import annotations
 
 import re
+import time
 from functools import cache
 from typing import Any, TypeVar
 
@@ -14,18 +15,24 @@ import numpy as np
 
 from kvbm.catalog.limits import LARGE_BODY_BYTES, LimitError
 from kvbm.core.answers import MAX_HASHES, MAX_POSITIONS, MAX_TOKENS, LookupRequest
+from kvbm.core.backend import ReadNumberList
 from kvbm.core.errors import LayoutError
 
-_PIECE_BYTES = 256 << 10
+_PIECE_BYTES = 16 << 10  # that are parsed while nothing else of the process runs
+_PAUSE_S = 0.0005  # after each, for what waits
 _MOST_OTHER_BYTES = 256 << 10  # of a long request, what is neither hashes nor tokens
 _MOST_HASH_BYTES = 64 * MAX_HASHES  # 32 digits each, and room for quotes, commas and blanks
 _COMMA = re.compile(rb",")
+_TEXT = re.compile(rb"[^ \n\t\r]")
 _LARGEST_TOKEN = (1 << 32) - 1
 R = TypeVar("R", bound=LookupRequest)
 
 
-def decode_request(body: bytes | bytearray, kind: type[R]) -> R:
+def decode_request(body: bytes | bytearray, kind: type[R], read: ReadNumberList) -> R:
     """A lookup or a route. Of a long one the tokens are an array.
+
+    Args:
+        read: reads its tokens.
 
     Raises: msgspec.MsgspecError, UnicodeDecodeError, RecursionError: as `msgspec.json.decode`. LayoutError, OverflowError: a token is
         none. LimitError: something is too long.
@@ -49,7 +56,7 @@ def decode_request(body: bytes | bytearray, kind: type[R]) -> R:
             raise _too_many("hashes", MAX_HASHES)
         long["hashes"] = msgspec.json.decode(text, type=str | list[str])
     if tokens.nbytes and bytes(tokens[:4]) != b"null":
-        long["tokens"] = _tokens(tokens)
+        long["tokens"] = _tokens(tokens, read)
     return msgspec.structs.replace(asked, **long)
 
 
@@ -66,28 +73,39 @@ def _too_many(name: str, most: int) -> LimitError:
     )
 
 
-def _tokens(text: memoryview) -> np.ndarray:
+def _tokens(text: memoryview, read: ReadNumberList) -> np.ndarray:
     """Token ids, of the text of a JSON list."""
-    end = len(text) - 1
-    if text[0] != ord("[") or not bytes(text[1 : min(end, 64)]).strip():
+    inside = text[1:-1]
+    if text[0] != ord("[") or _TEXT.search(inside) is None:
         return np.array(msgspec.json.decode(text, type=list[int]), np.uint32)
-    count, at = 0, 1
-    tokens = np.empty(min(_count(text), MAX_TOKENS), np.uint32)
-    while at < end:
-        comma = _COMMA.search(text, at + _PIECE_BYTES, end)
-        until = comma.start() if comma is not None else end
-        piece = np.array(msgspec.json.decode(b"[%b]" % bytes(text[at:until]), type=list[int]), np.int64)
-        if piece.min() < 0 or piece.max() > _LARGEST_TOKEN:
-            raise LayoutError(f"tokens has {piece.min() if piece.min() < 0 else piece.max()}, which is no token id")
-        if count + len(piece) > MAX_TOKENS:
+    tokens = np.empty(min(len(inside), MAX_TOKENS), np.uint32)
+    count, at = read(inside, 0, tokens)
+    while at < len(inside):
+        if count == len(tokens):
             raise _too_many("tokens", MAX_TOKENS)
-        tokens[count : count + len(piece)] = piece
-        count += len(piece)
-        at = until + 1
+        odd, at = _odd_tokens(inside, at)
+        if count + len(odd) > MAX_TOKENS:
+            raise _too_many("tokens", MAX_TOKENS)
+        tokens[count : count + len(odd)] = odd
+        more, at = read(inside, at, tokens[count + len(odd) :])
+        count += len(odd) + more
     return tokens[:count]
 
 
-def _count(text: memoryview) -> int:
-    """Elements of a JSON list of numbers."""
-    parts = (bytes(text[at : at + _PIECE_BYTES]) for at in range(0, len(text), _PIECE_BYTES))
-    return 1 + sum(part.count(b",") for part in parts)
+def _pause() -> None:
+    """Let what else the process does go on."""
+    time.sleep(_PAUSE_S)
+
+
+def _odd_tokens(inside: memoryview, at: int) -> tuple[np.ndarray, int]:
+    """Some tokens from where one is not written as plain digits, and where the next one begins."""
+    comma = _COMMA.search(inside, at + _PIECE_BYTES)
+    is_last = comma is None or _TEXT.search(inside, comma.end()) is None
+    until = len(inside) if comma is None or is_last else comma.start()
+    # What stands before and behind a comma has to be an element, also where the pieces end.
+    text = b"[%b%b%b]" % (b"0," if at else b"", bytes(inside[at:until]), b"" if is_last else b",0")
+    piece = np.array(msgspec.json.decode(text, type=list[int]), np.int64)[bool(at) : None if is_last else -1]
+    if piece.min() < 0 or piece.max() > _LARGEST_TOKEN:
+        raise LayoutError(f"tokens has {piece.min() if piece.min() < 0 else piece.max()}, which is no token id")
+    _pause()
+    return piece, min(until + 1, len(inside))

@@ -6,13 +6,13 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from prometheus_client import Histogram
 
 from kvbm.catalog.access import Caller
-from kvbm.catalog.prompts import ApiError, asked_namespace, bad_tokens, id_of, packed_hashes
+from kvbm.catalog.prompts import ApiError, asked_namespace, bad_tokens, decode_prompt, id_of, packed_hashes
 from kvbm.catalog.routed import routed, routing_task
 from kvbm.catalog.service import CatalogService
 from kvbm.core import prompt_batches
@@ -32,6 +32,7 @@ _KINDS: dict[type[LookupRequest], int] = {
     FindRequest: prompt_batches.FIND,
 }  # fmt: skip
 _encode = msgspec.json.Encoder().encode
+R = TypeVar("R", bound=LookupRequest)
 
 
 class BatchAnswers(NamedTuple):
@@ -53,6 +54,10 @@ class PromptAnswers:
         if not self._service.is_ready:
             reason = self._service.readiness().reason if caller.sees_all else NOT_TOLD
             raise ApiError(503, "not_ready", reason, "ask again soon; /readyz says when it is ready")
+
+    def decoded(self, body: bytes | bytearray, kind: type[R]) -> R:
+        """The request in a body; it may be called in another thread. Raises ApiError, LimitError: there is none."""
+        return decode_prompt(body, kind, self._service.backend.read_number_list)
 
     def hashing(self, caller: Caller, asked: LookupRequest) -> Callable[[], bytes]:
         """What makes the packed hashes of the prompt; it may be called in another thread."""

@@ -8,6 +8,7 @@ import msgspec
 
 from kvbm.catalog.long_requests import decode_request
 from kvbm.core.answers import MAX_HASHES, ErrorAnswer, ErrorDetail, LookupRequest, RouteRequest
+from kvbm.core.backend import ReadNumberList
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId
 
@@ -32,10 +33,10 @@ class ApiError(Exception):
         self.refused = "too_large" if code.startswith("too_many_") else _REFUSED.get(code, "")
 
 
-def decode_prompt(body: bytes | bytearray, kind: type[R]) -> R:
-    """The request in a body. Raises ApiError, LimitError: there is none."""
+def decode_prompt(body: bytes | bytearray, kind: type[R], read: ReadNumberList) -> R:
+    """The request in a body, its tokens read by `read`. Raises ApiError, LimitError: there is none."""
     try:
-        return decode_request(body, kind)
+        return decode_request(body, kind, read)
     except (LayoutError, OverflowError) as error:
         raise bad_tokens(error) from None
     except msgspec.ValidationError as error:

@@ -18,6 +18,7 @@ import msgspec
 from kvbm.catalog.index import ClusterIndex, PlainApplied, StreamPlace
 from kvbm.catalog.instance_sequence import (
     AFTER_MESSAGES,
+    MOST_NUMBER,
     REMARKS,
     Changes,
     Common,
@@ -397,14 +398,14 @@ class Sequencer:
                 self.counters.foreign += 1
                 self._refuse(message, f"byte {frame.at}: a frame of instance {frame.instance!r}", 0)
                 return
-            if frame.flaw:
-                self._refuse(message, f"byte {frame.at}: {frame.flaw}")
+            if flaw := frame.flaw or _beyond(frame):
+                self._refuse(message, f"byte {frame.at}: {flaw}")
                 return
             followed = self._follow(instance, cluster)
             if message.subject not in followed.subjects:
                 followed.subjects.add(message.subject)
                 self._by_subject[message.subject] = followed
-            followed.receive(frame, message.data, changes)
+            followed.receive(_in_time(frame), message.data, changes)
         if isinstance(error, NewerFrameError):
             self._receive_newer(message, error, self._follow(instance, cluster), changes)
         elif error is not None:
@@ -465,8 +466,8 @@ def _plain_run(
         number = numbers.get(followed.row.id)
         if number is None:
             epoch, offset = followed.position
-            if offset >> 64:
-                break  # no frame begins there
+            if offset >> 62:
+                break  # a frame of them may end beyond what is counted
             number = numbers[followed.row.id] = len(places)
             places.append(StreamPlace(followed.row.id, epoch, offset))
         taken.append((number, message.data))
@@ -474,6 +475,18 @@ def _plain_run(
         if size >= RUN_BYTES:
             break
     return PlainRun(taken, places, size)
+
+
+def _beyond(frame: ScannedFrame) -> str:
+    """Why neither a checkpoint nor SQL could keep a frame's place; "" when they can."""
+    if frame.epoch <= MOST_NUMBER and frame.next_offset <= MOST_NUMBER:
+        return ""
+    return f"it ends at offset {frame.next_offset} of epoch {frame.epoch}, and {MOST_NUMBER} is the last of both"
+
+
+def _in_time(frame: ScannedFrame) -> ScannedFrame:
+    """The frame, with a time that SQL can keep."""
+    return frame if frame.wall_time_ns <= MOST_NUMBER else frame._replace(wall_time_ns=MOST_NUMBER)
 
 
 def _states(sequences: Iterable[InstanceSequence], bytes_left: int) -> Iterator[SequenceState]:
@@ -488,5 +501,5 @@ def _buffered(entry: SequenceState, scan_frames: ScanFrames) -> Iterator[tuple[S
     """The frames that were in an instance's reorder buffer; what is none of its frames is left out."""
     for one in entry.buffered:
         frames, _ = scan_frames(one.data, 0)
-        if frames and frames[0].instance == entry.row.id and not frames[0].flaw:
-            yield frames[0], one.data, Mark(one.sequence, one.fingerprint)
+        if frames and frames[0].instance == entry.row.id and not (frames[0].flaw or _beyond(frames[0])):
+            yield _in_time(frames[0]), one.data, Mark(one.sequence, one.fingerprint)

@@ -117,12 +117,15 @@ class CatalogThread:
 
         Raises: StreamError, CatalogError, ConfigError: it could not start, or not in time.
         """
-        self._thread.start()
         try:
+            self._thread.start()
             self.url = self._started.result(timeout_s)
         except FutureTimeoutError:
             self.stop()
             raise CatalogError(f"the catalog did not start within {timeout_s:g} s") from None
+        except BaseException:  # a signal's handler may raise anything, and nobody has it then to stop it
+            self.stop()
+            raise
         return self
 
     def stop(self, timeout_s: float = STOP_WAIT_S) -> None:

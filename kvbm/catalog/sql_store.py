@@ -55,7 +55,8 @@ from kvbm.catalog.sql_rows import (
     NamespaceRow,
     StoreBatch,
 )
-from kvbm.remarks import Remarks
+from kvbm.catalog.threads import in_thread
+from kvbm.remarks import Remarks, Seldom
 from kvbm.streams.base import START, Mark
 
 log = Remarks()
@@ -64,6 +65,7 @@ CHUNK_ROWS = 1 << 16  # hashes of one chunk that `claims` yields: 1 MiB
 _WRITE_ROWS = 5000  # rows handed to a driver at once
 _ASKED_ROWS = 1000  # keys named in one question
 _END_S = 5.0  # for a batch under way when whoever stores it is stopped
+_REMARKS = 20  # of one event in ten seconds
 _SHOWN = 200  # characters of a row's key, and of the database's words, in a log
 R = TypeVar("R")
 
@@ -119,6 +121,7 @@ class SqlStore:
         self._engine, self._parts = engine, parts
         self._used_ns = int(used_s * 1_000_000_000)
         self.refused_rows = 0
+        self._remarks = Seldom(most=_REMARKS)  # an instance can have each batch refused in part
         self._where = shown(engine.url)
         self._upserts = _upserts(engine.dialect.name == "sqlite")
 
@@ -164,7 +167,7 @@ class SqlStore:
         return await _to_its_end(self._write(batch))
 
     async def _write(self, batch: StoreBatch) -> BatchResult:
-        claims = await asyncio.to_thread(net_claims, batch.claims) if batch.claims else []
+        claims = await in_thread(net_claims, batch.claims) if batch.claims else []
         with database_errors(f"{self._where} does not take the batch up to {batch.stream_sequence} of {batch.stream}"):
             try:
                 return await self._write_rows(batch, claims)
@@ -216,7 +219,7 @@ class SqlStore:
         if refused:
             self.refused_rows += sum(row.rows for row in refused)
             first = refused[0]
-            log.warning(
+            self._remarks.warn(
                 "rows.refused", stream=batch.stream, position=batch.stream_sequence, rows=sum(row.rows for row in refused),
                 table=first.table, key=first.key[:_SHOWN], why=first.why.partition("\n")[0][:_SHOWN],
                 what_to_do="find who writes that: another program, or an instance that lies; everything else is stored",

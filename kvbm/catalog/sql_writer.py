@@ -21,6 +21,7 @@ from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.sql_rows import ClaimRun, InstanceRow, StoreBatch
 from kvbm.catalog.sql_store import BatchOutcome, SqlStore
+from kvbm.catalog.threads import in_thread
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, split_hashes
 from kvbm.core.parts import ALL_PARTS, scope_name
@@ -272,7 +273,7 @@ class SqlWriter:
             if sum(index.claim_counts().values()) != sum(
                 len(run) // HASH_BYTES for runs in stored.values() for run in runs
             ):
-                known = await asyncio.to_thread(_sorted_columns, stored)  # ten million take seconds
+                known = await in_thread(_sorted_columns, stored)  # ten million take seconds
                 first: int | None = 0
                 while first is not None:
                     first, runs = index.claims(first)

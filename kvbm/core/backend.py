@@ -18,6 +18,7 @@ from kvbm.core.fold import FoldedFrame, TierBlocks
 from kvbm.core.hashing import derived_hashes, sequence_hashes
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
 from kvbm.core.ledger import Match, ShareCounts, TierCounts
+from kvbm.core.number_lists import read_number_list
 from kvbm.core.policy import Share
 from kvbm.core.slot_allocator import Allocation
 from kvbm.core.snapshots import Recovered
@@ -59,6 +60,12 @@ class ScanFrames(Protocol):
     """Signature of `codec.scan_frames`."""
 
     def __call__(self, data: bytes | mmap, at: int = 0) -> tuple[list[ScannedFrame], FrameError | None]: ...
+
+
+class ReadNumberList(Protocol):
+    """Signature of `number_lists.read_number_list`."""
+
+    def __call__(self, text: bytes | bytearray | memoryview, at: int, into: np.ndarray) -> tuple[int, int]: ...
 
 
 class Fold(Protocol):
@@ -105,6 +112,7 @@ class Backend(NamedTuple):
     encode_frame: EncodeFrame
     decode_frame: DecodeFrame
     scan_frames: ScanFrames
+    read_number_list: ReadNumberList
 
 
 class ChecksumRows(Protocol):
@@ -206,7 +214,7 @@ class LockProtocol(Protocol):
 
 REFERENCE = Backend(
     "reference", sequence_hashes, derived_hashes, crc32c, reference_checksums, joined_checksums, encode_frame, decode_frame,
-    scan_frames,
+    scan_frames, read_number_list,
 )  # fmt: skip
 
 

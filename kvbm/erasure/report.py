@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvbm.core.checks import is_longer
 from kvbm.core.errors import ErasureError
-from kvbm.core.ids import NamespaceId
+from kvbm.core.ids import MAX_TEXT_BYTES, NamespaceId
 from kvbm.core.names import kind_of_name
 from kvbm.erasure.record import Erasure
 from kvbm.remarks import Remarks
@@ -19,6 +20,8 @@ from kvbm.terminal import plain
 log = Remarks()
 
 INSTANCE, CATALOG, OBJECTS = "instance", "catalog", "objects"
+_MOST_PLACES = 64  # of one answer; instances have a few
+_SHOWN = 400  # characters of a cell, whose width is its column's
 _NAMED = 3  # of those who say the same
 _OF_CATALOG = "SQL, index, files"
 _SECOND_NS = 1_000_000_000
@@ -85,9 +88,19 @@ def encoded(answer: Answer) -> bytes:
 def decoded(data: bytes) -> Answer:
     """An answer from the stream. Raises ErasureError: it is none."""
     try:
-        return msgspec.msgpack.decode(data, type=Answer)
+        answer = msgspec.msgpack.decode(data, type=Answer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ErasureError(f"an answer to an erasure cannot be read ({error})") from None
+    for progress in answer.progress.values():
+        if len(progress.places) > _MOST_PLACES or any(
+            is_longer(text, MAX_TEXT_BYTES)
+            for place in progress.places
+            for text in (place.name, place.erased, place.waits)
+        ):
+            raise ErasureError(
+                f"an answer to an erasure has more than {_MOST_PLACES} places, or a text of more than {MAX_TEXT_BYTES} bytes"
+            )
+    return answer
 
 
 def answers_of(found: Mapping[str, bytes]) -> list[Answer]:
@@ -258,7 +271,7 @@ def as_words(number: int, lines: Sequence[Line]) -> str:
     """The table for people, a line each. Who answers has chosen the words: each is `plain`."""
     rows = [
         ("who", "place", "erased", "waits for"),
-        *(tuple(map(plain, (*line[:3], line.waits or "nothing: it is gone"))) for line in lines),
+        *(tuple(map(_cell, (*line[:3], line.waits or "nothing: it is gone"))) for line in lines),
     ]
     widths = [max(len(row[at]) for row in rows) for at in range(3)]
     body = [
@@ -273,6 +286,11 @@ def as_words(number: int, lines: Sequence[Line]) -> str:
         )
     )
     return "\n".join([*body, last])
+
+
+def _cell(words: str) -> str:
+    shown = plain(words[: _SHOWN + 1])
+    return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 1]}…"
 
 
 def as_json(number: int, lines: Sequence[Line]) -> str:

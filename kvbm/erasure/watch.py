@@ -93,16 +93,18 @@ class ErasureWatch:
                     self._watch(runner)
                     runner.run(self._close())
                 return
-            except (RuntimeError, asyncio.CancelledError):
+            except asyncio.CancelledError:
                 if not self._stopping.is_set():
                     raise
-                return  # all is done; Python 3.12 starts no thread while it ends, and a loop wants one for its resolver's
-            except OSError as error:  # a loop needs descriptors
+                return
+            except (OSError, RuntimeError) as error:  # a loop needs descriptors, and its resolver a thread
+                if self._stopping.is_set():
+                    return  # all is done; Python 3.12 starts no thread while it ends
                 log.warning(
                     "erasure.not_watched",
                     instance=self._name,
                     why=str(error),
-                    remedy="raise ulimit -n; it is tried again",
+                    remedy="raise ulimit -n, or -u; it is tried again",
                 )
                 self._log = None
                 if self._stopping.wait(_AGAIN_S):

@@ -14,9 +14,7 @@ from kvbm.manager.loads import InFlightLoad, Loads, PlannedLoad, Waiter
 
 Sample = Callable[[NamespaceId, bytes, int], None]  # namespace, hashes and depth of a prompt that was asked for
 
-_NOBODY = Waiter(
-    NamespaceId(b""), b"", Match(0, b"", b"")
-)  # of a request that waits for nothing; nothing is brought to it
+_NOBODY = Waiter(NamespaceId(b""), b"")  # of a request that waits for nothing; nothing is brought to it
 
 
 class Acquiring:
@@ -51,7 +49,6 @@ class Acquiring:
         self._cancellations = copies.cancellations  # nothing that was cleared meanwhile may be had
         self._is_over = False
         self._is_released = False
-        self._is_waiting = False
         self._waiter = _NOBODY
         self._begun: list[InFlightLoad] = []
         self._ended = 0  # of those begun, so many have ended, from the first on
@@ -83,12 +80,13 @@ class Acquiring:
             goes_on = not is_in_vain and (waited or may_go_on or self._lies_in_host(self.next_block))
             if goes_on:  # with what others have brought, or what lay behind a hole
                 rest = self.hashes[(self.first + self.depth) * HASH_BYTES :]
-                planned, looks = self._plan(rest, self._ledger.match(rest, True, Tier.HOST, self.namespace))
+                self._expect(rest)
+                planned, looks = self._plan()
                 goes_on = bool(planned or looks or self._waiter.others)
                 if not goes_on:
                     self._collect()
             if not goes_on:
-                self._end_waiting()
+                self._loads.end_waiting(self)
                 self._finish()
         if goes_on:
             self._set_out(planned, looks)
@@ -102,15 +100,15 @@ class Acquiring:
         with self._lock:
             if self._is_released:
                 return
-            self._is_released = True
             if not self._is_over:
                 self._give_up()
                 self._collect()
-                self._end_waiting()
+                self._loads.end_waiting(self)
                 self._is_over = True
                 self.depth, self.hits = 0, {}
-            self._ledger.unpin(Tier.HOST, self._slots)
-            self._slots = b""
+            slots, self._slots = self._slots, b""
+            self._ledger.unpin(Tier.HOST, slots)
+            self._is_released = True
         self._stream.recorded()
 
     @property
@@ -127,18 +125,15 @@ class Acquiring:
         Returns: what is left to do outside the lock.
         """
         rest = self.hashes[self.first * HASH_BYTES :]
-        found = self._ledger.match(rest, True, Tier.HOST, self.namespace)
-        depth, tiers, slots = found
+        depth, tiers, slots = self._expect(rest)
         if depth * HASH_BYTES == len(rest) and tiers.count(Tier.HOST) == depth:  # as most are
-            self.depth, self._slots = depth, slots
-            if depth:
-                self.hits = {Tier.HOST: depth}
+            hits = {Tier.HOST: depth} if depth else {}
+            self._slots, self.depth, self.hits, self._waiter = slots, depth, hits, _NOBODY
             self._finish()
             return self._offer_sample
-        planned, looks = self._plan(rest, found)
+        planned, looks = self._plan()
         if planned or looks or self._waiter.others:
-            self._is_waiting = True
-            self._loads.begin_waiting()
+            self._loads.begin_waiting(self)
             return lambda: self._set_out(planned, looks)
         self._collect()
         self._finish()
@@ -157,16 +152,22 @@ class Acquiring:
             self._ended += 1
         return self._ended < len(self._begun) or not self._waiter.others.isdisjoint(self._copies.open)
 
-    def _plan(self, rest: bytes, found: Match) -> tuple[list[PlannedLoad], bool]:
-        """Begin copies of what own tiers have of the blocks behind what has come so far, of which HOST's are pinned. Under the lock.
+    def _expect(self, rest: bytes) -> Match:
+        """Wait for the blocks behind what has come so far; pin those in HOST. Returns what own tiers hold of them. Under the lock.
 
-        Args:
-            rest: their hashes.
-            found: what own tiers hold of them.
-        Returns: the copies, and whether to look beyond the own tiers.
+        There is a waiter before anything is pinned: an exception may come between any two lines.
         """
         self._planned_at = self.depth
-        self._waiter, self._begun, self._ended, self._look = Waiter(self.namespace, rest, found), [], 0, None
+        self._waiter, self._begun, self._ended, self._look = Waiter(self.namespace, rest), [], 0, None
+        self._waiter.found = self._ledger.match(rest, True, Tier.HOST, self.namespace)
+        return self._waiter.found
+
+    def _plan(self) -> tuple[list[PlannedLoad], bool]:
+        """Begin copies of what own tiers have of the blocks that are waited for. Under the lock.
+
+        Returns: the copies, and whether to look beyond the own tiers.
+        """
+        found, rest = self._waiter.found, self._waiter.hashes
         planned, reachable = self._loads.plan(self._waiter)
         looks = reachable == found.depth and found.depth * HASH_BYTES < len(rest) and self._may_lie_beyond()
         return planned, looks
@@ -192,12 +193,6 @@ class Acquiring:
                 self._look = self._loads.look_beyond(self.hashes, self._own_depth, self._waiter, self._begun)
         self._stream.recorded()
 
-    def _end_waiting(self) -> None:
-        """Under the lock."""
-        if self._is_waiting:
-            self._is_waiting = False
-            self._loads.end_waiting()
-
     def _give_up(self) -> None:
         """Nothing that is still under way for it pins anything any more. Under the lock."""
         self._waiter.waiting = False
@@ -210,25 +205,22 @@ class Acquiring:
         return bool(block) and self._ledger.holds(Tier.HOST, SequenceHash(block), self.namespace)
 
     def _collect(self) -> None:
-        """Add what has come to what there is. Under the lock."""
-        found = self._waiter.found
-        if not self._waiter.brought and found.tiers.count(Tier.HOST) == found.depth:
+        """Add what has come to what there is, all at once. Under the lock."""
+        waiter, found = self._waiter, self._waiter.found
+        if not waiter.brought and found.tiers.count(Tier.HOST) == found.depth:
             depth, packed, hits = found.depth, found.slots, {Tier.HOST: found.depth} if found.depth else {}
         else:
-            depth, slots, hits = self._loads.collect(self._waiter)
+            depth, slots, hits = waiter.prefix or self._loads.collect(waiter)
             packed = pack_slots(slots)
-        self._waiter = _NOBODY
-        self.depth += depth
-        self._slots += packed
-        for tier, count in hits.items():
-            self.hits[tier] = self.hits.get(tier, 0) + count
+        sums = self.hits | {tier: self.hits.get(tier, 0) + count for tier, count in hits.items()}
+        self._slots, self.depth, self.hits, self._waiter = self._slots + packed, self.depth + depth, sums, _NOBODY
 
     def _finish(self) -> None:
         """It is over: count what it found, that of the engine's own HBM too. Under the lock."""
         self._is_over = True
         if self._cancellations != self._copies.cancellations:
-            self._ledger.unpin(Tier.HOST, self._slots)
-            self.depth, self._slots, self.hits = 0, b"", {}
+            slots, self._slots, self.depth, self.hits = self._slots, b"", 0, {}
+            self._ledger.unpin(Tier.HOST, slots)
         hits = self.hits | {Tier.HBM: self.first} if self.first else self.hits
         self._loads.count(self.namespace, self.hashes, self.first + self.depth, hits)
 

@@ -44,6 +44,7 @@ from kvbm.core.ledger import Match
 from kvbm.core.slots import HIGHEST_PRIORITY
 from kvbm.locate.base import Locator
 from kvbm.manager.claim_watch import RUN_BYTES, ClaimWatch
+from kvbm.manager.closing import Closing
 from kvbm.manager.copies import CopiesInFlight, name_of, slots_held
 from kvbm.manager.erasing import Erasing
 from kvbm.manager.event_writer import RUNS_A_TURN, EventWriter, FrameSink
@@ -64,11 +65,8 @@ from kvbm.manager.transfer import Pools
 from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import NamespaceBytes, ObjectPool
-from kvbm.remarks import Remarks
 from kvbm.streams import at_exit as leaving
 from kvbm.streams.base import Heartbeat, Load, Position
-
-log = Remarks()
 
 _STAGING_BYTES = 64 << 20
 _TOLD_NAMESPACES = 256  # of which a heartbeat says what was put, at most
@@ -117,9 +115,7 @@ class BlockManager:
         self._namespaces = UsedNamespaces(fields=self._lasting.fields, begun_with=list(self._lasting.fields))
         self._samples = options.samples
         self._sampled_below = b"" if options.samples is None else options.samples.below
-        self._closers: list[Callable[[], None]] = []
         self._disowners: list[Callable[[], None]] = []
-        self._stoppers: list[Callable[[float], object]] = []
 
         self._stream = LedgerStream(instance, ledger, options.wall_clock_ns, options.lock)
         self._lock = self._stream.lock
@@ -152,6 +148,10 @@ class BlockManager:
             self._stream, self._copies, offloader, self._passage, self._claims, self._writer, self._counters,
             self._loads.nobody_waits, options,
         )  # fmt: skip
+        self._closing = Closing(
+            instance, self._stream, self._loads, self._executor, offloader, self._offloads, self._writer, self.publisher_port,
+            self._copies,
+        )  # fmt: skip
 
     def start(
         self,
@@ -168,7 +168,8 @@ class BlockManager:
             stoppers: called first when the manager closes, while its pools are still there, with how long to wait.
         """
         self.publisher_port.publishing = publishing
-        self._closers, self._disowners, self._stoppers = list(closers), list(disowners), [*stoppers, self._salvage.stop]
+        self._disowners = list(disowners)
+        self._closing.add([*stoppers, self._salvage.stop], closers)
         leaving.keep(self)
         _start((self._writer, self._offloads, self._salvage), self.close)
 
@@ -413,43 +414,26 @@ class BlockManager:
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop cleanly: end copies, say so in the stream, publish, close the pools. Idempotent.
 
-        Each of these waits `timeout_s` at most. Pools that a copy still uses are left open, and closed when it ends; those of a
-        copy nobody can confirm stay until the process goes, because a device may still write their memory. What is open when the
-        interpreter ends is closed then (`streams/at_exit.py`). In a signal's handler that has interrupted a call of the manager,
-        this returns at once, and a thread closes it once that call has ended.
+        Each of these waits `timeout_s` at most, and hardly at all once a signal's handler has raised: its exception comes out when
+        all is done; a second one comes out at once, and the next call does what is left. Pools that a copy still uses are left open,
+        and closed when it ends; those of a copy nobody can confirm stay until the process goes, because a device may still write
+        their memory. What is open when the interpreter ends is closed then (`streams/at_exit.py`). In a signal's handler that has
+        interrupted a call of the manager, this returns at once, and a thread closes it once that call has ended.
         Raises: ArgumentError: `timeout_s` is no time.
         """
         check_seconds(timeout_s, "timeout_s")
-        if leaving.close_aside(self, timeout_s) or not self._stream.begin_closing():
+        if leaving.close_aside(self, timeout_s):
             return
-        leaving.forget(self)
-        for stop in self._stoppers:
-            stop(timeout_s)
-        self._offloader.wanted.set()
-        self._loads.nobody_waits.set()
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        self._offloads.wait_ended(timeout_s)
-        self._stream.end()
-        if not self._writer.stop(timeout_s):
-            log.warning(
-                "manager.closed_unwritten", instance=self.instance, remedy="the journal's device refuses writes"
-            )
-        if (publishing := self.publisher_port.publishing) is not None and not publishing.stop(timeout_s):
-            log.warning(
-                "manager.closed_unpublished", instance=self.instance, remedy="the next start publishes the rest"
-            )
-        self._loads.locator.close()
-        if unended := self._copies.close_pools():
-            log.warning(
-                "manager.closed_in_copy", instance=self.instance, copies=unended,
-                remedy="their device does not answer; their memory and files are kept",
-            )  # fmt: skip
-        for close in self._closers:
-            close()
-        self._stoppers, self._closers, self._disowners = [], [], []  # they keep what was lent, and this manager
+        try:
+            self._closing.go_on(timeout_s)
+        finally:
+            if self._closing.is_over:
+                leaving.forget(self)
+                self._disowners = []  # they keep what was lent, and this manager
 
     def disown(self) -> None:
         """This process is a child of the one whose manager it is: nothing of it may be used here, and closing it does nothing."""
+        self._closing.forget()
         self._stream.disown()
         self.pools.disown()
         for disown in self._disowners:

@@ -90,32 +90,49 @@ class CopiesInFlight:
     # -- in the ledger, under the lock --------------------------------------------------------------------------------
 
     def begin(
-        self, namespace: NamespaceId, source: Tier | InstanceId, target: Tier, hashes: bytes, is_lent: bool = False
+        self,
+        namespace: NamespaceId,
+        source: Tier | InstanceId,
+        target: Tier,
+        hashes: bytes,
+        is_lent: bool = False,
+        begun: list[Copy] | None = None,
     ) -> Copy | None:
-        """As `Ledger.begin_copy`.
+        """As `Ledger.begin_copy`. An exception, a signal's handler's for one, ends the copy again.
 
         Args:
             is_lent: the source is an instance that lends, not its file in the pod's folder.
+            begun: gets the copy as well, so that whoever is interrupted before it has the result can end it.
         """
         copy = self._ledger.begin_copy(namespace, source, target, hashes)
-        if copy is not None:
-            self.open.add(copy.id)
-            if is_lent:
-                self._of_peers.add(copy.id)
-            if isinstance(pool := self.pools.slots.get(target), NvmePool):
-                self._stamps[copy.id] = pool.stamp
-            if target == self.target and source != Tier.HBM:  # what an engine stores it has itself
-                self.coming.update(dict.fromkeys(split_hashes(copy.hashes), copy.id))
+        try:
+            if copy is not None:
+                self.open.add(copy.id)
+                if is_lent:
+                    self._of_peers.add(copy.id)
+                if isinstance(pool := self.pools.slots.get(target), NvmePool):
+                    self._stamps[copy.id] = pool.stamp
+                if target == self.target and source != Tier.HBM:  # what an engine stores it has itself
+                    self.coming.update(dict.fromkeys(split_hashes(copy.hashes), copy.id))
+                if begun is not None:
+                    begun.append(copy)
+        except BaseException:
+            if copy is not None:
+                self.drop(copy)
+            raise
         return copy
 
     def end(
         self, copy: Copy, arrived: Sequence[bool], cause: MigrateCause, pinned: bool = False, kept: bool = True
     ) -> list[int | None]:
         """As `Ledger.end_copy`."""
-        self._expect_no_more(copy)
+        self._bring_no_more(copy)
         self._cancelled.discard(copy.id)
         self._stamps.pop(copy.id, None)
-        return self._ledger.end_copy(copy, arrived, cause, kept=kept, pinned=pinned)
+        try:  # whoever was interrupted before may do it again, and nobody after
+            return self._ledger.end_copy(copy, arrived, cause, kept=kept, pinned=pinned)
+        finally:
+            self.open.discard(copy.id)
 
     def drop(self, copy: Copy, cause: MigrateCause = MigrateCause.ONBOARD) -> None:
         """End a copy that brings nothing."""
@@ -161,6 +178,9 @@ class CopiesInFlight:
     def _expect_no_more(self, copy: Copy) -> None:
         """Nobody need wait for a copy any more."""
         self.open.discard(copy.id)
+        self._bring_no_more(copy)
+
+    def _bring_no_more(self, copy: Copy) -> None:
         if copy.target == self.target:
             for block in split_hashes(copy.hashes):
                 self.coming.pop(block, None)

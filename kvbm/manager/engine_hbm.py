@@ -262,22 +262,29 @@ class EngineHbmManager(BlockManager):
         """
         start = self._check_chain(namespace, parent, start, hashes)
         uses = checked_int(uses, "uses", least=1)
-        with self._lock:
-            self._stream.require_open()
-            self._stream.expire(self._clock())
-            self._offloader.offer(namespace, Tier.HBM, hashes, uses, self._ledger.lacking, parent, start)
-            wanted = self._wanted_in_host(namespace, hashes, uses, start)
-            copy = self._copies.begin(namespace, Tier.HBM, Tier.HOST, wanted) if wanted else None
-            if copy is not None:
-                self._copies.begin_run(copy)
-                self._copies.stores.add(copy.id)
-                self._counters.engine_stores += 1
-        self._stream.recorded()
-        if copy is None:
-            return None
-        index = {block: at for at, block in enumerate(split_hashes(hashes))}
-        at = [index[block] for block in split_hashes(copy.hashes)]
-        return Store(copy, copy.hashes, split_slots(copy.target_slots), at, start)
+        begun: list[Copy] = []
+        try:
+            with self._lock:
+                self._stream.require_open()
+                self._stream.expire(self._clock())
+                self._offloader.offer(namespace, Tier.HBM, hashes, uses, self._ledger.lacking, parent, start)
+                wanted = self._wanted_in_host(namespace, hashes, uses, start)
+                copy = self._copies.begin(namespace, Tier.HBM, Tier.HOST, wanted, begun=begun) if wanted else None
+                if copy is not None:
+                    self._copies.begin_run(copy)
+                    self._copies.stores.add(copy.id)
+                    self._counters.engine_stores += 1
+            self._stream.recorded()
+            if copy is None:
+                return None
+            index = {block: at for at, block in enumerate(split_hashes(hashes))}
+            at = [index[block] for block in split_hashes(copy.hashes)]
+            store = Store(copy, copy.hashes, split_slots(copy.target_slots), at, start)
+        except BaseException:  # a signal's handler may raise anything anywhere; no worker has been told
+            for copy in begun:
+                self._end_unended(copy)
+            raise
+        return store
 
     def end_store(self, store: Store, arrived: Sequence[bool], checksums: Sequence[int] | np.ndarray) -> None:
         """All ranks have answered: nobody writes the slots any more.
@@ -294,15 +301,17 @@ class EngineHbmManager(BlockManager):
             )
         copy, count = store.copy, len(store.slots)
         there, sums = _flags("arrived", arrived, count), _checksums("checksums", checksums, count)
-        with self._lock:
-            if copy.id not in self._copies.stores:
-                raise LedgerError(f"store {copy.id} is not under way; it ends once")
-            self._copies.stores.discard(copy.id)
+        ends = False
         try:
+            with self._lock:
+                if copy.id not in self._copies.stores:
+                    raise LedgerError(f"store {copy.id} is not under way; it ends once")
+                ends = True
+                self._copies.stores.discard(copy.id)
             self._end_store(store, there, sums)
         finally:
-            self._copies.end_unended(copy, MigrateCause.OFFLOAD)
-            self._copies.end_run(copy)
+            if ends:
+                self._end_unended(copy)
         self._stream.recorded()
 
     def refresh(self, hashes: bytes, namespace: NamespaceId | None = None) -> None:
@@ -388,6 +397,13 @@ class EngineHbmManager(BlockManager):
         if beyond.hashes:
             self._offloader.skip(Skipped.BEYOND, self._ledger.lacking(Tier.HOST, beyond.hashes))
         return run.hashes
+
+    def _end_unended(self, copy: Copy) -> None:
+        """A store is over, with nothing where that is not so yet. Outside the lock."""
+        with self._lock:
+            self._copies.stores.discard(copy.id)
+        self._copies.end_unended(copy, MigrateCause.OFFLOAD)
+        self._copies.end_run(copy)
 
     def _end_store(self, store: Store, arrived: list[bool], checksums: np.ndarray) -> None:
         """Bytes first, then the claim."""

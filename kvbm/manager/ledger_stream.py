@@ -181,17 +181,17 @@ class LedgerStream:
 
     # -- its end ------------------------------------------------------------------------------------------------------
 
-    def begin_closing(self) -> bool:
-        """No copy begins any more; whether that is new."""
+    def begin_closing(self) -> None:
+        """No copy begins any more."""
         with self.lock:
-            is_new, self.closing = not self.closing, True
-        return is_new
+            self.closing = True
 
     def end(self) -> None:
-        """End the stream for good."""
+        """End the stream for good. Idempotent."""
         with self.lock:
-            self.ended = True
-            self.ledger.stop()
+            if not self.ended:
+                self.ended = True
+                self.ledger.stop()
 
     def disown(self) -> None:
         """This process is a forked child: the lock opens, since whoever had it may not be here to give it back.

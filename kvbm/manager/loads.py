@@ -69,6 +69,9 @@ class Prefix(NamedTuple):
     hits: dict[Tier, int]
 
 
+_NOTHING = Match(0, b"", b"")
+
+
 class Waiter:
     """A request that waits for blocks, and what it has got so far; read and written under the lock.
 
@@ -76,7 +79,6 @@ class Waiter:
         hashes: packed, of the run it wants.
         found: what the ledger held of it at the start; what lay in the target tier is pinned.
         waiting: a copy that ends later pins nothing.
-        is_counted: it is one of `Loads.requests_waiting`; ends with `give_up`, wherever an error ends the request.
         planned: the copies that have begun for it.
         prefix: what it was given in the end, pinned; None before.
         brought: block → its slot in the target tier, pinned once, and where it was.
@@ -84,9 +86,9 @@ class Waiter:
         others: copies of other requests that bring some of its blocks.
     """
 
-    def __init__(self, namespace: NamespaceId, hashes: bytes, found: Match) -> None:
-        self.namespace, self.hashes, self.found = namespace, hashes, found
-        self.waiting, self.is_counted = True, False
+    def __init__(self, namespace: NamespaceId, hashes: bytes) -> None:
+        self.namespace, self.hashes, self.found = namespace, hashes, _NOTHING
+        self.waiting = True
         self.planned: list[Copy] = []
         self.prefix: Prefix | None = None
         self.brought: dict[SequenceHash, tuple[int, Tier]] = {}
@@ -129,7 +131,6 @@ class Loads:
 
     Attributes:
         nobody_waits: set while no request waits for bytes; offloads yield to those that do.
-        requests_waiting: how many do.
         load: what the engine has last told of its queue.
         looks_beyond: whether there are pools beyond the own tiers.
     """
@@ -155,7 +156,7 @@ class Loads:
         self._is_in_place = copies.pools.memory(copies.target) is not None  # then no load needs a lane
         self.nobody_waits = threading.Event()
         self.nobody_waits.set()
-        self.requests_waiting = 0
+        self._waiting: set[object] = set()  # who waits; a number would be wrong for good once an exception came between
         self.load = Load()
         self._looks_fail = False
         self._links, self._clock = Links(), options.clock  # of the object pool
@@ -170,8 +171,7 @@ class Loads:
         self._stream.recorded()  # a copy may have evicted to make room
         if begun:
             with self._lock:
-                self.begin_waiting()
-                waiter.is_counted = True
+                self.begin_waiting(waiter)
             wait([load.ended for load in begun], timeout=wait_s)
         with self._lock:
             self.give_up(waiter, begun)
@@ -189,23 +189,26 @@ class Loads:
             self._ledger.unpin(self._target, pack_slots(prefix.slots))
         self._stream.recorded()
 
-    def begin_waiting(self) -> None:
+    @property
+    def requests_waiting(self) -> int:
+        """How many requests wait for bytes."""
+        return len(self._waiting)
+
+    def begin_waiting(self, request: object) -> None:
         """A request waits for bytes; offloads yield to it meanwhile. Under the lock."""
-        self.requests_waiting += 1
+        self._waiting.add(request)
         self.nobody_waits.clear()
 
-    def end_waiting(self) -> None:
-        """It does no more. Under the lock."""
-        self.requests_waiting -= 1
-        if not self.requests_waiting:
+    def end_waiting(self, request: object) -> None:
+        """It does no more, if it did. Under the lock."""
+        self._waiting.discard(request)
+        if not self._waiting and not self.nobody_waits.is_set():
             self.nobody_waits.set()
 
     def give_up(self, waiter: Waiter, begun: list[InFlightLoad]) -> None:
         """End copies that have not started. Running copies finish on their own and are counted as late. Under the lock."""
         waiter.waiting = False
-        if waiter.is_counted:
-            self.end_waiting()
-            waiter.is_counted = False
+        self.end_waiting(waiter)
         for _, ended in begun:
             ended.cancel()
         for copy in waiter.planned:
@@ -237,8 +240,9 @@ class Loads:
                 self._counters.peer_hits += block in waiter.lent
             else:
                 behind.append(slot)
+        unwanted = pack_slots(behind)  # before the prefix is given: nothing is unpinned twice
         waiter.prefix = Prefix(len(slots), slots, hits)
-        self._ledger.unpin(self._target, pack_slots(behind))
+        self._ledger.unpin(self._target, unwanted)
         return waiter.prefix
 
     def count(self, namespace: NamespaceId, hashes: bytes, depth: int, hits: dict[Tier, int]) -> None:
@@ -272,9 +276,8 @@ class Loads:
                     return planned, first
                 wanted = hashes[first * HASH_BYTES : min(first + _LOAD_BLOCKS, end) * HASH_BYTES]
                 self._note_others(wanted, waiter)
-                copy = copies.begin(waiter.namespace, tier, self._target, wanted)
+                copy = copies.begin(waiter.namespace, tier, self._target, wanted, begun=waiter.planned)
                 if copy is not None:
-                    waiter.planned.append(copy)
                     planned.append(PlannedLoad(copy))
                 if copy is None or copy.hashes != wanted:
                     return planned, first
@@ -297,10 +300,9 @@ class Loads:
             for source, remote, wanted in segments if waiter.waiting and not self._stream.closing else ():
                 self._note_others(wanted, waiter)
                 is_lent = remote.peer is not None
-                copy = self._copies.begin(waiter.namespace, source, self._target, wanted, is_lent)
+                copy = self._copies.begin(waiter.namespace, source, self._target, wanted, is_lent, waiter.planned)
                 if copy is None:
                     break
-                waiter.planned.append(copy)
                 planned.append(PlannedLoad(copy, remote))
         return planned
 

@@ -62,8 +62,8 @@ class Manager(BlockManager):
                 self._stream.require_open()
                 self._stream.expire(self._clock())
                 self._namespaces.use(namespace)
-                found = self._ledger.match(hashes, True, Tier.HBM, namespace)
-                waiter = Waiter(namespace, hashes, found)
+                waiter = Waiter(namespace, hashes)  # before anything is pinned
+                found = waiter.found = self._ledger.match(hashes, True, Tier.HBM, namespace)
                 all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
                 has_all = all_in_hbm and (not self._loads.looks_beyond or found.depth * HASH_BYTES == len(hashes))
                 if has_all:
@@ -95,12 +95,20 @@ class Manager(BlockManager):
         count = checked_int(count, "count", most=MOST_BLOCKS)
         if namespace is not None:
             self._check_namespace(namespace)
-        with self._lock:
-            self._stream.require_open()
-            self._stream.expire(self._clock())
-            allocation = self._ledger.allocate(Tier.HBM, count, namespace)
-        self._stream.recorded()
-        return None if allocation is None else split_slots(allocation.slots)
+        allocation = None
+        try:
+            with self._lock:
+                self._stream.require_open()
+                self._stream.expire(self._clock())
+                allocation = self._ledger.allocate(Tier.HBM, count, namespace)
+            self._stream.recorded()
+            slots = None if allocation is None else split_slots(allocation.slots)
+        except BaseException:  # a signal's handler may raise anything anywhere
+            if allocation is not None:
+                with self._lock:
+                    self._ledger.release(Tier.HBM, allocation.slots)
+            raise
+        return slots
 
     def create(
         self,

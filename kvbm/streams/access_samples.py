@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvbm.core.ids import HASH_BYTES
 from kvbm.files import opener
 from kvbm.streams.base import AccessSample
 
@@ -30,6 +31,16 @@ def encode_sample(sample: AccessSample) -> bytes:
     """A sample as one record."""
     body = _ENCODER.encode(sample)
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
+
+
+def refused(sample: AccessSample) -> str:
+    """Why it is no sample, though it reads as one; "" when it is. Whoever may send one may send anything."""
+    blocks, rest = divmod(len(sample.hashes), HASH_BYTES)
+    if len(sample.namespace) != HASH_BYTES or rest or len(sample.hashes) > MAX_SAMPLE_BYTES // 2:
+        return f"{len(sample.hashes)} bytes of hashes, {len(sample.namespace)} of a namespace's id"
+    if not 0 <= sample.depth <= blocks or not 0 < sample.rate <= 1:
+        return f"{sample.depth} of {blocks} blocks, a share of {sample.rate}"
+    return ""
 
 
 def read_samples(path: Path) -> Iterator[AccessSample]:
@@ -49,9 +60,11 @@ def read_samples(path: Path) -> Iterator[AccessSample]:
             if zlib.crc32(body) != checksum:
                 continue
             try:
-                yield _DECODER.decode(body)
-            except msgspec.MsgspecError:
+                sample = _DECODER.decode(body)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 continue
+            if not refused(sample):
+                yield sample
 
 
 def whole_bytes(path: Path) -> int:

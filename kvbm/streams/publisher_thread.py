@@ -126,8 +126,8 @@ class PublisherThread:
 
     def stop(self, timeout_s: float = 5.0) -> bool:
         """Publish the rest if it can be done in time, send a last heartbeat, end the thread. Gives whether all is published."""
-        if self._stop_s is None:
-            self._stop_s = time.monotonic() + timeout_s
+        stop_s = time.monotonic() + timeout_s
+        self._stop_s = stop_s if self._stop_s is None else min(self._stop_s, stop_s)
         self._call(lambda: self._take(Ticked()))
         if self._thread.is_alive():
             self._thread.join(timeout_s + 2.0)

@@ -8,6 +8,7 @@ from kvbm.core.checks import is_longer, text_bytes
 from kvbm.core.ids import MAX_FIELDS_BYTES, MAX_NAME_BYTES, MAX_TEXT_BYTES
 from kvbm.streams.base import MOST_RUN, Heartbeat
 
+_MOST_NUMBER = 1 << 63  # of what a catalog keeps in SQL
 _MOST_TOLD = 1024  # namespaces, transfers and places that one heartbeat may tell of
 
 
@@ -50,6 +51,12 @@ def heartbeat_of(data: bytes) -> Heartbeat:
     for what, text, most_bytes in texts:
         if is_longer(text, most_bytes):
             raise ValueError(f"a text of {what} has {text_bytes(text)} bytes; at most {most_bytes} are read")
+    numbers = {
+        "epoch": read.epoch, "published": read.published, "applied": read.applied, "wall_time_ns": read.wall_time_ns,
+    }  # fmt: skip
+    for what, number in numbers.items():
+        if not 0 <= number < _MOST_NUMBER:
+            raise ValueError(f"{what} is {number}; 0 to {_MOST_NUMBER - 1} are read")
     longest = max(map(len, read.told), default=0)
     if longest > MAX_FIELDS_BYTES:
         raise ValueError(f"a namespace of told has {longest} bytes; at most {MAX_FIELDS_BYTES} are read")

@@ -215,11 +215,13 @@ nb::bytes encode(nb::handle frame, const FrameClasses& classes) {
   }
   const std::size_t size = writer.frame_bytes();
   const nb::bytes data = new_bytes(size);
-  std::optional<GilReleased> released;
-  if (size > kReleaseGilBytes) {
-    released.emplace();
+  {
+    std::optional<GilReleased> released;
+    if (size > kReleaseGilBytes) {
+      released.emplace();
+    }
+    writer.write(writable(data));
   }
-  writer.write(writable(data));
   return data;
 }
 

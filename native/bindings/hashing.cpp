@@ -95,11 +95,13 @@ nb::bytes hash_sequence(const Tokens& tokens, std::int64_t given_block_tokens, c
                                         " full blocks; give one a block, or none");
   }
   const nb::bytes hashes = new_bytes(count * kHashBytes);
-  std::optional<GilReleased> released;
-  if (span.size_bytes() > kReleaseGilBytes) {
-    released.emplace();
+  {
+    std::optional<GilReleased> released;
+    if (span.size_bytes() > kReleaseGilBytes) {
+      released.emplace();
+    }
+    sequence_hashes(span, block_tokens, start, keys.views, writable(hashes));
   }
-  sequence_hashes(span, block_tokens, start, keys.views, writable(hashes));
   return hashes;
 }
 
@@ -137,11 +139,13 @@ nb::list hash_batch(nb::sequence prompts, std::int64_t given_block_tokens, nb::h
     hashes.append(packed);
     bytes += span.size_bytes();
   }
-  std::optional<GilReleased> released;
-  if (bytes > kReleaseGilBytes) {
-    released.emplace();
+  {
+    std::optional<GilReleased> released;
+    if (bytes > kReleaseGilBytes) {
+      released.emplace();
+    }
+    sequence_hashes_batch(jobs, block_tokens);
   }
-  sequence_hashes_batch(jobs, block_tokens);
   return hashes;
 }
 
@@ -203,11 +207,13 @@ nb::bytes hash_derived(nb::handle root, nb::handle digests) {
     bytes += views[index].size();
   }
   const nb::bytes hashes = new_bytes(views.size() * kHashBytes);
-  std::optional<GilReleased> released;
-  if (bytes > kReleaseGilBytes) {
-    released.emplace();
+  {
+    std::optional<GilReleased> released;
+    if (bytes > kReleaseGilBytes) {
+      released.emplace();
+    }
+    derived_hashes(start, views, writable(hashes));
   }
-  derived_hashes(start, views, writable(hashes));
   return hashes;
 }
 

@@ -82,6 +82,7 @@ NB_MODULE(_native, module) {
   bind_peer_server(module, errors);
   bind_block_coding(module, errors);
   bind_nats_messages(module);
+  bind_number_list(module);
   bind_peer_wire(module, errors);
   bind_peer_client(module, errors);
   bind_last_touches(module, errors);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -186,11 +187,32 @@ void BlockIo::scan(std::span<const std::int64_t> slots, std::uint32_t depth, std
   for (const int file : shared_->options.files) {
     scans.push_back(std::make_unique<HeaderScan>(file, depth, uses_io_uring_));
   }
-  std::vector<std::jthread> others;  // each file's device goes at its own pace
-  for (std::size_t file = 1; file < files; ++file) {
-    others.emplace_back([&, file] { scans[file]->run(wanted[file], settle); });
+  std::vector<std::exception_ptr> troubles(files);
+  const auto read = [&](std::size_t file) noexcept {
+    try {
+      scans[file]->run(wanted[file], settle);
+    } catch (...) {
+      troubles[file] = std::current_exception();
+    }
+  };
+  std::vector<std::size_t> own{0};
+  own.reserve(files);
+  {
+    std::vector<std::jthread> others;  // each file's device goes at its own pace
+    for (std::size_t file = 1; file < files; ++file) {
+      try {
+        others.emplace_back(read, file);
+      } catch (const std::system_error&) {  // no thread is to be had: one file after the other
+        own.push_back(file);
+      }
+    }
+    std::ranges::for_each(own, read);
   }
-  scans[0]->run(wanted[0], settle);
+  for (const std::exception_ptr& trouble : troubles) {
+    if (trouble) {
+      std::rethrow_exception(trouble);
+    }
+  }
 }
 
 bool BlockIo::close(std::chrono::milliseconds timeout) {

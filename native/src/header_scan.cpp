@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cerrno>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -92,7 +93,11 @@ void HeaderScan::run_calls(std::span<const Wanted> wanted, const Settle& settle)
   const std::size_t threads = std::min<std::size_t>({depth_, kMostThreads, wanted.size()});
   std::vector<std::jthread> others;
   for (std::size_t place = 1; place < threads; ++place) {
-    others.emplace_back(work, place);
+    try {
+      others.emplace_back(work, place);
+    } catch (const std::system_error&) {  // no thread is to be had: fewer will do
+      break;
+    }
   }
   work(0);
 }

@@ -1,7 +1,9 @@
 // BlockIo over real files, with io_uring where the kernel has it and with threads, past the page cache and through it.
 #include "kvbm/block_io.hpp"
 
+#include <dlfcn.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -22,6 +24,20 @@
 #include "kvbm/block_lane.hpp"
 #include "kvbm/checksum.hpp"
 #include "kvbm/flight_shares.hpp"
+
+namespace {
+std::atomic<int> may_begin{-1};  // so many threads; -1: any number
+}
+
+// Stands before the system's, which may give no thread.
+extern "C" __attribute__((visibility("default"))) int pthread_create(pthread_t* made, const pthread_attr_t* attributes, void* (*body)(void*),
+                                                                     void* given) noexcept {
+  static const auto create = reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
+  int left = may_begin;
+  while (left > 0 && !may_begin.compare_exchange_weak(left, left - 1)) {
+  }
+  return left == 0 ? EAGAIN : create(made, attributes, body, given);
+}
 
 namespace {
 
@@ -425,6 +441,28 @@ void test_a_scan_tells_what_headers_say() {
   });
 }
 
+void test_a_scan_needs_no_thread() {
+  in_each_way([](IoKind kind, bool is_direct) {
+    const File first(is_direct);
+    const File second(is_direct);
+    BlockIo io({{first.fd(), second.fd()}, 4096, kind, is_direct, 4});
+    const Blocks blocks(6, 4096, 1);
+    std::vector<std::int32_t> errors(6, -1);
+    io.write(blocks.run(), blocks.rows, 7, std::vector<std::uint32_t>(6), errors);
+    std::vector<std::int64_t> slots(40);
+    std::iota(slots.begin(), slots.end(), std::int64_t{0});
+    for (const int most : {0, 1, 2, 5}) {
+      std::vector<SlotOutcome> outcomes(slots.size(), SlotOutcome::kFailed);
+      std::vector<FoundBlock> found(slots.size());
+      may_begin = most;
+      io.scan(slots, 8, outcomes, found);
+      may_begin = -1;
+      CHECK(std::ranges::count(outcomes, SlotOutcome::kBlock) == 6 && std::ranges::count(outcomes, SlotOutcome::kNothing) == 34);
+    }
+    CHECK(io.close(kWait));
+  });
+}
+
 void test_sealed_blocks_are_others_than_plain_ones() {
   in_each_way([](IoKind kind, bool is_direct) {
     const File file(is_direct);
@@ -578,6 +616,7 @@ int main() {
       {"a device that never answers keeps its call, and nothing else", test_a_device_that_never_answers},
       {"a header is held to every bit", test_header_is_held_to_every_bit},
       {"a scan tells what headers say", test_a_scan_tells_what_headers_say},
+      {"a scan needs no thread", test_a_scan_needs_no_thread},
       {"sealed blocks are others than plain ones", test_sealed_blocks_are_others_than_plain_ones},
       {"writes make way for reads and still go on", test_writes_make_way_for_reads},
       {"a read meets few bytes of writes, whatever the size of blocks", test_a_read_meets_few_bytes_of_writes},

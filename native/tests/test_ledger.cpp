@@ -200,6 +200,21 @@ void another_epoch_begins_in_place() {
   CHECK(ledger.allocate(Tier::kNvme, 1).has_value() && ledger.begin_snapshot());
 }
 
+// A namespace that has a smaller number than the one which a tenant is given, as NVME may keep it from an earlier run.
+void who_is_assigned_to_nobody_shares_with_all_others() {
+  Ledger ledger(kPools, "lru", kDefaultEventBytes, {{.tenant = "a"}});
+  ledger.start(1, kStarted, 0, std::array<std::vector<Recovered>, kTierCount>{});
+  const auto held = [&](std::uint32_t share) { return ledger.share_counts(Tier::kHbm, share).held; };
+  filled(ledger, Tier::kHbm, kNamespace, blocks(0, 2));
+  CHECK(held(0) == 0 && held(1) == 2);
+  ledger.assign(kOther, "a");
+  filled(ledger, Tier::kHbm, kNamespace, blocks(2, 2));
+  filled(ledger, Tier::kHbm, kOther, blocks(4, 1));
+  CHECK(held(0) == 1 && held(1) == 4);
+  ledger.evict(Tier::kHbm, blocks(0, 4), EvictReason::kCleared);
+  CHECK(held(0) == 1 && held(1) == 0);
+}
+
 void steady_state_reuses_what_it_grew_to() {
   Ledger ledger = started({{Tier::kHbm, 64, false}});
   std::uint64_t digest = 0;
@@ -322,6 +337,7 @@ int main() {
                      {"a copy that overflows pins nothing", a_copy_that_overflows_pins_nothing},
                      {"an overflow ends the stream and not the engine", overflow_ends_the_stream},
                      {"another epoch begins in place, with a snapshot of what is held", another_epoch_begins_in_place},
+                     {"who is assigned to nobody shares with all others", who_is_assigned_to_nobody_shares_with_all_others},
                      {"the digest is that of what is held, snapshot after snapshot", steady_state_reuses_what_it_grew_to},
                      {"no slot is lost, whatever is asked", no_slot_is_lost_by_either_policy}});
 }

@@ -73,6 +73,26 @@ void a_name_that_is_forgotten_makes_room_for_another() {
   CHECK(ranking.best.front().depth == 0);
 }
 
+void what_nobody_is_admitted_for_is_not_remembered() {
+  ClusterIndex index(kPlenty, kSecret);
+  Router router(index, settings());
+  Candidates candidates;
+  const Candidates* const groups[] = {&candidates};
+  Random random(7);
+  const auto hashes = random.bytes(10 * kHashBytes);
+  router.add(candidates, "a");
+  router.hear("a", {.at_s = 1.0, .queued_tokens = 0, .running_requests = 0, .prefill_tokens_per_s = 0, .queue_tokens_per_s = 0});
+  const auto routed = [&](double deadline_s) {
+    RouteTask asked = task("", hashes);
+    asked.deadline_s = deadline_s;
+    return router.route(1.0, asked, groups, nullptr, 8).best.front();
+  };
+  CHECK(!routed(0).is_admitted);
+  const RankedInstance next = routed(1e9);
+  CHECK(next.is_admitted && next.queueing_s == 0 && next.depth == 0);
+  CHECK(routed(1e9).depth == 10);
+}
+
 void a_slot_in_a_set_that_was_not_left_is_nobody() {
   ClusterIndex index(kPlenty, kSecret);
   Router router(index, settings());
@@ -121,6 +141,7 @@ void another_catalogs_route_waits_there_and_its_blocks_will_be_held() {
 int main() {
   return tests::run({{"routes of so many callers are remembered", routes_of_so_many_callers_are_remembered},
                      {"a name that is forgotten makes room for another", a_name_that_is_forgotten_makes_room_for_another},
+                     {"what nobody is admitted for is not remembered", what_nobody_is_admitted_for_is_not_remembered},
                      {"a slot in a set that was not left is nobody", a_slot_in_a_set_that_was_not_left_is_nobody},
                      {"another catalog's route waits there, and its blocks will be held",
                       another_catalogs_route_waits_there_and_its_blocks_will_be_held}});

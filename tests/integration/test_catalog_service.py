@@ -27,17 +27,19 @@ from kvbm.core.answers import MAX_HASHES, FindAnswer, LookupAnswer, PositionWant
 from kvbm.core.errors import ArgumentError, CatalogError, CatalogRefusedError, ConfigError, HashSchemeError, StreamError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import (
+    Epoch,
     Namespace,
     NamespaceId,
     Offset,
     Tier,
     pack_slots,
 )
+from kvbm.core.ledger import Ledger
 from kvbm.locate.base import Found
 from kvbm.locate.http import CatalogClient
 from kvbm.locate.locator import HttpLocator
 from kvbm.streams.nats.stream import NatsStream
-from tests.catalog_site import HASHES, OTHER, SPACE, TOKENS, Instance, Running, run_catalog
+from tests.catalog_site import HASHES, OTHER, POOLS, SPACE, TOKENS, Instance, Running, run_catalog
 from tests.eventually import WAIT_S, eventually
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.servers import free_port, nats_server
@@ -443,6 +445,30 @@ def test_metrics_parse_and_count(running: Running) -> None:
     assert found["kvbm_catalog_lookup_seconds_count"] == found["kvbm_catalog_route_seconds_count"] == 1
     assert found["kvbm_catalog_ready"] == 1
     assert found["kvbm_catalog_degraded"] == found["kvbm_catalog_digest_mismatches_total"] == 0
+
+
+def test_no_number_is_named_after_a_tenant(running: Running) -> None:
+    a = running.instance("a")
+    a.ledger = Ledger(POOLS)
+    a.ledger.start(Epoch(1), [SPACE, OTHER], ["rack-1", "a"], "test", "0")
+    a.create(0, 2)
+    a.publish()
+    a.beat(put_bytes={OTHER.id: (3, 2)})
+    running.client.lookup(OTHER, HASHES)
+    eventually(lambda: parsed(running.client.metrics())["kvbm_catalog_frames_total"] == 1)
+    assert OTHER.tenant == "acme" and OTHER.tenant not in running.client.metrics()
+
+
+def test_who_has_the_stream_can_invent_an_instances_events_and_hide_them(running: Running) -> None:
+    """There is no process of that name: docs/threats.md says what it costs."""
+    invented = running.instance("a")
+    invented.create(0, 2)
+    reached = invented.publish()
+    assert running.client.lookup(SPACE, HASHES, at_least=[reached]).deepest == 2
+    invented.create(2, 4)
+    invented.publish(lose=True)
+    reached = running.instance("b").publish()
+    assert running.client.lookup(SPACE, HASHES, at_least=[reached]).deepest == 2
 
 
 def test_metrics_tell_how_much_smaller_a_namespace_became(running: Running) -> None:

@@ -455,6 +455,15 @@ def test_the_blocks_of_one_prompt_go_and_the_tenants_other_prompts_stay(world: W
         world.erase(status=number)
 
 
+def serve_two(world: World, manager: Manager) -> None:
+    """Two prompts of each of the two tenants, until the catalog has all claims."""
+    for prompt in (1, 2):
+        for space in (VICTIM, OTHER):
+            manager.unpin(serve(manager, space, prompt))
+    assert manager.settle(WAIT_S)
+    eventually(lambda: all(depth(world, s, 2) == DEPTH for s in (VICTIM, OTHER)), "the catalog has not all claims")
+
+
 def test_sealed_objects_and_encrypted_blocks_of_an_erased_tenant_go_too(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     for space in (VICTIM, OTHER):
@@ -462,11 +471,7 @@ def test_sealed_objects_and_encrypted_blocks_of_an_erased_tenant_go_too(tmp_path
     folders = {space.tenant: f"/e/{keys_of_file(str(keys)).load()[space.tenant].tag}/" for space in (VICTIM, OTHER)}
     with opened_world(tmp_path, keys) as world:
         manager = world.instance("a")
-        for prompt in (1, 2):
-            for space in (VICTIM, OTHER):
-                manager.unpin(serve(manager, space, prompt))
-        assert manager.settle(WAIT_S)
-        eventually(lambda: all(depth(world, s, 2) == DEPTH for s in (VICTIM, OTHER)), "the catalog has not all claims")
+        serve_two(world, manager)
         victim = Needles(VICTIM, (1, 2))
         assert "bytes of a block" not in str(victim.in_folder(world.folder)), "NVME is not encrypted"
         assert "a hash" in str(victim.in_folder(world.folder / "instances"))
@@ -536,11 +541,7 @@ def test_an_answer_that_names_another_tenants_namespaces_has_nothing_of_that_ten
     if is_known:
         world.instance("liar", [OTHER]).close()
     manager = world.instance("a")
-    for prompt in (1, 2):
-        for space in (VICTIM, OTHER):
-            manager.unpin(serve(manager, space, prompt))
-    assert manager.settle(WAIT_S)
-    eventually(lambda: all(depth(world, s, 2) == DEPTH for s in (VICTIM, OTHER)), "the catalog has not all claims")
+    serve_two(world, manager)
     other, only_age = Needles(OTHER, (1, 2)), {"NATS events on the stream"}
 
     def erase() -> None:

@@ -22,6 +22,7 @@ import pytest
 import urllib3
 from structlog.testing import capture_logs
 
+from kvbm.catalog.access_file import NewToken, add_token
 from kvbm.catalog.api import MAX_BODY_BYTES
 from kvbm.catalog.connections import Connection, Connections
 from kvbm.catalog.limits import LimitSettings
@@ -297,6 +298,48 @@ def test_one_caller_that_asks_for_much_leaves_others_half_of_the_time(
             for one in greedy:
                 one.join(WAIT_S)
         assert statuses[200] > 0 and not honest.failed, facts
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", FLOODS)
+def test_one_flood_leaves_an_honest_caller_half_of_its_rate(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    """No number of requests is over any limit. Strangers have no token, and all others one."""
+    publish_instances(
+        nats_url, cluster, [f"instance-{number}" for number in range(5)], namespaces=4000 if kind == "namespaces" else 1
+    )
+    limits: dict[str, object] = {"loopback": True, "requests_per_s": 1e6, "burst": 10**6}
+    token, access = "", {}
+    if kind == "strangers":
+        token = add_token(tmp_path / "access.toml", NewToken("router", "router"), time.time())
+        access = {"access": tmp_path / "access.toml"}
+    with (
+        catalog_process(tmp_path, nats_url, cluster, access=access, **limits) as catalog,
+        Honest(catalog.url, token=token) as honest,
+    ):
+        quiet_rate = honest.rate(HONEST_S)
+        for _ in range(ROUNDS):
+            with flooding(catalog.url, 4 + HONEST_S, [f"{kind}@127.0.5.1"], tmp_path) as ended:
+                time.sleep(2)  # the flood begins
+                honest.took_s.clear()
+                rate, took_s = honest.rate(HONEST_S), sorted(honest.took_s)
+                found = ended()
+            facts = {
+                "rates": (quiet_rate, rate),
+                "p99_s": took_s[len(took_s) * 99 // 100],
+                "floods": found,
+                "failed": dict(honest.failed),
+            }
+            print(kind, json.dumps(facts))
+            if rate >= 0.5 * quiet_rate and facts["p99_s"] <= 0.05:
+                break
+        else:
+            pytest.fail(f"an honest caller was not served: {facts}")
+        assert sum(found[f"{kind}@127.0.5.1"].values()) > 0 and not honest.failed, facts
 
 
 @pytest.mark.nightly

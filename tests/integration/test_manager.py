@@ -86,6 +86,14 @@ def test_the_journal_folds_to_the_live_state_and_digest() -> None:
     assert {tier: set(fold.held[tier]) for tier in Tier} == held
 
 
+def test_claims_of_objects_that_are_not_there_are_misses() -> None:
+    """As of a database, or a catalog, that lies."""
+    with make_manager(SLOTS, objects=memory_objects(BLOCK_BYTES), locator=KnowsAll()) as manager:
+        assert manager.acquire(NAMESPACE.id, hashes_of(1, 6)).depth == 0
+        assert serve(manager, 1, 6).prefix.depth == 0  # and it is computed
+        assert manager.stats().corrupt_blocks == 0
+
+
 def test_corrupt_bytes_are_a_miss_an_eviction_and_a_counter() -> None:
     log = MemoryLog()
     with make_manager(SLOTS, sink=log) as manager:

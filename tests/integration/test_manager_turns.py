@@ -509,6 +509,18 @@ def test_a_manager_that_is_driven_by_hand_closes_in_its_own_turns(driven: Driven
     assert driven.manager.epoch == 1
 
 
+def test_a_close_within_the_pause_after_a_refusal_tries_once_more(driven: Driven) -> None:
+    serve(driven.manager, 1, 8)
+    driven.disk.error = full()
+    wake_s = driven.manager.step_frames(driven.now_s)
+    assert wake_s is not None and wake_s > driven.now_s
+    driven.disk.error = None
+    driven.manager.close()
+    assert driven.disk.events()[-1] == InstanceStopped(reason=StopReason.SHUTDOWN)
+    assert driven.manager.durable() == driven.manager.applied()
+    driven.check()
+
+
 def test_prompts_are_sampled_by_their_first_block_and_lost_beyond_the_room() -> None:
     samples = Samples(0.5, capacity=40)
     driven = Driven({Tier.HBM: 1000}, samples=samples)

@@ -31,6 +31,7 @@ from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.journal.journal import Journal
+from tests import managers
 from tests.eventually import eventually
 from tests.managers import (
     BLOCK_BYTES,
@@ -121,6 +122,23 @@ def test_the_second_reads_what_the_first_wrote_without_a_catalog(tmp_path: Path)
     assert [(event.source, event.target, event.hashes) for event in fetched] == [("a", Tier.HBM, hashes_of(1, 8))]
     started = next(event for event in events if isinstance(event, InstanceStarted))
     assert [pool.reach for pool in started.pools if pool.tier == Tier.NVME] == [Reach.POD]
+
+
+def test_who_can_write_a_plain_pool_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its proofs are over the bytes that it has written, whatever they are: docs/threats.md says so."""
+    with monkeypatch.context() as lying:
+        lying.setattr(
+            managers, "rows_of", lambda hashes: np.full((len(hashes) // HASH_BYTES, BLOCK_BYTES), 7, np.uint8)
+        )
+        with opened(tmp_path, "liar") as liar:
+            serve(liar, 1, 8)
+            assert liar.settle(WAIT_S)
+    with opened(tmp_path, "b") as b:
+        found, rows = b.acquire(NAMESPACE.id, hashes_of(1, 8)), np.empty((8, BLOCK_BYTES), np.uint8)
+        assert found.hits == {Tier.NVME: 8}
+        b.pools.slots[Tier.HBM].read(found.slots, NAMESPACE.id, hashes_of(1, 8), rows)
+        assert (rows == 7).all()
+        b.unpin(found.slots)
 
 
 def _frames(tmp_path: Path, instance: str) -> list[list[Any]]:
@@ -364,6 +382,36 @@ def test_hints_of_blocks_that_are_gone_lead_to_misses_and_are_followed_once(tmp_
         assert folder.find(NAMESPACE.id, hashes_of(1, 4)) == []
         look(b)
         assert serve(b, 2, 4).prefix.hits == {Tier.NVME: 4}
+
+
+def test_a_slot_that_proved_nothing_is_looked_at_again_whatever_is_missed_meanwhile(tmp_path: Path) -> None:
+    with written(tmp_path) as (path, hashes), opened(tmp_path, "b", slots=0) as b:
+        folder = look(b)
+        now_s = folder._clock()
+        folder._clock = lambda: now_s
+        (run,) = folder.find(NAMESPACE.id, hashes)
+        rows = np.empty((1, BLOCK_BYTES), dtype=np.uint8)
+
+        def outcome(at: int, block: bytes) -> ReadOutcome:
+            return folder.read(run.instance, run.slots[at : at + 1], NAMESPACE.id, block, rows).outcomes[0]
+
+        with open(path, "r+b") as file:
+            file.seek(PAGE_BYTES + run.slots[0] * STRIDE)
+            body = file.read(STRIDE)
+            file.seek(-STRIDE, os.SEEK_CUR)
+            file.write(bytes(STRIDE))  # its owner is about to write it
+            file.flush()
+            assert outcome(0, hashes[:HASH_BYTES]) == ReadOutcome.MISSING
+            file.seek(-STRIDE, os.SEEK_CUR)
+            file.write(body)
+        now_s += pod._DOUBT_S / 2
+        assert outcome(1, hashes_of(2, 1)) == ReadOutcome.MISSING  # of another slot
+        folder.poll()
+        assert folder.find(NAMESPACE.id, hashes) == []
+        now_s += pod._DOUBT_S / 2 + 1
+        folder.poll()
+        assert folder.find(NAMESPACE.id, hashes) == [run]
+        assert outcome(0, hashes[:HASH_BYTES]) == ReadOutcome.GOOD
 
 
 def test_a_file_that_is_made_anew_and_one_that_is_removed_are_noticed(tmp_path: Path) -> None:

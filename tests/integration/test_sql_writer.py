@@ -7,7 +7,7 @@ import random
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -360,6 +360,36 @@ def test_instances_that_an_older_copy_does_not_know_are_told_again(sqlite_url: s
         await world.store_until(is_stored)
         rows = {row.id: row for row in await world.store.instances()}
         assert rows[TWO].engine == "test" and rows[TWO].pools == (POOL,)  # though it has said nothing since
+
+    run(work, sqlite_url, tmp_path / "catalog.db")
+
+
+def test_a_handover_that_does_not_end_in_time_lets_the_catalog_go_on_and_is_made_again(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbm.catalog.sql_writer._HANDOVER_S", -1.0)  # it is over as soon as the first reader is ahead
+
+    async def work(world: World) -> None:
+        class Overtaken(asyncio.Lock):
+            """The first reader goes on once more just before it stands still."""
+
+            async def acquire(self) -> Literal[True]:
+                if 3 not in world.indexed():
+                    await world.claim(3)
+                return await super().acquire()
+
+        applying = world.writer._applying = Overtaken()
+        await world.claim(1)
+        await world.writer.flush()
+        await world.claim(2)
+        world.writer._drop_rows("more wait than may")
+        await world.writer._read_again()
+        assert world.indexed() == {1, 2, 3} and not applying.locked()
+        assert (world.writer.is_behind, world.writer.read_again) == (True, 0)
+        await world.writer._read_again()
+        assert (world.writer.is_behind, world.writer.read_again) == (False, 1)
+        await world.writer.flush()
+        assert await world.claimed() == {1, 2, 3}
 
     run(work, sqlite_url, tmp_path / "catalog.db")
 

@@ -60,6 +60,11 @@ def take_until(watch: CatalogWatch, is_last: Callable[[WatchEvent], bool]) -> li
     raise AssertionError(f"it did not come; {found}")
 
 
+def wait_begun(watch: CatalogWatch) -> None:
+    """What changes from now on is told: until it has begun, a change may come before it."""
+    assert isinstance(watch.next_event(WAIT_S), WatchBegun)
+
+
 def has_gained(instance: str) -> Callable[[WatchEvent], bool]:
     return lambda event: isinstance(event, BlockChanges) and event.holder == instance
 
@@ -91,6 +96,7 @@ def test_a_feed_tells_who_gained_and_lost_which_blocks(running: Running) -> None
 def test_a_feed_goes_on_after_its_position(running: Running) -> None:
     a = running.instance("a")
     with running.client.watch(SPACE) as watch:
+        wait_begun(watch)
         a.create(0, 2)
         a.publish()
         take_until(watch, has_gained("a"))
@@ -124,6 +130,7 @@ def test_an_instance_is_watched_alone(
     with Site(nats_url, cluster, sqlite_url, liveness_s=1.0) as running:
         a, b = running.instance("a"), running.instance("b")
         with running.client.watch(instance="b") as watch:
+            wait_begun(watch)
             with time_held.held():  # nobody falls silent
                 a.create(0, 2)
                 a.publish()
@@ -167,6 +174,7 @@ def test_a_suspect_instance_is_told_and_so_is_its_healing(running: Running) -> N
     a.create(0, 2)
     a.publish(lose=True)
     with running.client.watch(SPACE) as watch:
+        wait_begun(watch)
         a.create(2, 4)
         a.publish()
         suspect = take_until(watch, lambda event: isinstance(event, InstanceChange) and event.suspect)[-1]
@@ -450,6 +458,7 @@ def test_a_catalog_that_stops_ends_its_feeds_and_clients_go_on_at_another(
         client = CatalogClient(f"{running.client.url},{other.client.url}", timeout_s=WAIT_S)
         watch, raw = client.watch(SPACE), raw_watch(running.client.url)
         read_until(raw, b"event: begun\n")
+        wait_begun(watch)
         a = running.instance("a")
         a.create(0, 2)
         a.publish()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,7 +19,7 @@ from kvbm.core.names import is_name, kept_name
 from kvbm.core.snapshots import Recovered
 from kvbm.erasure import record as records
 from kvbm.erasure import report
-from kvbm.erasure.catalog import proven_tenants
+from kvbm.erasure.catalog import CatalogErasures, proven_tenants
 from kvbm.erasure.instance import DONE_FILE, DoneErasures, InstanceErasures, StartErasures
 from kvbm.erasure.record import Matcher, Record, Subject, with_erasure, without
 from kvbm.erasure.report import Answer, Known, Place, Progress
@@ -380,6 +383,46 @@ def test_a_catalog_waits_for_everybody_it_knows() -> None:
     left = report.unfinished(answers, 7, report.INSTANCE, ["a", "b", "c"])
     assert left == {"b": "place: 2 slots", "c": "has not answered"}
     assert report.unfinished(answers[:1], 7, report.INSTANCE, ["a"]) == {}
+
+
+def test_a_catalog_reads_on_to_the_streams_end_since_it_last_waited_for_somebody() -> None:
+    stream = SimpleNamespace(end=10)
+    service = SimpleNamespace(
+        sequencer=SimpleNamespace(sequence=5), writer=SimpleNamespace(stored=5), lag=SimpleNamespace(messages=lambda: 1),
+        stream=stream, archive=None, checkpointer=None,
+    )  # fmt: skip
+
+    async def last_sequence() -> int:
+        return stream.end
+
+    stream.last_sequence = last_sequence
+
+    class Side(CatalogErasures):
+        waited_for = ""
+
+        async def _meant(self, matcher: Matcher) -> set[NamespaceId]:
+            return set()
+
+        async def _waits(self, *_: object) -> str:
+            return self.waited_for
+
+        async def _erase(self, *_: object) -> list[Place]:
+            return []
+
+    side = Side(cast(Any, service), "catalog-1", cast(Any, None), 1.0)
+    (erasure,) = recorded(Subject("acme")).erasures
+
+    def waits() -> set[str]:
+        """For what the next step waits; nothing once all is erased."""
+        return {place.waits for place in asyncio.run(side._go_on(erasure, [])).places}
+
+    assert waits() == {"the stream to be read and stored"}
+    side.waited_for, stream.end = "instances late", 20  # it turned up meanwhile, and said more
+    assert waits() == {"instances late"}
+    side.waited_for, service.sequencer.sequence, service.writer.stored = "", 12, 12
+    assert waits() == {"the stream to be read and stored"}
+    service.sequencer.sequence = service.writer.stored = 20
+    assert waits() == set()
 
 
 def test_every_catalog_that_ever_answered_is_waited_for_by_name_unless_it_is_gone() -> None:

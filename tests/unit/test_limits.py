@@ -34,9 +34,10 @@ from kvbm.catalog.limits import (
     peer_key,
 )
 from kvbm.catalog.metered import Metered
-from kvbm.catalog.prompts import ApiError
+from kvbm.catalog.prompts import ApiError, decode_prompt
 from kvbm.config import load_settings
 from kvbm.core.answers import MAX_POSITIONS, PositionWanted
+from kvbm.core.backend import REFERENCE
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.locate.http import CatalogClient
@@ -414,6 +415,9 @@ class Work:
             def check_ready(self, caller: Caller) -> None:
                 pass
 
+            def decoded(self, body: bytes, kind: Any) -> Any:
+                return decode_prompt(body, kind, REFERENCE.read_number_list)
+
             def hashing(self, caller: Caller, asked: Any) -> Any:
                 return bytes
 
@@ -550,6 +554,33 @@ def test_between_the_steps_of_something_long_others_have_their_turn() -> None:
     assert asyncio.run(run()) == [b"".join(b"%d " % number for number in range(64))] * 2
     together = [len(list(run)) for who, run in itertools.groupby(served, lambda one: one == "honest") if not who]
     assert max(together[:20]) <= 2
+
+
+def test_after_each_part_of_a_long_body_others_have_more_time_than_it_has_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work, slept = Work(), list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def part() -> dict[str, Any]:
+        return {"type": "http.request", "body": bytes(64 << 10), "more_body": True}
+
+    monkeypatch.setattr("kvbm.catalog.limits.asyncio.sleep", sleep)
+    exchange = Exchange(work.limits, {"client": ("10.0.0.1", 1), "headers": []}, cast(Any, part), cast(Any, None))
+
+    async def read() -> None:
+        for _ in range(4):
+            await exchange.receive()
+            exchange.worked(0.001)
+            await exchange.pace()
+
+    asyncio.run(read())
+    assert slept == []  # nobody else asks
+    work.limits.work.charge(work.now_s, "another", 0.0)
+    asyncio.run(read())
+    assert len(slept) == 4 and min(slept) > 2 * 0.001
 
 
 # -- handshakes of TLS ------------------------------------------------------------------------------------------------

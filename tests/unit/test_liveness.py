@@ -516,6 +516,17 @@ def test_who_is_forgotten_leaves_nothing_and_is_new_when_it_is_heard_again() -> 
     assert watch.liveness.state(E) is LifeState.LIVE and not watch.excluded and watch.liveness.zombies == 0
 
 
+def test_who_is_forgotten_is_no_longer_among_those_who_are_kept() -> None:
+    watch = five()
+    watch.run(10.0, 20.0, [A, B])
+    assert not watch.excluded and "3 instances" in watch.liveness.freshness(20.0).why
+    watch.liveness.forget(E)
+    assert "2 instances" in watch.liveness.freshness(20.0).why
+    watch.run(20.0, 22.2, [A, B])
+    assert set(watch.excluded) == {C, D}  # two of four are not most
+    assert watch.liveness.freshness(22.2).age_s == 0
+
+
 def test_routes_look_at_present_instances_alone() -> None:
     watch = five()
     for number in range(1000):

@@ -260,6 +260,27 @@ def test_the_least_used_reader_goes_and_so_does_one_of_an_address_that_was_left(
     assert network.closed == [("b", MEMORY), ("c", MEMORY)]
 
 
+def test_a_reader_in_use_stays_open_beyond_the_most_there_may_be() -> None:
+    network = Network(most=1)
+    for name in ("a", "b", "c"):
+        network.answer([GOOD] * 4, name)
+
+    class Reading(Reader):
+        def read(
+            self, namespace: Namespace, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None, deadline_s: float
+        ) -> PeerRead:
+            if self.name == "a":
+                network.read(peer("b"))  # another request comes meanwhile
+                assert network.closed == []
+            return super().read(namespace, hashes, rows, at, deadline_s)
+
+    network.peers._open_reader = lambda instance, transport, _: Reading(network, instance, transport)
+    network.read(peer("a"))
+    assert network.peers.stats().readers == 2
+    network.read(peer("c"))
+    assert network.closed == [("a", MEMORY), ("b", MEMORY)]
+
+
 def test_a_reader_that_two_want_at_once_is_one() -> None:
     network = Network()
     network.answer([GOOD] * 4)

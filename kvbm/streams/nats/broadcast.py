@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 
 from kvbm.core.errors import StreamError
 from kvbm.remarks import Remarks, Seldom
+from kvbm.streams.access_samples import refused
 from kvbm.streams.base import AccessSample, Notice, subject_names
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
 
@@ -77,4 +78,12 @@ def word_in(message: Msg, kind: type[Word]) -> Word | None:
     if subject_names(message.subject) != (word.cluster, word.instance):
         refusals.warn("stream.word_refused", subject=message.subject, why=f"it is of instance {word.instance!r}")
         return None
+    if why := _refused(word):
+        refusals.warn("stream.word_refused", subject=message.subject, why=why)
+        return None
     return word
+
+
+def _refused(word: AccessSample | Notice) -> str:
+    """Why a word counts for nothing; "" when it counts."""
+    return refused(word) if isinstance(word, AccessSample) else ""

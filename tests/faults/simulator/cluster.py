@@ -315,7 +315,7 @@ class Node:
         world = self.world
         if not process.alive:
             return
-        if not manager._closers:
+        if manager._closing.is_over:
             world.kill(process)
             if self.wanted:
                 self.start()
