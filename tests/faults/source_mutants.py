@@ -509,8 +509,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "cleared_blocks_are_given": SourceMutant(
         "a request is given nothing that was cleared while it waited",
         "kvbm/manager/acquiring.py",
-        '        self._is_over = True\n        if self._cancellations != self._copies.cancellations:\n            self._ledger.unpin(Tier.HOST, self._slots)\n            self.depth, self._slots, self.hits = 0, b"", {}\n',
-        "        self._is_over = True\n",
+        '        if self._cancellations != self._copies.cancellations:\n            slots, self._slots, self.depth, self.hits = self._slots, b"", 0, {}\n            self._ledger.unpin(Tier.HOST, slots)\n        hits =',
+        "        hits =",
         test="tests/integration/test_acquiring_cleared.py::test_a_request_gets_nothing_of_what_was_cleared_while_it_waited_for_the_rest",
     ),
     "replacements_stay": SourceMutant(
