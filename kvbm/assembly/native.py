@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from kvbm import _native
 from kvbm.catalog.index import NewIndex
 from kvbm.core.backend import Backend, LockProtocol, NewFold, NewLedger
 from kvbm.pools.hbm.copy_queue import CopyQueue
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout
+from kvbm.pools.hbm.rings import NewRing
 from kvbm.pools.host.rows import NewArena
 from kvbm.pools.nvme.sealing import OpenSealing
 from kvbm.pools.object.coding import BlockCoder
@@ -57,6 +60,23 @@ CODER = BlockCoder(_native.encode_blocks, _native.decode_blocks)  # of blocks in
 def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:
     """Copies of blocks that lie in pieces, on the threads of a copier."""
     return lambda addresses, strides, sizes, slots: _native.SegmentTable(addresses, strides, sizes, slots, copier)
+
+
+def device_rings(copier: _native.RowCopier, ring_bytes: int, programs: int = 0) -> NewRing:
+    """Rings of an HBM pool on a GPU: NVIDIA's driver is looked for when the first is made.
+
+    Args:
+        copier: computes checksums, on its threads.
+        ring_bytes: of the GPU's memory for each direction. programs: of one launch; 0: by the size of pieces.
+    """
+
+    def made(
+        addresses: np.ndarray, strides: np.ndarray, sizes: np.ndarray, slots: int, device: int, among: int
+    ) -> _native.DeviceRing:
+        each = ring_bytes // among
+        return _native.DeviceRing(addresses, strides, sizes, slots, copier, device, each, programs=programs)
+
+    return made
 
 
 def copy_queue(layout: PagedLayout, threads: int = 0) -> CopyQueue:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvbm.assembly.native import CODER, NATIVE, NATIVE_ARENA, OPEN_BLOCK_IO, RowCopier, segment_copies
+from kvbm.assembly.native import CODER, NATIVE, NATIVE_ARENA, OPEN_BLOCK_IO, RowCopier, device_rings, segment_copies
 from kvbm.config import Settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import InstanceId, Namespace, Reach, Tier
@@ -137,6 +137,7 @@ def _open_hbm(
 ) -> None:
     """The HBM pool: the engine's own, one over an engine's tensors, or one of ours."""
     hbm, checksums, native = settings.pools.hbm, NATIVE.checksums, segment_copies(copier)
+    rings = device_rings(copier, hbm.ring_bytes, hbm.programs)
     is_engines = hbm.owner == "engine"
     count = _slots(hbm.slots, hbm.capacity_bytes, block_bytes, "pools.hbm")
     if not count and not layers:
@@ -146,13 +147,13 @@ def _open_hbm(
     if is_engines:
         keep(EngineHbm(count, block_bytes))
     elif layers:
-        paged = HbmPool.of_layers(layers, checksums, native)
+        paged = HbmPool.of_layers(layers, checksums, native, rings=rings, is_told=True)
         keep(paged)
         _check_layers(paged, count, block_bytes, namespaces)
     elif hbm.device == "memory":
         keep(MemoryPool(Tier.HBM, count, block_bytes, checksums))
     else:
-        keep(HbmPool(count, block_bytes, checksums, hbm.device, native))
+        keep(HbmPool(count, block_bytes, checksums, hbm.device, native, rings, is_told=True))
 
 
 def open_objects(

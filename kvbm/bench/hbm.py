@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvbm.assembly import NATIVE, NATIVE_ARENA, RowCopier, segment_copies
+from kvbm.assembly import NATIVE, NATIVE_ARENA, RowCopier, device_rings, segment_copies
 from kvbm.bench.measure import Row, row_of
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId
 from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.hbm.paged import PagedTensor
 from kvbm.pools.hbm.pool import HbmPool
+from kvbm.pools.hbm.rings import RING_BYTES
 from kvbm.pools.host.pool import HostPool
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class _Bench:
         copier = RowCopier(0)
         native = segment_copies(copier)
         ways = _ways() if self.on_gpu else ["auto"]
-        self.pools = {way: HbmPool.of_layers(layers, NATIVE.checksums, native, way) for way in ways}
+        rings = device_rings(copier, RING_BYTES)
+        self.pools = {way: HbmPool.of_layers(layers, NATIVE.checksums, native, way, rings) for way in ways}
         for pool in self.pools.values():
             opened.callback(pool.close)
         self.block_bytes = next(iter(self.pools.values())).block_bytes

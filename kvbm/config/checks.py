@@ -49,6 +49,8 @@ def check_settings(settings: Settings) -> None:
             f"pools.nvme.offload_share is {settings.pools.nvme.offload_share:g}; give a share above 0, at most 1"
         )
     for key, least, value in (
+        ("pools.hbm.ring_bytes", 1 << 20, settings.pools.hbm.ring_bytes),
+        ("pools.hbm.programs", 0, settings.pools.hbm.programs),
         ("pools.host.numa_node", -1, settings.pools.host.numa_node),
         ("pools.host.copy_threads", 0, settings.pools.host.copy_threads),
         ("pools.nvme.write_budget_bytes_s", 0, settings.pools.nvme.write_budget_bytes_s),

@@ -37,12 +37,16 @@ class HbmSettings(SettingsGroup, frozen=True):
         owner: "kvbm", or "engine" for one that keeps its KV itself and only says what it holds: nothing is allocated then, a HOST pool
             is needed, and `device` says nothing.
         device: "auto", "cpu", "cuda", or "memory" for a pool without torch.
+        ring_bytes: on a GPU, of its memory for each direction in which blocks are copied; half of it for each of two runs.
+        programs: of a launch that packs or unpacks blocks there; 0: 16, or 32 where their pieces are small.
     """
 
     slots: int = 0
     capacity_bytes: int = 0
     owner: str = "kvbm"
     device: str = "auto"
+    ring_bytes: int = 64 << 20
+    programs: int = 0
 
 
 class HostSettings(SettingsGroup, frozen=True):

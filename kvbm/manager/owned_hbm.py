@@ -141,14 +141,14 @@ class Manager(BlockManager):
         before, start = checked_hash(parent, "parent"), checked_int(start, "start", most=MOST_BLOCKS - 1)
         given = self._packed(slots)
         self._check_blocks(start, hashes, given)
-        if stream is not None:
-            self._order_after(stream)
+        work = self._recorded(stream)
         with self._lock:
             self._stream.require_open()
             try:
                 holders = self._ledger.create(namespace, Tier.HBM, before, start, hashes, given)
             except LedgerError as error:
                 raise self._named(error, given) from None
+            self._touched(given, work, begins=True)
             self._namespaces.use(namespace)
             self._counters.created_blocks += len(given) // SLOT_BYTES
             self._offloader.offer(namespace, Tier.HBM, hashes, 1, self._ledger.lacking, parent, start)
@@ -164,13 +164,13 @@ class Manager(BlockManager):
         Raises: ArgumentError: a slot that HBM has not, or no list of slots. LedgerError: a slot is not pinned.
         """
         given = self._packed(slots)
-        if stream is not None:
-            self._order_after(stream)
+        work = self._recorded(stream)
         with self._lock:
             try:
                 self._ledger.unpin(Tier.HBM, given)
             except LedgerError as error:
                 raise self._named(error, given) from None
+            self._touched(given, work)
 
     def release(self, slots: Sequence[int], stream: torch.cuda.Stream | torch.cuda.Event | None = None) -> None:
         """Give back allocated HBM slots in which no block was created.
@@ -180,13 +180,13 @@ class Manager(BlockManager):
         Raises: ArgumentError: a slot that HBM has not, or no list of slots. LedgerError: a slot is not allocated.
         """
         given = self._packed(slots)
-        if stream is not None:
-            self._order_after(stream)
+        work = self._recorded(stream)
         with self._lock:
             try:
                 self._ledger.release(Tier.HBM, given)
             except LedgerError as error:
                 raise self._named(error, given) from None
+            self._touched(given, work)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -203,11 +203,16 @@ class Manager(BlockManager):
         if start + blocks > MOST_BLOCKS:
             raise ArgumentValueError("start", f"is {start}, for {blocks} blocks; a chain has at most {MOST_BLOCKS}")
 
-    def _order_after(self, stream: torch.cuda.Stream | torch.cuda.Event) -> None:
-        """Copies from and to HBM wait for this work from now on. Raises ArgumentTypeError."""
+    def _recorded(self, stream: torch.cuda.Stream | torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """An event behind a caller's work; None on a CPU. Raises ArgumentTypeError."""
+        pool = self.pools.slots[Tier.HBM]
+        return pool.recorded(stream) if isinstance(pool, HbmPool) else None
+
+    def _touched(self, given: bytes, work: torch.cuda.Event | None, begins: bool = False) -> None:
+        """Copies from and to these slots wait for this work from now on. Under the lock: none of them has begun."""
         pool = self.pools.slots[Tier.HBM]
         if isinstance(pool, HbmPool):
-            pool.order_after(stream)
+            pool.touched(split_slots(given), work, begins)
 
     def _named(self, error: LedgerError, given: bytes) -> KvbmError:
         """Why a run of slots was refused: a slot that the pool does not have, or else the ledger's own word."""

@@ -77,6 +77,7 @@ NB_MODULE(_native, module) {
   bind_arena(module);
   bind_segment_copy(module, errors);
   bind_copy_queue(module, errors);
+  bind_device_ring(module, errors);
   bind_block_io(module, errors);
   bind_peer_tls(module, errors);
   bind_peer_server(module, errors);

@@ -241,6 +241,7 @@ void bind_row_copy(nb::module_& module, const SharedErrors& errors);
 void bind_arena(nb::module_& module);
 void bind_segment_copy(nb::module_& module, const SharedErrors& errors);
 void bind_copy_queue(nb::module_& module, const SharedErrors& errors);
+void bind_device_ring(nb::module_& module, const SharedErrors& errors);
 void bind_block_io(nb::module_& module, const SharedErrors& errors);
 void bind_block_coding(nb::module_& module, const SharedErrors& errors);
 void bind_nats_messages(nb::module_& module);

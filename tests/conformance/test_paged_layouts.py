@@ -491,7 +491,7 @@ def test_a_way_that_is_unknown_or_cannot_be_had_is_refused() -> None:
 
     layers = _kv_inside("cpu")
     layout, device = paged_layout(layers), torch.device("cpu")
-    with pytest.raises(ConfigError, match="auto, kernel, batch, memcpy, torch"):
+    with pytest.raises(ConfigError, match="auto, ring, kernel, batch, memcpy, torch"):
         mover_of("telepathy", layers, layout, device)
     if importlib.util.find_spec("triton") is None:
         with pytest.raises(ConfigError, match="needs Triton"):

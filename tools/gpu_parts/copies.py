@@ -15,12 +15,13 @@ from gpu_parts.devices import Batch, Device
 from gpu_parts.part import Steps
 from gpu_parts.report import ONE_COPY, SWAP, CopyRow, Measured, measured
 from gpu_parts.shapes import Shape
-from kvbm.assembly import NATIVE, NATIVE_ARENA, RowCopier, segment_copies
+from kvbm.assembly import NATIVE, NATIVE_ARENA, RowCopier, device_rings, segment_copies
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId
 from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.hbm.cuda import WAYS
 from kvbm.pools.hbm.paged import SLOTS, PagedTensor, Segments, paged_layout
 from kvbm.pools.hbm.pool import HbmPool
+from kvbm.pools.hbm.rings import RING_BYTES
 from kvbm.pools.host.pool import HostPool
 
 OUT, IN = "HBM to HOST", "HOST to HBM"
@@ -77,7 +78,8 @@ class Region:
     def pool(self, way: str) -> HbmPool:
         """The tensors as a pool that copies this way. Raises ConfigError: it cannot be had."""
         if way not in self._pools:
-            pool = HbmPool.of_layers(self.layers, NATIVE.checksums, segment_copies(self._copier), way)
+            rings = device_rings(self._copier, RING_BYTES) if way in ("auto", "ring") else None
+            pool = HbmPool.of_layers(self.layers, NATIVE.checksums, segment_copies(self._copier), way, rings)
             self._opened.callback(pool.close)
             self._pools[way] = pool
         return self._pools[way]

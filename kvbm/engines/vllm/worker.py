@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvbm.assembly import RowCopier, copy_queue, segment_copies
+from kvbm.assembly import RowCopier, copy_queue, device_rings, segment_copies
 from kvbm.core.errors import KvbmError, LayoutError
 from kvbm.engines.vllm.forwards import Forwards
 from kvbm.engines.vllm.host_link import HostLink
@@ -26,6 +26,7 @@ from kvbm.engines.vllm.ranks import Place
 from kvbm.engines.vllm.regions import BlockRegions, CacheConfig, Region, block_regions, served_tensors
 from kvbm.pools.hbm.copy_queue import CopyQueue, ThreadedQueue
 from kvbm.pools.hbm.paged import SLOTS, PagedTensor, paged_layout
+from kvbm.pools.hbm.rings import RING_BYTES
 from kvbm.pools.host.mapping import map_host
 from kvbm.pools.host.pinning import CudaRegistrar, Registrar
 from kvbm.remarks import Remarks
@@ -70,6 +71,8 @@ class Worker:
         loaded: LoadedWeights | None = None,
         interleave: int = 1,
         meeting: Meeting | None = None,
+        ring_bytes: int = RING_BYTES,
+        programs: int = 0,
     ) -> None:
         """Know the rank and its blocks; nothing is opened.
 
@@ -80,6 +83,7 @@ class Worker:
             loaded: this rank's weights; None: nobody can say what they are, so nothing is loaded for adapters.
             interleave: as `Ranks`, by what this rank does.
             meeting: where the scheduler says where HOST is; None: a plan says it.
+            ring_bytes, programs: on a GPU, as `pools.hbm` has them.
         """
         self.refused = ""
         self._suspended = ""  # why nothing is copied now
@@ -91,6 +95,7 @@ class Worker:
         self._place = Place(rank, 0, 0, 0, stores=True)
         self._part: HostPart | None = None  # of the host's first rank, where the scheduler is on another
         self._threads = threads
+        self._ring_bytes, self._programs = ring_bytes, programs
         self._numbers = Numbers()
         self._answers = Answers()
         self._pending: dict[int, _Pending] = {}  # under way in the queue
@@ -242,9 +247,9 @@ class Worker:
         elif kind == "cuda":
             from kvbm.pools.hbm.cuda import open_queue
 
-            self._queue = self._device_queue = open_queue(
-                layers, layout, device, segment_copies(RowCopier(self._threads))
-            )
+            copier = RowCopier(self._threads)
+            rings = device_rings(copier, self._ring_bytes, self._programs)
+            self._queue = self._device_queue = open_queue(layers, layout, device, segment_copies(copier), rings)
             self._forwards = Forwards(self._device_queue.mark, self._device_queue.is_passed)
             new_registrar = partial(CudaRegistrar, device)
         else:

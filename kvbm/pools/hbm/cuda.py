@@ -6,49 +6,45 @@ import ctypes
 import functools
 import importlib.util
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kvbm.core.errors import ConfigError
+from kvbm.core.errors import ConfigError, LayoutError
 from kvbm.pools.hbm.batch import BatchMover
 from kvbm.pools.hbm.copy_queue import Ordering, Side, ThreadedQueue
 from kvbm.pools.hbm.device import DeviceCopies, Half, Lane, Mark, Mover, row_copies
 from kvbm.pools.hbm.measuring import NewMover, rate_on
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout, PagedTensor, block_order
+from kvbm.pools.hbm.rings import After, NewRing, Ring, RingCopies
 from kvbm.pools.hbm.ways import Ways, known_ways, measure_ways
 from kvbm.remarks import Remarks
 
 log = Remarks()
 
-WAYS = ("auto", "kernel", "batch", "memcpy", "torch")
+WAYS = ("auto", "ring", "kernel", "batch", "memcpy", "torch")
 
 _STAGING_BYTES = 32 << 20  # pinned memory of one lane; a longer run goes through it in parts
 _RUN_BLOCKS = 8192  # of one launch straight to pinned rows
+_LANES_BESIDE_RINGS = 2  # for rows that no ring reaches
 _LANES = 3  # runs that copy at the same time; gathers leave one of them free
 _DEADLINE_S = 30.0
+_RINGS = 2  # for each direction: a short run need not wait for a long one
+_FORGETS_EVERY = 1024  # works
 _DEVICE_POINTER, _MEMORY_TYPE, _HOST_MEMORY = 3, 2, 1  # of cuda.h: CU_POINTER_ATTRIBUTE_…, CU_MEMORYTYPE_HOST
 
 
-class EngineOrder:
-    """Which of the engine's work a copy waits for, beside what is on its device's current stream: events the engine names."""
+class _Work(NamedTuple):
+    """What some slots were last touched by: events behind it, and whether the default stream is one it may be on."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._events: list[torch.cuda.Event] = []  # that the device has not passed
+    events: tuple[torch.cuda.Event, ...]
+    by_default: bool
 
-    def after(self, event: torch.cuda.Event) -> None:
-        """Copies that begin from now on wait for this event too, until the device has passed it."""
-        with self._lock:
-            self._events = [*filter(_is_pending, self._events), event]
 
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """What is queued on a stream from now on waits, on the device, for all events that were named."""
-        with self._lock:
-            self._events = events = list(filter(_is_pending, self._events))
-        for event in events:
-            stream.wait_event(event)
+_NO_WORK = _Work((), False)
 
 
 def _is_pending(event: torch.cuda.Event) -> bool:
@@ -56,6 +52,95 @@ def _is_pending(event: torch.cuda.Event) -> bool:
         return not event.query()  # type: ignore[no-untyped-call]
     except RuntimeError:  # the device failed; a copy that waits for it says so
         return True
+
+
+class EngineOrder:
+    """Which of the engine's work a copy waits for: what last touched its slots, where that is known.
+
+    Args:
+        slots: of the pool.
+        is_told: whether whoever owns the slots names what touches each of them, so that slots nobody has named were touched by nothing;
+            else such slots may have been touched by what is on the calling thread's current stream.
+    """
+
+    def __init__(self, slots: int = 0, is_told: bool = False, device: torch.device | None = None) -> None:
+        self.has_passed: Callable[[torch.cuda.Event], bool] = lambda event: not _is_pending(event)
+        self._device = device
+        self._is_told = is_told
+        self._lock = threading.Lock()
+        self._events: list[torch.cuda.Event] = []  # all that were named, but for some that the device has passed
+        self._everywhere: list[torch.cuda.Event] = []  # those of them that were named for all slots
+        self._last = np.zeros(slots, dtype=np.int64)  # the number of what last touched a slot; 0: nobody has said
+        self._works: dict[int, _Work] = {}
+        self._number = 0
+
+    def after(self, event: torch.cuda.Event) -> None:
+        """Copies that begin from now on wait for this event too, until the device has passed it."""
+        with self._lock:
+            self._events = [*self._pending(self._events), event]
+            self._everywhere = [*self._pending(self._everywhere), event]
+
+    def by_default(self) -> torch.cuda.Event | None:
+        """An event behind what is on the default stream now; None: none can be had."""
+        try:
+            event: torch.cuda.Event = torch.cuda.default_stream(self._device).record_event()
+            return event
+        except RuntimeError:  # a graph is captured, or the device failed; a copy that waits for it says so
+            return None
+
+    def touched(self, slots: np.ndarray, event: torch.cuda.Event | None, begins: bool) -> None:
+        """Copies from and into these slots wait for this event from now on; None: for all that is on the default stream when they begin.
+
+        Args:
+            begins: what was named for them before is behind the engine's own work: the slots have new blocks.
+        """
+        by_default = event is None
+        with self._lock:
+            events: tuple[torch.cuda.Event, ...] = () if event is None else (event,)
+            if not begins:
+                for number in set(self._last[slots].tolist()):
+                    work = self._works.get(number, _NO_WORK)
+                    events += tuple(self._pending(work.events)) if len(work.events) > 1 else work.events
+                    by_default |= work.by_default
+            self._number += 1
+            self._works[self._number] = _Work(tuple(dict.fromkeys(events)), by_default)
+            self._last[slots] = self._number
+            if event is not None:
+                self._events.append(event)
+            if self._number % _FORGETS_EVERY == 0:
+                self._forget()
+
+    def of(self, slots: np.ndarray) -> After:
+        """What a copy from or into these slots waits for."""
+        with self._lock:
+            events = list(self._everywhere)
+            numbers = np.unique(self._last[slots]).tolist()
+            by_default = not self._is_told and 0 in numbers
+            for number in numbers:
+                work = self._works.get(number, _NO_WORK)
+                events += work.events
+                by_default |= work.by_default
+        events = list(dict.fromkeys(events))
+        streams = [torch.cuda.current_stream(self._device)] if by_default else []
+        return After(
+            [event.cuda_event for event in events], [stream.cuda_stream for stream in streams], (events, streams)
+        )
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """What is queued on a stream from now on waits, on the device, for all events that were named."""
+        with self._lock:
+            self._events = events = self._pending(self._events)
+        for event in events:
+            stream.wait_event(event)
+
+    def _pending(self, events: Iterable[torch.cuda.Event]) -> list[torch.cuda.Event]:
+        return [event for event in events if not self.has_passed(event)]
+
+    def _forget(self) -> None:
+        """Works that no slot has as its last, and events that were passed."""
+        self._events = self._pending(self._events)
+        last = set(np.unique(self._last).tolist())
+        self._works = {number: work for number, work in self._works.items() if number in last}
 
 
 class StreamOrder:
@@ -204,16 +289,50 @@ def open_copies(
     engine: EngineOrder,
     copies: NewSegmentCopies,
     way: str = "auto",
-    lanes: int = _LANES,
-    ways: Ways | None = None,
-) -> DeviceCopies:
+    rings: NewRing | None = None,
+) -> DeviceCopies | RingCopies:
     """Copies between tensors on a GPU and rows on the host.
 
     Args:
-        way: as `mover_of` has it.
-        lanes: copies at the same time, each with a stream and staging of its own.
+        way: as `mover_of` has it; "ring": pieces are packed in a ring on the device and copied whole; "auto": that, where it can be had.
+        rings: makes them.
+    Raises: ConfigError: the way is unknown, or needs what is not there.
+    """
+    if way in ("auto", "ring") and rings is not None:
+        try:
+            made = [rings(*layout.segments, layout.slots, _ordinal(device), _RINGS) for _ in range(2 * _RINGS)]
+        except (RuntimeError, LayoutError) as error:
+            if way == "ring":
+                raise ConfigError(f'HBM pool: to copy by "ring" cannot be had: {error}') from error
+            log.warning("hbm.ring_refused", why=str(error), instead="copies that take more of the engine's GPU")
+        else:
+            engine.has_passed = lambda event: made[0].has_passed(event.cuda_event)
+            others = _moved_copies(layers, layout, device, engine, copies, "auto", _LANES_BESIDE_RINGS)
+            return RingCopies(made[:_RINGS], made[_RINGS:], engine.of, others, _DEADLINE_S)
+    if way == "ring":
+        raise ConfigError('HBM pool: to copy by "ring" needs kvbm\'s native rings; use "auto"')
+    return _moved_copies(layers, layout, device, engine, copies, way, _LANES)
+
+
+def _ordinal(device: torch.device) -> int:
+    index: int | None = device.index
+    return index or 0
+
+
+def _moved_copies(
+    layers: Sequence[Sequence[PagedTensor]],
+    layout: PagedLayout,
+    device: torch.device,
+    engine: EngineOrder,
+    copies: NewSegmentCopies,
+    way: str,
+    lanes: int,
+    ways: Ways | None = None,
+) -> DeviceCopies:
+    """Copies by a mover, each lane with a stream and staging of its own.
+
+    Args:
         ways: what "auto" decides by; None: what was measured on such a GPU before, else the defaults.
-    Raises: ConfigError: the way is unknown, or needs Triton, which is not there.
     """
     mover = mover_of(way, layers, layout, device, ways)
     half_blocks = max(1, _STAGING_BYTES // 2 // layout.block_bytes)
@@ -232,11 +351,15 @@ def open_copies(
 
 
 def open_queue(
-    layers: Sequence[Sequence[PagedTensor]], layout: PagedLayout, device: torch.device, copies: NewSegmentCopies
+    layers: Sequence[Sequence[PagedTensor]],
+    layout: PagedLayout,
+    device: torch.device,
+    copies: NewSegmentCopies,
+    rings: NewRing | None = None,
 ) -> ThreadedQueue:
     """Copies beside the caller; each run waits, on the device, for its mark: what the caller's current stream had when that was made.
 
-    Loads and stores share nothing: a lane, its stream and staging, and the marks that are waited for are one side's own.
+    Loads and stores share nothing: a ring, or a lane with its stream and staging, and the marks that are waited for are one side's own.
     """
 
     def mark() -> torch.cuda.Event:
@@ -244,17 +367,72 @@ def open_queue(
         event.record(torch.cuda.current_stream(device))
         return event
 
+    # The thread's current stream is one where nothing runs: a copy may also wait for that of its thread.
+    def aside() -> AbstractContextManager[Any]:
+        made: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        return made
+
+    if rings is not None:
+        try:
+            return _ring_queue(layers, layout, device, copies, rings, mark, aside)
+        except (RuntimeError, LayoutError) as error:
+            log.warning("hbm.ring_refused", why=str(error), instead="copies that take more of the engine's GPU")
     ways = measured_ways(device)
 
     def side() -> tuple[DeviceCopies, Ordering]:
-        order = EngineOrder()
-        moving = open_copies(layers, layout, device, order, copies, lanes=1, ways=ways)
-        # The thread's current stream is one where nothing runs: a copy also waits for that of its thread.
-        aside = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        return moving, Ordering(mark, order.after, aside, lambda mark: not _is_pending(mark))
+        order = EngineOrder(device=device)
+        moving = _moved_copies(layers, layout, device, order, copies, "auto", 1, ways)
+        return moving, Ordering(mark, order.after, aside(), lambda mark: not _is_pending(mark))
 
     loads, (stores, behind) = side(), side()
     return ThreadedQueue(loads[0], layout.slots, layout.block_bytes, loads[1], Side(stores, behind, fetch=stores.fetch))
+
+
+class _MarkOrder:
+    """The mark of a queue's run, for the ring that carries it out: one thread's."""
+
+    def __init__(self) -> None:
+        self._mark: torch.cuda.Event | None = None
+
+    def follow(self, mark: torch.cuda.Event) -> None:
+        """The next run is behind this."""
+        self._mark = mark
+
+    def of(self, slots: np.ndarray) -> After:
+        """As `RingCopies` asks."""
+        assert self._mark is not None
+        return After([self._mark.cuda_event], [], self._mark)
+
+
+def _ring_queue(
+    layers: Sequence[Sequence[PagedTensor]],
+    layout: PagedLayout,
+    device: torch.device,
+    copies: NewSegmentCopies,
+    rings: NewRing,
+    mark: Callable[[], torch.cuda.Event],
+    aside: Callable[[], AbstractContextManager[Any]],
+) -> ThreadedQueue:
+    """A ring for each side; HOST that is not pinned takes a mover's way. Raises RuntimeError, LayoutError: a ring cannot be had."""
+    stores, loads = (rings(*layout.segments, layout.slots, _ordinal(device), 1) for _ in range(2))
+
+    def side(gathers: Sequence[Ring], scatters: Sequence[Ring]) -> tuple[RingCopies, Ordering]:
+        order, behind = EngineOrder(device=device), _MarkOrder()
+        order.has_passed = has_passed
+
+        def follow(mark: torch.cuda.Event) -> None:
+            behind.follow(mark)
+            order.after(mark)
+
+        others = _moved_copies(layers, layout, device, order, copies, "auto", 1)
+        moving = RingCopies(gathers, scatters, behind.of, others, _DEADLINE_S)
+        return moving, Ordering(mark, follow, aside(), has_passed)
+
+    def has_passed(event: torch.cuda.Event) -> bool:
+        return loads.has_passed(event.cuda_event)
+
+    (loading, of_loads), (storing, of_stores) = side((), (loads,)), side((stores,), ())
+    return ThreadedQueue(loading, layout.slots, layout.block_bytes, of_loads, Side(storing, of_stores))
 
 
 def measured_ways(device: torch.device) -> Ways:

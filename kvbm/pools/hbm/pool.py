@@ -30,6 +30,7 @@ from kvbm.pools.hbm.paged import (
     SegmentCopies,
     paged_layout,
 )
+from kvbm.pools.hbm.rings import NewRing
 from kvbm.pools.host.pool import require_memory
 from kvbm.pools.run import all_failed, check_proof, check_rows, check_size, check_slots
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from kvbm.pools.hbm.cuda import EngineOrder
     from kvbm.pools.hbm.device import DeviceCopies
+    from kvbm.pools.hbm.rings import RingCopies
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -48,12 +50,14 @@ class HbmPool:
     The engine writes the tensors itself, so nothing is verified here; every block that is read gets its checksum, which
     travels with it from then on.
 
-    On CUDA a copy runs on a stream of its own: it starts after everything on the calling thread's current stream (the default one,
-    unless the thread chose another) and after the events given to `order_after`; it is over when the call returns.
+    On CUDA a copy runs on streams of its own: it starts after the work that `order_after` named for its slots, and for slots without any
+    after everything on the calling thread's current stream (the default one, unless the thread chose another); it is over when the
+    call returns.
 
     Attributes:
         layout: the order of a block's bytes in words, for a namespace's `layout` field; "" for a tensor of its own, whose inside is
             the engine's affair.
+        is_told: whether the slots lie on a GPU, and `touched` names all that touches them: a copy waits for that alone.
     """
 
     layout: str
@@ -69,12 +73,16 @@ class HbmPool:
         checksums: ChecksumRows,
         device: str = "auto",
         copies: NewSegmentCopies | None = None,
+        rings: NewRing | None = None,
+        is_told: bool = False,
     ) -> None:
         """Take the memory.
 
         Args:
             device: "cpu", "cuda", or "auto": CUDA when there is one, else the CPU.
             copies: moves bytes on the CPU; the readable ones by default.
+            rings: makes what copies between a GPU and pinned rows; None: copies go another way.
+            is_told: whether `order_after` names what touches each slot; then a copy waits for that alone.
         Raises: MissingExtraError: no torch. LayoutError: below 1 slot or byte. PoolFullError: the device lacks the
             memory. PoolError: CUDA is wanted and not there.
         """
@@ -97,7 +105,7 @@ class HbmPool:
             require_memory("HBM", slots * block_bytes, "lower pools.hbm.slots or capacity_bytes, or free memory")
             self._tensor = torch.from_numpy(_aligned_rows(slots, block_bytes))
         layers = [[PagedTensor(self._tensor, (SLOTS, "bytes"))]]
-        self._open(layers, paged_layout(layers), checksums, copies, "auto")
+        self._open(layers, paged_layout(layers), checksums, copies, "auto", rings, is_told)
         self._memory = self._tensor.numpy() if self._device_copies is None else None
         self.layout = ""
 
@@ -108,12 +116,15 @@ class HbmPool:
         checksums: ChecksumRows,
         copies: NewSegmentCopies | None = None,
         way: str = "auto",
+        rings: NewRing | None = None,
+        is_told: bool = False,
     ) -> HbmPool:
         """A pool whose slots lie in an engine's tensors; it has no memory of its own.
 
         Args:
             layers: the tensors of each layer, all on one device; `PagedTensor` says how they are described.
-            way: how bytes leave a GPU: "kernel", "batch", "memcpy", "torch", or "auto", as `kvbm.pools.hbm.cuda.open_copies` says.
+            way: how bytes leave a GPU: "ring", "kernel", "batch", "memcpy", "torch", or "auto", as `kvbm.pools.hbm.cuda.open_copies` says.
+            rings, is_told: as of the class.
         Raises: LayoutError: tensors that make no pool; the message names the first. ConfigError: the way cannot be had.
         """
         layout = paged_layout(layers)
@@ -122,7 +133,7 @@ class HbmPool:
             raise LayoutError(f"paged KV lies on {', '.join(sorted(devices))}; give each device a pool of its own")
         pool = cls.__new__(cls)
         pool._tensor = None
-        pool._open(layers, layout, checksums, copies, way)
+        pool._open(layers, layout, checksums, copies, way, rings, is_told)
         pool._memory = None
         pool.layout = layout.layout
         return pool
@@ -143,20 +154,47 @@ class HbmPool:
         """Copies that begin from now on wait for this work of the engine's too, on the device; the caller does not wait.
 
         For an engine that computes on other streams than the default one. A block may be read, and a released slot written, once the
-        work that last touched it was given here; `Manager.create`, `unpin` and `release` do so. On a CPU nothing is waited for.
+        work that last touched it was given here, or to `touched`; `Manager.create`, `unpin` and `release` do so. On a CPU nothing is
+        waited for.
 
         Args:
             work: a stream, for all that is on it now; or an event that was recorded behind the work. Of what has no torch stream,
                 `torch.cuda.ExternalStream(pointer)`.
         Raises: ArgumentTypeError: it is neither.
         """
+        event = self.recorded(work)
+        if self._order is not None and event is not None:
+            self._order.after(event)
+
+    def recorded(self, work: torch.cuda.Stream | torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """An event behind this work, for `touched`: a stream's, the given event, or without work the default stream's; None: there is none.
+
+        Raises: ArgumentTypeError: it is neither a stream nor an event.
+        """
         record: Callable[[], torch.cuda.Event] | None = getattr(work, "record_event", None)
-        if record is None and not (hasattr(work, "query") and hasattr(work, "wait")):
+        if work is not None and record is None and not (hasattr(work, "query") and hasattr(work, "wait")):
             raise ArgumentTypeError(
                 "stream", f"is {kind_of(work)}; give a torch.cuda.Stream, or a torch.cuda.Event behind the work"
             )
-        if self._order is not None:
-            self._order.after(record() if record is not None else cast("torch.cuda.Event", work))
+        if self._order is None:
+            return None
+        if work is None:
+            return self._order.by_default() if self.is_told else None
+        return record() if record is not None else cast("torch.cuda.Event", work)
+
+    def touched(self, slots: Sequence[int], event: torch.cuda.Event | None, begins: bool = False) -> None:
+        """Copies from and into these slots wait for this event from now on, and of others those that nobody has named anything for.
+
+        Args:
+            event: as `recorded` gave it; None: what is on the default stream when the copy begins.
+            begins: the work writes new blocks into the slots: what touched them before, the engine itself has ordered before it.
+        """
+        if self._order is None:
+            return
+        if self.is_told:
+            self._order.touched(_column(np.asarray(slots)), event, begins)
+        elif event is not None:
+            self._order.after(event)
 
     def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> None:
         """Put rows into slots. Raises PoolError: closed, or the device failed; the slots then hold nothing."""
@@ -230,6 +268,8 @@ class HbmPool:
         checksums: ChecksumRows,
         copies: NewSegmentCopies | None,
         way: str,
+        rings: NewRing | None,
+        is_told: bool,
     ) -> None:
         import torch
 
@@ -243,14 +283,16 @@ class HbmPool:
         self.reach = Reach.INSTANCE
         self._closed = False
         self._layers = layers
-        self._device_copies: DeviceCopies | None = None
+        self._device_copies: DeviceCopies | RingCopies | None = None
         self._order: EngineOrder | None = None
+        self.is_told = False
         device = layers[0][0].tensor.device if isinstance(layers[0][0].tensor, torch.Tensor) else torch.device("cpu")
         if device.type == "cuda":
             from kvbm.pools.hbm.cuda import EngineOrder, open_copies
 
-            self._order = EngineOrder()
-            self._device_copies = open_copies(layers, layout, device, self._order, new_copies, way)
+            self._order, self.is_told = EngineOrder(layout.slots, is_told, device), is_told
+            self._device_copies = open_copies(layers, layout, device, self._order, new_copies, way, rings)
+            torch.cuda.current_stream(device).synchronize()  # what fills the tensors at first was named by nobody
         elif device.type == "cpu":
             self._copies = new_copies(*layout.segments, layout.slots)
         else:

@@ -1,0 +1,474 @@
+#include "kvbm/device_ring.hpp"
+
+#include <sys/prctl.h>
+#include <time.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "kvbm/error.hpp"
+#include "kvbm/words.hpp"
+
+namespace kvbm {
+namespace {
+
+constexpr char kKernel[] =
+#include "ring_kernel_ptx.inc"
+    ;
+
+constexpr std::uint64_t kPieceBytes = 4096;  // copied by one warp: enough of them to fill a launch, for the smallest run too
+constexpr std::uint64_t kAlign = 256;        // of what the ring holds
+constexpr std::size_t kParts = 4;            // of a ring: lots under way at once
+constexpr unsigned kThreads = 512;           // of a program
+constexpr std::uint64_t kLargeSegment = 32 << 10;
+constexpr unsigned kProgramsOfLarge = 16;    // that keep up with a link's speed for large segments, and take little of what the engine computes with
+constexpr unsigned kProgramsOfSmall = 32;    // for small ones
+constexpr unsigned kMostPrograms = 1024;
+constexpr long kNapNs = 10'000;              // between two looks at what the device has confirmed
+constexpr unsigned long kSlackNs = 1'000;    // by which a nap may be longer
+
+// As the kernel's.
+struct Lot {
+  std::uint64_t ring;
+  std::uint64_t begin;
+  std::uint64_t block;
+  std::uint64_t block_bytes;
+  std::uint32_t piece;
+  std::uint32_t pieces;
+  std::uint32_t pieces_a_block;
+  std::uint32_t gathers;
+};
+
+// Short naps for its life: by default the system makes them five times as long.
+class ShortNaps {
+ public:
+  ShortNaps() : before_(prctl(PR_GET_TIMERSLACK)) { prctl(PR_SET_TIMERSLACK, kSlackNs); }
+  ~ShortNaps() {
+    if (before_ > 0) {
+      prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(before_));
+    }
+  }
+  ShortNaps(const ShortNaps&) = delete;
+  ShortNaps& operator=(const ShortNaps&) = delete;
+
+  void nap() const noexcept {
+    const timespec length{0, kNapNs};
+    nanosleep(&length, nullptr);
+  }
+
+ private:
+  int before_;  // the thread's own
+};
+
+}  // namespace
+
+DeviceRing::DeviceRing(const CudaDriver& driver, std::vector<Segment> segments, std::uint64_t slots, const RingOptions& options)
+    : driver_(driver), slots_(slots), ring_bytes_(options.ring_bytes), ordinal_(options.device) {
+  block_bytes_ = SegmentTable(segments, slots).block_bytes();  // which refuses what is no layout
+  std::uint64_t offset = 0;
+  for (const Segment& segment : segments) {
+    for (std::uint64_t begin = 0; begin < segment.bytes; begin += kPieceBytes) {
+      const std::uint64_t bytes = std::min(kPieceBytes, segment.bytes - begin);
+      pieces_.push_back({segment.address + begin, segment.stride, offset + begin, bytes});
+    }
+    offset += segment.bytes;
+  }
+  const std::uint64_t part_bytes = ring_bytes_ / kParts / kAlign * kAlign;
+  if (part_bytes < kPieceBytes + kAlign || pieces_.size() > UINT32_MAX) {
+    throw Error(ErrorCode::kLayout, words("a ring of ", ring_bytes_, " bytes for blocks of ", pieces_.size(), " pieces: too small"));
+  }
+  lot_bytes_ = std::clamp(options.lot_bytes, kPieceBytes, part_bytes - kAlign);
+  const bool are_large = block_bytes_ / segments.size() >= kLargeSegment;
+  programs_ = options.programs != 0 ? std::min(options.programs, kMostPrograms) : are_large ? kProgramsOfLarge : kProgramsOfSmall;
+  parts_.resize(kParts);
+  try {
+    open();
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+DeviceRing::~DeviceRing() { close(); }
+
+bool DeviceRing::has_passed_event(CuEvent event) const noexcept {
+  try {
+    const InContext inside(driver_, context_);
+    return driver_.cuEventQuery(event) == kCuSuccess;
+  } catch (const CudaError&) {
+    return false;
+  }
+}
+
+bool DeviceRing::reaches(const void* begin, std::uint64_t bytes) const noexcept {
+  try {
+    const InContext inside(driver_, context_);
+    const auto first = reinterpret_cast<CuAddress>(begin);
+    std::array<CuAddress, 2> there{};
+    for (std::size_t end = 0; end < there.size(); ++end) {
+      const CuAddress at = end == 0 ? first : first + bytes - 1;
+      unsigned kind = 0;
+      if (driver_.cuPointerGetAttribute(&kind, kCuMemoryType, at) != kCuSuccess || kind != kCuHostMemory ||
+          driver_.cuPointerGetAttribute(&there[end], kCuDevicePointer, at) != kCuSuccess) {
+        return false;
+      }
+    }
+    return there[1] - there[0] == bytes - 1;
+  } catch (const CudaError&) {
+    return false;
+  }
+}
+
+void DeviceRing::gather(std::span<const std::int64_t> slots, BlockRows<std::uint8_t> rows, std::span<const std::int64_t> at,
+                        const RunOrder& after, std::span<std::uint32_t> checksums, RowCopier* copier) {
+  begin(slots, rows.first, rows.stride, at, after, true);
+  checksums_ = checksums;
+  copier_ = copier;
+}
+
+void DeviceRing::scatter(std::span<const std::int64_t> slots, BlockRows<const std::uint8_t> rows, std::span<const std::int64_t> at,
+                         const RunOrder& after) {
+  begin(slots, const_cast<std::uint8_t*>(rows.first), rows.stride, at, after, false);  // a scatter only reads them
+  checksums_ = {};
+}
+
+bool DeviceRing::advance(std::chrono::nanoseconds timeout) {
+  if (!under_way_) {
+    return true;
+  }
+  const auto until = std::chrono::steady_clock::now() + timeout;
+  const ShortNaps naps;
+  std::optional<InContext> inside;
+  try {
+    while (!inside) {
+      try {
+        inside.emplace(driver_, context_);
+      } catch (const CudaError& error) {
+        check(error.result(), "cuCtxPushCurrent", true);
+        if (std::chrono::steady_clock::now() >= until) {
+          return false;
+        }
+        naps.nap();
+      }
+    }
+    while (true) {
+      while (why_.empty() && next_.block < blocks_ && flying_.size() < parts_.size()) {
+        queue_lot();
+      }
+      const bool moved = why_.empty() ? collect() : confirm_rest();
+      if (!under_way_) {
+        break;
+      }
+      if (!moved) {
+        if (std::chrono::steady_clock::now() >= until) {
+          return false;
+        }
+        naps.nap();
+      }
+    }
+  } catch (const CudaError&) {
+    if (is_lost_) {  // nothing moves any more
+      under_way_ = false;
+    }
+    throw;
+  }
+  if (!why_.empty()) {
+    throw std::runtime_error(why_);
+  }
+  return true;
+}
+
+void DeviceRing::open() {
+  check(driver_.cuDeviceGet(&device_, ordinal_), "cuDeviceGet");
+  check(driver_.cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
+  const InContext inside(driver_, context_);
+  check(driver_.cuModuleLoadData(&module_, kKernel), "cuModuleLoadData");
+  check(driver_.cuModuleGetFunction(&kernel_, module_, "kvbm_ring"), "cuModuleGetFunction");
+  int least = 0;
+  int greatest = 0;
+  check(driver_.cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
+  check(driver_.cuStreamCreateWithPriority(&kernels_, kCuStreamNonBlocking, greatest), "cuStreamCreateWithPriority");
+  for (CuStream& stream : copies_) {
+    check(driver_.cuStreamCreateWithPriority(&stream, kCuStreamNonBlocking, greatest), "cuStreamCreateWithPriority");
+  }
+  const auto event = [this](CuEvent& made) { check(driver_.cuEventCreate(&made, kCuEventDisableTiming), "cuEventCreate"); };
+  event(engine_);
+  std::for_each(tails_.begin(), tails_.end(), event);
+  const std::uint64_t part_bytes = ring_bytes_ / kParts / kAlign * kAlign;
+  check(driver_.cuMemAlloc_v2(&ring_, part_bytes * kParts), "cuMemAlloc");
+  for (std::size_t index = 0; index < parts_.size(); ++index) {
+    parts_[index].begin = ring_ + index * part_bytes;
+    event(parts_[index].is_half);
+    event(parts_[index].is_over);
+  }
+  const std::size_t table_bytes = pieces_.size() * sizeof(Piece);
+  check(driver_.cuMemAlloc_v2(&pieces_at_, table_bytes), "cuMemAlloc");
+  check(driver_.cuMemAlloc_v2(&slots_at_, slots_ * sizeof(std::int64_t)), "cuMemAlloc");
+  void* room = nullptr;
+  check(driver_.cuMemHostAlloc(&room, slots_ * sizeof(std::int64_t), 0), "cuMemHostAlloc");
+  slots_room_ = static_cast<std::int64_t*>(room);
+  // Copied from memory that is not pinned: the call has read it when it returns.
+  check(driver_.cuMemcpyHtoDAsync_v2(pieces_at_, pieces_.data(), table_bytes, kernels_), "cuMemcpyHtoDAsync");
+}
+
+void DeviceRing::close() noexcept {
+  if (context_ == nullptr || under_way_ || is_lost_) {
+    return;
+  }
+  try {
+    const InContext inside(driver_, context_);
+    for (const CuEvent event : {engine_, tails_[0], tails_[1], tails_[2]}) {
+      if (event != nullptr) {
+        driver_.cuEventDestroy_v2(event);
+      }
+    }
+    for (const Part& part : parts_) {
+      for (const CuEvent event : {part.is_half, part.is_over}) {
+        if (event != nullptr) {
+          driver_.cuEventDestroy_v2(event);
+        }
+      }
+    }
+    for (const CuStream stream : {kernels_, copies_[0], copies_[1]}) {
+      if (stream != nullptr) {
+        driver_.cuStreamDestroy_v2(stream);
+      }
+    }
+    for (const CuAddress memory : {ring_, pieces_at_, slots_at_}) {
+      if (memory != 0) {
+        driver_.cuMemFree_v2(memory);
+      }
+    }
+    if (slots_room_ != nullptr) {
+      driver_.cuMemFreeHost(slots_room_);
+    }
+    if (module_ != nullptr) {
+      driver_.cuModuleUnload(module_);
+    }
+  } catch (const CudaError&) {  // the context is gone, and with it all of that
+  }
+  driver_.cuDevicePrimaryCtxRelease_v2(device_);
+  context_ = nullptr;
+}
+
+void DeviceRing::begin(std::span<const std::int64_t> slots, std::uint8_t* rows, std::uint64_t row_stride,
+                       std::span<const std::int64_t> at, const RunOrder& after, bool gathers) {
+  if (is_lost_) {
+    throw std::runtime_error("the GPU is lost; nothing is copied any more");
+  }
+  if (under_way_) {
+    throw std::runtime_error("a run is under way in this ring already");
+  }
+  if (slots.size() > slots_) {
+    throw std::runtime_error(words(slots.size(), " slots in a run, the pool has ", slots_));
+  }
+  const InContext inside(driver_, context_);
+  why_.clear();
+  gathers_ = gathers;
+  blocks_ = slots.size();
+  rows_ = rows;
+  row_stride_ = row_stride;
+  at_ = at;
+  checksums_ = {};
+  summed_ = 0;
+  next_ = {};
+  lots_ = 0;
+  flying_.clear();
+  has_tail_ = {};
+  std::copy(slots.begin(), slots.end(), slots_room_);
+  wait_for(after);
+  under_way_ = true;
+  try {
+    check(driver_.cuMemcpyHtoDAsync_v2(slots_at_, slots_room_, slots.size() * sizeof(std::int64_t), kernels_), "cuMemcpyHtoDAsync");
+  } catch (const CudaError& error) {
+    under_way_ = !is_lost_;
+    if (is_lost_) {
+      throw;
+    }
+    fail(error.what());
+  }
+}
+
+// Behind the engine's work come the launches, which touch its slots; for a run to the host the copies come behind those.
+void DeviceRing::wait_for(const RunOrder& after) {
+  for (const CuEvent event : after.events) {
+    check(driver_.cuStreamWaitEvent(kernels_, event, 0), "cuStreamWaitEvent");
+  }
+  for (const CuStream stream : after.streams) {
+    int status = 0;
+    check(driver_.cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing");
+    if (status != 0) {  // to wait for it would make this a part of the graph
+      throw std::runtime_error("the engine's stream is captured into a graph; name an event of before to copy meanwhile");
+    }
+    check(driver_.cuEventRecord(engine_, stream), "cuEventRecord");
+    check(driver_.cuStreamWaitEvent(kernels_, engine_, 0), "cuStreamWaitEvent");
+  }
+}
+
+// Where a lot that begins there ends: whole blocks where one fits, else pieces of one.
+DeviceRing::Place DeviceRing::after_lot(const Place& begin) const noexcept {
+  if (begin.piece == 0 && block_bytes_ <= lot_bytes_) {
+    const std::uint64_t blocks = std::min(blocks_ - begin.block, lot_bytes_ / block_bytes_);
+    return {begin.block + blocks, 0, begin.byte + blocks * block_bytes_};
+  }
+  Place end = begin;
+  std::uint64_t bytes = 0;
+  while (end.piece < pieces_.size() && bytes + pieces_[end.piece].bytes <= lot_bytes_) {
+    bytes += pieces_[end.piece].bytes;
+    ++end.piece;
+  }
+  end.byte += bytes;
+  if (end.piece == pieces_.size()) {
+    end.piece = 0;
+    ++end.block;
+  }
+  return end;
+}
+
+void DeviceRing::queue_lot() {
+  const std::size_t number = lots_ % parts_.size();
+  const Part& part = parts_[number];
+  const CuStream copies = copies_[lots_ % copies_.size()];
+  const Place end = after_lot(next_);
+  try {
+    if (gathers_) {
+      launch(part, next_, end);
+      check(driver_.cuEventRecord(part.is_half, kernels_), "cuEventRecord");
+      check(driver_.cuStreamWaitEvent(copies, part.is_half, 0), "cuStreamWaitEvent");
+      copy(part, next_, end, copies);
+      check(driver_.cuEventRecord(part.is_over, copies), "cuEventRecord");
+    } else {
+      copy(part, next_, end, copies);
+      check(driver_.cuEventRecord(part.is_half, copies), "cuEventRecord");
+      check(driver_.cuStreamWaitEvent(kernels_, part.is_half, 0), "cuStreamWaitEvent");
+      launch(part, next_, end);
+      check(driver_.cuEventRecord(part.is_over, kernels_), "cuEventRecord");
+    }
+  } catch (const CudaError& error) {
+    if (is_lost_) {
+      throw;
+    }
+    fail(error.what());
+    return;
+  }
+  flying_.emplace_back(number, end.byte);
+  next_ = end;
+  ++lots_;
+}
+
+void DeviceRing::launch(const Part& part, const Place& begin, const Place& end) {
+  const std::uint64_t pieces = (end.block - begin.block) * pieces_.size() + end.piece - begin.piece;
+  Lot lot{part.begin + begin.byte % kAlign, begin.byte,
+          begin.block, block_bytes_,
+          static_cast<std::uint32_t>(begin.piece), static_cast<std::uint32_t>(pieces),
+          static_cast<std::uint32_t>(pieces_.size()), gathers_ ? 1U : 0U};
+  void* parameters[] = {&pieces_at_, &slots_at_, &lot};
+  const auto useful = static_cast<unsigned>((pieces + kThreads / 32 - 1) / (kThreads / 32));
+  check(driver_.cuLaunchKernel(kernel_, std::min(programs_, useful), 1, 1, kThreads, 1, 1, 0, kernels_, parameters, nullptr), "cuLaunchKernel");
+}
+
+// One copy for each stretch of the rows' memory without a gap.
+void DeviceRing::copy(const Part& part, const Place& begin, const Place& end, CuStream stream) {
+  const CuAddress ring = part.begin + begin.byte % kAlign;
+  std::uint8_t* stretch = nullptr;  // of the rows
+  std::uint64_t bytes = 0;          // of the stretch
+  std::uint64_t done = 0;           // of the ring, up to the stretch
+  const auto flush = [&] {
+    if (bytes != 0) {
+      check(gathers_ ? driver_.cuMemcpyDtoHAsync_v2(stretch, ring + done, bytes, stream)
+                     : driver_.cuMemcpyHtoDAsync_v2(ring + done, stretch, bytes, stream),
+            gathers_ ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync");
+      done += bytes;
+    }
+  };
+  for (std::uint64_t byte = begin.byte; byte < end.byte;) {
+    const std::uint64_t block = byte / block_bytes_;
+    const std::uint64_t inside = byte % block_bytes_;
+    const std::uint64_t size = std::min(block_bytes_ - inside, end.byte - byte);
+    const std::uint64_t row = at_.empty() ? block : static_cast<std::uint64_t>(at_[block]);
+    std::uint8_t* const from = rows_ + row * row_stride_ + inside;
+    if (bytes != 0 && stretch + bytes == from) {
+      bytes += size;
+    } else {
+      flush();
+      stretch = from;
+      bytes = size;
+    }
+    byte += size;
+  }
+  flush();
+}
+
+// No lot is queued any more; the run ends once all that is queued was confirmed.
+void DeviceRing::fail(const std::string& why) noexcept {
+  why_ = why;
+  flying_.clear();
+}
+
+// An error that is no loss of the device says nothing of what it does: whoever waits asks again.
+bool DeviceRing::has_passed(CuEvent event) {
+  const CuResult result = driver_.cuEventQuery(event);
+  check(result, "cuEventQuery", true);
+  return result == kCuSuccess;
+}
+
+// Of a run that failed: everything on the three streams.
+bool DeviceRing::confirm_rest() {
+  const std::array<CuStream, 3> streams{kernels_, copies_[0], copies_[1]};
+  for (std::size_t index = 0; index < streams.size(); ++index) {
+    if (!has_tail_[index]) {
+      const CuResult result = driver_.cuEventRecord(tails_[index], streams[index]);
+      check(result, "cuEventRecord", true);
+      has_tail_[index] = result == kCuSuccess;
+    }
+    if (!has_tail_[index] || !has_passed(tails_[index])) {
+      return false;
+    }
+  }
+  under_way_ = false;
+  return true;
+}
+
+// Whether the oldest lot was confirmed; then the next is queued before this one's checksums are computed.
+bool DeviceRing::collect() {
+  if (flying_.empty()) {
+    under_way_ = next_.block < blocks_;
+    return true;
+  }
+  const auto [part, byte] = flying_.front();
+  if (!has_passed(parts_[part].is_over)) {
+    return false;
+  }
+  flying_.pop_front();
+  if (next_.block < blocks_) {
+    queue_lot();
+  }
+  if (why_.empty()) {
+    sum(byte / block_bytes_);
+    under_way_ = next_.block < blocks_ || !flying_.empty();
+  }
+  return true;
+}
+
+void DeviceRing::sum(std::uint64_t blocks) noexcept {
+  if (checksums_.empty() || blocks <= summed_) {
+    return;
+  }
+  const bool in_order = at_.empty();
+  const SourceRows rows{rows_ + (in_order ? summed_ * row_stride_ : 0), static_cast<std::ptrdiff_t>(row_stride_),
+                        in_order ? nullptr : at_.data() + summed_};
+  copier_->checksum(rows, block_bytes_, checksums_.subspan(summed_, blocks - summed_));
+  summed_ = blocks;
+}
+
+void DeviceRing::check(CuResult result, const char* call, bool only_loss) {
+  const bool lost = means_lost(result);
+  is_lost_ = is_lost_ || lost;
+  if (lost || (result != kCuSuccess && !only_loss)) {
+    throw CudaError(driver_, call, result);
+  }
+}
+
+}  // namespace kvbm
