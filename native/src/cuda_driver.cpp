@@ -73,6 +73,7 @@ std::unique_ptr<const CudaDriver> loaded(const std::string& library) {
   const Finder find(mapped, library);
   find_contexts(*made, find);
   find_work(*made, find);
+  made->cuMemcpyBatchAsync = reinterpret_cast<decltype(made->cuMemcpyBatchAsync)>(dlsym(mapped, "cuMemcpyBatchAsync"));
   if (const CuResult result = made->cuInit(0); result != kCuSuccess) {
     throw std::runtime_error(words("NVIDIA's driver does not start: cuInit answers ", made->name_of(result)));
   }

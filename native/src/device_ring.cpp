@@ -2,10 +2,15 @@
 
 #include <sys/prctl.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "kvbm/error.hpp"
@@ -20,7 +25,7 @@ constexpr char kKernel[] =
 
 constexpr std::uint64_t kPieceBytes = 4096;  // copied by one warp: enough of them to fill a launch, for the smallest run too
 constexpr std::uint64_t kAlign = 256;        // of what the ring holds
-constexpr std::size_t kParts = 4;            // of a ring: lots under way at once
+constexpr std::size_t kParts = 8;            // of a ring: lots under way at once
 constexpr unsigned kThreads = 512;           // of a program
 constexpr std::uint64_t kLargeSegment = 32 << 10;
 constexpr unsigned kProgramsOfLarge = 16;    // that keep up with a link's speed for large segments, and take little of what the engine computes with
@@ -64,8 +69,113 @@ class ShortNaps {
 
 }  // namespace
 
+// Checksums of a run's rows, computed in a thread of its own: whoever carries the run on never waits for them, and what has come meanwhile
+// is shared out among the copier's threads at once. Where the system gives no thread, the caller's computes them.
+class DeviceRing::Sums {
+ public:
+  Sums() {
+    try {
+      thread_ = std::thread([this] { work(); });
+    } catch (const std::system_error&) {  // the system gives no more
+    }
+  }
+  ~Sums() {
+    if (getpid() != process_) {  // a forked child has no such thread
+      thread_.detach();
+      return;
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      is_closed_ = true;
+    }
+    changed_.notify_one();
+    if (thread_.joinable()) {
+      thread_.join();
+    }
+  }
+  Sums(const Sums&) = delete;
+  Sums& operator=(const Sums&) = delete;
+
+  // A run begins; none is under way.
+  void begin(const SourceRows& rows, std::size_t row_bytes, std::span<std::uint32_t> out, RowCopier* copier) {
+    const std::lock_guard lock(mutex_);
+    rows_ = rows;
+    row_bytes_ = row_bytes;
+    out_ = out;
+    copier_ = copier;
+    there_ = reached_ = done_ = 0;
+  }
+
+  // So many rows are there.
+  void advance(std::uint64_t rows) {
+    {
+      const std::lock_guard lock(mutex_);
+      there_ = std::max(there_, rows);
+    }
+    if (thread_.joinable()) {
+      changed_.notify_one();
+    } else {
+      sum(done_, there_);
+      done_ = there_;
+    }
+  }
+
+  bool are_there(std::uint64_t rows) {
+    const std::lock_guard lock(mutex_);
+    return done_ >= rows;
+  }
+
+  // Waits until no row is read any more.
+  void settle() {
+    std::unique_lock lock(mutex_);
+    there_ = std::min(there_, reached_ > done_ ? reached_ : done_);
+    settled_.wait(lock, [&] { return reached_ <= done_; });
+  }
+
+ private:
+  void work() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [&] { return is_closed_ || there_ > done_; });
+      if (is_closed_) {
+        return;
+      }
+      const std::uint64_t begin = done_;
+      const std::uint64_t end = reached_ = there_;
+      lock.unlock();
+      sum(begin, end);
+      lock.lock();
+      done_ = end;
+      settled_.notify_one();
+    }
+  }
+
+  void sum(std::uint64_t begin, std::uint64_t end) noexcept {
+    if (begin < end) {
+      const bool in_order = rows_.at == nullptr;
+      const SourceRows rows{rows_.base + (in_order ? static_cast<std::ptrdiff_t>(begin) * rows_.stride : 0), rows_.stride,
+                            in_order ? nullptr : rows_.at + begin};
+      copier_->checksum(rows, row_bytes_, out_.subspan(begin, end - begin));
+    }
+  }
+
+  std::mutex mutex_;                  // guards what follows
+  std::condition_variable changed_;   // there is more to do
+  std::condition_variable settled_;   // a part is done
+  SourceRows rows_;                   // of the run
+  std::size_t row_bytes_ = 0;         // of each
+  std::span<std::uint32_t> out_;      // where to
+  RowCopier* copier_ = nullptr;       // whose threads work
+  std::uint64_t there_ = 0;           // rows that have come
+  std::uint64_t reached_ = 0;         // rows that are being read, or were
+  std::uint64_t done_ = 0;            // rows whose checksum is there
+  bool is_closed_ = false;            // the thread ends
+  const pid_t process_ = getpid();    // that has the thread
+  std::thread thread_;                // last: it works on the others
+};
+
 DeviceRing::DeviceRing(const CudaDriver& driver, std::vector<Segment> segments, std::uint64_t slots, const RingOptions& options)
-    : driver_(driver), slots_(slots), ring_bytes_(options.ring_bytes), ordinal_(options.device) {
+    : driver_(driver), slots_(slots), ring_bytes_(options.ring_bytes), ordinal_(options.device), process_(getpid()) {
   block_bytes_ = SegmentTable(segments, slots).block_bytes();  // which refuses what is no layout
   std::uint64_t offset = 0;
   for (const Segment& segment : segments) {
@@ -83,6 +193,7 @@ DeviceRing::DeviceRing(const CudaDriver& driver, std::vector<Segment> segments, 
   const bool are_large = block_bytes_ / segments.size() >= kLargeSegment;
   programs_ = options.programs != 0 ? std::min(options.programs, kMostPrograms) : are_large ? kProgramsOfLarge : kProgramsOfSmall;
   parts_.resize(kParts);
+  sums_ = std::make_unique<Sums>();
   try {
     open();
   } catch (...) {
@@ -124,14 +235,15 @@ bool DeviceRing::reaches(const void* begin, std::uint64_t bytes) const noexcept 
 void DeviceRing::gather(std::span<const std::int64_t> slots, BlockRows<std::uint8_t> rows, std::span<const std::int64_t> at,
                         const RunOrder& after, std::span<std::uint32_t> checksums, RowCopier* copier) {
   begin(slots, rows.first, rows.stride, at, after, true);
-  checksums_ = checksums;
-  copier_ = copier;
+  has_sums_ = !checksums.empty();
+  if (has_sums_) {
+    sums_->begin({rows.first, static_cast<std::ptrdiff_t>(rows.stride), at.empty() ? nullptr : at.data()}, block_bytes_, checksums, copier);
+  }
 }
 
 void DeviceRing::scatter(std::span<const std::int64_t> slots, BlockRows<const std::uint8_t> rows, std::span<const std::int64_t> at,
                          const RunOrder& after) {
   begin(slots, const_cast<std::uint8_t*>(rows.first), rows.stride, at, after, false);  // a scatter only reads them
-  checksums_ = {};
 }
 
 bool DeviceRing::advance(std::chrono::nanoseconds timeout) {
@@ -165,12 +277,18 @@ bool DeviceRing::advance(std::chrono::nanoseconds timeout) {
         if (std::chrono::steady_clock::now() >= until) {
           return false;
         }
-        naps.nap();
+        // Lots that are queued keep the device busy; for the last, somebody waits.
+        if (next_.block < blocks_ && why_.empty()) {
+          naps.nap();
+        } else {
+          std::this_thread::yield();
+        }
       }
     }
   } catch (const CudaError&) {
     if (is_lost_) {  // nothing moves any more
       under_way_ = false;
+      sums_->settle();
     }
     throw;
   }
@@ -214,7 +332,7 @@ void DeviceRing::open() {
 }
 
 void DeviceRing::close() noexcept {
-  if (context_ == nullptr || under_way_ || is_lost_) {
+  if (context_ == nullptr || under_way_ || is_lost_ || getpid() != process_) {
     return;
   }
   try {
@@ -271,8 +389,7 @@ void DeviceRing::begin(std::span<const std::int64_t> slots, std::uint8_t* rows, 
   rows_ = rows;
   row_stride_ = row_stride;
   at_ = at;
-  checksums_ = {};
-  summed_ = 0;
+  has_sums_ = false;
   next_ = {};
   lots_ = 0;
   flying_.clear();
@@ -371,34 +488,51 @@ void DeviceRing::launch(const Part& part, const Place& begin, const Place& end) 
 
 // One copy for each stretch of the rows' memory without a gap.
 void DeviceRing::copy(const Part& part, const Place& begin, const Place& end, CuStream stream) {
-  const CuAddress ring = part.begin + begin.byte % kAlign;
-  std::uint8_t* stretch = nullptr;  // of the rows
-  std::uint64_t bytes = 0;          // of the stretch
-  std::uint64_t done = 0;           // of the ring, up to the stretch
-  const auto flush = [&] {
-    if (bytes != 0) {
-      check(gathers_ ? driver_.cuMemcpyDtoHAsync_v2(stretch, ring + done, bytes, stream)
-                     : driver_.cuMemcpyHtoDAsync_v2(ring + done, stretch, bytes, stream),
-            gathers_ ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync");
-      done += bytes;
-    }
-  };
+  CuAddress ring = part.begin + begin.byte % kAlign;
+  auto& [targets, sources, sizes] = stretches_;
+  targets.clear();
+  sources.clear();
+  sizes.clear();
+  auto& rows = gathers_ ? targets : sources;
+  auto& rings = gathers_ ? sources : targets;
   for (std::uint64_t byte = begin.byte; byte < end.byte;) {
     const std::uint64_t block = byte / block_bytes_;
     const std::uint64_t inside = byte % block_bytes_;
     const std::uint64_t size = std::min(block_bytes_ - inside, end.byte - byte);
     const std::uint64_t row = at_.empty() ? block : static_cast<std::uint64_t>(at_[block]);
-    std::uint8_t* const from = rows_ + row * row_stride_ + inside;
-    if (bytes != 0 && stretch + bytes == from) {
-      bytes += size;
+    const auto there = reinterpret_cast<CuAddress>(rows_) + row * row_stride_ + inside;
+    if (!sizes.empty() && rows.back() + sizes.back() == there) {
+      sizes.back() += size;
     } else {
-      flush();
-      stretch = from;
-      bytes = size;
+      rows.push_back(there);
+      rings.push_back(ring);
+      sizes.push_back(size);
     }
+    ring += size;
     byte += size;
   }
-  flush();
+  copy_stretches(stream);
+}
+
+void DeviceRing::copy_stretches(CuStream stream) {
+  auto& [targets, sources, sizes] = stretches_;
+  if (sizes.size() > 1 && driver_.cuMemcpyBatchAsync != nullptr) {
+    CuCopyAttributes attributes;
+    attributes.order = gathers_ ? kCuInStreamOrder : kCuAtAnyTime;  // rows are as they are until the run has ended
+    std::size_t first = 0;
+    std::size_t failed = 0;
+    check(driver_.cuMemcpyBatchAsync(targets.data(), sources.data(), sizes.data(), sizes.size(), &attributes, &first, 1, &failed, stream),
+          "cuMemcpyBatchAsync");
+    return;
+  }
+  for (std::size_t index = 0; index < sizes.size(); ++index) {
+    if (gathers_) {
+      check(driver_.cuMemcpyDtoHAsync_v2(reinterpret_cast<void*>(targets[index]), sources[index], sizes[index], stream), "cuMemcpyDtoHAsync");
+    } else {
+      check(driver_.cuMemcpyHtoDAsync_v2(targets[index], reinterpret_cast<const void*>(sources[index]), sizes[index], stream),
+            "cuMemcpyHtoDAsync");
+    }
+  }
 }
 
 // No lot is queued any more; the run ends once all that is queued was confirmed.
@@ -428,39 +562,25 @@ bool DeviceRing::confirm_rest() {
     }
   }
   under_way_ = false;
+  sums_->settle();
   return true;
 }
 
-// Whether the oldest lot was confirmed; then the next is queued before this one's checksums are computed.
+// Whether something has moved: the oldest lot was confirmed, or the run is over.
 bool DeviceRing::collect() {
   if (flying_.empty()) {
-    under_way_ = next_.block < blocks_;
-    return true;
+    under_way_ = has_sums_ && !sums_->are_there(blocks_);
+    return !under_way_;
   }
   const auto [part, byte] = flying_.front();
   if (!has_passed(parts_[part].is_over)) {
     return false;
   }
   flying_.pop_front();
-  if (next_.block < blocks_) {
-    queue_lot();
-  }
-  if (why_.empty()) {
-    sum(byte / block_bytes_);
-    under_way_ = next_.block < blocks_ || !flying_.empty();
+  if (has_sums_) {
+    sums_->advance(byte / block_bytes_);
   }
   return true;
-}
-
-void DeviceRing::sum(std::uint64_t blocks) noexcept {
-  if (checksums_.empty() || blocks <= summed_) {
-    return;
-  }
-  const bool in_order = at_.empty();
-  const SourceRows rows{rows_ + (in_order ? summed_ * row_stride_ : 0), static_cast<std::ptrdiff_t>(row_stride_),
-                        in_order ? nullptr : at_.data() + summed_};
-  copier_->checksum(rows, block_bytes_, checksums_.subspan(summed_, blocks - summed_));
-  summed_ = blocks;
 }
 
 void DeviceRing::check(CuResult result, const char* call, bool only_loss) {

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -339,6 +340,20 @@ FAKE Result cuMemcpyDtoHAsync_v2(void* target, std::uint64_t source, std::size_t
   Stream* const on = stream_of(s, stream);
   on->ops.push_back({[=] { std::memcpy(target, reinterpret_cast<const void*>(source), bytes); }, nullptr,
                      "to host " + std::to_string(bytes) + " on " + std::to_string(on->number)});
+  return 0;
+}
+FAKE Result cuMemcpyBatchAsync(std::uint64_t* targets, std::uint64_t* sources, std::size_t* sizes, std::size_t count, int* order, std::size_t*,
+                               std::size_t attribute_count, std::size_t*, void* stream) {
+  ENTER("cuMemcpyBatchAsync")
+  Stream* const on = stream_of(s, stream);
+  if (stream == nullptr || attribute_count != 1 || (*order != 1 && *order != 3)) {
+    return kInvalid;
+  }
+  for (std::size_t index = count; index > 0; --index) {  // in any order
+    const auto [target, source, bytes] = std::tuple(targets[index - 1], sources[index - 1], sizes[index - 1]);
+    on->ops.push_back({[=] { std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes); }, nullptr,
+                       "of a batch " + std::to_string(bytes) + " on " + std::to_string(on->number)});
+  }
   return 0;
 }
 FAKE Result cuStreamCreateWithPriority(void** stream, unsigned, int priority) {

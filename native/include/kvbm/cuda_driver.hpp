@@ -29,6 +29,20 @@ inline constexpr int kCuMemoryType = 2;     // CU_POINTER_ATTRIBUTE_…
 inline constexpr int kCuDevicePointer = 3;  // likewise
 inline constexpr unsigned kCuHostMemory = 1;
 
+// CUmemcpyAttributes.
+struct CuCopyAttributes {
+  struct Location {
+    int type = 0;
+    int id = 0;
+  };
+  int order = 0;  // when the source may be read: CU_MEMCPY_SRC_ACCESS_ORDER_…
+  Location source;
+  Location target;
+  unsigned flags = 0;
+};
+inline constexpr int kCuInStreamOrder = 1;
+inline constexpr int kCuAtAnyTime = 3;
+
 struct CudaDriver {
   CuResult (*cuInit)(unsigned flags);
   CuResult (*cuDeviceGet)(int* device, int ordinal);
@@ -48,6 +62,9 @@ struct CudaDriver {
   CuResult (*cuPointerGetAttribute)(void* value, int attribute, CuAddress address);
   CuResult (*cuMemcpyHtoDAsync_v2)(CuAddress target, const void* source, std::size_t bytes, CuStream stream);
   CuResult (*cuMemcpyDtoHAsync_v2)(void* target, CuAddress source, std::size_t bytes, CuStream stream);
+  // Since CUDA 12.8; null where the driver is older.
+  CuResult (*cuMemcpyBatchAsync)(CuAddress* targets, CuAddress* sources, std::size_t* sizes, std::size_t count, CuCopyAttributes* attributes,
+                                 std::size_t* first, std::size_t attribute_count, std::size_t* failed, CuStream stream);
   CuResult (*cuStreamCreateWithPriority)(CuStream* stream, unsigned flags, int priority);
   CuResult (*cuStreamDestroy_v2)(CuStream stream);
   CuResult (*cuStreamIsCapturing)(CuStream stream, int* status);

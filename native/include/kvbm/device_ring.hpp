@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -29,7 +30,7 @@ namespace kvbm {
 struct RingOptions {
   int device = 0;                       // ordinal
   std::uint64_t ring_bytes = 32 << 20;  // of the GPU's memory
-  std::uint64_t lot_bytes = 8 << 20;    // of a lot at most; a quarter of the ring at most
+  std::uint64_t lot_bytes = 8 << 20;    // of a lot at most; an eighth of the ring at most
   unsigned programs = 0;                // of a launch; 0: by the size of the segments
 };
 
@@ -88,6 +89,12 @@ class DeviceRing {
     std::uint64_t piece = 0;  // of that block
     std::uint64_t byte = 0;   // of the run
   };
+  struct Stretches {  // of a lot's rows, without a gap each
+    std::vector<CuAddress> targets;
+    std::vector<CuAddress> sources;
+    std::vector<std::size_t> sizes;
+  };
+  class Sums;
   struct Part {  // a place of the ring, for one lot at a time
     CuAddress begin = 0;        // of the ring
     CuEvent is_half = nullptr;  // behind the first of the lot's two steps
@@ -103,11 +110,11 @@ class DeviceRing {
   void queue_lot();
   void launch(const Part& part, const Place& begin, const Place& end);
   void copy(const Part& part, const Place& begin, const Place& end, CuStream stream);
+  void copy_stretches(CuStream stream);
   void fail(const std::string& why) noexcept;
   bool has_passed(CuEvent event);
   bool confirm_rest();
   bool collect();
-  void sum(std::uint64_t blocks) noexcept;
   // Throws CudaError; where only a loss of the device is one, others pass.
   void check(CuResult result, const char* call, bool only_loss = false);
 
@@ -126,6 +133,7 @@ class DeviceRing {
   CuAddress slots_at_ = 0;              // the run's slots, on the device
   std::int64_t* slots_room_ = nullptr;  // the same, pinned
   std::vector<Part> parts_;             // of the ring
+  std::unique_ptr<Sums> sums_;          // computes checksums
 
   std::vector<Piece> pieces_;      // of a block, in order
   std::uint64_t slots_;            // of the pool
@@ -134,6 +142,7 @@ class DeviceRing {
   std::uint64_t lot_bytes_;        // of one lot at most
   unsigned programs_;              // of a launch
   int ordinal_;                    // of the device
+  const int process_;              // that made it: a forked child has nothing of it
 
   // The run under way.
   bool under_way_ = false;                  // there is one
@@ -144,9 +153,8 @@ class DeviceRing {
   std::uint8_t* rows_ = nullptr;            // row 0
   std::uint64_t row_stride_ = 0;            // from a row to the next
   std::span<const std::int64_t> at_;        // rows of its blocks; empty: in order
-  std::span<std::uint32_t> checksums_;      // wanted of it
-  RowCopier* copier_ = nullptr;             // that computes them
-  std::uint64_t summed_ = 0;                // blocks whose checksum is there
+  bool has_sums_ = false;                   // its checksums are wanted
+  Stretches stretches_;                     // of the lot that is queued
   Place next_;                              // where the next lot begins
   std::uint64_t lots_ = 0;                  // queued so far
   std::deque<std::pair<std::size_t, std::uint64_t>> flying_;  // lots that are not confirmed, oldest first: their part, the run's byte behind them
