@@ -169,7 +169,13 @@ class DeviceRing:
     @property
     def ring_bytes(self) -> int: ...
     def gather(
-        self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None, events: list[int], streams: list[int]
+        self,
+        slots: np.ndarray,
+        rows: np.ndarray,
+        at: np.ndarray | None,
+        events: list[int],
+        streams: list[int],
+        wants_sums: bool = True,
     ) -> None: ...
     def scatter(
         self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None, events: list[int], streams: list[int]

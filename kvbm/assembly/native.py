@@ -62,19 +62,20 @@ def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:
     return lambda addresses, strides, sizes, slots: _native.SegmentTable(addresses, strides, sizes, slots, copier)
 
 
-def device_rings(copier: _native.RowCopier, ring_bytes: int, programs: int = 0) -> NewRing:
+def device_rings(copier: _native.RowCopier, programs: int = 0) -> NewRing:
     """Rings of an HBM pool on a GPU: NVIDIA's driver is looked for when the first is made.
 
     Args:
         copier: computes checksums, on its threads.
-        ring_bytes: of the GPU's memory for each direction. programs: of one launch; 0: by the size of pieces.
+        programs: of one launch; 0: half as many as the GPU has multiprocessors.
     """
 
     def made(
-        addresses: np.ndarray, strides: np.ndarray, sizes: np.ndarray, slots: int, device: int, among: int
+        addresses: np.ndarray, strides: np.ndarray, sizes: np.ndarray, slots: int, device: int, ring_bytes: int
     ) -> _native.DeviceRing:
-        each = ring_bytes // among
-        return _native.DeviceRing(addresses, strides, sizes, slots, copier, device, each, programs=programs)
+        return _native.DeviceRing(
+            addresses, strides, sizes, slots, copier, device, ring_bytes=ring_bytes, programs=programs
+        )
 
     return made
 

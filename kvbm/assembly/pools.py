@@ -137,7 +137,7 @@ def _open_hbm(
 ) -> None:
     """The HBM pool: the engine's own, one over an engine's tensors, or one of ours."""
     hbm, checksums, native = settings.pools.hbm, NATIVE.checksums, segment_copies(copier)
-    rings = device_rings(copier, hbm.ring_bytes, hbm.programs)
+    rings = device_rings(copier, hbm.programs)
     is_engines = hbm.owner == "engine"
     count = _slots(hbm.slots, hbm.capacity_bytes, block_bytes, "pools.hbm")
     if not count and not layers:
@@ -147,13 +147,13 @@ def _open_hbm(
     if is_engines:
         keep(EngineHbm(count, block_bytes))
     elif layers:
-        paged = HbmPool.of_layers(layers, checksums, native, rings=rings, is_told=True)
+        paged = HbmPool.of_layers(layers, checksums, native, rings=rings, ring_bytes=hbm.ring_bytes, is_told=True)
         keep(paged)
         _check_layers(paged, count, block_bytes, namespaces)
     elif hbm.device == "memory":
         keep(MemoryPool(Tier.HBM, count, block_bytes, checksums))
     else:
-        keep(HbmPool(count, block_bytes, checksums, hbm.device, native, rings, is_told=True))
+        keep(HbmPool(count, block_bytes, checksums, hbm.device, native, rings, hbm.ring_bytes, is_told=True))
 
 
 def open_objects(

@@ -19,7 +19,6 @@ from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId
 from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.hbm.paged import PagedTensor
 from kvbm.pools.hbm.pool import HbmPool
-from kvbm.pools.hbm.rings import RING_BYTES
 from kvbm.pools.host.pool import HostPool
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class _Bench:
         copier = RowCopier(0)
         native = segment_copies(copier)
         ways = _ways() if self.on_gpu else ["auto"]
-        rings = device_rings(copier, RING_BYTES)
+        rings = device_rings(copier)
         self.pools = {way: HbmPool.of_layers(layers, NATIVE.checksums, native, way, rings) for way in ways}
         for pool in self.pools.values():
             opened.callback(pool.close)
@@ -191,7 +190,11 @@ class _Bench:
 def _ways() -> list[str]:
     import importlib.util
 
-    return ["kernel", "batch", "memcpy", "torch"] if importlib.util.find_spec("triton") else ["batch", "torch"]
+    return (
+        ["ring", "kernel", "batch", "memcpy", "torch"]
+        if importlib.util.find_spec("triton")
+        else ["ring", "batch", "torch"]
+    )
 
 
 def _with(move: Callable[[HbmPool], None], pool: HbmPool) -> Callable[[], object]:

@@ -37,15 +37,15 @@ class HbmSettings(SettingsGroup, frozen=True):
         owner: "kvbm", or "engine" for one that keeps its KV itself and only says what it holds: nothing is allocated then, a HOST pool
             is needed, and `device` says nothing.
         device: "auto", "cpu", "cuda", or "memory" for a pool without torch.
-        ring_bytes: on a GPU, of its memory for each direction in which blocks are copied; half of it for each of two runs.
-        programs: of a launch that packs or unpacks blocks there; 0: 16, or 32 where their pieces are small.
+        ring_bytes: on a GPU, of its memory for each direction in which blocks are copied.
+        programs: of a launch that packs or unpacks blocks there; 0: half as many as it has multiprocessors.
     """
 
     slots: int = 0
     capacity_bytes: int = 0
     owner: str = "kvbm"
     device: str = "auto"
-    ring_bytes: int = 64 << 20
+    ring_bytes: int = 128 << 20
     programs: int = 0
 
 

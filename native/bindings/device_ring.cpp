@@ -23,10 +23,10 @@ class Ring {
       : copier_(std::move(copier)), table_(segments_of(addresses, strides, sizes), slots),
         driver_(cuda_driver(library)), ring_(driver_, segments_of(addresses, strides, sizes), slots, options) {}
 
-  void gather(Indexes slots, Rows rows, std::optional<Indexes> at, const Handles& events, const Handles& streams) {
+  void gather(Indexes slots, Rows rows, std::optional<Indexes> at, const Handles& events, const Handles& streams, bool wants_sums) {
     look_at(slots, rows, at);
-    const std::size_t count = slots.shape(0);
-    auto sums = std::make_unique<std::uint32_t[]>(count);
+    const std::size_t count = wants_sums ? slots.shape(0) : 0;
+    auto sums = wants_sums ? std::make_unique<std::uint32_t[]>(count) : nullptr;
     const auto [after_events, after_streams] = std::pair(named(events), named(streams));
     ring_.gather(span_of(slots), block_rows<std::uint8_t>(rows), rows_of(at), {after_events, after_streams}, {sums.get(), count},
                  &nb::cast<RowCopier&>(copier_));
@@ -163,10 +163,12 @@ void bind_device_ring(nb::module_& module, const SharedErrors& errors) {
           nb::arg("lot_bytes") = RingOptions{}.lot_bytes, nb::arg("programs") = 0U, nb::arg("library") = "libcuda.so.1")
       .def(
           "gather",
-          [errors](Ring& self, Indexes slots, Rows rows, std::optional<Indexes> at, const Handles& events, const Handles& streams) {
-            translated(errors, [&] { self.gather(std::move(slots), std::move(rows), std::move(at), events, streams); });
+          [errors](Ring& self, Indexes slots, Rows rows, std::optional<Indexes> at, const Handles& events, const Handles& streams,
+                   bool wants_sums) {
+            translated(errors, [&] { self.gather(std::move(slots), std::move(rows), std::move(at), events, streams, wants_sums); });
           },
-          nb::arg("slots").noconvert(), nb::arg("rows").noconvert(), nb::arg("at").none().noconvert(), nb::arg("events"), nb::arg("streams"))
+          nb::arg("slots").noconvert(), nb::arg("rows").noconvert(), nb::arg("at").none().noconvert(), nb::arg("events"), nb::arg("streams"),
+          nb::arg("wants_sums") = true)
       .def(
           "scatter",
           [errors](Ring& self, Indexes slots, ConstRows rows, std::optional<Indexes> at, const Handles& events, const Handles& streams) {

@@ -32,6 +32,7 @@ class Finder {
 void find_contexts(CudaDriver& made, const Finder& find) {
   find(made.cuInit, "cuInit");
   find(made.cuDeviceGet, "cuDeviceGet");
+  find(made.cuDeviceGetAttribute, "cuDeviceGetAttribute");
   find(made.cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
   find(made.cuDevicePrimaryCtxRelease_v2, "cuDevicePrimaryCtxRelease_v2");
   find(made.cuCtxPushCurrent_v2, "cuCtxPushCurrent_v2");

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <iterator>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -27,9 +28,6 @@ constexpr std::uint64_t kPieceBytes = 4096;  // copied by one warp: enough of th
 constexpr std::uint64_t kAlign = 256;        // of what the ring holds
 constexpr std::size_t kParts = 8;            // of a ring: lots under way at once
 constexpr unsigned kThreads = 512;           // of a program
-constexpr std::uint64_t kLargeSegment = 32 << 10;
-constexpr unsigned kProgramsOfLarge = 16;    // that keep up with a link's speed for large segments, and take little of what the engine computes with
-constexpr unsigned kProgramsOfSmall = 32;    // for small ones
 constexpr unsigned kMostPrograms = 1024;
 constexpr long kNapNs = 10'000;              // between two looks at what the device has confirmed
 constexpr unsigned long kSlackNs = 1'000;    // by which a nap may be longer
@@ -190,8 +188,7 @@ DeviceRing::DeviceRing(const CudaDriver& driver, std::vector<Segment> segments, 
     throw Error(ErrorCode::kLayout, words("a ring of ", ring_bytes_, " bytes for blocks of ", pieces_.size(), " pieces: too small"));
   }
   lot_bytes_ = std::clamp(options.lot_bytes, kPieceBytes, part_bytes - kAlign);
-  const bool are_large = block_bytes_ / segments.size() >= kLargeSegment;
-  programs_ = options.programs != 0 ? std::min(options.programs, kMostPrograms) : are_large ? kProgramsOfLarge : kProgramsOfSmall;
+  programs_ = std::min(options.programs, kMostPrograms);
   parts_.resize(kParts);
   sums_ = std::make_unique<Sums>();
   try {
@@ -300,6 +297,11 @@ bool DeviceRing::advance(std::chrono::nanoseconds timeout) {
 
 void DeviceRing::open() {
   check(driver_.cuDeviceGet(&device_, ordinal_), "cuDeviceGet");
+  if (programs_ == 0) {
+    int multiprocessors = 0;
+    check(driver_.cuDeviceGetAttribute(&multiprocessors, kCuMultiprocessors, device_), "cuDeviceGetAttribute");
+    programs_ = static_cast<unsigned>(std::max(1, multiprocessors / 2));
+  }
   check(driver_.cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
   const InContext inside(driver_, context_);
   check(driver_.cuModuleLoadData(&module_, kKernel), "cuModuleLoadData");
@@ -394,6 +396,7 @@ void DeviceRing::begin(std::span<const std::int64_t> slots, std::uint8_t* rows, 
   lots_ = 0;
   flying_.clear();
   has_tail_ = {};
+  ranges_.clear();
   std::copy(slots.begin(), slots.end(), slots_room_);
   wait_for(after);
   under_way_ = true;
@@ -498,10 +501,11 @@ void DeviceRing::copy(const Part& part, const Place& begin, const Place& end, Cu
   for (std::uint64_t byte = begin.byte; byte < end.byte;) {
     const std::uint64_t block = byte / block_bytes_;
     const std::uint64_t inside = byte % block_bytes_;
-    const std::uint64_t size = std::min(block_bytes_ - inside, end.byte - byte);
     const std::uint64_t row = at_.empty() ? block : static_cast<std::uint64_t>(at_[block]);
     const auto there = reinterpret_cast<CuAddress>(rows_) + row * row_stride_ + inside;
-    if (!sizes.empty() && rows.back() + sizes.back() == there) {
+    const CuAddress range_end = end_of_range(there);
+    const std::uint64_t size = std::min({block_bytes_ - inside, end.byte - byte, range_end - there});
+    if (!sizes.empty() && rows.back() + sizes.back() == there && end_of_range(rows.back()) == range_end) {
       sizes.back() += size;
     } else {
       rows.push_back(there);
@@ -512,6 +516,22 @@ void DeviceRing::copy(const Part& part, const Place& begin, const Place& end, Cu
     byte += size;
   }
   copy_stretches(stream);
+}
+
+// Where the memory ends that was registered with CUDA in one call: a copy reaches into no other.
+CuAddress DeviceRing::end_of_range(CuAddress at) {
+  auto found = ranges_.upper_bound(at);
+  if (found != ranges_.begin() && at < std::prev(found)->second) {
+    return std::prev(found)->second;
+  }
+  CuAddress begin = 0;
+  std::size_t size = 0;
+  if (driver_.cuPointerGetAttribute(&begin, kCuRangeBegin, at) != kCuSuccess ||
+      driver_.cuPointerGetAttribute(&size, kCuRangeSize, at) != kCuSuccess || at < begin || at - begin >= size) {
+    return UINT64_MAX;  // it does not say
+  }
+  ranges_[begin] = begin + size;
+  return begin + size;
 }
 
 void DeviceRing::copy_stretches(CuStream stream) {

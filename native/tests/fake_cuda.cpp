@@ -1,6 +1,7 @@
 // A stand-in for NVIDIA's driver, for tests without a GPU: a shared library with the functions of CudaDriver. Streams are queues, and
 // what is queued is done, a few steps at each question, in an order that streams and events allow; the kernel is the very source, run on
 // the CPU. `fake_cuda_set` and `fake_cuda_fail` make it a device that is slow, captures a graph, refuses calls or dies.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -234,6 +235,11 @@ FAKE Result cuDeviceGet(int* device, int ordinal) {
   *device = ordinal;
   return ordinal == 0 ? 0 : 101;
 }
+FAKE Result cuDeviceGetAttribute(int* value, int attribute, int) {
+  ENTER("cuDeviceGetAttribute", false, false)
+  *value = attribute == 16 ? 132 : 0;
+  return 0;
+}
 FAKE Result cuDevicePrimaryCtxRetain(void** context, int) {
   ENTER("cuDevicePrimaryCtxRetain", false, false)
   *context = &s;
@@ -314,19 +320,32 @@ FAKE Result cuMemFreeHost(void* address) {
   std::free(address);
   return 0;
 }
-// The host's memory that was registered: one range.
+// The host's memory that was registered: one stretch, in pieces of "range bytes" where that is not 0.
 FAKE Result cuPointerGetAttribute(void* value, int attribute, std::uint64_t address) {
   ENTER("cuPointerGetAttribute")
-  const auto at = static_cast<long long>(address);
-  if (at < s.settings["rows begin"] || at >= s.settings["rows end"]) {
+  const auto begin = static_cast<std::uint64_t>(s.settings["rows begin"]);
+  const auto end = static_cast<std::uint64_t>(s.settings["rows end"]);
+  if (address < begin || address >= end) {
     return kInvalid;
   }
-  if (attribute == 2) {
-    *static_cast<unsigned*>(value) = 1;
-  } else {
-    *static_cast<std::uint64_t*>(value) = address;
+  const auto range = s.settings["range bytes"] == 0 ? end - begin : static_cast<std::uint64_t>(s.settings["range bytes"]);
+  const std::uint64_t range_begin = begin + (address - begin) / range * range;
+  switch (attribute) {
+    case 2:
+      *static_cast<unsigned*>(value) = 1;
+      return 0;
+    case 3:
+      *static_cast<std::uint64_t*>(value) = address;
+      return 0;
+    case 11:
+      *static_cast<std::uint64_t*>(value) = range_begin;
+      return 0;
+    case 12:
+      *static_cast<std::size_t*>(value) = std::min(range, end - range_begin);
+      return 0;
+    default:
+      return kInvalid;
   }
-  return 0;
 }
 FAKE Result cuMemcpyHtoDAsync_v2(std::uint64_t target, const void* source, std::size_t bytes, void* stream) {
   ENTER("cuMemcpyHtoDAsync")

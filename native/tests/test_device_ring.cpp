@@ -175,19 +175,40 @@ void rows_in_order_are_one_copy() {
   CHECK(log().find("of a batch 3072") != std::string::npos && log().find("of a batch 2048") != std::string::npos);
 }
 
-void launches_are_bounded_and_come_first() {
-  Place place({64 << 10}, 64, 64, {.device = 0, .ring_bytes = 17 << 20, .lot_bytes = 2 << 20, .programs = 0});
-  CHECK(place.ring->programs() == 16);
+void a_copy_stays_in_memory_that_was_registered_at_once() {
+  Place place({1024}, 64, 64);
+  set("rows begin", reinterpret_cast<long long>(place.rows.data()));
+  set("rows end", reinterpret_cast<long long>(place.rows.data() + place.rows.size()));
+  set("range bytes", 2560);  // two rows and a half
+  std::vector<std::int64_t> slots(8);
+  std::iota(slots.begin(), slots.end(), 3);
   std::vector<std::uint32_t> sums;
-  std::vector<std::int64_t> slots(40);
+  place.out(slots, {}, sums);
+  const std::string words = log();
+  std::size_t copies = 0;
+  for (std::size_t at = words.find("of a batch "); at != std::string::npos; at = words.find("of a batch ", at + 1)) {
+    ++copies;
+  }
+  CHECK(copies == 4);  // 8192 bytes: three times 2560, and the rest
+  CHECK(place.row(2) == place.block(5) && place.row(7) == place.block(10));
+  there_and_back(place, 20);
+  CHECK(place.ring->reaches(place.rows.data(), place.rows.size()));
+  CHECK(!place.ring->reaches(place.rows.data(), place.rows.size() + 1));
+}
+
+void launches_are_bounded_and_come_first() {
+  Place place({64 << 10}, 64, 64, {.device = 0, .ring_bytes = 64 << 20, .lot_bytes = 8 << 20, .programs = 0});
+  CHECK(place.ring->programs() == 66);
+  std::vector<std::uint32_t> sums;
+  std::vector<std::int64_t> slots(64);
   std::iota(slots.begin(), slots.end(), 0);
   place.out(slots, {}, sums);
-  CHECK(log().find(" by 16 on ") != std::string::npos);
+  CHECK(log().find("pack 1024 by 64 on ") != std::string::npos);  // no more programs than have anything to do
   CHECK(log().find("priority -5") != std::string::npos);
-  Place small({4 << 10}, 256, 256, {.device = 0, .ring_bytes = 8 << 20, .lot_bytes = 1 << 20, .programs = 0});
-  CHECK(small.ring->programs() == 32);
-  Place given({4 << 10}, 8, 8, {.device = 0, .ring_bytes = 1 << 20, .lot_bytes = 1 << 20, .programs = 5});
+  Place given({64 << 10}, 8, 8, {.device = 0, .ring_bytes = 16 << 20, .lot_bytes = 1 << 20, .programs = 5});
   CHECK(given.ring->programs() == 5);
+  given.out({1, 2, 3, 4, 5, 6, 7}, {}, sums);
+  CHECK(log().find("pack 112 by 5 on ") != std::string::npos);
 }
 
 void lots_are_packed_while_others_are_copied() {
@@ -422,6 +443,7 @@ int main() {
       {"blocks go to rows and back", blocks_go_there_and_back},
       {"a block longer than a lot is whole", a_block_longer_than_a_lot_is_whole},
       {"rows in order are one copy", rows_in_order_are_one_copy},
+      {"a copy stays in memory that was registered at once", a_copy_stays_in_memory_that_was_registered_at_once},
       {"launches are bounded, on a stream of the highest priority", launches_are_bounded_and_come_first},
       {"lots are packed while others are copied", lots_are_packed_while_others_are_copied},
       {"a run waits for what is named and for nothing else", runs_wait_for_what_is_named},

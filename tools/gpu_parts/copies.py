@@ -21,7 +21,6 @@ from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.hbm.cuda import WAYS
 from kvbm.pools.hbm.paged import SLOTS, PagedTensor, Segments, paged_layout
 from kvbm.pools.hbm.pool import HbmPool
-from kvbm.pools.hbm.rings import RING_BYTES
 from kvbm.pools.host.pool import HostPool
 
 OUT, IN = "HBM to HOST", "HOST to HBM"
@@ -78,7 +77,7 @@ class Region:
     def pool(self, way: str) -> HbmPool:
         """The tensors as a pool that copies this way. Raises ConfigError: it cannot be had."""
         if way not in self._pools:
-            rings = device_rings(self._copier, RING_BYTES) if way in ("auto", "ring") else None
+            rings = device_rings(self._copier) if way in ("auto", "ring") else None
             pool = HbmPool.of_layers(self.layers, NATIVE.checksums, segment_copies(self._copier), way, rings)
             self._opened.callback(pool.close)
             self._pools[way] = pool

@@ -248,8 +248,10 @@ class Worker:
             from kvbm.pools.hbm.cuda import open_queue
 
             copier = RowCopier(self._threads)
-            rings = device_rings(copier, self._ring_bytes, self._programs)
-            self._queue = self._device_queue = open_queue(layers, layout, device, segment_copies(copier), rings)
+            rings = device_rings(copier, self._programs)
+            self._queue = self._device_queue = open_queue(
+                layers, layout, device, segment_copies(copier), rings, self._ring_bytes
+            )
             self._forwards = Forwards(self._device_queue.mark, self._device_queue.is_passed)
             new_registrar = partial(CudaRegistrar, device)
         else:

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from kvbm.core.errors import ConfigError, LayoutError
+from kvbm.pools.hbm import rings as by_ring
 from kvbm.pools.hbm.batch import BatchMover
 from kvbm.pools.hbm.copy_queue import Ordering, Side, ThreadedQueue
 from kvbm.pools.hbm.device import DeviceCopies, Half, Lane, Mark, Mover, row_copies
 from kvbm.pools.hbm.measuring import NewMover, rate_on
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout, PagedTensor, block_order
-from kvbm.pools.hbm.rings import After, NewRing, Ring, RingCopies
+from kvbm.pools.hbm.rings import RING_BYTES, After, NewRing, RingCopies, ring_sizes
 from kvbm.pools.hbm.ways import Ways, known_ways, measure_ways
 from kvbm.remarks import Remarks
 
@@ -29,11 +30,9 @@ WAYS = ("auto", "ring", "kernel", "batch", "memcpy", "torch")
 
 _STAGING_BYTES = 32 << 20  # pinned memory of one lane; a longer run goes through it in parts
 _RUN_BLOCKS = 8192  # of one launch straight to pinned rows
-_LANES_BESIDE_RINGS = 2  # for rows that no ring reaches
 _LANES = 3  # runs that copy at the same time; gathers leave one of them free
 _DEADLINE_S = 30.0
-_RINGS = 2  # for each direction: a short run need not wait for a long one
-_FORGETS_EVERY = 1024  # works
+_FORGETS_EVERY = 1024  # calls
 _DEVICE_POINTER, _MEMORY_TYPE, _HOST_MEMORY = 3, 2, 1  # of cuda.h: CU_POINTER_ATTRIBUTE_…, CU_MEMORYTYPE_HOST
 
 
@@ -73,6 +72,7 @@ class EngineOrder:
         self._last = np.zeros(slots, dtype=np.int64)  # the number of what last touched a slot; 0: nobody has said
         self._works: dict[int, _Work] = {}
         self._number = 0
+        self._calls = 0
 
     def after(self, event: torch.cuda.Event) -> None:
         """Copies that begin from now on wait for this event too, until the device has passed it."""
@@ -94,20 +94,20 @@ class EngineOrder:
         Args:
             begins: what was named for them before is behind the engine's own work: the slots have new blocks.
         """
-        by_default = event is None
+        named = () if event is None else (event,)
         with self._lock:
-            events: tuple[torch.cuda.Event, ...] = () if event is None else (event,)
-            if not begins:
-                for number in set(self._last[slots].tolist()):
-                    work = self._works.get(number, _NO_WORK)
-                    events += tuple(self._pending(work.events)) if len(work.events) > 1 else work.events
-                    by_default |= work.by_default
-            self._number += 1
-            self._works[self._number] = _Work(tuple(dict.fromkeys(events)), by_default)
-            self._last[slots] = self._number
+            before = self._last[slots]
+            for number in {0} if begins else set(before.tolist()):
+                work = self._works.get(number, _NO_WORK)
+                events = self._pending(work.events) if len(work.events) > 1 else work.events
+                made = _Work(tuple(dict.fromkeys((*events, *named))), work.by_default or event is None)
+                self._number += 1
+                self._works[self._number] = made
+                self._last[slots if begins else slots[before == number]] = self._number
             if event is not None:
                 self._events.append(event)
-            if self._number % _FORGETS_EVERY == 0:
+            self._calls += 1
+            if self._calls % _FORGETS_EVERY == 0:
                 self._forget()
 
     def of(self, slots: np.ndarray) -> After:
@@ -290,33 +290,51 @@ def open_copies(
     copies: NewSegmentCopies,
     way: str = "auto",
     rings: NewRing | None = None,
+    ring_bytes: int = RING_BYTES,
 ) -> DeviceCopies | RingCopies:
     """Copies between tensors on a GPU and rows on the host.
 
     Args:
         way: as `mover_of` has it; "ring": pieces are packed in a ring on the device and copied whole; "auto": that, where it can be had.
-        rings: makes them.
+        rings: makes rings.
+        ring_bytes: of the GPU's memory, for those of each direction.
     Raises: ConfigError: the way is unknown, or needs what is not there.
     """
     if way in ("auto", "ring") and rings is not None:
         try:
-            made = [rings(*layout.segments, layout.slots, _ordinal(device), _RINGS) for _ in range(2 * _RINGS)]
+            lanes = [_ring_lane(layout, device, copies, rings, size) for size in ring_sizes(ring_bytes) * 2]
         except (RuntimeError, LayoutError) as error:
             if way == "ring":
                 raise ConfigError(f'HBM pool: to copy by "ring" cannot be had: {error}') from error
             log.warning("hbm.ring_refused", why=str(error), instead="copies that take more of the engine's GPU")
         else:
-            engine.has_passed = lambda event: made[0].has_passed(event.cuda_event)
-            others = _moved_copies(layers, layout, device, engine, copies, "auto", _LANES_BESIDE_RINGS)
-            return RingCopies(made[:_RINGS], made[_RINGS:], engine.of, others, _DEADLINE_S)
+            engine.has_passed = lambda event: lanes[0].ring.has_passed(event.cuda_event)
+            return RingCopies(lanes[:2], lanes[2:], engine.of, copies, _DEADLINE_S)
     if way == "ring":
         raise ConfigError('HBM pool: to copy by "ring" needs kvbm\'s native rings; use "auto"')
     return _moved_copies(layers, layout, device, engine, copies, way, _LANES)
 
 
-def _ordinal(device: torch.device) -> int:
+def _ring_lane(
+    layout: PagedLayout, device: torch.device, copies: NewSegmentCopies, rings: NewRing, size: int
+) -> by_ring.Lane:
+    """A ring, and pinned staging for rows that it does not reach. Raises RuntimeError, LayoutError."""
     index: int | None = device.index
-    return index or 0
+    made = rings(*layout.segments, layout.slots, index or 0, size)
+    blocks = max(1, _STAGING_BYTES // 2 // layout.block_bytes)
+
+    def half() -> by_ring.Half:
+        staging = _pinned((blocks, layout.block_bytes), torch.uint8)
+        rows = staging.numpy()
+        return by_ring.Half(rows, row_copies(copies, rows), _outlived(staging))
+
+    return by_ring.Lane(made, (half(), half()))
+
+
+def _outlived(staging: torch.Tensor) -> torch.Tensor:
+    """Memory of CUDA's whose destructor never runs: on a device that was lost it would end the process."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(staging))
+    return staging
 
 
 def _moved_copies(
@@ -356,6 +374,7 @@ def open_queue(
     device: torch.device,
     copies: NewSegmentCopies,
     rings: NewRing | None = None,
+    ring_bytes: int = RING_BYTES,
 ) -> ThreadedQueue:
     """Copies beside the caller; each run waits, on the device, for its mark: what the caller's current stream had when that was made.
 
@@ -374,7 +393,7 @@ def open_queue(
 
     if rings is not None:
         try:
-            return _ring_queue(layers, layout, device, copies, rings, mark, aside)
+            return _ring_queue(layout, device, copies, rings, ring_bytes, mark, aside)
         except (RuntimeError, LayoutError) as error:
             log.warning("hbm.ring_refused", why=str(error), instead="copies that take more of the engine's GPU")
     ways = measured_ways(device)
@@ -405,31 +424,24 @@ class _MarkOrder:
 
 
 def _ring_queue(
-    layers: Sequence[Sequence[PagedTensor]],
     layout: PagedLayout,
     device: torch.device,
     copies: NewSegmentCopies,
     rings: NewRing,
+    ring_bytes: int,
     mark: Callable[[], torch.cuda.Event],
     aside: Callable[[], AbstractContextManager[Any]],
 ) -> ThreadedQueue:
-    """A ring for each side; HOST that is not pinned takes a mover's way. Raises RuntimeError, LayoutError: a ring cannot be had."""
-    stores, loads = (rings(*layout.segments, layout.slots, _ordinal(device), 1) for _ in range(2))
-
-    def side(gathers: Sequence[Ring], scatters: Sequence[Ring]) -> tuple[RingCopies, Ordering]:
-        order, behind = EngineOrder(device=device), _MarkOrder()
-        order.has_passed = has_passed
-
-        def follow(mark: torch.cuda.Event) -> None:
-            behind.follow(mark)
-            order.after(mark)
-
-        others = _moved_copies(layers, layout, device, order, copies, "auto", 1)
-        moving = RingCopies(gathers, scatters, behind.of, others, _DEADLINE_S)
-        return moving, Ordering(mark, follow, aside(), has_passed)
+    """A ring for each side, whose runs come one after the other. Raises RuntimeError, LayoutError: a ring cannot be had."""
+    loads, stores = (_ring_lane(layout, device, copies, rings, ring_bytes) for _ in range(2))
 
     def has_passed(event: torch.cuda.Event) -> bool:
-        return loads.has_passed(event.cuda_event)
+        return loads.ring.has_passed(event.cuda_event)
+
+    def side(gathers: Sequence[by_ring.Lane], scatters: Sequence[by_ring.Lane]) -> tuple[RingCopies, Ordering]:
+        order = _MarkOrder()
+        moving = RingCopies(gathers, scatters, order.of, copies, _DEADLINE_S)
+        return moving, Ordering(mark, order.follow, aside(), has_passed)
 
     (loading, of_loads), (storing, of_stores) = side((), (loads,)), side((stores,), ())
     return ThreadedQueue(loading, layout.slots, layout.block_bytes, of_loads, Side(storing, of_stores))

@@ -30,7 +30,7 @@ from kvbm.pools.hbm.paged import (
     SegmentCopies,
     paged_layout,
 )
-from kvbm.pools.hbm.rings import NewRing
+from kvbm.pools.hbm.rings import RING_BYTES, NewRing
 from kvbm.pools.host.pool import require_memory
 from kvbm.pools.run import all_failed, check_proof, check_rows, check_size, check_slots
 
@@ -74,6 +74,7 @@ class HbmPool:
         device: str = "auto",
         copies: NewSegmentCopies | None = None,
         rings: NewRing | None = None,
+        ring_bytes: int = RING_BYTES,
         is_told: bool = False,
     ) -> None:
         """Take the memory.
@@ -82,6 +83,7 @@ class HbmPool:
             device: "cpu", "cuda", or "auto": CUDA when there is one, else the CPU.
             copies: moves bytes on the CPU; the readable ones by default.
             rings: makes what copies between a GPU and pinned rows; None: copies go another way.
+            ring_bytes: of the GPU's memory, for the rings of each direction.
             is_told: whether `order_after` names what touches each slot; then a copy waits for that alone.
         Raises: MissingExtraError: no torch. LayoutError: below 1 slot or byte. PoolFullError: the device lacks the
             memory. PoolError: CUDA is wanted and not there.
@@ -105,7 +107,7 @@ class HbmPool:
             require_memory("HBM", slots * block_bytes, "lower pools.hbm.slots or capacity_bytes, or free memory")
             self._tensor = torch.from_numpy(_aligned_rows(slots, block_bytes))
         layers = [[PagedTensor(self._tensor, (SLOTS, "bytes"))]]
-        self._open(layers, paged_layout(layers), checksums, copies, "auto", rings, is_told)
+        self._open(layers, paged_layout(layers), checksums, copies, "auto", rings, ring_bytes, is_told)
         self._memory = self._tensor.numpy() if self._device_copies is None else None
         self.layout = ""
 
@@ -117,6 +119,7 @@ class HbmPool:
         copies: NewSegmentCopies | None = None,
         way: str = "auto",
         rings: NewRing | None = None,
+        ring_bytes: int = RING_BYTES,
         is_told: bool = False,
     ) -> HbmPool:
         """A pool whose slots lie in an engine's tensors; it has no memory of its own.
@@ -124,7 +127,7 @@ class HbmPool:
         Args:
             layers: the tensors of each layer, all on one device; `PagedTensor` says how they are described.
             way: how bytes leave a GPU: "ring", "kernel", "batch", "memcpy", "torch", or "auto", as `kvbm.pools.hbm.cuda.open_copies` says.
-            rings, is_told: as of the class.
+            rings, ring_bytes, is_told: as of the class.
         Raises: LayoutError: tensors that make no pool; the message names the first. ConfigError: the way cannot be had.
         """
         layout = paged_layout(layers)
@@ -133,7 +136,7 @@ class HbmPool:
             raise LayoutError(f"paged KV lies on {', '.join(sorted(devices))}; give each device a pool of its own")
         pool = cls.__new__(cls)
         pool._tensor = None
-        pool._open(layers, layout, checksums, copies, way, rings, is_told)
+        pool._open(layers, layout, checksums, copies, way, rings, ring_bytes, is_told)
         pool._memory = None
         pool.layout = layout.layout
         return pool
@@ -269,6 +272,7 @@ class HbmPool:
         copies: NewSegmentCopies | None,
         way: str,
         rings: NewRing | None,
+        ring_bytes: int,
         is_told: bool,
     ) -> None:
         import torch
@@ -291,7 +295,7 @@ class HbmPool:
             from kvbm.pools.hbm.cuda import EngineOrder, open_copies
 
             self._order, self.is_told = EngineOrder(layout.slots, is_told, device), is_told
-            self._device_copies = open_copies(layers, layout, device, self._order, new_copies, way, rings)
+            self._device_copies = open_copies(layers, layout, device, self._order, new_copies, way, rings, ring_bytes)
             torch.cuda.current_stream(device).synchronize()  # what fills the tensors at first was named by nobody
         elif device.type == "cpu":
             self._copies = new_copies(*layout.segments, layout.slots)

@@ -1,7 +1,8 @@
-"""Runs of blocks between a GPU's slots and pinned rows by rings: what takes one for a run, waits for its end, and says what became of it.
+"""Runs of blocks between a GPU's slots and rows of the host by rings: what takes one for a run, waits for its end, and says what became of it.
 
-A ring copies in one direction at a time and one run at a time; loads and offloads have rings of their own, so neither waits for the
-other. Rows that the device does not reach go another way (`device.py`).
+A ring copies one run at a time, straight to and from rows that the device reaches; others go through staging that it reaches, in parts,
+the next on the link while a CPU copies the last. Loads and offloads have rings of their own, and of each a small one for short runs: so
+neither waits for the other, nor a few blocks for a gigabyte.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvbm.core.errors import PoolError
-from kvbm.pools.hbm.device import DeviceCopies, DeviceTimeoutError
+from kvbm.pools.hbm.device import DeviceTimeoutError, row_copies
+from kvbm.pools.hbm.paged import NewSegmentCopies, SegmentCopies
 from kvbm.remarks import Remarks
 
 log = Remarks()
 
-RING_BYTES = 64 << 20  # of a GPU's memory, for each direction
+RING_BYTES = 128 << 20  # of a GPU's memory, for each direction
+SHORT_BYTES = 32 << 20  # of a run that goes by a direction's small ring
+_SMALL_SHARE = 8  # of the memory of a direction, its small ring has this part
+
+_unended: list[Lane] = []  # whose device has not confirmed a run: it may still write their memory
 
 
 class Ring(Protocol):
@@ -39,12 +46,14 @@ class Ring(Protocol):
     def is_under_way(self) -> bool:
         """Whether a run has begun that the device has not confirmed."""
 
-    @property
-    def programs(self) -> int:
-        """Of one launch."""
-
     def gather(
-        self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None, events: list[int], streams: list[int]
+        self,
+        slots: np.ndarray,
+        rows: np.ndarray,
+        at: np.ndarray | None,
+        events: list[int],
+        streams: list[int],
+        wants_sums: bool = True,
     ) -> None:
         """Begin to fill row at[i], or row i, from slots[i]. Raises LayoutError, RuntimeError: nothing has begun."""
 
@@ -57,7 +66,7 @@ class Ring(Protocol):
         """Carry the run on; whether it is over. Raises RuntimeError: it has ended, and not all of it is there."""
 
     def checksums(self) -> np.ndarray | None:
-        """CRC-32C of each row of the last gather, u32; None before it has ended, and once they were taken."""
+        """CRC-32C of each row of the last gather, u32; None where none were wanted, before it has ended, and once they were taken."""
 
     def has_passed(self, event: int) -> bool:
         """Whether the device has passed an event. Also while a graph is captured, which it does not end."""
@@ -67,10 +76,7 @@ class Ring(Protocol):
 
 
 class NewRing(Protocol):
-    """Makes a ring for a pool's segments, with memory of the device of this number, which rings of a direction share.
-
-    Raises: RuntimeError, LayoutError: it cannot be had.
-    """
+    """Makes a ring for a pool's segments, with so much memory of the device of this number. Raises RuntimeError, LayoutError: none is to be had."""
 
     def __call__(
         self,
@@ -79,7 +85,7 @@ class NewRing(Protocol):
         sizes: np.ndarray,
         slots: int,
         device: int,
-        among: int,
+        ring_bytes: int,
     ) -> Ring: ...
 
 
@@ -96,28 +102,54 @@ class After(NamedTuple):
     kept: Any = None
 
 
+class Half(NamedTuple):
+    """Half of a lane's staging: rows that the device reaches, and the same as a place that CPU threads copy from and to.
+
+    Attributes:
+        rows: (blocks, block_bytes) uint8.
+        kept: whose memory it is.
+    """
+
+    rows: np.ndarray
+    copies: SegmentCopies
+    kept: Any = None
+
+
+class Lane(NamedTuple):
+    """What one run needs for itself."""
+
+    ring: Ring
+    halves: tuple[Half, Half]
+
+
 class RingCopies:
-    """Gathers and scatters by rings where the device reaches the rows, else by other copies. As `copy_queue.Copies`; any thread."""
+    """Gathers and scatters by rings. As `copy_queue.Copies`; any thread.
+
+    A call returns when the device has confirmed all of it. A gather into staging gives up after the deadline, and its lane is never used
+    again: what comes late reaches nobody. Any other copy writes into rows or slots that others would get next (safety rule 6), so it
+    holds them for as long as it takes; meanwhile further calls are refused.
+    """
 
     def __init__(
         self,
-        gathers: Sequence[Ring],
-        scatters: Sequence[Ring],
+        gathers: Sequence[Lane],
+        scatters: Sequence[Lane],
         after: Callable[[np.ndarray], After],
-        others: DeviceCopies,
+        copies: NewSegmentCopies,
         deadline_s: float,
     ) -> None:
-        """Take rings made for this pool.
+        """Take lanes made for this pool.
 
         Args:
+            gathers, scatters: of each direction: one, or one for long runs and one for short runs.
             after: what a run over these slots waits for.
-            others: for rows that the device does not reach.
-            deadline_s: how long a call waits for the device, or for a ring, before that is trouble.
+            copies: makes the CPU's part, with its checksums.
+            deadline_s: how long a call waits for the device, or for a lane, before that is trouble.
         """
-        self._all = [*gathers, *scatters]
-        self._gathers, self._scatters = _queue_of(gathers), _queue_of(scatters)
+        self._any = [*gathers, *scatters][0].ring
+        self._gathers, self._scatters = _Lanes(gathers, deadline_s), _Lanes(scatters, deadline_s)
         self._after = after
-        self._others = others
+        self._copies = copies
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._held = 0  # runs that the device has not confirmed within the deadline
@@ -127,11 +159,12 @@ class RingCopies:
         """Fill rows from slots; the CRC-32C of what arrived. Raises RuntimeError, PoolError: the device failed, or does not answer."""
         if not len(slots):
             return np.empty(0, dtype=np.uint32)
-        if not self._all[0].reaches(rows):
-            return self._others.gather(slots, rows, at)
-        with self._ring(self._gathers) as ring:
-            self._carry(ring, partial(ring.gather, slots, rows, at), slots)
-            sums = ring.checksums()
+        with self._lane(self._gathers, len(slots) * rows.shape[1]) as lane:
+            if not lane.ring.reaches(rows):
+                return self._gather_staged(lane, slots, rows, np.arange(len(slots)) if at is None else at)
+            with self._begun(lane.ring, partial(lane.ring.gather, slots, rows, at), slots):
+                self._end(lane.ring)
+            sums = lane.ring.checksums()
         assert sums is not None
         return sums
 
@@ -139,48 +172,87 @@ class RingCopies:
         """Fill slots from rows. Raises RuntimeError, PoolError: the device failed, or does not answer."""
         if not len(slots):
             return
-        if not self._all[0].reaches(rows):
-            self._others.scatter(slots, rows, at)
-            return
-        with self._ring(self._scatters) as ring:
-            self._carry(ring, partial(ring.scatter, slots, rows, at), slots)
+        with self._lane(self._scatters, len(slots) * rows.shape[1]) as lane:
+            if not lane.ring.reaches(rows):
+                self._scatter_staged(lane, slots, rows, np.arange(len(slots)) if at is None else at)
+                return
+            with self._begun(lane.ring, partial(lane.ring.scatter, slots, rows, at), slots):
+                self._end(lane.ring)
 
     def close(self) -> None:
-        """Give the rings' memory back. No call may be under way."""
-        self._gathers, self._scatters = _queue_of(()), _queue_of(())
-        self._all = []
-        self._others.close()
+        """Let the rings' memory go. No call may be under way."""
+        self._gathers.close()
+        self._scatters.close()
+
+    def _gather_staged(self, lane: Lane, slots: np.ndarray, rows: np.ndarray, where: np.ndarray) -> np.ndarray:
+        sums = np.empty(len(slots), dtype=np.uint32)
+        full: tuple[Half, int, int] | None = None
+
+        def empty(half: Half, begin: int, end: int) -> None:
+            sums[begin:end] = half.copies.gather(np.arange(end - begin), rows, where[begin:end])
+
+        for half, begin, end in _parts(len(slots), lane):
+            part = slots[begin:end]
+            fill = partial(lane.ring.gather, part, half.rows[: end - begin], None, wants_sums=False)
+            with self._begun(lane.ring, fill, part, gives_up=True):
+                if full is not None:
+                    empty(*full)
+                if not lane.ring.advance(self._deadline_s):
+                    raise DeviceTimeoutError(
+                        f"HBM pool: {end - begin} blocks did not arrive within {self._deadline_s:g} s; the device does not answer"
+                    )
+            full = half, begin, end
+        assert full is not None
+        empty(*full)
+        return sums
+
+    def _scatter_staged(self, lane: Lane, slots: np.ndarray, rows: np.ndarray, where: np.ndarray) -> None:
+        whole = row_copies(self._copies, rows)
+        parts = list(_parts(len(slots), lane))
+        first, _, end = parts[0]
+        whole.gather(where[:end], first.rows[:end])
+        for (half, begin, end), next_ in zip(parts, [*parts[1:], None], strict=True):
+            part = slots[begin:end]
+            with self._begun(lane.ring, partial(lane.ring.scatter, part, half.rows[: end - begin], None), part):
+                if next_ is not None:
+                    other, other_begin, other_end = next_
+                    whole.gather(where[other_begin:other_end], other.rows[: other_end - other_begin])
+                self._end(lane.ring)
 
     @contextmanager
-    def _ring(self, rings: queue.SimpleQueue[Ring]) -> Iterator[Ring]:
-        """A ring to oneself. One whose run the device has not confirmed does not come back."""
+    def _lane(self, lanes: _Lanes, run_bytes: int) -> Iterator[Lane]:
+        """A lane to oneself. One whose run the device has not confirmed does not come back."""
         with self._lock:
             held = self._held
         if held:
             raise DeviceTimeoutError(f"HBM pool: the GPU has not confirmed {held} earlier copies; look at it")
         if self._is_lost:
             raise PoolError("HBM pool: the GPU is lost; nothing is copied any more")
+        lane = lanes.take(run_bytes)
         try:
-            ring = rings.get(timeout=self._deadline_s)
-        except queue.Empty:
-            raise DeviceTimeoutError(
-                f"HBM pool: no ring came free within {self._deadline_s:g} s; the GPU does not answer"
-            ) from None
-        try:
-            yield ring
+            yield lane
         finally:
-            if not ring.is_under_way:
-                rings.put(ring)
+            if lane.ring.is_under_way:
+                _unended.append(lane)
+            else:
+                lanes.give(lane, run_bytes)
 
-    def _carry(self, ring: Ring, begin: Callable[[list[int], list[int]], None], slots: np.ndarray) -> None:
-        """From begin to end. Whoever is told of an end gives rows or slots to others, so it comes once the device has confirmed it."""
+    @contextmanager
+    def _begun(
+        self, ring: Ring, begin: Callable[..., None], slots: np.ndarray, gives_up: bool = False
+    ) -> Iterator[None]:
+        """A run is queued. It has ended where this is left: whoever is told so gives rows or slots to others.
+
+        Args:
+            gives_up: it fills a lane's own memory, which nobody is given.
+        """
         after = self._after(slots)
-        begin(after.events, after.streams)
+        begin(events=after.events, streams=after.streams)
         try:
-            if not ring.advance(self._deadline_s):
-                self._hold(ring)
+            ring.advance(0.0)
+            yield
         except BaseException:
-            while ring.is_under_way:  # it was a signal's handler's, say
+            while ring.is_under_way and not gives_up:  # an exception of a signal's handler, say
                 with suppress(RuntimeError):
                     ring.advance(self._deadline_s)
             raise
@@ -188,7 +260,10 @@ class RingCopies:
             if ring.is_lost:
                 self._say_lost()
 
-    def _hold(self, ring: Ring) -> None:
+    def _end(self, ring: Ring) -> None:
+        """Wait until the device has confirmed the run."""
+        if ring.advance(self._deadline_s):
+            return
         with self._lock:
             self._held += 1
         log.warning(
@@ -206,12 +281,52 @@ class RingCopies:
             is_news, self._is_lost = not self._is_lost, True
         if is_news:
             log.warning(
-                "hbm.lost", why="a copy was told that the GPU is gone", notice="every copy from and to HBM is a miss"
+                "hbm.lost", why="a copy was told that the GPU is gone", notice="each copy from and to HBM fails"
             )
 
 
-def _queue_of(rings: Sequence[Ring]) -> queue.SimpleQueue[Ring]:
-    made: queue.SimpleQueue[Ring] = queue.SimpleQueue()
-    for ring in rings:
-        made.put(ring)
-    return made
+class _Lanes:
+    """Those of a direction: for long runs and for short ones, or one for all."""
+
+    def __init__(self, lanes: Sequence[Lane], deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._free: list[queue.SimpleQueue[Lane]] = []
+        for lane in lanes:
+            self._free.append(queue.SimpleQueue())
+            self._free[-1].put(lane)
+
+    def take(self, run_bytes: int) -> Lane:
+        """Wait for a lane, as long as for the device. Raises DeviceTimeoutError, PoolError: the pool is closed."""
+        if not self._free:
+            raise PoolError("HBM pool: it is closed")
+        try:
+            return self._of(run_bytes).get(timeout=self._deadline_s)
+        except queue.Empty:
+            raise DeviceTimeoutError(
+                f"HBM pool: no ring came free within {self._deadline_s:g} s; the GPU does not answer"
+            ) from None
+
+    def give(self, lane: Lane, run_bytes: int) -> None:
+        """It is free again."""
+        if self._free:
+            self._of(run_bytes).put(lane)
+
+    def close(self) -> None:
+        """Let all lanes go that are free."""
+        self._free = []
+
+    def _of(self, run_bytes: int) -> queue.SimpleQueue[Lane]:
+        return self._free[-1 if run_bytes <= SHORT_BYTES else 0]
+
+
+def ring_sizes(ring_bytes: int) -> tuple[int, int]:
+    """Of a direction's memory: for its ring of long runs, and for that of short ones."""
+    small = ring_bytes // _SMALL_SHARE
+    return ring_bytes - small, small
+
+
+def _parts(count: int, lane: Lane) -> Iterator[tuple[Half, int, int]]:
+    """A run in parts of as many blocks as half a lane's staging holds, each with the half whose turn it is."""
+    limit = len(lane.halves[0].rows)
+    for half, begin in zip(cycle(lane.halves), range(0, count, limit), strict=False):
+        yield half, begin, min(count, begin + limit)

@@ -25,8 +25,11 @@ inline constexpr CuResult kCuNotReady = 600;
 inline constexpr unsigned kCuStreamNonBlocking = 1;
 inline constexpr unsigned kCuEventDisableTiming = 2;
 inline constexpr int kCuCaptureRelaxed = 2;
+inline constexpr int kCuMultiprocessors = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 inline constexpr int kCuMemoryType = 2;     // CU_POINTER_ATTRIBUTE_…
 inline constexpr int kCuDevicePointer = 3;  // likewise
+inline constexpr int kCuRangeBegin = 11;
+inline constexpr int kCuRangeSize = 12;
 inline constexpr unsigned kCuHostMemory = 1;
 
 // CUmemcpyAttributes.
@@ -46,6 +49,7 @@ inline constexpr int kCuAtAnyTime = 3;
 struct CudaDriver {
   CuResult (*cuInit)(unsigned flags);
   CuResult (*cuDeviceGet)(int* device, int ordinal);
+  CuResult (*cuDeviceGetAttribute)(int* value, int attribute, int device);
   CuResult (*cuDevicePrimaryCtxRetain)(CuContext* context, int device);
   CuResult (*cuDevicePrimaryCtxRelease_v2)(int device);
   CuResult (*cuCtxPushCurrent_v2)(CuContext context);

@@ -1,9 +1,10 @@
 // DeviceRing: runs of an engine's blocks ↔ pinned rows of the host, by way of a small ring of the GPU's own memory.
 //
-// A run is cut into lots. A lot to the host is packed into the ring by a launch of few programs on a stream of the highest priority, and
-// the copy engines carry its contiguous bytes to the rows; a lot from the host goes the same way back. Several lots are under way at
-// once, so packing costs the link nothing, and the engine loses neither its multiprocessors nor its memory's time. Checksums of one lot
-// are computed while the next are on the link.
+// A run is cut into lots. A lot to the host is packed into the ring by a bounded launch on a stream of the highest priority, and the copy
+// engines carry its contiguous bytes to the rows; a lot from the host goes the same way back. A launch moves bytes some twenty times as
+// fast as the link, so it is over soon and the engine computes on; but it begins only where a multiprocessor is free, which may be when a
+// kernel of the engine's ends. So the ring holds more than a link carries meanwhile. Checksums are computed while the next lots are on the
+// link.
 //
 // Life: made for one pool's tensors, with all memory, streams and events it will ever use: no call allocates any of the device's. A run
 // begins, and `advance` carries it on until the device has confirmed its last byte. A destructor that comes before that leaves what the
@@ -16,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -28,10 +30,10 @@
 namespace kvbm {
 
 struct RingOptions {
-  int device = 0;                       // ordinal
-  std::uint64_t ring_bytes = 32 << 20;  // of the GPU's memory
-  std::uint64_t lot_bytes = 8 << 20;    // of a lot at most; an eighth of the ring at most
-  unsigned programs = 0;                // of a launch; 0: by the size of the segments
+  int device = 0;                        // ordinal
+  std::uint64_t ring_bytes = 128 << 20;  // of the GPU's memory
+  std::uint64_t lot_bytes = 16 << 20;    // of a lot at most; an eighth of the ring at most
+  unsigned programs = 0;                 // of a launch; 0: half as many as the GPU has multiprocessors
 };
 
 // What a run waits for, on the device: it begins behind these events, and behind all that is queued on these streams now.
@@ -111,6 +113,7 @@ class DeviceRing {
   void launch(const Part& part, const Place& begin, const Place& end);
   void copy(const Part& part, const Place& begin, const Place& end, CuStream stream);
   void copy_stretches(CuStream stream);
+  CuAddress end_of_range(CuAddress at);
   void fail(const std::string& why) noexcept;
   bool has_passed(CuEvent event);
   bool confirm_rest();
@@ -155,6 +158,7 @@ class DeviceRing {
   std::span<const std::int64_t> at_;        // rows of its blocks; empty: in order
   bool has_sums_ = false;                   // its checksums are wanted
   Stretches stretches_;                     // of the lot that is queued
+  std::map<CuAddress, CuAddress> ranges_;   // of the rows' memory, as it was registered: begin → end
   Place next_;                              // where the next lot begins
   std::uint64_t lots_ = 0;                  // queued so far
   std::deque<std::pair<std::size_t, std::uint64_t>> flying_;  // lots that are not confirmed, oldest first: their part, the run's byte behind them
