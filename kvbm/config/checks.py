@@ -41,13 +41,6 @@ def check_settings(settings: Settings) -> None:
     """Refuse values that make no sense, however they were made. Raises ConfigError: which, and what to write."""
     _check_names(settings)
     _check_pools(settings.pools)
-    _one_of("pools.host.huge_pages", settings.pools.host.huge_pages, ("auto", "on", "off"))
-    _one_of("pools.nvme.io", settings.pools.nvme.io, ("auto", "io_uring", "threads"))
-    _one_of("pools.nvme.direct", settings.pools.nvme.direct, ("auto", "on", "off"))
-    if not 0 < settings.pools.nvme.offload_share <= 1:
-        raise ConfigError(
-            f"pools.nvme.offload_share is {settings.pools.nvme.offload_share:g}; give a share above 0, at most 1"
-        )
     for key, least, value in (
         ("pools.hbm.ring_bytes", 1 << 20, settings.pools.hbm.ring_bytes),
         ("pools.hbm.programs", 0, settings.pools.hbm.programs),
@@ -256,6 +249,11 @@ def _check_pools(pools: PoolsSettings) -> None:
     _one_of("pools.eviction", pools.eviction, tuple(EVICTION_POLICIES))
     _one_of("pools.hbm.owner", pools.hbm.owner, ("kvbm", "engine"))
     _one_of("pools.hbm.device", pools.hbm.device, ("auto", "cpu", "cuda", "memory"))
+    _one_of("pools.host.huge_pages", pools.host.huge_pages, ("auto", "on", "off"))
+    _one_of("pools.nvme.io", pools.nvme.io, ("auto", "io_uring", "threads"))
+    _one_of("pools.nvme.direct", pools.nvme.direct, ("auto", "on", "off"))
+    if not 0 < pools.nvme.offload_share <= 1:
+        raise ConfigError(f"pools.nvme.offload_share is {pools.nvme.offload_share:g}; give a share above 0, at most 1")
     for tier in ("hbm", "host", "nvme"):
         pool = getattr(pools, tier)
         for name in ("slots", "capacity_bytes"):

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm._native import RowCopier, SegmentTable, checksums
+from kvbm.assembly import device_rings
 from kvbm.core.errors import ConfigError, LayoutError, PoolError
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId
 from kvbm.pools.base import Proof, ReadOutcome
@@ -195,6 +196,7 @@ def _cuda() -> str:
 OPENERS: dict[str, Callable[[Layers], HbmPool]] = {
     "native": lambda layers: HbmPool.of_layers(layers, checksums, native),
     "readable": lambda layers: HbmPool.of_layers(layers, checksums),
+    "cuda-ring": lambda layers: HbmPool.of_layers(layers, checksums, native, "ring", device_rings(RowCopier(2))),
     "cuda-kernel": lambda layers: HbmPool.of_layers(layers, checksums, native, "kernel"),
     "cuda-batch": lambda layers: HbmPool.of_layers(layers, checksums, native, "batch"),
     "cuda-memcpy": lambda layers: HbmPool.of_layers(layers, checksums, native, "memcpy"),
@@ -587,8 +589,10 @@ print("same")
 
 _REFUSED = """
 import torch
+from kvbm.pools.hbm import cuda
 from kvbm.pools.hbm.cuda import MemcpyMover, mover_of
 from kvbm.pools.hbm.paged import paged_layout
+cuda._driver = lambda: None  # also where there is one: no way by it
 from tests.conformance.test_paged_layouts import LAYOUTS
 layers = LAYOUTS["kv inside"]("cpu")
 assert isinstance(mover_of("auto", layers, paged_layout(layers), torch.device("cpu")), MemcpyMover)

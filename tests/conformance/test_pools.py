@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvbm._native import Arena, BlockIo, RowCopier, checksums
+from kvbm.assembly import device_rings
 from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import InstanceId, Namespace, Tier
 from kvbm.pools.base import ObjectPool, ReadOutcome, SlotPool
@@ -48,7 +49,7 @@ def _hbm(device: str) -> HbmPool:
     if device == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device here")
-        return HbmPool(SLOTS, BLOCK_BYTES, checksums, "cuda")
+        return HbmPool(SLOTS, BLOCK_BYTES, checksums, "cuda", rings=device_rings(RowCopier(2)))
     return HbmPool(SLOTS, BLOCK_BYTES, checksums, "cpu")
 
 

@@ -115,4 +115,6 @@ def test_the_size_of_hbm_is_the_engines_business(key: str) -> None:
 def test_a_device_for_hbm_is_refused_and_the_engine_as_its_owner_is_not() -> None:
     assert "pools.hbm.device is 'memory'" in refused(ROOM | {"pools.hbm.device": "memory"})
     assert settings(ROOM | {"pools.hbm.owner": "engine"}) == settings(ROOM)
+    copying = settings(ROOM | {"pools.hbm.ring_bytes": 1 << 24, "pools.hbm.programs": 8}).pools.hbm
+    assert (copying.ring_bytes, copying.programs, copying.owner, copying.slots) == (1 << 24, 8, "engine", 100)
     assert "pools.hbm.owner" in refused(ROOM | {"pools.hbm.owner": "kvbm"})

@@ -35,7 +35,7 @@ from kvbm.engines.vllm.logs import log_with_vllm
 from kvbm.engines.vllm.meeting import Meeting
 from kvbm.engines.vllm.metadata import Answers, Plan
 from kvbm.engines.vllm.offers import offers_of
-from kvbm.engines.vllm.opening import Served, open_scheduler, serve, tell_not_serving
+from kvbm.engines.vllm.opening import Served, copy_settings, open_scheduler, serve, tell_not_serving
 from kvbm.engines.vllm.resolved import forget_resolved, leave_resolved, resolved_of
 from kvbm.engines.vllm.scheduler import Scheduler
 from kvbm.engines.vllm.stages import StageBlocks, all_stages
@@ -150,7 +150,16 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             interleave = parallel.cp_kv_cache_interleave_size if parallel.decode_context_parallel_size > 1 else 1
             rank = _rank(parallel)
             meeting = self._meeting if _is_beside_scheduler(rank, parallel) else None
-            self._worker = Worker(rank, kv_cache_config, loaded=loaded, interleave=interleave, meeting=meeting)
+            hbm = copy_settings(served, self._kv_transfer_config)
+            self._worker = Worker(
+                rank,
+                kv_cache_config,
+                loaded=loaded,
+                interleave=interleave,
+                meeting=meeting,
+                ring_bytes=hbm.ring_bytes,
+                programs=hbm.programs,
+            )
             try:
                 forget_resolved(self._meeting, rank)  # of an engine that was killed
                 forget_host(self._meeting)

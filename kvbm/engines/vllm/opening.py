@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvbm.assembly import NATIVE, open_engine_manager, open_objects
-from kvbm.config import NvmeSettings, ObjectSettings, Settings, TransportSettings
-from kvbm.core.errors import PoolError
+from kvbm.config import HbmSettings, NvmeSettings, ObjectSettings, Settings, TransportSettings
+from kvbm.core.errors import KvbmError, PoolError
 from kvbm.core.ids import Namespace, Tier
 from kvbm.engines.vllm.facts import machine_words
 from kvbm.engines.vllm.host_link import leave_host
@@ -90,14 +90,8 @@ def open_scheduler(
         meeting: where the ranks have said what they resolved.
     Raises: ConfigError, LayoutError, PoolError, JournalError, StreamError, MissingExtraError: what cannot be used, and what to do.
     """
-    parallel, kv_cache_config = served.vllm_config.parallel_config, served.kv_cache_config
-    settings = settings_of(
-        kv_transfer_config.kv_connector_extra_config,
-        environment=os.environ,
-        hbm_slots=kv_cache_config.num_blocks,
-        data_parallel_size=parallel.data_parallel_size,
-        data_parallel_rank=parallel.data_parallel_index,  # the rank is 0 where ranks are independent
-    )
+    kv_cache_config = served.kv_cache_config
+    settings = _settings(served, kv_transfer_config)
     ranks = ranks_of(served.vllm_config, kv_cache_config, [one.stage for one in stages])
     groups = _groups(kv_cache_config, ranks.decode)
     if (left_out := len(kv_cache_config.kv_cache_groups) - len(groups)) > 0:
@@ -142,6 +136,25 @@ def open_scheduler(
     if not (role.loads and role.stores):
         log.info("role.taken", role=kv_transfer_config.kv_role, loads=role.loads, stores=role.stores)
     return Scheduler(manager, NATIVE, groups, names.of, ranks, share, align_tokens, rules, role)
+
+
+def copy_settings(served: Served, kv_transfer_config: Any) -> HbmSettings:
+    """What a rank's copies on a GPU are told; what cannot be used the scheduler's half refuses."""
+    try:
+        return _settings(served, kv_transfer_config).pools.hbm
+    except KvbmError:
+        return HbmSettings()
+
+
+def _settings(served: Served, kv_transfer_config: Any) -> Settings:
+    parallel = served.vllm_config.parallel_config
+    return settings_of(
+        kv_transfer_config.kv_connector_extra_config,
+        environment=os.environ,
+        hbm_slots=served.kv_cache_config.num_blocks,
+        data_parallel_size=parallel.data_parallel_size,
+        data_parallel_rank=parallel.data_parallel_index,  # the rank is 0 where ranks are independent
+    )
 
 
 def _opened(

@@ -19,6 +19,7 @@ FILE_KEY = "config"  # of the extra config: a TOML file with what it does not sa
 _SOURCES = Sources(path=f'"{FILE_KEY}" of {EXTRA}', flags=EXTRA)
 RANK_PLACE = "{dp}"  # in a text of the extra config: the data-parallel rank
 _NAME_CHARACTERS = 128
+_OF_COPIES = {"ring_bytes", "programs"}  # what pools.hbm says that is ours, not vLLM's
 
 
 def settings_of(
@@ -75,7 +76,7 @@ def settings_of(
         instance=msgspec.structs.replace(loud.instance, id=instance),
         pools=msgspec.structs.replace(
             loud.pools,
-            hbm=HbmSettings(owner="engine", slots=hbm_slots),
+            hbm=msgspec.structs.replace(loud.pools.hbm, slots=hbm_slots),
             nvme=msgspec.structs.replace(loud.pools.nvme, path=path),
         ),
         nats=msgspec.structs.replace(loud.nats, enabled=bool(with_stream)),
@@ -105,7 +106,7 @@ def _flags(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _check_hbm(given: HbmSettings) -> None:
     default = HbmSettings(owner="engine")
-    for name in HbmSettings.__struct_fields__:
+    for name in set(HbmSettings.__struct_fields__) - _OF_COPIES:
         if getattr(given, name) != getattr(default, name):
             raise ConfigError(
                 f"pools.hbm.{name} is {getattr(given, name)!r}, but vLLM owns HBM and says what it has; leave pools.hbm out,"
