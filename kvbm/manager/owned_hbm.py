@@ -123,7 +123,7 @@ class Manager(BlockManager):
 
         Bytes first, then the claim: from this call on the blocks are copied to colder tiers. On a CPU they must be in place. On CUDA
         the work that writes them must be queued before, and `stream` says where; the copy then waits for it on the device, and this
-        call does not. Without `stream` a copy waits for the default stream alone.
+        call does not. Without `stream` it is what the default stream has now. Nothing else that is queued is waited for.
 
         Args:
             namespace: id of the blocks' namespace, `Namespace.id`; one the manager was opened with, or was told by `declare`.
