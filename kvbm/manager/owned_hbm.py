@@ -211,7 +211,7 @@ class Manager(BlockManager):
     def _touched(self, given: bytes, work: torch.cuda.Event | None, begins: bool = False) -> None:
         """Copies from and to these slots wait for this work from now on. Under the lock: none of them has begun."""
         pool = self.pools.slots[Tier.HBM]
-        if isinstance(pool, HbmPool):
+        if isinstance(pool, HbmPool) and pool.has_order:
             pool.touched(split_slots(given), work, begins)
 
     def _named(self, error: LedgerError, given: bytes) -> KvbmError:

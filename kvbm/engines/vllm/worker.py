@@ -227,7 +227,7 @@ class Worker:
             self._queue.close()
         if self._part is not None:
             self._part.close()
-        self._queue = self._device_queue = None
+        self._queue = self._device_queue = self._forwards = None
         self._host = None
         self._share = None
         if self._link is not None:

@@ -153,6 +153,11 @@ class HbmPool:
         """The pool's own tensor where it is on the CPU; None on a GPU, in an engine's tensors, and once closed."""
         return self._memory
 
+    @property
+    def has_order(self) -> bool:
+        """Whether copies are ordered behind an engine's work, as `touched` names it."""
+        return self._order is not None
+
     def order_after(self, work: torch.cuda.Stream | torch.cuda.Event) -> None:
         """Copies that begin from now on wait for this work of the engine's too, on the device; the caller does not wait.
 
@@ -263,6 +268,7 @@ class HbmPool:
             self._tensor = self._tensor.new_empty((0, self.block_bytes))
         if self._device_copies is not None:
             self._device_copies.close()
+        self._order = None  # it asks a ring
 
     def _open(
         self,
@@ -323,6 +329,7 @@ def _require_hbm(wanted_bytes: int) -> None:
     import torch
 
     free_bytes, _ = torch.cuda.mem_get_info()
+    free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # what torch keeps for the next who asks
     if wanted_bytes > free_bytes:
         raise PoolFullError(
             f"HBM pool: {wanted_bytes} bytes wanted, {free_bytes} bytes free on the GPU;"

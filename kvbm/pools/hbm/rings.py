@@ -146,7 +146,6 @@ class RingCopies:
             copies: makes the CPU's part, with its checksums.
             deadline_s: how long a call waits for the device, or for a lane, before that is trouble.
         """
-        self._any = [*gathers, *scatters][0].ring
         self._gathers, self._scatters = _Lanes(gathers, deadline_s), _Lanes(scatters, deadline_s)
         self._after = after
         self._copies = copies
