@@ -31,6 +31,7 @@ ROOM_WAIT_S = BODY_WAIT_S + 1.0  # for room: whoever has it is done by then
 DRAIN_BYTES = 5 * MAX_BODY_BYTES
 DRAIN_S = 5.0
 _DRAIN_STEP_S = 1.0  # without a byte for so long, nothing more will come
+_PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
 UNIX_HOST = "unix"  # the address of a peer on a unix socket
 _MOST_CALLERS = 4096
 _BODY_UNIT_BYTES = 16 << 10  # of a request's body that cost as much as a request
@@ -311,12 +312,17 @@ class LoopWork:
         self._left = Buckets(1000.0 * share, _WORK_BURST_MS)  # in milliseconds
         self._asked: OrderedDict[str, float] = OrderedDict()  # caller → when it last took some, the last one at the end
 
-    def charge(self, now_s: float, key: str, took_s: float) -> None:
-        """A caller has taken so much."""
-        self._asked[key] = now_s
-        self._asked.move_to_end(key)
-        if len(self._asked) > _MOST_CALLERS:
-            self._asked.popitem(last=False)
+    def charge(self, now_s: float, key: str, took_s: float, waits: bool = True) -> None:
+        """A caller has taken so much.
+
+        Args:
+            waits: it is one that others' work keeps waiting; not who looks now and then whether the catalog is well.
+        """
+        if waits:
+            self._asked[key] = now_s
+            self._asked.move_to_end(key)
+            if len(self._asked) > _MOST_CALLERS:
+                self._asked.popitem(last=False)
         self._left.charge(now_s, key, 1000.0 * took_s)
 
     def wait_s(self, now_s: float, key: str) -> float:
@@ -385,6 +391,7 @@ class Exchange:
         self.key = caller_key(scope)
         self._limits, self._receive, self._send = limits, receive, send
         self._limited = is_limited(limits.settings, *_asker(scope))
+        self._is_probe = scope.get("path") in _PROBES
         self._more, self._expects, self.length = _body_headers(scope)
         self._body_bytes = self._answer_bytes = self._held = self._more_cost = 0
         self._unpaced_s = 0.0  # of the loop's time, since the last part of the body
@@ -397,7 +404,7 @@ class Exchange:
     def worked(self, took_s: float) -> None:
         """So much of the loop's time went into the answer."""
         self._unpaced_s += took_s
-        self._limits.work.charge(self._limits.clock(), self.key, took_s)
+        self._limits.work.charge(self._limits.clock(), self.key, took_s, not self._is_probe)
 
     async def in_steps(self, parts: Iterator[bytes]) -> bytes:
         """The parts of a long answer joined. They are made a few at a time, so that others are answered between.

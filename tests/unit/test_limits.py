@@ -491,6 +491,36 @@ def test_who_has_had_its_share_is_told_so_on_the_long_way() -> None:
     assert work.limits.refusals == {"too_much_work": 1}
 
 
+def test_probes_are_nobody_who_asks_beside_a_router() -> None:
+    """A lone router takes nine tenths of the loop, and somebody looks each tenth of a second whether the catalog is well."""
+    work, answered = Work(), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        work.do(0.09 if scope["path"] == "/v1/route" else 0.001)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            answered.append(message["status"])
+
+    async def ask(path: str, host: str) -> None:
+        scope = {"type": "http", "path": path, "client": (host, 1), "headers": []}
+        await Limited(app, work.limits)(scope, cast(Any, None), send)
+
+    async def ask_all() -> None:
+        for path in ("/healthz", "/readyz", "/metrics") * 30:
+            await ask("/v1/route", "10.0.0.1")
+            await ask(path, "10.0.0.2")
+            work.now_s += 0.01
+        assert set(answered) == {200}
+        for _ in range(30):  # whereas somebody else's question counts
+            await ask("/v1/route", "10.0.0.1")
+            await ask("/v1/lookup", "10.0.0.2")
+        assert 429 in answered
+
+    asyncio.run(ask_all())
+
+
 def test_what_is_metered_goes_on_as_it_would_alone() -> None:
     async def work(outcome: Any) -> None:
         await asyncio.sleep(0)
