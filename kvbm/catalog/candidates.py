@@ -29,7 +29,7 @@ class Declarations(Protocol):
     """What instances have declared; `Sequencer` is one."""
 
     def namespaces(self) -> dict[NamespaceId, Namespace]:
-        """The same by id."""
+        """Fields of namespaces by their ids, as far as they are known."""
 
     @property
     def known_namespaces(self) -> KnownNamespaces:

@@ -22,9 +22,8 @@ from kvbm.core.answers import ErrorAnswer, ErrorDetail
 from kvbm.remarks import Seldom
 
 MAX_BODY_BYTES = 12 << 20
-SMALL_BODY_BYTES = (
-    32 << 10
-)  # of a body, or of its beginning, that counts for no room: as much as a socket may have here anyway
+# Of a body, or of its beginning, that counts for no room: as much as a socket may have here anyway.
+SMALL_BODY_BYTES = 32 << 10
 LARGE_BODY_BYTES = 256 << 10  # larger ones are parsed and hashed one at a time
 BODY_WAIT_S = 10.0  # for all of a body
 ROOM_WAIT_S = BODY_WAIT_S + 1.0  # for room: whoever has it is done by then
@@ -37,14 +36,12 @@ _MOST_CALLERS = 4096
 _BODY_UNIT_BYTES = 16 << 10  # of a request's body that cost as much as a request
 _ANSWER_UNIT_BYTES = 64 << 10
 STEP_S = 0.001  # of what takes long, before others are answered
-_PAUSES = (
-    8  # as long as a part of a long body has taken; what the system and the parser of HTTP take of it is not measured
-)
+# As long as a part of a long body has taken; what the system and the parser of HTTP take of it is not measured.
+_PAUSES = 8
 _WORK_BURST_MS = 250.0  # that a caller may take beyond its share at first, and may owe
 _ASKED_S = 1.0  # others ask if they have done so within this time
-_REFUSED_PAUSE_S = (
-    1.0  # what a caller waits for a refusal once it has had many: else refusing would cost as much as answering
-)
+# What a caller waits for a refusal once it has had many: else refusing would cost as much as answering.
+_REFUSED_PAUSE_S = 1.0
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -18,9 +18,8 @@ from kvbm.core.answers import (
 from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
 
 _TIERS = tuple(tier.name for tier in Tier)
-_MASKS_BYTES = (
-    1 << 20
-)  # of the instances of an answer, in one tier: 127 instances of the most blocks that can be asked for
+# Of the instances of an answer, in one tier: 127 instances of the most blocks that can be asked for.
+_MASKS_BYTES = 1 << 20
 _HBM = Tier.HBM.name
 
 

@@ -10,9 +10,8 @@ from collections.abc import Iterable
 
 from kvbm.core.ids import NamespaceId
 
-MOST_TOLD = (
-    1024  # of which its heartbeats have told, beside those used last; of more the one told of first is forgotten
-)
+# Of which its heartbeats have told, beside those used last; of more the one told of first is forgotten.
+MOST_TOLD = 1024
 
 
 class NamedNamespaces:

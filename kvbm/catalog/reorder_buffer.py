@@ -10,9 +10,8 @@ from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import Offset
 from kvbm.streams.base import START, Mark
 
-REORDER_BYTES = (
-    16 << 20
-)  # frames in one instance's reorder buffer; more are left to be sent again, or to the next snapshot
+# Frames in one instance's reorder buffer; more are left to be sent again, or to the next snapshot.
+REORDER_BYTES = 16 << 20
 
 
 class BufferedState(msgspec.Struct, frozen=True):

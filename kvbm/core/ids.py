@@ -31,9 +31,8 @@ NO_PARENT = SequenceHash(bytes(HASH_BYTES))  # the parent of a chain's first blo
 UNKNOWN = "unknown"  # a field of a namespace that nobody has said: a value of its own, equal to no engine's
 
 
-MAX_NAME_BYTES = (
-    255  # of the name of an instance, a cluster, a tenant or a pool: what databases take as a part of a key
-)
+# Of the name of an instance, a cluster, a tenant or a pool: what databases take as a part of a key.
+MAX_NAME_BYTES = 255
 MAX_TEXT_BYTES = 8 << 10  # of any other text that an instance says of itself
 MAX_FIELDS_BYTES = 64 << 10  # of a namespace that a heartbeat tells of: all of its texts at their longest
 

@@ -61,6 +61,7 @@ _POLL_S = 0.05
 _MOST_NAME = 128  # characters of an instance's
 A = TypeVar("A", bound=msgspec.Struct)
 Q = TypeVar("Q", bound=LookupRequest)
+_Entry = TypeVar("_Entry")
 
 
 class CatalogClient(TokenQuestions):
@@ -305,16 +306,12 @@ class CatalogClient(TokenQuestions):
 
     def instances(self) -> list[InstanceSummary]:
         """All instances, by name."""
-        found: list[InstanceSummary] = []
-        more = True
-        while more:
-            words = [f"after={quote(found[-1].instance, safe='')}"] if found else []
-            if self._transport.page_limit:
-                words.append(f"limit={self._transport.page_limit}")
-            page = self._get(f"/v1/instances{'?' if words else ''}{'&'.join(words)}", InstancesAnswer)
-            found += page.instances
-            more = page.more > 0 and bool(page.instances)
-        return found
+
+        def page(path: str) -> tuple[list[InstanceSummary], int]:
+            answer = self._get(path, InstancesAnswer)
+            return answer.instances, answer.more
+
+        return self._pages("/v1/instances", page, lambda last: quote(last.instance, safe=""))
 
     def instance(self, instance: InstanceId | str) -> InstanceSummary | None:
         """One instance; None when the catalog does not know it."""
@@ -337,15 +334,31 @@ class CatalogClient(TokenQuestions):
 
     def namespaces(self) -> list[NamespaceSummary]:
         """All namespaces whose fields are known, by id."""
-        found: list[NamespaceSummary] = []
+
+        def page(path: str) -> tuple[list[NamespaceSummary], int]:
+            answer = self._get(path, NamespacesAnswer)
+            return answer.namespaces, answer.more
+
+        return self._pages("/v1/namespaces", page, lambda last: last.id)
+
+    def _pages(
+        self, path: str, page: Callable[[str], tuple[list[_Entry], int]], name_of: Callable[[_Entry], str]
+    ) -> list[_Entry]:
+        """All entries of an answer that comes in pages.
+
+        Args:
+            page: entries of one, and how many are behind it.
+            name_of: what the next page begins behind.
+        """
+        found: list[_Entry] = []
         more = True
         while more:
-            words = [f"after={found[-1].id}"] if found else []
+            words = [f"after={name_of(found[-1])}"] if found else []
             if self._transport.page_limit:
                 words.append(f"limit={self._transport.page_limit}")
-            page = self._get(f"/v1/namespaces{'?' if words else ''}{'&'.join(words)}", NamespacesAnswer)
-            found += page.namespaces
-            more = page.more > 0 and bool(page.namespaces)
+            entries, left = page(f"{path}{'?' if words else ''}{'&'.join(words)}")
+            found += entries
+            more = left > 0 and bool(entries)
         return found
 
     def ready(self) -> ReadyAnswer:

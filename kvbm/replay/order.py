@@ -22,9 +22,8 @@ from kvbm.streams.fence_records import FenceRecord
 
 _CHECKSUM = struct.Struct("<I")  # the last bytes of a frame
 _MASK = (1 << 64) - 1
-BEGIN_BYTES = (
-    8 << 20
-)  # per instance: so much is looked at before a trimmed source is taken to begin at an offset that is not 0
+# Per instance: so much is looked at before a trimmed source is taken to begin at an offset that is not 0.
+BEGIN_BYTES = 8 << 20
 REORDER_BYTES = 64 << 20  # per instance; a publisher's window is far smaller
 
 
