@@ -65,6 +65,7 @@ class HbmPool:
     _memory: np.ndarray | None  # of a tensor of its own on the CPU
     _layers: Sequence[Sequence[PagedTensor]]  # the segments' memory is theirs
     _closed: bool
+    _order: EngineOrder | None  # of a GPU's copies
 
     def __init__(
         self,
@@ -294,7 +295,7 @@ class HbmPool:
         self._closed = False
         self._layers = layers
         self._device_copies: DeviceCopies | RingCopies | None = None
-        self._order: EngineOrder | None = None
+        self._order = None
         self.is_told = False
         device = layers[0][0].tensor.device if isinstance(layers[0][0].tensor, torch.Tensor) else torch.device("cpu")
         if device.type == "cuda":
