@@ -40,6 +40,7 @@ log = Remarks()
 
 OWN_CLUSTER = "_catalogs"  # of the pulses of a catalog that follows all clusters
 _SENT_PULSES = 256
+_MOST_OLD_PULSES = 1 << 16  # of instances that were forgotten; beyond them the first forgotten
 _MOST_QUEUED = (1 << 32) - 1  # tokens
 
 PEER_PULSES = 3  # of another catalog; when so many in a row have not come, it is gone
@@ -182,7 +183,10 @@ class HeartbeatFollower:
     def expect_old_pulse(self, instance: InstanceId, pulse_ns: int) -> None:
         """The stream may give out an old heartbeat of a forgotten instance again; 0: it has it no more."""
         if pulse_ns:
+            self._old_pulses.pop(instance, None)
             self._old_pulses[instance] = pulse_ns
+            while len(self._old_pulses) > _MOST_OLD_PULSES:
+                del self._old_pulses[next(iter(self._old_pulses))]
         else:
             self._old_pulses.pop(instance, None)
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from kvbm.catalog import heartbeats as heartbeats_of
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.lag import StreamLag
@@ -99,3 +100,17 @@ def test_a_pulse_that_is_delivered_again_brings_nobody_back_to_life() -> None:
         liveness.step(last.at_s + second, HeartbeatReceived(said))
     liveness.step(last.at_s + 5, Ticked())
     assert liveness.state(ONE) is LifeState.SILENT
+
+
+def test_of_more_forgotten_instances_than_it_keeps_the_first_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats_of, "_MOST_OLD_PULSES", 3)
+    stream, sequencer = cast(EventStream, None), NATIVE.sequencer()
+    lag = StreamLag(stream, cast(EventReader, None), sequencer, 0)
+    heartbeats = HeartbeatFollower(stream, sequencer, Degraded(), None, LIVENESS_S, lag)
+    names = [InstanceId(f"i-{number}") for number in range(5)]
+    for number, name in enumerate([*names, names[3]], 1):
+        heartbeats.forget(name, number)
+    for number, name in enumerate(names[:5], 1):
+        heartbeats.on_heartbeat(heartbeat(6 if name == names[3] else number, name))
+    heard = [name for name in names if heartbeats.liveness.last(name) is not None]
+    assert heard == names[:2]  # the others' last pulses are no sign of life
