@@ -33,6 +33,7 @@ _OTHERS = 0o077
 _OPEN = 0o066  # whoever may only pass through a folder learns no name there
 _ENTRIES_MOST = 65_536  # of a tree that are looked at for what others may read
 _PIECE_BYTES = 4 << 20
+_SETTLED_NS = 2_000_000_000  # no clock that files are stamped with ticks more slowly
 
 
 def open_plain(path: Path, flags: int = os.O_RDONLY, follows: bool = False) -> int:
@@ -183,6 +184,16 @@ def stamp(path: str | Path) -> tuple[int, ...] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+
+def settled_stamp(path: str | Path) -> tuple[int, ...] | None:
+    """As `stamp`, of a file that is read now: it differs once more when some seconds have passed since the file was written.
+
+    For who remembers it beside what was read. Within a tick of the system's clock, which may be ten milliseconds, a file can be written
+    again without another stamp; of one that is older than that nothing is missed.
+    """
+    found = stamp(path)
+    return found and (*found, int(time.time_ns() - max(found[0], found[1]) >= _SETTLED_NS))
 
 
 class Watched:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.core.errors import ConfigError
-from kvbm.files import read_small, stamp
+from kvbm.files import read_small, settled_stamp, stamp
 from kvbm.remarks import Remarks
 
 log = Remarks()
@@ -61,7 +61,7 @@ class TenantSecrets(Mapping[str, str]):
         self._looked_s = float("-inf")
         self._entries = self._fixed
         if path:
-            self._seen, self._looked_s = stamp(path), clock()
+            self._seen, self._looked_s = settled_stamp(path), clock()
             self._entries = self._fixed | read_secrets(path)
 
     def __getitem__(self, tenant: str) -> str:
@@ -80,13 +80,13 @@ class TenantSecrets(Mapping[str, str]):
         if not self._path or self._clock() - self._looked_s < _LOOK_S:
             return
         self._looked_s = self._clock()
-        seen = stamp(self._path)
+        seen = settled_stamp(self._path)
         if seen == self._seen:
             return
         try:
             found = self._fixed | read_secrets(self._path)
         except ConfigError as error:
-            if self._told != (told := (seen, str(error))):
+            if self._told != (told := (stamp(self._path), str(error))):
                 self._told = told
                 log.warning("secrets.unread", why=str(error), effect="the secrets stay as they were")
             return

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.core.errors import ConfigError
-from kvbm.files import stamp
+from kvbm.files import settled_stamp
 from kvbm.locate.nats_proof import NO_NATS_CREDENTIALS, NatsCredentials
 from kvbm.remarks import Remarks
 
@@ -90,7 +90,8 @@ class Proof:
 
     def _stamps(self) -> tuple[object, tuple[object, ...]]:
         files = self._credentials
-        return stamp(files.token), tuple(map(stamp, (files.tls_ca, files.client_cert, files.client_key)))
+        context = tuple(map(settled_stamp, (files.tls_ca, files.client_cert, files.client_key)))
+        return settled_stamp(files.token), context
 
 
 def _read_token(path: str) -> str:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.core.errors import ConfigError
-from kvbm.files import SMALL_BYTES, alone, read_small, replace_file, stamp, stranger
+from kvbm.files import SMALL_BYTES, alone, read_small, replace_file, settled_stamp, stranger
 
 KEY_BYTES = 32
 KEY_ID_BYTES = 8
@@ -92,7 +92,7 @@ def keys_of_file(path: str) -> KeySource:
             ) from None
         return parse_keys(text, where)
 
-    return KeySource(where, load, lambda: stamp(path))
+    return KeySource(where, load, lambda: settled_stamp(path))
 
 
 def keys_of_command(command: str, wait_s: float = _COMMAND_WAIT_S) -> KeySource:

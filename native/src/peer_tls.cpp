@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <ctime>
 #include <limits>
 #include <system_error>
 #include <utility>
@@ -24,6 +25,7 @@ constexpr int kSetLeastVersion = 123;          // SSL_CTRL_SET_MIN_PROTO_VERSION
 constexpr int kSetMostVersion = 124;           // SSL_CTRL_SET_MAX_PROTO_VERSION
 constexpr long kTls13 = 0x0304;                // TLS1_3_VERSION
 constexpr long kPieceByPiece = 1 | 2;          // SSL_MODE_ENABLE_PARTIAL_WRITE, SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER
+constexpr std::int64_t kSettledS = 2;             // after which no clock that files are stamped with stands still any more
 constexpr int kPem = 1;                        // SSL_FILETYPE_PEM
 constexpr int kBothShow = 1 | 2;               // SSL_VERIFY_PEER, SSL_VERIFY_FAIL_IF_NO_PEER_CERT
 constexpr int kErrorWantsRead = 2;             // SSL_ERROR_WANT_READ
@@ -147,7 +149,8 @@ PeerTls::Stamps PeerTls::stamps() const {
     if (!S_ISREG(about.st_mode) || about.st_size > kMostFileBytes) {
       throw Error(ErrorCode::kConfig, words(*paths[at], " is no file of at most 1 MiB; give one with PEM"));
     }
-    found[at] = {about.st_mtim.tv_sec * 1'000'000'000LL + about.st_mtim.tv_nsec, about.st_ino, about.st_size};
+    const std::int64_t changed_ns = about.st_ctim.tv_sec * 1'000'000'000LL + about.st_ctim.tv_nsec;
+    found[at] = {changed_ns, std::time(nullptr) - about.st_ctim.tv_sec > kSettledS, about.st_ino, about.st_size};
   }
   return found;
 }

@@ -277,7 +277,10 @@ void files_that_are_replaced_are_used_and_broken_ones_are_not() {
   };
   copy("one.pem", "changing.pem");  // whose key is another still
   CHECK(site.read(client) == 0);
-  copy("one-key.pem", "changing-key.pem");
+  const std::filesystem::path key = made->folder + "/changing-key.pem";
+  const auto written = std::filesystem::last_write_time(key);
+  copy("one-key.pem", "changing-key.pem");  // in place, of the same size,
+  std::filesystem::last_write_time(key, written);  // and as if it were as old
   CHECK(site.read(client) == kBlocks);
   std::filesystem::remove(made->folder + "/changing.pem");
   PeerClient another(site.target(changing), 1, copier);

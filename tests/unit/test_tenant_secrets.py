@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from kvbm import files
 from kvbm.core.errors import ConfigError
 from kvbm.tenant_secrets import TenantSecrets
 
@@ -33,6 +34,24 @@ def write(path: Path, text: str) -> None:
     beside = path.with_name("beside")
     beside.write_text(text)
     os.replace(beside, path)
+
+
+def test_a_file_written_again_in_the_tick_in_which_it_was_read_is_read_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, path = Times(), tmp_path / "secrets.toml"
+    written_ns, now_ns = 10**18, [10**18 + 10**6]
+    monkeypatch.setattr(files, "stamp", lambda path: (written_ns, written_ns, 7, 9))  # the same tick, size and file
+    monkeypatch.setattr(files.time, "time_ns", lambda: now_ns[0])
+    write(path, '[tenants.acme]\nsecret = "old"\n')
+    secrets = opened(path, times)
+    write(path, '[tenants.acme]\nsecret = "new"\n')
+    times.go_on(60.0)
+    now_ns[0] += 60 * 10**9
+    assert secrets["acme"] == "new"
+    write(path, '[tenants.acme]\nsecret = "xxx"\n')  # no clock would hide this one
+    times.go_on(60.0)
+    assert secrets["acme"] == "new"
 
 
 CHANGING = '[tenants.acme]\nsecret = "old"\nnext = "new"\nnext_from = 2026-12-01T04:00:00Z\n'

@@ -58,7 +58,8 @@ class PeerTls {
   friend class TlsSession;
   struct Context;
   struct Stamp {
-    std::int64_t changed_ns;  // when it was last written
+    std::int64_t changed_ns;  // when it was last written, or its owner, rights or times set
+    bool is_settled;          // long ago: within a tick of the clock it can be written again without another stamp, so it is read once more
     std::uint64_t file;       // its number in its file system
     std::int64_t bytes;       // its size
     bool operator==(const Stamp&) const = default;
