@@ -21,9 +21,8 @@ VERSION = 1
 RDMA_HELLO, RDMA_READY = 12, 13
 _HEAD = struct.Struct("<IBBH")
 _HELLO = struct.Struct("<16sIIHBB")  # gid, queue pair, psn, lid, mtu, reads
-_READY = struct.Struct(
-    "<BBBB16sIIHHIIQQQ"
-)  # status, mtu, reads, 0, gid, queue pair, psn, lid, 0, key, slots, address, bytes, stride
+# status, mtu, reads, 0, gid, queue pair, psn, lid, 0, key, slots, address, bytes, stride
+_READY = struct.Struct("<BBBB16sIIHHIIQQQ")
 _MOST_READS = 128
 _MTUS = range(1, 6)
 _24_BITS = 1 << 24

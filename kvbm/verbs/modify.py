@@ -16,12 +16,10 @@ from typing import Any
 from kvbm.core.errors import VerbsError
 
 _POINTER_BYTES = 8
-_PAIR = struct.Struct(
-    "<6Q4I"
-)  # struct ibv_qp: context, user's word, pd, send cq, recv cq, srq; handle, number, state, type
-_ATTRIBUTES = struct.Struct(
-    "<8I"
-)  # struct ibv_qp_attr begins: state, current state, mtu, mig state, qkey, rq psn, sq psn, destination
+# struct ibv_qp: context, user's word, pd, send cq, recv cq, srq; handle, number, state, type
+_PAIR = struct.Struct("<6Q4I")
+# struct ibv_qp_attr begins: state, current state, mtu, mig state, qkey, rq psn, sq psn, destination
+_ATTRIBUTES = struct.Struct("<8I")
 _ATTRIBUTES_BYTES = 144
 _RELIABLE = 2  # IBV_QPT_RC
 

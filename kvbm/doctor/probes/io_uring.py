@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # the same on every architecture of Linux
-_PARAMS = struct.Struct(
-    "=7I3I 10I 10I"
-)  # struct io_uring_params; the two 64-bit addresses at the end of each part as pairs
+# struct io_uring_params; the two 64-bit addresses at the end of each part as pairs
+_PARAMS = struct.Struct("=7I3I 10I 10I")
 _SQES_AT = 0x10000000
 _CQ_AT = 0x8000000
 _SINGLE_MMAP = 1

@@ -48,9 +48,8 @@ _NOT_MULTIMODAL = frozenset(
         "mm_ipc_gpu_memory_gb",
     }
 )
-_NOT_CONFIG = frozenset(
-    {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"}
-)  # of the model's config.json
+# of the model's config.json
+_NOT_CONFIG = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
 # Kinds of RoPE whose angles do not depend on how long the engine lets sequences be.
 _FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope", "proportional"})
 

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 _ASKS = 3  # an engine that has loaded an adapter says so with its next step
 
-_CONTENT = re.compile(
-    r"(.*:)?([0-9a-f]{64}|[0-9a-f]{128})"
-)  # vLLM's digest of an image, perhaps behind an adapter's name
+# vLLM's digest of an image, perhaps behind an adapter's name
+_CONTENT = re.compile(r"(.*:)?([0-9a-f]{64}|[0-9a-f]{128})")
 
 DerivedHashes = Callable[[bytes, Sequence[bytes]], bytes]
 

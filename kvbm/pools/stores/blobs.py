@@ -35,9 +35,8 @@ _LATE_S = 2.0  # after its deadline a call's end is certain; only a process that
 _STOP_S = 5.0
 _LONG_S = 3600.0  # no request ends by its length: its reads have a timeout, its call has a deadline
 
-_STATUS = re.compile(
-    r"(?:status code: |\(code: )(\d{3}) ?([A-Za-z ]*)"
-)  # of a request; of one name in a request of many
+# of a request; of one name in a request of many
+_STATUS = re.compile(r"(?:status code: |\(code: )(\d{3}) ?([A-Za-z ]*)")
 _BEYOND = re.compile(r"Wanted range starting at")  # some stores send the end of an object where nothing is left of it
 _CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>|\"code\": ?\"([A-Za-z0-9]+)\"")
 _KIND = re.compile(r"kind: (Timeout|Connect|Interrupted|Decode|Request|Unknown)")

@@ -69,9 +69,8 @@ Fact = Named | Gained | Arrived | Lost | Emptied
 
 _Remembered = BlockKey | tuple[int, BlockKey]  # a block's key; with its group, where the engine has several
 
-_ENTRY = struct.Struct(
-    "<16sIBHB"
-)  # our hash, position in its chain, number of its namespace, copies in HBM, other tiers
+# our hash, position in its chain, number of its namespace, copies in HBM, other tiers
+_ENTRY = struct.Struct("<16sIBHB")
 _MOST_COPIES = 0xFFFF
 _MOST_START = 0xFFFFFFFF
 _COLDER = {Tier.HOST: 1, Tier.NVME: 2, Tier.OBJECT: 4}  # bits of the other tiers
