@@ -127,14 +127,17 @@ def _open_instance(settings: Settings, url: str, source: BridgedSource, known: S
         made.log, url, settings.instance.cluster, instance, made.port, settings.nats.heartbeat_s, connect,
         window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
     )  # fmt: skip
-    publisher.start()
-    made.start(
-        Publishing(
-            publisher.notify,
-            lambda: publisher.published,
-            publisher.stop,
-            publisher.snapshot_began,
-            lambda: publisher.trouble,
+    with ExitStack() as opened:
+        opened.callback(publisher.stop, 0.0)  # while the source, which closes the instance, has none
+        publisher.start()
+        made.start(
+            Publishing(
+                publisher.notify,
+                lambda: publisher.published,
+                publisher.stop,
+                publisher.snapshot_began,
+                lambda: publisher.trouble,
+            )
         )
-    )
-    source.instance = made
+        source.instance = made
+        opened.pop_all()

@@ -197,6 +197,7 @@ def open_objects(
             front = _opened(
                 lambda: open_store(wanted.front, ttl_s=wanted.ttl_s, limits=limits), on_trouble if waits else None
             )
+            opened.callback(front.close)  # it may go on looking for its server, and the two of them want a thread
             store = CachedStore(front, store, on_trouble)
             opened.callback(store.close)
         name = pool_name(store.name, blocks if blocks != usual else 0, sealing is not None)

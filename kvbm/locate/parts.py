@@ -72,6 +72,42 @@ class _Loads(NamedTuple):
     of: dict[CatalogClient, CandidateLoad]
 
 
+class _Askers:
+    """Threads that ask; where the system gives none the caller asks, one after the other."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, "kvbm-parts")
+        self._is_closed = False
+
+    def submit(self, ask: Callable[[B], A], what: B) -> Future[A]:
+        """Raises RuntimeError: closed."""
+        answer: Future[A] = Future()
+        taken = threading.Lock()  # by whoever comes first: what could get no thread stays queued for the next
+
+        def work() -> None:
+            if not taken.acquire(blocking=False) or not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(ask(what))
+            except BaseException as error:  # noqa: BLE001 - as an executor does
+                answer.set_exception(error)
+
+        try:
+            begun = self._threads.submit(work)
+        except RuntimeError:
+            if self._is_closed:
+                raise
+            work()
+        else:
+            begun.add_done_callback(lambda done: done.cancelled() and answer.cancel())
+        return answer
+
+    def close(self) -> None:
+        """Take nothing new, and cancel what nobody has begun."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
 class PartedCatalog(TokenQuestions):
     """A `kvbm.Catalog` over those of all parts of a cluster. Any thread may call it. Errors are those of `CatalogClient`.
 
@@ -95,7 +131,7 @@ class PartedCatalog(TokenQuestions):
             raise ArgumentValueError("urls", "is empty; give the URL of a catalog for each share of the parts")
         self._timeout_s = timeout_s
         self._clients = [CatalogClient(url, timeout_s, hash_tokens, credentials) for url in urls]
-        self._threads = ThreadPoolExecutor(_ASKED_AT_ONCE * len(urls), "kvbm-parts")
+        self._threads = _Askers(_ASKED_AT_ONCE * len(urls))
         self._guard = threading.Lock()
         self._members: list[Member] = []
         self._members_until_s = 0.0
@@ -108,7 +144,7 @@ class PartedCatalog(TokenQuestions):
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         for client in self._clients:
             client.close()
 

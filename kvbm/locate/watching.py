@@ -55,6 +55,7 @@ class CatalogWatch:
 
     Args:
         refusal: what an answer that is no feed means: its path, status and body.
+    Raises: CatalogError: the system gives no thread.
 
     Attributes:
         position: behind the event that was given last: what a later watch can go on after; None before the first.
@@ -76,7 +77,12 @@ class CatalogWatch:
         self._answer: urllib3.BaseHTTPResponse | None = None
         self._ended: _End | None = None
         self._thread = threading.Thread(target=self._run, name="kvbm-watch", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise CatalogError(
+                f"{transport.url} is not watched: {error}; raise ulimit -u, or the container's pids limit"
+            ) from None
 
     # -- taking events ------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from kvbm.core.copies import Copy
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LedgerError, PoolError
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_hashes, split_slots
+from kvbm.core.ledger import Match
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.base import BlockManager
 from kvbm.manager.chain_runs import ChainRun
@@ -121,11 +122,25 @@ class EngineHbmManager(BlockManager):
         """Record blocks, which HBM lacks and has room for. Under the lock."""
         if not blocks:
             return
-        room = self._ledger.allocate(Tier.HBM, len(blocks), namespace)
-        assert room is not None
-        self._ledger.create(namespace, Tier.HBM, SequenceHash(parent), start, b"".join(blocks), room.slots)
-        self._ledger.unpin(Tier.HBM, room.slots)
+        room = None
+        try:
+            room = self._ledger.allocate(Tier.HBM, len(blocks), namespace)
+            assert room is not None
+            self._ledger.create(namespace, Tier.HBM, SequenceHash(parent), start, b"".join(blocks), room.slots)
+            slots, room = room.slots, None
+            self._ledger.unpin(Tier.HBM, slots)
+        except BaseException:  # a signal's handler may raise anything anywhere
+            if room is not None:
+                self._give_back(room.slots)
+            raise
         self._counters.created_blocks += len(blocks)
+
+    def _give_back(self, slots: bytes) -> None:
+        """Leave slots of HBM that were allocated to nobody. Under the lock."""
+        try:
+            self._ledger.release(Tier.HBM, slots)
+        except LedgerError:  # they have become blocks, which only this call has pinned
+            self._ledger.unpin(Tier.HBM, slots)
 
     def engine_removed(self, hashes: bytes, reason: EvictReason = EvictReason.CAPACITY) -> int:
         """The engine no longer holds these blocks in HBM, in any copy. Returns how many it was known to hold.
@@ -329,12 +344,15 @@ class EngineHbmManager(BlockManager):
             self._check_namespace(namespace)
         with self._lock:
             self._stream.require_open()
-            found = self._ledger.match(hashes, True, Tier.HOST, namespace)
-            slots = found.slots
-            if found.tiers.count(Tier.HOST) < found.depth:
-                both = zip(found.tiers, split_slots(slots), strict=True)
-                slots = pack_slots(slot for tier, slot in both if tier == Tier.HOST)
-            self._ledger.unpin(Tier.HOST, slots)
+            found = None
+            try:
+                found = self._ledger.match(hashes, True, Tier.HOST, namespace)
+                slots, found = _slots_in_host(found), None
+                self._ledger.unpin(Tier.HOST, slots)
+            except BaseException:  # a signal's handler may raise anything anywhere
+                if found is not None:
+                    self._ledger.unpin(Tier.HOST, _slots_in_host(found))
+                raise
 
     def clear(self) -> int:
         """Empty HOST and NVME, with reason `cleared`, and forget what was to be offloaded. Returns how many blocks they held.
@@ -466,6 +484,14 @@ def _checksums(argument: str, column: Sequence[int] | np.ndarray, count: int) ->
         what = f"an array of {given.dtype}" if given.ndim == 1 else f"an array of {given.ndim} dimensions"
         raise ArgumentTypeError(argument, f"is {what}; give u32, one a block")
     return given.astype(np.uint32)
+
+
+def _slots_in_host(found: Match) -> bytes:
+    """Those of a match's slots that are HOST's, packed."""
+    if found.tiers.count(Tier.HOST) == found.depth:
+        return found.slots
+    both = zip(found.tiers, split_slots(found.slots), strict=True)
+    return pack_slots(slot for tier, slot in both if tier == Tier.HOST)
 
 
 def _runs(blocks: Sequence[SequenceHash], wanted: set[SequenceHash]) -> Iterator[tuple[int, int]]:

@@ -8,16 +8,21 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
+from kvbm.assembly import bridge
 from kvbm.assembly.bridge import run_bridge
+from kvbm.assembly.manager import OnStream
+from kvbm.bridge.instance import BridgedInstance
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
-from kvbm.config import load_settings
+from kvbm.config import SourceSettings, load_settings
 from kvbm.core.errors import ConfigError, MissingExtraError
 from kvbm.locate.http import CatalogClient
+from kvbm.streams.publisher_thread import PublisherThread
 from tests.eventually import eventually
 from tests.foreign_engines import CLEARED, MODEL, Prompt, removed_event, stored_event
 from tests.nats_fixture import WAIT_S, cluster, nats_url
@@ -312,3 +317,29 @@ def test_without_zeromq_one_sentence_says_what_to_install(monkeypatch: pytest.Mo
     source = {"a": {"model": "m", "endpoint": "tcp://h:1"}}
     with pytest.raises(MissingExtraError, match=r"kvbm-ledger\[bridge\]"):
         run_bridge(load_settings(flags={"bridge": {"sources": source}}))
+
+
+def test_an_instance_whose_start_is_interrupted_is_published_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Recording(PublisherThread):
+        """A publisher that never runs."""
+
+        def start(self) -> None:
+            done.append("start")
+
+        def stop(self, timeout_s: float = 5.0) -> bool:
+            done.append("stop")
+            return super().stop(timeout_s)
+
+    def interrupt(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bridge, "PublisherThread", Recording)
+    monkeypatch.setattr(bridge, "ask_stream", lambda *given: OnStream())
+    monkeypatch.setattr(BridgedInstance, "start", interrupt)
+    known = SourceSettings(endpoint="tcp://127.0.0.1:1", model=MODEL)
+    source: Any = SimpleNamespace(name="a", instance=None, is_alive=lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        bridge._open_instance(load_settings(), "nats://127.0.0.1:1", source, known)
+    assert done == ["start", "stop"] and source.instance is None

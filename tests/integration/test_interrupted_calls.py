@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
+from kvbm.assembly.native import NATIVE, OPEN_BLOCK_IO
 from kvbm.catalog import server as catalog_server
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.core.errors import LedgerError
-from kvbm.core.ids import Tier
+from kvbm.core.ids import InstanceId, Tier
 from kvbm.manager import (
     acquiring,
     base,
@@ -37,8 +38,10 @@ from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.base import BlockManager
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.manager.loads import Prefix
+from kvbm.pools.nvme import pool as nvme_pool
+from kvbm.pools.nvme.pool import NvmePool
 from tests.eventually import WAIT_S, eventually
-from tests.managers import NAMESPACE, hashes_of, make_manager, serve
+from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, make_manager, serve
 from tests.owning_engines import OwningEngine, opened
 
 Trace = Callable[[FrameType, str, Any], Any]
@@ -296,6 +299,49 @@ def test_a_store_that_is_interrupted_as_it_begins_or_ends_takes_nothing(tmp_path
                 for tier in (Tier.HOST, Tier.NVME):
                     manager.evict(tier, hashes_of(1, 4))
         assert number > 20, call
+
+
+def test_what_an_engine_tells_is_held_and_pinned_by_nobody_wherever_it_is_interrupted(tmp_path: Path) -> None:
+    number, where = 0, "at first"
+    with opened(tmp_path) as manager:
+        one = OwningEngine(manager)
+        while where:
+            number += 1
+            where = interrupted_at(number, ENGINE, partial(one.compute, 1, 4))
+            check_nothing_is_held(manager, where)
+            manager.evict(Tier.HBM, hashes_of(1, 4))
+    assert number > 20
+
+
+def test_a_refresh_that_is_interrupted_pins_nothing(tmp_path: Path) -> None:
+    manager, _ = begun(tmp_path)
+    number, where = 0, "at first"
+    with manager:
+        while where:
+            number += 1
+            where = interrupted_at(number, ENGINE, partial(manager.refresh, hashes_of(1, 6)))
+            check_nothing_is_held(manager, where)
+    assert number > 5
+
+
+def test_files_whose_close_is_interrupted_are_unlocked_by_the_next(tmp_path: Path) -> None:
+    shape = NAMESPACE
+    number, where = 0, "at first"
+    while where:
+        number += 1
+        pool = NvmePool(  # which the one before has left: its files are locked by nobody
+            (tmp_path / "one", tmp_path / "two"),
+            8,
+            BLOCK_BYTES,
+            shape,
+            InstanceId("a"),
+            NATIVE.checksums,
+            OPEN_BLOCK_IO,
+        )
+        where = interrupted_at(number, files_of(nvme_pool), pool.close)
+        pool.close()
+        pool.close()
+    assert number > 5
 
 
 def test_a_catalog_whose_start_is_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:

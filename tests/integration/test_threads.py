@@ -18,9 +18,14 @@ from structlog.testing import capture_logs
 
 from kvbm.assembly import open_manager
 from kvbm.assembly.manager import OnStream, ask_stream
+from kvbm.assembly.pools import open_objects
 from kvbm.config import load_settings
+from kvbm.core.answers import ReadyAnswer
+from kvbm.core.errors import CatalogError
 from kvbm.core.ids import Epoch, InstanceId
 from kvbm.erasure.record import Record
+from kvbm.locate.http import CatalogClient
+from kvbm.locate.parts import PartedCatalog
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.hbm.copy_queue import ThreadedQueue
 from kvbm.pools.stores.base import Get, Refusal
@@ -175,3 +180,52 @@ def test_a_redis_store_refuses_and_does_not_raise(monkeypatch: pytest.MonkeyPatc
     Refusing(0, lasts=True).patch(monkeypatch)
     [answer] = store.get([Get("name")], 1.0)
     assert isinstance(answer, Refusal) and "can't start new thread" in answer.words
+
+
+class KeptStore:
+    """A store that remembers its end."""
+
+    forgets = False
+
+    def __init__(self, name: str, closed: list[str]) -> None:
+        self.name, self._closed = name, closed
+
+    def close(self) -> None:
+        self._closed.append(self.name)
+
+
+def test_an_object_pool_whose_front_gets_no_thread_closes_both_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr("kvbm.assembly.pools.open_store", lambda url, **_: KeptStore(url, closed))
+    settings = load_settings(flags={"pools.object.url": "s3://bucket", "pools.object.front": "redis://front"})
+    Refusing(0).patch(monkeypatch)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        open_objects(settings, [NAMESPACE], BLOCK_BYTES)
+    assert closed == ["redis://front", "s3://bucket"]
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_catalogs_of_parts_are_asked_by_the_caller_where_there_is_no_thread(
+    lasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ready(client: CatalogClient) -> ReadyAnswer:
+        asked.append(client.url)
+        parts = "0-31" if "first" in client.url else "32-63"
+        return ReadyAnswer(ready=True, reason="", degraded="", stream_sequence=1, lag_messages=0, parts=parts)
+
+    monkeypatch.setattr(CatalogClient, "ready", ready)
+    catalog = PartedCatalog(["http://first:1", "http://second:1"])
+    Refusing(0, lasts).patch(monkeypatch)
+    assert catalog.ready().ready
+    assert sorted(asked) == ["http://first:1", "http://second:1"]  # each once
+    catalog.close()
+    with pytest.raises(CatalogError, match="is closed"):
+        catalog.ready()
+
+
+def test_a_watch_that_gets_no_thread_is_an_error_of_the_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
+    Refusing(0).patch(monkeypatch)
+    with pytest.raises(CatalogError, match=r"can't start new thread.*ulimit -u"):
+        CatalogClient("http://127.0.0.1:1").watch(instance="a")

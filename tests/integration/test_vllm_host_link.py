@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvbm._native import Arena, RowCopier
 from kvbm.core.ids import Tier
 from kvbm.engines.vllm import host_link, opening
 from kvbm.engines.vllm.host_link import HostLink, leave_host
+from kvbm.engines.vllm.host_part import HostPart
 from kvbm.engines.vllm.meeting import Meeting
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan
 from kvbm.engines.vllm.opening import Served, open_scheduler
@@ -122,6 +124,33 @@ def test_an_engine_whose_scheduler_says_nothing_starts_all_the_same(
     assert not link._thread.is_alive()
     link.close()
     assert gpu.calls["cudaHostRegister"] == 0
+
+
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_rank_that_gets_no_thread_maps_host_at_the_first_copy(
+    gpu: Gpu, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with structlog.testing.capture_logs() as logs:
+        link = HostLink(Meeting("engine", tmp_path), registrar)
+        assert not link.settle()
+    assert [(log["event"], log["why"]) for log in logs] == [("host.not_found", "can't start new thread")]
+    assert len(link.memory_of(host.share)) == host.share.mapped_bytes
+    link.close()
+    assert gpu.calls["cudaHostRegister"] == 0
+
+
+def test_a_host_whose_first_rank_gets_no_thread_has_no_rows(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    part = HostPart(host.share, 1)
+    assert part.is_untold
+    share, why = part.take()
+    assert share is None and "can't start new thread" in why
+    assert not part.is_untold
+    part.close()
 
 
 def test_memory_that_cuda_refuses_is_mapped_and_told(gpu: Gpu, host: Host, tmp_path: Path) -> None:

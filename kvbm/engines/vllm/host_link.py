@@ -51,10 +51,16 @@ class HostLink:
         self._memory: np.ndarray | None = None
         self._pin_s = 0.0
         self._thread = threading.Thread(target=self._work, name="kvbm-host", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system gives none
+            self._over.set()
+            _warn_not_found(error)
 
     def settle(self) -> bool:
         """Wait until HOST is as it will be, in bounded time; whether it is. The engine's start waits here, so that no request does."""
+        if self._thread.ident is None:
+            return False
         if not self._mapped.wait(_FIND_S):
             log.warning(
                 "host.not_found",
@@ -79,7 +85,8 @@ class HostLink:
     def close(self) -> None:
         """End the thread and let go of HOST. Idempotent. It stays registered until its last view is gone: a copy that never ends has one."""
         self._closed.set()
-        self._thread.join(_CLOSING_S)
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSING_S)
         self._memory = None
 
     def _work(self) -> None:
@@ -97,8 +104,10 @@ class HostLink:
                 weakref.finalize(memory, pinning.undo).atexit = False
                 pinning.run(lambda: not self._closed.is_set())
         except (KvbmError, RuntimeError, OSError, TypeError, KeyError, ValueError, msgspec.ValidationError) as error:
-            log.warning(
-                "host.not_found", why=str(error), notice="it is mapped at the first copy, and not registered with CUDA"
-            )
+            _warn_not_found(error)
         finally:
             self._over.set()
+
+
+def _warn_not_found(error: Exception) -> None:
+    log.warning("host.not_found", why=str(error), notice="it is mapped at the first copy, and not registered with CUDA")

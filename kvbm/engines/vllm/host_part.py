@@ -31,7 +31,10 @@ class HostPart:
         self._why = ""
         self._is_told = False
         self._thread = Thread(target=self._open, name="kvbm-host", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system gives none
+            self._why = f"host {host} has no HOST: {error}"
 
     @property
     def is_untold(self) -> bool:
@@ -51,7 +54,8 @@ class HostPart:
 
     def close(self) -> None:
         """Let go of it; who has mapped it keeps it."""
-        self._thread.join(_CLOSE_S)
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_S)
         if self._pool is not None:
             self._pool.close()
             self._pool = None

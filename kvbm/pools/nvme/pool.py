@@ -116,6 +116,8 @@ class NvmePool:
         self._idle = threading.Condition()
         self._engine: BlockEngine | None = None
         self._given_up: BlockEngine | None = None
+        self._ending: BlockEngine | None = None  # closed, and its files still open
+        self._closing = threading.RLock()
         self._shape = shape_of(shape, block_bytes, slots, instance, len(paths), options.encrypted)
         with ExitStack() as undo:
             files = StripeFiles(self.paths, self._shape, checksums, aside_bytes)
@@ -124,7 +126,7 @@ class NvmePool:
                 undo.callback(os.close, stripe.fd)
             self.opened = files.opened
             self._notices = files.notices
-            self._fds = tuple(stripe.fd for stripe in opened.stripes)
+            self._fds = [stripe.fd for stripe in opened.stripes]
             self._headers = [stripe.header for stripe in opened.stripes if stripe.header is not None]
             self._shape, self.slots, self.room_slots = opened.shape, opened.shape.slots, opened.room_slots
             self.pool_id = self._headers[0].pool_id
@@ -327,17 +329,23 @@ class NvmePool:
         What the device has not ended by then keeps its memory and its files, and these their locks, until the process is gone: a late
         write must not meet a slot that somebody else uses.
         """
+        with self._closing:
+            self._close(timeout_s)
+
+    def _close(self, timeout_s: float) -> None:
         with self._idle:
-            engine, self._engine = self._engine, None
-        if engine is None:
+            self._ending = self._ending or self._engine  # until all is done: a signal's handler may raise anywhere
+            self._engine = None
+        if self._ending is None:
             return
-        is_over = engine.close(timeout_s)
+        is_over = self._ending.close(timeout_s)
         with self._idle:
             is_over = self._idle.wait_for(lambda: self._calls == 0, timeout_s) and is_over
+        while is_over and self._fds:
+            fcntl.flock(self._fds[-1], fcntl.LOCK_UN)  # at once, whatever else in the kernel still knows the file
+            os.close(self._fds.pop())  # its number is soon another file's
+        self._ending = None
         if is_over:
-            for fd in self._fds:
-                fcntl.flock(fd, fcntl.LOCK_UN)  # at once, whatever else in the kernel still knows the file
-                os.close(fd)
             return
         self._notices.append(
             f"{self}: the device has not ended every transfer within {timeout_s:g} s; its files stay open and locked until this"
@@ -347,10 +355,11 @@ class NvmePool:
 
     def disown(self) -> None:
         """This process is a forked child: let go of the files, which would stay locked for as long as it lives. No transfer ends here."""
-        self._idle = threading.Condition()
-        if self._engine is None:
+        self._idle, self._closing = threading.Condition(), threading.RLock()
+        if self._engine is None and self._ending is None:
             return
-        self._given_up, self._engine = self._engine, None  # whatever it has belongs to threads that are not here
+        self._given_up = self._engine or self._ending  # whatever it has belongs to threads that are not here
+        self._engine = self._ending = None
         for fd in self._fds:
             with suppress(OSError):
                 os.close(fd)

@@ -25,6 +25,7 @@ class CachedStore:
 
     Attributes:
         name: of the backing store.
+    Raises: RuntimeError: the system gives no thread; both stores stay the caller's.
     """
 
     def __init__(
