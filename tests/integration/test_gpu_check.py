@@ -20,7 +20,7 @@ from tests.eventually import eventually
 
 torch = pytest.importorskip("torch")
 
-NAMES = ("budget", "copies", "devices", "first_token", "measure", "part", "report", "run", "shapes", "suite")
+NAMES = ("budget", "copies", "devices", "first_token", "measure", "part", "report", "run", "shapes", "suite", "whole")
 
 
 class Parts:
@@ -148,11 +148,12 @@ def report_of(parts: Parts, /, **changed: Any) -> Any:
         shape="llama-3-8b", tokens=8192, copied_bytes=1 << 30, copy_ms=one, step_ms=one, from_host_ms=100.0,
         computed_ms=report.Measured(400.0, 0.01, 3), times=4.0,
     )  # fmt: skip
+    wait = report.WaitRow(shape="llama-3-8b", what="acquire of 8 blocks", number=one, unit="ms")
     tests = report.TestsRun(selected=128, passed=128, failed=0, skipped=0, seconds=60.0, reasons={}, failures=[])
     fields: dict[str, Any] = {
         "version": report.VERSION, "dry_run": False, "kvbm": "0.1.0", "commit": "abc", "began": "2026-01-01T00:00:00Z", "seconds": 300.0,
         "machine": None, "tests": tests, "parts": [report.PartRun(name="tests", outcome="done", seconds=60.0, troubles=[])],
-        "copies": [copy], "first_tokens": [first],
+        "copies": [copy], "first_tokens": [first], "waits": [wait],
     }  # fmt: skip
     return report.Report(**(fields | changed))
 
@@ -163,9 +164,10 @@ def test_a_report_reads_back_and_nothing_else_passes_for_one(parts: Parts) -> No
     assert parts.report.decode(text) == report
     plain = msgspec.json.decode(text)
     for wrong in (
-        plain | {"version": 2},
+        plain | {"version": 1},
         plain | {"extra": 1},
         {key: value for key, value in plain.items() if key != "tests"},
+        plain | {"waits": [plain["waits"][0] | {"number": {"value": 0.0, "spread": None, "samples": 1}}]},
         plain | {"copies": [plain["copies"][0] | {"gb_per_s": {"value": -1.0, "spread": None, "samples": 1}}]},
     ):
         with pytest.raises(ValueError, match=r"version|extra|tests|no measurement"):
@@ -197,6 +199,7 @@ def test_the_table_has_each_row_and_says_when_it_is_no_gpus(parts: Parts) -> Non
         in table
     )
     assert "| llama-3-8b: first token, 8,192 tokens from HOST | 100.0 ms" in table
+    assert "| llama-3-8b, a whole manager: acquire of 8 blocks | 50.00 ± 2 % ms | |" in table
     assert "Dry run" not in table
     assert "no GPU's numbers" in parts.report.table(report_of(parts, dry_run=True))
     assert all(line.count("|") == 4 for line in table.splitlines())
@@ -303,6 +306,35 @@ def test_every_way_is_measured_in_both_directions_once_its_bytes_are_right(
         assert {row.run_bytes for row in found.copies} == {shape.blocks(128) * shape.block_bytes + states}
 
 
+def test_what_an_engine_waits_for_is_measured_by_a_whole_manager(parts: Parts, tmp_path: Path) -> None:
+    steps = parts.part.Steps(tmp_path / "found.json", time.time() + 600.0)
+    shape = parts.shapes.shape_of("llama-3-8b").small()
+    parts.whole.waits(shape, parts.devices.CpuDevice(), parts.whole.SMALL, steps)
+    assert steps.found.troubles == [] and steps.found.cut == []
+    assert [row.what for row in steps.found.waits] == [
+        "first acquire over the second",
+        "offload of 128 tokens, from create until HOST has all",
+        "acquire of 128 tokens from HOST",
+        "offload of 256 tokens, from create until HOST has all",
+        "acquire of 256 tokens from HOST",
+        "acquire and offload of 128 tokens at once, together",
+        "acquire of 8 blocks",
+        "acquire of 8 blocks behind 0 s of unrelated work",
+    ]
+
+
+def test_blocks_that_do_not_come_are_told(parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = parts.part.Steps(tmp_path / "found.json", time.time() + 600.0)
+    monkeypatch.setattr(
+        parts.whole.Engine, "forget", lambda self, hashes: None
+    )  # HOST fills up with what nobody asks for
+    monkeypatch.setattr(parts.whole, "_WAIT_S", 0.2)
+    shape = parts.shapes.shape_of("llama-3-8b").small()
+    whole = parts.whole.SMALL._replace(samples=20)
+    parts.whole.waits(shape, parts.devices.CpuDevice(), whole, steps)
+    assert steps.found.troubles and all("blocks" in trouble for trouble in steps.found.troubles)
+
+
 def test_a_way_that_leaves_bytes_where_they_were_is_found_and_not_measured(parts: Parts, tmp_path: Path) -> None:
     shape, device = parts.shapes.shape_of("llama-3-8b").small(), parts.devices.CpuDevice()
     steps = parts.part.Steps(tmp_path / "found.json", time.time() + 10_000)
@@ -372,7 +404,7 @@ def test_a_block_of_the_tensors_has_the_bytes_that_its_shape_says(parts: Parts) 
 
     device = parts.devices.CpuDevice()
     for shape in parts.shapes.SHAPES:
-        layout = paged_layout(parts.copies._kv(shape, 2, device))
+        layout = paged_layout(parts.copies.kv_tensors(shape, 2, device))
         assert layout.block_bytes == shape.block_bytes
         assert len(layout.segments.sizes) == shape.kv_layers  # as an engine queues it: one copy a layer
         if shape.state_layers:
@@ -555,7 +587,7 @@ def test_without_wheels_a_sentence_says_what_to_do(
     assert "holds no wheel of kvbm; run: make gpu-pack" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         gpu_check.main(["--dry-run", "--only", "llama-4"])
-    assert "no part llama-4; parts are tests, llama-3-8b," in capsys.readouterr().err
+    assert "no part llama-4; parts are tests, manager, llama-3-8b," in capsys.readouterr().err
 
 
 def test_without_a_wheel_of_kvbm_nothing_is_packed(

@@ -132,7 +132,7 @@ class Moves:
         self.shape, self.device, self.plan = shape, device, plan
         copier = RowCopier(0)
         run = shape.blocks(plan.run_tokens)
-        self.regions = [Region(_kv(shape, 2 * run, device), run, device, copier, opened)]
+        self.regions = [Region(kv_tensors(shape, 2 * run, device), run, device, copier, opened)]
         if shape.state_layers:
             self.regions.append(Region(_states(shape, 2, device), 1, device, copier, opened))
         self.run_bytes = sum(region.run * region.block_bytes for region in self.regions)
@@ -330,7 +330,7 @@ def _bound(work: Callable[..., object], *given: object) -> Callable[[], object]:
     return lambda: work(*given)
 
 
-def _kv(shape: Shape, slots: int, device: Device) -> list[list[PagedTensor]]:
+def kv_tensors(shape: Shape, slots: int, device: Device) -> list[list[PagedTensor]]:
     """One tensor a layer, as vLLM lays them out, of random bytes."""
     if shape.parts == 1:
         dims: tuple[str, ...] = (SLOTS, "tokens", "dim")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_parts import copies, first_token, suite
+from gpu_parts import copies, first_token, suite, whole
 from gpu_parts.copies import CopyPlan, Moves
 from gpu_parts.devices import CpuDevice, CudaDevice, Device
 from gpu_parts.first_token import TokenPlan
@@ -20,7 +20,7 @@ from gpu_parts.part import Steps
 from gpu_parts.report import Machine
 from gpu_parts.shapes import shape_of
 
-TESTS = "tests"
+TESTS, MANAGER = "tests", "manager"
 
 
 def main(arguments: list[str]) -> int:
@@ -32,7 +32,13 @@ def main(arguments: list[str]) -> int:
         return 0
     opened: list[Device] = []
     dry_run = "--dry-run" in rest
-    if steps.step("device", lambda: opened.append(CpuDevice() if dry_run else CudaDevice())):
+    if not steps.step("device", lambda: opened.append(CpuDevice() if dry_run else CudaDevice())):
+        return 0
+    if part == MANAGER:
+        shape = shape_of("llama-3-8b")
+        plan = whole.SMALL if dry_run else whole.WholePlan()
+        whole.waits(shape.small() if dry_run else shape, opened[0], plan, steps)
+    else:
         _shape(part, opened[0], dry_run, steps)
     return 0
 

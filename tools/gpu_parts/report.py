@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 ONE_COPY, SWAP = "one copy", "swap"
 
 
@@ -97,6 +97,15 @@ class FirstTokenRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     times: float
 
 
+class WaitRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What an engine waits for that uses a whole manager, or another number of one; `unit` is "" for a ratio."""
+
+    shape: str
+    what: str
+    number: Measured
+    unit: str
+
+
 class PartRun(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How a part went.
 
@@ -118,6 +127,7 @@ class Found(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tests: TestsRun | None = None
     copies: list[CopyRow] = []
     first_tokens: list[FirstTokenRow] = []
+    waits: list[WaitRow] = []
     troubles: list[str] = []
     cut: list[str] = []
 
@@ -141,6 +151,7 @@ class Report(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     parts: list[PartRun]
     copies: list[CopyRow]
     first_tokens: list[FirstTokenRow]
+    waits: list[WaitRow]
 
 
 def measured(values: Sequence[float]) -> Measured:
@@ -212,6 +223,8 @@ def _lines(report: Report) -> Iterator[str]:
         beside_it = f"computed {_number(first.computed_ms, 1)} ms: {first.times:.1f} × as long"
         parts = f"copy {_number(first.copy_ms, 1)} + step {_number(first.step_ms, 1)}"
         yield f"| {what} | {first.from_host_ms:,.1f} ms ({parts}) | {beside_it} |"
+    for wait in report.waits:
+        yield f"| {wait.shape}, a whole manager: {wait.what} | {_number(wait.number, 2)} {wait.unit} | |"
     for part in report.parts:
         if part.outcome != "done":
             yield f"| {part.name} | **{part.outcome}** after {part.seconds:.0f} s | {'; '.join(part.troubles).replace('|', '/')} |"
@@ -231,6 +244,8 @@ def _refuse_nonsense(report: Report) -> None:
     for row in report.copies:
         for what, number in (("gb_per_s", row.gb_per_s.value), ("run_bytes", row.run_bytes), ("pieces", row.pieces)):
             _refuse_number(f"{row.shape}, {row.direction}, {row.way}: {what}", number)
+    for wait in report.waits:
+        _refuse_number(f"{wait.shape}, {wait.what}", wait.number.value)
     for first in report.first_tokens:
         for what, number in (
             ("copy_ms", first.copy_ms.value),

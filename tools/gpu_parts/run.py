@@ -23,8 +23,8 @@ from gpu_parts.report import VERSION, Found, PartRun, Report, encode, table, wro
 from gpu_parts.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = "tests"
-SHARES = (Share(TESTS, 2.0), *(Share(shape.name, 1.0) for shape in SHAPES))
+TESTS, MANAGER = "tests", "manager"
+SHARES = (Share(TESTS, 2.0), Share(MANAGER, 1.0), *(Share(shape.name, 1.0) for shape in SHAPES))
 _LAST_WORDS = 400  # of a process that died, in the report
 _LOG_END = 4000  # of a part in which something failed, on standard error
 
@@ -117,6 +117,7 @@ def joined(parts: Sequence[tuple[PartRun, Found]], options: Options) -> Report:
         parts=[part for part, _ in parts],
         copies=[row for one in found for row in one.copies],
         first_tokens=[row for one in found for row in one.first_tokens],
+        waits=[row for one in found for row in one.waits],
     )
 
 
