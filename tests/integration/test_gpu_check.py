@@ -325,14 +325,11 @@ def test_what_an_engine_waits_for_is_measured_by_a_whole_manager(parts: Parts, t
 
 def test_blocks_that_do_not_come_are_told(parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = parts.part.Steps(tmp_path / "found.json", time.time() + 600.0)
-    monkeypatch.setattr(
-        parts.whole.Engine, "forget", lambda self, hashes: None
-    )  # HOST fills up with what nobody asks for
-    monkeypatch.setattr(parts.whole, "_WAIT_S", 0.2)
+    monkeypatch.setattr(parts.whole.Engine, "store", lambda self, hashes: 1.0)
     shape = parts.shapes.shape_of("llama-3-8b").small()
-    whole = parts.whole.SMALL._replace(samples=20)
-    parts.whole.waits(shape, parts.devices.CpuDevice(), whole, steps)
-    assert steps.found.troubles and all("blocks" in trouble for trouble in steps.found.troubles)
+    parts.whole.waits(shape, parts.devices.CpuDevice(), parts.whole.SMALL, steps)
+    assert steps.found.troubles[0] == "first acquire: RuntimeError: 0 of 8 blocks came"
+    assert len(steps.found.troubles) == 5 and not steps.found.waits
 
 
 def test_a_way_that_leaves_bytes_where_they_were_is_found_and_not_measured(parts: Parts, tmp_path: Path) -> None:

@@ -175,15 +175,15 @@ def _both(engine: Engine, plan: WholePlan, add: Add) -> None:
     for turn in range(plan.samples + 1):
         there, fresh = engine.prompt(blocks), engine.prompt(blocks)
         engine.store(there)
-        ends: list[float] = []
+        ends: list[float | Exception] = []
         loading = threading.Thread(target=_load_into, args=(engine, there, ends))
         begin = time.perf_counter()
         loading.start()
         engine.store(fresh)
         loading.join(_WAIT_S)
         took_s = time.perf_counter() - begin
-        if not ends:
-            raise RuntimeError("what was loaded beside a store has not come")
+        if not ends or isinstance(ends[0], Exception):
+            raise RuntimeError(f"what was loaded beside a store has not come: {ends}")
         engine.forget(there)
         engine.forget(fresh)
         if turn:
@@ -191,8 +191,11 @@ def _both(engine: Engine, plan: WholePlan, add: Add) -> None:
     add(f"acquire and offload of {plan.lengths[-2]:,} tokens at once, together", rates, "GB/s")
 
 
-def _load_into(engine: Engine, hashes: bytes, ends: list[float]) -> None:
-    ends.append(engine.load(hashes))
+def _load_into(engine: Engine, hashes: bytes, ends: list[float | Exception]) -> None:
+    try:
+        ends.append(engine.load(hashes))
+    except Exception as error:  # noqa: BLE001  it is raised where the thread is waited for
+        ends.append(error)
 
 
 def _few(engine: Engine, plan: WholePlan, add: Add) -> None:
