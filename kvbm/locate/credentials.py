@@ -121,6 +121,10 @@ def _new_context(credentials: CatalogCredentials) -> ssl.SSLContext:
         if path and not Path(path).is_file():
             raise ConfigError(f"catalog.{key} {path} is no file; correct it")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if credentials.tls_ca else ssl.create_default_context()
+    file = ssl.get_default_verify_paths().cafile  # None where it is not there
+    if not credentials.tls_ca and file and not context.cert_store_stats()["x509_ca"]:
+        # Python says nothing where it cannot open the file, for want of descriptors for one.
+        raise ConfigError(f"no CA was read from {file}, the system's; set catalog.tls_ca, or raise ulimit -n")
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if credentials.tls_ca:  # that CA alone, not those of the system
         try:

@@ -432,6 +432,34 @@ def test_a_file_that_is_made_anew_and_one_that_is_removed_are_noticed(tmp_path: 
         assert serve(b, 3, 4).prefix.hits == {Tier.NVME: 4}
 
 
+@pytest.mark.parametrize("where", ["decode_header", "_Table"])
+def test_a_look_that_ends_in_the_middle_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    with opened(tmp_path, "b", slots=0) as b:
+        with opened(tmp_path, "a") as a:
+            serve(a, 1, 4)
+            assert a.settle(WAIT_S)
+        look(b)
+        shutil.rmtree(tmp_path / "pod")
+        (tmp_path / "pod").mkdir()
+        with opened(tmp_path, "a", slots=16) as a:
+            serve(a, 3, 4)
+            assert a.settle(WAIT_S)
+        folder = b.pools.pod
+        assert isinstance(folder, PodFolder)
+        with monkeypatch.context() as short:
+
+            def fail(*given: Any) -> None:
+                raise MemoryError
+
+            short.setattr(pod, where, fail)
+            with pytest.raises(MemoryError):
+                folder.poll()
+        look(b)
+        assert serve(b, 3, 4).prefix.hits == {Tier.NVME: 4}
+
+
 def test_a_file_that_goes_while_it_is_read_is_closed_after_its_last_reader(tmp_path: Path) -> None:
     with written(tmp_path, 4) as (path, hashes), opened(tmp_path, "b", slots=0) as b:
         folder = look(b)

@@ -309,8 +309,9 @@ class PodFolder:
         pool = (held.st_dev, held.st_ino, held.st_size)
         if pool != peer.pool:
             self._retire(peer)
-            peer.pool, peer.hints = pool, None
+            peer.pool = peer.hints = None  # what ends the look before it has been judged leaves it to be judged
             self._judge(instance, peer, held.st_size)
+            peer.pool = pool
         if peer.refusal:
             return
         now_s = self._clock()
@@ -328,11 +329,10 @@ class PodFolder:
         has_more = peer.is_cut and peer.table is not None and self._room(peer) > peer.table.slots
         if seen == peer.hints and peer.is_settled and not has_more:
             return
-        peer.is_settled = (
-            seen == peer.hints
-        )  # what was written in the same tick of the server's clock shows the second time
-        peer.hints = seen
         self._load(peer)
+        # What was written in the same tick of the server's clock shows the second time.
+        peer.is_settled = seen == peer.hints
+        peer.hints = seen
 
     def _judge(self, instance: InstanceId, peer: _Peer, size_bytes: int) -> None:
         """Whether a pool's file is one of this pod, and how many slots are there. Raises OSError."""
