@@ -23,7 +23,7 @@ class FakeCuda:
     def __init__(self) -> None:
         self.path = _compiled()
         self._library = ctypes.CDLL(str(self.path))
-        self._library.fake_cuda_count.restype = ctypes.c_longlong
+        self._library.fake_cuda_count.restype = self._library.fake_cuda_live.restype = ctypes.c_longlong
         self._library.fake_cuda_log.restype = ctypes.c_char_p
         self.reset()
         context = ctypes.c_void_p()
@@ -68,6 +68,14 @@ class FakeCuda:
         self._in_context(self._library.cuEventCreate, ctypes.byref(made), 2)
         self._in_context(self._library.cuEventRecord, made, ctypes.c_void_p(stream))
         return made.value or 0
+
+    def record(self, event: int, stream: int) -> None:
+        """Record an event again."""
+        self._in_context(self._library.cuEventRecord, ctypes.c_void_p(event), ctypes.c_void_p(stream))
+
+    def live(self) -> int:
+        """Memory, events, streams and modules that nobody has freed."""
+        return int(self._library.fake_cuda_live())
 
     def block(self, stream: int) -> None:
         """The engine computes there, until `unblock`."""

@@ -16,6 +16,8 @@ from kvbm.pools.hbm.pool import HbmPool
 if TYPE_CHECKING:
     import torch
 
+    from kvbm.pools.hbm.cuda import Event
+
 
 class Manager(BlockManager):
     """See the module. `kvbm.assembly.open_manager` makes one from settings.
@@ -141,14 +143,14 @@ class Manager(BlockManager):
         before, start = checked_hash(parent, "parent"), checked_int(start, "start", most=MOST_BLOCKS - 1)
         given = self._packed(slots)
         self._check_blocks(start, hashes, given)
-        work = self._recorded(stream)
+        event = self._recorded(stream)
         with self._lock:
             self._stream.require_open()
+            self._touched(given, stream, event)  # first: a signal's handler may raise anything behind the ledger's call
             try:
                 holders = self._ledger.create(namespace, Tier.HBM, before, start, hashes, given)
             except LedgerError as error:
                 raise self._named(error, given) from None
-            self._touched(given, work, begins=True)
             self._namespaces.use(namespace)
             self._counters.created_blocks += len(given) // SLOT_BYTES
             self._offloader.offer(namespace, Tier.HBM, hashes, 1, self._ledger.lacking, parent, start)
@@ -164,13 +166,13 @@ class Manager(BlockManager):
         Raises: ArgumentError: a slot that HBM has not, or no list of slots. LedgerError: a slot is not pinned.
         """
         given = self._packed(slots)
-        work = self._recorded(stream)
+        event = self._recorded(stream)
         with self._lock:
+            self._touched(given, stream, event)
             try:
                 self._ledger.unpin(Tier.HBM, given)
             except LedgerError as error:
                 raise self._named(error, given) from None
-            self._touched(given, work)
 
     def release(self, slots: Sequence[int], stream: torch.cuda.Stream | torch.cuda.Event | None = None) -> None:
         """Give back allocated HBM slots in which no block was created.
@@ -180,13 +182,13 @@ class Manager(BlockManager):
         Raises: ArgumentError: a slot that HBM has not, or no list of slots. LedgerError: a slot is not allocated.
         """
         given = self._packed(slots)
-        work = self._recorded(stream)
+        event = self._recorded(stream)
         with self._lock:
+            self._touched(given, stream, event)
             try:
                 self._ledger.release(Tier.HBM, given)
             except LedgerError as error:
                 raise self._named(error, given) from None
-            self._touched(given, work)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -203,16 +205,16 @@ class Manager(BlockManager):
         if start + blocks > MOST_BLOCKS:
             raise ArgumentValueError("start", f"is {start}, for {blocks} blocks; a chain has at most {MOST_BLOCKS}")
 
-    def _recorded(self, stream: torch.cuda.Stream | torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def _recorded(self, stream: torch.cuda.Stream | torch.cuda.Event | None) -> Event | None:
         """An event behind a caller's work; None on a CPU. Raises ArgumentTypeError."""
         pool = self.pools.slots[Tier.HBM]
         return pool.recorded(stream) if isinstance(pool, HbmPool) else None
 
-    def _touched(self, given: bytes, work: torch.cuda.Event | None, begins: bool = False) -> None:
-        """Copies from and to these slots wait for this work from now on. Under the lock: none of them has begun."""
+    def _touched(self, given: bytes, stream: torch.cuda.Stream | torch.cuda.Event | None, event: Event | None) -> None:
+        """Copies from and to these slots wait for this work from now on, also where the call is refused then. Under the lock."""
         pool = self.pools.slots[Tier.HBM]
         if isinstance(pool, HbmPool) and pool.has_order:
-            pool.touched(split_slots(given), work, begins)
+            pool.touched(split_slots(given), stream, event)
 
     def _named(self, error: LedgerError, given: bytes) -> KvbmError:
         """Why a run of slots was refused: a slot that the pool does not have, or else the ledger's own word."""

@@ -5,7 +5,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <memory>
 #include <optional>
+#include <tuple>
+#include <utility>
 #include <variant>
 
 #include "segment_copy.hpp"
@@ -21,14 +24,26 @@ class Ring {
   Ring(const Indexes& addresses, const Indexes& strides, const Indexes& sizes, std::uint64_t slots, nb::object copier,
        const RingOptions& options, const std::string& library)
       : copier_(std::move(copier)), table_(segments_of(addresses, strides, sizes), slots),
-        driver_(cuda_driver(library)), ring_(driver_, segments_of(addresses, strides, sizes), slots, options) {}
+        driver_(cuda_driver(library)),
+        ring_(std::make_unique<DeviceRing>(driver_, segments_of(addresses, strides, sizes), slots, options)) {}
+
+  // What a device may still write stays, for nobody.
+  ~Ring() {
+    if (ring_->is_under_way()) {
+      static_cast<void>(new std::tuple(std::move(slots_), std::move(rows_), std::move(at_)));
+    }
+    const GilReleased released;  // the driver may wait for the device
+    ring_.reset();
+  }
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
 
   void gather(Indexes slots, Rows rows, std::optional<Indexes> at, const Handles& events, const Handles& streams, bool wants_sums) {
     look_at(slots, rows, at);
     const std::size_t count = wants_sums ? slots.shape(0) : 0;
     auto sums = wants_sums ? std::make_unique<std::uint32_t[]>(count) : nullptr;
     const auto [after_events, after_streams] = std::pair(named(events), named(streams));
-    ring_.gather(span_of(slots), block_rows<std::uint8_t>(rows), rows_of(at), {after_events, after_streams}, {sums.get(), count},
+    ring_->gather(span_of(slots), block_rows<std::uint8_t>(rows), rows_of(at), {after_events, after_streams}, {sums.get(), count},
                  &nb::cast<RowCopier&>(copier_));
     keep(std::move(slots), std::move(rows), std::move(at));
     sums_ = std::move(sums);
@@ -37,7 +52,7 @@ class Ring {
   void scatter(Indexes slots, ConstRows rows, std::optional<Indexes> at, const Handles& events, const Handles& streams) {
     look_at(slots, rows, at);
     const auto [after_events, after_streams] = std::pair(named(events), named(streams));
-    ring_.scatter(span_of(slots), block_rows<const std::uint8_t>(rows), rows_of(at), {after_events, after_streams});
+    ring_->scatter(span_of(slots), block_rows<const std::uint8_t>(rows), rows_of(at), {after_events, after_streams});
     keep(std::move(slots), std::move(rows), std::move(at));
     sums_ = nullptr;
   }
@@ -47,8 +62,9 @@ class Ring {
     bool is_over = false;
     try {
       const GilReleased released;
-      is_over = ring_.advance(timeout);
+      is_over = ring_->advance(timeout);
     } catch (...) {
+      sums_ = nullptr;
       forget();
       throw;
     }
@@ -59,23 +75,37 @@ class Ring {
   }
 
   nb::object checksums() {
-    if (ring_.is_under_way() || sums_ == nullptr) {
+    if (ring_->is_under_way() || sums_ == nullptr) {
       return nb::none();
     }
     return nb::cast(sums_of(std::move(sums_), count_));
   }
 
-  bool has_passed(std::uintptr_t event) const { return ring_.has_passed_event(reinterpret_cast<CuEvent>(event)); }
+  void settle() {
+    {
+      const GilReleased released;
+      ring_->settle();
+    }
+    forget();
+  }
+
+  std::uintptr_t mark(const Handles& events, const Handles& streams) {
+    const auto [after_events, after_streams] = std::pair(named(events), named(streams));
+    return reinterpret_cast<std::uintptr_t>(ring_->mark({after_events, after_streams}));
+  }
+  void drop_mark(std::uintptr_t mark) { ring_->drop_mark(reinterpret_cast<CuEvent>(mark)); }
+
+  bool has_passed(std::uintptr_t event) const { return ring_->has_passed_event(reinterpret_cast<CuEvent>(event)); }
   bool reaches(const ConstRows& rows) const {
     const std::size_t count = rows.shape(0);
     if (count == 0 || rows.shape(1) == 0) {
       return false;
     }
     const auto stride = static_cast<std::uint64_t>(count > 1 ? rows.stride(0) : 0);
-    return ring_.reaches(rows.data(), (count - 1) * stride + rows.shape(1));
+    return ring_->reaches(rows.data(), (count - 1) * stride + rows.shape(1));
   }
 
-  const DeviceRing& ring() const noexcept { return ring_; }
+  const DeviceRing& ring() const noexcept { return *ring_; }
 
  private:
   static std::vector<Segment> segments_of(const Indexes& addresses, const Indexes& strides, const Indexes& sizes) {
@@ -110,6 +140,11 @@ class Ring {
       return;
     }
     check_below(span_of(slots), table_.slots(), "slot");
+    const auto row_bytes = static_cast<std::int64_t>(rows.shape(1));
+    if ((row_bytes > 1 && rows.shape(0) > 0 && rows.stride(1) != 1) || (rows.shape(0) > 1 && rows.stride(0) < row_bytes)) {
+      throw Error(ErrorCode::kLayout, "rows lie " + std::to_string(rows.stride(0)) + " bytes apart, their bytes " +
+                                          std::to_string(rows.stride(1)) + "; the bytes of a row must lie side by side, and in no other row");
+    }
     if (rows.shape(1) != table_.block_bytes() || rows.shape(0) < slots.shape(0)) {
       throw Error(ErrorCode::kLayout, std::to_string(slots.shape(0)) + " slots of " + std::to_string(table_.block_bytes()) +
                                           " bytes come with " + std::to_string(rows.shape(0)) + " rows of " + std::to_string(rows.shape(1)));
@@ -124,7 +159,7 @@ class Ring {
   }
 
   void forget() {
-    if (!ring_.is_under_way()) {
+    if (!ring_->is_under_way()) {
       slots_.reset();
       rows_.reset();
       at_.reset();
@@ -139,7 +174,7 @@ class Ring {
   std::optional<Indexes> at_;                        // likewise
   std::unique_ptr<std::uint32_t[]> sums_;            // of the last gather
   std::size_t count_ = 0;                            // of its blocks
-  DeviceRing ring_;                                  // ends before what its run names
+  std::unique_ptr<DeviceRing> ring_;                 // ends before what its run names
 };
 
 }  // namespace
@@ -177,6 +212,9 @@ void bind_device_ring(nb::module_& module, const SharedErrors& errors) {
           nb::arg("slots").noconvert(), nb::arg("rows").noconvert(), nb::arg("at").none().noconvert(), nb::arg("events"), nb::arg("streams"))
       .def("advance", &Ring::advance, nb::arg("timeout_s"))
       .def("checksums", &Ring::checksums)
+      .def("settle", &Ring::settle)
+      .def("mark", &Ring::mark, nb::arg("events"), nb::arg("streams"))
+      .def("drop_mark", &Ring::drop_mark, nb::arg("mark"))
       .def("has_passed", &Ring::has_passed, nb::arg("event"))
       .def("reaches", &Ring::reaches, nb::arg("rows"))
       .def_prop_ro("is_under_way", [](const Ring& self) { return self.ring().is_under_way(); })

@@ -109,6 +109,7 @@ bool means_lost(CuResult result) noexcept {
     case 201:  // CUDA_ERROR_INVALID_CONTEXT: somebody reset the device
     case 214:  // CUDA_ERROR_ECC_UNCORRECTABLE
     case 220:  // CUDA_ERROR_NVLINK_UNCORRECTABLE
+    case 226:  // CUDA_ERROR_CONTAINED
     case 700:  // CUDA_ERROR_ILLEGAL_ADDRESS
     case 702:  // CUDA_ERROR_LAUNCH_TIMEOUT
     case 709:  // CUDA_ERROR_CONTEXT_IS_DESTROYED
@@ -119,7 +120,7 @@ bool means_lost(CuResult result) noexcept {
     case 717:  // CUDA_ERROR_INVALID_ADDRESS_SPACE
     case 718:  // CUDA_ERROR_INVALID_PC
     case 719:  // CUDA_ERROR_LAUNCH_FAILED
-    case 721:  // CUDA_ERROR_CONTAINED
+    case 721:  // CUDA_ERROR_TENSOR_MEMORY_LEAK
     case 810:  // CUDA_ERROR_MPS_CLIENT_TERMINATED
       return true;
     default:

@@ -29,7 +29,9 @@ constexpr std::uint64_t kAlign = 256;        // of what the ring holds
 constexpr std::size_t kParts = 8;            // of a ring: lots under way at once
 constexpr unsigned kThreads = 512;           // of a program
 constexpr unsigned kMostPrograms = 1024;
-constexpr long kNapNs = 10'000;              // between two looks at what the device has confirmed
+constexpr long kNapNs = 10'000;              // between two looks at what the device has confirmed, at first
+constexpr long kLongestNapNs = 200'000;      // and at last
+constexpr auto kSpin = std::chrono::microseconds(50);  // after the last move, while somebody waits for the next
 constexpr unsigned long kSlackNs = 1'000;    // by which a nap may be longer
 
 // As the kernel's.
@@ -56,13 +58,17 @@ class ShortNaps {
   ShortNaps(const ShortNaps&) = delete;
   ShortNaps& operator=(const ShortNaps&) = delete;
 
-  void nap() const noexcept {
-    const timespec length{0, kNapNs};
+  // The longer nothing has moved, the longer.
+  void nap() noexcept {
+    const timespec length{0, length_ns_};
     nanosleep(&length, nullptr);
+    length_ns_ = std::min(2 * length_ns_, kLongestNapNs);
   }
+  void reset() noexcept { length_ns_ = kNapNs; }
 
  private:
-  int before_;  // the thread's own
+  int before_;                // the thread's own
+  long length_ns_ = kNapNs;   // of the next
 };
 
 }  // namespace
@@ -73,13 +79,13 @@ class DeviceRing::Sums {
  public:
   Sums() {
     try {
-      thread_ = std::thread([this] { work(); });
+      thread_ = std::make_unique<std::thread>([this] { work(); });
     } catch (const std::system_error&) {  // the system gives no more
     }
   }
   ~Sums() {
     if (getpid() != process_) {  // a forked child has no such thread
-      thread_.detach();
+      static_cast<void>(thread_.release());
       return;
     }
     {
@@ -87,8 +93,8 @@ class DeviceRing::Sums {
       is_closed_ = true;
     }
     changed_.notify_one();
-    if (thread_.joinable()) {
-      thread_.join();
+    if (thread_ != nullptr) {
+      thread_->join();
     }
   }
   Sums(const Sums&) = delete;
@@ -110,7 +116,7 @@ class DeviceRing::Sums {
       const std::lock_guard lock(mutex_);
       there_ = std::max(there_, rows);
     }
-    if (thread_.joinable()) {
+    if (thread_ != nullptr) {
       changed_.notify_one();
     } else {
       sum(done_, there_);
@@ -169,7 +175,7 @@ class DeviceRing::Sums {
   std::uint64_t done_ = 0;            // rows whose checksum is there
   bool is_closed_ = false;            // the thread ends
   const pid_t process_ = getpid();    // that has the thread
-  std::thread thread_;                // last: it works on the others
+  std::unique_ptr<std::thread> thread_;  // last: it works on the others; null where there is none
 };
 
 DeviceRing::DeviceRing(const CudaDriver& driver, std::vector<Segment> segments, std::uint64_t slots, const RingOptions& options)
@@ -190,6 +196,7 @@ DeviceRing::DeviceRing(const CudaDriver& driver, std::vector<Segment> segments, 
   lot_bytes_ = std::clamp(options.lot_bytes, kPieceBytes, part_bytes - kAlign);
   programs_ = std::min(options.programs, kMostPrograms);
   parts_.resize(kParts);
+  flying_.reserve(kParts);
   sums_ = std::make_unique<Sums>();
   try {
     open();
@@ -200,6 +207,56 @@ DeviceRing::DeviceRing(const CudaDriver& driver, std::vector<Segment> segments, 
 }
 
 DeviceRing::~DeviceRing() { close(); }
+
+void DeviceRing::settle() noexcept {
+  while (under_way_) {
+    try {
+      advance(std::chrono::seconds(1));
+    } catch (const std::exception&) {  // it has ended, or the next look tells
+    }
+  }
+}
+
+CuEvent DeviceRing::mark(const RunOrder& after) {
+  const std::lock_guard lock(marks_mutex_);
+  const InContext inside(driver_, context_);
+  require_no_capture(after.streams);
+  if (free_marks_.empty()) {
+    CuEvent made = nullptr;
+    if (const CuResult result = driver_.cuEventCreate(&made, kCuEventDisableTiming); result != kCuSuccess) {
+      throw CudaError(driver_, "cuEventCreate", result);
+    }
+    all_marks_.push_back(made);
+    free_marks_.push_back(made);
+    free_marks_.reserve(all_marks_.size());  // so that each can be given back
+  }
+  const CuEvent made = free_marks_.back();
+  const auto done = [this](CuResult result, const char* call) {
+    if (result != kCuSuccess) {
+      throw CudaError(driver_, call, result);
+    }
+  };
+  if (after.events.empty() && after.streams.size() == 1) {
+    done(driver_.cuEventRecord(made, after.streams[0]), "cuEventRecord");
+  } else {
+    const CuStream stream = behind_[next_behind_++ % behind_.size()];
+    for (const CuEvent event : after.events) {
+      done(driver_.cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent");
+    }
+    for (const CuStream other : after.streams) {
+      done(driver_.cuEventRecord(made, other), "cuEventRecord");
+      done(driver_.cuStreamWaitEvent(stream, made, 0), "cuStreamWaitEvent");
+    }
+    done(driver_.cuEventRecord(made, stream), "cuEventRecord");
+  }
+  free_marks_.pop_back();
+  return made;
+}
+
+void DeviceRing::drop_mark(CuEvent mark) noexcept {
+  const std::lock_guard lock(marks_mutex_);
+  free_marks_.push_back(mark);
+}
 
 bool DeviceRing::has_passed_event(CuEvent event) const noexcept {
   try {
@@ -248,7 +305,8 @@ bool DeviceRing::advance(std::chrono::nanoseconds timeout) {
     return true;
   }
   const auto until = std::chrono::steady_clock::now() + timeout;
-  const ShortNaps naps;
+  ShortNaps naps;
+  auto moved_at = std::chrono::steady_clock::now();
   std::optional<InContext> inside;
   try {
     while (!inside) {
@@ -270,16 +328,16 @@ bool DeviceRing::advance(std::chrono::nanoseconds timeout) {
       if (!under_way_) {
         break;
       }
-      if (!moved) {
-        if (std::chrono::steady_clock::now() >= until) {
-          return false;
-        }
-        // Lots that are queued keep the device busy; for the last, somebody waits.
-        if (next_.block < blocks_ && why_.empty()) {
-          naps.nap();
-        } else {
-          std::this_thread::yield();
-        }
+      const auto now = std::chrono::steady_clock::now();
+      if (moved) {
+        moved_at = now;
+        naps.reset();
+      } else if (now >= until) {
+        return false;
+      } else if (next_.block == blocks_ && now - moved_at < kSpin) {  // lots that are queued keep the device busy; for the last somebody waits
+        std::this_thread::yield();
+      } else {
+        naps.nap();
       }
     }
   } catch (const CudaError&) {
@@ -311,6 +369,9 @@ void DeviceRing::open() {
   check(driver_.cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
   check(driver_.cuStreamCreateWithPriority(&kernels_, kCuStreamNonBlocking, greatest), "cuStreamCreateWithPriority");
   for (CuStream& stream : copies_) {
+    check(driver_.cuStreamCreateWithPriority(&stream, kCuStreamNonBlocking, greatest), "cuStreamCreateWithPriority");
+  }
+  for (CuStream& stream : behind_) {
     check(driver_.cuStreamCreateWithPriority(&stream, kCuStreamNonBlocking, greatest), "cuStreamCreateWithPriority");
   }
   const auto event = [this](CuEvent& made) { check(driver_.cuEventCreate(&made, kCuEventDisableTiming), "cuEventCreate"); };
@@ -351,7 +412,10 @@ void DeviceRing::close() noexcept {
         }
       }
     }
-    for (const CuStream stream : {kernels_, copies_[0], copies_[1]}) {
+    for (const CuEvent mark : all_marks_) {
+      driver_.cuEventDestroy_v2(mark);
+    }
+    for (const CuStream stream : {kernels_, copies_[0], copies_[1], behind_[0], behind_[1], behind_[2], behind_[3]}) {
       if (stream != nullptr) {
         driver_.cuStreamDestroy_v2(stream);
       }
@@ -413,17 +477,26 @@ void DeviceRing::begin(std::span<const std::int64_t> slots, std::uint8_t* rows, 
 
 // Behind the engine's work come the launches, which touch its slots; for a run to the host the copies come behind those.
 void DeviceRing::wait_for(const RunOrder& after) {
+  require_no_capture(after.streams);
   for (const CuEvent event : after.events) {
     check(driver_.cuStreamWaitEvent(kernels_, event, 0), "cuStreamWaitEvent");
   }
   for (const CuStream stream : after.streams) {
-    int status = 0;
-    check(driver_.cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing");
-    if (status != 0) {  // to wait for it would make this a part of the graph
-      throw std::runtime_error("the engine's stream is captured into a graph; name an event of before to copy meanwhile");
-    }
     check(driver_.cuEventRecord(engine_, stream), "cuEventRecord");
     check(driver_.cuStreamWaitEvent(kernels_, engine_, 0), "cuStreamWaitEvent");
+  }
+}
+
+// To wait for a stream that is captured would make this a part of the graph.
+void DeviceRing::require_no_capture(std::span<const CuStream> streams) const {
+  for (const CuStream stream : streams) {
+    int status = 0;
+    if (const CuResult result = driver_.cuStreamIsCapturing(stream, &status); result != kCuSuccess) {
+      throw CudaError(driver_, "cuStreamIsCapturing", result);
+    }
+    if (status != 0) {
+      throw std::runtime_error("the engine's stream is captured into a graph; name an event of before to copy meanwhile");
+    }
   }
 }
 
@@ -473,7 +546,7 @@ void DeviceRing::queue_lot() {
     fail(error.what());
     return;
   }
-  flying_.emplace_back(number, end.byte);
+  flying_.emplace_back(number, end.byte);  // there is room: a lot that was queued is known
   next_ = end;
   ++lots_;
 }
@@ -596,7 +669,7 @@ bool DeviceRing::collect() {
   if (!has_passed(parts_[part].is_over)) {
     return false;
   }
-  flying_.pop_front();
+  flying_.erase(flying_.begin());
   if (has_sums_) {
     sums_->advance(byte / block_bytes_);
   }

@@ -366,7 +366,7 @@ def _stamp_before_its_read(stack: ExitStack) -> None:
         before = self._seen
         original(self)
         if self._seen == before and self._path:
-            self._seen = secrets_module.stamp(self._path)
+            self._seen = secrets_module.settled_stamp(self._path)
 
     original = _swap(stack, TenantSecrets, "_look", look)
 

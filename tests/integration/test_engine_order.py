@@ -226,3 +226,37 @@ def test_events_that_the_device_has_passed_are_forgotten(manager: kvbm.Manager) 
     for event in events:
         manager.hbm.order_after(event)  # type: ignore[arg-type]
     assert all(event.queries <= 2 for event in events)
+
+
+class Stop(BaseException):
+    """What a signal's handler raises."""
+
+
+@pytest.mark.parametrize("call", ["create", "unpin", "release"])
+def test_work_is_named_before_the_ledger_acts(
+    manager: kvbm.Manager, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A handler that raises behind the ledger's call must not leave slots free, or blocks held, whose work nobody waits for."""
+    stream = Stream()
+    hashes = hashes_of(3, 1)
+    slots = manager.allocate(1)
+    assert slots is not None
+    if call == "unpin":
+        manager.create(SPACE.id, kvbm.NO_PARENT, 0, hashes, slots)
+    before = len(manager.hbm._order._events)  # type: ignore[union-attr]
+    ledger = manager._ledger
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> Any:
+            def acted(*given: Any, **named: Any) -> Any:
+                getattr(ledger, name)(*given, **named)
+                raise Stop
+
+            return acted if name == call else getattr(ledger, name)
+
+    given = (SPACE.id, kvbm.NO_PARENT, 0, hashes) if call == "create" else ()
+    with monkeypatch.context() as signal:
+        signal.setattr(manager, "_ledger", Interrupted())
+        with pytest.raises(Stop):
+            getattr(manager, call)(*given, slots, stream)
+    assert len(manager.hbm._order._events) == before + 1  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,10 +14,13 @@ import structlog
 
 from kvbm._native import RowCopier, checksums
 from kvbm.assembly import segment_copies
-from kvbm.core.errors import ConfigError, LayoutError, PoolError
+from kvbm.core.errors import ArgumentTypeError, ConfigError, LayoutError, PoolError
+from kvbm.core.ids import Epoch, NamespaceId
+from kvbm.pools.base import Proof
 from kvbm.pools.hbm import rings
 from kvbm.pools.hbm.device import DeviceTimeoutError, row_copies
-from kvbm.pools.hbm.paged import Segments
+from kvbm.pools.hbm.paged import SLOTS as DIMENSION
+from kvbm.pools.hbm.paged import PagedTensor, Segments
 from kvbm.pools.hbm.rings import SHORT_BYTES, After, Half, Lane, RingCopies, ring_sizes
 from tests.eventually import eventually
 from tests.fake_cuda import FakeCuda
@@ -150,12 +154,12 @@ def test_a_gather_into_staging_gives_up_and_what_comes_late_reaches_nobody(cuda:
     cuda.set("held", 1)
     with pytest.raises(DeviceTimeoutError, match="did not arrive"):
         place.copies.gather(np.arange(12), place.rows, np.arange(12))
-    cuda.set("held", 0)
     with pytest.raises(DeviceTimeoutError, match="no ring came free"):
         place.copies.gather(column(1), place.rows, column(1))
-    assert not place.rows.any()
+    cuda.set("held", 0)
     place.copies.scatter(column(20), place.rows, column(3))  # the other direction goes on
     assert not any(place.block(20))
+    assert not place.rows.any()
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
@@ -242,26 +246,25 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
     made = EngineOrder(8, is_told=True, device=torch.device("cuda", 0))
     made.passed = set()  # type: ignore[attr-defined]
-    made.has_passed = lambda event: event in made.passed  # type: ignore[attr-defined]
+    made.ring = SimpleNamespace(has_passed=lambda handle: handle in made.passed)  # type: ignore[attr-defined, assignment]
     return made
 
 
-def test_a_run_waits_for_what_last_touched_its_slots_and_for_nothing_else(order: Any) -> None:
+def test_a_run_waits_for_what_touched_its_slots_and_for_nothing_else(order: Any) -> None:
     one, two, three = Event(), Event(), Event()
-    order.touched(column(0, 1), one, True)
-    order.touched(column(2, 3), two, True)
+    order.touched(column(0, 1), one)
+    order.touched(column(2, 3), two)
     assert order.of(column(0))[:2] == ([one.cuda_event], [])
     assert order.of(column(1, 2))[:2] == ([one.cuda_event, two.cuda_event], [])
     assert order.of(column(5, 6))[:2] == ([], [])  # nobody has touched them
-    order.touched(column(1, 2), three, False)  # a reader, of both
-    assert set(order.of(column(1)).events) == {one.cuda_event, three.cuda_event}
+    order.touched(column(1, 2), three)  # a reader, of both
+    assert order.of(column(1)).events == [one.cuda_event, three.cuda_event]
+    assert order.of(column(2)).events == [two.cuda_event, three.cuda_event]
     assert order.of(column(0)).events == [one.cuda_event]
-    order.touched(column(1), two, True)  # a new block, written behind all that the engine has ordered itself
-    assert order.of(column(1)).events == [two.cuda_event]
     everything = Event()
     order.after(everything)
     assert set(order.of(column(5)).events) == {everything.cuda_event}
-    order.passed.add(everything)
+    order.passed.add(everything.cuda_event)
     order.after(two)
     assert order.of(column(5)).events == [two.cuda_event]
 
@@ -269,51 +272,181 @@ def test_a_run_waits_for_what_last_touched_its_slots_and_for_nothing_else(order:
 def test_readers_of_a_block_are_all_waited_for_until_they_were_passed(order: Any) -> None:
     readers = [Event() for _ in range(50)]
     for reader in readers:
-        order.touched(column(4), reader, False)
+        order.touched(column(4), reader)
     assert order.of(column(4)).events == [reader.cuda_event for reader in readers]
-    order.passed.update(readers[:49])
+    order.passed.update(reader.cuda_event for reader in readers[:49])
     last = Event()
-    order.touched(column(4), last, False)
+    order.touched(column(4), last)
     assert order.of(column(4)).events == [readers[49].cuda_event, last.cuda_event]
 
 
 def test_work_without_an_event_may_be_on_the_default_stream(order: Any) -> None:
-    order.touched(column(3), None, True)
+    order.touched(column(3), None)
     assert order.of(column(3))[:2] == ([], [77])
     assert order.of(column(2))[:2] == ([], [])
     reader = Event()
-    order.touched(column(3), reader, False)
+    order.touched(column(3), reader)
     assert order.of(column(3))[:2] == ([reader.cuda_event], [77])
 
 
 def test_slots_of_a_pool_that_is_told_nothing_may_have_been_touched_by_the_current_stream(order: Any) -> None:
     order._is_told = False
     one = Event()
-    order.touched(column(3), one, True)
+    order.touched(column(3), one)
     assert order.of(column(3))[:2] == ([one.cuda_event], [])
     assert order.of(column(3, 4))[:2] == ([one.cuda_event], [77])
 
 
 def test_works_that_no_slot_remembers_are_forgotten(order: Any) -> None:
-    for _ in range(5000):
-        order.touched(column(1, 2), Event(), True)
-    order.passed.update(order._events)
-    for _ in range(1100):
-        order.touched(column(1), Event(), True)
+    for turn in range(6000):
+        event = Event()
+        order.touched(column(1, 2) if turn % 2 else column(1), event)
+        order.passed.add(event.cuda_event)
     assert len(order._works) < 1200 and len(order._events) < 1200
+
+
+# -- a whole pool, on a GPU that stands in ---------------------------------------------------------------------------
+
+
+class Stream:
+    """An engine's, as torch's."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.cuda_stream = cuda, cuda.stream()
+
+    def record_event(self) -> SimpleNamespace:
+        return SimpleNamespace(cuda_event=self.cuda.event(self.cuda_stream), query=bool, wait=bool)
+
+
+@pytest.fixture
+def pool(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An HBM pool of 8 slots whose tensor's device is called a GPU, with rings over the driver that stands in."""
+    from kvbm.pools.hbm import cuda as module
+    from kvbm.pools.hbm import pool as pools
+
+    monkeypatch.setattr(module, "_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0, synchronize=bool)
+    )
+    monkeypatch.setattr(pools, "device_of", lambda layers: torch.device("cuda", 0))
+    tensor = torch.arange(8 * 256).to(torch.uint8).reshape(8, 256)
+    layers = [[PagedTensor(tensor, (DIMENSION, "bytes"))]]
+    copies = segment_copies(RowCopier(1))
+    gc.collect()
+    return pools.HbmPool.of_layers(layers, checksums, copies, "ring", cuda.rings(), 1 << 20, is_told=True), tensor
+
+
+def write(pool: Any, slot: int, value: int) -> None:
+    rows = np.full((1, 256), value, dtype=np.uint8)
+    proof = Proof(NamespaceId(bytes(16)), Epoch(1), bytes(16), np.zeros(1, dtype=np.uint32))
+    pool.write([slot], rows, proof)
+
+
+def test_an_event_that_is_recorded_again_after_it_was_given_is_waited_for_as_it_was(cuda: FakeCuda, pool: Any) -> None:
+    made, tensor = pool
+    reader, later = Stream(cuda), Stream(cuda)
+    cuda.block(reader.cuda_stream)
+    event = reader.record_event()
+    made.touched([3], event, made.recorded(event))
+    cuda.record(event.cuda_event, later.cuda_stream)  # there it is passed at once
+    writing = threading.Thread(target=write, args=(made, 3, 9))
+    writing.start()
+    eventually(lambda: cuda.count("cuEventQuery") > 100, "nobody waits")
+    assert set(tensor[3].tolist()) != {9}
+    cuda.unblock()
+    writing.join(LONG_S)
+    assert set(tensor[3].tolist()) == {9}
+    cuda.block(later.cuda_stream)  # nor is what comes later waited for
+    cuda.record(event.cuda_event, later.cuda_stream)
+    write(made, 3, 5)
+    assert set(tensor[3].tolist()) == {5}
+    made.close()
+
+
+def test_streams_and_events_of_others_are_refused_and_one_never_recorded_is_nothing(pool: Any) -> None:
+    made, _ = pool
+    for other in (SimpleNamespace(query=bool, wait=bool), SimpleNamespace(record_event=bool), 7):
+        with pytest.raises(ArgumentTypeError, match=r"torch\.cuda"):
+            made.recorded(other)
+    never = SimpleNamespace(cuda_event=0, query=bool, wait=bool)
+    assert made.recorded(never) is None
+    made.touched([3], never, None)
+    assert made._order.of(column(3))[:2] == ([], [])
+    made.close()
+
+
+def test_a_closed_pool_has_given_all_back(cuda: FakeCuda, pool: Any) -> None:
+    made, tensor = pool
+    stream = Stream(cuda)
+    opened = cuda.live()
+    for slot in range(8):
+        made.touched([slot], stream, made.recorded(stream))
+        made.touched([slot], None, made.recorded(None))
+        write(made, slot, slot)
+    assert tensor[:, 0].tolist() == list(range(8))
+    assert cuda.live() <= opened + 16  # one for each that somebody may wait for
+    made.close()
+    gc.collect()
+    assert cuda.live() < opened - 4 * 16  # four rings had sixteen events each for their parts alone
+
+
+def test_a_device_lost_between_two_runs_is_said(cuda: FakeCuda) -> None:
+    place = Place(cuda)
+    place.copies.gather(column(1), place.rows, column(1))
+    cuda.refuse("cuMemcpyHtoDAsync", -1, 226)  # CUDA_ERROR_CONTAINED
+    with structlog.testing.capture_logs() as logs:
+        with pytest.raises(RuntimeError, match=LOST):
+            place.copies.gather(column(1), place.rows, column(1))
+        with pytest.raises(PoolError, match=LOST):
+            place.copies.scatter(column(1), place.rows, column(1))
+    assert [line["event"] for line in logs] == ["hbm.lost"]
+
+
+def test_a_run_that_is_refused_leaves_no_wait_behind(cuda: FakeCuda) -> None:
+    place, engine, captured = Place(cuda), cuda.stream(), cuda.stream()
+    cuda.block(engine)
+    behind = cuda.event(engine)
+    place.waits = lambda slots: After([behind], [captured])
+    cuda.set("captured stream", captured)
+    with pytest.raises(RuntimeError, match="captured into a graph"):
+        place.copies.gather(column(1), place.rows, column(1))
+    place.waits = lambda slots: After([], [])
+    place.copies.gather(column(1), place.rows, column(2))
+    assert place.rows[2].tobytes() == place.block(1)
+
+
+def test_rows_whose_bytes_lie_apart_or_in_each_other_are_refused(cuda: FakeCuda) -> None:
+    place = Place(cuda)
+    ring = place.copies._gathers._lanes[0].ring
+    wide = np.zeros((4, 2 * BLOCK_BYTES), dtype=np.uint8)
+    within = np.lib.stride_tricks.as_strided(wide, (4, BLOCK_BYTES), (100, 1))
+    for rows in (wide[:, ::2], within):
+        for at in (None, np.arange(4)):
+            with pytest.raises(LayoutError):
+                ring.gather(np.arange(4), rows, at, [], [])
+
+
+def test_a_lane_whose_gather_was_given_up_serves_again_once_the_device_has_confirmed_it(cuda: FakeCuda) -> None:
+    place = Place(cuda, is_pinned=False, deadline_s=0.05, lanes=1)
+    cuda.set("held", 1)
+    with pytest.raises(DeviceTimeoutError, match="did not arrive"):
+        place.copies.gather(np.arange(12), place.rows, np.arange(12))
+    cuda.set("held", 0)
+    cuda.set("steps", 1000)
+    kept = place.block(1)
+    place.copies.gather(column(1), place.rows, column(1))
+    assert place.rows[1].tobytes() == kept
 
 
 def test_a_ring_that_cannot_be_had_is_said_and_another_way_taken(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvbm.pools.hbm import cuda as module
-    from kvbm.pools.hbm.paged import SLOTS as DIMENSION
-    from kvbm.pools.hbm.paged import PagedTensor, paged_layout
+    from kvbm.pools.hbm.paged import paged_layout
 
     other = object()
     monkeypatch.setattr(module, "_moved_copies", lambda *given: other)
     monkeypatch.setattr(module, "_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
-    monkeypatch.setattr(module, "_outlived", lambda staging: staging)
     layers = [[PagedTensor(torch.zeros((4, 256), dtype=torch.uint8), (DIMENSION, "bytes"))]]
     named = layers, paged_layout(layers), torch.device("cuda", 0), module.EngineOrder(4), segment_copies(RowCopier(1))
     assert isinstance(module.open_copies(*named, "auto", cuda.rings()), RingCopies)

@@ -20,7 +20,7 @@ from kvbm.pools.hbm.copy_queue import Ordering, Side, ThreadedQueue
 from kvbm.pools.hbm.device import DeviceCopies, Half, Lane, Mark, Mover, row_copies
 from kvbm.pools.hbm.measuring import NewMover, rate_on
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout, PagedTensor, block_order
-from kvbm.pools.hbm.rings import RING_BYTES, After, NewRing, RingCopies, ring_sizes
+from kvbm.pools.hbm.rings import RING_BYTES, After, NewRing, Ring, RingCopies, ring_sizes
 from kvbm.pools.hbm.ways import Ways, known_ways, measure_ways
 from kvbm.remarks import Remarks
 
@@ -36,10 +36,27 @@ _FORGETS_EVERY = 1024  # calls
 _DEVICE_POINTER, _MEMORY_TYPE, _HOST_MEMORY = 3, 2, 1  # of cuda.h: CU_POINTER_ATTRIBUTE_…, CU_MEMORYTYPE_HOST
 
 
-class _Work(NamedTuple):
-    """What some slots were last touched by: events behind it, and whether the default stream is one it may be on."""
+class RingMark:
+    """A ring's event behind an engine's work, which lives as long as somebody may wait for it."""
 
-    events: tuple[torch.cuda.Event, ...]
+    def __init__(self, ring: Ring, events: list[int], streams: list[int]) -> None:
+        """Raises RuntimeError: the device takes none, or a stream is captured into a graph."""
+        self._ring = ring
+        self.cuda_event = 0
+        self.cuda_event = ring.mark(events, streams)
+
+    def __del__(self) -> None:
+        if self.cuda_event:
+            self._ring.drop_mark(self.cuda_event)
+
+
+Event = torch.cuda.Event | RingMark
+
+
+class _Work(NamedTuple):
+    """What some slots were touched by: events behind it, and whether the default stream is one it may be on."""
+
+    events: tuple[Event, ...]
     by_default: bool
 
 
@@ -54,60 +71,72 @@ def _is_pending(event: torch.cuda.Event) -> bool:
 
 
 class EngineOrder:
-    """Which of the engine's work a copy waits for: what last touched its slots, where that is known.
+    """Which of the engine's work a copy waits for: what touched its slots, where that is known.
 
     Args:
         slots: of the pool.
         is_told: whether whoever owns the slots names what touches each of them, so that slots nobody has named were touched by nothing;
             else such slots may have been touched by what is on the calling thread's current stream.
+
+    Attributes:
+        ring: gives marks of its own, and tells which were passed; None: an engine's events are kept as they are.
     """
 
     def __init__(self, slots: int = 0, is_told: bool = False, device: torch.device | None = None) -> None:
-        self.has_passed: Callable[[torch.cuda.Event], bool] = lambda event: not _is_pending(event)
+        self.ring: Ring | None = None
         self._device = device
         self._is_told = is_told
         self._lock = threading.Lock()
-        self._events: list[torch.cuda.Event] = []  # all that were named, but for some that the device has passed
-        self._everywhere: list[torch.cuda.Event] = []  # those of them that were named for all slots
-        self._last = np.zeros(slots, dtype=np.int64)  # the number of what last touched a slot; 0: nobody has said
+        self._events: list[Event] = []  # all that were named, but for some that the device has passed
+        self._everywhere: list[Event] = []  # those of them that were named for all slots
+        self._last = np.zeros(slots, dtype=np.int64)  # the number of the work that touched a slot; 0: nobody has said
         self._works: dict[int, _Work] = {}
-        self._number = 0
-        self._calls = 0
+        self._number = self._calls = 0
 
-    def after(self, event: torch.cuda.Event) -> None:
+    def recorded(self, work: torch.cuda.Stream | torch.cuda.Event | None) -> Event | None:
+        """An event behind this work as it is now; None: none can be had.
+
+        Args:
+            work: None: the default stream's.
+        """
+        stream = getattr(work, "cuda_stream", None)
+        record = getattr(work, "record_event", None)
+        try:
+            if self.ring is None:
+                if work is None:
+                    default: torch.cuda.Event = torch.cuda.default_stream(self._device).record_event()
+                    return default
+                event: Event = work if record is None else record()  # type: ignore[assignment]
+                return event
+            if work is None:
+                return RingMark(self.ring, [], [0])
+            if stream is not None:
+                return RingMark(self.ring, [], [stream])
+            return RingMark(self.ring, [work.cuda_event], [])  # type: ignore[union-attr]
+        except RuntimeError:  # a graph is captured, or the device failed; a copy that waits for it says so
+            return None
+
+    def after(self, event: Event) -> None:
         """Copies that begin from now on wait for this event too, until the device has passed it."""
         with self._lock:
             self._events = [*self._pending(self._events), event]
             self._everywhere = [*self._pending(self._everywhere), event]
 
-    def by_default(self) -> torch.cuda.Event | None:
-        """An event behind what is on the default stream now; None: none can be had."""
-        try:
-            event: torch.cuda.Event = torch.cuda.default_stream(self._device).record_event()
-            return event
-        except RuntimeError:  # a graph is captured, or the device failed; a copy that waits for it says so
-            return None
-
-    def touched(self, slots: np.ndarray, event: torch.cuda.Event | None, begins: bool) -> None:
-        """Copies from and into these slots wait for this event from now on; None: for all that is on the default stream when they begin.
-
-        Args:
-            begins: what was named for them before is behind the engine's own work: the slots have new blocks.
-        """
+    def touched(self, slots: np.ndarray, event: Event | None) -> None:
+        """Copies from and into these slots wait for this event from now on; None: for all that is on the default stream when they begin."""
         named = () if event is None else (event,)
         with self._lock:
-            before = self._last[slots]
-            for number in {0} if begins else set(before.tolist()):
+            numbers, groups = np.unique(self._last[slots], return_inverse=True)
+            fresh = np.arange(self._number + 1, self._number + 1 + len(numbers), dtype=np.int64)
+            for number, new in zip(numbers.tolist(), fresh.tolist(), strict=True):
                 work = self._works.get(number, _NO_WORK)
-                events = self._pending(work.events) if len(work.events) > 1 else work.events
-                made = _Work(tuple(dict.fromkeys((*events, *named))), work.by_default or event is None)
-                self._number += 1
-                self._works[self._number] = made
-                self._last[slots if begins else slots[before == number]] = self._number
-            if event is not None:
-                self._events.append(event)
+                events = (*self._pending(work.events), *named)
+                self._works[new] = _Work(tuple(dict.fromkeys(events)), work.by_default or event is None)
+            self._number += len(numbers)
+            self._last[slots] = fresh[groups]
+            self._events.extend(named)
             self._calls += 1
-            if self._calls % _FORGETS_EVERY == 0:
+            if self._calls % _FORGETS_EVERY == 0 or len(self._works) > 2 * len(self._last) + _FORGETS_EVERY:
                 self._forget()
 
     def of(self, slots: np.ndarray) -> After:
@@ -131,10 +160,13 @@ class EngineOrder:
         with self._lock:
             self._events = events = self._pending(self._events)
         for event in events:
-            stream.wait_event(event)
+            stream.wait_event(event)  # type: ignore[arg-type]  # where there is no ring they are torch's
 
-    def _pending(self, events: Iterable[torch.cuda.Event]) -> list[torch.cuda.Event]:
-        return [event for event in events if not self.has_passed(event)]
+    def _pending(self, events: Iterable[Event]) -> list[Event]:
+        ring = self.ring
+        if ring is None:
+            return [event for event in events if _is_pending(event)]  # type: ignore[arg-type]
+        return [event for event in events if not ring.has_passed(event.cuda_event)]
 
     def _forget(self) -> None:
         """Works that no slot has as its last, and events that were passed."""
@@ -308,7 +340,7 @@ def open_copies(
                 raise ConfigError(f'HBM pool: to copy by "ring" cannot be had: {error}') from error
             log.warning("hbm.ring_refused", why=str(error), instead="copies that take more of the engine's GPU")
         else:
-            engine.has_passed = lambda event: lanes[0].ring.has_passed(event.cuda_event)
+            engine.ring = lanes[0].ring
             return RingCopies(lanes[:2], lanes[2:], engine.of, copies, _DEADLINE_S)
     if way == "ring":
         raise ConfigError('HBM pool: to copy by "ring" needs kvbm\'s native rings; use "auto"')
@@ -326,15 +358,9 @@ def _ring_lane(
     def half() -> by_ring.Half:
         staging = _pinned((blocks, layout.block_bytes), torch.uint8)
         rows = staging.numpy()
-        return by_ring.Half(rows, row_copies(copies, rows), _outlived(staging))
+        return by_ring.Half(rows, row_copies(copies, rows), by_ring.Outliving(staging))
 
     return by_ring.Lane(made, (half(), half()))
-
-
-def _outlived(staging: torch.Tensor) -> torch.Tensor:
-    """Memory of CUDA's whose destructor never runs: on a device that was lost it would end the process."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(staging))
-    return staging
 
 
 def _moved_copies(

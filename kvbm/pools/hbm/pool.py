@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from kvbm.pools.run import all_failed, check_proof, check_rows, check_size, chec
 if TYPE_CHECKING:
     import torch
 
-    from kvbm.pools.hbm.cuda import EngineOrder
+    from kvbm.pools.hbm.cuda import EngineOrder, Event
     from kvbm.pools.hbm.device import DeviceCopies
     from kvbm.pools.hbm.rings import RingCopies
 
@@ -175,33 +175,44 @@ class HbmPool:
         if self._order is not None and event is not None:
             self._order.after(event)
 
-    def recorded(self, work: torch.cuda.Stream | torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """An event behind this work, for `touched`: a stream's, the given event, or without work the default stream's; None: there is none.
+    def recorded(self, work: torch.cuda.Stream | torch.cuda.Event | None) -> Event | None:
+        """An event behind this work as it is now, for `touched`; without work behind the default stream's. None: there is none.
 
-        Raises: ArgumentTypeError: it is neither a stream nor an event.
+        Raises: ArgumentTypeError: it is neither a stream nor an event of CUDA's.
         """
-        record: Callable[[], torch.cuda.Event] | None = getattr(work, "record_event", None)
-        if work is not None and record is None and not (hasattr(work, "query") and hasattr(work, "wait")):
+        is_stream = hasattr(work, "record_event")
+        if work is not None and not is_stream and not (hasattr(work, "query") and hasattr(work, "wait")):
             raise ArgumentTypeError(
                 "stream", f"is {kind_of(work)}; give a torch.cuda.Stream, or a torch.cuda.Event behind the work"
             )
         if self._order is None:
             return None
-        if work is None:
-            return self._order.by_default() if self.is_told else None
-        return record() if record is not None else cast("torch.cuda.Event", work)
+        handle = "cuda_stream" if is_stream else "cuda_event"
+        if work is not None and self._order.ring is not None and not hasattr(work, handle):
+            raise ArgumentTypeError(
+                "stream", f"is {kind_of(work)}, which is not CUDA's; give a torch.cuda.Stream or Event"
+            )
+        if work is not None and getattr(work, handle, 1) == 0 and not is_stream:
+            return None  # it was never recorded: there is nothing to wait for
+        if work is None and not self.is_told:
+            return None
+        return self._order.recorded(work)
 
-    def touched(self, slots: Sequence[int], event: torch.cuda.Event | None, begins: bool = False) -> None:
+    def touched(
+        self, slots: Sequence[int], work: torch.cuda.Stream | torch.cuda.Event | None, event: Event | None
+    ) -> None:
         """Copies from and into these slots wait for this event from now on, and of others those that nobody has named anything for.
 
         Args:
-            event: as `recorded` gave it; None: what is on the default stream when the copy begins.
-            begins: the work writes new blocks into the slots: what touched them before, the engine itself has ordered before it.
+            work: of the caller's; None: what is on the default stream.
+            event: as `recorded` gave it for that.
         """
         if self._order is None:
             return
         if self.is_told:
-            self._order.touched(_column(np.asarray(slots)), event, begins)
+            if event is not None or getattr(work, "cuda_event", 1) != 0:
+                there = [slot for slot in slots if slot < self.slots]
+                self._order.touched(_column(np.asarray(there)), event)
         elif event is not None:
             self._order.after(event)
 
@@ -297,7 +308,7 @@ class HbmPool:
         self._device_copies: DeviceCopies | RingCopies | None = None
         self._order = None
         self.is_told = False
-        device = layers[0][0].tensor.device if isinstance(layers[0][0].tensor, torch.Tensor) else torch.device("cpu")
+        device = device_of(layers)
         if device.type == "cuda":
             from kvbm.pools.hbm.cuda import EngineOrder, open_copies
 
@@ -308,6 +319,14 @@ class HbmPool:
             self._copies = new_copies(*layout.segments, layout.slots)
         else:
             raise LayoutError(f"paged KV lies on {device}; a pool can be on cuda or cpu")
+
+
+def device_of(layers: Sequence[Sequence[PagedTensor]]) -> torch.device:
+    """Where an engine's tensors lie."""
+    import torch
+
+    first = layers[0][0].tensor
+    return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
 
 def _aligned_rows(slots: int, block_bytes: int) -> np.ndarray:

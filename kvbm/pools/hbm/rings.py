@@ -7,7 +7,7 @@ neither waits for the other, nor a few blocks for a gigabyte.
 
 from __future__ import annotations
 
-import queue
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,8 +27,6 @@ log = Remarks()
 RING_BYTES = 128 << 20  # of a GPU's memory, for each direction
 SHORT_BYTES = 32 << 20  # of a run that goes by a direction's small ring
 _SMALL_SHARE = 8  # of the memory of a direction, its small ring has this part
-
-_unended: list[Lane] = []  # whose device has not confirmed a run: it may still write their memory
 
 
 class Ring(Protocol):
@@ -68,6 +66,15 @@ class Ring(Protocol):
     def checksums(self) -> np.ndarray | None:
         """CRC-32C of each row of the last gather, u32; None where none were wanted, before it has ended, and once they were taken."""
 
+    def settle(self) -> None:
+        """Wait until the run under way has ended, if there is one, whatever becomes of it: one call, which nothing interrupts."""
+
+    def mark(self, events: list[int], streams: list[int]) -> int:
+        """An event of the ring's own, behind these as they are now. Raises RuntimeError: none can be had; a stream is captured."""
+
+    def drop_mark(self, mark: int) -> None:
+        """Nobody will wait for it any more."""
+
     def has_passed(self, event: int) -> bool:
         """Whether the device has passed an event. Also while a graph is captured, which it does not end."""
 
@@ -102,6 +109,20 @@ class After(NamedTuple):
     kept: Any = None
 
 
+class Outliving:
+    """CUDA's memory whose destructor runs only where it is let go: on a device that was lost it would end the process."""
+
+    def __init__(self, kept: Any) -> None:
+        self._kept = kept
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+    def let_go(self) -> None:
+        """The device is well, and does nothing with it. Idempotent."""
+        if self._kept is not None:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._kept))
+            self._kept = None
+
+
 class Half(NamedTuple):
     """Half of a lane's staging: rows that the device reaches, and the same as a place that CPU threads copy from and to.
 
@@ -112,7 +133,7 @@ class Half(NamedTuple):
 
     rows: np.ndarray
     copies: SegmentCopies
-    kept: Any = None
+    kept: Outliving | None = None
 
 
 class Lane(NamedTuple):
@@ -120,6 +141,14 @@ class Lane(NamedTuple):
 
     ring: Ring
     halves: tuple[Half, Half]
+
+    def let_go(self) -> None:
+        """Give its staging back, unless the device may still write it or was lost."""
+        if self.ring.is_under_way or self.ring.is_lost:
+            return
+        for half in self.halves:
+            if half.kept is not None:
+                half.kept.let_go()
 
 
 class RingCopies:
@@ -158,11 +187,13 @@ class RingCopies:
         """Fill rows from slots; the CRC-32C of what arrived. Raises RuntimeError, PoolError: the device failed, or does not answer."""
         if not len(slots):
             return np.empty(0, dtype=np.uint32)
-        with self._lane(self._gathers, len(slots) * rows.shape[1]) as lane:
-            if not lane.ring.reaches(rows):
+        run_bytes = len(slots) * rows.shape[1]
+        if not self._gathers.reach(rows):
+            with self._lane(self._gathers, run_bytes, gives_up=True) as lane:
                 return self._gather_staged(lane, slots, rows, np.arange(len(slots)) if at is None else at)
-            with self._begun(lane.ring, partial(lane.ring.gather, slots, rows, at), slots):
-                self._end(lane.ring)
+        with self._lane(self._gathers, run_bytes) as lane:
+            self._begin(lane.ring, partial(lane.ring.gather, slots, rows, at), slots)
+            self._end(lane.ring)
             sums = lane.ring.checksums()
         assert sums is not None
         return sums
@@ -175,13 +206,14 @@ class RingCopies:
             if not lane.ring.reaches(rows):
                 self._scatter_staged(lane, slots, rows, np.arange(len(slots)) if at is None else at)
                 return
-            with self._begun(lane.ring, partial(lane.ring.scatter, slots, rows, at), slots):
-                self._end(lane.ring)
+            self._begin(lane.ring, partial(lane.ring.scatter, slots, rows, at), slots)
+            self._end(lane.ring)
 
     def close(self) -> None:
-        """Let the rings' memory go. No call may be under way."""
-        self._gathers.close()
-        self._scatters.close()
+        """Let the rings' memory go, on the device and here. No call may be under way."""
+        for lane in [*self._gathers.close(), *self._scatters.close()]:
+            lane.let_go()
+        self._after = _nothing  # who is asked has a ring
 
     def _gather_staged(self, lane: Lane, slots: np.ndarray, rows: np.ndarray, where: np.ndarray) -> np.ndarray:
         sums = np.empty(len(slots), dtype=np.uint32)
@@ -193,13 +225,13 @@ class RingCopies:
         for half, begin, end in _parts(len(slots), lane):
             part = slots[begin:end]
             fill = partial(lane.ring.gather, part, half.rows[: end - begin], None, wants_sums=False)
-            with self._begun(lane.ring, fill, part, gives_up=True):
-                if full is not None:
-                    empty(*full)
-                if not lane.ring.advance(self._deadline_s):
-                    raise DeviceTimeoutError(
-                        f"HBM pool: {end - begin} blocks did not arrive within {self._deadline_s:g} s; the device does not answer"
-                    )
+            self._begin(lane.ring, fill, part)
+            if full is not None:
+                empty(*full)
+            if not lane.ring.advance(self._deadline_s):
+                raise DeviceTimeoutError(
+                    f"HBM pool: {end - begin} blocks did not arrive within {self._deadline_s:g} s; the device does not answer"
+                )
             full = half, begin, end
         assert full is not None
         empty(*full)
@@ -212,52 +244,42 @@ class RingCopies:
         whole.gather(where[:end], first.rows[:end])
         for (half, begin, end), next_ in zip(parts, [*parts[1:], None], strict=True):
             part = slots[begin:end]
-            with self._begun(lane.ring, partial(lane.ring.scatter, part, half.rows[: end - begin], None), part):
-                if next_ is not None:
-                    other, other_begin, other_end = next_
-                    whole.gather(where[other_begin:other_end], other.rows[: other_end - other_begin])
-                self._end(lane.ring)
+            self._begin(lane.ring, partial(lane.ring.scatter, part, half.rows[: end - begin], None), part)
+            if next_ is not None:
+                other, other_begin, other_end = next_
+                whole.gather(where[other_begin:other_end], other.rows[: other_end - other_begin])
+            self._end(lane.ring)
 
     @contextmanager
-    def _lane(self, lanes: _Lanes, run_bytes: int) -> Iterator[Lane]:
-        """A lane to oneself. One whose run the device has not confirmed does not come back."""
+    def _lane(self, lanes: _Lanes, run_bytes: int, gives_up: bool = False) -> Iterator[Lane]:
+        """A lane to oneself. Where this is left its run has ended: whoever is told so gives rows or slots to others.
+
+        Args:
+            gives_up: a run may still fill the lane's own memory then, which nobody is given before it has ended.
+        """
         with self._lock:
             held = self._held
         if held:
             raise DeviceTimeoutError(f"HBM pool: the GPU has not confirmed {held} earlier copies; look at it")
         if self._is_lost:
             raise PoolError("HBM pool: the GPU is lost; nothing is copied any more")
-        lane = lanes.take(run_bytes)
+        taken: list[Lane] = []
         try:
-            yield lane
+            lanes.take(run_bytes, taken)
+            yield taken[0]
         finally:
-            if lane.ring.is_under_way:
-                _unended.append(lane)
-            else:
-                lanes.give(lane, run_bytes)
+            for lane in taken:
+                if not gives_up:
+                    lane.ring.settle()  # nothing to do, unless an exception of a signal's handler came between
+                lanes.give(lane)
+                if lane.ring.is_lost:
+                    self._say_lost()
 
-    @contextmanager
-    def _begun(
-        self, ring: Ring, begin: Callable[..., None], slots: np.ndarray, gives_up: bool = False
-    ) -> Iterator[None]:
-        """A run is queued. It has ended where this is left: whoever is told so gives rows or slots to others.
-
-        Args:
-            gives_up: it fills a lane's own memory, which nobody is given.
-        """
+    def _begin(self, ring: Ring, begin: Callable[..., None], slots: np.ndarray) -> None:
+        """Queue a run, as far as the ring has room."""
         after = self._after(slots)
         begin(events=after.events, streams=after.streams)
-        try:
-            ring.advance(0.0)
-            yield
-        except BaseException:
-            while ring.is_under_way and not gives_up:  # an exception of a signal's handler, say
-                with suppress(RuntimeError):
-                    ring.advance(self._deadline_s)
-            raise
-        finally:
-            if ring.is_lost:
-                self._say_lost()
+        ring.advance(0.0)
 
     def _end(self, ring: Ring) -> None:
         """Wait until the device has confirmed the run."""
@@ -285,37 +307,56 @@ class RingCopies:
 
 
 class _Lanes:
-    """Those of a direction: for long runs and for short ones, or one for all."""
+    """Those of a direction: one for all runs, or one for long and one for short ones."""
 
     def __init__(self, lanes: Sequence[Lane], deadline_s: float) -> None:
         self._deadline_s = deadline_s
-        self._free: list[queue.SimpleQueue[Lane]] = []
-        for lane in lanes:
-            self._free.append(queue.SimpleQueue())
-            self._free[-1].put(lane)
+        self._changed = threading.Condition()
+        self._lanes = list(lanes)
+        self._taken = [False] * len(self._lanes)
 
-    def take(self, run_bytes: int) -> Lane:
-        """Wait for a lane, as long as for the device. Raises DeviceTimeoutError, PoolError: the pool is closed."""
-        if not self._free:
+    def reach(self, rows: np.ndarray) -> bool:
+        """Whether the device reaches rows. Raises PoolError: the pool is closed."""
+        if not self._lanes:
             raise PoolError("HBM pool: it is closed")
-        try:
-            return self._of(run_bytes).get(timeout=self._deadline_s)
-        except queue.Empty:
-            raise DeviceTimeoutError(
-                f"HBM pool: no ring came free within {self._deadline_s:g} s; the GPU does not answer"
-            ) from None
+        return self._lanes[0].ring.reaches(rows)
 
-    def give(self, lane: Lane, run_bytes: int) -> None:
-        """It is free again."""
-        if self._free:
-            self._of(run_bytes).put(lane)
+    def take(self, run_bytes: int, taken: list[Lane]) -> None:
+        """Wait for a lane, as long as for the device, and put it into `taken`. Raises DeviceTimeoutError, PoolError: the pool is closed."""
+        if not self._lanes:
+            raise PoolError("HBM pool: it is closed")
+        index = len(self._lanes) - 1 if run_bytes <= SHORT_BYTES else 0
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_free(index), self._deadline_s):
+                raise DeviceTimeoutError(
+                    f"HBM pool: no ring came free within {self._deadline_s:g} s; the GPU does not answer"
+                )
+            self._taken[index] = True
+            taken.append(self._lanes[index])
 
-    def close(self) -> None:
-        """Let all lanes go that are free."""
-        self._free = []
+    def give(self, lane: Lane) -> None:
+        """It is free again, once its run has ended."""
+        with self._changed:
+            self._taken = [is_taken and one is not lane for is_taken, one in zip(self._taken, self._lanes, strict=True)]
+            self._changed.notify_all()
 
-    def _of(self, run_bytes: int) -> queue.SimpleQueue[Lane]:
-        return self._free[-1 if run_bytes <= SHORT_BYTES else 0]
+    def close(self) -> list[Lane]:
+        """Let all lanes go; those there were."""
+        lanes, self._lanes, self._taken = self._lanes, [], []
+        return lanes
+
+    def _is_free(self, index: int) -> bool:
+        if self._taken[index]:
+            return False
+        ring = self._lanes[index].ring
+        if ring.is_under_way:  # of somebody who gave up; the device may have confirmed it since
+            with suppress(RuntimeError):
+                ring.advance(0.0)
+        return not ring.is_under_way
+
+
+def _nothing(slots: np.ndarray) -> After:
+    return After([], [])
 
 
 def ring_sizes(ring_bytes: int) -> tuple[int, int]:

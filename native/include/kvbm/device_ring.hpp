@@ -9,16 +9,16 @@
 // Life: made for one pool's tensors, with all memory, streams and events it will ever use: no call allocates any of the device's. A run
 // begins, and `advance` carries it on until the device has confirmed its last byte. A destructor that comes before that leaves what the
 // device may still write, to nobody; the same where the device is lost.
-// Threads: any, one at a time; has_passed_event and reaches at any time.
+// Threads: any, one at a time; mark, drop_mark, has_passed_event and reaches at any time.
 #pragma once
 
 #include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -58,6 +58,14 @@ class DeviceRing {
   bool is_lost() const noexcept { return is_lost_; }
   // Whether a run has begun that has not ended.
   bool is_under_way() const noexcept { return under_way_; }
+
+  // Waits until the run under way has ended, if there is one, whatever becomes of it; as long as the device takes.
+  void settle() noexcept;
+
+  // An event of the ring's own, behind these; to be given back by drop_mark once nobody waits for it anew. So whoever gave an event may
+  // record it again. Throws std::runtime_error.
+  CuEvent mark(const RunOrder& after);
+  void drop_mark(CuEvent mark) noexcept;
 
   // Whether the device has passed an event of anybody's; false where it does not say.
   bool has_passed_event(CuEvent event) const noexcept;
@@ -108,6 +116,7 @@ class DeviceRing {
   void begin(std::span<const std::int64_t> slots, std::uint8_t* rows, std::uint64_t row_stride, std::span<const std::int64_t> at,
              const RunOrder& after, bool gathers);
   void wait_for(const RunOrder& after);
+  void require_no_capture(std::span<const CuStream> streams) const;
   Place after_lot(const Place& begin) const noexcept;
   void queue_lot();
   void launch(const Part& part, const Place& begin, const Place& end);
@@ -135,6 +144,11 @@ class DeviceRing {
   CuAddress pieces_at_ = 0;             // `pieces_`, on the device
   CuAddress slots_at_ = 0;              // the run's slots, on the device
   std::int64_t* slots_room_ = nullptr;  // the same, pinned
+  std::array<CuStream, 4> behind_{};    // in turn, for marks behind events
+  std::size_t next_behind_ = 0;         // whose turn it is
+  std::mutex marks_mutex_;              // guards the two before and after this
+  std::vector<CuEvent> all_marks_;      // made so far
+  std::vector<CuEvent> free_marks_;     // of them, that nobody has
   std::vector<Part> parts_;             // of the ring
   std::unique_ptr<Sums> sums_;          // computes checksums
 
@@ -161,7 +175,7 @@ class DeviceRing {
   std::map<CuAddress, CuAddress> ranges_;   // of the rows' memory, as it was registered: begin → end
   Place next_;                              // where the next lot begins
   std::uint64_t lots_ = 0;                  // queued so far
-  std::deque<std::pair<std::size_t, std::uint64_t>> flying_;  // lots that are not confirmed, oldest first: their part, the run's byte behind them
+  std::vector<std::pair<std::size_t, std::uint64_t>> flying_;  // lots that are not confirmed, oldest first: their part, the run's byte behind them
 };
 
 }  // namespace kvbm
