@@ -249,7 +249,7 @@ def _open_manager(
                 run=run, has_stream=bool(url), salvage=plan, lock=exchange.lock, budgets=_budgets(settings), lasting=lasting, unused=unused,
                 staging=Staging(
                     settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads,
-                    pools.object_blocks,
+                    pools.object_blocks, pins=pools.has_gpu,
                 ),
             ),
         )  # fmt: skip

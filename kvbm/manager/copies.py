@@ -252,6 +252,7 @@ class CopiesInFlight:
                 _unended.append(self.pools)
             else:
                 self.pools.close()
+                self.staging.close()
 
     def is_lent(self, copy: Copy) -> bool:
         """Whether its source is an instance that lends."""
@@ -269,6 +270,7 @@ class CopiesInFlight:
             _unended.append(self.pools)
         if not still and not broken:
             self.pools.close()
+            self.staging.close()
         return still + broken
 
 

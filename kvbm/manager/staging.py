@@ -7,6 +7,11 @@ import threading
 
 import numpy as np
 
+from kvbm.pools.host.pool import register, unregister
+from kvbm.remarks import Remarks
+
+log = Remarks()
+
 _ALIGNMENT_BYTES = 4096  # what direct I/O wants
 
 
@@ -28,6 +33,7 @@ class Staging:
         onboard_lanes: int = 2,
         offload_lanes: int = 2,
         object_blocks: int = 1,
+        pins: bool = False,
     ) -> None:
         """Take the memory; its pages come when they are first written.
 
@@ -35,6 +41,7 @@ class Staging:
             staging_bytes: the most it takes; but always room for two lanes of one object.
             onboard_lanes, offload_lanes: copies at a time of either kind; fewer where their lanes would not hold an object.
             object_blocks: blocks of an object; a lane holds whole objects.
+            pins: register it with CUDA, so that a GPU reads and writes it without a detour; one warning where that cannot be done.
         """
         object_bytes = object_blocks * block_bytes
         self.lanes = max(2, min(onboard_lanes + offload_lanes, staging_bytes // object_bytes))
@@ -42,6 +49,12 @@ class Staging:
         self._reserved = min(onboard_lanes, self.lanes - 1)
         lane_bytes = -(-self.lane_blocks * block_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         memory = np.frombuffer(mmap.mmap(-1, self.lanes * lane_bytes), dtype=np.uint8).reshape(self.lanes, lane_bytes)
+        self._pinned: np.ndarray | None = None
+        if pins:
+            is_pinned, why = register(memory, "staging (offload.staging_bytes)")
+            self._pinned = memory if is_pinned else None
+            if why:
+                log.warning("staging.unpinned", why=why)
         used = self.lane_blocks * block_bytes
         self._free = [lane[:used].reshape(self.lane_blocks, block_bytes) for lane in memory]
         self._changed = threading.Condition()
@@ -53,6 +66,12 @@ class Staging:
             if not self._changed.wait_for(lambda: len(self._free) > least, timeout_s):
                 return None
             return self._free.pop()
+
+    def close(self) -> None:
+        """CUDA has it no more. No copy may be under way. Idempotent."""
+        if self._pinned is not None:
+            unregister(self._pinned.ctypes.data)
+            self._pinned = None
 
     def give(self, lane: np.ndarray) -> None:
         """Give back a lane whose copy has ended."""

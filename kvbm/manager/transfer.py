@@ -7,9 +7,10 @@ is never used in place: such a tier proves what it reads, and knows when its slo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -19,9 +20,12 @@ from kvbm.core.fetching import Transfer
 from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, Epoch, InstanceId, Namespace, Tier, split_hashes, split_slots
 from kvbm.manager.offsets import Offsets
 from kvbm.pools.base import ObjectPool, PodPool, Proof, ReadOutcome, ReadResult, SlotPool
+from kvbm.pools.hbm.pool import HbmPool
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.pools.nvme.sealing import SlotKeys
 from kvbm.transport.peers import Peers, PeerSource, PeerStats
+
+_JOIN_S = 60.0  # between two looks whether a read has ended
 
 
 class Pools(NamedTuple):
@@ -45,6 +49,12 @@ class Pools(NamedTuple):
             self.object.admit(namespaces)
         if self.peers is not None:
             self.peers.declare(namespaces)
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether HBM is a GPU's."""
+        hbm = self.slots.get(Tier.HBM)
+        return isinstance(hbm, HbmPool) and hbm.has_order
 
     @property
     def object_blocks(self) -> int:
@@ -288,32 +298,91 @@ def _write_in_place(run: _Run, memory: np.ndarray, offsets: Offsets, durable_wai
     return Moved(arrived, good, _refused(copy, arrived))
 
 
+class _ReadAhead:
+    """Reads the parts of a run into the halves of a lane in turn: each while the one before it is written, where one of the two is a GPU.
+
+    Between two others there is no gain: a device and a store take as much at a time as they can. A context: where it is left nothing is read any more, so the lane may be another copy's.
+    """
+
+    def __init__(self, run: _Run, lane: np.ndarray) -> None:
+        self._run = run
+        half = len(lane) // 2 // run.object_blocks * run.object_blocks
+        is_gpus = Tier.HBM in (run.copy.source, run.copy.target)  # else its memory is in reach, and nothing is staged
+        self._halves = (lane[:half], lane[half : 2 * half]) if half and is_gpus else (lane,)
+        self.parts = list(run.parts(len(self._halves[0])))
+        self._reading: threading.Thread | None = None
+        self._ahead: ReadResult | Exception | None = None  # of the part that was read ahead
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._wait()
+
+    def take(self, number: int) -> tuple[ReadResult, np.ndarray]:
+        """A part, and the rows it lies in until the part after the next is taken. The next is begun."""
+        self._wait()
+        found, self._ahead = self._ahead, None
+        if isinstance(found, Exception):
+            raise found
+        if found is None:  # the first; or the system gave no thread
+            found = self._read(number)
+        if number + 1 < len(self.parts) and len(self._halves) > 1:
+            self._reading = threading.Thread(
+                target=self._read_ahead, args=(number + 1,), name="kvbm-ahead", daemon=True
+            )
+            try:
+                self._reading.start()
+            except RuntimeError:
+                self._reading = None
+        return found, self._rows(number)
+
+    def _rows(self, number: int) -> np.ndarray:
+        begin, end = self.parts[number]
+        return self._halves[number % len(self._halves)][: end - begin]
+
+    def _read(self, number: int) -> ReadResult:
+        return self._run.read(*self.parts[number], self._rows(number), None)
+
+    def _read_ahead(self, number: int) -> None:
+        try:
+            self._ahead = self._read(number)
+        except Exception as error:  # noqa: BLE001  it is raised where the part is taken
+            self._ahead = error
+
+    def _wait(self) -> None:
+        """A pool that never ends a read holds its copy, as it does without reading ahead."""
+        while self._reading is not None:
+            self._reading.join(_JOIN_S)
+            if not self._reading.is_alive():
+                self._reading = None
+
+
 def _stage(run: _Run, lane: np.ndarray, offsets: Offsets, durable_wait_s: float) -> Moved:
-    """Part after part through a lane; after a part that the target refuses, no other is read."""
+    """Part after part through a lane, the next read while one is written; after a part that the target refuses, no other is begun."""
     copy = run.copy
     arrived, outcomes = [False] * run.blocks, [ReadOutcome.FAILED] * run.blocks
     may_write = False
-    for begin, end in run.parts(len(lane)):
-        rows = lane[: end - begin]
-        result = run.read(begin, end, rows, None)
-        outcomes[begin:end] = result.outcomes
-        kept = run.whole([at for at, outcome in enumerate(result.outcomes) if outcome == ReadOutcome.GOOD])
-        if not kept:
-            continue
-        if not may_write and (why := _not_durable(copy, offsets, durable_wait_s)):
-            return Moved(arrived, outcomes, why)
-        may_write = True
-        indexes = [begin + at for at in kept]
-        try:
-            stored = run.write(
-                indexes, run.proof(indexes, result.checksums[kept]), rows, None if len(kept) == len(rows) else kept
-            )
-        except PoolError as error:
-            return Moved(arrived, outcomes, str(error))
-        for index, ok in zip(indexes, stored, strict=True):
-            arrived[index] = ok
-        if why := _refused(copy, stored):
-            return Moved(arrived, outcomes, why)
+    with _ReadAhead(run, lane) as reads:
+        for number, (begin, end) in enumerate(reads.parts):
+            result, rows = reads.take(number)
+            outcomes[begin:end] = result.outcomes
+            kept = run.whole([at for at, outcome in enumerate(result.outcomes) if outcome == ReadOutcome.GOOD])
+            if not kept:
+                continue
+            if not may_write and (why := _not_durable(copy, offsets, durable_wait_s)):
+                return Moved(arrived, outcomes, why)
+            may_write = True
+            indexes = [begin + at for at in kept]
+            proof = run.proof(indexes, result.checksums[kept])
+            try:
+                stored = run.write(indexes, proof, rows, None if len(kept) == len(rows) else kept)
+            except PoolError as error:
+                return Moved(arrived, outcomes, str(error))
+            for index, ok in zip(indexes, stored, strict=True):
+                arrived[index] = ok
+            if why := _refused(copy, stored):
+                return Moved(arrived, outcomes, why)
     return Moved(arrived, outcomes)
 
 

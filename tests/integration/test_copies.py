@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvbm._native import Arena, BlockIo, RowCopier, checksums
 from kvbm.core.copies import Copy
+from kvbm.core.errors import PoolError
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier, pack_slots
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.transfer import Moved, Pools, RemoteSource, move
-from kvbm.pools.base import ReadOutcome
+from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool
 from kvbm.pools.host.pool import HostPool
+from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme.pool import NvmePool
 from tests.object_pools import memory_objects
 from tests.pool_runs import SHAPE, Run, part, random_run
+from tests.wrapped_pools import OutOfReach, Wrapped
 
 BLOCK_BYTES = 4096
 WAIT_S = 60.0
@@ -130,3 +134,116 @@ def test_of_an_object_with_a_block_that_cannot_be_read_nothing_is_put(tmp_path: 
         assert np.array_equal(room[2:], run.rows[2:])
     finally:
         pools.close()
+
+
+class Told(Wrapped):
+    """A pool whose calls are told, and wait for what a test has of them."""
+
+    def __init__(self, pool: SlotPool, call: str, before: Callable[[int], None]) -> None:
+        super().__init__(pool)
+        self.begun = 0
+        self._call, self._before = call, before
+
+    def read(self, *given: Any) -> ReadResult:
+        if self._call == "read":
+            self.begun += 1
+            self._before(self.begun)
+        return super().read(*given)
+
+    def write(self, *given: Any) -> None:
+        if self._call == "write":
+            self.begun += 1
+            self._before(self.begun)
+        super().write(*given)
+
+
+def onboard(pools: Pools, run: Run) -> Moved:
+    """From NVME into HBM of a GPU, a lane of four blocks between them: two at a time."""
+    copy = Copy(
+        1, run.namespace, Tier.NVME, Tier.HBM, run.hashes, pack_slots(range(8)), pack_slots(range(8)), AFTER, Epoch(1)
+    )
+    offsets = Offsets()
+    offsets.begin_epoch(Epoch(1), Offset(0))
+    offsets.advance_durable(Epoch(1), AFTER)
+    assert pools.need_staging(Tier.NVME, Tier.HBM)
+    return move(copy, pools, offsets, WAIT_S, np.zeros((4, BLOCK_BYTES), dtype=np.uint8))
+
+
+@pytest.fixture
+def run_in_nvme(pools: Pools) -> Run:
+    run = random_run(8, BLOCK_BYTES, 3)
+    pools.slots[Tier.NVME].write(range(8), run.rows, run.proof, None)
+    return run
+
+
+def hbm() -> MemoryPool:
+    return MemoryPool(Tier.HBM, 8, BLOCK_BYTES, checksums)
+
+
+def test_the_next_part_is_read_while_one_is_written_to_a_gpu(pools: Pools, run_in_nvme: Run) -> None:
+    reads = [threading.Event() for _ in range(5)]
+    pools.slots[Tier.NVME] = Told(pools.slots[Tier.NVME], "read", lambda number: reads[number].set())
+    target = Told(OutOfReach(hbm()), "write", lambda number: None if number == 4 else waited(reads[number + 1]))
+    pools.slots[Tier.HBM] = target
+    moved = onboard(pools, run_in_nvme)
+    assert moved.arrived == [True] * 8 and target.begun == 4
+    rows = run_in_nvme.room()
+    target.pool.pool.read(range(8), run_in_nvme.namespace, run_in_nvme.hashes, rows, None)  # type: ignore[attr-defined]
+    assert (rows == run_in_nvme.rows).all()
+
+
+def test_a_lane_is_not_left_while_a_part_is_read_into_it(pools: Pools, run_in_nvme: Run) -> None:
+    second, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def read(number: int) -> None:
+        if number == 2:
+            second.set()
+            waited(may_end)
+
+    def refuse(number: int) -> None:
+        waited(second)
+        raise PoolError("the device failed")
+
+    pools.slots[Tier.NVME] = Told(pools.slots[Tier.NVME], "read", read)
+    pools.slots[Tier.HBM] = Told(OutOfReach(hbm()), "write", refuse)
+    found: list[Moved] = []
+
+    def copy() -> None:
+        found.append(onboard(pools, run_in_nvme))
+        ended.set()
+
+    copying = threading.Thread(target=copy)
+    copying.start()
+    waited(second)
+    assert not ended.wait(0.05)
+    may_end.set()
+    copying.join(WAIT_S)
+    assert found[0].arrived == [False] * 8 and found[0].unwritten == "the device failed"
+
+
+def test_where_there_is_no_thread_parts_are_read_one_after_the_other(
+    pools: Pools, run_in_nvme: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pools.slots[Tier.HBM] = OutOfReach(hbm())
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert onboard(pools, run_in_nvme).arrived == [True] * 8
+
+
+def test_what_a_read_ahead_raises_is_raised_where_its_part_is_taken(pools: Pools, run_in_nvme: Run) -> None:
+    def read(number: int) -> None:
+        if number == 3:
+            raise OSError("broken")
+
+    pools.slots[Tier.NVME] = Told(pools.slots[Tier.NVME], "read", read)
+    target = Told(OutOfReach(hbm()), "write", lambda number: None)
+    pools.slots[Tier.HBM] = target
+    with pytest.raises(OSError, match="broken"):
+        onboard(pools, run_in_nvme)
+    assert target.begun == 2
+
+
+def waited(event: threading.Event) -> None:
+    assert event.wait(WAIT_S)

@@ -309,8 +309,11 @@ def _indexes(at: Sequence[int] | None) -> np.ndarray | None:
     return None if at is None else np.ascontiguousarray(at, dtype=np.int64)
 
 
-def register(memory: np.ndarray) -> tuple[bool, str]:
+def register(memory: np.ndarray, whose: str = "HOST pool") -> tuple[bool, str]:
     """Pin memory for CUDA; whether it was done, and else why not if it should have been.
+
+    Args:
+        whose: in the words why not.
 
     Only who has loaded torch copies to a GPU, so we never load it here.
     """
@@ -328,7 +331,7 @@ def register(memory: np.ndarray) -> tuple[bool, str]:
     except RuntimeError as refusal:
         why = str(refusal)
     return False, (
-        f"HOST pool: its {memory.nbytes} bytes are not pinned ({why}), so copies to and from the GPU take a detour; raise the limit"
+        f"{whose}: its {memory.nbytes} bytes are not pinned ({why}), so copies to and from the GPU take a detour; raise the limit"
         " of locked memory (ulimit -l)"
     )
 
