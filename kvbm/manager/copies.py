@@ -48,7 +48,6 @@ class CopiesInFlight:
     Attributes:
         running: copies whose bytes move now.
         late: those of them whose request has gone on.
-        late_from: the same, by source.
         quarantined: copies that broke: nobody knows whether their bytes still move.
         coming: blocks on their way to the target tier → the copy.
         open: ids of copies that have begun and may still end.
@@ -76,7 +75,7 @@ class CopiesInFlight:
         self._claims, self._counters, self._wait_s = claims, counters, wait_s
         self.running: dict[int, Copy] = {}
         self.late: dict[int, Copy] = {}
-        self.late_from: Counter[Tier | InstanceId] = Counter()
+        self._replaced: set[int] = set()  # late copies for whose thread another may be begun
         self.quarantined: dict[int, Copy] = {}
         self.coming: dict[SequenceHash, int] = {}
         self.open: set[int] = set()
@@ -226,20 +225,29 @@ class CopiesInFlight:
         self._stream.recorded()
 
     def mark_late(self, copy: Copy) -> None:
-        """The request of a running copy has gone on. Under the lock."""
+        """The request of a running copy has gone on. Under the lock. Whoever was interrupted in it may do it again."""
+        if isinstance(self._executor, Workers) and copy.id not in self._replaced:
+            self._replaced.add(copy.id)
+            try:
+                self._executor.replace_stuck()
+            except BaseException:  # a signal's handler's
+                self._replaced.discard(copy.id)
+                raise
         self.late[copy.id] = copy
-        self.late_from[self._place(copy)] += 1
-        if isinstance(self._executor, Workers):
-            self._executor.replace_stuck()
+
+    @property
+    def late_from(self) -> Counter[Tier | InstanceId]:
+        """Late copies by source."""
+        return Counter(map(self._place, list(self.late.values()))) if self.late else Counter()
 
     def end_run(self, copy: Copy) -> None:
         """The bytes do not move any more, or nobody knows. Who ends last after the manager has closed closes the pools."""
         with self._lock:
             self.running.pop(copy.id, None)
-            if self.late.pop(copy.id, None) is not None:
-                self.late_from[self._place(copy)] -= 1
-                if isinstance(self._executor, Workers):
-                    self._executor.reclaim()
+            self.late.pop(copy.id, None)
+            if copy.id in self._replaced and isinstance(self._executor, Workers):
+                self._replaced.discard(copy.id)
+                self._executor.reclaim()
             self._of_peers.discard(copy.id)
             if self._offloader.waiting_blocks:
                 self._offloader.wanted.set()  # what waited for this room

@@ -16,7 +16,7 @@ from kvbm.pools.hbm.pool import HbmPool
 if TYPE_CHECKING:
     import torch
 
-    from kvbm.pools.hbm.cuda import Event
+    from kvbm.pools.hbm.cuda import Touch
 
 
 class Manager(BlockManager):
@@ -143,10 +143,10 @@ class Manager(BlockManager):
         before, start = checked_hash(parent, "parent"), checked_int(start, "start", most=MOST_BLOCKS - 1)
         given = self._packed(slots)
         self._check_blocks(start, hashes, given)
-        event = self._recorded(stream)
+        touch = self._recorded(stream)
         with self._lock:
             self._stream.require_open()
-            self._touched(given, stream, event)  # first: a signal's handler may raise anything behind the ledger's call
+            self._touched(given, touch)  # first: a signal's handler may raise anything behind the ledger's call
             try:
                 holders = self._ledger.create(namespace, Tier.HBM, before, start, hashes, given)
             except LedgerError as error:
@@ -166,9 +166,9 @@ class Manager(BlockManager):
         Raises: ArgumentError: a slot that HBM has not, or no list of slots. LedgerError: a slot is not pinned.
         """
         given = self._packed(slots)
-        event = self._recorded(stream)
+        touch = self._recorded(stream)
         with self._lock:
-            self._touched(given, stream, event)
+            self._touched(given, touch)
             try:
                 self._ledger.unpin(Tier.HBM, given)
             except LedgerError as error:
@@ -182,9 +182,9 @@ class Manager(BlockManager):
         Raises: ArgumentError: a slot that HBM has not, or no list of slots. LedgerError: a slot is not allocated.
         """
         given = self._packed(slots)
-        event = self._recorded(stream)
+        touch = self._recorded(stream)
         with self._lock:
-            self._touched(given, stream, event)
+            self._touched(given, touch)
             try:
                 self._ledger.release(Tier.HBM, given)
             except LedgerError as error:
@@ -205,16 +205,16 @@ class Manager(BlockManager):
         if start + blocks > MOST_BLOCKS:
             raise ArgumentValueError("start", f"is {start}, for {blocks} blocks; a chain has at most {MOST_BLOCKS}")
 
-    def _recorded(self, stream: torch.cuda.Stream | torch.cuda.Event | None) -> Event | None:
-        """An event behind a caller's work; None on a CPU. Raises ArgumentTypeError."""
+    def _recorded(self, stream: torch.cuda.Stream | torch.cuda.Event | None) -> Touch | None:
+        """A caller's work as it is now; None on a CPU. Raises ArgumentTypeError."""
         pool = self.pools.slots[Tier.HBM]
         return pool.recorded(stream) if isinstance(pool, HbmPool) else None
 
-    def _touched(self, given: bytes, stream: torch.cuda.Stream | torch.cuda.Event | None, event: Event | None) -> None:
+    def _touched(self, given: bytes, touch: Touch | None) -> None:
         """Copies from and to these slots wait for this work from now on, also where the call is refused then. Under the lock."""
         pool = self.pools.slots[Tier.HBM]
         if isinstance(pool, HbmPool) and pool.has_order:
-            pool.touched(split_slots(given), stream, event)
+            pool.touched(split_slots(given), touch)
 
     def _named(self, error: LedgerError, given: bytes) -> KvbmError:
         """Why a run of slots was refused: a slot that the pool does not have, or else the ledger's own word."""

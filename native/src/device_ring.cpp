@@ -462,7 +462,12 @@ void DeviceRing::begin(std::span<const std::int64_t> slots, std::uint8_t* rows, 
   has_tail_ = {};
   ranges_.clear();
   std::copy(slots.begin(), slots.end(), slots_room_);
-  wait_for(after);
+  try {
+    wait_for(after);
+  } catch (const CudaError& error) {
+    is_lost_ = is_lost_ || means_lost(error.result());
+    throw;
+  }
   under_way_ = true;
   try {
     check(driver_.cuMemcpyHtoDAsync_v2(slots_at_, slots_room_, slots.size() * sizeof(std::int64_t), kernels_), "cuMemcpyHtoDAsync");

@@ -634,11 +634,11 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "                self._collect()\n                self._is_over = True",
         test="tests/integration/test_engine_owned_hbm.py::test_any_order_of_calls_keeps_bytes_right_and_the_stream_true",
     ),
-    "late_lender_is_forgotten_before_it_is_counted_down": SourceMutant(
-        "a late read counts for its lender from its begin to its end",
+    "late_reads_of_a_lender_count_as_those_of_its_file": SourceMutant(
+        "a late read of an instance that lends counts apart from one of its file",
         "kvbm/manager/copies.py",
-        "            self.running.pop(copy.id, None)\n            if self.late.pop(copy.id, None) is not None:\n                self.late_from[self._place(copy)] -= 1\n                if isinstance(self._executor, Workers):\n                    self._executor.reclaim()\n            self._of_peers.discard(copy.id)\n",
-        "            self.running.pop(copy.id, None)\n            self._of_peers.discard(copy.id)\n            if self.late.pop(copy.id, None) is not None:\n                self.late_from[self._place(copy)] -= 1\n                if isinstance(self._executor, Workers):\n                    self._executor.reclaim()\n",
+        "        return lender(InstanceId(copy.source)) if self.is_lent(copy) and isinstance(copy.source, str) else copy.source\n",
+        "        return copy.source\n",
         test="tests/integration/test_peer_loads.py::test_late_reads_of_a_peer_count_apart_and_end_by_themselves",
     ),
     "stop_respects_the_pause_after_a_refusal": SourceMutant(

@@ -243,7 +243,7 @@ def test_work_is_named_before_the_ledger_acts(
     assert slots is not None
     if call == "unpin":
         manager.create(SPACE.id, kvbm.NO_PARENT, 0, hashes, slots)
-    before = len(manager.hbm._order._events)  # type: ignore[union-attr]
+    before = len(manager.hbm._order._named)  # type: ignore[union-attr]
     ledger = manager._ledger
 
     class Interrupted:
@@ -259,4 +259,4 @@ def test_work_is_named_before_the_ledger_acts(
         signal.setattr(manager, "_ledger", Interrupted())
         with pytest.raises(Stop):
             getattr(manager, call)(*given, slots, stream)
-    assert len(manager.hbm._order._events) == before + 1  # type: ignore[union-attr]
+    assert len(manager.hbm._order._named) == before + 1  # type: ignore[union-attr]

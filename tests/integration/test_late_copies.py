@@ -119,6 +119,41 @@ def test_a_read_that_never_returns_is_a_miss_in_time_and_holds_its_slots() -> No
         assert stats.pools[Tier.HBM].free == 16  # what was cleared meanwhile does not come back
 
 
+class Stop(BaseException):
+    """What a signal's handler raises."""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_late_copy_counts_to_its_end_wherever_its_request_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setattr(kvbm.manager.workers, "_IDLE_S", 0.01)  # a thread ends when it has nothing to do
+    gate, replace, calls = Gate(Tier.NVME, "read"), Workers.replace_stuck, [0]
+
+    def interrupted(workers: Workers) -> None:
+        calls[0] += 1
+        if when == "after" or calls[0] > 1:
+            replace(workers)
+        if calls[0] == 1:
+            raise Stop
+
+    with held_in_nvme(gate, wait_s=0.2) as manager:
+        executor = manager._copies._executor
+        assert isinstance(executor, Workers)
+        with monkeypatch.context() as signal:
+            signal.setattr(Workers, "replace_stuck", interrupted)
+            gate.opened.clear()
+            with pytest.raises(Stop):
+                manager.acquire(NAMESPACE.id, hashes_of(0, 4))
+        gate.opened.set()
+        assert manager.settle(WAIT_S)
+        assert manager._copies.late_from == {} and manager.stats().late_slots == 0
+        least = executor._threads
+        eventually(
+            lambda: executor._room in (least, least + 1), "not as many threads may be begun as before, or one more"
+        )
+
+
 def test_a_device_that_is_silent_is_asked_no_more_until_it_answers() -> None:
     gate = Gate(Tier.NVME, "read")
     with held_in_nvme(gate, wait_s=0.1) as manager:

@@ -238,12 +238,19 @@ class Event:
         self.cuda_event = Event.made
 
 
+class Whole:
+    """As torch's stream."""
+
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream = handle
+
+
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An order of 8 slots of a pool that is told of all that touches them, and events that were passed."""
     from kvbm.pools.hbm.cuda import EngineOrder
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Whole(77))
     made = EngineOrder(8, is_told=True, device=torch.device("cuda", 0))
     made.passed = set()  # type: ignore[attr-defined]
     made.ring = SimpleNamespace(has_passed=lambda handle: handle in made.passed)  # type: ignore[attr-defined, assignment]
@@ -280,8 +287,8 @@ def test_readers_of_a_block_are_all_waited_for_until_they_were_passed(order: Any
     assert order.of(column(4)).events == [readers[49].cuda_event, last.cuda_event]
 
 
-def test_work_without_an_event_may_be_on_the_default_stream(order: Any) -> None:
-    order.touched(column(3), None)
+def test_work_without_an_event_is_waited_for_with_its_whole_stream(order: Any) -> None:
+    order.touched(column(3), Whole(77))
     assert order.of(column(3))[:2] == ([], [77])
     assert order.of(column(2))[:2] == ([], [])
     reader = Event()
@@ -302,7 +309,7 @@ def test_works_that_no_slot_remembers_are_forgotten(order: Any) -> None:
         event = Event()
         order.touched(column(1, 2) if turn % 2 else column(1), event)
         order.passed.add(event.cuda_event)
-    assert len(order._works) < 1200 and len(order._events) < 1200
+    assert len(order._touches) < 1200 and len(order._named) < 1200
 
 
 # -- a whole pool, on a GPU that stands in ---------------------------------------------------------------------------
@@ -328,6 +335,9 @@ def pool(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0, synchronize=bool)
     )
+    monkeypatch.setattr(
+        torch.cuda, "default_stream", lambda device=None: SimpleNamespace(cuda_stream=0, record_event=bool)
+    )
     monkeypatch.setattr(pools, "device_of", lambda layers: torch.device("cuda", 0))
     tensor = torch.arange(8 * 256).to(torch.uint8).reshape(8, 256)
     layers = [[PagedTensor(tensor, (DIMENSION, "bytes"))]]
@@ -347,7 +357,7 @@ def test_an_event_that_is_recorded_again_after_it_was_given_is_waited_for_as_it_
     reader, later = Stream(cuda), Stream(cuda)
     cuda.block(reader.cuda_stream)
     event = reader.record_event()
-    made.touched([3], event, made.recorded(event))
+    made.touched([3], made.recorded(event))
     cuda.record(event.cuda_event, later.cuda_stream)  # there it is passed at once
     writing = threading.Thread(target=write, args=(made, 3, 9))
     writing.start()
@@ -363,6 +373,23 @@ def test_an_event_that_is_recorded_again_after_it_was_given_is_waited_for_as_it_
     made.close()
 
 
+def test_a_stream_of_which_no_mark_can_be_had_is_waited_for_as_a_whole(cuda: FakeCuda, pool: Any) -> None:
+    made, tensor = pool
+    reader = Stream(cuda)
+    cuda.block(reader.cuda_stream)
+    cuda.refuse("cuEventCreate", -1, 2)
+    made.touched([3], made.recorded(reader))
+    cuda.refuse("cuEventCreate", 0, 0)
+    writing = threading.Thread(target=write, args=(made, 3, 9))
+    writing.start()
+    eventually(lambda: cuda.count("cuEventQuery") > 100, "nobody waits")
+    assert set(tensor[3].tolist()) != {9}
+    cuda.unblock()
+    writing.join(LONG_S)
+    assert set(tensor[3].tolist()) == {9}
+    made.close()
+
+
 def test_streams_and_events_of_others_are_refused_and_one_never_recorded_is_nothing(pool: Any) -> None:
     made, _ = pool
     for other in (SimpleNamespace(query=bool, wait=bool), SimpleNamespace(record_event=bool), 7):
@@ -370,7 +397,7 @@ def test_streams_and_events_of_others_are_refused_and_one_never_recorded_is_noth
             made.recorded(other)
     never = SimpleNamespace(cuda_event=0, query=bool, wait=bool)
     assert made.recorded(never) is None
-    made.touched([3], never, None)
+    made.touched([3], made.recorded(never))
     assert made._order.of(column(3))[:2] == ([], [])
     made.close()
 
@@ -380,8 +407,8 @@ def test_a_closed_pool_has_given_all_back(cuda: FakeCuda, pool: Any) -> None:
     stream = Stream(cuda)
     opened = cuda.live()
     for slot in range(8):
-        made.touched([slot], stream, made.recorded(stream))
-        made.touched([slot], None, made.recorded(None))
+        made.touched([slot], made.recorded(stream))
+        made.touched([slot], made.recorded(None))
         write(made, slot, slot)
     assert tensor[:, 0].tolist() == list(range(8))
     assert cuda.live() <= opened + 16  # one for each that somebody may wait for

@@ -18,6 +18,7 @@ from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.hbm.paged import SLOTS, PagedTensor
 from kvbm.pools.hbm.pool import HbmPool
 from kvbm.pools.host.pool import HostPool
+from tests.eventually import eventually
 
 torch = pytest.importorskip("torch")
 
@@ -108,8 +109,7 @@ def test_graphs_are_captured_while_blocks_are_copied(place: Place, is_pinned: bo
 
     copies = threading.Thread(target=copy)
     copies.start()
-    while not runs[0] and not failed:
-        pass
+    eventually(lambda: runs[0] or failed, "nothing is copied")
     for _ in range(10):
         before = runs[0]
         graph = torch.cuda.CUDAGraph()
@@ -117,8 +117,9 @@ def test_graphs_are_captured_while_blocks_are_copied(place: Place, is_pinned: bo
             result = values
             for _ in range(200):
                 result = result @ values
-            while runs[0] < before + 2 and not failed:
-                pass
+            eventually(
+                lambda before=before: runs[0] >= before + 2 or failed, "nothing is copied while a graph is captured"
+            )
         graph.replay()
     stop.set()
     copies.join(60)
@@ -127,7 +128,7 @@ def test_graphs_are_captured_while_blocks_are_copied(place: Place, is_pinned: bo
 
 def test_a_load_waits_for_what_touched_its_slots_and_not_for_what_else_is_queued(told: Place) -> None:
     side = torch.cuda.Stream()
-    told.pool.touched([1, 2], told.pool.recorded(side), begins=True)
+    told.pool.touched([1, 2], told.pool.recorded(side))
     told.rows[5] = 7
     torch.cuda._sleep(LONG)
     told.write([1, 2], [5, 5])
@@ -144,7 +145,7 @@ def test_a_load_waits_for_what_touched_its_slots_and_not_for_what_else_is_queued
     assert torch.equal(kept, before)
     torch.cuda._sleep(LONG // 8)
     told.fill(9, 42)
-    told.pool.touched([9], told.pool.recorded(None), begins=True)
+    told.pool.touched([9], told.pool.recorded(None))
     told.read([9], [0])
     assert set(told.rows[0].tolist()) == {42}
 

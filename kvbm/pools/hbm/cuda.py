@@ -8,7 +8,7 @@ import importlib.util
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,22 +50,13 @@ class RingMark:
             self._ring.drop_mark(self.cuda_event)
 
 
-Event = torch.cuda.Event | RingMark
+# What a copy waits for: an event behind some work, or a stream, for all that is on it when the copy begins.
+Touch = torch.cuda.Event | RingMark | torch.cuda.Stream
 
 
-class _Work(NamedTuple):
-    """What some slots were touched by: events behind it, and whether the default stream is one it may be on."""
-
-    events: tuple[Event, ...]
-    by_default: bool
-
-
-_NO_WORK = _Work((), False)
-
-
-def _is_pending(event: torch.cuda.Event) -> bool:
+def _is_pending(event: torch.cuda.Event | torch.cuda.Stream) -> bool:
     try:
-        return not event.query()  # type: ignore[no-untyped-call]
+        return not event.query()
     except RuntimeError:  # the device failed; a copy that waits for it says so
         return True
 
@@ -87,92 +78,90 @@ class EngineOrder:
         self._device = device
         self._is_told = is_told
         self._lock = threading.Lock()
-        self._events: list[Event] = []  # all that were named, but for some that the device has passed
-        self._everywhere: list[Event] = []  # those of them that were named for all slots
-        self._last = np.zeros(slots, dtype=np.int64)  # the number of the work that touched a slot; 0: nobody has said
-        self._works: dict[int, _Work] = {}
+        self._named: list[Touch] = []  # all that were named, but for some that the device has passed
+        self._everywhere: list[Touch] = []  # those of them that were named for all slots
+        self._last = np.zeros(slots, dtype=np.int64)  # the number of what touched a slot; 0: nobody has said
+        self._touches: dict[int, tuple[Touch, ...]] = {}
         self._number = self._calls = 0
 
-    def recorded(self, work: torch.cuda.Stream | torch.cuda.Event | None) -> Event | None:
-        """An event behind this work as it is now; None: none can be had.
+    def recorded(self, work: torch.cuda.Stream | torch.cuda.Event | None) -> Touch:
+        """This work as it is now, or, where no event behind it can be had, all that is on its stream when a copy begins.
 
         Args:
             work: None: the default stream's.
         """
-        stream = getattr(work, "cuda_stream", None)
-        record = getattr(work, "record_event", None)
+        stream = torch.cuda.default_stream(self._device) if work is None else work
+        record = getattr(stream, "record_event", None)
         try:
             if self.ring is None:
-                if work is None:
-                    default: torch.cuda.Event = torch.cuda.default_stream(self._device).record_event()
-                    return default
-                event: Event = work if record is None else record()  # type: ignore[assignment]
+                event: Touch = stream if record is None else record()
                 return event
-            if work is None:
-                return RingMark(self.ring, [], [0])
-            if stream is not None:
-                return RingMark(self.ring, [], [stream])
-            return RingMark(self.ring, [work.cuda_event], [])  # type: ignore[union-attr]
-        except RuntimeError:  # a graph is captured, or the device failed; a copy that waits for it says so
-            return None
+            if record is not None:
+                return RingMark(self.ring, [], [stream.cuda_stream])  # type: ignore[union-attr]
+            return RingMark(self.ring, [stream.cuda_event], [])  # type: ignore[union-attr]
+        except RuntimeError:  # it is captured into a graph, or the device failed; a copy that waits for it says so
+            return stream
 
-    def after(self, event: Event) -> None:
-        """Copies that begin from now on wait for this event too, until the device has passed it."""
+    def after(self, touch: Touch) -> None:
+        """Copies that begin from now on wait for this too, until the device has passed it."""
         with self._lock:
-            self._events = [*self._pending(self._events), event]
-            self._everywhere = [*self._pending(self._everywhere), event]
+            self._named = [*self._pending(self._named), touch]
+            self._everywhere = [*self._pending(self._everywhere), touch]
 
-    def touched(self, slots: np.ndarray, event: Event | None) -> None:
-        """Copies from and into these slots wait for this event from now on; None: for all that is on the default stream when they begin."""
-        named = () if event is None else (event,)
+    def touched(self, slots: np.ndarray, touch: Touch) -> None:
+        """Copies from and into these slots wait for this from now on."""
         with self._lock:
             numbers, groups = np.unique(self._last[slots], return_inverse=True)
             fresh = np.arange(self._number + 1, self._number + 1 + len(numbers), dtype=np.int64)
             for number, new in zip(numbers.tolist(), fresh.tolist(), strict=True):
-                work = self._works.get(number, _NO_WORK)
-                events = (*self._pending(work.events), *named)
-                self._works[new] = _Work(tuple(dict.fromkeys(events)), work.by_default or event is None)
+                before = self._pending(self._touches.get(number, ()))
+                self._touches[new] = tuple(dict.fromkeys((*before, touch)))
             self._number += len(numbers)
             self._last[slots] = fresh[groups]
-            self._events.extend(named)
+            self._named.append(touch)
             self._calls += 1
-            if self._calls % _FORGETS_EVERY == 0 or len(self._works) > 2 * len(self._last) + _FORGETS_EVERY:
+            if self._calls % _FORGETS_EVERY == 0 or len(self._touches) > 2 * len(self._last) + _FORGETS_EVERY:
                 self._forget()
 
     def of(self, slots: np.ndarray) -> After:
         """What a copy from or into these slots waits for."""
         with self._lock:
-            events = list(self._everywhere)
+            touches = list(self._everywhere)
             numbers = np.unique(self._last[slots]).tolist()
-            by_default = not self._is_told and 0 in numbers
             for number in numbers:
-                work = self._works.get(number, _NO_WORK)
-                events += work.events
-                by_default |= work.by_default
-        events = list(dict.fromkeys(events))
-        streams = [torch.cuda.current_stream(self._device)] if by_default else []
-        return After(
-            [event.cuda_event for event in events], [stream.cuda_stream for stream in streams], (events, streams)
-        )
+                touches += self._touches.get(number, ())
+        if not self._is_told and 0 in numbers:
+            touches.append(torch.cuda.current_stream(self._device))
+        touches = list(dict.fromkeys(touches))
+        events = [touch.cuda_event for touch in touches if hasattr(touch, "cuda_event")]
+        streams = [touch.cuda_stream for touch in touches if hasattr(touch, "cuda_stream")]
+        return After(events, streams, touches)
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """What is queued on a stream from now on waits, on the device, for all events that were named."""
+        """What is queued on a stream from now on waits, on the device, for all that was named."""
         with self._lock:
-            self._events = events = self._pending(self._events)
-        for event in events:
-            stream.wait_event(event)  # type: ignore[arg-type]  # where there is no ring they are torch's
+            self._named = named = self._pending(self._named)
+        for touch in named:
+            if hasattr(touch, "cuda_stream"):
+                stream.wait_stream(touch)  # type: ignore[arg-type]
+            else:
+                stream.wait_event(touch)  # type: ignore[arg-type]  # where there is no ring it is torch's
 
-    def _pending(self, events: Iterable[Event]) -> list[Event]:
-        ring = self.ring
-        if ring is None:
-            return [event for event in events if _is_pending(event)]  # type: ignore[arg-type]
-        return [event for event in events if not ring.has_passed(event.cuda_event)]
+    def _pending(self, touches: Iterable[Touch]) -> list[Touch]:
+        return [touch for touch in touches if not self._is_passed(touch)]
+
+    def _is_passed(self, touch: Touch) -> bool:
+        if self.ring is not None and hasattr(touch, "cuda_event"):
+            return self.ring.has_passed(touch.cuda_event)
+        if self.ring is not None:  # to ask torch of a stream could end a capture
+            return False
+        return not _is_pending(touch)  # type: ignore[arg-type]
 
     def _forget(self) -> None:
-        """Works that no slot has as its last, and events that were passed."""
-        self._events = self._pending(self._events)
+        """What no slot has as its last, and what was passed."""
+        self._named = self._pending(self._named)
         last = set(np.unique(self._last).tolist())
-        self._works = {number: work for number, work in self._works.items() if number in last}
+        self._touches = {number: touches for number, touches in self._touches.items() if number in last}
 
 
 class StreamOrder:

@@ -37,7 +37,7 @@ from kvbm.pools.run import all_failed, check_proof, check_rows, check_size, chec
 if TYPE_CHECKING:
     import torch
 
-    from kvbm.pools.hbm.cuda import EngineOrder, Event
+    from kvbm.pools.hbm.cuda import EngineOrder, Touch
     from kvbm.pools.hbm.device import DeviceCopies
     from kvbm.pools.hbm.rings import RingCopies
 
@@ -171,12 +171,12 @@ class HbmPool:
                 `torch.cuda.ExternalStream(pointer)`.
         Raises: ArgumentTypeError: it is neither.
         """
-        event = self.recorded(work)
-        if self._order is not None and event is not None:
-            self._order.after(event)
+        touch = self.recorded(work)
+        if self._order is not None and touch is not None:
+            self._order.after(touch)
 
-    def recorded(self, work: torch.cuda.Stream | torch.cuda.Event | None) -> Event | None:
-        """An event behind this work as it is now, for `touched`; without work behind the default stream's. None: there is none.
+    def recorded(self, work: torch.cuda.Stream | torch.cuda.Event | None) -> Touch | None:
+        """This work as it is now, for `touched`; without work the default stream's. None: there is nothing to wait for.
 
         Raises: ArgumentTypeError: it is neither a stream nor an event of CUDA's.
         """
@@ -198,23 +198,18 @@ class HbmPool:
             return None
         return self._order.recorded(work)
 
-    def touched(
-        self, slots: Sequence[int], work: torch.cuda.Stream | torch.cuda.Event | None, event: Event | None
-    ) -> None:
-        """Copies from and into these slots wait for this event from now on, and of others those that nobody has named anything for.
+    def touched(self, slots: Sequence[int], touch: Touch | None) -> None:
+        """Copies from and into these slots wait for this from now on, and of others those that nobody has named anything for.
 
         Args:
-            work: of the caller's; None: what is on the default stream.
-            event: as `recorded` gave it for that.
+            touch: as `recorded` gave it.
         """
-        if self._order is None:
+        if self._order is None or touch is None:
             return
         if self.is_told:
-            if event is not None or getattr(work, "cuda_event", 1) != 0:
-                there = [slot for slot in slots if slot < self.slots]
-                self._order.touched(_column(np.asarray(there)), event)
-        elif event is not None:
-            self._order.after(event)
+            self._order.touched(_column(np.asarray([slot for slot in slots if slot < self.slots])), touch)
+        else:
+            self._order.after(touch)
 
     def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> None:
         """Put rows into slots. Raises PoolError: closed, or the device failed; the slots then hold nothing."""

@@ -154,8 +154,8 @@ class Lane(NamedTuple):
 class RingCopies:
     """Gathers and scatters by rings. As `copy_queue.Copies`; any thread.
 
-    A call returns when the device has confirmed all of it. A gather into staging gives up after the deadline, and its lane is never used
-    again: what comes late reaches nobody. Any other copy writes into rows or slots that others would get next (safety rule 6), so it
+    A call returns when the device has confirmed all of it. A gather into staging gives up after the deadline, and its lane serves
+    nobody before the device has confirmed it: what comes late reaches nobody. Any other copy writes into rows or slots that others would get next (safety rule 6), so it
     holds them for as long as it takes; meanwhile further calls are refused.
     """
 
