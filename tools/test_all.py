@@ -7,13 +7,14 @@
 What the gate (`make check`) leaves out is here: statistics and measurements, every seed and every meeting of faults, other examples of
 Hypothesis each time, radosgw and Redis, RDMA in VMs, all of the tests with engines, every Python, planted defects, free fuzzing.
 
-build/report.md has a table of the stages, what failed, and what repeats the run; build/test-all/STAGE.log what each has printed. Ends with
-1 when a stage failed.
+build/report.md has a table of the stages, what failed, and what repeats a stage; build/test-all/STAGE.log what each has printed. A stage
+that was not asked for keeps what its last run told, with the commit and the time of that run. Ends with 1 when a stage of this run failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import subprocess
@@ -51,6 +52,7 @@ class Ended(NamedTuple):
     """One stage.
 
     Attributes:
+        commit, at: of the checkout it ran on, and its end as UTC in words. seed: Hypothesis' of that run.
         told: its numbers in words. failed: tests that failed, each with its first message.
         load: of the machine, the minute before it began and the one before it ended.
     """
@@ -61,6 +63,9 @@ class Ended(NamedTuple):
     told: str
     failed: list[tuple[str, str]]
     load: tuple[float, float]
+    commit: str
+    at: str
+    seed: int
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,20 +83,21 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := [name for name in names if name not in STAGES]:
         parser.error(f"no stage is called {', '.join(unknown)}; there are {', '.join(STAGES)}")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    ended: list[Ended] = []
+    ended = {name: kept for name in STAGES if (kept := kept_of(name)) and name not in names}
     for name in names:
         print(f"{name}: begins, log: {(FOLDER / f'{name}.log').relative_to(ROOT)}", flush=True)
-        ended.append(run(name, options.seed))
-        REPORT.write_text(report(ended, options.seed, names))  # so far: a run that is cut short has one, too
-        print(f"{name}: {_result(ended[-1])}, {ended[-1].told}, {ended[-1].seconds:.0f} s", flush=True)
+        one = ended[name] = run(name, options.seed)
+        REPORT.write_text(report(ended))  # so far: a run that is cut short has one, too
+        print(f"{name}: {_result(one)}, {one.told}, {one.seconds:.0f} s", flush=True)
     print(REPORT.read_text())
-    return int(any(one.status for one in ended))
+    return int(any(ended[name].status for name in names))
 
 
 def run(name: str, seed: int) -> Ended:
-    """Run a stage to its end."""
-    tests = FOLDER / f"{name}.xml"
-    tests.unlink(missing_ok=True)
+    """Run a stage to its end, and keep what it told."""
+    tests, kept = FOLDER / f"{name}.xml", FOLDER / f"{name}.json"
+    for earlier in (tests, kept):
+        earlier.unlink(missing_ok=True)
     command = ["make", "-C", str(ROOT), *STAGES[name]]
     if name in PYTEST:
         command.append(f"PYTEST_ARGS={PYTEST[name]} --hypothesis-seed={seed} --junitxml={tests} --durations=30")
@@ -107,7 +113,16 @@ def run(name: str, seed: int) -> Ended:
     if status and not failed:
         last = (FOLDER / f"{name}.log").read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
         failed = [(name, line) for line in last]
-    return Ended(name, status, time.monotonic() - begin_s, told, failed, (load, os.getloadavg()[0]))
+    at = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    one = Ended(name, status, time.monotonic() - begin_s, told, failed, (load, os.getloadavg()[0]), _commit(), at, seed)
+    kept.write_text(json.dumps(one._asdict()))
+    return one
+
+
+def kept_of(name: str) -> Ended | None:
+    """What the last run of a stage told, None where none ended."""
+    kept = FOLDER / f"{name}.json"
+    return Ended(**json.loads(kept.read_text())) if kept.exists() else None
 
 
 def counted(tests: Path) -> tuple[str, list[tuple[str, str]]]:
@@ -125,28 +140,35 @@ def counted(tests: Path) -> tuple[str, list[tuple[str, str]]]:
     return f"{numbers['tests'] - bad - numbers['skipped']} passed, {bad} failed, {numbers['skipped']} skipped", failed
 
 
-def report(ended: list[Ended], seed: int, wanted: list[str]) -> str:
+def report(ended: dict[str, Ended]) -> str:
     """The whole, in Markdown."""
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, Python {platform.python_version()}"
     lines = [
-        f"# make test-all: {commit or 'no commit'}",
+        f"# make test-all: {_commit()}",
         "",
-        f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, {machine}. `python tools/test_all.py --seed {seed}` draws the same examples.",
+        f"{machine}. `python tools/test_all.py --only STAGE --seed SEED` draws the same examples.",
         "",
-        "| stage | result | tests | seconds | load before, after |",
-        "|---|---|---|---|---|",
+        "| stage | result | tests | seconds | load before, after | commit | ended, UTC | seed |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for one in ended:
-        lines.append(
-            f"| {one.name} | {_result(one)} | {one.told} | {one.seconds:.0f} | {one.load[0]:.1f}, {one.load[1]:.1f} |"
-        )
-    lines += [f"| {name} | not run | | | |" for name in wanted[len(ended) :]]
-    if failed := [(one, test, message) for one in ended for test, message in one.failed]:
-        lines += ["", "## Failed", "", *(f"- {one.name}: `{test}`: {message}" for one, test, message in failed)]
+    for name in STAGES:
+        if (one := ended.get(name)) is None:
+            lines.append(f"| {name} | not run | | | | | | |")
+            continue
+        load = f"{one.load[0]:.1f}, {one.load[1]:.1f}"
+        row = (name, _result(one), one.told, f"{one.seconds:.0f}", load, one.commit, one.at, one.seed)
+        lines.append(f"| {' | '.join(map(str, row))} |")
+    if failed := [(name, test, message) for name in ended for test, message in ended[name].failed]:
+        lines += ["", "## Failed", "", *(f"- {name}: `{test}`: {message}" for name, test, message in failed)]
     return "\n".join(lines) + "\n"
+
+
+def _commit() -> str:
+    """The checkout's, with "-dirty" where files differ from it."""
+    described = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return described.stdout.strip() or "no commit"
 
 
 def _result(one: Ended) -> str:
