@@ -42,6 +42,7 @@ from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.object.pool import BlockObjects
 from kvbm.pools.stores.memory import MemoryStore
+from kvbm.streams.base import ORIGIN
 from tests.eventually import eventually
 from tests.managers import KnowsAll
 from tests.object_pools import memory_objects
@@ -1090,3 +1091,15 @@ def test_a_load_that_vllm_cuts_short_fails_where_its_state_would_be_anothers(rec
     (job,) = engine.scheduler.plan({}, 0, ()).loads
     assert job.after == -1  # forwards move states between blocks that no list names
     assert job.why == "vLLM takes 12 tokens of 16"
+
+
+def test_a_heartbeat_tells_how_quickly_the_engine_computes_prompts(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_s = 100.0
+    scheduler = engine.scheduler
+    monkeypatch.setattr(scheduler, "_clock", lambda: at_s)
+    for scheduled, took_s in (({"p": 4000}, 2.0), ({"p": 1}, 0.1), ({"p": 1}, 0.1)):
+        scheduler.plan(scheduled, sum(scheduled.values()), ())
+        at_s += took_s
+    assert engine.manager.heartbeat(ORIGIN).prefill_tokens_per_s == pytest.approx(2000.0)

@@ -33,6 +33,7 @@ from kvbm.engines.vllm.ranks import Ranks
 from kvbm.engines.vllm.reach import ABSENT
 from kvbm.engines.vllm.requests import Group, GroupNamespace, Requests
 from kvbm.engines.vllm.roles import Role
+from kvbm.engines.vllm.step_meter import StepMeter
 from kvbm.engines.vllm.store_planner import StorePlanner, StoreRules
 from kvbm.engines.vllm.tier_events import ExtraKeys, TierEvents
 from kvbm.manager.engine_hbm import EngineHbmManager
@@ -99,6 +100,7 @@ class Scheduler:
         self._watch: PrefixCacheWatch | None = None
         self._touches: Touches = last_touches(manager.pools.slots[Tier.HBM].slots)
         self._running = 0
+        self._meter = StepMeter()
         self._counters = _Counters(0, 0, 0, 0, 0)
         self._gauges: dict[str, int] = {}  # as they were reported last
         self._report_at_s = 0.0
@@ -173,7 +175,7 @@ class Scheduler:
             self._touches.leave(request_id)
         step = self._touches.plan(taken)
         if not self.refusal:  # else only what vLLM waits for is still handed out
-            self._look(scheduled, preempted)
+            self._look(scheduled, tokens, preempted)
             if self._is_everywhere:
                 self.stores.plan(scheduled, tokens)
                 self.stores.offered(offers, {*preempted, *finished})
@@ -197,8 +199,8 @@ class Scheduler:
         """Whether all hosts have HOST. Before, nothing is stored, so that no block of HBM is kept for as long."""
         return len(self._other_hosts) == self._hosts - 1
 
-    def _look(self, scheduled: Mapping[str, int], preempted: Collection[str]) -> None:
-        """Report what HBM holds now, and heed who has lost blocks."""
+    def _look(self, scheduled: Mapping[str, int], tokens: int, preempted: Collection[str]) -> None:
+        """Report what HBM holds now and how busy the engine is, and heed who has lost blocks."""
         if self._watch is not None:
             self._watch.flush()
         for request_id in preempted:
@@ -207,9 +209,10 @@ class Scheduler:
                 state.states.clear()
                 state.verified.clear()
                 state.drop_ask()
-        if len(scheduled) != self._running:
+        is_measured = self._meter.planned(scheduled, tokens, self._clock())
+        if is_measured or len(scheduled) != self._running:
             self._running = len(scheduled)
-            self.manager.report_load(self.requests.queued_tokens, self._running)
+            self.manager.report_load(self.requests.queued_tokens, self._running, self._meter.tokens_per_s)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """A request has ended; its blocks are still its own."""
