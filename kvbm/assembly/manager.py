@@ -616,8 +616,9 @@ def nats_url(settings: Settings, opened: ExitStack) -> str:
     return server.url
 
 
-def database_url(settings: Settings) -> str:
-    return settings.catalog.database or f"sqlite+aiosqlite:///{Path(settings.instance.data_dir) / 'catalog.db'}"
+def database_url(settings: Settings) -> str | Path:
+    """As set, else an SQLite file of our own, by its path: in the text of a URL a folder's `%` or `?` means something else."""
+    return settings.catalog.database or Path(settings.instance.data_dir) / "catalog.db"
 
 
 def make_data_dir(settings: Settings) -> None:
