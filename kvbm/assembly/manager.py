@@ -617,8 +617,7 @@ def nats_url(settings: Settings, opened: ExitStack) -> str:
 
 
 def database_url(settings: Settings) -> str | Path:
-    """As set, else an SQLite file of our own, by its path: in the text of a URL a folder's `%` or `?` means something else."""
-    return settings.catalog.database or Path(settings.instance.data_dir) / "catalog.db"
+    return settings.catalog.database or Path(settings.instance.data_dir) / "catalog.db"  # no text: % or ? may be in it
 
 
 def make_data_dir(settings: Settings) -> None:
