@@ -13,6 +13,7 @@ from kvbm.assembly.manager import database_url, nats_url
 from kvbm.catalog.access_file import NewToken, add_token, read_entries
 from kvbm.catalog.database import parse_url, shown
 from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog_questions import listening_url
 from kvbm.config import load_settings
 from kvbm.core.errors import CatalogError, ConfigError, KvbmError
 from kvbm.doctor.modes import kept_paths
@@ -139,3 +140,17 @@ def test_a_source_that_is_no_url_is_refused_without_its_password(name: str) -> N
     with pytest.raises(KvbmError) as refused:
         open_source(name)
     assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("listen", "url"),
+    [
+        ("127.0.0.1:7700", "http://127.0.0.1:7700"),
+        ("::1:7700", "http://[::1]:7700"),
+        ("[::1]:7700", "http://[::1]:7700"),
+    ],
+)
+def test_a_command_asks_where_the_catalog_listens(listen: str, url: str) -> None:
+    assert listening_url(load_settings(flags={"catalog.listen": listen})) == url
+    with closing(CatalogClient(url)) as client:
+        assert client.url == url
