@@ -127,14 +127,20 @@ def add_questions(commands: Commands) -> None:
 def ask(arguments: argparse.Namespace) -> int:
     """One question, and its answer on standard output. Raises CatalogError, ConfigError."""
     settings = settings_of(arguments)
-    scheme = "https" if settings.catalog.tls_cert else "http"
-    url = arguments.url or settings.catalog.url or f"{scheme}://{settings.catalog.listen}"
+    url = arguments.url or settings.catalog.url or listening_url(settings)
     client = catalog_clients(settings, url)
     try:
         _QUESTIONS[arguments.command](arguments, settings, client)
     finally:
         client.close()
     return 0
+
+
+def listening_url(settings: Settings) -> str:
+    """Of the catalog that runs with these settings; an IPv6 address may be written without brackets in `catalog.listen`."""
+    host, _, port = settings.catalog.listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    return f"{'https' if settings.catalog.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _add_prompt(parser: argparse.ArgumentParser) -> None:

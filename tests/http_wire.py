@@ -28,16 +28,19 @@ class Wire:
             self.socket.sendall(part)
             time.sleep(pause_s)
 
-    def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """The next answer: its status, headers and body."""
+    def answer(self, with_body: bool = True) -> tuple[int, dict[str, str], bytes]:
+        """The next answer that is final: its status, headers and body. `with_body`: it has one, as answers to HEAD have not."""
         while b"\r\n\r\n" not in self._read:
             self._more()
         head, _, self._read = self._read.partition(b"\r\n\r\n")
         status, *lines = head.decode().split("\r\n")
+        if status.split()[1] == "100":
+            return self.answer(with_body)
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
-        while len(self._read) < int(headers["content-length"]):
+        length = int(headers["content-length"]) if with_body else 0
+        while len(self._read) < length:
             self._more()
-        body, self._read = self._read[: int(headers["content-length"])], self._read[int(headers["content-length"]) :]
+        body, self._read = self._read[:length], self._read[length:]
         return int(status.split()[1]), headers, body
 
     def ends(self) -> bool:

@@ -616,8 +616,8 @@ def nats_url(settings: Settings, opened: ExitStack) -> str:
     return server.url
 
 
-def database_url(settings: Settings) -> str:
-    return settings.catalog.database or f"sqlite+aiosqlite:///{Path(settings.instance.data_dir) / 'catalog.db'}"
+def database_url(settings: Settings) -> str | Path:
+    return settings.catalog.database or Path(settings.instance.data_dir) / "catalog.db"  # no text: % or ? may be in it
 
 
 def make_data_dir(settings: Settings) -> None:

@@ -71,7 +71,7 @@ def bench_sql(live: int, samples: int, seed: int) -> Found:
 def sqlite_rates(live: int, samples: int, seed: int) -> ClaimRates:
     """Into a file in the folder for temporary ones."""
     with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder:
-        urls = [f"sqlite:///{Path(folder) / str(fill)}.db" for fill in range(_fills(samples))]
+        urls = [Path(folder) / f"{fill}.db" for fill in range(_fills(samples))]
         return asyncio.run(_rates("SQLite", urls, live, samples, seed))
 
 
@@ -99,7 +99,7 @@ def _fills(samples: int) -> int:
     return min(samples, _FILLS)
 
 
-async def _rates(what: str, urls: Sequence[str], live: int, samples: int, seed: int) -> ClaimRates:
+async def _rates(what: str, urls: Sequence[str | Path], live: int, samples: int, seed: int) -> ClaimRates:
     rng = np.random.default_rng(seed)
     runs = [rng.bytes(RUN_BLOCKS * HASH_BYTES) for _ in range(max(1, live // RUN_BLOCKS))]
     claims = len(runs) * RUN_BLOCKS

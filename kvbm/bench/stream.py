@@ -152,9 +152,7 @@ def _gap(
 async def _repair(folder: Path, url: str, samples: int) -> tuple[list[Row], dict[str, float]]:
     """Drop one message of "holder" again and again; how long it is suspect."""
     lossy = _LossyStream(await NatsStream.connect(url, _WAIT_S))
-    settings = ServiceSettings(
-        nats_url=url, database_url=f"sqlite+aiosqlite:///{folder / 'gap.db'}", cluster="local", capacity=1 << 24
-    )
+    settings = ServiceSettings(nats_url=url, database_url=folder / "gap.db", cluster="local", capacity=1 << 24)
     service = await CatalogService.start(settings, NATIVE, NATIVE_INDEX, stream=cast(EventStream, lossy))
     holder, other = InstanceId("holder"), InstanceId("other")
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -38,6 +37,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 from kvbm.core.asks import is_caller
 from kvbm.core.errors import ConfigError
+from kvbm.core.quoting import toml_text, toml_texts
 from kvbm.files import alone, open_plain, replace_file, stranger
 
 Role = Literal["router", "operator", "metrics"]
@@ -279,11 +279,12 @@ def _entry(kind: str, table: Mapping[str, Any], where: str) -> Entry:
 def _written(entry: Entry) -> str:
     lines = [
         f"[[{entry.kind}]]",
-        f"name = {json.dumps(entry.name)}",
-        f"role = {json.dumps(entry.role)}",
+        f"name = {toml_text(entry.name)}",
+        f"role = {toml_text(entry.role)}",
     ]
     if entry.role == "router":
-        lines.append(f"tenants = {json.dumps('all' if entry.tenants is None else sorted(entry.tenants))}")
+        allowed = toml_text("all") if entry.tenants is None else toml_texts(sorted(entry.tenants))
+        lines.append(f"tenants = {allowed}")
     if entry.sha256:
         lines.append(f'sha256 = "{entry.sha256}"')
     if entry.not_after is not None:

@@ -101,7 +101,7 @@ def create_surface(
     api = _Api(service, version, troubles, limits.refusals, metrics, answers)
     for route in _ROUTES:
         app.add_api_route(
-            route.path, getattr(api, route.handler), methods=[route.method], response_class=Response, name=route.handler
+            route.path, getattr(api, route.handler), methods=route.methods, response_class=Response, name=route.handler
         )
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -415,7 +415,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     message = f"{request.method} {request.url.path}: {error.detail}"
     detail = ErrorDetail(code=code, message=message, what_to_do="see /openapi.json for the paths")
-    return _json(ErrorAnswer(error=detail), error.status_code)
+    answer = _json(ErrorAnswer(error=detail), error.status_code)
+    answer.headers.update(error.headers or {})  # such as `allow`
+    return answer
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
@@ -440,6 +442,11 @@ class _Route(msgspec.Struct, frozen=True, kw_only=True):
     errors: tuple[int, ...] = ()
     examples: dict[str, Any] = {}
     asks: dict[str, Any] = {}  # in the query
+
+    @property
+    def methods(self) -> list[str]:
+        """Those it answers; HEAD, with which some look whether a server is there, but for what is long."""
+        return ["GET", "HEAD"] if self.method == "GET" and self.media_type != CHECKPOINT else [self.method]
 
 
 _EXAMPLE_ID = "5e0c2d6f9b1a4c3d8e7f60514233a1b2"

@@ -51,17 +51,22 @@ _DRIVERS = {
 log = Remarks()
 
 _FORMS = "give sqlite:///path/catalog.db or postgresql://user:password@host:5432/database"
+_ESCAPES = "in a user or password write @ as %40, / as %2F, : as %3A and % as %25"
 
 
-def parse_url(url: str) -> URL:
+def parse_url(url: str | Path) -> URL:
     """The URL with the driver kvbm uses; libpq's `sslmode` becomes asyncpg's `ssl`.
 
+    Args:
+        url: a path is that of an SQLite file, whatever characters it has; in a text they would mean something.
     Raises: CatalogError: it is malformed, or names a database kvbm cannot use. The message never shows a password.
     """
+    if isinstance(url, Path):
+        return URL.create(_DRIVERS["sqlite"], database=str(url))
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
-        raise CatalogError(f"the database URL cannot be read; {_FORMS}") from None
+        raise CatalogError(f"the database URL cannot be read; {_FORMS}; {_ESCAPES}") from None
     driver = _DRIVERS.get(parsed.drivername)
     if driver is None:
         raise CatalogError(f"a database of kind {parsed.drivername!r} cannot hold the catalog; {_FORMS}")
@@ -69,6 +74,10 @@ def parse_url(url: str) -> URL:
     if is_sqlite(parsed):
         if not parsed.database or parsed.database == ":memory:" or parsed.host:
             raise CatalogError(f"{shown(parsed)} names no file; give sqlite:///path, or sqlite:////path from the root")
+    elif (
+        "@" in url.partition("@")[2].partition("?")[0]
+    ):  # the host, and what messages show, would be half of the password
+        raise CatalogError(f"the database URL has more than one @; {_ESCAPES}")
     elif not parsed.database:
         raise CatalogError(f"{shown(parsed)} names no database; {_FORMS}")
     if "sslmode" in parsed.query:
@@ -121,7 +130,7 @@ def _first_line(error: BaseException) -> str:
     return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
 
 
-async def open_database(url: str, connect_timeout_s: float) -> AsyncEngine:
+async def open_database(url: str | Path, connect_timeout_s: float) -> AsyncEngine:
     """An engine on the database, migrated to the newest schema.
 
     Raises:
@@ -195,7 +204,7 @@ class DatabaseView(NamedTuple):
     round_trip_s: float
 
 
-async def look(url: str, timeout_s: float) -> DatabaseView:
+async def look(url: str | Path, timeout_s: float) -> DatabaseView:
     """What a database is, without migrating or making it. Raises CatalogError, MissingExtraError: as `open_database`."""
     parsed = parse_url(url)
     scripts = _scripts()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvbm.catalog.at_once import BINARY_TYPE, NOTHING_HELD, PATHS, Answered, AtOnce, ShortQuestion
@@ -19,6 +20,7 @@ READ_BYTES = 16 << 10
 _UNSENT_BYTES = 64 << 10
 _BUFFERED_BYTES = 8 << 10  # of a body nobody has asked for yet
 _SHORT_S = 1.0  # a body that takes longer goes the long way, which says when it took too long
+_WISHES = (b"upgrade", b"http2-settings")
 _MOST_PIPELINED = 32  # requests that wait for the answer before theirs; what comes then is not read
 
 
@@ -37,6 +39,8 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def __init__(self, connections: Connections, connection: Connection, at_once: AtOnce, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self._connections, self._connection, self._at_once = connections, connection, at_once
+        self.parser = self._new_parser()
+        self._is_refused_upgrade = False  # the header that was just read, which is read again without that wish
         self._idle = Stage.HEADER  # what it is between requests
         self._in_header = False
         self._header_bytes = 0
@@ -79,7 +83,13 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self.transport.is_closing():
             return
         was_in_header = self._in_header
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+            return
         if self._in_header:
             self._header_bytes = len(data) + (self._header_bytes if was_in_header else 0)
             if self._header_bytes > MAX_HEADER_BYTES:
@@ -118,7 +128,11 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def on_headers_complete(self) -> None:
         """Begin a short answer, or the application."""
         self._in_header = False
-        if not self._begin_short():
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("this is no proxy")
+            self._is_refused_upgrade = True
+        elif not self._begin_short():
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -130,6 +144,8 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def on_message_complete(self) -> None:
         """All of the request is there."""
+        if self._is_refused_upgrade:
+            return
         if self._question is None:
             super().on_message_complete()
             return
@@ -151,6 +167,35 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn: an answer to what came before
+        return parser
+
+    def _parse(self, data: bytes) -> None:
+        """Take requests apart. Raises HttpParserError.
+
+        The parser leaves behind the header of a request that wishes for another protocol (`Upgrade: h2c`, which Java's clients send with every
+        request), and takes its body for the next request. We speak no other, and who ignores the wish answers the request (RFC 9110, 7.8): another
+        parser reads the header without it, and goes on.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as left:
+                data = data[left.args[0] :]
+            else:
+                return
+            head = self._head_without_upgrade()
+            self._is_refused_upgrade = False
+            self.parser = self._new_parser()
+            self.parser.feed_data(head)
+
+    def _head_without_upgrade(self) -> bytes:
+        line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        lines = [line, *(b"%b: %b" % header for header in _without_upgrade(self.headers))]
+        return b"\r\n".join([*lines, b"", b""])
+
     def _current(self) -> RequestResponseCycle | None:
         """The last request that the application got."""
         return self.cycle
@@ -166,7 +211,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         for name, value in self.headers:
             if name == b"content-length":
                 length = int(value) if value.isdigit() and len(value) < 9 else -1
-            elif name == b"transfer-encoding" or name == b"upgrade":
+            elif name == b"transfer-encoding":
                 return False
         if length < 0 or kind is None or not self.parser.should_keep_alive():
             return False
@@ -224,3 +269,14 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._question is not None:
             return Stage.BODY
         return Stage.HEADER if self._in_header else self._idle
+
+
+def _without_upgrade(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+    """Headers without the wish for another protocol; names are in small letters."""
+    for name, value in headers:
+        if name == b"connection":
+            others = [one.strip() for one in value.split(b",") if one.strip().lower() not in _WISHES]
+            if others:
+                yield name, b", ".join(others)
+        elif name not in _WISHES:
+            yield name, value

@@ -89,7 +89,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     nats_url: str
     credentials: Credentials = Credentials()
-    database_url: str
+    database_url: str | Path
     cluster: str | None = None
     listen: str = "127.0.0.1:7700"
     unix_socket: str = ""

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from enum import Enum
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -127,12 +128,12 @@ class SqlStore:
 
     @classmethod
     async def open(
-        cls, url: str, connect_timeout_s: float = 5.0, used_s: float = 0.0, parts: tuple[int, ...] = ALL_PARTS
+        cls, url: str | Path, connect_timeout_s: float = 5.0, used_s: float = 0.0, parts: tuple[int, ...] = ALL_PARTS
     ) -> Self:
         """The store at a URL, its schema brought up to date.
 
         Args:
-            url: sqlite:///path or postgresql://user:password@host:port/database, with or without kvbm's drivers.
+            url: sqlite:///path or postgresql://user:password@host:port/database, with or without kvbm's drivers; a path is an SQLite file's.
             used_s: a claim that is there already is written again where it is newer by more than this.
             parts: of other instances than those in these nothing is read; catalogs of other parts may write them.
         Raises:

@@ -16,8 +16,22 @@ from kvbm.config.checks import check_settings
 from kvbm.config.settings import Settings, SettingsGroup, SourceSettings, TenantSettings
 from kvbm.core.errors import ConfigError
 from kvbm.files import read_small
+from kvbm.remarks import Remarks
+
+log = Remarks()
 
 ENVIRONMENT_PREFIX = "KVBM_"
+_PLACE = re.compile(r"(tcp|udp|sctp)://(\d+(\.\d+){3}|\[[0-9a-fA-F:.]+\]):\d+")
+_LINKS = (  # what ends the name of a variable → what its value looks like; before it stands the Service's name
+    (
+        re.compile(r"_SERVICE_HOST|_PORT_\d+_(TCP|UDP|SCTP)_ADDR"),
+        re.compile(r"\d+(\.\d+){3}|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*"),
+    ),
+    (re.compile(r"_SERVICE_PORT(_[A-Z0-9_]+)?|_PORT_\d+_(TCP|UDP|SCTP)_PORT"), re.compile(r"\d+")),
+    (re.compile(r"_PORT(_\d+_(TCP|UDP|SCTP))?"), _PLACE),
+    (re.compile(r"_PORT_\d+_(TCP|UDP|SCTP)_PROTO"), re.compile(r"tcp|udp|sctp")),
+)
+_told_links: set[str] = set()  # in this process
 
 
 class Sources(NamedTuple):
@@ -44,7 +58,8 @@ def load_settings(
 
     Args:
         path: a TOML file with a table for each group.
-        environment: variables that begin with KVBM_ count, as KVBM_POOLS__HOST__SLOTS; give `os.environ`. None when omitted.
+        environment: variables that begin with KVBM_ count, as KVBM_POOLS__HOST__SLOTS; give `os.environ`. None when omitted. What Kubernetes
+            gives pods beside a Service of such a name (KVBM_CATALOG_PORT=tcp://10.0.0.7:7700) is no setting, and said once.
         flags: dotted key → value, such as {"pools.host.capacity_bytes": "8GiB"}; or tables in tables, as in TOML.
         defaults: as `flags`, where whoever asks has others than `Settings`.
     Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, or an unreadable file.
@@ -56,13 +71,44 @@ def load_settings(
         for key, value in leaves(_read_toml(path, sources.path)):
             _put(tree, key, value, str(path))
     for name, value in sorted((environment or {}).items()):
-        if name.startswith(ENVIRONMENT_PREFIX):
+        if name.startswith(ENVIRONMENT_PREFIX) and not is_service_link(name, value):
             _put(tree, name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", "."), value, f"environment {name}")
     for key, value in leaves(flags or {}):
         _put(tree, key, value, sources.flags)
     settings = msgspec.convert(tree, Settings)
     check_settings(settings)
+    _tell_links(environment or {})
     return settings
+
+
+def is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes has set a variable for a Service, whose name stands before what all such names end with.
+
+    One of ours that is mistyped is none: two underscores stand behind its group, or its value is no address where Kubernetes has one.
+    """
+    group, is_ours, _ = name.removeprefix(ENVIRONMENT_PREFIX).partition("__")
+    if is_ours and hasattr(Settings, group.lower()):
+        return False
+    return any(
+        (found := re.search(f"({end.pattern})$", name)) is not None
+        and found.start() >= len("KVBM")
+        and shape.fullmatch(value) is not None
+        for end, shape in _LINKS
+    )
+
+
+def _tell_links(environment: Mapping[str, str]) -> None:
+    links = {
+        name
+        for name, value in environment.items()
+        if name.startswith(ENVIRONMENT_PREFIX) and is_service_link(name, value)
+    }
+    if new := sorted(links - _told_links):
+        _told_links.update(new)
+        log.info(
+            "environment.links_ignored", variables=len(new), first=new[0],
+            notice="Kubernetes sets them for a Service of this name; enableServiceLinks: false in the pod's spec leaves them out",
+        )  # fmt: skip
 
 
 def default_lines() -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from kvbm.config import Settings
+from kvbm.core.errors import KvbmError
 from kvbm.doctor.finding import Finding, ok, warning
 from kvbm.files import Exposed, exposed
 
@@ -28,8 +28,7 @@ def judge_modes(found: Exposed) -> Finding:
 def kept_paths(settings: Settings) -> list[str]:
     """Where the settings have something lie that holds names, hashes, events, blocks or keys."""
     catalog, nvme = settings.catalog, settings.pools.nvme
-    database = urlsplit(catalog.database)
-    file = database.path.removeprefix("/") if database.scheme.startswith("sqlite") else ""
+    file = _sqlite_file(catalog.database)
     databases = [f"{file}{suffix}" for suffix in ("", "-wal", "-shm")] if file else []
     pools = [part for part in nvme.path.split(":") if not part.startswith("/dev/")]
     keys = [settings.pools.object.keys, settings.nats.credentials, settings.nats.nkey_seed, catalog.tenant_secrets_file]
@@ -38,3 +37,14 @@ def kept_paths(settings: Settings) -> list[str]:
         settings.instance.data_dir, catalog.checkpoints, catalog.archive, nvme.folder, catalog.access,
         *databases, *pools, *keys,
     ]  # fmt: skip
+
+
+def _sqlite_file(url: str) -> str:
+    """The file of a database URL; "" where it names none, or nothing here can read it."""
+    try:
+        from kvbm.catalog.database import is_sqlite, parse_url
+
+        parsed = parse_url(url) if url else None
+    except KvbmError:
+        return ""
+    return (parsed.database or "") if parsed is not None and is_sqlite(parsed) else ""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.assembly import catalog_credentials
+from kvbm.assembly.manager import database_url
 from kvbm.config import NatsSettings, Settings
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import KvbmError, MissingExtraError, StreamError
@@ -166,8 +167,7 @@ def look_at_database(settings: Settings) -> Any:
     """A `DatabaseView`. Raises CatalogError, MissingExtraError."""
     from kvbm.catalog.database import look as look_at
 
-    file = Path(settings.instance.data_dir) / "catalog.db"
-    return asyncio.run(look_at(settings.catalog.database or f"sqlite+aiosqlite:///{file}", _ASK_S))
+    return asyncio.run(look_at(database_url(settings), _ASK_S))
 
 
 def judge_database(view: Any, settings: Settings) -> Finding:
@@ -307,7 +307,7 @@ class Catalog(NamedTuple):
 
     ready: ReadyAnswer
     round_trip_s: float
-    url: str = ""
+    url: str  # without user and password
 
 
 def look_at_catalog(settings: Settings) -> Catalog:
@@ -324,7 +324,7 @@ def look_at_catalog(settings: Settings) -> Catalog:
 
 def judge_catalog(facts: Catalog, settings: Settings) -> Finding:
     """Reached, ready, and faster than managers wait for it."""
-    found = f"{facts.url or settings.catalog.url}, {milliseconds(facts.round_trip_s)} a round trip"
+    found = f"{facts.url}, {milliseconds(facts.round_trip_s)} a round trip"
     if not facts.ready.ready:
         fix = "wait, and see its log if that does not end; answers are incomplete until then"
         return warning("catalog", f"{found}; not ready: {facts.ready.reason}", fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from kvbm.streams.base import ORIGIN, Position
 class ClaimsReader:
     """The claims of one pool, which `use` names. Every method raises CatalogError: the database does not answer, or refuses."""
 
-    def __init__(self, url: str, pool: str = "") -> None:
+    def __init__(self, url: str | Path, pool: str = "") -> None:
         """Open the catalog's database. Raises CatalogError, MissingExtraError: as `SqlStore.open`."""
         self._pool = pool
         self._runner = asyncio.Runner()

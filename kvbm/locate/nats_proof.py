@@ -6,16 +6,15 @@ import base64
 import ssl
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
 from kvbm.core.asks import ANYBODY, is_caller
 from kvbm.core.errors import CatalogError, ConfigError, MissingExtraError
+from kvbm.core.nats_address import NatsServer, servers_of
 from kvbm.files import read_small
 
 _JWT_MARK = "BEGIN NATS USER JWT"
 _SEED_MARK = "BEGIN USER NKEY SEED"
 _CLUSTER = "local"
-_SCHEMES = ("nats", "tls")
 
 
 class NatsCredentials(NamedTuple):
@@ -36,53 +35,23 @@ class NatsCredentials(NamedTuple):
 NO_NATS_CREDENTIALS = NatsCredentials()
 
 
-class Server(NamedTuple):
-    """One server of a URL.
-
-    Attributes:
-        user, password: of the URL; a user alone is a token.
-    """
-
-    host: str
-    port: int
-    is_tls: bool
-    user: str
-    password: str | None
-
-    @property
-    def shown(self) -> str:
-        """Its URL, without who asks."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'tls' if self.is_tls else 'nats'}://{host}:{self.port}"
-
-
 class Target(NamedTuple):
     """Whom a URL names: servers, the cluster whose catalogs are asked, and who asks."""
 
-    servers: list[Server]
+    servers: list[NatsServer]
     cluster: str
     caller: str
 
 
 def target_of(url: str) -> Target:
     """`nats://host:port/CLUSTER/CALLER`, several with commas between. Raises CatalogError: it cannot be used."""
-    servers, names = [], set()
-    for one in url.split(","):
-        try:
-            parts = urlsplit(one.strip())
-            host, port = parts.hostname, parts.port or 4222
-        except ValueError:
-            parts, host, port = urlsplit(""), None, 0
-        path = [unquote(name) for name in parts.path.strip("/").split("/") if name]
-        if not host or parts.scheme.lower() not in _SCHEMES or parts.query or parts.fragment or len(path) > 2:
-            raise CatalogError(
-                "the catalog's URL cannot be used; write nats://host:port/CLUSTER/CALLER, or tls://… of a server with TLS"
-            )
-        password = None if parts.password is None else unquote(parts.password)
-        is_tls = parts.scheme.lower() == "tls"
-        servers.append(Server(host, port, is_tls, unquote(parts.username or ""), password))
-        if path:
-            names.add((path[0], path[1] if len(path) > 1 else ANYBODY))
+    try:
+        servers = servers_of(url)
+    except ConfigError as error:
+        raise CatalogError(f"catalog.url: {error}; behind the port comes /CLUSTER/CALLER") from None
+    names = {(server.path[0], server.path[1] if len(server.path) > 1 else ANYBODY) for server in servers if server.path}
+    if any(len(server.path) > 2 for server in servers):
+        raise CatalogError("the catalog's URL cannot be used; write nats://host:port/CLUSTER/CALLER")
     if len(names) > 1:
         raise CatalogError("the catalog's URL names several clusters or callers; write one path: /CLUSTER/CALLER")
     cluster, caller = names.pop() if names else (_CLUSTER, ANYBODY)
@@ -103,11 +72,11 @@ class NatsProof:
             lacks, has = ("tls_key", "tls_cert") if credentials.tls_cert else ("tls_cert", "tls_key")
             raise ConfigError(f"nats.{has} is set without nats.{lacks}; give both, or neither")
 
-    def wants_tls(self, server: Server) -> bool:
+    def wants_tls(self, server: NatsServer) -> bool:
         """Whether nothing is said to the server without TLS."""
         return server.is_tls or bool(self._files.tls_ca or self._files.tls_cert)
 
-    def connect_fields(self, server: Server, nonce: str) -> dict[str, Any]:
+    def connect_fields(self, server: NatsServer, nonce: str) -> dict[str, Any]:
         """What CONNECT says of who asks.
 
         Args:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvbm.core.errors import CatalogError
+from kvbm.core.nats_address import NatsServer
 from kvbm.locate.nats_bytes import MOST_MESSAGE_BYTES, Message, Parser, WireError, Word
-from kvbm.locate.nats_proof import NatsProof, Server
+from kvbm.locate.nats_proof import NatsProof
 from kvbm.locate.nats_socket import PlainSocket, TlsSocket
 
 _NOBODY = b"503"
@@ -74,7 +75,7 @@ class Wire:
         max_payload: bytes a message may have there.
     """
 
-    def __init__(self, sock: socket.socket, server: Server) -> None:
+    def __init__(self, sock: socket.socket, server: NatsServer) -> None:
         """Prefer `Wire.open`."""
         self._sock: PlainSocket | TlsSocket = PlainSocket(sock)
         self.server = server
@@ -84,7 +85,7 @@ class Wire:
         self._counter = itertools.count(1)
 
     @classmethod
-    def open(cls, server: Server, proof: NatsProof, deadline_s: float) -> Wire:
+    def open(cls, server: NatsServer, proof: NatsProof, deadline_s: float) -> Wire:
         """Connect and prove who asks. Raises LostError; ConfigError, MissingExtraError: files that cannot be used."""
         try:
             sock = socket.create_connection((server.host, server.port), _left(deadline_s))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from urllib.parse import urlsplit
 
 import urllib3
 
 from kvbm.core.errors import CatalogError
 from kvbm.locate.credentials import CatalogCredentials, Proof
+from kvbm.locate.proxies import proxied, proxy_of, shown
 from kvbm.locate.requests import NOT_READY, AwayError, Request, error_code
 from kvbm.locate.unix_socket import SCHEME, unix_pool
 from kvbm.remarks import Remarks
@@ -24,6 +26,8 @@ class _Place:
     def __init__(self, url: str, proof: Proof) -> None:
         self.url = url
         self._proof = proof
+        self._proxy = "" if url.startswith(SCHEME) else proxy_of(url)
+        self._base = url if self._proxy and url.lower().startswith("http://") else ""  # a proxy is told whom to ask
         self.pool = self._new_pool()
         self._context = proof.context
 
@@ -41,8 +45,9 @@ class _Place:
             timeout = urllib3.Timeout(total=max(0.001, deadline_s - time.monotonic()))
             try:
                 answer = self.pool.request(
-                    request.method, request.path, body=request.body, headers=headers, timeout=timeout, retries=False
-                )
+                    request.method, self._base + request.path, body=request.body, headers=headers, timeout=timeout, retries=False,
+                    assert_same_host=False,
+                )  # fmt: skip
                 return answer.status, answer.data
             except urllib3.exceptions.ProtocolError as error:
                 if (
@@ -65,8 +70,8 @@ class _Place:
         timeout = urllib3.Timeout(connect=timeout_s, read=quiet_s)
         try:
             return self._new_pool().request(
-                request.method, request.path, body=request.body, headers=headers, timeout=timeout, retries=False,
-                preload_content=False,
+                request.method, self._base + request.path, body=request.body, headers=headers, timeout=timeout, retries=False,
+                preload_content=False, assert_same_host=False,
             )  # fmt: skip
         except urllib3.exceptions.HTTPError as error:
             raise self._failure(error, request, quiet_s) from None
@@ -87,11 +92,15 @@ class _Place:
         if self.url.startswith(SCHEME):
             return unix_pool(self.url.removeprefix(SCHEME), CONNECTIONS)
         more = {"ssl_context": self._proof.context} if self._proof.context is not None else {}
+        if self._proxy:
+            return proxied(self._proxy, maxsize=CONNECTIONS, retries=False, **more).connection_from_url(self.url)
         return urllib3.connectionpool.connection_from_url(self.url, maxsize=CONNECTIONS, retries=False, **more)
 
     def _away(self, why: str, was_asked: bool = True) -> AwayError:
+        through = f" through the proxy {shown(self._proxy)}" if self._proxy else ""
+        remedy = ", or name its host in no_proxy" if self._proxy else ""
         return AwayError(
-            f"the catalog at {self.url} does not answer ({why}); start it with kvbm-catalog serve, or correct catalog.url",
+            f"the catalog at {self.url} does not answer{through} ({why}); start it with kvbm-catalog serve, or correct catalog.url{remedy}",
             was_asked,
         )
 
@@ -109,10 +118,9 @@ class Transport:
         self._proof = Proof(credentials, is_tls=any(one.lower().startswith("https://") for one in names))
         self._guard = threading.Lock()
         self._current = 0
-        try:
-            self.places = [_Place(name, self._proof) for name in names]
-        except (urllib3.exceptions.HTTPError, ValueError, KeyError) as error:
-            raise CatalogError(f"the catalog's URL {urls!r} cannot be used ({error}); write http://host:port") from None
+        for name in names:
+            _check(name)
+        self.places = [_Place(name, self._proof) for name in names]
 
     page_limit = 0
 
@@ -189,6 +197,32 @@ class Transport:
         if at != self._current:
             log.info("catalog.changed", url=self.places[at].url, before=self.places[self._current].url)
             self._current = at
+
+
+def _check(url: str) -> None:
+    """Raises CatalogError: it is no catalog's place. What is written wrongly may be a password, so that little of it is shown."""
+    if url.startswith(SCHEME):
+        return
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError
+        urllib3.util.parse_url(url)
+    except (urllib3.exceptions.HTTPError, ValueError):
+        raise CatalogError(f"the catalog's URL {_shown(url)} cannot be used; write http://host:port") from None
+    if "@" in url:
+        raise CatalogError(
+            "the catalog's URL has a user, and a catalog knows who asks by a token or a certificate; write http://host:port, and set "
+            "catalog.token to the token's file"
+        )
+    if parts.path or parts.query or parts.fragment:
+        raise CatalogError(
+            f"the catalog's URL {url} has a path, and a catalog answers at the root alone; write {parts.scheme}://{parts.netloc}"
+        )
+
+
+def _shown(url: str) -> str:
+    return repr(url) if "@" not in url else "(with a user or password)"
 
 
 def _words(error: urllib3.exceptions.HTTPError) -> str:

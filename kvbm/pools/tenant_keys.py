@@ -16,7 +16,6 @@ import base64
 import binascii
 import hashlib
 import hmac
-import json
 import os
 import secrets
 import selectors
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.core.errors import ConfigError
+from kvbm.core.quoting import toml_text, toml_texts
 from kvbm.files import SMALL_BYTES, alone, read_small, replace_file, settled_stamp, stranger
 
 KEY_BYTES = 32
@@ -246,10 +246,10 @@ def _written(tenants: Mapping[str, Mapping[str, Any]]) -> str:
     lines = []
     for tenant, table in tenants.items():
         lines += [
-            f"[tenants.{json.dumps(tenant)}]",
-            f"names = {json.dumps(table['names'])}",
-            f"current = {json.dumps(table['current'])}",
+            f"[tenants.{toml_text(tenant)}]",
+            f"names = {toml_texts(table['names'])}",
+            f"current = {toml_text(table['current'])}",
         ]
-        lines += [f"keys.{json.dumps(name)} = {json.dumps(key)}" for name, key in table["keys"].items()]
+        lines += [f"keys.{toml_text(name)} = {toml_text(key)}" for name, key in table["keys"].items()]
         lines += [""]
     return "\n".join(lines)

@@ -383,7 +383,7 @@ def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
         if parts.ask is None:
             raise SourceError("nothing here can ask a catalog")
         catalog = parts.ask(arguments.catalog, arguments.config, arguments.sets)
-        against = Comparison(arguments.catalog, catalog, arguments.instance)
+        against = Comparison(catalog, arguments.instance)
     located = watched(source.read(parts.backend), source)
     verified = verify(source, parts.backend, parts.fold, arguments.instance, located, against)
     if not verified.instances and not verified.findings:

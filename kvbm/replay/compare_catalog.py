@@ -31,6 +31,8 @@ _POLL_S = 0.1
 class CatalogAnswers(Protocol):
     """What is asked of a catalog; `locate.http.CatalogClient` does it. All raise CatalogError."""
 
+    @property
+    def url(self) -> str: ...  # without user and password
     def ready(self) -> ReadyAnswer: ...
     def instances(self) -> list[InstanceSummary]: ...
     def block(self, namespace: NamespaceId, block: bytes) -> BlockAnswer: ...
@@ -98,9 +100,9 @@ class _Held(NamedTuple):
 class Comparison:
     """Listens to `verify` while it folds. Ask `wanted` first, `passed` at each frame, `finish` at the end."""
 
-    def __init__(self, url: str, catalog: CatalogAnswers, instance: str | None, wait_s: float = WAIT_S) -> None:
+    def __init__(self, catalog: CatalogAnswers, instance: str | None, wait_s: float = WAIT_S) -> None:
         """Asks the catalog where it stands. Raises CatalogError."""
-        self.report = Compared(url=url)
+        self.report = Compared(url=catalog.url)
         self._catalog = catalog
         self._only = instance
         self._wait_s = wait_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from kvbm.replay.live import StreamSource
 from kvbm.replay.source import ARCHIVE_SUFFIX, FileSource, Source, SourceError, SourceFile
@@ -21,9 +20,10 @@ def open_source(name: str, timeout_s: float = 5.0, credentials: Credentials = OP
         credentials: for a URL.
     Raises: SourceError: there is nothing of the kind. JournalError: a folder with a file that is no segment.
     """
-    if "://" in name:
-        if urlsplit(name).scheme not in ("nats", "tls"):
-            raise SourceError(f"{name.partition('://')[0]}:// is no kind of source; use a path, or nats://host:port")
+    scheme, is_url, _ = name.partition("://")
+    if is_url:
+        if scheme.lower() not in ("nats", "tls"):
+            raise SourceError(f"{scheme}:// is no kind of source; use a path, or nats://host:port")
         return StreamSource(name, timeout_s, credentials)
     path = Path(name)
     if path.is_dir():

@@ -15,12 +15,12 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 
 from kvbm.catalog.archive import ArchivePosition
 from kvbm.catalog.checkpoints import Checkpointing, Writing
+from kvbm.catalog.database import parse_url, shown
 from kvbm.catalog.index import ClusterIndex, NewIndex, is_suspect
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer
@@ -153,7 +153,7 @@ class _Rebuild:
         self._rows = RowCollector(REBUILT)
         self.report = Rebuilt(
             source=source.name,
-            database=_shown(options.database),
+            database=shown(parse_url(options.database)),
             checkpoint="" if options.checkpoint is None else str(options.checkpoint),
         )
         self._sequence = 0  # of the messages that are applied here
@@ -303,9 +303,3 @@ def _archive_position(folder: Path) -> ArchivePosition | None:
         return msgspec.json.decode(body, type=ArchivePosition) if checksum == b"%08x" % zlib.crc32(body) else None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
-
-
-def _shown(database: str) -> str:
-    """A database's URL without its password."""
-    parts = urlsplit(database)
-    return database.replace(f":{parts.password}@", ":***@") if parts.password else database

@@ -24,6 +24,7 @@ from typing import BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 
 from kvbm.core.errors import MissingExtraError, StreamError
+from kvbm.core.quoting import nats_text
 from kvbm.files import make_folder, opener, read_small, warn_exposed, write_new
 from kvbm.remarks import Remarks
 from kvbm.streams.child import spawn
@@ -227,18 +228,15 @@ def answers(url: str, timeout_s: float) -> bool:
 
 
 def _configuration(folder: Path, name: str, sync_interval: str, port: int, settings: str) -> str:
-    def quoted(value: str | Path) -> str:
-        return json.dumps(str(value))
-
     return f"""\
-server_name: {quoted(name)}
+server_name: {nats_text(name)}
 host: "127.0.0.1"
 port: {port}
-ports_file_dir: {quoted(folder.resolve())}
+ports_file_dir: {nats_text(os.fsencode(folder.resolve()))}
 max_payload: {MAX_PAYLOAD_BYTES}
 jetstream {{
-  store_dir: {quoted(folder.resolve())}
-  sync_interval: {quoted(sync_interval)}
+  store_dir: {nats_text(os.fsencode(folder.resolve()))}
+  sync_interval: {nats_text(sync_interval)}
 }}
 {settings}
 """

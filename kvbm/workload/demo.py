@@ -195,6 +195,7 @@ class Demo:
 
     def _make_bucket(self) -> None:
         import boto3
+        from botocore.config import Config
 
         client = boto3.client(
             "s3",
@@ -202,6 +203,7 @@ class Demo:
             region_name="us-east-1",
             aws_access_key_id="demo",
             aws_secret_access_key="demo",
+            config=Config(proxies={}),
         )
         client.create_bucket(Bucket=BUCKET)
         client.close()

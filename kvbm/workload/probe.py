@@ -15,6 +15,7 @@ from kvbm.assembly import catalog_credentials
 from kvbm.config import Settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.locate.credentials import NO_CREDENTIALS, Proof
+from kvbm.locate.proxies import proxy_of, shown
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.server_view import look_as_anybody
 from kvbm.terminal import say
@@ -62,7 +63,8 @@ def ask(url: str, settings: Settings) -> Answer:
         raise
     except KvbmError as error:
         return Answer(False, str(error))
-    raise ConfigError(f"{url!r} is nothing to probe; give nats://…, http://…, https://… or postgresql://…")
+    named = f"{scheme}://…" if "://" in url else repr(url)  # what comes behind it may be a password
+    raise ConfigError(f"{named} is nothing to probe; give nats://…, http://…, https://… or postgresql://…")
 
 
 def _ask_nats(url: str, settings: Settings) -> Answer:
@@ -76,21 +78,43 @@ def _ask_nats(url: str, settings: Settings) -> Answer:
 
 def _ask_http(url: str, settings: Settings) -> Answer:
     """The credentials are the catalog's, so nobody else gets them: not another origin than `catalog.url`, and no redirect."""
+    _check_http(url)
     known = [_origin(one.strip()) for one in re.split("[,;]", settings.catalog.url) if one.strip()]
     credentials = catalog_credentials(settings) if not known or _origin(url) in known else NO_CREDENTIALS
     proof = Proof(credentials, is_tls=url.startswith("https://"))
     request = urllib.request.Request(url)
     if proof.token:
         request.add_unredirected_header("Authorization", f"Bearer {proof.token}")
+    proxy = proxy_of(url)
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({urlsplit(url).scheme: proxy} if proxy else {}),
+        urllib.request.HTTPSHandler(context=proof.context),
+    )
     try:
-        with urllib.request.urlopen(request, timeout=ASK_S, context=proof.context) as answer:
+        with opener.open(request, timeout=ASK_S) as answer:
             return Answer(True, f"{url} answers {answer.status}")
     except urllib.error.HTTPError as error:
         return Answer(False, f"{url} answers {error.code}")
     except ValueError as error:
         raise ConfigError(f"{url!r} is no URL that can be asked ({error})") from None
     except OSError as error:
-        return Answer(False, f"{url} does not answer ({getattr(error, 'reason', None) or error})")
+        through = f" through the proxy {shown(proxy)}" if proxy else ""
+        return Answer(False, f"{url} does not answer{through} ({getattr(error, 'reason', None) or error})")
+
+
+def _check_http(url: str) -> None:
+    """Raises ConfigError: it cannot be asked. The message never shows a password."""
+    try:
+        parts = urlsplit(url)
+        is_good = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if "@" in url.partition("?")[0]:
+        raise ConfigError(
+            "the URL to probe has a user, and a catalog knows who asks by catalog.token; write http://host:port/path"
+        )
+    if not is_good:
+        raise ConfigError(f"{url!r} is no URL that can be asked; write http://host:port/path")
 
 
 def _origin(url: str) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from kvbm.assembly import catalog_client
 from kvbm.core.errors import KvbmError, MissingExtraError
 from kvbm.files import make_folder, opener
 from kvbm.locate.http import CatalogClient
+from kvbm.locate.proxies import reaching_here
 from kvbm.streams.child import python, spawn
 
 START_WAIT_S = 120.0
@@ -64,7 +65,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if spoken else output,
                 stderr=output,
-                environment={**os.environ, **(environment or {})},
+                environment={**os.environ, **reaching_here(), **(environment or {})},
             )
 
     def alive(self) -> bool:
@@ -104,12 +105,13 @@ class Child:
 def start_http(name: str, command: list[str], url: str, folder: Path, timeout_s: float = START_WAIT_S) -> Child:
     """Start a process and wait until its URL answers anything. Raises ProcessError: it died, or not within the time."""
     child = Child(name, command, folder)
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it listens on this machine
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if not child.alive():
             raise child.failure("did not start")
         try:
-            with urllib.request.urlopen(url, timeout=5.0):
+            with directly.open(url, timeout=5.0):
                 return child
         except urllib.error.HTTPError:
             return child

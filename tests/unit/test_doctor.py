@@ -586,7 +586,11 @@ def test_a_catalog_is_held_to_what_managers_wait_for(
         "lag_messages": 3,
     } | ready
     settings = load_settings(flags={"catalog.url": "http://c:7700"})
-    expect(services.judge_catalog(services.Catalog(ReadyAnswer(**whole), round_trip_s), settings), result, words)
+    expect(
+        services.judge_catalog(services.Catalog(ReadyAnswer(**whole), round_trip_s, "http://c:7700"), settings),
+        result,
+        words,
+    )
 
 
 # -- clock and settings -----------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvbm.remarks import Remarks
+from kvbm.weights import config_words, model_files
 
 log = Remarks()
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".npz", ".ckpt")
 _PIECE_BYTES = 64 << 10  # from the begin, the middle and the end of each file
 _TENSOR_BYTES = 1 << 10  # from the middle of a tensor
 _TENSORS = 8192  # of a model that are looked at; of more, evenly spread ones
@@ -48,7 +48,9 @@ def revision_of(model_config: Any, load_config: Any) -> str:
         return snapshot[1]
     if path.exists():
         weights = getattr(model_config, "model_weights", "")
-        return content_digest(path) + (f"@{weights}" if weights and weights != str(path) else "")
+        return content_digest(path, str(getattr(load_config, "load_format", "auto"))) + (
+            f"@{weights}" if weights and weights != str(path) else ""
+        )
     commit = _commit_of(model_config.model, model_config.revision)
     if not commit and not _COMMIT.fullmatch(model_config.revision or ""):
         log.warning(
@@ -60,43 +62,35 @@ def revision_of(model_config: Any, load_config: Any) -> str:
     return commit or model_config.revision or ""
 
 
-def content_digest(path: Path) -> str:
-    """A digest of the weights in a folder, or of one file, in a fraction of the time it takes to read them.
+def content_digest(path: Path, load_format: str = "auto") -> str:
+    """A digest of the weights that vLLM loads of a folder, or of one file, in a fraction of the time it takes to read them.
 
-    It covers names and sizes, 64 KiB from the begin, the middle and the end of each file, 1 KiB of every tensor of safetensors
-    (of at most 8,192 of them), and config.json as a whole. What it does not see is a change that leaves all of that alone.
+    It covers names and sizes, 64 KiB from the begin, the middle and the end of each file that `model_files` names, 1 KiB of every tensor of
+    safetensors (of at most 8,192 of them), and what config.json says. What it does not see is a change that leaves all of that alone.
 
-    Returns: 32 hex digits; the same on every host that has the same files.
+    Returns: 32 hex digits; the same on every host that loads the same.
     """
-    digest = hashlib.sha256(b"kvbm.weights.v1\0")
-    files = [path] if path.is_file() else sorted(_weight_files(path), key=lambda file: file.relative_to(path))
+    digest = hashlib.sha256(b"kvbm.weights.v3\0")
+    files = [path] if path.is_file() else model_files(path, load_format)
     root = path.parent if path.is_file() else path
     tensors = {file: list(_tensors(file)) for file in files if file.suffix == ".safetensors"}
     stride = max(1, -(-sum(len(spans) for spans in tensors.values()) // _TENSORS))
     for file in files:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            digest.update(json.dumps([str(file.relative_to(root)), size]).encode())
+            digest.update(json.dumps([file.relative_to(root).as_posix(), size]).encode())
             for at in sorted({0, max(0, (size - _PIECE_BYTES) // 2), max(0, size - _PIECE_BYTES)}):
                 _take(digest, opened, at, _PIECE_BYTES)
             for begin, end in tensors.get(file, [])[::stride]:
                 _take(digest, opened, max(begin, (begin + end - _TENSOR_BYTES) // 2), min(_TENSOR_BYTES, end - begin))
-    config = path / "config.json"
-    if config.is_file():
-        digest.update(config.read_bytes())
+    if path.is_dir():
+        digest.update(config_words(path))
     return digest.hexdigest()[:32]
 
 
 def _take(digest: Any, file: BinaryIO, at: int, size: int) -> None:
     file.seek(at)
     digest.update(file.read(size))
-
-
-def _weight_files(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder, followlinks=True):
-        for name in names:
-            if name.endswith(_WEIGHTS):
-                yield Path(parent) / name
 
 
 def _tensors(file: Path) -> Iterator[tuple[int, int]]:

@@ -23,7 +23,6 @@ A key seals 2**31 objects at most: beyond, random nonces may meet (NIST SP 800-3
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -35,6 +34,7 @@ import numpy as np
 
 from kvbm.core.errors import ConfigError, MissingExtraError
 from kvbm.core.ids import Namespace, NamespaceId
+from kvbm.core.quoting import toml_text
 from kvbm.pools.object.envelope import ObjectEnvelope, newer_object
 from kvbm.pools.stores.base import Body, Refusal, Trouble
 from kvbm.pools.tenant_keys import KEY_ID_BYTES, KeySource, TenantKeys, digest
@@ -173,7 +173,7 @@ class Sealing:
             return sealing
         return Refusal(
             Trouble.DENIED,
-            f"{self._source.words} has no keys of tenant {known.tenant!r}; write a table [tenants.{json.dumps(known.tenant)}]",
+            f"{self._source.words} has no keys of tenant {known.tenant!r}; write a table [tenants.{toml_text(known.tenant)}]",
         )
 
     def of_name(self, name: str) -> ObjectEnvelope | None:

@@ -15,7 +15,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import ParseResult, unquote
 
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -23,6 +23,7 @@ from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoServersError, ProtocolError, SlowConsumerError, UnexpectedEOF
 
 from kvbm.core.errors import ConfigError, MissingExtraError, StreamError
+from kvbm.core.nats_address import servers_of
 from kvbm.remarks import Remarks
 from kvbm.streams.base import AwayError
 from kvbm.streams.nats.credentials import CheckedClient, Credentials, NoTlsError
@@ -47,23 +48,12 @@ _QUOTED = re.compile(r'"([^"]+)"')
 
 def shown(url: str) -> str:
     """A URL, or several with commas between, without users and passwords. Raises ConfigError: it is none of NATS."""
-    found = []
-    for one in url.split(","):
-        try:
-            parts = urlsplit(one if "://" in one else f"nats://{one}")
-            host, port = parts.hostname, parts.port or 4222
-        except ValueError:
-            host, port = None, 0
-        if not host or parts.scheme not in ("nats", "tls"):
-            raise ConfigError("the URL of NATS cannot be used; write nats://host:port or tls://host:port")
-        found.append(f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}")
-    return ",".join(found)
+    return ",".join(server.shown for server in servers_of(url))
 
 
 def is_loopback(url: str) -> bool:
     """Whether a URL, or each of several with commas between, names this machine's loopback."""
-    hosts = [urlsplit(one if "://" in one else f"nats://{one}").hostname or "" for one in shown(url).split(",")]
-    return all(host == "localhost" or _is_loopback_address(host) for host in hosts)
+    return all(server.host == "localhost" or _is_loopback_address(server.host) for server in servers_of(url))
 
 
 def _is_loopback_address(host: str) -> bool:
@@ -85,6 +75,22 @@ class LateError(AwayError):
     """No answer came in time, though the connection stands as far as is known."""
 
 
+class _Uri(ParseResult):
+    """A server's URL with user and password as they are: nats-py sends them as they are written, with their %40 and %2F."""
+
+    @property
+    def username(self) -> str | None:
+        """See `ParseResult`."""
+        name = super().username
+        return None if name is None else unquote(name)
+
+    @property
+    def password(self) -> str | None:
+        """See `ParseResult`."""
+        word = super().password
+        return None if word is None else unquote(word)
+
+
 class _Client(CheckedClient):
     """A client that leaves headers alone until somebody looks at them, and gives messages straight to who has asked for that."""
 
@@ -92,6 +98,11 @@ class _Client(CheckedClient):
         super().__init__()
         self.parser = DirectParser(self, messages)
         self._ps = self.parser
+
+    def _setup_server_pool(self, connect_url: str | list[str]) -> None:
+        super()._setup_server_pool(connect_url)  # type: ignore[arg-type]
+        for server in self._server_pool:
+            server.uri = _Uri(*server.uri)
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         if headers and headers.startswith(HEADERS_BEGIN):
@@ -215,7 +226,7 @@ class NatsConnection:
 
         It waits by asyncio.wait_for, which until Python 3.12 prefers a result to a cancellation.
         """
-        urls = self.url.split(",")
+        urls = [server.url for server in servers_of(self.url)]
         connecting = asyncio.ensure_future(
             self.client.connect(
                 urls,

@@ -13,6 +13,7 @@ from nats.aio.client import Client, RawCredentials
 from nats.errors import Error as NatsError
 
 from kvbm.core.errors import ConfigError, MissingExtraError
+from kvbm.core.nats_address import servers_of
 from kvbm.files import make_folder, read_small
 
 INBOX = "_INBOX"
@@ -41,7 +42,7 @@ class Credentials(NamedTuple):
 
     def wants_tls(self, url: str) -> bool:
         """Whether a connection without TLS is refused."""
-        return bool(self.tls_ca or self.tls_cert) or any(one.strip().startswith("tls://") for one in url.split(","))
+        return bool(self.tls_ca or self.tls_cert) or (bool(url) and any(server.is_tls for server in servers_of(url)))
 
     def connect_options(self, url: str) -> dict[str, Any]:
         """What nats-py's `connect` takes for it. Each file is read here, once: what is wrong is said at the start, and a file
