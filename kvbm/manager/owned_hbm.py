@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvbm.core.arguments import MOST_BLOCKS, check_run, check_seconds, checked_hash, packed_slots
+from kvbm.core.arguments import MOST_BLOCKS, check_place, check_run, check_seconds, checked_hash, packed_slots
 from kvbm.core.checks import checked_int
 from kvbm.core.errors import ArgumentValueError, KvbmError, LedgerError
 from kvbm.core.ids import HASH_BYTES, SLOT_BYTES, NamespaceId, Tier, split_slots
@@ -129,7 +129,7 @@ class Manager(BlockManager):
 
         Args:
             namespace: id of the blocks' namespace, `Namespace.id`; one the manager was opened with, or was told by `declare`.
-            parent: hash of the block before `start`, or NO_PARENT.
+            parent: hash of the block before `start`; NO_PARENT where `start` is 0, and only there.
             start: position of the first block in its chain, in blocks.
             hashes: n packed hashes, of the blocks from `start` on.
             slots: the n slots that hold them, as `allocate` gave them.
@@ -142,6 +142,7 @@ class Manager(BlockManager):
         self._check_namespace(namespace)
         before, start = checked_hash(parent, "parent"), checked_int(start, "start", most=MOST_BLOCKS - 1)
         given = self._packed(slots)
+        check_place(before, start)
         self._check_blocks(start, hashes, given)
         touch = self._recorded(stream)
         with self._lock:
