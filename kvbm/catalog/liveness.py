@@ -15,6 +15,9 @@ An instance is excluded while one of these holds, and returned when none does:
 - *newer*: a newer kvbm writes frames of its epoch that this one cannot read, so what it holds is not known, however alive it is.
 - *silent*: not heard for `liveness_s`; or it was excluded when the stream began another epoch, in which it was not heard yet.
 
+An instance is *awaited* while it is unheard, not silent yet, and known from the stream: its next heartbeat is on its way, as after a catalog's
+own start. It may be sent prompts as one that is live, with a load that nobody knows.
+
 An instance is *gone* while it is stopped, silent or unheard. Who is gone for long is forgotten; see `kvbm.catalog.forgetting`.
 
 An instance differs from an older self by its run, not by its epoch alone: the fences in the stream name the run that has its place
@@ -40,6 +43,7 @@ import secrets
 from bisect import bisect_left, bisect_right
 from collections import deque
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple, assert_never
 
 from kvbm.core.ids import Epoch, InstanceId
@@ -222,6 +226,8 @@ class Liveness:
         self._ignored: dict[InstanceId, Ignored] = {}
         self._present: dict[InstanceId, None] = {}  # heard, not silent, not ended
         self._live: dict[InstanceId, None] = {}  # of these, those that are not about to stop
+        self._awaited: dict[InstanceId, None] = {}  # see the module
+        self._excluded: dict[InstanceId, Why] = {}
         self._waited: dict[InstanceId, None] = {}  # not silent, not ended; by `since_s`, the longest silent first
         self._kept: dict[
             InstanceId, float
@@ -327,13 +333,13 @@ class Liveness:
         """Nothing of the instance is known any more. Its next sign of life is that of one that was never seen."""
         self._members.pop(instance, None)
         self._ignored.pop(instance, None)
-        for known in (self._present, self._live, self._waited, self._kept):
+        for known in (self._present, self._live, self._awaited, self._excluded, self._waited, self._kept):
             known.pop(instance, None)
         self._note_change(instance)
 
     def excluded(self) -> dict[InstanceId, Why]:
         """The instances that are excluded."""
-        return {instance: member.why for instance, member in self._members.items() if member.why is not None}
+        return dict(self._excluded)
 
     def why(self, instance: InstanceId) -> Why | None:
         """Why an instance is excluded; None when it is not."""
@@ -348,14 +354,51 @@ class Liveness:
         """Whether an instance is heard and is not about to stop."""
         return instance in self._live
 
-    def live(self) -> list[InstanceId]:
-        """The instances of which `is_live` is true."""
-        return list(self._live)
+    def may_serve(self, instance: InstanceId) -> bool:
+        """Whether an instance is live or awaited."""
+        return instance in self._live or instance in self._awaited
+
+    def serving(self) -> list[InstanceId]:
+        """The instances of which `may_serve` is true."""
+        return [*self._live, *self._awaited]
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether anybody is left out: see `why_left_out`."""
+        return bool(self._excluded) or len(self._live) < len(self._present)
+
+    def why_left_out(self, instance: InstanceId) -> str:
+        """Why an instance's blocks do not count, or no prompt is sent there though it is heard; "" where neither is so."""
+        why = self._excluded.get(instance)
+        if why is not None:
+            return why.value
+        is_stopping = instance in self._present and instance not in self._live
+        return LifeState.STOPPING.value if is_stopping else ""
+
+    def stopping(self, most: int) -> list[InstanceId]:
+        """Some of the instances that are heard and about to stop."""
+        if len(self._live) == len(self._present):
+            return []
+        return list(islice((one for one in self._present if one not in self._live), most))
+
+    def loads_are_fresh(self, now_s: float) -> bool:
+        """Whether `load_age_s` is 0 of everybody a prompt may be sent to."""
+        if self._awaited or self._kept or not self._present:
+            return False
+        return now_s - self._members[next(iter(self._waited))].since_s < self._liveness_s / 2
+
+    def load_age_s(self, now_s: float, instance: InstanceId) -> float | None:
+        """How old what is known of an instance's load is: 0 while that is fresh; None: nothing was heard, or one knows not since when."""
+        member = self._members.get(instance)
+        if member is None or member.pulse is None or member.heard_s is None:
+            return None
+        age_s = now_s - member.pulse.at_s
+        return round(age_s, 3) if age_s >= self._liveness_s / 2 else 0.0
 
     def candidates(self) -> list[InstanceId]:
-        """Instances a prompt may be routed to, by name: the live ones; when nobody is heard, those known and not stopped."""
+        """Instances a prompt may be routed to, by name: those that `may_serve`; when nobody is heard, those known and not stopped."""
         if self._present:
-            return sorted(self._live)
+            return sorted(self.serving())
         return sorted(
             instance for instance in self._members if self.state(instance) in (LifeState.SILENT, LifeState.UNHEARD)
         )
@@ -397,6 +440,7 @@ class Liveness:
                 self._members[instance].is_silent = False
                 self._waited[instance] = None
                 self._note_presence(instance, self._members[instance])
+                self._note_awaited(instance, self._members[instance])
             self._kept.clear()
         self._own_s = now_s
 
@@ -481,7 +525,8 @@ class Liveness:
             del self._waited[instance]
             member.is_silent = True
             self._note_presence(instance, member)
-            if member.why is None and member.read_epoch is not None:
+            self._note_awaited(instance, member)
+            if member.why is None and member.read_epoch:
                 self._kept[instance] = -math.inf
         return self._judge(now_s) if self._kept else []
 
@@ -514,6 +559,17 @@ class Liveness:
                 del self._live[instance]
             self._note_change(instance)
 
+    def _note_awaited(self, instance: InstanceId, member: _Member) -> None:
+        is_known = bool(member.read_epoch) and not member.is_ended and member.why is None
+        is_stopping = member.pulse is not None and member.pulse.heartbeat.stopping
+        is_awaited = is_known and member.heard_s is None and not member.is_silent and not is_stopping
+        if is_awaited != (instance in self._awaited):
+            if is_awaited:
+                self._awaited[instance] = None
+            else:
+                del self._awaited[instance]
+            self._note_change(instance)
+
     def _note_change(self, instance: InstanceId) -> None:
         self.changes.append(instance)
         self.changes_counted += 1
@@ -524,8 +580,13 @@ class Liveness:
     def _settle(self, instance: InstanceId, member: _Member) -> list[Effect]:
         """Exclude or return what an input has changed; a silence is judged by the next tick."""
         self._note_presence(instance, member)
-        if member.read_epoch is None:
-            return []
+        effects = self._excluded_or_returned(instance, member)
+        self._note_awaited(instance, member)
+        return effects
+
+    def _excluded_or_returned(self, instance: InstanceId, member: _Member) -> list[Effect]:
+        if not member.read_epoch and not member.is_unreadable:
+            return []  # nothing of it is in the index: of one that is new a heartbeat may come before its start
         why: Why | None
         if member.is_unreadable:
             why = Why.NEWER
@@ -537,14 +598,23 @@ class Liveness:
             why = Why.SILENT
         else:
             why = None
-        before, member.why = member.why, why
+        before = member.why
+        self._note_why(instance, member, why)
         if why is not None:
             self._kept.pop(instance, None)
         elif member.is_silent:
             self._kept.setdefault(instance, -math.inf)
         if (before is None) == (why is None):
             return []
-        return [Return(instance, member.read_epoch) if why is None else Exclude(instance, member.read_epoch, why)]
+        epoch = member.read_epoch or Epoch(0)
+        return [Return(instance, epoch) if why is None else Exclude(instance, epoch, why)]
+
+    def _note_why(self, instance: InstanceId, member: _Member, why: Why | None) -> None:
+        member.why = why
+        if why is None:
+            self._excluded.pop(instance, None)
+        else:
+            self._excluded[instance] = why
 
     def _judge(self, now_s: float) -> list[Effect]:
         """Exclude those who are silent, unless most fell silent with them.
@@ -565,7 +635,7 @@ class Liveness:
                 self._kept[instance] = now_s
             elif member.heard_s is None or now_s - kept_s >= self._liveness_s / 2:
                 del self._kept[instance]
-                member.why = Why.SILENT
+                self._note_why(instance, member, Why.SILENT)
                 effects.append(Exclude(instance, member.newest, Why.SILENT))
         return effects
 

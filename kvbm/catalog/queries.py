@@ -49,6 +49,7 @@ from kvbm.core.parts import ALL_PARTS
 from kvbm.core.prompt_batches import PromptBatch, encode_find, encode_lookup, encode_presence
 
 _PAGE_BYTES = 1 << 20  # of namespaces in one answer, about
+_MOST_STOPPING = 64  # of which one route may have to say that they are
 D = TypeVar("D", RankedInstance, BlockHolder, PeerHolding)
 
 
@@ -218,10 +219,35 @@ class Queries:
             ranking = ranking._replace(together=ranking.together._replace(lent=own))
         if remember and self._heartbeats.peer_until_s > now_s and ranking.best and ranking.best[0].admitted:
             self.shared.note(now_s, task, ranking.best[0])
-        if sees_all and not self._backlog.behind:
+        is_fresh = self._liveness.loads_are_fresh(now_s)
+        if sees_all and is_fresh and not self._backlog.behind:
             return ranking
         shown = ranking.best if sees_all else [_without_load(one) for one in ranking.best]
+        if not is_fresh:
+            shown = [self._with_load_age(now_s, one) for one in shown]
         return Ranking([self._suspected_if_behind(one, one.instance) for one in shown], ranking.more, ranking.together)
+
+    def left_out(
+        self, task: RoutingTask, asked: Namespace | NamespaceId, caller: Caller = EMBEDDED, limit: int = LIMIT,
+        only: Collection[InstanceId] | None = None,
+    ) -> dict[str, str]:  # fmt: skip
+        """Instances that have the prompt's first block, as far as is known, and may not be sent it, or whose blocks do not count, and why.
+
+        Returns: at most `limit`, by name.
+        """
+        if not task.hashes or not self._liveness.leaves_out:
+            return {}
+        key, first = self._keyed(asked, caller)[0], SequenceHash(task.hashes[:HASH_BYTES])
+        holders = {*self._index.excluded_holders(key, first)}
+        if stopping := self._liveness.stopping(_MOST_STOPPING):
+            found = self._index.prefixes(key, first, len(stopping), stopping).instances
+            holders |= {InstanceId(one.instance) for one in found if one.depth}
+        shown: dict[str, str] = {}
+        for one in sorted(holders if only is None else holders & set(only)):
+            why = self._liveness.why_left_out(one)
+            if why and len(shown) < limit and self.visibility.instance(caller, one):
+                shown[one] = why
+        return shown
 
     def forget(self, instance: InstanceId) -> None:
         """Nothing was routed to the instance, and it lends nothing."""
@@ -259,6 +285,10 @@ class Queries:
         is_behind = InstanceId(instance) in self._backlog.behind
         return msgspec.structs.replace(answer, suspect=True) if is_behind else answer
 
+    def _with_load_age(self, now_s: float, ranked: RankedInstance) -> RankedInstance:
+        age_s = self._liveness.load_age_s(now_s, InstanceId(ranked.instance))
+        return ranked if age_s == 0.0 else msgspec.structs.replace(ranked, load_age_s=age_s)
+
     def _picked(
         self,
         namespace: NamespaceId,
@@ -269,7 +299,7 @@ class Queries:
         """The candidates one by one: of those that are asked for, or where nobody is heard."""
         picked = self._router.candidates()
         if only is not None and self._liveness.hears_anybody():
-            named = sorted(one for one in set(only) if self._liveness.is_live(one))
+            named = sorted(one for one in set(only) if self._liveness.may_serve(one))
         else:
             named = [one for one in self._liveness.candidates() if only is None or one in only]
         for instance in named:
