@@ -50,6 +50,7 @@ from kvbm.core.errors import (
     ArgumentError,
     ArgumentTypeError,
     ArgumentValueError,
+    CatalogClosedError,
     CatalogError,
     CatalogRefusedError,
     ConfigError,
@@ -69,7 +70,7 @@ from kvbm.core.events import EvictReason
 from kvbm.core.ids import NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.core.layout import KvShape
 from kvbm.core.ledger import Match, ShareCounts, TierCounts
-from kvbm.locate.asynchronous import AsyncCatalog
+from kvbm.locate.asynchronous import AsyncCatalog, AsyncCatalogClient
 from kvbm.locate.base import Catalog
 from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient
@@ -95,9 +96,11 @@ __all__ = [
     "ArgumentTypeError",
     "ArgumentValueError",
     "AsyncCatalog",
+    "AsyncCatalogClient",
     "BlockAnswer",
     "Catalog",
     "CatalogClient",
+    "CatalogClosedError",
     "CatalogCredentials",
     "CatalogError",
     "CatalogRefusedError",

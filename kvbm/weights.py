@@ -6,7 +6,8 @@ import hashlib
 import os
 from pathlib import Path
 
-from kvbm.core.errors import ConfigError
+from kvbm.core.checks import kind_of
+from kvbm.core.errors import ArgumentTypeError, ConfigError
 
 _READ_BYTES = 4 << 20
 
@@ -18,8 +19,10 @@ def weights_digest(path: str | Path) -> str:
     1 to 2 GB/s.
 
     Returns: 32 hex digits; the same wherever the same files lie.
-    Raises: ConfigError: there is nothing there, or it cannot be read.
+    Raises: ConfigError: there is nothing there, or it cannot be read. ArgumentTypeError: no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError("path", f"is {kind_of(path)}; give the file or folder that the engine loads")
     root = Path(path)
     if not root.exists():
         raise ConfigError(f"weights file {root} does not exist; give the file or folder that the engine loads")

@@ -17,7 +17,7 @@ from typing import NewType
 import msgspec
 
 from kvbm.core.checks import check_plain_int, check_text
-from kvbm.core.errors import LayoutError
+from kvbm.core.errors import ArgumentTypeError, LayoutError
 
 SequenceHash = NewType("SequenceHash", bytes)  # 16 bytes
 NamespaceId = NewType("NamespaceId", bytes)  # 16 bytes, public
@@ -129,10 +129,18 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
         """The hash the namespace's chains start from, 16 bytes. It never leaves engine and client.
 
         Args:
-            secret: the tenant's secret; whoever has it can test whether a prompt is cached.
+            secret: the tenant's secret; whoever has it can test whether a prompt is cached. Empty: whoever knows the fields can.
+        Raises: ArgumentTypeError: the secret is no bytes.
         """
+        if not isinstance(secret, bytes | bytearray):
+            raise ArgumentTypeError("secret", f"is {_kind_of_secret(secret)}; give bytes, as text.encode() makes them")
         digest = hmac.new(secret, b"kvbm.root.v1\0" + self.canonical(), hashlib.sha256).digest()
         return SequenceHash(digest[:HASH_BYTES])
+
+
+def _kind_of_secret(value: object) -> str:
+    """What a value is, which is shown nowhere."""
+    return "None" if value is None else f"of type {type(value).__name__}"
 
 
 def namespace_in(canonical: bytes) -> Namespace | None:

@@ -9,8 +9,8 @@ import urllib3
 
 from kvbm.core.errors import CatalogError
 from kvbm.locate.credentials import CatalogCredentials, Proof
-from kvbm.locate.requests import NOT_READY, AwayError, Request, error_code
-from kvbm.locate.unix_socket import SCHEME, unix_pool
+from kvbm.locate.requests import UNIX, AwayError, Request, Turns, away, closed, place_of
+from kvbm.locate.unix_socket import unix_pool
 from kvbm.remarks import Remarks
 
 log = Remarks()
@@ -51,7 +51,7 @@ class _Place:
                     raise self._failure(error, request, timeout_s) from None
             except urllib3.exceptions.HTTPError as error:
                 raise self._failure(error, request, timeout_s) from None
-        raise self._away("no connection")
+        raise away(self.url, "no connection")
 
     def follow(self, request: Request, timeout_s: float, quiet_s: float) -> urllib3.BaseHTTPResponse:
         """Its answer, whose body is read as it comes; on a connection of its own. Raises CatalogError.
@@ -72,29 +72,24 @@ class _Place:
             raise self._failure(error, request, quiet_s) from None
 
     def _failure(self, error: urllib3.exceptions.HTTPError, request: Request, timeout_s: float) -> CatalogError:
+        if isinstance(error, urllib3.exceptions.ClosedPoolError):
+            return closed(self.url)
         if isinstance(error, urllib3.exceptions.NewConnectionError):  # which urllib3 counts among the timeouts
-            return self._away(_words(error), was_asked=False)
+            return away(self.url, _words(error), was_asked=False)
         if isinstance(error, urllib3.exceptions.TimeoutError):
-            return self._away(f"no answer to {request.path} within {timeout_s:g} s")
+            return away(self.url, f"no answer to {request.path} within {timeout_s:g} s")
         if isinstance(error, urllib3.exceptions.SSLError):
             return CatalogError(
                 f"the catalog at {self.url} and this side do not trust each other ({error}); correct catalog.tls_ca, which signs its "
                 "certificate, and catalog.client_cert, if it asks for one"
             )
-        return self._away(_words(error))
+        return away(self.url, _words(error))
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
-        if self.url.startswith(SCHEME):
-            return unix_pool(self.url.removeprefix(SCHEME), CONNECTIONS)
+        if self.url.startswith(UNIX):
+            return unix_pool(self.url.removeprefix(UNIX), CONNECTIONS)
         more = {"ssl_context": self._proof.context} if self._proof.context is not None else {}
         return urllib3.connectionpool.connection_from_url(self.url, maxsize=CONNECTIONS, retries=False, **more)
-
-    def _away(self, why: str, was_asked: bool = True) -> AwayError:
-        return AwayError(
-            f"the catalog at {self.url} does not answer ({why}); start it with kvbm-catalog serve, or correct catalog.url",
-            was_asked,
-        )
-
 
 class Transport:
     """Asks the catalog that answered last; where it does not, or is not ready, the next one. Any thread may call it.
@@ -105,10 +100,11 @@ class Transport:
     """
 
     def __init__(self, urls: str, credentials: CatalogCredentials) -> None:
-        names = [one.strip().rstrip("/") for one in urls.split(",")]
-        self._proof = Proof(credentials, is_tls=any(one.lower().startswith("https://") for one in names))
+        names = [place_of(one) for one in urls.split(",")]
+        self._proof = Proof(credentials, is_tls=any(one.startswith("https://") for one in names))
         self._guard = threading.Lock()
         self._current = 0
+        self._is_closed = False
         try:
             self.places = [_Place(name, self._proof) for name in names]
         except (urllib3.exceptions.HTTPError, ValueError, KeyError) as error:
@@ -123,34 +119,25 @@ class Transport:
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
+        self._is_closed = True
         for place in self.places:
             place.pool.close()
 
     def send(self, request: Request, timeout_s: float) -> tuple[int, bytes]:
-        """The answer's status and body. Raises CatalogError: none answers in time."""
-        deadline_s, count, first = time.monotonic() + timeout_s, len(self.places), self._current
-        unready: tuple[int, bytes] | None = None
-        failed: CatalogError | None = None
-        for tried in range(count):
-            at = (first + tried) % count
-            left_s = max(0.001, deadline_s - time.monotonic())
-            share_s = left_s if tried == count - 1 else left_s / 2  # a catalog that hangs leaves time for the others
+        """The answer's status and body. Raises CatalogError: none answers in time. CatalogClosedError: it was closed."""
+        self._check_open()
+        turns = Turns(self._current, len(self.places), request, timeout_s)
+        for at, share_s in turns:
             try:
                 status, body = self._ask(self.places[at], request, share_s)
             except AwayError as error:
-                failed = failed or error
-                if error.was_asked and not request.may_repeat:
-                    raise
+                self._check_open()  # meanwhile
+                turns.note_away(error)
                 continue
-            if status == 503 and count > 1 and error_code(body) in NOT_READY:
-                unready = unready or (status, body)
-                continue
-            self._use(at)
-            return status, body
-        if unready is not None:
-            return unready
-        assert failed is not None
-        raise failed
+            if turns.is_final(status, body):
+                self._use(at)
+                return status, body
+        return turns.end()
 
     def follow(self, request: Request, at: int, timeout_s: float, quiet_s: float) -> urllib3.BaseHTTPResponse:
         """The answer of one catalog, whose body is read as it comes. Raises CatalogError: it does not answer.
@@ -159,6 +146,7 @@ class Transport:
             at: which catalog, counted on from the one that answered last.
             quiet_s: nothing comes for so long, then reading raises.
         """
+        self._check_open()
         at = (self._current + at) % len(self.places)
         self._prove()
         answer = self.places[at].follow(request, timeout_s, quiet_s)
@@ -184,6 +172,10 @@ class Transport:
             for place in self.places:
                 place.renew()
             return changed
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise closed(self.url)
 
     def _use(self, at: int) -> None:
         if at != self._current:
