@@ -11,7 +11,6 @@ from kvbm.catalog.routing import CandidateNumbers, Ranking, RoutingTask
 from kvbm.core.answers import LIMIT, MOST_LOAD_S, CandidateLoad, RouteAnswer
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 
-
 _NOBODY: Mapping[str, str] = {}
 
 

@@ -28,6 +28,7 @@ from kvbm.core.copies import Copies, Copy
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import (
     MAX_RUN_BLOCKS,
+    PLACE_OF_A_RUN,
     BlocksCreated,
     BlocksEvicted,
     BlocksMigrated,
@@ -36,7 +37,6 @@ from kvbm.core.events import (
     InstanceStopped,
     MigrateCause,
     PoolStated,
-    PLACE_OF_A_RUN,
     StopReason,
     misplaced,
 )

@@ -258,7 +258,9 @@ class _Answered:
 class _Questions(CatalogClient):
     """What `CatalogClient` asks and how it reads the answers, without a connection."""
 
-    def __init__(self, url: str, timeout_s: float, hash_tokens: SequenceHashes, credentials: CatalogCredentials) -> None:
+    def __init__(
+        self, url: str, timeout_s: float, hash_tokens: SequenceHashes, credentials: CatalogCredentials
+    ) -> None:
         super().__init__(url, timeout_s, hash_tokens, credentials)
         self._transport.close()
         self._answered = _Answered(url)

@@ -281,7 +281,9 @@ class CatalogClient(TokenQuestions):
         """
         checked = _checked_prompts(runs)
         begins = (
-            [0] * len(checked) if firsts is None else [checked_int(one, "firsts", most=MAX_HASHES) for one in checked_list(firsts, "firsts")]
+            [0] * len(checked)
+            if firsts is None
+            else [checked_int(one, "firsts", most=MAX_HASHES) for one in checked_list(firsts, "firsts")]
         )
         if len(begins) != len(checked):
             raise ArgumentValueError("firsts", f"has {len(begins)} numbers for {len(checked)} runs")

@@ -41,7 +41,6 @@ from kvbm.core.questions import checked_names, id_of
 from kvbm.core.token_questions import TokenQuestions
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
 from kvbm.locate.http import TIMEOUT_S, CatalogClient
-from kvbm.locate.requests import closed
 from kvbm.locate.joined import (
     NO_LOAD,
     Member,
@@ -57,6 +56,7 @@ from kvbm.locate.joined import (
     wanted_of,
     without_lent,
 )
+from kvbm.locate.requests import closed
 
 _ASKED_AT_ONCE = 16  # questions of the caller's
 _LOADS_KEPT = 256  # of namespaces

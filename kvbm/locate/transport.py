@@ -91,6 +91,7 @@ class _Place:
         more = {"ssl_context": self._proof.context} if self._proof.context is not None else {}
         return urllib3.connectionpool.connection_from_url(self.url, maxsize=CONNECTIONS, retries=False, **more)
 
+
 class Transport:
     """Asks the catalog that answered last; where it does not, or is not ready, the next one. Any thread may call it.
 

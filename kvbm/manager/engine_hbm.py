@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
-from kvbm.core.arguments import MOST_BLOCKS, check_flag, check_place, check_run, check_seconds, checked_hash, checked_runs
+from kvbm.core.arguments import (
+    MOST_BLOCKS,
+    check_flag,
+    check_place,
+    check_run,
+    check_seconds,
+    checked_hash,
+    checked_runs,
+)
 from kvbm.core.checks import checked_int, kind_of
 from kvbm.core.copies import Copy
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LedgerError, PoolError

@@ -24,7 +24,11 @@ Serve = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 
 def answer(body: object, status: int = 200) -> bytes:
     data = json.dumps(body).encode()
-    return b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data)
+    return b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+        status,
+        len(data),
+        data,
+    )
 
 
 @asynccontextmanager
@@ -89,7 +93,10 @@ BAD: list[tuple[str, Callable[[kvbm.CatalogClient], object]]] = [
     ("wait_s", lambda one: one.lookup(SPACE, HASHES, wait_s=-1.0)),
     ("at_least", lambda one: one.lookup(SPACE, HASHES, at_least=None)),  # type: ignore[arg-type]
     ("at_least[0]", lambda one: one.route(SPACE, HASHES, 40, at_least=["a"])),  # type: ignore[list-item]
-    ("at_least[0].epoch", lambda one: one.presence(SPACE, HASHES, [kvbm.PositionWanted(instance="a", epoch=-1, offset=0)])),
+    (
+        "at_least[0].epoch",
+        lambda one: one.presence(SPACE, HASHES, [kvbm.PositionWanted(instance="a", epoch=-1, offset=0)]),
+    ),
     ("instance", lambda one: one.instance(5)),  # type: ignore[arg-type]
     ("instance", lambda one: one.forget(None)),  # type: ignore[arg-type]
     ("instance", lambda one: one.ask_snapshot(b"a")),  # type: ignore[arg-type]
@@ -153,9 +160,7 @@ def test_an_asyncio_client_that_is_closed_says_so() -> None:
 
 def test_when_all_catalogs_are_away_each_is_named() -> None:
     url = "http://127.0.0.1:9, http://127.0.0.1:11"
-    said = (
-        r"^none of the 2 catalogs answers: http://127\.0\.0\.1:9 \(.*refused.*\), http://127\.0\.0\.1:11 \(.*refused.*\); start it"
-    )
+    said = r"^none of the 2 catalogs answers: http://127\.0\.0\.1:9 \(.*refused.*\), http://127\.0\.0\.1:11 \(.*refused.*\); start it"
     with kvbm.CatalogClient(url) as client, pytest.raises(kvbm.CatalogError, match=said):
         client.lookup(SPACE, HASHES)
 
@@ -174,7 +179,9 @@ def test_route_tokens_says_all_that_route_says() -> None:
     asked: list[dict[str, Any]] = []
 
     async def serve(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        size = int(next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")).split(b":")[1])
+        size = int(
+            next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")).split(b":")[1]
+        )
         asked.append(json.loads(await reader.readexactly(size)))
         writer.write(answer(ROUTED))
         return True
@@ -335,6 +342,7 @@ def test_positions_of_an_instance_that_nobody_knows_are_not_reached(running: Run
         with pytest.raises(kvbm.CatalogRefusedError, match="no instance 'nobody' is known here; ask again") as refused:
             running.client.lookup(SPACE, HASHES, wanted, wait_s=0.01)
         assert (refused.value.status, refused.value.code) == (504, "position_not_reached")
-    with pytest.raises(kvbm.CatalogRefusedError, match="is at offset 4 of epoch 1 here, not yet at offset 0 of epoch 9"):
-        wanted = [kvbm.PositionWanted(instance="a", epoch=9, offset=0)]
+    wanted = [kvbm.PositionWanted(instance="a", epoch=9, offset=0)]
+    said = "is at offset 4 of epoch 1 here, not yet at offset 0 of epoch 9"
+    with pytest.raises(kvbm.CatalogRefusedError, match=said):
         running.client.route(SPACE, HASHES, 40, wanted, wait_s=0.01)

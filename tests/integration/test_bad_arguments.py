@@ -244,7 +244,9 @@ def test_a_start_without_a_parent_is_refused_and_nothing_has_changed(held: Held,
     for one, methods in ((held, ["create"]), (owning, ["engine_stored", "begin_store"])):
         before = state(one.manager)
         for method in methods:
-            with pytest.raises(ValueError, match=r"^parent contradicts start: start is 7, and there is no parent; give"):
+            with pytest.raises(
+                ValueError, match=r"^parent contradicts start: start is 7, and there is no parent; give"
+            ):
                 getattr(one.manager, method)(**one.good[method] | {"start": 7})
             assert state(one.manager) == before
 

@@ -108,7 +108,9 @@ def test_verify_names_each_by_its_offset_and_goes_on_as_if_nothing_were_wrong(tm
     assert (report.events, report.blocks) == (5, 4)
 
 
-def test_kvbm_replay_verify_says_it_in_words_and_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kvbm_replay_verify_says_it_in_words_and_ends_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written(tmp_path / "a.kvbm", [2, 5])
     assert main(["verify", str(tmp_path / "a.kvbm")]) == 1
     out = capsys.readouterr().out
@@ -117,7 +119,9 @@ def test_kvbm_replay_verify_says_it_in_words_and_ends_with_1(tmp_path: Path, cap
 
 @pytest.mark.parametrize("is_strict", [True, False])
 @pytest.mark.parametrize("new_fold", [_native.Residencies, Residencies])
-def test_what_is_held_does_not_depend_on_it(tmp_path: Path, new_fold: Callable[[bool], Residencies], is_strict: bool) -> None:
+def test_what_is_held_does_not_depend_on_it(
+    tmp_path: Path, new_fold: Callable[[bool], Residencies], is_strict: bool
+) -> None:
     """So a journal that has one is recovered as any other."""
     events = written(tmp_path / "a.kvbm", [5])
     fold = new_fold(is_strict)
