@@ -41,11 +41,10 @@ from __future__ import annotations
 import math
 import secrets
 from bisect import bisect_left, bisect_right
-from collections import deque
 from enum import Enum
-from itertools import islice
 from typing import NamedTuple, assert_never
 
+from kvbm.catalog.roster import Roster
 from kvbm.core.ids import Epoch, InstanceId
 from kvbm.core.names import CATALOG_PULSES
 from kvbm.core.parts import part_of
@@ -53,7 +52,6 @@ from kvbm.streams.base import Heartbeat
 
 LIVENESS_S = 3.5  # three missed of one a second, and a margin
 LEAST_MASS = 3  # fewer that fall silent together have died: one host's worth, nothing a network does to a cluster
-_CHANGES = 4096
 
 
 class LifeState(Enum):
@@ -202,32 +200,25 @@ class _Member:
         return self.is_stopped and self.read_epoch == self.newest
 
 
-class Liveness:
+class Liveness(Roster):
     """See the module. Belongs to one thread; `now_s` never goes back.
 
     Attributes:
         zombies: heartbeats of an epoch that is over, ignored.
         double_ids: heartbeats of a second run that claims the epoch of one that is alive, ignored. The first heard is believed
             while it is heard; the server's fence sees to it that only one of them publishes.
-        changes: the instances of which something has changed that decides who may be sent prompts, the last of all; `changes_counted` counts
-            them.
     """
 
     def __init__(self, liveness_s: float = LIVENESS_S) -> None:
+        super().__init__()
         self.zombies = 0
         self.double_ids = 0
-        self.changes: deque[InstanceId] = deque(maxlen=_CHANGES)
-        self.changes_counted = 0
         self._liveness_s = liveness_s
         self._began_s: float | None = None
         self._own_s: float | None = None  # when the own pulse was heard last
         self._counting_s = 0.0  # silence counts from here on
         self._members: dict[InstanceId, _Member] = {}
         self._ignored: dict[InstanceId, Ignored] = {}
-        self._present: dict[InstanceId, None] = {}  # heard, not silent, not ended
-        self._live: dict[InstanceId, None] = {}  # of these, those that are not about to stop
-        self._awaited: dict[InstanceId, None] = {}  # see the module
-        self._excluded: dict[InstanceId, Why] = {}
         self._waited: dict[InstanceId, None] = {}  # not silent, not ended; by `since_s`, the longest silent first
         self._kept: dict[
             InstanceId, float
@@ -317,69 +308,26 @@ class Liveness:
         """Everyone of whom a heartbeat came or something was read."""
         return list(self._members)
 
-    def is_gone(self, instance: InstanceId) -> bool:
-        """Whether an instance is stopped, silent or unheard, as of the last step."""
-        return instance not in self._present
-
     def listened_s(self, now_s: float) -> float:
         """For how long the catalog has heard its own pulses without a break; 0 while it does not."""
         return now_s - self._counting_s if self._gets_own_pulses(now_s) else 0.0
-
-    def note(self, instance: InstanceId) -> None:
-        """Something has changed, elsewhere, that decides whether the instance may be sent prompts."""
-        self._note_change(instance)
 
     def forget(self, instance: InstanceId) -> None:
         """Nothing of the instance is known any more. Its next sign of life is that of one that was never seen."""
         self._members.pop(instance, None)
         self._ignored.pop(instance, None)
-        for known in (self._present, self._live, self._awaited, self._excluded, self._waited, self._kept):
+        for known in (self._waited, self._kept):
             known.pop(instance, None)
-        self._note_change(instance)
+        self._drop(instance)
 
     def excluded(self) -> dict[InstanceId, Why]:
         """The instances that are excluded."""
-        return dict(self._excluded)
+        return {instance: Why(why) for instance, why in self._excluded.items()}
 
     def why(self, instance: InstanceId) -> Why | None:
         """Why an instance is excluded; None when it is not."""
         member = self._members.get(instance)
         return None if member is None else member.why
-
-    def hears_anybody(self) -> bool:
-        """Whether anybody is heard: else all may be there, and prompts go to whoever is known and not stopped."""
-        return bool(self._present)
-
-    def is_live(self, instance: InstanceId) -> bool:
-        """Whether an instance is heard and is not about to stop."""
-        return instance in self._live
-
-    def may_serve(self, instance: InstanceId) -> bool:
-        """Whether an instance is live or awaited."""
-        return instance in self._live or instance in self._awaited
-
-    def serving(self) -> list[InstanceId]:
-        """The instances of which `may_serve` is true."""
-        return [*self._live, *self._awaited]
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether anybody is left out: see `why_left_out`."""
-        return bool(self._excluded) or len(self._live) < len(self._present)
-
-    def why_left_out(self, instance: InstanceId) -> str:
-        """Why an instance's blocks do not count, or no prompt is sent there though it is heard; "" where neither is so."""
-        why = self._excluded.get(instance)
-        if why is not None:
-            return why.value
-        is_stopping = instance in self._present and instance not in self._live
-        return LifeState.STOPPING.value if is_stopping else ""
-
-    def stopping(self, most: int) -> list[InstanceId]:
-        """Some of the instances that are heard and about to stop."""
-        if len(self._live) == len(self._present):
-            return []
-        return list(islice((one for one in self._present if one not in self._live), most))
 
     def loads_are_fresh(self, now_s: float) -> bool:
         """Whether `load_age_s` is 0 of everybody a prompt may be sent to."""
@@ -469,7 +417,7 @@ class Liveness:
             del self._ignored[heartbeat.instance]
         member.pulse = LastHeartbeat(heartbeat, now_s)
         if last is None or last.namespaces != heartbeat.namespaces:
-            self._note_change(heartbeat.instance)
+            self.note(heartbeat.instance)
         if self._own_s is not None or last is not None:
             member.heard_s = now_s
             member.is_silent = member.awaits_heartbeat = False
@@ -502,7 +450,7 @@ class Liveness:
             member.is_stopped = member.is_stopped or stopped
         if member.is_ended:
             self._waited.pop(instance, None)
-        self._note_change(instance)
+        self.note(instance)
         return self._settle(instance, member)
 
     def _begin_life(self, now_s: float, member: _Member, what: StreamProgress) -> None:
@@ -547,32 +495,14 @@ class Liveness:
         self._waited[instance] = None
 
     def _note_presence(self, instance: InstanceId, member: _Member) -> None:
-        if member.heard_s is not None and not member.is_silent and not member.is_ended:
-            self._present[instance] = None
-        else:
-            self._present.pop(instance, None)
-        is_live = instance in self._present and not (member.pulse is not None and member.pulse.heartbeat.stopping)
-        if is_live != (instance in self._live):
-            if is_live:
-                self._live[instance] = None
-            else:
-                del self._live[instance]
-            self._note_change(instance)
+        is_present = member.heard_s is not None and not member.is_silent and not member.is_ended
+        is_stopping = member.pulse is not None and member.pulse.heartbeat.stopping
+        self._set_present(instance, is_present, is_present and not is_stopping)
 
     def _note_awaited(self, instance: InstanceId, member: _Member) -> None:
         is_known = bool(member.read_epoch) and not member.is_ended and member.why is None
         is_stopping = member.pulse is not None and member.pulse.heartbeat.stopping
-        is_awaited = is_known and member.heard_s is None and not member.is_silent and not is_stopping
-        if is_awaited != (instance in self._awaited):
-            if is_awaited:
-                self._awaited[instance] = None
-            else:
-                del self._awaited[instance]
-            self._note_change(instance)
-
-    def _note_change(self, instance: InstanceId) -> None:
-        self.changes.append(instance)
-        self.changes_counted += 1
+        self._set_awaited(instance, is_known and member.heard_s is None and not member.is_silent and not is_stopping)
 
     def _basis(self, member: _Member) -> float:
         return max(member.since_s, self._counting_s)
@@ -590,7 +520,7 @@ class Liveness:
         why: Why | None
         if member.is_unreadable:
             why = Why.NEWER
-        elif member.newest > member.read_epoch:
+        elif member.newest > (member.read_epoch or Epoch(0)):
             why = Why.RESTARTED
         elif member.is_stopped:
             why = Why.STOPPED
@@ -614,7 +544,7 @@ class Liveness:
         if why is None:
             self._excluded.pop(instance, None)
         else:
-            self._excluded[instance] = why
+            self._excluded[instance] = why.value
 
     def _judge(self, now_s: float) -> list[Effect]:
         """Exclude those who are silent, unless most fell silent with them.

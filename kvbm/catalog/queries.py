@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from kvbm.catalog.lenders import Lenders, Wanted
 from kvbm.catalog.lent_blocks import LentBlocks
 from kvbm.catalog.liveness import Freshness
 from kvbm.catalog.lookup import locate, presence
+from kvbm.catalog.roster import left_out
 from kvbm.catalog.routing import CandidateNumbers, Ranking, Router, RoutingTask
 from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.catalog.sequencer import Sequencer
@@ -49,7 +51,6 @@ from kvbm.core.parts import ALL_PARTS
 from kvbm.core.prompt_batches import PromptBatch, encode_find, encode_lookup, encode_presence
 
 _PAGE_BYTES = 1 << 20  # of namespaces in one answer, about
-_MOST_STOPPING = 64  # of which one route may have to say that they are
 D = TypeVar("D", RankedInstance, BlockHolder, PeerHolding)
 
 
@@ -224,30 +225,15 @@ class Queries:
             return ranking
         shown = ranking.best if sees_all else [_without_load(one) for one in ranking.best]
         if not is_fresh:
-            shown = [self._with_load_age(now_s, one) for one in shown]
+            shown = [_with_load_age(one, self._liveness.load_age_s(now_s, InstanceId(one.instance))) for one in shown]
         return Ranking([self._suspected_if_behind(one, one.instance) for one in shown], ranking.more, ranking.together)
 
     def left_out(
-        self, task: RoutingTask, asked: Namespace | NamespaceId, caller: Caller = EMBEDDED, limit: int = LIMIT,
-        only: Collection[InstanceId] | None = None,
+        self, task: RoutingTask, asked: Namespace | NamespaceId, caller: Caller, limit: int, only: Collection[InstanceId] | None
     ) -> dict[str, str]:  # fmt: skip
-        """Instances that have the prompt's first block, as far as is known, and may not be sent it, or whose blocks do not count, and why.
-
-        Returns: at most `limit`, by name.
-        """
-        if not task.hashes or not self._liveness.leaves_out:
-            return {}
-        key, first = self._keyed(asked, caller)[0], SequenceHash(task.hashes[:HASH_BYTES])
-        holders = {*self._index.excluded_holders(key, first)}
-        if stopping := self._liveness.stopping(_MOST_STOPPING):
-            found = self._index.prefixes(key, first, len(stopping), stopping).instances
-            holders |= {InstanceId(one.instance) for one in found if one.depth}
-        shown: dict[str, str] = {}
-        for one in sorted(holders if only is None else holders & set(only)):
-            why = self._liveness.why_left_out(one)
-            if why and len(shown) < limit and self.visibility.instance(caller, one):
-                shown[one] = why
-        return shown
+        """As `roster.left_out`, of a prompt that is routed."""
+        key, may_know = self._keyed(asked, caller)[0], partial(self.visibility.instance, caller)
+        return left_out(self._index, self._liveness, key, task.hashes, limit, only, may_know)
 
     def forget(self, instance: InstanceId) -> None:
         """Nothing was routed to the instance, and it lends nothing."""
@@ -284,10 +270,6 @@ class Queries:
     def _suspected_if_behind(self, answer: D, instance: str) -> D:
         is_behind = InstanceId(instance) in self._backlog.behind
         return msgspec.structs.replace(answer, suspect=True) if is_behind else answer
-
-    def _with_load_age(self, now_s: float, ranked: RankedInstance) -> RankedInstance:
-        age_s = self._liveness.load_age_s(now_s, InstanceId(ranked.instance))
-        return ranked if age_s == 0.0 else msgspec.structs.replace(ranked, load_age_s=age_s)
 
     def _picked(
         self,
@@ -472,6 +454,10 @@ class Queries:
         if view.partial:
             suspicions.append("the catalog is at its capacity")
         return suspicions + self._heartbeats.delays(instance)
+
+
+def _with_load_age(ranked: RankedInstance, age_s: float | None) -> RankedInstance:
+    return ranked if age_s == 0.0 else msgspec.structs.replace(ranked, load_age_s=age_s)
 
 
 def _without_load(ranked: RankedInstance) -> RankedInstance:

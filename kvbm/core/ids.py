@@ -16,7 +16,7 @@ from typing import NewType
 
 import msgspec
 
-from kvbm.core.checks import check_plain_int, check_text
+from kvbm.core.checks import check_plain_int, check_text, type_of
 from kvbm.core.errors import ArgumentTypeError, LayoutError
 
 SequenceHash = NewType("SequenceHash", bytes)  # 16 bytes
@@ -133,14 +133,9 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
         Raises: ArgumentTypeError: the secret is no bytes.
         """
         if not isinstance(secret, bytes | bytearray):
-            raise ArgumentTypeError("secret", f"is {_kind_of_secret(secret)}; give bytes, as text.encode() makes them")
+            raise ArgumentTypeError("secret", f"is {type_of(secret)}; give bytes, as text.encode() makes them")
         digest = hmac.new(secret, b"kvbm.root.v1\0" + self.canonical(), hashlib.sha256).digest()
         return SequenceHash(digest[:HASH_BYTES])
-
-
-def _kind_of_secret(value: object) -> str:
-    """What a value is, which is shown nowhere."""
-    return "None" if value is None else f"of type {type(value).__name__}"
 
 
 def namespace_in(canonical: bytes) -> Namespace | None:

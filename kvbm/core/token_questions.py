@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -107,7 +107,7 @@ class TokenQuestions(ABC):
         secret: bytes,
         tokens: Sequence[int] | np.ndarray,
         timeout_s: float | None = None,
-        **more: Unpack[RouteMore],
+        **more: Any,
     ) -> RouteAnswer:
-        """`route` of a prompt's tokens, hashed here; `more` as it takes them. Raises HashSchemeError: as `hashes`."""
+        """`route` of a prompt's tokens, hashed here; `more` is all that it takes else. Raises HashSchemeError: as `hashes`."""
         return self.route(namespace, self.hashes(namespace, secret, tokens), len(tokens), timeout_s=timeout_s, **more)

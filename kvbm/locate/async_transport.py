@@ -183,8 +183,9 @@ class AsyncTransport:
 
 def _words(error: OSError) -> str:
     """Why a connection was not made; asyncio's own words name the address once more."""
-    is_plain = error.errno is None or isinstance(error, socket.gaierror)
-    return error.strerror or str(error) if is_plain else os.strerror(error.errno)
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
 
 
 def _head(request: Request, host: str, token: str) -> bytes:

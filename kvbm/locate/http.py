@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Unpack
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
-import numpy as np
 
 from kvbm.core import prompt_batches
 from kvbm.core.answers import (
@@ -65,7 +64,7 @@ from kvbm.core.questions import (
     id_of,
     named,
 )
-from kvbm.core.token_questions import RouteMore, TokenQuestions
+from kvbm.core.token_questions import TokenQuestions
 from kvbm.core.watch_events import MAX_WATCHED_HASHES, WatchRequest
 from kvbm.locate.checkpoint import CHECKPOINT_QUIET_S, fetch_checkpoint
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
@@ -220,23 +219,6 @@ class CatalogClient(TokenQuestions):
             remember=remember, elsewhere=elsewhere,
         )  # fmt: skip
         return self._post("/v1/route", request, RouteAnswer, timeout_s, wait_s if at_least else 0.0)
-
-    def route_tokens(
-        self,
-        namespace: Namespace,
-        secret: bytes,
-        tokens: Sequence[int] | np.ndarray,
-        timeout_s: float | None = None,
-        *,
-        remember: bool = True,
-        elsewhere: CandidateLoad | None = None,
-        **more: Unpack[RouteMore],
-    ) -> RouteAnswer:
-        """`route` of a prompt's tokens, hashed here; all others as it takes them. Raises HashSchemeError: as `hashes`."""
-        hashes = self.hashes(namespace, secret, tokens)
-        return self.route(
-            namespace, hashes, len(tokens), timeout_s=timeout_s, remember=remember, elsewhere=elsewhere, **more
-        )
 
     def lookup_many(
         self,
