@@ -17,8 +17,7 @@ from kvbm.catalog.lag import Confirmation
 from kvbm.catalog.lenders import Lenders, Wanted
 from kvbm.catalog.lent_blocks import LentBlocks
 from kvbm.catalog.liveness import Freshness
-from kvbm.catalog.lookup import locate, presence
-from kvbm.catalog.roster import left_out
+from kvbm.catalog.lookup import left_out, locate, presence
 from kvbm.catalog.routing import CandidateNumbers, Ranking, Router, RoutingTask
 from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.catalog.sequencer import Sequencer
@@ -231,7 +230,7 @@ class Queries:
     def left_out(
         self, task: RoutingTask, asked: Namespace | NamespaceId, caller: Caller, limit: int, only: Collection[InstanceId] | None
     ) -> dict[str, str]:  # fmt: skip
-        """As `roster.left_out`, of a prompt that is routed."""
+        """As `lookup.left_out`, of a prompt that is routed."""
         key, may_know = self._keyed(asked, caller)[0], partial(self.visibility.instance, caller)
         return left_out(self._index, self._liveness, key, task.hashes, limit, only, may_know)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
 from itertools import islice
 
-from kvbm.catalog.index import ClusterIndex
-from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash
+from kvbm.core.ids import InstanceId
 
 STOPPING = "stopping"
 _CHANGES = 4096
@@ -99,35 +97,3 @@ def _set(known: dict[InstanceId, None], instance: InstanceId, is_in: bool) -> bo
     else:
         del known[instance]
     return True
-
-
-def left_out(
-    index: ClusterIndex,
-    roster: Roster,
-    namespace: NamespaceId,
-    hashes: bytes,
-    limit: int,
-    only: Collection[InstanceId] | None,
-    may_know: Callable[[InstanceId], bool],
-) -> dict[str, str]:
-    """Instances that have a prompt's first block, as far as is known, and may not be sent it, or whose blocks do not count, and why.
-
-    Args:
-        hashes: packed, of its full blocks.
-        only: instances to look at; None for all.
-        may_know: whether the caller may know of an instance.
-    Returns: at most `limit`, by name.
-    """
-    if not hashes or not roster.leaves_out:
-        return {}
-    first = SequenceHash(hashes[:HASH_BYTES])
-    holders = {*index.excluded_holders(namespace, first)}
-    if stopping := roster.stopping():
-        found = index.prefixes(namespace, first, len(stopping), stopping).instances
-        holders |= {one.instance for one in found if one.depth}
-    shown: dict[str, str] = {}
-    for one in sorted(holders if only is None else holders & set(only)):
-        why = roster.why_left_out(one)
-        if why and len(shown) < limit and may_know(one):
-            shown[one] = why
-    return shown

@@ -80,7 +80,11 @@ _INSTEAD = {
 
 
 class EngineHbmManager(BlockManager):
-    """See the module. `kvbm.assembly.open_engine_manager` makes one from settings."""
+    """A block manager for an engine that owns HBM: the engine says what it holds there, and HOST is where its blocks come and go.
+
+    `kvbm.open_engine_manager` makes one from settings. Neither storing nor acquiring waits: an engine's scheduler asks again at its next
+    step. A store that is never ended keeps its rows, because a worker may still write them.
+    """
 
     _target, _owns_hbm = Tier.HOST, False
 

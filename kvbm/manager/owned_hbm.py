@@ -25,7 +25,7 @@ log = Remarks()
 
 
 class Manager(BlockManager):
-    """See the module. `kvbm.assembly.open_manager` makes one from settings.
+    """A block manager that owns HBM: an engine asks it for slots to compute in. `kvbm.open_manager` makes one from settings.
 
     Every call may come from any thread. What escapes is a bug in the caller: an ArgumentError or a LedgerError, and the manager is as
     it was before.

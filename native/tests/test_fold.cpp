@@ -193,7 +193,7 @@ void a_place_that_contradicts_itself_is_named_and_counts() {
   FrameFold residencies(true);
   begin(residencies, start_of(1));
   const auto placed = [](const SequenceHash& parent, std::uint32_t start, Bytes hashes) {
-    return BlocksCreated{.namespace_id = kOwner, .tier = Tier::kHbm, .start = start, .parent = parent, .hashes = hashes};
+    return BlocksCreated{.namespace_id = kOwner, .tier = Tier::kHbm, .start = start, .parent = parent, .hashes = hashes, .slots = {}};
   };
   SequenceHash parent{};
   parent[0] = 0xab;
