@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 import kvbm
-from kvbm.core.ids import HASH_BYTES
 
 SHAPE = kvbm.KvShape(layers=2, block_tokens=16, kv_heads=2, head_dim=8, dtype="bfloat16")
 NAMESPACE = kvbm.Namespace(
@@ -43,13 +42,13 @@ def open_manager(folder: Path) -> kvbm.Manager:
 
 def kv_of(block: bytes) -> torch.Tensor:
     """The made-up KV of one block: bytes that only this block has."""
-    return torch.frombuffer(bytearray(block), dtype=torch.uint8).repeat(SHAPE.block_bytes // HASH_BYTES)
+    return torch.frombuffer(bytearray(block), dtype=torch.uint8).repeat(SHAPE.block_bytes // kvbm.HASH_BYTES)
 
 
 def prefill(manager: kvbm.Manager, name: str, tokens: list[int]) -> None:
     """Serve one prompt: reuse what is held, compute what is not."""
     hashes = manager.hash_tokens(tokens, NAMESPACE.root(), NAMESPACE.block_tokens)  # of full blocks only, packed
-    blocks = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+    blocks = [hashes[at : at + kvbm.HASH_BYTES] for at in range(0, len(hashes), kvbm.HASH_BYTES)]
 
     prefix = manager.acquire(NAMESPACE.id, hashes, wait_s=WAIT_S)  # the longest held run, now in HBM and pinned
     missing = blocks[prefix.depth :]

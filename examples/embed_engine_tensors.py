@@ -20,10 +20,6 @@ import numpy as np
 import torch
 
 import kvbm
-from kvbm.assembly import copy_queue
-from kvbm.core.ids import split_hashes
-from kvbm.pools.host.mapping import map_host
-from kvbm.pools.host.pool import HostPool
 
 BLOCKS, BLOCK_TOKENS, LAYERS = 8, 16, 2
 WAIT_S = 60.0
@@ -45,10 +41,10 @@ class Engine:
         settings = kvbm.load_settings(flags=flags)
         self.manager = kvbm.open_engine_manager(settings, [self.namespace], layout.block_bytes, engine="example")
         host = self.manager.pools.slots[kvbm.Tier.HOST]
-        assert isinstance(host, HostPool)
-        memory = map_host(os.getpid(), host.fd, host.mapped_bytes)  # a worker process does the same, with our pid
+        assert isinstance(host, kvbm.HostPool)
+        memory = kvbm.map_host(os.getpid(), host.fd, host.mapped_bytes)  # a worker process does the same, with our pid
         self.rows = memory[: host.slots * layout.block_bytes].reshape(host.slots, layout.block_bytes)
-        self.copies = copy_queue(layout)
+        self.copies = kvbm.copy_queue(layout)
         self.cache: OrderedDict[bytes, int] = OrderedDict()  # the engine's prefix cache: hash → its block, oldest first
 
     def take_block(self) -> int:
@@ -70,7 +66,7 @@ class Engine:
 
     def serve(self, name: str, tokens: list[int]) -> None:
         manager, namespace = self.manager, self.namespace
-        hashes = split_hashes(manager.hash_tokens(tokens, namespace.root(), BLOCK_TOKENS))
+        hashes = kvbm.split_hashes(manager.hash_tokens(tokens, namespace.root(), BLOCK_TOKENS))
         held = next((at for at, block in enumerate(hashes) if block not in self.cache), len(hashes))
 
         for block in hashes[:held]:

@@ -32,7 +32,7 @@ catalog is a miss, one warning in the log, and a word in `Manager.trouble()`.
 The names here are the public ones; everything else may change without notice.
 """
 
-from kvbm.assembly import open_engine_manager, open_manager, open_replica
+from kvbm.assembly import copy_queue, open_engine_manager, open_manager, open_replica
 from kvbm.catalog.replica import CatalogReplica
 from kvbm.config import Settings, load_settings
 from kvbm.core.answers import (
@@ -50,6 +50,7 @@ from kvbm.core.errors import (
     ArgumentError,
     ArgumentTypeError,
     ArgumentValueError,
+    CatalogClosedError,
     CatalogError,
     CatalogRefusedError,
     ConfigError,
@@ -66,10 +67,10 @@ from kvbm.core.errors import (
     StreamError,
 )
 from kvbm.core.events import EvictReason
-from kvbm.core.ids import NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.layout import KvShape
 from kvbm.core.ledger import Match, ShareCounts, TierCounts
-from kvbm.locate.asynchronous import AsyncCatalog
+from kvbm.locate.asynchronous import AsyncCatalog, AsyncCatalogClient
 from kvbm.locate.base import Catalog
 from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient
@@ -83,31 +84,39 @@ from kvbm.manager.offload_queue import Skipped
 from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.stats import ManagerStats
 from kvbm.pools.base import ObjectStats
+from kvbm.pools.hbm.copy_queue import CopyQueue
 from kvbm.pools.hbm.paged import PagedLayout, PagedTensor, paged_layout
 from kvbm.pools.hbm.pool import HbmPool
+from kvbm.pools.host.mapping import map_host
+from kvbm.pools.host.pool import HostPool
 from kvbm.streams.base import Position
 from kvbm.weights import weights_digest
 
 __all__ = [
+    "HASH_BYTES",
     "NO_PARENT",
     "Acquiring",
     "ArgumentError",
     "ArgumentTypeError",
     "ArgumentValueError",
     "AsyncCatalog",
+    "AsyncCatalogClient",
     "BlockAnswer",
     "Catalog",
     "CatalogClient",
+    "CatalogClosedError",
     "CatalogCredentials",
     "CatalogError",
     "CatalogRefusedError",
     "CatalogReplica",
     "ConfigError",
+    "CopyQueue",
     "EngineHbmManager",
     "EvictReason",
     "FindAnswer",
     "HashSchemeError",
     "HbmPool",
+    "HostPool",
     "InstanceSummary",
     "JournalError",
     "KvShape",
@@ -146,10 +155,13 @@ __all__ = [
     "StreamError",
     "Tier",
     "TierCounts",
+    "copy_queue",
     "load_settings",
+    "map_host",
     "open_engine_manager",
     "open_manager",
     "open_replica",
     "paged_layout",
+    "split_hashes",
     "weights_digest",
 ]

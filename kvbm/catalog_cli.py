@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbm.assembly import catalog_clients
+from kvbm.assembly import catalog_clients, kvbm_version
 from kvbm.catalog_questions import QUESTIONS, add_questions, ask
 from kvbm.command_line import (
     Commands,
@@ -33,6 +33,7 @@ def catalog_main(argv: Sequence[str] | None = None) -> int:
         description="The cluster-wide view of which block lies where.",
         epilog="`kvbm-catalog COMMAND --help` says more. It returns 0 after a clean stop, 2 when it cannot start.",
     )
+    parser.add_argument("--version", action="version", version=f"kvbm-catalog {kvbm_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = add_command(
         commands,

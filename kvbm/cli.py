@@ -93,7 +93,7 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
 
     configure_logs()
     parts = Parts(
-        NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, _replay_catalog, read_trace, _replay_credentials
+        NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, _replay_catalog, read_trace, _replay_credentials, kvbm_version(),
     )  # fmt: skip
     return replay(list(sys.argv[1:] if argv is None else argv), parts)
 

@@ -18,7 +18,7 @@ import structlog
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.files import replace_file
-from kvbm.telemetry.remarks import PlainFormatter, StandardError, for_terminals
+from kvbm.telemetry.remarks import PlainFormatter, StandardError, for_terminals, stamp
 from kvbm.terminal import say_error
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -95,7 +95,7 @@ def configure_logs(level: int = logging.INFO) -> None:
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            stamp,
             *for_terminals(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),

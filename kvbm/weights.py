@@ -10,7 +10,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from kvbm.core.errors import ConfigError
+from kvbm.core.checks import kind_of
+from kvbm.core.errors import ArgumentTypeError, ConfigError
 
 _READ_BYTES = 4 << 20
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".npz", ".ckpt")
@@ -41,8 +42,10 @@ def weights_digest(path: str | Path) -> str:
     says, however it is laid out. Of any other, all files count, but hidden ones (`.cache`, `.git`).
 
     Returns: 32 hex digits; the same wherever the same files lie.
-    Raises: ConfigError: there is nothing there, or it cannot be read.
+    Raises: ConfigError: there is nothing there, or it cannot be read. ArgumentTypeError: no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError("path", f"is {kind_of(path)}; give the file or folder that the engine loads")
     root = Path(path)
     if not root.exists():
         raise ConfigError(f"weights file {root} does not exist; give the file or folder that the engine loads")

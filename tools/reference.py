@@ -30,6 +30,7 @@ from kvbm.core import answers  # noqa: E402
 from kvbm.engines.vllm import numbers as vllm_numbers  # noqa: E402
 from kvbm.telemetry.metrics import CatalogMetrics, CatalogNumbers  # noqa: E402
 from kvbm.telemetry.transfers import BYTES_PER_S, Transferred  # noqa: E402
+from tools.python_page import python_page  # noqa: E402
 
 _NAMES = re.compile(r"^(?P<names>[a-z_]+(?:, [a-z_]+)*): (?P<text>.*)$")
 _INLINE = re.compile(r"`(?P<name>[a-z_]+)`: (?P<text>[^.]*)\.")
@@ -450,6 +451,7 @@ def _help(program: str, words: tuple[str, ...]) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "reference/python.md": python_page,
     "reference/settings.md": settings_page,
     "reference/metrics.md": metrics_page,
     "reference/http.md": http_page,

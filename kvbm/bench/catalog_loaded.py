@@ -111,7 +111,7 @@ class _Reading:
 
         def look() -> None:
             try:
-                until(lambda: self._client.ready().stream_sequence >= end, "the backlog is not read", _LOOK_S)
+                until(lambda: (self._client.ready().stream_sequence or 0) >= end, "the backlog is not read", _LOOK_S)
                 ended_s.append(time.perf_counter())
             finally:
                 read.set()

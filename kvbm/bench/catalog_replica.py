@@ -114,13 +114,13 @@ def _loaded(
     try:
         if not ready.wait(_WAIT_S):
             raise TimeoutError("the process that publishes is not ready")
-        first, began_s = replica.ready().stream_sequence, time.perf_counter()
+        first, began_s = replica.ready().stream_sequence or 0, time.perf_counter()
         begin.set()
-        until(lambda: replica.ready().stream_sequence > first, "nothing is published", 0.001)
+        until(lambda: (replica.ready().stream_sequence or 0) > first, "nothing is published", 0.001)
         times_us: list[float] = []
         while writing.is_alive() and len(times_us) < 10_000_000:
             times_us += _times_us(ask, prompts, _CALLS)
-        last, ended_s = replica.ready().stream_sequence, time.perf_counter()
+        last, ended_s = replica.ready().stream_sequence or 0, time.perf_counter()
     finally:
         writing.terminate()
         writing.join(_WAIT_S)

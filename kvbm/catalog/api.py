@@ -29,6 +29,7 @@ from kvbm.catalog.checkpoint_response import CONTENT_TYPE as CHECKPOINT
 from kvbm.catalog.checkpoint_response import CheckpointResponse
 from kvbm.catalog.feed_response import CONTENT_TYPE as EVENTS
 from kvbm.catalog.feed_response import FeedResponse
+from kvbm.catalog.follow import FIRST, not_reached
 from kvbm.catalog.forgetting import NotForgottenError
 from kvbm.catalog.gate import CALLER, JUDGE, UNKNOWN, Gate, content_type
 from kvbm.catalog.limits import BODY_WAIT_S, LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
@@ -54,6 +55,7 @@ from kvbm.core.answers import (
     PresenceAnswer,
     PresenceRequest,
     ReadyAnswer,
+    ReadyWord,
     RouteAnswer,
     RouteRequest,
     SnapshotAnswer,
@@ -242,7 +244,8 @@ class _Api:
         return _json(
             {
                 "service": "kvbm-catalog", "version": self._version, "ready": ready.ready, "reason": ready.reason,
-                "degraded": ready.degraded, "instances": self._service.queries.instance_count(), "api": "/openapi.json",
+                **({"degraded": ready.degraded} if isinstance(ready, ReadyAnswer) else {}),
+                "instances": self._service.queries.instance_count(), "api": "/openapi.json",
             }
         )  # fmt: skip
 
@@ -253,16 +256,11 @@ class _Api:
         answer = self._readiness(request.scope[CALLER])
         return _json(answer, 200 if answer.ready else 503)
 
-    def _readiness(self, caller: Caller | None) -> ReadyAnswer:
+    def _readiness(self, caller: Caller | None) -> ReadyAnswer | ReadyWord:
         answer, more = self._service.readiness(), self._troubles()
         if caller is None or not caller.sees_all:  # names and offsets are not for everybody
-            return ReadyAnswer(
-                ready=answer.ready,
-                reason="" if answer.ready else NOT_TOLD,
-                degraded="",
-                stream_sequence=0,
-                lag_messages=0,
-            )
+            reason = "" if answer.ready else NOT_TOLD
+            return ReadyWord(ready=answer.ready, reason=reason, parts="" if caller is None else answer.parts)
         degraded = "; ".join(one for one in (answer.degraded, more) if one)
         return msgspec.structs.replace(answer, degraded=degraded) if more else answer
 
@@ -319,16 +317,15 @@ class _Api:
     async def _wait(self, caller: Caller, asked: LookupRequest) -> None:
         deadline_s = time.monotonic() + min(asked.timeout_s, MAX_WAIT_S)
         for wanted in asked.at_least:
-            position = Position(Epoch(wanted.epoch), Offset(wanted.offset))
+            position = max(Position(Epoch(wanted.epoch), Offset(wanted.offset)), FIRST)
             instance = InstanceId(wanted.instance)
             known = self._visible.waited_for(caller, instance)
             reached = await self._service.follower.wait_for(known, position, max(0.0, deadline_s - time.monotonic()))
             if reached < position:
-                at = f"at offset {reached.offset} of epoch {reached.epoch} here, " if caller.sees_all else ""
                 raise ApiError(
                     504,
                     "position_not_reached",
-                    f"instance {instance!r} is {at}not yet at offset {position.offset} of epoch {position.epoch}",
+                    not_reached(instance, position, reached if caller.sees_all else None),
                     f"ask again, wait longer (timeout_s up to {MAX_WAIT_S:g}), or leave at_least out",
                 )
 

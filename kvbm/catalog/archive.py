@@ -450,6 +450,7 @@ class Archive:
         reader = await self._stream.pull(
             after, self._cluster, fingerprint=files.position.fingerprint, parts=self._parts
         )
+        self._degraded.clear("archive")  # the stream answers, and the folder has taken what it says
         synced_s = time.monotonic()
         try:
             while True:

@@ -137,7 +137,7 @@ class CandidateSets(Generic[C]):
         known = self._declarations.known_namespaces
         self._changes_seen = self._liveness.changes_counted
         self._known_seen, self._removals_seen = len(known.by_id), known.removals
-        for instance in self._liveness.live():
+        for instance in self._liveness.serving():
             self._put(instance)
 
     def _take_namespaces(self, known: KnownNamespaces) -> None:
@@ -160,7 +160,7 @@ class CandidateSets(Generic[C]):
 
     def _place(self, instance: InstanceId) -> _Place | None:
         row = self._declarations.instance_row(instance)
-        if not self._liveness.is_live(instance) or (row is not None and row.engine == JANITOR):
+        if not self._liveness.may_serve(instance) or (row is not None and row.engine == JANITOR):
             return None
         declared = self._declarations.declared(instance)
         known = self._declarations.namespaces()

@@ -28,4 +28,6 @@ class Degraded:
         return bool(self._reasons)
 
     def __str__(self) -> str:
-        return "; ".join(self._reasons[what] for what in sorted(self._reasons))
+        """Each part that does not work, with why."""
+        said = sorted(self._reasons.items())
+        return "; ".join(why if why.startswith(what) else f"{what}: {why}" for what, why in said)

@@ -17,7 +17,7 @@ from kvbm.catalog.message_applier import MessageApplier
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.snapshots import SnapshotRequests
 from kvbm.core.errors import StreamError
-from kvbm.core.ids import InstanceId
+from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.remarks import Remarks
 from kvbm.streams.base import EventReader, Position
 
@@ -25,6 +25,23 @@ log = Remarks()
 
 FETCH_WAIT_S = 0.25
 RETRY_S = 0.1
+
+
+FIRST = Position(Epoch(1), Offset(0))  # before it nothing is known of an instance
+
+
+def not_reached(instance: str, wanted: Position, reached: Position | None) -> str:
+    """That a position is not reached, in words.
+
+    Args:
+        reached: the position that is; None: whoever asks may not know.
+    """
+    if reached is None:
+        return f"instance {instance!r} is not yet at offset {wanted.offset} of epoch {wanted.epoch}"
+    if reached < FIRST:
+        return f"no instance {instance!r} is known here"
+    at = f"instance {instance!r} is at offset {reached.offset} of epoch {reached.epoch} here"
+    return f"{at}, not yet at offset {wanted.offset} of epoch {wanted.epoch}"
 
 
 class Consequences(Protocol):

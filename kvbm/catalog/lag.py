@@ -17,6 +17,7 @@ log = Remarks()
 
 ASK_END_S = 0.5
 ASK_END_WAIT_S = 1.0
+UNANSWERED_S = 2.0  # without an answer for so long, nobody says where the stream ends
 _KEPT = 64  # reports of one instance that are not read yet; beyond them the newest gives way to the next
 
 
@@ -71,6 +72,7 @@ class StreamLag:
         self.confirmation = Confirmation(time.monotonic())
         self._stream, self._reader, self._sequencer = stream, reader, sequencer
         self._end = end
+        self._answered_s = time.monotonic()  # the stream's leader has said by then where the stream ends
 
     async def watch(self) -> None:
         """Ask for the stream's end, for ever."""
@@ -79,6 +81,7 @@ class StreamLag:
             asked_s, sequence = time.monotonic(), self._sequencer.sequence
             try:
                 self._end = await self._stream.last_sequence(ASK_END_WAIT_S)
+                self._answered_s = time.monotonic()
                 self.confirmation.answered(asked_s, self._end, sequence)
             except StreamError as error:
                 log.debug("stream.end_unknown", why=str(error))
@@ -86,6 +89,21 @@ class StreamLag:
     def messages(self) -> int:
         """How many messages are not read yet; 0 once the reader has fetched everything."""
         return 0 if self._reader.at_end else max(0, self._end - self._sequencer.sequence)
+
+    def known_messages(self, now_s: float) -> int | None:
+        """`messages`; None while nobody says where the stream ends, as while NATS is away."""
+        return None if now_s - self._answered_s >= UNANSWERED_S else self.messages()
+
+    def seconds(self, now_s: float, newest_s: float) -> float:
+        """For how long what is read is behind: 0 once all is read, and while nobody says where the stream ends, since when that is so.
+
+        Args:
+            newest_s: age of the newest frame that was read.
+        """
+        unread = self.known_messages(now_s)
+        if unread is None:
+            return self.confirmation.age_s(now_s)
+        return max(0.0, newest_s) if unread else 0.0
 
 
 class _Reports:

@@ -15,6 +15,9 @@ An instance is excluded while one of these holds, and returned when none does:
 - *newer*: a newer kvbm writes frames of its epoch that this one cannot read, so what it holds is not known, however alive it is.
 - *silent*: not heard for `liveness_s`; or it was excluded when the stream began another epoch, in which it was not heard yet.
 
+An instance is *awaited* while it is unheard, not silent yet, and known from the stream: its next heartbeat is on its way, as after a catalog's
+own start. It may be sent prompts as one that is live, with a load that nobody knows.
+
 An instance is *gone* while it is stopped, silent or unheard. Who is gone for long is forgotten; see `kvbm.catalog.forgetting`.
 
 An instance differs from an older self by its run, not by its epoch alone: the fences in the stream name the run that has its place
@@ -38,10 +41,10 @@ from __future__ import annotations
 import math
 import secrets
 from bisect import bisect_left, bisect_right
-from collections import deque
 from enum import Enum
 from typing import NamedTuple, assert_never
 
+from kvbm.catalog.roster import Roster
 from kvbm.core.ids import Epoch, InstanceId
 from kvbm.core.names import CATALOG_PULSES
 from kvbm.core.parts import part_of
@@ -49,7 +52,6 @@ from kvbm.streams.base import Heartbeat
 
 LIVENESS_S = 3.5  # three missed of one a second, and a margin
 LEAST_MASS = 3  # fewer that fall silent together have died: one host's worth, nothing a network does to a cluster
-_CHANGES = 4096
 
 
 class LifeState(Enum):
@@ -198,30 +200,25 @@ class _Member:
         return self.is_stopped and self.read_epoch == self.newest
 
 
-class Liveness:
+class Liveness(Roster):
     """See the module. Belongs to one thread; `now_s` never goes back.
 
     Attributes:
         zombies: heartbeats of an epoch that is over, ignored.
         double_ids: heartbeats of a second run that claims the epoch of one that is alive, ignored. The first heard is believed
             while it is heard; the server's fence sees to it that only one of them publishes.
-        changes: the instances of which something has changed that decides who may be sent prompts, the last of all; `changes_counted` counts
-            them.
     """
 
     def __init__(self, liveness_s: float = LIVENESS_S) -> None:
+        super().__init__()
         self.zombies = 0
         self.double_ids = 0
-        self.changes: deque[InstanceId] = deque(maxlen=_CHANGES)
-        self.changes_counted = 0
         self._liveness_s = liveness_s
         self._began_s: float | None = None
         self._own_s: float | None = None  # when the own pulse was heard last
         self._counting_s = 0.0  # silence counts from here on
         self._members: dict[InstanceId, _Member] = {}
         self._ignored: dict[InstanceId, Ignored] = {}
-        self._present: dict[InstanceId, None] = {}  # heard, not silent, not ended
-        self._live: dict[InstanceId, None] = {}  # of these, those that are not about to stop
         self._waited: dict[InstanceId, None] = {}  # not silent, not ended; by `since_s`, the longest silent first
         self._kept: dict[
             InstanceId, float
@@ -311,51 +308,45 @@ class Liveness:
         """Everyone of whom a heartbeat came or something was read."""
         return list(self._members)
 
-    def is_gone(self, instance: InstanceId) -> bool:
-        """Whether an instance is stopped, silent or unheard, as of the last step."""
-        return instance not in self._present
-
     def listened_s(self, now_s: float) -> float:
         """For how long the catalog has heard its own pulses without a break; 0 while it does not."""
         return now_s - self._counting_s if self._gets_own_pulses(now_s) else 0.0
-
-    def note(self, instance: InstanceId) -> None:
-        """Something has changed, elsewhere, that decides whether the instance may be sent prompts."""
-        self._note_change(instance)
 
     def forget(self, instance: InstanceId) -> None:
         """Nothing of the instance is known any more. Its next sign of life is that of one that was never seen."""
         self._members.pop(instance, None)
         self._ignored.pop(instance, None)
-        for known in (self._present, self._live, self._waited, self._kept):
+        for known in (self._waited, self._kept):
             known.pop(instance, None)
-        self._note_change(instance)
+        self._drop(instance)
 
     def excluded(self) -> dict[InstanceId, Why]:
         """The instances that are excluded."""
-        return {instance: member.why for instance, member in self._members.items() if member.why is not None}
+        return {instance: Why(why) for instance, why in self._excluded.items()}
 
     def why(self, instance: InstanceId) -> Why | None:
         """Why an instance is excluded; None when it is not."""
         member = self._members.get(instance)
         return None if member is None else member.why
 
-    def hears_anybody(self) -> bool:
-        """Whether anybody is heard: else all may be there, and prompts go to whoever is known and not stopped."""
-        return bool(self._present)
+    def loads_are_fresh(self, now_s: float) -> bool:
+        """Whether `load_age_s` is 0 of everybody a prompt may be sent to."""
+        if self._awaited or self._kept or not self._present:
+            return False
+        return now_s - self._members[next(iter(self._waited))].since_s < self._liveness_s / 2
 
-    def is_live(self, instance: InstanceId) -> bool:
-        """Whether an instance is heard and is not about to stop."""
-        return instance in self._live
-
-    def live(self) -> list[InstanceId]:
-        """The instances of which `is_live` is true."""
-        return list(self._live)
+    def load_age_s(self, now_s: float, instance: InstanceId) -> float | None:
+        """How old what is known of an instance's load is: 0 while that is fresh; None: nothing was heard, or one knows not since when."""
+        member = self._members.get(instance)
+        if member is None or member.pulse is None or member.heard_s is None:
+            return None
+        age_s = now_s - member.pulse.at_s
+        return round(age_s, 3) if age_s >= self._liveness_s / 2 else 0.0
 
     def candidates(self) -> list[InstanceId]:
-        """Instances a prompt may be routed to, by name: the live ones; when nobody is heard, those known and not stopped."""
+        """Instances a prompt may be routed to, by name: those that `may_serve`; when nobody is heard, those known and not stopped."""
         if self._present:
-            return sorted(self._live)
+            return sorted(self.serving())
         return sorted(
             instance for instance in self._members if self.state(instance) in (LifeState.SILENT, LifeState.UNHEARD)
         )
@@ -397,6 +388,7 @@ class Liveness:
                 self._members[instance].is_silent = False
                 self._waited[instance] = None
                 self._note_presence(instance, self._members[instance])
+                self._note_awaited(instance, self._members[instance])
             self._kept.clear()
         self._own_s = now_s
 
@@ -425,7 +417,7 @@ class Liveness:
             del self._ignored[heartbeat.instance]
         member.pulse = LastHeartbeat(heartbeat, now_s)
         if last is None or last.namespaces != heartbeat.namespaces:
-            self._note_change(heartbeat.instance)
+            self.note(heartbeat.instance)
         if self._own_s is not None or last is not None:
             member.heard_s = now_s
             member.is_silent = member.awaits_heartbeat = False
@@ -458,7 +450,7 @@ class Liveness:
             member.is_stopped = member.is_stopped or stopped
         if member.is_ended:
             self._waited.pop(instance, None)
-        self._note_change(instance)
+        self.note(instance)
         return self._settle(instance, member)
 
     def _begin_life(self, now_s: float, member: _Member, what: StreamProgress) -> None:
@@ -481,7 +473,8 @@ class Liveness:
             del self._waited[instance]
             member.is_silent = True
             self._note_presence(instance, member)
-            if member.why is None and member.read_epoch is not None:
+            self._note_awaited(instance, member)
+            if member.why is None and member.read_epoch:
                 self._kept[instance] = -math.inf
         return self._judge(now_s) if self._kept else []
 
@@ -502,21 +495,14 @@ class Liveness:
         self._waited[instance] = None
 
     def _note_presence(self, instance: InstanceId, member: _Member) -> None:
-        if member.heard_s is not None and not member.is_silent and not member.is_ended:
-            self._present[instance] = None
-        else:
-            self._present.pop(instance, None)
-        is_live = instance in self._present and not (member.pulse is not None and member.pulse.heartbeat.stopping)
-        if is_live != (instance in self._live):
-            if is_live:
-                self._live[instance] = None
-            else:
-                del self._live[instance]
-            self._note_change(instance)
+        is_present = member.heard_s is not None and not member.is_silent and not member.is_ended
+        is_stopping = member.pulse is not None and member.pulse.heartbeat.stopping
+        self._set_present(instance, is_present, is_present and not is_stopping)
 
-    def _note_change(self, instance: InstanceId) -> None:
-        self.changes.append(instance)
-        self.changes_counted += 1
+    def _note_awaited(self, instance: InstanceId, member: _Member) -> None:
+        is_known = bool(member.read_epoch) and not member.is_ended and member.why is None
+        is_stopping = member.pulse is not None and member.pulse.heartbeat.stopping
+        self._set_awaited(instance, is_known and member.heard_s is None and not member.is_silent and not is_stopping)
 
     def _basis(self, member: _Member) -> float:
         return max(member.since_s, self._counting_s)
@@ -524,12 +510,17 @@ class Liveness:
     def _settle(self, instance: InstanceId, member: _Member) -> list[Effect]:
         """Exclude or return what an input has changed; a silence is judged by the next tick."""
         self._note_presence(instance, member)
-        if member.read_epoch is None:
-            return []
+        effects = self._excluded_or_returned(instance, member)
+        self._note_awaited(instance, member)
+        return effects
+
+    def _excluded_or_returned(self, instance: InstanceId, member: _Member) -> list[Effect]:
+        if not member.read_epoch and not member.is_unreadable:
+            return []  # nothing of it is in the index: of one that is new a heartbeat may come before its start
         why: Why | None
         if member.is_unreadable:
             why = Why.NEWER
-        elif member.newest > member.read_epoch:
+        elif member.newest > (member.read_epoch or Epoch(0)):
             why = Why.RESTARTED
         elif member.is_stopped:
             why = Why.STOPPED
@@ -537,14 +528,23 @@ class Liveness:
             why = Why.SILENT
         else:
             why = None
-        before, member.why = member.why, why
+        before = member.why
+        self._note_why(instance, member, why)
         if why is not None:
             self._kept.pop(instance, None)
         elif member.is_silent:
             self._kept.setdefault(instance, -math.inf)
         if (before is None) == (why is None):
             return []
-        return [Return(instance, member.read_epoch) if why is None else Exclude(instance, member.read_epoch, why)]
+        epoch = member.read_epoch or Epoch(0)
+        return [Return(instance, epoch) if why is None else Exclude(instance, epoch, why)]
+
+    def _note_why(self, instance: InstanceId, member: _Member, why: Why | None) -> None:
+        member.why = why
+        if why is None:
+            self._excluded.pop(instance, None)
+        else:
+            self._excluded[instance] = why.value
 
     def _judge(self, now_s: float) -> list[Effect]:
         """Exclude those who are silent, unless most fell silent with them.
@@ -565,7 +565,7 @@ class Liveness:
                 self._kept[instance] = now_s
             elif member.heard_s is None or now_s - kept_s >= self._liveness_s / 2:
                 del self._kept[instance]
-                member.why = Why.SILENT
+                self._note_why(instance, member, Why.SILENT)
                 effects.append(Exclude(instance, member.newest, Why.SILENT))
         return effects
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvbm.catalog.index import ClusterIndex, Holder, InstanceDepth, is_suspect
+from kvbm.catalog.roster import Roster
 from kvbm.core.answers import (
     LIMIT,
     BlockAnswer,
@@ -80,6 +81,38 @@ def _tiers(entry: InstanceDepth) -> dict[str, int]:
     if entry.by_tier[0] == entry.depth:
         return {_HBM: entry.depth} if entry.depth else {}
     return {name: count for name, count in zip(_TIERS, entry.by_tier, strict=True) if count}
+
+
+def left_out(
+    index: ClusterIndex,
+    roster: Roster,
+    namespace: NamespaceId,
+    hashes: bytes,
+    limit: int,
+    only: Collection[InstanceId] | None,
+    may_know: Callable[[InstanceId], bool],
+) -> dict[str, str]:
+    """Instances that have a prompt's first block, as far as is known, and may not be sent it, or whose blocks do not count, and why.
+
+    Args:
+        hashes: packed, of its full blocks.
+        only: instances to look at; None for all.
+        may_know: whether the caller may know of an instance.
+    Returns: at most `limit`, by name.
+    """
+    if not hashes or not roster.leaves_out:
+        return {}
+    first = SequenceHash(hashes[:HASH_BYTES])
+    holders = {*index.excluded_holders(namespace, first)}
+    if stopping := roster.stopping():
+        found = index.prefixes(namespace, first, len(stopping), stopping).instances
+        holders |= {one.instance for one in found if one.depth}
+    shown: dict[str, str] = {}
+    for one in sorted(holders if only is None else holders & set(only)):
+        why = roster.why_left_out(one)
+        if why and len(shown) < limit and may_know(one):
+            shown[one] = why
+    return shown
 
 
 def presence(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +17,7 @@ from kvbm.catalog.lag import Confirmation
 from kvbm.catalog.lenders import Lenders, Wanted
 from kvbm.catalog.lent_blocks import LentBlocks
 from kvbm.catalog.liveness import Freshness
-from kvbm.catalog.lookup import locate, presence
+from kvbm.catalog.lookup import left_out, locate, presence
 from kvbm.catalog.routing import CandidateNumbers, Ranking, Router, RoutingTask
 from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.catalog.sequencer import Sequencer
@@ -218,10 +219,20 @@ class Queries:
             ranking = ranking._replace(together=ranking.together._replace(lent=own))
         if remember and self._heartbeats.peer_until_s > now_s and ranking.best and ranking.best[0].admitted:
             self.shared.note(now_s, task, ranking.best[0])
-        if sees_all and not self._backlog.behind:
+        is_fresh = self._liveness.loads_are_fresh(now_s)
+        if sees_all and is_fresh and not self._backlog.behind:
             return ranking
         shown = ranking.best if sees_all else [_without_load(one) for one in ranking.best]
+        if not is_fresh:
+            shown = [_with_load_age(one, self._liveness.load_age_s(now_s, InstanceId(one.instance))) for one in shown]
         return Ranking([self._suspected_if_behind(one, one.instance) for one in shown], ranking.more, ranking.together)
+
+    def left_out(
+        self, task: RoutingTask, asked: Namespace | NamespaceId, caller: Caller, limit: int, only: Collection[InstanceId] | None
+    ) -> dict[str, str]:  # fmt: skip
+        """As `lookup.left_out`, of a prompt that is routed."""
+        key, may_know = self._keyed(asked, caller)[0], partial(self.visibility.instance, caller)
+        return left_out(self._index, self._liveness, key, task.hashes, limit, only, may_know)
 
     def forget(self, instance: InstanceId) -> None:
         """Nothing was routed to the instance, and it lends nothing."""
@@ -269,7 +280,7 @@ class Queries:
         """The candidates one by one: of those that are asked for, or where nobody is heard."""
         picked = self._router.candidates()
         if only is not None and self._liveness.hears_anybody():
-            named = sorted(one for one in set(only) if self._liveness.is_live(one))
+            named = sorted(one for one in set(only) if self._liveness.may_serve(one))
         else:
             named = [one for one in self._liveness.candidates() if only is None or one in only]
         for instance in named:
@@ -442,6 +453,10 @@ class Queries:
         if view.partial:
             suspicions.append("the catalog is at its capacity")
         return suspicions + self._heartbeats.delays(instance)
+
+
+def _with_load_age(ranked: RankedInstance, age_s: float | None) -> RankedInstance:
+    return ranked if age_s == 0.0 else msgspec.structs.replace(ranked, load_age_s=age_s)
 
 
 def _without_load(ranked: RankedInstance) -> RankedInstance:

@@ -23,7 +23,7 @@ from kvbm.catalog.absences import FORGET_S, Absences
 from kvbm.catalog.access import EMBEDDED, Caller
 from kvbm.catalog.checkpoints import Checkpointing, LoadedCheckpoint, load_newest
 from kvbm.catalog.degraded import Degraded
-from kvbm.catalog.follow import StreamFollower
+from kvbm.catalog.follow import FIRST, StreamFollower, not_reached
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.index import ClusterIndex, NewIndex, PlainApplied
 from kvbm.catalog.instance_sequence import Changes
@@ -55,7 +55,7 @@ from kvbm.core.answers import (
 from kvbm.core.arguments import check_run, checked_hash
 from kvbm.core.backend import Backend
 from kvbm.core.checks import check_text, checked_int
-from kvbm.core.errors import ArgumentValueError, CatalogError, CatalogRefusedError, StreamError
+from kvbm.core.errors import ArgumentValueError, CatalogClosedError, CatalogError, CatalogRefusedError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
 from kvbm.core.parts import ALL_PARTS, has_parts, words_of
 from kvbm.core.questions import checked_limit, checked_names, checked_peers, checked_place, id_of
@@ -311,7 +311,7 @@ class CatalogReplica(TokenQuestions):
                 reason=reason,
                 degraded="; ".join([*([str(view.degraded)] if view.degraded else []), *view.queries.staleness()]),
                 stream_sequence=view.sequencer.sequence,
-                lag_messages=view.lag.messages(),
+                lag_messages=view.lag.known_messages(time.monotonic()),
                 parts=words_of(self._settings.parts),
             )
 
@@ -327,7 +327,7 @@ class CatalogReplica(TokenQuestions):
 
     def _following(self) -> _View:
         if self._view is None:
-            raise CatalogError("the replica is closed; kvbm.open_replica makes another")
+            raise CatalogClosedError("the replica is closed; kvbm.open_replica makes another")
         return self._view
 
     def _answer(
@@ -355,11 +355,11 @@ class CatalogReplica(TokenQuestions):
         deadline_s = time.monotonic() + min(wait_s, MAX_WAIT_S)
         for wanted in at_least:
             position = Position(Epoch(wanted.epoch), Offset(wanted.offset))
+            position = max(position, FIRST)
             reached = self._wait(view, InstanceId(wanted.instance), position, max(0.0, deadline_s - time.monotonic()))
             if reached < position:
                 raise CatalogRefusedError(
-                    f"instance {wanted.instance!r} is at offset {reached.offset} of epoch {reached.epoch} here, not yet at "
-                    f"offset {position.offset} of epoch {position.epoch}; wait longer, or leave at_least out",
+                    f"{not_reached(wanted.instance, position, reached)}; wait longer, or leave at_least out",
                     504, "position_not_reached",
                 )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvbm.catalog.access import EMBEDDED, Caller
 from kvbm.catalog.prompts import ApiError, id_of
@@ -10,6 +10,8 @@ from kvbm.catalog.queries import Queries
 from kvbm.catalog.routing import CandidateNumbers, Ranking, RoutingTask
 from kvbm.core.answers import LIMIT, MOST_LOAD_S, CandidateLoad, RouteAnswer
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
+
+_NOBODY: Mapping[str, str] = {}
 
 
 class NobodyServesError(ApiError):
@@ -61,14 +63,22 @@ def routed(
     ):  # else it could be tried out which of them changes the order, and so what waits where
         others = CandidateNumbers(elsewhere.least_s, elsewhere.recent_s, elsewhere.candidates, elsewhere.lent)
     ranking = queries.route(task, fields, namespace, caller, limit, only, remember, others)
-    return answer_of(ranking, task, queries.view_age_s(), is_told=not remember and caller.sees_all)
+    left_out = queries.left_out(task, namespace, caller, limit, only)
+    return answer_of(ranking, task, queries.view_age_s(), not remember and caller.sees_all, left_out)
 
 
-def answer_of(ranking: Ranking, task: RoutingTask, view_age_s: float = 0.0, is_told: bool = False) -> RouteAnswer:
+def answer_of(
+    ranking: Ranking,
+    task: RoutingTask,
+    view_age_s: float = 0.0,
+    is_told: bool = False,
+    left_out: Mapping[str, str] = _NOBODY,
+) -> RouteAnswer:
     """A ranking as an answer. Raises NobodyServesError.
 
     Args:
         is_told: whether it says what the candidates are together.
+        left_out: as `Queries.left_out` says.
     """
     ranked = ranking.best
     if not ranked:
@@ -85,6 +95,7 @@ def answer_of(ranking: Ranking, task: RoutingTask, view_age_s: float = 0.0, is_t
         view_age_s=view_age_s,
         more=ranking.more,
         candidates=_told(ranking.together) if is_told else None,
+        excluded=dict(left_out),
     )
 
 

@@ -269,6 +269,7 @@ class CatalogService:
             log.warning("catalog.closed_early", why="the last checkpoint was not written in time")
         await self.stream.close()
         await self.store.close()
+        log.info("catalog.stopped", stream=self.writer.name, read=self.sequencer.sequence, stored=self.writer.stored)
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -287,13 +288,12 @@ class CatalogService:
             reason=reason,
             degraded="; ".join([*([str(self.degraded)] if self.degraded else []), *self.queries.staleness()]),
             stream_sequence=self.sequencer.sequence,
-            lag_messages=self.lag.messages(),
+            lag_messages=self.lag.known_messages(time.monotonic()),
             parts=words_of(self.settings.parts),
         )
 
     def numbers(self) -> CatalogNumbers:
         """What the metrics show."""
-        lag = self.lag.messages()
         backlog = self.heartbeats.backlog
         newest_ns = self.sequencer.newest_wall_ns
         checkpoint = self.checkpointer.last if self.checkpointer is not None else None
@@ -326,8 +326,8 @@ class CatalogService:
             anomalies=self.index.anomalies(),
             stream_sequence=self.sequencer.sequence,
             stored_sequence=self.writer.stored,
-            lag_messages=lag,
-            lag_s=max(0.0, time.time() - newest_ns / 1e9) if lag and newest_ns else 0.0,
+            lag_messages=self.lag.known_messages(time.monotonic()),
+            lag_s=self.lag.seconds(time.monotonic(), time.time() - newest_ns / 1e9 if newest_ns else 0.0),
             ready=self.is_ready,
             degraded=bool(self.degraded),
             indexed_blocks=self.index.block_count(),

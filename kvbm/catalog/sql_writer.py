@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -151,6 +152,7 @@ class SqlWriter:
         self._count_claims_s = time.monotonic() + options.claims_every_s
         self._take_claims_s = 0.0  # not before
         self._batch: StoreBatch | None = None
+        self._stream_is_back = asyncio.Event()
         self._is_unchecked = False  # the stream may have lost what SQL has
         self._lost = ""  # the name until the stream's store was replaced
         # given out before what is read again: the stream may not have their messages
@@ -164,14 +166,22 @@ class SqlWriter:
             try:
                 await self._store_what_waits()
             except (CatalogError, StreamError) as error:
-                self._degraded.note(_PART, str(error))
+                why = f"rows wait for the stream: {error}" if isinstance(error, StreamError) else str(error)
+                self._degraded.note(_PART, why)
                 if self._rows.waiting_bytes > self.waiting_bytes:
                     self._drop_rows(str(error))
-                await asyncio.sleep(retry_s)
+                await self._pause(retry_s)
                 retry_s = min(2 * retry_s, RETRY_MOST_S)
             else:
                 self._degraded.clear(_PART)
                 retry_s = RETRY_FIRST_S
+
+    async def _pause(self, retry_s: float) -> None:
+        """Wait, no longer than until the stream is heard again: it may be what was missing."""
+        self._stream_is_back.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(retry_s):
+                await self._stream_is_back.wait()
 
     def bound(self) -> None:
         """Drop rows when far more wait than may, because the database neither takes nor refuses them."""
@@ -206,6 +216,7 @@ class SqlWriter:
         have their sequences now would be taken for stored.
         """
         self._is_unchecked = True
+        self._stream_is_back.set()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

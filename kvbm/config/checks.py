@@ -21,7 +21,8 @@ from kvbm.config.settings import (
     TenantSettings,
     TransportSettings,
 )
-from kvbm.core.errors import ConfigError
+from kvbm.core.checks import kind_of
+from kvbm.core.errors import ArgumentTypeError, ConfigError
 from kvbm.core.ledger import LEAST_EVENT_BYTES
 from kvbm.core.names import NAME_RULE, is_name
 from kvbm.core.parts import parts_of
@@ -38,7 +39,9 @@ _MOST_BLOCK_TOKENS = 1 << 16
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuse values that make no sense, however they were made. Raises ConfigError: which, and what to write."""
+    """Refuse values that make no sense, however they were made. Raises ConfigError: which, and what to write. ArgumentTypeError: no Settings."""
+    if not isinstance(settings, Settings):
+        raise ArgumentTypeError("settings", f"is {kind_of(settings)}; give what load_settings returns")
     _check_names(settings)
     _check_pools(settings.pools)
     for key, least, value in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,8 @@ import msgspec
 
 from kvbm.config.checks import check_settings
 from kvbm.config.settings import Settings, SettingsGroup, SourceSettings, TenantSettings
-from kvbm.core.errors import ConfigError
+from kvbm.core.checks import kind_of
+from kvbm.core.errors import ArgumentTypeError, ConfigError
 from kvbm.files import read_small
 from kvbm.remarks import Remarks
 
@@ -63,8 +65,14 @@ def load_settings(
         flags: dotted key → value, such as {"pools.host.capacity_bytes": "8GiB"}; or tables in tables, as in TOML.
         defaults: as `flags`, where whoever asks has others than `Settings`.
     Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, or an unreadable file.
+        ArgumentTypeError: an argument that is neither.
     """
     tree: dict[str, Any] = {}
+    for name, given in (("flags", flags), ("defaults", defaults), ("environment", environment)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ArgumentTypeError(name, f"is {kind_of(given)}; give a dictionary")
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError("path", f"is {kind_of(path)}; give the path of a TOML file")
     for key, value in leaves(defaults or {}):
         _put(tree, key, value, "defaults")
     if path is not None:

@@ -275,6 +275,8 @@ class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
         cost_s: the sum of the parts.
         ttft_s: when its first token is to be expected: waiting, fetching and computing, nothing weighed.
         admitted: False: it cannot keep the deadline, or the prompt is of a batch and others wait.
+        load_age_s: how old the heartbeat is that its load is taken from, where that is a guess: none has come lately. None: none has come since
+            the catalog began, or since the instance did. 0 while it is fresh.
     """
 
     instance: str
@@ -291,6 +293,7 @@ class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
     admitted: bool = True
     peer: str = ""
     peer_blocks: int = 0
+    load_age_s: float | None = 0.0
 
 
 class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,6 +303,8 @@ class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
         admitted: False: its deadline cannot be kept, or it is of a batch and others wait; it is not remembered as sent. Refuse it, or ask again
             later.
         candidates: of a route that is not remembered, those the catalog has ranked; None: the caller may not know, or it is remembered.
+        excluded: instances that have the prompt's first block, and why that does not count ("silent", "stopped", "restarted", "newer", as in
+            InstanceSummary) or why they are not sent the prompt ("stopping"); no more than `limit`, by name.
     """
 
     instance: str
@@ -310,6 +315,7 @@ class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
     more: int = 0
     admitted: bool = True
     candidates: CandidateLoad | None = None
+    excluded: dict[str, str] = {}
 
 
 class BlockHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -424,16 +430,28 @@ class NamespacesAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class ReadyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the catalog has read the stream up to where it ended when it was started.
 
+    Who has no operator's token is told `ready` and `reason` alone, and one who has a token `parts`.
+
     Attributes:
-        degraded: what does not work though answers are good, "" when all does.
+        degraded: what does not work though answers are good, each with the part it is of; "" when all does.
+        stream_sequence: of the last message read; None: whoever asks is not told.
+        lag_messages: on the stream and not read yet; None: the stream does not say where it ends, or whoever asks is not told.
         parts: of its cluster that the catalog follows, as in `catalog.parts`; "" for all.
     """
 
     ready: bool
     reason: str
-    degraded: str
-    stream_sequence: int
-    lag_messages: int
+    degraded: str = ""
+    stream_sequence: int | None = None
+    lag_messages: int | None = None
+    parts: str = ""
+
+
+class ReadyWord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`ReadyAnswer` as those are told it who may know no more."""
+
+    ready: bool
+    reason: str
     parts: str = ""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvbm.core.checks import kind_of, shown
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError
+from kvbm.core.events import PLACE_OF_A_RUN, misplaced
 from kvbm.core.ids import HASH_BYTES, UNKNOWN, Namespace, NamespaceId, SequenceHash, Tier, pack_slots
 
 MOST_BLOCKS = 1 << 32  # of a chain; events count its blocks in 32 bits
@@ -57,6 +58,12 @@ def checked_hash(value: bytes, argument: str) -> SequenceHash:
     if len(value) != HASH_BYTES:
         raise ArgumentValueError(argument, f"has {len(value)} bytes; give the {HASH_BYTES} bytes of one hash")
     return SequenceHash(value)
+
+
+def check_place(parent: SequenceHash, start: int) -> None:
+    """Refuse a place that contradicts itself: a chain's first block alone has no parent."""
+    if why := misplaced(parent, start):
+        raise ArgumentValueError("parent", f"contradicts start: {why}; {PLACE_OF_A_RUN}")
 
 
 def check_seconds(value: float, argument: str, most: float = LONGEST_WAIT_S) -> None:

@@ -58,12 +58,14 @@ def text_bytes(text: str) -> int:
 
 def kind_of(value: object) -> str:
     """What a value is, for a message: None, or its type with an article and the value where it is short."""
-    if value is None:
-        return "None"
-    name = type(value).__name__
-    article = "an" if name[:1].lower() in "aeiou" else "a"
     shown = repr(value) if isinstance(value, (int, float, str)) else ""
-    return f"{article} {name} ({shown})" if shown and len(shown) <= _SHOWN else f"{article} {name}"
+    return f"{type_of(value)} ({shown})" if shown and len(shown) <= _SHOWN else type_of(value)
+
+
+def type_of(value: object) -> str:
+    """None, or a value's type with an article: of what is shown nowhere."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
 def shown(value: object) -> str:

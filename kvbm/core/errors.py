@@ -197,6 +197,10 @@ class CatalogError(KvbmError):
     """The catalog or its database does not answer or refuses. A retry may help; the message says what was seen."""
 
 
+class CatalogClosedError(CatalogError):
+    """A client or a replica was asked after its `close`: a bug in the caller, and no word about the catalog. A retry does not help."""
+
+
 class CatalogRefusedError(CatalogError):
     """A catalog, or a replica of one, answered with an error.
 

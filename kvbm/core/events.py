@@ -11,8 +11,9 @@ from enum import IntEnum
 
 import msgspec
 
-from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Reach, SequenceHash, Tier
+from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Reach, SequenceHash, Tier, short
 
+PLACE_OF_A_RUN = "give NO_PARENT with start 0, and the hash of the block before with a later start"
 MAX_ATTRIBUTES = 64
 MAX_ATTRIBUTE_BYTES = 16 << 10
 MAX_POOLS = 64
@@ -93,7 +94,7 @@ class BlocksCreated(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         parent: hash of the block before the run, NO_PARENT when the run begins its chain.
-        start: position of the run's first block in its chain, in blocks.
+        start: position of the run's first block in its chain, in blocks; 0 if and only if there is no parent (`misplaced`).
     """
 
     namespace: NamespaceId
@@ -160,6 +161,15 @@ class InstanceStopped(msgspec.Struct, frozen=True, kw_only=True):
     """The instance ended cleanly."""
 
     reason: StopReason
+
+
+def misplaced(parent: SequenceHash, start: int) -> str:
+    """What contradicts itself in the place of a run, in words; "" where nothing does: a chain's first block alone has no parent."""
+    if (parent == NO_PARENT) == (start == 0):
+        return ""
+    if start:
+        return f"start is {start}, and there is no parent"
+    return f"start is 0, and there is a parent, {short(parent)}"
 
 
 RunEvent = BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesListed

@@ -24,10 +24,12 @@ from kvbm.core.events import (
     PoolStated,
     ResidenciesListed,
     SnapshotEnded,
+    misplaced,
 )
 from kvbm.core.ids import Epoch, NamespaceId, Reach, SequenceHash, Tier, short, split_hashes, split_slots
 
 _MASK = (1 << 64) - 1
+MISPLACED = "start-contradicts-parent"  # the rule of `events.misplaced`
 
 
 class Held(NamedTuple):
@@ -59,7 +61,8 @@ class Delta(NamedTuple):
     Attributes:
         added, withdrawn: residencies of this instance.
         claimed, unclaimed: blocks of pools of cluster reach this instance spoke of.
-        anomalies: rules the event broke, as (rule, detail), empty for a legal event.
+        anomalies: rules the event broke, as (rule, detail), empty for a legal event. Strict, MISPLACED alone: it contradicts nothing
+            that is held.
     """
 
     added: list[Change]
@@ -151,6 +154,8 @@ class Residencies:
             case InstanceStarted():
                 self._begin(event, delta)
             case BlocksCreated():
+                if why := misplaced(event.parent, event.start):
+                    delta.anomalies.append((MISPLACED, f"{event.tier.name}: {why}"))
                 self._add(event.namespace, event.tier, event.hashes, event.slots, delta)
             case BlocksMigrated():
                 self._move(event, delta)

@@ -16,8 +16,8 @@ from typing import NewType
 
 import msgspec
 
-from kvbm.core.checks import check_plain_int, check_text
-from kvbm.core.errors import LayoutError
+from kvbm.core.checks import check_plain_int, check_text, type_of
+from kvbm.core.errors import ArgumentTypeError, LayoutError
 
 SequenceHash = NewType("SequenceHash", bytes)  # 16 bytes
 NamespaceId = NewType("NamespaceId", bytes)  # 16 bytes, public
@@ -129,8 +129,11 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
         """The hash the namespace's chains start from, 16 bytes. It never leaves engine and client.
 
         Args:
-            secret: the tenant's secret; whoever has it can test whether a prompt is cached.
+            secret: the tenant's secret; whoever has it can test whether a prompt is cached. Empty: whoever knows the fields can.
+        Raises: ArgumentTypeError: the secret is no bytes.
         """
+        if not isinstance(secret, bytes | bytearray):
+            raise ArgumentTypeError("secret", f"is {type_of(secret)}; give bytes, as text.encode() makes them")
         digest = hmac.new(secret, b"kvbm.root.v1\0" + self.canonical(), hashlib.sha256).digest()
         return SequenceHash(digest[:HASH_BYTES])
 

@@ -28,6 +28,7 @@ from kvbm.core.copies import Copies, Copy
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import (
     MAX_RUN_BLOCKS,
+    PLACE_OF_A_RUN,
     BlocksCreated,
     BlocksEvicted,
     BlocksMigrated,
@@ -37,11 +38,11 @@ from kvbm.core.events import (
     MigrateCause,
     PoolStated,
     StopReason,
+    misplaced,
 )
 from kvbm.core.fold import Delta, Held
 from kvbm.core.ids import (
     HASH_BYTES,
-    NO_PARENT,
     Epoch,
     InstanceId,
     Namespace,
@@ -334,11 +335,13 @@ class Ledger:
 
         Returns: the slot that holds each block, packed. Where the hash was held already that is the holder's, now pinned once
             more, and the slot given goes back to the pool.
-        Raises: LedgerError: a slot is not allocated or is a copy's, counts differ, a hash or a slot is given twice, or a block is held
-            under another namespace; nothing has changed then.
+        Raises: LedgerError: start and parent contradict each other, a slot is not allocated or is a copy's, counts differ, a hash or a
+            slot is given twice, or a block is held under another namespace; nothing has changed then.
         """
         state = self._state(tier)
         blocks, given = split_hashes(hashes), split_slots(slots)
+        if why := misplaced(parent, start):
+            raise LedgerError(f"blocks to create in {tier.name}: {why}; {PLACE_OF_A_RUN}")
         state.require_fillable(blocks, given, "create", "no block can be created in it")
         held = self.residencies.held[tier]
         known = [block in held for block in blocks]
@@ -519,7 +522,7 @@ def _created(
         yield BlocksCreated(
             namespace=namespace,
             tier=tier,
-            parent=before if start + first else NO_PARENT,
+            parent=before,
             start=start + first,
             hashes=hashes[first * HASH_BYTES : last * HASH_BYTES],
             slots=pack_slots(slots[first:last]),

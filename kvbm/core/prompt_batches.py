@@ -35,7 +35,7 @@ and one of answers:
     a row of a find: bytes of the address (4), depth (4), blocks of it in HOST (4), distance (1), flags (1), bytes of the name (1), the name,
         the address: host, unix and tcp, and rdma where it has that, with line feeds between
 
-Flag 1: suspect. Flag 2: the row names a pool, of which only the depth is told. Flag 4: not admitted. Pools come after instances.
+Flag 1: suspect. Flag 2: the row names a pool, of which only the depth is told. Flag 4: not admitted. Flag 8: its load is a guess. Pools come after instances.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ KINDS = (LOOKUP, ROUTE, PRESENCE, FIND)
 MOST_PROMPTS = 256
 MOST_ROUTES = 64
 _SHORT_ROUTES, _SHORT_PROMPTS = 4, 64
-SUSPECT, POOL, REFUSED = 1, 2, 4
+SUSPECT, POOL, REFUSED, GUESSED = 1, 2, 4, 8
 _MAGIC = b"KVB1"
 _QUESTIONS = struct.Struct("<4sBBHII16s")
 _PROMPT = struct.Struct("<II")
@@ -220,7 +220,8 @@ def encode_route(answer: RouteAnswer) -> bytes:
         parts += [
             _RANKED.pack(
                 one.cost_s, one.queueing_s, one.recompute_s, one.balance_s, one.fetch_s, one.ttft_s, one.depth,
-                one.missing_tokens, one.fetch_blocks, SUSPECT * one.suspect | REFUSED * (not one.admitted), len(name),
+                one.missing_tokens, one.fetch_blocks,
+                SUSPECT * one.suspect | REFUSED * (not one.admitted) | GUESSED * (one.load_age_s != 0.0), len(name),
             ),
             name,
         ]  # fmt: skip
@@ -311,6 +312,7 @@ def decode_routes(body: bytes, asked: PromptBatch) -> list[RouteAnswer]:
                 instance=name, cost_s=row[0], queueing_s=row[1], recompute_s=row[2], balance_s=row[3], fetch_s=row[4],
                 ttft_s=row[5], depth=row[6], missing_tokens=row[7], fetch_blocks=row[8],
                 suspect=bool(row[9] & SUSPECT), admitted=not row[9] & REFUSED,
+                load_age_s=None if row[9] & GUESSED else 0.0,
             )
             for row, name, _ in rows
         ]  # fmt: skip

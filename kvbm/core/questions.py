@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
-from kvbm.core.answers import MAX_LABELS, MAX_LIMIT, MAX_PEERS, MAX_POSITIONS
-from kvbm.core.arguments import refuse_namespace
-from kvbm.core.checks import check_text, checked_int
+import numpy as np
+
+from kvbm.core.answers import MAX_LABELS, MAX_LIMIT, MAX_PEERS, MAX_POSITIONS, PositionWanted
+from kvbm.core.arguments import check_seconds, refuse_namespace
+from kvbm.core.checks import check_text, checked_int, kind_of, shown
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError
 from kvbm.core.ids import Namespace, NamespaceId
 
 _MOST_LABEL = 128  # characters
+LATENCIES = ("interactive", "standard", "batch")
+PHASES = ("both", "prefill", "decode")
+A = TypeVar("A")
 
 
 def checked_limit(limit: int) -> int:
@@ -42,6 +48,45 @@ def checked_place(topology: Sequence[str]) -> list[str]:
                 "topology", f"has a label of {len(label)} characters; give at most {_MOST_LABEL}, of one line"
             )
     return list(topology)
+
+
+def checked_seconds(seconds: float, argument: str) -> float:
+    """A number of seconds from 0 on."""
+    check_seconds(seconds, argument)
+    return seconds
+
+
+def checked_positions(at_least: Sequence[PositionWanted]) -> list[PositionWanted]:
+    """Positions that an answer must have seen."""
+    if isinstance(at_least, PositionWanted):
+        raise ArgumentTypeError("at_least", "is a single PositionWanted; give a list of them")
+    try:
+        given = list(at_least)
+    except TypeError:
+        raise ArgumentTypeError("at_least", f"is {kind_of(at_least)}; give a list of PositionWanted") from None
+    if len(given) > MAX_POSITIONS:
+        raise ArgumentValueError("at_least", f"has {len(given)} positions; give at most {MAX_POSITIONS}")
+    for at, one in enumerate(given):
+        if not isinstance(one, PositionWanted):
+            raise ArgumentTypeError(f"at_least[{at}]", f"is {kind_of(one)}; give a PositionWanted")
+        check_text(one.instance, f"at_least[{at}].instance")
+        checked_int(one.epoch, f"at_least[{at}].epoch")
+        checked_int(one.offset, f"at_least[{at}].offset")
+    return given
+
+
+def checked_word(value: str, argument: str, words: tuple[str, ...]) -> str:
+    """One of a few words."""
+    if value not in words:
+        raise ArgumentValueError(argument, f"is {shown(value)}; give one of {', '.join(words)}")
+    return value
+
+
+def checked_list(values: Sequence[A], argument: str) -> Sequence[A]:
+    """What has a length and can be gone through twice, and is no text."""
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence | np.ndarray):
+        raise ArgumentTypeError(argument, f"is {kind_of(values)}; give a list")
+    return values
 
 
 def checked_names(instances: Sequence[str] | None) -> list[str] | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 import numpy as np
 
-from kvbm.core.answers import LookupAnswer, RouteAnswer
+from kvbm.core.answers import LookupAnswer, PositionWanted, RouteAnswer
 from kvbm.core.backend import SequenceHashes
 from kvbm.core.checks import kind_of
 from kvbm.core.errors import ArgumentTypeError
@@ -15,8 +16,25 @@ from kvbm.core.hashing import check_hashable
 from kvbm.core.ids import Namespace
 
 
+class LookupMore(TypedDict, total=False):
+    """What may be said with a lookup."""
+
+    at_least: Sequence[PositionWanted]
+    wait_s: float
+    limit: int
+    instances: Sequence[str] | None
+
+
+class RouteMore(LookupMore, total=False):
+    """What may be said with a route."""
+
+    latency: Literal["interactive", "standard", "batch"]
+    deadline_s: float | None
+    phase: Literal["both", "prefill", "decode"]
+
+
 class TokenQuestions(ABC):
-    """What a client of the catalog and a replica have in common.
+    """What a client of the catalog and a replica have in common. `with` closes them.
 
     Args:
         hash_tokens: `sequence_hashes` or its native implementation.
@@ -26,12 +44,20 @@ class TokenQuestions(ABC):
         self._hash_tokens = hash_tokens
 
     @abstractmethod
-    def lookup(self, namespace: Namespace, hashes: bytes, *, timeout_s: float | None = None) -> LookupAnswer:
+    def lookup(
+        self, namespace: Namespace, hashes: bytes, *, timeout_s: float | None = None, **more: Unpack[LookupMore]
+    ) -> LookupAnswer:
         """Who has how much of a prefix."""
 
     @abstractmethod
     def route(
-        self, namespace: Namespace, hashes: bytes, input_tokens: int, *, timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        hashes: bytes,
+        input_tokens: int,
+        *,
+        timeout_s: float | None = None,
+        **more: Unpack[RouteMore],
     ) -> RouteAnswer:
         """Where to send a prompt."""
 
@@ -45,21 +71,43 @@ class TokenQuestions(ABC):
             raise ArgumentTypeError(
                 "namespace", f"is {kind_of(namespace)}; give the Namespace, whose root its id does not tell"
             )
-        if not isinstance(secret, bytes):
-            raise ArgumentTypeError("secret", f"is {kind_of(secret)}; give bytes, empty where the tenant has no secret")
         if tokens is None:
             raise ArgumentTypeError("tokens", "is None; give a sequence of token ids")
         check_hashable(namespace)
         return self._hash_tokens(tokens, namespace.block_tokens, namespace.root(secret))
 
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- a prompt's tokens --------------------------------------------------------------------------------------------
+
     def lookup_tokens(
-        self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray, timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        secret: bytes,
+        tokens: Sequence[int] | np.ndarray,
+        timeout_s: float | None = None,
+        **more: Unpack[LookupMore],
     ) -> LookupAnswer:
-        """`lookup` of a prompt's tokens, hashed here. Raises HashSchemeError: as `hashes`."""
-        return self.lookup(namespace, self.hashes(namespace, secret, tokens), timeout_s=timeout_s)
+        """`lookup` of a prompt's tokens, hashed here; `more` as it takes them. Raises HashSchemeError: as `hashes`."""
+        return self.lookup(namespace, self.hashes(namespace, secret, tokens), timeout_s=timeout_s, **more)
 
     def route_tokens(
-        self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray, timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        secret: bytes,
+        tokens: Sequence[int] | np.ndarray,
+        timeout_s: float | None = None,
+        **more: Any,
     ) -> RouteAnswer:
-        """`route` of a prompt's tokens, hashed here. Raises HashSchemeError: as `hashes`."""
-        return self.route(namespace, self.hashes(namespace, secret, tokens), len(tokens), timeout_s=timeout_s)
+        """`route` of a prompt's tokens, hashed here; `more` is all that it takes else. Raises HashSchemeError: as `hashes`."""
+        return self.route(namespace, self.hashes(namespace, secret, tokens), len(tokens), timeout_s=timeout_s, **more)

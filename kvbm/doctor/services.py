@@ -331,7 +331,8 @@ def judge_catalog(facts: Catalog, settings: Settings) -> Finding:
     if facts.round_trip_s > settings.onboard.locate_s:
         fix = f"raise onboard.locate_s (now {settings.onboard.locate_s:g} s), or run a catalog nearer by"
         return warning("catalog", f"{found}: slower than managers wait for it", fix)
-    found += f"; ready, {facts.ready.lag_messages} messages behind the stream"
+    behind = facts.ready.lag_messages
+    found += "; ready" if behind is None else f"; ready, {behind} messages behind the stream"
     if facts.ready.degraded:
         return warning("catalog", f"{found}; {facts.ready.degraded}", "see its log and its database")
     return ok("catalog", found)

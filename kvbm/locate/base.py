@@ -6,7 +6,7 @@ A manager asks a `Locator`, to which trouble is an answer of zero, never an exce
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, Self, Unpack
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from kvbm.core.answers import (
     RouteAnswer,
 )
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId
+from kvbm.core.token_questions import LookupMore, RouteMore
 
 
 class Found(NamedTuple):
@@ -82,8 +83,13 @@ class Catalog(Protocol):
     """What a router asks, whatever answers: `CatalogClient` over HTTP, a unix socket or NATS, `CatalogReplica` in its own process.
 
     Any thread may call it. Every method raises CatalogError when nothing answers in time, CatalogRefusedError when the answer is an
-    error, and ArgumentError for an argument that cannot be used. Arguments are told at `CatalogClient`.
+    error, CatalogClosedError after `close`, and ArgumentError for an argument that cannot be used. Arguments are told at `CatalogClient`.
+    `with` closes it.
     """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
     def hashes(self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
         """Packed hashes of a prompt's full blocks."""
@@ -184,12 +190,22 @@ class Catalog(Protocol):
         """`route` of several prompts, one after the other."""
 
     def lookup_tokens(
-        self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray, timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        secret: bytes,
+        tokens: Sequence[int] | np.ndarray,
+        timeout_s: float | None = None,
+        **more: Unpack[LookupMore],
     ) -> LookupAnswer:
         """`lookup` of a prompt's tokens."""
 
     def route_tokens(
-        self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray, timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        secret: bytes,
+        tokens: Sequence[int] | np.ndarray,
+        timeout_s: float | None = None,
+        **more: Unpack[RouteMore],
     ) -> RouteAnswer:
         """`route` of a prompt's tokens."""
 

@@ -38,12 +38,32 @@ from kvbm.core.answers import (
 )
 from kvbm.core.arguments import check_run, check_seconds, checked_hash
 from kvbm.core.backend import SequenceHashes
-from kvbm.core.checks import check_text, checked_int
-from kvbm.core.errors import ArgumentValueError, CatalogError, CatalogRefusedError, LayoutError
+from kvbm.core.checks import check_text, checked_int, kind_of
+from kvbm.core.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    CatalogClosedError,
+    CatalogError,
+    CatalogRefusedError,
+    LayoutError,
+)
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.core.prompt_batches import PromptBatch
-from kvbm.core.questions import checked_limit, checked_names, checked_peers, checked_place, id_of, named
+from kvbm.core.questions import (
+    LATENCIES,
+    PHASES,
+    checked_limit,
+    checked_list,
+    checked_names,
+    checked_peers,
+    checked_place,
+    checked_positions,
+    checked_seconds,
+    checked_word,
+    id_of,
+    named,
+)
 from kvbm.core.token_questions import TokenQuestions
 from kvbm.core.watch_events import MAX_WATCHED_HASHES, WatchRequest
 from kvbm.locate.checkpoint import CHECKPOINT_QUIET_S, fetch_checkpoint
@@ -57,7 +77,7 @@ from kvbm.remarks import Remarks
 log = Remarks()
 
 TIMEOUT_S = 5.0
-_POLL_S = 0.05
+POLL_S = 0.05
 _MOST_NAME = 128  # characters of an instance's
 A = TypeVar("A", bound=msgspec.Struct)
 Q = TypeVar("Q", bound=LookupRequest)
@@ -68,7 +88,8 @@ class CatalogClient(TokenQuestions):
     """Asks one catalog. Any thread may call it; connections are kept.
 
     Every method raises CatalogError, in one sentence, when the catalog does not answer in time, CatalogRefusedError when it answers
-    with an error, and ArgumentError before it is asked, for an argument that cannot be used. Close it when it is done with.
+    with an error, CatalogClosedError once it is closed, and ArgumentError before it is asked, for an argument that cannot be used. `with`
+    closes it. In a program of asyncio use `AsyncCatalogClient`.
 
     Args:
         url: http://host:port, unix:/path of the socket of a catalog on this machine, or nats://host:port/CLUSTER/CALLER, where any
@@ -87,6 +108,8 @@ class CatalogClient(TokenQuestions):
         super().__init__(hash_tokens)
         check_text(url, "url")
         check_seconds(timeout_s, "timeout_s")
+        if not isinstance(credentials, CatalogCredentials):
+            raise ArgumentTypeError("credentials", f"is {kind_of(credentials)}; give CatalogCredentials")
         self._timeout_s = timeout_s
         self._transport: Carrier = NatsTransport(url, credentials) if is_nats(url) else Transport(url, credentials)
 
@@ -190,7 +213,9 @@ class CatalogClient(TokenQuestions):
         """
         request = _question(
             RouteRequest, namespace, hashes, at_least, wait_s, limit, instances,
-            input_tokens=checked_int(input_tokens, "input_tokens"), latency=latency, deadline_s=deadline_s, phase=phase,
+            input_tokens=checked_int(input_tokens, "input_tokens"), latency=checked_word(latency, "latency", LATENCIES),
+            deadline_s=None if deadline_s is None else checked_seconds(deadline_s, "deadline_s"),
+            phase=checked_word(phase, "phase", PHASES),
             remember=remember, elsewhere=elsewhere,
         )  # fmt: skip
         return self._post("/v1/route", request, RouteAnswer, timeout_s, wait_s if at_least else 0.0)
@@ -238,7 +263,9 @@ class CatalogClient(TokenQuestions):
         """
         checked = _checked_prompts(runs)
         begins = (
-            [0] * len(checked) if firsts is None else [checked_int(one, "firsts", most=MAX_HASHES) for one in firsts]
+            [0] * len(checked)
+            if firsts is None
+            else [checked_int(one, "firsts", most=MAX_HASHES) for one in checked_list(firsts, "firsts")]
         )
         if len(begins) != len(checked):
             raise ArgumentValueError("firsts", f"has {len(begins)} numbers for {len(checked)} runs")
@@ -261,7 +288,8 @@ class CatalogClient(TokenQuestions):
             prompts: at most 64.
             input_tokens: tokens of each whole prompt.
         """
-        tokens = [checked_int(one, "input_tokens", most=MAX_INPUT_TOKENS) for one in input_tokens]
+        given = checked_list(input_tokens, "input_tokens")
+        tokens = [checked_int(one, "input_tokens", most=MAX_INPUT_TOKENS) for one in given]
         checked = _checked_prompts(prompts)
         if len(tokens) != len(checked):
             raise ArgumentValueError("input_tokens", f"has {len(tokens)} numbers for {len(checked)} prompts")
@@ -315,12 +343,12 @@ class CatalogClient(TokenQuestions):
 
     def instance(self, instance: InstanceId | str) -> InstanceSummary | None:
         """One instance; None when the catalog does not know it."""
-        page = self._get(f"/v1/instances?name={quote(instance, safe='')}", InstancesAnswer)
+        page = self._get(f"/v1/instances?name={_quoted(instance)}", InstancesAnswer)
         return next((found for found in page.instances if found.instance == instance), None)
 
     def ask_snapshot(self, instance: InstanceId | str) -> bool:
         """Ask an instance to take a snapshot of what it holds; whether it has heard. CatalogRefusedError: there is no such instance."""
-        path = f"/v1/instances/{quote(instance, safe='')}/snapshot"
+        path = f"/v1/instances/{_quoted(instance)}/snapshot"
         status, body = self._transport.send(Request("POST", path, b"", may_repeat=False), self._timeout_s)
         return self._decode(path, status, body, SnapshotAnswer).heard
 
@@ -368,11 +396,13 @@ class CatalogClient(TokenQuestions):
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
         """Wait until the catalog answers and is ready. Raises CatalogError: it is not in time; says why."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + checked_seconds(timeout_s, "timeout_s")
         while True:
             try:
                 answer = self.ready()
                 why = answer.reason
+            except CatalogClosedError:
+                raise
             except CatalogError as error:
                 why = str(error)
             else:
@@ -380,11 +410,11 @@ class CatalogClient(TokenQuestions):
                     return
             if time.monotonic() >= deadline_s:
                 raise CatalogError(f"the catalog at {self.url} is not ready after {timeout_s:g} s: {why}")
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def forget(self, instance: InstanceId) -> None:
         """Have an instance forgotten that is gone. Raises CatalogRefusedError: it is alive, unknown, or not known to be gone."""
-        path = f"/v1/instances/{quote(instance, safe='')}"
+        path = f"/v1/instances/{_quoted(instance)}"
         status, body = self._transport.send(Request("DELETE", path, may_repeat=False), self._timeout_s)
         self._decode(path, status, body, ForgottenAnswer)
 
@@ -405,7 +435,7 @@ class CatalogClient(TokenQuestions):
         return self._transport
 
     def _limit(self, timeout_s: float | None) -> float:
-        return self._timeout_s if timeout_s is None else timeout_s
+        return self._timeout_s if timeout_s is None else checked_seconds(timeout_s, "timeout_s")
 
     def _get(self, path: str, kind: type[A]) -> A:
         status, body = self._transport.send(Request("GET", path), self._timeout_s)
@@ -461,7 +491,8 @@ def _question(
     """A question about blocks; `more` has what only its kind has."""
     check_run(hashes)
     return kind(
-        namespace=named(namespace), hashes=hashes.hex(), at_least=list(at_least), timeout_s=wait_s,
+        namespace=named(namespace), hashes=hashes.hex(), at_least=checked_positions(at_least),
+        timeout_s=checked_seconds(wait_s, "wait_s"),
         limit=checked_limit(limit), instances=checked_names(instances), **more,
     )  # fmt: skip
 
@@ -476,6 +507,12 @@ def _batch(
     return PromptBatch(kind, checked_limit(limit), public, prompts)
 
 
+def _quoted(instance: InstanceId | str) -> str:
+    """The name of an instance in a path or a query."""
+    check_text(instance, "instance")
+    return quote(instance, safe="")
+
+
 def _asker(name: str) -> str:
     check_text(name, "asker")
     if len(name) > _MOST_NAME or "\n" in name:
@@ -485,7 +522,7 @@ def _asker(name: str) -> str:
 
 def _checked_prompts(prompts: Sequence[bytes]) -> Sequence[bytes]:
     """Raises ArgumentError: they are none, or too long together."""
-    for hashes in prompts:
+    for hashes in checked_list(prompts, "prompts"):
         check_run(hashes, "prompts")
     total = sum(map(len, prompts)) // HASH_BYTES
     if total > MAX_HASHES:

@@ -147,6 +147,12 @@ def ranked(answers: Iterable[tuple[Member, RouteAnswer | None]], hashes: bytes) 
     return _each_once(offers, lambda offer: offer.ranked.instance)
 
 
+def excluded_of(answers: Iterable[RouteAnswer], limit: int) -> dict[str, str]:
+    """Who is left out of several answers, and why, by name."""
+    each = dict(sorted(entry for answer in answers for entry in answer.excluded.items()))
+    return dict(list(each.items())[:limit])
+
+
 def _each_once(found: Iterable[A], name: Callable[[A], str]) -> list[A]:
     """The first of each name: two catalogs may follow one part."""
     each: dict[str, A] = {}

@@ -15,7 +15,7 @@ from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.nats_bytes import Message, header
 from kvbm.locate.nats_proof import NatsProof, target_of
 from kvbm.locate.nats_wire import LateError, LostError, NobodyError, Question, Wire
-from kvbm.locate.requests import NOT_READY, AwayError, Request, error_code
+from kvbm.locate.requests import NOT_READY, AwayError, Request, closed, error_code
 from kvbm.remarks import Remarks
 
 log = Remarks()
@@ -164,7 +164,7 @@ class NatsTransport:
         while True:
             with self._guard:
                 if self._is_closed:
-                    raise CatalogError(f"the client of the catalog at {self.url} is closed")
+                    raise closed(self.url)
                 wire = self._idle.pop() if self._idle else None
             if wire is None:
                 return self._opened(deadline_s)
@@ -182,21 +182,20 @@ class NatsTransport:
     def _opened(self, deadline_s: float) -> Wire:
         """A new connection, to the server that answered last or the next one. Raises LostError."""
         count, first = len(self._servers), self._current
-        failed: LostError | None = None
+        failed: list[str] = []
         for tried in range(count):
             at, now_s = (first + tried) % count, time.monotonic()
             share_s = deadline_s - now_s if tried == count - 1 else (deadline_s - now_s) / 2
             try:
                 wire = Wire.open(self._servers[at], self._proof, now_s + share_s)
             except LostError as error:
-                failed = failed or error
+                failed.append(str(error))
                 continue
             if at != first:
                 self._current = at
                 log.info("catalog.changed", url=self._servers[at].shown, before=self._servers[first].shown)
             return wire
-        assert failed is not None
-        raise failed
+        raise LostError("; ".join(failed))
 
     def _unready(self, deadline_s: float) -> tuple[int, bytes] | None:
         """Why nobody answers questions yet, as a catalog says that is there and not ready; None: there is none."""

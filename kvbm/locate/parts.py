@@ -45,6 +45,7 @@ from kvbm.locate.joined import (
     NO_LOAD,
     Member,
     Prompt,
+    excluded_of,
     joined_finds,
     joined_lookups,
     joined_presences,
@@ -55,6 +56,7 @@ from kvbm.locate.joined import (
     wanted_of,
     without_lent,
 )
+from kvbm.locate.requests import closed
 
 _ASKED_AT_ONCE = 16  # questions of the caller's
 _LOADS_KEPT = 256  # of namespaces
@@ -324,8 +326,8 @@ class PartedCatalog(TokenQuestions):
             ready=not reasons,
             reason="; ".join(reasons),
             degraded="; ".join(f"{client.url}: {answer.degraded}" for client, answer in answers if answer.degraded),
-            stream_sequence=min(answer.stream_sequence for _, answer in answers),
-            lag_messages=max(answer.lag_messages for _, answer in answers),
+            stream_sequence=_all_told(min, [answer.stream_sequence for _, answer in answers]),
+            lag_messages=_all_told(max, [answer.lag_messages for _, answer in answers]),
         )
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
@@ -368,6 +370,7 @@ class PartedCatalog(TokenQuestions):
             view_age_s=max(one.view_age_s for one in found),
             more=sum(one.more for one in found) + max(0, len(offers) - prompt.limit),
             admitted=best.admitted,
+            excluded=excluded_of(found, prompt.limit),
         )
 
     def _prices(
@@ -434,7 +437,7 @@ class PartedCatalog(TokenQuestions):
         try:
             return self._threads.submit(ask, what)
         except RuntimeError:  # it takes no more
-            raise CatalogError(f"the client of the catalogs at {self.url} is closed") from None
+            raise closed(self.url) from None
 
     def _asked(
         self, instances: Iterable[str] | None, within_s: float, at_least: Sequence[PositionWanted] = ()
@@ -531,6 +534,12 @@ def _finding_many(
 ) -> Callable[[CatalogClient], Callable[..., list[FindAnswer]]]:
     """The same of several runs of blocks."""
     return lambda client: lambda space, runs, *asked: client.find_many(space, runs, firsts, asker, topology, *asked)
+
+
+def _all_told(of: Callable[[list[int]], int], numbers: Sequence[int | None]) -> int | None:
+    """The least or the largest of numbers; None where one is not told."""
+    told = [number for number in numbers if number is not None]
+    return of(told) if len(told) == len(numbers) else None
 
 
 def _followed(client: CatalogClient, answer: ReadyAnswer) -> tuple[int, ...]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
 from kvbm.core.answers import ErrorAnswer
-from kvbm.core.errors import CatalogError
+from kvbm.core.errors import CatalogClosedError, CatalogError
 
+UNIX = "unix:"
+_START = "start it with kvbm-catalog serve, or correct catalog.url"
 NOT_READY = ("not_ready", "no_instance")  # another catalog may have read further
 
 
@@ -35,11 +40,107 @@ class AwayError(CatalogError):
 
     Attributes:
         was_asked: it may have got the request.
+        place: its URL, and in brackets why; "" where there is but one.
     """
 
-    def __init__(self, message: str, was_asked: bool) -> None:
+    def __init__(self, message: str, was_asked: bool, place: str = "") -> None:
         super().__init__(message)
-        self.was_asked = was_asked
+        self.was_asked, self.place = was_asked, place
+
+
+def away(url: str, why: str, was_asked: bool = True, proxy: str = "") -> AwayError:
+    """That the catalog at a URL does not answer.
+
+    Args:
+        proxy: that was asked for it, without its user and password; "" for none.
+    """
+    through, remedy = (f" through the proxy {proxy}", ", or name its host in no_proxy") if proxy else ("", "")
+    return AwayError(
+        f"the catalog at {url} does not answer{through} ({why}); {_START}{remedy}", was_asked, f"{url}{through} ({why})"
+    )
+
+
+def closed(url: str) -> CatalogClosedError:
+    """That the client was closed by whoever asks it now."""
+    return CatalogClosedError(f"the client of the catalog at {url} is closed; make another")
+
+
+class Turns:
+    """One request to several catalogs: whom to ask next and for how long, and what came of it all.
+
+    A catalog that is away or not ready is passed over; one that hangs leaves time for the others.
+
+    Args:
+        first: the index of the one that answered last.
+    """
+
+    def __init__(self, first: int, count: int, request: Request, timeout_s: float) -> None:
+        self._first, self._count, self._request = first, count, request
+        self._deadline_s = time.monotonic() + timeout_s
+        self._unready: tuple[int, bytes] | None = None
+        self._failed: list[AwayError] = []
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        """The index of each, and the seconds it has."""
+        for tried in range(self._count):
+            left_s = max(0.001, self._deadline_s - time.monotonic())
+            yield (self._first + tried) % self._count, left_s if tried == self._count - 1 else left_s / 2
+
+    def is_final(self, status: int, body: bytes) -> bool:
+        """Whether an answer is the answer; else the next one is asked."""
+        if status != 503 or self._count == 1 or error_code(body) not in NOT_READY:
+            return True
+        self._unready = self._unready or (status, body)
+        return False
+
+    def note_away(self, error: AwayError) -> None:
+        """One does not answer. Raises AwayError: no other may be asked, because it may have done what is to be done once."""
+        self._failed.append(error)
+        if error.was_asked and not self._request.may_repeat:
+            raise error
+
+    def end(self) -> tuple[int, bytes]:
+        """What is to be said once none has answered: why the first is not ready. Raises AwayError: all are away; it names each."""
+        if self._unready is not None:
+            return self._unready
+        if len(self._failed) == 1:
+            raise self._failed[0]
+        raise AwayError(
+            f"none of the {self._count} catalogs answers: {', '.join(error.place for error in self._failed)}; {_START}",
+            any(error.was_asked for error in self._failed),
+        )
+
+
+def place_of(url: str) -> str:
+    """The URL of a catalog over HTTP or a unix socket, as it is asked. Raises CatalogError: it is none; no password is shown."""
+    name = url.strip()
+    if name.startswith(UNIX) and len(name) > len(UNIX):
+        return name
+    try:
+        parts = urlsplit(name if "://" in name or name.startswith(UNIX) else f"http://{name}")
+        port, host = parts.port, parts.hostname
+    except ValueError as error:
+        raise _unusable(name, str(error) if "@" not in name else "its host or port cannot be read") from None
+    if parts.username is not None or parts.password is not None:
+        raise CatalogError(
+            "a catalog's URL has a user or a password, which no catalog takes; leave them out and give a file with a token (catalog.token)"
+        )
+    if parts.scheme not in ("http", "https"):
+        raise _unusable(name, f"{parts.scheme or 'it'} is no scheme of a catalog")
+    if not host or port == 0:
+        raise _unusable(name, "it names no host" if not host else "no catalog listens on port 0")
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        raise _unusable(name, "a catalog answers at the root: leave out what is behind host and port")
+    shown = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{shown}" if port is None else f"{parts.scheme}://{shown}:{port}"
+
+
+def _unusable(url: str, why: str) -> CatalogError:
+    shown = repr(url) if "@" not in url else "(with a user or password)"  # what is written wrongly may be the password
+    return CatalogError(
+        f"the catalog's URL {shown} cannot be used ({why}); write http://host:port, https://host:port, unix:/path or "
+        "nats://host:port/CLUSTER/CALLER, with commas between several of one kind"
+    )
 
 
 class Carrier(Protocol):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from urllib.parse import urlsplit
 
 import urllib3
 
 from kvbm.core.errors import CatalogError
 from kvbm.locate.credentials import CatalogCredentials, Proof
 from kvbm.locate.proxies import proxied, proxy_of, shown
-from kvbm.locate.requests import NOT_READY, AwayError, Request, error_code
-from kvbm.locate.unix_socket import SCHEME, unix_pool
+from kvbm.locate.requests import UNIX, AwayError, Request, Turns, away, closed, place_of
+from kvbm.locate.unix_socket import unix_pool
 from kvbm.remarks import Remarks
 
 log = Remarks()
@@ -26,7 +25,7 @@ class _Place:
     def __init__(self, url: str, proof: Proof) -> None:
         self.url = url
         self._proof = proof
-        self._proxy = "" if url.startswith(SCHEME) else proxy_of(url)
+        self._proxy = "" if url.startswith(UNIX) else proxy_of(url)
         self._base = url if self._proxy and url.lower().startswith("http://") else ""  # a proxy is told whom to ask
         self.pool = self._new_pool()
         self._context = proof.context
@@ -77,6 +76,8 @@ class _Place:
             raise self._failure(error, request, quiet_s) from None
 
     def _failure(self, error: urllib3.exceptions.HTTPError, request: Request, timeout_s: float) -> CatalogError:
+        if isinstance(error, urllib3.exceptions.ClosedPoolError):
+            return closed(self.url)
         if isinstance(error, urllib3.exceptions.NewConnectionError):  # which urllib3 counts among the timeouts
             return self._away(_words(error), was_asked=False)
         if isinstance(error, urllib3.exceptions.TimeoutError):
@@ -89,20 +90,15 @@ class _Place:
         return self._away(_words(error))
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
-        if self.url.startswith(SCHEME):
-            return unix_pool(self.url.removeprefix(SCHEME), CONNECTIONS)
+        if self.url.startswith(UNIX):
+            return unix_pool(self.url.removeprefix(UNIX), CONNECTIONS)
         more = {"ssl_context": self._proof.context} if self._proof.context is not None else {}
         if self._proxy:
             return proxied(self._proxy, maxsize=CONNECTIONS, retries=False, **more).connection_from_url(self.url)
         return urllib3.connectionpool.connection_from_url(self.url, maxsize=CONNECTIONS, retries=False, **more)
 
     def _away(self, why: str, was_asked: bool = True) -> AwayError:
-        through = f" through the proxy {shown(self._proxy)}" if self._proxy else ""
-        remedy = ", or name its host in no_proxy" if self._proxy else ""
-        return AwayError(
-            f"the catalog at {self.url} does not answer{through} ({why}); start it with kvbm-catalog serve, or correct catalog.url{remedy}",
-            was_asked,
-        )
+        return away(self.url, why, was_asked, shown(self._proxy) if self._proxy else "")
 
 
 class Transport:
@@ -114,13 +110,15 @@ class Transport:
     """
 
     def __init__(self, urls: str, credentials: CatalogCredentials) -> None:
-        names = [one.strip().rstrip("/") for one in urls.split(",")]
-        self._proof = Proof(credentials, is_tls=any(one.lower().startswith("https://") for one in names))
+        names = [place_of(one) for one in urls.split(",")]
+        self._proof = Proof(credentials, is_tls=any(one.startswith("https://") for one in names))
         self._guard = threading.Lock()
         self._current = 0
-        for name in names:
-            _check(name)
-        self.places = [_Place(name, self._proof) for name in names]
+        self._is_closed = False
+        try:
+            self.places = [_Place(name, self._proof) for name in names]
+        except (urllib3.exceptions.HTTPError, ValueError, KeyError) as error:
+            raise CatalogError(f"the catalog's URL {urls!r} cannot be used ({error}); write http://host:port") from None
 
     page_limit = 0
 
@@ -131,34 +129,25 @@ class Transport:
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
+        self._is_closed = True
         for place in self.places:
             place.pool.close()
 
     def send(self, request: Request, timeout_s: float) -> tuple[int, bytes]:
-        """The answer's status and body. Raises CatalogError: none answers in time."""
-        deadline_s, count, first = time.monotonic() + timeout_s, len(self.places), self._current
-        unready: tuple[int, bytes] | None = None
-        failed: CatalogError | None = None
-        for tried in range(count):
-            at = (first + tried) % count
-            left_s = max(0.001, deadline_s - time.monotonic())
-            share_s = left_s if tried == count - 1 else left_s / 2  # a catalog that hangs leaves time for the others
+        """The answer's status and body. Raises CatalogError: none answers in time. CatalogClosedError: it was closed."""
+        self._check_open()
+        turns = Turns(self._current, len(self.places), request, timeout_s)
+        for at, share_s in turns:
             try:
                 status, body = self._ask(self.places[at], request, share_s)
             except AwayError as error:
-                failed = failed or error
-                if error.was_asked and not request.may_repeat:
-                    raise
+                self._check_open()  # meanwhile
+                turns.note_away(error)
                 continue
-            if status == 503 and count > 1 and error_code(body) in NOT_READY:
-                unready = unready or (status, body)
-                continue
-            self._use(at)
-            return status, body
-        if unready is not None:
-            return unready
-        assert failed is not None
-        raise failed
+            if turns.is_final(status, body):
+                self._use(at)
+                return status, body
+        return turns.end()
 
     def follow(self, request: Request, at: int, timeout_s: float, quiet_s: float) -> urllib3.BaseHTTPResponse:
         """The answer of one catalog, whose body is read as it comes. Raises CatalogError: it does not answer.
@@ -167,6 +156,7 @@ class Transport:
             at: which catalog, counted on from the one that answered last.
             quiet_s: nothing comes for so long, then reading raises.
         """
+        self._check_open()
         at = (self._current + at) % len(self.places)
         self._prove()
         answer = self.places[at].follow(request, timeout_s, quiet_s)
@@ -193,36 +183,14 @@ class Transport:
                 place.renew()
             return changed
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise closed(self.url)
+
     def _use(self, at: int) -> None:
         if at != self._current:
             log.info("catalog.changed", url=self.places[at].url, before=self.places[self._current].url)
             self._current = at
-
-
-def _check(url: str) -> None:
-    """Raises CatalogError: it is no catalog's place. What is written wrongly may be a password, so that little of it is shown."""
-    if url.startswith(SCHEME):
-        return
-    try:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-            raise ValueError
-        urllib3.util.parse_url(url)
-    except (urllib3.exceptions.HTTPError, ValueError):
-        raise CatalogError(f"the catalog's URL {_shown(url)} cannot be used; write http://host:port") from None
-    if "@" in url:
-        raise CatalogError(
-            "the catalog's URL has a user, and a catalog knows who asks by a token or a certificate; write http://host:port, and set "
-            "catalog.token to the token's file"
-        )
-    if parts.path or parts.query or parts.fragment:
-        raise CatalogError(
-            f"the catalog's URL {url} has a path, and a catalog answers at the root alone; write {parts.scheme}://{parts.netloc}"
-        )
-
-
-def _shown(url: str) -> str:
-    return repr(url) if "@" not in url else "(with a user or password)"
 
 
 def _words(error: urllib3.exceptions.HTTPError) -> str:

@@ -7,8 +7,6 @@ import socket
 import urllib3
 from urllib3.connection import HTTPConnection
 
-SCHEME = "unix:"
-
 
 def unix_pool(path: str, connections: int) -> urllib3.HTTPConnectionPool:
     """Connections to the server that listens on a path.

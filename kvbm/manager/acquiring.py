@@ -18,7 +18,7 @@ _NOBODY = Waiter(NamespaceId(b""), b"")  # of a request that waits for nothing; 
 
 
 class Acquiring:
-    """See the module. `EngineHbmManager.begin_acquire` makes one; one thread at a time uses it.
+    """A prompt that is being acquired without waiting. `EngineHbmManager.begin_acquire` makes one; one thread at a time uses it.
 
     Attributes:
         depth: blocks of the run, from its first on, that lie in HOST now, pinned until `release`; final once done, as all here.

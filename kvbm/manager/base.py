@@ -388,7 +388,7 @@ class BlockManager:
                 {tier: counts for tier in self.pools.slots if (counts := self._ledger.share_counts(tier))},
                 None if pool is None else pool.stats(), self._loads.requests_waiting,
                 count.engine_duplicates, count.engine_surplus, count.engine_stores, count.peer_hits, count.peer_late_copies,
-                self.pools.peer_stats,
+                self.pools.peer_stats, count.short_allocations,
             )  # fmt: skip
 
     def heartbeat(self, published: Position) -> Heartbeat:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 
-from kvbm.core.ids import InstanceId
+from kvbm.core.ids import InstanceId, Tier
 from kvbm.manager.copies import CopiesInFlight
 from kvbm.manager.event_writer import EventWriter
 from kvbm.manager.ledger_stream import LedgerStream
@@ -43,7 +43,13 @@ class Closing:
         self._offloader, self._offloads, self._writer, self._port = offloader, offloads, writer, port
         self._copies = copies
         self._turn = threading.Lock()
-        self._left: list[Step] = [self._end_copies, self._end_stream, self._end_publisher, self._close_pools]
+        self._left: list[Step] = [
+            self._end_copies,
+            self._tell_of_slots,
+            self._end_stream,
+            self._end_publisher,
+            self._close_pools,
+        ]
 
     def add(self, first: Sequence[Step], last: Sequence[Callable[[], None]]) -> None:
         """Further steps, before and behind all others."""
@@ -88,6 +94,20 @@ class Closing:
         self._loads.nobody_waits.set()
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._offloads.wait_ended(timeout_s)
+
+    def _tell_of_slots(self, _: float) -> None:
+        """Say what nobody has given back: of requests that the engine has not ended, or forgotten."""
+        ledger = self._stream.ledger
+        with self._stream.lock:
+            tiers = [pool.tier for pool in ledger.pools if pool.slots and pool.tier in (Tier.HBM, Tier.HOST)]
+            used = {tier: ledger.counts(tier) for tier in tiers} if not ledger.copies_in_flight() else {}
+        for tier, counts in used.items():
+            if counts.allocated or counts.held > counts.evictable:
+                log.info(
+                    "manager.closed_in_use", instance=self._instance, tier=tier.name, allocated_slots=counts.allocated,
+                    pinned_or_kept_blocks=counts.held - counts.evictable,
+                    remedy="end requests first: unpin what they have, and release what they have not filled",
+                )  # fmt: skip
 
     def _end_stream(self, timeout_s: float) -> None:
         self._stream.end()

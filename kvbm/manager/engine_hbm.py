@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
-from kvbm.core.arguments import MOST_BLOCKS, check_flag, check_run, check_seconds, checked_hash, checked_runs
+from kvbm.core.arguments import (
+    MOST_BLOCKS,
+    check_flag,
+    check_place,
+    check_run,
+    check_seconds,
+    checked_hash,
+    checked_runs,
+)
 from kvbm.core.checks import checked_int, kind_of
 from kvbm.core.copies import Copy
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LedgerError, PoolError
@@ -72,7 +80,11 @@ _INSTEAD = {
 
 
 class EngineHbmManager(BlockManager):
-    """See the module. `kvbm.assembly.open_engine_manager` makes one from settings."""
+    """A block manager for an engine that owns HBM: the engine says what it holds there, and HOST is where its blocks come and go.
+
+    `kvbm.open_engine_manager` makes one from settings. Neither storing nor acquiring waits: an engine's scheduler asks again at its next
+    step. A store that is never ended keeps its rows, because a worker may still write them.
+    """
 
     _target, _owns_hbm = Tier.HOST, False
 
@@ -83,7 +95,7 @@ class EngineHbmManager(BlockManager):
 
         Args:
             namespace: id of the blocks' namespace, one the manager knows.
-            parent: hash of the block before `start`, or NO_PARENT.
+            parent: hash of the block before `start`; NO_PARENT where `start` is 0, and only there.
             start: position of the first block in its chain, in blocks.
             hashes: packed, of the blocks from `start` on.
         Returns: how many of them it was known to hold already.
@@ -391,9 +403,11 @@ class EngineHbmManager(BlockManager):
     def _check_chain(self, namespace: NamespaceId, parent: bytes, start: int, hashes: bytes) -> int:
         """Refuse what is no run of a chain; gives `start`. Raises ArgumentError."""
         self._check_namespace(namespace)
-        checked_hash(parent, "parent")
+        before = checked_hash(parent, "parent")
         check_run(hashes)
-        return checked_int(start, "start", most=MOST_BLOCKS - len(hashes) // HASH_BYTES)
+        start = checked_int(start, "start", most=MOST_BLOCKS - len(hashes) // HASH_BYTES)
+        check_place(before, start)
+        return start
 
     def _clear(self, tier: Tier) -> int:
         """Withdraw all that a tier holds now."""

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvbm.core.arguments import MOST_BLOCKS, check_run, check_seconds, checked_hash, packed_slots
+from kvbm.core.arguments import MOST_BLOCKS, check_place, check_run, check_seconds, checked_hash, packed_slots
 from kvbm.core.checks import checked_int
 from kvbm.core.errors import ArgumentValueError, KvbmError, LedgerError
 from kvbm.core.ids import HASH_BYTES, SLOT_BYTES, NamespaceId, Tier, split_slots
+from kvbm.core.ledger import TierCounts
 from kvbm.manager.base import BlockManager
 from kvbm.manager.loads import Prefix, Waiter
 from kvbm.pools.hbm.pool import HbmPool
+from kvbm.remarks import Remarks, Seldom
 
 if TYPE_CHECKING:
     import torch
 
     from kvbm.pools.hbm.cuda import Touch
 
+log = Remarks()
+
 
 class Manager(BlockManager):
-    """See the module. `kvbm.assembly.open_manager` makes one from settings.
+    """A block manager that owns HBM: an engine asks it for slots to compute in. `kvbm.open_manager` makes one from settings.
 
     Every call may come from any thread. What escapes is a bug in the caller: an ArgumentError or a LedgerError, and the manager is as
     it was before.
@@ -91,7 +96,8 @@ class Manager(BlockManager):
             count: so many slots, or none at all.
             namespace: id of the namespace whose blocks will be written; it matters where tenants have shares.
         Returns: `count` slots, which are the caller's until `create` or `release`; None is no error: HBM is short, because requests
-            have too many blocks pinned. Wait for one to end, or compute without keeping the blocks.
+            have too many blocks pinned. Wait for one to end, or compute without keeping the blocks. `stats` counts it, its `pools` say
+            how slots are used, and `hbm.short` in the log says so once in a while.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
         count = checked_int(count, "count", most=MOST_BLOCKS)
@@ -103,7 +109,11 @@ class Manager(BlockManager):
                 self._stream.require_open()
                 self._stream.expire(self._clock())
                 allocation = self._ledger.allocate(Tier.HBM, count, namespace)
+                used = self._ledger.counts(Tier.HBM) if allocation is None else None
+                self._counters.short_allocations += allocation is None
             self._stream.recorded()
+            if used is not None:
+                self._tell_short(count, used)
             slots = None if allocation is None else split_slots(allocation.slots)
         except BaseException:  # a signal's handler may raise anything anywhere
             if allocation is not None:
@@ -129,7 +139,7 @@ class Manager(BlockManager):
 
         Args:
             namespace: id of the blocks' namespace, `Namespace.id`; one the manager was opened with, or was told by `declare`.
-            parent: hash of the block before `start`, or NO_PARENT.
+            parent: hash of the block before `start`; NO_PARENT where `start` is 0, and only there.
             start: position of the first block in its chain, in blocks.
             hashes: n packed hashes, of the blocks from `start` on.
             slots: the n slots that hold them, as `allocate` gave them.
@@ -142,6 +152,7 @@ class Manager(BlockManager):
         self._check_namespace(namespace)
         before, start = checked_hash(parent, "parent"), checked_int(start, "start", most=MOST_BLOCKS - 1)
         given = self._packed(slots)
+        check_place(before, start)
         self._check_blocks(start, hashes, given)
         touch = self._recorded(stream)
         with self._lock:
@@ -191,6 +202,20 @@ class Manager(BlockManager):
                 raise self._named(error, given) from None
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _shortages(self) -> Seldom:
+        return Seldom()
+
+    def _tell_short(self, wanted: int, counts: TierCounts) -> None:
+        """Why there are no slots, in numbers, not each time."""
+        more = self._shortages.due("hbm.short")
+        if more is not None:
+            log.info(
+                "hbm.short", instance=self.instance, wanted=wanted, slots=counts.slots, free=counts.free, evictable=counts.evictable,
+                allocated=counts.allocated, pinned_or_kept=counts.held - counts.evictable, not_said_before=more,
+                remedy="unpin what requests that are over have, let others end first, or raise pools.hbm.slots",
+            )  # fmt: skip
 
     def _packed(self, slots: Sequence[int]) -> bytes:
         """Slots of a caller as the ledger takes them. Raises ArgumentError: they are no list of slots."""

@@ -17,7 +17,7 @@ class Counters:
     def __init__(self) -> None:
         self.created_blocks = self.missed_blocks = self.corrupt_blocks = self.verified_reads = 0
         self.failed_copies = self.late_copies = self.peer_hits = self.peer_late_copies = 0
-        self.engine_duplicates = self.engine_surplus = self.engine_stores = 0
+        self.engine_duplicates = self.engine_surplus = self.engine_stores = self.short_allocations = 0
         self.hit_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.offloaded_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
 
@@ -52,6 +52,7 @@ class ManagerStats(NamedTuple):
         peer_hits: blocks of `hit_blocks` that other instances lent; they count there as of HOST. peer_late_copies: of `late_copies`, those
             from them.
         peers: what reading from other instances has counted; None where none is read from.
+        short_allocations: calls of `allocate` that got no slots.
     """
 
     created_blocks: int
@@ -78,3 +79,4 @@ class ManagerStats(NamedTuple):
     peer_hits: int = 0
     peer_late_copies: int = 0
     peers: PeerStats | None = None
+    short_allocations: int = 0

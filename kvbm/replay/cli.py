@@ -50,6 +50,7 @@ SOURCE is one of
   a capture file          whole frames one after another, of any instances
   the live stream         nats://127.0.0.1:4222   (read up to where it ends now)
 """
+_BEGINNINGS = (b'{\n  "source": ', b'{\n  "a": ', b'{"instance":')  # of what --json writes
 _ENDS = "\nIt returns 0 when all is well, 1 with findings, 2 when the input cannot be used.\n"
 
 
@@ -114,6 +115,7 @@ class Parts(NamedTuple):
         ask: gives who answers for a catalog at a URL.
         read_trace: reads a trace in Mooncake's format.
         credentials: (file of settings, KEY=VALUE settings) → how to prove to the stream who reads.
+        version: of kvbm.
     """
 
     backend: Backend = REFERENCE
@@ -123,6 +125,7 @@ class Parts(NamedTuple):
     ask: AskCatalog | None = None
     read_trace: ReadTrace | None = None
     credentials: Callable[[Path | None, Sequence[str]], Credentials] | None = None
+    version: str = ""
 
 
 PYTHON = Parts()
@@ -135,10 +138,11 @@ def main(argv: Sequence[str] | None = None, parts: Parts = PYTHON) -> int:
         parts: what to run on, unless --reference is given.
     Returns: 0, 1 with findings, 2 when the input cannot be used.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parser(parts).parse_args(argv)
     if getattr(arguments, "reference", False):
         parts = Parts(ask=parts.ask, read_trace=parts.read_trace, credentials=parts.credentials)
     try:
+        _check_json(arguments.json)
         return _RUN[arguments.command](arguments, parts)
     except KvbmError as error:
         say_error("kvbm-replay", error)
@@ -154,13 +158,14 @@ def main(argv: Sequence[str] | None = None, parts: Parts = PYTHON) -> int:
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(parts: Parts) -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
     examples = "".join(f"\n  {command.examples.splitlines()[0]}" for command in _COMMANDS.values())
     parser = argparse.ArgumentParser(
         prog="kvbm-replay", description="What a stream of events says, and whether it is true.",
         epilog=f"{_SOURCES}\nexamples:{examples}\n{_ENDS}\n`kvbm-replay COMMAND --help` says more.", formatter_class=layout,
     )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"kvbm-replay {parts.version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     made = {}
     for name, (about, shown, ends) in _COMMANDS.items():
@@ -204,7 +209,9 @@ def _add_common(command: argparse.ArgumentParser, name: str) -> None:
         command.add_argument("source", metavar="SOURCE", help="a path or a nats:// URL; see below")
     command.add_argument(
         "--json", nargs="?", const="-", metavar="FILE",
-        help="JSON to a file, or to standard output instead of words" + (", a line an event" if name == "cat" else ""),
+        help="JSON to a file, or to standard output instead of words"
+        + (", a line an event" if name == "cat" else "")
+        + "; over an older one, and over no other file",
     )  # fmt: skip
     if name == "whatif":
         return
@@ -372,7 +379,8 @@ def _state(arguments: argparse.Namespace, parts: Parts) -> int:
     located = watched(source.read(parts.backend), source)
     states = states_at(source, at, parts.backend, parts.fold, arguments.instance, arguments.blocks, located)
     _check_found(arguments.instance, states.instances)
-    _write(arguments.json, states, (line for state in states.instances for line in state.lines()))
+    lists = arguments.json is None  # else the file has the blocks
+    _write(arguments.json, states, (line for state in states.instances for line in state.lines(lists)))
     return _end(states.findings, states.notes)
 
 
@@ -495,6 +503,23 @@ def _connect(url: str, arguments: argparse.Namespace, parts: Parts, makes: bool)
 def _check_found(instance: str | None, found: Sequence[object]) -> None:
     if instance is not None and not found:
         raise SourceError(f"no frame of instance {instance!r} is there; kvbm-replay stat lists the instances")
+
+
+def _check_json(name: str | None) -> None:
+    """Refuse to write over what is no JSON of this command's. Raises SourceError."""
+    if name is None or name == "-" or not os.path.isfile(name):
+        return  # _opened says what is wrong with it; a device or a pipe holds nothing
+    try:
+        with open(name, "rb") as file:
+            head = file.read(max(map(len, _BEGINNINGS)))
+    except OSError as error:
+        raise SourceError(
+            f"--json {name} cannot be read ({error.strerror}), and is there already; give another file"
+        ) from None
+    if head and not head.startswith(_BEGINNINGS):
+        raise SourceError(
+            f"--json {name} is there already and was not written by kvbm-replay: it stays as it is; give another file, or remove it"
+        )
 
 
 @contextmanager

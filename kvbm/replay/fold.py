@@ -18,8 +18,9 @@ from kvbm.core.events import (
     InstanceStarted,
     ResidenciesListed,
     SnapshotEnded,
+    misplaced,
 )
-from kvbm.core.fold import Residencies
+from kvbm.core.fold import MISPLACED, Residencies
 from kvbm.core.ids import Epoch, Offset, Tier
 
 
@@ -58,18 +59,21 @@ class StreamFold:
     def evolve(self, frame: ScannedFrame, data: bytes, stop: int | None = None) -> Iterator[Illegal]:
         """Fold a frame's events, those from index `stop` on left out; exhaust it.
 
-        An illegal event is reported, folded as far as it makes sense, and leaves all tiers suspect.
+        An illegal event is reported, folded as far as it makes sense, and leaves all tiers suspect. One that only names a place that
+        contradicts itself (MISPLACED) is reported and folded as any other: what is held does not depend on it.
         """
         first = 0
         if stop is None and not self.suspect and frame.epoch == self.epoch and not self._is_reference:
             self.residencies.strict = True
-            first = self.residencies.evolve_frame(data).folded
+            folded = self.residencies.evolve_frame(data)
+            first = folded.folded
             self.next_offset = Offset(self.next_offset + first)
-            if first == frame.event_count:
+            if first == frame.event_count and not folded.anomalies:
                 return
-        events = self._decode_frame(data)[0].events
-        for index, event in enumerate(events[first:stop], first):
-            error = self._evolve(frame, event)
+        for index, event in enumerate(self._decode_frame(data)[0].events[:stop]):
+            if isinstance(event, BlocksCreated) and (why := misplaced(event.parent, event.start)):
+                yield Illegal(index, type(event).__name__, IllegalEventError(MISPLACED, f"{event.tier.name}: {why}"))
+            error = self._evolve(frame, event) if index >= first else None
             if error is not None:
                 yield Illegal(index, type(event).__name__, error)
 

@@ -59,7 +59,7 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     frame_digest: str | None
     tiers: list[TierState]
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, lists_blocks: bool = True) -> Iterator[str]:
         """For people."""
         when = f", last frame {time_text(self.wall_time_ns)}" if self.wall_time_ns else ""
         whose = f"{self.instance} ({self.group})" if self.group else self.instance
@@ -67,7 +67,7 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
         for tier in self.tiers:
             suspicion = ", suspect" if tier.suspect else ""
             yield f"  {tier.tier:<6} {counted(tier.held, 'block'):>16} held, digest {tier.digest}{suspicion}"
-            for block in tier.blocks or ():
+            for block in (tier.blocks or ()) if lists_blocks else ():
                 slot = "" if block.slot is None else f" slot {block.slot}"
                 yield f"         {block.hash} in {block.namespace[:8]}{slot}"
         if self.frame_digest not in (None, self.digest):

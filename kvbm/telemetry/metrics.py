@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
@@ -79,7 +80,7 @@ class CatalogNumbers(NamedTuple):
     anomalies: dict[str, int]
     stream_sequence: int
     stored_sequence: int
-    lag_messages: int
+    lag_messages: int | None
     lag_s: float
     ready: bool
     degraded: bool
@@ -129,8 +130,8 @@ _COUNTERS = {
 _GAUGES = {
     "stream_sequence": "Sequence of the last message read.",
     "stored_sequence": "Sequence up to which SQL has everything.",
-    "lag_messages": "Messages on the stream that were not read yet.",
-    "lag_s": "Age of the newest frame read while messages are waiting, else 0.",
+    "lag_messages": "Messages on the stream that were not read yet; NaN while the stream does not say where it ends.",
+    "lag_s": "Age of the newest frame read while messages are waiting, or of the view while the stream does not say where it ends; else 0.",
     "ready": "1 once the stream was read up to its end at the start.",
     "degraded": "1 while NATS, the database or a folder does not take what it should.",
     "checkpoint_sequence": "Sequence of the last checkpoint written.",
@@ -234,10 +235,11 @@ class _Numbers(Collector):
         for name, meaning in _COUNTERS.items():
             yield CounterMetricFamily(f"kvbm_catalog_{name}", meaning, value=getattr(now, name))
         for name, meaning in _GAUGES.items():
+            number = getattr(now, name)
             yield GaugeMetricFamily(
                 f"kvbm_catalog_{name.removesuffix('_s') + '_seconds' if name.endswith('_s') else name}",
                 meaning,
-                value=float(getattr(now, name)),
+                value=math.nan if number is None else float(number),
             )
         anomalies = CounterMetricFamily("kvbm_catalog_anomalies", "Rules broken by events, by rule.", labels=["rule"])
         for rule, count in sorted(now.anomalies.items()):

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from io import StringIO
 from typing import TextIO, cast
 
@@ -44,10 +45,19 @@ class PlainFormatter(logging.Formatter):
         return "\n".join(map(plain, super().format(record).split("\n")))
 
 
+def stamp(logger: WrappedLogger, method: str, fields: EventDict) -> EventDict:
+    """Say when: ISO 8601, UTC, milliseconds; engines and services alike."""
+    fields["timestamp"] = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return fields
+
+
 def to_standard_error() -> None:
     """Send remarks there unless the process has set structlog up, or does so later."""
     if not structlog.is_configured():
-        first = structlog.get_config()["processors"][:-1]  # all but the renderer
+        first = [
+            stamp if isinstance(one, structlog.processors.TimeStamper) else one
+            for one in structlog.get_config()["processors"][:-1]  # all but the renderer
+        ]
         factory = structlog.PrintLoggerFactory(cast(TextIO, StandardError()))
         structlog.configure(processors=[*first, *for_terminals()], logger_factory=factory)
 

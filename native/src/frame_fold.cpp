@@ -46,6 +46,11 @@ void FrameFold::evolve(const Event& event, const EpochStart* start, FoldDelta& d
             check_open(event.index());
             check(one);
           }
+          if constexpr (std::is_same_v<std::decay_t<decltype(one)>, BlocksCreated>) {
+            if (const std::string why = misplaced(one.parent, one.start); !why.empty()) {
+              delta.on_anomaly(kMisplaced, words(tier_name(one.tier), ": ", why));
+            }
+          }
           std::uint32_t owner = 0;
           if constexpr (requires { one.slots; }) {
             owner = namespaces().intern(one.namespace_id);

@@ -8,6 +8,7 @@
 
 #include "kvbm/entropy.hpp"
 #include "kvbm/error.hpp"
+#include "kvbm/words.hpp"
 
 namespace kvbm {
 namespace {
@@ -419,9 +420,13 @@ Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceH
                      Bytes hashes, Bytes slots) {
   TierSlots& state = tier_slots(tier);
   const std::size_t count = hash_count(hashes);
-  if (count != slot_count(slots)) {
-    throw ledger_error(std::to_string(count) + " hashes for " + std::to_string(slots.size() / kSlotBytes) +
-                       " slots; give one slot a block");
+  const std::size_t given = slot_count(slots);
+  if (const std::string why = misplaced(parent, start); !why.empty()) {
+    throw ledger_error("blocks to create in " + tier_name(tier) + ": " + why +
+                       "; give NO_PARENT with start 0, and the hash of the block before with a later start");
+  }
+  if (count != given) {
+    throw ledger_error(std::to_string(count) + " hashes for " + std::to_string(given) + " slots; give one slot a block");
   }
   if (start + count > std::uint64_t{1} << 32) {
     throw Error(ErrorCode::kLayout, "a number does not fit the frame: " + std::to_string(start));
@@ -453,8 +458,8 @@ Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceH
       std::copy_n(hash_at(hashes, begin - 1), kHashBytes, before.begin());
     }
     try {
-      create_run(state, namespace_id, start + begin > 0 ? before : kNoParent, start + begin,
-                 blocks_of(hashes, begin, end), slots.subspan(begin * kSlotBytes, (end - begin) * kSlotBytes));
+      create_run(state, namespace_id, before, start + begin, blocks_of(hashes, begin, end),
+                 slots.subspan(begin * kSlotBytes, (end - begin) * kSlotBytes));
     } catch (...) {
       unmark(state, slots, holders, begin, count);
       throw;

@@ -28,6 +28,14 @@ std::string shortened(const std::uint8_t* id) {
 
 std::string slot_text(std::optional<std::uint32_t> slot) { return slot ? std::to_string(*slot) : "None"; }
 
+std::string misplaced(const SequenceHash& parent, std::uint64_t start) {
+  if ((parent == kNoParent) == (start == 0)) {
+    return "";
+  }
+  return start > 0 ? words("start is ", start, ", and there is no parent")
+                   : words("start is 0, and there is a parent, ", shortened(parent.data()));
+}
+
 void refuse(std::string_view rule, std::string detail) { throw Error::illegal_event(rule, std::move(detail)); }
 
 }  // namespace kvbm

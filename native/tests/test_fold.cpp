@@ -189,6 +189,21 @@ void strict_refuses_and_changes_nothing() {
   CHECK(thrown_code([&] { fold(residencies, created(two, Bytes(one).first(3))); }) == ErrorCode::kLayout);
 }
 
+void a_place_that_contradicts_itself_is_named_and_counts() {
+  FrameFold residencies(true);
+  begin(residencies, start_of(1));
+  const auto placed = [](const SequenceHash& parent, std::uint32_t start, Bytes hashes) {
+    return BlocksCreated{.namespace_id = kOwner, .tier = Tier::kHbm, .start = start, .parent = parent, .hashes = hashes, .slots = {}};
+  };
+  SequenceHash parent{};
+  parent[0] = 0xab;
+  CHECK(fold(residencies, placed(kNoParent, 7, hash_of(1))).anomalies ==
+        (std::vector<Anomaly>{{kMisplaced, "HBM: start is 7, and there is no parent"}}));
+  CHECK(fold(residencies, placed(parent, 0, hash_of(2))).anomalies ==
+        (std::vector<Anomaly>{{kMisplaced, "HBM: start is 0, and there is a parent, ab000000"}}));
+  CHECK(fold(residencies, placed(parent, 7, hash_of(3))).anomalies.empty() && residencies.count() == 3);
+}
+
 void a_lenient_fold_applies_what_makes_sense() {
   FrameFold residencies(false);
   const Buffer one = hash_of(1);
@@ -267,6 +282,7 @@ int main() {
                      {"a table keeps the order of gaining", a_table_keeps_the_order_of_gaining_even_when_it_counts_anew},
                      {"the digest is that of what is held", the_digest_is_that_of_what_is_held},
                      {"strict refuses and changes nothing", strict_refuses_and_changes_nothing},
+                     {"a place that contradicts itself is named and counts", a_place_that_contradicts_itself_is_named_and_counts},
                      {"a lenient fold applies what makes sense", a_lenient_fold_applies_what_makes_sense},
                      {"claims pass through", claims_pass_through},
                      {"a frame folds up to its illegal event", a_frame_folds_up_to_its_illegal_event},

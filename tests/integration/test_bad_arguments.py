@@ -45,7 +45,7 @@ BAD: dict[str, list[Bad]] = {
         (SPACE.id[:15], VALUE), (b"", VALUE), (STRANGE.id, VALUE),
     ],
     "hashes": _RUNS,
-    "parent": [*_RUNS, (CREATED, VALUE), (b"", VALUE)],
+    "parent": [*_RUNS, (CREATED, VALUE), (b"", VALUE), (CREATED[:16], VALUE)],  # the last: with start 0
     "start": [*_NUMBERS, (1 << 32, VALUE)],
     "slots": _SLOTS,
     "count": _NUMBERS,
@@ -238,6 +238,17 @@ def test_what_is_short_and_what_is_no_slot_is_said_in_words(held: Held) -> None:
         manager.acquire(SPACE, CREATED)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"is not one the manager was opened with; .* declare"):
         manager.acquire(STRANGE.id, CREATED)
+
+
+def test_a_start_without_a_parent_is_refused_and_nothing_has_changed(held: Held, owning: Held) -> None:
+    for one, methods in ((held, ["create"]), (owning, ["engine_stored", "begin_store"])):
+        before = state(one.manager)
+        for method in methods:
+            with pytest.raises(
+                ValueError, match=r"^parent contradicts start: start is 7, and there is no parent; give"
+            ):
+                getattr(one.manager, method)(**one.good[method] | {"start": 7})
+            assert state(one.manager) == before
 
 
 def test_what_the_ledger_refuses_changes_nothing_either(held: Held) -> None:

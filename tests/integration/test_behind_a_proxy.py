@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 from kvbm.config import load_settings
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import CatalogError
+from kvbm.locate.asynchronous import AsyncCatalogClient
 from kvbm.locate.http import CatalogClient
 from kvbm.workload.probe import ask as probe
 from kvbm.workload.processes import Child, start_http
@@ -84,6 +86,18 @@ def test_a_catalog_elsewhere_is_asked_through_the_proxy(proxy: list[tuple[str, s
     assert proxy[2:] == [("CONNECT", "catalog.invalid:7700")]
     assert "through the proxy http://127.0.0.1:" in str(refused.value)
     assert "no_proxy" in str(refused.value)
+
+
+def test_a_loop_of_asyncio_asks_through_the_proxy_as_well(proxy: list[tuple[str, str]]) -> None:
+    async def ask(url: str) -> bool:
+        async with AsyncCatalogClient(url, timeout_s=WAIT_S) as client:
+            return (await client.ready()).ready
+
+    assert asyncio.run(ask("http://catalog.invalid:7700"))
+    assert proxy == [("GET", "http://catalog.invalid:7700/readyz")]
+    with pytest.raises(CatalogError, match="through the proxy http://127.0.0.1:"):
+        asyncio.run(ask("https://catalog.invalid:7700"))
+    assert proxy[1:] == [("CONNECT", "catalog.invalid:7700")]
 
 
 def test_what_no_proxy_names_is_asked_itself(proxy: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:

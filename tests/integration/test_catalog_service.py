@@ -239,6 +239,15 @@ def test_a_heartbeat_the_stream_has_kept_is_no_sign_of_life(nats_url: str, clust
         eventually(is_live)
 
 
+def test_a_catalog_that_ends_says_so(nats_url: str, cluster: str, sqlite_url: str) -> None:  # noqa: F811
+    with capture_logs() as logs:
+        for running in run_catalog(nats_url, cluster, sqlite_url):
+            a = running.instance("a")
+            a.create(0, 5)
+            lookup_at(running, [a.publish()])
+    assert [(one["read"], one["stored"]) for one in logs if one["event"] == "catalog.stopped"] == [(1, 1)]
+
+
 @pytest.fixture
 def listening(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[Running]:  # noqa: F811
     """A catalog that soon takes those for silent whom it does not hear."""
@@ -585,7 +594,7 @@ def test_the_index_goes_on_while_the_database_is_away_and_nothing_is_lost(
         away.setattr(SqlStore, "apply", refuse)
         positions = prepared(running)
         assert lookup_at(running, positions).deepest == 8
-        eventually(lambda: running.client.ready().degraded == "the database does not answer")
+        eventually(lambda: running.client.ready().degraded == "SQL: the database does not answer")
         assert running.client.ready().ready
         assert parsed(running.client.metrics())["kvbm_catalog_degraded"] == 1
     eventually(lambda: not running.client.ready().degraded)

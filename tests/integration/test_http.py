@@ -55,7 +55,8 @@ def test_a_second_try_has_only_the_time_that_the_first_has_left(monkeypatch: pyt
             now_s[0] += 0.4
             self.close_connection = True
 
-    monkeypatch.setattr("kvbm.locate.transport.time", types.SimpleNamespace(monotonic=lambda: now_s[0]))
+    for module in ("transport", "requests"):
+        monkeypatch.setattr(f"kvbm.locate.{module}.time", types.SimpleNamespace(monotonic=lambda: now_s[0]))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         client = CatalogClient(f"http://127.0.0.1:{server.server_port}")

@@ -107,7 +107,7 @@ class World:
         return {
             one
             for one in NAMES
-            if self.liveness.is_live(one)
+            if self.liveness.may_serve(one)
             and self.serves(one, space, is_known)
             and self.visibility.instance(caller, one)
         }

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from kvbm.catalog.lag import Backlog, Confirmation
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from kvbm.catalog.lag import Backlog, Confirmation, StreamLag
+from kvbm.catalog.sequencer import Sequencer
 from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.streams.base import Position
+from kvbm.streams.base import EventReader, EventStream, Position
 
 ONE, TWO = InstanceId("one"), InstanceId("two")
 
@@ -164,3 +170,20 @@ def test_what_another_life_had_decided_is_not_waited_for() -> None:
         backlog.on_heartbeat(float(second), float(second), ONE, at(1, 10 * second), at(1, 10 * second - 5))
         backlog.judge(float(second), lambda _, read=10 * second - 5: at(1, read))
     assert backlog.age_s(60.0, ONE) < 4.0 and not backlog.behind
+
+
+# -- how much is not read -----------------------------------------------------------------------------------------------
+
+
+def test_while_nobody_says_where_the_stream_ends_it_is_not_known_how_much_is_unread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr("kvbm.catalog.lag.time", SimpleNamespace(monotonic=lambda: now.s))
+    reader = SimpleNamespace(at_end=False)
+    sequencer = SimpleNamespace(sequence=40)
+    lag = StreamLag(cast(EventStream, None), cast(EventReader, reader), cast(Sequencer, sequencer), 42)
+    assert (lag.messages(), lag.known_messages(101.0), lag.seconds(101.0, 7.0)) == (2, 2, 7.0)
+    reader.at_end = True  # as a reader still is once its server is gone
+    assert (lag.known_messages(101.9), lag.seconds(101.9, 7.0)) == (0, 0.0)
+    assert (lag.messages(), lag.known_messages(130.0), lag.seconds(130.0, 7.0)) == (0, None, 30.0)

@@ -97,6 +97,52 @@ def test_one_that_dies_is_excluded_after_liveness_s_and_returned_when_it_is_hear
     assert not watch.excluded and watch.liveness.state(E) is LifeState.LIVE
 
 
+def test_one_that_is_known_and_not_heard_yet_may_serve_until_it_is_silent() -> None:
+    watch = Watch()
+    watch.step(0.0, OwnPulse())
+    watch.hear(0.0, A, B)
+    watch.follow(0.0, A, B, C, D)
+    watch.follow(0.0, E, stopped=True)
+    assert watch.liveness.candidates() == [A, B, C, D]
+    assert [watch.liveness.may_serve(one) for one in (A, C, E)] == [True, True, False]
+    assert [watch.liveness.load_age_s(0.5, one) for one in (A, C)] == [0.0, None]
+    assert not watch.liveness.loads_are_fresh(0.5)
+    watch.hear(1.0, C, D)
+    assert watch.liveness.loads_are_fresh(1.5)
+    watch.hear(1.0, D, stopping=True)
+    assert watch.liveness.candidates() == [A, B, C] and watch.liveness.stopping(9) == [D]
+    assert [watch.liveness.why_left_out(one) for one in (C, D, E)] == ["", "stopping", "stopped"]
+    watch.follow(1.0, InstanceId("f"))
+    watch.run(1.0, 4.0, [A, B, C])
+    assert watch.liveness.candidates() == [A, B, C, "f"]
+    watch.run(4.0, 6.0, [A, B, C])
+    assert watch.liveness.candidates() == [A, B, C]
+    assert {one: watch.liveness.why_left_out(one) for one in watch.liveness.instances()} == {
+        A: "", B: "", C: "", D: "silent", E: "stopped", "f": "silent",
+    }  # fmt: skip
+
+
+def test_a_load_that_was_told_long_ago_is_a_guess_and_says_how_old_it_is() -> None:
+    watch = five()
+    assert watch.liveness.loads_are_fresh(10.5)
+    watch.hear(11.0, A, B, C, D)  # NATS gives nothing of E
+    assert not watch.liveness.loads_are_fresh(11.5)
+    assert [watch.liveness.load_age_s(11.5, one) for one in (A, E)] == [0.0, 2.5]
+    assert five().liveness.load_age_s(60.0, A) == 51.0  # NATS is away altogether
+
+
+def test_a_new_instance_whose_heartbeat_comes_before_its_start_is_never_excluded() -> None:
+    watch = five()
+    new = InstanceId("new")
+    watch.follow(10.0, new, epoch=0)  # its fence was read
+    watch.hear(10.0, new, epoch=1)
+    assert not watch.excluded
+    watch.follow(10.001, new, epoch=1)
+    assert not watch.excluded and new in watch.liveness.candidates()
+    watch.hear(11.0, new, epoch=2)
+    assert watch.excluded == {new: Why.RESTARTED}
+
+
 def test_below_a_second_when_it_is_configured() -> None:
     watch = Watch(0.75)
     watch.follow(0.0, A, B)

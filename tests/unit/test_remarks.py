@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
+from collections.abc import Callable
 from io import StringIO
 
 import pytest
 import structlog
 
 from kvbm.command_line import configure_logs
+from kvbm.telemetry.remarks import to_standard_error
 
 
 class FullDisk(StringIO):
@@ -47,3 +50,16 @@ def test_a_logger_that_was_used_before_writes_where_standard_error_is_now(monkey
     monkeypatch.setattr(sys, "stderr", second)
     log.warning("journal.write_resumed")
     assert "journal.write_resumed" in second.getvalue()
+
+
+@pytest.mark.parametrize("begin", [configure_logs, to_standard_error], ids=["commands", "engines"])
+def test_every_remark_begins_with_its_time_as_utc_in_milliseconds(
+    monkeypatch: pytest.MonkeyPatch, begin: Callable[[], None]
+) -> None:
+    said = StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    structlog.reset_defaults()
+    begin()
+    structlog.get_logger().warning("journal.write_failed", why="no room")
+    structlog.reset_defaults()
+    assert re.match(r"(\x1b\[\d*m)*\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", said.getvalue())

@@ -107,6 +107,44 @@ def test_state_lists_blocks_when_asked(capture: Path, capsys: pytest.CaptureFixt
     assert " slot 0" in out
 
 
+def test_blocks_that_go_to_a_file_are_not_printed_as_well(
+    capture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "state.json"
+    at = f"e{FRAMES[0].epoch}+8"
+    assert main(["state", str(capture), "--at", at, "--blocks", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("one: epoch") and " slot 0" not in out
+    assert any(tier["blocks"] for tier in json.loads(file.read_text())["instances"][0]["tiers"])
+
+
+@pytest.mark.parametrize("content", [b"KVBM", b'{"name": "package"}', b"[tool]\n"])
+def test_json_is_written_over_an_older_one_and_over_no_other_file(
+    capture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    other = tmp_path / "mine"
+    other.write_bytes(content)
+    for command in ("stat", "cat", "verify", "state"):
+        assert main([command, str(capture), "--json", str(other)]) == 2
+        said = capsys.readouterr()
+        assert f"--json {other} is there already and was not written by kvbm-replay: it stays as it is" in said.err
+        assert not said.out and other.read_bytes() == content
+        for _ in range(2):
+            assert main([command, str(capture), "--json", str(tmp_path / "ours.json")]) == 0
+        capsys.readouterr()
+    assert main(["stat", str(capture), "--json", str(capture)]) == 2
+    assert main(["verify", str(capture)]) == 0
+    other.write_bytes(b"")
+    assert main(["stat", str(capture), "--json", str(other)]) == 0
+    assert main(["diff", str(capture), str(capture), "--json", str(other)]) == 0 and b'"a": ' in other.read_bytes()
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"], Parts(version="1.2"))
+    assert (ended.value.code, capsys.readouterr().out) == (0, "kvbm-replay 1.2\n")
+
+
 def test_a_journal_is_read_while_its_manager_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = write_journal(tmp_path / "journal", FRAMES[:-1])
     assert len(segments(tmp_path / "journal")) > 2

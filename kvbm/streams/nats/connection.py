@@ -298,6 +298,8 @@ class NatsConnection:
             raise self._lost(error_words(error)) from None
         finally:
             self._waiting.pop(inbox, None)
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # taken: what came too late is nobody's
         if message.headers and message.headers.get("Status") == "503":
             why = "its server needs JetStream (nats-server -js), or the stream has no leader now"
             if self.is_lent:

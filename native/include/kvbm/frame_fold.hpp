@@ -16,6 +16,9 @@
 
 namespace kvbm {
 
+// The rule of `misplaced`, which contradicts nothing that is held: the event counts, also where a fold is strict.
+inline constexpr std::string_view kMisplaced = "start-contradicts-parent";
+
 // A rule an event broke.
 struct Anomaly {
   std::string_view rule;  // its short name, a literal

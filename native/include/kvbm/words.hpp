@@ -18,6 +18,8 @@ const char* event_name(std::size_t event) noexcept;
 // The first 8 hex digits of a hash or an id.
 std::string shortened(const std::uint8_t* id);
 std::string slot_text(std::optional<std::uint32_t> slot);
+// What contradicts itself in the place of a run, "" where nothing does: `misplaced` in kvbm/core/events.py.
+std::string misplaced(const SequenceHash& parent, std::uint64_t start);
 // Throws Error: kIllegalEvent.
 [[noreturn]] void refuse(std::string_view rule, std::string detail);
 
