@@ -64,7 +64,7 @@ from kvbm.manager.stats import Counters, ManagerStats
 from kvbm.manager.transfer import Pools
 from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.manager.workers import Workers
-from kvbm.pools.base import NamespaceBytes, ObjectPool
+from kvbm.pools.base import NamespaceBytes, ObjectStats
 from kvbm.streams import at_exit as leaving
 from kvbm.streams.base import Heartbeat, Load, Position
 
@@ -398,10 +398,12 @@ class BlockManager:
             namespaces, told = self._namespaces.named(), self._namespaces.told()
             epoch, applied = self._ledger.epoch, self._ledger.applied
         offset = published.offset if published.epoch == epoch else Offset(0)
+        objects = ObjectStats() if self.pools.object is None else self.pools.object.stats()
         return Heartbeat(
             instance=self.instance, cluster=self.cluster, epoch=epoch, published=offset,
             wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), free_slots=free, namespaces=namespaces, told=told,
-            stopping=self._stream.closing, lends=self.lends, transfers=self.pools.take_transfers(), put_bytes=_put_bytes(self.pools.object, namespaces), applied=applied, **self._loads.load._asdict(),
+            stopping=self._stream.closing, lends=self.lends, transfers=self.pools.take_transfers(), applied=applied, **self._loads.load._asdict(),
+            put_bytes=_put_bytes(objects.namespaces, namespaces), put_total=objects.put_bytes,
         )  # fmt: skip
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -511,9 +513,10 @@ def _checked_load(queued_tokens: int, running_requests: int, prefill: float | No
     )
 
 
-def _put_bytes(pool: ObjectPool | None, namespaces: Iterable[NamespaceId]) -> dict[NamespaceId, NamespaceBytes]:
+def _put_bytes(
+    put: dict[NamespaceId, NamespaceBytes], namespaces: Iterable[NamespaceId]
+) -> dict[NamespaceId, NamespaceBytes]:
     """What was put of those namespaces that are in use."""
-    put = {} if pool is None else pool.stats().namespaces
     return dict(islice(((one, put[one]) for one in namespaces if one in put), _TOLD_NAMESPACES))
 
 
