@@ -23,7 +23,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -159,6 +159,7 @@ class BlockManager:
         closers: Sequence[Callable[[], None]] = (),
         disowners: Sequence[Callable[[], None]] = (),
         stoppers: Sequence[Callable[[float], object]] = (),
+        taken: Callable[[], object] = lambda: None,
     ) -> None:
         """Start the threads. Raises RuntimeError: the system gives no thread; the manager is closed then, and all that it was given.
 
@@ -166,12 +167,19 @@ class BlockManager:
             publishing: how events reach the stream; None keeps them in the journal.
             closers, disowners: called last when the manager closes; called in a forked child, whose the manager is not.
             stoppers: called first when the manager closes, while its pools are still there, with how long to wait.
+            taken: called last: from then on whoever has opened all that leaves it to the manager.
         """
-        self.publisher_port.publishing = publishing
-        self._disowners = list(disowners)
-        self._closing.add([*stoppers, self._salvage.stop], closers)
-        leaving.keep(self)
-        _start((self._writer, self._offloads, self._salvage), self.close)
+        try:
+            self.publisher_port.publishing = publishing
+            self._disowners = list(disowners)
+            self._closing.add([*stoppers, self._salvage.stop], closers)
+            leaving.keep(self)
+            for part in (self._writer, self._offloads, self._salvage):
+                part.start()
+            taken()
+        except BaseException:  # half a manager would keep its locks, and be routed to
+            self.close()
+            raise
 
     # -- what an engine calls -----------------------------------------------------------------------------------------
 
@@ -462,20 +470,6 @@ class BlockManager:
         """Offer a prompt, if it is one of those to be sampled."""
         if self._samples is not None and hashes < self._sampled_below:
             self._samples.offer(Sampled(self._wall_clock_ns(), namespace, hashes, depth))
-
-
-class _Part(Protocol):
-    def start(self) -> None: ...
-
-
-def _start(parts: Sequence[_Part], close: Callable[[], None]) -> None:
-    """Start all, or close: half a manager would keep its locks, and be routed to."""
-    try:
-        for part in parts:
-            part.start()
-    except BaseException:
-        close()
-        raise
 
 
 def _staging(pools: Pools, options: ManagerOptions) -> Staging:

@@ -329,11 +329,23 @@ def _room_of_a_thread_that_never_was(stack: ExitStack) -> None:
 def _half_open_stays(stack: ExitStack) -> None:
     """A manager that gets no thread keeps its locks."""
 
-    def start(parts: Sequence[Any], close: Callable[[], None]) -> None:
-        for part in parts:
+    def start(
+        self: Any,
+        publishing: Any = None,
+        closers: Any = (),
+        disowners: Any = (),
+        stoppers: Any = (),
+        taken: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.publisher_port.publishing = publishing
+        self._disowners = list(disowners)
+        self._closing.add([*stoppers, self._salvage.stop], closers)
+        leaving.keep(self)
+        taken()
+        for part in (self._writer, self._offloads, self._salvage):
             part.start()
 
-    _swap(stack, manager_module, "_start", start)
+    _swap(stack, manager_module.BlockManager, "start", start)
 
 
 def _names_without_end(stack: ExitStack) -> None:
