@@ -339,6 +339,7 @@ class CatalogService:
                 for tier, count in view.counts.items()
             },
             claims=self.index.claim_counts(),
+            index_bytes=self.index.memory(),
             transfers=self.queries.transfers.counted(),
             **self._put_bytes()._asdict(),
         )

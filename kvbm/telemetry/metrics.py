@@ -32,6 +32,7 @@ class CatalogNumbers(NamedTuple):
         put_bytes: what instances have put in the object pool, by instance: bytes in memory, and in the store.
         namespace_put_bytes: the same by namespace, of those that heartbeats tell of now.
         residencies: blocks held, by instance and tier; of instances that answers count.
+        index_bytes: memory of the index, by what for.
         transfers: reads of blocks from other instances that were told of, by transport and distance.
     """
 
@@ -89,6 +90,7 @@ class CatalogNumbers(NamedTuple):
     indexed_blocks: int
     residencies: dict[tuple[str, str], int]
     claims: dict[str, int]
+    index_bytes: dict[str, int]
     put_bytes: dict[str, tuple[int, int]]
     namespace_put_bytes: dict[str, tuple[int, int]]
     transfers: Mapping[tuple[str, int], Transferred]
@@ -259,6 +261,14 @@ class _Numbers(Collector):
         for pool, count in sorted(now.claims.items()):
             claims.add_metric([pool], count)
         yield claims
+        index = GaugeMetricFamily(
+            "kvbm_catalog_index_bytes",
+            "Memory of the index: table is the blocks, sets who holds them together, rest instances and every namespace ever seen.",
+            labels=["part"],
+        )
+        for part, size in sorted(now.index_bytes.items()):
+            index.add_metric([part], size)
+        yield index
         put = CounterMetricFamily(
             "kvbm_catalog_object_put_bytes",
             "Bytes an instance has put in the object pool: raw in memory, stored in the store; raw over stored is the ratio.",
