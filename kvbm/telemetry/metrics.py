@@ -288,7 +288,7 @@ class _Numbers(Collector):
         yield from _of_transfers(now.transfers)
 
 
-def _add_sizes(metric: Metric, sizes: Iterable[tuple[str, tuple[int, int]]]) -> None:
+def _add_sizes(metric: CounterMetricFamily | GaugeMetricFamily, sizes: Iterable[tuple[str, tuple[int, int]]]) -> None:
     for name, both in sizes:
         for form, count in zip(("raw", "stored"), both, strict=True):
             metric.add_metric([name, form], count)
