@@ -193,18 +193,20 @@ def settled_stamp(path: str | Path) -> tuple[int, ...] | None:
     again without another stamp; of one that is older than that nothing is missed.
     """
     found = stamp(path)
-    return found and (*found, int(time.time_ns() - max(found[0], found[1]) >= _SETTLED_NS))
+    return found and (*found, int(_is_settled(found)))
 
 
 class Watched:
     """Files that others replace. One that is being written is not taken by halves: a change counts once it has stayed as it is for a time.
 
-    One thread. `take` what was read after `has_changed`; what is there at the beginning counts as taken.
+    One thread. `take` what was read after `has_changed`. What is there at the beginning counts as taken where it has been as it is for some
+    seconds. Otherwise it is to be read once more: the first reading may have met it while it was written.
     """
 
     def __init__(self, *paths: str | Path) -> None:
         self._paths = paths
-        self._taken = self._seen = self._stamps()
+        self._seen = self._stamps()
+        self._taken = self._seen if all(one is None or _is_settled(one) for one in self._seen) else None
         self._since_s = float("-inf")
 
     @property
@@ -242,6 +244,11 @@ class Watched:
 
     def _stamps(self) -> tuple[tuple[int, ...] | None, ...]:
         return tuple(map(stamp, self._paths))
+
+
+def _is_settled(found: tuple[int, ...]) -> bool:
+    """Whether a file was written so long ago that what is written from now on has another stamp."""
+    return time.time_ns() - max(found[0], found[1]) >= _SETTLED_NS
 
 
 def stranger(found: os.stat_result) -> int | None:

@@ -452,7 +452,7 @@ SENT: dict[str, type] = {
 def honest_heartbeat(instance: InstanceId) -> Heartbeat:
     return Heartbeat(
         instance=instance, cluster="c", epoch=Epoch(1), published=Offset(2), wall_time_ns=1, namespaces=(OWN.id,), told=(OWN.canonical(),),
-        prefill_tokens_per_s=1000.0, queue_tokens_per_s=1000.0, free_slots={Tier.HBM: 1}, put_bytes={OWN.id: (1, 1)}, applied=Offset(2),
+        prefill_tokens_per_s=1000.0, queue_tokens_per_s=1000.0, free_slots={Tier.HBM: 1}, put_bytes={OWN.id: (1, 1)}, put_total=(1, 1), applied=Offset(2),
         lends={"tcp": "10.0.0.1:9"}, transfers=(Transfer("tcp", 1, 1024, 1000),),
     )  # fmt: skip
 

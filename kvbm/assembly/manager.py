@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
@@ -205,15 +205,14 @@ def _open_manager(
     core = core or NATIVE_CORE
     instance, backend = InstanceId(settings.instance.id), core.backend
     credentials = stream_credentials(settings, Role.JANITOR if engine == JANITOR else Role.INSTANCE, instance)
-    with ExitStack() as opened, ExitStack() as opened_pools:
+    with ExitStack() as whole:
+        opened, opened_pools = whole.enter_context(ExitStack()), whole.enter_context(ExitStack())
         journal = None
         run = secrets.token_hex(8)
         if not settings.journal.in_memory:
             make_data_dir(settings)
-            journal = Journal.open(
-                journal_folder(settings), instance, backend, _journal_options(settings.journal), run=run
-            )
-            opened.callback(journal.close)
+            options = _journal_options(settings.journal)
+            journal = opened.enter_context(closing(Journal.open(journal_folder(settings), instance, backend, options, run=run)))  # fmt: skip
         pools = open_pools(settings, namespaces, block_bytes, instance, object_pool, layers, opened_pools)
         ledger = core.new_ledger(
             _listed(pools), settings.pools.eviction, settings.journal.waiting_bytes, _shares(settings, block_bytes)
@@ -257,8 +256,8 @@ def _open_manager(
         disowners = [*exchange.disowners, *([journal.disown] if journal is not None else [])]
         erasing_url = url if engine != JANITOR else ""
         stoppers = _begin_exchange(exchange, manager, opened_pools, watched, erasing_url, credentials)
-        opened_pools.pop_all()  # the manager closes it all from here on, but leaves pools to a copy that has not ended
-        manager.start(publishing, closers=[opened.pop_all().close], disowners=disowners, stoppers=stoppers)
+        # Once it is the manager's, that closes it all, but leaves pools to a copy that has not ended.
+        manager.start(publishing, [opened.close], disowners, stoppers, taken=whole.pop_all)
         return manager
 
 
@@ -271,8 +270,9 @@ def _begin_exchange(
     """
     stoppers = []
     if url:
-        watching = watched.begin(manager, url, credentials)
+        watching = watched.watching(manager, url, credentials)
         opened.callback(watching.stop)
+        watching.start()
         stoppers.append(lambda _: watching.stop())
     return [*exchange.begin(manager, opened), *stoppers]
 
@@ -404,8 +404,8 @@ def _publishing(
         connect, window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
         runs=frames.runs if isinstance(frames, Journal) else unknown_runs,
     )  # fmt: skip
-    publisher.start()
     opened.callback(publisher.stop, 0.0)
+    publisher.start()
     return Publishing(
         publisher.notify,
         lambda: publisher.published,
@@ -453,8 +453,8 @@ class WatchedErasures:
         """Blocks of earlier processes come back later, too."""
         self._recovered += 1
 
-    def begin(self, manager: BlockManager, url: str, credentials: Credentials) -> ErasureWatch:
-        """Watch the record from now on."""
+    def watching(self, manager: BlockManager, url: str, credentials: Credentials) -> ErasureWatch:
+        """What watches the record once it is started."""
         settings, nats = self._settings, self._settings.nats
         erasures = InstanceErasures(manager.erasing, self._done, self._record, time.time_ns)
 
@@ -463,9 +463,7 @@ class WatchedErasures:
 
         is_known = self._record is not None or not self._recovered or not settings.erasure.hold_s
         options = WatchOptions(settings.erasure.poll_s, settings.erasure.hold_s)
-        watch = ErasureWatch(manager.instance, erasures, connect, manager.erasing.hold_back, is_known, options)
-        watch.start()
-        return watch
+        return ErasureWatch(manager.instance, erasures, connect, manager.erasing.hold_back, is_known, options)
 
 
 class OnStream(NamedTuple):

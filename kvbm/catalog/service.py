@@ -29,6 +29,7 @@ from kvbm.catalog.index import ClusterIndex, NewIndex
 from kvbm.catalog.lag import StreamLag
 from kvbm.catalog.limits import LimitSettings
 from kvbm.catalog.liveness import LIVENESS_S
+from kvbm.catalog.put_bytes import PutBytes, put_bytes
 from kvbm.catalog.queries import Queries
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.route_sharing import RouteSharing
@@ -338,16 +339,17 @@ class CatalogService:
                 for tier, count in view.counts.items()
             },
             claims=self.index.claim_counts(),
+            index_bytes=self.index.memory(),
             transfers=self.queries.transfers.counted(),
-            put_bytes={
-                (instance, namespace.hex()): sizes
-                for instance in self.index.instances()
-                if (pulse := self.heartbeats.liveness.last(instance)) is not None
-                for namespace, sizes in pulse.heartbeat.put_bytes.items()
-            },
+            **self._put_bytes()._asdict(),
         )
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _put_bytes(self) -> PutBytes:
+        """What instances say that they have put in the object pool."""
+        beats = ((one, self.heartbeats.liveness.last(one)) for one in self.index.instances())
+        return put_bytes((one, last.heartbeat) for one, last in beats if last is not None)
 
     def _let_go(self, instance: InstanceId) -> None:
         """An instance was forgotten."""

@@ -23,7 +23,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -64,7 +64,7 @@ from kvbm.manager.stats import Counters, ManagerStats
 from kvbm.manager.transfer import Pools
 from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.manager.workers import Workers
-from kvbm.pools.base import NamespaceBytes, ObjectPool
+from kvbm.pools.base import NamespaceBytes, ObjectStats
 from kvbm.streams import at_exit as leaving
 from kvbm.streams.base import Heartbeat, Load, Position
 
@@ -159,6 +159,7 @@ class BlockManager:
         closers: Sequence[Callable[[], None]] = (),
         disowners: Sequence[Callable[[], None]] = (),
         stoppers: Sequence[Callable[[float], object]] = (),
+        taken: Callable[[], object] = lambda: None,
     ) -> None:
         """Start the threads. Raises RuntimeError: the system gives no thread; the manager is closed then, and all that it was given.
 
@@ -166,12 +167,19 @@ class BlockManager:
             publishing: how events reach the stream; None keeps them in the journal.
             closers, disowners: called last when the manager closes; called in a forked child, whose the manager is not.
             stoppers: called first when the manager closes, while its pools are still there, with how long to wait.
+            taken: called last: from then on whoever has opened all that leaves it to the manager.
         """
-        self.publisher_port.publishing = publishing
-        self._disowners = list(disowners)
-        self._closing.add([*stoppers, self._salvage.stop], closers)
-        leaving.keep(self)
-        _start((self._writer, self._offloads, self._salvage), self.close)
+        try:
+            self.publisher_port.publishing = publishing
+            self._disowners = list(disowners)
+            self._closing.add([*stoppers, self._salvage.stop], closers)
+            leaving.keep(self)
+            for part in (self._writer, self._offloads, self._salvage):
+                part.start()
+            taken()
+        except BaseException:  # half a manager would keep its locks, and be routed to
+            self.close()
+            raise
 
     # -- what an engine calls -----------------------------------------------------------------------------------------
 
@@ -398,10 +406,12 @@ class BlockManager:
             namespaces, told = self._namespaces.named(), self._namespaces.told()
             epoch, applied = self._ledger.epoch, self._ledger.applied
         offset = published.offset if published.epoch == epoch else Offset(0)
+        objects = ObjectStats() if self.pools.object is None else self.pools.object.stats()
         return Heartbeat(
             instance=self.instance, cluster=self.cluster, epoch=epoch, published=offset,
             wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), free_slots=free, namespaces=namespaces, told=told,
-            stopping=self._stream.closing, lends=self.lends, transfers=self.pools.take_transfers(), put_bytes=_put_bytes(self.pools.object, namespaces), applied=applied, **self._loads.load._asdict(),
+            stopping=self._stream.closing, lends=self.lends, transfers=self.pools.take_transfers(), applied=applied, **self._loads.load._asdict(),
+            put_bytes=_put_bytes(objects.namespaces, namespaces), put_total=objects.put_bytes,
         )  # fmt: skip
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -462,20 +472,6 @@ class BlockManager:
             self._samples.offer(Sampled(self._wall_clock_ns(), namespace, hashes, depth))
 
 
-class _Part(Protocol):
-    def start(self) -> None: ...
-
-
-def _start(parts: Sequence[_Part], close: Callable[[], None]) -> None:
-    """Start all, or close: half a manager would keep its locks, and be routed to."""
-    try:
-        for part in parts:
-            part.start()
-    except BaseException:
-        close()
-        raise
-
-
 def _staging(pools: Pools, options: ManagerOptions) -> Staging:
     """Memory for copies between two ends of which the CPU reaches neither. Raises LayoutError: a lane holds no object."""
     block_bytes, k = pools.slots[Tier.HBM].block_bytes, pools.object_blocks
@@ -511,9 +507,10 @@ def _checked_load(queued_tokens: int, running_requests: int, prefill: float | No
     )
 
 
-def _put_bytes(pool: ObjectPool | None, namespaces: Iterable[NamespaceId]) -> dict[NamespaceId, NamespaceBytes]:
+def _put_bytes(
+    put: dict[NamespaceId, NamespaceBytes], namespaces: Iterable[NamespaceId]
+) -> dict[NamespaceId, NamespaceBytes]:
     """What was put of those namespaces that are in use."""
-    put = {} if pool is None else pool.stats().namespaces
     return dict(islice(((one, put[one]) for one in namespaces if one in put), _TOLD_NAMESPACES))
 
 

@@ -91,6 +91,7 @@ class ObjectStats(NamedTuple):
 
     Attributes:
         put_objects: put by this pool.
+        put_bytes: their bytes, of all namespaces together.
         found_objects: that were there already when they were to be put.
         refused_objects: that were not put for some trouble.
         got_objects, missing_objects, corrupt_objects, failed_objects: how reads ended.
@@ -107,6 +108,7 @@ class ObjectStats(NamedTuple):
     failed_objects: int = 0
     namespaces: dict[NamespaceId, NamespaceBytes] = {}  # noqa: RUF012  # never changed in place
     away: str = ""
+    put_bytes: NamespaceBytes = NamespaceBytes()
 
 
 class ObjectPool(Protocol):

@@ -129,7 +129,9 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         told: what some of its namespaces are, each as `Namespace.canonical` has it, MAX_FIELDS_BYTES at most; a few at a time, in turn.
         run: of the process that sends it, as in `Fence`.
         trouble: what it cannot do now, such as "journal full: …"; "" when all is well.
-        put_bytes: what this run has put in the object pool, by namespace: bytes in memory, and as they lie in the store.
+        put_bytes: what this run has put in the object pool, by namespace: bytes in memory, and as they lie in the store. Of the few that it
+            has used last, so that the sum also shrinks.
+        put_total: the same of all namespaces together, which only grows; zeros from a kvbm that does not say it.
         applied: offset up to which it has decided events, published or not; 0 from a kvbm that does not say it.
         lends: where others can read its blocks, as `PeerAddress.words`; empty: nowhere.
         transfers: reads from others since the last one, or a sample of them.
@@ -154,6 +156,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     lends: dict[str, str] = {}
     transfers: tuple[Transfer, ...] = ()
     told: tuple[bytes, ...] = ()
+    put_total: tuple[int, int] = (0, 0)
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,8 @@ log = Remarks()
 STALLED_S = 5.0  # after this long without progress it is logged what is waited for
 OWNER_WARNING_S = 60.0  # a call of the owner that fails again is logged again after this time
 
-CONNECTING, FENCING, SENDING = "connecting", "setting the fence", "sending"  # what a bug may be in
+# What a bug may be in.
+CONNECTING, FENCING, SENDING, RUNNING = "connecting", "setting the fence", "sending", "the publisher"
 
 
 class PublisherReports:
@@ -164,16 +165,20 @@ class PublisherReports:
 
         Args:
             event: name of the log line.
-            what: CONNECTING, FENCING or SENDING.
+            what: CONNECTING, FENCING, SENDING or RUNNING.
         """
-        which = f"{type(error).__name__}: {error}"
+        which = self.fault(event, error)
         self._bugs = self._bugs | {what: which}
+        return which
+
+    def fault(self, event: str, error: BaseException) -> str:
+        """What nobody has foreseen: its traceback is logged once. Gives it in words."""
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = (type(error).__name__, last.filename, last.lineno or 0)
         if place not in self._bugs_logged:
             self._bugs_logged.add(place)
             log.error(event, server=self._server, instance=self._instance, exc_info=error)
-        return which
+        return f"{type(error).__name__}: {error}"
 
     def owner_failed(self, call: str, why: str) -> None:
         """A call of the owner has raised."""

@@ -43,6 +43,7 @@ T = TypeVar("T")
 CONNECT_WAIT_S = 5.0
 PROBE_WAIT_S = 1.0  # for each answer of a look
 STATE_EVERY_S = 60.0
+ASKS_AGAIN_S = 1.0  # after the watch of snapshot requests has failed in an unforeseen way
 
 OpenStream = Callable[[str, float], Awaitable[EventStream]]  # (url, timeout_s) → the stream
 
@@ -128,6 +129,8 @@ class StreamRequests:
                 self._reports.pulse_refused(str(error))
             elif stream is self._stream:
                 self._answer(Disconnected(str(error)))
+        except Exception as error:  # noqa: BLE001 - as a refusal: the next may go out
+            self._reports.pulse_refused(self._reports.fault("publisher.pulse_failed", error))
         else:
             self._reports.pulse_refused("")
 
@@ -144,18 +147,33 @@ class StreamRequests:
                 self._reports.warn_once("publisher.sample_refused", why=str(error))
             elif stream is self._stream:
                 self._answer(Disconnected(str(error)))
+        except Exception as error:  # noqa: BLE001 - they are samples
+            self._reports.fault("publisher.sample_failed", error)
 
     async def close(self) -> None:
-        """End what is under way, and the connection."""
-        if self._stream is not None:
-            await self._stream.close()
-        await _end(self._tasks | self._watches)
+        """End what is under way, and the connection; none of it raises. Another connection may be made then."""
+        stream, self._stream = self._stream, None
+        await _end(self._tasks | self._watches)  # what is being connected closes itself
+        self._asks = None
+        await self._close(stream)
+
+    async def _close(self, stream: EventStream | None) -> None:
+        if stream is not None:
+            try:
+                await stream.close()
+            except Exception as error:  # noqa: BLE001 - nobody uses it any more
+                self._reports.fault("publisher.close_failed", error)
 
     def _begin(self, work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        task.add_done_callback(lambda ended: self._note_end(ended, tasks))
         return task
+
+    def _note_end(self, ended: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
+        tasks.discard(ended)
+        if not ended.cancelled() and (error := ended.exception()) is not None:
+            self._reports.fault("publisher.request_failed", error)  # what it asked is asked again
 
     # -- the connection -------------------------------------------------------------------------------------------------
 
@@ -163,10 +181,8 @@ class StreamRequests:
         stream = self._stream
         try:
             if anew or stream is None:
-                self._stream = None
-                if stream is not None:
-                    await stream.close()
-                    stream = None
+                old, stream, self._stream = stream, None, None
+                await self._close(old)
                 await _end(self._watches)
                 stream = await self._connect(self._target.url, CONNECT_WAIT_S)
                 check_keeps(await stream.state(CONNECT_WAIT_S), self._target.window_bytes, WINDOW_MESSAGES)
@@ -179,6 +195,10 @@ class StreamRequests:
             await self._fail_connection(stream, str(error))
         except Exception as error:  # noqa: BLE001 - whatever it was, without an answer the publisher would wait for ever
             await self._fail_connection(stream, self._reports.bug("publisher.connect_failed", CONNECTING, error))
+        except asyncio.CancelledError:
+            if stream is not self._stream:
+                await self._close(stream)
+            raise
         else:
             if stream is not self._stream:
                 self._stream = stream
@@ -187,8 +207,8 @@ class StreamRequests:
             self._answer(Connected(attempt, fence, tail, stream.max_message_bytes, stream.most_in_flight))
 
     async def _fail_connection(self, stream: EventStream | None, why: str, stands: bool = False) -> None:
-        if stream is not None and stream is not self._stream:
-            await stream.close()
+        if stream is not self._stream:
+            await self._close(stream)
         self._answer(Disconnected(why, stands and stream is not None and stream.is_connected))
 
     async def _tail(self, stream: EventStream, wait_s: float) -> Tail | None:
@@ -267,25 +287,38 @@ class StreamRequests:
                 state = await stream.state(CONNECT_WAIT_S)
             except StreamError as error:
                 self._reports.warn_once("publisher.state_unknown", why=str(error))
+            except Exception as error:  # noqa: BLE001 - it is asked again
+                self._reports.fault("publisher.state_failed", error)
             else:
                 self._answer(Kept(state.max_age_s))
                 self._owner.on_stream_state(state)
             await asyncio.sleep(STATE_EVERY_S)
 
     async def _follow_asks(self, stream: EventStream) -> None:
-        try:
-            async for notice in stream.watch_snapshot_asks(self._cluster, self._instance):
-                if notice is None:
-                    self._owner.on_snapshot_asked()
-                elif notice.run == self._run:
-                    self._reports.warn_once("instance.ignored", why=notice.why)
-        except StreamError as error:
-            self._reports.warn_once(
-                "publisher.asks_unheard", why=str(error), remedy="readers that miss events wait for its own snapshots"
-            )
-        else:
-            if stream is self._stream:  # it is the first to know when nothing else is under way
-                self._answer(Disconnected("the connection is lost"))
+        while True:
+            try:
+                await self._take_asks(stream)
+                break
+            except StreamError as error:
+                self._reports.warn_once(
+                    "publisher.asks_unheard",
+                    why=str(error),
+                    remedy="readers that miss events wait for its own snapshots",
+                )
+                return
+            except Exception as error:  # noqa: BLE001 - it is listened to again
+                self._reports.fault("publisher.asks_failed", error)
+                await asyncio.sleep(ASKS_AGAIN_S)
+        if stream is self._stream:  # it is the first to know when nothing else is under way
+            self._answer(Disconnected("the connection is lost"))
+
+    async def _take_asks(self, stream: EventStream) -> None:
+        """Take snapshot requests until the connection is lost."""
+        async for notice in stream.watch_snapshot_asks(self._cluster, self._instance):
+            if notice is None:
+                self._owner.on_snapshot_asked()
+            elif notice.run == self._run:
+                self._reports.warn_once("instance.ignored", why=notice.why)
 
 
 async def _end(tasks: set[asyncio.Task[None]]) -> None:

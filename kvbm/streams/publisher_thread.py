@@ -43,19 +43,20 @@ from kvbm.streams.publisher_messages import (
 )
 from kvbm.streams.publisher_owner import OwnerCalls
 from kvbm.streams.publisher_ownership import unknown_runs
-from kvbm.streams.publisher_reports import PublisherReports
+from kvbm.streams.publisher_reports import RUNNING, PublisherReports
 from kvbm.streams.publisher_requests import OpenStream, StreamRequests, Target
 from kvbm.streams.pulse_words import encoded_heartbeat
 
 log = Remarks()
 
-_AGAIN_S = 1.0  # after there were no descriptors for a loop
+_AGAIN_S = 1.0  # after there was no loop to be had, or a turn has failed
 
 
 class PublisherThread:
     """Drives a `Publisher` over NATS from a daemon thread with a loop of its own, and sends heartbeats.
 
-    The stream may be away for ever: the owner does not notice, but that `published` stands still.
+    The stream may be away for ever: the owner does not notice, but that `published` stands still. Whatever a turn raises is logged, is
+    `trouble`, and ends nothing but the connection: what is not known to be stored is sent again on the next.
 
     Args:
         frames: the instance's log.
@@ -95,6 +96,8 @@ class PublisherThread:
         self._stop_s: float | None = None
         self._published = ORIGIN
         self._is_over = False
+        self._was_owner = False
+        self._next_heartbeat_s = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvbm-publisher-{instance}", daemon=True)
         self._wake_s = 0.0
 
@@ -150,17 +153,13 @@ class PublisherThread:
                 with asyncio.Runner() as runner:
                     runner.run(self._drive())
                 return
-            except RuntimeError:
-                if not self._is_over:
-                    raise
-                return  # the loop wanted a thread to end its resolver's threads with, and Python 3.12 starts none while it ends
-            except OSError as error:
-                if self._loop is not None:
-                    raise
-                # There is no loop for want of descriptors, and nothing has begun.
+            except Exception as error:  # noqa: BLE001 - an instance without it would leave routing without a word
+                if self._is_over:
+                    return  # the loop wanted a thread to end its resolver's threads with, and Python 3.12 starts none while it ends
+                # There is no loop, for want of descriptors say, and nothing has begun.
                 log.warning("publisher.not_begun", why=str(error), remedy="raise ulimit -n; it is tried again")
                 time.sleep(_AGAIN_S)
-                if self._stop_s is not None and time.monotonic() >= self._stop_s:
+                if self._is_late():
                     return
 
     def _take_notice(self) -> None:
@@ -174,29 +173,44 @@ class PublisherThread:
         self._inputs = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._is_notified = False
-        next_heartbeat_s = 0.0
-        was_owner = False
-        happened: Input = Ticked()
-        while True:
-            self._step(happened)
-            if self._owner.epoch > self._publisher.epoch:
-                self._step(Begun(self._owner.epoch))
-            now_s = time.monotonic()
-            if self._publisher.is_owner and not was_owner:
-                next_heartbeat_s = now_s  # it is back: nobody need wait to hear of it
-            was_owner = self._publisher.is_owner
-            if now_s >= next_heartbeat_s:
-                next_heartbeat_s = now_s + self._interval_s
-                self._watch_progress(now_s)
-                await self._send_heartbeat(stopping=False)
-                await self._requests.send_samples(self._samples())
-            if self._stop_s is not None and (now_s >= self._stop_s or self._publisher.is_fenced or self._has_all()):
-                break
-            happened = await self._next_input(min(next_heartbeat_s, self._wake_s, self._stop_s or next_heartbeat_s))
-        await self._requests.send_samples(self._samples())
-        await self._send_heartbeat(stopping=True)
+        try:
+            happened: Input = Ticked()
+            while True:
+                try:
+                    await self._turn(happened)
+                    if self._is_late() or (self._stop_s is not None and (self._publisher.is_fenced or self._has_all())):
+                        break
+                    wake_s = min(self._next_heartbeat_s, self._wake_s)
+                    happened = await self._next_input(wake_s if self._stop_s is None else min(wake_s, self._stop_s))
+                except Exception as error:  # noqa: BLE001 - see the class
+                    happened = Disconnected(self._reports.bug("publisher.turn_failed", RUNNING, error))
+                    await self._requests.close()
+                    await asyncio.sleep(_AGAIN_S)
+                    if self._is_late():
+                        break
+            await self._requests.send_samples(self._samples())
+            await self._send_heartbeat(stopping=True)
+        except Exception as error:  # noqa: BLE001 - it ends all the same
+            self._reports.fault("publisher.end_failed", error)
         await self._requests.close()
         self._is_over = True
+
+    def _is_late(self) -> bool:
+        return self._stop_s is not None and time.monotonic() >= self._stop_s
+
+    async def _turn(self, happened: Input) -> None:
+        self._step(happened)
+        if self._owner.epoch > self._publisher.epoch:
+            self._step(Begun(self._owner.epoch))
+        now_s = time.monotonic()
+        if self._publisher.is_owner and not self._was_owner:
+            self._next_heartbeat_s = now_s  # it is back: nobody need wait to hear of it
+        self._was_owner = self._publisher.is_owner
+        if now_s >= self._next_heartbeat_s:
+            self._next_heartbeat_s = now_s + self._interval_s
+            self._watch_progress(now_s)
+            await self._send_heartbeat(stopping=False)
+            await self._requests.send_samples(self._samples())
 
     async def _next_input(self, wake_s: float) -> Input:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from heapq import nlargest
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ except ImportError:
     raise MissingExtraError("the metrics library (prometheus-client)", "catalog") from None
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+_MOST_NAMESPACES = 64  # clients choose them, so a label for each would be one for every tenant there ever was
 _ANSWER_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
 
 
@@ -28,8 +30,10 @@ class CatalogNumbers(NamedTuple):
     Attributes:
         stored_sequence: messages up to here are in SQL.
         claims: blocks claimed, by pool.
-        put_bytes: what instances have put in the object pool, by instance and namespace: bytes in memory, and in the store.
+        put_bytes: what instances have put in the object pool, by instance: bytes in memory, and in the store.
+        namespace_put_bytes: the same by namespace, of those that heartbeats tell of now.
         residencies: blocks held, by instance and tier; of instances that answers count.
+        index_bytes: memory of the index, by what for.
         transfers: reads of blocks from other instances that were told of, by transport and distance.
     """
 
@@ -87,7 +91,9 @@ class CatalogNumbers(NamedTuple):
     indexed_blocks: int
     residencies: dict[tuple[str, str], int]
     claims: dict[str, int]
-    put_bytes: dict[tuple[str, str], tuple[int, int]]
+    index_bytes: dict[str, int]
+    put_bytes: dict[str, tuple[int, int]]
+    namespace_put_bytes: dict[str, tuple[int, int]]
     transfers: Mapping[tuple[str, int], Transferred]
 
 
@@ -257,16 +263,37 @@ class _Numbers(Collector):
         for pool, count in sorted(now.claims.items()):
             claims.add_metric([pool], count)
         yield claims
+        index = GaugeMetricFamily(
+            "kvbm_catalog_index_bytes",
+            "Memory of the index: table is the blocks, sets who holds them together, rest instances and every namespace ever seen.",
+            labels=["part"],
+        )
+        for part, size in sorted(now.index_bytes.items()):
+            index.add_metric([part], size)
+        yield index
         put = CounterMetricFamily(
             "kvbm_catalog_object_put_bytes",
             "Bytes an instance has put in the object pool: raw in memory, stored in the store; raw over stored is the ratio.",
-            labels=["instance", "namespace", "form"],
+            labels=["instance", "form"],
         )
-        for (instance, namespace), sizes in sorted(now.put_bytes.items()):
-            for form, count in zip(("raw", "stored"), sizes, strict=True):
-                put.add_metric([instance, namespace, form], count)
+        _add_sizes(put, sorted(now.put_bytes.items()))
         yield put
+        of_namespaces = GaugeMetricFamily(
+            "kvbm_catalog_object_namespace_put_bytes",
+            f"The same of the {_MOST_NAMESPACES} namespaces with the most of it, of those that were used lately; it also falls.",
+            labels=["namespace", "form"],
+        )
+        _add_sizes(
+            of_namespaces, nlargest(_MOST_NAMESPACES, now.namespace_put_bytes.items(), key=lambda one: (one[1], one[0]))
+        )
+        yield of_namespaces
         yield from _of_transfers(now.transfers)
+
+
+def _add_sizes(metric: CounterMetricFamily | GaugeMetricFamily, sizes: Iterable[tuple[str, tuple[int, int]]]) -> None:
+    for name, both in sizes:
+        for form, count in zip(("raw", "stored"), both, strict=True):
+            metric.add_metric([name, form], count)
 
 
 def _of_transfers(transfers: Mapping[tuple[str, int], Transferred]) -> Iterator[Metric]:

@@ -23,11 +23,13 @@ void unpin_run(TierSlots& tier, std::span<const std::uint32_t> slots) {
   }
 }
 
-// Records the arrival of blocks that the target does not hold. slots: empty for a target without slots.
+// Records the arrival of blocks that the target does not hold. slots: empty for a target without slots. arrived: gets how many are
+// recorded, also where memory runs out meanwhile.
 void migrate(Recorder& recorder, const Copy& copy, Bytes hashes, std::span<const std::uint32_t> slots, bool kept,
-             MigrateCause cause) {
+             MigrateCause cause, std::size_t& arrived) {
   const std::size_t count = hashes.size() / kHashBytes;
-  for (std::size_t begin = 0; begin < count; begin += kMaxRunBlocks) {
+  while (arrived < count) {
+    const std::size_t begin = arrived;
     const std::size_t end = std::min(count, begin + kMaxRunBlocks);
     BlocksMigrated moved{.namespace_id = copy.namespace_id,
                          .source = Tier::kHbm,
@@ -48,6 +50,7 @@ void migrate(Recorder& recorder, const Copy& copy, Bytes hashes, std::span<const
     const std::size_t bytes = recorder.admit(event);
     recorder.fold().check_source(moved);  // of the target, the caller has seen that it does not hold them
     recorder.record<BlocksMigrated>(event, bytes, recorder.fold().namespaces().intern(copy.namespace_id));
+    arrived = end;
   }
 }
 
@@ -60,13 +63,13 @@ std::optional<std::pair<std::uint64_t, const Copy*>> Copies::begin(Recorder& rec
     return std::nullopt;
   }
   hash_count(hashes);
-  Copy copy{.namespace_id = namespace_id,
-            .source = std::move(source),
-            .target = target,
-            .hashes = {},
-            .source_slots = {},
-            .target_slots = {}};
-  TierSlots* const from = source_of(recorder, copy);
+  Copy chosen{.namespace_id = namespace_id,
+              .source = std::move(source),
+              .target = target,
+              .hashes = {},
+              .source_slots = {},
+              .target_slots = {}};
+  TierSlots* const from = source_of(recorder, chosen);
   TierSlots* const into = recorder.fold().table(target);
   if (into == nullptr && !recorder.fold().is_cluster(target)) {
     throw ledger_error("this instance has no " + tier_name(target) + " pool with slots");
@@ -80,34 +83,47 @@ std::optional<std::pair<std::uint64_t, const Copy*>> Copies::begin(Recorder& rec
     const std::int64_t most = within_quota + static_cast<std::int64_t>(into->counts_of(share).evictable);
     room = std::min(room, static_cast<std::size_t>(std::max<std::int64_t>(0, most)));
   }
-  choose(recorder, copy, hashes, room);
-  const std::size_t count = copy.hashes.size() / kHashBytes;
+  choose(recorder, chosen, hashes, room);
+  const std::size_t count = chosen.hashes.size() / kHashBytes;
   if (count == 0) {
     return std::nullopt;
   }
+  chosen.target_slots.reserve(into != nullptr ? count : 0);
+  chosen.epoch = recorder.fold().epoch().bits();
+  const auto begun = copies_.emplace(next_, std::move(chosen)).first;  // before it has pins and slots, which somebody must end
+  Copy& copy = begun->second;
   for (const std::uint32_t slot : copy.source_slots) {
     from->pin(slot);
   }
-  if (into != nullptr) {
-    if (static_cast<std::int64_t>(count) > within_quota) {
-      allocator.withdraw_own(recorder, *into, share, static_cast<std::size_t>(static_cast<std::int64_t>(count) - within_quota));
-    }
-    const auto allocation = allocator.allocate(recorder, *into, count, &namespace_id);
-    if (!allocation.has_value()) {  // the room was counted; making it was an overflow
-      if (from != nullptr) {
-        unpin_run(*from, copy.source_slots);
+  bool has_room = true;
+  try {
+    if (into != nullptr) {
+      if (static_cast<std::int64_t>(count) > within_quota) {
+        allocator.withdraw_own(recorder, *into, share, static_cast<std::size_t>(static_cast<std::int64_t>(count) - within_quota));
       }
-      return std::nullopt;
+      const auto allocation = allocator.allocate(recorder, *into, count, &namespace_id);
+      has_room = allocation.has_value();  // the room was counted; making it may be an overflow
+      for (std::size_t at = 0; has_room && at < count; ++at) {
+        copy.target_slots.push_back(slot_at(allocation->slots, at));
+        into->receive(copy.target_slots.back(), hash_at(copy.hashes, at));
+      }
+      copy.after = has_room ? allocation->after : 0;
     }
-    for (std::size_t at = 0; at < count; ++at) {
-      copy.target_slots.push_back(slot_at(allocation->slots, at));
-      into->receive(copy.target_slots.back(), hash_at(copy.hashes, at));
+  } catch (...) {
+    if (from != nullptr) {
+      unpin_run(*from, copy.source_slots);
     }
-    copy.after = allocation->after;
+    copies_.erase(begun);
+    throw;
   }
-  copy.epoch = recorder.fold().epoch().bits();
-  const std::uint64_t id = next_++;
-  return std::pair(id, &copies_.emplace(id, std::move(copy)).first->second);
+  if (!has_room) {
+    if (from != nullptr) {
+      unpin_run(*from, copy.source_slots);
+    }
+    copies_.erase(begun);
+    return std::nullopt;
+  }
+  return std::pair(next_++, &copy);
 }
 
 // Gives a copy those blocks, `most` at most, that its source has under its namespace and its target neither has nor awaits.
@@ -154,11 +170,19 @@ std::size_t Copies::blocks(std::uint64_t id) const {
 std::span<const std::uint32_t> Copies::end(Recorder& recorder, std::uint64_t id, std::span<const std::uint8_t> arrived,
                                            MigrateCause cause, bool kept, bool pinned) {
   const std::size_t count = blocks(id);
+  // All room is made while the copy can be ended once more.
+  std::vector<std::uint8_t> good(count);  // what counts as arrived: looked up before the source withdraws it
+  std::vector<std::uint8_t> fresh_hashes;
+  std::vector<std::uint32_t> fresh;
+  std::vector<std::uint32_t> known;
+  fresh_hashes.reserve(count * kHashBytes);
+  fresh.reserve(count);
+  known.reserve(count);
+  holders_.assign(count, kNoSlot);
   const auto node = copies_.extract(id);
   const Copy& copy = node.mapped();
   TierSlots* const from = source_of(recorder, copy);
   TierSlots* const into = recorder.fold().table(copy.target);
-  std::vector<std::uint8_t> good(count);  // what counts as arrived: looked up before the source withdraws it
   const std::uint32_t owner = recorder.fold().namespaces().find(copy.namespace_id);
   const auto is_of = [owner](const TierSlots& tier, std::uint32_t slot) { return tier.owner_of(slot) == owner; };
   for (std::size_t at = 0; at < count; ++at) {
@@ -171,9 +195,6 @@ std::span<const std::uint32_t> Copies::end(Recorder& recorder, std::uint64_t id,
   for (const std::uint32_t slot : copy.target_slots) {
     into->end_receiving(slot);
   }
-  std::vector<std::uint8_t> fresh_hashes;
-  std::vector<std::uint32_t> fresh;
-  std::vector<std::uint32_t> known;
   for (std::size_t at = 0; at < count; ++at) {
     const std::uint8_t* const hash = hash_at(copy.hashes, at);
     const std::uint32_t holder = into != nullptr ? into->find(hash) : kNoSlot;
@@ -191,11 +212,25 @@ std::span<const std::uint32_t> Copies::end(Recorder& recorder, std::uint64_t id,
       known.push_back(holder);
     }
   }
-  migrate(recorder, copy, fresh_hashes, fresh, kept, cause);
+  std::size_t gained = 0;
+  try {
+    migrate(recorder, copy, fresh_hashes, fresh, kept, cause, gained);
+  } catch (...) {
+    for (std::size_t at = fresh.size(); at-- > 0;) {
+      if (at < gained) {
+        into->enter(fresh[at], false);
+      } else {
+        into->give_back(fresh[at]);
+      }
+    }
+    if (from != nullptr) {
+      unpin_run(*from, copy.source_slots);
+    }
+    throw;
+  }
   if (from != nullptr) {
     unpin_run(*from, copy.source_slots);
   }
-  holders_.assign(count, kNoSlot);
   if (into == nullptr) {
     return holders_;
   }

@@ -43,8 +43,8 @@ void CopyQueue::add(const Run& run) {
       throw Error(ErrorCode::kLayout, "the queue of copies is closed; " + std::to_string(run.slots.size()) +
                                           " blocks were not copied");
     }
+    ended_.reserve(ended_.size() + scatters_.size() + gathers_.size() + 1);  // first: the thread does not allocate
     (run.checksums == nullptr ? scatters_ : gathers_).push_back({run});
-    ended_.reserve(ended_.size() + scatters_.size() + gathers_.size());  // the thread does not allocate
   }
   work_.notify_one();
 }

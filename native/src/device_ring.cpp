@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <iterator>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <system_error>
@@ -222,13 +223,14 @@ CuEvent DeviceRing::mark(const RunOrder& after) {
   const InContext inside(driver_, context_);
   require_no_capture(after.streams);
   if (free_marks_.empty()) {
+    all_marks_.reserve(all_marks_.size() + 1);
+    free_marks_.reserve(all_marks_.size() + 1);  // so that each can be given back
     CuEvent made = nullptr;
     if (const CuResult result = driver_.cuEventCreate(&made, kCuEventDisableTiming); result != kCuSuccess) {
       throw CudaError(driver_, "cuEventCreate", result);
     }
     all_marks_.push_back(made);
     free_marks_.push_back(made);
-    free_marks_.reserve(all_marks_.size());  // so that each can be given back
   }
   const CuEvent made = free_marks_.back();
   const auto done = [this](CuResult result, const char* call) {
@@ -340,7 +342,7 @@ bool DeviceRing::advance(std::chrono::nanoseconds timeout) {
         naps.nap();
       }
     }
-  } catch (const CudaError&) {
+  } catch (...) {
     if (is_lost_) {  // nothing moves any more
       under_way_ = false;
       sums_->settle();
@@ -550,6 +552,9 @@ void DeviceRing::queue_lot() {
     }
     fail(error.what());
     return;
+  } catch (const std::bad_alloc&) {  // a part of the lot may be queued: the run ends once that was confirmed
+    fail("no memory");
+    return;
   }
   flying_.emplace_back(number, end.byte);  // there is room: a lot that was queued is known
   next_ = end;
@@ -634,8 +639,12 @@ void DeviceRing::copy_stretches(CuStream stream) {
 }
 
 // No lot is queued any more; the run ends once all that is queued was confirmed.
-void DeviceRing::fail(const std::string& why) noexcept {
-  why_ = why;
+void DeviceRing::fail(const char* why) noexcept {
+  try {
+    why_ = why;
+  } catch (const std::bad_alloc&) {
+    why_ = "no memory";  // short enough to need none
+  }
   flying_.clear();
 }
 

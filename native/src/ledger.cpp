@@ -462,6 +462,11 @@ Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceH
                  slots.subspan(begin * kSlotBytes, (end - begin) * kSlotBytes));
     } catch (...) {
       unmark(state, slots, holders, begin, count);
+      for (std::size_t at = begin; at-- > 0;) {  // what is recorded is held, by nobody
+        if (is_new(at)) {
+          state.enter(holders[at], false);
+        }
+      }
       throw;
     }
   }
@@ -541,6 +546,7 @@ std::size_t Ledger::adopt(const NamespaceId& namespace_id, Tier tier, Bytes hash
   }
   check_filled(state, hashes, slots, "adopt", "no block can be adopted in it");
   chosen_hashes_.clear();
+  chosen_hashes_.reserve(count * kHashBytes);  // before slots are given back
   const std::span<std::uint32_t> fresh = slot_numbers(count);
   std::size_t fresh_count = 0;
   for (std::size_t at = 0; at < count; ++at) {
@@ -552,6 +558,14 @@ std::size_t Ledger::adopt(const NamespaceId& namespace_id, Tier tier, Bytes hash
     }
   }
   std::size_t gained = 0;
+  const auto settle = [&]() noexcept {
+    for (std::size_t at = gained; at < fresh_count; ++at) {
+      state.give_back(fresh[at]);
+    }
+    for (std::size_t at = gained; at-- > 0;) {  // the deepest enters the policy first, so that it leaves first
+      state.enter(fresh[at], false);
+    }
+  };
   while (gained < fresh_count && !recorder_.is_closed(tier) && !recorder_.fold().is_stopped()) {
     const std::size_t end = std::min(fresh_count, gained + kMaxRunBlocks);
     const BlocksMigrated found{.namespace_id = namespace_id,
@@ -561,18 +575,18 @@ std::size_t Ledger::adopt(const NamespaceId& namespace_id, Tier tier, Bytes hash
                                .cause = MigrateCause::kOffload,
                                .hashes = blocks_of(chosen_hashes_, gained, end),
                                .slots = packed(fresh.subspan(gained, end - gained))};
-    const Event event = found;
-    const std::size_t bytes = recorder_.admit(event);
-    recorder_.fold().check_source(found);  // of the tier, it is known that it does not hold them
-    recorder_.record<BlocksMigrated>(event, bytes, recorder_.fold().namespaces().intern(namespace_id));
+    try {
+      const Event event = found;
+      const std::size_t bytes = recorder_.admit(event);
+      recorder_.fold().check_source(found);  // of the tier, it is known that it does not hold them
+      recorder_.record<BlocksMigrated>(event, bytes, recorder_.fold().namespaces().intern(namespace_id));
+    } catch (...) {
+      settle();
+      throw;
+    }
     gained = end;
   }
-  for (std::size_t at = gained; at < fresh_count; ++at) {
-    state.give_back(fresh[at]);
-  }
-  for (std::size_t at = gained; at-- > 0;) {  // the deepest enters the policy first, so that it leaves first
-    state.enter(fresh[at], false);
-  }
+  settle();
   return gained;
 }
 

@@ -33,9 +33,9 @@ bool Recorder::wait(const Event& event, std::size_t encoded_bytes, std::uint32_t
     waiting_.add(event, encoded_bytes, namespace_index, applied_);
     waiting_bytes_ += counted ? encoded_bytes : 0;
   } else {
-    overflowed_ = true;
     waiting_.add(InstanceStopped{.reason = StopReason::kOverflow}, kStoppedBytes, 0, applied_);
     waiting_.set_digest(fold_.digest());
+    overflowed_ = true;
   }
   ++applied_;
   return fits;

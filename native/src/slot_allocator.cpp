@@ -101,7 +101,7 @@ std::optional<Allocation> SlotAllocator::allocate(Recorder& recorder, TierSlots&
       tier.expect(share_of(recorder, *namespace_id), count);
     }
     tier.victims(victims_);
-    withdraw(recorder, tier, victims_, EvictReason::kCapacity);
+    withdraw_victims(recorder, tier, EvictReason::kCapacity);
     if (recorder.is_closed(tier.tier())) {  // by that very eviction: a slot whose withdrawal nobody hears of must not be written
       return std::nullopt;
     }
@@ -118,7 +118,21 @@ void SlotAllocator::withdraw_own(Recorder& recorder, TierSlots& tier, std::uint3
   recorder.fold().check_open(kEvicted);  // before the policy has given up anything
   victims_.resize(count);
   tier.victims_of(share, victims_);
-  withdraw(recorder, tier, victims_, EvictReason::kQuota);
+  withdraw_victims(recorder, tier, EvictReason::kQuota);
+}
+
+// Withdraws what was given up; where memory runs out meanwhile, what is held still may be evicted again.
+void SlotAllocator::withdraw_victims(Recorder& recorder, TierSlots& tier, EvictReason reason) {
+  try {
+    withdraw(recorder, tier, victims_, reason);
+  } catch (...) {
+    for (std::size_t at = victims_.size(); at-- > 0;) {
+      if (tier.is_held(victims_[at])) {
+        tier.spare(victims_[at]);
+      }
+    }
+    throw;
+  }
 }
 
 void SlotAllocator::withdraw(Recorder& recorder, TierSlots& tier, std::span<const std::uint32_t> slots,

@@ -135,9 +135,17 @@ bool Snapshots::step(Recorder& recorder, std::size_t limit) {
   if (left_.empty()) {
     return false;
   }
-  limit = std::min(limit, kMaxRunBlocks);
-  SnapshotLeft left = left_.front();
-  left_.pop_front();
+  try {
+    state_some(recorder, std::min(limit, kMaxRunBlocks));
+  } catch (...) {
+    left_.clear();  // what it has stated of a tier is not known: the next begins anew
+    throw;
+  }
+  return !left_.empty() && !recorder.has_overflowed();
+}
+
+void Snapshots::state_some(Recorder& recorder, std::size_t limit) {
+  SnapshotLeft& left = left_.front();
   const TierSlots& tier = *left.tier;
   if (!left.begun) {
     left.begun = true;
@@ -162,12 +170,10 @@ bool Snapshots::step(Recorder& recorder, std::size_t limit) {
   state_run(recorder, tier, true);
   left.at = slot;
   left.count += listed;
-  if (slot != kNoSlot) {
-    left_.push_front(left);
-  } else {
+  if (slot == kNoSlot) {
     end_snapshot(recorder, tier, left.count, true);
+    left_.pop_front();
   }
-  return !left_.empty() && !recorder.has_overflowed();
 }
 
 // Records the statement of a run of one namespace, gathered in run_hashes_ and run_slots_, which are empty afterwards.

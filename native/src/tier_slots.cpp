@@ -179,17 +179,32 @@ void TierSlots::settle_unpinned(std::uint32_t slot) noexcept {
 
 void TierSlots::keep(std::uint32_t slot, double until_s, std::uint8_t priority) {
   Slot& block = slots_[slot];
-  if (block.priority == kNotKept) {
-    if (block.pins == 0) {
-      policy_->hold(slot);
-    }
-  } else {
+  const bool was_kept = block.priority != kNotKept;
+  if (was_kept) {
     until_s = std::max(until_s, block.kept_until_s);
     priority = std::max(priority, block.priority);
-    release(slot);
+    if (until_s == block.kept_until_s && priority == block.priority) {
+      return;
+    }
   }
-  kept_in_time_.emplace(until_s, slot);
-  kept_in_rank_.emplace(priority, until_s, slot);
+  const auto [in_time, is_later] = kept_in_time_.emplace(until_s, slot);  // what may throw comes first
+  try {
+    kept_in_rank_.emplace(priority, until_s, slot);
+  } catch (...) {
+    if (is_later) {
+      kept_in_time_.erase(in_time);
+    }
+    throw;
+  }
+  if (was_kept) {
+    yielding_ -= yields(block) ? 1 : 0;
+    if (is_later) {
+      kept_in_time_.erase({block.kept_until_s, slot});
+    }
+    kept_in_rank_.erase({block.priority, block.kept_until_s, slot});
+  } else if (block.pins == 0) {
+    policy_->hold(slot);
+  }
   block.kept_until_s = until_s;
   block.priority = priority;
   yielding_ += yields(block) ? 1 : 0;
@@ -236,6 +251,12 @@ bool TierSlots::victims(std::span<std::uint32_t> out) noexcept {
     }
   }
   return true;
+}
+
+void TierSlots::spare(std::uint32_t slot) noexcept {
+  if (slots_[slot].priority == kNotKept) {
+    policy_->spare(slot);
+  }
 }
 
 }  // namespace kvbm

@@ -34,17 +34,28 @@ void WaitingEvents::add(const Event& event, std::size_t encoded_bytes, std::uint
     }
     place = &places_[namespace_index];
   }
-  FrameBody* body = used_ > 0 ? &bodies_[used_ - 1] : &open(offset);
   const auto is_new = [&] { return place != nullptr && place->frame != frames_begun_; };
-  if (body->estimated_bytes >= kFrameEventBytes || (is_new() && body->namespaces.size() == kMaxFrameNamespaces)) {
-    body = &open(offset);
+  FrameBody* body = used_ > 0 ? &bodies_[used_ - 1] : nullptr;
+  const bool opens = body == nullptr || body->estimated_bytes >= kFrameEventBytes ||
+                     (is_new() && body->namespaces.size() == kMaxFrameNamespaces);
+  // All room is made before anything changes.
+  if (opens) {
+    body = &spare();
+  }
+  if (body->namespaces.size() == body->namespaces.capacity()) {
+    body->namespaces.reserve(2 * body->namespaces.size() + 1);
+  }
+  if (body->used + encoded_bytes > body->bytes.size()) {
+    body->bytes.resize(std::max(body->used + encoded_bytes, 2 * body->bytes.size()));
+  }
+  if (opens) {
+    ++frames_begun_;
+    ++used_;
+    body->first_offset = offset;
   }
   if (is_new()) {
     *place = {frames_begun_, static_cast<std::uint8_t>(body->namespaces.size())};
     body->namespaces.push_back(*id);
-  }
-  if (body->used + encoded_bytes > body->bytes.size()) {
-    body->bytes.resize(std::max(body->used + encoded_bytes, 2 * body->bytes.size()));
   }
   write_event(event, place != nullptr ? place->index : std::uint8_t{0}, body->bytes.data() + body->used);
   body->used += encoded_bytes;
@@ -52,15 +63,15 @@ void WaitingEvents::add(const Event& event, std::size_t encoded_bytes, std::uint
   ++body->event_count;
 }
 
-FrameBody& WaitingEvents::open(std::uint64_t offset) {
-  ++frames_begun_;
+FrameBody& WaitingEvents::spare() {
   if (used_ == bodies_.size()) {
     bodies_.emplace_back();
-    bodies_.back().bytes.resize(4096);  // frames that are taken every few milliseconds stay small; others grow
   }
-  FrameBody& body = bodies_[used_++];
+  FrameBody& body = bodies_[used_];
+  if (body.bytes.empty()) {
+    body.bytes.resize(4096);  // frames that are taken every few milliseconds stay small; others grow
+  }
   body.used = body.estimated_bytes = body.event_count = 0;
-  body.first_offset = offset;
   body.namespaces.clear();
   return body;
 }

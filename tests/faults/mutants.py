@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
+
 import kvbm.assembly.manager
 import kvbm.catalog.instance_sequence as sequence_module
 import kvbm.core.ledger as ledger_module
@@ -41,6 +43,9 @@ from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.nvme.hints import SlotHints
+from kvbm.pools.nvme.pod import PodFolder
+from kvbm.pools.nvme.sealing import SlotKeys
+from kvbm.pools.object.encryption import Sealing
 from kvbm.streams.base import Mark, Position
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.publisher import Publisher
@@ -329,11 +334,23 @@ def _room_of_a_thread_that_never_was(stack: ExitStack) -> None:
 def _half_open_stays(stack: ExitStack) -> None:
     """A manager that gets no thread keeps its locks."""
 
-    def start(parts: Sequence[Any], close: Callable[[], None]) -> None:
-        for part in parts:
+    def start(
+        self: Any,
+        publishing: Any = None,
+        closers: Any = (),
+        disowners: Any = (),
+        stoppers: Any = (),
+        taken: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.publisher_port.publishing = publishing
+        self._disowners = list(disowners)
+        self._closing.add([*stoppers, self._salvage.stop], closers)
+        leaving.keep(self)
+        taken()
+        for part in (self._writer, self._offloads, self._salvage):
             part.start()
 
-    _swap(stack, manager_module, "_start", start)
+    _swap(stack, manager_module.BlockManager, "start", start)
 
 
 def _names_without_end(stack: ExitStack) -> None:
@@ -377,6 +394,45 @@ def _clean_before_its_sync(stack: ExitStack) -> None:
         self._is_dirty = False
 
     original = _swap(stack, SlotHints, "sync", sync)
+
+
+def _keys_stamp_before_their_read(stack: ExitStack) -> None:
+    """Keys of NVME that change while they cannot be read count as read."""
+
+    def refresh(self: Any) -> None:
+        changed = self._source.changed()
+        original(self)
+        self._changed = changed
+
+    original = _swap(stack, SlotKeys, "refresh", refresh)
+
+
+def _object_keys_stamp_before_their_read(stack: ExitStack) -> None:
+    """The same of objects."""
+
+    def refresh(self: Any) -> None:
+        changed = self._source.changed()
+        original(self)
+        self._changed = changed
+
+    original = _swap(stack, Sealing, "refresh", refresh)
+
+
+def _pod_believes_its_hints(stack: ExitStack) -> None:
+    """What a pod's other instances have by now where their hints named a block counts as that block."""
+
+    def read(self: Any, *args: Any, **more: Any) -> Any:
+        result = original(self, *args, **more)
+        is_other = [outcome is ReadOutcome.MISSING for outcome in result.outcomes]
+        good = [
+            ReadOutcome.GOOD if other else outcome for other, outcome in zip(is_other, result.outcomes, strict=True)
+        ]
+        rows, at = args[4], args[5] if len(args) > 5 else more.get("at")
+        places = range(len(good)) if at is None else at
+        sums = [assembly.NATIVE.crc32c(rows[place].tobytes()) for place in places]
+        return result._replace(outcomes=good, checksums=np.array(sums, dtype=np.uint32))
+
+    original = _swap(stack, PodFolder, "read", read)
 
 
 # -- the catalog --------------------------------------------------------------------------------------------------------
@@ -580,6 +636,27 @@ MUTANTS: dict[str, Mutant] = {
         "hints that were not synced are synced later",
         _clean_before_its_sync,
         ("no_descriptors", "break_disk"),
+        run_s=LIMITS_S,
+        limits=True,
+    ),
+    "keys_stamp_before_their_read": Mutant(
+        "keys of NVME that changed while they could not be read are read later",
+        _keys_stamp_before_their_read,
+        ("no_descriptors", "change_keys"),
+        run_s=LIMITS_S,
+        limits=True,
+    ),
+    "object_keys_stamp_before_their_read": Mutant(
+        "keys of objects that changed while they could not be read are read later",
+        _object_keys_stamp_before_their_read,
+        ("no_descriptors", "change_keys"),
+        run_s=LIMITS_S,
+        limits=True,
+    ),
+    "pod_believes_its_hints": Mutant(
+        "a block of a pod's other instance is what its slot proves",
+        _pod_believes_its_hints,
+        ("pod_mate", "kill", "slow_pools"),
         run_s=LIMITS_S,
         limits=True,
     ),

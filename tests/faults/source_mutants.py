@@ -466,8 +466,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "overflow_keeps_its_source_pinned": SourceMutant(
         "a copy whose room was an overflow pins its source no more",
         "native/src/copies.cpp",
-        "      if (from != nullptr) {\n        unpin_run(*from, copy.source_slots);\n      }\n      return std::nullopt;",
-        "      return std::nullopt;",
+        "    if (from != nullptr) {\n      unpin_run(*from, copy.source_slots);\n    }\n    copies_.erase(begun);\n    return std::nullopt;",
+        "    copies_.erase(begun);\n    return std::nullopt;",
         test="native/tests/test_ledger.cpp",
     ),
     "readable_waits_for_any_withdrawal": SourceMutant(

@@ -44,6 +44,7 @@ FOUND_AT = {  # the first seed that notices a planted defect, where it is not 0
     "gap_ignored": 1,
     "half_open_stays": 25,
     "loop_wanted_once": 47,
+    "object_keys_stamp_before_their_read": 5,
     "places_without_fingerprints": 94,
     "queued_before_its_thread": 2,
     "resumes_at_the_end": 12,

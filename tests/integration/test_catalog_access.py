@@ -229,6 +229,22 @@ def test_a_file_that_is_being_written_counts_once_it_stays(files: Files, monkeyp
     assert known() == "abc" and access.trouble == ""
 
 
+@pytest.mark.parametrize(("age_ns", "counts"), [(10**6, "new"), (60 * 10**9, "old")])
+def test_a_file_that_changes_while_it_is_first_read_is_read_once_more(
+    age_ns: int, counts: str, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No stamp tells the change: it has the same size, and comes in the same tick. Of a file that is older no change is hidden."""
+    written_ns = time.time_ns()
+    monkeypatch.setattr("kvbm.files.stamp", lambda _: (written_ns, written_ns, 7, 9))
+    monkeypatch.setattr("kvbm.files.time.time_ns", lambda: written_ns + age_ns)
+    entry = "[[token]]\nname = 'r'\nrole = 'operator'\nsha256 = '{}'\n"
+    files.access.write_text(entry.format(hashed("old")))
+    access = Access(str(files.access))
+    files.access.write_text(entry.format(hashed("new")))
+    for token in ("old", "new"):
+        assert (access.caller(f"Bearer {token}", None) is not None) == (token == counts)
+
+
 def test_a_long_file_is_read_beside_the_loop(
     files: Files, serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -194,3 +195,12 @@ def test_changes_are_watched_until_interrupted(nats_url: str, cluster: str, url:
     else:
         assert first.startswith("watching from ")
         assert seen[-1] == f"b gained 3 in HBM: {HASHES[:16].hex()}…\n"
+
+
+def test_metrics_tell_the_memory_of_the_index(url: str) -> None:
+    with closing(CatalogClient(url, WAIT_S)) as client:
+        found = [line.split() for line in client.metrics().splitlines() if line.startswith("kvbm_catalog_index_bytes{")]
+    assert [name for name, _ in found] == [
+        f'kvbm_catalog_index_bytes{{part="{part}"}}' for part in ("rest", "sets", "table")
+    ]
+    assert all(float(size) > 0 for _, size in found)

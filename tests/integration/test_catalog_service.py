@@ -484,14 +484,27 @@ def test_metrics_tell_how_much_smaller_a_namespace_became(running: Running) -> N
     a = running.instance("a")
     a.create(0, 5)
     a.publish()
-    a.beat(put_bytes={SPACE.id: (3000, 2000)})
+    a.beat(put_bytes={SPACE.id: (3000, 2000)}, put_total=(5000, 4000))
 
-    def sizes() -> dict[str, float]:
+    def sizes(name: str, label: str) -> dict[str, dict[str, float]]:
         families = text_string_to_metric_families(running.client.metrics())
-        put = [s for f in families for s in f.samples if s.name == "kvbm_catalog_object_put_bytes_total"]
-        return {s.labels["form"]: s.value for s in put if s.labels["namespace"] == SPACE.id.hex()}
+        found: dict[str, dict[str, float]] = {}
+        for sample in (s for f in families for s in f.samples if s.name == name):
+            found.setdefault(sample.labels[label], {})[sample.labels["form"]] = sample.value
+        return found
 
-    eventually(lambda: sizes() == {"raw": 3000, "stored": 2000})
+    def total() -> dict[str, dict[str, float]]:
+        return sizes("kvbm_catalog_object_put_bytes_total", "instance")
+
+    def by_namespace() -> dict[str, dict[str, float]]:
+        return sizes("kvbm_catalog_object_namespace_put_bytes", "namespace")
+
+    eventually(lambda: total() == {"a": {"raw": 5000, "stored": 4000}})
+    assert by_namespace() == {SPACE.id.hex(): {"raw": 3000, "stored": 2000}}
+    many = {NamespaceId(b"%016d" % at): (at, at) for at in range(300)}  # clients choose them
+    a.beat(put_bytes=many, put_total=(5300, 4300))
+    eventually(lambda: total() == {"a": {"raw": 5300, "stored": 4300}})
+    assert set(by_namespace()) == {one.hex() for one in list(many)[-64:]}
 
 
 def test_a_locator_asks_for_claims_and_backs_off_while_the_catalog_is_away(running: Running) -> None:

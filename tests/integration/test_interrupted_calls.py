@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 
+from kvbm.assembly import manager as manager_opening
+from kvbm.assembly import open_manager
 from kvbm.assembly.native import NATIVE, OPEN_BLOCK_IO
 from kvbm.catalog import server as catalog_server
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
+from kvbm.config import load_settings
 from kvbm.core.errors import LedgerError
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.manager import (
@@ -38,6 +41,7 @@ from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.base import BlockManager
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.manager.loads import Prefix
+from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.nvme import pool as nvme_pool
 from kvbm.pools.nvme.pool import NvmePool
 from tests.eventually import WAIT_S, eventually
@@ -47,7 +51,7 @@ from tests.owning_engines import OwningEngine, opened
 Trace = Callable[[FrameType, str, Any], Any]
 
 
-ENDS = ("return prefix", "return slots", "return store", "return acquiring")
+ENDS = ("return prefix", "return slots", "return store", "return acquiring", "return manager")
 
 
 class Interrupted(BaseException):
@@ -114,6 +118,36 @@ def test_a_close_that_is_interrupted_anywhere_is_done_by_itself_or_by_the_next(t
         where = interrupted_at(number, files, manager.close)
         manager.close()
         eventually(lambda: not threads_of_managers(), f"a thread goes on after {where}", state=threads_of_managers)
+    assert number > 20
+
+
+@pytest.mark.parametrize("has_stream", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_an_opening_that_is_interrupted_anywhere_leaves_nothing_open(has_stream: bool, tmp_path: Path) -> None:
+    (tmp_path / "pod").mkdir()
+    flags = {
+        "instance.data_dir": str(tmp_path / "data"), "nats.enabled": has_stream, "nats.url": "nats://127.0.0.1:1", "nats.timeout_s": 0.01, "pools.hbm.device": "memory",
+        "pools.hbm.slots": 4, "pools.nvme.slots": 4, "pools.nvme.folder": str(tmp_path / "pod"),
+    }  # fmt: skip
+    settings = load_settings(flags=flags)
+    before = set(threading.enumerate())
+
+    def ours() -> list[str]:
+        found = [one for one in threading.enumerate() if one not in before]
+        return [one.name for one in found if one.name.startswith("kvbm-") and not one.name.startswith("kvbm-epoch-")]
+
+    number, where = 0, "at first"
+    managers: list[Manager] = []
+    while where:
+        number += 1
+        # That its files are locked by nobody shows in the next.
+        where = interrupted_at(
+            number, files_of(manager_opening, base),
+            lambda: managers.append(open_manager(settings, [NAMESPACE], BLOCK_BYTES)),
+        )  # fmt: skip
+        if where:
+            assert not managers, f"it has come after {where}"
+            eventually(lambda: not ours(), f"a thread goes on after {where}", state=ours)
+    managers[0].close()
     assert number > 20
 
 

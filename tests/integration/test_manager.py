@@ -62,7 +62,8 @@ def test_a_manager_tells_what_it_has_put_in_the_object_pool() -> None:
         assert counted is not None
         raw, stored = counted.namespaces[NAMESPACE.id]
         assert (counted.put_objects, raw) == (6, 6 * BLOCK_BYTES)
-        assert manager.heartbeat(Position(1, 0)).put_bytes == {NAMESPACE.id: (raw, stored)}  # type: ignore[arg-type]
+        beat = manager.heartbeat(Position(1, 0))  # type: ignore[arg-type]
+        assert beat.put_bytes == {NAMESPACE.id: (raw, stored)} and beat.put_total == (raw, stored)
     with make_manager(SLOTS) as manager:
         assert manager.stats().objects is None
 

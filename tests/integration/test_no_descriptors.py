@@ -31,10 +31,12 @@ from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.tenant_keys import add_key, keys_of_command, keys_of_file
 from kvbm.remarks import Remarks
 from kvbm.streams import publisher_thread
+from kvbm.streams.memory import MemoryLog, MemoryStream
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.tenant_secrets import TenantSecrets
 from tests.eventually import WAIT_S, eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE
+from tests.nats_fixture import PlainOwner
 
 ACME = Namespace(model="test", revision="r1", block_tokens=16, tenant="acme")
 
@@ -200,17 +202,21 @@ def test_erasures_are_watched_once_there_are_descriptors_for_it(monkeypatch: pyt
 
 def test_a_publisher_begins_once_there_are_descriptors_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher_thread, "_AGAIN_S", 0.001)
-    publisher = publisher_thread.PublisherThread.__new__(publisher_thread.PublisherThread)
-    publisher._loop, publisher._stop_s, begun = None, None, []
+    begun: list[int] = []
 
-    async def drive() -> None:
-        begun.append(True)
+    async def connect(url: str, timeout_s: float) -> MemoryStream:
+        begun.append(failing.calls)
+        return MemoryStream()
 
-    publisher._drive = drive  # type: ignore[method-assign]
+    publisher = publisher_thread.PublisherThread(
+        MemoryLog(), "nats://127.0.0.1:1", "c", InstanceId("one"), PlainOwner("c"), 0.05, connect
+    )
     failing = Failing(asyncio.new_event_loop)
     monkeypatch.setattr("asyncio.runners.events.new_event_loop", failing)
-    publisher._run()
-    assert begun and failing.calls == 2
+    publisher.start()
+    eventually(lambda: begun, "it has not begun")
+    publisher.stop(1.0)
+    assert begun == [2]
 
 
 def test_a_start_that_lacks_descriptors_to_ask_its_stream_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

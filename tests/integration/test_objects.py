@@ -332,3 +332,4 @@ def test_what_was_put_is_counted_for_the_namespaces_put_last(monkeypatch: pytest
         assert pool.put(rows, Proof(name, Epoch(1), bytes([at]) * HASH_BYTES, checksums(rows))) == [True]
     put = pool.stats().namespaces
     assert list(put) == [names[0], names[3]] and put[names[0]].raw_bytes == 2 * BLOCK_BYTES
+    assert pool.stats().put_bytes.raw_bytes == 4 * BLOCK_BYTES

@@ -429,15 +429,16 @@ class BlockObjects:
             self._object_bytes = _with_newest(self._object_bytes, namespace, stored_bytes[-1])
         with self._lock:
             stats = self._stats
-            put = stats.namespaces.get(namespace, NamespaceBytes())
-            raw_bytes = put.raw_bytes + len(stored_bytes) * self.blocks * self.block_bytes
+            put, whole = stats.namespaces.get(namespace, NamespaceBytes()), stats.put_bytes
+            raw, stored = len(stored_bytes) * self.blocks * self.block_bytes, sum(stored_bytes)
             self._stats = stats._replace(
                 put_objects=stats.put_objects + len(stored_bytes),
                 found_objects=stats.found_objects + found,
                 refused_objects=stats.refused_objects + count - len(stored_bytes) - found,
                 namespaces=_with_newest(
-                    stats.namespaces, namespace, NamespaceBytes(raw_bytes, put.stored_bytes + sum(stored_bytes))
+                    stats.namespaces, namespace, NamespaceBytes(put.raw_bytes + raw, put.stored_bytes + stored)
                 ),
+                put_bytes=NamespaceBytes(whole.raw_bytes + raw, whole.stored_bytes + stored),
             )
 
     def _count_gets(self, outcomes: np.ndarray) -> None:

@@ -396,7 +396,7 @@ class NatsConnection:
                 await self.client.publish(subject, data, reply=reply)
         except TimeoutError:
             raise StreamError(f"NATS at {self.shown} takes no more bytes") from None
-        except NatsError as error:
+        except (OSError, NatsError) as error:
             raise self._lost(error_words(error)) from None
 
     async def send_headed(self, subject: str, head: bytes, data: bytes) -> None:

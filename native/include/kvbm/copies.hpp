@@ -41,13 +41,14 @@ class Copies {
   explicit Copies(std::uint64_t seed) : distinct_(seed) {}
 
   // The copy's number and what it is, valid until it ends; nullopt when nothing is to be copied or nothing fits.
-  // Throws Error: kLedger, kLayout, kIllegalEvent.
+  // Throws Error: kLedger, kLayout, kIllegalEvent; std::bad_alloc. Nothing is pinned or taken then.
   std::optional<std::pair<std::uint64_t, const Copy*>> begin(Recorder& recorder, SlotAllocator& allocator,
                                                              const NamespaceId& namespace_id, CopySource source,
                                                              Tier target, Bytes hashes);
   // Blocks of a copy in flight. Throws Error: kLedger, when it is not.
   std::size_t blocks(std::uint64_t id) const;
   // arrived: one for each block. Returns for each block the target slot that holds it, or kNoSlot; valid until the next end.
+  // Throws std::bad_alloc: the copy is in flight still, or has ended, and has no pins or slots any more.
   std::span<const std::uint32_t> end(Recorder& recorder, std::uint64_t id, std::span<const std::uint8_t> arrived,
                                      MigrateCause cause, bool kept, bool pinned);
   std::size_t in_flight() const noexcept { return copies_.size(); }

@@ -44,7 +44,7 @@ class CopyQueue {
   CopyQueue(const CopyQueue&) = delete;
   CopyQueue& operator=(const CopyQueue&) = delete;
 
-  // Every index was looked at. Throws Error: kLayout, once closed.
+  // Every index was looked at. Throws Error: kLayout, once closed; std::bad_alloc. Nothing is copied then.
   void add(const Run& run);
 
   // The runs that have ended since the last call, in that order.

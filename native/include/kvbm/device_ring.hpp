@@ -123,7 +123,7 @@ class DeviceRing {
   void copy(const Part& part, const Place& begin, const Place& end, CuStream stream);
   void copy_stretches(CuStream stream);
   CuAddress end_of_range(CuAddress at);
-  void fail(const std::string& why) noexcept;
+  void fail(const char* why) noexcept;
   bool has_passed(CuEvent event);
   bool confirm_rest();
   bool collect();

@@ -51,6 +51,8 @@ class EvictionPolicy {
   virtual void lose(std::uint32_t slot) noexcept = 0;
   // Gives up out.size() blocks, the first to go first. False, and no change, when fewer may be evicted.
   virtual bool victims(std::span<std::uint32_t> out) noexcept = 0;
+  // It may be evicted again: `victims` has given it up, and it was not withdrawn.
+  virtual void spare(std::uint32_t slot) noexcept = 0;
   // How many blocks may be evicted now.
   virtual std::size_t size() const noexcept = 0;
 };
@@ -65,6 +67,7 @@ class LeastRecentlyUsed final : public EvictionPolicy {
   void free(std::uint32_t slot) noexcept override;
   void lose(std::uint32_t slot) noexcept override;
   bool victims(std::span<std::uint32_t> out) noexcept override;
+  void spare(std::uint32_t slot) noexcept override { free(slot); }
   std::size_t size() const noexcept override { return order_.size(); }
 
  private:
@@ -106,6 +109,7 @@ class S3Fifo final : public EvictionPolicy {
   void free(std::uint32_t slot) noexcept override;
   void lose(std::uint32_t slot) noexcept override;
   bool victims(std::span<std::uint32_t> out) noexcept override;
+  void spare(std::uint32_t slot) noexcept override { gain(slot, false); }
   std::size_t size() const noexcept override { return small_.size() + main_.size() - held_back_; }
 
  private:
@@ -135,6 +139,7 @@ class FairShares final : public EvictionPolicy {
   void free(std::uint32_t slot) noexcept override;
   void lose(std::uint32_t slot) noexcept override;
   bool victims(std::span<std::uint32_t> out) noexcept override;
+  void spare(std::uint32_t slot) noexcept override { part_of(slot).policy->spare(slot); }
   std::size_t size() const noexcept override;
 
   // The next `victims` are for so many blocks of a share, which count as held there.

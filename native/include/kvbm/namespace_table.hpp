@@ -15,10 +15,13 @@ class NamespaceTable {
  public:
   static constexpr std::uint32_t kNone = 0xFFFFFFFF;
 
-  // The number of an id, a new one if need be.
+  // The number of an id, a new one if need be. Throws std::bad_alloc; nothing has changed then.
   std::uint32_t intern(const NamespaceId& id) {
     if (last_ < ids_.size() && std::memcmp(ids_[last_].data(), id.data(), id.size()) == 0) {  // requests that follow each other often share theirs
       return last_;
+    }
+    if (ids_.size() == ids_.capacity()) {
+      ids_.reserve(2 * ids_.size() + 8);  // first: a number that two ids had would be taken for one namespace
     }
     const auto [found, is_new] = numbers_.try_emplace(id, static_cast<std::uint32_t>(ids_.size()));
     if (is_new) {

@@ -47,6 +47,8 @@ class SlotAllocator {
   void withdraw(Recorder& recorder, TierSlots& tier, std::span<const std::uint32_t> slots, EvictReason reason);
 
  private:
+  void withdraw_victims(Recorder& recorder, TierSlots& tier, EvictReason reason);
+
   std::vector<Share> shares_;                             // of tenants, that of all others last
   std::unique_ptr<std::vector<std::uint32_t>> share_of_;  // by namespace index; what lies beyond it is the others'
   std::vector<std::uint32_t> taken_;                      // scratch: slots that are returned

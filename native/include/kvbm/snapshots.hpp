@@ -37,7 +37,8 @@ class Snapshots {
 
   // False when a snapshot is under way already, or after an overflow.
   bool begin(const Recorder& recorder);
-  // States up to `limit` blocks more. Whether the snapshot goes on. Throws Error: kLedger, limit is 0; kIllegalEvent.
+  // States up to `limit` blocks more. Whether the snapshot goes on. Throws Error: kLedger, limit is 0; kIllegalEvent. What throws in its
+  // middle, as for want of memory, ends the snapshot.
   bool step(Recorder& recorder, std::size_t limit);
 
  private:
@@ -54,6 +55,7 @@ class Snapshots {
   void state_recovered_run(Recorder& recorder, const TierSlots& tier, std::span<const Recovered> run,
                            std::vector<std::uint32_t>& fresh);
   std::vector<std::uint32_t> by_namespace(const Recorder& recorder, const TierSlots& tier) const;
+  void state_some(Recorder& recorder, std::size_t limit);
   void state_run(Recorder& recorder, const TierSlots& tier, bool counted);
   void end_snapshot(Recorder& recorder, const TierSlots& tier, std::uint32_t count, bool counted);
 

@@ -173,6 +173,8 @@ class TierSlots {
   std::size_t room() const noexcept { return free_count() + policy_->size() + yielding_; }
   // Gives up out.size() blocks: the policy's victims, then kept ones. False, and no change, when there are too few.
   bool victims(std::span<std::uint32_t> out) noexcept;
+  // A block that was given up, and is held still, may be evicted again.
+  void spare(std::uint32_t slot) noexcept;
   // As `FairShares::expect`; there are shares.
   void expect(std::uint32_t share, std::size_t coming) noexcept { fair_->expect(share, coming); }
   // Gives up out.size() blocks of one share, which has so many that may be evicted.

@@ -31,7 +31,7 @@ class WaitingEvents {
  public:
   // Adds the event at an offset. encoded_bytes: event_bytes(event). namespace_index: of its namespace in the ledger's table, if
   // it has one. started_namespaces: how many an InstanceStarted names.
-  // What follows is `set_digest`.
+  // What follows is `set_digest`. Throws std::bad_alloc; nothing has changed then.
   void add(const Event& event, std::size_t encoded_bytes, std::uint32_t namespace_index, std::uint64_t offset,
            std::size_t started_namespaces = 0);
   // The digest after the event added last.
@@ -49,7 +49,8 @@ class WaitingEvents {
     std::uint8_t index = 0;   // in its table
   };
 
-  FrameBody& open(std::uint64_t offset);
+  // The next body to be used, empty.
+  FrameBody& spare();
 
   std::vector<FrameBody> bodies_;    // those that wait, then spare ones
   std::size_t used_ = 0;             // how many wait

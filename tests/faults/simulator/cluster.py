@@ -42,7 +42,7 @@ from kvbm.pools.base import ObjectStats, Proof, ReadResult
 from kvbm.pools.stores.memory import MemoryStore
 from tests.faults.simulator.disk import Disk
 from tests.faults.simulator.kernel import NO_THREAD, Clock, Process, Shortages, Thread, Violation, Waiter, World
-from tests.faults.simulator.limits import CLOSED_IN_S, MAX_PAYLOAD_BYTES, Interrupted, Limits, Signalled
+from tests.faults.simulator.limits import CLOSED_IN_S, MAX_PAYLOAD_BYTES, Interrupted, Keys, Limits, Signalled
 from tests.faults.simulator.peers import PeerNetwork
 from tests.faults.simulator.server import Network, Server, SimStream
 from tests.faults.simulator.store import SimStore, StoreClass
@@ -142,10 +142,17 @@ def nap(world: World, mean_s: float) -> None:
 
 
 class Machine:
-    """A disk, two clocks, a place in the network."""
+    """A disk, two clocks, a place in the network.
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    Args:
+        of: the machine it is: another place in the network, as a container has it, with that one's disk and clocks.
+    """
+
+    def __init__(self, cluster: Cluster, name: str, of: Machine | None = None) -> None:
         self.name = name
+        if of is not None:
+            self.clock, self.disk, self.shortages = of.clock, of.disk, of.shortages
+            return
         self.clock = Clock(cluster.world, 1000.0 * cluster.world.rng.random())
         self.clock.wall_step_s = 4.0 * cluster.world.rng.random() - 2.0
         self.disk = Disk(cluster.folder / name, cluster.world.rng)
@@ -162,6 +169,7 @@ class Node:
 
     Attributes:
         nap_s: what a step of a pool takes. hangs: none of them ends.
+        keys: what its last process has read of them, where it reads keys.
         signals: how probable a signal is in a call of its engines; closing_signals: how many of them have a handler that closes.
     """
 
@@ -177,6 +185,7 @@ class Node:
         self.starts = 0
         self.nap_s, self.hangs = 0.004, False
         self.signals = self.closing_signals = 0.0
+        self.keys: Keys | None = None
 
     @property
     def is_running(self) -> bool:
@@ -221,7 +230,7 @@ class Node:
                     self.cluster.limits.not_opened(process)
                 Waiter(self.world).wait(0.5)
         if self.cluster.limits is not None:
-            self.cluster.limits.opened(manager)
+            self.cluster.limits.opened(self, manager)
         manager.declare(NAMESPACES[1:])
         self._slow_down(manager, process)
         manager._loads.locator = SimLocator(self.cluster, self.instance)
@@ -237,6 +246,8 @@ class Node:
             pool.read = self._slow_read(pool.read)  # type: ignore[method-assign]
             pool.write = self._slow_write(pool.write, tier, process)  # type: ignore[method-assign]
             pool.seal = self._slow_seal(pool.seal)  # type: ignore[method-assign]
+        if manager.pools.pod is not None and self.cluster.limits is not None:
+            self.cluster.limits.watch_pod(manager.pools.pod, self._nap)
 
     def _nap(self) -> None:
         nap(self.world, self.nap_s)
@@ -543,6 +554,19 @@ class Cluster:
         node = Node(self, machine, instance, settings, core)
         self.nodes.append(node)
         return node
+
+    def add_mate(self, node: Node) -> Node:
+        """Another instance on the machine of one, which keeps its NVME in the same folder."""
+        machine = Machine(self, f"machine-{len(self.machines)}", node.machine)
+        self.machines[machine.name] = machine
+        named = msgspec.structs.replace(node.settings.instance, id=f"mate-{len(self.nodes)}")
+        mate = Node(self, machine, named.id, msgspec.structs.replace(node.settings, instance=named), node.core)
+        self.nodes.append(mate)
+        return mate
+
+    def on_disk_of(self, node: Node) -> list[Node]:
+        """The instances of its machine, itself as well."""
+        return [one for one in self.nodes if one.machine.disk is node.machine.disk]
 
     def _settings(self, instance: str) -> tuple[Settings, assembly.Core]:
         rng = self.world.rng

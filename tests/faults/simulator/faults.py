@@ -157,12 +157,13 @@ class Faults:
         node = self.node(rng)
         if node is None:
             return _NOTHING
-        disk = node.machine.disk
+        disk, there = node.machine.disk, self._cluster.on_disk_of(node)
         disk.kill_at_write = True
 
         def again() -> None:
             disk.kill_at_write = False
-            self.restart(node)()
+            for one in there:  # whoever wrote first
+                self.restart(one)()
 
         return again
 
@@ -170,10 +171,18 @@ class Faults:
         node = self.node(rng, running=False)
         if node is None:
             return _NOTHING
-        node.kill()
+        there = self._cluster.on_disk_of(node)
+        for one in there:
+            one.kill()
         node.machine.disk.cut_power()
-        self._cluster.checker.lost_power(node.machine.name)
-        return self.restart(node)
+        for one in there:
+            self._cluster.checker.lost_power(one.machine.name)
+
+        def again() -> None:
+            for one in there:
+                self.restart(one)()
+
+        return again
 
     def lose_disk(self, rng: random.Random) -> Callable[[], None] | None:
         """A machine comes back with an empty disk: journal, epoch and pool file are gone."""

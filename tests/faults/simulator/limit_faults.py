@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tests.faults.simulator.cluster import Machine
     from tests.faults.simulator.faults import Faults
 
+_MOST_MATES = 2  # of a run
 _CATALOG_SHARE = 0.2  # of shortages that a catalog's machine has
 
 
@@ -126,6 +127,25 @@ def change_secrets(faults: Faults, rng: random.Random) -> Undo:
     return None
 
 
+def change_keys(faults: Faults, rng: random.Random) -> Undo:
+    """Tenants have another key to seal with: every machine's file of them changes, each a moment later."""
+    limits, cluster = _limits(faults), faults.cluster
+    limits.keys += 1
+    for folder in sorted({node.machine.disk.folder for node in cluster.nodes}):
+        cluster.world.after(rng.choice((0.0, 0.3)) * rng.random(), cluster.world.nature, limits.write_keys, folder)
+    return None
+
+
+def pod_mate(faults: Faults, rng: random.Random) -> Undo:
+    """Another instance begins on a machine, and keeps its NVME in the folder that the one there has; it stays."""
+    cluster = faults.cluster
+    nodes = [node for node in cluster.nodes if node.settings.pools.nvme.folder and node.wanted]
+    if not nodes or sum(node.instance.startswith("mate-") for node in cluster.nodes) >= _MOST_MATES:
+        return NOTHING
+    cluster.add_mate(rng.choice(nodes)).start()
+    return None
+
+
 LIMIT_KINDS: dict[str, Callable[[Any, random.Random], Undo]] = {
     "no_threads": no_threads,
     "no_descriptors": no_descriptors,
@@ -134,6 +154,8 @@ LIMIT_KINDS: dict[str, Callable[[Any, random.Random], Undo]] = {
     "many_names": many_names,
     "hang_pools": hang_pools,
     "change_secrets": change_secrets,
+    "change_keys": change_keys,
+    "pod_mate": pod_mate,
 }
 
 # What runs with limits draw from: these, and what brings threads, files, waits and heartbeats about.

@@ -6,25 +6,32 @@ calls signals interrupt: their handlers raise, or close the manager. Such an eng
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import greenlet
 import msgspec
 
 import kvbm.manager.workers as workers_module
+import kvbm.pools.nvme.pod as pod_module
 from kvbm.config import Settings
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
 from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.manager.workers import Workers
-from tests.faults.simulator.kernel import Process, Shortages, Signal, Thread, Violation, Waiter, World
+from kvbm.pools.base import ReadOutcome, ReadResult
+from kvbm.pools.nvme.sealing import SlotKeys
+from kvbm.pools.object.encryption import Sealing
+from kvbm.pools.tenant_keys import keys_of_file, parse_keys
+from tests.faults.simulator.kernel import NO_THREAD, Process, Shortages, Signal, Thread, Violation, Waiter, World
 
 if TYPE_CHECKING:
     from tests.faults.simulator.cluster import Node
@@ -36,13 +43,24 @@ POD_SHARE = 0.5  # of machines that keep their NVME in a pod's folder
 CLOSED_IN_S = 40.0  # so long a close in a handler may take
 LEFT_IN_S = 20.0  # and threads of an open that failed
 TENANT = "other"  # whose secret is in files
+KEYS_LOOK_S, POD_POLL_S = 0.3, 0.2  # runs are short: what changes in files is seen within them
 TENANTS = Namespace(model="sim", revision="r1", block_tokens=16, tenant=TENANT)
+
+WITH_KEYS = (TENANTS, Namespace(model="sim", revision="r1", block_tokens=16))
 
 _INTERRUPTS = (KeyboardInterrupt, TimeoutError)
 
 
 class Interrupted(Exception):
     """A signal's handler has raised in a call of the manager."""
+
+
+class Keys(NamedTuple):
+    """What a process has read of keys: for NVME, and for objects."""
+
+    process: Process
+    of_slots: SlotKeys
+    of_objects: Sealing
 
 
 class Limits:
@@ -53,6 +71,8 @@ class Limits:
 
     Attributes:
         secret: of the tenant, as files have it.
+        has_pods: machines keep their NVME in folders of pods, which other instances may join. has_keys: they read keys from files.
+        keys: how many each tenant has there; the last is the one to seal with.
         reached: how often what runs out did, by what it was.
     """
 
@@ -62,7 +82,14 @@ class Limits:
         self.idle_s = self.rng.choice((0.02, 0.2, workers_module._IDLE_S))
         self.heartbeat_s = self.rng.choice((0.1, 0.25))
         self.secret = "s"
+        self.has_pods = self.has_keys = False
+        self.keys = 1
         self.reached: Counter[str] = Counter()
+
+    def prepare(self, kinds: Collection[str]) -> None:
+        """Say which faults are to come: some need what other runs do without."""
+        self.has_pods, self.has_keys = "pod_mate" in kinds, "change_keys" in kinds
+        self.has_peers = self.has_peers and not self.has_pods  # what comes from a pod is no read from a peer
 
     def shortages(self) -> Shortages:
         """Of one machine."""
@@ -72,6 +99,7 @@ class Limits:
     def scaled_down(self) -> Iterator[None]:
         """Threads of loads end soon, so that others are started again and again, as where requests are few."""
         before, workers_module._IDLE_S = workers_module._IDLE_S, self.idle_s
+        poll_s, pod_module.POLL_S = pod_module.POLL_S, POD_POLL_S if self.has_pods else pod_module.POLL_S
         replace_stuck = Workers.replace_stuck
 
         def counted(workers: Workers) -> None:
@@ -83,6 +111,7 @@ class Limits:
             yield
         finally:
             workers_module._IDLE_S = before
+            pod_module.POLL_S = poll_s
             Workers.replace_stuck = replace_stuck  # type: ignore[method-assign]
 
     def settings(self, settings: Settings, folder: Path) -> Settings:
@@ -90,9 +119,13 @@ class Limits:
         replace, wanted = msgspec.structs.replace, settings.pools
         if not wanted.host.slots:
             wanted = replace(wanted, host=replace(wanted.host, slots=8))  # there is something to load from
-        if wanted.nvme.slots and self.rng.random() < POD_SHARE:
+        if self.has_pods and not settings.journal.in_memory:
+            wanted = replace(wanted, nvme=replace(wanted.nvme, slots=wanted.nvme.slots or 12))
+        if wanted.nvme.slots and (self.rng.random() < POD_SHARE or self.has_pods):
             (folder / "pod").mkdir(exist_ok=True)
             wanted = replace(wanted, nvme=replace(wanted.nvme, folder=str(folder / "pod")))
+        if self.has_keys:
+            self.write_keys(folder)
         catalog = settings.catalog
         if catalog.tenant_secrets.get(TENANT) == "right":
             catalog = replace(catalog, tenant_secrets_file=str(self.write_secret(folder)))
@@ -106,10 +139,65 @@ class Limits:
         path.write_text(f'[tenants.{TENANT}]\nsecret = "{self.secret}"\n')
         return path
 
-    def opened(self, manager: Manager) -> None:
+    def write_keys(self, folder: Path) -> Path:
+        """Write the file of tenants' keys of one machine. With another key it is longer."""
+        path = folder / "keys.toml"
+        path.write_text(self._keys_text())
+        return path
+
+    def sealing_key(self, tenant: str) -> bytes:
+        """The id of the key that a tenant's blocks are to be sealed with, as those files have it."""
+        return parse_keys(self._keys_text(), "keys")[tenant].current
+
+    def _keys_text(self) -> str:
+        keys = [_key_text(number) for number in range(self.keys)]
+        lines = [f"keys.k{number} = {key!r}\n" for number, key in enumerate(keys)]
+        entry = f"names = {_key_text(-1)!r}\ncurrent = 'k{self.keys - 1}'\n{''.join(lines)}"
+        return "".join(f"[tenants.{json.dumps(one.tenant)}]\n{entry}" for one in WITH_KEYS)
+
+    def _read_keys(self, node: Node) -> None:
+        """Have a process read keys as its pools do, again and again; what they seal is no part of the run. In a thread of its own."""
+        source = keys_of_file(str(node.machine.disk.folder / "keys.toml"))
+        while True:
+            try:
+                of_slots = SlotKeys(source, WITH_KEYS, KEYS_LOOK_S)
+                of_slots.start()
+                of_objects = Sealing(source, 1, 64)
+                break
+            except (KvbmError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and NO_THREAD not in str(error):
+                    raise
+                self.reached["keys_unread"] += 1
+                Waiter(self.world).wait(0.3)
+        assert node.process is not None
+        node.keys = Keys(node.process, of_slots, of_objects)
+
+        def watch() -> None:
+            while True:
+                Waiter(self.world).wait(KEYS_LOOK_S)
+                of_objects.refresh()
+
+        node.spawn(node.process, watch, "object-keys")
+
+    def watch_pod(self, pod: Any, nap: Callable[[], None]) -> None:
+        """Have reads of a pod's other instances take time, and count what they bring."""
+        read = pod.read
+
+        def slow(*args: Any, **more: Any) -> ReadResult:
+            nap()  # who owns what its hints named goes on meanwhile
+            result: ReadResult = read(*args, **more)
+            self.reached["pod_blocks"] += result.outcomes.count(ReadOutcome.GOOD)
+            nap()
+            return result
+
+        pod.read = slow
+
+    def opened(self, node: Node, manager: Manager) -> None:
         """A manager has opened: what it remembers of names is scaled down."""
         assert isinstance(manager._namespaces, UsedNamespaces)
         manager._namespaces._most = MOST_USED
+        if self.has_keys:
+            self._read_keys(node)
 
     def not_opened(self, process: Process) -> None:
         """An open has failed: none of its threads may stay."""
@@ -232,7 +320,7 @@ class Signalled:
 def unkept(node: Node) -> str:
     """What of an instance whose engines rest is not as it must be; "" when all is well."""
     manager: Any = node.manager
-    return _held(manager) or _lost_threads(node, manager) or _unsynced(node) or _old_secret(node)
+    return _held(manager) or _lost_threads(node, manager) or _unsynced(node) or _old_secret(node) or _old_key(node)
 
 
 def _held(manager: Any) -> str:
@@ -283,6 +371,31 @@ def _old_secret(node: Node) -> str:
     finally:
         world.current = before
     return "" if root == TENANTS.root(limits.secret.encode()) else "it goes by a secret that is in no file any more"
+
+
+def _old_key(node: Node) -> str:
+    """Whether it still seals with a key that is not the one of its file."""
+    limits, world, keys = node.cluster.limits, node.world, node.keys
+    assert limits is not None and node.process is not None
+    if not limits.has_keys:
+        return ""
+    if keys is None or keys.process is not node.process:
+        return "it has not read its keys yet"
+    before, world.current = world.current, node.process
+    try:
+        for one in WITH_KEYS:
+            wanted, envelope = limits.sealing_key(one.tenant), keys.of_objects.of(one.id, one)
+            if keys.of_slots.sealer(one.id, bytes(16)).key_id != wanted:
+                return f"it would seal slots of tenant {one.tenant!r} with a key that is not the newest"
+            if getattr(envelope, "_current", b"") != wanted:
+                return f"it would seal objects of tenant {one.tenant!r} with a key that is not the newest"
+    finally:
+        world.current = before
+    return ""
+
+
+def _key_text(number: int) -> str:
+    return base64.b64encode(hashlib.sha256(f"key {number}".encode()).digest()).decode()
 
 
 def names_without_end(node: Node, manager: Manager, rng: random.Random, is_over: Callable[[], bool]) -> None:

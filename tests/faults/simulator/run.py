@@ -178,11 +178,15 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
     world.checker = checker  # type: ignore[attr-defined]
     trace = hashlib.sha256()
     asyncio._set_running_loop(world.loop)
-    violation, planned = "", []
+    violation = ""
     collecting = gc.isenabled()
     gc.disable()
     with tempfile.TemporaryDirectory(dir=FOLDER, prefix="kvbm-sim-") as folder, ExitStack() as stack:
+        chances = random.Random(seed ^ 0xFA17)
+        planned = draw(chances, how.run_s, Draw(how.mix, how.together, how.begin_s))
         limits = Limits(world, seed) if how.limits else None
+        if limits is not None:
+            limits.prepare({fault.kind for fault in planned})
         has_peers = how.peers or (limits is not None and limits.has_peers)
         cluster = Cluster(world, Path(folder), checker, told, has_peers, limits)
         checker.attach(cluster)
@@ -190,8 +194,6 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
             stack.enter_context(limits.scaled_down())
         faults = Faults(cluster)
         try:
-            chances = random.Random(seed ^ 0xFA17)
-            planned = draw(chances, how.run_s, Draw(how.mix, how.together, how.begin_s))
             if any(fault.kind == "forget" for fault in planned):
                 cluster.forget_s = SOON_FORGOTTEN_S
             cluster.remembers = not how.mix or not any(fault.kind in FORGETS for fault in planned)
