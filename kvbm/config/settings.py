@@ -108,7 +108,7 @@ class ObjectSettings(SettingsGroup, frozen=True):
         url: s3://bucket/prefix, az://account/container/prefix or redis://host:port/database?prefix=…; "" for none.
         endpoint, region: of s3 and az, where they are not their makers' own.
         ca: file (PEM) of who signs the store's certificate, and the front's; "" for AWS_CA_BUNDLE or a profile's (s3), REQUESTS_CA_BUNDLE,
-            CURL_CA_BUNDLE or SSL_CERT_FILE, whichever is set first, else whom the system trusts.
+            CURL_CA_BUNDLE or SSL_CERT_FILE, the first that names another list than the system's, else that.
         name: of the pool, where instances reach one store by different addresses.
         blocks: of an object; 0: as many as make 4 MiB or 128 tokens, whichever is less. The same for all instances.
         compression: "auto": by the type of the elements, where it gains something; "off".

@@ -8,7 +8,7 @@ import pytest
 
 from kvbm.core.errors import ConfigError
 from kvbm.pools.stores import link as links
-from kvbm.pools.stores.link import Limits, is_here, link_to, proxy_for, trusted_file
+from kvbm.pools.stores.link import Limits, first_line, is_here, link_to, proxy_for, trusted_file
 
 PROXY = "http://proxy:3128"
 CERTIFICATE = b"-----BEGIN CERTIFICATE-----\nMA==\n-----END CERTIFICATE-----\n"
@@ -65,6 +65,8 @@ def test_the_first_that_names_who_is_trusted_counts(tmp_path: Path) -> None:
     assert trusted_file("", "/named", {"SSL_CERT_FILE": "/env"}) == "/named"
     assert trusted_file("", "", {"SSL_CERT_FILE": "/env", "REQUESTS_CA_BUNDLE": "/requests"}) == "/requests"
     assert trusted_file("", "", {"SSL_CERT_FILE": "/env"}) == "/env"
+    everywhere = dict.fromkeys(("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"), links._SYSTEM_LISTS[0])
+    assert trusted_file("", links._SYSTEM_LISTS[0], {**everywhere, "SSL_CERT_FILE": "/env"}) == "/env"
     assert trusted_file("", "", {"SSL_CERT_FILE": str(tmp_path)}) == trusted_file(
         "", "", {}
     )  # a folder of them is none
@@ -107,3 +109,22 @@ def test_a_file_that_names_nobody_is_refused_by_its_name(tmp_path: Path, held: b
     with pytest.raises(ConfigError, match=rf"{ca}.*{words}"):
         link_to("https://store", str(ca))
     link_to("http://store", str(ca))  # nobody looks at it there
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Error performing PUT https://a.blob.core.windows.net/c/x?sv=1&sig=SECRET in 3ms - HTTP error",
+        "HTTPSConnectionPool(host='a'): Max retries exceeded with url: /c?restype=container&sig=SECRET (Caused by …)\nsig=SECRET",
+        "builder error for url (https://a/c?sig=SECRET)",
+    ],
+)
+def test_a_clients_words_show_no_signature(words: str) -> None:
+    assert "SECRET" not in first_line(words)
+    assert first_line(words).endswith(("HTTP error", "…)", "?…)"))
+
+
+def test_an_endpoint_with_a_password_is_refused_without_it() -> None:
+    with pytest.raises(ConfigError, match="leave them out") as caught:
+        link_to("http://user:hunter2@store:9000")
+    assert "hunter2" not in str(caught.value)

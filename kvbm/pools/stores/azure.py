@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
 from kvbm.pools.stores.base import OPEN_WAIT_S, StoreAwayError
 from kvbm.pools.stores.blobs import NO_RETRIES, BlobStore, made, require_obstore
-from kvbm.pools.stores.link import LIMITS, Limits, Link, certificate_words, link_to
+from kvbm.pools.stores.link import LIMITS, Limits, Link, certificate_words, first_line, link_to
 from kvbm.pools.stores.waiting import Silent, within
 
 if TYPE_CHECKING:
@@ -229,9 +229,9 @@ def _why_not(error: Exception | None, place: Place, wait_s: float) -> str:
         return f"{what} does not answer (no answer within {wait_s:g} s); check the address and the network"
     if not isinstance(error, HttpResponseError) or error.status_code is None:
         if isinstance(error, ClientAuthenticationError):
-            return f"no credentials for {what} ({_first_line(error)}); set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log in"
+            return f"no credentials for {what} ({first_line(str(error))}); set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log in"
         do = certificate_words(error) or "; check the address and the network"
-        return f"{what} does not answer ({type(error).__name__}: {_first_line(error)}){do}"
+        return f"{what} does not answer ({type(error).__name__}: {first_line(str(error))}){do}"
     code = getattr(error, "error_code", "") or error.reason
     match error.status_code:
         case 404:
@@ -243,7 +243,3 @@ def _why_not(error: Exception | None, place: Place, wait_s: float) -> str:
             )
         case status:
             return f"{what} answers {status} {code}; check account and endpoint"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:300]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
 from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Trouble
-from kvbm.pools.stores.link import Limits
+from kvbm.pools.stores.link import Limits, first_line
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ListStream, ObjectMeta, PutMode
@@ -466,7 +466,7 @@ def made(name: str, make: Callable[[], Client]) -> Client:
         return make()
     except (BaseError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"OBJECT pool {name}: its client cannot be made ({_first_line(str(error))}); correct the URL, the endpoint or the credentials"
+            f"OBJECT pool {name}: its client cannot be made ({first_line(str(error))}); correct the URL, the endpoint or the credentials"
         ) from None
 
 
@@ -507,11 +507,11 @@ async def _attempt(request: Callable[[], Awaitable[Answer]]) -> Answer | _Failur
     except (BaseError, OSError) as error:
         return read_failure(error)
     except Exception as error:  # noqa: BLE001 - the credentials' provider is somebody else's code, called from inside the client
-        return _Failure(Trouble.DENIED, f"{type(error).__name__}: {_first_line(str(error))}", 0, again=False)
+        return _Failure(Trouble.DENIED, f"{type(error).__name__}: {first_line(str(error))}", 0, again=False)
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # the client's own, which is no Exception
             raise
-        return _Failure(Trouble.REFUSED, f"the client failed: {_first_line(str(error))}", 0, again=False)
+        return _Failure(Trouble.REFUSED, f"the client failed: {first_line(str(error))}", 0, again=False)
 
 
 def read_failure(error: Exception) -> _Failure:
@@ -562,9 +562,9 @@ def _without_status(error: Exception, text: str) -> _Failure:
                 return _Failure(Trouble.SILENT, why, 0, again=False)
             return _Failure(Trouble.SILENT, "no connection", 0, again=True)
         case "Interrupted" | "Request" | "Unknown":
-            return _Failure(Trouble.SILENT, _first_line(text), 0, again=True)
+            return _Failure(Trouble.SILENT, first_line(text), 0, again=True)
         case _:
-            return _Failure(Trouble.REFUSED, _first_line(text), 0, again=False)
+            return _Failure(Trouble.REFUSED, first_line(text), 0, again=False)
 
 
 async def _next_page(pages: _Pages) -> Sequence[ObjectMeta] | _Failure:
@@ -594,7 +594,3 @@ def _flat(body: Body) -> memoryview:
 
 def _delay_s(attempt: int) -> float:
     return random.uniform(0.0, min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (attempt - 1)))  # full jitter
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0][:300]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,7 @@ _SYSTEM_LISTS = (
     "/etc/ssl/ca-bundle.pem",
     "/etc/ssl/cert.pem",
 )
+_QUERY = re.compile(r"\?[^\s)\]'\"]+")
 _NO_PROXY_URL = (
     "http://127.0.0.1:9"  # of a proxy that is never asked: it keeps the client from reading the environment itself
 )
@@ -95,8 +97,12 @@ def link_to(url: str, ca: str = "", named: str = "", limits: Limits = LIMITS) ->
     Args:
         ca: `pools.object.ca`.
         named: a file of who is trusted by the technology's own ways, such as AWS_CA_BUNDLE or a profile.
-    Raises: ConfigError: a file that is named cannot be read, or holds no certificate.
+    Raises: ConfigError: a file that is named cannot be read, or holds no certificate; a URL with a password in it.
     """
+    if "@" in urlsplit(url).netloc:
+        raise ConfigError(
+            "the store's endpoint has a user or a password in it, which no client takes; leave them out of pools.object.endpoint"
+        )
     trusted = trusted_file(ca, named)
     if trusted and url.startswith("https://"):
         _certificates(trusted)
@@ -104,9 +110,14 @@ def link_to(url: str, ca: str = "", named: str = "", limits: Limits = LIMITS) ->
 
 
 def trusted_file(ca: str = "", named: str = "", environment: Mapping[str, str] = os.environ) -> str:
-    """The file (PEM) of who is trusted: what was set, what the environment names, the system's list, certifi's; "" for none of them."""
-    for said in (ca, named, *(environment.get(name, "") for name in _CA_VARIABLES)):
-        if said and not Path(said).is_dir():  # requests takes a folder, too; others do not
+    """The file (PEM) of who is trusted: what was set, what the environment names, the system's list, certifi's; "" for none of them.
+
+    A variable that names the system's list says nothing, for many images set all of them so; nor does one that names a folder.
+    """
+    if ca:
+        return ca
+    for said in (named, *(environment.get(name, "") for name in _CA_VARIABLES)):
+        if said and said not in _SYSTEM_LISTS and not Path(said).is_dir():
             return said
     for path in _SYSTEM_LISTS:
         if Path(path).is_file():
@@ -156,6 +167,11 @@ def _is_in_network(host: str, no_proxy: str) -> bool:
         except ValueError:
             continue  # a name, or nothing
     return False
+
+
+def first_line(text: str) -> str:
+    """Of a client's words, without the queries of URLs: a signature (SAS) stands there."""
+    return _QUERY.sub("?…", text.partition("\n")[0])[:300]
 
 
 def certificate_words(error: object) -> str:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
 from kvbm.pools.stores.base import OPEN_WAIT_S, StoreAwayError
 from kvbm.pools.stores.blobs import NO_RETRIES, BlobStore, made, require_obstore
-from kvbm.pools.stores.link import LIMITS, Limits, Link, certificate_words, link_to
+from kvbm.pools.stores.link import LIMITS, Limits, Link, certificate_words, first_line, link_to
 from kvbm.pools.stores.waiting import Silent, within
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _why_not(error: Exception | None, bucket: str, region: str, endpoint: str, w
     if isinstance(error, NoCredentialsError):
         return f"no credentials for bucket {bucket!r}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role"
     if not isinstance(error, ClientError):
-        why = f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {first_line(str(error))}"
         do = certificate_words(why) or "; check pools.object.endpoint and the network"
         return f"bucket {bucket!r} at {where} does not answer ({why}){do}"
     said = error.response.get("ResponseMetadata", {})
