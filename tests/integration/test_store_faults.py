@@ -543,6 +543,32 @@ def test_an_option_of_a_redis_url_that_is_none_is_refused_by_its_name(redis_url:
 
 
 @pytest.mark.objects
+def test_a_redis_that_was_demoted_loses_our_connections_at_its_first_refusal() -> None:
+    redis = pytest.importorskip("redis")
+    with (
+        redis_server() as url, redis.Redis.from_url(url) as admin, closing(redis_place(url).open()) as store
+    ):  # fmt: skip
+        assert store.put([Put("name", b"x")], WAIT_S) == [None]
+        assert store.replace("lease", b"y", None, WAIT_S) is None
+
+        def met() -> int:
+            return int(admin.info("stats")["total_connections_received"])
+
+        admin.replicaof("127.0.0.1", free_port())  # nobody is there, so it keeps what it has
+        for call in (
+            lambda: store.put([Put("new", b"x")], WAIT_S),
+            lambda: store.delete(["name"], WAIT_S),
+            lambda: [store.replace("other", b"x", None, WAIT_S)],
+            lambda: [store.replace("lease", b"x", b"y", WAIT_S)],
+        ):
+            before = met()
+            [refused] = call()
+            assert refused is not None and "read only replica" in refused.words
+            store.get([Get("name")], WAIT_S)
+            assert met() == before + 1  # by another connection
+
+
+@pytest.mark.objects
 def test_a_redis_with_a_password_wants_it_and_its_name_does_not_tell_it() -> None:
     with redis_server("--requirepass", "secret") as url:
         assert "refuses access" in refusal_to_open(redis_place(url))

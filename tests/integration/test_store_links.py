@@ -15,7 +15,7 @@ from kvbm.pools.stores.opening import open_store
 from tests.certificates import certify
 from tests.faulty_http import Fault, FaultyServer, faulty
 from tests.object_stores import PATIENT, WAIT_S, Place, place_in
-from tests.servers import AZURITE_ACCOUNT, AZURITE_KEY, free_port
+from tests.servers import AZURITE_ACCOUNT, AZURITE_KEY, free_port, redis_server
 
 KINDS = ["s3", "azure"]
 CA_VARIABLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
@@ -180,3 +180,21 @@ def test_a_key_that_is_none_is_refused_in_our_words(place: Place, monkeypatch: p
     with pytest.raises((ConfigError, PoolError)) as caught:
         open_store(place.url, endpoint=place.endpoint, open_wait_s=WAIT_S)
     assert "no key!" not in str(caught.value)
+
+
+@pytest.mark.objects
+def test_a_redis_behind_a_private_ca_is_trusted_by_the_same_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ca, other = certify(tmp_path, "ca"), certify(tmp_path, "other")
+    leaf, port = certify(tmp_path, "store", ca), free_port()
+    files = ("--tls-cert-file", str(leaf.cert), "--tls-key-file", str(leaf.key), "--tls-ca-cert-file", str(ca.cert))
+    url = f"rediss://127.0.0.1:{port}/0"
+    with redis_server("--tls-port", str(port), *files, "--tls-auth-clients", "no"):
+        with closing(open_store(url, ca=str(ca.cert), open_wait_s=WAIT_S)) as store:
+            assert store.put([Put("name", b"x")], WAIT_S) == [None]
+        monkeypatch.setenv("SSL_CERT_FILE", str(ca.cert))
+        open_store(url, open_wait_s=WAIT_S).close()
+        monkeypatch.delenv("SSL_CERT_FILE")
+        with pytest.raises(PoolError, match="CERTIFICATE_VERIFY_FAILED"):
+            open_store(url, ca=str(other.cert), open_wait_s=WAIT_S)

@@ -150,6 +150,7 @@ class RedisStore:
                 pipeline.set(self._prefix + put.name, value, nx=True, ex=self._ttl_s or None)
             said = pipeline.execute(raise_on_error=False)
         taken = (Refusal(Trouble.TAKEN, f"{put.name} is there") for put in puts)
+        self._leave_replica(said)
         return [_refused(one) or (None if one else there) for one, there in zip(said, taken, strict=True)]
 
     def _get_run(self, gets: Sequence[Get]) -> list[Got | Refusal]:
@@ -189,7 +190,17 @@ class RedisStore:
         with self._client.pipeline(transaction=False) as pipeline:
             for name in names:
                 pipeline.execute_command("UNLINK", self._prefix + name)
-            return [_refused(one) for one in pipeline.execute(raise_on_error=False)]
+            said = pipeline.execute(raise_on_error=False)
+        self._leave_replica(said)
+        return [_refused(one) for one in said]
+
+    def _leave_replica(self, said: Sequence[object]) -> None:
+        """End the connections where the server takes no writes any more: it was demoted, and keeps them. The next ones find the new primary."""
+        from redis.exceptions import ReadOnlyError
+
+        pool = getattr(self._client, "connection_pool", None)  # a cluster's client looks by itself
+        if pool is not None and any(isinstance(one, ReadOnlyError) for one in said):
+            pool.disconnect(inuse_connections=False)
 
     def _scanned(self, prefix: str, after: str, deadline_s: float) -> list[str]:
         """The names behind `after` that begin so, without the store's own prefix, sorted. Raises PoolError."""
@@ -259,10 +270,14 @@ class RedisStore:
         answers: list[Refusal | None] = []
         for name, body, expected in asked:
             key = self._prefix + name
-            if expected is None:
-                done: Any = self._client.set(key, body, nx=True)
-            else:
-                done = self._client.eval(_REPLACE, 1, key, bytes(expected), body)
+            try:
+                if expected is None:
+                    done: Any = self._client.set(key, body, nx=True)
+                else:
+                    done = self._client.eval(_REPLACE, 1, key, bytes(expected), body)
+            except Exception as error:
+                self._leave_replica([error])
+                raise
             answers.append(None if done else Refusal(Trouble.TAKEN, f"{name} has changed"))
         return answers
 
