@@ -67,7 +67,7 @@ test: setup $(AZURITE)  ## all tests but those of test-objects; starts its own n
 test-all: setup $(AZURITE)  ## everything: also statistics, measurements, every seed, other examples each time, radosgw, RDMA, engines, defects, fuzzing; report in build/report.md
 	$(BIN)/python tools/test_all.py $(ARGS)
 
-test-objects: setup  ## what is asked of object stores, asked of Ceph's radosgw and of Redis; needs Debian's packages of both
+test-objects: setup  ## what is asked of object stores, asked of Ceph's radosgw and of Redis, and of SQL through PgBouncer; needs Debian's packages of them
 	$(BIN)/python $(RUN_TESTS) --objects -m objects $(PYTEST_ARGS)
 
 smoke-objects: setup  ## … of it one test of each store

@@ -57,7 +57,7 @@ def catalog_main(argv: Sequence[str] | None = None) -> int:
 It claims the objects nobody claims, withdraws claims without an object, and withdraws, waits for gc.grace_s and deletes
 what nobody has put or read for gc.ttl_s, and the least recently used above gc.quota_bytes. It runs beside `kvbm-catalog
 serve`, on the same database and stream. What is not a block of kvbm's is never touched. While another janitor works it
-says so and returns 0."""
+says so and returns 0. Where the store ignores conditional puts, on which that rests, it does not work unless gc.alone is set."""
     gc.add_argument(
         "--every",
         type=seconds,

@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from tests.ceph import Radosgw, radosgw
 from tests.object_stores import Place, place_in
-from tests.servers import azurite_server, fresh_database, postgres, redis_server, s3_server
+from tests.servers import azurite_server, fresh_database, postgres, redis_cluster, redis_server, s3_server
 
 # A shell that starts something in the background ignores SIGINT for it, nohup SIGHUP; the processes of tests meet them as from a terminal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -91,6 +91,13 @@ def redis_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def redis_cluster_url() -> Iterator[str]:
+    """A Redis Cluster of three nodes; what tests do in it lies under prefixes of their own."""
+    with redis_cluster() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
 def ceph() -> Iterator[Radosgw]:
     """A radosgw: an S3 server that checks what Amazon checks."""
     with radosgw() as running:
@@ -106,7 +113,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="write what text scenarios do now into their files")
     parser.addoption(
-        "--objects", action="store_true", help="run also what needs radosgw and Redis: `make test-objects`"
+        "--objects", action="store_true", help="run also what needs radosgw, Redis and PgBouncer: `make test-objects`"
     )
     parser.addoption(
         "--nightly", action="store_true", help="run also what is long, statistical or measured: `make test-all`"
@@ -143,7 +150,7 @@ def is_realtime(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --objects, what needs radosgw or Redis is left out: `make test-objects` runs it. So is with --nightly what is long."""
+    """Without --objects, what needs radosgw, Redis or PgBouncer is left out: `make test-objects` runs it. So is with --nightly what is long."""
     for item in items:
         if is_realtime(item.path):
             item.add_marker(pytest.mark.realtime)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
+
+from tests.certificates import Certificate
 
 _DRIP_S = 0.05
 _FORWARD_S = 120.0
@@ -23,6 +26,7 @@ class Fault(NamedTuple):
     Attributes:
         kind: "status": answered with `status` and `code`, not passed on. "deaf": passed on, then answered with `status`. "never": no
             answer, ever. "held": passed on once the server is told `released`. "stalled": then the connection ends. "slow": the real answer, a byte at a time. "cut": the real answer's head and half its body, then the end.
+            "without": passed on without its `header`.
             "dated": passed on with a date an hour old.
             "reset": the connection is reset. "again": the last real answer once more.
         times: how many requests it befalls; then all is well.
@@ -59,8 +63,8 @@ class FaultyServer:
         released: what was held goes on.
     """
 
-    def __init__(self, port: int, path: str) -> None:
-        self.url = f"http://127.0.0.1:{port}{path}"
+    def __init__(self, port: int, path: str, scheme: str = "http") -> None:
+        self.url = f"{scheme}://127.0.0.1:{port}{path}"
         self.faults: list[Fault] = []
         self.asked: list[Asked] = []
         self.most_at_once = 0
@@ -87,8 +91,12 @@ class FaultyServer:
 
 
 @contextmanager
-def faulty(target: str) -> Iterator[FaultyServer]:  # noqa: C901 - a table of faults
-    """A server before the one at URL `target`, faultless until told otherwise."""
+def faulty(target: str, certificate: Certificate | None = None) -> Iterator[FaultyServer]:  # noqa: C901 - a table of faults
+    """A server before the one at URL `target`, faultless until told otherwise. It does as a proxy for http, too.
+
+    Args:
+        certificate: it speaks TLS with this one.
+    """
     parts = urlsplit(target)
 
     class Handler(BaseHTTPRequestHandler):
@@ -123,6 +131,9 @@ def faulty(target: str) -> Iterator[FaultyServer]:  # noqa: C901 - a table of fa
                 case "status":
                     headers = {"x-amz-bucket-region": fault.region} if fault.region else {}
                     self._send(fault.status, headers, _words(fault.code))
+                case "without":
+                    del self.headers[fault.header]
+                    self._send(*self._forward(body))
                 case "dated":
                     past = datetime.now(UTC) - timedelta(hours=1)
                     self.headers.replace_header("x-amz-date", past.strftime("%Y%m%dT%H%M%SZ"))
@@ -157,9 +168,11 @@ def faulty(target: str) -> Iterator[FaultyServer]:  # noqa: C901 - a table of fa
         def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
             link = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=_FORWARD_S)
             try:
-                link.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+                asked = urlsplit(self.path)  # of a proxy the whole URL is asked for
+                path = urlunsplit(asked._replace(scheme="", netloc=""))
+                link.putrequest(self.command, path, skip_host=True, skip_accept_encoding=True)
                 for name, value in self.headers.items():
-                    link.putheader(name, value)
+                    link.putheader(name, parts.netloc if asked.netloc and name.lower() == "host" else value)
                 link.endheaders(body or None)
                 real = link.getresponse()
                 state.last = (real.status, dict(real.getheaders()), real.read())
@@ -191,7 +204,11 @@ def faulty(target: str) -> Iterator[FaultyServer]:  # noqa: C901 - a table of fa
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    state = FaultyServer(server.server_port, parts.path)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate.cert, certificate.key)
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    state = FaultyServer(server.server_port, parts.path, "http" if certificate is None else "https")
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="faulty-http", daemon=True)
     thread.start()
     try:

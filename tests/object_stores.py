@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvbm.pools.stores.base import Store
-from kvbm.pools.stores.blobs import Limits
+from kvbm.pools.stores.link import Limits
 from kvbm.pools.stores.memory import MemoryStore
 from tests.ceph import ACCESS_KEY_ID, SECRET_ACCESS_KEY, Radosgw
 from tests.servers import AZURITE_ACCOUNT, AZURITE_KEY, S3_CREDENTIALS
 
 QUICK = ["memory", "s3", "azure"]
-OBJECT_STORES = [*QUICK, *(pytest.param(name, marks=pytest.mark.objects) for name in ("radosgw", "redis"))]
+OBJECT_STORES = [
+    *QUICK,
+    *(pytest.param(name, marks=pytest.mark.objects) for name in ("radosgw", "redis", "redis_cluster")),
+]
 WAIT_S = 120.0  # a machine that is busy with other tests is no silent store
 OPEN_WAIT_S = WAIT_S
 PATIENT = Limits(
@@ -59,6 +62,8 @@ def place_in(store: str, request: pytest.FixtureRequest) -> Place:
             return radosgw_place(request.getfixturevalue("ceph"))
         case "redis":
             return redis_place(request.getfixturevalue("redis_url"))
+        case "redis_cluster":
+            return redis_place(request.getfixturevalue("redis_cluster_url"), store)
         case other:
             raise AssertionError(f"{other!r} is none of {OBJECT_STORES}")
 
@@ -112,12 +117,12 @@ def azure_place(endpoint: str) -> Place:
     return Place("azure", opened, url, endpoint, {"AZURE_STORAGE_KEY": AZURITE_KEY})
 
 
-def redis_place(server_url: str) -> Place:
+def redis_place(server_url: str, kind: str = "redis") -> Place:
     """A prefix of one's own."""
     from kvbm.pools.stores.redis import open_redis_store
 
     url = f"{server_url}?prefix=kvbm-{uuid.uuid4().hex}"
-    return Place("redis", partial(open_redis_store, url, open_wait_s=OPEN_WAIT_S, limits=PATIENT), url)
+    return Place(kind, partial(open_redis_store, url, open_wait_s=OPEN_WAIT_S, limits=PATIENT), url)
 
 
 def boto3_client(endpoint: str, access_key_id: str, secret_access_key: str) -> Any:

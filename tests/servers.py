@@ -20,9 +20,10 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvbm.bench.postgres import readable_by_all
 from kvbm.core.errors import MissingExtraError
@@ -225,19 +226,55 @@ def _wait_until_ready(process: subprocess.Popen[bytes], data: Path, log: Path) -
     raise AssertionError(f"Postgres did not start (exit status {process.poll()}):\n{log.read_text()}")
 
 
+@contextmanager
+def pgbouncer(server: str, connections: int = 2) -> Iterator[str]:
+    """A PgBouncer in transaction mode before the server of `postgres`; gives its URL of the database `postgres`.
+
+    Args:
+        connections: to the server, for each database.
+    """
+    binary = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
+    if binary is None:
+        raise ServerMissingError("PgBouncer", "pgbouncer", "apt-get install")
+    behind, port = urlsplit(server), free_port()
+    folder = Path(tempfile.mkdtemp(prefix="kvbm-pgbouncer-"))
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        folder.chmod(0o755)
+        settings, log = folder / "pgbouncer.ini", folder / "log"
+        settings.write_text(
+            f"[databases]\n* = host={behind.hostname} port={behind.port} user={behind.username}\n[pgbouncer]\n"
+            f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\nauth_type = any\npool_mode = transaction\n"
+            f"default_pool_size = {connections}\nmax_client_conn = 200\n"
+        )
+        process = start_process([binary, str(settings)], log, cwd=folder, **_ordinary_user())
+        _wait_until_listening(process, port, log)
+        yield f"postgresql+asyncpg://{behind.username}@127.0.0.1:{port}/postgres"
+    finally:
+        if process is not None:
+            stop_process(process)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 # -- S3 ---------------------------------------------------------------------------------------------------------------
 
 S3_CREDENTIALS: dict[str, Any] = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
-    """An S3 server (moto) without buckets; gives its endpoint URL. It takes `S3_CREDENTIALS`, as any other."""
+def s3_server(look_s: float = 0.0) -> Iterator[str]:
+    """An S3 server (moto) without buckets; gives its endpoint URL. It takes `S3_CREDENTIALS`, as any other.
+
+    Args:
+        look_s: how long it takes to look whether something has the name of a put.
+    """
     package_folder("moto", "an S3 server", "moto[server]")
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="kvbm-s3-") as folder:
-        log = Path(folder) / "log"
-        process = start_process([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], log)
+        log, program = Path(folder) / "log", Path(__file__).parent / "moto_server.py"
+        environment = os.environ | {"KVBM_TEST_LOOK_S": str(look_s)}
+        command = [sys.executable, "-P", str(program), "-H", "127.0.0.1", "-p", str(port)]
+        process = start_process(command, log, env=environment)
         try:
             _wait_until_listening(process, port, log)
             yield f"http://127.0.0.1:{port}"
@@ -291,6 +328,9 @@ def azurite_server() -> Iterator[str]:
 # -- Redis ------------------------------------------------------------------------------------------------------------
 
 
+_SLOTS = 16_384  # of every cluster
+
+
 @contextmanager
 def redis_server(*options: str) -> Iterator[str]:
     """A Redis or Valkey that keeps nothing; gives its URL.
@@ -311,6 +351,46 @@ def redis_server(*options: str) -> Iterator[str]:
             yield f"redis://127.0.0.1:{port}/0"
         finally:
             stop_process(process, signal.SIGKILL)
+
+
+@contextmanager
+def redis_cluster(nodes: int = 3) -> Iterator[str]:
+    """A Redis Cluster of primaries that keep nothing; gives the URL of one of them."""
+    with ExitStack() as opened:
+        folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="kvbm-cluster-"))
+        options = (
+            "--cluster-enabled",
+            "yes",
+            "--cluster-node-timeout",
+            "60000",
+            "--dir",
+            folder,
+            "--cluster-config-file",
+        )
+        urls = [opened.enter_context(redis_server(*options, f"nodes-{at}.conf")) for at in range(nodes)]
+        from redis import Redis
+
+        clients = [Redis.from_url(url, socket_timeout=START_WAIT_S) for url in urls]
+        for at, client in enumerate(clients):
+            opened.callback(client.close)
+            client.execute_command("CLUSTER ADDSLOTSRANGE", at * _SLOTS // nodes, (at + 1) * _SLOTS // nodes - 1)
+            client.execute_command("CLUSTER MEET", "127.0.0.1", urlsplit(urls[0]).port)
+        deadline = time.monotonic() + START_WAIT_S
+        while not all(_knows(client, nodes) for client in clients):
+            if time.monotonic() > deadline:
+                raise AssertionError("the nodes of the Redis Cluster do not find each other")
+            time.sleep(0.05)
+        yield urls[0]
+
+
+def _knows(client: Any, nodes: int) -> bool:
+    said = client.execute_command("CLUSTER INFO")
+    said = (
+        said
+        if isinstance(said, dict)
+        else dict(line.split(":", 1) for line in said.decode().split("\r\n") if ":" in line)
+    )
+    return said["cluster_state"] == "ok" and int(said["cluster_known_nodes"]) == nodes
 
 
 # -- NATS -------------------------------------------------------------------------------------------------------------

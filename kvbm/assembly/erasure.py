@@ -360,7 +360,7 @@ def _erase_front(settings: Settings, namespaces: set[NamespaceId], tenants: set[
                 "objects in front that are sealed under keys which are not here: they go after pools.object.ttl_s, or empty the front",
             )
         tags = {f"/{SEALED_FOLDER}/{keys[tenant].tag}/" for tenant in tenants}
-    front = open_store(wanted.front, ttl_s=wanted.ttl_s)
+    front = open_store(wanted.front, ca=wanted.ca, ttl_s=wanted.ttl_s, tries=False)
     try:
         names = [
             one.name

@@ -140,6 +140,7 @@ def _gc_once(
         only_blocks=wanted.blocks,
         sealed=is_sealed,
         erase=erased,
+        alone=gc.alone,
         parts={
             tenant: TenantPart(share.weight, share.object_bytes or None) for tenant, share in settings.tenants.items()
         },
@@ -189,7 +190,15 @@ def _pool_of(store: str, blocks: int, is_sealed: bool, known: Collection[str]) -
 def _open_store(settings: Settings) -> Store:
     """The store of the object pool. Raises ConfigError, MissingExtraError, PoolError: as `stores.opening.open_store`."""
     wanted = settings.pools.object
-    return open_store(wanted.url, endpoint=wanted.endpoint, region=wanted.region, name=wanted.name, ttl_s=wanted.ttl_s)
+    return open_store(
+        wanted.url,
+        endpoint=wanted.endpoint,
+        region=wanted.region,
+        ca=wanted.ca,
+        name=wanted.name,
+        ttl_s=wanted.ttl_s,
+        tries=False,  # a janitor tries more, and with --dry-run puts nothing
+    )
 
 
 def janitor_id(pool: str) -> InstanceId:

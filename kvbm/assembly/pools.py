@@ -26,9 +26,9 @@ from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.base import Store, StoreAwayError
-from kvbm.pools.stores.blobs import Limits
 from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.late import LateStore
+from kvbm.pools.stores.link import Limits
 from kvbm.pools.stores.opening import open_store
 from kvbm.pools.tenant_keys import KeySource, keys_of_command, keys_of_file
 from kvbm.remarks import Remarks
@@ -185,6 +185,7 @@ def open_objects(
             wanted.url,
             endpoint=wanted.endpoint,
             region=wanted.region,
+            ca=wanted.ca,
             name=wanted.name,
             ttl_s=wanted.ttl_s,
             limits=limits,
@@ -195,7 +196,8 @@ def open_objects(
         opened.callback(store.close)
         if wanted.front:
             front = _opened(
-                lambda: open_store(wanted.front, ttl_s=wanted.ttl_s, limits=limits), on_trouble if waits else None
+                lambda: open_store(wanted.front, ca=wanted.ca, ttl_s=wanted.ttl_s, limits=limits),
+                on_trouble if waits else None,
             )
             opened.callback(front.close)  # it may go on looking for its server, and the two of them want a thread
             store = CachedStore(front, store, on_trouble)

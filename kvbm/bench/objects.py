@@ -25,7 +25,7 @@ from kvbm.core.errors import PoolError
 from kvbm.core.ids import HASH_BYTES, Epoch, Namespace
 from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.object.pool import BlockObjects
-from kvbm.pools.stores.blobs import LIMITS, client_options
+from kvbm.pools.stores.link import LIMITS, link_to
 from kvbm.pools.stores.s3 import bucket_of
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _bare_store(options: ObjectsOptions) -> S3Store:
         region=options.region or "us-east-1",
         unsigned_payload=True,
         credential_provider=Boto3CredentialProvider(),
-        client_options=client_options(LIMITS, options.endpoint),
+        client_options=link_to(options.endpoint or "https://s3.amazonaws.com").client_options(),
         config={"endpoint": options.endpoint} if options.endpoint else None,
     )
 

@@ -2,6 +2,10 @@
 
 Two catalogs that start at once migrate one after the other: an advisory lock on Postgres, the write lock on SQLite.
 Every wait is bounded, so a database that does not answer becomes one sentence.
+
+Nothing here lasts on a Postgres connection for longer than a transaction, neither a setting nor a prepared statement, so a pooler such as
+PgBouncer may give each transaction another connection. An answer that the server takes no writes any more ends all connections: the
+next one looks for the new primary.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from kvbm.core.errors import CatalogError, MissingExtraError
 from kvbm.files import make_folder, make_plain, narrow, warn_exposed
@@ -26,7 +32,7 @@ try:
     from alembic.runtime.migration import MigrationContext
     from alembic.script import ScriptDirectory
     from alembic.util import CommandError
-    from sqlalchemy import URL, Connection, event, insert, make_url
+    from sqlalchemy import URL, Connection, ExceptionContext, event, insert, make_url
     from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
     from sqlalchemy.pool import NullPool
@@ -52,10 +58,17 @@ log = Remarks()
 
 _FORMS = "give sqlite:///path/catalog.db or postgresql://user:password@host:5432/database"
 _ESCAPES = "in a user or password write @ as %40, / as %2F, : as %3A and % as %25"
+_PORT = 5432
+# SQLSTATE of a server that is no primary (any more), or not for long: read_only_sql_transaction, admin_shutdown, crash_shutdown,
+# cannot_connect_now
+_NO_PRIMARY = ("25006", "57P01", "57P02", "57P03")
 
 
 def parse_url(url: str | Path) -> URL:
     """The URL with the driver kvbm uses; libpq's `sslmode` becomes asyncpg's `ssl`.
+
+    Several hosts may stand with commas between, as libpq has them: the first that fits `target_session_attrs` is taken, by default
+    one that can be written to.
 
     Args:
         url: a path is that of an SQLite file, whatever characters it has; in a text they would mean something.
@@ -64,7 +77,7 @@ def parse_url(url: str | Path) -> URL:
     if isinstance(url, Path):
         return URL.create(_DRIVERS["sqlite"], database=str(url))
     try:
-        parsed = make_url(url)
+        parsed = _with_hosts(url)
     except (ArgumentError, ValueError):
         raise CatalogError(f"the database URL cannot be read; {_FORMS}; {_ESCAPES}") from None
     driver = _DRIVERS.get(parsed.drivername)
@@ -86,6 +99,24 @@ def parse_url(url: str | Path) -> URL:
     return parsed
 
 
+def _with_hosts(url: str) -> URL:
+    """`make_url`, for libpq's several hosts, too: postgresql://user:password@one:5432,two:5432/database. Raises ArgumentError, ValueError."""
+    parts = urlsplit(url)
+    who, at, hosts = parts.netloc.rpartition("@")
+    if "," not in hosts:
+        return make_url(url)
+    query = f"?{parts.query}" if parts.query else ""
+    parsed = make_url(f"{parts.scheme}://{who}{at}{parts.path}{query}")
+    places = [urlsplit(f"//{one}") for one in hosts.split(",")]
+    if not all(place.hostname for place in places):
+        raise ValueError(hosts)
+    named = {
+        "host": ",".join(str(place.hostname) for place in places),
+        "port": ",".join(str(place.port or _PORT) for place in places),
+    }
+    return parsed.update_query_dict({"target_session_attrs": "read-write", **parsed.query, **named})
+
+
 def is_sqlite(url: URL) -> bool:
     """Whether the URL names an SQLite file; else it is Postgres."""
     return url.get_backend_name() == "sqlite"
@@ -93,7 +124,17 @@ def is_sqlite(url: URL) -> bool:
 
 def shown(url: URL) -> str:
     """The URL for messages: no password, no driver."""
-    return url.set(drivername=url.get_backend_name(), query={}).render_as_string(hide_password=True)
+    bare = url.set(drivername=url.get_backend_name(), query={}).render_as_string(hide_password=True)
+    hosts, ports = (_listed(url, key) for key in ("host", "port"))
+    if not hosts:
+        return bare
+    return f"{bare} on {', '.join(map(':'.join, zip(hosts, ports, strict=True))) if len(hosts) == len(ports) else ', '.join(hosts)}"
+
+
+def _listed(url: URL, key: str) -> list[str]:
+    """What a URL's query says of its hosts."""
+    said = url.query.get(key, ())
+    return [part for one in ((said,) if isinstance(said, str) else said) for part in one.split(",")]
 
 
 def migrations_folder() -> Path:
@@ -117,7 +158,13 @@ def database_errors(where: str, remedy: str = "") -> Iterator[None]:
         raise CatalogError(f"{where}: {_first_line(error.orig or error)}{remedy}") from error
     except TimeoutError as error:
         raise CatalogError(f"{where}: no answer in time{remedy}") from error
-    except (SQLAlchemyError, CommandError, OSError) as error:
+    except (
+        SQLAlchemyError,
+        CommandError,
+        OSError,
+        EOFError,
+        UnicodeError,
+    ) as error:  # the last two: a cut connection, a host that is none
         raise CatalogError(f"{where}: {_first_line(error)}{remedy}") from error
     except RuntimeError as error:
         if "start new thread" not in str(error):
@@ -278,12 +325,10 @@ def _engine(
         arguments = {
             "timeout": connect_timeout_s,
             "command_timeout": statement_timeout_s,
-            "server_settings": {
-                "application_name": "kvbm-catalog",
-                "lock_timeout": f"{lock_timeout_s * 1000:.0f}",
-                # A replica that dies behind a silent network must not keep the position's row for good.
-                "idle_in_transaction_session_timeout": f"{statement_timeout_s * 1000:.0f}",
-            },
+            "server_settings": {"application_name": "kvbm-catalog"},  # poolers know it, and none of the others
+            "statement_cache_size": 0,
+            "prepared_statement_cache_size": 0,
+            "prepared_statement_name_func": str,  # none: the next one takes its place
         }
     try:
         engine = create_async_engine(url, connect_args=arguments, **options)
@@ -291,7 +336,28 @@ def _engine(
         raise MissingExtraError(f"the database driver {error.name}", "catalog") from None
     if is_sqlite(url):
         event.listen(engine.sync_engine, "connect", _set_sqlite_sync)
+    else:
+        event.listen(engine.sync_engine, "begin", partial(_bound_waits, lock_timeout_s, statement_timeout_s))
+        event.listen(engine.sync_engine, "handle_error", _leave_no_primary)
     return engine
+
+
+def _bound_waits(lock_timeout_s: float, statement_timeout_s: float, connection: Connection) -> None:
+    """Bound a transaction's waits, for this transaction alone: the connection may be another one's next.
+
+    A replica that dies behind a silent network must not keep the position's row for good.
+    """
+    lock_ms, idle_ms = f"{lock_timeout_s * 1000:.0f}", f"{statement_timeout_s * 1000:.0f}"
+    connection.exec_driver_sql(
+        f"SELECT set_config('lock_timeout', '{lock_ms}', true),"
+        f" set_config('idle_in_transaction_session_timeout', '{idle_ms}', true)"
+    )
+
+
+def _leave_no_primary(context: ExceptionContext) -> None:
+    """End every connection once a server says that it is no primary: it keeps them for as long as nobody cuts them."""
+    if getattr(context.original_exception, "sqlstate", None) in _NO_PRIMARY:
+        context.is_disconnect = True
 
 
 def _set_sqlite_sync(connection: Any, record: object) -> None:

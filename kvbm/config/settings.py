@@ -107,6 +107,8 @@ class ObjectSettings(SettingsGroup, frozen=True):
     Attributes:
         url: s3://bucket/prefix, az://account/container/prefix or redis://host:port/database?prefix=…; "" for none.
         endpoint, region: of s3 and az, where they are not their makers' own.
+        ca: file (PEM) of who signs the store's certificate, and the front's; "" for AWS_CA_BUNDLE or a profile's (s3), REQUESTS_CA_BUNDLE,
+            CURL_CA_BUNDLE or SSL_CERT_FILE, the first that names another list than the system's, else that.
         name: of the pool, where instances reach one store by different addresses.
         blocks: of an object; 0: as many as make 4 MiB or 128 tokens, whichever is less. The same for all instances.
         compression: "auto": by the type of the elements, where it gains something; "off".
@@ -124,6 +126,7 @@ class ObjectSettings(SettingsGroup, frozen=True):
     url: str = ""
     endpoint: str = ""
     region: str = ""
+    ca: str = ""
     name: str = ""
     blocks: int = 0
     compression: str = "auto"
@@ -462,6 +465,8 @@ class GcSettings(SettingsGroup, frozen=True):
         every_s: between two runs; 0: one run.
         id: name of the janitor's instance, as `kvbm nats-permissions --janitor` has it; "" for janitor- and eight characters that
             follow from the pool's name. Two janitors of one cluster with different pools need two names.
+        alone: no other janitor, and no erasure, ever works on the store at the same time. A janitor believes it where the store ignores the
+            conditions of puts on which its lease rests; without it, it does not work there.
     """
 
     ttl_s: float = 7 * 86_400.0
@@ -473,6 +478,7 @@ class GcSettings(SettingsGroup, frozen=True):
     used_s: float = 60.0
     every_s: float = 0.0
     id: str = ""
+    alone: bool = False
 
 
 class SourceSettings(SettingsGroup, frozen=True):

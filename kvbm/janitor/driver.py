@@ -43,14 +43,14 @@ from kvbm.janitor.used import USED_PREFIX, UsedList
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.object.reader import Described
 from kvbm.pools.object.tombstones import KEPT_PREFIX, LEASE_NAME, LIST_BYTES, decode_list, encode_list, read_lists
-from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store, Trouble
+from kvbm.pools.stores.base import TRIAL_PREFIX, Get, Got, Listed, Put, Refusal, Store, Trouble
 from kvbm.streams.base import Position
 
 PAGE_NAMES = 1000
 _LEASE_BYTES = 64 << 10
 _USED_BYTES = 1 << 30  # 67 million objects of a cluster
 _CLOCK_PREFIX = f"{KEPT_PREFIX}clock/"
-_CLOCK_AGE_S = 3600.0  # objects put to read the store's clock go after this time at the latest
+_CLOCK_AGE_S = 3600.0  # objects put to read the store's clock, or to try the store, go after this time at the latest
 _POLL_S = 0.05
 _SQL_WAIT_S = 2.0  # one look at SQL takes so long at most, so that the lease is renewed in between
 
@@ -178,15 +178,21 @@ class Driver:
         store_ns = kept[probe]
         old_ns = store_ns - int(_CLOCK_AGE_S * 1e9)
         probes = [
-            name for name, ns in kept.items() if name.startswith(_CLOCK_PREFIX) and (name == probe or ns < old_ns)
+            name
+            for name, ns in kept.items()
+            if name.startswith((_CLOCK_PREFIX, TRIAL_PREFIX)) and (name == probe or ns < old_ns)
         ]
         self._store.delete(probes, self._deadline_s)
+        trial = f"{TRIAL_PREFIX}{self._options.run}"
+        ignored = self._store.ignored_conditions(trial, self._deadline_s)
+        if isinstance(ignored, Refusal):
+            raise self._trouble(f"trial of conditional puts of {trial}", ignored)
         (lease,) = self._store.get([Get(LEASE_NAME, most_bytes=_LEASE_BYTES)], self._deadline_s)
         if isinstance(lease, Refusal) and lease.trouble is not Trouble.ABSENT:
             raise self._trouble("read of the lease", lease)
         body = bytes(lease.body) if isinstance(lease, Got) else b""
         age_s = (store_ns - kept.get(LEASE_NAME, store_ns)) / 1e9
-        return StoreStatus(store_ns, (wall_ns - store_ns) / 1e9, Found(body, age_s))
+        return StoreStatus(store_ns, (wall_ns - store_ns) / 1e9, Found(body, age_s), ignored)
 
     def _put_lease(self, body: bytes, expected: bytes) -> bool:
         refusal = self._store.replace(LEASE_NAME, body, expected or None, self._deadline_s)

@@ -52,11 +52,13 @@ class StoreStatus(NamedTuple):
     Attributes:
         store_ns: the store's time now.
         skew_s: this machine's clock less the store's.
+        ignored: the conditions of puts that the store takes no notice of, in words: on such a store two may have the lease at once.
     """
 
     store_ns: int
     skew_s: float
     lease: Found
+    ignored: tuple[str, ...] = ()
 
 
 def decode(body: bytes) -> Lease | None:

@@ -27,6 +27,7 @@ class Rules(NamedTuple):
         only_blocks: the k of this pool; 0: every k that is there.
         parts: of tenants, by name; OTHERS for all that are not named.
         sealed: whether its objects are those whose names tell nothing; others are not this pool's, then.
+        alone: the operator says that no other janitor works on the store; counts where the store cannot keep a lease.
         erase: an erasure: objects of these namespaces go, whatever their age, and no others. Those that hold one of the blocks, or all where
             no block is named.
     """
@@ -43,6 +44,7 @@ class Rules(NamedTuple):
     sealed: bool = False
     parts: Mapping[str, TenantPart] = {}
     erase: Mapping[NamespaceId, frozenset[bytes]] | None = None
+    alone: bool = False
 
     @property
     def older_ns(self) -> int:

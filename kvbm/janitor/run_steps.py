@@ -59,7 +59,10 @@ class RunSteps:
     # -- the lease ----------------------------------------------------------------------------------------------------
 
     def take_lease(self) -> Steps[None]:
-        """Inspect the store, and take the lease. Raises JanitorError: clocks are too far apart. JanitorBusyError: another has it."""
+        """Inspect the store, and take the lease.
+
+        Raises: JanitorError: clocks are too far apart, or the store cannot keep a lease. JanitorBusyError: another has it.
+        """
         asked_s = self.now_s
         status = yield from do(Inspect())
         skew_s, allowed_s = status.skew_s, self.rules.skew_s
@@ -72,6 +75,12 @@ class RunSteps:
         self._store_ns, self._store_ns_at_s = status.store_ns, self.now_s
         if self.dry_run:
             return
+        if status.ignored and not self.rules.alone:
+            raise JanitorError(
+                f"the store ignores conditions of puts ({'; '.join(status.ignored)}), so two janitors could have its lease at once; use a "
+                "store that heeds them, or set gc.alone = true where this is the only janitor of all clusters, and `kvbm-catalog erase` runs "
+                "only while it does not. Nothing was changed"
+            )
         lease = leases.claimed(status.lease, self._holder, self.run, self.rules.lease_s)
         if not (yield from self._put_lease(lease, status.lease.body, asked_s)):
             raise JanitorBusyError("another janitor took the lease just now; nothing to do")

@@ -27,7 +27,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from kvbm.catalog import database, sql_store
 from kvbm.catalog import sql_tables as tables
-from kvbm.catalog.database import migrations_folder, parse_url
+from kvbm.catalog.database import database_errors, migrations_folder, parse_url, shown
 from kvbm.catalog.sql_rows import (
     AbsenceRow,
     ClaimRun,
@@ -55,6 +55,9 @@ STREAM = "KVBM"
 POOL = "s3-main"
 FIRST, SECOND = InstanceId("engine-1"), InstanceId("engine-2")
 CHAT = Namespace(model="chat-8b", block_tokens=16, tenant="acme", scheme_seed=(1 << 64) - 1)
+
+
+BOUNDS = ("lock_timeout", "idle_in_transaction_session_timeout")
 
 
 def hashes(count: int, seed: int = 0) -> bytes:
@@ -737,10 +740,69 @@ def test_a_server_that_goes_away_is_a_catalog_error_and_its_return_is_enough(pos
     asyncio.run(run())
 
 
+def test_a_connection_whose_server_takes_no_writes_any_more_is_ended(postgres_url: str) -> None:
+    """A primary that was demoted keeps its connections."""
+
+    async def run() -> None:
+        store = await open_store(postgres_url)
+        async with store._engine.connect() as connection:
+            await connection.execute(text("SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY"))
+            await connection.commit()
+        with pytest.raises(CatalogError, match="read-only transaction"):
+            await store.apply(batch(0, 1))
+        assert await store.apply(batch(0, 1))
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_nothing_lasts_on_a_connection_for_longer_than_a_transaction(postgres_url: str) -> None:
+    """So a pooler may give each transaction another connection. Waits are bounded within one."""
+
+    async def run() -> None:
+        store = await open_store(postgres_url)
+        assert await store.apply(full_batch())
+        await contents(store)
+        async with store._engine.connect() as connection:
+            inside = [(await connection.execute(text(f"SHOW {name}"))).scalar() for name in BOUNDS]
+            raw = (await connection.get_raw_connection()).driver_connection
+            assert raw is not None
+            assert await raw.fetchval("SELECT count(*) FROM pg_prepared_statements") == 0
+            await connection.rollback()
+            outside = [await raw.fetchval(f"SHOW {name}") for name in BOUNDS]
+        assert (inside, outside) == (["10s", "30s"], ["0", "0"])
+        await store.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("url", "where"),
+    [
+        ("postgresql://u:hunter2@one:5433,two/db", "postgresql://u:***@/db on one:5433, two:5432"),
+        ("postgresql://u:hunter2@/db?host=one:5433&host=two:1", "postgresql://u:***@/db on one:5433, two:1"),
+        ("postgresql://[::1]:5433,two/db?target_session_attrs=any", "postgresql:///db on ::1:5433, two:5432"),
+        ("postgresql://u:hunter2@one/db", "postgresql://u:***@one/db"),
+    ],
+)
+def test_several_hosts_may_be_named_as_libpq_has_them_and_are_shown(url: str, where: str) -> None:
+    parsed = parse_url(url)
+    assert shown(parsed) == where
+    if "host" in parsed.query and "target_session_attrs" not in url and "," in url:
+        assert parsed.query["target_session_attrs"] == "read-write"
+
+
+@pytest.mark.parametrize("error", [EOFError("0 bytes read"), UnicodeError("label too long"), ConnectionResetError("x")])
+def test_what_a_driver_raises_where_nobody_expects_it_is_ours(error: Exception) -> None:
+    with pytest.raises(CatalogError, match="the database: "), database_errors("the database"):
+        raise error
+
+
 @pytest.mark.parametrize(
     ("url", "word"),
     [
         ("", "cannot be read"),
+        ("postgresql://u:hunter2@one,/catalog", "cannot be read"),
         ("catalog.db", "cannot be read"),
         ("postgresql://u:hunter2@host:port/catalog", "cannot be read"),
         ("mysql://u:hunter2@host/catalog", "'mysql'"),

@@ -241,6 +241,11 @@ def test_of_many_who_replace_at_once_one_does(place: Place) -> None:
             held = winner
 
 
+def test_a_store_shows_that_it_heeds_conditions_and_keeps_nothing_of_the_trial(store: Store) -> None:
+    assert store.ignored_conditions("trial", DEADLINE_S) == ()
+    assert list(store.listed("", DEADLINE_S)) == []
+
+
 def test_many_threads_share_a_store(store: Store) -> None:
     bytes_of = random.Random(SEED).randbytes
     bodies = {f"{thread}/{at}": bytes_of(50_000) for thread in range(4) for at in range(8)}

@@ -14,7 +14,8 @@ import pytest
 
 from kvbm.core.errors import ConfigError, PoolError
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store, Trouble
-from kvbm.pools.stores.blobs import PART_BYTES, Limits
+from kvbm.pools.stores.blobs import PART_BYTES
+from kvbm.pools.stores.link import Limits
 from kvbm.pools.stores.opening import open_store
 from kvbm.pools.stores.s3 import store_name
 from tests.eventually import eventually
@@ -267,6 +268,57 @@ def test_a_store_without_conditional_puts_is_asked_first(broken: Broken) -> None
 
 
 @only_s3
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ("if-none-match", "a put where nothing has the name (If-None-Match: *) is done where something has it"),
+        ("if-match", "a put over one ETag alone (If-Match) is done over another"),
+    ],
+)
+def test_a_store_that_ignores_a_condition_is_found_out_and_asked_first_from_then_on(
+    broken: Broken, header: str, words: str
+) -> None:
+    broken.breaks(Fault("without", header=header))
+    assert broken.store.ignored_conditions("trial", WAIT_S) == (words,)
+    assert [one.name for one in broken.store.listed("", WAIT_S)] == ["name", "other"]
+    [answer] = broken.store.put([Put("name", b"x")], WAIT_S)
+    assert answer is not None and answer.trouble is Trouble.TAKEN
+    assert broken.store.replace("lease", b"one", None, WAIT_S) is None
+    for expected in (None, b"none"):
+        refused = broken.store.replace("lease", b"other", expected, WAIT_S)
+        assert refused is not None and refused.trouble is Trouble.TAKEN
+    assert broken.store.replace("lease", b"two", b"one", WAIT_S) is None
+
+
+@only_s3
+def test_conditions_that_a_store_refuses_are_told_and_replacements_go_without(broken: Broken) -> None:
+    broken.breaks(*(Fault("status", 501, "NotImplemented", header=header) for header in ("if-none-match", "if-match")))
+    said = broken.store.ignored_conditions("trial", WAIT_S)
+    assert isinstance(said, tuple) and len(said) == 2 and all("501 NotImplemented" in words for words in said)
+    assert broken.store.replace("lease", b"one", None, WAIT_S) is None
+    assert broken.store.replace("lease", b"two", b"one", WAIT_S) is None
+    refused = broken.store.replace("lease", b"three", b"one", WAIT_S)
+    assert refused is not None and refused.trouble is Trouble.TAKEN
+
+
+@only_s3
+def test_a_trial_that_the_store_does_not_let_happen_says_nothing_of_conditions(broken: Broken) -> None:
+    broken.breaks(Fault("status", 403, "AccessDenied", method="PUT"))
+    refused = broken.store.ignored_conditions("trial", WAIT_S)
+    assert isinstance(refused, Refusal) and refused.trouble is Trouble.DENIED
+
+
+@only_s3
+@pytest.mark.parametrize("code", ["RequestTimeout", "IncompleteBody"])
+def test_a_put_that_came_too_slowly_is_put_again_and_conditions_count_as_before(broken: Broken, code: str) -> None:
+    """Amazon says so with a 400, as others say that they know no condition."""
+    broken.breaks(Fault("status", 400, code, times=1, method="PUT"))
+    assert broken.store.put([Put("new", b"x")], WAIT_S) == [None]
+    assert [asked.method for asked in broken.server.asked] == ["PUT", "PUT"]
+    assert all("if-none-match" in asked.headers for asked in broken.server.asked)
+
+
+@only_s3
 def test_a_conflict_with_another_put_is_tried_again(broken: Broken) -> None:
     broken.breaks(Fault("status", 409, "ConditionalRequestConflict", times=2, method="PUT"))
     assert broken.store.put([Put("new", b"x")], WAIT_S) == [None]
@@ -412,6 +464,13 @@ def test_a_store_has_one_name_however_it_is_written(endpoint: str, name: str) ->
     assert store_name("bucket", "a/b", endpoint) == name
 
 
+@pytest.mark.nightly
+def test_of_puts_of_one_name_that_look_at_once_the_server_of_the_tests_takes_one() -> None:
+    with s3_server(look_s=0.2) as endpoint, closing(s3_place(endpoint).open()) as store:
+        answers = store.put([Put("name", BODY)] * 4, WAIT_S)
+    assert sorted(str(answer and answer.trouble) for answer in answers) == ["None", *["Trouble.TAKEN"] * 3]
+
+
 def test_a_server_that_is_gone_costs_the_attempts_at_most() -> None:
     with s3_server() as endpoint:
         store = s3_place(endpoint).open()
@@ -455,6 +514,58 @@ def test_a_redis_that_is_gone_or_stalls_is_silent_within_the_deadline() -> None:
             assert answer.trouble is Trouble.SILENT, answer
     said = refusal_to_open(place)
     assert "does not answer" in said
+
+
+@pytest.mark.objects
+def test_a_redis_cluster_is_known_by_any_node_and_has_one_database(redis_cluster_url: str) -> None:
+    with closing(redis_place(redis_cluster_url).open()) as store:
+        puts = [Put(f"{at}", b"x" * at) for at in range(60)]
+        assert store.put(puts, WAIT_S) == [None] * 60
+        got = store.get([Get(put.name) for put in puts], WAIT_S)
+        assert [bytes(one.body) for one in got if isinstance(one, Got)] == [put.body for put in puts]
+    with pytest.raises(ConfigError, match="database 0 alone"):
+        redis_place(redis_cluster_url.removesuffix("/0") + "/1").open()
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://127.0.0.1:99999/0", "redis://u:p/w@h:1/0", "redis://[::1/0", "rediss://:6379"]
+)
+def test_a_redis_url_that_is_none_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="correct it") as caught:
+        open_store(url)
+    assert "p/w" not in str(caught.value)
+
+
+@pytest.mark.objects
+def test_an_option_of_a_redis_url_that_is_none_is_refused_by_its_name(redis_url: str) -> None:
+    with pytest.raises(ConfigError, match="wait_for"):
+        open_store(f"{redis_url}?wait_for=1")
+
+
+@pytest.mark.objects
+def test_a_redis_that_was_demoted_loses_our_connections_at_its_first_refusal() -> None:
+    redis = pytest.importorskip("redis")
+    with (
+        redis_server() as url, redis.Redis.from_url(url) as admin, closing(redis_place(url).open()) as store
+    ):  # fmt: skip
+        assert store.put([Put("name", b"x")], WAIT_S) == [None]
+        assert store.replace("lease", b"y", None, WAIT_S) is None
+
+        def met() -> int:
+            return int(admin.info("stats")["total_connections_received"])
+
+        admin.replicaof("127.0.0.1", free_port())  # nobody is there, so it keeps what it has
+        for call in (
+            lambda: store.put([Put("new", b"x")], WAIT_S),
+            lambda: store.delete(["name"], WAIT_S),
+            lambda: [store.replace("other", b"x", None, WAIT_S)],
+            lambda: [store.replace("lease", b"x", b"y", WAIT_S)],
+        ):
+            before = met()
+            [refused] = call()
+            assert refused is not None and "read only replica" in refused.words
+            store.get([Get("name")], WAIT_S)
+            assert met() == before + 1  # by another connection
 
 
 @pytest.mark.objects

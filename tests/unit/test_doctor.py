@@ -545,14 +545,14 @@ def test_a_machine_without_the_catalogs_libraries_runs_no_catalog() -> None:
     expect(services.refused_database(error, configured), PROBLEM, "pip install")
 
 
-OBJECTS = services.Objects("s3://b/x", "", None, "", True, "", 0.005)
+OBJECTS = services.Objects("s3://b/x", "", None, "", (), "", 0.005)
 
 
 @pytest.mark.parametrize(
     ("facts", "result", "words"),
     [
         ({}, OK, "conditional put"),
-        ({"conditional": False}, WARNING, "If-None-Match"),
+        ({"ignored": ("If-Match is ignored",)}, WARNING, "If-Match is ignored"),
         ({"failed": "put", "trouble": Trouble.DENIED, "why": "403 AccessDenied"}, PROBLEM, "credentials"),
         ({"failed": "put", "trouble": Trouble.SILENT, "why": "no connection"}, PROBLEM, "start the store"),
         ({"failed": "put", "trouble": Trouble.REFUSED, "why": "507 StorageFull"}, PROBLEM, "free room"),

@@ -29,7 +29,7 @@ from kvbm.janitor.effects import (
 from kvbm.janitor.report import as_json, as_words
 from kvbm.janitor.used import UsedBy, UsedHere, UsedList
 from kvbm.pools.object.tombstones import LEASE_NAME, Tombstones, decode_list, encode_list, read_lists
-from kvbm.pools.stores.base import Put
+from kvbm.pools.stores.base import Put, Refusal, Trouble
 from kvbm.pools.tenant_keys import add_key
 from tests.janitors import BLOCK_BYTES, HOUR_S, OTHER, RULES, SPACE, Cluster, Course, K, World, chain, gc
 
@@ -651,6 +651,40 @@ def test_the_lease_is_renewed_before_it_is_needed_and_never_good_for_less_than_a
     Course(world, RULES._replace(grace_s=600.0)).go(before=watch)
     gaps = [later - earlier for earlier, later in pairwise(renewed_s)]
     assert max(gaps) < RULES.lease_s and len(gaps) > 10
+
+
+def test_where_the_store_ignores_conditions_no_janitor_works_unless_it_is_told_that_it_is_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    old_and_new(world)
+    words = ("a put over one ETag alone (If-Match) is done over another",)
+    monkeypatch.setattr(world.store, "ignored_conditions", lambda name, deadline_s: words)
+    held = dict(world.store.objects)
+    with pytest.raises(JanitorError, match=r"If-Match.*gc\.alone"):
+        Course(world).go()
+    assert world.store.objects == held
+    assert gc(world, RULES, dry_run=True).withdrawn  # it looks, and takes no lease
+    assert gc(world, RULES._replace(alone=True)).deleted == 1
+
+
+def test_a_store_that_does_not_let_conditions_be_tried_has_no_janitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    denied = Refusal(Trouble.DENIED, "403 AccessDenied")
+    monkeypatch.setattr(world.store, "ignored_conditions", lambda name, deadline_s: denied)
+    with pytest.raises(PoolError, match=r"trial of conditional puts.*403 AccessDenied"):
+        Course(world).go()
+
+
+def test_what_trials_and_clocks_of_others_have_left_goes_after_an_hour() -> None:
+    world = World()
+    left = [".kvbm/clock/x", ".kvbm/trial/x"]
+    world.store.put([Put(name, b"x") for name in left], 1.0)
+    gc(world)
+    assert set(left) <= set(world.store.objects)
+    world.now_s += HOUR_S + 1
+    gc(world)
+    assert not set(left) & set(world.store.objects)
 
 
 def test_a_lease_whose_bytes_are_nonsense_is_nobodys() -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvbm.core.errors import PoolError
 
+TRIAL_PREFIX = ".kvbm/trial/"  # of objects that try a store; the janitor removes those that are left
 OPEN_WAIT_S = 20.0  # for a store's first answer: a busy store is not an absent one
 
 Body = bytes | bytearray | memoryview
@@ -160,6 +161,13 @@ class Store(Protocol):
 
     def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
         """Change a small object only if its bytes are `expected`, None for none there: for a lease, not for blocks. TAKEN: they are not."""
+
+    def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
+        """Which conditions of `put` and `replace` the store takes no notice of, in words; none of one on which a lease can rest.
+
+        Args:
+            name: of an object to try it on, which nothing has and nobody else uses. It is gone afterwards, where it can be deleted.
+        """
 
     def close(self) -> None:
         """Give back connections; requests under way end by their timeouts. Idempotent."""

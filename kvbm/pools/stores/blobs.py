@@ -15,15 +15,15 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as LateError
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from kvbm.core.errors import MissingExtraError, PoolError
+from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
 from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Trouble
+from kvbm.pools.stores.link import Limits, first_line
 
 if TYPE_CHECKING:
-    from obstore import GetOptions, ListStream, ObjectMeta
-    from obstore.store import AzureStore, ClientConfig, RetryConfig, S3Store
+    from obstore import GetOptions, ListStream, ObjectMeta, PutMode
+    from obstore.store import AzureStore, RetryConfig, S3Store
 
 PART_BYTES = 4 << 20  # of a range, where a large part is read in several; from two of them on
 _ATTEMPTS = 4  # of one request, within the deadline of its call
@@ -33,13 +33,13 @@ _DELETES = 1000  # names of one request
 _PAGE = 1000  # names of one page of a listing
 _LATE_S = 2.0  # after its deadline a call's end is certain; only a process that is starved of its CPU gets here
 _STOP_S = 5.0
-_LONG_S = 3600.0  # no request ends by its length: its reads have a timeout, its call has a deadline
 
 # of a request; of one name in a request of many
 _STATUS = re.compile(r"(?:status code: |\(code: )(\d{3}) ?([A-Za-z ]*)")
 _BEYOND = re.compile(r"Wanted range starting at")  # some stores send the end of an object where nothing is left of it
 _CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>|\"code\": ?\"([A-Za-z0-9]+)\"")
 _KIND = re.compile(r"kind: (Timeout|Connect|Interrupted|Decode|Request|Unknown)")
+_UNTRUSTED = re.compile(r"InvalidCertificate\(\s*(\w+)")
 _EARLY = re.compile(r"IncompleteBody|IncompleteMessage|UnexpectedEof|ConnectionReset|BrokenPipe|ConnectionAborted")
 _IN_BODY = re.compile(r"kind: (Body|Decode)")
 _CLOCK = ("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture")
@@ -47,27 +47,21 @@ _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "NoS
 _CREDENTIAL_CODES = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId")
 _THERE = ("BlobAlreadyExists", "ConditionNotMet", "PreconditionFailed")
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
-_NO_CONDITION = (400, 501)  # perhaps a store that knows no conditional put
+# Of a store that knows no conditional put: 501, or 400 with words of its own about the request. Amazon's 400s of other kinds are none of them.
+_NO_CONDITION = (400, 501)
+_NO_CONDITION_CODES = (
+    "",
+    "InvalidArgument",
+    "InvalidRequest",
+    "NotImplemented",
+    "UnsupportedHeader",
+    "UnsupportedOperation",
+)
+_PASSING_CODES = ("RequestTimeout", "IncompleteBody", "InternalError", "ServiceUnavailable", "SlowDown")
 
 Answer = TypeVar("Answer")
+Client = TypeVar("Client")
 _Pages: TypeAlias = "ListStream[Sequence[ObjectMeta]]"
-
-
-class Limits(NamedTuple):
-    """What requests may take.
-
-    Attributes:
-        requests_in_flight: of one store, over all calls.
-        connect_timeout_s: until a connection stands.
-        read_timeout_s: of an answer that does not come, or stops coming; then it is asked again, if the deadline leaves time.
-    """
-
-    requests_in_flight: int = 8
-    connect_timeout_s: float = 2.0
-    read_timeout_s: float = 5.0
-
-
-LIMITS = Limits()
 
 
 class _Failure(NamedTuple):
@@ -76,6 +70,7 @@ class _Failure(NamedTuple):
     Attributes:
         status: of HTTP, 0 for no answer.
         again: whether a retry may help.
+        code: the store's word for it, "" without one.
     """
 
     trouble: Trouble
@@ -83,6 +78,13 @@ class _Failure(NamedTuple):
     status: int
     again: bool
     attempts: int = 1
+    code: str = ""
+
+    @property
+    def knows_no_condition(self) -> bool:
+        """Whether the store may have refused the condition of a put, not the put."""
+        known = self.status in _NO_CONDITION and (self.status != 400 or self.code in _NO_CONDITION_CODES)
+        return known and self.trouble is not Trouble.DENIED
 
     def refusal(self) -> Refusal:
         """As a caller sees it."""
@@ -95,7 +97,7 @@ class BlobStore:
     """See the module; the promises are those of `Store`. Methods: any thread.
 
     Attributes:
-        conditional: false once the store has said that it knows no conditional put; then each put is preceded by a question.
+        conditional: false once the store has said or shown that it knows no conditional put; then each put is preceded by a question.
         remarks: what is worth saying once about the bucket, in sentences.
         expiry_days: after how many days the bucket's own lifecycle deletes what lies under the prefix; None: it does not, or does not say.
     """
@@ -111,7 +113,7 @@ class BlobStore:
         remarks: tuple[str, ...] = (),
         expiry_days: int | None = None,
     ) -> None:
-        """Start the thread; `blobs` has been made with `client_options` and `NO_RETRIES`.
+        """Start the thread; `blobs` has been made with a link's `client_options` and `NO_RETRIES`.
 
         Args:
             deleting_singly: the same, deleting one name a request, for stores that cannot delete many.
@@ -127,6 +129,7 @@ class BlobStore:
         self._deleting_singly = deleting_singly or blobs
         self._on_close = on_close
         self.conditional = True  # until the store says it knows no conditional put
+        self._compares = True  # … or shows that it knows no put over one ETag alone
         self._lock = threading.Lock()
         self._closed = False
         self._free = asyncio.Semaphore(limits.requests_in_flight)
@@ -186,6 +189,12 @@ class BlobStore:
     def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
         """As `Store.replace`, by the object's ETag. The store must know conditional puts."""
         [answer] = self._run([self._replace(name, body, expected)], deadline_s)
+        return answer
+
+    def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
+        """As `Store.ignored_conditions`. What it shows is heeded from then on: `put` and `replace` ask before they put."""
+        [answer] = self._run([self._ignored_conditions(name)], deadline_s)
+        self._run([self._delete_one(name)], deadline_s)
         return answer
 
     def close(self) -> None:
@@ -252,7 +261,7 @@ class BlobStore:
         answer = await self._create(put.name, put.body)
         if not isinstance(answer, _Failure):
             return None
-        if answer.status not in _NO_CONDITION or answer.trouble is Trouble.DENIED:
+        if not answer.knows_no_condition:
             return answer.refusal()
         refusal = await self._put_looking_first(put)
         if refusal is None:  # without the condition it was taken; another put at the same time may say nothing of that
@@ -344,7 +353,48 @@ class BlobStore:
             return None
         return answer.refusal()
 
+    async def _ignored_conditions(self, name: str) -> tuple[str, ...] | Refusal:
+        """See `ignored_conditions`: each condition is tried where it holds and where it does not."""
+        ignored: list[str] = []
+        answer = await self._create(name, b"1")
+        if (
+            isinstance(answer, _Failure) and answer.trouble is not Trouble.TAKEN
+        ):  # that it is there is an earlier attempt's
+            if not answer.knows_no_condition:
+                return answer.refusal()
+            self.conditional = False
+            ignored.append(f"a put where nothing has the name (If-None-Match: *) is refused: {answer.words}")
+            refusal = await self._put_looking_first(Put(name, b"1"))
+            if refusal is not None:
+                return refusal
+        else:
+            answer = await self._create(name, b"2")
+            if not isinstance(answer, _Failure):
+                self.conditional = False
+                ignored.append("a put where nothing has the name (If-None-Match: *) is done where something has it")
+            elif answer.trouble is not Trouble.TAKEN:
+                return answer.refusal()
+        held = await self._held(name, 1)
+        if isinstance(held, _Failure):
+            return held.refusal()
+        self._compares = True
+        answer = await self._put_where(name, b"3", held)
+        if isinstance(answer, _Failure) and answer.knows_no_condition:
+            self._compares = False
+            return (*ignored, f"a put over one ETag alone (If-Match) is refused: {answer.words}")
+        if isinstance(answer, _Failure):
+            return answer.refusal()
+        answer = await self._put_where(name, b"4", held)
+        if not isinstance(answer, _Failure):
+            self._compares = False
+            ignored.append("a put over one ETag alone (If-Match) is done over another")
+        elif answer.trouble not in (Trouble.TAKEN, Trouble.ABSENT):
+            return answer.refusal()
+        return tuple(ignored)
+
     async def _replace(self, name: str, body: Body, expected: Body | None) -> Refusal | None:
+        if expected is None and not self.conditional:
+            return await self._put_looking_first(Put(name, body))
         if expected is None:
             answer = await self._create(name, body)
         else:
@@ -352,12 +402,9 @@ class BlobStore:
             if isinstance(held, _Failure):
                 absent = held.trouble is Trouble.ABSENT
                 return Refusal(Trouble.TAKEN, f"{name} is gone") if absent else held.refusal()
-            found, tag = held
-            if found != bytes(expected):
+            if held[0] != bytes(expected):
                 return Refusal(Trouble.TAKEN, f"{name} has changed")
-            answer = await self._put_over(name, body, tag)
-            if isinstance(answer, _Failure) and answer.status == 412 and await self._held(name, len(found)) == held:
-                answer = await self._put_over(name, body, tag.strip('"'))  # Ceph 16 compares without the quotes
+            answer = await self._put_where(name, body, held)
         if not isinstance(answer, _Failure):
             return None
         if answer.attempts > 1:  # an earlier attempt may have done it, whatever became of its answer
@@ -368,10 +415,18 @@ class BlobStore:
             return Refusal(Trouble.TAKEN, f"{name} is gone")
         return answer.refusal()
 
+    async def _put_where(self, name: str, body: Body, held: tuple[bytes, str]) -> object:
+        """Put over what has these bytes and this ETag alone; over anything, where the store has shown that it compares none."""
+        found, tag = held
+        answer = await self._put_over(name, body, tag)
+        if isinstance(answer, _Failure) and answer.status == 412 and await self._held(name, len(found)) == held:
+            answer = await self._put_over(name, body, tag.strip('"'))  # Ceph 16 compares without the quotes
+        return answer
+
     async def _put_over(self, name: str, body: Body, tag: str) -> object:
-        """Put over the object with this ETag alone."""
+        mode: PutMode = {"e_tag": tag} if self._compares else "overwrite"
         return await self._ask(
-            lambda: self._obstore.put_async(self._blobs, name, _flat(body), use_multipart=False, mode={"e_tag": tag})
+            lambda: self._obstore.put_async(self._blobs, name, _flat(body), use_multipart=False, mode=mode)
         )
 
     async def _held(self, name: str, most_bytes: int) -> tuple[bytes, str] | _Failure:
@@ -403,15 +458,16 @@ _LARGER = b"\0kvbm: larger than what is compared with it"
 NO_RETRIES: RetryConfig = {"max_retries": 0}  # the retries are ours: they count, jitter and heed the deadline
 
 
-def client_options(limits: Limits, endpoint: str) -> ClientConfig:
-    """How a store's client talks, for S3Store and AzureStore."""
-    return {
-        "allow_http": endpoint.startswith("http://"),
-        "connect_timeout": timedelta(seconds=limits.connect_timeout_s),
-        "read_timeout": timedelta(seconds=limits.read_timeout_s),
-        "timeout": timedelta(seconds=_LONG_S),
-        "pool_max_idle_per_host": str(limits.requests_in_flight),
-    }
+def made(name: str, make: Callable[[], Client]) -> Client:
+    """A client of obstore's. Raises ConfigError: it refuses what it was given, such as a key that is none."""
+    from obstore.exceptions import BaseError
+
+    try:
+        return make()
+    except (BaseError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"OBJECT pool {name}: its client cannot be made ({first_line(str(error))}); correct the URL, the endpoint or the credentials"
+        ) from None
 
 
 def require_obstore(extra: str) -> None:
@@ -451,7 +507,11 @@ async def _attempt(request: Callable[[], Awaitable[Answer]]) -> Answer | _Failur
     except (BaseError, OSError) as error:
         return read_failure(error)
     except Exception as error:  # noqa: BLE001 - the credentials' provider is somebody else's code, called from inside the client
-        return _Failure(Trouble.DENIED, f"{type(error).__name__}: {_first_line(str(error))}", 0, again=False)
+        return _Failure(Trouble.DENIED, f"{type(error).__name__}: {first_line(str(error))}", 0, again=False)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # the client's own, which is no Exception
+            raise
+        return _Failure(Trouble.REFUSED, f"the client failed: {first_line(str(error))}", 0, again=False)
 
 
 def read_failure(error: Exception) -> _Failure:
@@ -481,7 +541,8 @@ def read_failure(error: Exception) -> _Failure:
         return _Failure(Trouble.ABSENT, words, number, again=False)
     if number == 412 or code in _THERE:
         return _Failure(Trouble.TAKEN, words, number, again=False)
-    return _Failure(Trouble.REFUSED, words, number, again=number in _AGAIN)
+    again = number in _AGAIN or (number == 400 and code in _PASSING_CODES)
+    return _Failure(Trouble.REFUSED, words, number, again=again, code="" if code == status[2].strip() else code)
 
 
 def _without_status(error: Exception, text: str) -> _Failure:
@@ -495,11 +556,15 @@ def _without_status(error: Exception, text: str) -> _Failure:
         case "Timeout":
             return _Failure(Trouble.SILENT, "no answer in time", 0, again=True)
         case "Connect":
+            found = _UNTRUSTED.search(text)
+            if found:
+                why = f"its certificate is not trusted ({found[1]}): name who signs it in pools.object.ca"
+                return _Failure(Trouble.SILENT, why, 0, again=False)
             return _Failure(Trouble.SILENT, "no connection", 0, again=True)
         case "Interrupted" | "Request" | "Unknown":
-            return _Failure(Trouble.SILENT, _first_line(text), 0, again=True)
+            return _Failure(Trouble.SILENT, first_line(text), 0, again=True)
         case _:
-            return _Failure(Trouble.REFUSED, _first_line(text), 0, again=False)
+            return _Failure(Trouble.REFUSED, first_line(text), 0, again=False)
 
 
 async def _next_page(pages: _Pages) -> Sequence[ObjectMeta] | _Failure:
@@ -529,7 +594,3 @@ def _flat(body: Body) -> memoryview:
 
 def _delay_s(attempt: int) -> float:
     return random.uniform(0.0, min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (attempt - 1)))  # full jitter
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0][:300]

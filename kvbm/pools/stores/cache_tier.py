@@ -109,6 +109,10 @@ class CachedStore:
         """As `Store.replace`, of the backing store."""
         return self.backing.replace(name, body, expected, deadline_s)
 
+    def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
+        """As `Store.ignored_conditions`, of the backing store."""
+        return self.backing.ignored_conditions(name, deadline_s)
+
     def settle(self, wait_s: float) -> bool:
         """Wait until the cache has been offered everything, for tests and measurements. False: not in time."""
         with self._lock:

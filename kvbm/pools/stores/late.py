@@ -71,6 +71,11 @@ class LateStore:
         store = self._store
         return self._refusal() if store is None else store.replace(name, body, expected, deadline_s)
 
+    def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
+        """As `Store.ignored_conditions`."""
+        store = self._store
+        return self._refusal() if store is None else store.ignored_conditions(name, deadline_s)
+
     def absent(self, names: Sequence[str], deadline_s: float) -> list[bool]:
         """As `ForgetfulStore.absent`; nobody knows of a store that forgets nothing, or is not there."""
         store: object = self._store

@@ -60,6 +60,10 @@ class MemoryStore:
             self.objects[name] = (bytes(body), self._clock_ns())
         return None
 
+    def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
+        """As `Store.ignored_conditions`: none, by its lock."""
+        return ()
+
     def close(self) -> None:
         """Nothing to give back."""
 

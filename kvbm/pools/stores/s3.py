@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +10,8 @@ from urllib.parse import urlsplit
 
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
 from kvbm.pools.stores.base import OPEN_WAIT_S, StoreAwayError
-from kvbm.pools.stores.blobs import LIMITS, NO_RETRIES, BlobStore, Limits, client_options, require_obstore
+from kvbm.pools.stores.blobs import NO_RETRIES, BlobStore, made, require_obstore
+from kvbm.pools.stores.link import LIMITS, Limits, Link, certificate_words, first_line, link_to
 from kvbm.pools.stores.waiting import Silent, within
 
 if TYPE_CHECKING:
@@ -26,11 +28,13 @@ class _Bucket(NamedTuple):
     """A bucket that answers.
 
     Attributes:
+        link: how it is reached.
         endpoint: "" for Amazon's own.
         expiry_days, remarks: as `BlobStore` has them.
     """
 
     client: S3Client
+    link: Link
     credentials: Credentials
     endpoint: str
     region: str
@@ -45,6 +49,7 @@ def open_s3_store(
     region: str = "",
     access_key_id: str = "",
     secret_access_key: str = "",
+    ca: str = "",
     name: str = "",
     limits: Limits = LIMITS,
     open_wait_s: float = OPEN_WAIT_S,
@@ -56,9 +61,10 @@ def open_s3_store(
         endpoint: of a store that is not Amazon's.
         region: "" leaves it to boto3's chain, and to the bucket where Amazon says.
         access_key_id, secret_access_key: "" leaves both to boto3's chain: environment, profile, role; renewed as it renews them.
+        ca: file (PEM) of who signs the endpoint's certificate; "" leaves it to AWS_CA_BUNDLE, the profile, and then as `link_to`.
         name: where instances reach one store by different addresses; "" derives it from url and endpoint.
         open_wait_s: how long to wait for the bucket here.
-    Raises: MissingExtraError: no boto3 or obstore. ConfigError: a url that is none. PoolError: the bucket is missing, forbidden, in
+    Raises: MissingExtraError: no boto3 or obstore. ConfigError: a url that is none, or what a client cannot use. PoolError: the bucket is missing, forbidden, in
         another region. StoreAwayError: it does not answer in time, or is not well.
     """
     bucket, prefix = bucket_of(url)
@@ -68,13 +74,12 @@ def open_s3_store(
     name = name or store_name(bucket, prefix, endpoint)
 
     def find() -> _Bucket:
-        client = s3_client(
-            endpoint, region, access_key_id, secret_access_key, limits.connect_timeout_s, limits.read_timeout_s, 1
-        )
-        return _look(client, bucket, prefix, endpoint)
+        return _look(_linked(endpoint, region, access_key_id, secret_access_key, ca, limits), bucket, prefix, endpoint)
 
     answer = within(open_wait_s, find)
     if isinstance(answer, Silent):
+        if isinstance(answer.error, ConfigError):
+            raise answer.error
         why = _why_not(answer.error, bucket, region, endpoint, open_wait_s)
         raise StoreAwayError(name, why) if _is_away(answer.error) else PoolError(f"OBJECT pool {name}: {why}")
     credentials = answer.credentials
@@ -88,6 +93,8 @@ def open_s3_store(
             "expires_at": datetime.now(UTC) + _CREDENTIALS_LAST,
         }
 
+    options = answer.link.client_options()
+
     def client(deletes_many: bool) -> S3Store:
         return S3Store(
             bucket,
@@ -96,16 +103,16 @@ def open_s3_store(
             disable_bulk_delete=not deletes_many,
             unsigned_payload=True,  # objects prove their own bytes, and hashing them again costs more than sending them
             credential_provider=current,
-            client_options=client_options(limits, answer.endpoint),
+            client_options=options,
             retry_config=NO_RETRIES,
             config={"endpoint": answer.endpoint} if answer.endpoint else None,
         )
 
     return BlobStore(
         name,
-        client(deletes_many=True),
+        made(name, lambda: client(deletes_many=True)),
         limits,
-        deleting_singly=client(deletes_many=False),
+        deleting_singly=made(name, lambda: client(deletes_many=False)),
         on_close=answer.client.close,
         remarks=answer.remarks,
         expiry_days=answer.expiry_days,
@@ -133,16 +140,43 @@ def store_name(bucket: str, prefix: str, endpoint: str) -> str:
     return f"{name}?endpoint={host}" if port in (80, 443) else f"{name}?endpoint={host}:{port}"
 
 
+class _Linked(NamedTuple):
+    """A client, and how it reaches the store."""
+
+    client: S3Client
+    link: Link
+
+
+def _linked(endpoint: str, region: str, access_key_id: str, secret_access_key: str, ca: str, limits: Limits) -> _Linked:
+    """A client that reaches the store as the other one will. Raises ConfigError, MissingExtraError."""
+    named = _named_ca()
+    link = link_to(endpoint or _usual_endpoint(), ca, named, limits)
+    client = s3_client(link, endpoint, region, access_key_id, secret_access_key)
+    actual = link_to(client.meta.endpoint_url, ca, named, limits)  # profiles name one, too
+    if actual.proxy != link.proxy:
+        client.close()
+        client = s3_client(actual, endpoint, region, access_key_id, secret_access_key)
+    return _Linked(client, actual)
+
+
+def _usual_endpoint() -> str:
+    said = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return said or "https://s3.amazonaws.com"
+
+
+def _named_ca() -> str:
+    """The file of trusted certificates by AWS_CA_BUNDLE or a profile. Raises MissingExtraError."""
+    try:
+        from botocore.session import get_session
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("boto3", "s3") from error
+    return str(get_session().get_config_variable("ca_bundle") or "")
+
+
 def s3_client(
-    endpoint: str,
-    region: str,
-    access_key_id: str,
-    secret_access_key: str,
-    connect_timeout_s: float,
-    read_timeout_s: float,
-    connections: int,
+    link: Link, endpoint: str = "", region: str = "", access_key_id: str = "", secret_access_key: str = ""
 ) -> S3Client:
-    """A boto3 client: few attempts, short waits, no checksums that other stores refuse. Raises MissingExtraError."""
+    """A boto3 client: few attempts, short waits, one connection, no checksums that other stores refuse. Raises MissingExtraError."""
     try:
         import boto3
     except ModuleNotFoundError as error:
@@ -150,28 +184,42 @@ def s3_client(
     from botocore.config import Config
 
     config = Config(
-        connect_timeout=connect_timeout_s,
-        read_timeout=read_timeout_s,
+        connect_timeout=link.limits.connect_timeout_s,
+        read_timeout=link.limits.read_timeout_s,
         retries={"total_max_attempts": _CHECK_ATTEMPTS, "mode": "standard"},
-        max_pool_connections=connections,
+        max_pool_connections=1,
+        proxies=link.proxies,
         s3={"addressing_style": "path"} if endpoint else None,  # other stores seldom have a host name for each bucket
         request_checksum_calculation="when_required",  # blocks bring their own; other stores refuse Amazon's trailers
         response_checksum_validation="when_required",
     )
+    token = None
+    if not access_key_id:
+        access_key_id, secret_access_key, token = _bare_variables()
     return boto3.session.Session().client(
         "s3",
         endpoint_url=endpoint or None,
         region_name=region or None,
-        aws_access_key_id=access_key_id or None,
-        aws_secret_access_key=secret_access_key or None,
+        aws_access_key_id=access_key_id.strip() or None,
+        aws_secret_access_key=secret_access_key.strip() or None,
+        aws_session_token=token,
+        verify=link.trusted or None,
         config=config,
     )
 
 
-def _look(client: S3Client, bucket: str, prefix: str, endpoint: str) -> _Bucket:
+def _bare_variables() -> tuple[str, str, str | None]:
+    """The credentials of the environment without white space at their ends, where they have some; else none, and the chain chooses."""
+    said = [os.environ.get(name, "") for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")]
+    key, secret, token = (one.strip() for one in said)
+    return (key, secret, token or None) if key and secret and [key, secret, token] != said else ("", "", None)
+
+
+def _look(linked: _Linked, bucket: str, prefix: str, endpoint: str) -> _Bucket:
     """The bucket as boto3 finds it; Amazon's redirects to its region are followed."""
     from botocore.exceptions import NoCredentialsError
 
+    client = linked.client
     credentials = client._request_signer._credentials  # type: ignore[attr-defined]  # the chain's choice, which renews itself
     if credentials is None:
         raise NoCredentialsError
@@ -185,7 +233,7 @@ def _look(client: S3Client, bucket: str, prefix: str, endpoint: str) -> _Bucket:
         f"bucket {bucket!r} deletes what lies under {prefix!r} after {days} days by its own lifecycle; claims for it last"
         " until somebody misses it, so let the janitor's TTL be shorter"
     )
-    return _Bucket(client, credentials, own, region, days, (remark,) if days is not None else ())
+    return _Bucket(client, linked.link, credentials, own, region, days, (remark,) if days is not None else ())
 
 
 def _expiry_days(client: S3Client, bucket: str, prefix: str) -> int | None:
@@ -228,8 +276,9 @@ def _why_not(error: Exception | None, bucket: str, region: str, endpoint: str, w
     if isinstance(error, NoCredentialsError):
         return f"no credentials for bucket {bucket!r}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role"
     if not isinstance(error, ClientError):
-        why = f"{type(error).__name__}: {error}"
-        return f"bucket {bucket!r} at {where} does not answer ({why}); check pools.object.endpoint and the network"
+        why = f"{type(error).__name__}: {first_line(str(error))}"
+        do = certificate_words(why) or "; check pools.object.endpoint and the network"
+        return f"bucket {bucket!r} at {where} does not answer ({why}){do}"
     said = error.response.get("ResponseMetadata", {})
     status, headers = said.get("HTTPStatusCode", 0), said.get("HTTPHeaders", {})
     lies_in = headers.get("x-amz-bucket-region", "")
