@@ -339,6 +339,8 @@ class CatalogService:
             },
             claims=self.index.claim_counts(),
             transfers=self.queries.transfers.counted(),
+            misses=self.queries.misses.counts,
+            ages=self.queries.ages.counted(),
             put_bytes={
                 (instance, namespace.hex()): sizes
                 for instance in self.index.instances()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvbm.core.ages import TierAges
 from kvbm.core.ids import Tier
 from kvbm.core.ledger import ShareCounts, TierCounts
 from kvbm.manager.offload_queue import Skipped
@@ -52,6 +53,8 @@ class ManagerStats(NamedTuple):
         peer_hits: blocks of `hit_blocks` that other instances lent; they count there as of HOST. peer_late_copies: of `late_copies`, those
             from them.
         peers: what reading from other instances has counted; None where none is read from.
+        ages: by tier, how old blocks were when they were wanted again and when they were evicted, and how many never were wanted; of large
+            pools it is estimated from a part of the blocks. None where nobody counts it.
     """
 
     created_blocks: int
@@ -78,3 +81,4 @@ class ManagerStats(NamedTuple):
     peer_hits: int = 0
     peer_late_copies: int = 0
     peers: PeerStats | None = None
+    ages: dict[Tier, TierAges] | None = None
