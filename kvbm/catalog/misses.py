@@ -13,7 +13,7 @@ import msgspec
 from kvbm.catalog.access import Caller
 from kvbm.catalog.index import ClusterIndex
 from kvbm.catalog.visibility import Declarations, Visibility
-from kvbm.core.answers import FieldDifference, LookupAnswer, MissedAnswer, MissedWhy, NearNamespace, PresenceAnswer
+from kvbm.core.answers import LookupAnswer, MissedAnswer, MissedWhy, NearNamespace, PresenceAnswer
 from kvbm.core.ids import Namespace, NamespaceId
 from kvbm.core.missed import differences, missed, number_of
 from kvbm.remarks import Seldom
@@ -136,12 +136,10 @@ class Misses:
 
 
 def _near(asked: Namespace | NamespaceId, name: NamespaceId, known: Namespace) -> NearNamespace:
-    differs: dict[str, FieldDifference] = {}
+    differs: dict[str, str] = {}
     if isinstance(asked, Namespace):
         differs = {
-            field: FieldDifference(
-                asked=str(getattr(asked, field))[:_MOST_TEXT], known=str(getattr(known, field))[:_MOST_TEXT]
-            )
+            field: str(getattr(known, field))[:_MOST_TEXT]
             for field in asked.__struct_fields__
             if getattr(asked, field) != getattr(known, field)
         }

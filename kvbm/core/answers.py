@@ -178,23 +178,17 @@ class PoolHolding(msgspec.Struct, frozen=True, kw_only=True):
 MissedWhy = Literal["no_full_block", "namespace_unknown", "hashes_short", "excluded", "not_held"]
 
 
-class FieldDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for in a field of a namespace, and what a known one has there; as texts."""
-
-    asked: str
-    known: str
-
-
 class NearNamespace(msgspec.Struct, frozen=True, kw_only=True):
     """A known namespace, where one was asked for that is not.
 
     Attributes:
-        differs: by the name of the field; empty where the question gave an id.
+        differs: the fields in which it differs from what was asked for, and what it has there, as texts; empty where the question gave an id.
+            What was asked for is not repeated: answers tell apart nothing that is not the caller's business.
     """
 
     id: str
     model: str
-    differs: dict[str, FieldDifference]
+    differs: dict[str, str]
 
 
 class MissedAnswer(msgspec.Struct, frozen=True, kw_only=True):

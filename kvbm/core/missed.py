@@ -26,15 +26,15 @@ def missed(why: MissedWhy, near: Iterable[NearNamespace] = ()) -> MissedAnswer:
     message = _WORDS[why]
     if why == "namespace_unknown":
         known = "; ".join(f"{one.id} has {differences(one)}" for one in kept)
-        message += f"; known are: {known}" if known else ", and none is known to you"
+        message += f"; known are others: {known}" if known else ", and none is known to you"
     return MissedAnswer(why=why, message=message, near=kept)
 
 
 def differences(near: NearNamespace) -> str:
-    """How a known namespace differs from what was asked for, in words."""
+    """What a known namespace has where it differs from what was asked for, in words."""
     if not near.differs:
         return f"model {near.model!r}"
-    return ", ".join(f"{field} {_shown(one.known)}, not {_shown(one.asked)}" for field, one in near.differs.items())
+    return ", ".join(f"{field} {_shown(known)}" for field, known in near.differs.items())
 
 
 def _shown(text: str) -> str:
