@@ -300,7 +300,7 @@ def _of_ages(ages: Sequence[TierAges]) -> Iterator[Metric]:
     unused = CounterMetricFamily(
         "kvbm_catalog_evicted_unused", "Those of them that were never wanted again since they came.", labels=["tier"]
     )
-    bounds = [*map(str, AGE_BOUNDS_S), "+Inf"]
+    bounds = [*map(str, map(float, AGE_BOUNDS_S)), "+Inf"]
     for tier, one in zip(FOLLOWED, ages, strict=False):
         evicted.add_metric([tier.name], list(zip(bounds, accumulate(one.evicted), strict=True)), one.evicted_s)
         if tier != Tier.HBM:
