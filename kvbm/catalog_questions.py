@@ -27,6 +27,7 @@ from kvbm.core.answers import (
     BlockAnswer,
     InstanceSummary,
     LookupAnswer,
+    MissedAnswer,
     NamespaceSummary,
     RouteAnswer,
 )
@@ -372,6 +373,10 @@ def _view(age_s: float) -> list[str]:
     return [f"this view is {age_s:.1f} s old: the catalog cannot tell at the moment what is newer"] if age_s else []
 
 
+def _missed(missed: MissedAnswer | msgspec.UnsetType) -> list[str]:
+    return [] if isinstance(missed, msgspec.UnsetType) else [f"nothing was found: {missed.message}"]
+
+
 def _told_lookup(answer: LookupAnswer) -> list[Table | str]:
     table = _table("instance", "#blocks", "tiers", "#with its pools", "remark")
     for one in answer.instances:
@@ -389,6 +394,7 @@ def _told_lookup(answer: LookupAnswer) -> list[Table | str]:
     told += [table] if answer.instances or answer.pools else []
     told += [f"{answer.more} more instances hold some of it; see --limit"] if answer.more else []
     told += [f"left out, because not live: {', '.join(answer.excluded)}"] if answer.excluded else []
+    told += _missed(answer.missed)
     return told + _view(answer.view_age_s)
 
 
@@ -418,6 +424,7 @@ def _told_route(answer: RouteAnswer) -> list[Table | str]:
     ]
     told += [] if answer.admitted else ["it is not admitted now: refuse it, or ask again later"]
     told += [f"{answer.more} more instances cost more; see --limit"] if answer.more else []
+    told += _missed(answer.missed)
     return told + _view(answer.view_age_s)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.assembly import (
     NATIVE,
+    NATIVE_AGES,
     NATIVE_FOLD,
     NATIVE_INDEX,
     catalog_client,
@@ -93,7 +94,7 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
 
     configure_logs()
     parts = Parts(
-        NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, _replay_catalog, read_trace, _replay_credentials, kvbm_version(),
+        NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, _replay_catalog, read_trace, _replay_credentials, kvbm_version(), NATIVE_AGES,
     )  # fmt: skip
     return replay(list(sys.argv[1:] if argv is None else argv), parts)
 

@@ -17,6 +17,7 @@ import msgspec
 
 from kvbm import _native
 from kvbm.core import codec
+from kvbm.core.ages import TierAges
 from kvbm.core.events import (
     BlocksCreated,
     BlocksEvicted,
@@ -172,6 +173,7 @@ HONEST_PARTS: dict[type, msgspec.Struct] = {
     PoolStated: PoolStated(Tier.HBM, 4, 1024),
     Namespace: OWN,
     Transfer: Transfer("tcp", 1, 1024, 1000),
+    TierAges: TierAges(wanted_s=1, reused=1),
     Place: Place(name="NVME", erased="1 block"),
     Progress: Progress(done_ns=1),
 }
@@ -453,7 +455,7 @@ def honest_heartbeat(instance: InstanceId) -> Heartbeat:
     return Heartbeat(
         instance=instance, cluster="c", epoch=Epoch(1), published=Offset(2), wall_time_ns=1, namespaces=(OWN.id,), told=(OWN.canonical(),),
         prefill_tokens_per_s=1000.0, queue_tokens_per_s=1000.0, free_slots={Tier.HBM: 1}, put_bytes={OWN.id: (1, 1)}, put_total=(1, 1), applied=Offset(2),
-        lends={"tcp": "10.0.0.1:9"}, transfers=(Transfer("tcp", 1, 1024, 1000),),
+        lends={"tcp": "10.0.0.1:9"}, transfers=(Transfer("tcp", 1, 1024, 1000),), object_blocks=8, ages=(TierAges(),) * 3,
     )  # fmt: skip
 
 

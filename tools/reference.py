@@ -27,6 +27,7 @@ from kvbm.catalog import api, prompt_answers, prompts, routed  # noqa: E402
 from kvbm.catalog.api import openapi  # noqa: E402
 from kvbm.config import ENVIRONMENT_PREFIX, Settings, SourceSettings, TenantSettings, default_lines  # noqa: E402
 from kvbm.core import answers  # noqa: E402
+from kvbm.core.ages import TierAges  # noqa: E402
 from kvbm.engines.vllm import numbers as vllm_numbers  # noqa: E402
 from kvbm.telemetry.metrics import CatalogMetrics, CatalogNumbers  # noqa: E402
 from kvbm.telemetry.transfers import BYTES_PER_S, Transferred  # noqa: E402
@@ -203,6 +204,8 @@ def catalog_metrics() -> list[Metric]:
         "claims": {"pool": 0},
         "put_bytes": {("instance", "namespace"): (0, 0)},
         "transfers": {("transport", 0): Transferred([0] * (len(BYTES_PER_S) + 1))},
+        "misses": {("lookup", "not_held"): 0},
+        "ages": [TierAges()] * 3,
     }
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -225,6 +228,10 @@ def vllm_metrics() -> list[Metric]:
     found += [
         Metric(f"kvbm_vllm_{name}_total", "counter", ("tier",), text)
         for name, text in vllm_numbers.COUNTERS_BY_TIER.items()
+    ]
+    found += [
+        Metric(f"kvbm_vllm_{name}_total", "counter", ("why",), text)
+        for name, text in vllm_numbers.COUNTERS_BY_WHY.items()
     ]
     found += [Metric(f"kvbm_vllm_{name}", "gauge", (), text) for name, text in vllm_numbers.GAUGES.items()]
     found += [Metric(f"kvbm_vllm_{name}", "histogram", (), text) for name, text in vllm_numbers.TIMES.items()]

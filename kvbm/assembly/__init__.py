@@ -15,6 +15,7 @@ from kvbm.assembly.manager import (
 from kvbm.assembly.native import (
     CODER,
     NATIVE,
+    NATIVE_AGES,
     NATIVE_ARENA,
     NATIVE_CORE,
     NATIVE_FOLD,
@@ -31,12 +32,13 @@ from kvbm.assembly.native import (
     last_touches,
     segment_copies,
 )
-from kvbm.assembly.pools import instance_folder, nvme_paths, open_objects, pod_file, pool_name
+from kvbm.assembly.pools import instance_folder, nvme_paths, open_objects, pod_file
 from kvbm.assembly.replica import open_replica
 
 __all__ = [
     "CODER",
     "NATIVE",
+    "NATIVE_AGES",
     "NATIVE_ARENA",
     "NATIVE_CORE",
     "NATIVE_FOLD",
@@ -64,7 +66,6 @@ __all__ = [
     "open_objects",
     "open_replica",
     "pod_file",
-    "pool_name",
     "run_catalog",
     "run_gc",
     "segment_copies",

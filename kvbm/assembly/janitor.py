@@ -16,11 +16,12 @@ import msgspec
 
 from kvbm.assembly.manager import database_url, make_data_dir, open_manager, stream_credentials
 from kvbm.assembly.native import CODER, NATIVE
-from kvbm.assembly.pools import key_source, pool_name
+from kvbm.assembly.pools import key_source
 from kvbm.config import HbmSettings, PoolsSettings, Settings, check_gc, check_settings
 from kvbm.core.errors import ConfigError, KvbmError, MissingExtraError, StreamError
 from kvbm.core.events import JANITOR
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId, Offset
+from kvbm.core.layout import pool_name
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import ObjectPool
 from kvbm.pools.object.encryption import Sealing

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvbm.assembly.kept import kept_in_nvme
 from kvbm.assembly.lending import Exchange, open_exchange
-from kvbm.assembly.native import NATIVE, NATIVE_CORE, NATIVE_INDEX, NATIVE_MESSAGES, Core
+from kvbm.assembly.native import NATIVE, NATIVE_CORE, NATIVE_INDEX, NATIVE_MESSAGES, Core, ages_of
 from kvbm.assembly.pools import instance_folder, open_pools
 from kvbm.config import JournalSettings, NvmeSettings, ObjectSettings, Settings, check_settings
 from kvbm.core.arguments import check_namespaces
@@ -249,7 +249,7 @@ def _open_manager(
                 staging=Staging(
                     settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads,
                     pools.object_blocks, pins=pools.has_gpu,
-                ),
+                ), ages=ages_of(pools.slots),
             ),
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url, credentials, opened_pools) if frames is not None and url else None  # fmt: skip

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from kvbm import _native
 from kvbm.catalog.index import NewIndex
+from kvbm.core.ages import FOLLOWED, BlockAges, NewAges
 from kvbm.core.backend import Backend, LockProtocol, NewFold, NewLedger
+from kvbm.core.ids import Tier
+from kvbm.pools.base import SlotPool
 from kvbm.pools.hbm.copy_queue import CopyQueue
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout
 from kvbm.pools.hbm.rings import NewRing
@@ -20,6 +23,7 @@ from kvbm.streams.nats.messages import NewMessages
 from kvbm.transport.native import NewPeerTls
 from kvbm.transport.server import NewLendingServer
 
+_MOST_AGED = 1 << 18  # blocks whose ages are followed
 NATIVE = Backend(
     "native",
     _native.sequence_hashes,
@@ -37,6 +41,7 @@ NATIVE_LEDGER: NewLedger = _native.Ledger
 NEW_LEDGER_LOCK: Callable[[], LockProtocol] = _native.LedgerLock
 NATIVE_INDEX: NewIndex = _native.ClusterIndex
 NATIVE_MESSAGES: NewMessages = _native.NatsMessages
+NATIVE_AGES: NewAges = _native.BlockAges
 
 
 class Core(NamedTuple):
@@ -55,6 +60,12 @@ NEW_PEER_TLS: NewPeerTls = _native.PeerTls
 NEW_LENDING_SERVER: NewLendingServer = _native.LendingServer
 RowCopier = _native.RowCopier  # as `pools.host.rows.RowCopies`
 CODER = BlockCoder(_native.encode_blocks, _native.decode_blocks)  # of blocks in objects
+
+
+def ages_of(pools: Mapping[Tier, SlotPool]) -> BlockAges:
+    """What follows how old an instance's blocks become: all of them, or of large pools a part, in some MiB."""
+    slots = sum(pool.slots for tier, pool in pools.items() if tier in FOLLOWED)
+    return NATIVE_AGES(_MOST_AGED, max(1, -(-2 * slots // _MOST_AGED)))
 
 
 def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:

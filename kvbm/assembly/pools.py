@@ -10,7 +10,7 @@ from kvbm.assembly.native import CODER, NATIVE, NATIVE_ARENA, OPEN_BLOCK_IO, Row
 from kvbm.config import Settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import InstanceId, Namespace, Reach, Tier
-from kvbm.core.layout import blocks_of_object, slots_in
+from kvbm.core.layout import blocks_of_object, pool_name, slots_in
 from kvbm.manager.transfer import Pools
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.hbm.engine_owned import EngineHbm
@@ -241,13 +241,6 @@ def _opened(reopen: Callable[[], Store], on_trouble: Callable[[str], None] | Non
         return LateStore(away, reopen, came, on_trouble)
     tell(store)
     return store
-
-
-def pool_name(store: str, blocks: int, is_sealed: bool) -> str:
-    """What a pool over a store is called; `blocks`: 0 where k is what the shape gives."""
-    marks = [f"blocks={blocks}"] if blocks else []
-    marks += ["sealed"] if is_sealed else []
-    return f"{store}#{','.join(marks)}" if marks else store
 
 
 def key_source(settings: Settings) -> KeySource:

@@ -102,6 +102,11 @@ class CandidateSets(Generic[C]):
         found = (self._by_tenant.get(tenant) for tenant in caller.tenants or ())
         return [one for one in found if one is not None]
 
+    def is_named(self, namespace: NamespaceId) -> bool:
+        """Whether a live instance has named a namespace whose fields are not known."""
+        self.refresh()
+        return namespace in self._by_namespace
+
     def refresh(self) -> None:
         """Take note of what has changed since the last time."""
         known = self._declarations.known_namespaces

@@ -32,7 +32,7 @@ class InstanceDepth(NamedTuple):
     Attributes:
         depth: blocks it holds from the first on, in any tier, without a hole.
         by_tier: blocks of that run by the hottest tier that holds each, indexed by Tier.
-        reach: where the run ends when the instance's cluster pools go on where its own tiers end; at least `depth`.
+        reach: where the run ends when the instance's cluster pools go on, with whole objects, where its own tiers end; at least `depth`.
         suspect: events of it were missed and no snapshot has ended since, or residencies of it were refused.
     """
 
@@ -44,7 +44,7 @@ class InstanceDepth(NamedTuple):
 
 
 class PoolDepth(NamedTuple):
-    """How many blocks of a prefix, from the first on, a pool of cluster reach is claimed to hold."""
+    """How many blocks of a prefix, from the first on, a pool of cluster reach is claimed to hold in whole objects."""
 
     pool: str
     depth: int
@@ -286,6 +286,13 @@ class ClusterIndex(Protocol):
     def forget_namespace(self, namespace: NamespaceId) -> None:
         """Nobody holds or claims blocks of it any more, and checkpoints are not to know its id. What comes later is of a new one."""
 
+    def size_objects(self, namespace: NamespaceId, blocks: int) -> None:
+        """An object holds so many of a namespace's blocks, in pools whose name does not say it (`core.layout.named_blocks`).
+
+        The smallest that was told counts: what one sender says wrongly makes nothing seem less than it is while another says it right.
+        Where nobody has said it, each block counts by itself. Soft: checkpoints do not keep it.
+        """
+
     def namespaces(self) -> list[NamespaceId]:
         """The namespaces that blocks were held or claimed of; ids of nobody may stand in the place of forgotten ones."""
 
@@ -325,8 +332,10 @@ class ClusterIndex(Protocol):
     ) -> Prefixes:
         """Who has how much of a prefix.
 
+        What a pool has is counted in whole objects, which begin at multiples of their size: nobody can read a part of one.
+
         Args:
-            hashes: packed, in prompt order.
+            hashes: packed, in prompt order, from the prompt's first block or the first of an object on.
             best: only that many instances: the deepest first, then those that reach furthest, then those where least waits, then by
                 name. 0 for all, in no order. Pools come the deepest first, then by name.
             only: instances to look at; None for all.
@@ -350,13 +359,17 @@ class ClusterIndex(Protocol):
     ) -> LookupAnswer:  # fmt: skip
         """`prefixes` as the answer to a question; `kvbm.catalog.lookup.lookup` says what is in it, and what the arguments are."""
 
-    def encode_prefixes(self, namespace: NamespaceId, prompts: Sequence[bytes], best: int) -> bytes:
+    def encode_prefixes(self, namespace: NamespaceId, prompts: Sequence[bytes], best: int, missed: int = 0) -> bytes:
         """`prefixes` of several prompts, as answers to lookups in the binary form (`core.prompt_batches`), best first.
 
         Args:
             prompts: packed hashes of each.
             best: as `prefixes`, at least 1.
+            missed: the number of the reason that is told where nothing is found, 0 to 255; `prompts_missed` counts these.
         """
+
+    def prompts_missed(self) -> int:
+        """Of how many prompts `encode_prefixes` has found nothing, since the index was made."""
 
     def router(self, settings: RoutingSettings) -> Router[Any]:
         """What routes prompts by this index."""

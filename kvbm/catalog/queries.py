@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvbm.catalog.access import EMBEDDED, Caller
+from kvbm.catalog.ages_heard import AgesHeard
 from kvbm.catalog.candidates import CandidateSets, model_of
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.lag import Confirmation
@@ -18,6 +19,8 @@ from kvbm.catalog.lenders import Lenders, Wanted
 from kvbm.catalog.lent_blocks import LentBlocks
 from kvbm.catalog.liveness import Freshness
 from kvbm.catalog.lookup import left_out, locate, presence
+from kvbm.catalog.misses import Misses
+from kvbm.catalog.object_sizes import ObjectSizes
 from kvbm.catalog.routing import CandidateNumbers, Ranking, Router, RoutingTask
 from kvbm.catalog.routing_cost import RoutingSettings
 from kvbm.catalog.sequencer import Sequencer
@@ -57,7 +60,7 @@ class Queries:
     """Answers from what was read and heard. One asyncio loop; nothing here waits.
 
     Attributes:
-        visibility: what a caller may know of.
+        visibility: what a caller may know of. misses: why nothing was found.
         shared: its routes that other catalogs are told, and theirs.
     Args:
         confirmation: since when it is not known that the whole stream was read.
@@ -81,13 +84,17 @@ class Queries:
         self._router: Router[Any] = self._index.router(routing)
         self._candidates = CandidateSets(self._router, self._liveness, sequencer)
         self.visibility = Visibility(sequencer)
+        self.misses = Misses(sequencer, self.visibility, self._candidates.is_named)
         self.shared = SharedRoutes(self._router.take, parts)
         self._lenders = Lenders(self._liveness, self._place_of)
         self._lent = LentBlocks(
             self._index, self._router.reads, self._liveness, self._lenders, self._pools_of, parts != ALL_PARTS
         )
         self.transfers = Transfers(self._lent.links.measured)
-        heartbeats.listeners += [self._router.hear, self._lenders.hear, self._lent.hear, self.transfers.hear]
+        self._objects, self.ages = ObjectSizes(self._index, sequencer), AgesHeard()
+        heartbeats.listeners += [
+            self._router.hear, self._lenders.hear, self._lent.hear, self.transfers.hear, self._objects.hear, self.ages.hear,
+        ]  # fmt: skip
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -105,7 +112,8 @@ class Queries:
             asked: the namespace as the caller has given it.
         """
         key, shown = self._keyed(asked, caller)
-        return self._index.lookup(key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
+        found = self._index.lookup(key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
+        return self.misses.lookup(found, caller, asked)
 
     def presence(
         self,
@@ -117,7 +125,8 @@ class Queries:
     ) -> PresenceAnswer:
         """Who has which of some blocks, as far as the caller may know of it. Arguments as `lookup`."""
         key, shown = self._keyed(asked, caller)
-        return presence(self._index, key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
+        found = presence(self._index, key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
+        return self.misses.presence(found, caller, asked)
 
     def find(
         self,
@@ -166,9 +175,9 @@ class Queries:
     def lookups_encoded(self, asked: PromptBatch, caller: Caller = EMBEDDED) -> bytes:
         """The answers to several lookups, one behind the other in the binary form."""
         if not self._backlog.behind:
-            return self._index.encode_prefixes(
-                self.visibility.key(caller, asked.namespace), [hashes for hashes, _ in asked.prompts], asked.limit
-            )
+            key = self.visibility.key(caller, asked.namespace)
+            prompts = [hashes for hashes, _ in asked.prompts]
+            return self.misses.lookups(self._index, key, prompts, asked.limit, caller, asked.namespace)
         return b"".join(
             encode_lookup(self.lookup(asked.namespace, hashes, caller, asked.limit)) for hashes, _ in asked.prompts
         )
@@ -241,6 +250,8 @@ class Queries:
         self._lenders.forget(instance)
         self._lent.forget(instance)
         self.transfers.forget(instance)
+        self._objects.forget(instance)
+        self.ages.forget(instance)
 
     def block(self, namespace: NamespaceId, block: SequenceHash, caller: Caller = EMBEDDED) -> BlockAnswer:
         """Who holds one block, as far as the caller may know of it."""

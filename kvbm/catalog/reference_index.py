@@ -7,7 +7,9 @@ not kept, and blocks are told apart by namespace and hash, so that what one tena
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import msgspec
 
 from kvbm.catalog.index import (
     NOBODY,
@@ -44,8 +46,11 @@ from kvbm.core.events import (
 )
 from kvbm.core.fold import residency_mix
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, SequenceHash, Tier, split_hashes
+from kvbm.core.layout import named_blocks
+from kvbm.core.missed import missed_of
 from kvbm.core.prompt_batches import encode_lookup
 
+MOST_SIZED = 65_536  # namespaces of whose objects the size is kept
 _MASK = (1 << 64) - 1
 _Key = tuple[NamespaceId, SequenceHash]
 
@@ -99,6 +104,14 @@ class _Instance:
     def is_suspect(self) -> bool:
         return self.waiting or self.is_partial() or not self.is_whole()
 
+    def view(self) -> InstanceView:
+        declared = {pool.tier for pool in self.pools if not self.is_cluster(pool.tier)}
+        counts = {tier: len(fold.held) for tier, fold in self.tiers.items() if fold.held or tier in declared}
+        return InstanceView(
+            self.epoch, self.stopped, self.is_suspect(), self.is_partial(), self.digest, self.pools, counts, self.excluded,
+            self.waiting, not self.is_whole(),
+        )  # fmt: skip
+
 
 class ReferenceIndex:
     """See `index.ClusterIndex`.
@@ -111,7 +124,9 @@ class ReferenceIndex:
         self._capacity = capacity
         self._instances: dict[InstanceId, _Instance] = {}
         self._claims: dict[str, set[tuple[Tier, NamespaceId, SequenceHash]]] = {}
+        self._object_blocks: dict[NamespaceId, int] = {}  # as was told
         self._anomalies: Counter[str] = Counter()
+        self._prompts_missed = 0
 
     # -- following instances ------------------------------------------------------------------------------------------
 
@@ -217,7 +232,14 @@ class ReferenceIndex:
         return None, [(*key, b"".join(blocks)) for key, blocks in runs.items()]
 
     def forget_namespace(self, namespace: NamespaceId) -> None:
-        """As `ClusterIndex.forget_namespace`; here a namespace is known by its blocks alone."""
+        """As `ClusterIndex.forget_namespace`; here a namespace is known by its blocks, and what was told of its objects."""
+        self._object_blocks.pop(namespace, None)
+
+    def size_objects(self, namespace: NamespaceId, blocks: int) -> None:
+        """As `ClusterIndex.size_objects`."""
+        known = self._object_blocks.get(namespace)
+        if blocks and (len(self._object_blocks) < MOST_SIZED if known is None else blocks < known):
+            self._object_blocks[namespace] = blocks
 
     def namespaces(self) -> list[NamespaceId]:
         """As `ClusterIndex.namespaces`."""
@@ -267,30 +289,19 @@ class ReferenceIndex:
         wanted = self._instances.keys() if only is None else self._instances.keys() & set(only)
         blocks = split_hashes(hashes)
         claimed = {
-            pool: [any((tier, namespace, block) in known for tier in Tier) for block in blocks]
+            pool: _whole(
+                [any((tier, namespace, block) in known for tier in Tier) for block in blocks],
+                named_blocks(pool) or self._object_blocks.get(namespace, 1),
+            )
             for pool, known in self._claims.items()
         }
         pools = [PoolDepth(pool, depth) for pool, flags in claimed.items() if (depth := _run(flags))]
         pools.sort(key=lambda one: (-one.depth, one.pool))
         instances: list[InstanceDepth] = []
         for name in wanted:
-            entry, by_tier = self._instances[name], [0, 0, 0, 0]
-            for block in blocks:
-                tiers = [
-                    tier
-                    for tier in Tier
-                    if tier >= hottest and (namespace, block) in entry.tiers[tier].held and entry.is_shown(tier)
-                ]
-                if not tiers:
-                    break
-                by_tier[min(tiers)] += 1
-            depth = sum(by_tier)
-            rest = [any(claimed.get(pool, [False] * len(blocks))[at] for pool in entry.pool_names.values())
-                    for at in range(depth, len(blocks))]  # fmt: skip
-            reach = depth + _run(rest)
-            if depth or (reach and not entry.excluded):
-                counts = (by_tier[0], by_tier[1], by_tier[2], by_tier[3])
-                instances.append(InstanceDepth(name, depth, counts, reach, entry.is_suspect()))
+            found = _depth_of(name, self._instances[name], namespace, blocks, hottest, claimed)
+            if found.depth or (found.reach and not self._instances[name].excluded):
+                instances.append(found)
         more = 0
         if best:
             instances.sort(key=lambda one: (-one.depth, -one.reach, self._instances[one.instance].queued, one.instance))
@@ -316,9 +327,15 @@ class ReferenceIndex:
         """As `ClusterIndex.lookup`."""
         return lookup(self, namespace, hashes, limit, only, shown, view_age_s, behind)
 
-    def encode_prefixes(self, namespace: NamespaceId, prompts: Sequence[bytes], best: int) -> bytes:
+    def encode_prefixes(self, namespace: NamespaceId, prompts: Sequence[bytes], best: int, missed: int = 0) -> bytes:
         """As `ClusterIndex.encode_prefixes`."""
-        return b"".join(encode_lookup(lookup(self, namespace, hashes, limit=best)) for hashes in prompts)
+        found = [lookup(self, namespace, hashes, limit=best) for hashes in prompts]
+        self._prompts_missed += sum(not (one.instances or one.pools) for one in found)
+        return b"".join(encode_lookup(_with_reason(one, missed)) for one in found)
+
+    def prompts_missed(self) -> int:
+        """As `ClusterIndex.prompts_missed`."""
+        return self._prompts_missed
 
     def router(self, settings: RoutingSettings) -> ReferenceRouter:
         """See `ClusterIndex`."""
@@ -355,14 +372,7 @@ class ReferenceIndex:
     def view(self, instance: InstanceId) -> InstanceView | None:
         """As `ClusterIndex.view`."""
         entry = self._instances.get(instance)
-        if entry is None:
-            return None
-        declared = {pool.tier for pool in entry.pools if not entry.is_cluster(pool.tier)}
-        counts = {tier: len(fold.held) for tier, fold in entry.tiers.items() if fold.held or tier in declared}
-        return InstanceView(
-            entry.epoch, entry.stopped, entry.is_suspect(), entry.is_partial(), entry.digest, entry.pools, counts,
-            entry.excluded, entry.waiting, not entry.is_whole(),
-        )  # fmt: skip
+        return None if entry is None else entry.view()
 
     def pool_name(self, instance: InstanceId, tier: Tier) -> str | None:
         """As `ClusterIndex.pool_name`."""
@@ -544,6 +554,45 @@ def _presences(
 def _bits(flags: list[bool]) -> bytes:
     """A bit for each flag, the first in the lowest bit of the first byte."""
     return sum(flag << at for at, flag in enumerate(flags)).to_bytes(-(-len(flags) // 8), "little")
+
+
+def _with_reason(answer: LookupAnswer, missed: int) -> LookupAnswer:
+    """An answer, with the reason of this number where nothing was found."""
+    is_missed = not (answer.instances or answer.pools)
+    return msgspec.structs.replace(answer, missed=missed_of(missed)) if is_missed else answer
+
+
+def _depth_of(
+    name: InstanceId,
+    entry: _Instance,
+    namespace: NamespaceId,
+    blocks: Sequence[SequenceHash],
+    hottest: Tier,
+    claimed: Mapping[str, list[bool]],
+) -> InstanceDepth:
+    """How far an instance has these blocks, and reaches with what pools are claimed to have of them."""
+    by_tier = [0, 0, 0, 0]
+    for block in blocks:
+        tiers = [
+            tier
+            for tier in Tier
+            if tier >= hottest and (namespace, block) in entry.tiers[tier].held and entry.is_shown(tier)
+        ]
+        if not tiers:
+            break
+        by_tier[min(tiers)] += 1
+    depth = sum(by_tier)
+    rest = [
+        any(claimed[pool][at] for pool in entry.pool_names.values() if pool in claimed)
+        for at in range(depth, len(blocks))
+    ]
+    counts = (by_tier[0], by_tier[1], by_tier[2], by_tier[3])
+    return InstanceDepth(name, depth, counts, depth + _run(rest), entry.is_suspect())
+
+
+def _whole(flags: list[bool], k: int) -> list[bool]:
+    """The flags that are set with all others of their object: k consecutive ones from a multiple of k on."""
+    return [all(flags[at // k * k : at // k * k + k]) and at // k * k + k <= len(flags) for at in range(len(flags))]
 
 
 def _run(flags: list[bool]) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from kvbm.catalog.access import EMBEDDED, Caller
 from kvbm.catalog.prompts import ApiError, id_of
 from kvbm.catalog.queries import Queries
 from kvbm.catalog.routing import CandidateNumbers, Ranking, RoutingTask
-from kvbm.core.answers import LIMIT, MOST_LOAD_S, CandidateLoad, RouteAnswer
+from kvbm.core.answers import LIMIT, MOST_LOAD_S, CandidateLoad, MissedAnswer, RouteAnswer
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 
 _NOBODY: Mapping[str, str] = {}
@@ -64,7 +66,13 @@ def routed(
         others = CandidateNumbers(elsewhere.least_s, elsewhere.recent_s, elsewhere.candidates, elsewhere.lent)
     ranking = queries.route(task, fields, namespace, caller, limit, only, remember, others)
     left_out = queries.left_out(task, namespace, caller, limit, only)
-    return answer_of(ranking, task, queries.view_age_s(), not remember and caller.sees_all, left_out)
+    missed = None
+    if not any(one.depth for one in ranking.best) or not queries.misses.knows(caller, namespace):  # it may hold it soon
+        full_blocks = 0 if fields is None else task.input_tokens // task.block_tokens
+        blocks = len(task.hashes) // HASH_BYTES
+        why = queries.misses.why(caller, namespace, blocks, full_blocks)
+        missed = queries.misses.explained("route", caller, namespace, why)
+    return answer_of(ranking, task, queries.view_age_s(), not remember and caller.sees_all, left_out, missed)
 
 
 def answer_of(
@@ -73,18 +81,24 @@ def answer_of(
     view_age_s: float = 0.0,
     is_told: bool = False,
     left_out: Mapping[str, str] = _NOBODY,
+    missed: MissedAnswer | None = None,
 ) -> RouteAnswer:
     """A ranking as an answer. Raises NobodyServesError.
 
     Args:
         is_told: whether it says what the candidates are together.
         left_out: as `Queries.left_out` says.
+        missed: why nobody has anything of the prompt, where that is so.
     """
     ranked = ranking.best
     if not ranked:
+        is_unknown = missed is not None and missed.why == "namespace_unknown"
         raise NobodyServesError(
-            503, "no_instance", "no live instance serves this namespace",
-            "start an instance, or see /v1/instances for what is known of each",
+            503, "no_instance",
+            f"no live instance serves this namespace{f': {missed.message}' if missed is not None and is_unknown else ''}",
+            "ask with the fields that the engines have, see /v1/namespaces"
+            if is_unknown
+            else "start an instance, or see /v1/instances for what is known of each",
         )  # fmt: skip
     return RouteAnswer(
         instance=ranked[0].instance,
@@ -94,6 +108,7 @@ def answer_of(
         admitted=ranked[0].admitted,
         view_age_s=view_age_s,
         more=ranking.more,
+        missed=msgspec.UNSET if missed is None else missed,
         candidates=_told(ranking.together) if is_told else None,
         excluded=dict(left_out),
     )

@@ -341,6 +341,8 @@ class CatalogService:
             claims=self.index.claim_counts(),
             index_bytes=self.index.memory(),
             transfers=self.queries.transfers.counted(),
+            misses=self.queries.misses.counts,
+            ages=self.queries.ages.counted(),
             **self._put_bytes()._asdict(),
         )
 

@@ -154,7 +154,7 @@ class InstanceHolding(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         depth: blocks from the first on that it holds in any tier, without a hole.
         tiers: blocks of that run, by the hottest tier that holds each.
-        reach: where the run ends when the instance's cluster pools go on where its own tiers end.
+        reach: where the run ends when the instance's cluster pools go on, with whole objects, where its own tiers end.
         suspect: events of it were missed and it has not listed again what it holds since, or what it has decided is not read.
     """
 
@@ -166,10 +166,44 @@ class InstanceHolding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolHolding(msgspec.Struct, frozen=True, kw_only=True):
-    """How many blocks of a prefix, from the first on, a pool of cluster reach is claimed to hold."""
+    """How many blocks of a prefix, from the first on, a pool of cluster reach is claimed to hold.
+
+    Objects are read whole: of one that is not claimed from its first block to its last nothing counts.
+    """
 
     pool: str
     depth: int
+
+
+MissedWhy = Literal["no_full_block", "namespace_unknown", "hashes_short", "excluded", "not_held"]
+
+
+class NearNamespace(msgspec.Struct, frozen=True, kw_only=True):
+    """A known namespace, where one was asked for that is not.
+
+    Attributes:
+        differs: the fields in which it differs from what was asked for, and what it has there, as texts; empty where the question gave an id.
+            What was asked for is not repeated: answers tell apart nothing that is not the caller's business.
+    """
+
+    id: str
+    model: str
+    differs: dict[str, str]
+
+
+class MissedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Why nothing was found for a prompt.
+
+    Attributes:
+        why: "no_full_block", "namespace_unknown" (no instance has named it, as far as the caller may know), "hashes_short" (of a route: fewer
+            than the prompt has full blocks), "excluded" (those that hold the first block are left out), or "not_held".
+        message: the same in a sentence.
+        near: of a namespace that is not known, up to three that are: of its model, those that differ least.
+    """
+
+    why: MissedWhy
+    message: str
+    near: list[NearNamespace] = []
 
 
 class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +214,7 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
         deepest: the largest depth of all instances and pools.
         excluded: instances left out because they have stopped, fallen silent, or are of a newer kvbm; no more than `limit`.
         more: instances that have the first block and are not named, because of `limit`. more_excluded: the same of `excluded`.
+        missed: where nothing was found, why; else it is left out.
         view_age_s: how old the view is while the catalog cannot tell who is silent, or that it has read all there is; else 0.
     """
 
@@ -192,6 +227,7 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
     view_age_s: float = 0.0
     more: int = 0
     more_excluded: int = 0
+    missed: MissedAnswer | msgspec.UnsetType = msgspec.UNSET
 
 
 class BlocksHeld(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,6 +256,7 @@ class PresenceAnswer(msgspec.Struct, frozen=True, kw_only=True):
         blocks: asked for.
         holders: one entry for each tier in which a holder has any of them.
         more: instances that have some and are not named, because of `limit`.
+        missed: where nobody has any, why; else it is left out.
     """
 
     namespace: str
@@ -227,6 +264,7 @@ class PresenceAnswer(msgspec.Struct, frozen=True, kw_only=True):
     holders: list[BlocksHeld]
     view_age_s: float = 0.0
     more: int = 0
+    missed: MissedAnswer | msgspec.UnsetType = msgspec.UNSET
 
 
 class PeerHolding(msgspec.Struct, frozen=True, kw_only=True):
@@ -302,6 +340,7 @@ class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         admitted: False: its deadline cannot be kept, or it is of a batch and others wait; it is not remembered as sent. Refuse it, or ask again
             later.
+        missed: where nobody has anything of the prompt, why; else it is left out.
         candidates: of a route that is not remembered, those the catalog has ranked; None: the caller may not know, or it is remembered.
         excluded: instances that have the prompt's first block, and why that does not count ("silent", "stopped", "restarted", "newer", as in
             InstanceSummary) or why they are not sent the prompt ("stopping"); no more than `limit`, by name.
@@ -316,6 +355,7 @@ class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
     admitted: bool = True
     candidates: CandidateLoad | None = None
     excluded: dict[str, str] = {}
+    missed: MissedAnswer | msgspec.UnsetType = msgspec.UNSET
 
 
 class BlockHolder(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Model shape → bytes of a block; capacities → slots. The one place that multiplies dimensions."""
+"""Model shape → bytes of a block; capacities → slots; blocks of an object, also as a pool's name says it. The one place that multiplies dimensions."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ DTYPE_BYTES = {
 }
 
 _OBJECT_BYTES, _OBJECT_TOKENS = 4 << 20, 128  # of one object, at most
+_BLOCKS_MARK, _MOST_DIGITS = "blocks=", 7
 
 
 class _KvDims(NamedTuple):
@@ -66,6 +67,29 @@ class KvShape(_KvDims):
     def describe(self) -> str:
         """The layout as a namespace's `layout` field states it."""
         return f"layers={self.layers} kv=2 tokens={self.block_tokens} heads={self.kv_heads} dim={self.head_dim}"
+
+
+def pool_name(store: str, blocks: int, is_sealed: bool) -> str:
+    """What a pool over a store is called; `blocks`: 0 where k is what the shape gives."""
+    marks = [f"{_BLOCKS_MARK}{blocks}"] if blocks else []
+    marks += ["sealed"] if is_sealed else []
+    return f"{store}#{','.join(marks)}" if marks else store
+
+
+def named_blocks(pool: str) -> int:
+    """k as the name of a pool says it, see `pool_name`; 0: it does not. The native index reads names alike."""
+    _, _, marks = pool.rpartition("#") if "#" in pool else ("", "", "")
+    for mark in marks.split(","):
+        digits = mark.removeprefix(_BLOCKS_MARK)
+        if (
+            digits != mark
+            and digits.isascii()
+            and digits.isdigit()
+            and len(digits) <= _MOST_DIGITS
+            and digits[0] != "0"
+        ):
+            return int(digits)
+    return 0
 
 
 def slots_in(capacity_bytes: int, block_bytes: int, pool: str) -> int:

@@ -25,7 +25,9 @@ and one of answers:
     0   4   the largest depth of all instances and pools; of others than a lookup 0
     4   4   more: instances that are not named, because of the limit
     8   2   rows that follow
-    10  2   0
+    10  1   where nothing was found, why: 1 no full block, 2 all that have it are left out, 3 fewer hashes than the prompt has full blocks,
+            4 not held, 5 no instance has named the namespace; else 0, and 0 where nobody says it
+    11  1   0
 
     a row of a lookup: depth (4), reach (4), blocks in HBM, HOST, NVME and OBJECT (16), flags (1), bytes of the name (1), the name
     a row of a route: cost_s, queueing_s, recompute_s, balance_s, fetch_s, ttft_s (floats, 24), depth (4), missing tokens (4),
@@ -62,6 +64,7 @@ from kvbm.core.answers import (
 )
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier
+from kvbm.core.missed import missed_of, number_in
 
 CONTENT_TYPE = "application/vnd.kvbm.prompts"
 LOOKUP, ROUTE, PRESENCE, FIND = 1, 2, 3, 4
@@ -74,7 +77,7 @@ _MAGIC = b"KVB1"
 _QUESTIONS = struct.Struct("<4sBBHII16s")
 _PROMPT = struct.Struct("<II")
 _ANSWERS = struct.Struct("<4sB3xIf")
-_ANSWER = struct.Struct("<IIHxx")
+_ANSWER = struct.Struct("<IIHBx")
 _HOLDING = struct.Struct("<6IBB")
 _RANKED = struct.Struct("<6f3IBB")
 _HELD = struct.Struct("<IBBB")
@@ -173,7 +176,8 @@ def answers_head(kind: int, count: int, view_age_s: float) -> bytes:
 
 def encode_lookup(answer: LookupAnswer) -> bytes:
     """The answer to one lookup."""
-    parts = [_ANSWER.pack(answer.deepest, answer.more, len(answer.instances) + len(answer.pools))]
+    rows = len(answer.instances) + len(answer.pools)
+    parts = [_ANSWER.pack(answer.deepest, answer.more, rows, number_in(answer.missed))]
     for one in answer.instances:
         name = one.instance.encode()
         tiers = (one.tiers.get(tier.name, 0) for tier in Tier)
@@ -186,7 +190,7 @@ def encode_lookup(answer: LookupAnswer) -> bytes:
 
 def encode_presence(answer: PresenceAnswer) -> bytes:
     """The answer to one question of presence."""
-    parts = [_ANSWER.pack(0, answer.more, len(answer.holders))]
+    parts = [_ANSWER.pack(0, answer.more, len(answer.holders), number_in(answer.missed))]
     for one in answer.holders:
         name, held = one.name.encode()[:255], one.bits()
         flags = SUSPECT * one.suspect | POOL * (one.kind == "pool")
@@ -196,7 +200,7 @@ def encode_presence(answer: PresenceAnswer) -> bytes:
 
 def encode_find(answer: FindAnswer) -> bytes:
     """The answer to one question of what can be read."""
-    parts = [_ANSWER.pack(0, 0, len(answer.peers) + len(answer.pools))]
+    parts = [_ANSWER.pack(0, 0, len(answer.peers) + len(answer.pools), 0)]
     for one in answer.peers:
         words = [one.lends.get(word, "") for word in _ADDRESS if word in one.lends or word != "rdma"]
         name, address = one.instance.encode(), "\n".join(words).encode()
@@ -214,7 +218,7 @@ def encode_find(answer: FindAnswer) -> bytes:
 
 def encode_route(answer: RouteAnswer) -> bytes:
     """The answer to one route."""
-    parts = [_ANSWER.pack(0, answer.more, len(answer.ranked))]
+    parts = [_ANSWER.pack(0, answer.more, len(answer.ranked), number_in(answer.missed))]
     for one in answer.ranked:
         name = one.instance.encode()
         parts += [
@@ -232,7 +236,7 @@ def decode_lookups(body: bytes, asked: PromptBatch) -> list[LookupAnswer]:
     """The answers to lookups. Raises LayoutError: they are none to these questions."""
     age_s, parts = _parts(body, asked, LOOKUP, _HOLDING)
     found: list[LookupAnswer] = []
-    for (hashes, _), (deepest, more, rows) in zip(asked.prompts, parts, strict=True):
+    for (hashes, _), (deepest, more, rows, why) in zip(asked.prompts, parts, strict=True):
         instances = [
             InstanceHolding(
                 instance=name, depth=depth, reach=reach, suspect=bool(flags & SUSPECT),
@@ -245,7 +249,7 @@ def decode_lookups(body: bytes, asked: PromptBatch) -> list[LookupAnswer]:
         found.append(
             LookupAnswer(
                 namespace=asked.namespace.hex(), blocks=len(hashes) // HASH_BYTES, deepest=deepest, instances=instances,
-                pools=pools, excluded=[], view_age_s=age_s, more=more,
+                pools=pools, excluded=[], view_age_s=age_s, more=more, missed=missed_of(why),
             )
         )  # fmt: skip
     return found
@@ -256,7 +260,7 @@ def decode_presences(body: bytes, asked: PromptBatch) -> list[PresenceAnswer]:
     age_s, parts = _parts(body, asked, PRESENCE, _HELD)
     tiers = [tier.name for tier in Tier]
     found: list[PresenceAnswer] = []
-    for (hashes, _), (_, more, rows) in zip(asked.prompts, parts, strict=True):
+    for (hashes, _), (_, more, rows, why) in zip(asked.prompts, parts, strict=True):
         blocks = len(hashes) // HASH_BYTES
         for (mask_bytes, tier, *_), name, _ in rows:
             if mask_bytes != -(-blocks // 8) or tier >= len(tiers):
@@ -269,7 +273,14 @@ def decode_presences(body: bytes, asked: PromptBatch) -> list[PresenceAnswer]:
             for (_, tier, flags, _), name, mask in rows
         ]  # fmt: skip
         found.append(
-            PresenceAnswer(namespace=asked.namespace.hex(), blocks=blocks, holders=holders, view_age_s=age_s, more=more)
+            PresenceAnswer(
+                namespace=asked.namespace.hex(),
+                blocks=blocks,
+                holders=holders,
+                view_age_s=age_s,
+                more=more,
+                missed=missed_of(why),
+            )
         )
     return found
 
@@ -283,7 +294,7 @@ def decode_finds(body: bytes, asked: PromptBatch) -> list[FindAnswer]:
             pools=[PoolHolding(pool=name, depth=row[1]) for row, name, _ in rows if row[4] & POOL],
             peers=[_peer(row, name, address) for row, name, address in rows if not row[4] & POOL],
         )
-        for (hashes, _), (_, _, rows) in zip(asked.prompts, parts, strict=True)
+        for (hashes, _), (_, _, rows, _) in zip(asked.prompts, parts, strict=True)
     ]  # fmt: skip
 
 
@@ -306,7 +317,7 @@ def decode_routes(body: bytes, asked: PromptBatch) -> list[RouteAnswer]:
     """The answers to routes. Raises LayoutError: they are none to these questions."""
     age_s, parts = _parts(body, asked, ROUTE, _RANKED)
     found: list[RouteAnswer] = []
-    for (hashes, _), (_, more, rows) in zip(asked.prompts, parts, strict=True):
+    for (hashes, _), (_, more, rows, why) in zip(asked.prompts, parts, strict=True):
         ranked = [
             RankedInstance(
                 instance=name, cost_s=row[0], queueing_s=row[1], recompute_s=row[2], balance_s=row[3], fetch_s=row[4],
@@ -321,7 +332,7 @@ def decode_routes(body: bytes, asked: PromptBatch) -> list[RouteAnswer]:
         found.append(
             RouteAnswer(
                 instance=ranked[0].instance, namespace=asked.namespace.hex(), blocks=len(hashes) // HASH_BYTES,
-                ranked=ranked, view_age_s=age_s, more=more, admitted=ranked[0].admitted,
+                ranked=ranked, view_age_s=age_s, more=more, admitted=ranked[0].admitted, missed=missed_of(why),
             )
         )  # fmt: skip
     return found
@@ -332,8 +343,8 @@ _Rows = list[tuple[tuple[int, ...], str, bytes]]
 
 def _parts(
     body: bytes, asked: PromptBatch, kind: int, row: struct.Struct
-) -> tuple[float, list[tuple[int, int, _Rows]]]:
-    """The age of the view; of each prompt the largest depth, how many more, and rows with their names and masks."""
+) -> tuple[float, list[tuple[int, int, _Rows, int]]]:
+    """The age of the view; of each prompt the largest depth, how many more, rows with their names and masks, and why nothing was found."""
     try:
         magic, told, count, age_s = _ANSWERS.unpack_from(body)
         if magic != _MAGIC or told != kind or count != len(asked.prompts):
@@ -342,7 +353,7 @@ def _parts(
             )
         at, parts = _ANSWERS.size, []
         for _ in range(count):
-            deepest, more, rows = _ANSWER.unpack_from(body, at)
+            deepest, more, rows, why = _ANSWER.unpack_from(body, at)
             at += _ANSWER.size
             found: _Rows = []
             for _ in range(rows):
@@ -352,7 +363,7 @@ def _parts(
                 if at > len(body):
                     raise LayoutError("the answers end within a row")
                 found.append((values, body[start:named].decode(), body[named:at]))
-            parts.append((deepest, more, found))
+            parts.append((deepest, more, found, why))
     except (struct.error, UnicodeDecodeError) as error:
         raise LayoutError(f"these are no answers ({error})") from None
     if at != len(body):

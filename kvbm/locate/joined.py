@@ -25,6 +25,7 @@ from kvbm.core.answers import (
 )
 from kvbm.core.errors import CatalogRefusedError
 from kvbm.core.ids import Namespace, NamespaceId, Tier
+from kvbm.core.missed import joined_missed
 from kvbm.core.parts import part_of
 from kvbm.core.peer_address import nearest_and_deepest
 from kvbm.core.ties import tie_word
@@ -181,6 +182,7 @@ def joined_lookups(answers: Sequence[LookupAnswer], limit: int) -> LookupAnswer:
             for name, depth in sorted(depths.items(), key=lambda one: (-one[1], one[0]))
         ],
         excluded=excluded[:limit],
+        missed=msgspec.UNSET if instances or depths else joined_missed(answer.missed for answer in answers),
         view_age_s=max(answer.view_age_s for answer in answers),
         more=sum(answer.more for answer in answers) + sum(one.depth > 0 for one in instances[limit:]),
         more_excluded=sum(answer.more_excluded for answer in answers) + max(0, len(excluded) - limit),
@@ -227,6 +229,7 @@ def joined_presences(answers: Sequence[PresenceAnswer], limit: int) -> PresenceA
     return msgspec.structs.replace(
         answers[0],
         holders=holders,
+        missed=msgspec.UNSET if holders else joined_missed(answer.missed for answer in answers),
         view_age_s=max(answer.view_age_s for answer in answers),
         more=sum(answer.more for answer in answers) + len(order[limit:]),
     )

@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
+from msgspec import UNSET
+
 from kvbm.core.answers import (
     LIMIT,
     MAX_INPUT_TOKENS,
@@ -35,6 +37,7 @@ from kvbm.core.checks import check_text, checked_int
 from kvbm.core.errors import ArgumentValueError, CatalogError
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId
+from kvbm.core.missed import joined_missed
 from kvbm.core.parts import ALL_PARTS, followed_parts, part_of, words_of
 from kvbm.core.prompt_batches import MOST_ROUTES
 from kvbm.core.questions import checked_names, id_of
@@ -371,6 +374,7 @@ class PartedCatalog(TokenQuestions):
             more=sum(one.more for one in found) + max(0, len(offers) - prompt.limit),
             admitted=best.admitted,
             excluded=excluded_of(found, prompt.limit),
+            missed=UNSET if any(one.ranked.depth for one in offers) else joined_missed(one.missed for one in found),
         )
 
     def _prices(

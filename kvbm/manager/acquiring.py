@@ -23,6 +23,11 @@ class Acquiring:
     Attributes:
         depth: blocks of the run, from its first on, that lie in HOST now, pinned until `release`; final once done, as all here.
         hits: how many of them were found in each tier.
+        predicted: blocks of the run, from its first on, that were said to be held: by the ledger, the pod's folder, or the catalog.
+        why: why `depth` is less than that: "late" (they did not come in time), "slower" (than computing them), "no_room" (in HOST),
+            "cleared" (meanwhile), or "unread" (they were not there, or damaged). Where the catalog has not answered, "unanswered": then
+            nobody knows what it would have said. "" where all of it has come.
+        is_fetched: something was to be brought, or looked for beyond the own tiers. is_told: for whoever counts it.
     """
 
     def __init__(
@@ -38,7 +43,8 @@ class Acquiring:
         deadline_s: float,
         is_whole: bool = False,
     ) -> None:
-        self.depth = 0
+        self.depth = self.predicted = 0
+        self.why, self.is_fetched, self.is_told = "", False, False
         self._is_whole = is_whole
         self._planned_at = 0  # depth when copies were last begun
         self._slots = b""  # packed
@@ -47,8 +53,7 @@ class Acquiring:
         self._stream, self._ledger, self._lock = stream, stream.ledger, stream.lock
         self._copies, self._loads, self._sample, self._clock = copies, loads, sample, clock
         self._cancellations = copies.cancellations  # nothing that was cleared meanwhile may be had
-        self._is_over = False
-        self._is_released = False
+        self._is_over = self._is_released = self._is_late = False
         self._waiter = _NOBODY
         self._begun: list[InFlightLoad] = []
         self._ended = 0  # of those begun, so many have ended, from the first on
@@ -75,6 +80,7 @@ class Acquiring:
             waited = bool(self._waiter.others)
             self._give_up()
             self._collect()
+            self._is_late = is_late
             is_in_vain = is_late or self._stream.closing or self._is_cancelled
             may_go_on = self._is_whole and self.depth > self._planned_at and bool(self.next_block)
             goes_on = not is_in_vain and (waited or may_go_on or self._lies_in_host(self.next_block))
@@ -129,6 +135,7 @@ class Acquiring:
         if depth * HASH_BYTES == len(rest) and tiers.count(Tier.HOST) == depth:  # as most are
             hits = {Tier.HOST: depth} if depth else {}
             self._slots, self.depth, self.hits, self._waiter = slots, depth, hits, _NOBODY
+            self.predicted = depth
             self._finish()
             return self._offer_sample
         planned, looks = self._plan()
@@ -187,6 +194,7 @@ class Acquiring:
 
     def _set_out(self, planned: list[PlannedLoad], looks: bool) -> None:
         """Have copies carried out, and other pools looked into. Outside the lock."""
+        self.is_fetched = True
         self._begun = self._loads.submit(planned, self._waiter)
         if looks:
             with suppress(RuntimeError):  # the manager closes, or there is no thread
@@ -212,6 +220,8 @@ class Acquiring:
         else:
             depth, slots, hits = waiter.prefix or self._loads.collect(waiter)
             packed = pack_slots(slots)
+        self.predicted = max(self.predicted, self.depth + found.depth + waiter.said)
+        self.why = waiter.why or self.why
         sums = self.hits | {tier: self.hits.get(tier, 0) + count for tier, count in hits.items()}
         self._slots, self.depth, self.hits, self._waiter = self._slots + packed, self.depth + depth, sums, _NOBODY
 
@@ -221,8 +231,17 @@ class Acquiring:
         if self._cancellations != self._copies.cancellations:
             slots, self._slots, self.depth, self.hits = self._slots, b"", 0, {}
             self._ledger.unpin(Tier.HOST, slots)
+            self.why = "cleared"
+        self._judge()
         hits = self.hits | {Tier.HBM: self.first} if self.first else self.hits
         self._loads.count(self.namespace, self.hashes, self.first + self.depth, hits)
+
+    def _judge(self) -> None:
+        """Say why fewer blocks have come than were said to be there."""
+        if self.depth >= self.predicted:
+            self.why = self.why if self.why == "unanswered" else ""
+        elif self.why in ("", "unanswered"):
+            self.why = "late" if self._is_late else "unread"
 
     def _offer_sample(self) -> None:
         self._sample(self.namespace, self.hashes, self.first + self.depth)

@@ -27,6 +27,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from kvbm.core.ages import FOLLOWED
 from kvbm.core.arguments import (
     check_namespaces,
     check_rate,
@@ -125,8 +126,10 @@ class BlockManager:
             instance, cluster, self.run, self._stream, self.heartbeat, options.samples, options.has_stream
         )
         self._writer = EventWriter(
-            self._stream, sink, self._offsets, self.publisher_port, options.retention, options.snapshots, options.clock
-        )
+            self._stream, sink, self._offsets, self.publisher_port, options.retention, options.snapshots, options.clock,
+            ages=options.ages,
+        )  # fmt: skip
+        self._ages = options.ages
         self._executor = options.executor or Workers(options.load_threads, f"kvbm-onboard-{instance}")
         self._claims = ClaimWatch(self._stream, pools.object, offloader, options.clock)
         self._copies = CopiesInFlight(
@@ -396,7 +399,7 @@ class BlockManager:
                 {tier: counts for tier in self.pools.slots if (counts := self._ledger.share_counts(tier))},
                 None if pool is None else pool.stats(), self._loads.requests_waiting,
                 count.engine_duplicates, count.engine_surplus, count.engine_stores, count.peer_hits, count.peer_late_copies,
-                self.pools.peer_stats, count.short_allocations,
+                self.pools.peer_stats, count.short_allocations, None if self._ages is None else dict(zip(FOLLOWED, self._ages.tiers(), strict=True)),
             )  # fmt: skip
 
     def heartbeat(self, published: Position) -> Heartbeat:
@@ -412,6 +415,7 @@ class BlockManager:
             wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), free_slots=free, namespaces=namespaces, told=told,
             stopping=self._stream.closing, lends=self.lends, transfers=self.pools.take_transfers(), applied=applied, **self._loads.load._asdict(),
             put_bytes=_put_bytes(objects.namespaces, namespaces), put_total=objects.put_bytes,
+            ages=() if self._ages is None else tuple(self._ages.tiers()), object_blocks=0 if self.pools.object is None else self.pools.object.blocks,
         )  # fmt: skip
 
     # -- the end ------------------------------------------------------------------------------------------------------

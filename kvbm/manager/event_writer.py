@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+from kvbm.core.ages import BlockAges
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import JournalError
 from kvbm.core.ids import Epoch, Offset
@@ -69,6 +70,7 @@ class EventWriter:
         snapshots: when what is held is listed again; None: when somebody asks.
         clock: what the thread tells `step`.
         linger_s: how long the thread lets events gather before a frame is cut.
+        ages: follows what is written.
 
     Attributes:
         refusal: why the journal takes nothing; "" while it does.
@@ -84,6 +86,7 @@ class EventWriter:
         snapshots: SnapshotPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         linger_s: float = 0.002,
+        ages: BlockAges | None = None,
     ) -> None:
         self._stream, self._sink, self._offsets, self._port = stream, sink, offsets, port
         self._group = sink if isinstance(sink, GroupSink) else None
@@ -91,7 +94,7 @@ class EventWriter:
         self._snapshots = snapshots or SnapshotPolicy(least_s=0.0)
         self._clock, self._linger_s = clock, linger_s
         self.refusal = ""
-        self._instance = stream.instance
+        self._instance, self._ages = stream.instance, ages
         self._truncatable = ORIGIN  # what lies before it may go
         self._unwritten: deque[FrameBytes] = deque()
         self._end = ORIGIN  # of the last frame written
@@ -159,6 +162,8 @@ class EventWriter:
             last, self.refusal = self.refusal, f"{_LOST} ({type(error).__name__}: {error})"
             self._broke, self._port.awaits_room, done = True, True, False
             self._unwritten.clear()
+            if self._ages is not None:
+                self._ages.forget()
             if self.refusal != last:
                 log.exception("journal.writer_broke", instance=self._instance, remedy="report it; another epoch begins")
         if done:
@@ -193,6 +198,8 @@ class EventWriter:
                 frame = self._unwritten.popleft()
                 self._end = Position(frame.epoch, frame.next_offset)
                 self._written_bytes += len(frame.data)
+                if self._ages is not None:
+                    self._ages.take(frame.data)
             self._offsets.advance_durable(*self._end)
         if wrote and self._port.publishing is not None:
             self._port.publishing.notify()

@@ -36,7 +36,7 @@ from kvbm.core.ids import (
     split_slots,
 )
 from kvbm.core.ledger import Match
-from kvbm.locate.base import Locator
+from kvbm.locate.base import NOTHING_FOUND, Locator, Nowhere
 from kvbm.manager.claim_watch import ClaimWatch
 from kvbm.manager.copies import CopiesInFlight, lender
 from kvbm.manager.lasting import LastingNamespaces
@@ -84,6 +84,7 @@ class Waiter:
         brought: block → its slot in the target tier, pinned once, and where it was.
         lent: those of them that other instances lent.
         others: copies of other requests that bring some of its blocks.
+        said: blocks behind those of the own tiers that others were said to have. why: why fewer are brought, where that is known before.
     """
 
     def __init__(self, namespace: NamespaceId, hashes: bytes) -> None:
@@ -94,6 +95,7 @@ class Waiter:
         self.brought: dict[SequenceHash, tuple[int, Tier]] = {}
         self.lent: set[SequenceHash] = set()
         self.others: set[int] = set()
+        self.said, self.why = 0, ""
 
 
 class PlannedLoad(NamedTuple):
@@ -294,7 +296,7 @@ class Loads:
         with self._lock:
             if not self._lasting.may(waiter.namespace):
                 return []
-        segments = self._seen_beyond(waiter.namespace, hashes, depth)
+        segments = self._seen_beyond(waiter, hashes, depth)
         planned: list[PlannedLoad] = []
         with self._lock:
             for source, remote, wanted in segments if waiter.waiting and not self._stream.closing else ():
@@ -302,17 +304,19 @@ class Loads:
                 is_lent = remote.peer is not None
                 copy = self._copies.begin(waiter.namespace, source, self._target, wanted, is_lent, waiter.planned)
                 if copy is None:
+                    waiter.why = "no_room"
                     break
                 planned.append(PlannedLoad(copy, remote))
         return planned
 
-    def _seen_beyond(self, namespace: NamespaceId, hashes: bytes, depth: int) -> list[Segment]:
+    def _seen_beyond(self, waiter: Waiter, hashes: bytes, depth: int) -> list[Segment]:
         """What the pod, objects and other instances seem to have from block `depth` on. Trouble is a miss: what is pinned is a request's."""
         segments: list[Segment] = []
         try:
-            segments += self._look_in_pod(namespace, hashes, depth)
-            depth += sum(len(segment.wanted) for segment in segments) // HASH_BYTES
-            segments += self._look_elsewhere(namespace, hashes, depth)
+            segments += self._look_in_pod(waiter.namespace, hashes, depth)
+            in_pod = sum(len(segment.wanted) for segment in segments) // HASH_BYTES
+            waiter.said = in_pod
+            segments += self._look_elsewhere(waiter, hashes, depth + in_pod)
             self._looks_fail = False
         except Exception:
             if not self._looks_fail:  # one warning until it works again
@@ -367,12 +371,12 @@ class Loads:
             rest = rest[len(slots) * HASH_BYTES :]
         return segments
 
-    def _look_elsewhere(self, namespace: NamespaceId, hashes: bytes, depth: int) -> list[Segment]:
-        """What to read of objects and from other instances, from block `depth` on.
+    def _look_elsewhere(self, waiter: Waiter, hashes: bytes, depth: int) -> list[Segment]:
+        """What to read of objects and from other instances, from block `depth` on. The waiter learns what they were said to have.
 
         Objects are whole, so the catalog is asked from the beginning of the one on that block `depth` belongs to.
         """
-        blocks = len(hashes) // HASH_BYTES
+        namespace, blocks = waiter.namespace, len(hashes) // HASH_BYTES
         pool, peers = self._pools.object, self._pools.peers
         k = 1 if pool is None else pool.blocks
         begin, objects_end = depth // k * k, blocks // k * k
@@ -385,6 +389,8 @@ class Loads:
         chain = hashes[begin * HASH_BYTES : (objects_end if peers is None else blocks) * HASH_BYTES]
         asked_from = len(chain) // HASH_BYTES if peers is None else depth - begin
         found = self.locator.find("" if pool is None else pool.name, namespace, chain, asked_from, self._locate_s)
+        if found is NOTHING_FOUND and not isinstance(self.locator, Nowhere):
+            waiter.why = "unanswered"
         lenders = (
             []
             if peers is None
@@ -399,6 +405,10 @@ class Loads:
         stretches = plan(
             depth - begin, sources, self._pools.slots[self._target].block_bytes, self._compute_s(namespace), lot
         )
+        said = max((one.end for one in sources), default=0) - (depth - begin)
+        if said > sum(end - first for _, first, end in stretches):
+            waiter.why = "slower"  # than computing
+        waiter.said += max(0, said)
         segments: list[Segment] = []
         for number, first, end in stretches:
             for at in range(first // lot * lot, end, lot):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
+from kvbm.core.ages import BlockAges
 from kvbm.core.backend import LockProtocol
 from kvbm.core.ids import Tier
 from kvbm.core.policy import WriteBudget
@@ -40,6 +41,7 @@ class ManagerOptions(NamedTuple):
         lasting: which namespaces may use tiers that outlive the process or are shared; None: all.
         salvage: what NVME holds that is to be brought back.
         lock: around the ledger; None: a `threading.Lock`.
+        ages: follows what is recorded; None: nobody counts how old blocks become.
         unused: names of such tiers that are configured, to say what is not used for the others.
     """
 
@@ -62,3 +64,4 @@ class ManagerOptions(NamedTuple):
     unused: Sequence[str] = ()
     salvage: SalvagePlan = SalvagePlan()
     lock: LockProtocol | None = None
+    ages: BlockAges | None = None

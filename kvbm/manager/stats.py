@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvbm.core.ages import TierAges
 from kvbm.core.ids import Tier
 from kvbm.core.ledger import ShareCounts, TierCounts
 from kvbm.manager.offload_queue import Skipped
@@ -53,6 +54,8 @@ class ManagerStats(NamedTuple):
             from them.
         peers: what reading from other instances has counted; None where none is read from.
         short_allocations: calls of `allocate` that got no slots.
+        ages: by tier, how old blocks were when they were wanted again and when they were evicted, and how many never were wanted; of large
+            pools it is estimated from a part of the blocks. None where nobody counts it.
     """
 
     created_blocks: int
@@ -80,3 +83,4 @@ class ManagerStats(NamedTuple):
     peer_late_copies: int = 0
     peers: PeerStats | None = None
     short_allocations: int = 0
+    ages: dict[Tier, TierAges] | None = None

@@ -14,6 +14,7 @@ import msgspec
 
 from kvbm.catalog.index import NewIndex
 from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.core.ages import NewAges, ReadableAges
 from kvbm.core.backend import REFERENCE, Backend, NewFold
 from kvbm.core.columns import decode_columns
 from kvbm.core.errors import KvbmError
@@ -126,6 +127,7 @@ class Parts(NamedTuple):
     read_trace: ReadTrace | None = None
     credentials: Callable[[Path | None, Sequence[str]], Credentials] | None = None
     version: str = ""
+    new_ages: NewAges = ReadableAges
 
 
 PYTHON = Parts()
@@ -367,7 +369,7 @@ def _cat(arguments: argparse.Namespace, parts: Parts) -> int:
 def _stat(arguments: argparse.Namespace, parts: Parts) -> int:
     source = _source(arguments, parts)
     located = watched(source.read(parts.backend), source)
-    stats = stats_of(source, parts.backend, parts.fold, arguments.instance, located)
+    stats = stats_of(source, parts.backend, parts.fold, arguments.instance, located, parts.new_ages)
     _check_found(arguments.instance, stats.instances)
     _write(arguments.json, stats, stats.lines())
     return _end(stats.findings, stats.notes)

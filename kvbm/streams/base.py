@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
+from kvbm.core.ages import TierAges
 from kvbm.core.codec import FrameBytes, decode_frame, decode_header
 from kvbm.core.errors import ConfigError, FrameError, StreamError
 from kvbm.core.fetching import Transfer
@@ -135,6 +136,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         applied: offset up to which it has decided events, published or not; 0 from a kvbm that does not say it.
         lends: where others can read its blocks, as `PeerAddress.words`; empty: nowhere.
         transfers: reads from others since the last one, or a sample of them.
+        ages: by tier (HBM, HOST, NVME), what `core.ages` has counted since the process began; empty from a kvbm that does not say it.
+        object_blocks: of one object of its object pool; 0: it has none, or is of a kvbm that does not say it.
     """
 
     instance: InstanceId
@@ -157,6 +160,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     transfers: tuple[Transfer, ...] = ()
     told: tuple[bytes, ...] = ()
     put_total: tuple[int, int] = (0, 0)
+    object_blocks: int = 0
+    ages: tuple[TierAges, ...] = ()
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):

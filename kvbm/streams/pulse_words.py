@@ -36,7 +36,8 @@ def heartbeat_of(data: bytes) -> Heartbeat:
     read = msgspec.msgpack.decode(data, type=Heartbeat)
     counts = {
         "namespaces": len(read.namespaces), "put_bytes": len(read.put_bytes), "lends": len(read.lends),
-        "transfers": len(read.transfers), "told": len(read.told),
+        "transfers": len(read.transfers), "told": len(read.told), "ages": len(read.ages),
+        "ages' counts": max((len(counts) for one in read.ages for counts in (one.wanted, one.evicted)), default=0),
     }  # fmt: skip
     for what, count in counts.items():
         if count > _MOST_TOLD:

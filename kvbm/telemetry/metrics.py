@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import accumulate
 from typing import NamedTuple
 
+from kvbm.core.ages import AGE_BOUNDS_S, FOLLOWED, TierAges
 from kvbm.core.errors import MissingExtraError
+from kvbm.core.ids import Tier
+from kvbm.core.missed import WHYS
 from kvbm.telemetry.transfers import BYTES_PER_S, Transferred
 
 try:
@@ -35,6 +38,8 @@ class CatalogNumbers(NamedTuple):
         residencies: blocks held, by instance and tier; of instances that answers count.
         index_bytes: memory of the index, by what for.
         transfers: reads of blocks from other instances that were told of, by transport and distance.
+        misses: questions about prompts that found nothing, by question and reason.
+        ages: how old blocks become, by tier: HBM, HOST, NVME.
     """
 
     messages: int
@@ -95,6 +100,8 @@ class CatalogNumbers(NamedTuple):
     put_bytes: dict[str, tuple[int, int]]
     namespace_put_bytes: dict[str, tuple[int, int]]
     transfers: Mapping[tuple[str, int], Transferred]
+    misses: Mapping[tuple[str, str], int]
+    ages: Sequence[TierAges]
 
 
 _COUNTERS = {
@@ -171,6 +178,7 @@ REFUSALS = {
     "connection_replaced": "connections ended for others",
     "connection_unread": "connections ended: answers were not taken",
 }
+MISSED_QUESTIONS = ("lookup", "route", "presence")
 _MOST_CALLERS = 1024
 _OTHER_CALLERS = "(others)"
 
@@ -287,6 +295,16 @@ class _Numbers(Collector):
             of_namespaces, nlargest(_MOST_NAMESPACES, now.namespace_put_bytes.items(), key=lambda one: (one[1], one[0]))
         )
         yield of_namespaces
+        missed = CounterMetricFamily(
+            "kvbm_catalog_prompts_missed",
+            "Lookups, routes and questions of presence that found nothing, by why: no_full_block, namespace_unknown, hashes_short, excluded, not_held.",
+            labels=["question", "why"],
+        )
+        for question in MISSED_QUESTIONS:
+            for why in WHYS:
+                missed.add_metric([question, why], now.misses.get((question, why), 0))
+        yield missed
+        yield from _of_ages(now.ages)
         yield from _of_transfers(now.transfers)
 
 
@@ -294,6 +312,30 @@ def _add_sizes(metric: CounterMetricFamily | GaugeMetricFamily, sizes: Iterable[
     for name, both in sizes:
         for form, count in zip(("raw", "stored"), both, strict=True):
             metric.add_metric([name, form], count)
+
+
+def _of_ages(ages: Sequence[TierAges]) -> Iterator[Metric]:
+    """Metrics of how old blocks become. Of HBM no event says what is wanted again."""
+    wanted = HistogramMetricFamily(
+        "kvbm_catalog_wanted_age_seconds",
+        "How old blocks of a tier were when they were wanted again in a hotter one, as instances tell it.",
+        labels=["tier"],
+    )
+    evicted = HistogramMetricFamily(
+        "kvbm_catalog_evicted_age_seconds",
+        "How old blocks of a tier were when they were evicted for want of room or because their time was over, as instances tell it.",
+        labels=["tier"],
+    )
+    unused = CounterMetricFamily(
+        "kvbm_catalog_evicted_unused", "Those of them that were never wanted again since they came.", labels=["tier"]
+    )
+    bounds = [*map(str, map(float, AGE_BOUNDS_S)), "+Inf"]
+    for tier, one in zip(FOLLOWED, ages, strict=False):
+        evicted.add_metric([tier.name], list(zip(bounds, accumulate(one.evicted), strict=True)), one.evicted_s)
+        if tier != Tier.HBM:
+            wanted.add_metric([tier.name], list(zip(bounds, accumulate(one.wanted), strict=True)), one.wanted_s)
+            unused.add_metric([tier.name], one.unused)
+    yield from (wanted, evicted, unused)
 
 
 def _of_transfers(transfers: Mapping[tuple[str, int], Transferred]) -> Iterator[Metric]:

@@ -327,6 +327,10 @@ class PythonIndex {
     }
   }
 
+  void size_objects(const nb::bytes& id, std::uint64_t blocks) {
+    index_.size_objects(namespace_id(id), static_cast<std::uint32_t>(std::min<std::uint64_t>(blocks, 0xFFFFFFFFU)));
+  }
+
   nb::list lent(const nb::bytes& id, const nb::bytes& hashes, std::size_t most, bool is_whole) {
     index_.lent(namespace_id(id), packed(hashes, "hashes"), most, is_whole, lent_);
     nb::list runs;
@@ -395,7 +399,7 @@ class PythonIndex {
   }
 
   // See kvbm.core.prompt_batches for the layout.
-  nb::bytes encode_prefixes(const nb::bytes& id, const nb::sequence& prompts, std::size_t best) {
+  nb::bytes encode_prefixes(const nb::bytes& id, const nb::sequence& prompts, std::size_t best, std::uint8_t missed) {
     const NamespaceId space = namespace_id(id);
     std::string told;
     for (const nb::handle prompt : prompts) {
@@ -405,7 +409,10 @@ class PythonIndex {
       index_.prefixes(space, packed(nb::borrow<nb::bytes>(prompt), "hashes"), best, answer_);
       put<std::uint32_t>(told, answer_.deepest);
       put<std::uint32_t>(told, answer_.more);
-      put<std::uint32_t>(told, static_cast<std::uint32_t>(answer_.instances.size() + answer_.pools.size()));  // 2 bytes, and 2 of 0
+      const std::size_t rows = answer_.instances.size() + answer_.pools.size();
+      put<std::uint16_t>(told, static_cast<std::uint16_t>(rows));
+      put<std::uint16_t>(told, rows == 0 ? missed : 0);  // 1 byte, and 1 of 0
+      prompts_missed_ += rows == 0 ? 1 : 0;
       for (const InstanceDepth& one : answer_.instances) {
         const nb::object name = nb::steal(name_of(one.instance));
         put<std::uint32_t>(told, one.depth);
@@ -423,6 +430,8 @@ class PythonIndex {
     }
     return nb::bytes(told.data(), told.size());
   }
+
+  std::uint64_t prompts_missed() const noexcept { return prompts_missed_; }
 
   nb::list namespaces() const {
     nb::list found;
@@ -702,6 +711,7 @@ class PythonIndex {
   const PlainClasses plain_classes_;  // the same, of runs of plain frames
   ClusterIndex index_;             // the index
   PrefixAnswer answer_;            // of the last query
+  std::uint64_t prompts_missed_ = 0;  // of which encode_prefixes has found nothing
   std::vector<LendableRun> lent_;  // the same
   std::vector<nb::object> names_;  // by number, where asked for
   nb::dict followed_;              // the names of those followed and not dropped, in order
@@ -729,10 +739,11 @@ void bind_asking(nb::class_<PythonIndex>& index, const SharedErrors& errors) {
           nb::arg("behind"))
       .def(
           "encode_prefixes",
-          [errors](Self& self, const nb::bytes& id, const nb::sequence& prompts, std::size_t best) {
-            return translated(errors, [&] { return self.encode_prefixes(id, prompts, best); });
+          [errors](Self& self, const nb::bytes& id, const nb::sequence& prompts, std::size_t best, std::uint8_t missed) {
+            return translated(errors, [&] { return self.encode_prefixes(id, prompts, best, missed); });
           },
-          nb::arg("namespace"), nb::arg("prompts"), nb::arg("best"))
+          nb::arg("namespace"), nb::arg("prompts"), nb::arg("best"), nb::arg("missed") = 0)
+      .def("prompts_missed", &Self::prompts_missed)
       .def("router", [](const Self& self, nb::handle settings) { return std::make_unique<PythonRouter>(self.index(), settings); },
            nb::arg("settings"), nb::keep_alive<0, 1>())
       .def("report_queued", &Self::report_queued, nb::arg("instance"), nb::arg("tokens"))
@@ -814,6 +825,12 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
           "forget_namespace",
           [errors](Self& self, const nb::bytes& id) { translated(errors, [&] { self.forget_namespace(id); }); },
           nb::arg("namespace"))
+      .def(
+          "size_objects",
+          [errors](Self& self, const nb::bytes& id, std::uint64_t blocks) {
+            translated(errors, [&] { self.size_objects(id, blocks); });
+          },
+          nb::arg("namespace"), nb::arg("blocks"))
       .def("namespaces", &Self::namespaces)
       .def("claims", &Self::claims, nb::arg("first") = 0, nb::arg("pages") = 64)
       .def("sweep", &Self::sweep, nb::arg("pages") = 256)

@@ -25,9 +25,7 @@ std::size_t ClusterIndex::IdHash::operator()(const NamespaceId& id) const noexce
   return static_cast<std::size_t>(low);
 }
 
-std::array<std::uint64_t, 3> ClusterIndex::random_secret() {
-  return {random_word(), random_word(), random_word()};
-}
+std::array<std::uint64_t, 3> ClusterIndex::random_secret() { return {random_word(), random_word(), random_word()}; }
 
 ClusterIndex::ClusterIndex(std::uint64_t capacity, std::array<std::uint64_t, 3> secret)
     : capacity_(capacity), salts_(secret[2]), table_(secret[0], secret[1]), holder_spaces_(1) {
@@ -101,7 +99,7 @@ std::uint32_t ClusterIndex::pool_number(std::string_view name) {
   }
   const WriteGuard change(lock_);
   const auto number = static_cast<std::uint32_t>(pools_.size());
-  pools_.push_back({.name = std::string(name)});
+  pools_.push_back({.name = std::string(name), .claims = 0, .blocks = named_blocks(name)});
   pool_numbers_.emplace(name, number);
   return number;
 }
@@ -119,6 +117,7 @@ std::uint32_t ClusterIndex::find_space(const NamespaceId& id) const noexcept {
 void ClusterIndex::forget_namespace(const NamespaceId& id) {
   const std::lock_guard turn(writer_);
   const WriteGuard change(lock_);
+  object_blocks_.erase(id);
   const auto known = space_numbers_.find(id);
   if (known == space_numbers_.end()) {
     return;

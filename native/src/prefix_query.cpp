@@ -276,6 +276,7 @@ class PrefixWalk {
       tell(one.holder_space, end, one.by_tier);
     }
     tell_rest_of_first(is_all_of_first_ ? end : first_end_);
+    keep_whole_objects();
     for (const Stretch& stretch : work_.stretches) {
       if (stretch.begin == 0) {
         answer_.pools.push_back({index_.holder_spaces_[stretch.holder_space].holder, stretch.end});
@@ -300,6 +301,22 @@ class PrefixWalk {
         one.is_suspect = index_.is_suspect(index_.instances_[one.instance]);
       }
     }
+  }
+
+  // A pool's blocks are read by whole objects, which begin at multiples of their size: what is left at a stretch's ends nobody can have.
+  void keep_whole_objects() {
+    std::size_t kept = 0;
+    for (Stretch stretch : work_.stretches) {
+      const std::uint32_t blocks = index_.object_blocks(index_.holder_spaces_[stretch.holder_space].holder, space_);
+      if (const std::uint32_t over = stretch.begin % blocks; over != 0) {
+        stretch.begin += blocks - over;
+      }
+      stretch.end -= stretch.end % blocks;
+      if (stretch.begin < stretch.end) {
+        work_.stretches[kept++] = stretch;
+      }
+    }
+    work_.stretches.resize(kept);
   }
 
   // The deepest first, then by name: stretches come in the order of holder spaces, and a checkpoint is read in that of a hash table.
@@ -436,6 +453,53 @@ void ClusterIndex::block_bytes(std::span<const std::uint32_t> numbers,
         bytes[at][tier] = instances_[numbers[at]].tiers[tier].block_bytes;
       }
     }
+  }
+}
+
+std::uint32_t ClusterIndex::named_blocks(std::string_view pool) noexcept {
+  constexpr std::string_view kMark = "blocks=";
+  constexpr std::size_t kMostDigits = 7;
+  const std::size_t hash = pool.rfind('#');
+  for (std::size_t at = hash == std::string_view::npos ? pool.size() : hash + 1; at < pool.size();) {
+    const std::size_t end = std::min(pool.find(',', at), pool.size());
+    const std::string_view mark = pool.substr(at, end - at);
+    const std::string_view digits = mark.starts_with(kMark) ? mark.substr(kMark.size()) : std::string_view();
+    const bool is_number = std::all_of(digits.begin(), digits.end(), [](char digit) { return digit >= '0' && digit <= '9'; });
+    if (is_number && !digits.empty() && digits.size() <= kMostDigits && digits.front() != '0') {
+      std::uint32_t blocks = 0;
+      for (const char digit : digits) {
+        blocks = blocks * 10 + static_cast<std::uint32_t>(digit - '0');
+      }
+      return blocks;
+    }
+    at = end + 1;
+  }
+  return 0;
+}
+
+std::uint32_t ClusterIndex::object_blocks(std::uint32_t pool, std::uint32_t space) const noexcept {
+  if (pools_[pool].blocks != 0) {
+    return pools_[pool].blocks;
+  }
+  const auto told = object_blocks_.find(spaces_[space].id);
+  return told != object_blocks_.end() ? told->second : 1;
+}
+
+void ClusterIndex::size_objects(const NamespaceId& id, std::uint32_t blocks) {
+  const auto is_news = [&] {
+    const auto known = object_blocks_.find(id);
+    return blocks != 0 && (known != object_blocks_.end() ? blocks < known->second : object_blocks_.size() < kMostSized);
+  };
+  {
+    const ReadGuard reading(lock_);  // mostly it was said before, and then no writer waits
+    if (!is_news()) {
+      return;
+    }
+  }
+  const std::lock_guard turn(writer_);
+  const WriteGuard change(lock_);
+  if (is_news()) {
+    object_blocks_.insert_or_assign(id, blocks);
   }
 }
 

@@ -95,7 +95,7 @@ def test_a_loop_of_asyncio_asks_through_the_proxy_as_well(proxy: list[tuple[str,
 
     assert asyncio.run(ask("http://catalog.invalid:7700"))
     assert proxy == [("GET", "http://catalog.invalid:7700/readyz")]
-    with pytest.raises(CatalogError, match="through the proxy http://127.0.0.1:"):
+    with pytest.raises(CatalogError, match=r"through the proxy http://127\.0\.0\.1:"):
         asyncio.run(ask("https://catalog.invalid:7700"))
     assert proxy[1:] == [("CONNECT", "catalog.invalid:7700")]
 

@@ -18,7 +18,6 @@ import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, open_manager
 from kvbm.assembly.erasure import EraseOptions, catalog_companion, run_erase
-from kvbm.assembly.pools import pool_name
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql_erasure import erase_rows
@@ -27,6 +26,7 @@ from kvbm.catalog.sql_store import SqlStore
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ErasureError, StreamError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, SequenceHash, Tier, split_hashes
+from kvbm.core.layout import pool_name
 from kvbm.core.names import kept_name
 from kvbm.erasure import report
 from kvbm.erasure.record import decoded

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from kvbm.assembly import NATIVE, open_engine_manager
 from kvbm.config import (
@@ -37,7 +38,7 @@ from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.requests import Group, GroupNamespace
 from kvbm.engines.vllm.roles import Role
 from kvbm.engines.vllm.scheduler import Scheduler
-from kvbm.locate.base import Found
+from kvbm.locate.base import NOTHING_FOUND, Found, Nowhere
 from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.object.pool import BlockObjects
@@ -440,6 +441,45 @@ def test_a_consumer_puts_no_objects_of_what_it_loads_from_nvme_and_loads_those_o
             assert manager.settle(WAIT_S)
             assert manager.stats().offloaded_blocks[Tier.OBJECT] == (0 if role == consumer else 8)
             assert manager.stats().hit_blocks[Tier.OBJECT if folder == "b" else Tier.NVME] == 8
+
+
+def test_what_the_catalog_said_is_counted_against_what_came_and_why_not_the_rest(tmp_path: Path) -> None:
+    prompt, store = list(range(49)), MemoryStore()
+    manager, namespaces = opened(tmp_path / "a", FULL, 64, 0, memory_objects(BLOCK_BYTES, blocks=4, store=store))
+    with manager:
+        one = Engine(manager, FULL, namespaces)
+        assert one.run(prompt) == 0
+        assert manager.settle(WAIT_S)
+        (name,) = names_of(one, prompt, 0, 11)
+    del store.objects[name]
+    for locator, predicted, delivered, why in (
+        (KnowsAll(), 12, 8, "unread"), (Unanswered(), 0, 0, "unanswered"), (Nowhere(), 0, 0, ""),
+    ):  # fmt: skip
+        folder, objects = tmp_path / type(locator).__name__, memory_objects(BLOCK_BYTES, blocks=4, store=store)
+        manager, namespaces = opened(folder, FULL, 64, 0, objects)
+        with manager, capture_logs() as remarks:
+            manager._loads.locator = locator
+            engine = Engine(manager, FULL, namespaces)
+            assert engine.run(prompt) == delivered * BLOCK_TOKENS
+            numbers = engine.scheduler.take_numbers()
+            assert engine.run(prompt) == 48
+            again = engine.scheduler.take_numbers()
+        assert [numbers.get(f"{what}_blocks", 0) for what in ("predicted", "delivered")] == [predicted, delivered]
+        assert numbers.get("undelivered_blocks", {}) == ({why: predicted - delivered} if predicted else {})
+        assert numbers.get("unanswered_finds", 0) == (why == "unanswered")
+        assert "predicted_blocks" not in again  # it lay in HOST
+        told = [one for one in remarks if one["event"] == "request.found"]
+        assert [(one["predicted_blocks"], one["delivered_blocks"], one["why"]) for one in told] == [
+            (predicted, delivered, why), (12, 12, ""),
+        ]  # fmt: skip
+        assert all(one["log_level"] == "debug" for one in told)
+
+
+class Unanswered(KnowsAll):
+    """A catalog that does not answer in time."""
+
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
+        return NOTHING_FOUND
 
 
 def test_numbers_wait_for_no_request_after_the_last_one(engine: Engine) -> None:

@@ -47,8 +47,9 @@ KEYS: set[Key] = {(space, block) for space in SPACES for prompt in range(6) for 
 SHARED = (PoolStated(Tier.HBM, 4, 1, Reach.CLUSTER, "shared"), PoolStated(Tier.OBJECT, 4, 1, Reach.CLUSTER))
 TWICE = (PoolStated(Tier.HOST, 4, 1, Reach.CLUSTER, "shared"), PoolStated(Tier.HOST, 4, 1))
 PODS = (PoolStated(Tier.HBM, 4, 1), PoolStated(Tier.NVME, 4, 1, Reach.POD), PoolStated(Tier.HOST, 4, 1, Reach.POD))
-DECLARED = [POOLS, POOLS[:3], POOLS[:1], (), SHARED, TWICE, TWICE[::-1], PODS, PODS[1:]]
-POOL_NAMES = [POOLS[-1].name, "shared", "object", "nobody's"]
+OBJECTS = (PoolStated(Tier.HBM, 4, 1), PoolStated(Tier.OBJECT, 0, 1, Reach.CLUSTER, "objects#blocks=2"))
+DECLARED = [POOLS, POOLS[:3], POOLS[:1], (), SHARED, TWICE, TWICE[::-1], PODS, PODS[1:], OBJECTS]
+POOL_NAMES = [POOLS[-1].name, "shared", "object", "nobody's", OBJECTS[1].name]
 thorough = settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -120,6 +121,7 @@ class Twins:
             assert self.native.load_checkpoint(path) == note
         # What a snapshot that was open has listed is not in a checkpoint, nor what is soft.
         self.model._anomalies.clear()
+        self.model._object_blocks.clear()
         for entry in self.model._instances.values():
             entry.waiting = entry.excluded = False
             entry.queued = entry.lent_tiers = 0
@@ -288,6 +290,7 @@ actions = st.one_of(
     st.tuples(st.just("agrees"), names, st.booleans(), st.integers(0, 2**64 - 1)),
     st.tuples(st.just("drop"), names),
     st.tuples(st.sampled_from(["claim", "unclaim"]), st.sampled_from(POOL_NAMES), st.sampled_from(SPACES), few_hashes),
+    st.tuples(st.just("size_objects"), st.sampled_from(SPACES), st.sampled_from([0, 1, 2, 3, 2**40])),
     st.tuples(st.just("sweep"), st.integers(1, 300)),
     st.tuples(st.just("reload")),
     st.tuples(st.just("check"), st.lists(queries, max_size=3)),

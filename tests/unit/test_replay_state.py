@@ -9,14 +9,22 @@ import pytest
 
 from kvbm.core.codec import Frame
 from kvbm.core.errors import ConfigError
-from kvbm.core.events import SnapshotEnded
+from kvbm.core.events import (
+    BlocksCreated,
+    BlocksEvicted,
+    BlocksMigrated,
+    EvictReason,
+    InstanceStarted,
+    MigrateCause,
+    SnapshotEnded,
+)
 from kvbm.core.fold import Residencies
-from kvbm.core.ids import Epoch, Offset, Tier
+from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
 from kvbm.replay.format import At, parse_at, place_text, time_text
 from kvbm.replay.opening import open_source
 from kvbm.replay.state import InstanceState, States
 from tests.both_folds import states_at, stats_of
-from tests.captures import BEGIN_NS, SECOND_NS, Capture, make_capture, packed
+from tests.captures import BEGIN_NS, NAMESPACES, SECOND_NS, Capture, chain, make_capture, packed
 
 CAPTURE = make_capture(11, commands=120)
 FRAMES = CAPTURE.frames()
@@ -128,6 +136,36 @@ def test_stat_counts_what_is_there(tmp_path: Path) -> None:
     assert sum(stat.held.values()) == end.count()
     assert (stat.first_wall_time_ns, stat.last_wall_time_ns) == (BEGIN_NS, FRAMES[-1].wall_time_ns)
     assert list(stats.lines())[-1].startswith("total: 1 instance, ")
+
+
+def test_stat_tells_how_old_blocks_were_when_they_were_wanted_again_and_when_they_were_evicted(tmp_path: Path) -> None:
+    space, hashes = NAMESPACES[0].id, chain(0, 3)
+    offset, frames = 0, []
+    for at_s, *events in (
+        (0, InstanceStarted(epoch=Epoch(1)), BlocksCreated(namespace=space, tier=Tier.HBM, hashes=hashes)),
+        (1, BlocksMigrated(namespace=space, source=Tier.HBM, target=Tier.NVME, kept=True, cause=MigrateCause.OFFLOAD, hashes=hashes)),
+        (30, BlocksEvicted(namespace=space, tier=Tier.HBM, reason=EvictReason.CAPACITY, hashes=hashes)),
+        (61, BlocksMigrated(namespace=space, source=Tier.NVME, target=Tier.HBM, kept=True, cause=MigrateCause.ONBOARD, hashes=hashes[:32])),
+        (5001, BlocksEvicted(namespace=space, tier=Tier.NVME, reason=EvictReason.CAPACITY, hashes=hashes)),
+    ):  # fmt: skip
+        frames.append(
+            Frame(
+                instance=InstanceId("i"), epoch=Epoch(1), first_offset=Offset(offset),
+                wall_time_ns=BEGIN_NS + int(at_s) * SECOND_NS, events=tuple(events), digest=0,
+            )
+        )  # fmt: skip
+        offset += len(events)
+    (stat,) = stats_of(open_source(write(tmp_path, frames))).instances
+    hbm, nvme = stat.ages["HBM"], stat.ages["NVME"]
+    assert (hbm.evicted, hbm.unused, sum(hbm.wanted)) == ([0, 0, 3, 0, 0, 0, 0, 0, 0], 3, 0)
+    assert (nvme.wanted, nvme.evicted) == ([0, 0, 2, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 3, 0, 0, 0])
+    assert (nvme.reused, nvme.unused, nvme.within_s[2], nvme.within_s[5]) == (2, 1, 60, 7200)
+    lines = [line.strip() for line in stat.lines()]
+    assert "HBM    evicted 3 blocks (50% within 60 s, 90% within 60 s)" in lines
+    assert (
+        "NVME   wanted again 2 times (50% within 60 s, 90% within 60 s);"
+        " evicted 3 blocks (50% within 7,200 s, 90% within 7,200 s), 1 of them never wanted again"
+    ) in lines
 
 
 @pytest.mark.parametrize(

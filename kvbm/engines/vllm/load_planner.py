@@ -212,6 +212,7 @@ class LoadPlanner:
             limit = self._limit(state.request)
             state.ask = self._look(state, ask.computed_tokens, limit, ask.finding.result())
             return self._settled(state, state.ask)
+        self._tell(state, ask)
         if not ask.runs:
             return 0
         if len(ask.runs) == 1 and ask.runs[0][0].keeps_all:  # a shorter prefix of this is as good
@@ -281,11 +282,31 @@ class LoadPlanner:
                         namespace, wanted, first=begin - chain_begin, is_whole=has_holes
                     )
                     runs.append((group, begin, acquiring))
-        if len(runs) == 1 and runs[0][2].done and not runs[0][2].depth:
-            runs[0][2].release()
-            runs = []
         tokens = end_tokens - computed_tokens if runs else 0
-        return Ask(computed_tokens, hashes, self.gained, runs, tokens, elsewhere=elsewhere)
+        ask = Ask(computed_tokens, hashes, self.gained, runs, tokens, elsewhere=elsewhere)
+        if len(runs) == 1 and runs[0][2].done and not runs[0][2].depth:
+            self._tell(state, ask)
+            runs[0][2].release()
+            ask = ask._replace(runs=[], tokens=0)
+        return ask
+
+    def _tell(self, state: RequestState, ask: Ask) -> None:
+        """Count what was said to be there for a request against what has come, once for each run that is over, and remark it."""
+        for group, begin, acquiring in ask.runs:
+            if acquiring.is_told:
+                continue
+            acquiring.is_told = True
+            if acquiring.is_fetched:  # what lay in HOST needed no prediction
+                self._numbers.add("predicted_blocks", acquiring.predicted)
+                self._numbers.add("delivered_blocks", acquiring.depth)
+                self._numbers.add("unanswered_finds", acquiring.why == "unanswered")
+                self._numbers.add_of("undelivered_blocks", acquiring.why, acquiring.predicted - acquiring.depth)
+            log.debug(
+                "request.found", request=state.request.request_id, group=group.id, first_block=begin,
+                asked_blocks=len(acquiring.hashes) // HASH_BYTES - acquiring.first, predicted_blocks=acquiring.predicted,
+                delivered_blocks=acquiring.depth, hits={tier.name: count for tier, count in acquiring.hits.items()},
+                why=acquiring.why,
+            )  # fmt: skip
 
     def _beyond(self, state: RequestState, computed_tokens: int, limit_tokens: int) -> list[tuple[NamespaceId, bytes]]:
         """The blocks to ask for beyond the own tiers, by group, from `computed_tokens` on."""

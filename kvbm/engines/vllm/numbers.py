@@ -14,6 +14,9 @@ COUNTERS = {
     "stores_skipped": "Blocks not stored because HOST had no slot for them.",
     "states_unwanted": "States of recurrent layers that were offered and not stored, by `offload.states`.",
     "states_lost": "States of recurrent layers that were offered too late to be stored: their request had ended or lost its blocks.",
+    "predicted_blocks": "Blocks that own tiers, the pod's folder or the catalog were said to have, of requests for which some had to be fetched.",
+    "delivered_blocks": "Blocks of `predicted_blocks` that came to HOST, or lay there.",
+    "unanswered_finds": "Requests for which the catalog was asked and did not answer in time.",
     "late_acquires": "Requests that did not wait for all their blocks to reach HOST.",
     "duplicates": "Blocks that the engine's prefix cache held already when it computed them again.",
     "verified_reads": "Blocks whose checksum was found right on their way from a colder tier.",
@@ -22,6 +25,9 @@ COUNTERS = {
 }
 COUNTERS_BY_TIER = {
     "hit_blocks": "Blocks that requests got from a tier instead of computing them.",
+}
+COUNTERS_BY_WHY = {
+    "undelivered_blocks": "Blocks of `predicted_blocks` that did not come: late, slower (than computing them), no_room (in HOST), unread, cleared.",
 }
 GAUGES = {
     "acquiring_requests": "Requests whose blocks are on their way to HOST.",
@@ -37,7 +43,7 @@ class Numbers:
     """Counts since they were last taken.
 
     Attributes:
-        data: name → a counter's sum, a gauge's last value, a time's list; of a counter by tier, tier → sum. Only what was counted.
+        data: name → a counter's sum, a gauge's last value, a time's list; of a counter by tier or reason, that → sum. Only what was counted.
     """
 
     def __init__(self) -> None:
@@ -48,11 +54,11 @@ class Numbers:
         if count:
             self.data[name] = self.data.get(name, 0) + count
 
-    def add_of(self, name: str, tier: str, count: float) -> None:
-        """Count up a counter by tier."""
+    def add_of(self, name: str, label: str, count: float) -> None:
+        """Count up a counter by tier, or by reason."""
         if count:
-            by_tier = self.data.setdefault(name, {})
-            by_tier[tier] = by_tier.get(tier, 0) + count
+            sums = self.data.setdefault(name, {})
+            sums[label] = sums.get(label, 0) + count
 
     def set(self, name: str, value: float) -> None:
         """Set a gauge."""
@@ -73,7 +79,7 @@ def merge(into: dict[str, Any], other: dict[str, Any]) -> None:
     for name, value in other.items():
         if name in TIMES:
             into[name] = [*into.get(name, ()), *value]
-        elif name in COUNTERS_BY_TIER:
+        elif name in COUNTERS_BY_TIER or name in COUNTERS_BY_WHY:
             known = into.get(name, {})
             into[name] = known | {tier: known.get(tier, 0) + count for tier, count in value.items()}
         elif name in GAUGES:

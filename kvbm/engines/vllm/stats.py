@@ -8,10 +8,10 @@ from prometheus_client import REGISTRY, Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvbm.engines.vllm.numbers import COUNTERS, COUNTERS_BY_TIER, GAUGES, TIMES, merge
+from kvbm.engines.vllm.numbers import COUNTERS, COUNTERS_BY_TIER, COUNTERS_BY_WHY, GAUGES, TIMES, merge
 
 _PREFIX = "kvbm_vllm_"
-_TIER = "tier"
+_LABELS = dict.fromkeys(COUNTERS_BY_TIER, "tier") | dict.fromkeys(COUNTERS_BY_WHY, "why")
 _SPEEDS = (("load_seconds", "loaded_bytes", "load_gb_per_s"), ("store_seconds", "stored_bytes", "store_gb_per_s"))
 _registered: list[Any] = []  # of the newest engine of this process
 _COPY_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
@@ -33,8 +33,8 @@ class KvbmStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
         """Numbers for a line of log: sums, and how fast ranks copied."""
         line: dict[str, int | float] = {}
         for name, value in self.data.items():
-            if name in COUNTERS_BY_TIER:
-                line.update({f"{name}_{tier.lower()}": count for tier, count in value.items()})
+            if name in _LABELS:
+                line.update({f"{name}_{label.lower()}": count for label, count in value.items()})
             elif name in TIMES:
                 line[name] = round(sum(value), 4)
             else:
@@ -80,9 +80,9 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-igno
             )
             for name, meaning in TIMES.items()
         }
-        self._by_tier = {
-            name: self._metric(self._counter_cls, name, meaning, [*names, _TIER])
-            for name, meaning in COUNTERS_BY_TIER.items()
+        self._labelled = {
+            name: self._metric(self._counter_cls, name, meaning, [*names, _LABELS[name]])
+            for name, meaning in (COUNTERS_BY_TIER | COUNTERS_BY_WHY).items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -95,9 +95,9 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-igno
             elif name in self._times:
                 for seconds in value:
                     self._times[name][engine_idx].observe(seconds)
-            elif name in self._by_tier:
-                for tier, count in value.items():
-                    self._by_tier[name].labels(*self.per_engine_labelvalues[engine_idx], tier).inc(count)
+            elif name in self._labelled:
+                for label, count in value.items():
+                    self._labelled[name].labels(*self.per_engine_labelvalues[engine_idx], label).inc(count)
 
     def _metric(self, kind: Any, name: str, meaning: str, labelnames: list[str], **more: Any) -> Any:
         metric = kind(name=_PREFIX + name, documentation=meaning, labelnames=labelnames, **more)

@@ -222,6 +222,9 @@ class ClusterIndex {
   // Claims of blocks whose rank is at least `first`, of up to this many pages of the table.
   ClaimPart claims(std::uint64_t first, std::size_t pages) const;
 
+  // Tells how many blocks an object holds of a namespace's blocks, in pools whose name does not say it. The smallest that was told counts.
+  void size_objects(const NamespaceId& id, std::uint32_t blocks);
+
   // Tells the bytes of blocks of an instance's pools, which checkpoints have only in their caller's words.
   void size_blocks(std::uint32_t instance, Tier tier, std::uint64_t block_bytes);
 
@@ -238,8 +241,12 @@ class ClusterIndex {
   // Goes on with the audit for up to this many pages of the table, and ends at the end of a pass.
   AuditPart audit(std::size_t pages);
 
+  // Blocks of one object, as the name of a pool says, as in "s3://bucket/kv#blocks=4,sealed"; 0: it does not.
+  static std::uint32_t named_blocks(std::string_view pool) noexcept;
+
   // -- asking --
 
+  // What a cluster pool has of a prefix is whole objects: who reads it can have no part of one.
   // best: how many instances, the deepest first, then those that reach furthest, then those where least waits, then by name; 0 for all, in no
   // order. only: the instances to look at, sorted; none for all. hottest: what instances hold in hotter tiers does not
   // count.
@@ -285,6 +292,7 @@ class ClusterIndex {
   static constexpr std::size_t kBatchBlocks = 64;  // blocks applied under one hold of the lock
   static constexpr std::uint8_t kGenerations = 4;
   static constexpr std::uint16_t kAllVisible = 0xFFFF;
+  static constexpr std::size_t kMostSized = 65536;  // namespaces of whose objects the size is kept; kvbm/catalog/reference_index.py has it too
 
   struct Namespace {
     NamespaceId id;                         // its public name
@@ -347,6 +355,7 @@ class ClusterIndex {
   struct Pool {
     std::string name;           // its name
     std::uint64_t claims = 0;   // blocks claimed
+    std::uint32_t blocks = 0;   // of one of its objects, where the name says it; else 0
   };
 
   enum class Work : std::uint8_t { kCreate, kState, kEvict, kClaim, kUnclaim };
@@ -437,6 +446,8 @@ class ClusterIndex {
     return instance.is_waiting || is_partial(instance) || !is_whole(instance);
   }
   std::uint32_t find_space(const NamespaceId& id) const noexcept;
+  // Blocks of one object of a pool, in a namespace; 1 where nobody has said it.
+  std::uint32_t object_blocks(std::uint32_t pool, std::uint32_t space) const noexcept;
   void count(IndexAnomaly anomaly, std::uint64_t times = 1) noexcept { anomalies_[static_cast<std::size_t>(anomaly)] += times; }
 
   struct IdHash {
@@ -467,6 +478,7 @@ class ClusterIndex {
   Numbers instance_numbers_;                                              // by name
   std::vector<std::uint32_t> by_name_;                                    // instances in the order of their names
   Numbers pool_numbers_;                                                  // by name
+  std::unordered_map<NamespaceId, std::uint32_t, IdHash> object_blocks_;  // as was told, by namespace
   // By kind and holder in the high half, and namespace in the low one.
   std::unordered_map<std::uint64_t, std::uint32_t> holder_space_numbers_;
   std::vector<std::uint32_t> free_holder_spaces_;                          // numbers to use again

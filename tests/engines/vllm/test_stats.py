@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvbm.engines.vllm.numbers import COUNTERS, COUNTERS_BY_TIER, GAUGES, TIMES, Numbers
+from kvbm.engines.vllm.numbers import COUNTERS, COUNTERS_BY_TIER, COUNTERS_BY_WHY, GAUGES, TIMES, Numbers
 from kvbm.engines.vllm.stats import KvbmPromMetrics, KvbmStats
 
 
@@ -128,7 +128,7 @@ def test_numbers_are_exposed_by_engine_and_tier(metrics: KvbmPromMetrics) -> Non
 
 def test_every_number_has_a_metric(metrics: KvbmPromMetrics) -> None:
     text = generate_latest(REGISTRY).decode()
-    for name in [*COUNTERS, *COUNTERS_BY_TIER]:
+    for name in [*COUNTERS, *COUNTERS_BY_TIER, *COUNTERS_BY_WHY]:
         assert f"# TYPE kvbm_vllm_{name}_total counter" in text
     for name in GAUGES:
         assert f"# TYPE kvbm_vllm_{name} gauge" in text

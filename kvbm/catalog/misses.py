@@ -1,0 +1,146 @@
+"""Why nothing was found for a prompt, for its answer and counted by reason: a wrong namespace would look like a cold one.
+
+What a caller may not know of is never named, and is told of like what does not exist.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from kvbm.catalog.access import Caller
+from kvbm.catalog.index import ClusterIndex
+from kvbm.catalog.visibility import Declarations, Visibility
+from kvbm.core.answers import LookupAnswer, MissedAnswer, MissedWhy, NearNamespace, PresenceAnswer
+from kvbm.core.ids import Namespace, NamespaceId
+from kvbm.core.missed import differences, missed, number_of
+from kvbm.remarks import Seldom
+
+_LOOKED_AT = 64  # namespaces of one model that are compared with what was asked for
+_MOST_TEXT = 200  # characters of a field's value
+_MOST_REMARKS = 20
+
+
+class Misses:
+    """See the module. One thread.
+
+    Args:
+        is_named: whether an instance has named a namespace whose fields are not known.
+
+    Attributes:
+        counts: by question and reason, since the start.
+    """
+
+    def __init__(
+        self, declarations: Declarations, visibility: Visibility, is_named: Callable[[NamespaceId], bool]
+    ) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self._declarations, self._visibility, self._is_named = declarations, visibility, is_named
+        self._by_model: dict[str, list[NamespaceId]] = {}
+        self._known_seen = self._removals_seen = 0
+        self._remarks = Seldom(most=_MOST_REMARKS)
+
+    def lookup(self, answer: LookupAnswer, caller: Caller, asked: Namespace | NamespaceId) -> LookupAnswer:
+        """The answer, with a reason where nothing was found."""
+        if answer.deepest or answer.instances or answer.pools:
+            return answer
+        why = self.why(caller, asked, answer.blocks, is_excluded=bool(answer.excluded))
+        return msgspec.structs.replace(answer, missed=self.explained("lookup", caller, asked, why))
+
+    def lookups(
+        self, index: ClusterIndex, key: NamespaceId, prompts: Sequence[bytes], limit: int, caller: Caller,
+        asked: NamespaceId,
+    ) -> bytes:  # fmt: skip
+        """The answers to lookups in the binary form, with the reason's number where nothing was found.
+
+        Args:
+            key: the namespace to look in, see `Visibility.key`.
+            prompts: packed hashes of each.
+        """
+        why, before = self.why(caller, asked, 1), index.prompts_missed()
+        answers = index.encode_prefixes(key, prompts, limit, number_of(why))
+        if times := index.prompts_missed() - before:
+            self.explained("lookup", caller, asked, why, times)
+        return answers
+
+    def presence(self, answer: PresenceAnswer, caller: Caller, asked: Namespace | NamespaceId) -> PresenceAnswer:
+        """The same of a question of presence."""
+        if answer.holders:
+            return answer
+        why = self.why(caller, asked, answer.blocks)
+        return msgspec.structs.replace(answer, missed=self.explained("presence", caller, asked, why))
+
+    def knows(self, caller: Caller, asked: Namespace | NamespaceId) -> bool:
+        """Whether an instance has named a namespace, as far as the caller may know."""
+        name = asked.id if isinstance(asked, Namespace) else asked
+        return self._visibility.fields(caller, name) is not None or (caller.sees_all and self._is_named(name))
+
+    def why(
+        self,
+        caller: Caller,
+        asked: Namespace | NamespaceId,
+        blocks: int,
+        full_blocks: int = 0,
+        is_excluded: bool = False,
+    ) -> MissedWhy:
+        """The reason why nothing was found.
+
+        Args:
+            asked: the namespace as the caller has given it.
+            blocks: that were asked for. full_blocks: of the prompt, where that is known.
+            is_excluded: somebody holds the first of them and is left out.
+        """
+        if not blocks:
+            return "no_full_block"
+        if not self.knows(caller, asked):
+            return "namespace_unknown"
+        if is_excluded:
+            return "excluded"
+        return "hashes_short" if blocks < full_blocks else "not_held"
+
+    def explained(
+        self, question: str, caller: Caller, asked: Namespace | NamespaceId, why: MissedWhy, times: int = 1
+    ) -> MissedAnswer:
+        """The reason as an answer tells it. It is counted, so many times, and a namespace nobody has named is a remark."""
+        self.counts[question, why] += times
+        if why != "namespace_unknown":
+            return missed(why)
+        answer = missed(why, self._near(caller, asked))
+        name = asked.id if isinstance(asked, Namespace) else asked
+        self._remarks.warn(
+            "namespace.unknown", question=question, caller=caller.name, namespace=name.hex(),
+            near=[f"{one.id} has {differences(one)}" for one in answer.near],
+            what_to_do="whoever asks gives the fields that the engines have, as /v1/namespaces tells them",
+        )  # fmt: skip
+        return answer
+
+    def _near(self, caller: Caller, asked: Namespace | NamespaceId) -> list[NearNamespace]:
+        """Known namespaces that the caller may know of: those of the model that was asked for, or else the newest."""
+        known = self._visibility.namespaces(caller)
+        names: Iterable[NamespaceId] = ()
+        if isinstance(asked, Namespace):
+            names = [name for name in self._of_model(asked.model)[-_LOOKED_AT:] if name in known]
+        return [_near(asked, name, known[name]) for name in names or [*known][-_LOOKED_AT:]]
+
+    def _of_model(self, model: str) -> list[NamespaceId]:
+        known = self._declarations.known_namespaces
+        if known.removals != self._removals_seen:
+            self._by_model, self._known_seen, self._removals_seen = {}, 0, known.removals
+        if len(known.by_id) != self._known_seen:
+            for name in known.behind(self._known_seen):
+                self._by_model.setdefault(known.by_id[name].model, []).append(name)
+            self._known_seen = len(known.by_id)
+        return self._by_model.get(model, [])
+
+
+def _near(asked: Namespace | NamespaceId, name: NamespaceId, known: Namespace) -> NearNamespace:
+    differs: dict[str, str] = {}
+    if isinstance(asked, Namespace):
+        differs = {
+            field: str(getattr(known, field))[:_MOST_TEXT]
+            for field in asked.__struct_fields__
+            if getattr(asked, field) != getattr(known, field)
+        }
+    return NearNamespace(id=name.hex(), model=known.model[:_MOST_TEXT], differs=differs)

@@ -1,0 +1,124 @@
+"""A miss says why: over HTTP, in batches, in metrics and in words on the command line, of a catalog over real servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from kvbm.core.answers import LookupAnswer, MissedAnswer, RouteAnswer
+from kvbm.core.errors import CatalogRefusedError
+from kvbm.core.events import PoolStated
+from kvbm.core.ids import Namespace, NamespaceId, Reach, Tier
+from kvbm.core.layout import pool_name
+from tests import catalog_site
+from tests.catalog_site import HASHES, SPACE, Instance, Running, run_catalog
+from tests.eventually import eventually
+from tests.nats_fixture import cluster, nats_url  # noqa: F401
+
+FOR_EVER_S = 3600.0
+SERVED_S = 5.0
+OTHERS = {
+    "block_tokens": Namespace(model="m", block_tokens=8),
+    "revision": Namespace(model="m", block_tokens=4, revision="v2"),
+    "model": Namespace(model="another", block_tokens=4),
+}
+
+
+@pytest.fixture
+def running(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[Running]:  # noqa: F811
+    yield from run_catalog(nats_url, cluster, sqlite_url, liveness_s=FOR_EVER_S)
+
+
+def missed_of(answer: LookupAnswer | RouteAnswer) -> MissedAnswer:
+    assert isinstance(answer.missed, MissedAnswer)
+    return answer.missed
+
+
+def serve(running: Running, instance: Instance) -> None:
+    """Publish, be heard, and wait until the catalog has it."""
+    wanted = instance.publish()
+    instance.beat()
+
+    def is_there() -> bool:
+        try:
+            running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=SERVED_S)
+        except CatalogRefusedError as error:
+            if error.code != "position_not_reached":
+                raise
+            return False
+        return running.client.instances()[0].state == "live"
+
+    eventually(is_there, "the catalog does not hear the instance")
+
+
+def test_a_silent_miss_says_why_in_answers_batches_and_metrics(running: Running) -> None:
+    a = running.instance("a")
+    a.create(0, 5)
+    serve(running, a)
+    client = running.client
+    assert client.lookup(SPACE, HASHES).missed is msgspec.UNSET
+    for field, other in OTHERS.items():
+        told = missed_of(client.lookup(other, HASHES))
+        assert (told.why, [(one.id, [*one.differs]) for one in told.near]) == (
+            "namespace_unknown", [(SPACE.id.hex(), [field])],
+        )  # fmt: skip
+        assert field in told.message and SPACE.id.hex() in told.message
+        assert [missed_of(one).why for one in client.lookup_many(other, [HASHES, HASHES])] == ["namespace_unknown"] * 2
+    nobody = NamespaceId(bytes(16))
+    assert missed_of(client.lookup(nobody, HASHES)).near[0].id == SPACE.id.hex()
+    for asked in (nobody, OTHERS["model"], OTHERS["block_tokens"]):
+        with pytest.raises(CatalogRefusedError, match="no instance has named this namespace") as caught:
+            client.route(asked, HASHES, 80)
+        assert (caught.value.status, caught.value.code) == (503, "no_instance")
+        assert SPACE.id.hex() in str(caught.value)
+    cold, warm = bytes(160), client.route(SPACE, HASHES, 43)
+    assert warm.missed is msgspec.UNSET
+    assert missed_of(client.route(SPACE, cold, 43)).why == "not_held"
+    assert missed_of(client.route(SPACE.id, b"\x05" * 80, 43)).why == "hashes_short"  # made of blocks of 8
+    assert missed_of(client.lookup(SPACE, b"")).why == "no_full_block"
+    assert [one.missed for one in client.lookup_many(SPACE, [HASHES])] == [msgspec.UNSET]
+    assert missed_of(client.lookup_many(SPACE, [HASHES, cold])[1]).why == "not_held"
+    assert missed_of(client.route_many(SPACE, [b"\x06" * 160], [43])[0]).why == "not_held"
+    counted = metrics(running)
+    assert counted["lookup", "namespace_unknown"] == 3 * (1 + 2) + 1
+    assert counted["route", "namespace_unknown"] == 3
+    assert (counted["route", "not_held"], counted["route", "hashes_short"]) == (2, 1)
+    assert (counted["lookup", "no_full_block"], counted["lookup", "not_held"]) == (1, 1)
+    presence = client.presence(OTHERS["revision"], HASHES)
+    assert isinstance(presence.missed, MissedAnswer) and presence.missed.why == "namespace_unknown"
+
+
+def metrics(running: Running) -> dict[tuple[str, str], float]:
+    """`kvbm_catalog_prompts_missed_total`, by question and reason."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    return {
+        (sample.labels["question"], sample.labels["why"]): sample.value
+        for family in text_string_to_metric_families(running.client.metrics())
+        for sample in family.samples
+        if sample.name == "kvbm_catalog_prompts_missed_total"
+    }
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_a_pool_is_credited_with_whole_objects_in_every_answer(
+    running: Running, is_marked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pool_name("s3://kvbm/blocks", 4 if is_marked else 0, False)
+    pools = (*catalog_site.POOLS[:2], PoolStated(Tier.OBJECT, 0, 1024, Reach.CLUSTER, pool))
+    monkeypatch.setattr(catalog_site, "POOLS", pools)
+    a = running.instance("a")
+    a.create(0, 8)
+    a.copy(Tier.OBJECT, 0, 8)
+    serve(running, a)
+    a.beat(object_blocks=4)
+    eventually(lambda: not running.client.lookup(SPACE, HASHES[:48]).pools, "what it says of its objects is not heard")
+    client = running.client
+    for blocks, whole in ((8, 8), (7, 4), (5, 4), (3, 0)):
+        asked = HASHES[: 16 * blocks]
+        assert {one.pool: one.depth for one in client.lookup(SPACE, asked).pools}.get(pool, 0) == whole
+        assert {one.pool: one.depth for one in client.lookup_many(SPACE, [asked])[0].pools}.get(pool, 0) == whole
+        assert {one.pool: one.depth for one in client.find(SPACE, asked).pools}.get(pool, 0) == whole
+        assert [one.reach for one in client.lookup(SPACE, asked).instances] == [blocks]
