@@ -428,15 +428,9 @@ class Queries:
             version=row.version if row is not None else "",
             topology=list(row.topology) if row is not None else [],
             pools=[
-                PoolSummary(
-                    tier=pool.tier.name,
-                    slots=pool.slots,
-                    block_bytes=pool.block_bytes,
-                    reach=pool.reach.name,
-                    name=pool.name,
-                    held_blocks=claims.get(self._index.pool_name(instance, pool.tier) or "", 0)
-                    if pool.reach == Reach.CLUSTER
-                    else counts.get(pool.tier, 0),
+                _pool_summary(
+                    pool,
+                    self._claimed(instance, pool, claims) if pool.reach == Reach.CLUSTER else counts.get(pool.tier, 0),
                 )
                 for pool in pools
             ],
@@ -448,6 +442,9 @@ class Queries:
             if heartbeat is not None
             else None,
         )
+
+    def _claimed(self, instance: InstanceId, pool: PoolStated, claims: dict[str, int]) -> int:
+        return claims.get(self._index.pool_name(instance, pool.tier) or "", 0)
 
     def _suspicions(self, instance: InstanceId) -> list[str]:
         """Why an instance is suspect, in words."""
@@ -464,6 +461,17 @@ class Queries:
         if view.partial:
             suspicions.append("the catalog is at its capacity")
         return suspicions + self._heartbeats.delays(instance)
+
+
+def _pool_summary(pool: PoolStated, held_blocks: int) -> PoolSummary:
+    return PoolSummary(
+        tier=pool.tier.name,
+        slots=pool.slots,
+        block_bytes=pool.block_bytes,
+        reach=pool.reach.name,
+        name=pool.name,
+        held_blocks=held_blocks,
+    )
 
 
 def _with_load_age(ranked: RankedInstance, age_s: float | None) -> RankedInstance:

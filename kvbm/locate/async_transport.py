@@ -163,8 +163,10 @@ class AsyncTransport:
     def close(self) -> None:
         """Give the connections back. Idempotent."""
         self._is_closed = True
-        for one in (*self._places, *self._proxied.values()):
-            one.close()
+        for place in self._places:
+            place.close()
+        for proxied in self._proxied.values():
+            proxied.close()
 
     async def _ask(self, place: _Place, request: Request, timeout_s: float) -> tuple[int, bytes]:
         if (proxied := self._proxied.get(place.url)) is not None:
