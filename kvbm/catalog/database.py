@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -329,6 +329,7 @@ def _engine(
             "statement_cache_size": 0,
             "prepared_statement_cache_size": 0,
             "prepared_statement_name_func": str,  # none: the next one takes its place
+            "async_creator_fn": _connect_in_turn,
         }
     try:
         engine = create_async_engine(url, connect_args=arguments, **options)
@@ -340,6 +341,24 @@ def _engine(
         event.listen(engine.sync_engine, "begin", partial(_bound_waits, lock_timeout_s, statement_timeout_s))
         event.listen(engine.sync_engine, "handle_error", _leave_no_primary)
     return engine
+
+
+async def _connect_in_turn(*, host: Any = None, port: Any = None, **options: Any) -> Any:
+    """A connection to the first of several hosts that fits, each with its part of the time: a host that is silent leaves some to the next."""
+    import asyncpg
+
+    many = list(zip(host, port, strict=True)) if isinstance(host, list) and isinstance(port, list) else []
+    if len(many) < 2 or options.get("target_session_attrs") == "prefer-standby":  # which compares them all
+        where = {"host": host, "port": port}
+        named = {name: value for name, value in where.items() if value is not None}
+        return await asyncpg.connect(**named, **options)
+    unfit = (OSError, TimeoutError, asyncpg.CannotConnectNowError, asyncpg.TargetServerAttributeNotMatched)
+    options["timeout"] /= len(many)
+    for one, its_port in many[:-1]:
+        with suppress(*unfit):
+            return await asyncpg.connect(host=one, port=its_port, **options)
+    one, its_port = many[-1]
+    return await asyncpg.connect(host=one, port=its_port, **options)
 
 
 def _bound_waits(lock_timeout_s: float, statement_timeout_s: float, connection: Connection) -> None:
@@ -355,8 +374,9 @@ def _bound_waits(lock_timeout_s: float, statement_timeout_s: float, connection: 
 
 
 def _leave_no_primary(context: ExceptionContext) -> None:
-    """End every connection once a server says that it is no primary: it keeps them for as long as nobody cuts them."""
-    if getattr(context.original_exception, "sqlstate", None) in _NO_PRIMARY:
+    """End every connection once a server says that it is no primary, or says nothing: nobody else cuts them for long."""
+    error = context.original_exception
+    if isinstance(error, TimeoutError) or getattr(error, "sqlstate", None) in _NO_PRIMARY:
         context.is_disconnect = True
 
 

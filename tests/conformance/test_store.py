@@ -756,6 +756,38 @@ def test_a_connection_whose_server_takes_no_writes_any_more_is_ended(postgres_ur
     asyncio.run(run())
 
 
+@pytest.mark.nightly
+def test_a_connection_that_does_not_answer_in_time_is_ended(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server may be gone without a word, which TCP finds out after a quarter of an hour."""
+    monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", 5.0)
+
+    async def run() -> None:
+        store = await open_store(postgres_url)
+        before = (await store._read(text("SELECT pg_backend_pid() AS pid")))[0]["pid"]
+        with pytest.raises(CatalogError, match="no answer in time"):
+            await store._read(text("SELECT pg_sleep(600)"))
+        assert (await store._read(text("SELECT pg_backend_pid() AS pid")))[0]["pid"] != before
+        await store.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("first", ["closed", pytest.param("silent", marks=pytest.mark.nightly)])
+def test_a_host_that_is_not_there_leaves_time_for_the_next(postgres_url: str, first: str) -> None:
+    host, _, name = postgres_url.rpartition("@")[2].partition("/")
+
+    async def run(port: int) -> None:
+        store = await open_store(f"postgresql://postgres@127.0.0.1:{port},{host}/{name}", connect_timeout_s=20.0)
+        assert await store.apply(batch(0, 1))
+        await store.close()
+
+    if first == "closed":
+        asyncio.run(run(free_port()))
+    else:
+        with deaf_port() as port:
+            asyncio.run(run(port))
+
+
 def test_nothing_lasts_on_a_connection_for_longer_than_a_transaction(postgres_url: str) -> None:
     """So a pooler may give each transaction another connection. Waits are bounded within one."""
 
