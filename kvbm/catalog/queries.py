@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ from kvbm.core.answers import (
     RankedInstance,
 )
 from kvbm.core.events import JANITOR, PoolStated
-from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Reach, SequenceHash
+from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Reach, SequenceHash, Tier
 from kvbm.core.parts import ALL_PARTS
 from kvbm.core.prompt_batches import PromptBatch, encode_find, encode_lookup, encode_presence
 
@@ -427,13 +427,7 @@ class Queries:
             engine=row.engine if row is not None else "",
             version=row.version if row is not None else "",
             topology=list(row.topology) if row is not None else [],
-            pools=[
-                _pool_summary(
-                    pool,
-                    self._claimed(instance, pool, claims) if pool.reach == Reach.CLUSTER else counts.get(pool.tier, 0),
-                )
-                for pool in pools
-            ],
+            pools=[_pool_summary(pool, self._held(instance, pool, counts, claims)) for pool in pools],
             held_blocks={tier.name: count for tier, count in counts.items()},
             heartbeat_age_s=round(now_s - pulse.at_s, 3) if pulse is not None else None,
             queued_tokens=heartbeat.queued_tokens if heartbeat is not None else None,
@@ -443,8 +437,9 @@ class Queries:
             else None,
         )
 
-    def _claimed(self, instance: InstanceId, pool: PoolStated, claims: dict[str, int]) -> int:
-        return claims.get(self._index.pool_name(instance, pool.tier) or "", 0)
+    def _held(self, instance: InstanceId, pool: PoolStated, counts: Mapping[Tier, int], claims: dict[str, int]) -> int:
+        name = self._index.pool_name(instance, pool.tier) or ""
+        return claims.get(name, 0) if pool.reach == Reach.CLUSTER else counts.get(pool.tier, 0)
 
     def _suspicions(self, instance: InstanceId) -> list[str]:
         """Why an instance is suspect, in words."""
