@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from sqlalchemy import Table, and_, delete, func, select
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from kvbm.catalog import sql_tables as tables
 from kvbm.catalog.database import database_errors, shown
@@ -66,34 +67,47 @@ async def erase_rows(engine: AsyncEngine, namespaces: Sequence[NamespaceId], ten
                     deleted += (
                         await connection.execute(delete(tables.tenants).where(and_(tables.tenants.c.name == name)))
                     ).rowcount
+        if not is_sqlite:
+            await _rewrite(engine)
+            return deleted
         async with engine.connect() as connection:
             alone = await connection.execution_options(isolation_level="AUTOCOMMIT")
-            if is_sqlite:
-                await alone.exec_driver_sql("VACUUM")
-                is_busy, *_ = (await alone.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")).one()
-                if is_busy:
-                    raise CatalogError(
-                        f"{shown(engine.url)} is being read, so its log still has what was deleted; it is tried again"
-                    )
-            else:
-                await _rewrite(alone)
+            await alone.exec_driver_sql("VACUUM")
+            is_busy, *_ = (await alone.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")).one()
+            if is_busy:
+                raise CatalogError(
+                    f"{shown(engine.url)} is being read, so its log still has what was deleted; it is tried again"
+                )
     return deleted
 
 
-async def _rewrite(alone: AsyncConnection) -> None:
+async def _rewrite(engine: AsyncEngine) -> None:
     """Have PostgreSQL's files and statistics name no more what was deleted from the tables."""
-    for table in _NAMING:
-        await alone.exec_driver_sql(f"VACUUM (FULL) {table.name}")
-    await alone.exec_driver_sql(f"VACUUM {_CLAIMS.name}")
+    async with engine.connect() as connection:
+        alone = (await connection.get_raw_connection()).driver_connection
+        for statement in (*(f"VACUUM (FULL) {table.name}" for table in _NAMING), f"VACUUM {_CLAIMS.name}"):
+            await _say(alone, statement)
     for table in (*_NAMING, _CLAIMS):
-        if (await alone.execute(select(table.primary_key.columns[0]).limit(1))).first() is not None:
-            await alone.exec_driver_sql(f"ANALYZE {table.name}")
-            continue
-        # ANALYZE keeps the statistics of a table that has become empty, with its most common values; a column that is given a type loses them
-        types = ", ".join(
-            f"ALTER COLUMN {column.name} TYPE {column.type.compile(alone.dialect)}" for column in table.columns
-        )
-        await alone.exec_driver_sql(f"ALTER TABLE {table.name} {types}")
+        async with engine.begin() as connection:
+            if (await connection.execute(select(table.primary_key.columns[0]).limit(1))).first() is not None:
+                await connection.exec_driver_sql(f"ANALYZE {table.name}")
+                continue
+            # ANALYZE keeps the statistics of a table that has become empty, with its most common values; a column that is given a type
+            # loses them
+            types = ", ".join(
+                f"ALTER COLUMN {column.name} TYPE {column.type.compile(connection.dialect)}" for column in table.columns
+            )
+            await connection.exec_driver_sql(f"ALTER TABLE {table.name} {types}")
+
+
+async def _say(connection: Any, statement: str) -> None:
+    """Outside of a transaction, and as one message: a pooler may give the next one another connection. Raises CatalogError."""
+    import asyncpg
+
+    try:
+        await connection.execute(statement)
+    except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        raise CatalogError(f"the database refuses {statement} ({error})") from error
 
 
 async def quota_tenants(engine: AsyncEngine) -> list[str]:
