@@ -245,7 +245,8 @@ def test_a_catalog_that_ends_says_so(nats_url: str, cluster: str, sqlite_url: st
             a = running.instance("a")
             a.create(0, 5)
             lookup_at(running, [a.publish()])
-    assert [(one["read"], one["stored"]) for one in logs if one["event"] == "catalog.stopped"] == [(1, 1)]
+    (said,) = [one for one in logs if one["event"] == "catalog.stopped"]
+    assert said["read"] == said["stored"] > 0
 
 
 @pytest.fixture
