@@ -1,6 +1,7 @@
 #include "kvbm/snapshots.hpp"
 
 #include <algorithm>
+#include <new>
 #include <numeric>
 #include <string>
 
@@ -137,7 +138,7 @@ bool Snapshots::step(Recorder& recorder, std::size_t limit) {
   }
   try {
     state_some(recorder, std::min(limit, kMaxRunBlocks));
-  } catch (...) {
+  } catch (const std::bad_alloc&) {
     left_.clear();  // what it has stated of a tier is not known: the next begins anew
     throw;
   }
@@ -145,7 +146,8 @@ bool Snapshots::step(Recorder& recorder, std::size_t limit) {
 }
 
 void Snapshots::state_some(Recorder& recorder, std::size_t limit) {
-  SnapshotLeft& left = left_.front();
+  SnapshotLeft left = left_.front();
+  left_.pop_front();
   const TierSlots& tier = *left.tier;
   if (!left.begun) {
     left.begun = true;
@@ -170,9 +172,10 @@ void Snapshots::state_some(Recorder& recorder, std::size_t limit) {
   state_run(recorder, tier, true);
   left.at = slot;
   left.count += listed;
-  if (slot == kNoSlot) {
+  if (slot != kNoSlot) {
+    left_.push_front(left);
+  } else {
     end_snapshot(recorder, tier, left.count, true);
-    left_.pop_front();
   }
 }
 

@@ -37,8 +37,8 @@ class Snapshots {
 
   // False when a snapshot is under way already, or after an overflow.
   bool begin(const Recorder& recorder);
-  // States up to `limit` blocks more. Whether the snapshot goes on. Throws Error: kLedger, limit is 0; kIllegalEvent. What throws in its
-  // middle, as for want of memory, ends the snapshot.
+  // States up to `limit` blocks more. Whether the snapshot goes on. Throws Error: kLedger, limit is 0; kIllegalEvent. Memory that runs out
+  // in its middle ends the snapshot.
   bool step(Recorder& recorder, std::size_t limit);
 
  private:
