@@ -121,7 +121,7 @@ def place_of(url: str) -> str:
         port, host = parts.port, parts.hostname
     except ValueError as error:
         raise _unusable(name, str(error) if "@" not in name else "its host or port cannot be read") from None
-    if parts.username is not None or parts.password is not None:
+    if "@" in name:  # also behind a bare / of a password, which ends the host's part
         raise CatalogError(
             "a catalog's URL has a user or a password, which no catalog takes; leave them out and give a file with a token (catalog.token)"
         )

@@ -509,8 +509,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "cleared_blocks_are_given": SourceMutant(
         "a request is given nothing that was cleared while it waited",
         "kvbm/manager/acquiring.py",
-        '        if self._cancellations != self._copies.cancellations:\n            slots, self._slots, self.depth, self.hits = self._slots, b"", 0, {}\n            self._ledger.unpin(Tier.HOST, slots)\n        hits =',
-        "        hits =",
+        '        if self._cancellations != self._copies.cancellations:\n            slots, self._slots, self.depth, self.hits = self._slots, b"", 0, {}\n            self._ledger.unpin(Tier.HOST, slots)\n            self.why = "cleared"\n        self._judge()\n',
+        "        self._judge()\n",
         test="tests/integration/test_acquiring_cleared.py::test_a_request_gets_nothing_of_what_was_cleared_while_it_waited_for_the_rest",
     ),
     "replacements_stay": SourceMutant(
@@ -672,8 +672,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "forgotten_instance_stays_among_the_kept": SourceMutant(
         "who is forgotten is not kept either",
         _LIVENESS,
-        "for known in (self._present, self._live, self._waited, self._kept):",
-        "for known in (self._present, self._live, self._waited):",
+        "        for known in (self._waited, self._kept):",
+        "        for known in (self._waited,):",
         test="tests/unit/test_liveness.py::test_who_is_forgotten_is_no_longer_among_those_who_are_kept",
     ),
     "handover_waits_without_end": SourceMutant(
