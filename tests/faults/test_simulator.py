@@ -48,6 +48,7 @@ FOUND_AT = {  # the first seed that notices a planted defect, where it is not 0
     "places_without_fingerprints": 94,
     "queued_before_its_thread": 2,
     "resumes_at_the_end": 12,
+    "slot_released_at_deadline": 3,
     "stale_epoch_applied": 8,
 }
 PAIRS, QUICK_PAIRS, PAIRS_CHUNK, PAIR_SEEDS = pairs(), pairs()[::8], 15, 2
