@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.core.errors import ConfigError
-from kvbm.core.quoting import toml_text, toml_texts
+from kvbm.core.quoting import toml_text
 from kvbm.files import SMALL_BYTES, alone, read_small, replace_file, settled_stamp, stranger
 
 KEY_BYTES = 32
@@ -247,7 +247,7 @@ def _written(tenants: Mapping[str, Mapping[str, Any]]) -> str:
     for tenant, table in tenants.items():
         lines += [
             f"[tenants.{toml_text(tenant)}]",
-            f"names = {toml_texts(table['names'])}",
+            f"names = {toml_text(table['names'])}",
             f"current = {toml_text(table['current'])}",
         ]
         lines += [f"keys.{toml_text(name)} = {toml_text(key)}" for name, key in table["keys"].items()]
