@@ -47,6 +47,7 @@ FOUND_AT = {  # the first seed that notices a planted defect, where it is not 0
     "places_without_fingerprints": 94,
     "queued_before_its_thread": 2,
     "resumes_at_the_end": 12,
+    "slot_released_at_deadline": 3,
     "stale_epoch_applied": 8,
 }
 PAIRS, QUICK_PAIRS, PAIRS_CHUNK, PAIR_SEEDS = pairs(), pairs()[::8], 15, 2
@@ -106,6 +107,12 @@ MEETINGS = [  # seed, faults that met, seconds of them, what it was
         "a heartbeat of the life before was taken for word of this one's events: gaps were found for ever",
     ),
     (151, ("restore_database", "recreate_stream", "lose_objects"), 3.0, "the same, with nothing published afterwards"),
+    (
+        5280,
+        ("forget", "recreate_stream", "late_copies"),
+        2.0,
+        "one catalog gave the stream another name, and nothing was published: the other never forgot who was gone",
+    ),
 ]
 
 
