@@ -35,6 +35,7 @@ log = Remarks()
 WAITING_BYTES = 64 << 20  # of rows that wait for the database
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
+NAME_EVERY_S = 5.0  # while no batch is stored, which would tell that SQL counts the stream under another name
 _FETCH_WAIT_S = 0.25
 CLAIMS_EVERY_S = 3600.0  # how often claims are counted
 CLAIMS_LEAST_S = 10.0  # between two readings of all claims: many instances may have gaps one after the other
@@ -83,6 +84,12 @@ async def numbering(
 
 def _named(first: str, generation: int) -> str:
     return first if generation == 1 else f"{first}#{generation}"
+
+
+def _first_name(name: str) -> str:
+    """What a stream was called before it lost its end for the first time."""
+    whose, _, number = name.rpartition("#")
+    return whose if number.isdigit() else name
 
 
 def _generation(name: str, first: str) -> int:
@@ -150,6 +157,7 @@ class SqlWriter:
         self._cluster, self._parts = options.cluster, options.parts
         self._every_s, self._claims_every_s = options.every_s, options.claims_every_s
         self._count_claims_s = time.monotonic() + options.claims_every_s
+        self._look_at_name_s = time.monotonic() + NAME_EVERY_S
         self._take_claims_s = 0.0  # not before
         self._batch: StoreBatch | None = None
         self._stream_is_back = asyncio.Event()
@@ -222,7 +230,11 @@ class SqlWriter:
 
     async def _store_what_waits(self) -> None:
         await self._check_if_wanted()
-        await self._store_batch()
+        if await self._store_batch():
+            self._look_at_name_s = time.monotonic() + NAME_EVERY_S
+        elif self._batch is None and time.monotonic() >= self._look_at_name_s:
+            self._look_at_name_s = time.monotonic() + NAME_EVERY_S
+            await self._look_at_name()
         if not self.name:
             state = await self._stream.state()
             self.name, place = await numbering(self._store, self._cluster, state, self._stream, self._lost, self._parts)
@@ -265,6 +277,17 @@ class SqlWriter:
             self.begin_anew()
         return False
 
+    async def _look_at_name(self) -> None:
+        """While nothing is to be stored, look whether another catalog has given this stream a later name.
+
+        Under the old one nobody is forgotten, and what others forget is not heard of. The name of another server's stream tells nothing: its
+        catalog and this one would drive each other on. Raises CatalogError: it has, or the database does not answer.
+        """
+        name, first = self.name, _first_name(self.name)
+        counted = (await self._store.positions()).keys() - await self._store.streams_over()
+        if name == self.name and any(_generation(other, first) > _generation(name, first) for other in counted):
+            self._give_over(name)
+
     async def _take_claims(self) -> None:
         """Bring the index's claims to what SQL has: their events were missed here, or the stream has lost them since.
 
@@ -305,7 +328,8 @@ class SqlWriter:
         self._batch = batch
         applied = await self._store.apply(batch)
         if applied.outcome is BatchOutcome.OVER:
-            self._give_over(batch)
+            self._batch = None
+            self._give_over(batch.stream, batch.claims)
             return False
         is_met = applied.outcome in (BatchOutcome.OVERTAKEN, BatchOutcome.REPEATED) and batch.stream == self.name
         before = len(self._unstored)
@@ -349,20 +373,22 @@ class SqlWriter:
         position = self._sequencer.position
         self._rows.add_instances(name for name in self._sequencer.followed if position(name).epoch)
 
-    def _give_over(self, batch: StoreBatch) -> None:
+    def _give_over(self, name: str, claims: Sequence[ClaimRun] = ()) -> None:
         """SQL counts the stream under another name since: another catalog has seen it replaced, or its end lost.
+
+        Args:
+            claims: of a batch under the old name, which SQL refuses.
 
         Raises CatalogError where this catalog has not: its name is looked up in a while. Two that read different servers would
         drive each other on.
         """
-        self._batch = None
-        self._unstored += batch.claims
-        if batch.stream != self.name:
+        self._unstored += claims
+        if name != self.name:
             return  # what was cut before the name was looked up
         log.warning("stream.end_lost", stream=self.name, stored=self.stored, why="SQL counts it under another name")
         self.begin_anew()
         raise CatalogError(
-            f"another catalog has read that the stream {batch.stream} was replaced or has lost its end; if this lasts, the "
+            f"another catalog has read that the stream {name} was replaced or has lost its end; if this lasts, the "
             "catalogs of this database read different NATS servers"
         )
 
@@ -453,7 +479,8 @@ class SqlWriter:
                 case BatchOutcome.OVERTAKEN:
                     batch = msgspec.structs.replace(batch, previous=applied.position)
                 case BatchOutcome.OVER:
-                    self._give_over(batch)
+                    self._batch = None
+                    self._give_over(batch.stream, batch.claims)
                     raise CatalogError(f"the stream {batch.stream} is over in SQL")
                 case BatchOutcome.MISSING:
                     raise CatalogError(f"the database stands at {applied.position}, before {batch.previous}")

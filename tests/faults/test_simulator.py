@@ -108,6 +108,12 @@ MEETINGS = [  # seed, faults that met, seconds of them, what it was
         "a heartbeat of the life before was taken for word of this one's events: gaps were found for ever",
     ),
     (151, ("restore_database", "recreate_stream", "lose_objects"), 3.0, "the same, with nothing published afterwards"),
+    (
+        5280,
+        ("forget", "recreate_stream", "late_copies"),
+        2.0,
+        "one catalog gave the stream another name, and nothing was published: the other never forgot who was gone",
+    ),
 ]
 
 

@@ -17,7 +17,7 @@ from kvbm.assembly import NATIVE_INDEX
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer
-from kvbm.catalog.sql_rows import ClaimRun, StoreBatch
+from kvbm.catalog.sql_rows import ClaimRun, ForgottenRow, StoreBatch
 from kvbm.catalog.sql_store import BatchResult, ClaimChunk, SqlStore
 from kvbm.catalog.sql_writer import Numbering, SqlWriter, WriterOptions, numbering
 from kvbm.core import codec
@@ -335,6 +335,58 @@ def test_a_place_that_could_not_be_checked_is_checked_again(
             return world.writer.name == f"{name}#2" and 3 in await world.claimed()
 
         await world.store_until(is_renamed)
+
+    run(work, sqlite_url, tmp_path / "catalog.db")
+
+
+def test_a_catalog_learns_on_a_quiet_stream_that_another_has_given_it_a_later_name(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the old name it could forget nobody, as SQL refuses that, and heard of nobody whom the other forgot."""
+    monkeypatch.setattr("kvbm.catalog.sql_writer.NAME_EVERY_S", 0.01)
+
+    async def work(world: World) -> None:
+        await world.claim(1)
+        await world.writer.flush()
+        name, other = world.writer.name, await another(world)
+        other.writer.begin_anew()  # it has seen the end lost, or the stream replaced twice
+
+        def mark(by: World) -> ForgottenRow:
+            return ForgottenRow(instance=ONE, stream=by.writer.name, sequence=1, until_ns=1, pulse_ns=0)
+
+        async def is_renamed() -> bool:
+            return await world.store.position(f"{name}#2") == await world.stream.last_sequence()
+
+        await other.store_until(is_renamed)
+        assert not await world.store.forget([mark(world)], world.sequencer.sequence)
+
+        async def is_followed() -> bool:
+            return world.writer.name == f"{name}#2" and not world.writer.is_behind
+
+        await world.store_until(is_followed)
+        for one in (world, other):  # neither drives the other on
+            await one.writer._look_at_name()
+        assert other.writer.name == world.writer.name
+        assert await world.store.forget([mark(world)], world.sequencer.sequence)
+        assert await world.claimed() == world.indexed() == {1}
+
+    run(work, sqlite_url, tmp_path / "catalog.db")
+
+
+def test_a_quiet_catalog_of_another_server_leaves_the_database_to_the_one_that_reads(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    async def work(world: World) -> None:
+        await world.claim(1)
+        await world.writer.flush()
+        name = world.writer.name
+        other = World(world.store, world.file)
+        await other.begin()
+        await other.claim(2)
+        await other.writer.flush()
+        assert await world.store.streams_over() == {name}
+        await world.writer._look_at_name()
+        assert world.writer.name == name and not world.writer.is_behind
 
     run(work, sqlite_url, tmp_path / "catalog.db")
 
