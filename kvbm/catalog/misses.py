@@ -59,7 +59,16 @@ class Misses:
             key: the namespace to look in, see `Visibility.key`.
             prompts: packed hashes of each.
         """
-        why, before = self.why(caller, asked, 1), index.prompts_missed()
+        if b"" in prompts:  # of which the reason is another
+            return b"".join(self._lookups(index, key, [one], limit, caller, asked) for one in prompts)
+        return self._lookups(index, key, prompts, limit, caller, asked)
+
+    def _lookups(
+        self, index: ClusterIndex, key: NamespaceId, prompts: Sequence[bytes], limit: int, caller: Caller,
+        asked: NamespaceId,
+    ) -> bytes:  # fmt: skip
+        """Those of prompts that either all have blocks or are one."""
+        why, before = self.why(caller, asked, len(prompts[0]) if prompts else 1), index.prompts_missed()
         answers = index.encode_prefixes(key, prompts, limit, number_of(why))
         if times := index.prompts_missed() - before:
             self.explained("lookup", caller, asked, why, times)

@@ -117,11 +117,11 @@ class _IndexWithout:
 
 
 def _no_go_back_n(stack: ExitStack) -> None:
-    def take_refusal(self: Any, attempt: int) -> None:
+    def take_refusal(self: Any, attempt: int, away: bool) -> None:
         if attempt in self._window:
             self._take_ack(attempt)  # whoever comes next goes on behind it
         else:
-            original(self, attempt)
+            original(self, attempt, away)
 
     original = _swap(stack, Publisher, "_take_refusal", take_refusal)
 

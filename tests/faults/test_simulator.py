@@ -230,6 +230,7 @@ def test_a_deliberate_defect_is_noticed(name: str, pytestconfig: pytest.Config) 
                 found = run(seed, how).violation
             if found:
                 print(f"{name}: seed {seed}")
+                assert "<locals>" not in found, f"the defect does not fit the code any more: {found}"
                 check(run(seed, how))  # it is the defect that was noticed, and nothing else
                 if pytestconfig.getoption("--nightly"):
                     assert seed == known, f"seed {seed} notices it first, not {known}: write it into FOUND_AT"

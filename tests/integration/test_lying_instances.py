@@ -49,7 +49,7 @@ FORGED: dict[str, dict[str, Any]] = {
     "another tenant's fields": {"told": (Namespace(model="m", revision="r", block_tokens=16, tenant="liar's").canonical(),)},
     "a place to read from": {"lends": {"tcp": "127.0.0.1:1", "zone": "z"}},
     "what it has put": {"put_bytes": {ACME.id: (1 << 40, 1 << 40)}},
-    "how large objects are": {"object_blocks": 1 << 40, "namespaces": (ACME.id,)},
+    "how large objects are": {"object_blocks": 1 << 40},
     "another run": {"run": "f" * 16},
     "words": {"trouble": "x" * 10_000},
     "a later epoch": {"epoch": Epoch(1 << 40)},
