@@ -9,7 +9,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +130,12 @@ class Needles:
         return {what for word, what in self.words.items() if word in data}
 
     def in_folder(self, folder: Path) -> dict[str, set[str]]:
-        found = {
-            str(path.relative_to(folder)): self.in_bytes(path.read_bytes())
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        }
-        return {name: what for name, what in found.items() if what}
+        found: dict[str, set[str]] = {}
+        for path in sorted(folder.rglob("*")):
+            with suppress(FileNotFoundError):  # a checkpoint that another has replaced meanwhile
+                if path.is_file() and (what := self.in_bytes(path.read_bytes())):
+                    found[str(path.relative_to(folder))] = what
+        return found
 
 
 class World:

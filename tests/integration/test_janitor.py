@@ -77,8 +77,11 @@ def test_two_clusters_on_one_bucket_what_the_first_computed_the_second_reads_aft
         for prompt in PROMPTS:
             eventually(lambda prompt=prompt: second.depth(prompt) == DEPTH, "the index lacks claims")  # type: ignore[misc]
             assert fetched((one, two)[prompt % 2], prompt) == DEPTH
-        janitor = next(one for one in second.client.instances() if one.instance.startswith("janitor-"))
-        assert janitor.state == "stopped"
+
+        def state_of_the_janitor() -> str:
+            return next(one.state for one in second.client.instances() if one.instance.startswith("janitor-"))
+
+        eventually(lambda: state_of_the_janitor() == "stopped", "the janitor has not stopped")
 
 
 def test_after_the_end_of_everything_a_fresh_catalog_has_the_same_index_after_gc_and_snapshots(
