@@ -29,12 +29,13 @@ void* taken(std::size_t bytes) {
 
 }  // namespace
 
-void* operator new(std::size_t bytes) { return taken(bytes); }
-void* operator new[](std::size_t bytes) { return taken(bytes); }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+// Not inlined: GCC takes one half that is for another allocator's than the other half that is not.
+[[gnu::noinline]] void* operator new(std::size_t bytes) { return taken(bytes); }
+[[gnu::noinline]] void* operator new[](std::size_t bytes) { return taken(bytes); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete[](void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
