@@ -184,7 +184,7 @@ class Connections:
     def look(self) -> None:
         """End what takes too long."""
         now_s, settings = self._clock(), self._settings
-        self.handshakes.look()
+        self.refusals["connection_slow"] += self.handshakes.look()
         idle_s = settings.idle_s + 2 * LOOK_S
         for stage, most_s in (
             (Stage.HEADER, settings.header_s), (Stage.BODY, _BODY_S), (Stage.IDLE, idle_s), (Stage.KNOWN, idle_s),

@@ -54,8 +54,8 @@ class Handshakes:
                 self._drop(peer, own)
             self._serve()
 
-    def look(self) -> None:
-        """End handshakes that take long, as many as are waited for."""
+    def look(self) -> int:
+        """End handshakes that take long, as many as are waited for. Returns how many."""
         wanted = sum(not own.done() for waiting in self._waiting.values() for own in waiting)
         now_s = self._clock()
         slow = [
@@ -65,6 +65,7 @@ class Handshakes:
         slow.sort(key=lambda one: one[:2], reverse=True)
         for _, _, end in slow[:wanted]:
             end()
+        return min(wanted, len(slow))
 
     def _serve(self) -> None:
         """Give turns to those who wait."""

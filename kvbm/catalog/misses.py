@@ -6,7 +6,8 @@ What a caller may not know of is never named, and is told of like what does not 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -19,6 +20,7 @@ from kvbm.core.missed import differences, missed, number_of
 from kvbm.remarks import Seldom
 
 _LOOKED_AT = 64  # namespaces of one model that are compared with what was asked for
+_MOST_OWN = 512  # namespaces of a caller's tenants that are looked at for those of the model
 _MOST_TEXT = 200  # characters of a field's value
 _MOST_REMARKS = 20
 
@@ -127,11 +129,17 @@ class Misses:
 
     def _near(self, caller: Caller, asked: Namespace | NamespaceId) -> list[NearNamespace]:
         """Known namespaces that the caller may know of: those of the model that was asked for, or else the newest."""
-        known = self._visibility.namespaces(caller)
-        names: Iterable[NamespaceId] = ()
-        if isinstance(asked, Namespace):
-            names = [name for name in self._of_model(asked.model)[-_LOOKED_AT:] if name in known]
-        return [_near(asked, name, known[name]) for name in names or [*known][-_LOOKED_AT:]]
+        model = asked.model if isinstance(asked, Namespace) else ""
+        found: dict[NamespaceId, Namespace] = {}
+        if caller.sees_all:
+            by_id = self._declarations.known_namespaces.by_id
+            found = {name: by_id[name] for name in self._of_model(model)[-_LOOKED_AT:]} if model else {}
+            newest = self._visibility.newest(caller, _LOOKED_AT)
+        else:  # only the caller's own are looked at: how long that takes says nothing of others'
+            newest = self._visibility.newest(caller, _MOST_OWN)
+            found = dict(islice(((name, known) for name, known in newest.items() if known.model == model), _LOOKED_AT))
+        shown = found or dict(islice(newest.items(), _LOOKED_AT))
+        return [_near(asked, name, known) for name, known in shown.items()]
 
     def _of_model(self, model: str) -> list[NamespaceId]:
         known = self._declarations.known_namespaces

@@ -8,10 +8,12 @@ import ssl
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from kvbm.catalog.access import LEAST_LOOK_S, LOOK_S, AccessOptions
-from kvbm.core.errors import ConfigError
-from kvbm.files import Watched
+from kvbm.core.errors import ConfigError, KvbmError
+from kvbm.files import Watched, read_small
 from kvbm.remarks import Remarks
 
 log = Remarks()
@@ -35,7 +37,7 @@ class ServerTls:
         self._options, self._clock = options, clock
         self._looked_s = clock()
         self._files = Watched(*(one for one in (options.tls_cert, options.tls_key, options.tls_client_ca) if one))
-        self._current = _new_context(options)
+        self._current, self._content = _new_context(options), self._read()
         self.context = _new_context(options)
         self.context.sni_callback = self._on_hello  # also called without a name
 
@@ -57,8 +59,18 @@ class ServerTls:
             self.trouble = f"the certificate is the one before: {error}"
             return
         self._files.take()
-        self.trouble = ""
-        log.info("catalog.certificate_read", tls_cert=self._options.tls_cert)
+        before, had_trouble = self._content, bool(self.trouble)
+        self._content, self.trouble = self._read(), ""
+        if had_trouble or self._content != before:  # young files are read once more, and are mostly the same
+            log.info("catalog.certificate_read", tls_cert=self._options.tls_cert)
+
+    def _read(self) -> list[bytes]:
+        """What the files have; nothing of one that cannot be read, which is then another one next time."""
+        found = []
+        for one in (self._options.tls_cert, self._options.tls_key, self._options.tls_client_ca):
+            with suppress(OSError, KvbmError):
+                found.append(read_small(Path(one)) if one else b"")
+        return found
 
     async def follow(self) -> None:
         """Look for as long as the catalog serves: who connects after a quiet time is shown what is there, not what was."""

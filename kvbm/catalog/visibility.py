@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from itertools import islice
 from typing import Protocol
 
 from kvbm.catalog.access import Caller
@@ -64,6 +65,16 @@ class Visibility:
             return self._declarations.namespaces()
         known = self._by_tenant()
         return {key: found for tenant in caller.tenants or () for key, found in known.get(tenant, {}).items()}
+
+    def newest(self, caller: Caller, most: int) -> dict[NamespaceId, Namespace]:
+        """So many of `namespaces` at most, of each tenant those that became known last; it looks at no others."""
+        if caller.sees_all:
+            each = [self._declarations.known_namespaces.by_id]
+        else:
+            known = self._by_tenant()
+            each = [known[tenant] for tenant in caller.tenants or () if tenant in known]
+        found = ((name, one[name]) for one in each for name in islice(reversed(one), most))
+        return dict(islice(found, most))
 
     def instance(self, caller: Caller, instance: InstanceId) -> bool:
         """Whether a caller may know of an instance: one that has named a namespace of its tenants, whose fields are known."""

@@ -73,6 +73,13 @@ def test_a_namespace_that_is_not_known_is_told_with_the_nearest_that_is(
     assert SPACE.id.hex() in answer.message and all(theirs in answer.message for theirs in differs.values())
 
 
+@pytest.mark.parametrize("caller", [EMBEDDED, ACME], ids=["all", "a tenant"])
+def test_those_of_the_model_are_told_however_many_others_became_known_later(caller: Caller) -> None:
+    site = Site(SPACE, *(Namespace(model=f"x{number}", block_tokens=16, tenant="acme") for number in range(200)))
+    answer = site.missed(caller, msgspec.structs.replace(SPACE, revision="v2"))
+    assert [one.id for one in answer.near] == [SPACE.id.hex()]
+
+
 def test_an_unknown_id_is_told_with_ids_that_are_known() -> None:
     site = Site(SPACE)
     answer = site.missed(EMBEDDED, NamespaceId(bytes(16)))

@@ -33,7 +33,7 @@ from kvbm.engines.vllm.ranks import Ranks
 from kvbm.engines.vllm.reach import ABSENT
 from kvbm.engines.vllm.requests import Group, GroupNamespace, Requests
 from kvbm.engines.vllm.roles import Role
-from kvbm.engines.vllm.step_meter import StepMeter
+from kvbm.engines.vllm.step_meter import LEAST_TOKENS, StepMeter
 from kvbm.engines.vllm.store_planner import StorePlanner, StoreRules
 from kvbm.engines.vllm.tier_events import ExtraKeys, TierEvents
 from kvbm.manager.engine_hbm import EngineHbmManager
@@ -209,7 +209,9 @@ class Scheduler:
                 state.states.clear()
                 state.verified.clear()
                 state.drop_ask()
-        is_measured = self._meter.planned(scheduled, tokens, self._clock())
+        is_measured = False
+        if self._meter.waits or tokens - len(scheduled) >= LEAST_TOKENS:
+            is_measured = self._meter.planned(scheduled, tokens, self._clock())
         if is_measured or len(scheduled) != self._running:
             self._running = len(scheduled)
             self.manager.report_load(self.requests.queued_tokens, self._running, self._meter.tokens_per_s)

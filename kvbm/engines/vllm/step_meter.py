@@ -17,6 +17,9 @@ class StepMeter:
     How long a step takes is seen from the plan of the next one, or of the one after that, where the engine plans a step while the one
     before it runs. So the longer of the two times counts: of a prompt between steps that decode this is its own step's either way. Both
     times count only while some request goes on from step to step: then nothing was idle in between.
+
+    Attributes:
+        waits: whether it is to be told of the next step whatever that has; else only of one with `LEAST_TOKENS` more tokens than requests.
     """
 
     def __init__(self) -> None:
@@ -27,6 +30,7 @@ class StepMeter:
             None  # prompt tokens of the step before that, and the time between the two
         )
         self._tokens = 0  # prompt tokens of the step before
+        self.waits = False
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -52,4 +56,5 @@ class StepMeter:
         if tokens - len(scheduled) >= LEAST_TOKENS:
             prompts = sum(count for count in scheduled.values() if count > _DECODED)
             self._tokens = prompts if prompts >= max(LEAST_TOKENS, tokens / 2) else 0
+        self.waits = bool(self._tokens) or self._waited is not None
         return is_changed
