@@ -53,7 +53,7 @@ def commanded(rng: random.Random, driver: Driver) -> None:
     driver.cut()
 
 
-KINDS = ["twice", "lost", "swapped", "digest", "flip", "foreign", "newer", "fence", "cut", "late", "empty"]
+KINDS = ["twice", "lost", "swapped", "digest", "flip", "foreign", "newer", "fence", "unread", "cut", "late", "empty"]
 
 
 class Story:
@@ -72,7 +72,8 @@ class Story:
         for _ in range(rng.randint(60, 250)):
             name = rng.choice(NAMES)
             driver = self.drivers[name]
-            commanded(rng, driver)
+            for _ in range(rng.choice([1, 1, 3])):  # messages of one frame, and of some
+                commanded(rng, driver)
             frames = [msgspec.structs.replace(one, instance=name) for one in driver.frames[sent[name] :]]
             sent[name] = len(driver.frames)
             while frames:
@@ -114,6 +115,10 @@ class Story:
                 epoch, run = self.drivers[name].epoch, rng.choice(["first", "second"])
                 self._put(name, fence_data(Epoch(epoch), run, ()), kind="fence")
                 self.fences[name] = Fence(Epoch(epoch), run, len(self.messages))
+                self._put(name, data)
+            case "unread":  # events that go on where their instance stands, behind a fence that the stream has lost
+                epoch, run = self.drivers[name].epoch, rng.choice(["first", "second"])
+                self.fences[name] = Fence(Epoch(epoch), run, len(self.messages) + rng.randrange(2))
                 self._put(name, data)
             case "cut":
                 self._put(name, data[: rng.randrange(len(data))])
