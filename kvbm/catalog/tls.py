@@ -37,7 +37,8 @@ class ServerTls:
         self._options, self._clock = options, clock
         self._looked_s = clock()
         self._files = Watched(*(one for one in (options.tls_cert, options.tls_key, options.tls_client_ca) if one))
-        self._current, self._content = _new_context(options), self._read()
+        self._content = self._read()
+        self._current = _new_context(options)
         self.context = _new_context(options)
         self.context.sni_callback = self._on_hello  # also called without a name
 
@@ -49,6 +50,7 @@ class ServerTls:
         self._looked_s = now_s
         if not (self._files.has_stayed(now_s, LOOK_S) if self.trouble else self._files.has_changed(now_s, LOOK_S)):
             return
+        content = self._read()
         try:
             self._current = _new_context(self._options)
         except ConfigError as error:
@@ -59,9 +61,9 @@ class ServerTls:
             self.trouble = f"the certificate is the one before: {error}"
             return
         self._files.take()
-        before, had_trouble = self._content, bool(self.trouble)
-        self._content, self.trouble = self._read(), ""
-        if had_trouble or self._content != before:  # young files are read once more, and are mostly the same
+        is_other = bool(self.trouble) or content != self._content  # young files are read once more, and are mostly the same
+        self._content, self.trouble = content, ""
+        if is_other:
             log.info("catalog.certificate_read", tls_cert=self._options.tls_cert)
 
     def _read(self) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import re
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import pytest
 import structlog
 
 from kvbm.command_line import configure_logs
+from kvbm.engines.vllm.logs import log_with_vllm
+from kvbm.remarks import Remarks
 from kvbm.telemetry.remarks import to_standard_error
 
 
@@ -63,3 +66,24 @@ def test_every_remark_begins_with_its_time_as_utc_in_milliseconds(
     structlog.get_logger().warning("journal.write_failed", why="no room")
     structlog.reset_defaults()
     assert re.match(r"(\x1b\[\d*m)*\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", said.getvalue())
+
+
+def test_who_would_remark_on_every_request_can_ask_first_whether_anybody_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    structlog.reset_defaults()
+    assert Remarks().says_debug()  # they print everything
+    configure_logs(logging.INFO)
+    assert not Remarks().says_debug()
+    configure_logs(logging.DEBUG)
+    assert Remarks().says_debug()
+    structlog.reset_defaults()
+    log_with_vllm()
+    engines = logging.getLogger("vllm")
+    monkeypatch.setattr(engines, "level", engines.level)
+    engines.setLevel(logging.INFO)
+    assert not Remarks().says_debug()
+    engines.setLevel(logging.DEBUG)
+    assert Remarks().says_debug()
+    structlog.configure(wrapper_class=structlog.BoundLogger)  # it cannot tell
+    assert Remarks().says_debug()

@@ -73,6 +73,7 @@ class LoadPlanner:
         # of the one group, whose reach is known once its blocks have come: it is asked for the block behind a prefix, too
         self._behind = int(len(groups) == 1 and groups[0].keeps_all and groups[0].has_draft)
         self._touches = touches
+        self._says_found = log.says_debug()  # asked once: a remark that nobody sees would take as long as the rest of a question
         self._jobs: list[Job] = []  # of the next plan
         self._loads: dict[int, _Load] = {}
         self._answers: dict[int, int] = {}  # job → ranks that are over with it
@@ -301,12 +302,13 @@ class LoadPlanner:
                 self._numbers.add("delivered_blocks", acquiring.depth)
                 self._numbers.add("unanswered_finds", acquiring.why == "unanswered")
                 self._numbers.add_of("undelivered_blocks", acquiring.why, acquiring.predicted - acquiring.depth)
-            log.debug(
-                "request.found", request=state.request.request_id, group=group.id, first_block=begin,
-                asked_blocks=len(acquiring.hashes) // HASH_BYTES - acquiring.first, predicted_blocks=acquiring.predicted,
-                delivered_blocks=acquiring.depth, hits={tier.name: count for tier, count in acquiring.hits.items()},
-                why=acquiring.why,
-            )  # fmt: skip
+            if self._says_found:
+                log.debug(
+                    "request.found", request=state.request.request_id, group=group.id, first_block=begin,
+                    asked_blocks=len(acquiring.hashes) // HASH_BYTES - acquiring.first, predicted_blocks=acquiring.predicted,
+                    delivered_blocks=acquiring.depth, hits={tier.name: count for tier, count in acquiring.hits.items()},
+                    why=acquiring.why,
+                )  # fmt: skip
 
     def _beyond(self, state: RequestState, computed_tokens: int, limit_tokens: int) -> list[tuple[NamespaceId, bytes]]:
         """The blocks to ask for beyond the own tiers, by group, from `computed_tokens` on."""
