@@ -61,7 +61,9 @@ class ServerTls:
             self.trouble = f"the certificate is the one before: {error}"
             return
         self._files.take()
-        is_other = bool(self.trouble) or content != self._content  # young files are read once more, and are mostly the same
+        is_other = (
+            bool(self.trouble) or content != self._content
+        )  # young files are read once more, and are mostly the same
         self._content, self.trouble = content, ""
         if is_other:
             log.info("catalog.certificate_read", tls_cert=self._options.tls_cert)

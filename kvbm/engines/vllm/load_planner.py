@@ -73,7 +73,9 @@ class LoadPlanner:
         # of the one group, whose reach is known once its blocks have come: it is asked for the block behind a prefix, too
         self._behind = int(len(groups) == 1 and groups[0].keeps_all and groups[0].has_draft)
         self._touches = touches
-        self._says_found = log.says_debug()  # asked once: a remark that nobody sees would take as long as the rest of a question
+        self._says_found = (
+            log.says_debug()
+        )  # asked once: a remark that nobody sees would take as long as the rest of a question
         self._jobs: list[Job] = []  # of the next plan
         self._loads: dict[int, _Load] = {}
         self._answers: dict[int, int] = {}  # job → ranks that are over with it
