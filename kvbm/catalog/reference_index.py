@@ -51,6 +51,9 @@ from kvbm.core.missed import missed_of
 from kvbm.core.prompt_batches import encode_lookup
 
 MOST_SIZED = 65_536  # namespaces of whose objects the size is kept
+MOST_SPACES = 1 << 20  # namespaces
+MOST_SPACES_OF_ONE = 1 << 16  # those that one instance has brought, and those that it holds blocks of
+MOST_POOLS_OF_ONE = 64  # cluster pools that one instance has brought
 _MASK = (1 << 64) - 1
 _Key = tuple[NamespaceId, SequenceHash]
 
@@ -82,6 +85,8 @@ class _Instance:
         self.queued = 0
         self.lent_tiers = 0
         self.digest = 0
+        self.spaces: set[NamespaceId] = set()  # it holds blocks of, or did since the last audit
+        self.made_spaces = self.made_pools = 0  # that it has brought
         self.tiers = {tier: _TierFold() for tier in Tier}
 
     def is_cluster(self, tier: Tier) -> bool:
@@ -125,6 +130,7 @@ class ReferenceIndex:
         self._instances: dict[InstanceId, _Instance] = {}
         self._claims: dict[str, set[tuple[Tier, NamespaceId, SequenceHash]]] = {}
         self._object_blocks: dict[NamespaceId, int] = {}  # as was told
+        self._makers: dict[NamespaceId, _Instance | None] = {}  # who has brought a namespace; None: nobody's event
         self._anomalies: Counter[str] = Counter()
         self._prompts_missed = 0
 
@@ -182,7 +188,7 @@ class ReferenceIndex:
         names = entry.pool_names
         self._begin(entry, epoch, () if pools is None else pools)
         if pools is None:
-            likely_names = self._named(likely)
+            likely_names = self._named(entry, likely)
             entry.pool_names = names or likely_names
             entry.pools_known = False
 
@@ -215,6 +221,7 @@ class ReferenceIndex:
 
     def claim(self, pool: str, namespace: NamespaceId, hashes: bytes) -> None:
         """As `ClusterIndex.claim`."""
+        self._is_brought(None, namespace)
         self._claim(pool, Tier.OBJECT, namespace, hashes)
 
     def unclaim(self, pool: str, namespace: NamespaceId, hashes: bytes) -> None:
@@ -253,6 +260,13 @@ class ReferenceIndex:
 
     def audit(self, pages: int = 64) -> Audit:
         """As `ClusterIndex.audit`; here a call is a pass."""
+        for entry in self._instances.values():
+            entry.spaces = {space for fold in entry.tiers.values() for space, _ in fold.held}
+        used = {space for entry in self._instances.values() for space in entry.spaces}
+        used |= {space for known in self._claims.values() for _, space, _ in known}
+        for space in self._makers.keys() - used:
+            if (maker := self._makers.pop(space)) is not None:
+                maker.made_spaces -= 1
         differing = [
             name
             for name, entry in self._instances.items()
@@ -407,19 +421,23 @@ class ReferenceIndex:
 
     def _begin(self, entry: _Instance, epoch: Epoch, pools: Iterable[PoolStated]) -> None:
         entry.epoch, entry.stopped, entry.digest = epoch, False, 0
+        entry.spaces = set()
         entry.tiers = {tier: _TierFold() for tier in Tier}
         entry.pools = tuple(pools)
-        entry.pool_names = self._named(entry.pools)
+        entry.pool_names = self._named(entry, entry.pools)
         entry.pools_known, entry.proven = True, False
 
-    def _named(self, pools: Iterable[PoolStated]) -> dict[Tier, str]:
-        """Names of cluster pools by tier. The claims of every pool that was ever declared are counted."""
+    def _named(self, entry: _Instance, pools: Iterable[PoolStated]) -> dict[Tier, str]:
+        """Names of cluster pools by tier, of as many as an instance may bring. The claims of every pool that was ever declared are counted."""
         last: dict[Tier, str | None] = {}  # of two pools in one tier the later counts
         for pool in pools:
             last[pool.tier] = None
             if pool.reach == Reach.CLUSTER:
-                name = last[pool.tier] = pool.name or pool.tier.name.lower()
-                self._claims.setdefault(name, set())
+                name = pool.name or pool.tier.name.lower()
+                if name not in self._claims and entry.made_pools < MOST_POOLS_OF_ONE:
+                    self._claims[name] = set()
+                    entry.made_pools += 1
+                last[pool.tier] = name if name in self._claims else None
         return {tier: name for tier, name in last.items() if name is not None}
 
     def _add(self, entry: _Instance, tier: Tier, namespace: NamespaceId, hashes: bytes, claims: list[Claims]) -> None:
@@ -427,6 +445,9 @@ class ReferenceIndex:
             self._say(entry, Claims(tier, namespace, hashes, False), claims)
             return
         fold = entry.tiers[tier]
+        if not self._has_room(entry, namespace):
+            self._refuse(fold, hashes)
+            return
         for block in split_hashes(hashes):
             if (namespace, block) in fold.held:
                 self._anomalies["created-twice"] += 1
@@ -441,6 +462,9 @@ class ReferenceIndex:
         fold.listed += len(blocks)
         if entry.is_cluster(event.tier):
             self._say(entry, Claims(event.tier, event.namespace, event.hashes, False), claims)
+            return
+        if not self._has_room(entry, event.namespace):
+            self._refuse(fold, event.hashes)
             return
         for block in blocks:
             if (event.namespace, block) in fold.held:
@@ -485,6 +509,28 @@ class ReferenceIndex:
         fold.held[namespace, block] = fold.begun
         entry.digest = (entry.digest + residency_mix(tier, block)) & _MASK
 
+    def _is_brought(self, entry: _Instance | None, namespace: NamespaceId) -> bool:
+        """Whether a namespace is there, or may be brought by an event of this instance, or by nobody's."""
+        if namespace not in self._makers:
+            if entry is not None:
+                if len(self._makers) >= MOST_SPACES or entry.made_spaces >= MOST_SPACES_OF_ONE:
+                    return False
+                entry.made_spaces += 1
+            self._makers[namespace] = entry
+        return True
+
+    def _has_room(self, entry: _Instance, namespace: NamespaceId) -> bool:
+        """Whether an instance may hold blocks of a namespace; it counts from then on."""
+        if namespace not in entry.spaces:
+            if not self._is_brought(entry, namespace) or len(entry.spaces) >= MOST_SPACES_OF_ONE:
+                return False
+            entry.spaces.add(namespace)
+        return True
+
+    def _refuse(self, fold: _TierFold, hashes: bytes) -> None:
+        self._anomalies["refused-at-capacity"] += len(split_hashes(hashes))
+        fold.is_partial = fold.has_refused = True
+
     def _lose(self, entry: _Instance, tier: Tier, namespace: NamespaceId, block: SequenceHash) -> None:
         del entry.tiers[tier].held[namespace, block]
         entry.digest = (entry.digest - residency_mix(tier, block)) & _MASK
@@ -501,6 +547,8 @@ class ReferenceIndex:
             self._anomalies["unnamed-claim"] += len(split_hashes(said.hashes))
         elif said.withdrawn:
             self.unclaim(pool, said.namespace, said.hashes)
+        elif not self._is_brought(entry, said.namespace):
+            self._anomalies["refused-at-capacity"] += len(split_hashes(said.hashes))
         else:
             self._claim(pool, said.tier, said.namespace, said.hashes)
 

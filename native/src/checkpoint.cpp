@@ -101,7 +101,16 @@ class In {
 
 class CheckpointWriter {
  public:
-  CheckpointWriter(const ClusterIndex& index, int file) : index_(index), file_(file), memo_(kMemo) {}
+  CheckpointWriter(const ClusterIndex& index, int file) : index_(index), file_(file), memo_(kMemo) {
+    const std::lock_guard turn(index_.writer_);
+    ++index_.checkpoints_;
+  }
+  CheckpointWriter(const CheckpointWriter&) = delete;
+  CheckpointWriter& operator=(const CheckpointWriter&) = delete;
+  ~CheckpointWriter() {
+    const std::lock_guard turn(index_.writer_);
+    --index_.checkpoints_;
+  }
 
   CheckpointSize write(Bytes note) {
     write_front(note);

@@ -17,18 +17,32 @@ constexpr std::uint32_t kSpaceBits = 0x7FFFFFFF;
 
 std::size_t at_tier(Tier tier) noexcept { return static_cast<std::size_t>(tier); }
 
+NamespaceId random_id() {
+  const std::array<std::uint64_t, 2> words{random_word(), random_word()};
+  NamespaceId id;
+  std::memcpy(id.data(), words.data(), id.size());
+  return id;
+}
+
 }  // namespace
 
 std::size_t ClusterIndex::IdHash::operator()(const NamespaceId& id) const noexcept {
-  std::uint64_t low = 0;
-  std::memcpy(&low, id.data(), sizeof low);
-  return static_cast<std::size_t>(low);
+  std::array<std::uint64_t, 2> words;
+  std::memcpy(words.data(), id.data(), sizeof words);
+  __extension__ using Wide = unsigned __int128;
+  const Wide product = Wide{words[0] ^ secret[0]} * (words[1] ^ secret[1]);
+  return static_cast<std::size_t>(product ^ (product >> 64));
 }
 
 std::array<std::uint64_t, 3> ClusterIndex::random_secret() { return {random_word(), random_word(), random_word()}; }
 
 ClusterIndex::ClusterIndex(std::uint64_t capacity, std::array<std::uint64_t, 3> secret)
-    : capacity_(capacity), salts_(secret[2]), table_(secret[0], secret[1]), holder_spaces_(1) {
+    : capacity_(capacity),
+      salts_(secret[2]),
+      table_(secret[0], secret[1]),
+      holder_spaces_(1),
+      space_numbers_(0, IdHash{{secret[2] ^ secret[0], ~secret[1]}}),
+      object_blocks_(0, space_numbers_.hash_function()) {
   pieces_.reserve(kBatchBlocks);
 }
 
@@ -92,10 +106,24 @@ std::size_t ClusterIndex::instance_count() const {
   return instances_.size();
 }
 
-std::uint32_t ClusterIndex::pool_number(std::string_view name) {
+std::uint32_t ClusterIndex::find_pool(std::string_view name) const noexcept {
   const auto known = pool_numbers_.find(name);
-  if (known != pool_numbers_.end()) {
-    return known->second;
+  return known != pool_numbers_.end() ? known->second : kNone;
+}
+
+void ClusterIndex::name_pools(std::uint32_t number, std::span<const DeclaredPool> pools) {
+  std::uint32_t& made = instances_[number].made_pools;
+  for (const DeclaredPool& pool : pools) {
+    if (pool.is_cluster && find_pool(pool.name) == kNone && made < kMostPoolsOfOne) {
+      pool_number(pool.name);
+      ++made;
+    }
+  }
+}
+
+std::uint32_t ClusterIndex::pool_number(std::string_view name) {
+  if (const std::uint32_t known = find_pool(name); known != kNone) {
+    return known;
   }
   const WriteGuard change(lock_);
   const auto number = static_cast<std::uint32_t>(pools_.size());
@@ -123,9 +151,7 @@ void ClusterIndex::forget_namespace(const NamespaceId& id) {
     return;
   }
   const std::uint32_t number = known->second;
-  const std::array<std::uint64_t, 2> words{random_word(), random_word()};
-  NamespaceId& name = spaces_[number].id;
-  std::memcpy(name.data(), words.data(), name.size());
+  const NamespaceId name = spaces_[number].id = random_id();
   space_numbers_.erase(known);
   space_numbers_.emplace(name, number);
   last_instance_ = kNone;
@@ -137,20 +163,53 @@ std::vector<NamespaceId> ClusterIndex::namespaces() const {
   std::vector<NamespaceId> found;
   found.reserve(spaces_.size());
   for (const auto& space : spaces_) {
-    found.push_back(space.id);
+    if (!space.is_free) {
+      found.push_back(space.id);
+    }
   }
   return found;
 }
 
-std::uint32_t ClusterIndex::space_of(const NamespaceId& id) {
+std::uint32_t ClusterIndex::space_of(const NamespaceId& id, std::uint32_t maker) {
   if (const std::uint32_t known = find_space(id); known != kNone) {
     return known;
   }
   const WriteGuard change(lock_);
-  const auto number = static_cast<std::uint32_t>(spaces_.size());
-  spaces_.push_back({.id = id, .salt = {salts_(), salts_()}, .pool_holder_spaces = {}});
+  const bool is_another = !free_spaces_.empty();
+  const auto number = is_another ? free_spaces_.back() : static_cast<std::uint32_t>(spaces_.size());
+  if (!is_another && spaces_.size() == spaces_.capacity()) {  // whatever needs memory comes first: then nothing is half made
+    spaces_.reserve(2 * spaces_.size() + 8);
+  }
+  free_spaces_.reserve(spaces_.capacity());
   space_numbers_.emplace(id, number);
+  Namespace made{.id = id, .salt = {salts_(), salts_()}, .pool_holder_spaces = {}, .maker = maker};
+  if (is_another) {
+    free_spaces_.pop_back();
+    spaces_[number] = std::move(made);
+  } else {
+    spaces_.push_back(std::move(made));
+  }
+  if (maker != kNone) {
+    ++instances_[maker].made_spaces;
+  }
   return number;
+}
+
+std::uint32_t ClusterIndex::bounded_space(const NamespaceId& id, std::uint32_t instance) {
+  if (const std::uint32_t known = find_space(id); known != kNone) {
+    return known;
+  }
+  const bool has_room = spaces_.size() - free_spaces_.size() < kMostSpaces &&
+                        instances_[instance].made_spaces < kMostSpacesOfOne;
+  return has_room ? space_of(id, instance) : kNone;
+}
+
+void ClusterIndex::refuse(std::uint32_t instance, Tier tier, std::uint64_t blocks) {
+  count(IndexAnomaly::kRefusedAtCapacity, blocks);
+  if (instance != kNone) {
+    TierFold& fold = instances_[instance].tiers[at_tier(tier)];
+    fold.is_partial = fold.has_refused = true;
+  }
 }
 
 std::uint32_t ClusterIndex::new_holder_space(const HolderSpace& holder_space) {
@@ -158,6 +217,7 @@ std::uint32_t ClusterIndex::new_holder_space(const HolderSpace& holder_space) {
     const std::uint32_t number = free_holder_spaces_.back();
     free_holder_spaces_.pop_back();
     holder_spaces_[number] = holder_space;
+    note_use(number);
     return number;
   }
   if (holder_spaces_.size() == kMaxHolderSpaces) {
@@ -168,10 +228,21 @@ std::uint32_t ClusterIndex::new_holder_space(const HolderSpace& holder_space) {
   return static_cast<std::uint32_t>(holder_spaces_.size() - 1);
 }
 
+std::uint32_t ClusterIndex::bounded_holder_space(std::uint32_t number, std::uint32_t space, Work work) {
+  const auto known = holder_space_numbers_.find(std::uint64_t{number} << 32 | space);
+  if (known != holder_space_numbers_.end()) {
+    note_use(known->second);
+    return known->second;
+  }
+  const bool has_room = work != Work::kEvict && instances_[number].holder_spaces.size() < kMostSpacesOfOne;
+  return has_room ? holder_space_of_instance(number, space) : kNone;
+}
+
 std::uint32_t ClusterIndex::holder_space_of_instance(std::uint32_t number, std::uint32_t space) {
   const std::uint64_t key = std::uint64_t{number} << 32 | space;
   const auto known = holder_space_numbers_.find(key);
   if (known != holder_space_numbers_.end()) {
+    note_use(known->second);
     return known->second;
   }
   const WriteGuard change(lock_);
@@ -184,6 +255,7 @@ std::uint32_t ClusterIndex::holder_space_of_instance(std::uint32_t number, std::
   const std::uint32_t made = new_holder_space(holder_space);
   instance.holder_spaces.push_back(made);
   holder_space_numbers_.emplace(key, made);
+  ++spaces_[space].holder_spaces;
   return made;
 }
 
@@ -191,6 +263,7 @@ std::uint32_t ClusterIndex::holder_space_of_pool(std::uint32_t pool, std::uint32
   const std::uint64_t key = kPoolKind | std::uint64_t{pool} << 32 | space;
   const auto known = holder_space_numbers_.find(key);
   if (known != holder_space_numbers_.end()) {
+    note_use(known->second);
     return known->second;
   }
   const WriteGuard change(lock_);
@@ -198,6 +271,7 @@ std::uint32_t ClusterIndex::holder_space_of_pool(std::uint32_t pool, std::uint32
       new_holder_space({.holder = pool, .space = space & kSpaceBits, .is_pool = 1, .live = 0x1111, .visible = 0x1111});
   spaces_[space].pool_holder_spaces.push_back(made);
   holder_space_numbers_.emplace(key, made);
+  ++spaces_[space].holder_spaces;
   return made;
 }
 
@@ -257,11 +331,7 @@ void ClusterIndex::take(std::uint32_t number, std::uint64_t epoch, const Event& 
 
 void ClusterIndex::start(std::uint32_t number, std::uint64_t epoch, std::span<const DeclaredPool> pools) {
   flush();
-  for (const DeclaredPool& pool : pools) {
-    if (pool.is_cluster) {
-      pool_number(pool.name);
-    }
-  }
+  name_pools(number, pools);
   const WriteGuard change(lock_);
   kill(number);
   instances_[number].epoch = epoch;
@@ -289,7 +359,14 @@ void ClusterIndex::fold(std::uint32_t number, const Event& event, AppliedFrame& 
       count(IndexAnomaly::kUnnamedClaim, hashes.size() / kHashBytes);
       return;
     }
-    const std::uint32_t space = space_of(id);
+    const std::uint32_t space = is_withdrawn ? find_space(id) : bounded_space(id, number);
+    if (space == kNone) {
+      if (!is_withdrawn) {
+        const WriteGuard change(lock_);
+        refuse(kNone, tier, hashes.size() / kHashBytes);
+      }
+      return;
+    }
     add({is_withdrawn ? Work::kUnclaim : Work::kClaim, kNone, space, holder_space_of_pool(fold.pool, space), tier,
          hashes.data(),
          static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
@@ -331,8 +408,19 @@ void ClusterIndex::fold(std::uint32_t number, const Event& event, AppliedFrame& 
 
 void ClusterIndex::add_run(Work work, std::uint32_t instance, const NamespaceId& id, Tier tier, Bytes hashes) {
   if (instance != last_instance_ || id != last_id_) {
-    last_space_ = space_of(id);
-    last_holder_space_ = holder_space_of_instance(instance, last_space_);
+    const std::uint32_t space = work == Work::kEvict ? find_space(id) : bounded_space(id, instance);
+    const std::uint32_t holder_space = space == kNone ? kNone : bounded_holder_space(instance, space, work);
+    if (holder_space == kNone) {
+      const WriteGuard change(lock_);
+      if (work == Work::kEvict) {
+        count(IndexAnomaly::kEvictedUnheld, hashes.size() / kHashBytes);
+      } else {
+        refuse(instance, tier, hashes.size() / kHashBytes);
+      }
+      return;
+    }
+    last_space_ = space;
+    last_holder_space_ = holder_space;
     last_instance_ = instance;
     last_id_ = id;
   }
@@ -495,11 +583,7 @@ bool ClusterIndex::is_full(const Piece& piece) {
   if (residencies_ + claims_ < capacity_) {
     return false;
   }
-  count(IndexAnomaly::kRefusedAtCapacity);
-  if (piece.instance != kNone) {
-    TierFold& fold = instances_[piece.instance].tiers[at_tier(piece.tier)];
-    fold.is_partial = fold.has_refused = true;
-  }
+  refuse(piece.instance, piece.tier, 1);
   return true;
 }
 
@@ -609,6 +693,7 @@ void ClusterIndex::kill(std::uint32_t number) {
   }
   for (const std::uint32_t holder_space : instance.holder_spaces) {
     holder_space_numbers_.erase(std::uint64_t{number} << 32 | holder_spaces_[holder_space].space);
+    --spaces_[holder_spaces_[holder_space].space].holder_spaces;
     holder_spaces_[holder_space].live = holder_spaces_[holder_space].visible = 0;
     (is_referenced ? dead_holder_spaces_ : free_holder_spaces_).push_back(holder_space);
   }
@@ -651,7 +736,7 @@ void ClusterIndex::declare(Instance& instance, std::span<const DeclaredPool> poo
     fold.is_cluster = pool.is_cluster;
     fold.is_pod = pool.is_pod;
     fold.block_bytes = pool.block_bytes;
-    fold.pool = pool.is_cluster ? pool_numbers_.find(pool.name)->second : kNone;
+    fold.pool = pool.is_cluster ? find_pool(pool.name) : kNone;
     instance.declared.push_back(pool.words);
   }
   instance.pools_known = true;
@@ -662,11 +747,7 @@ void ClusterIndex::declare(Instance& instance, std::span<const DeclaredPool> poo
 void ClusterIndex::begin_blind(std::uint32_t number, std::uint64_t epoch, const std::vector<DeclaredPool>* pools,
                                std::span<const DeclaredPool> likely) {
   const std::lock_guard turn(writer_);
-  for (const DeclaredPool& pool : pools != nullptr ? std::span<const DeclaredPool>(*pools) : likely) {
-    if (pool.is_cluster) {
-      pool_number(pool.name);
-    }
-  }
+  name_pools(number, pools != nullptr ? std::span<const DeclaredPool>(*pools) : likely);
   const WriteGuard change(lock_);
   Instance& instance = instances_[number];
   std::array<std::uint32_t, kTierCount> names{};
@@ -688,7 +769,7 @@ void ClusterIndex::begin_blind(std::uint32_t number, std::uint64_t epoch, const 
   }
   if (!has_names) {
     for (const DeclaredPool& pool : likely) {
-      instance.tiers[at_tier(pool.tier)].pool = pool.is_cluster ? pool_numbers_.find(pool.name)->second : kNone;
+      instance.tiers[at_tier(pool.tier)].pool = pool.is_cluster ? find_pool(pool.name) : kNone;
     }
   }
   instance.pools_known = instance.is_proven = false;
@@ -1026,6 +1107,12 @@ AuditPart ClusterIndex::audit(std::size_t pages) {
   AuditPart part;
   for (; pages > 0 && !part.is_whole; --pages) {
     const std::lock_guard turn(writer_);  // only writers change what is read here; let go after every stretch
+    if (audited_before_ == BlockTable::kRankEnd) {  // the table was seen whole
+      if (!free_some()) {
+        end_audit(part);
+      }
+      continue;
+    }
     if (audited_before_ == 0) {
       begin_audit();
     }
@@ -1038,6 +1125,7 @@ AuditPart ClusterIndex::audit(std::size_t pages) {
       }
       for (const HolderId holder_id : sets_.holder_ids(value)) {
         const HolderSpace& holder_space = holder_spaces_[kvbm::holder_space_of(holder_id)];
+        note_use(kvbm::holder_space_of(holder_id));
         if (holder_space.is_pool == 0 && is_live(holder_id)) {
           const BlockKey& salt = spaces_[holder_space.space].salt;
           const std::array<std::uint64_t, 2> hash{key.low ^ salt.low, key.high ^ salt.high};
@@ -1054,15 +1142,16 @@ AuditPart ClusterIndex::audit(std::size_t pages) {
       }
       audited_damaged_ += damaged.size();
     }
-    if (audited_before_ == BlockTable::kRankEnd) {
-      end_audit(part);
-    }
   }
   return part;
 }
 
 void ClusterIndex::begin_audit() {
   audited_blocks_ = audited_damaged_ = 0;
+  used_.assign(holder_spaces_.size(), 0);
+  unused_at_ = 1;  // 0 is nobody's
+  unused_space_at_ = 0;
+  last_instance_ = kNone;  // so that whoever goes on with a namespace is seen to use it
   for (Instance& instance : instances_) {
     for (TierFold& fold : instance.tiers) {
       fold.audited.fill(0);
@@ -1082,6 +1171,70 @@ void ClusterIndex::end_audit(AuditPart& part) {
     }
   }
   audited_before_ = 0;
+}
+
+// -- what nobody uses --------------------------------------------------------------------------------------------------
+
+bool ClusterIndex::free_some() {
+  const std::size_t spaces = checkpoints_ == 0 ? spaces_.size() : 0;  // a checkpoint under way names them by number
+  if (unused_at_ < used_.size()) {
+    const WriteGuard change(lock_);
+    last_instance_ = kNone;
+    std::vector<std::uint32_t> owners;
+    owners.reserve(kFreedAtOnce);
+    free_holder_spaces_.reserve(holder_spaces_.size());
+    for (const std::size_t end = std::min(unused_at_ + kFreedAtOnce, used_.size()); unused_at_ < end; ++unused_at_) {
+      if (used_[unused_at_] == 0) {
+        free_holder_space(static_cast<std::uint32_t>(unused_at_), owners);
+      }
+    }
+    std::sort(owners.begin(), owners.end());
+    owners.erase(std::unique(owners.begin(), owners.end()), owners.end());
+    for (const std::uint32_t owner : owners) {
+      std::erase_if(instances_[owner].holder_spaces, [this](std::uint32_t number) { return holder_spaces_[number].live == 0; });
+    }
+  } else if (unused_space_at_ < spaces) {
+    const WriteGuard change(lock_);
+    last_instance_ = kNone;
+    for (const std::size_t end = std::min(unused_space_at_ + kFreedAtOnce, spaces); unused_space_at_ < end; ++unused_space_at_) {
+      free_space(static_cast<std::uint32_t>(unused_space_at_));
+    }
+  } else {
+    used_ = {};
+    return false;
+  }
+  return true;
+}
+
+void ClusterIndex::free_holder_space(std::uint32_t number, std::vector<std::uint32_t>& owners) {
+  HolderSpace& there = holder_spaces_[number];
+  const auto known =
+      holder_space_numbers_.find((there.is_pool != 0 ? kPoolKind : 0) | std::uint64_t{there.holder} << 32 | there.space);
+  if (known == holder_space_numbers_.end() || known->second != number) {
+    return;  // it is free, or the sweep's
+  }
+  if (there.is_pool != 0) {
+    std::erase(spaces_[there.space].pool_holder_spaces, number);
+  } else {
+    owners.push_back(there.holder);
+  }
+  holder_space_numbers_.erase(known);
+  --spaces_[there.space].holder_spaces;
+  there.live = there.visible = 0;
+  free_holder_spaces_.push_back(number);
+}
+
+void ClusterIndex::free_space(std::uint32_t number) {
+  Namespace& space = spaces_[number];
+  if (space.holder_spaces != 0 || space.is_free) {
+    return;
+  }
+  if (space.maker != kNone) {
+    --instances_[space.maker].made_spaces;
+  }
+  space_numbers_.erase(space.id);
+  space = {.id = random_id(), .salt = {}, .pool_holder_spaces = {}, .is_free = true};
+  free_spaces_.push_back(number);
 }
 
 // -- numbers -----------------------------------------------------------------------------------------------------------

@@ -696,6 +696,130 @@ void memory_stays_when_everything_is_replaced() {
   }
 }
 
+// A namespace for each number.
+NamespaceId wide_id(std::uint64_t number) {
+  NamespaceId id{};
+  std::memcpy(id.data() + 8, &number, sizeof number);
+  return id;
+}
+
+// What an instance says of one block in each of some namespaces, as frames hold it.
+void say_each(ClusterIndex& index, std::uint32_t instance, std::uint64_t begin, std::uint64_t end, Event (*event)(const NamespaceId&, Tier, Bytes),
+              Tier tier) {
+  const Buffer hashes = hashes_between(0, 1);
+  while (begin < end) {
+    std::vector<Event> events;
+    for (; begin < end && events.size() < 200; ++begin) {
+      events.push_back(event(wide_id(begin), tier, hashes));
+    }
+    apply(index, instance, events);
+  }
+}
+
+void namespaces_without_blocks_are_gone_after_an_audit() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  const std::uint32_t other = index.instance("other");
+  const Buffer hashes = hashes_between(0, 3);
+  apply(index, one, {InstanceStarted{}}, {shared_pools("pool")});
+  apply(index, other, {InstanceStarted{}, created(wide_id(7), Tier::kHbm, hashes)}, {own_pools()});
+  index.claim("pool", wide_id(9), hashes);
+  std::uint64_t bytes = 0;
+  for (std::uint64_t round = 0; round < 40; ++round) {
+    const std::uint64_t begin = 100 + round * 500;
+    say_each(index, one, begin, begin + 500, created, Tier::kHost);
+    say_each(index, one, begin, begin + 500, created, Tier::kObject);
+    CHECK(index.namespaces().size() >= 502);
+    say_each(index, one, begin, begin + 500, evicted, Tier::kObject);
+    say_each(index, one, begin, begin + 499, evicted, Tier::kHost);
+    CHECK(audit_all(index).differing.empty());
+    const std::vector<NamespaceId> left = index.namespaces();
+    CHECK(left.size() == 3 + round);  // one more stays in use each time
+    CHECK(index.holders(wide_id(begin + 499), hashes.data()).size() == 1 && index.holders(wide_id(begin), hashes.data()).empty());
+    CHECK(deepest_held(index, wide_id(7), hashes) == 3 && deepest_held(index, wide_id(9), hashes) == 3);
+    const IndexMemory memory = index.memory();
+    bytes = round == 0 ? memory.rest : bytes;
+    CHECK(memory.rest < 4 * bytes);  // and not 40 times
+  }
+  // What is named once more is a namespace like any other, and the dead leave theirs behind.
+  say_each(index, one, 100, 101, created, Tier::kHbm);
+  CHECK(index.holders(wide_id(100), hashes.data()).size() == 1);
+  index.drop(one);
+  sweep_all(index);
+  audit_all(index);
+  CHECK(index.namespaces().size() == 2);
+}
+
+void namespaces_that_somebody_uses_amid_an_audit_stay() {
+  Random random(5);
+  for (unsigned round = 0; round < 30 / kStride; ++round) {
+    ClusterIndex index(kPlenty, kSecret);
+    const std::uint32_t one = index.instance("one");
+    apply(index, one, {InstanceStarted{}}, {shared_pools("pool")});
+    const Buffer many = hashes_between(0, 3000);
+    apply(index, one, {created(wide_id(1), Tier::kHbm, many)});
+    for (std::uint64_t step = 0; step < 400; ++step) {
+      const std::uint64_t number = 2 + random.below(20);
+      const Buffer hashes = hashes_between(number * 10, number * 10 + 1 + random.below(9));
+      const Tier tier = random.below(2) == 0 ? Tier::kHost : Tier::kObject;
+      apply(index, one, {random.below(2) == 0 ? created(wide_id(number), tier, hashes) : evicted(wide_id(number), tier, hashes)});
+      CHECK(index.audit(random.below(40)).differing.empty());
+    }
+    const InstanceState state = *index.state(one);
+    CHECK(state.digest == index.recomputed_digest(one) && !state.is_partial);
+    for (std::uint64_t number = 2; number < 22; ++number) {  // what was said last holds
+      const Buffer hashes = hashes_between(number * 10, number * 10 + 9);
+      apply(index, one, {created(wide_id(number), Tier::kHost, hashes), created(wide_id(number), Tier::kObject, hashes)});
+      CHECK(deepest_held(index, wide_id(number), hashes) == 9);
+      apply(index, one, {evicted(wide_id(number), Tier::kHost, hashes)});
+      PrefixAnswer answer;
+      index.prefixes(wide_id(number), hashes, 0, answer);
+      CHECK(answer.pools.size() == 1 && answer.pools[0].depth == 9 && depth_of(answer, one) == 0);
+    }
+    CHECK(deepest_held(index, wide_id(1), many) == 3000);
+  }
+}
+
+void what_one_instance_may_name_has_bounds() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  const std::uint32_t other = index.instance("other");
+  const Buffer hashes = hashes_between(0, 1);
+  apply(index, one, {InstanceStarted{}}, {shared_pools("pool")});
+  apply(index, other, {InstanceStarted{}}, {own_pools()});
+  const std::uint64_t most = kMostSpacesOfOne;
+  say_each(index, one, 0, most, created, Tier::kHbm);
+  CHECK(!index.state(one)->is_partial);
+  say_each(index, one, most, most + 3, created, Tier::kHbm);
+  CHECK(index.state(one)->is_partial && index.anomalies()[static_cast<std::size_t>(IndexAnomaly::kRefusedAtCapacity)] == 3);
+  say_each(index, one, most + 3, most + 5, created, Tier::kObject);  // nor by claims
+  CHECK(index.anomalies()[static_cast<std::size_t>(IndexAnomaly::kRefusedAtCapacity)] == 5);
+  apply(index, other, {created(wide_id(most + 9), Tier::kHbm, hashes)});  // others go on
+  CHECK(!index.state(other)->is_partial && index.holders(wide_id(most + 9), hashes.data()).size() == 1);
+  say_each(index, one, most + 9, most + 10, created, Tier::kHbm);  // it is there already, but one holds of as many as it may
+  CHECK(index.holders(wide_id(most + 9), hashes.data()).size() == 1);
+  say_each(index, one, most + 9, most + 10, created, Tier::kObject);
+  CHECK(index.holders(wide_id(most + 9), hashes.data()).size() == 2);
+
+  // Another epoch gives it none of them back before an audit has seen that they are not used.
+  apply(index, one, {InstanceStarted{}}, {own_pools()});
+  say_each(index, one, most + 20, most + 21, created, Tier::kHbm);
+  CHECK(index.holders(wide_id(most + 20), hashes.data()).empty());
+  sweep_all(index);
+  audit_all(index);
+  say_each(index, one, most + 20, most + 21, created, Tier::kHbm);
+  CHECK(index.holders(wide_id(most + 20), hashes.data()).size() == 1);
+
+  for (std::uint32_t number = 0; number < 2 * kMostPoolsOfOne; ++number) {
+    apply(index, other, {InstanceStarted{}}, {shared_pools(name_of(number))});
+  }
+  CHECK(index.claim_counts().size() == 1 + kMostPoolsOfOne && index.pool_of(other, Tier::kObject) == ClusterIndex::kNone);
+  apply(index, other, {created(wide_id(most + 9), Tier::kObject, hashes)});
+  CHECK(index.anomalies()[static_cast<std::size_t>(IndexAnomaly::kUnnamedClaim)] == 1);
+  apply(index, other, {InstanceStarted{}}, {shared_pools("pool")});
+  CHECK(index.pool_of(other, Tier::kObject) != ClusterIndex::kNone);
+}
+
 // -- threads -----------------------------------------------------------------------------------------------------------
 
 void all_at_once_comes_to_what_one_thread_comes_to() {
@@ -856,5 +980,8 @@ int main() {
                      {"prefixes are right for thousands", prefixes_are_right_for_thousands},
                      {"whatever happens, the index is the model", whatever_happens_the_index_is_the_model},
                      {"memory stays when everything is replaced", memory_stays_when_everything_is_replaced},
+                     {"namespaces without blocks are gone after an audit", namespaces_without_blocks_are_gone_after_an_audit},
+                     {"namespaces that somebody uses amid an audit stay", namespaces_that_somebody_uses_amid_an_audit_stay},
+                     {"what one instance may name has bounds", what_one_instance_may_name_has_bounds},
                      {"all at once comes to what one thread comes to", all_at_once_comes_to_what_one_thread_comes_to}});
 }

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvbm import _native
 from kvbm.catalog.index import ClusterIndex, Holder, Prefixes
 from kvbm.catalog.lookup import lookup
-from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.catalog.reference_index import MOST_POOLS_OF_ONE, MOST_SPACES_OF_ONE, ReferenceIndex
 from kvbm.core.answers import LIMIT
 from kvbm.core.codec import encode_frame
 from kvbm.core.errors import FrameError
@@ -732,3 +732,35 @@ def test_a_frame_of_very_many_events_says_the_same_from_any_event_on(skip: int) 
     assert native.apply(data, 0, skip) == model.apply(data, 0, skip)
     assert native.view(WILD[0]) == model.view(WILD[0])
     assert native.anomalies() == model.anomalies()
+
+
+def test_both_refuse_what_one_instance_names_beyond_its_bounds_and_forget_what_nobody_holds() -> None:
+    twins, block = Twins(), chain(0, 1)
+    spaces = [NamespaceId(number.to_bytes(16, "big")) for number in range(MOST_SPACES_OF_ONE + 2)]
+
+    def say(name: InstanceId, event: type[BlocksCreated] | type[BlocksEvicted], named: list[NamespaceId], tier: Tier) -> None:
+        more = {"reason": EvictReason.CAPACITY} if event is BlocksEvicted else {}
+        for at in range(0, len(named), 200):
+            events = [event(namespace=one, tier=tier, hashes=block, **more) for one in named[at : at + 200]]
+            twins.run(("events", name, events, 0))
+
+    one, other = WILD[:2]
+    for name in (one, other):
+        twins.run(("events", name, [InstanceStarted(epoch=Epoch(1), pools=SHARED[1:])], 0))
+    say(one, BlocksCreated, spaces[:-1], Tier.HBM)
+    say(one, BlocksCreated, spaces[-1:], Tier.OBJECT)
+    assert twins.both("anomalies") == {"refused-at-capacity": 2}
+    assert twins.both("view", one).partial
+    say(other, BlocksCreated, spaces[-2:], Tier.HBM)
+    assert twins.both("holders", spaces[-1], SequenceHash(block)) == [Holder(other, Tier.HBM, False)]
+    say(one, BlocksEvicted, spaces[10:-2], Tier.HBM)
+    assert twins.native.audit(100_000).is_whole
+    assert twins.model.audit().is_whole
+    assert sorted(twins.native.namespaces()) == sorted(twins.model.namespaces()) == [*spaces[:10], *spaces[-2:]]
+    say(one, BlocksCreated, spaces[10:], Tier.HBM)
+    assert twins.both("anomalies") == {"refused-at-capacity": 2 + 2}  # of as many as it may, ten it holds, two others have brought
+    pools = [PoolStated(Tier.OBJECT, 0, 1, Reach.CLUSTER, f"pool-{number}") for number in range(MOST_POOLS_OF_ONE + 2)]
+    for pool in pools:
+        twins.run(("events", other, [InstanceStarted(epoch=Epoch(1), pools=(pool,))], 0))
+    assert len(twins.both("claim_counts")) == MOST_POOLS_OF_ONE + 1
+    assert twins.both("pool_name", other, Tier.OBJECT) is None

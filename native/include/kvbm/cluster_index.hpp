@@ -12,6 +12,8 @@
 // An *audit* proves that the running digests are those of the table. It goes through the blocks in an order that no growth changes (by
 // shard and place), a stretch at a time, and sums the mixes of what it finds, by instance, tier and generation; whatever changes at
 // places it has passed moves these sums as it moves the digests. At the end of a pass both are equal, or memory was damaged.
+// It also notes which holder spaces it meets, or somebody has used since it began. The others, and namespaces that are in none, are of
+// no block: their numbers are free at its end. Senders choose namespaces, so what one instance may bring has a bound until then.
 #pragma once
 
 #include <array>
@@ -172,6 +174,11 @@ struct IndexMemory {
   std::uint64_t rest;   // instances, holder spaces, namespaces
 };
 
+// How many of what senders name there may be; kvbm/catalog/reference_index.py has them too.
+inline constexpr std::size_t kMostSpaces = 1 << 20;       // namespaces
+inline constexpr std::size_t kMostSpacesOfOne = 1 << 16;  // those that one instance has brought, and those that it holds blocks of
+inline constexpr std::uint32_t kMostPoolsOfOne = 64;      // cluster pools that one instance has brought
+
 class ClusterIndex {
  public:
   static constexpr std::uint32_t kNone = 0xFFFFFFFF;  // no such instance, pool or namespace
@@ -216,7 +223,7 @@ class ClusterIndex {
   // new namespace. Blocks that somebody still holds of it stay, where nobody finds them.
   void forget_namespace(const NamespaceId& id);
 
-  // The namespaces blocks were held or claimed of; in the place of forgotten ones stand random ids.
+  // The namespaces blocks are held or claimed of, or were since the last audit but one; in the place of forgotten ones stand random ids.
   std::vector<NamespaceId> namespaces() const;
 
   // Claims of blocks whose rank is at least `first`, of up to this many pages of the table.
@@ -238,7 +245,8 @@ class ClusterIndex {
   bool sweep(std::size_t pages);
   bool needs_sweep() const;
 
-  // Goes on with the audit for up to this many pages of the table, and ends at the end of a pass.
+  // Goes on with the audit for up to this many pages of the table, and ends at the end of a pass. Namespaces that nobody has blocks of
+  // are gone then, unless a checkpoint is being written.
   AuditPart audit(std::size_t pages);
 
   // Blocks of one object, as the name of a pool says, as in "s3://bucket/kv#blocks=4,sealed"; 0: it does not.
@@ -290,6 +298,7 @@ class ClusterIndex {
   friend class LentWalk;
 
   static constexpr std::size_t kBatchBlocks = 64;  // blocks applied under one hold of the lock
+  static constexpr std::size_t kFreedAtOnce = 1024;  // numbers looked at under one hold of the lock
   static constexpr std::uint8_t kGenerations = 4;
   static constexpr std::uint16_t kAllVisible = 0xFFFF;
   static constexpr std::size_t kMostSized = 65536;  // namespaces of whose objects the size is kept; kvbm/catalog/reference_index.py has it too
@@ -298,6 +307,9 @@ class ClusterIndex {
     NamespaceId id;                         // its public name
     BlockKey salt;                          // secret: a block's key is its hash xor this
     std::vector<std::uint32_t> pool_holder_spaces;  // holder spaces of cluster pools
+    std::uint32_t holder_spaces = 0;        // how many there are of it, of dead instances left out
+    std::uint32_t maker = kNone;            // number of the instance that brought it; kNone where it came from elsewhere
+    bool is_free = false;                   // nobody's: the number waits for another
   };
 
   // A holder in one namespace.
@@ -349,6 +361,8 @@ class ClusterIndex {
     std::uint16_t visible = kAllVisible;     // the bits of `HolderSpace::live` that answers may speak of
     std::array<TierFold, kTierCount> tiers;  // what it holds
     std::vector<std::uint32_t> holder_spaces;  // its holder spaces of this incarnation
+    std::uint32_t made_spaces = 0;           // namespaces that it has brought, whoever uses them
+    std::uint32_t made_pools = 0;            // cluster pools that it has brought
     std::vector<std::string> declared;       // its pools in the caller's words, as the start has them
   };
 
@@ -388,8 +402,18 @@ class ClusterIndex {
   // Also what a call that ran out of memory has left: it points into bytes that are gone.
   void forget_batch() noexcept;
   void run_batch();
-  std::uint32_t space_of(const NamespaceId& id);
+  // The number of a namespace, made where there is none. maker: number of the instance that brings it.
+  std::uint32_t space_of(const NamespaceId& id, std::uint32_t maker = kNone);
+  // The same within the bounds of what an instance may bring; kNone beyond them.
+  std::uint32_t bounded_space(const NamespaceId& id, std::uint32_t instance);
+  // Names the cluster pools of a start, as many as the instance may bring.
+  void name_pools(std::uint32_t instance, std::span<const DeclaredPool> pools);
+  std::uint32_t find_pool(std::string_view name) const noexcept;
+  // Blocks of an instance's event that are not taken: too many are held, or too much was named.
+  void refuse(std::uint32_t instance, Tier tier, std::uint64_t blocks);
   std::uint32_t holder_space_of_instance(std::uint32_t instance, std::uint32_t space);
+  // The same within the bounds of what an instance may hold; none is made for what leaves.
+  std::uint32_t bounded_holder_space(std::uint32_t instance, std::uint32_t space, Work work);
   std::uint32_t holder_space_of_pool(std::uint32_t pool, std::uint32_t space);
   std::uint32_t new_holder_space(const HolderSpace& holder_space);
   std::uint32_t pool_number(std::string_view name);
@@ -413,6 +437,16 @@ class ClusterIndex {
   HolderValue changed(const SetChange& change);
   void set_value(HolderValue* at, std::uint64_t place, HolderValue now);
   bool is_full(const Piece& piece);
+  void note_use(std::uint32_t holder_space) noexcept {
+    if (holder_space < used_.size()) {
+      used_[holder_space] = 1;
+    }
+  }
+  // Frees some of the numbers of holder spaces and namespaces that the audit's pass has found nothing of. False once there are no more.
+  bool free_some();
+  // owners: gains the instance whose it was.
+  void free_holder_space(std::uint32_t number, std::vector<std::uint32_t>& owners);
+  void free_space(std::uint32_t number);
   void kill(std::uint32_t instance);
   void declare(Instance& instance, std::span<const DeclaredPool> pools);
   // Computes what answers may speak of, for the instance and its holder spaces.
@@ -450,7 +484,10 @@ class ClusterIndex {
   std::uint32_t object_blocks(std::uint32_t pool, std::uint32_t space) const noexcept;
   void count(IndexAnomaly anomaly, std::uint64_t times = 1) noexcept { anomalies_[static_cast<std::size_t>(anomaly)] += times; }
 
+  // With a secret: ids are anybody's to choose, and of a known hash many could be made that meet.
   struct IdHash {
+    std::array<std::uint64_t, 2> secret;
+
     std::size_t operator()(const NamespaceId& id) const noexcept;
   };
   struct NameHash {
@@ -482,6 +519,7 @@ class ClusterIndex {
   // By kind and holder in the high half, and namespace in the low one.
   std::unordered_map<std::uint64_t, std::uint32_t> holder_space_numbers_;
   std::vector<std::uint32_t> free_holder_spaces_;                          // numbers to use again
+  std::vector<std::uint32_t> free_spaces_;                                 // the same of namespaces
   std::vector<std::uint32_t> dropped_;                                     // instances that were dropped, and may be followed again
 
   std::uint64_t frames_ = 0;                                // applied
@@ -529,6 +567,10 @@ class ClusterIndex {
   std::uint64_t audited_before_ = 0;   // blocks of lower rank have been summed; 0 before a pass
   std::uint64_t audited_blocks_ = 0;   // how many the pass has looked at
   std::uint64_t audited_damaged_ = 0;  // of them: holders that cannot be anybody's
+  std::size_t unused_at_ = 0;          // holder spaces below this number have been freed, or are used
+  std::size_t unused_space_at_ = 0;    // the same of namespaces
+  std::vector<std::uint8_t> used_;     // by number of a holder space that was there when the pass began: it was met or used since
+  mutable std::uint32_t checkpoints_ = 0;  // being written: they name namespaces by number; under writer_
 };
 
 }  // namespace kvbm
