@@ -71,6 +71,12 @@ class _TierFold:
         self.is_partial = False  # residencies were refused
         self.has_refused = False  # the same, since the snapshot began
 
+    def enter(self, number: int) -> None:
+        """A snapshot of this number goes on, or begins."""
+        if number != self.snapshot:
+            self.snapshot, self.listed, self.is_open, self.has_refused = number, 0, True, False
+            self.begun += 1
+
 
 class _Instance:
     def __init__(self) -> None:
@@ -118,6 +124,41 @@ class _Instance:
         )  # fmt: skip
 
 
+class _NamedSpaces:
+    """The namespaces that events have named, and who has brought each; None: nobody's event."""
+
+    def __init__(self) -> None:
+        self._makers: dict[NamespaceId, _Instance | None] = {}
+
+    def is_brought(self, entry: _Instance | None, namespace: NamespaceId) -> bool:
+        """Whether a namespace is there, or may be brought by an event of this instance, or by nobody's."""
+        if namespace not in self._makers:
+            if entry is not None:
+                if len(self._makers) >= MOST_SPACES or entry.made_spaces >= MOST_SPACES_OF_ONE:
+                    return False
+                entry.made_spaces += 1
+            self._makers[namespace] = entry
+        return True
+
+    def has_room(self, entry: _Instance, namespace: NamespaceId) -> bool:
+        """Whether an instance may hold blocks of a namespace; it counts from then on."""
+        if namespace not in entry.spaces:
+            if not self.is_brought(entry, namespace) or len(entry.spaces) >= MOST_SPACES_OF_ONE:
+                return False
+            entry.spaces.add(namespace)
+        return True
+
+    def keep(self, entries: Iterable[_Instance], claimed: set[NamespaceId]) -> None:
+        """Forget those that nobody has a block of."""
+        used = set(claimed)
+        for entry in entries:
+            entry.spaces = {space for fold in entry.tiers.values() for space, _ in fold.held}
+            used |= entry.spaces
+        for space in self._makers.keys() - used:
+            if (maker := self._makers.pop(space)) is not None:
+                maker.made_spaces -= 1
+
+
 class ReferenceIndex:
     """See `index.ClusterIndex`.
 
@@ -130,7 +171,7 @@ class ReferenceIndex:
         self._instances: dict[InstanceId, _Instance] = {}
         self._claims: dict[str, set[tuple[Tier, NamespaceId, SequenceHash]]] = {}
         self._object_blocks: dict[NamespaceId, int] = {}  # as was told
-        self._makers: dict[NamespaceId, _Instance | None] = {}  # who has brought a namespace; None: nobody's event
+        self._spaces = _NamedSpaces()
         self._anomalies: Counter[str] = Counter()
         self._prompts_missed = 0
 
@@ -188,7 +229,7 @@ class ReferenceIndex:
         names = entry.pool_names
         self._begin(entry, epoch, () if pools is None else pools)
         if pools is None:
-            likely_names = self._named(entry, likely)
+            likely_names = _named(self._claims, entry, likely)
             entry.pool_names = names or likely_names
             entry.pools_known = False
 
@@ -221,7 +262,7 @@ class ReferenceIndex:
 
     def claim(self, pool: str, namespace: NamespaceId, hashes: bytes) -> None:
         """As `ClusterIndex.claim`."""
-        self._is_brought(None, namespace)
+        self._spaces.is_brought(None, namespace)
         self._claim(pool, Tier.OBJECT, namespace, hashes)
 
     def unclaim(self, pool: str, namespace: NamespaceId, hashes: bytes) -> None:
@@ -260,13 +301,8 @@ class ReferenceIndex:
 
     def audit(self, pages: int = 64) -> Audit:
         """As `ClusterIndex.audit`; here a call is a pass."""
-        for entry in self._instances.values():
-            entry.spaces = {space for fold in entry.tiers.values() for space, _ in fold.held}
-        used = {space for entry in self._instances.values() for space in entry.spaces}
-        used |= {space for known in self._claims.values() for _, space, _ in known}
-        for space in self._makers.keys() - used:
-            if (maker := self._makers.pop(space)) is not None:
-                maker.made_spaces -= 1
+        claimed = {space for known in self._claims.values() for _, space, _ in known}
+        self._spaces.keep(self._instances.values(), claimed)
         differing = [
             name
             for name, entry in self._instances.items()
@@ -424,28 +460,15 @@ class ReferenceIndex:
         entry.spaces = set()
         entry.tiers = {tier: _TierFold() for tier in Tier}
         entry.pools = tuple(pools)
-        entry.pool_names = self._named(entry, entry.pools)
+        entry.pool_names = _named(self._claims, entry, entry.pools)
         entry.pools_known, entry.proven = True, False
-
-    def _named(self, entry: _Instance, pools: Iterable[PoolStated]) -> dict[Tier, str]:
-        """Names of cluster pools by tier, of as many as an instance may bring. The claims of every pool that was ever declared are counted."""
-        last: dict[Tier, str | None] = {}  # of two pools in one tier the later counts
-        for pool in pools:
-            last[pool.tier] = None
-            if pool.reach == Reach.CLUSTER:
-                name = pool.name or pool.tier.name.lower()
-                if name not in self._claims and entry.made_pools < MOST_POOLS_OF_ONE:
-                    self._claims[name] = set()
-                    entry.made_pools += 1
-                last[pool.tier] = name if name in self._claims else None
-        return {tier: name for tier, name in last.items() if name is not None}
 
     def _add(self, entry: _Instance, tier: Tier, namespace: NamespaceId, hashes: bytes, claims: list[Claims]) -> None:
         if entry.is_cluster(tier):
             self._say(entry, Claims(tier, namespace, hashes, False), claims)
             return
         fold = entry.tiers[tier]
-        if not self._has_room(entry, namespace):
+        if not self._spaces.has_room(entry, namespace):
             self._refuse(fold, hashes)
             return
         for block in split_hashes(hashes):
@@ -457,13 +480,13 @@ class ReferenceIndex:
 
     def _state(self, entry: _Instance, event: ResidenciesListed, claims: list[Claims]) -> None:
         fold = entry.tiers[event.tier]
-        self._enter_snapshot(fold, event.snapshot)
+        fold.enter(event.snapshot)
         blocks = split_hashes(event.hashes)
         fold.listed += len(blocks)
         if entry.is_cluster(event.tier):
             self._say(entry, Claims(event.tier, event.namespace, event.hashes, False), claims)
             return
-        if not self._has_room(entry, event.namespace):
+        if not self._spaces.has_room(entry, event.namespace):
             self._refuse(fold, event.hashes)
             return
         for block in blocks:
@@ -485,14 +508,9 @@ class ReferenceIndex:
             else:
                 self._anomalies["evicted-unheld"] += 1
 
-    def _enter_snapshot(self, fold: _TierFold, number: int) -> None:
-        if number != fold.snapshot:
-            fold.snapshot, fold.listed, fold.is_open, fold.has_refused = number, 0, True, False
-            fold.begun += 1
-
     def _end_snapshot(self, entry: _Instance, event: SnapshotEnded) -> None:
         fold = entry.tiers[event.tier]
-        self._enter_snapshot(fold, event.snapshot)
+        fold.enter(event.snapshot)
         if not fold.is_open or fold.listed != event.count:
             self._anomalies["snapshot-incomplete"] += 1
             return
@@ -508,24 +526,6 @@ class ReferenceIndex:
             return
         fold.held[namespace, block] = fold.begun
         entry.digest = (entry.digest + residency_mix(tier, block)) & _MASK
-
-    def _is_brought(self, entry: _Instance | None, namespace: NamespaceId) -> bool:
-        """Whether a namespace is there, or may be brought by an event of this instance, or by nobody's."""
-        if namespace not in self._makers:
-            if entry is not None:
-                if len(self._makers) >= MOST_SPACES or entry.made_spaces >= MOST_SPACES_OF_ONE:
-                    return False
-                entry.made_spaces += 1
-            self._makers[namespace] = entry
-        return True
-
-    def _has_room(self, entry: _Instance, namespace: NamespaceId) -> bool:
-        """Whether an instance may hold blocks of a namespace; it counts from then on."""
-        if namespace not in entry.spaces:
-            if not self._is_brought(entry, namespace) or len(entry.spaces) >= MOST_SPACES_OF_ONE:
-                return False
-            entry.spaces.add(namespace)
-        return True
 
     def _refuse(self, fold: _TierFold, hashes: bytes) -> None:
         self._anomalies["refused-at-capacity"] += len(split_hashes(hashes))
@@ -547,7 +547,7 @@ class ReferenceIndex:
             self._anomalies["unnamed-claim"] += len(split_hashes(said.hashes))
         elif said.withdrawn:
             self.unclaim(pool, said.namespace, said.hashes)
-        elif not self._is_brought(entry, said.namespace):
+        elif not self._spaces.is_brought(entry, said.namespace):
             self._anomalies["refused-at-capacity"] += len(split_hashes(said.hashes))
         else:
             self._claim(pool, said.tier, said.namespace, said.hashes)
@@ -557,6 +557,22 @@ class ReferenceIndex:
         for block in split_hashes(hashes):
             if (tier, namespace, block) not in known and not self._is_full():
                 known.add((tier, namespace, block))
+
+
+def _named(
+    claims: dict[str, set[tuple[Tier, NamespaceId, SequenceHash]]], entry: _Instance, pools: Iterable[PoolStated]
+) -> dict[Tier, str]:
+    """Names of cluster pools by tier, of as many as an instance may bring. The claims of every pool that was ever declared are counted."""
+    last: dict[Tier, str | None] = {}  # of two pools in one tier the later counts
+    for pool in pools:
+        last[pool.tier] = None
+        if pool.reach == Reach.CLUSTER:
+            name = pool.name or pool.tier.name.lower()
+            if name not in claims and entry.made_pools < MOST_POOLS_OF_ONE:
+                claims[name] = set()
+                entry.made_pools += 1
+            last[pool.tier] = name if name in claims else None
+    return {tier: name for tier, name in last.items() if name is not None}
 
 
 def _lendable(

@@ -1,6 +1,8 @@
 #include "kvbm/checkpoint.hpp"
 
 #include <fcntl.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <thread>
@@ -482,10 +484,54 @@ void a_file_that_takes_nothing_is_an_error() {
   CHECK(thrown_code([&] { write_checkpoint(full.index, -1, endless); }) == ErrorCode::kCheckpoint);
 }
 
+void audit_whole(ClusterIndex& index) {
+  while (!index.audit(50).is_whole) {
+  }
+}
+
+void a_namespace_that_is_forgotten_amid_a_checkpoint_is_no_others_in_it() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  const Buffer hashes = hashes_between(0, 5);
+  apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes), created(space_id(1), Tier::kHbm, hashes)}, {own_pools()});
+  std::array<int, 2> pipe{};
+  CHECK(::pipe(pipe.data()) == 0);
+  const std::vector<std::uint8_t> note(std::size_t{1} << 20);  // more than a pipe takes: the writer waits behind its front
+  std::thread writer([&] { write_checkpoint(index, pipe[1], note); });
+  const int held = ::fcntl(pipe[0], F_GETPIPE_SZ);
+  for (int waiting = 0; waiting < held;) {
+    CHECK(::ioctl(pipe[0], FIONREAD, &waiting) == 0);
+    std::this_thread::yield();
+  }
+  apply(index, one, {evicted(space_id(1), Tier::kHbm, hashes)});
+  audit_whole(index);
+  apply(index, one, {created(space_id(2), Tier::kHbm, hashes)});
+  Buffer data(std::size_t{4} << 20);
+  std::size_t size = 0;
+  std::thread reader([&] {
+    while (const ssize_t count = ::read(pipe[0], data.data() + size, data.size() - size)) {
+      CHECK(count > 0);
+      size += static_cast<std::size_t>(count);
+    }
+  });
+  writer.join();
+  ::close(pipe[1]);
+  reader.join();
+  ::close(pipe[0]);
+  data.resize(size);
+  ClusterIndex loaded(kPlenty, kSecret);
+  load_checkpoint(loaded, data);
+  CHECK(loaded.holders(space_id(0), hashes.data()).size() == 1 && loaded.holders(space_id(1), hashes.data()).empty());
+  audit_whole(index);  // now that none is written
+  CHECK(index.namespaces().size() == 2);
+}
+
 }  // namespace
 
 int main() {
   return tests::run({{"what was written is loaded", what_was_written_is_loaded},
+                     {"a namespace that is forgotten amid a checkpoint is no other's in it",
+                      a_namespace_that_is_forgotten_amid_a_checkpoint_is_no_others_in_it},
                      {"what others can read is known after a load, and who was excluded is not",
                       what_others_can_read_is_known_after_a_load_and_who_was_excluded_is_not},
                      {"a snapshot that a checkpoint cuts makes nothing whole", a_snapshot_that_a_checkpoint_cuts_makes_nothing_whole},

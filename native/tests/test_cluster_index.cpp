@@ -750,6 +750,24 @@ void namespaces_without_blocks_are_gone_after_an_audit() {
   CHECK(index.namespaces().size() == 2);
 }
 
+void a_namespace_that_is_named_behind_an_audit_stays() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  const Buffer hashes = hashes_between(0, 9);
+  for (const Tier tier : {Tier::kHost, Tier::kObject}) {
+    apply(index, one, {InstanceStarted{}}, {shared_pools("pool")});
+    apply(index, one, {created(wide_id(1), tier, hashes), evicted(wide_id(1), tier, hashes)});
+    index.audit(BlockTable::kShards - 1);  // nearly all of it: the blocks come where it has been
+    apply(index, one, {created(wide_id(1), tier, hashes)});
+    audit_all(index);
+    CHECK(deepest_held(index, wide_id(1), hashes) == 9);
+    apply(index, one, {evicted(wide_id(1), tier, hashes)});
+    audit_all(index);
+    audit_all(index);
+    CHECK(index.namespaces().empty());
+  }
+}
+
 void namespaces_that_somebody_uses_amid_an_audit_stay() {
   Random random(5);
   for (unsigned round = 0; round < 30 / kStride; ++round) {
@@ -981,6 +999,7 @@ int main() {
                      {"whatever happens, the index is the model", whatever_happens_the_index_is_the_model},
                      {"memory stays when everything is replaced", memory_stays_when_everything_is_replaced},
                      {"namespaces without blocks are gone after an audit", namespaces_without_blocks_are_gone_after_an_audit},
+                     {"a namespace that is named behind an audit stays", a_namespace_that_is_named_behind_an_audit_stays},
                      {"namespaces that somebody uses amid an audit stay", namespaces_that_somebody_uses_amid_an_audit_stay},
                      {"what one instance may name has bounds", what_one_instance_may_name_has_bounds},
                      {"all at once comes to what one thread comes to", all_at_once_comes_to_what_one_thread_comes_to}});

@@ -49,6 +49,7 @@ _LIVENESS = "kvbm/catalog/liveness.py"
 _SQL_WRITER = "kvbm/catalog/sql_writer.py"
 _SQL_CLAIMS, _NET_CLAIMS = "kvbm/catalog/sql_claims.py", "kvbm/catalog/net_claims.py"
 _COPIES, _INDEX = "kvbm/manager/transfer.py", "native/src/cluster_index.cpp"
+_INDEX_UPKEEP = "native/src/index_upkeep.cpp"
 _RECONCILE, _WITHDRAWAL = "kvbm/janitor/reconcile.py", "kvbm/janitor/withdrawal.py"
 _HOLDINGS, _LANE = "kvbm/janitor/holdings.py", "native/src/block_lane.cpp"
 
@@ -386,10 +387,24 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "sweep_misses_what_moved": SourceMutant(
         "a sweep begins a part anew whose blocks have moved",
-        _INDEX,
+        _INDEX_UPKEEP,
         "    if (pass_moves_ != table_.moves(pass_shard_)) {\n      pass_moves_ = table_.moves(pass_shard_);\n      pass_page_ = 0;\n    }\n",
         "",
         test="native/tests/test_cluster_index.cpp",
+    ),
+    "namespaces_used_amid_an_audit_forgotten": SourceMutant(
+        "a namespace that is named amid an audit is used",
+        _INDEX_UPKEEP,
+        "  last_instance_ = kNone;  // so that whoever goes on with a namespace is seen to use it\n",
+        "",
+        test="native/tests/test_cluster_index.cpp",
+    ),
+    "namespaces_forgotten_amid_a_checkpoint": SourceMutant(
+        "a checkpoint that is being written names namespaces by number, and none is given away meanwhile",
+        _INDEX_UPKEEP,
+        "  const std::size_t spaces = checkpoints_ == 0 ? spaces_.size() : 0;",
+        "  const std::size_t spaces = spaces_.size();",
+        test="native/tests/test_checkpoint.cpp",
     ),
     "excluded_shown_in_a_new_space": SourceMutant(
         "an excluded instance is not visible in a namespace that is new to it",

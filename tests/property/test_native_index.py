@@ -738,7 +738,9 @@ def test_both_refuse_what_one_instance_names_beyond_its_bounds_and_forget_what_n
     twins, block = Twins(), chain(0, 1)
     spaces = [NamespaceId(number.to_bytes(16, "big")) for number in range(MOST_SPACES_OF_ONE + 2)]
 
-    def say(name: InstanceId, event: type[BlocksCreated] | type[BlocksEvicted], named: list[NamespaceId], tier: Tier) -> None:
+    def say(
+        name: InstanceId, event: type[BlocksCreated] | type[BlocksEvicted], named: list[NamespaceId], tier: Tier
+    ) -> None:
         more = {"reason": EvictReason.CAPACITY} if event is BlocksEvicted else {}
         for at in range(0, len(named), 200):
             events = [event(namespace=one, tier=tier, hashes=block, **more) for one in named[at : at + 200]]
@@ -758,7 +760,9 @@ def test_both_refuse_what_one_instance_names_beyond_its_bounds_and_forget_what_n
     assert twins.model.audit().is_whole
     assert sorted(twins.native.namespaces()) == sorted(twins.model.namespaces()) == [*spaces[:10], *spaces[-2:]]
     say(one, BlocksCreated, spaces[10:], Tier.HBM)
-    assert twins.both("anomalies") == {"refused-at-capacity": 2 + 2}  # of as many as it may, ten it holds, two others have brought
+    assert twins.both("anomalies") == {
+        "refused-at-capacity": 2 + 2
+    }  # of as many as it may, ten it holds, two others have brought
     pools = [PoolStated(Tier.OBJECT, 0, 1, Reach.CLUSTER, f"pool-{number}") for number in range(MOST_POOLS_OF_ONE + 2)]
     for pool in pools:
         twins.run(("events", other, [InstanceStarted(epoch=Epoch(1), pools=(pool,))], 0))

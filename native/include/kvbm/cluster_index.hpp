@@ -301,6 +301,7 @@ class ClusterIndex {
   static constexpr std::size_t kFreedAtOnce = 1024;  // numbers looked at under one hold of the lock
   static constexpr std::uint8_t kGenerations = 4;
   static constexpr std::uint16_t kAllVisible = 0xFFFF;
+  static constexpr std::uint64_t kPoolKind = std::uint64_t{1} << 63;  // in a key of holder_space_numbers_: the holder is a pool
   static constexpr std::size_t kMostSized = 65536;  // namespaces of whose objects the size is kept; kvbm/catalog/reference_index.py has it too
 
   struct Namespace {
@@ -394,6 +395,9 @@ class ClusterIndex {
 
     bool operator==(const SetChange&) const = default;
   };
+
+  static std::size_t at_tier(Tier tier) noexcept { return static_cast<std::size_t>(tier); }
+  static NamespaceId random_id();
 
   // -- under writer_ alone --
   void add(const Piece& piece);
