@@ -16,11 +16,8 @@ from urllib.parse import urlsplit
 from kvbm.core.errors import CatalogError
 from kvbm.locate.credentials import CatalogCredentials, Proof
 from kvbm.locate.proxies import proxy_of
-from kvbm.locate.requests import UNIX, AwayError, Request, Turns, away, closed, place_of
+from kvbm.locate.requests import UNIX, AskedFirst, Request, Turns, away, place_of
 from kvbm.locate.transport import Transport
-from kvbm.remarks import Remarks
-
-log = Remarks()
 
 KEPT = 16  # connections to a catalog that nobody uses
 _HEAD_BYTES = 64 << 10
@@ -131,42 +128,35 @@ class AsyncTransport:
             if not place.url.startswith(UNIX) and proxy_of(place.url)
         }
         self._proof = Proof(credentials, is_tls=any(one.url.startswith("https://") for one in self._places))
-        self._current = 0
-        self._is_closed = False
+        self._first = AskedFirst([place.url for place in self._places])
 
     @property
     def url(self) -> str:
         """Of the catalog that is asked first."""
-        return self._places[self._current].url
+        return self._first.url
 
     async def send(self, request: Request, timeout_s: float) -> tuple[int, bytes]:
         """The answer's status and body. Raises CatalogError: none answers in time. CatalogClosedError: it was closed."""
-        turns = Turns(self._current, len(self._places), request, timeout_s)
+        turns = Turns(self._first, request, timeout_s)
         for at, share_s in turns:
-            if self._is_closed:
-                raise closed(self.url)
-            place = self._places[at]
-            try:
-                async with asyncio.timeout(share_s):
-                    status, body = await self._ask(place, request, share_s)
-            except TimeoutError:
-                turns.note_away(away(place.url, f"no answer to {request.path} within {share_s:g} s"))
-                continue
-            except AwayError as error:
-                turns.note_away(error)
-                continue
-            if turns.is_final(status, body):
-                self._use(at)
-                return status, body
+            with turns.asking():
+                turns.take(at, await self._ask_within(self._places[at], request, share_s))
         return turns.end()
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
-        self._is_closed = True
+        self._first.is_closed = True
         for place in self._places:
             place.close()
         for proxied in self._proxied.values():
             proxied.close()
+
+    async def _ask_within(self, place: _Place, request: Request, timeout_s: float) -> tuple[int, bytes]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._ask(place, request, timeout_s)
+        except TimeoutError:
+            raise away(place.url, f"no answer to {request.path} within {timeout_s:g} s") from None
 
     async def _ask(self, place: _Place, request: Request, timeout_s: float) -> tuple[int, bytes]:
         if (proxied := self._proxied.get(place.url)) is not None:
@@ -185,11 +175,6 @@ class AsyncTransport:
             for place in self._places:
                 place.close()
         return has_changed
-
-    def _use(self, at: int) -> None:
-        if at != self._current:
-            log.info("catalog.changed", url=self._places[at].url, before=self._places[self._current].url)
-            self._current = at
 
 
 def _words(error: OSError) -> str:
