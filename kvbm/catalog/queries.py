@@ -111,9 +111,19 @@ class Queries:
         Args:
             asked: the namespace as the caller has given it.
         """
+        return self.misses.lookup(self.holdings(asked, hashes, caller, limit, only), caller, asked)
+
+    def holdings(
+        self,
+        asked: Namespace | NamespaceId,
+        hashes: bytes,
+        caller: Caller,
+        limit: int,
+        only: Sequence[InstanceId] | None,
+    ) -> LookupAnswer:
+        """As `lookup`, without a reason where nothing is found: for who asks again and again."""
         key, shown = self._keyed(asked, caller)
-        found = self._index.lookup(key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
-        return self.misses.lookup(found, caller, asked)
+        return self._index.lookup(key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
 
     def presence(
         self,
@@ -262,7 +272,8 @@ class Queries:
                 one if one.kind == "pool" else self._suspected_if_behind(one, one.name) for one in answer.holders
             ]
             answer = msgspec.structs.replace(answer, holders=holders)
-        return msgspec.structs.replace(answer, view_age_s=age_s) if age_s else answer
+        answer = msgspec.structs.replace(answer, view_age_s=age_s) if age_s else answer
+        return self.misses.block(answer, caller, namespace)
 
     def _pools_of(self, instance: InstanceId) -> Sequence[PoolStated]:
         row = self._sequencer.instance_row(instance)

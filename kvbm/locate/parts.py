@@ -280,6 +280,7 @@ class PartedCatalog(TokenQuestions):
             hash=answers[0].hash,
             holders=[holders[key] for key in sorted(holders)],
             view_age_s=max(answer.view_age_s for answer in answers),
+            missed=UNSET if holders else joined_missed(answer.missed for answer in answers),
         )
 
     def instances(self) -> list[InstanceSummary]:
