@@ -13,10 +13,9 @@ import ssl
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from kvbm.core.errors import CatalogError
 from kvbm.locate.credentials import CatalogCredentials, Proof
 from kvbm.locate.proxies import proxy_of
-from kvbm.locate.requests import UNIX, AskedFirst, Request, Turns, away, place_of
+from kvbm.locate.requests import UNIX, AskedFirst, Request, Turns, away, distrusted, ended, place_of
 from kvbm.locate.transport import Transport
 
 KEPT = 16  # connections to a catalog that nobody uses
@@ -39,6 +38,7 @@ class _LostError(Exception):
 class _Connection(NamedTuple):
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    term: int  # of the place when it was begun
 
 
 class _Place:
@@ -52,45 +52,48 @@ class _Place:
         self._host, self._port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
         self._named = parts.netloc
         self._idle: list[_Connection] = []
+        self._term = 0
 
     def close(self) -> None:
-        """Give up the connections that nobody uses."""
+        """Give up the connections that there are: those in use once their answers have come."""
+        self._term += 1
         idle, self._idle = self._idle, []
         for one in idle:
             one.writer.close()
 
-    async def ask(self, request: Request, token: str, context: ssl.SSLContext | None) -> tuple[int, bytes]:
+    async def ask(self, request: Request, proof: Proof) -> tuple[int, bytes]:
         """Its status and body. Raises AwayError, CatalogError."""
         while True:
             kept = self._idle.pop() if self._idle else None
             if kept is not None and kept.reader.at_eof():
                 kept.writer.close()
                 continue
-            connection = kept or await self._opened(context)
+            connection = kept or await self._opened(proof.context)
             try:
-                return await self._exchange(connection, request, token)
+                return await self._exchange(connection, request, proof.token)
             except _LostError as error:
                 if kept is None or not error.is_silent or not request.may_repeat:
-                    raise away(self.url, str(error)) from None
+                    shows_certificate = kept is None and error.is_silent and proof.shows_certificate
+                    raise away(self.url, ended(str(error), shows_certificate)) from None
+            except ssl.SSLError as error:  # a server's word on a certificate comes once the connection was made
+                raise distrusted(self.url, error) from None
             except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
                 raise away(self.url, str(error) or type(error).__name__) from None
 
     async def _opened(self, context: ssl.SSLContext | None) -> _Connection:
+        term = self._term
         try:
             if self._is_unix:
-                return _Connection(*await asyncio.open_unix_connection(self._path, limit=_HEAD_BYTES))
+                return _Connection(*await asyncio.open_unix_connection(self._path, limit=_HEAD_BYTES), term)
             tls = context if self._is_tls else None
-            return _Connection(*await asyncio.open_connection(self._host, self._port, ssl=tls, limit=_HEAD_BYTES))
+            return _Connection(*await asyncio.open_connection(self._host, self._port, ssl=tls, limit=_HEAD_BYTES), term)
         except ssl.SSLError as error:
-            raise CatalogError(
-                f"the catalog at {self.url} and this side do not trust each other ({error}); correct catalog.tls_ca, which signs its "
-                "certificate, and catalog.client_cert, if it asks for one"
-            ) from None
+            raise distrusted(self.url, error) from None
         except OSError as error:
             raise away(self.url, _words(error), was_asked=False) from None
 
     async def _exchange(self, connection: _Connection, request: Request, token: str) -> tuple[int, bytes]:
-        reader, writer = connection
+        reader, writer, term = connection
         is_kept = False
         try:
             writer.write(_head(request, self._named, token))
@@ -104,6 +107,9 @@ class _Place:
             else:
                 body = await reader.read()
             is_kept = is_kept and headers.get("connection", "").lower() != "close" and len(self._idle) < KEPT
+            is_kept = (
+                is_kept and term == self._term
+            )  # else it speaks for a certificate that was replaced, or for nobody
             return status, body
         finally:
             if is_kept:
@@ -162,9 +168,9 @@ class AsyncTransport:
         if (proxied := self._proxied.get(place.url)) is not None:
             return await asyncio.to_thread(proxied.send, request, timeout_s)
         self._prove()
-        status, body = await place.ask(request, self._proof.token, self._proof.context)
+        status, body = await place.ask(request, self._proof)
         if status == 401 and self._prove(again=True):
-            status, body = await place.ask(request, self._proof.token, self._proof.context)
+            status, body = await place.ask(request, self._proof)
         return status, body
 
     def _prove(self, again: bool = False) -> bool:

@@ -64,6 +64,23 @@ def away(url: str, why: str, was_asked: bool = True, proxy: str = "") -> AwayErr
     )
 
 
+def distrusted(url: str, why: object) -> CatalogError:
+    """That TLS with the catalog at a URL does not come about."""
+    return CatalogError(
+        f"the catalog at {url} and this side do not trust each other ({why}); correct catalog.tls_ca, which signs its "
+        "certificate, and catalog.client_cert, if it asks for one"
+    )
+
+
+def ended(why: str, shows_certificate: bool) -> str:
+    """Why a connection ended before its answer. A catalog that does not trust a certificate hangs up once it was shown, without a word.
+
+    Args:
+        shows_certificate: this side has shown one.
+    """
+    return f"{why}, as a catalog does that does not trust catalog.client_cert" if shows_certificate else why
+
+
 def closed(url: str) -> CatalogClosedError:
     """That the client was closed by whoever asks it now."""
     return CatalogClosedError(f"the client of the catalog at {url} is closed; make another")

@@ -10,7 +10,7 @@ import urllib3
 from kvbm.core.errors import CatalogError
 from kvbm.locate.credentials import CatalogCredentials, Proof
 from kvbm.locate.proxies import proxied, proxy_of, shown
-from kvbm.locate.requests import UNIX, AskedFirst, AwayError, Request, Turns, away, closed, place_of
+from kvbm.locate.requests import UNIX, AskedFirst, AwayError, Request, Turns, away, closed, distrusted, ended, place_of
 from kvbm.locate.unix_socket import unix_pool
 
 CONNECTIONS = 16
@@ -80,11 +80,9 @@ class _Place:
         if isinstance(error, urllib3.exceptions.TimeoutError):
             return self._away(f"no answer to {request.path} within {timeout_s:g} s")
         if isinstance(error, urllib3.exceptions.SSLError):
-            return CatalogError(
-                f"the catalog at {self.url} and this side do not trust each other ({error}); correct catalog.tls_ca, which signs its "
-                "certificate, and catalog.client_cert, if it asks for one"
-            )
-        return self._away(_words(error))
+            return distrusted(self.url, error)
+        is_ended = isinstance(error, urllib3.exceptions.ProtocolError)
+        return self._away(ended(_words(error), is_ended and self._proof.shows_certificate))
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
         if self.url.startswith(UNIX):
