@@ -99,13 +99,9 @@ class Queries:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def lookup(
-        self,
-        asked: Namespace | NamespaceId,
-        hashes: bytes,
-        caller: Caller = EMBEDDED,
-        limit: int = LIMIT,
+        self, asked: Namespace | NamespaceId, hashes: bytes, caller: Caller = EMBEDDED, limit: int = LIMIT,
         only: Sequence[InstanceId] | None = None,
-    ) -> LookupAnswer:
+    ) -> LookupAnswer:  # fmt: skip
         """Who has how much of a prefix, as far as the caller may know of it. Arguments as `kvbm.catalog.lookup.lookup`.
 
         Args:
@@ -114,25 +110,16 @@ class Queries:
         return self.misses.lookup(self.holdings(asked, hashes, caller, limit, only), caller, asked)
 
     def holdings(
-        self,
-        asked: Namespace | NamespaceId,
-        hashes: bytes,
-        caller: Caller,
-        limit: int,
-        only: Sequence[InstanceId] | None,
-    ) -> LookupAnswer:
+        self, asked: Namespace | NamespaceId, hashes: bytes, caller: Caller, limit: int, only: Sequence[InstanceId] | None
+    ) -> LookupAnswer:  # fmt: skip
         """As `lookup`, without a reason where nothing is found: for who asks again and again."""
         key, shown = self._keyed(asked, caller)
         return self._index.lookup(key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
 
     def presence(
-        self,
-        asked: Namespace | NamespaceId,
-        hashes: bytes,
-        caller: Caller = EMBEDDED,
-        limit: int = LIMIT,
+        self, asked: Namespace | NamespaceId, hashes: bytes, caller: Caller = EMBEDDED, limit: int = LIMIT,
         only: Sequence[InstanceId] | None = None,
-    ) -> PresenceAnswer:
+    ) -> PresenceAnswer:  # fmt: skip
         """Who has which of some blocks, as far as the caller may know of it. Arguments as `lookup`."""
         key, shown = self._keyed(asked, caller)
         found = presence(self._index, key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
