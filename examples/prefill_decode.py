@@ -1,17 +1,19 @@
 """Prefill and decode as two engines: P computes a prompt's KV, D decodes with it and computes none of its blocks again.
 
-P puts whole objects of KV into a pool that both share, and claims them in its stream. The catalog reads the stream. D's manager asks
-the catalog, gets the objects, and verifies them. A router hands over only tokens, and how far P's stream had come.
+P keeps its KV in HOST, which it lends to others (`transport.listen`). The catalog reads P's stream. D's manager asks the catalog, reads the
+blocks from P's memory, and verifies them. A router hands over only tokens, and how far P's stream had come.
 
     python examples/prefill_decode.py
 
-The shared tier is an object store in this program's memory; with S3 it would be `pools.object.url = "s3://bucket/prefix"`, and each
-engine a process of its own. A fetch from P's memory straight into D's does not exist yet. Needs torch and the extra `catalog`.
+On one machine blocks are read through shared memory; between machines it would be `transport.listen = "tcp://0.0.0.0:7701"`, and each
+engine a process of its own. Needs torch and the extra `catalog`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,15 +21,8 @@ from pathlib import Path
 import torch
 
 import kvbm
-from kvbm.assembly import CODER, NATIVE
-from kvbm.core.ids import split_hashes
-from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
-from kvbm.pools.stores.memory import MemoryStore
-from kvbm.streams.server import shared_server
-from kvbm.telemetry.remarks import to_standard_error
-from kvbm.workload.processes import start_catalog
 
-BLOCK_TOKENS, BLOCK_BYTES, OBJECT_BLOCKS = 16, 512, 4
+BLOCK_TOKENS, BLOCK_BYTES = 16, 512
 NAMESPACE = kvbm.Namespace(model="toy", revision="1", block_tokens=BLOCK_TOKENS, kv_dtype="uint8")
 WAIT_S = 60.0
 
@@ -35,20 +30,18 @@ WAIT_S = 60.0
 class Engine:
     """A toy engine. The KV of a token depends on all tokens before it; the next token depends on all KV."""
 
-    def __init__(self, name: str, folder: Path, nats_url: str, catalog_url: str, store: MemoryStore) -> None:
+    def __init__(self, name: str, folder: Path, catalog_url: str) -> None:
         flags = {
             "instance.id": name,
-            "instance.data_dir": str(folder),
-            "nats.url": nats_url,
+            "instance.data_dir": str(folder),  # where the first starts a nats-server, and the others find it
             "catalog.url": catalog_url,
+            "transport.listen": "host",
             "pools.hbm.device": "cpu",
             "pools.hbm.slots": 32,
             "pools.host.slots": 32,
             "onboard.locate_s": WAIT_S,  # wait so long for the catalog; less where computing is quicker
         }
-        objects = BlockObjects(store, BLOCK_BYTES, NATIVE.checksums, CODER, ObjectPoolOptions(blocks=OBJECT_BLOCKS))
-        settings = kvbm.load_settings(flags=flags)
-        self.manager = kvbm.open_manager(settings, [NAMESPACE], BLOCK_BYTES, engine="example", object_pool=objects)
+        self.manager = kvbm.open_manager(kvbm.load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES, engine="example")
         self.name, self.computed_blocks = name, 0
 
     def kv_of(self, tokens: list[int]) -> torch.Tensor:
@@ -60,7 +53,7 @@ class Engine:
     def prefill(self, tokens: list[int]) -> tuple[list[int], dict[kvbm.Tier, int]]:
         """KV of a prompt's full blocks, in pinned slots; and where those lay that were not computed."""
         manager = self.manager
-        hashes = split_hashes(manager.hash_tokens(tokens, NAMESPACE.root(), BLOCK_TOKENS))
+        hashes = kvbm.split_hashes(manager.hash_tokens(tokens, NAMESPACE.root(), BLOCK_TOKENS))
         prefix = manager.acquire(NAMESPACE.id, b"".join(hashes), wait_s=WAIT_S)
         fresh = manager.allocate(len(hashes) - prefix.depth)
         assert fresh is not None
@@ -78,26 +71,42 @@ class Engine:
         return tokens[-count:]
 
 
+def start_catalog(folder: Path, opened: ExitStack) -> kvbm.CatalogClient:
+    """A catalog in a process of its own, as `kvbm-catalog serve` starts one, and a client of it."""
+    socket = folder / "catalog.sock"
+    sets = {"instance.data_dir": folder, "catalog.listen": "127.0.0.1:0", "catalog.unix_socket": socket}
+    command = [
+        sys.executable,
+        "-m",
+        "kvbm",
+        "catalog",
+        "serve",
+        *(f"--set={key}={value}" for key, value in sets.items()),
+    ]
+    catalog = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    opened.callback(catalog.wait)
+    opened.callback(catalog.terminate)
+    client = opened.enter_context(kvbm.CatalogClient(f"unix:{socket}"))
+    client.wait_ready(WAIT_S)
+    return client
+
+
 def main() -> None:
     prompt = [7 * token % 1000 for token in range(8 * BLOCK_TOKENS + 5)]
-    to_standard_error()  # where logs go
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-        server = shared_server(folder / "nats")
-        opened.callback(server.stop)
-        catalog = start_catalog(folder / "catalog", server.url, opened)
-        store = MemoryStore()
-        p, d = (Engine(name, folder, server.url, catalog.url, store) for name in ("prefill", "decode"))
+        catalog = start_catalog(folder, opened)
+        p, d = (Engine(name, folder, catalog.url) for name in ("prefill", "decode"))
         for engine in (p, d):
             opened.enter_context(engine.manager)
 
         slots, _ = p.prefill(prompt)
-        p.manager.settle(WAIT_S)  # until its objects are in the store
-        print(f"{p.name}: computed {p.computed_blocks} blocks, the store has {len(store.objects)} objects")
+        p.manager.settle(WAIT_S)  # until its copies are in HOST
+        print(f"{p.name}: computed {p.computed_blocks} blocks")
 
         seen = kvbm.PositionWanted(instance=p.manager.instance, epoch=p.manager.epoch, offset=p.manager.applied())
         answer = catalog.lookup(NAMESPACE, catalog.hashes(NAMESPACE, b"", prompt), at_least=[seen], wait_s=5.0)
-        print("catalog: " + ", ".join(f"{pool.depth} blocks in {pool.pool}" for pool in answer.pools))
+        print("catalog: " + ", ".join(f"{one.depth} blocks at {one.instance}" for one in answer.instances))
 
         d_slots, hits = d.prefill(prompt)
         tokens = d.decode(prompt, d_slots, 4)

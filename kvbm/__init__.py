@@ -15,7 +15,7 @@ An engine whose KV cache kvbm may allocate:
         manager.unpin(prefix.slots + slots)                # the request is over
 
 An engine that owns its KV cache says what it holds to an `EngineHbmManager`, which `open_engine_manager` opens. A router asks the
-catalog through a `CatalogClient`, or a `CatalogReplica` in its own process, which `open_replica` opens.
+catalog through a `CatalogClient`, or a `CatalogReplica` in its own process, which `open_replica` opens. What was recorded, `open_log` reads.
 
 Packed runs: a list of sequence hashes is `bytes`, 16 for each block in prompt order. Slots are ints from 0. Sizes are bytes, times
 are seconds unless a name says otherwise.
@@ -32,7 +32,16 @@ catalog is a miss, one warning in the log, and a word in `Manager.trouble()`.
 The names here are the public ones; everything else may change without notice.
 """
 
-from kvbm.assembly import copy_queue, open_engine_manager, open_manager, open_replica
+from kvbm.assembly import (
+    RecordedEvent,
+    RecordedLog,
+    copy_queue,
+    open_engine_manager,
+    open_log,
+    open_manager,
+    open_replica,
+    what_if,
+)
 from kvbm.catalog.replica import CatalogReplica
 from kvbm.config import Settings, load_settings
 from kvbm.core.answers import (
@@ -66,7 +75,19 @@ from kvbm.core.errors import (
     PoolMismatchError,
     StreamError,
 )
-from kvbm.core.events import EvictReason
+from kvbm.core.events import (
+    BlocksCreated,
+    BlocksEvicted,
+    BlocksMigrated,
+    EvictReason,
+    InstanceStarted,
+    InstanceStopped,
+    MigrateCause,
+    ResidenciesListed,
+    SnapshotEnded,
+)
+from kvbm.core.extra_keys import Media, extra_key, salted
+from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.layout import KvShape
 from kvbm.core.ledger import Match, ShareCounts, TierCounts
@@ -76,6 +97,8 @@ from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient
 from kvbm.locate.nats_proof import NatsCredentials
 from kvbm.locate.parts import PartedCatalog
+from kvbm.locate.watched_blocks import WatchedBlocks
+from kvbm.locate.watching import CatalogWatch
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.manager.load_meter import LoadMeter
@@ -102,6 +125,9 @@ __all__ = [
     "AsyncCatalog",
     "AsyncCatalogClient",
     "BlockAnswer",
+    "BlocksCreated",
+    "BlocksEvicted",
+    "BlocksMigrated",
     "Catalog",
     "CatalogClient",
     "CatalogClosedError",
@@ -109,6 +135,7 @@ __all__ = [
     "CatalogError",
     "CatalogRefusedError",
     "CatalogReplica",
+    "CatalogWatch",
     "ConfigError",
     "CopyQueue",
     "EngineHbmManager",
@@ -117,6 +144,8 @@ __all__ = [
     "HashSchemeError",
     "HbmPool",
     "HostPool",
+    "InstanceStarted",
+    "InstanceStopped",
     "InstanceSummary",
     "JournalError",
     "KvShape",
@@ -128,6 +157,8 @@ __all__ = [
     "Manager",
     "ManagerStats",
     "Match",
+    "Media",
+    "MigrateCause",
     "MissingExtraError",
     "Namespace",
     "NamespaceId",
@@ -146,22 +177,32 @@ __all__ = [
     "Prefix",
     "PresenceAnswer",
     "ReadyAnswer",
+    "RecordedEvent",
+    "RecordedLog",
+    "ResidenciesListed",
     "RouteAnswer",
     "SequenceHash",
     "Settings",
     "ShareCounts",
     "Skipped",
+    "SnapshotEnded",
     "Store",
     "StreamError",
     "Tier",
     "TierCounts",
+    "WatchedBlocks",
     "copy_queue",
+    "extra_key",
     "load_settings",
     "map_host",
     "open_engine_manager",
+    "open_log",
     "open_manager",
     "open_replica",
     "paged_layout",
+    "salted",
+    "sequence_hashes",
     "split_hashes",
     "weights_digest",
+    "what_if",
 ]

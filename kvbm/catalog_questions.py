@@ -435,6 +435,7 @@ def _told_block(answer: BlockAnswer) -> list[Table | str]:
     told: list[Table | str] = (
         [table] if answer.holders else [f"nobody holds block {answer.hash} of namespace {answer.namespace}"]
     )
+    told += _missed(answer.missed)
     return told + _view(answer.view_age_s)
 
 
@@ -491,8 +492,8 @@ def _all_of(one: InstanceSummary) -> Table:
 
 def _watched(event: WatchEvent) -> list[str]:
     match event:
-        case WatchBegun(position=position):
-            return [f"watching from {position}"]
+        case WatchBegun(position=position, missed=missed):
+            return [f"watching from {position}", *_missed(missed)]
         case BlockChanges(holder=holder, is_pool=is_pool, changes=changes):
             name = f"pool {holder}" if is_pool else holder
             return [f"{name} {_changed(one)}" for one in changes]
@@ -506,7 +507,7 @@ def _watched(event: WatchEvent) -> list[str]:
             held = (
                 ", ".join(f"{one.instance} {one.depth} ({_tiers(one.tiers)})" for one in answer.instances) or "nobody"
             )
-            return [f"of {answer.blocks} blocks: {held}"]
+            return [f"of {answer.blocks} blocks: {held}", *_missed(answer.missed)]
         case Missed(instance=instance, why=why):
             return [f"missed{f' of {instance}' if instance else ''}: {why}"]
         case WatchEnded(why=why):

@@ -7,12 +7,12 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from tests.certificates import Certificate
 
@@ -91,134 +91,175 @@ class FaultyServer:
 
 
 @contextmanager
-def faulty(target: str, certificate: Certificate | None = None) -> Iterator[FaultyServer]:  # noqa: C901 - a table of faults
+def faulty(target: str, certificate: Certificate | None = None) -> Iterator[FaultyServer]:
     """A server before the one at URL `target`, faultless until told otherwise. It does as a proxy for http, too.
 
     Args:
         certificate: it speaks TLS with this one.
     """
-    parts = urlsplit(target)
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        timeout = 600
-
-        def log_message(self, *_: object) -> None:
-            """Nothing."""
-
-        def answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            fault = state.begun(Asked(self.command, self.path, headers))
-            self._is_under_way = True
-            try:
-                self._answer(fault or Fault("none"), body)
-            except OSError:
-                self.close_connection = True  # the client has gone
-            finally:
-                self._leave()
-
-        def _leave(self) -> None:
-            """The request is no longer under way. Counted before the answer is sent: behind it the client may send the next."""
-            if self._is_under_way:
-                self._is_under_way = False
-                state.ended()
-
-        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer  # noqa: N815
-
-        def _answer(self, fault: Fault, body: bytes) -> None:
-            match fault.kind:
-                case "status":
-                    headers = {"x-amz-bucket-region": fault.region} if fault.region else {}
-                    self._send(fault.status, headers, _words(fault.code))
-                case "without":
-                    del self.headers[fault.header]
-                    self._send(*self._forward(body))
-                case "dated":
-                    past = datetime.now(UTC) - timedelta(hours=1)
-                    self.headers.replace_header("x-amz-date", past.strftime("%Y%m%dT%H%M%SZ"))
-                    self._send(*self._forward(body))
-                case "deaf":
-                    self._forward(body)
-                    self._send(fault.status, {}, _words(fault.code))
-                case "never":
-                    state.over.wait()
-                    self.close_connection = True
-                case "stalled":
-                    state.released.wait()
-                    self.close_connection = True
-                case "reset":
-                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    self.connection.close()
-                    self.close_connection = True
-                case "slow":
-                    status, headers, real = self._forward(body)
-                    self._send(status, headers, real, dripping=True)
-                case "cut":
-                    status, headers, real = self._forward(body)
-                    self._send(status, headers, real, sent=len(real) // 2)
-                    self.close_connection = True
-                case "again":
-                    self._send(*state.last)
-                case _:
-                    if fault.kind == "held":
-                        state.released.wait()
-                    self._send(*self._forward(body))
-
-        def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
-            link = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=_FORWARD_S)
-            try:
-                asked = urlsplit(self.path)  # of a proxy the whole URL is asked for
-                path = urlunsplit(asked._replace(scheme="", netloc=""))
-                link.putrequest(self.command, path, skip_host=True, skip_accept_encoding=True)
-                for name, value in self.headers.items():
-                    link.putheader(name, parts.netloc if asked.netloc and name.lower() == "host" else value)
-                link.endheaders(body or None)
-                real = link.getresponse()
-                state.last = (real.status, dict(real.getheaders()), real.read())
-                return state.last
-            finally:
-                link.close()
-
-        def _send(
-            self, status: int, headers: dict[str, str], body: bytes, sent: int | None = None, dripping: bool = False
-        ) -> None:
-            self._leave()
-            self.send_response_only(status)
-            length = headers.get("Content-Length") if self.command == "HEAD" else None
-            for name, value in headers.items():
-                if name.lower() not in ("content-length", "transfer-encoding", "connection", "keep-alive"):
-                    self.send_header(name, value)
-            self.send_header("Content-Length", length or str(len(body)))
-            self.end_headers()
-            if self.command == "HEAD":
-                return
-            if not dripping:
-                self.wfile.write(body[:sent])
-                return
-            for at in range(len(body)):
-                self.wfile.write(body[at : at + 1])
-                self.wfile.flush()
-                if state.over.wait(_DRIP_S):
-                    return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    if certificate is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate.cert, certificate.key)
-        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    state = FaultyServer(server.server_port, parts.path, "http" if certificate is None else "https")
+    server = _Listener(urlsplit(target), certificate)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="faulty-http", daemon=True)
     thread.start()
     try:
-        yield state
+        yield server.state
     finally:
-        state.over.set()
-        state.released.set()
+        server.state.over.set()
+        server.state.released.set()
         server.shutdown()
         server.server_close()
         thread.join(60)
+
+
+class _Listener(ThreadingHTTPServer):
+    """Listens on a free port, with a thread for each connection."""
+
+    daemon_threads = True
+
+    def __init__(self, target: SplitResult, certificate: Certificate | None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate.cert, certificate.key)
+            self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        self.target = target
+        self.state = FaultyServer(self.server_port, target.path, "http" if certificate is None else "https")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection: each request is passed on, unless a fault befalls it."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = 600
+    server: _Listener
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        fault = self.server.state.begun(Asked(self.command, self.path, headers))
+        self._is_under_way = True
+        try:
+            if fault is None:
+                self._send(*self._forward(body))
+            else:
+                _BEFALL[fault.kind](self, fault, body)
+        except OSError:
+            self.close_connection = True  # the client has gone
+        finally:
+            self._leave()
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer  # noqa: N815
+
+    # -- what befalls a request: `Fault.kind` -----------------------------------------------------------------------
+
+    def _status(self, fault: Fault, _: bytes) -> None:
+        headers = {"x-amz-bucket-region": fault.region} if fault.region else {}
+        self._send(fault.status, headers, _words(fault.code))
+
+    def _deaf(self, fault: Fault, body: bytes) -> None:
+        self._forward(body)
+        self._send(fault.status, {}, _words(fault.code))
+
+    def _without(self, fault: Fault, body: bytes) -> None:
+        del self.headers[fault.header]
+        self._send(*self._forward(body))
+
+    def _dated(self, _: Fault, body: bytes) -> None:
+        past = datetime.now(UTC) - timedelta(hours=1)
+        self.headers.replace_header("x-amz-date", past.strftime("%Y%m%dT%H%M%SZ"))
+        self._send(*self._forward(body))
+
+    def _never(self, *_: object) -> None:
+        self.server.state.over.wait()
+        self.close_connection = True
+
+    def _stalled(self, *_: object) -> None:
+        self.server.state.released.wait()
+        self.close_connection = True
+
+    def _held(self, _: Fault, body: bytes) -> None:
+        self.server.state.released.wait()
+        self._send(*self._forward(body))
+
+    def _reset(self, *_: object) -> None:
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
+
+    def _slow(self, _: Fault, body: bytes) -> None:
+        self._send(*self._forward(body), dripping=True)
+
+    def _cut(self, _: Fault, body: bytes) -> None:
+        status, headers, real = self._forward(body)
+        self._send(status, headers, real, sent=len(real) // 2)
+        self.close_connection = True
+
+    def _again(self, *_: object) -> None:
+        self._send(*self.server.state.last)
+
+    # -- the way to the real server, and the answer's -----------------------------------------------------------------
+
+    def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        link = http.client.HTTPConnection(
+            self.server.target.hostname or "", self.server.target.port or 80, timeout=_FORWARD_S
+        )
+        try:
+            asked = urlsplit(self.path)  # of a proxy the whole URL is asked for
+            path = urlunsplit(asked._replace(scheme="", netloc=""))
+            link.putrequest(self.command, path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                link.putheader(name, self.server.target.netloc if asked.netloc and name.lower() == "host" else value)
+            link.endheaders(body or None)
+            real = link.getresponse()
+            self.server.state.last = (real.status, dict(real.getheaders()), real.read())
+            return self.server.state.last
+        finally:
+            link.close()
+
+    def _send(
+        self, status: int, headers: dict[str, str], body: bytes, sent: int | None = None, dripping: bool = False
+    ) -> None:
+        self._leave()
+        self.send_response_only(status)
+        length = headers.get("Content-Length") if self.command == "HEAD" else None
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection", "keep-alive"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length or str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if not dripping:
+            self.wfile.write(body[:sent])
+            return
+        for at in range(len(body)):
+            self.wfile.write(body[at : at + 1])
+            self.wfile.flush()
+            if self.server.state.over.wait(_DRIP_S):
+                return
+
+    def _leave(self) -> None:
+        """The request is no longer under way. Counted before the answer is sent: behind it the client may send the next."""
+        if self._is_under_way:
+            self._is_under_way = False
+            self.server.state.ended()
+
+
+_BEFALL: dict[str, Callable[[_Handler, Fault, bytes], None]] = {
+    "status": _Handler._status,
+    "deaf": _Handler._deaf,
+    "without": _Handler._without,
+    "dated": _Handler._dated,
+    "never": _Handler._never,
+    "stalled": _Handler._stalled,
+    "held": _Handler._held,
+    "reset": _Handler._reset,
+    "slow": _Handler._slow,
+    "cut": _Handler._cut,
+    "again": _Handler._again,
+}
 
 
 def _words(code: str) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 import time
+from collections.abc import Sequence
 
 from tests.nats_fixture import WAIT_S
 
@@ -56,6 +58,19 @@ class Wire:
         if not data:
             raise ConnectionError(f"ended after {self._read!r}")
         self._read += data
+
+
+def check_in_any_order(wire: Wire, kinds: Sequence[bytes], plain: bytes) -> None:
+    """Send each three of some requests in each order, as one piece: each is answered with 200, in its turn.
+
+    Args:
+        kinds: of which the last is answered with the body `plain`, the others with another.
+    """
+    for order in itertools.product(range(len(kinds)), repeat=3):
+        wire.send(b"".join(kinds[kind] for kind in order))
+        for kind in order:
+            status, _, answer = wire.answer()
+            assert (status, answer == plain) == (200, kind == len(kinds) - 1)
 
 
 def post(path: str, body: bytes, *headers: str, length: bool = True) -> bytes:

@@ -51,13 +51,13 @@ NATIVE = Twin(_native.ClusterIndex, _native.scan_frames)
 each_twin = pytest.mark.parametrize("twin", [REFERENCE, NATIVE], ids=["reference", "native"])
 
 
-def frame_bytes(instance: InstanceId, *events: Event, epoch: int = 1, digest: int = 0) -> bytes:
+def frame_bytes(instance: InstanceId, *events: Event, epoch: int = 1, digest: int = 0, wall_time_ns: int = 1) -> bytes:
     """A frame of these events; an index does not look at its offset."""
     return _native.encode_frame(
         Frame(
-            instance=instance, epoch=Epoch(epoch), first_offset=Offset(0), wall_time_ns=1, events=events, digest=digest
+            instance=instance, epoch=Epoch(epoch), first_offset=Offset(0), wall_time_ns=wall_time_ns, events=events, digest=digest
         )
-    )
+    )  # fmt: skip
 
 
 def held_of(index: ClusterIndex, keys: set[Key], with_claims: bool = True) -> dict[Key, set[Holder]]:

@@ -33,6 +33,7 @@ from kvbm.assembly.native import (
     segment_copies,
 )
 from kvbm.assembly.pools import instance_folder, nvme_paths, open_objects, pod_file
+from kvbm.assembly.recorded import RecordedEvent, RecordedLog, open_log, what_if
 from kvbm.assembly.replica import open_replica
 
 __all__ = [
@@ -47,6 +48,8 @@ __all__ = [
     "NATIVE_MESSAGES",
     "OPEN_BLOCK_IO",
     "Core",
+    "RecordedEvent",
+    "RecordedLog",
     "RowCopier",
     "catalog_client",
     "catalog_clients",
@@ -62,6 +65,7 @@ __all__ = [
     "last_touches",
     "nvme_paths",
     "open_engine_manager",
+    "open_log",
     "open_manager",
     "open_objects",
     "open_replica",
@@ -70,4 +74,5 @@ __all__ = [
     "run_gc",
     "segment_copies",
     "stream_credentials",
+    "what_if",
 ]

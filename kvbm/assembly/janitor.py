@@ -16,7 +16,7 @@ import msgspec
 
 from kvbm.assembly.manager import database_url, make_data_dir, open_manager, stream_credentials
 from kvbm.assembly.native import CODER, NATIVE
-from kvbm.assembly.pools import key_source
+from kvbm.assembly.pools import key_source, open_object_store
 from kvbm.config import HbmSettings, PoolsSettings, Settings, check_gc, check_settings
 from kvbm.core.errors import ConfigError, KvbmError, MissingExtraError, StreamError
 from kvbm.core.events import JANITOR
@@ -28,7 +28,6 @@ from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.base import Store
-from kvbm.pools.stores.opening import open_store
 from kvbm.remarks import Remarks
 from kvbm.streams.base import Position
 from kvbm.streams.nats.permissions import Role
@@ -189,17 +188,7 @@ def _pool_of(store: str, blocks: int, is_sealed: bool, known: Collection[str]) -
 
 
 def _open_store(settings: Settings) -> Store:
-    """The store of the object pool. Raises ConfigError, MissingExtraError, PoolError: as `stores.opening.open_store`."""
-    wanted = settings.pools.object
-    return open_store(
-        wanted.url,
-        endpoint=wanted.endpoint,
-        region=wanted.region,
-        ca=wanted.ca,
-        name=wanted.name,
-        ttl_s=wanted.ttl_s,
-        tries=False,  # a janitor tries more, and with --dry-run puts nothing
-    )
+    return open_object_store(settings, tries=False)  # a janitor tries more, and with --dry-run puts nothing
 
 
 def janitor_id(pool: str) -> InstanceId:

@@ -28,7 +28,7 @@ from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.base import Store, StoreAwayError
 from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.late import LateStore
-from kvbm.pools.stores.link import Limits
+from kvbm.pools.stores.link import LIMITS, Limits
 from kvbm.pools.stores.opening import open_store
 from kvbm.pools.tenant_keys import KeySource, keys_of_command, keys_of_file
 from kvbm.remarks import Remarks
@@ -180,19 +180,8 @@ def open_objects(
         sealing = Sealing(key_source(settings), blocks, header_bytes(blocks), on_trouble)
         sealing.check(namespaces)
 
-    def open_kept() -> Store:
-        return open_store(
-            wanted.url,
-            endpoint=wanted.endpoint,
-            region=wanted.region,
-            ca=wanted.ca,
-            name=wanted.name,
-            ttl_s=wanted.ttl_s,
-            limits=limits,
-        )
-
     with ExitStack() as opened:
-        store = _opened(open_kept, on_trouble if waits else None)
+        store = _opened(lambda: open_object_store(settings, limits), on_trouble if waits else None)
         opened.callback(store.close)
         if wanted.front:
             front = _opened(
@@ -216,6 +205,21 @@ def open_objects(
         pool = BlockObjects(store, block_bytes, NATIVE.checksums, CODER, options)
         opened.pop_all()
         return pool
+
+
+def open_object_store(settings: Settings, limits: Limits = LIMITS, tries: bool = True) -> Store:
+    """The store of the object pool. Arguments and errors are those of `stores.opening.open_store`."""
+    wanted = settings.pools.object
+    return open_store(
+        wanted.url,
+        endpoint=wanted.endpoint,
+        region=wanted.region,
+        ca=wanted.ca,
+        name=wanted.name,
+        ttl_s=wanted.ttl_s,
+        limits=limits,
+        tries=tries,
+    )
 
 
 def _opened(reopen: Callable[[], Store], on_trouble: Callable[[str], None] | None) -> Store:

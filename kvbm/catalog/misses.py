@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import TypeVar
 
 import msgspec
 
 from kvbm.catalog.access import Caller
 from kvbm.catalog.index import ClusterIndex
 from kvbm.catalog.visibility import Declarations, Visibility
-from kvbm.core.answers import LookupAnswer, MissedAnswer, MissedWhy, NearNamespace, PresenceAnswer
+from kvbm.core.answers import BlockAnswer, LookupAnswer, MissedAnswer, MissedWhy, NearNamespace, PresenceAnswer
 from kvbm.core.ids import Namespace, NamespaceId
 from kvbm.core.missed import differences, missed, number_of
 from kvbm.remarks import Seldom
 
+A = TypeVar("A", LookupAnswer, PresenceAnswer, BlockAnswer)
 _LOOKED_AT = 64  # namespaces of one model that are compared with what was asked for
 _MOST_OWN = 512  # namespaces of a caller's tenants that are looked at for those of the model
 _MOST_TEXT = 200  # characters of a field's value
@@ -46,10 +48,8 @@ class Misses:
 
     def lookup(self, answer: LookupAnswer, caller: Caller, asked: Namespace | NamespaceId) -> LookupAnswer:
         """The answer, with a reason where nothing was found."""
-        if answer.deepest or answer.instances or answer.pools:
-            return answer
-        why = self.why(caller, asked, answer.blocks, is_excluded=bool(answer.excluded))
-        return msgspec.structs.replace(answer, missed=self.explained("lookup", caller, asked, why))
+        why = self.why_none(answer, caller, asked)
+        return answer if why is None else self.reasoned(answer, "lookup", caller, asked, why)
 
     def lookups(
         self, index: ClusterIndex, key: NamespaceId, prompts: Sequence[bytes], limit: int, caller: Caller,
@@ -80,8 +80,27 @@ class Misses:
         """The same of a question of presence."""
         if answer.holders:
             return answer
-        why = self.why(caller, asked, answer.blocks)
-        return msgspec.structs.replace(answer, missed=self.explained("presence", caller, asked, why))
+        return self.reasoned(answer, "presence", caller, asked, self.why(caller, asked, answer.blocks))
+
+    def block(self, answer: BlockAnswer, caller: Caller, asked: NamespaceId) -> BlockAnswer:
+        """The same of a question about one block."""
+        return answer if answer.holders else self.reasoned(answer, "block", caller, asked, self.why(caller, asked, 1))
+
+    def watch(self, caller: Caller, asked: Namespace | NamespaceId | None) -> MissedAnswer | msgspec.UnsetType:
+        """The reason why a watch of a namespace's blocks has nothing to tell yet: nobody has named the namespace."""
+        if asked is None or self.knows(caller, asked):
+            return msgspec.UNSET
+        return self.explained("watch", caller, asked, "namespace_unknown")
+
+    def why_none(self, answer: LookupAnswer, caller: Caller, asked: Namespace | NamespaceId) -> MissedWhy | None:
+        """The reason why a lookup has found nothing; None where it has found something. Nothing is counted."""
+        if answer.deepest or answer.instances or answer.pools:
+            return None
+        return self.why(caller, asked, answer.blocks, is_excluded=bool(answer.excluded))
+
+    def reasoned(self, answer: A, question: str, caller: Caller, asked: Namespace | NamespaceId, why: MissedWhy) -> A:
+        """An answer with its reason, which is counted."""
+        return msgspec.structs.replace(answer, missed=self.explained(question, caller, asked, why))
 
     def knows(self, caller: Caller, asked: Namespace | NamespaceId) -> bool:
         """Whether an instance has named a namespace, as far as the caller may know."""

@@ -99,30 +99,27 @@ class Queries:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def lookup(
-        self,
-        asked: Namespace | NamespaceId,
-        hashes: bytes,
-        caller: Caller = EMBEDDED,
-        limit: int = LIMIT,
+        self, asked: Namespace | NamespaceId, hashes: bytes, caller: Caller = EMBEDDED, limit: int = LIMIT,
         only: Sequence[InstanceId] | None = None,
-    ) -> LookupAnswer:
+    ) -> LookupAnswer:  # fmt: skip
         """Who has how much of a prefix, as far as the caller may know of it. Arguments as `kvbm.catalog.lookup.lookup`.
 
         Args:
             asked: the namespace as the caller has given it.
         """
+        return self.misses.lookup(self.holdings(asked, hashes, caller, limit, only), caller, asked)
+
+    def holdings(
+        self, asked: Namespace | NamespaceId, hashes: bytes, caller: Caller, limit: int, only: Sequence[InstanceId] | None
+    ) -> LookupAnswer:  # fmt: skip
+        """As `lookup`, without a reason where nothing is found: for who asks again and again."""
         key, shown = self._keyed(asked, caller)
-        found = self._index.lookup(key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
-        return self.misses.lookup(found, caller, asked)
+        return self._index.lookup(key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
 
     def presence(
-        self,
-        asked: Namespace | NamespaceId,
-        hashes: bytes,
-        caller: Caller = EMBEDDED,
-        limit: int = LIMIT,
+        self, asked: Namespace | NamespaceId, hashes: bytes, caller: Caller = EMBEDDED, limit: int = LIMIT,
         only: Sequence[InstanceId] | None = None,
-    ) -> PresenceAnswer:
+    ) -> PresenceAnswer:  # fmt: skip
         """Who has which of some blocks, as far as the caller may know of it. Arguments as `lookup`."""
         key, shown = self._keyed(asked, caller)
         found = presence(self._index, key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
@@ -262,7 +259,8 @@ class Queries:
                 one if one.kind == "pool" else self._suspected_if_behind(one, one.name) for one in answer.holders
             ]
             answer = msgspec.structs.replace(answer, holders=holders)
-        return msgspec.structs.replace(answer, view_age_s=age_s) if age_s else answer
+        answer = msgspec.structs.replace(answer, view_age_s=age_s) if age_s else answer
+        return self.misses.block(answer, caller, namespace)
 
     def _pools_of(self, instance: InstanceId) -> Sequence[PoolStated]:
         row = self._sequencer.instance_row(instance)

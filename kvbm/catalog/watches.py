@@ -21,7 +21,7 @@ from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.limits import LimitError, LimitSettings, Room
 from kvbm.catalog.queries import Queries
 from kvbm.catalog.sequencer import Sequencer
-from kvbm.core.answers import InstanceHolding, LookupAnswer
+from kvbm.core.answers import InstanceHolding, LookupAnswer, MissedWhy
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId, Reach, Tier
 from kvbm.core.watch_events import (
@@ -172,7 +172,9 @@ class BlocksWatch:
                 self._serial, self.place, now = serial, place, place
                 with_names = place.run != self._log.run
         self._begin_states(with_names)
-        return [Told(WatchBegun(position=self._text(now), keepalive_s=KEEPALIVE_S), now), *events]
+        why_none = self._cluster.queries.misses.watch(self.caller, self._asked.namespace)
+        begun = WatchBegun(position=self._text(now), keepalive_s=KEEPALIVE_S, missed=why_none)
+        return [Told(begun, now), *events]
 
     def step(self) -> list[Told] | None:
         """See `Watching`."""
@@ -348,7 +350,7 @@ class PrefixWatch:
         self._only = None if asked.instance is None else [asked.instance]
         self._serial = -1
         self._behind = cluster.behind
-        self._told: dict[str, InstanceHolding | int] | None = None
+        self._told: tuple[dict[str, InstanceHolding | int], MissedWhy | None] | None = None
 
     def begin(self) -> list[Told]:
         """See `Watching`."""
@@ -361,11 +363,15 @@ class PrefixWatch:
         if self._serial == self._log.last and self._behind is self._cluster.behind:
             return None
         self._serial, self._behind = self._log.last, self._cluster.behind
-        answer = self._cluster.queries.lookup(self._namespace, self._hashes, self.caller, self._limit, self._only)
-        told = _depths(answer)
+        queries = self._cluster.queries
+        answer = queries.holdings(self._namespace, self._hashes, self.caller, self._limit, self._only)
+        why = queries.misses.why_none(answer, self.caller, self._namespace)
+        told = (_depths(answer), why)
         if told == self._told:
             return None
         self._told = told
+        if why is not None:
+            answer = queries.misses.reasoned(answer, "watch", self.caller, self._namespace, why)
         return [Told(PrefixDepths(answer=answer), self._log.place())]
 
     @property

@@ -368,12 +368,17 @@ class BlockHolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds a block. `view_age_s` as in LookupAnswer."""
+    """Who holds a block. `view_age_s` as in LookupAnswer.
+
+    Attributes:
+        missed: where nobody does, why.
+    """
 
     namespace: str
     hash: str
     holders: list[BlockHolder]
     view_age_s: float = 0.0
+    missed: MissedAnswer | msgspec.UnsetType = msgspec.UNSET
 
 
 class SnapshotAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from kvbm.core.answers import LIMIT, MAX_LIMIT, HashHex, LookupAnswer
+from kvbm.core.answers import LIMIT, MAX_LIMIT, HashHex, LookupAnswer, MissedAnswer
 from kvbm.core.ids import Namespace
 
 MAX_WATCHED_HASHES = 4096
@@ -45,10 +45,13 @@ class WatchBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
 
     Attributes:
         keepalive_s: something comes at least so often.
+        missed: of a watch of a namespace's blocks: that no instance has named it, as far as the caller may know, as a lookup says it. A
+            watch of a prefix has its reason in each answer.
     """
 
     position: str
     keepalive_s: float
+    missed: MissedAnswer | msgspec.UnsetType = msgspec.UNSET
 
 
 class BlockChange(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,14 +13,10 @@ import ssl
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from kvbm.core.errors import CatalogError
 from kvbm.locate.credentials import CatalogCredentials, Proof
 from kvbm.locate.proxies import proxy_of
-from kvbm.locate.requests import UNIX, AwayError, Request, Turns, away, closed, place_of
+from kvbm.locate.requests import UNIX, AskedFirst, Request, Turns, away, distrusted, ended, place_of
 from kvbm.locate.transport import Transport
-from kvbm.remarks import Remarks
-
-log = Remarks()
 
 KEPT = 16  # connections to a catalog that nobody uses
 _HEAD_BYTES = 64 << 10
@@ -42,6 +38,7 @@ class _LostError(Exception):
 class _Connection(NamedTuple):
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    term: int  # of the place when it was begun
 
 
 class _Place:
@@ -55,45 +52,48 @@ class _Place:
         self._host, self._port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
         self._named = parts.netloc
         self._idle: list[_Connection] = []
+        self._term = 0
 
     def close(self) -> None:
-        """Give up the connections that nobody uses."""
+        """Give up the connections that there are: those in use once their answers have come."""
+        self._term += 1
         idle, self._idle = self._idle, []
         for one in idle:
             one.writer.close()
 
-    async def ask(self, request: Request, token: str, context: ssl.SSLContext | None) -> tuple[int, bytes]:
+    async def ask(self, request: Request, proof: Proof) -> tuple[int, bytes]:
         """Its status and body. Raises AwayError, CatalogError."""
         while True:
             kept = self._idle.pop() if self._idle else None
             if kept is not None and kept.reader.at_eof():
                 kept.writer.close()
                 continue
-            connection = kept or await self._opened(context)
+            connection = kept or await self._opened(proof.context)
             try:
-                return await self._exchange(connection, request, token)
+                return await self._exchange(connection, request, proof.token)
             except _LostError as error:
                 if kept is None or not error.is_silent or not request.may_repeat:
-                    raise away(self.url, str(error)) from None
+                    shows_certificate = kept is None and error.is_silent and proof.shows_certificate
+                    raise away(self.url, ended(str(error), shows_certificate)) from None
+            except ssl.SSLError as error:  # a server's word on a certificate comes once the connection was made
+                raise distrusted(self.url, error) from None
             except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
                 raise away(self.url, str(error) or type(error).__name__) from None
 
     async def _opened(self, context: ssl.SSLContext | None) -> _Connection:
+        term = self._term
         try:
             if self._is_unix:
-                return _Connection(*await asyncio.open_unix_connection(self._path, limit=_HEAD_BYTES))
+                return _Connection(*await asyncio.open_unix_connection(self._path, limit=_HEAD_BYTES), term)
             tls = context if self._is_tls else None
-            return _Connection(*await asyncio.open_connection(self._host, self._port, ssl=tls, limit=_HEAD_BYTES))
+            return _Connection(*await asyncio.open_connection(self._host, self._port, ssl=tls, limit=_HEAD_BYTES), term)
         except ssl.SSLError as error:
-            raise CatalogError(
-                f"the catalog at {self.url} and this side do not trust each other ({error}); correct catalog.tls_ca, which signs its "
-                "certificate, and catalog.client_cert, if it asks for one"
-            ) from None
+            raise distrusted(self.url, error) from None
         except OSError as error:
             raise away(self.url, _words(error), was_asked=False) from None
 
     async def _exchange(self, connection: _Connection, request: Request, token: str) -> tuple[int, bytes]:
-        reader, writer = connection
+        reader, writer, term = connection
         is_kept = False
         try:
             writer.write(_head(request, self._named, token))
@@ -107,6 +107,9 @@ class _Place:
             else:
                 body = await reader.read()
             is_kept = is_kept and headers.get("connection", "").lower() != "close" and len(self._idle) < KEPT
+            is_kept = (
+                is_kept and term == self._term
+            )  # else it speaks for a certificate that was replaced, or for nobody
             return status, body
         finally:
             if is_kept:
@@ -131,50 +134,43 @@ class AsyncTransport:
             if not place.url.startswith(UNIX) and proxy_of(place.url)
         }
         self._proof = Proof(credentials, is_tls=any(one.url.startswith("https://") for one in self._places))
-        self._current = 0
-        self._is_closed = False
+        self._first = AskedFirst([place.url for place in self._places])
 
     @property
     def url(self) -> str:
         """Of the catalog that is asked first."""
-        return self._places[self._current].url
+        return self._first.url
 
     async def send(self, request: Request, timeout_s: float) -> tuple[int, bytes]:
         """The answer's status and body. Raises CatalogError: none answers in time. CatalogClosedError: it was closed."""
-        turns = Turns(self._current, len(self._places), request, timeout_s)
+        turns = Turns(self._first, request, timeout_s)
         for at, share_s in turns:
-            if self._is_closed:
-                raise closed(self.url)
-            place = self._places[at]
-            try:
-                async with asyncio.timeout(share_s):
-                    status, body = await self._ask(place, request, share_s)
-            except TimeoutError:
-                turns.note_away(away(place.url, f"no answer to {request.path} within {share_s:g} s"))
-                continue
-            except AwayError as error:
-                turns.note_away(error)
-                continue
-            if turns.is_final(status, body):
-                self._use(at)
-                return status, body
+            with turns.asking():
+                turns.take(at, await self._ask_within(self._places[at], request, share_s))
         return turns.end()
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
-        self._is_closed = True
+        self._first.is_closed = True
         for place in self._places:
             place.close()
         for proxied in self._proxied.values():
             proxied.close()
 
+    async def _ask_within(self, place: _Place, request: Request, timeout_s: float) -> tuple[int, bytes]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._ask(place, request, timeout_s)
+        except TimeoutError:
+            raise away(place.url, f"no answer to {request.path} within {timeout_s:g} s") from None
+
     async def _ask(self, place: _Place, request: Request, timeout_s: float) -> tuple[int, bytes]:
         if (proxied := self._proxied.get(place.url)) is not None:
             return await asyncio.to_thread(proxied.send, request, timeout_s)
         self._prove()
-        status, body = await place.ask(request, self._proof.token, self._proof.context)
+        status, body = await place.ask(request, self._proof)
         if status == 401 and self._prove(again=True):
-            status, body = await place.ask(request, self._proof.token, self._proof.context)
+            status, body = await place.ask(request, self._proof)
         return status, body
 
     def _prove(self, again: bool = False) -> bool:
@@ -185,11 +181,6 @@ class AsyncTransport:
             for place in self._places:
                 place.close()
         return has_changed
-
-    def _use(self, at: int) -> None:
-        if at != self._current:
-            log.info("catalog.changed", url=self._places[at].url, before=self._places[self._current].url)
-            self._current = at
 
 
 def _words(error: OSError) -> str:

@@ -22,13 +22,14 @@ from kvbm.core.answers import (
 )
 from kvbm.core.arguments import check_seconds
 from kvbm.core.backend import SequenceHashes
-from kvbm.core.errors import CatalogClosedError, CatalogError
+from kvbm.core.errors import CatalogClosedError
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId
 from kvbm.locate.async_transport import AsyncTransport
 from kvbm.locate.base import Catalog
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
-from kvbm.locate.http import POLL_S, TIMEOUT_S, CatalogClient
+from kvbm.locate.http import TIMEOUT_S, CatalogClient
+from kvbm.locate.readiness import POLL_S, Readiness
 from kvbm.locate.requests import Request
 
 R = TypeVar("R")
@@ -193,23 +194,17 @@ class AsyncCatalogClient(AsyncCatalog):
     async def wait_ready(self, timeout_s: float = 30.0) -> None:
         """Wait until the catalog answers and is ready. Raises CatalogError: it is not in time; says why."""
         check_seconds(timeout_s, "timeout_s")
-        why = "it has not answered"
+        readiness = Readiness()
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    try:
-                        answer = await self.ready()
-                        why = answer.reason
-                    except CatalogClosedError:
-                        raise
-                    except CatalogError as error:
-                        why = str(error)
-                    else:
-                        if answer.ready:
-                            return
+                    with readiness.look():
+                        readiness.note(await self.ready())
+                    if readiness.is_ready:
+                        return
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            raise CatalogError(f"the catalog at {self.url} is not ready after {timeout_s:g} s: {why}") from None
+            raise readiness.late(self.url, timeout_s) from None
 
     async def aclose(self) -> None:
         """Give the connections back. Idempotent."""

@@ -49,6 +49,7 @@ class Proof:
     Attributes:
         token: "" for none.
         context: of TLS; None for plain HTTP. Another one when its files have changed.
+        shows_certificate: whether this side shows one.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Proof:
         if bool(credentials.client_cert) != bool(credentials.client_key):
             lacks, has = ("client_key", "client_cert") if credentials.client_cert else ("client_cert", "client_key")
             raise ConfigError(f"catalog.{has} is set without catalog.{lacks}; give both, or neither")
+        self.shows_certificate = is_tls and bool(credentials.client_cert)
         self._looked_s = clock()
         self._is_told = False
         self._token_seen, self._context_seen = self._stamps()

@@ -42,7 +42,6 @@ from kvbm.core.checks import check_text, checked_int, kind_of
 from kvbm.core.errors import (
     ArgumentTypeError,
     ArgumentValueError,
-    CatalogClosedError,
     CatalogError,
     CatalogRefusedError,
     LayoutError,
@@ -69,6 +68,7 @@ from kvbm.core.watch_events import MAX_WATCHED_HASHES, WatchRequest
 from kvbm.locate.checkpoint import CHECKPOINT_QUIET_S, fetch_checkpoint
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
 from kvbm.locate.nats import NatsTransport, is_nats
+from kvbm.locate.readiness import POLL_S, Readiness
 from kvbm.locate.requests import Carrier, Request
 from kvbm.locate.transport import Transport
 from kvbm.locate.watching import CatalogWatch
@@ -77,7 +77,6 @@ from kvbm.remarks import Remarks
 log = Remarks()
 
 TIMEOUT_S = 5.0
-POLL_S = 0.05
 _MOST_NAME = 128  # characters of an instance's
 A = TypeVar("A", bound=msgspec.Struct)
 Q = TypeVar("Q", bound=LookupRequest)
@@ -397,19 +396,14 @@ class CatalogClient(TokenQuestions):
     def wait_ready(self, timeout_s: float = 30.0) -> None:
         """Wait until the catalog answers and is ready. Raises CatalogError: it is not in time; says why."""
         deadline_s = time.monotonic() + checked_seconds(timeout_s, "timeout_s")
+        readiness = Readiness()
         while True:
-            try:
-                answer = self.ready()
-                why = answer.reason
-            except CatalogClosedError:
-                raise
-            except CatalogError as error:
-                why = str(error)
-            else:
-                if answer.ready:
-                    return
+            with readiness.look():
+                readiness.note(self.ready())
+            if readiness.is_ready:
+                return
             if time.monotonic() >= deadline_s:
-                raise CatalogError(f"the catalog at {self.url} is not ready after {timeout_s:g} s: {why}")
+                raise readiness.late(self.url, timeout_s)
             time.sleep(POLL_S)
 
     def forget(self, instance: InstanceId) -> None:

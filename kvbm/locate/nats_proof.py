@@ -110,7 +110,7 @@ class NatsProof:
                 context.load_verify_locations(cadata=_read("nats.tls_ca", files.tls_ca))
             if files.tls_cert:
                 context.load_cert_chain(files.tls_cert, files.tls_key, password=_no_password)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:  # TypeError: a file that is not ASCII
             raise ConfigError(
                 f"nats.tls_ca, nats.tls_cert and nats.tls_key cannot be used ({getattr(error, 'reason', None) or error}); give PEM, "
                 "and a key without password that belongs to the certificate"

@@ -276,11 +276,10 @@ class PartedCatalog(TokenQuestions):
         )
         holders = {(one.name, one.kind, one.tier): one for answer in answers for one in answer.holders}
         return BlockAnswer(
-            namespace=answers[0].namespace,
-            hash=answers[0].hash,
-            holders=[holders[key] for key in sorted(holders)],
+            namespace=answers[0].namespace, hash=answers[0].hash, holders=[holders[key] for key in sorted(holders)],
             view_age_s=max(answer.view_age_s for answer in answers),
-        )
+            missed=UNSET if holders else joined_missed(answer.missed for answer in answers),
+        )  # fmt: skip
 
     def instances(self) -> list[InstanceSummary]:
         """All instances, by name."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -11,6 +12,9 @@ import msgspec
 
 from kvbm.core.answers import ErrorAnswer
 from kvbm.core.errors import CatalogClosedError, CatalogError
+from kvbm.remarks import Remarks
+
+log = Remarks()
 
 UNIX = "unix:"
 _START = "start it with kvbm-catalog serve, or correct catalog.url"
@@ -60,9 +64,54 @@ def away(url: str, why: str, was_asked: bool = True, proxy: str = "") -> AwayErr
     )
 
 
+def distrusted(url: str, why: object) -> CatalogError:
+    """That TLS with the catalog at a URL does not come about."""
+    return CatalogError(
+        f"the catalog at {url} and this side do not trust each other ({why}); correct catalog.tls_ca, which signs its "
+        "certificate, and catalog.client_cert, if it asks for one"
+    )
+
+
+def ended(why: str, shows_certificate: bool) -> str:
+    """Why a connection ended before its answer. A catalog that does not trust a certificate hangs up once it was shown, without a word.
+
+    Args:
+        shows_certificate: this side has shown one.
+    """
+    return f"{why}, as a catalog does that does not trust catalog.client_cert" if shows_certificate else why
+
+
 def closed(url: str) -> CatalogClosedError:
     """That the client was closed by whoever asks it now."""
     return CatalogClosedError(f"the client of the catalog at {url} is closed; make another")
+
+
+class AskedFirst:
+    """Which of several catalogs is asked first: the one that answered last. Closed, none is asked any more.
+
+    Attributes:
+        at: its index among `urls`.
+    """
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls, self.at = urls, 0
+        self.is_closed = False
+
+    @property
+    def url(self) -> str:
+        """Of the catalog that is asked first."""
+        return self.urls[self.at]
+
+    def use(self, at: int) -> None:
+        """One has answered."""
+        if at != self.at:
+            log.info("catalog.changed", url=self.urls[at], before=self.url)
+            self.at = at
+
+    def check_open(self) -> None:
+        """Raises CatalogClosedError."""
+        if self.is_closed:
+            raise closed(self.url)
 
 
 class Turns:
@@ -70,39 +119,59 @@ class Turns:
 
     A catalog that is away or not ready is passed over; one that hangs leaves time for the others.
 
-    Args:
-        first: the index of the one that answered last.
+    ```
+    for at, share_s in turns:
+        with turns.asking():
+            turns.take(at, answer_of(at, request, share_s))
+    return turns.end()
+    ```
     """
 
-    def __init__(self, first: int, count: int, request: Request, timeout_s: float) -> None:
-        self._first, self._count, self._request = first, count, request
+    def __init__(self, asked: AskedFirst, request: Request, timeout_s: float) -> None:
+        self._asked, self._request = asked, request
+        self._first, self._count = asked.at, len(asked.urls)
         self._deadline_s = time.monotonic() + timeout_s
+        self._answer: tuple[int, bytes] | None = None
         self._unready: tuple[int, bytes] | None = None
         self._failed: list[AwayError] = []
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
-        """The index of each, and the seconds it has."""
+        """The index of each, and the seconds it has, until one has answered. Raises CatalogClosedError: nobody is asked any more."""
         for tried in range(self._count):
+            if self._answer is not None:
+                return
+            self._asked.check_open()
             left_s = max(0.001, self._deadline_s - time.monotonic())
             yield (self._first + tried) % self._count, left_s if tried == self._count - 1 else left_s / 2
 
-    def is_final(self, status: int, body: bytes) -> bool:
-        """Whether an answer is the answer; else the next one is asked."""
-        if status != 503 or self._count == 1 or error_code(body) not in NOT_READY:
-            return True
-        self._unready = self._unready or (status, body)
-        return False
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """One is asked, and passed over where it does not answer.
 
-    def note_away(self, error: AwayError) -> None:
-        """One does not answer. Raises AwayError: no other may be asked, because it may have done what is to be done once."""
-        self._failed.append(error)
-        if error.was_asked and not self._request.may_repeat:
-            raise error
+        Raises: AwayError: no other may be asked, because it may have done what is to be done once. CatalogClosedError: it does not answer
+            because its client was closed meanwhile.
+        """
+        try:
+            yield
+        except AwayError as error:
+            self._asked.check_open()
+            self._failed.append(error)
+            if error.was_asked and not self._request.may_repeat:
+                raise
+
+    def take(self, at: int, answer: tuple[int, bytes]) -> None:
+        """The status and body that one answers with. It is asked first from now on, unless another may know more."""
+        status, body = answer
+        if status == 503 and self._count > 1 and error_code(body) in NOT_READY:
+            self._unready = self._unready or answer
+        else:
+            self._answer = answer
+            self._asked.use(at)
 
     def end(self) -> tuple[int, bytes]:
-        """What is to be said once none has answered: why the first is not ready. Raises AwayError: all are away; it names each."""
-        if self._unready is not None:
-            return self._unready
+        """The answer, or once none has answered why the first is not ready. Raises AwayError: all are away; it names each."""
+        if answer := self._answer or self._unready:
+            return answer
         if len(self._failed) == 1:
             raise self._failed[0]
         raise AwayError(

@@ -10,11 +10,8 @@ import urllib3
 from kvbm.core.errors import CatalogError
 from kvbm.locate.credentials import CatalogCredentials, Proof
 from kvbm.locate.proxies import proxied, proxy_of, shown
-from kvbm.locate.requests import UNIX, AwayError, Request, Turns, away, closed, place_of
+from kvbm.locate.requests import UNIX, AskedFirst, AwayError, Request, Turns, away, closed, distrusted, ended, place_of
 from kvbm.locate.unix_socket import unix_pool
-from kvbm.remarks import Remarks
-
-log = Remarks()
 
 CONNECTIONS = 16
 
@@ -83,11 +80,9 @@ class _Place:
         if isinstance(error, urllib3.exceptions.TimeoutError):
             return self._away(f"no answer to {request.path} within {timeout_s:g} s")
         if isinstance(error, urllib3.exceptions.SSLError):
-            return CatalogError(
-                f"the catalog at {self.url} and this side do not trust each other ({error}); correct catalog.tls_ca, which signs its "
-                "certificate, and catalog.client_cert, if it asks for one"
-            )
-        return self._away(_words(error))
+            return distrusted(self.url, error)
+        is_ended = isinstance(error, urllib3.exceptions.ProtocolError)
+        return self._away(ended(_words(error), is_ended and self._proof.shows_certificate))
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
         if self.url.startswith(UNIX):
@@ -113,8 +108,7 @@ class Transport:
         names = [place_of(one) for one in urls.split(",")]
         self._proof = Proof(credentials, is_tls=any(one.startswith("https://") for one in names))
         self._guard = threading.Lock()
-        self._current = 0
-        self._is_closed = False
+        self._first = AskedFirst(names)
         try:
             self.places = [_Place(name, self._proof) for name in names]
         except (urllib3.exceptions.HTTPError, ValueError, KeyError) as error:
@@ -125,28 +119,20 @@ class Transport:
     @property
     def url(self) -> str:
         """Of the catalog that is asked first."""
-        return self.places[self._current].url
+        return self._first.url
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
-        self._is_closed = True
+        self._first.is_closed = True
         for place in self.places:
             place.pool.close()
 
     def send(self, request: Request, timeout_s: float) -> tuple[int, bytes]:
         """The answer's status and body. Raises CatalogError: none answers in time. CatalogClosedError: it was closed."""
-        self._check_open()
-        turns = Turns(self._current, len(self.places), request, timeout_s)
+        turns = Turns(self._first, request, timeout_s)
         for at, share_s in turns:
-            try:
-                status, body = self._ask(self.places[at], request, share_s)
-            except AwayError as error:
-                self._check_open()  # meanwhile
-                turns.note_away(error)
-                continue
-            if turns.is_final(status, body):
-                self._use(at)
-                return status, body
+            with turns.asking():
+                turns.take(at, self._ask(self.places[at], request, share_s))
         return turns.end()
 
     def follow(self, request: Request, at: int, timeout_s: float, quiet_s: float) -> urllib3.BaseHTTPResponse:
@@ -156,15 +142,15 @@ class Transport:
             at: which catalog, counted on from the one that answered last.
             quiet_s: nothing comes for so long, then reading raises.
         """
-        self._check_open()
-        at = (self._current + at) % len(self.places)
+        self._first.check_open()
+        at = (self._first.at + at) % len(self.places)
         self._prove()
         answer = self.places[at].follow(request, timeout_s, quiet_s)
         if answer.status == 401 and self._prove(again=True):
             answer.close()
             answer = self.places[at].follow(request, timeout_s, quiet_s)
         if answer.status == 200:
-            self._use(at)
+            self._first.use(at)
         return answer
 
     def _ask(self, place: _Place, request: Request, timeout_s: float) -> tuple[int, bytes]:
@@ -182,15 +168,6 @@ class Transport:
             for place in self.places:
                 place.renew()
             return changed
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise closed(self.url)
-
-    def _use(self, at: int) -> None:
-        if at != self._current:
-            log.info("catalog.changed", url=self.places[at].url, before=self.places[self._current].url)
-            self._current = at
 
 
 def _words(error: urllib3.exceptions.HTTPError) -> str:

@@ -1,8 +1,9 @@
-"""The stream on NATS as a source, up to where it ended when reading began."""
+"""The stream on NATS as a source, up to where it ended when reading began, or followed without end."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 from kvbm.core.backend import Backend
@@ -15,6 +16,8 @@ from kvbm.streams.holders import Holders
 from kvbm.streams.nats.connection import shown
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.stream import NatsStream
+
+_LOOK_S = 0.1  # between two looks for a stream that is not there yet
 
 
 class StreamSource:
@@ -36,40 +39,56 @@ class StreamSource:
 
     def read(self, backend: Backend) -> Iterator[Located]:
         """See `Source.read`."""
+        return self._read(backend, follows=False)
+
+    def follow(self, backend: Backend) -> Iterator[Located]:
+        """All frames, fences and damage, and those that come, without end; also of a stream that is made within the time. Raises StreamError."""
+        return self._read(backend, follows=True)
+
+    def _read(self, backend: Backend, follows: bool) -> Iterator[Located]:
         order = self.done = 0
         holders = Holders()
         with asyncio.Runner() as runner:
-            stream = runner.run(
-                NatsStream.connect(self._url, self._timeout_s, credentials=self._credentials, makes=False)
-            )
+            stream = runner.run(self._connect(waits=follows))
             try:
-                last, reader = runner.run(self._begin(stream))
+                last, reader = runner.run(self._begin(stream, follows))
                 at = 0
-                while at < last and not reader.at_end:
-                    for message in runner.run(self._fetch(reader)):
+                while follows or (at < last and not reader.at_end):
+                    for message in runner.run(self._fetch(reader, follows)):
                         at = message.sequence
-                        if at > last:
+                        if at > last and not follows:
                             break
                         for located in self._frames(message, holders, backend, order):
                             yield located
                             order += 1
                         self.done += 1
-                if not order:
+                if not order and not follows:
                     raise SourceError(f"the stream at {self.name} holds no events")
             finally:
                 runner.run(stream.close())
 
-    async def _begin(self, stream: NatsStream) -> tuple[int, EventReader]:
+    async def _connect(self, waits: bool) -> NatsStream:
+        """`waits`: for whoever makes the stream."""
+        until_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return await NatsStream.connect(self._url, self._timeout_s, credentials=self._credentials, makes=False)
+            except StreamError:
+                if not waits or time.monotonic() >= until_s:
+                    raise
+            await asyncio.sleep(_LOOK_S)
+
+    async def _begin(self, stream: NatsStream, follows: bool) -> tuple[int, EventReader]:
         last = await stream.last_sequence(self._timeout_s)
         first = await stream.first_sequence(self._timeout_s)
-        if first > last:
+        if first > last and not follows:
             raise SourceError(f"the stream at {self.name} holds no events")
         self.total = last - first + 1
         return last, await stream.pull(0, None, self._timeout_s)
 
-    async def _fetch(self, reader: EventReader) -> list[StreamMessage]:
+    async def _fetch(self, reader: EventReader, follows: bool) -> list[StreamMessage]:
         messages = await reader.fetch(self._timeout_s)
-        if not messages and not reader.at_end:
+        if not messages and not reader.at_end and not follows:
             raise StreamError(
                 f"the stream at {self.name} sent nothing for {self._timeout_s:g} s, {self.done:,} of {self.total:,} messages "
                 "were read; try again, or raise --timeout"

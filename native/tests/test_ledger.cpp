@@ -4,38 +4,21 @@
 #include <string>
 
 #include "check.hpp"
-#include "kvbm/codec.hpp"
+#include "ledgers.hpp"
 
 using namespace kvbm;
+using tests::Buffer;
+using tests::copied;
+using tests::kStarted;
+using tests::numbered;
 using tests::Random;
+using tests::started;
 using tests::thrown_code;
 
 namespace {
 
-using Buffer = std::vector<std::uint8_t>;
-
 constexpr NamespaceId kNamespace{1};
 constexpr NamespaceId kOther{2};
-const Buffer kStarted(3);  // opaque to C++
-
-// Blocks [first, first + count), packed.
-Buffer blocks(std::uint32_t first, std::uint32_t count) {
-  Buffer hashes(count * kHashBytes);
-  for (std::uint32_t at = 0; at < count; ++at) {
-    const std::uint32_t number = first + at + 1;
-    std::memcpy(hashes.data() + at * kHashBytes, &number, sizeof number);
-  }
-  return hashes;
-}
-
-Buffer copied(Bytes bytes) { return {bytes.begin(), bytes.end()}; }
-
-Ledger started(std::vector<Pool> pools, const char* eviction = "lru", std::size_t event_bytes = kDefaultEventBytes) {
-  Ledger ledger(pools, eviction, event_bytes);
-  ledger.start(1, kStarted, 0, std::array<std::vector<Recovered>, kTierCount>{});
-  return ledger;
-}
-
 const std::vector<Pool> kPools{{Tier::kHbm, 8, false}, {Tier::kNvme, 4, false}, {Tier::kObject, 0, true}};
 
 // Creates blocks and unpins them; gives their slots.
@@ -51,26 +34,15 @@ Buffer filled(Ledger& ledger, Tier tier, const NamespaceId& id, const Buffer& ha
 std::vector<std::string> recorded(Ledger& ledger) {
   constexpr const char* kNames[] = {"started", "created", "migrated", "evicted", "listed", "ended", "stopped"};
   std::vector<std::string> names;
-  for (const FrameBody& body : ledger.waiting_frames()) {
-    FrameHeader header;
-    header.instance = "i";
-    Buffer out(frame_bytes(header, body.namespaces.size(), body.used));
-    std::copy_n(body.bytes.data(), body.used, write_head(header, body.event_count, body.namespaces, out));
-    write_checksum(out);
-    FrameReader reader(out, 0);
-    while (const auto event = reader.next()) {
-      names.emplace_back(kNames[event->index()]);
-    }
-  }
-  ledger.clear_waiting();
+  tests::take_waiting(ledger, [&](const auto& event) { names.emplace_back(kNames[event.index()]); });
   return names;
 }
 
 void create_match_evict() {
   Ledger ledger = started(kPools);
-  const Buffer six = blocks(0, 6);
+  const Buffer six = numbered(0, 6);
   filled(ledger, Tier::kHbm, kNamespace, six);
-  CHECK(ledger.match(blocks(0, 8), false).depth == 6);
+  CHECK(ledger.match(numbered(0, 8), false).depth == 6);
   CHECK(ledger.match(six, true).depth == 6);
   CHECK(ledger.counts(Tier::kHbm).evictable == 0);
   CHECK(!ledger.allocate(Tier::kHbm, 3).has_value());
@@ -83,10 +55,10 @@ void create_match_evict() {
 
 void colder_tiers_are_looked_at_alone() {
   Ledger ledger = started({{Tier::kNvme, 70, false}, {Tier::kHbm, 8, false}, {Tier::kHost, 90, false}});
-  filled(ledger, Tier::kHbm, kNamespace, blocks(0, 6));
-  filled(ledger, Tier::kNvme, kNamespace, blocks(0, 70));
-  filled(ledger, Tier::kHost, kNamespace, blocks(4, 80));
-  const Buffer run = blocks(0, 90);  // HBM holds [0, 6), HOST [4, 84), NVME [0, 70)
+  filled(ledger, Tier::kHbm, kNamespace, numbered(0, 6));
+  filled(ledger, Tier::kNvme, kNamespace, numbered(0, 70));
+  filled(ledger, Tier::kHost, kNamespace, numbered(4, 80));
+  const Buffer run = numbered(0, 90);  // HBM holds [0, 6), HOST [4, 84), NVME [0, 70)
   Buffer tiers(90, kNotHeld);
   std::fill(tiers.begin(), tiers.begin() + 70, static_cast<std::uint8_t>(Tier::kNvme));
   CHECK(copied(ledger.holders(run, Tier::kNvme)) == tiers);
@@ -103,14 +75,14 @@ void colder_tiers_are_looked_at_alone() {
   CHECK(ledger.holders({}).empty());
   CHECK(ledger.match(run, true, Tier::kObject).depth == 0);
   CHECK(copied(ledger.holders(run, Tier::kObject)) == Buffer(90, kNotHeld));
-  CHECK(copied(ledger.holders(blocks(200, 1))) == Buffer(1, kNotHeld));
-  CHECK(copied(ledger.holders(blocks(88, 2))).size() == 2);
+  CHECK(copied(ledger.holders(numbered(200, 1))) == Buffer(1, kNotHeld));
+  CHECK(copied(ledger.holders(numbered(88, 2))).size() == 2);
   CHECK(thrown_code([&] { ledger.holders(Bytes(run).first(17)); }) == ErrorCode::kLayout);
 }
 
 void refusals_change_nothing() {
   Ledger ledger = started(kPools);
-  const Buffer two = blocks(0, 2);
+  const Buffer two = numbered(0, 2);
   const auto code = [](auto&& call) { return thrown_code(call); };
   CHECK(code([&] { ledger.pin(Tier::kHost, {}); }) == ErrorCode::kLedger);
   CHECK(code([&] { ledger.match(Bytes(two).first(17), false); }) == ErrorCode::kLayout);
@@ -124,7 +96,7 @@ void refusals_change_nothing() {
     return code([&] { ledger.create(kNamespace, Tier::kHbm, kNoParent, 0, hashes, given); });
   };
   CHECK(create(twice, slots) == ErrorCode::kLedger && create(two, same_slot) == ErrorCode::kLedger);
-  CHECK(create(blocks(0, 1), slots) == ErrorCode::kLedger);
+  CHECK(create(numbered(0, 1), slots) == ErrorCode::kLedger);
   const Buffer no_slot(2 * kSlotBytes, 0xFF);
   CHECK(create(two, no_slot) == ErrorCode::kLedger);
   CHECK(ledger.applied() == applied && ledger.counts(Tier::kHbm).allocated == 2);
@@ -141,7 +113,7 @@ void a_run_refused_in_its_middle_changes_nothing() {
   CHECK(ledger.counts(Tier::kHbm).allocated == 2 && ledger.counts(Tier::kHbm).free == 6);
   ledger.release(Tier::kHbm, two);  // the caller's still, each of them
   CHECK(ledger.counts(Tier::kHbm).free == 8);
-  const Buffer three = filled(ledger, Tier::kHbm, kNamespace, blocks(0, 3));
+  const Buffer three = filled(ledger, Tier::kHbm, kNamespace, numbered(0, 3));
   const Buffer last_two(three.begin() + kSlotBytes, three.end());
   ledger.pin(Tier::kHbm, last_two);
   CHECK(thrown_code([&] { ledger.unpin(Tier::kHbm, three); }) == ErrorCode::kLedger);  // from the last on, so the first is looked at last
@@ -155,11 +127,11 @@ void a_copy_that_overflows_pins_nothing() {
   bool has_overflowed = false;
   for (std::uint32_t less = 1; less < 64 && !has_overflowed; ++less) {
     Ledger ledger = started(kPools, "lru", kLeastEventBytes);
-    filled(ledger, Tier::kHbm, kNamespace, blocks(0, 1));
-    filled(ledger, Tier::kNvme, kNamespace, blocks(4, 4));
-    ledger.forget(Tier::kObject, kNamespace, blocks(0, kLeastEventBytes / kHashBytes - less), EvictReason::kMissing);
+    filled(ledger, Tier::kHbm, kNamespace, numbered(0, 1));
+    filled(ledger, Tier::kNvme, kNamespace, numbered(4, 4));
+    ledger.forget(Tier::kObject, kNamespace, numbered(0, kLeastEventBytes / kHashBytes - less), EvictReason::kMissing);
     if (!ledger.has_overflowed()) {
-      const bool has_begun = ledger.begin_copy(kNamespace, Tier::kHbm, Tier::kNvme, blocks(0, 1)).has_value();
+      const bool has_begun = ledger.begin_copy(kNamespace, Tier::kHbm, Tier::kNvme, numbered(0, 1)).has_value();
       has_overflowed = ledger.has_overflowed();
       CHECK(has_begun != has_overflowed);
       CHECK(ledger.counts(Tier::kHbm).evictable == (has_begun ? 0 : 1));
@@ -171,13 +143,13 @@ void a_copy_that_overflows_pins_nothing() {
 void overflow_ends_the_stream() {
   Ledger ledger = started(kPools, "lru", kLeastEventBytes);
   CHECK(thrown_code([] { Ledger(kPools, "lru", kLeastEventBytes - 1); }) == ErrorCode::kLedger);
-  const Buffer many = blocks(0, kLeastEventBytes / kHashBytes - 4);
+  const Buffer many = numbered(0, kLeastEventBytes / kHashBytes - 4);
   ledger.forget(Tier::kObject, kNamespace, many, EvictReason::kMissing);
   CHECK(!ledger.has_overflowed());
-  filled(ledger, Tier::kHbm, kNamespace, blocks(0, 4));
-  CHECK(ledger.has_overflowed() && ledger.is_stopped() && ledger.match(blocks(0, 4), false).depth == 4);
+  filled(ledger, Tier::kHbm, kNamespace, numbered(0, 4));
+  CHECK(ledger.has_overflowed() && ledger.is_stopped() && ledger.match(numbered(0, 4), false).depth == 4);
   const std::uint64_t applied = ledger.applied();
-  filled(ledger, Tier::kHbm, kNamespace, blocks(9, 8));  // the engine goes on
+  filled(ledger, Tier::kHbm, kNamespace, numbered(9, 8));  // the engine goes on
   CHECK(ledger.applied() == applied && !ledger.begin_snapshot());
   CHECK(!ledger.allocate(Tier::kNvme, 1).has_value());
   CHECK(recorded(ledger).back() == "stopped");
@@ -188,10 +160,10 @@ void another_epoch_begins_in_place() {
   CHECK(thrown_code([&] { ledger.restart(2, kStarted, 0); }) == ErrorCode::kLedger);  // events wait
   recorded(ledger);
   CHECK(thrown_code([&] { ledger.restart(1, kStarted, 0); }) == ErrorCode::kLedger);
-  ledger.forget(Tier::kObject, kNamespace, blocks(0, kLeastEventBytes / kHashBytes - 4), EvictReason::kMissing);
-  filled(ledger, Tier::kHbm, kOther, blocks(0, 4));
+  ledger.forget(Tier::kObject, kNamespace, numbered(0, kLeastEventBytes / kHashBytes - 4), EvictReason::kMissing);
+  filled(ledger, Tier::kHbm, kOther, numbered(0, 4));
   CHECK(ledger.has_overflowed());
-  filled(ledger, Tier::kHbm, kNamespace, blocks(4, 3));
+  filled(ledger, Tier::kHbm, kNamespace, numbered(4, 3));
   ledger.clear_waiting();
   const std::uint64_t digest = ledger.digest();
   const std::uint64_t after = ledger.restart(7, kStarted, 0);
@@ -202,16 +174,15 @@ void another_epoch_begins_in_place() {
 
 // A namespace that has a smaller number than the one which a tenant is given, as NVME may keep it from an earlier run.
 void who_is_assigned_to_nobody_shares_with_all_others() {
-  Ledger ledger(kPools, "lru", kDefaultEventBytes, {{.tenant = "a"}});
-  ledger.start(1, kStarted, 0, std::array<std::vector<Recovered>, kTierCount>{});
+  Ledger ledger = started(kPools, "lru", kDefaultEventBytes, {{.tenant = "a"}});
   const auto held = [&](std::uint32_t share) { return ledger.share_counts(Tier::kHbm, share).held; };
-  filled(ledger, Tier::kHbm, kNamespace, blocks(0, 2));
+  filled(ledger, Tier::kHbm, kNamespace, numbered(0, 2));
   CHECK(held(0) == 0 && held(1) == 2);
   ledger.assign(kOther, "a");
-  filled(ledger, Tier::kHbm, kNamespace, blocks(2, 2));
-  filled(ledger, Tier::kHbm, kOther, blocks(4, 1));
+  filled(ledger, Tier::kHbm, kNamespace, numbered(2, 2));
+  filled(ledger, Tier::kHbm, kOther, numbered(4, 1));
   CHECK(held(0) == 1 && held(1) == 4);
-  ledger.evict(Tier::kHbm, blocks(0, 4), EvictReason::kCleared);
+  ledger.evict(Tier::kHbm, numbered(0, 4), EvictReason::kCleared);
   CHECK(held(0) == 1 && held(1) == 0);
 }
 
@@ -219,7 +190,7 @@ void steady_state_reuses_what_it_grew_to() {
   Ledger ledger = started({{Tier::kHbm, 64, false}});
   std::uint64_t digest = 0;
   for (std::uint32_t snapshot = 0; snapshot < 200; ++snapshot) {
-    filled(ledger, Tier::kHbm, snapshot % 2 == 0 ? kNamespace : kOther, blocks(snapshot * 16, 16));
+    filled(ledger, Tier::kHbm, snapshot % 2 == 0 ? kNamespace : kOther, numbered(snapshot * 16, 16));
     if (snapshot % 16 == 0) {
       recorded(ledger);
     }
@@ -230,7 +201,7 @@ void steady_state_reuses_what_it_grew_to() {
   for (std::size_t at = 0; at < held.size(); at += kHashBytes) {
     sum += residency_mix(Tier::kHbm, held.data() + at);
   }
-  CHECK(held == blocks(196 * 16, 64));
+  CHECK(held == numbered(196 * 16, 64));
   CHECK(sum == digest);
 }
 
@@ -246,7 +217,7 @@ void no_slot_is_lost(const char* eviction) {
     const bool is_other = random.below(4) == 0;
     const NamespaceId& id = is_other ? kOther : kNamespace;
     const std::size_t first = random.below(12) + (is_other ? 100 : 0);
-    const Buffer run = blocks(static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(1 + random.below(5)));
+    const Buffer run = numbered(static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(1 + random.below(5)));
     const Tier tier = tiers[random.below(2)];
     switch (random.below(9)) {
       case 0:

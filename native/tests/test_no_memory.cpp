@@ -5,12 +5,15 @@
 #include <new>
 
 #include "check.hpp"
-#include "kvbm/codec.hpp"
 #include "kvbm/copy_queue.hpp"
-#include "kvbm/ledger.hpp"
+#include "ledgers.hpp"
 
 using namespace kvbm;
+using tests::Buffer;
+using tests::copied;
+using tests::numbered;
 using tests::Random;
+using tests::started;
 
 namespace {
 
@@ -39,25 +42,13 @@ void* taken(std::size_t bytes) {
 
 namespace {
 
-using Buffer = std::vector<std::uint8_t>;
-
 constexpr std::uint32_t kSpaces = 40;      // namespaces
 constexpr std::uint32_t kSpaceBlocks = 1000;  // numbers of blocks each has
-const Buffer kStarted(3);  // opaque to C++
 
 NamespaceId space(std::uint32_t number) { return {static_cast<std::uint8_t>(number + 1)}; }
 
 // Blocks [first, first + count) of a namespace, packed; their numbers tell whose they are.
-Buffer blocks(std::uint32_t of, std::uint32_t first, std::size_t count) {
-  Buffer hashes(count * kHashBytes);
-  for (std::uint32_t at = 0; at < count; ++at) {
-    const std::uint32_t number = of * kSpaceBlocks + first + at + 1;
-    std::memcpy(hashes.data() + at * kHashBytes, &number, sizeof number);
-  }
-  return hashes;
-}
-
-Buffer copied(Bytes bytes) { return {bytes.begin(), bytes.end()}; }
+Buffer blocks(std::uint32_t of, std::uint32_t first, std::size_t count) { return numbered(of * kSpaceBlocks + first, count); }
 
 // Whether a call was done, and not ended by the want of memory, which comes after so many allocations.
 template <class Call>
@@ -110,29 +101,20 @@ void no_two_namespaces_have_one_number() {
 // Reads all that waits to its end; how many events it is. Each names blocks of its own namespace.
 std::uint64_t read(Ledger& ledger) {
   std::uint64_t count = 0;
-  for (const FrameBody& body : ledger.waiting_frames()) {
-    FrameHeader header;
-    header.instance = "i";
-    Buffer out(frame_bytes(header, body.namespaces.size(), body.used));
-    std::copy_n(body.bytes.data(), body.used, write_head(header, body.event_count, body.namespaces, out));
-    write_checksum(out);
-    FrameReader reader(out, 0);
-    while (const auto event = reader.next()) {
-      ++count;
-      std::visit(
-          [](const auto& fact) {
-            if constexpr (requires { fact.hashes; fact.namespace_id; }) {
-              for (std::size_t at = 0; at < fact.hashes.size(); at += kHashBytes) {
-                std::uint32_t number = 0;
-                std::memcpy(&number, fact.hashes.data() + at, sizeof number);
-                CHECK(fact.namespace_id == space((number - 1) / kSpaceBlocks));
-              }
+  tests::take_waiting(ledger, [&](const auto& event) {
+    ++count;
+    std::visit(
+        [](const auto& fact) {
+          if constexpr (requires { fact.hashes; fact.namespace_id; }) {
+            for (std::size_t at = 0; at < fact.hashes.size(); at += kHashBytes) {
+              std::uint32_t number = 0;
+              std::memcpy(&number, fact.hashes.data() + at, sizeof number);
+              CHECK(fact.namespace_id == space((number - 1) / kSpaceBlocks));
             }
-          },
-          *event);
-    }
-  }
-  ledger.clear_waiting();
+          }
+        },
+        event);
+  });
   return count;
 }
 
@@ -143,8 +125,7 @@ void a_ledger_loses_nothing(const char* eviction, std::vector<Share> shares) {
   std::size_t failed = 0;
   for (std::uint64_t seed = 0; seed < 300; ++seed) {  // a new one has nothing that it has grown to
     Random random(seed);
-    Ledger ledger(pools, eviction, kDefaultEventBytes, shares);
-    ledger.start(1, kStarted, 0, std::array<std::vector<Recovered>, kTierCount>{});
+    Ledger ledger = started(pools, eviction, kDefaultEventBytes, shares);
     std::uint64_t applied = 0;
     std::vector<std::pair<Tier, Buffer>> pinned;
     std::vector<std::uint64_t> copies;
@@ -277,13 +258,8 @@ void a_run_of_which_a_part_is_recorded_is_held_by_nobody() {
     std::size_t parts = 0;
     for (long allocations = 0; allocations < 40; ++allocations) {
       const std::vector<Pool> pools{{Tier::kHbm, kSlots, false}, {Tier::kHost, kSlots, false}};
-      Ledger ledger(pools, eviction, kDefaultEventBytes);
-      ledger.start(1, kStarted, 0, std::array<std::vector<Recovered>, kTierCount>{});
-      Buffer run(kSlots * kHashBytes);
-      for (std::uint32_t at = 0; at < kSlots; ++at) {
-        const std::uint32_t number = at + 1;
-        std::memcpy(run.data() + at * kHashBytes, &number, sizeof number);
-      }
+      Ledger ledger = started(pools, eviction);
+      const Buffer run = numbered(0, kSlots);
       const auto is_whole = [&](Tier tier) {
         const TierCounts counts = ledger.counts(tier);
         parts += counts.held > 0 && counts.held < kSlots ? 1 : 0;
@@ -305,8 +281,7 @@ void a_run_of_which_a_part_is_recorded_is_held_by_nobody() {
         ledger.end_copy(begun->first, arrived, MigrateCause::kOffload, true, false);
       }
       CHECK(is_whole(Tier::kHbm) && is_whole(Tier::kHost) && ledger.counts(Tier::kHost).allocated == 0);
-      Ledger other(pools, eviction, kDefaultEventBytes);
-      other.start(1, kStarted, 0, std::array<std::vector<Recovered>, kTierCount>{});
+      Ledger other = started(pools, eviction);
       const Buffer there = copied(other.allocate(Tier::kHost, kSlots)->slots);
       if (!done(allocations, [&] { other.adopt(space(0), Tier::kHost, run, there, "another"); })) {
         const TierCounts counts = other.counts(Tier::kHost);

@@ -1,36 +1,18 @@
 #include "kvbm/waiting_events.hpp"
 
-#include <algorithm>
-
 #include "check.hpp"
-#include "kvbm/codec.hpp"
+#include "frames.hpp"
 
 using namespace kvbm;
+using tests::frame_of;
 
 namespace {
 
 using Buffer = std::vector<std::uint8_t>;
 
-// The frame a body becomes, as one that takes it would write it.
-Buffer frame_of(const FrameBody& body) {
-  FrameHeader header;
-  header.instance = "i";
-  header.first_offset = body.first_offset;
-  header.digest = body.digest;
-  Buffer out(frame_bytes(header, body.namespaces.size(), body.used));
-  std::uint8_t* const at = write_head(header, body.event_count, body.namespaces, out);
-  std::copy_n(body.bytes.data(), body.used, at);
-  write_checksum(out);
-  return out;
-}
-
-// Reads a frame to its end, which proves it canonical.
 std::uint32_t events_in(const Buffer& frame) {
-  FrameReader reader(frame, 0);
   std::uint32_t count = 0;
-  while (reader.next()) {
-    ++count;
-  }
+  tests::each_event(frame, [&](const auto&) { ++count; });
   return count;
 }
 

@@ -25,9 +25,10 @@ from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.hbm.device import DeviceCopies, Half, Lane, row_copies
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedTensor, SegmentCopies, block_order, paged_layout
 from kvbm.pools.hbm.pool import HbmPool
+from tests.extras import needed
 from tests.pool_runs import SHAPE
 
-torch = pytest.importorskip("torch")
+torch = needed("torch", "engine")
 
 ROOT = Path(__file__).parents[2]
 SLOTS = 11

@@ -27,6 +27,7 @@ from kvbm.pools.object.header import header_bytes
 from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.tenant_keys import add_key, keys_of_file
+from tests.extras import needed
 from tests.object_pools import memory_objects
 from tests.object_stores import OBJECT_STORES, place_in
 from tests.pool_runs import SHAPE, Run, part, random_run
@@ -45,7 +46,7 @@ KEEPING = {"memory-host", "host"}  # pools with `memory` whose checksums are tho
 
 
 def _hbm(device: str) -> HbmPool:
-    torch = pytest.importorskip("torch")
+    torch = needed("torch", "engine")
     if device == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device here")

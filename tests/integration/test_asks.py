@@ -34,7 +34,7 @@ from kvbm.cli import main
 from kvbm.core.answers import LookupAnswer, PositionWanted
 from kvbm.core.asks import STATUS_HEADER
 from kvbm.core.errors import CatalogError, CatalogRefusedError, ConfigError
-from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace
+from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.locate.base import NOTHING_FOUND
 from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient
@@ -164,6 +164,8 @@ def test_every_question_has_the_answer_that_it_has_over_http(asked: tuple[Catalo
         lambda one: one.route_many(ACME, [hashes], [len(TOKENS)])[0].instance,
         lambda one: one.block(ACME, hashes[:16]),
         lambda one: one.block(BETA, hashes[:16]),
+        lambda one: one.block(ACME, unknown),
+        lambda one: one.block(NamespaceId(unknown), unknown),
         lambda one: one.instances(),
         lambda one: one.instance("two"),
         lambda one: one.instance("none"),

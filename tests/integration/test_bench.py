@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -106,7 +105,6 @@ POOL_KEYS = {
 }
 FIO_KEYS = {"nvme_read_over_fio", "nvme_write_over_fio", "nvme_scan_over_fio"}
 POOLS = ["bench", "pools", "--samples", "2", "--file-mib", "16"]
-needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 
 
 @pytest.mark.nightly
@@ -129,10 +127,10 @@ def test_the_pools_are_measured_without_fio_and_a_sentence_says_what_is_missing(
 
 
 @pytest.mark.nightly
-@needs_fio
 def test_the_pools_are_measured_beside_fio_on_the_same_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    find_fio(tmp_path)  # where it is missing, this says how to install it
     path = tmp_path / "bench.json"
     assert main([*POOLS, "--dir", str(tmp_path), "--json", str(path)]) == 0
     report = json.loads(path.read_bytes())
@@ -143,7 +141,6 @@ def test_the_pools_are_measured_beside_fio_on_the_same_device(
     assert [found.name for found in tmp_path.iterdir()] == ["bench.json"]
 
 
-@needs_fio
 def test_fio_that_cannot_write_there_is_said_in_its_own_words(tmp_path: Path) -> None:
     fio = find_fio(tmp_path)
     assert fio.rate("write", tmp_path / "file", 1 << 20, 1 << 20, 4) > 0

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import urllib3
@@ -22,7 +20,7 @@ import kvbm.catalog.tls
 import kvbm.files
 import kvbm.locate.credentials
 from kvbm.catalog.access import AT_ONCE_BYTES, EMBEDDED, Access, AccessOptions, check_exposed
-from kvbm.catalog.access_file import Entry, NewToken, add_token, hashed, read_entries
+from kvbm.catalog.access_file import Entry, NewToken, hashed, read_entries
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog_cli import catalog_main
@@ -41,64 +39,13 @@ from kvbm.workload.probe import ask as probe
 from tests.callers import ACME, hashes_in
 from tests.certificates import Certificate, certify
 from tests.eventually import WAIT_S, eventually
-from tests.nats_fixture import cluster, nats_url  # noqa: F401
+from tests.secured_catalogs import Files, cluster, files, look_at_once, nats_url, put, serve
+
+__all__ = ["cluster", "files", "look_at_once", "nats_url", "serve"]
 
 Client = partial(CatalogClient, timeout_s=WAIT_S)
 OPERATOR = NewToken("ops", "operator")
 ACME_ROUTER = NewToken("acme", "router", ["acme"])
-
-
-class Files(NamedTuple):
-    """A CA, a server's certificate, a file of callers, and tokens of it in files."""
-
-    folder: Path
-    ca: Certificate
-    server: Certificate
-    access: Path
-
-    def token(self, wanted: NewToken, now_s: float | None = None) -> str:
-        return add_token(self.access, wanted, time.time() if now_s is None else now_s)
-
-    def kept(self, name: str, token: str) -> str:
-        path = self.folder / f"{name}.token"
-        path.write_text(token + "\n")
-        return str(path)
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Files:
-    ca = certify(tmp_path, "ca")
-    return Files(tmp_path, ca, certify(tmp_path, "server", ca), tmp_path / "access.toml")
-
-
-@pytest.fixture
-def serve(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[Callable[..., str]]:  # noqa: F811
-    """Starts a catalog with access options; gives its URL."""
-    started: list[CatalogThread] = []
-
-    def start(**access: Any) -> str:
-        settings = ServiceSettings(
-            nats_url=nats_url,
-            database_url=sqlite_url,
-            cluster=cluster,
-            listen="127.0.0.1:0",
-            connect_s=WAIT_S,
-            access=AccessOptions(**access),
-        )
-        started.append(CatalogThread(settings).start())
-        return started[-1].url
-
-    yield start
-    for thread in started:
-        thread.stop()
-
-
-@pytest.fixture(autouse=True)
-def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are looked at with every request."""
-    monkeypatch.setattr(kvbm.catalog.access, "LOOK_S", 0.0)
-    monkeypatch.setattr(kvbm.catalog.tls, "LOOK_S", 0.0)
-    monkeypatch.setattr(kvbm.locate.credentials, "LOOK_S", 0.0)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -379,7 +326,7 @@ def test_beyond_the_loopback_it_starts_with_callers_or_when_told_so() -> None:
         check_exposed(AccessOptions(tls_cert="c"), "127.0.0.1")
 
 
-def test_a_catalog_for_all_the_world_refuses_to_start(nats_url: str, cluster: str, sqlite_url: str) -> None:  # noqa: F811
+def test_a_catalog_for_all_the_world_refuses_to_start(nats_url: str, cluster: str, sqlite_url: str) -> None:
     settings = ServiceSettings(
         nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="0.0.0.0:0", connect_s=WAIT_S
     )
@@ -468,7 +415,7 @@ def test_a_client_with_token_and_ca_is_answered_and_others_are_told_why(
 def test_a_comparison_with_a_routers_token_says_whose_is_needed(
     files: Files,
     serve: Callable[..., str],
-    nats_url: str,  # noqa: F811
+    nats_url: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A router is told of no counts: each instance would seem to be behind."""
@@ -575,7 +522,7 @@ def test_a_client_certificate_names_a_caller(files: Files, serve: Callable[..., 
     for nobody in (client(stranger), client(None)):
         with pytest.raises(CatalogRefusedError, match="does not know who asks"):
             nobody.namespaces()
-    with pytest.raises(CatalogError):
+    with pytest.raises(CatalogError, match=r"catalog\.client_cert"):
         client(other).namespaces()
     assert client(stranger, files.kept("ops", operator)).metrics()
     with pytest.raises(CatalogRefusedError, match="does not know"):  # a wrong token is not helped by a certificate
@@ -589,13 +536,7 @@ def test_a_certificate_is_replaced_while_it_serves_and_a_mismatched_one_keeps_th
     cert, key = files.folder / "live.pem", files.folder / "live-key.pem"
     first, second = certify(files.folder, "first", files.ca), certify(files.folder, "second", files.ca)
 
-    def put(one: Path, at: Path) -> None:
-        beside = files.folder / "beside"
-        shutil.copy(one, beside)
-        beside.replace(at)
-
-    put(first.cert, cert)
-    put(first.key, key)
+    put((first.cert, cert), (first.key, key))
     url = serve(file=str(files.access), tls_cert=str(cert), tls_key=str(key))
     operator = files.kept("ops", files.token(OPERATOR._replace(replace_s=0.0)))
 
@@ -612,12 +553,12 @@ def test_a_certificate_is_replaced_while_it_serves_and_a_mismatched_one_keeps_th
 
     eventually(lambda: served()[0] == "first")
     with capture_logs() as logs:
-        put(second.cert, cert)  # half of the pair
+        put((second.cert, cert))  # half of the pair
         for _ in range(3):
             name, degraded = served()
             assert name == "first"
             assert "do not belong together" in degraded
-        put(second.key, key)
+        put((second.key, key))
         assert served() == ("second", "")
         cert.write_text("garbage")
         assert served()[0] == "second"
@@ -638,11 +579,6 @@ def test_who_signs_certificates_is_replaced_on_both_sides_while_it_serves(
     new_server = certify(folder, "server", second)
     ca, cert, key, client_ca = (files.folder / name for name in ("live-ca", "live-cert", "live-key", "live-client-ca"))
     mine, my_key = files.folder / "mine", files.folder / "my-key"
-
-    def put(*pairs: tuple[Path, Path]) -> None:
-        for source, target in pairs:
-            shutil.copy(source, beside := files.folder / "beside")
-            beside.replace(target)
 
     put((files.ca.cert, ca), (files.server.cert, cert), (files.server.key, key), (files.ca.cert, client_ca))
     put((old.cert, mine), (old.key, my_key))

@@ -14,8 +14,9 @@ from kvbm.core.errors import PoolError
 from kvbm.pools.hbm.device import DeviceCopies, DeviceTimeoutError, Half, Lane, row_copies
 from kvbm.pools.hbm.paged import ReferenceCopies, SegmentCopies
 from tests.eventually import eventually
+from tests.extras import needed
 
-torch = pytest.importorskip("torch")
+torch = needed("torch", "engine")
 
 SLOTS, BLOCK_BYTES, STAGED_BLOCKS = 40, 24, 4
 LONG_S, SHORT_S = 60.0, 0.05  # deadlines of a device that answers, and of one that does not

@@ -16,9 +16,10 @@ from kvbm.core.ids import Tier
 from kvbm.pools.hbm.device import DeviceCopies, Half, Lane, row_copies
 from kvbm.pools.hbm.paged import ReferenceCopies, SegmentCopies
 from kvbm.pools.hbm.pool import HbmPool
+from tests.extras import needed
 from tests.managers import hashes_of
 
-torch = pytest.importorskip("torch")
+torch = needed("torch", "engine")
 
 SPACE = kvbm.Namespace(model="m", revision="r1", block_tokens=16)
 SLOTS, BLOCK_BYTES, WAIT_S = 8, 64, 60.0

@@ -11,8 +11,9 @@ import pytest
 import kvbm
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Tier
+from tests.extras import needed
 
-torch = pytest.importorskip("torch")
+torch = needed("torch", "engine")
 
 DIMS = ("kv", "slots", "tokens", "heads", "dim")
 SLOTS, LAYERS, WAIT_S = 12, 3, 60.0

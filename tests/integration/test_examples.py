@@ -7,9 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import textwrap
 from pathlib import Path
 
 import pytest
+
+import kvbm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
@@ -51,15 +55,15 @@ SAYS = {  # essential lines, in their order
         r"engine-a e1\+10 +stopped",
     ],
     "prefill_decode": [
-        r"prefill: computed 8 blocks, the store has 2 objects",
-        r"catalog: 8 blocks in memory://objects",
-        r"decode: found 8 from OBJECT, computed 0 blocks, next tokens \[.*\]",
+        r"prefill: computed 8 blocks",
+        r"catalog: 8 blocks at prefill",
+        r"decode: found 8 from HOST, computed 0 blocks, next tokens \[.*\]",
         r"the same tokens as P would have decoded",
     ],
     "replay_log": [
         r"engine-a: epoch 1, before offset 6, .*",
         r"  HBM +8 blocks held, .*",
-        r"[0-9a-f]{8} left at e1\+4, .* BlocksEvicted HBM 1 block .* capacity",
+        r"[0-9a-f]{8} left: engine-a e1\+4 .* BlocksEvicted HBM 1 block .* capacity",
         r"verified: 1 instance, 1 epoch, .*, 25 events, 0 findings",
         r" +8  lru +37 .*",
         r" +16  lru +54 .*",
@@ -83,19 +87,23 @@ def processes_that_name(words: str) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_runs_shows_what_it_is_for_and_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
-    begun_in, temporary = tmp_path / "begun-in", tmp_path / "temporary"
+    begun_in = tmp_path / "begun-in"
     begun_in.mkdir()
-    temporary.mkdir()
-    ran = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py")], cwd=begun_in, env={**os.environ, "TMPDIR": str(temporary)},
-        capture_output=True, text=True, encoding="utf-8", timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory(
+        prefix="kvbm-"
+    ) as short:  # as a user's: the path of a socket has at most 107 bytes
+        temporary = Path(short)
+        ran = subprocess.run(
+            [sys.executable, str(EXAMPLES / f"{name}.py")], cwd=begun_in, env={**os.environ, "TMPDIR": str(temporary)},
+            capture_output=True, text=True, encoding="utf-8", timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+        left = [path.name for folder in (begun_in, temporary) for path in folder.iterdir()]
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = iter(ran.stdout.splitlines())
     for wanted in SAYS[name]:
         assert any(re.fullmatch(wanted, line) for line in lines), f"no line {wanted!r} in its place in:\n{ran.stdout}"
     assert "[warning" not in ran.stderr, ran.stderr
-    assert [path.name for folder in (begun_in, temporary) for path in folder.iterdir()] == []
+    assert left == []
     assert processes_that_name(str(temporary)) == []
 
 
@@ -110,3 +118,31 @@ def test_there_are_six_and_the_readme_names_each_in_few_lines() -> None:
 def test_an_example_says_how_it_is_run(name: str) -> None:
     words = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8")))
     assert words is not None and f"    python examples/{name}.py\n" in words
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_uses_the_public_api_alone(name: str) -> None:
+    assert inner_imports((EXAMPLES / f"{name}.py").read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("page", sorted((EXAMPLES.parent / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_the_python_of_a_page_uses_the_public_api_alone(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    assert [line for block in blocks for line in inner_imports(textwrap.dedent(block))] == []
+
+
+def inner_imports(code: str) -> list[str]:
+    """Imports of what lies inside kvbm, and may change without notice."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        public = {"kvbm", *(f"kvbm.{name}" for name in kvbm.__all__)}
+        found += [
+            f"line {node.lineno}: {name}" for name in names if name.split(".")[0] == "kvbm" and name not in public
+        ]
+    return found

@@ -7,14 +7,23 @@ import inspect
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import nats.errors
 import pytest
 
 from kvbm.catalog.database import open_database
-from kvbm.core.errors import CatalogError, ConfigError, PoolError
+from kvbm.core.errors import CatalogError, ConfigError, PoolError, StreamError
+from kvbm.locate.nats_proof import NatsCredentials, NatsProof
 from kvbm.pools.stores import azure, blobs, redis, s3
 from kvbm.pools.stores.base import Get, Put, Refusal
+from kvbm.streams.nats.connection import NatsConnection, _Client
+from kvbm.streams.nats.credentials import Credentials
+from kvbm.streams.nats.reader import NatsReader
+from kvbm.streams.nats.server_view import look
+from kvbm.streams.nats.stream import NatsStream
+from tests.nats_fixture import nats_url  # noqa: F401
 from tests.object_stores import place_in
 
 WAIT_S = 120.0
@@ -45,8 +54,8 @@ def raised_by(module: Any, base: type[BaseException] = Exception) -> list[BaseEx
                 one = kind.__new__(kind)
                 one.args = ("a word",)
                 vars(one).update(
-                    response={}, status_code=None, _error_format="", message="a word"
-                )  # which those of answers have
+                    response={}, status_code=None, _error_format="", message="a word", subject="a", sid=1, sub=None
+                )  # which those of answers have, or those about messages
                 yield one
 
     found = list(made())
@@ -175,3 +184,189 @@ def test_every_error_of_postgres_while_it_is_opened_is_the_catalogs(monkeypatch:
             assert "hunter2" not in str(caught.value)
 
     asyncio.run(run())
+
+
+# -- nats-py, at each edge where the stream's code calls it ---------------------------------------------------------------
+
+NOBODY = "nats://127.0.0.1:1"
+
+
+def of_nats() -> list[BaseException]:
+    """What calls of nats-py may end in. Its JetStream layer is not called."""
+    return [*raised_by(nats.errors), *OF_SYSTEM, AssertionError()]
+
+
+def failing(error: BaseException) -> Callable[..., Any]:
+    """A call of the client's that ends in an error."""
+
+    async def fails(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fails
+
+
+async def nothing(*_: Any) -> None:
+    """Takes a message."""
+
+
+@pytest.mark.parametrize("step", ["connect", "subscribe"])
+def test_every_error_of_nats_while_a_connection_is_made_is_the_streams(
+    nats_url: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+) -> None:
+    async def run() -> None:
+        for error in of_nats():
+            monkeypatch.setattr(_Client, step, failing(error))
+            with pytest.raises(StreamError) as caught:
+                await NatsConnection.open(nats_url, WAIT_S, Credentials())
+            assert "\n" not in str(caught.value) and nats_url in str(caught.value)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("call", "edge"),
+    [
+        ("publish", lambda one: one.ask("a.subject", b"", WAIT_S)),
+        ("publish", lambda one: one.send("a.subject", b"")),
+        ("subscribe", lambda one: one.subscribe("a.subject", nothing)),
+        ("subscribe", lambda one: one.subscribe_directly("a.subject", None)),
+        ("subscribe", lambda one: one.subscribe_to_runs("a.subject", None)),
+        ("write", lambda one: one.send_headed("a.subject", b"NATS/1.0\r\n\r\n", b"")),
+        ("flush", lambda one: one.round_trip(WAIT_S)),
+    ],
+    ids=["ask", "send", "subscribe", "subscribe-directly", "subscribe-to-runs", "send-headed", "round-trip"],
+)
+def test_every_error_of_nats_on_a_connection_is_the_streams(
+    nats_url: str,  # noqa: F811
+    call: str,
+    edge: Callable[[NatsConnection], Any],
+) -> None:
+    async def run() -> None:
+        connection = await NatsConnection.open(nats_url, WAIT_S, Credentials())
+        with pytest.MonkeyPatch.context() as patch:
+            for error in of_nats():
+                patch.setattr(connection.client, call, failing(error))
+                with pytest.raises(StreamError) as caught:
+                    await edge(connection)
+                assert "\n" not in str(caught.value)
+        await connection.round_trip(WAIT_S)  # as before
+        await connection.close()
+
+    asyncio.run(run())
+
+
+def test_every_error_of_nats_while_an_answer_is_written_at_once_is_the_streams(nats_url: str) -> None:  # noqa: F811
+    async def run() -> None:
+        connection = await NatsConnection.open(nats_url, WAIT_S, Credentials())
+        with pytest.MonkeyPatch.context() as patch:
+            for error in of_nats():
+
+                def fails(_: bytes, error: BaseException = error) -> None:
+                    raise error
+
+                patch.setattr(connection.client, "write_now", fails)
+                with pytest.raises(StreamError):
+                    connection.send_headed_now("a.subject", b"NATS/1.0\r\n\r\n", b"")
+        await connection.close()
+
+    asyncio.run(run())
+
+
+def test_no_error_of_nats_keeps_a_subscription_a_reader_or_a_connection_from_ending(nats_url: str) -> None:  # noqa: F811
+    async def run() -> None:
+        for error in of_nats():
+            stream = await NatsStream.connect(nats_url, WAIT_S)
+            reader = await stream.pull(timeout_s=WAIT_S)
+            assert isinstance(reader, NatsReader) and reader._pull is not None
+            connection = reader._pull.connection
+            subscription = await connection.subscribe("a.subject", nothing)
+            with pytest.MonkeyPatch.context() as patch:
+                for place, name in (
+                    (subscription, "unsubscribe"), (subscription, "drain"), (reader._pull.subscription, "unsubscribe"),
+                    (connection.client, "publish"), (connection.client, "close"),
+                ):  # fmt: skip
+                    patch.setattr(place, name, failing(error))
+                await connection.unsubscribe(subscription)
+                await connection.drain(subscription)
+                await reader.close()
+                await connection.close()
+                assert not connection.is_open
+            await connection.client.close()
+
+    asyncio.run(run())
+
+
+def test_every_error_of_nats_while_a_server_is_looked_at_is_the_streams(
+    nats_url: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        for error in of_nats():
+            monkeypatch.setattr(_Client, "flush", failing(error))
+            with pytest.raises(StreamError):
+                await look(nats_url, WAIT_S, Credentials())
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [b"INFO []\r\n", b"INFO 5\r\n", b"INFO {}\r\nHELLO\r\n", b'INFO {"max_payload":"x"}\r\nPONG\r\n', b"INFO {\r\n", b"INFO\r\n", b"INFO \xff\r\n",
+     b"INFO null\r\n", b'INFO {"connect_urls":5}\r\nPONG\r\n', b"x" * 100_000, b"HTTP/1.1 400 Bad Request\r\n\r\n"],
+)  # fmt: skip
+def test_what_greets_as_no_nats_does_is_a_connection_that_is_not_made(greeting: bytes) -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(greeting)
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+            url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            with pytest.raises(StreamError) as caught:
+                await NatsConnection.open(url, WAIT_S, Credentials())
+            assert url in str(caught.value)
+
+    asyncio.run(run())
+
+
+def test_a_word_of_the_server_that_the_client_stumbles_over_ends_the_connection() -> None:
+    """It is not kept, unread, until pings are missed."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"max_payload":1048576,"headers":true}\r\n')
+        while not (await reader.readline()).startswith(b"PING"):
+            pass
+        writer.write(b"PONG\r\n")
+        while not (await reader.readline()).startswith(b"SUB"):
+            pass
+        writer.write(b"INFO []\r\n")
+        await reader.read()
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            connection = await NatsConnection.open(url, WAIT_S, Credentials())
+            lost = asyncio.Event()
+            connection.wakes.add(lost)
+            if connection.is_open:
+                async with asyncio.timeout(WAIT_S):
+                    await lost.wait()
+            with pytest.raises(StreamError, match="AttributeError in its client"):
+                connection.check("a.subject")
+            await connection.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("content", [b"", b"\x30\x82\x01\x0a\xff", b"no PEM", "-----BEGIN CERTIFICATE-----é".encode()])
+def test_a_ca_of_the_stream_that_is_none_is_our_error_at_both_edges(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "ca.pem").write_bytes(content)
+    with pytest.raises(ConfigError, match="give PEM"):
+        Credentials(tls_ca=str(tmp_path / "ca.pem")).connect_options(NOBODY)
+    with pytest.raises(ConfigError, match="give PEM"):
+        NatsProof(NatsCredentials(tls_ca=str(tmp_path / "ca.pem"))).tls_context()
+    with pytest.raises(StreamError, match="give PEM"):
+        asyncio.run(NatsConnection.open(NOBODY, WAIT_S, Credentials(tls_ca=str(tmp_path / "ca.pem"))))

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from tests.eventually import eventually
+from tests.extras import needed
 
-torch = pytest.importorskip("torch")
+torch = needed("torch", "engine")
 
 NAMES = ("budget", "copies", "devices", "first_token", "measure", "part", "report", "run", "shapes", "suite", "whole")
 

@@ -11,6 +11,7 @@ from kvbm.pools.stores.base import Get, Got, Refusal, Trouble
 from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.stores.redis import open_redis_store
+from tests.extras import needed
 from tests.object_pools import memory_objects
 from tests.object_stores import PATIENT, WAIT_S
 from tests.pool_runs import random_run
@@ -38,7 +39,7 @@ def test_an_object_larger_than_any_may_be_is_a_miss_with_one_warning_and_is_not_
 
 @pytest.mark.objects
 def test_redis_hands_over_no_more_of_a_key_than_an_object_may_have() -> None:
-    redis = pytest.importorskip("redis")
+    redis = needed("redis", "redis")
     with redis_server() as url:
         store = open_redis_store(f"{url}?prefix=p", limits=PATIENT, open_wait_s=WAIT_S)
         client = redis.Redis.from_url(url)
@@ -62,7 +63,7 @@ def test_redis_hands_over_no_more_of_a_key_than_an_object_may_have() -> None:
 def test_one_key_of_another_type_does_not_rest_the_front_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_tier, "_CACHE_WAIT_S", WAIT_S)  # a busy machine rests no front either
     monkeypatch.setattr(cache_tier, "_FILL_WAIT_S", WAIT_S)
-    redis = pytest.importorskip("redis")
+    redis = needed("redis", "redis")
     with redis_server() as url:
         troubles = list[str]()
         backing = MemoryStore("memory://behind")

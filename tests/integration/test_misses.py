@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -12,10 +13,13 @@ from kvbm.core.errors import CatalogRefusedError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Namespace, NamespaceId, Reach, Tier
 from kvbm.core.layout import pool_name
+from kvbm.core.watch_events import PrefixDepths, WatchBegun
+from kvbm.locate.http import CatalogClient
+from kvbm.locate.watching import CatalogWatch
 from tests import catalog_site
 from tests.catalog_site import HASHES, SPACE, Instance, Running, run_catalog
 from tests.eventually import eventually
-from tests.nats_fixture import cluster, nats_url  # noqa: F401
+from tests.nats_fixture import WAIT_S, cluster, nats_url  # noqa: F401
 
 FOR_EVER_S = 3600.0
 SERVED_S = 5.0
@@ -88,6 +92,54 @@ def test_a_silent_miss_says_why_in_answers_batches_and_metrics(running: Running)
     assert (counted["lookup", "no_full_block"], counted["lookup", "not_held"]) == (1, 1)
     presence = client.presence(OTHERS["revision"], HASHES)
     assert isinstance(presence.missed, MissedAnswer) and presence.missed.why == "namespace_unknown"
+
+
+def test_a_block_that_nobody_holds_says_why_as_a_lookup_does(running: Running) -> None:
+    a = running.instance("a")
+    a.create(0, 5)
+    serve(running, a)
+    client = running.client
+    with closing(CatalogClient(f"{running.settings.nats_url}/{running.settings.cluster}/any", WAIT_S)) as over_nats:
+        for one in (client, over_nats):
+            assert one.block(SPACE, HASHES[:16]).missed is msgspec.UNSET
+            for namespace, block in (
+                (SPACE.id, bytes(16)), (OTHERS["revision"].id, HASHES[:16]), (NamespaceId(bytes(16)), HASHES[:16]),
+            ):  # fmt: skip
+                told = one.block(namespace, block).missed
+                assert told == client.lookup(namespace, block).missed and isinstance(told, MissedAnswer)
+                assert told.why == ("not_held" if namespace == SPACE.id else "namespace_unknown")
+    counted = metrics(running)
+    assert (counted["block", "not_held"], counted["block", "namespace_unknown"]) == (2, 4)
+
+
+def test_a_feed_says_why_it_has_nothing_to_tell(running: Running) -> None:
+    """Once, and again when the reason is another; what is looked at in between is not counted."""
+    a, client = running.instance("a"), running.client
+    with client.watch(SPACE) as blocks, client.watch(SPACE, hashes=HASHES) as prefix:
+        begun = blocks.next_event(WAIT_S)
+        assert isinstance(begun, WatchBegun) and isinstance(begun.missed, MissedAnswer)
+        assert begun.missed == client.lookup(SPACE, HASHES).missed
+        assert missed_of(next_depths(prefix)).why == "namespace_unknown"
+        a.publish()  # it names the namespace, and holds nothing
+        assert missed_of(next_depths(prefix)).why == "not_held"
+        a.create(0, 5)
+        serve(running, a)
+        assert next_depths(prefix).missed is msgspec.UNSET
+    with client.watch(SPACE) as blocks:
+        begun = blocks.next_event(WAIT_S)
+        assert isinstance(begun, WatchBegun) and begun.missed is msgspec.UNSET
+    counted = metrics(running)
+    assert (counted["watch", "namespace_unknown"], counted["watch", "not_held"]) == (2, 1)
+    assert counted["lookup", "not_held"] == 0
+
+
+def next_depths(watch: CatalogWatch) -> LookupAnswer:
+    """What a watch of a prefix says next of it."""
+    while True:
+        event = watch.next_event(WAIT_S)
+        assert event is not None, "the feed says no more of the prefix"
+        if isinstance(event, PrefixDepths):
+            return event.answer
 
 
 def metrics(running: Running) -> dict[tuple[str, str], float]:

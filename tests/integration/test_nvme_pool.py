@@ -37,6 +37,7 @@ from kvbm.pools.nvme.generations import (
 )
 from kvbm.pools.nvme.pool import NvmePool
 from tests.eventually import eventually
+from tests.extras import needed
 from tests.pool_runs import SHAPE, part, random_run
 
 SLOTS = 16
@@ -819,7 +820,7 @@ def test_aligned_rows_go_to_the_device_without_a_copy(tmp_path: Path) -> None:
 
 
 def test_blocks_go_to_hbm_on_the_cpu_without_a_copy(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+    needed("torch", "engine")
     run = random_run(4, 3 * 4096)
     pool, hbm = _open(tmp_path / "pool", block_bytes=3 * 4096), HbmPool(6, 3 * 4096, checksums, "cpu")
     if not pool.direct:
@@ -1165,9 +1166,9 @@ def device(tmp_path: Path) -> Iterator[Path]:
             ["losetup", "--find", "--show", backing], check=False, capture_output=True, text=True, timeout=WAIT_S
         )
     except OSError as error:
-        pytest.skip(f"no losetup: {error}")
+        pytest.fail(f"no losetup ({error}); apt-get install mount")
     if made.returncode:
-        pytest.skip(f"no loop device: {made.stderr.strip()}")
+        pytest.fail(f"no loop device ({made.stderr.strip()}); run as root on a machine that has them")
     path = Path(made.stdout.strip())
     yield path
     subprocess.run(["losetup", "--detach", path], check=False, timeout=WAIT_S)

@@ -23,6 +23,7 @@ from kvbm.pools.hbm.paged import SLOTS as DIMENSION
 from kvbm.pools.hbm.paged import PagedTensor, Segments
 from kvbm.pools.hbm.rings import SHORT_BYTES, After, Half, Lane, RingCopies, ring_sizes
 from tests.eventually import eventually
+from tests.extras import needed
 from tests.fake_cuda import FakeCuda
 
 SLOTS, ROWS, LONG_S = 64, 48, 60.0
@@ -225,7 +226,7 @@ def test_an_exception_amid_a_run_is_raised_once_the_device_has_confirmed_it(
 # -- what a run waits for --------------------------------------------------------------------------------------------
 
 
-torch = pytest.importorskip("torch")
+torch = needed("torch", "engine")
 
 
 class Event:

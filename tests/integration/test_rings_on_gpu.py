@@ -19,8 +19,9 @@ from kvbm.pools.hbm.paged import SLOTS, PagedTensor
 from kvbm.pools.hbm.pool import HbmPool
 from kvbm.pools.host.pool import HostPool
 from tests.eventually import eventually
+from tests.extras import needed
 
-torch = pytest.importorskip("torch")
+torch = needed("torch", "engine")
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,6 +19,7 @@ from kvbm.pools.stores.link import Limits
 from kvbm.pools.stores.opening import open_store
 from kvbm.pools.stores.s3 import store_name
 from tests.eventually import eventually
+from tests.extras import needed
 from tests.faulty_http import Fault, FaultyServer, faulty
 from tests.object_stores import PATIENT, WAIT_S, Place, azure_place, boto3_client, redis_place, s3_place
 from tests.servers import free_port, redis_server, s3_server
@@ -544,7 +545,7 @@ def test_an_option_of_a_redis_url_that_is_none_is_refused_by_its_name(redis_url:
 
 @pytest.mark.objects
 def test_a_redis_that_was_demoted_loses_our_connections_at_its_first_refusal() -> None:
-    redis = pytest.importorskip("redis")
+    redis = needed("redis", "redis")
     with (
         redis_server() as url, redis.Redis.from_url(url) as admin, closing(redis_place(url).open()) as store
     ):  # fmt: skip

@@ -304,7 +304,7 @@ def test_a_slow_reader_is_told_what_it_missed_and_goes_on(nats_url: str, cluster
     with Site(nats_url, cluster, sqlite_url, write_s=600.0, watch_bytes=1 << 16) as running:
         connection = raw_watch(running.client.url, room=4096)
         begun = read_until(connection, b"event: begun\n")
-        assert b"missed" not in begun
+        assert b"event: missed\n" not in begun
         flooding = Flooder(running)
         other = running.client.watch(SPACE, hashes=HASHES)
         for _ in range(40):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvbm import _native
 from kvbm.core.ages import AGE_BOUNDS_S, BlockAges, NewAges, ReadableAges, TierAges, added
-from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import FrameError
 from kvbm.core.events import (
     BlocksCreated,
@@ -24,9 +23,9 @@ from kvbm.core.events import (
     ResidenciesListed,
     SnapshotEnded,
 )
-from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Tier
+from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Tier
 from tests.examples import examples
-from tests.indexes import crowded_events
+from tests.indexes import crowded_events, frame_bytes
 
 SPACE = Namespace(model="m", block_tokens=16).id
 ONE = InstanceId("one")
@@ -39,12 +38,7 @@ def block(number: int) -> bytes:
 
 
 def frame(at_s: float, *events: Event) -> bytes:
-    return encode_frame(
-        Frame(
-            instance=ONE, epoch=Epoch(1), first_offset=Offset(0), wall_time_ns=int(at_s * SECOND_NS), events=events,
-            digest=0,
-        )
-    )  # fmt: skip
+    return frame_bytes(ONE, *events, wall_time_ns=int(max(0.0, at_s) * SECOND_NS))
 
 
 def created(tier: Tier, *numbers: int) -> Event:
@@ -137,12 +131,7 @@ def test_both_count_the_same_of_any_events(
     for at, (step_s, drawn) in enumerate(script):
         now_s += step_s * 10 - 30  # a clock may be set back
         events = [event for event in drawn if not isinstance(event, InstanceStarted)] or [created(Tier.NVME, step_s)]
-        data = encode_frame(
-            Frame(
-                instance=ONE, epoch=Epoch(1), first_offset=Offset(0), wall_time_ns=max(0, now_s) * SECOND_NS,
-                events=tuple(events), digest=0,
-            )
-        )  # fmt: skip
+        data = frame(now_s, *events)
         for one in twins:
             one.take(data)
             if at == forget_at:

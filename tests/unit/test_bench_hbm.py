@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("torch")
-
 from kvbm.bench.hbm import RUN_BLOCKS, HbmOptions, bench_hbm
 
 

@@ -9,28 +9,29 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 TEXT = (TESTS.parent / "docs" / "threats.md").read_text()
-_NAMED = re.compile(
-    r"`((?:tests/)?(?:unit|integration|conformance|property|faults)/)?(test_\w+\.py)`(?: \(((?:`…?\w+…?`(?:, )?)+)\))?"
-)
-FOLDERS = {name: folder for folder in ("unit", "integration", "conformance", "property", "faults") for name in
-           [path.name for path in (TESTS / folder).rglob("test_*.py")]}  # fmt: skip
+_FOLDERS = ("unit", "integration", "conformance", "property", "faults")
+_NAMED = re.compile(rf"`(?:tests/)?((?:(?:{'|'.join(_FOLDERS)})/)?)(test_\w+\.py)`")
+_TOLD = re.compile(rf"{_NAMED.pattern}|`(…\w+…?|test_\w+)`")  # a file; or a test, or a part of its name
+FOLDERS = {path.name: f"{folder}/" for folder in _FOLDERS for path in (TESTS / folder).rglob("test_*.py")}
 
 
 def named() -> list[tuple[str, str]]:
-    """Files as the text names them, with a test or a part of its name; "" where the file stands alone."""
+    """Files as the text names them, each with the tests that it names behind it on that line; "" for the file, and for a test alone."""
     found = []
-    for folder, name, tests in _NAMED.findall(TEXT):
-        parts = re.findall(r"`…?(\w+?)…?`", tests) or [""]
-        place = (folder or f"{FOLDERS.get(name, '')}/").removeprefix("tests/")
-        found += [(f"{place}{name}", part) for part in parts]
+    for line in TEXT.splitlines():
+        file = ""
+        for folder, name, part in _TOLD.findall(line):
+            if name:
+                file = f"{folder or FOLDERS.get(name, '')}{name}"
+            found.append((file, part.strip("…")))
     return found
 
 
 @pytest.mark.parametrize(("file", "part"), sorted(set(named())))
 def test_a_test_that_threats_names_is_there(file: str, part: str) -> None:
-    path = TESTS / file
-    assert path.is_file(), f"docs/threats.md names tests/{file}"
-    tests = re.findall(r"def (test_\w+)", path.read_text())
+    paths = [TESTS / file] if file else [path for folder in _FOLDERS for path in (TESTS / folder).rglob("test_*.py")]
+    assert all(path.is_file() for path in paths), f"docs/threats.md names tests/{file}"
+    tests = [name for path in paths for name in re.findall(r"def (test_\w+)", path.read_text())]
     assert any(part in one for one in tests), f"docs/threats.md names {part} in tests/{file}"
 
 

@@ -47,6 +47,18 @@ def test_the_readme_names_what_there_is() -> None:
     assert [test for tests in lines.values() for test in tests if not (TESTS / test).exists()] == []
 
 
+def test_no_test_is_skipped_for_want_of_a_package_or_a_program() -> None:
+    """What is missing is a failure that says what to install."""
+    skips = r"importorskip\(|skip(if)?\(.*(not installed|is missing|shutil\.which)"
+    lines = [
+        f"{path.relative_to(TESTS)}: {line.strip()}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if re.search(skips, line) and path != Path(__file__) and "Triton" not in line  # which comes with a GPU's torch
+    ]
+    assert not lines, "take tests.extras.needed, or fail with what to install"
+
+
 def test_no_test_module_imports_another() -> None:
     """What two need lies in a module beside the folders, or is a fixture. A program for a child may import the module it stands in."""
     found = []

@@ -6,8 +6,9 @@ import pytest
 
 from kvbm.core.errors import ConfigError
 from kvbm.pools.stores.azure import Key, Place, key_of_environment, key_of_string, place_of
+from tests.extras import needed
 
-pytest.importorskip("azure.storage.blob")
+needed("azure.storage.blob", "azure")
 BLOBS = "https://acct.blob.core.windows.net"
 
 

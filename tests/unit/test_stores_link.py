@@ -9,6 +9,7 @@ import pytest
 from kvbm.core.errors import ConfigError
 from kvbm.pools.stores import link as links
 from kvbm.pools.stores.link import Limits, first_line, is_here, link_to, proxy_for, trusted_file
+from tests.extras import needed
 
 PROXY = "http://proxy:3128"
 CERTIFICATE = b"-----BEGIN CERTIFICATE-----\nMA==\n-----END CERTIFICATE-----\n"
@@ -81,7 +82,7 @@ def test_where_nobody_names_anybody_the_systems_list_counts_and_then_certifis(
     assert of_system.trusted == str(tmp_path / "list")
     assert "root_certificate" not in of_system.client_options()  # the client reads it itself
     monkeypatch.setattr(links, "_SYSTEM_LISTS", ())
-    pytest.importorskip("certifi")
+    needed("certifi", "s3")
     assert b"BEGIN CERTIFICATE" in link_to("https://store").client_options()["root_certificate"]  # type: ignore[operator]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import itertools
+import math
 import re
 import ssl
 import time
@@ -37,6 +38,20 @@ JS_API = "$JS.API"
 BORROWED_API = "kvbm.v1.api"  # the same for a user whose account has no JetStream, and is lent that of another account
 CLOSE_WAIT_S = 1.0
 REMEDY = "start a nats-server there, or correct the URL"
+
+# What comes out of calls of nats-py: its own errors, the system's, and what it or the loop below it ends in otherwise. uvloop says by RuntimeError that a
+# transport is closed; a server that greets as no NATS does ends in whichever of the others.
+_FOREIGN = (
+    NatsError,
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+)
 
 _TURNED_AWAY = "check that a nats-server listens there, and the user and password it wants, or the key"
 _TLS_FAILED = "check nats.tls_ca and nats.tls_cert, and that the server's certificate names this host"
@@ -124,8 +139,10 @@ class _Client(CheckedClient):
             except (ProtocolError, OSError) as error:
                 await self._process_op_err(error)
                 return
-            except Exception:
+            except Exception as error:
                 log.exception("stream.reading_failed")
+                await self._error_cb(error)
+                await self._process_op_err(error)  # nobody reads it any more, so it is lost
                 return
 
     @property
@@ -208,7 +225,7 @@ class NatsConnection:
         except TimeoutError:
             await connection.close()
             raise StreamError(f"no answer from NATS at {connection.shown} within {timeout_s:g} s; {REMEDY}") from None
-        except (OSError, ssl.SSLError, NatsError, ValueError) as error:
+        except _FOREIGN as error:
             await connection.close()
             why = connection._why_lost or error_words(error)
             # a refused user may show as a reset, because the server closes before nats-py has read its reason
@@ -294,7 +311,7 @@ class NatsConnection:
                 f"a message of {len(data)} bytes for {subject}; NATS at {self.shown} takes {self.client.max_payload}: "
                 "raise max_payload there"
             ) from None
-        except NatsError as error:
+        except _FOREIGN as error:
             raise self._lost(error_words(error)) from None
         finally:
             self._waiting.pop(inbox, None)
@@ -309,6 +326,17 @@ class NatsConnection:
 
     def _routed(self, subject: str) -> str:
         return BORROWED_API + subject.removeprefix(JS_API) if self.is_lent and subject.startswith(JS_API) else subject
+
+    async def round_trip(self, timeout_s: float) -> float:
+        """Seconds until the server has answered a ping. Raises StreamError: lost, or late."""
+        begin_s = time.perf_counter()
+        try:
+            await self.client.flush(math.ceil(timeout_s))
+        except TimeoutError:
+            raise LateError(f"NATS at {self.shown} did not answer within {timeout_s:g} s; {REMEDY}") from None
+        except _FOREIGN as error:
+            raise self._lost(error_words(error)) from None
+        return time.perf_counter() - begin_s
 
     async def subscribe(
         self,
@@ -332,7 +360,7 @@ class NatsConnection:
                 pending_msgs_limit=most_waiting,
                 pending_bytes_limit=most_waiting_bytes,
             )
-        except NatsError as error:
+        except _FOREIGN as error:
             raise self._lost(error_words(error)) from None
 
     async def subscribe_directly(
@@ -364,7 +392,7 @@ class NatsConnection:
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
                 await subscription.unsubscribe()
-        except (TimeoutError, NatsError):
+        except _FOREIGN:
             pass  # the connection is ending, and with it the subscription
 
     async def drain(self, subscription: Subscription) -> None:
@@ -374,7 +402,7 @@ class NatsConnection:
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
                 await subscription.drain()  # type: ignore[no-untyped-call]
-        except (TimeoutError, NatsError):
+        except _FOREIGN:
             await self.unsubscribe(subscription)
 
     def check_subscribed(self, subject: str) -> None:
@@ -396,7 +424,7 @@ class NatsConnection:
                 await self.client.publish(subject, data, reply=reply)
         except TimeoutError:
             raise StreamError(f"NATS at {self.shown} takes no more bytes") from None
-        except (OSError, NatsError) as error:
+        except _FOREIGN as error:
             raise self._lost(error_words(error)) from None
 
     async def send_headed(self, subject: str, head: bytes, data: bytes) -> None:
@@ -412,7 +440,7 @@ class NatsConnection:
                 await self.client.write(message)
         except TimeoutError:
             raise StreamError(f"NATS at {self.shown} takes no more bytes") from None
-        except (OSError, NatsError) as error:
+        except _FOREIGN as error:
             raise self._lost(error_words(error)) from None
 
     def send_headed_now(self, subject: str, head: bytes, data: bytes) -> None:
@@ -420,7 +448,7 @@ class NatsConnection:
         message = self._headed(subject, head, data)
         try:
             self.client.write_now(message)
-        except (OSError, NatsError) as error:
+        except _FOREIGN as error:
             raise self._lost(error_words(error)) from None
 
     def _headed(self, subject: str, head: bytes, data: bytes) -> bytes:
@@ -447,7 +475,7 @@ class NatsConnection:
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
                 await self.client.close()
-        except (TimeoutError, OSError, NatsError):
+        except _FOREIGN:
             pass  # nothing is left to lose
         self._wake_readers()
 
@@ -516,6 +544,8 @@ async def _nothing(message: Msg) -> None:
 
 
 def error_words(error: Exception) -> str:
-    """An error of nats-py in words."""
+    """An error that a call of nats-py has ended in, in words."""
     text = str(error).removeprefix("nats: ").rstrip(".")
-    return text or type(error).__name__
+    if isinstance(error, NatsError | OSError):
+        return text or type(error).__name__
+    return f"{type(error).__name__} in its client: {text}".rstrip(": ")

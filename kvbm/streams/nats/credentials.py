@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from nats.aio.client import Client, RawCredentials
 from nats.errors import Error as NatsError
+from nats.errors import ProtocolError
 
 from kvbm.core.errors import ConfigError, MissingExtraError
 from kvbm.core.nats_address import servers_of
@@ -85,7 +86,7 @@ class Credentials(NamedTuple):
             context.minimum_version = ssl.TLSVersion.TLSv1_2
             try:
                 context.load_verify_locations(cadata=text)
-            except ssl.SSLError as error:
+            except (ssl.SSLError, ValueError, TypeError) as error:  # an empty file; one that is not ASCII
                 raise ConfigError(
                     f"nats.tls_ca {self.tls_ca} holds no certificate ({_reason(error)}); give PEM"
                 ) from None
@@ -94,7 +95,7 @@ class Credentials(NamedTuple):
             _read("nats.tls_key", self.tls_key)
             try:
                 context.load_cert_chain(self.tls_cert, self.tls_key, password=_no_password)
-            except (ssl.SSLError, ValueError) as error:
+            except (OSError, ValueError) as error:  # ssl.SSLError is an OSError, and a file may have gone
                 raise ConfigError(
                     f"nats.tls_cert {self.tls_cert} and nats.tls_key {self.tls_key} do not belong together, or are no PEM "
                     f"without password ({_reason(error)})"
@@ -114,6 +115,8 @@ class CheckedClient(Client):
     server_info: Mapping[str, Any] = MappingProxyType({})
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if not isinstance(info.get("max_payload", 0), int):
+            raise ProtocolError
         self.server_info = info
         if self.wants_tls and not info.get("tls_required"):
             raise NoTlsError

@@ -7,16 +7,16 @@ import json
 import random
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from nats.aio.subscription import Subscription
-from nats.errors import Error as NatsError
 
 from kvbm.core.errors import StreamError
 from kvbm.remarks import Remarks
 from kvbm.streams.base import START, AwayError, Mark, StreamMessage, mark_of
 from kvbm.streams.nats.api import NS, ConsumerReply, ask_until, message_at, stream_info
-from kvbm.streams.nats.connection import CLOSE_WAIT_S, NatsConnection, RefusedError, error_words, shown
+from kvbm.streams.nats.connection import NatsConnection, RefusedError, shown
 from kvbm.streams.nats.headers import fence_named, status_in
 from kvbm.streams.nats.messages import Delivered
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, Pauses, SharedConnection
@@ -120,14 +120,10 @@ class Pull:
         """Tell the server, if it still listens."""
         self.connection.wakes.discard(self.wake)
         await self.connection.unsubscribe(self.subscription)
-        if not self.connection.is_open:
+        if not self.path:
             return
-        try:
-            async with asyncio.timeout(CLOSE_WAIT_S):
-                if self.path:
-                    await self.connection.client.publish(f"$JS.API.CONSUMER.DELETE.{self.path}", b"")
-        except (TimeoutError, NatsError):
-            pass  # the server forgets it by itself
+        with suppress(StreamError):  # the server forgets it by itself
+            await self.connection.send(f"$JS.API.CONSUMER.DELETE.{self.path}", b"")
 
 
 class NatsReader:
@@ -281,9 +277,6 @@ class NatsReader:
             pull.path = f"{self._name}.{reply.name}"
             pull.pending = reply.num_pending
             await pull.ask_more()
-        except NatsError as error:
-            connection.wakes.discard(self._wake)
-            raise StreamError(f"the connection to NATS at {connection.shown} is lost ({error_words(error)})") from None
         except BaseException:
             await pull.end()
             raise

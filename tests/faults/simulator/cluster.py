@@ -41,6 +41,7 @@ from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import ObjectStats, Proof, ReadResult
 from kvbm.pools.stores.memory import MemoryStore
 from tests.faults.simulator.disk import Disk
+from tests.faults.simulator.disk_faults import USUAL_NAP_S
 from tests.faults.simulator.kernel import NO_THREAD, Clock, Process, Shortages, Thread, Violation, Waiter, World
 from tests.faults.simulator.limits import CLOSED_IN_S, MAX_PAYLOAD_BYTES, Interrupted, Keys, Limits, Signalled
 from tests.faults.simulator.peers import PeerNetwork
@@ -183,7 +184,7 @@ class Node:
         self.manager: Manager | None = None
         self.wanted = False
         self.starts = 0
-        self.nap_s, self.hangs = 0.004, False
+        self.nap_s, self.hangs = USUAL_NAP_S, False
         self.signals = self.closing_signals = 0.0
         self.keys: Keys | None = None
 

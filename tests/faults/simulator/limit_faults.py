@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tests.faults.simulator.limits import Limits, names_without_end
-from tests.faults.simulator.peer_faults import NOTHING, Undo
+from tests.faults.simulator.undo import NOTHING, FaultKind, Undo
 
 if TYPE_CHECKING:
     from tests.faults.simulator.cluster import Machine
@@ -146,7 +145,7 @@ def pod_mate(faults: Faults, rng: random.Random) -> Undo:
     return None
 
 
-LIMIT_KINDS: dict[str, Callable[[Any, random.Random], Undo]] = {
+LIMIT_KINDS: dict[str, FaultKind] = {
     "no_threads": no_threads,
     "no_descriptors": no_descriptors,
     "signals": signals,

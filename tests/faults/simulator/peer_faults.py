@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import Tier
 from tests.faults.simulator.peers import USUAL_STEP_S, PeerNetwork, flipped_rows
+from tests.faults.simulator.undo import NOTHING, FaultKind, Undo
 
 if TYPE_CHECKING:
     from tests.faults.simulator.cluster import Node
     from tests.faults.simulator.faults import Faults
-
-Undo = Callable[[], None] | None
-
-
-def NOTHING() -> None:
-    """What a fault gives that cannot happen now."""
-    return
 
 
 def _network(faults: Faults) -> PeerNetwork:
@@ -110,7 +103,7 @@ def fence_lenders(faults: Faults, rng: random.Random) -> Undo:
     return end if chosen else NOTHING
 
 
-PEER_KINDS: dict[str, Callable[[Any, random.Random], Undo]] = {
+PEER_KINDS: dict[str, FaultKind] = {
     "flip_lent": flip_lent,
     "flip_on_the_way": flip_on_the_way,
     "slow_reads": slow_reads,
