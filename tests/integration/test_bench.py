@@ -141,6 +141,7 @@ def test_the_pools_are_measured_beside_fio_on_the_same_device(
     assert [found.name for found in tmp_path.iterdir()] == ["bench.json"]
 
 
+@pytest.mark.nightly
 def test_fio_that_cannot_write_there_is_said_in_its_own_words(tmp_path: Path) -> None:
     fio = find_fio(tmp_path)
     assert fio.rate("write", tmp_path / "file", 1 << 20, 1 << 20, 4) > 0
