@@ -5,7 +5,7 @@ from mmap import mmap
 
 import numpy as np
 
-from kvbm.catalog.index import (
+from kvbm.catalog.index.cluster_index import (
     Applied,
     Audit,
     Holder,
@@ -16,9 +16,9 @@ from kvbm.catalog.index import (
     Presences,
     StreamPlace,
 )
-from kvbm.catalog.liveness import LastHeartbeat
-from kvbm.catalog.routing import CandidateNumbers, Lent, Ranking, Reader, RoutingTask, SharedRoute
-from kvbm.catalog.routing_cost import RoutingSettings
+from kvbm.catalog.members.liveness import LastHeartbeat
+from kvbm.catalog.routing.cost import RoutingSettings
+from kvbm.catalog.routing.router import CandidateNumbers, Lent, Ranking, Reader, RoutingTask, SharedRoute
 from kvbm.core.ages import TierAges
 from kvbm.core.answers import LookupAnswer
 from kvbm.core.backend import LedgerProtocol, LockProtocol
@@ -383,7 +383,7 @@ class ClusterIndex:
     def load_checkpoint(self, path: str) -> bytes: ...
 
 class ApplyThread:
-    """Native implementation of `kvbm.catalog.plain_frames.ApplyThread`, made by `ClusterIndex.apply_thread`."""
+    """Native implementation of `kvbm.catalog.index.plain_frames.ApplyThread`, made by `ClusterIndex.apply_thread`."""
 
     def fileno(self) -> int: ...
     def begin(self, messages: list[tuple[int, bytes]], places: list[StreamPlace]) -> None: ...
@@ -396,7 +396,7 @@ class Candidates:
     def __len__(self) -> int: ...
 
 class Router:
-    """Native implementation of `kvbm.catalog.routing.Router`, made by `ClusterIndex.router`."""
+    """Native implementation of `kvbm.catalog.routing.router.Router`, made by `ClusterIndex.router`."""
 
     def hear(self, instance: InstanceId, pulse: LastHeartbeat) -> None: ...
     def reads(self, instance: InstanceId, reader: Reader | None) -> None: ...

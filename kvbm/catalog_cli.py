@@ -202,7 +202,7 @@ def _add_token(commands: Commands) -> None:
 
 def _make_token(arguments: argparse.Namespace) -> int:
 
-    from kvbm.catalog.access_file import NewToken, add_token
+    from kvbm.catalog.access.file import NewToken, add_token
 
     path = arguments.access or Path(settings_of(arguments).catalog.access)
     if not path.name:

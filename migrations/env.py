@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from kvbm.catalog.sql_tables import VERSION_TABLE, metadata
+from kvbm.catalog.sql.tables import VERSION_TABLE, metadata
 from kvbm.core.errors import CatalogError
 
 connection = context.config.attributes.get("connection")

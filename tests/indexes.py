@@ -8,9 +8,9 @@ import pytest
 from hypothesis import strategies as st
 
 from kvbm import _native
-from kvbm.catalog.index import ClusterIndex, Holder, NewIndex
-from kvbm.catalog.reference_index import ReferenceIndex
-from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.follow.sequencer import Sequencer
+from kvbm.catalog.index.cluster_index import ClusterIndex, Holder, NewIndex
+from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.core import codec
 from kvbm.core.backend import ScanFrames
 from kvbm.core.codec import Frame

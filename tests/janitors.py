@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvbm.assembly.janitor import Clocks
-from kvbm.catalog.sql_rows import NamespaceRow
+from kvbm.catalog.sql.rows import NamespaceRow
 from kvbm.core.errors import KvbmError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, split_hashes

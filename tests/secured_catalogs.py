@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import kvbm.catalog.access
-import kvbm.catalog.tls
+import kvbm.catalog.access.callers
+import kvbm.catalog.edge.tls
 import kvbm.locate.credentials
-from kvbm.catalog.access import AccessOptions
-from kvbm.catalog.access_file import NewToken, add_token
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.access.callers import AccessOptions
+from kvbm.catalog.access.file import NewToken, add_token
+from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from tests.certificates import Certificate, certify
 from tests.eventually import WAIT_S
@@ -79,6 +79,6 @@ def serve(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[Callable[...
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are looked at with every request."""
-    monkeypatch.setattr(kvbm.catalog.access, "LOOK_S", 0.0)
-    monkeypatch.setattr(kvbm.catalog.tls, "LOOK_S", 0.0)
+    monkeypatch.setattr(kvbm.catalog.access.callers, "LOOK_S", 0.0)
+    monkeypatch.setattr(kvbm.catalog.edge.tls, "LOOK_S", 0.0)
     monkeypatch.setattr(kvbm.locate.credentials, "LOOK_S", 0.0)

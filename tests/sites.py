@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager, run_gc
 from kvbm.assembly.janitor import Clocks
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
 from kvbm.core.ids import NamespaceId, split_hashes

@@ -23,8 +23,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from kvbm import catalog_cli, cli  # noqa: E402
-from kvbm.catalog import api, prompt_answers, prompts, routed  # noqa: E402
-from kvbm.catalog.api import openapi  # noqa: E402
+from kvbm.catalog.answers import prompts, routed  # noqa: E402
+from kvbm.catalog.edge import api, prompt_answers  # noqa: E402
+from kvbm.catalog.edge.api import openapi  # noqa: E402
 from kvbm.config import ENVIRONMENT_PREFIX, Settings, SourceSettings, TenantSettings, default_lines  # noqa: E402
 from kvbm.core import answers  # noqa: E402
 from kvbm.core.ages import TierAges  # noqa: E402
@@ -310,7 +311,7 @@ def http_page() -> str:
         "HTTP",
         "The catalog answers JSON over HTTP at `catalog.listen`. It describes itself at `/openapi.json`. Hashes and ids are 32 hex "
         "digits. Unknown fields of a request are refused. How a router uses it: [Route](../route.md).\n\n"
-        "This page is generated from `kvbm/catalog/api.py`, `prompts.py` and `prompt_answers.py` beside it, and `kvbm/core/answers.py`.",
+        "This page is generated from `kvbm/catalog/edge/api.py`, `prompts.py` and `prompt_answers.py` beside it, and `kvbm/core/answers.py`.",
         *parts,
         "## Errors\n\nEvery answer that is not a success has the body [`ErrorAnswer`](#erroranswer): a constant `code` for programs, a "
         "sentence, and what to do.\n\n" + _table(("code", "status", "raised in"), codes),

@@ -17,7 +17,7 @@ from kvbm.assembly.janitor import CLOCKS, Clocks, erase_objects
 from kvbm.assembly.manager import database_url, make_data_dir, stream_of_catalog
 from kvbm.assembly.pools import key_source
 from kvbm.catalog.service import CatalogService, Companion
-from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.config import Settings, check_settings
 from kvbm.core.errors import ConfigError, ErasureError, FencedError, KvbmError
 from kvbm.core.events import JANITOR

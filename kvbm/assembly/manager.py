@@ -84,7 +84,7 @@ from kvbm.terminal import say
 from kvbm_ledger import conflict
 
 if TYPE_CHECKING:
-    from kvbm.catalog.routing_cost import RoutingSettings
+    from kvbm.catalog.routing.cost import RoutingSettings
     from kvbm.catalog.service import Companion
 
 log = Remarks()
@@ -287,9 +287,9 @@ def run_catalog(
 
     Raises: ConfigError, StreamError, CatalogError, MissingExtraError: what does not answer, and what to do.
     """
-    from kvbm.catalog.access import AccessOptions
-    from kvbm.catalog.limits import LimitSettings
-    from kvbm.catalog.server import run
+    from kvbm.catalog.access.callers import AccessOptions
+    from kvbm.catalog.access.limits import LimitSettings
+    from kvbm.catalog.edge.server import run
     from kvbm.catalog.service import ServiceSettings
 
     check_settings(settings)
@@ -341,7 +341,7 @@ def run_catalog(
 
 def routing_settings(settings: Settings) -> RoutingSettings:
     """What a prompt costs at an instance, as `catalog.routing` has it."""
-    from kvbm.catalog.routing_cost import RoutingSettings
+    from kvbm.catalog.routing.cost import RoutingSettings
 
     costs = msgspec.structs.asdict(settings.catalog.routing)
     weights = msgspec.structs.asdict(settings.catalog.routing.tier_weights)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvbm import _native
-from kvbm.catalog.index import NewIndex
+from kvbm.catalog.index.cluster_index import NewIndex
 from kvbm.core.ages import FOLLOWED, BlockAges, NewAges
 from kvbm.core.backend import Backend, LockProtocol, NewFold, NewLedger
 from kvbm.core.ids import Tier

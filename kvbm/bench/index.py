@@ -23,8 +23,8 @@ import numpy as np
 from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.bench.measure import Row, percentile, rate, resident_bytes, timed
 from kvbm.bench.native import random_lines_ns
-from kvbm.catalog.index import ClusterIndex, StreamPlace
-from kvbm.catalog.plain_frames import RUN_BYTES, Threaded
+from kvbm.catalog.index.cluster_index import ClusterIndex, StreamPlace
+from kvbm.catalog.index.plain_frames import RUN_BYTES, Threaded
 from kvbm.core.codec import Frame
 from kvbm.core.events import (
     BlocksCreated,

@@ -15,8 +15,8 @@ import numpy as np
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, NATIVE_LEDGER
 from kvbm.bench.measure import Row, Sample, row_of
-from kvbm.catalog.message_applier import MessageApplier
-from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.follow.message_applier import MessageApplier
+from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.core.codec import FrameBytes
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Tier

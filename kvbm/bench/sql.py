@@ -17,10 +17,10 @@ import numpy as np
 
 from kvbm.bench.measure import Found, Row, Sample, row_of
 from kvbm.bench.postgres import postgres_server
-from kvbm.catalog.instance_sequence import Changes, StreamCursor
-from kvbm.catalog.row_collector import RowCollector
-from kvbm.catalog.sql_rows import ClaimRun, InstanceRows
-from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog.follow.instance_sequence import Changes, StreamCursor
+from kvbm.catalog.follow.row_collector import RowCollector
+from kvbm.catalog.sql.rows import ClaimRun, InstanceRows
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.errors import MissingExtraError
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace
 from kvbm.streams.base import Mark

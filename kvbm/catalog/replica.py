@@ -19,24 +19,24 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from kvbm.catalog.absences import FORGET_S, Absences
-from kvbm.catalog.access import EMBEDDED, Caller
-from kvbm.catalog.checkpoints import Checkpointing, LoadedCheckpoint, load_newest
+from kvbm.catalog.access.callers import EMBEDDED, Caller
+from kvbm.catalog.answers.prompts import ApiError
+from kvbm.catalog.answers.queries import Queries
+from kvbm.catalog.answers.routed import routed, routing_task
 from kvbm.catalog.degraded import Degraded
-from kvbm.catalog.follow import FIRST, StreamFollower, not_reached
-from kvbm.catalog.heartbeats import HeartbeatFollower
-from kvbm.catalog.index import ClusterIndex, NewIndex, PlainApplied
-from kvbm.catalog.instance_sequence import Changes
-from kvbm.catalog.lag import StreamLag
-from kvbm.catalog.liveness import LIVENESS_S
-from kvbm.catalog.plain_frames import PlainRun
-from kvbm.catalog.prompts import ApiError
-from kvbm.catalog.queries import Queries
-from kvbm.catalog.routed import routed, routing_task
-from kvbm.catalog.routing_cost import RoutingSettings
-from kvbm.catalog.sequencer import Sequencer
-from kvbm.catalog.snapshots import SnapshotRequests
-from kvbm.catalog.upkeep import IndexUpkeep
+from kvbm.catalog.follow.checkpoints import Checkpointing, LoadedCheckpoint, load_newest
+from kvbm.catalog.follow.follower import FIRST, StreamFollower, not_reached
+from kvbm.catalog.follow.heartbeats import HeartbeatFollower
+from kvbm.catalog.follow.instance_sequence import Changes
+from kvbm.catalog.follow.lag import StreamLag
+from kvbm.catalog.follow.sequencer import Sequencer
+from kvbm.catalog.follow.snapshots import SnapshotRequests
+from kvbm.catalog.follow.upkeep import IndexUpkeep
+from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex, PlainApplied
+from kvbm.catalog.index.plain_frames import PlainRun
+from kvbm.catalog.members.absences import FORGET_S, Absences
+from kvbm.catalog.members.liveness import LIVENESS_S
+from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.core.answers import (
     LIMIT,
     MAX_HASHES,

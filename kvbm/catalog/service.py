@@ -16,31 +16,31 @@ from typing import NamedTuple, TypeAlias, cast
 
 import msgspec
 
-from kvbm.catalog.absences import FORGET_S
-from kvbm.catalog.access import AccessOptions
-from kvbm.catalog.archive import Archive
-from kvbm.catalog.change_log import ChangeLog, RecordedIndex
-from kvbm.catalog.checkpoints import Checkpointer, Checkpointing, load_newest
+from kvbm.catalog.access.callers import AccessOptions
+from kvbm.catalog.access.limits import LimitSettings
+from kvbm.catalog.answers.queries import Queries
+from kvbm.catalog.answers.watches import Cluster, Watches
 from kvbm.catalog.degraded import Degraded
-from kvbm.catalog.follow import StreamFollower
-from kvbm.catalog.forgetting import Forgetting
-from kvbm.catalog.heartbeats import HeartbeatFollower
-from kvbm.catalog.index import ClusterIndex, NewIndex
-from kvbm.catalog.lag import StreamLag
-from kvbm.catalog.limits import LimitSettings
-from kvbm.catalog.liveness import LIVENESS_S
+from kvbm.catalog.follow.archive import Archive
+from kvbm.catalog.follow.checkpoints import Checkpointer, Checkpointing, load_newest
+from kvbm.catalog.follow.follower import StreamFollower
+from kvbm.catalog.follow.forgetting import Forgetting
+from kvbm.catalog.follow.heartbeats import HeartbeatFollower
+from kvbm.catalog.follow.lag import StreamLag
+from kvbm.catalog.follow.row_collector import RowCollector
+from kvbm.catalog.follow.sequencer import Sequencer
+from kvbm.catalog.follow.snapshots import ASK_AGAIN_S, SnapshotRequests
+from kvbm.catalog.follow.sql_writer import CLAIMS_EVERY_S, Numbering, SqlWriter, WriterOptions, numbering
+from kvbm.catalog.follow.upkeep import IndexUpkeep
+from kvbm.catalog.index.change_log import ChangeLog, RecordedIndex
+from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex
+from kvbm.catalog.index.reference_index import ReferenceIndex
+from kvbm.catalog.members.absences import FORGET_S
+from kvbm.catalog.members.liveness import LIVENESS_S
 from kvbm.catalog.put_bytes import PutBytes, put_bytes
-from kvbm.catalog.queries import Queries
-from kvbm.catalog.reference_index import ReferenceIndex
-from kvbm.catalog.route_sharing import RouteSharing
-from kvbm.catalog.routing_cost import RoutingSettings
-from kvbm.catalog.row_collector import RowCollector
-from kvbm.catalog.sequencer import Sequencer
-from kvbm.catalog.snapshots import ASK_AGAIN_S, SnapshotRequests
-from kvbm.catalog.sql_store import SqlStore
-from kvbm.catalog.sql_writer import CLAIMS_EVERY_S, Numbering, SqlWriter, WriterOptions, numbering
-from kvbm.catalog.upkeep import IndexUpkeep
-from kvbm.catalog.watches import Cluster, Watches
+from kvbm.catalog.routing.cost import RoutingSettings
+from kvbm.catalog.routing.route_sharing import RouteSharing
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.errors import KvbmError

@@ -42,7 +42,7 @@ def kept_paths(settings: Settings) -> list[str]:
 def _sqlite_file(url: str) -> str:
     """The file of a database URL; "" where it names none, or nothing here can read it."""
     try:
-        from kvbm.catalog.database import is_sqlite, parse_url
+        from kvbm.catalog.sql.database import is_sqlite, parse_url
 
         parsed = parse_url(url) if url else None
     except KvbmError:

@@ -165,7 +165,7 @@ def _credentials(nats: NatsSettings) -> Credentials:
 
 def look_at_database(settings: Settings) -> Any:
     """A `DatabaseView`. Raises CatalogError, MissingExtraError."""
-    from kvbm.catalog.database import look as look_at
+    from kvbm.catalog.sql.database import look as look_at
 
     return asyncio.run(look_at(database_url(settings), _ASK_S))
 

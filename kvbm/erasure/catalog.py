@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from kvbm.catalog import sql_erasure
-from kvbm.catalog.archive import SAMPLES_EVERY_S
-from kvbm.catalog.archive_erasure import Meant
-from kvbm.catalog.sql_rows import NamespaceRow
+from kvbm.catalog.follow.archive import SAMPLES_EVERY_S
+from kvbm.catalog.follow.archive_erasure import Meant
+from kvbm.catalog.sql import erasure as sql_erasure
+from kvbm.catalog.sql.rows import NamespaceRow
 from kvbm.core.codec import RUN_EVENTS, Frame
 from kvbm.core.errors import CatalogError, ErasureError, FencedError, StreamError
 from kvbm.core.events import JANITOR, InstanceStarted

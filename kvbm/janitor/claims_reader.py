@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbm.catalog.sql_rows import NamespaceRow
-from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog.sql.rows import NamespaceRow
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Reach
 from kvbm.janitor.effects import ClaimColumns, Claimed, Run
 from kvbm.streams.base import ORIGIN, Position

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, assert_never
 
-from kvbm.catalog.sql_rows import NamespaceRow
+from kvbm.catalog.sql.rows import NamespaceRow
 from kvbm.core.errors import JanitorError, KvbmError, PoolError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId
 from kvbm.janitor.claims_reader import ClaimsReader

@@ -12,8 +12,8 @@ from typing import NamedTuple, TextIO
 
 import msgspec
 
-from kvbm.catalog.index import NewIndex
-from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.catalog.index.cluster_index import NewIndex
+from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.core.ages import NewAges, ReadableAges
 from kvbm.core.backend import REFERENCE, Backend, NewFold
 from kvbm.core.columns import decode_columns

@@ -91,7 +91,7 @@ class WentBack(NamedTuple):
 
 
 class LifeBegins(NamedTuple):
-    """What was seen before is of another life of the instance: its journal, or the stream's end, was lost. See `catalog/instance_sequence.py`.
+    """What was seen before is of another life of the instance: its journal, or the stream's end, was lost. See `catalog/follow/instance_sequence.py`.
 
     Attributes:
         ended: the last epoch of the other life.

@@ -18,15 +18,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbm.catalog.archive import ArchivePosition
-from kvbm.catalog.checkpoints import Checkpointing, Writing
-from kvbm.catalog.database import parse_url, shown
-from kvbm.catalog.index import ClusterIndex, NewIndex, is_suspect
-from kvbm.catalog.row_collector import RowCollector
-from kvbm.catalog.sequencer import Sequencer
-from kvbm.catalog.sql_rows import StoreBatch
-from kvbm.catalog.sql_store import SqlStore
-from kvbm.catalog.sql_writer import numbering
+from kvbm.catalog.follow.archive import ArchivePosition
+from kvbm.catalog.follow.checkpoints import Checkpointing, Writing
+from kvbm.catalog.follow.row_collector import RowCollector
+from kvbm.catalog.follow.sequencer import Sequencer
+from kvbm.catalog.follow.sql_writer import numbering
+from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex, is_suspect
+from kvbm.catalog.sql.database import parse_url, shown
+from kvbm.catalog.sql.rows import StoreBatch
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.backend import Backend
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import InstanceId

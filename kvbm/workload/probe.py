@@ -123,7 +123,7 @@ def _origin(url: str) -> tuple[str, str]:
 
 
 def _ask_postgres(url: str) -> Answer:
-    from kvbm.catalog.database import look as look_at
+    from kvbm.catalog.sql.database import look as look_at
 
     view = asyncio.run(look_at(url, ASK_S))
     if view.unwritable:

@@ -50,10 +50,10 @@ std::uint64_t block_bytes_of(nb::handle pool) {
 PyObject* number_of(std::uint64_t value) { return PyLong_FromUnsignedLongLong(value); }
 PyObject* flag_of(bool value) { return Py_NewRef(value ? Py_True : Py_False); }
 
-// Classes of kvbm.catalog.index and the core, found when the first index is made: the catalog is not imported by an engine.
+// Classes of kvbm.catalog.index.cluster_index and the core, found when the first index is made: the catalog is not imported by an engine.
 struct IndexClasses {
   IndexClasses()
-      : module(nb::module_::import_("kvbm.catalog.index")),
+      : module(nb::module_::import_("kvbm.catalog.index.cluster_index")),
         depth(module, "InstanceDepth"),
         pool_depth(module, "PoolDepth"),
         prefixes(module, "Prefixes"),
@@ -80,7 +80,7 @@ struct IndexClasses {
     }
   }
 
-  nb::module_ module;    // kvbm.catalog.index
+  nb::module_ module;    // kvbm.catalog.index.cluster_index
   TupleClass depth;      // InstanceDepth
   TupleClass pool_depth; // PoolDepth
   TupleClass prefixes;   // Prefixes
@@ -340,7 +340,7 @@ class PythonIndex {
     return runs;
   }
 
-  // A LookupAnswer: kvbm.catalog.lookup.lookup says of what.
+  // A LookupAnswer: kvbm.catalog.index.lookup.lookup says of what.
   nb::object lookup(const nb::bytes& id, const nb::bytes& hashes, std::size_t limit, nb::handle only, nb::handle shown,
                     nb::handle view_age_s, nb::handle behind) {
     PrefixAnswer answer = std::move(answer_);  // what making an answer lets run may ask, too
@@ -778,7 +778,7 @@ void bind_asking(nb::class_<PythonIndex>& index, const SharedErrors& errors) {
 
 void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
   using Self = PythonIndex;
-  nb::class_<PythonIndex> index(module, "ClusterIndex", "The cluster's residencies and claims, as kvbm.catalog.index.ClusterIndex.");
+  nb::class_<PythonIndex> index(module, "ClusterIndex", "The cluster's residencies and claims, as kvbm.catalog.index.cluster_index.ClusterIndex.");
   bind_asking(index, errors);
   index.def(nb::init<std::uint64_t>(), nb::arg("capacity"))
       .def(

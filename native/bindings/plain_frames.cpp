@@ -7,10 +7,10 @@ namespace kvbm::bindings {
 
 PlainClasses::PlainClasses()
     : frames_(frame_classes()),
-      applied_(nb::module_::import_("kvbm.catalog.index").attr("PlainApplied")),
-      reached_(nb::module_::import_("kvbm.catalog.index").attr("PlaceReached")),
-      said_(nb::module_::import_("kvbm.catalog.index").attr("PlainClaims")),
-      claims_(nb::module_::import_("kvbm.catalog.index").attr("Claims")) {}
+      applied_(nb::module_::import_("kvbm.catalog.index.cluster_index").attr("PlainApplied")),
+      reached_(nb::module_::import_("kvbm.catalog.index.cluster_index").attr("PlaceReached")),
+      said_(nb::module_::import_("kvbm.catalog.index.cluster_index").attr("PlainClaims")),
+      claims_(nb::module_::import_("kvbm.catalog.index.cluster_index").attr("Claims")) {}
 
 nb::object PlainClasses::made(const PlainApplied& applied, const std::vector<StreamPlace>& places) const {
   nb::list reached;

@@ -10,7 +10,7 @@
 
 namespace kvbm::bindings {
 
-// The classes of kvbm.catalog.index, found when first used: the catalog is not imported by an engine.
+// The classes of kvbm.catalog.index.cluster_index, found when first used: the catalog is not imported by an engine.
 class PlainClasses {
  public:
   PlainClasses();
@@ -22,7 +22,7 @@ class PlainClasses {
   const nb::object applied_;    // PlainApplied
   const nb::object reached_;    // PlaceReached
   const nb::object said_;       // PlainClaims
-  const nb::object claims_;     // Claims of kvbm.catalog.index
+  const nb::object claims_;     // Claims of kvbm.catalog.index.cluster_index
 };
 
 // One run: (place, data) of each message, and (instance, epoch, offset) of each place. Keeps the messages' bytes.

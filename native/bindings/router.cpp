@@ -29,8 +29,8 @@ std::int64_t whole(nb::handle value) {
 WeighedLink link_of(nb::handle link, double weight) { return {real(link, "latency_s"), real(link, "bytes_per_s"), weight}; }
 
 RouterSettings settings_of(nb::handle given) {
-  const auto costs = nb::module_::import_("kvbm.catalog.routing_cost");
-  const auto routing = nb::module_::import_("kvbm.catalog.routing");
+  const auto costs = nb::module_::import_("kvbm.catalog.routing.cost");
+  const auto routing = nb::module_::import_("kvbm.catalog.routing.router");
   const auto answers = nb::module_::import_("kvbm.core.answers");
   RouterSettings settings;
   settings.work_weight = real(given, "work_weight");
@@ -162,8 +162,8 @@ std::vector<const Candidates*> groups_of(nb::handle given) {
 
 PythonRouter::PythonRouter(const ClusterIndex& index, nb::handle settings)
     : router_(index, settings_of(settings)),
-      ranking_(nb::module_::import_("kvbm.catalog.routing"), "Ranking"),
-      numbers_(nb::module_::import_("kvbm.catalog.routing"), "CandidateNumbers"),
+      ranking_(nb::module_::import_("kvbm.catalog.routing.router"), "Ranking"),
+      numbers_(nb::module_::import_("kvbm.catalog.routing.router"), "CandidateNumbers"),
       ranked_(nb::module_::import_("kvbm.core.answers"), "RankedInstance",
               {"instance", "cost_s", "queueing_s", "recompute_s", "balance_s", "fetch_s", "depth", "missing_tokens", "fetch_blocks",
                "suspect", "ttft_s", "admitted", "peer", "peer_blocks"}) {}
@@ -238,7 +238,7 @@ nb::object PythonRouter::made(const RankedInstance& one, const LentBlocks& lent)
 
 void bind_router(nb::module_& module, const SharedErrors& errors) {
   nb::class_<Candidates>(module, "Candidates", "A set of instances, for one router.").def("__len__", &Candidates::size);
-  nb::class_<PythonRouter>(module, "Router", "Which instance should serve a prompt, as kvbm.catalog.routing.Router.")
+  nb::class_<PythonRouter>(module, "Router", "Which instance should serve a prompt, as kvbm.catalog.routing.router.Router.")
       .def("hear", &PythonRouter::hear, nb::arg("instance"), nb::arg("pulse"))
       .def("reads", &PythonRouter::reads, nb::arg("instance"), nb::arg("reader").none())
       .def("forget", &PythonRouter::forget, nb::arg("instance"))

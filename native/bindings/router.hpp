@@ -11,13 +11,13 @@ namespace kvbm::bindings {
 
 class PythonRouter {
  public:
-  // settings: RoutingSettings of kvbm.catalog.routing_cost.
+  // settings: RoutingSettings of kvbm.catalog.routing.cost.
   PythonRouter(const ClusterIndex& index, nb::handle settings);
 
-  // pulse: LastHeartbeat of kvbm.catalog.liveness.
+  // pulse: LastHeartbeat of kvbm.catalog.members.liveness.
   void hear(std::string_view instance, nb::handle pulse);
   void forget(std::string_view instance) { router_.forget(instance); }
-  // A Ranking of kvbm.catalog.routing. task: RoutingTask of it.
+  // A Ranking of kvbm.catalog.routing.router. task: RoutingTask of it.
   nb::object route(double now_s, const nb::tuple& task, nb::handle serving, nb::handle visible, std::size_t limit, bool is_noted,
                    nb::handle elsewhere, nb::handle lent);
   // reader: Reader of it, or None.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from kvbm.catalog.sql_erasure import claimed, erase_rows, quota_tenants
-from kvbm.catalog.sql_rows import ClaimRun, NamespaceRow, StoreBatch
-from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog.sql.erasure import claimed, erase_rows, quota_tenants
+from kvbm.catalog.sql.rows import ClaimRun, NamespaceRow, StoreBatch
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace
 
 ACME = Namespace(model="m", block_tokens=16, tenant="acme")

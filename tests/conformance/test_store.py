@@ -25,10 +25,11 @@ from sqlalchemy import Connection, func, inspect, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from kvbm.catalog import database, sql_store
-from kvbm.catalog import sql_tables as tables
-from kvbm.catalog.database import database_errors, migrations_folder, parse_url, shown
-from kvbm.catalog.sql_rows import (
+from kvbm.catalog.sql import database
+from kvbm.catalog.sql import store as sql_store
+from kvbm.catalog.sql import tables
+from kvbm.catalog.sql.database import database_errors, migrations_folder, parse_url, shown
+from kvbm.catalog.sql.rows import (
     AbsenceRow,
     ClaimRun,
     EpochRow,
@@ -39,7 +40,7 @@ from kvbm.catalog.sql_rows import (
     NamespaceRow,
     StoreBatch,
 )
-from kvbm.catalog.sql_store import BatchOutcome, BatchResult, SqlStore
+from kvbm.catalog.sql.store import BatchOutcome, BatchResult, SqlStore
 from kvbm.core.errors import CatalogError, KvbmError, LayoutError, MissingExtraError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, split_hashes

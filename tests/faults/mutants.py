@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kvbm.assembly.manager
-import kvbm.catalog.instance_sequence as sequence_module
+import kvbm.catalog.follow.instance_sequence as sequence_module
 import kvbm.core.ledger as ledger_module
 import kvbm.manager.base as manager_module
 import kvbm.manager.copies as copies_module
@@ -24,11 +24,11 @@ import kvbm.streams.at_exit as leaving
 import kvbm.streams.journal.repair as repair_module
 import kvbm.tenant_secrets as secrets_module
 from kvbm import assembly
-from kvbm.catalog.absences import Absences
-from kvbm.catalog.instance_sequence import InstanceSequence, StreamCursor
-from kvbm.catalog.liveness import Liveness, Return
-from kvbm.catalog.plain_frames import apply_plain
-from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.follow.instance_sequence import InstanceSequence, StreamCursor
+from kvbm.catalog.follow.sequencer import Sequencer
+from kvbm.catalog.index.plain_frames import apply_plain
+from kvbm.catalog.members.absences import Absences
+from kvbm.catalog.members.liveness import Liveness, Return
 from kvbm.core.codec import decode_header
 from kvbm.core.copies import Copy
 from kvbm.core.errors import TornFrameError

@@ -44,10 +44,10 @@ class SourceMutant(NamedTuple):
 _PUBLISHER, _PUBLISHER_WINDOW = "kvbm/streams/publisher.py", "kvbm/streams/publisher_window.py"
 _JOURNAL, _JOURNAL_WRITER = "kvbm/streams/journal/journal.py", "kvbm/streams/journal/writer.py"
 _JOURNAL_REPAIR, _JOURNAL_DISK = "kvbm/streams/journal/repair.py", "kvbm/streams/journal/disk.py"
-_SEQUENCER, _SEQUENCE = "kvbm/catalog/sequencer.py", "kvbm/catalog/instance_sequence.py"
-_LIVENESS = "kvbm/catalog/liveness.py"
-_SQL_WRITER = "kvbm/catalog/sql_writer.py"
-_SQL_CLAIMS, _NET_CLAIMS = "kvbm/catalog/sql_claims.py", "kvbm/catalog/net_claims.py"
+_SEQUENCER, _SEQUENCE = "kvbm/catalog/follow/sequencer.py", "kvbm/catalog/follow/instance_sequence.py"
+_LIVENESS = "kvbm/catalog/members/liveness.py"
+_SQL_WRITER = "kvbm/catalog/follow/sql_writer.py"
+_SQL_CLAIMS, _NET_CLAIMS = "kvbm/catalog/sql/claims.py", "kvbm/catalog/sql/net_claims.py"
 _COPIES, _INDEX = "kvbm/manager/transfer.py", "native/src/cluster_index.cpp"
 _INDEX_UPKEEP = "native/src/index_upkeep.cpp"
 _RECONCILE, _WITHDRAWAL = "kvbm/janitor/reconcile.py", "kvbm/janitor/withdrawal.py"
@@ -164,7 +164,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "buffer_without_bound": SourceMutant(
         "the reorder buffer has a bound",
-        "kvbm/catalog/reorder_buffer.py",
+        "kvbm/catalog/follow/reorder_buffer.py",
         "        if frame.first_offset not in self._frames and self.bytes + size <= REORDER_BYTES:",
         "        if frame.first_offset not in self._frames:",
         test="tests/unit/test_sequencer.py::test_the_reorder_buffer_has_a_bound_and_the_rest_is_read_when_it_comes_again",
@@ -558,7 +558,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "archived_twice": SourceMutant(
         "of a batch that failed in its middle an archive writes each message once",
-        "kvbm/catalog/archive.py",
+        "kvbm/catalog/follow/archive.py",
         "            if messages[at].sequence <= self.position.sequence:\n                at += 1\n                continue\n",
         "",
         test="tests/unit/test_archive.py::test_of_a_batch_that_failed_behind_its_first_file_that_file_is_written_once",
@@ -573,28 +573,28 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "fence_of_a_store_that_is_gone": SourceMutant(
         "no fence of a store that is gone is believed in the next",
-        "kvbm/catalog/archive.py",
+        "kvbm/catalog/follow/archive.py",
         "        self._holders.clear()\n        log.warning",
         "        log.warning",
         test="tests/unit/test_archive.py::test_a_fence_of_a_store_that_is_gone_makes_no_stray_of_what_the_next_one_has",
     ),
     "forgotten_by_another_history": SourceMutant(
         "who is forgotten after the stream was renumbered comes back with its next message",
-        "kvbm/catalog/sequencer.py",
+        "kvbm/catalog/follow/sequencer.py",
         "                followed.buffer.begin_anew()\n                followed.spoke = 0\n",
         "                followed.buffer.begin_anew()\n",
         test="tests/unit/test_sequencer.py::test_who_is_forgotten_after_the_stream_was_renumbered_comes_back_with_its_next_message",
     ),
     "claims_lost_while_loading": SourceMutant(
         "what is claimed and withdrawn while claims are read from SQL counts",
-        "kvbm/catalog/sql_writer.py",
+        "kvbm/catalog/follow/sql_writer.py",
         "            for run in self._rows.take_watched():  # claims of another time were brought in meanwhile\n                (index.unclaim if run.withdrawn else index.claim)(run.pool, run.namespace, run.hashes)\n",
         "            self._rows.take_watched()\n",
         test="tests/integration/test_sql_writer.py::test_what_is_claimed_and_withdrawn_while_claims_are_read_from_sql_counts",
     ),
     "rows_without_a_run_win": SourceMutant(
         "rows that do not say whose they are set none back",
-        "kvbm/catalog/sql_store.py",
+        "kvbm/catalog/sql/store.py",
         '        return and_(insert.excluded.run != "", insert.excluded.run != table.c.run)',
         "        return and_(True, insert.excluded.run != table.c.run)",
         test="tests/conformance/test_store.py::test_rows_that_do_not_say_whose_they_are_set_none_back",
@@ -629,14 +629,14 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "mark_of_another_history": SourceMutant(
         "a mark of another history keeps nobody out of the stream that follows",
-        "kvbm/catalog/sequencer.py",
+        "kvbm/catalog/follow/sequencer.py",
         "            self._forgotten.clear()  # their sequences are of another history\n",
         "",
         test="tests/unit/test_sequencer.py::test_marks_are_void_in_a_stream_that_begins_anew_and_what_is_kept_of_an_instance_ends_with_its_mark",
     ),
     "signs_of_life_after_a_renumbering": SourceMutant(
         "a message is a sign of life also in a stream whose sequences began anew",
-        "kvbm/catalog/absences.py",
+        "kvbm/catalog/members/absences.py",
         "        elif spoke and spoke != known.spoke:\n",
         "        elif spoke > known.spoke:\n",
         test="tests/unit/test_absences.py::test_a_message_is_a_sign_of_life_also_in_a_stream_whose_sequences_began_anew",
@@ -700,7 +700,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "tenants_view_is_renewed_by_count_alone": SourceMutant(
         "a tenant sees what it has declared since another namespace was erased",
-        "kvbm/catalog/visibility.py",
+        "kvbm/catalog/answers/visibility.py",
         "        if known.removals != self._removals_seen:\n",
         "        if len(known.by_id) < self._known_seen:\n",
         test="tests/unit/test_candidates.py::test_sets_are_what_asking_each_instance_finds",

@@ -10,9 +10,9 @@ from urllib.parse import quote
 import pytest
 
 from kvbm.assembly.manager import database_url, nats_url
-from kvbm.catalog.access_file import NewToken, add_token, read_entries
-from kvbm.catalog.database import parse_url, shown
-from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog.access.file import NewToken, add_token, read_entries
+from kvbm.catalog.sql.database import parse_url, shown
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.catalog_questions import listening_url
 from kvbm.config import load_settings
 from kvbm.core.errors import CatalogError, ConfigError, KvbmError

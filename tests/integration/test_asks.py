@@ -21,14 +21,14 @@ import msgspec
 import nats
 import pytest
 
-import kvbm.catalog.access
+import kvbm.catalog.access.callers
 import kvbm.locate.nats
 from kvbm.assembly import NATIVE, NATIVE_INDEX
-from kvbm.catalog.access import Access, AccessOptions
-from kvbm.catalog.access_file import hashed
-from kvbm.catalog.api import create_surface
-from kvbm.catalog.limits import LimitSettings
-from kvbm.catalog.server import CatalogThread, listen_to_asks
+from kvbm.catalog.access.callers import Access, AccessOptions
+from kvbm.catalog.access.file import hashed
+from kvbm.catalog.access.limits import LimitSettings
+from kvbm.catalog.edge.api import create_surface
+from kvbm.catalog.edge.server import CatalogThread, listen_to_asks
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.cli import main
 from kvbm.core.answers import LookupAnswer, PositionWanted
@@ -453,7 +453,7 @@ def secured(tmp_path: Path, cluster: str) -> Iterator[Secured]:
 def test_a_caller_sees_its_tenants_alone_and_asks_under_no_other_name(
     secured: Secured, cluster: str, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvbm.catalog.access, "LOOK_S", 0.0)
+    monkeypatch.setattr(kvbm.catalog.access.callers, "LOOK_S", 0.0)
     url = secured.server.url
     access = AccessOptions(file=str(secured.access))
     with contextlib.ExitStack() as opened:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvbm
-from kvbm.catalog.access_file import NewToken
+from kvbm.catalog.access.file import NewToken
 from tests.callers import ACME, hashes_in
 from tests.certificates import Certificate, certify
 from tests.eventually import WAIT_S

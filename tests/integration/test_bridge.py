@@ -17,7 +17,7 @@ from kvbm.assembly import bridge
 from kvbm.assembly.bridge import run_bridge
 from kvbm.assembly.manager import OnStream
 from kvbm.bridge.instance import BridgedInstance
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.config import SourceSettings, load_settings
 from kvbm.core.errors import ConfigError, MissingExtraError

@@ -15,13 +15,13 @@ import pytest
 import urllib3
 from structlog.testing import capture_logs
 
-import kvbm.catalog.access
-import kvbm.catalog.tls
+import kvbm.catalog.access.callers
+import kvbm.catalog.edge.tls
 import kvbm.files
 import kvbm.locate.credentials
-from kvbm.catalog.access import AT_ONCE_BYTES, EMBEDDED, Access, AccessOptions, check_exposed
-from kvbm.catalog.access_file import Entry, NewToken, hashed, read_entries
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.access.callers import AT_ONCE_BYTES, EMBEDDED, Access, AccessOptions, check_exposed
+from kvbm.catalog.access.file import Entry, NewToken, hashed, read_entries
+from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog_cli import catalog_main
 from kvbm.cli import replay_main
@@ -149,7 +149,7 @@ def test_a_file_that_the_command_has_written_counts_whole_or_not_at_all(files: F
 
 
 def test_a_file_that_is_being_written_counts_once_it_stays(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvbm.catalog.access, "LOOK_S", 1.0)
+    monkeypatch.setattr(kvbm.catalog.access.callers, "LOOK_S", 1.0)
     now = [100.0]
     entries = [f"[[token]]\nname = '{name}'\nrole = 'operator'\nsha256 = '{hashed(name)}'\n" for name in "abc"]
     files.access.write_text("".join(entries))  # by hand
@@ -203,7 +203,7 @@ def test_a_long_file_is_read_beside_the_loop(
         read_by.add(threading.current_thread().name)
         return read_entries(path)
 
-    monkeypatch.setattr(kvbm.catalog.access, "read_entries", read)
+    monkeypatch.setattr(kvbm.catalog.access.callers, "read_entries", read)
     entry = "[[token]]\nname = 'r{}'\nrole = 'operator'\nsha256 = '{}'\n"
     text = "".join(entry.format(at, hashed(str(at))) for at in range(500))
     assert len(text) > AT_ONCE_BYTES

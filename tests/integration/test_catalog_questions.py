@@ -16,7 +16,7 @@ import pytest
 
 from kvbm import catalog_questions, cli
 from kvbm.assembly import NATIVE, NATIVE_INDEX, catalog_clients
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.command_line import configure_logs
 from kvbm.config import Settings

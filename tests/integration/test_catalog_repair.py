@@ -21,15 +21,15 @@ from structlog.testing import capture_logs
 
 from kvbm import _native
 from kvbm.assembly import NATIVE, NATIVE_INDEX
-from kvbm.catalog import upkeep
-from kvbm.catalog.archive import ArchiveFiles
-from kvbm.catalog.index import Audit, NewIndex
-from kvbm.catalog.liveness import Why
-from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.catalog.follow import upkeep
+from kvbm.catalog.follow.archive import ArchiveFiles
+from kvbm.catalog.follow.sql_writer import numbering
+from kvbm.catalog.index.cluster_index import Audit, NewIndex
+from kvbm.catalog.index.reference_index import ReferenceIndex
+from kvbm.catalog.members.liveness import Why
 from kvbm.catalog.service import CatalogService, ServiceSettings
-from kvbm.catalog.sql_rows import ClaimRun, StoreBatch
-from kvbm.catalog.sql_store import BatchOutcome, BatchResult, ClaimChunk, SqlStore
-from kvbm.catalog.sql_writer import numbering
+from kvbm.catalog.sql.rows import ClaimRun, StoreBatch
+from kvbm.catalog.sql.store import BatchOutcome, BatchResult, ClaimChunk, SqlStore
 from kvbm.core.codec import VERSION, decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import EvictReason

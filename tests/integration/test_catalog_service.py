@@ -17,11 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from kvbm.assembly import open_manager
-from kvbm.catalog.api import MAX_BODY_BYTES
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.edge.api import MAX_BODY_BYTES
+from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
-from kvbm.catalog.sql_rows import InstanceStatus, StoreBatch
-from kvbm.catalog.sql_store import BatchResult, SqlStore
+from kvbm.catalog.sql.rows import InstanceStatus, StoreBatch
+from kvbm.catalog.sql.store import BatchResult, SqlStore
 from kvbm.config import load_settings
 from kvbm.core.answers import MAX_HASHES, FindAnswer, LookupAnswer, PositionWanted
 from kvbm.core.errors import ArgumentError, CatalogError, CatalogRefusedError, ConfigError, HashSchemeError, StreamError

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvbm.catalog.database import database_errors
+from kvbm.catalog.sql.database import database_errors
 from kvbm.catalog.threads import in_thread, run_in
 from kvbm.core.errors import CatalogError
 from tests.eventually import WAIT_S

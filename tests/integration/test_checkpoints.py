@@ -14,11 +14,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbm import _native
-from kvbm.catalog import checkpoints
-from kvbm.catalog.checkpoints import Checkpointer, Checkpointing, LoadedCheckpoint, Writing, load_newest
 from kvbm.catalog.degraded import Degraded
-from kvbm.catalog.reference_index import ReferenceIndex
-from kvbm.catalog.sequencer import SequencerState
+from kvbm.catalog.follow import checkpoints
+from kvbm.catalog.follow.checkpoints import Checkpointer, Checkpointing, LoadedCheckpoint, Writing, load_newest
+from kvbm.catalog.follow.sequencer import SequencerState
+from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.core.errors import CatalogError, CheckpointError
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Tier

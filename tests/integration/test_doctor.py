@@ -22,10 +22,10 @@ import nats
 import pytest
 
 from kvbm import cli
-from kvbm.catalog import database
-from kvbm.catalog.database import open_database
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
+from kvbm.catalog.sql import database
+from kvbm.catalog.sql.database import open_database
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import KvbmError
 from kvbm.doctor import DoctorOptions, deadline, disks, examine, nixl, run, services

@@ -18,11 +18,11 @@ import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, open_manager
 from kvbm.assembly.erasure import EraseOptions, catalog_companion, run_erase
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
-from kvbm.catalog.sql_erasure import erase_rows
-from kvbm.catalog.sql_rows import ClaimRun, NamespaceRow, StoreBatch
-from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog.sql.erasure import erase_rows
+from kvbm.catalog.sql.rows import ClaimRun, NamespaceRow, StoreBatch
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ErasureError, StreamError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, SequenceHash, Tier, split_hashes

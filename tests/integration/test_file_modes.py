@@ -16,8 +16,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbm.assembly import NATIVE
-from kvbm.catalog import archive
-from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog.follow import archive
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.config import load_settings
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import InstanceId

@@ -13,7 +13,7 @@ from typing import Any
 import nats.errors
 import pytest
 
-from kvbm.catalog.database import open_database
+from kvbm.catalog.sql.database import open_database
 from kvbm.core.errors import CatalogError, ConfigError, PoolError, StreamError
 from kvbm.locate.nats_proof import NatsCredentials, NatsProof
 from kvbm.pools.stores import azure, blobs, redis, s3

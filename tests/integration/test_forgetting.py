@@ -19,12 +19,12 @@ from sqlalchemy import delete, insert, select
 
 from kvbm import cli
 from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
-from kvbm.catalog import forgetting
-from kvbm.catalog import sql_tables as tables
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.edge.server import CatalogThread
+from kvbm.catalog.follow import forgetting
 from kvbm.catalog.service import ServiceSettings
-from kvbm.catalog.sql_rows import AbsenceRow, ForgottenRow
-from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog.sql import tables
+from kvbm.catalog.sql.rows import AbsenceRow, ForgottenRow
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.config import load_settings
 from kvbm.core.errors import CatalogRefusedError, ConfigError
 from kvbm.core.ids import InstanceId, Namespace

@@ -16,10 +16,10 @@ from structlog.testing import capture_logs
 
 from kvbm import _native
 from kvbm.assembly import NATIVE, OPEN_BLOCK_IO
-from kvbm.catalog.archive import ArchiveFiles
-from kvbm.catalog.checkpoints import Writing, load_newest
-from kvbm.catalog.sequencer import SequencerState
-from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog.follow.archive import ArchiveFiles
+from kvbm.catalog.follow.checkpoints import Writing, load_newest
+from kvbm.catalog.follow.sequencer import SequencerState
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.config import load_settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.ids import InstanceId

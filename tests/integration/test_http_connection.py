@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbm.catalog.access_file import NewToken, add_token
-from kvbm.catalog.at_once import MOST_BYTES
-from kvbm.catalog.http_connection import MAX_HEADER_BYTES, READ_BYTES
-from kvbm.catalog.server import bind_path
+from kvbm.catalog.access.file import NewToken, add_token
+from kvbm.catalog.edge.at_once import MOST_BYTES
+from kvbm.catalog.edge.http_connection import MAX_HEADER_BYTES, READ_BYTES
+from kvbm.catalog.edge.server import bind_path
 from kvbm.core.answers import LookupAnswer, PresenceAnswer
 from kvbm.core.errors import ArgumentError, CatalogError
 from kvbm.core.ids import HASH_BYTES

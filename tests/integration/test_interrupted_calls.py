@@ -19,8 +19,8 @@ import pytest
 from kvbm.assembly import manager as manager_opening
 from kvbm.assembly import open_manager
 from kvbm.assembly.native import NATIVE, OPEN_BLOCK_IO
-from kvbm.catalog import server as catalog_server
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.edge import server as catalog_server
+from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.config import load_settings
 from kvbm.core.errors import LedgerError

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
-from kvbm.catalog.access import AccessOptions
-from kvbm.catalog.access_file import NewToken, add_token
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.access.callers import AccessOptions
+from kvbm.catalog.access.file import NewToken, add_token
+from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.config import load_settings
 from kvbm.core.errors import CatalogRefusedError

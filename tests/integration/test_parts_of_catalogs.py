@@ -14,15 +14,15 @@ import msgspec
 import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX
-from kvbm.catalog.access import Access
-from kvbm.catalog.access_file import NewToken, add_token
-from kvbm.catalog.api import create_surface
-from kvbm.catalog.checkpoints import load_newest
+from kvbm.catalog.access.callers import Access
+from kvbm.catalog.access.file import NewToken, add_token
+from kvbm.catalog.edge.api import create_surface
+from kvbm.catalog.edge.server import CatalogThread
+from kvbm.catalog.follow.checkpoints import load_newest
 from kvbm.catalog.replica import CatalogReplica, ReplicaSettings
-from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import CatalogService, ServiceSettings
-from kvbm.catalog.sql_rows import InstanceRow, InstanceStatus, StoreBatch
-from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog.sql.rows import InstanceRow, InstanceStatus, StoreBatch
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.cli import replay_main
 from kvbm.config import check_settings, load_settings
 from kvbm.core.answers import PositionWanted

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 import asyncpg
 import pytest
 
-from kvbm.catalog.database import look
-from kvbm.catalog.sql_erasure import erase_rows
-from kvbm.catalog.sql_rows import StoreBatch
-from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog.sql.database import look
+from kvbm.catalog.sql.erasure import erase_rows
+from kvbm.catalog.sql.rows import StoreBatch
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import NamespaceId
 from tests.servers import fresh_database, pgbouncer, postgres

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from kvbm.catalog.api import openapi
+from kvbm.catalog.edge.api import openapi
 from kvbm.config import default_lines
 from tests.pages import ROOT, pages
 from tools import reference

@@ -17,9 +17,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, catalog_client, decode_columns
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
-from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.codec import Frame
 from kvbm.core.ids import InstanceId, split_hashes
 from kvbm.locate.http import CatalogClient

@@ -17,10 +17,10 @@ import pytest
 
 import kvbm
 from kvbm.assembly import NATIVE, NATIVE_INDEX
-from kvbm.catalog.index import NewIndex
-from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.catalog.edge.server import CatalogThread
+from kvbm.catalog.index.cluster_index import NewIndex
+from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.catalog.replica import CatalogReplica, ReplicaSettings
-from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.core.answers import LookupAnswer, PositionWanted, PresenceAnswer, RouteAnswer
 from kvbm.core.backend import REFERENCE, Backend

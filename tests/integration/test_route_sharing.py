@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX
-from kvbm.catalog.routing import RoutingTask
+from kvbm.catalog.routing.router import RoutingTask
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.core.ids import InstanceId
 from kvbm.streams.nats.stream import NatsStream

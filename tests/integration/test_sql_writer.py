@@ -15,11 +15,11 @@ import pytest
 from kvbm import _native
 from kvbm.assembly import NATIVE_INDEX
 from kvbm.catalog.degraded import Degraded
-from kvbm.catalog.row_collector import RowCollector
-from kvbm.catalog.sequencer import Sequencer
-from kvbm.catalog.sql_rows import ClaimRun, ForgottenRow, StoreBatch
-from kvbm.catalog.sql_store import BatchResult, ClaimChunk, SqlStore
-from kvbm.catalog.sql_writer import Numbering, SqlWriter, WriterOptions, numbering
+from kvbm.catalog.follow.row_collector import RowCollector
+from kvbm.catalog.follow.sequencer import Sequencer
+from kvbm.catalog.follow.sql_writer import Numbering, SqlWriter, WriterOptions, numbering
+from kvbm.catalog.sql.rows import ClaimRun, ForgottenRow, StoreBatch
+from kvbm.catalog.sql.store import BatchResult, ClaimChunk, SqlStore
 from kvbm.core import codec
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import CatalogError, StreamError
@@ -343,7 +343,7 @@ def test_a_catalog_learns_on_a_quiet_stream_that_another_has_given_it_a_later_na
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under the old name it could forget nobody, as SQL refuses that, and heard of nobody whom the other forgot."""
-    monkeypatch.setattr("kvbm.catalog.sql_writer.NAME_EVERY_S", 0.01)
+    monkeypatch.setattr("kvbm.catalog.follow.sql_writer.NAME_EVERY_S", 0.01)
 
     async def work(world: World) -> None:
         await world.claim(1)
@@ -419,7 +419,9 @@ def test_instances_that_an_older_copy_does_not_know_are_told_again(sqlite_url: s
 def test_a_handover_that_does_not_end_in_time_lets_the_catalog_go_on_and_is_made_again(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbm.catalog.sql_writer._HANDOVER_S", -1.0)  # it is over as soon as the first reader is ahead
+    monkeypatch.setattr(
+        "kvbm.catalog.follow.sql_writer._HANDOVER_S", -1.0
+    )  # it is over as soon as the first reader is ahead
 
     async def work(world: World) -> None:
         class Overtaken(asyncio.Lock):

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import pytest
 import urllib3
 
-from kvbm.catalog.access_file import NewToken, add_token
-from kvbm.catalog.connections import unsent_bytes
+from kvbm.catalog.access.file import NewToken, add_token
+from kvbm.catalog.edge.connections import unsent_bytes
 from tests.certificates import certify
 from tests.eventually import eventually
 from tests.floods import FIELDS, CatalogProcess, catalog_process, publish_instances, raise_file_limit

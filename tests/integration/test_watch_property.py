@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX
-from kvbm.catalog.limits import LimitSettings
-from kvbm.catalog.reference_index import ReferenceIndex
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.access.limits import LimitSettings
+from kvbm.catalog.edge.server import CatalogThread
+from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.catalog.service import ServiceSettings
 from kvbm.core.backend import REFERENCE
 from kvbm.core.events import EvictReason

@@ -13,10 +13,11 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from kvbm.catalog import access_file, watches
-from kvbm.catalog.access import AccessOptions
-from kvbm.catalog.limits import LimitSettings
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.access import file as access_file
+from kvbm.catalog.access.callers import AccessOptions
+from kvbm.catalog.access.limits import LimitSettings
+from kvbm.catalog.answers import watches
+from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.core.errors import CatalogRefusedError
 from kvbm.core.events import EvictReason

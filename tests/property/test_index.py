@@ -9,8 +9,8 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbm.catalog.index import ClusterIndex, Holder, is_suspect
-from kvbm.catalog.row_collector import RowCollector
+from kvbm.catalog.follow.row_collector import RowCollector
+from kvbm.catalog.index.cluster_index import ClusterIndex, Holder, is_suspect
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.events import (
     BlocksCreated,

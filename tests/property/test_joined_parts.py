@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 
 import kvbm.locate.parts
-from kvbm.catalog.lenders import Lenders
-from kvbm.catalog.lent_blocks import LentBlocks
-from kvbm.catalog.liveness import LastHeartbeat
-from kvbm.catalog.lookup import locate, lookup, presence
-from kvbm.catalog.routed import NobodyServesError, answer_of
-from kvbm.catalog.routing import CandidateNumbers, RoutingTask
-from kvbm.catalog.routing_cost import RoutingSettings
+from kvbm.catalog.answers.routed import NobodyServesError, answer_of
+from kvbm.catalog.index.lenders import Lenders
+from kvbm.catalog.index.lent_blocks import LentBlocks
+from kvbm.catalog.index.lookup import locate, lookup, presence
+from kvbm.catalog.members.liveness import LastHeartbeat
+from kvbm.catalog.routing.cost import RoutingSettings
+from kvbm.catalog.routing.router import CandidateNumbers, RoutingTask
 from kvbm.core.answers import (
     MOST_LOAD_S,
     BlockAnswer,

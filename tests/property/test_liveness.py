@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.catalog.liveness import HeartbeatReceived, Input, Liveness, OwnPulse, StreamProgress, Ticked
+from kvbm.catalog.members.liveness import HeartbeatReceived, Input, Liveness, OwnPulse, StreamProgress, Ticked
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
 from kvbm.streams.base import Heartbeat
 

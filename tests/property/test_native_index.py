@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbm import _native
-from kvbm.catalog.index import ClusterIndex, Holder, Prefixes
-from kvbm.catalog.lookup import lookup
-from kvbm.catalog.reference_index import MOST_POOLS_OF_ONE, MOST_SPACES_OF_ONE, ReferenceIndex
+from kvbm.catalog.index.cluster_index import ClusterIndex, Holder, Prefixes
+from kvbm.catalog.index.lookup import lookup
+from kvbm.catalog.index.reference_index import MOST_POOLS_OF_ONE, MOST_SPACES_OF_ONE, ReferenceIndex
 from kvbm.core.answers import LIMIT
 from kvbm.core.codec import encode_frame
 from kvbm.core.errors import FrameError

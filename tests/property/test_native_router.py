@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvbm.catalog.lent_blocks import deepest_first
-from kvbm.catalog.liveness import LastHeartbeat
-from kvbm.catalog.peer_links import PeerLinks
-from kvbm.catalog.routing import CandidateNumbers, Lent, Ranking, Reader, Router, RoutingTask, SharedRoute
-from kvbm.catalog.routing_cost import RoutingSettings
-from kvbm.catalog.soon_held import marked_depths
+from kvbm.catalog.index.lent_blocks import deepest_first
+from kvbm.catalog.members.liveness import LastHeartbeat
+from kvbm.catalog.routing.cost import RoutingSettings
+from kvbm.catalog.routing.peer_links import PeerLinks
+from kvbm.catalog.routing.router import CandidateNumbers, Lent, Ranking, Reader, Router, RoutingTask, SharedRoute
+from kvbm.catalog.routing.soon_held import marked_depths
 from kvbm.core.answers import LentRun
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated
 from kvbm.core.fetching import Transfer

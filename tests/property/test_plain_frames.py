@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbm.catalog.index import ClusterIndex, PlainApplied
-from kvbm.catalog.instance_sequence import Changes
-from kvbm.catalog.message_applier import MessageApplier
-from kvbm.catalog.plain_frames import InPlace, PlainRun, applier_of
-from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.follow.instance_sequence import Changes
+from kvbm.catalog.follow.message_applier import MessageApplier
+from kvbm.catalog.follow.sequencer import Sequencer
+from kvbm.catalog.index.cluster_index import ClusterIndex, PlainApplied
+from kvbm.catalog.index.plain_frames import InPlace, PlainRun, applier_of
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier, split_hashes
@@ -232,7 +232,9 @@ async def compare(story: Story) -> int:
 @pytest.mark.parametrize("trouble", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_runs_leave_what_single_messages_leave(trouble: float, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbm.catalog.plain_frames.THREAD_BYTES", 1 << 10)  # so that short runs go to the thread, too
+    monkeypatch.setattr(
+        "kvbm.catalog.index.plain_frames.THREAD_BYTES", 1 << 10
+    )  # so that short runs go to the thread, too
     plain = messages = 0
     for seed in range(first, first + 10):
         story = Story(seed, trouble)

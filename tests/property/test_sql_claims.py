@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 from sqlalchemy import select
 
-from kvbm.catalog import sql_claims
-from kvbm.catalog import sql_tables as tables
-from kvbm.catalog.sql_rows import ClaimRun, StoreBatch
-from kvbm.catalog.sql_store import SqlStore
+from kvbm.catalog.sql import claims as sql_claims
+from kvbm.catalog.sql import tables
+from kvbm.catalog.sql.rows import ClaimRun, StoreBatch
+from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, split_hashes
 
 SECOND_NS = 1_000_000_000

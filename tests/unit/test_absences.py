@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvbm.catalog.absences import LISTEN_FIRST_S, Absences
-from kvbm.catalog.sql_rows import AbsenceRow
+from kvbm.catalog.members.absences import LISTEN_FIRST_S, Absences
+from kvbm.catalog.sql.rows import AbsenceRow
 from kvbm.core.ids import InstanceId
 
 A, B = InstanceId("a"), InstanceId("b")

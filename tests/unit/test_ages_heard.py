@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvbm.catalog.ages_heard import AgesHeard
-from kvbm.catalog.liveness import LastHeartbeat
+from kvbm.catalog.members.ages_heard import AgesHeard
+from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.core.ages import TierAges
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import Heartbeat

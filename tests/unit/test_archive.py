@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from kvbm.catalog.archive import ArchiveFiles
-from kvbm.catalog.archive_erasure import Meant, rewrite_frames, rewrite_samples
+from kvbm.catalog.follow.archive import ArchiveFiles
+from kvbm.catalog.follow.archive_erasure import Meant, rewrite_frames, rewrite_samples
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import BlocksCreated

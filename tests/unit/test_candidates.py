@@ -7,14 +7,14 @@ import random
 import msgspec
 import pytest
 
-from kvbm.catalog.access import EMBEDDED, Caller
-from kvbm.catalog.candidates import CandidateSets, model_of
-from kvbm.catalog.liveness import HeartbeatReceived, Liveness, OwnPulse, StreamProgress, Ticked
-from kvbm.catalog.named_namespaces import MOST_TOLD
-from kvbm.catalog.reference_router import Candidates, ReferenceRouter
-from kvbm.catalog.sequencer import Sequencer, SequencerState
-from kvbm.catalog.sql_rows import InstanceStatus
-from kvbm.catalog.visibility import Visibility
+from kvbm.catalog.access.callers import EMBEDDED, Caller
+from kvbm.catalog.answers.candidates import CandidateSets, model_of
+from kvbm.catalog.answers.visibility import Visibility
+from kvbm.catalog.follow.named_namespaces import MOST_TOLD
+from kvbm.catalog.follow.sequencer import Sequencer, SequencerState
+from kvbm.catalog.index.reference_router import Candidates, ReferenceRouter
+from kvbm.catalog.members.liveness import HeartbeatReceived, Liveness, OwnPulse, StreamProgress, Ticked
+from kvbm.catalog.sql.rows import InstanceStatus
 from kvbm.core.codec import decode_frame, encode_frame
 from kvbm.core.events import JANITOR, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Tier

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from kvbm.catalog.degraded import Degraded
-from kvbm.catalog.sql_writer import Numbering, SqlWriter
+from kvbm.catalog.follow.sql_writer import Numbering, SqlWriter
 from kvbm.streams.base import START
 
 

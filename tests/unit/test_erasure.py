@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvbm.catalog.sql_rows import NamespaceRow
+from kvbm.catalog.sql.rows import NamespaceRow
 from kvbm.core.errors import ErasureError
 from kvbm.core.ids import HASH_BYTES, Epoch, Namespace, NamespaceId, Offset, SequenceHash, Tier
 from kvbm.core.names import is_name, kept_name

@@ -9,11 +9,11 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvbm.catalog import heartbeats as heartbeats_of
 from kvbm.catalog.degraded import Degraded
-from kvbm.catalog.heartbeats import HeartbeatFollower
-from kvbm.catalog.lag import StreamLag
-from kvbm.catalog.liveness import LIVENESS_S, HeartbeatReceived, LifeState, OwnPulse, Ticked
+from kvbm.catalog.follow import heartbeats as heartbeats_of
+from kvbm.catalog.follow.heartbeats import HeartbeatFollower
+from kvbm.catalog.follow.lag import StreamLag
+from kvbm.catalog.members.liveness import LIVENESS_S, HeartbeatReceived, LifeState, OwnPulse, Ticked
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import (
     MAX_FIELDS_BYTES,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbm.catalog import lookup
-from kvbm.catalog.sql_rows import InstanceRow
+from kvbm.catalog.index import lookup
+from kvbm.catalog.sql.rows import InstanceRow
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier, pack_slots

@@ -7,8 +7,8 @@ from typing import cast
 
 import pytest
 
-from kvbm.catalog.lag import Backlog, Confirmation, StreamLag
-from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.follow.lag import Backlog, Confirmation, StreamLag
+from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import EventReader, EventStream, Position
 
@@ -179,7 +179,7 @@ def test_while_nobody_says_where_the_stream_ends_it_is_not_known_how_much_is_unr
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = SimpleNamespace(s=100.0)
-    monkeypatch.setattr("kvbm.catalog.lag.time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr("kvbm.catalog.follow.lag.time", SimpleNamespace(monotonic=lambda: now.s))
     reader = SimpleNamespace(at_end=False)
     sequencer = SimpleNamespace(sequence=40)
     lag = StreamLag(cast(EventStream, None), cast(EventReader, reader), cast(Sequencer, sequencer), 42)

@@ -9,10 +9,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbm.assembly.native import NATIVE_INDEX
-from kvbm.catalog.index import ClusterIndex
-from kvbm.catalog.lenders import Lenders, Wanted
-from kvbm.catalog.liveness import LastHeartbeat
-from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.catalog.index.cluster_index import ClusterIndex
+from kvbm.catalog.index.lenders import Lenders, Wanted
+from kvbm.catalog.index.reference_index import ReferenceIndex
+from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.core.answers import PeerHolding
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Reach, Tier

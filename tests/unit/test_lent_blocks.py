@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvbm.catalog.lenders import Lenders
-from kvbm.catalog.lent_blocks import LentBlocks, deepest_first
-from kvbm.catalog.liveness import LastHeartbeat
-from kvbm.catalog.routing import Reader
+from kvbm.catalog.index.lenders import Lenders
+from kvbm.catalog.index.lent_blocks import LentBlocks, deepest_first
+from kvbm.catalog.members.liveness import LastHeartbeat
+from kvbm.catalog.routing.router import Reader
 from kvbm.core.answers import MAX_LABEL, MAX_LABELS, MOST_LENT, CandidateLoad, LentRun
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, Offset, Tier

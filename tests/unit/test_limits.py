@@ -14,13 +14,9 @@ import pytest
 from starlette.requests import Request
 from structlog.testing import capture_logs
 
-from kvbm.catalog.access import Access, Caller
-from kvbm.catalog.access_file import NewToken, add_token
-from kvbm.catalog.api import _body
-from kvbm.catalog.at_once import AtOnce, ShortQuestion
-from kvbm.catalog.connections import Connection, Connections, Stage
-from kvbm.catalog.handshakes import Handshakes
-from kvbm.catalog.limits import (
+from kvbm.catalog.access.callers import Access, Caller
+from kvbm.catalog.access.file import NewToken, add_token
+from kvbm.catalog.access.limits import (
     LARGE_BODY_BYTES,
     SMALL_BODY_BYTES,
     Buckets,
@@ -33,8 +29,12 @@ from kvbm.catalog.limits import (
     caller_key,
     peer_key,
 )
-from kvbm.catalog.metered import Metered
-from kvbm.catalog.prompts import ApiError, decode_prompt
+from kvbm.catalog.access.metered import Metered
+from kvbm.catalog.answers.prompts import ApiError, decode_prompt
+from kvbm.catalog.edge.api import _body
+from kvbm.catalog.edge.at_once import AtOnce, ShortQuestion
+from kvbm.catalog.edge.connections import Connection, Connections, Stage
+from kvbm.catalog.edge.handshakes import Handshakes
 from kvbm.config import load_settings
 from kvbm.core.answers import MAX_POSITIONS, PositionWanted
 from kvbm.core.backend import REFERENCE
@@ -597,7 +597,7 @@ def test_after_each_part_of_a_long_body_others_have_more_time_than_it_has_taken(
     async def part() -> dict[str, Any]:
         return {"type": "http.request", "body": bytes(64 << 10), "more_body": True}
 
-    monkeypatch.setattr("kvbm.catalog.limits.asyncio.sleep", sleep)
+    monkeypatch.setattr("kvbm.catalog.access.limits.asyncio.sleep", sleep)
     exchange = Exchange(work.limits, {"client": ("10.0.0.1", 1), "headers": []}, cast(Any, part), cast(Any, None))
 
     async def read() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbm.catalog.liveness import (
+from kvbm.catalog.members.liveness import (
     Exclude,
     HeartbeatReceived,
     Input,

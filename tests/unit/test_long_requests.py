@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvbm.assembly.native import NATIVE
-from kvbm.catalog import long_requests
-from kvbm.catalog.limits import LARGE_BODY_BYTES, LimitError
-from kvbm.catalog.long_requests import _tokens, decode_request
+from kvbm.catalog.access import long_requests
+from kvbm.catalog.access.limits import LARGE_BODY_BYTES, LimitError
+from kvbm.catalog.access.long_requests import _tokens, decode_request
 from kvbm.core.answers import MAX_HASHES, MAX_TOKENS, LookupRequest, RouteRequest
 from kvbm.core.backend import REFERENCE, ReadNumberList
 from kvbm.core.errors import LayoutError

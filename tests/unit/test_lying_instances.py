@@ -17,20 +17,20 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from kvbm.catalog.access import Caller
-from kvbm.catalog.checkpoints import Writing, _load
+from kvbm.catalog.access.callers import Caller
+from kvbm.catalog.answers.queries import Queries
 from kvbm.catalog.degraded import Degraded
-from kvbm.catalog.heartbeats import HeartbeatFollower
-from kvbm.catalog.index import ClusterIndex
-from kvbm.catalog.instance_sequence import REMARKS
-from kvbm.catalog.lag import StreamLag
-from kvbm.catalog.liveness import OwnPulse
-from kvbm.catalog.queries import Queries
-from kvbm.catalog.reorder_buffer import REORDER_BYTES
-from kvbm.catalog.routing import RoutingTask
-from kvbm.catalog.routing_cost import RoutingSettings
-from kvbm.catalog.row_collector import RowCollector
-from kvbm.catalog.snapshots import SnapshotRequests
+from kvbm.catalog.follow.checkpoints import Writing, _load
+from kvbm.catalog.follow.heartbeats import HeartbeatFollower
+from kvbm.catalog.follow.instance_sequence import REMARKS
+from kvbm.catalog.follow.lag import StreamLag
+from kvbm.catalog.follow.reorder_buffer import REORDER_BYTES
+from kvbm.catalog.follow.row_collector import RowCollector
+from kvbm.catalog.follow.snapshots import SnapshotRequests
+from kvbm.catalog.index.cluster_index import ClusterIndex
+from kvbm.catalog.members.liveness import OwnPulse
+from kvbm.catalog.routing.cost import RoutingSettings
+from kvbm.catalog.routing.router import RoutingTask
 from kvbm.core import codec
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Tier, split_hashes

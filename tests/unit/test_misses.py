@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbm.catalog.access import EMBEDDED, Caller
-from kvbm.catalog.misses import Misses
-from kvbm.catalog.visibility import Visibility
+from kvbm.catalog.access.callers import EMBEDDED, Caller
+from kvbm.catalog.answers.misses import Misses
+from kvbm.catalog.answers.visibility import Visibility
 from kvbm.core.answers import LookupAnswer, MissedAnswer, PoolHolding
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.events import BlocksCreated, Event, InstanceStarted, PoolStated

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvbm.catalog.index import ClusterIndex
-from kvbm.catalog.liveness import LastHeartbeat
-from kvbm.catalog.object_sizes import ObjectSizes
-from kvbm.catalog.routing import RoutingTask
-from kvbm.catalog.routing_cost import RoutingSettings
+from kvbm.catalog.index.cluster_index import ClusterIndex
+from kvbm.catalog.index.object_sizes import ObjectSizes
+from kvbm.catalog.members.liveness import LastHeartbeat
+from kvbm.catalog.routing.cost import RoutingSettings
+from kvbm.catalog.routing.router import RoutingTask
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
 from kvbm.core.layout import named_blocks, pool_name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbm.catalog.peer_links import MEASURED_WITHIN, PeerLinks
-from kvbm.catalog.transfers import MOST_DISTANCE
+from kvbm.catalog.routing.peer_links import MEASURED_WITHIN, PeerLinks
+from kvbm.catalog.routing.transfers import MOST_DISTANCE
 from kvbm.core.fetching import HALF_LIFE_S, MEMORY_LINK, TCP_LINKS, Transfer
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD
-from kvbm.catalog.archive import ArchiveFiles
+from kvbm.catalog.follow.archive import ArchiveFiles
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.events import (
     BlocksCreated,

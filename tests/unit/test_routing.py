@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvbm.catalog.liveness import (
+from kvbm.catalog.index.lookup import lookup
+from kvbm.catalog.members.liveness import (
     LIVENESS_S,
     Exclude,
     HeartbeatReceived,
@@ -21,10 +22,9 @@ from kvbm.catalog.liveness import (
     StreamProgress,
     Ticked,
 )
-from kvbm.catalog.lookup import lookup
-from kvbm.catalog.routing import HEARD_LATE_S, MOST_CALLERS, Router, RoutingTask
-from kvbm.catalog.routing_cost import RoutingSettings
-from kvbm.catalog.soon_held import WAYS, SoonHeld
+from kvbm.catalog.routing.cost import RoutingSettings
+from kvbm.catalog.routing.router import HEARD_LATE_S, MOST_CALLERS, Router, RoutingTask
+from kvbm.catalog.routing.soon_held import WAYS, SoonHeld
 from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
 from kvbm.core.events import BlocksCreated, Event, InstanceStarted, InstanceStopped, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier

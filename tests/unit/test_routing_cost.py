@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvbm.catalog.routing_cost import (
+from kvbm.catalog.routing.cost import (
     ClusterNumbers,
     InstanceNumbers,
     RoutingSettings,

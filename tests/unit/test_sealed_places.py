@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbm.catalog.change_log import ChangeLog, Place
-from kvbm.catalog.sealed_places import SealedPlaces
+from kvbm.catalog.index.change_log import ChangeLog, Place
+from kvbm.catalog.index.sealed_places import SealedPlaces
 from kvbm.core.codec import decode_frame
 
 RUN = "00ff00ff00ff00ff"

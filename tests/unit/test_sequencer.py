@@ -14,15 +14,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbm import _native
-from kvbm.catalog import instance_sequence
-from kvbm.catalog.forgetting import Forgetting
-from kvbm.catalog.index import ClusterIndex, is_suspect
-from kvbm.catalog.instance_sequence import HOLE_MOST_S, REMARKS, Changes
-from kvbm.catalog.known_namespaces import KnownNamespaces
-from kvbm.catalog.reorder_buffer import REORDER_BYTES
-from kvbm.catalog.row_collector import RowCollector
-from kvbm.catalog.sequencer import Sequencer, SequencerState
-from kvbm.catalog.sql_rows import ForgottenRow, InstanceRow, InstanceStatus, StoreBatch
+from kvbm.catalog.follow import instance_sequence
+from kvbm.catalog.follow.forgetting import Forgetting
+from kvbm.catalog.follow.instance_sequence import HOLE_MOST_S, REMARKS, Changes
+from kvbm.catalog.follow.known_namespaces import KnownNamespaces
+from kvbm.catalog.follow.reorder_buffer import REORDER_BYTES
+from kvbm.catalog.follow.row_collector import RowCollector
+from kvbm.catalog.follow.sequencer import Sequencer, SequencerState
+from kvbm.catalog.index.cluster_index import ClusterIndex, is_suspect
+from kvbm.catalog.sql.rows import ForgottenRow, InstanceRow, InstanceStatus, StoreBatch
 from kvbm.core.codec import VERSION, Frame, decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from structlog.testing import capture_logs
 
-from kvbm.catalog.access import AccessOptions
-from kvbm.catalog.tls import ServerTls
+from kvbm.catalog.access.callers import AccessOptions
+from kvbm.catalog.edge.tls import ServerTls
 from tests.certificates import certify
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbm.catalog.routing import RoutingTask, SharedRoute
-from kvbm.catalog.shared_routes import (
+from kvbm.catalog.routing.router import RoutingTask, SharedRoute
+from kvbm.catalog.routing.shared_routes import (
     HASH_BYTES_PER_S,
     MOST_AGE_S,
     MOST_MESSAGE_BYTES,

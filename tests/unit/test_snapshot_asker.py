@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.catalog.snapshots import SnapshotAsker, Suspicion
+from kvbm.catalog.follow.snapshots import SnapshotAsker, Suspicion
 from kvbm.core.ids import InstanceId
 
 ONE, TWO = InstanceId("one"), InstanceId("two")

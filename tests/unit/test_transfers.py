@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from prometheus_client.core import Metric
 
-from kvbm.catalog.liveness import LastHeartbeat
-from kvbm.catalog.transfers import MOST_TOLD, Transfers
+from kvbm.catalog.members.liveness import LastHeartbeat
+from kvbm.catalog.routing.transfers import MOST_TOLD, Transfers
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import Heartbeat

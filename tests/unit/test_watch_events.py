@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import pytest
 
-from kvbm.catalog.change_log import ChangeLog, RecordedIndex
-from kvbm.catalog.entry_events import EntryReader
-from kvbm.catalog.prompts import ApiError
-from kvbm.catalog.reference_index import ReferenceIndex
-from kvbm.catalog.watch_requests import decode_watch
+from kvbm.catalog.answers.prompts import ApiError
+from kvbm.catalog.edge.watch_requests import decode_watch
+from kvbm.catalog.index.change_log import ChangeLog, RecordedIndex
+from kvbm.catalog.index.entry_events import EntryReader
+from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.events import (
     BlocksCreated,

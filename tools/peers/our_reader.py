@@ -17,7 +17,7 @@ from peers.workload import Part, Step, hashes
 
 from kvbm.assembly import NATIVE
 from kvbm.bench.ingest import take_in
-from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.core.ids import InstanceId
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import shared_server

@@ -1,5 +1,5 @@
 // ClusterIndex: who holds what in the whole cluster, folded from frames. Fold and listener in one: native implementation of
-// kvbm/catalog/reference_index.py.
+// kvbm/catalog/index/reference_index.py.
 // Made empty, fed frames, asked at any time. Writers take turns among themselves; each works in short batches under a BatchLock, so any
 // number of readers ask between batches. Every public function may be called from any thread.
 //
@@ -58,7 +58,7 @@ enum class IndexAnomaly : std::uint8_t {
 };
 inline constexpr std::size_t kAnomalyCount = 7;
 
-// How far one instance has a prefix; InstanceDepth of kvbm/catalog/index.py.
+// How far one instance has a prefix; InstanceDepth of kvbm/catalog/index/cluster_index.py.
 struct InstanceDepth {
   std::uint32_t instance;                              // its number
   std::uint32_t incarnation;                           // of that number: it was another's before
@@ -79,7 +79,7 @@ struct PoolDepth {
   std::uint32_t depth;  // blocks
 };
 
-// The longest run of a prompt's blocks that an instance could lend; LendableRun of kvbm/catalog/index.py.
+// The longest run of a prompt's blocks that an instance could lend; LendableRun of kvbm/catalog/index/cluster_index.py.
 struct LendableRun {
   std::uint32_t instance;  // its number
   std::uint32_t begin;     // first block, counted from the prompt's
@@ -101,7 +101,7 @@ struct BlockHolder {
   Tier tier;             // where
 };
 
-// The blocks of a question that one holder has in one tier; Presence of kvbm/catalog/index.py.
+// The blocks of a question that one holder has in one tier; Presence of kvbm/catalog/index/cluster_index.py.
 struct Presence {
   BlockHolder holder;              // who, and where
   bool is_suspect;                 // events of the instance were missed
@@ -174,7 +174,7 @@ struct IndexMemory {
   std::uint64_t rest;   // instances, holder spaces, namespaces
 };
 
-// How many of what senders name there may be; kvbm/catalog/reference_index.py has them too.
+// How many of what senders name there may be; kvbm/catalog/index/reference_index.py has them too.
 inline constexpr std::size_t kMostSpaces = 1 << 20;       // namespaces
 inline constexpr std::size_t kMostSpacesOfOne = 1 << 16;  // those that one instance has brought, and those that it holds blocks of
 inline constexpr std::uint32_t kMostPoolsOfOne = 64;      // cluster pools that one instance has brought
@@ -302,7 +302,7 @@ class ClusterIndex {
   static constexpr std::uint8_t kGenerations = 4;
   static constexpr std::uint16_t kAllVisible = 0xFFFF;
   static constexpr std::uint64_t kPoolKind = std::uint64_t{1} << 63;  // in a key of holder_space_numbers_: the holder is a pool
-  static constexpr std::size_t kMostSized = 65536;  // namespaces of whose objects the size is kept; kvbm/catalog/reference_index.py has it too
+  static constexpr std::size_t kMostSized = 65536;  // namespaces of whose objects the size is kept; kvbm/catalog/index/reference_index.py has it too
 
   struct Namespace {
     NamespaceId id;                         // its public name

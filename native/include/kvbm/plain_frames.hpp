@@ -1,6 +1,6 @@
 // Plain frames: those that go on exactly where their instance stands, in the epoch it is in, and change nothing but blocks. They are
 // nearly all frames there are. Here whole runs of messages of them are applied at once; whatever is not plain ends a run and is left to
-// kvbm/catalog/sequencer.py, which decides about it.
+// kvbm/catalog/follow/sequencer.py, which decides about it.
 #pragma once
 
 #include <condition_variable>

@@ -1,5 +1,5 @@
 // Router: which instance should serve a prompt, beside the index that knows who has it. Native implementation of
-// kvbm/catalog/reference_router.py; costs are those of kvbm/catalog/routing_cost.py, to the last bit.
+// kvbm/catalog/index/reference_router.py; costs are those of kvbm/catalog/routing/cost.py, to the last bit.
 // One question looks at every candidate once, in flat arrays: at ten thousand of them that takes less than asking for it over a socket.
 // One thread; the index is asked under its own lock.
 #pragma once
@@ -28,7 +28,7 @@ struct WeighedLink {
   double weight = 1;       // of the result
 };
 
-// RoutingSettings of routing_cost.py, and what else is constant there.
+// RoutingSettings of routing/cost.py, and what else is constant there.
 struct RouterSettings {
   double work_weight = 0;
   double crowding_weight = 0;
@@ -41,7 +41,7 @@ struct RouterSettings {
   double decode_request_s = 0;
   double batch_wait_s = 0;
   double heard_late_s = 0;                       // of routing.py
-  double measured_within = 0;                    // of routing_cost.py
+  double measured_within = 0;                    // of routing/cost.py
   double most_weight = 0;                        // the same
   std::array<double, 3> class_weights{};         // the same, by LatencyClass
   std::array<WeighedLink, kTierCount> links{};   // by tier

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.core.extra_keys import salted
 from kvbm.core.fold import residency_mix

@@ -21,7 +21,7 @@ from multiprocessing.synchronize import Event, Semaphore
 from pathlib import Path
 from typing import NamedTuple
 
-from kvbm.catalog.liveness import LIVENESS_S
+from kvbm.catalog.members.liveness import LIVENESS_S
 from kvbm.core.errors import CatalogError
 from kvbm.locate.http import CatalogClient
 from kvbm.streams.nats.stream import NatsStream

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvbm import assembly
-from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.service import CatalogService
-from kvbm.catalog.sql_rows import InstanceStatus
+from kvbm.catalog.sql.rows import InstanceStatus
 from kvbm.core.backend import Fold
 from kvbm.core.codec import FrameBytes
 from kvbm.core.ids import InstanceId, Tier

@@ -16,8 +16,8 @@ import numpy as np
 
 import kvbm.catalog.service as service_module
 from kvbm import assembly
-from kvbm.catalog.absences import FORGET_S
-from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.catalog.index.reference_index import ReferenceIndex
+from kvbm.catalog.members.absences import FORGET_S
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.config import (
     CatalogSettings,

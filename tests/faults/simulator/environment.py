@@ -24,7 +24,7 @@ import structlog
 import kvbm.assembly.lending
 import kvbm.assembly.manager
 import kvbm.assembly.pools
-import kvbm.catalog.plain_frames
+import kvbm.catalog.index.plain_frames
 import kvbm.catalog.service
 import kvbm.core.codec
 import kvbm.core.recorder
@@ -36,8 +36,8 @@ import kvbm.pools.nvme.stripes
 import kvbm.streams.journal.journal
 import kvbm.streams.publisher_thread
 from kvbm import assembly
-from kvbm.catalog.index import ClusterIndex, PlainApplied
-from kvbm.catalog.plain_frames import PlainRun
+from kvbm.catalog.index.cluster_index import ClusterIndex, PlainApplied
+from kvbm.catalog.index.plain_frames import PlainRun
 from kvbm.core.ids import InstanceId
 from kvbm.streams import at_exit as leaving
 from kvbm.streams.base import Position
@@ -221,7 +221,7 @@ def installed(*, logs: bool = False) -> Iterator[None]:
     put(kvbm.assembly.lending, "open_peers", open_peers)
     put(kvbm.assembly.lending, "open_lending", open_lending)
     put(kvbm.assembly.lending, "_LOOK_S", 0.1)  # runs are short: a fence is seen within them
-    put(kvbm.catalog.plain_frames, "InThread", _InThread)
+    put(kvbm.catalog.index.plain_frames, "InThread", _InThread)
     put(leaving, "Thread", Threading().Thread)
     put(asyncio, "run", run_coroutine)
     put(asyncio, "Runner", CoroutineRunner)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.core.codec import FrameBytes
 from kvbm.streams import at_exit as leaving
 from kvbm.streams.journal.journal import Journal

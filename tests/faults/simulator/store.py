@@ -1,11 +1,11 @@
-"""The catalog's database in memory: batches by compare-and-swap, as `kvbm.catalog.sql_store.SqlStore` keeps them."""
+"""The catalog's database in memory: batches by compare-and-swap, as `kvbm.catalog.sql.store.SqlStore` keeps them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
-from kvbm.catalog.sql_rows import (
+from kvbm.catalog.sql.rows import (
     AbsenceRow,
     EpochRow,
     ForgottenRow,
@@ -14,7 +14,7 @@ from kvbm.catalog.sql_rows import (
     NamespaceRow,
     StoreBatch,
 )
-from kvbm.catalog.sql_store import BatchOutcome, BatchResult, ClaimChunk
+from kvbm.catalog.sql.store import BatchOutcome, BatchResult, ClaimChunk
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import InstanceId, NamespaceId, split_hashes
 from kvbm.streams.base import START, Mark

@@ -1,0 +1,1 @@
+"""Questions of callers → answers, of what each may know."""

@@ -1,0 +1,1 @@
+"""Where questions come in: HTTP and NATS, connections, TLS, and what is answered at once."""

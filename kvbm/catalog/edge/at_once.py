@@ -1,0 +1,159 @@
+"""Short questions answered in one step, with no task and no framework between the socket and the index.
+
+What is refused for who asks, asks for a wait, or is long, is not answered here: it goes the long way, which says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvbm.catalog.access.callers import Access, Caller
+from kvbm.catalog.access.limits import (
+    LARGE_BODY_BYTES,
+    SMALL_BODY_BYTES,
+    LimitError,
+    Limits,
+    cost_of,
+    is_limited,
+    key_of,
+)
+from kvbm.catalog.answers.prompts import ApiError, asked_namespace, without_prompt
+from kvbm.catalog.edge.gate import may
+from kvbm.catalog.edge.prompt_answers import PromptAnswers
+from kvbm.core import prompt_batches
+from kvbm.core.answers import FindRequest, LookupRequest, PresenceRequest, RouteRequest
+
+MOST_BYTES = SMALL_BODY_BYTES  # of a body in JSON
+PATHS: dict[bytes, type[LookupRequest]] = {
+    b"/v1/lookup": LookupRequest, b"/v1/route": RouteRequest, b"/v1/presence": PresenceRequest,
+    b"/v1/find": FindRequest,
+}  # fmt: skip
+JSON_TYPE = b"application/json"
+BINARY_TYPE = prompt_batches.CONTENT_TYPE.encode()
+
+
+class ShortQuestion(NamedTuple):
+    """A request that may be answered at once.
+
+    Attributes:
+        path: one of `PATHS`.
+        is_binary: its body is a `PromptBatch`.
+        host: the peer's address. authorization: the header. certificate: the peer's.
+    """
+
+    path: bytes
+    is_binary: bool
+    host: str
+    authorization: str | None
+    certificate: Mapping[str, Any] | None
+
+
+class Held(NamedTuple):
+    """Room for a body: whose it is, and how many bytes."""
+
+    key: str
+    amount: int
+
+
+NOTHING_HELD = Held("", 0)
+
+
+class Answered(NamedTuple):
+    """An answer: its status, its body, what that is, and who has asked."""
+
+    status: int
+    body: bytes
+    content_type: bytes
+    caller: Caller
+
+
+class AtOnce:
+    """Answers short questions about prompts and blocks. Belongs to one asyncio loop.
+
+    Args:
+        count: told each request's caller, and that it "passed".
+    """
+
+    def __init__(
+        self, access: Access, limits: Limits, answers: PromptAnswers, count: Callable[[str, str], None]
+    ) -> None:
+        self._access, self._limits, self._answers, self._count = access, limits, answers, count
+
+    def hold(self, question: ShortQuestion, length: int) -> Held | None:
+        """Take room for a body, for `give_back`. None: it is too long, there is no room, or whoever asks may not ask this.
+
+        Who sends nothing but headers would else take the room of those who may ask.
+        """
+        over = max(0, length - SMALL_BODY_BYTES)
+        if over == 0:
+            return NOTHING_HELD
+        if not question.is_binary or length > LARGE_BODY_BYTES:
+            return None
+        caller = self._access.caller(question.authorization, question.certificate)
+        if caller is None or not may(caller, question.path.decode()):
+            return None
+        key = key_of(caller.name, question.host)
+        return None if self._limits.bodies.take_in_turn(key, over) else Held(key, over)
+
+    def give_back(self, held: Held) -> None:
+        """The body is gone."""
+        if held.amount:
+            self._limits.bodies.give(held.key, held.amount)
+
+    def answer(self, question: ShortQuestion, body: bytes) -> Answered | None:
+        """The answer to one request; None: it must go the long way, and nothing has changed."""
+        caller = self._access.caller(question.authorization, question.certificate)
+        return None if caller is None else self.answer_to(caller, question, body)
+
+    def answer_to(self, caller: Caller, question: ShortQuestion, body: bytes) -> Answered | None:
+        """`answer`, where it is known who asks."""
+        if not may(caller, question.path.decode()):
+            return None
+        if question.is_binary and prompt_batches.is_long(body):
+            return None  # others are answered between its steps
+        limits, key = self._limits, key_of(caller.name, question.host)
+        limited = is_limited(limits.settings, caller.name, question.host)
+        if limited and limits.over(key):
+            return None
+        begin_s = limits.work_clock()
+        try:
+            return self._answer(caller, key, limited, question, body)
+        finally:
+            limits.work.charge(limits.clock(), key, limits.work_clock() - begin_s)
+
+    def _answer(self, caller: Caller, key: str, limited: bool, question: ShortQuestion, body: bytes) -> Answered | None:
+        limits = self._limits
+        status, content_type, cost = 200, BINARY_TYPE if question.is_binary else JSON_TYPE, 0
+        answer: bytes | None
+        try:
+            if question.is_binary:
+                answer, cost = self._answers.batch(caller, key, PATHS[question.path], body)
+            else:
+                answer = self._answered(question, caller, key, body)
+        except (ApiError, LimitError) as error:
+            status, answer, content_type = error.status, msgspec.json.encode(error.answer), JSON_TYPE
+            if isinstance(error, ApiError) and error.refused:
+                limits.refusals[error.refused] += 1
+        if answer is None:
+            if limited:
+                limits.requests.charge(limits.clock(), key, -1)
+            return None
+        self._count(caller.name, "passed")
+        cost += cost_of(len(body), len(answer))
+        if limited and cost:
+            limits.requests.charge(limits.clock(), key, cost)
+        return Answered(status, answer, content_type, caller)
+
+    def _answered(self, question: ShortQuestion, caller: Caller, key: str, body: bytes) -> bytes | None:
+        asked = self._answers.decoded(body, PATHS[question.path])
+        if asked.at_least:
+            return None
+        self._answers.check_ready(caller)
+        hashes = self._answers.hashing(caller, asked)()
+        namespace = asked_namespace(asked)
+        if isinstance(asked, RouteRequest):
+            return self._answers.route(caller, key, without_prompt(asked), namespace, hashes)
+        return self._answers.lookup(caller, asked, namespace, hashes)

@@ -1,0 +1,50 @@
+"""A feed as the answer to an HTTP request: piece by piece, at the speed of its reader, and over as soon as that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvbm.catalog.answers.watches import Feed
+
+CONTENT_TYPE = "text/event-stream"
+
+
+class FeedResponse(Response):
+    """Sends a feed until it ends or the client goes. It closes the feed."""
+
+    media_type = CONTENT_TYPE
+
+    def __init__(self, feed: Feed) -> None:
+        super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no"})
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        sending = asyncio.create_task(self._send(send))
+        leaving = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._feed.close()
+            for task in (sending, leaving):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await leaving
+        with contextlib.suppress(asyncio.CancelledError):
+            await sending
+
+    async def _send(self, send: Send) -> None:
+        headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        async for part in self._feed.events():
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

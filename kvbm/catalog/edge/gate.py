@@ -1,0 +1,132 @@
+"""Before any handler: who asks, and whether one of that role may ask this at all. What is not listed is for operators alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from kvbm.catalog.access.callers import Access, Caller
+from kvbm.core.answers import ErrorAnswer, ErrorDetail
+
+CALLER = "kvbm.caller"
+JUDGE = "kvbm.judge"  # who asks as of now: a request may last longer than its token
+PEER = "kvbm.peer"  # in the scope's state: the peer's certificate
+NATS_CALLER = "kvbm.nats"  # so too: who asks over NATS
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_FOR_ALL = frozenset({"/healthz", "/readyz"})
+_FOR_ROUTERS = frozenset(
+    {
+        "/v1/lookup",
+        "/v1/route",
+        "/v1/presence",
+        "/v1/find",
+        "/v1/watch",
+        "/v1/instances",
+        "/v1/namespaces",
+        "/v1/checkpoint",
+        "/openapi.json",
+    }
+)
+_BLOCKS = re.compile(r"/v1/blocks/[^/]*/[^/]*")
+
+UNKNOWN = ErrorAnswer(
+    error=ErrorDetail(
+        code="not_known", message="the catalog does not know who asks",
+        what_to_do="set catalog.token to the file of a token that is good now (Authorization: Bearer), or show a certificate it knows",
+    )
+)  # fmt: skip
+_FORBIDDEN = ErrorAnswer(
+    error=ErrorDetail(
+        code="not_allowed", message="the caller's role may not ask this", what_to_do="ask with the token of an operator"
+    )
+)
+
+
+class Gate:
+    """An ASGI application before another: puts the caller into the scope as `kvbm.caller`, and how to ask again who it is as
+    `kvbm.judge`, or answers 401 or 403.
+
+    Args:
+        count: told each request's caller, "" for none, and its status class: "passed", "unknown" or "forbidden".
+        within: puts an application, and the answers 401 and 403, within limits of the caller.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        access: Access,
+        count: Callable[[str, str], None],
+        within: Callable[[App], App] = lambda judged: judged,
+    ) -> None:
+        self._app, self._access, self._count = app, access, count
+        self._judged = within(self._judge)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[JUDGE] = lambda: self._caller(scope)
+        scope[CALLER] = scope[JUDGE]()
+        await self._judged(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller | None:
+        state = scope.get("state", {})
+        if NATS_CALLER in state:
+            return self._access.nats_caller(state[NATS_CALLER])
+        return self._access.caller(_authorization(scope), state.get(PEER))
+
+    async def _judge(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, caller = scope["path"], scope[CALLER]
+        if path in _FOR_ALL or (caller is not None and may(caller, path)):
+            self._count(caller.name if caller is not None else "", "passed")
+            await self._app(scope, receive, send)
+        elif caller is None:
+            self._count("", "unknown")
+            await _answer(send, 401, UNKNOWN, [(b"www-authenticate", b"Bearer")])
+        else:
+            self._count(caller.name, "forbidden")
+            await _answer(send, 403, _FORBIDDEN, [])
+
+
+def may(caller: Caller, path: str) -> bool:
+    """Whether one of the caller's role may ask this."""
+    if caller.role == "operator":
+        return True
+    if caller.role == "metrics":
+        return bool(path == "/metrics")
+    return path in _FOR_ROUTERS or _BLOCKS.fullmatch(path) is not None
+
+
+def _authorization(scope: Scope) -> str | None:
+    return authorization(scope["headers"])
+
+
+def authorization(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """What the header says of who asks; None without it."""
+    found = [value for name, value in headers if name == b"authorization"]
+    if not found:
+        return None
+    return found[0].decode("latin-1") if len(found) == 1 else ""  # two of them: neither counts
+
+
+def content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """What the header says that the body is, b"" without it; None where there are two, of which none counts before the other."""
+    found = [value for name, value in headers if name == b"content-type"]
+    return None if len(found) > 1 else (found or [b""])[0]
+
+
+async def _answer(send: Send, status: int, answer: ErrorAnswer, headers: list[tuple[bytes, bytes]]) -> None:
+    body = msgspec.json.encode(answer)
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})

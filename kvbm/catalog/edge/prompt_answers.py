@@ -1,0 +1,229 @@
+"""Answers about a prompt, or about blocks, encoded: the same for every way in."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+import msgspec
+from prometheus_client import Histogram
+
+from kvbm.catalog.access.callers import Caller
+from kvbm.catalog.answers.prompts import ApiError, asked_namespace, bad_tokens, decode_prompt, id_of, packed_hashes
+from kvbm.catalog.answers.routed import routed, routing_task
+from kvbm.catalog.service import CatalogService
+from kvbm.core import prompt_batches
+from kvbm.core.answers import MAX_HASHES, MAX_TOKENS, FindRequest, LookupRequest, PresenceRequest, RouteRequest
+from kvbm.core.errors import HashSchemeError, LayoutError
+from kvbm.core.hashing import check_hashable
+from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
+from kvbm.core.prompt_batches import PromptBatch
+from kvbm.telemetry.metrics import CatalogMetrics
+
+NOT_TOLD = "not ready; ask with an operator's token for the reason"  # names and offsets are not for everybody
+_NO_SECRET = secrets.token_hex(16)  # of no tenant
+_LOOKUPS_OF_A_REQUEST = 8  # in a batch, that cost as much as a request
+_LOOKUPS_AT_ONCE, _HASHES_AT_ONCE = 64, 8192  # of a batch, in one step
+_KINDS: dict[type[LookupRequest], int] = {
+    LookupRequest: prompt_batches.LOOKUP, RouteRequest: prompt_batches.ROUTE, PresenceRequest: prompt_batches.PRESENCE,
+    FindRequest: prompt_batches.FIND,
+}  # fmt: skip
+_encode = msgspec.json.Encoder().encode
+R = TypeVar("R", bound=LookupRequest)
+
+
+class BatchAnswers(NamedTuple):
+    """The answers to a batch: its parts, each made when it is taken, and as how many more requests they count."""
+
+    parts: Iterator[bytes]
+    cost: int
+
+
+class PromptAnswers:
+    """Lookups, routes, questions of presence and of what can be read, of one running service. Belongs to its loop; every method raises ApiError."""
+
+    def __init__(self, service: CatalogService, metrics: CatalogMetrics) -> None:
+        self._service, self._metrics = service, metrics
+        self._visible = service.queries.visibility
+
+    def check_ready(self, caller: Caller) -> None:
+        """Refuse while the stream is not read to where it ended at the start."""
+        if not self._service.is_ready:
+            reason = self._service.readiness().reason if caller.sees_all else NOT_TOLD
+            raise ApiError(503, "not_ready", reason, "ask again soon; /readyz says when it is ready")
+
+    def decoded(self, body: bytes | bytearray, kind: type[R]) -> R:
+        """The request in a body; it may be called in another thread. Raises ApiError, LimitError: there is none."""
+        return decode_prompt(body, kind, self._service.backend.read_number_list)
+
+    def hashing(self, caller: Caller, asked: LookupRequest) -> Callable[[], bytes]:
+        """What makes the packed hashes of the prompt; it may be called in another thread."""
+        if (asked.hashes is None) == (asked.tokens is None):
+            raise ApiError(
+                422, "hashes_or_tokens", "give either hashes or tokens", "hashes need no secret: prefer them"
+            )
+        if asked.tokens is not None:
+            return self._hashing_of_tokens(caller, asked, asked.tokens)
+        given = asked.hashes or ""
+        return lambda: packed_hashes(given)
+
+    def lookup(self, caller: Caller, asked: LookupRequest, namespace: Namespace | NamespaceId, hashes: bytes) -> bytes:
+        """Who has how much of a prompt; where presence is asked for, who has which of its blocks, and of a find, what can be read from where.
+
+        Args:
+            asked: its hashes and tokens are not looked at.
+        """
+        begin_s, queries = time.perf_counter(), self._service.queries
+        question = (namespace, hashes, caller, asked.limit, _only(asked))
+        if isinstance(asked, FindRequest):
+            answer = _encode(queries.find(*question, asked.first, asked.asker, asked.topology))
+        elif isinstance(asked, PresenceRequest):
+            answer = _encode(queries.presence(*question))
+        else:
+            answer = _encode(queries.lookup(*question))
+        self._metrics.lookup_s.observe(time.perf_counter() - begin_s)
+        return answer
+
+    def route(
+        self, caller: Caller, key: str, asked: RouteRequest, namespace: Namespace | NamespaceId, hashes: bytes
+    ) -> bytes:
+        """Where to send a prompt. Arguments as `lookup`.
+
+        Args:
+            key: of the caller, whose routes are remembered together.
+        """
+        begin_s = time.perf_counter()
+        if asked.input_tokens is None:
+            raise ApiError(
+                422, "input_tokens_missing", "input_tokens is not given", "say how long the prompt is, in tokens"
+            )
+        queries = self._service.queries
+        fields = self._fields(caller, namespace)
+        task = routing_task(
+            namespace, fields, hashes, asked.input_tokens, key, asked.latency, asked.deadline_s, asked.phase
+        )
+        answer = _encode(
+            routed(queries, task, fields, namespace, caller, asked.limit, _only(asked), asked.remember, asked.elsewhere)
+        )
+        self._metrics.route_s.observe(time.perf_counter() - begin_s)
+        return answer
+
+    def batch(self, caller: Caller, key: str, kind: type[LookupRequest], body: bytes | bytearray) -> tuple[bytes, int]:
+        """`begin_batch`, with all answers at once. Returns: the answers, and as how many more requests they count."""
+        batch = self.begin_batch(caller, key, kind, body)
+        return b"".join(batch.parts), batch.cost
+
+    def begin_batch(self, caller: Caller, key: str, kind: type[LookupRequest], body: bytes | bytearray) -> BatchAnswers:
+        """Several prompts in the binary form, answered while the parts of the answer are taken.
+
+        Args:
+            kind: of request that the path is for.
+        """
+        try:
+            asked = prompt_batches.decode_batch(body)
+            if asked.kind != _KINDS[kind]:
+                raise LayoutError(
+                    "lookups go to /v1/lookup, routes to /v1/route, questions of presence to /v1/presence, and what can be read to /v1/find"
+                )
+        except LayoutError as error:
+            raise ApiError(422, "bad_batch", str(error), "see docs/route.md for the binary form") from None
+        self.check_ready(caller)
+        count = len(asked.prompts)
+        head = prompt_batches.answers_head(asked.kind, count, self._service.queries.view_age_s())
+        if asked.kind != prompt_batches.ROUTE:
+            parts, observed, cost = self._found(asked, caller), self._metrics.lookup_s, count // _LOOKUPS_OF_A_REQUEST
+        else:
+            parts, observed, cost = self._routes(asked, caller, key), self._metrics.route_s, count - 1
+        return BatchAnswers(chain((head,), _timed(parts, observed)), cost)
+
+    def _found(self, asked: PromptBatch, caller: Caller) -> Iterator[bytes]:
+        queries = self._service.queries
+        answers = {
+            prompt_batches.LOOKUP: queries.lookups_encoded,
+            prompt_batches.PRESENCE: queries.presences_encoded,
+            prompt_batches.FIND: queries.finds_encoded,
+        }[asked.kind]
+        most = _LOOKUPS_AT_ONCE if asked.kind == prompt_batches.LOOKUP else 1
+        begin = hashes = 0
+        for end, (prompt, _) in enumerate(asked.prompts, 1):
+            hashes += len(prompt) // HASH_BYTES
+            if end - begin >= most or hashes >= _HASHES_AT_ONCE or end == len(asked.prompts):
+                yield answers(asked._replace(prompts=asked.prompts[begin:end]), caller)
+                begin, hashes = end, 0
+
+    def _routes(self, asked: PromptBatch, caller: Caller, key: str) -> Iterator[bytes]:
+        fields = self._fields(caller, asked.namespace)
+        for hashes, tokens in asked.prompts:
+            task = routing_task(asked.namespace, fields, hashes, tokens, key)
+            yield prompt_batches.encode_route(
+                routed(self._service.queries, task, fields, asked.namespace, caller, asked.limit)
+            )
+
+    def _fields(self, caller: Caller, namespace: Namespace | NamespaceId) -> Namespace | None:
+        """The fields of the namespace that is asked for: as they are given, or as an instance has told them to this caller's tenants."""
+        return namespace if isinstance(namespace, Namespace) else self._visible.fields(caller, namespace)
+
+    def _hashing_of_tokens(self, caller: Caller, asked: LookupRequest, tokens: list[int]) -> Callable[[], bytes]:
+        if len(tokens) > MAX_TOKENS:
+            raise ApiError(
+                422, "too_many_tokens", f"{len(tokens)} tokens; at most {MAX_TOKENS} are taken", "give fewer"
+            )
+        namespace = asked_namespace(asked)
+        fields = self._fields(caller, namespace)
+        if fields is None:
+            raise ApiError(
+                422, "namespace_unknown", f"no instance has told the fields of namespace {id_of(namespace).hex()}",
+                "give the namespace's fields instead of its id, or hashes instead of tokens",
+            )  # fmt: skip
+        try:
+            check_hashable(fields)
+        except HashSchemeError as error:
+            message, _, remedy = str(error).partition("; ")
+            raise ApiError(422, "scheme_not_hashable", message, remedy) from None
+        if caller.sees_all or fields.tenant in (caller.tenants or ()):
+            secret = self._service.secrets.get(fields.tenant, None if fields.tenant else "")
+        else:
+            secret = _NO_SECRET  # hashed as others are, and found nowhere: whose secrets are known here is not told
+        if secret is None:
+            raise ApiError(
+                422, "tokens_not_hashable",
+                f"tokens cannot be hashed here: the catalog does not know the secret of tenant {fields.tenant!r}",
+                "hash them where the secret is and give hashes, or set catalog.tenant_secrets",
+            )  # fmt: skip
+        if fields.block_tokens > MAX_TOKENS:  # more than C++ may be able to say
+            return bytes
+        hash_tokens, block_tokens, root = (
+            self._service.backend.sequence_hashes, fields.block_tokens, fields.root(secret.encode()),
+        )  # fmt: skip
+
+        def hashed() -> bytes:
+            try:
+                hashes = hash_tokens(tokens, block_tokens, root)
+            except (LayoutError, OverflowError) as error:
+                raise bad_tokens(error) from None
+            blocks = len(hashes) // HASH_BYTES
+            if blocks > MAX_HASHES:
+                raise ApiError(422, "too_many_hashes", f"{blocks} blocks; at most {MAX_HASHES} are taken", "give fewer")
+            return hashes
+
+        return hashed
+
+
+def _timed(parts: Iterator[bytes], observed: Histogram) -> Iterator[bytes]:
+    """The parts, and word of the time that making them has taken altogether."""
+    took_s = 0.0
+    while True:
+        begin_s = time.perf_counter()
+        part = next(parts, None)
+        took_s += time.perf_counter() - begin_s
+        if part is None:
+            observed.observe(took_s)
+            return
+        yield part
+
+
+def _only(asked: LookupRequest) -> list[InstanceId] | None:
+    return [InstanceId(name) for name in asked.instances] if asked.instances is not None else None

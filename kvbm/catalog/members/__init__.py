@@ -1,0 +1,1 @@
+"""Who is in the cluster: instances that are heard, silent, gone, or were away."""

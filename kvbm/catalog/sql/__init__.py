@@ -1,0 +1,1 @@
+"""What outlives the catalog: its tables, and how they are read and written."""
