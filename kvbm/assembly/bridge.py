@@ -36,7 +36,7 @@ from kvbm.streams.foreign.state import ForeignState
 from kvbm.streams.foreign.wire import Kind, decode_batch
 from kvbm.streams.nats.permissions import Role
 from kvbm.streams.nats.stream import NatsStream
-from kvbm.streams.publisher_thread import PublisherThread
+from kvbm.streams.publisher.thread import PublisherThread
 from kvbm.telemetry.remarks import to_standard_error
 from kvbm.tenant_secrets import TenantSecrets
 

@@ -76,8 +76,8 @@ from kvbm.streams.nats.credentials import INBOX, Credentials
 from kvbm.streams.nats.erasures import ErasureLog
 from kvbm.streams.nats.permissions import Role, catalog_inbox, grant, instance_inbox
 from kvbm.streams.nats.stream import NatsStream
-from kvbm.streams.publisher_ownership import unknown_runs
-from kvbm.streams.publisher_thread import PublisherThread
+from kvbm.streams.publisher.ownership import unknown_runs
+from kvbm.streams.publisher.thread import PublisherThread
 from kvbm.streams.server import shared_server
 from kvbm.telemetry.remarks import to_standard_error
 from kvbm.terminal import say

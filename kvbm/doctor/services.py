@@ -25,7 +25,7 @@ from kvbm.pools.stores.opening import open_store
 from kvbm.streams.base import StreamState
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.server_view import ServerView, look_as_anybody
-from kvbm.streams.publisher import WINDOW_MESSAGES, check_keeps
+from kvbm.streams.publisher.machine import WINDOW_MESSAGES, check_keeps
 from kvbm.streams.server import answers, server_binary
 
 _LEAST_PAYLOAD_BYTES, _GOOD_PAYLOAD_BYTES = 64 << 10, 1 << 20

@@ -25,9 +25,8 @@ from sqlalchemy import Connection, func, inspect, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from kvbm.catalog.sql import database
+from kvbm.catalog.sql import database, tables
 from kvbm.catalog.sql import store as sql_store
-from kvbm.catalog.sql import tables
 from kvbm.catalog.sql.database import database_errors, migrations_folder, parse_url, shown
 from kvbm.catalog.sql.rows import (
     AbsenceRow,

@@ -48,9 +48,9 @@ from kvbm.pools.nvme.sealing import SlotKeys
 from kvbm.pools.object.encryption import Sealing
 from kvbm.streams.base import Mark, Position
 from kvbm.streams.journal.journal import Journal
-from kvbm.streams.publisher import Publisher
-from kvbm.streams.publisher_messages import Publish
-from kvbm.streams.publisher_thread import PublisherThread
+from kvbm.streams.publisher.machine import Publisher
+from kvbm.streams.publisher.messages import Publish
+from kvbm.streams.publisher.thread import PublisherThread
 from kvbm.tenant_secrets import TenantSecrets
 from kvbm.transport.lending import Leases
 from kvbm.transport.local import LocalReader

@@ -41,7 +41,7 @@ class SourceMutant(NamedTuple):
         return text.replace(self.old, self.new)
 
 
-_PUBLISHER, _PUBLISHER_WINDOW = "kvbm/streams/publisher.py", "kvbm/streams/publisher_window.py"
+_PUBLISHER, _PUBLISHER_WINDOW = "kvbm/streams/publisher/machine.py", "kvbm/streams/publisher/window.py"
 _JOURNAL, _JOURNAL_WRITER = "kvbm/streams/journal/journal.py", "kvbm/streams/journal/writer.py"
 _JOURNAL_REPAIR, _JOURNAL_DISK = "kvbm/streams/journal/repair.py", "kvbm/streams/journal/disk.py"
 _SEQUENCER, _SEQUENCE = "kvbm/catalog/follow/sequencer.py", "kvbm/catalog/follow/instance_sequence.py"
@@ -622,7 +622,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "replaced_in_a_stream_that_is_gone": SourceMutant(
         "a fence that was replaced in a stream that is gone says nothing of the next one",
-        "kvbm/streams/publisher_ownership.py",
+        "kvbm/streams/publisher/ownership.py",
         "            self._replaced.clear()  # of a stream that is gone\n",
         "            pass\n",
         test="tests/unit/test_publisher.py::test_a_fence_that_it_has_replaced_in_a_stream_that_is_gone_says_nothing_of_the_next_one",
@@ -679,7 +679,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "second_fencing_is_never_taken_over": SourceMutant(
         "a place that was taken back once can be taken back again",
-        "kvbm/streams/publisher_ownership.py",
+        "kvbm/streams/publisher/ownership.py",
         "        self._is_taking_over = False\n        self._silent_from_s = now_s",
         "        self._silent_from_s = now_s",
         test="tests/unit/test_publisher.py::test_after_other_runs_have_come_and_gone_the_last_epoch_is_whole",

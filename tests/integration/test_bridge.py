@@ -22,7 +22,7 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.config import SourceSettings, load_settings
 from kvbm.core.errors import ConfigError, MissingExtraError
 from kvbm.locate.http import CatalogClient
-from kvbm.streams.publisher_thread import PublisherThread
+from kvbm.streams.publisher.thread import PublisherThread
 from tests.eventually import eventually
 from tests.foreign_engines import CLEARED, MODEL, Prompt, removed_event, stored_event
 from tests.nats_fixture import WAIT_S, cluster, nats_url

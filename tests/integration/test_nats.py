@@ -25,7 +25,8 @@ from kvbm.core.backend import REFERENCE
 from kvbm.core.codec import decode_header
 from kvbm.core.errors import ConfigError, FencedError, MissingExtraError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
-from kvbm.streams import publisher_reports, publisher_window
+from kvbm.streams.publisher import reports as publisher_reports
+from kvbm.streams.publisher import window as publisher_window
 from kvbm.streams import server as server_module
 from kvbm.streams.base import (
     ORIGIN,
@@ -42,8 +43,8 @@ from kvbm.streams.journal.journal import Journal
 from kvbm.streams.memory import MemoryLog
 from kvbm.streams.nats.reader import PULL_MESSAGES, NatsReader
 from kvbm.streams.nats.stream import NatsStream
-from kvbm.streams.publisher import Publisher, PublisherOptions
-from kvbm.streams.publisher_messages import (
+from kvbm.streams.publisher.machine import Publisher, PublisherOptions
+from kvbm.streams.publisher.messages import (
     Acked,
     Appended,
     Connect,
@@ -57,7 +58,7 @@ from kvbm.streams.publisher_messages import (
     SetFence,
     Ticked,
 )
-from kvbm.streams.publisher_thread import PublisherThread
+from kvbm.streams.publisher.thread import PublisherThread
 from kvbm.streams.server import EmbeddedServer, answers, shared_server
 from tests.eventually import eventually, eventually_async
 from tests.nats_fixture import (  # noqa: F401

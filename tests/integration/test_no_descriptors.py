@@ -30,9 +30,9 @@ from kvbm.pools.nvme.sealing import SlotKeys
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.tenant_keys import add_key, keys_of_command, keys_of_file
 from kvbm.remarks import Remarks
-from kvbm.streams import publisher_thread
 from kvbm.streams.memory import MemoryLog, MemoryStream
 from kvbm.streams.nats.credentials import Credentials
+from kvbm.streams.publisher import thread as publisher_thread
 from kvbm.tenant_secrets import TenantSecrets
 from tests.eventually import WAIT_S, eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE

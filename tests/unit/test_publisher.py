@@ -16,7 +16,7 @@ from kvbm.core.codec import FrameBytes, decode_header
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import ORIGIN, Fence, Heartbeat, Position, Tail, end_of_message
 from kvbm.streams.memory import MemoryLog
-from kvbm.streams.publisher import (
+from kvbm.streams.publisher.machine import (
     ACK_WAIT_S,
     BACKOFF_MOST_S,
     FENCE_CHECK_HEARTBEATS,
@@ -28,7 +28,7 @@ from kvbm.streams.publisher import (
     Publisher,
     PublisherOptions,
 )
-from kvbm.streams.publisher_messages import (
+from kvbm.streams.publisher.messages import (
     Acked,
     Appended,
     AskPulse,

@@ -34,7 +34,7 @@ import kvbm.pools.nvme.pod
 import kvbm.pools.nvme.pool
 import kvbm.pools.nvme.stripes
 import kvbm.streams.journal.journal
-import kvbm.streams.publisher_thread
+import kvbm.streams.publisher.thread
 from kvbm import assembly
 from kvbm.catalog.index.cluster_index import ClusterIndex, PlainApplied
 from kvbm.catalog.index.plain_frames import PlainRun

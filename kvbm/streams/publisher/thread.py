@@ -23,8 +23,8 @@ from kvbm.streams.base import (
 )
 from kvbm.streams.nats.connection import shown
 from kvbm.streams.nats.stream import NatsStream
-from kvbm.streams.publisher import LINGER_S, WINDOW_BYTES, Publisher, PublisherOptions
-from kvbm.streams.publisher_messages import (
+from kvbm.streams.publisher.machine import LINGER_S, WINDOW_BYTES, Publisher, PublisherOptions
+from kvbm.streams.publisher.messages import (
     Appended,
     AskPulse,
     Begun,
@@ -41,10 +41,10 @@ from kvbm.streams.publisher_messages import (
     Ticked,
     WakeAt,
 )
-from kvbm.streams.publisher_owner import OwnerCalls
-from kvbm.streams.publisher_ownership import unknown_runs
-from kvbm.streams.publisher_reports import RUNNING, PublisherReports
-from kvbm.streams.publisher_requests import OpenStream, StreamRequests, Target
+from kvbm.streams.publisher.owner import OwnerCalls
+from kvbm.streams.publisher.ownership import unknown_runs
+from kvbm.streams.publisher.reports import RUNNING, PublisherReports
+from kvbm.streams.publisher.requests import OpenStream, StreamRequests, Target
 from kvbm.streams.pulse_words import encoded_heartbeat
 
 log = Remarks()

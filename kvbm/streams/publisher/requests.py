@@ -17,8 +17,8 @@ from kvbm.streams.base import (
     Tail,
     UnreadableError,
 )
-from kvbm.streams.publisher import ACK_WAIT_S, WINDOW_MESSAGES, check_keeps
-from kvbm.streams.publisher_messages import (
+from kvbm.streams.publisher.machine import ACK_WAIT_S, WINDOW_MESSAGES, check_keeps
+from kvbm.streams.publisher.messages import (
     Acked,
     AskPulse,
     Connect,
@@ -35,8 +35,8 @@ from kvbm.streams.publisher_messages import (
     Refused,
     SetFence,
 )
-from kvbm.streams.publisher_owner import OwnerCalls
-from kvbm.streams.publisher_reports import CONNECTING, FENCING, SENDING, PublisherReports
+from kvbm.streams.publisher.owner import OwnerCalls
+from kvbm.streams.publisher.reports import CONNECTING, FENCING, SENDING, PublisherReports
 
 T = TypeVar("T")
 

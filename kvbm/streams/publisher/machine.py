@@ -11,7 +11,7 @@ from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import Epoch
 from kvbm.streams.base import ORIGIN, Fence, FrameLog, Heartbeat, Position, StreamState
-from kvbm.streams.publisher_messages import (
+from kvbm.streams.publisher.messages import (
     Acked,
     Appended,
     AskPulse,
@@ -36,8 +36,8 @@ from kvbm.streams.publisher_messages import (
     Ticked,
     WakeAt,
 )
-from kvbm.streams.publisher_ownership import Ownership, unknown_runs
-from kvbm.streams.publisher_window import SendWindow, Sent
+from kvbm.streams.publisher.ownership import Ownership, unknown_runs
+from kvbm.streams.publisher.window import SendWindow, Sent
 
 MESSAGE_BYTES = 256 << 10
 WINDOW_BYTES = 4 << 20

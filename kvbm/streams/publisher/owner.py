@@ -17,7 +17,7 @@ from kvbm.streams.base import (
     SampleSource,
     StreamState,
 )
-from kvbm.streams.publisher_reports import PublisherReports
+from kvbm.streams.publisher.reports import PublisherReports
 
 T = TypeVar("T")
 

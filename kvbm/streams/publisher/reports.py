@@ -9,8 +9,8 @@ from collections.abc import Callable
 from kvbm.core.ids import Epoch, InstanceId
 from kvbm.remarks import Remarks
 from kvbm.streams.base import Position
-from kvbm.streams.publisher import SILENT_HEARTBEATS
-from kvbm.streams.publisher_messages import Acked, Disconnected, FenceSet, Input, Refused, ReportFenced
+from kvbm.streams.publisher.machine import SILENT_HEARTBEATS
+from kvbm.streams.publisher.messages import Acked, Disconnected, FenceSet, Input, Refused, ReportFenced
 
 log = Remarks()
 
