@@ -25,8 +25,6 @@ from kvbm.core.backend import REFERENCE
 from kvbm.core.codec import decode_header
 from kvbm.core.errors import ConfigError, FencedError, MissingExtraError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
-from kvbm.streams.publisher import reports as publisher_reports
-from kvbm.streams.publisher import window as publisher_window
 from kvbm.streams import server as server_module
 from kvbm.streams.base import (
     ORIGIN,
@@ -43,6 +41,8 @@ from kvbm.streams.journal.journal import Journal
 from kvbm.streams.memory import MemoryLog
 from kvbm.streams.nats.reader import PULL_MESSAGES, NatsReader
 from kvbm.streams.nats.stream import NatsStream
+from kvbm.streams.publisher import reports as publisher_reports
+from kvbm.streams.publisher import window as publisher_window
 from kvbm.streams.publisher.machine import Publisher, PublisherOptions
 from kvbm.streams.publisher.messages import (
     Acked,

@@ -16,11 +16,11 @@ from structlog.testing import capture_logs
 from kvbm.core.errors import StreamError
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.streams.base import Fence, Heartbeat, Notice, Position
+from kvbm.streams.memory import MemoryLog, MemoryStream
 from kvbm.streams.publisher import reports as publisher_reports
 from kvbm.streams.publisher import requests as publisher_requests
 from kvbm.streams.publisher import thread as publisher_thread
-from kvbm.streams.base import Fence, Heartbeat, Notice, Position
-from kvbm.streams.memory import MemoryLog, MemoryStream
 from kvbm.streams.publisher.thread import PublisherThread
 from tests.eventually import WAIT_S, eventually
 from tests.nats_fixture import PlainOwner, make_frame
