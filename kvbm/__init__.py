@@ -90,7 +90,7 @@ from kvbm.core.extra_keys import Media, extra_key, salted
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.layout import KvShape
-from kvbm.core.ledger import Match, ShareCounts, TierCounts
+from kvbm.core.results import Match, ShareCounts, TierCounts
 from kvbm.locate.asynchronous import AsyncCatalog, AsyncCatalogClient
 from kvbm.locate.base import Catalog
 from kvbm.locate.credentials import CatalogCredentials

@@ -24,15 +24,12 @@ from kvbm.core.answers import LookupAnswer
 from kvbm.core.backend import LedgerProtocol, LockProtocol
 from kvbm.core.codec import Frame, FrameBytes, ScannedFrame
 from kvbm.core.columns import FrameColumns
-from kvbm.core.copies import Copy
 from kvbm.core.errors import FrameError
 from kvbm.core.events import Event, EvictReason, MigrateCause, PoolStated, StopReason
 from kvbm.core.fold import FoldedFrame, TierBlocks
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
-from kvbm.core.ledger import Match, ShareCounts, TierCounts
 from kvbm.core.policy import Share
-from kvbm.core.slot_allocator import Allocation
-from kvbm.core.snapshots import Recovered
+from kvbm.core.results import Allocation, Copy, Match, Recovered, ShareCounts, TierCounts
 from kvbm.pools.object.coding import Encoded
 from kvbm.streams.nats.messages import Item
 
@@ -432,7 +429,7 @@ class LedgerLock:
     def _at_fork_reinit(self) -> None: ...
 
 class Ledger:
-    """Native implementation of `kvbm.core.ledger.Ledger`, which says what each of these does."""
+    """Native implementation of `kvbm.reference.ledger.Ledger`, which says what each of these does."""
 
     def __init__(
         self,

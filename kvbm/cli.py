@@ -88,13 +88,15 @@ def _add_bridge(commands: Commands) -> None:
 
 def replay_main(argv: Sequence[str] | None = None) -> int:
     """The `kvbm-replay` command."""
+    from kvbm.assembly.readable import readable_parts
     from kvbm.replay.cli import Parts
     from kvbm.replay.cli import main as replay
     from kvbm.workload.trace import read_trace
 
     configure_logs()
     parts = Parts(
-        NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, _replay_catalog, read_trace, _replay_credentials, kvbm_version(), NATIVE_AGES,
+        NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, NATIVE_AGES, _replay_catalog, read_trace, _replay_credentials, kvbm_version(),
+        readable_parts,
     )  # fmt: skip
     return replay(list(sys.argv[1:] if argv is None else argv), parts)
 

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from kvbm.assembly import NATIVE, NATIVE_AGES, NATIVE_FOLD
+from kvbm.core.ages import ReadableAges
+from kvbm.core.backend import REFERENCE
+from kvbm.core.fold import Residencies
 from kvbm.replay import stat, state
 from kvbm.replay import verify as verifying
+from kvbm.replay.source import Source
+from kvbm.replay.state import END, At
 
 P = ParamSpec("P")
 Report = TypeVar("Report", bound=msgspec.Struct)
 
 
-def both_ways(report: Callable[P, Report], **natively: object) -> Callable[P, Report]:
+def both_ways(
+    report: Callable[P, Report], natively: dict[str, object], readably: dict[str, object]
+) -> Callable[P, Report]:
     """A report made natively. AssertionError: it differs from the specification's."""
 
     def made(*arguments: P.args, **options: P.kwargs) -> Report:
         native = report(*arguments, **options, backend=NATIVE, fold=NATIVE_FOLD, **natively)  # type: ignore[arg-type]
-        readable = report(*arguments, **options)
+        readable = report(*arguments, **options, backend=REFERENCE, fold=Residencies, **readably)  # type: ignore[arg-type]
         if isinstance(native, verifying.Verified) and isinstance(readable, verifying.Verified):
             assert (native.fold, readable.fold) == ("native", "reference")
             readable.fold = native.fold
@@ -30,6 +37,12 @@ def both_ways(report: Callable[P, Report], **natively: object) -> Callable[P, Re
     return made
 
 
-verify = both_ways(verifying.verify)
-states_at = both_ways(state.states_at)
-stats_of = both_ways(stat.stats_of, new_ages=NATIVE_AGES)
+verify = both_ways(verifying.verify, {}, {})
+
+
+def _states_at(source: Source, at: At = END, **more: Any) -> state.States:
+    return state.states_at(source, at, **more)
+
+
+states_at = both_ways(_states_at, {}, {})
+stats_of = both_ways(stat.stats_of, {"new_ages": NATIVE_AGES}, {"new_ages": ReadableAges})

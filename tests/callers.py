@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kvbm.core.events import PoolStated
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Tier
-from kvbm.core.ledger import Ledger
+from kvbm.reference.ledger import Ledger
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats.stream import NatsStream
 from tests.eventually import WAIT_S

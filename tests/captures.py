@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvbm.core.codec import Frame, FrameBytes, decode_frame, encode_frame
-from kvbm.core.copies import Copy
 from kvbm.core.events import Event, EvictReason, MigrateCause, PoolStated
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import (
@@ -23,8 +22,8 @@ from kvbm.core.ids import (
     SequenceHash,
     Tier,
 )
-from kvbm.core.ledger import Ledger
-from kvbm.core.snapshots import Recovered
+from kvbm.core.results import Copy, Recovered
+from kvbm.reference.ledger import Ledger
 
 POOLS = (
     PoolStated(Tier.HBM, 24, 64),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.core.answers import PositionWanted
@@ -14,8 +15,8 @@ from kvbm.core.errors import CatalogRefusedError
 from kvbm.core.events import MigrateCause, PoolStated
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Reach, SequenceHash, Tier
-from kvbm.core.ledger import Ledger
 from kvbm.locate.http import CatalogClient
+from kvbm.reference.ledger import Ledger
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats.stream import NatsStream
 from tests.nats_fixture import WAIT_S, patient
@@ -106,7 +107,7 @@ def run_catalog(server: str, name: str, database: str, **more: Any) -> Iterator[
         tenant_secrets={"acme": "secret"},
         **{"connect_s": WAIT_S, **more},
     )
-    with CatalogThread(settings) as thread:
+    with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
         client = CatalogClient(thread.url, timeout_s=WAIT_S)
         client.wait_ready(WAIT_S)
         yield Running(settings, client)

@@ -5,6 +5,6 @@ from __future__ import annotations
 from kvbm.assembly import NATIVE_CORE, Core
 from kvbm.core.backend import REFERENCE
 from kvbm.core.fold import Residencies
-from kvbm.core.ledger import Ledger
+from kvbm.reference.ledger import Ledger
 
 CORES = {"native": NATIVE_CORE, "reference": Core(REFERENCE, Ledger, Residencies)}

@@ -24,8 +24,8 @@ import urllib3
 
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Tier
-from kvbm.core.ledger import Ledger
 from kvbm.core.prompt_batches import CONTENT_TYPE
+from kvbm.reference.ledger import Ledger
 from kvbm.streams.nats.stream import NatsStream
 from tests.nats_fixture import WAIT_S, patient
 from tests.servers import free_port, start_process, stop_process

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from kvbm import _native
 from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.index.cluster_index import ClusterIndex, Holder, NewIndex
-from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.core import codec
 from kvbm.core.backend import ScanFrames
 from kvbm.core.codec import Frame
@@ -27,6 +26,7 @@ from kvbm.core.events import (
     SnapshotEnded,
 )
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, SequenceHash, Tier, pack_slots, split_hashes
+from kvbm.reference.cluster_index import ReferenceIndex
 from tests.ledger_driver import NAMESPACES, POOLS, chain
 
 ROOM = 1 << 20  # a capacity nothing here comes near

@@ -8,7 +8,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvbm.core.codec import Frame, decode_frame, encode_frame
-from kvbm.core.copies import Copy
 from kvbm.core.events import (
     EvictReason,
     MigrateCause,
@@ -27,9 +26,9 @@ from kvbm.core.ids import (
     pack_slots,
     split_slots,
 )
-from kvbm.core.ledger import LENT_TIERS, Ledger
 from kvbm.core.policy import EVICTION_POLICIES
-from kvbm.core.snapshots import Recovered
+from kvbm.core.results import LENT_TIERS, Copy, Recovered
+from kvbm.reference.ledger import Ledger
 
 POOLS = (
     PoolStated(Tier.HBM, 7, 64),

@@ -10,7 +10,7 @@ from typing import Any
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated, StopReason
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Reach, Tier, pack_slots
-from kvbm.core.ledger import Ledger
+from kvbm.reference.ledger import Ledger
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats.stream import NatsStream
 from tests.nats_fixture import WAIT_S, patient

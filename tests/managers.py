@@ -24,7 +24,6 @@ from kvbm.core.ids import (
     SequenceHash,
     Tier,
 )
-from kvbm.core.ledger import Ledger
 from kvbm.core.policy import WriteBudget, WriteThrough
 from kvbm.locate.base import Found, Locator, Nowhere
 from kvbm.manager.event_writer import FrameSink
@@ -41,6 +40,7 @@ from kvbm.manager.staging import Staging
 from kvbm.manager.transfer import Pools
 from kvbm.pools.base import ObjectPool, PodPool, Proof, SlotPool
 from kvbm.pools.memory import MemoryPool
+from kvbm.reference.ledger import Ledger
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
 from kvbm.transport.peers import Peers

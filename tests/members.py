@@ -7,8 +7,8 @@ import random
 from kvbm.core.errors import CatalogRefusedError
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Tier, split_hashes
-from kvbm.core.ledger import Ledger
 from kvbm.locate.http import CatalogClient
+from kvbm.reference.ledger import Ledger
 from tests.catalog_site import POOLS, SPACE, Instance
 
 UNIVERSE = [bytes([at + 1]) * HASH_BYTES for at in range(40)]

@@ -12,6 +12,7 @@ import pytest
 import kvbm.catalog.access.callers
 import kvbm.catalog.edge.tls
 import kvbm.locate.credentials
+from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.access.callers import AccessOptions
 from kvbm.catalog.access.file import NewToken, add_token
 from kvbm.catalog.edge.server import CatalogThread
@@ -68,7 +69,7 @@ def serve(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[Callable[...
             connect_s=WAIT_S,
             access=AccessOptions(**access),
         )
-        started.append(CatalogThread(settings).start())
+        started.append(CatalogThread(settings, NATIVE, NATIVE_INDEX).start())
         return started[-1].url
 
     yield start

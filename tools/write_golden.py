@@ -37,8 +37,8 @@ from kvbm.core.fold import residency_mix
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, SequenceHash, Tier, pack_slots
 from kvbm.pools.base import Proof
-from kvbm.pools.object.coding_reference import encode_block
 from kvbm.pools.object.header import OBJECT_VERSION, encode_object_headers
+from kvbm.reference.block_coding import encode_block
 from tests.coded_blocks import golden_cases
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"

@@ -11,7 +11,7 @@ from kvbm.config import Settings
 from kvbm.core.backend import NewFold
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import Epoch, NamespaceId, Tier
-from kvbm.core.snapshots import Recovered
+from kvbm.core.results import Recovered
 from kvbm.manager.recovery import Kept, recover
 from kvbm.manager.salvage import SalvagePlan
 from kvbm.pools.nvme.pool import NvmePool

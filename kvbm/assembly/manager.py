@@ -37,7 +37,7 @@ from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Reach, Tier
 from kvbm.core.parts import parts_of
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, Share, WriteBudget
-from kvbm.core.snapshots import Recovered
+from kvbm.core.results import Recovered
 from kvbm.erasure.instance import DONE_FILE, DoneErasures, InstanceErasures, StartErasures
 from kvbm.erasure.record import Record, decoded
 from kvbm.erasure.watch import ErasureWatch, WatchOptions

@@ -29,7 +29,7 @@ from kvbm.core.events import (
 )
 from kvbm.core.fold import TierBlocks
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
-from kvbm.core.ledger import TierCounts
+from kvbm.core.results import TierCounts
 from kvbm.streams.foreign.identity import MAX_NAMESPACES
 
 _TWICE = frozenset({"created-twice", "migrated-twice", "repeated-in-run"})

@@ -34,7 +34,6 @@ from kvbm.catalog.follow.sql_writer import CLAIMS_EVERY_S, Numbering, SqlWriter,
 from kvbm.catalog.follow.upkeep import IndexUpkeep
 from kvbm.catalog.index.change_log import ChangeLog, RecordedIndex
 from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex
-from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.catalog.members.absences import FORGET_S
 from kvbm.catalog.members.liveness import LIVENESS_S
 from kvbm.catalog.put_bytes import PutBytes, put_bytes
@@ -42,7 +41,7 @@ from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.route_sharing import RouteSharing
 from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.answers import ReadyAnswer
-from kvbm.core.backend import REFERENCE, Backend
+from kvbm.core.backend import Backend
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import InstanceId
 from kvbm.core.parts import ALL_PARTS, words_of
@@ -201,8 +200,8 @@ class CatalogService:
     async def start(
         cls,
         settings: ServiceSettings,
-        backend: Backend = REFERENCE,
-        new_index: NewIndex = ReferenceIndex,
+        backend: Backend,
+        new_index: NewIndex,
         stream: EventStream | None = None,
     ) -> CatalogService:
         """Connect, load what SQL has, and begin to follow.

@@ -23,10 +23,10 @@ from kvbm.config.settings import (
 )
 from kvbm.core.checks import kind_of
 from kvbm.core.errors import ArgumentTypeError, ConfigError
-from kvbm.core.ledger import LEAST_EVENT_BYTES
 from kvbm.core.names import NAME_RULE, is_name
 from kvbm.core.parts import parts_of
 from kvbm.core.policy import EVICTION_POLICIES, OFFLOAD_POLICIES
+from kvbm.core.results import LEAST_EVENT_BYTES
 from kvbm.core.state_admission import STATE_POLICIES
 
 _LONGEST_S = 1e6

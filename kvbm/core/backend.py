@@ -11,17 +11,14 @@ import numpy as np
 
 from kvbm.core.checksum import crc32c, joined_checksums
 from kvbm.core.codec import Frame, FrameBytes, ScannedFrame, decode_frame, encode_frame, scan_frames
-from kvbm.core.copies import Copy
 from kvbm.core.errors import FrameError
 from kvbm.core.events import MAX_RUN_BLOCKS, Event, EvictReason, MigrateCause, PoolStated, StopReason
 from kvbm.core.fold import FoldedFrame, TierBlocks
 from kvbm.core.hashing import derived_hashes, sequence_hashes
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
-from kvbm.core.ledger import Match, ShareCounts, TierCounts
 from kvbm.core.number_lists import read_number_list
 from kvbm.core.policy import Share
-from kvbm.core.slot_allocator import Allocation
-from kvbm.core.snapshots import Recovered
+from kvbm.core.results import Allocation, Copy, Match, Recovered, ShareCounts, TierCounts
 
 
 class SequenceHashes(Protocol):

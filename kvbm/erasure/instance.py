@@ -22,7 +22,7 @@ import numpy as np
 
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, split_hashes
-from kvbm.core.snapshots import Recovered
+from kvbm.core.results import Recovered
 from kvbm.erasure.record import Erasure, Matcher, Record
 from kvbm.erasure.report import Place, Progress
 from kvbm.files import read_small, write_new

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_slots
-from kvbm.core.ledger import Match
+from kvbm.core.results import Match
 from kvbm.manager.copies import CopiesInFlight
 from kvbm.manager.ledger_stream import LedgerStream
 from kvbm.manager.loads import InFlightLoad, Loads, PlannedLoad, Waiter

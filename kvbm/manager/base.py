@@ -41,8 +41,7 @@ from kvbm.core.checks import checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, LayoutError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier, split_hashes
-from kvbm.core.ledger import Match
-from kvbm.core.slots import HIGHEST_PRIORITY
+from kvbm.core.results import HIGHEST_PRIORITY, Match
 from kvbm.locate.base import Locator
 from kvbm.manager.claim_watch import RUN_BYTES, ClaimWatch
 from kvbm.manager.closing import Closing

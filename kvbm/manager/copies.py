@@ -13,9 +13,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from kvbm.core.copies import Copy
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, SLOT_BYTES, InstanceId, NamespaceId, SequenceHash, Tier, split_hashes
+from kvbm.core.results import Copy
 from kvbm.manager.claim_watch import ClaimWatch
 from kvbm.manager.ledger_stream import LedgerStream
 from kvbm.manager.offload_queue import Offloader

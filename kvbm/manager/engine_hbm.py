@@ -29,11 +29,10 @@ from kvbm.core.arguments import (
     checked_runs,
 )
 from kvbm.core.checks import checked_int, kind_of
-from kvbm.core.copies import Copy
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LedgerError, PoolError
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_hashes, split_slots
-from kvbm.core.ledger import Match
+from kvbm.core.results import Copy, Match
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.base import BlockManager
 from kvbm.manager.chain_runs import ChainRun

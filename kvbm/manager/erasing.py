@@ -11,7 +11,7 @@ from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import PoolError
 from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId, Tier, pack_slots, split_slots
-from kvbm.core.ledger import NOT_HELD
+from kvbm.core.results import NOT_HELD
 from kvbm.manager.journal_retention import JournalRetention
 from kvbm.manager.lasting import LastingNamespaces
 from kvbm.manager.ledger_stream import LedgerStream

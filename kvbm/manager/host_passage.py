@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvbm.core.copies import Copy
 from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, Tier
+from kvbm.core.results import Copy
 from kvbm.manager.copies import CopiesInFlight
 from kvbm.manager.event_writer import EventWriter
 from kvbm.manager.ledger_stream import LedgerStream

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvbm.core.copies import Copy
 from kvbm.core.events import MigrateCause
 from kvbm.core.fetching import OBJECTS, Links, Source, plan
 from kvbm.core.ids import (
@@ -35,7 +34,7 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.ledger import Match
+from kvbm.core.results import Copy, Match
 from kvbm.locate.base import NOTHING_FOUND, Locator, Nowhere
 from kvbm.manager.claim_watch import ClaimWatch
 from kvbm.manager.copies import CopiesInFlight, lender

@@ -6,9 +6,9 @@ import threading
 import time
 from functools import partial
 
-from kvbm.core.copies import Copy
 from kvbm.core.events import MigrateCause
 from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, SequenceHash, Tier, split_hashes
+from kvbm.core.results import Copy
 from kvbm.manager.claim_watch import ClaimWatch
 from kvbm.manager.copies import CopiesInFlight
 from kvbm.manager.event_writer import EventWriter

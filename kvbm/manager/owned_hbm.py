@@ -10,7 +10,7 @@ from kvbm.core.arguments import MOST_BLOCKS, check_place, check_run, check_secon
 from kvbm.core.checks import checked_int
 from kvbm.core.errors import ArgumentValueError, KvbmError, LedgerError
 from kvbm.core.ids import HASH_BYTES, SLOT_BYTES, NamespaceId, Tier, split_slots
-from kvbm.core.ledger import TierCounts
+from kvbm.core.results import TierCounts
 from kvbm.manager.base import BlockManager
 from kvbm.manager.loads import Prefix, Waiter
 from kvbm.pools.hbm.pool import HbmPool

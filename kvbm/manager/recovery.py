@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from kvbm.core.backend import Fold, NewFold
 from kvbm.core.errors import FrameError, IllegalEventError
-from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, Tier, split_hashes
-from kvbm.core.snapshots import Recovered
+from kvbm.core.results import Recovered
 from kvbm.remarks import Remarks
 from kvbm.streams.journal.journal import Journal
 
@@ -32,7 +31,7 @@ def recover(
     tier: Tier,
     slots: int,
     pool_id: str,
-    new_fold: NewFold = Residencies,
+    new_fold: NewFold,
     can_scan: bool = False,
 ) -> Kept:
     """The residencies of one durable tier when the journal ends, by namespace.

@@ -26,8 +26,7 @@ import numpy as np
 from kvbm.core.errors import KvbmError, PoolError
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, pack_slots, split_hashes, split_slots
-from kvbm.core.ledger import NOT_HELD
-from kvbm.core.snapshots import Recovered
+from kvbm.core.results import NOT_HELD, Recovered
 from kvbm.manager.ledger_stream import LedgerStream
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.transfer import Pools

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvbm.core.ages import TierAges
 from kvbm.core.ids import Tier
-from kvbm.core.ledger import ShareCounts, TierCounts
+from kvbm.core.results import ShareCounts, TierCounts
 from kvbm.manager.offload_queue import Skipped
 from kvbm.pools.base import ObjectStats
 from kvbm.transport.peers import PeerStats

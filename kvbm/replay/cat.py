@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TextIO
 
-from kvbm.core.backend import REFERENCE, DecodeFrame
+from kvbm.core.backend import DecodeFrame
 from kvbm.replay.findings import Finding, damage_finding, damage_text
 from kvbm.replay.format import event_fields, event_text, place_text, time_text
 from kvbm.replay.order import DamagedBytes
@@ -20,9 +20,9 @@ def cat(
     located: Iterable[Located],
     out: TextIO,
     as_json: bool,
+    decode_frame: DecodeFrame,
     instance: str | None = None,
     limit: int | None = None,
-    decode_frame: DecodeFrame = REFERENCE.decode_frame,
 ) -> tuple[list[Finding], list[str]]:
     """Write every event, in the order of the source: repeats appear again, holes are visible in the offsets.
 

@@ -13,12 +13,9 @@ from typing import NamedTuple, TextIO
 import msgspec
 
 from kvbm.catalog.index.cluster_index import NewIndex
-from kvbm.catalog.index.reference_index import ReferenceIndex
-from kvbm.core.ages import NewAges, ReadableAges
-from kvbm.core.backend import REFERENCE, Backend, NewFold
-from kvbm.core.columns import decode_columns
+from kvbm.core.ages import NewAges
+from kvbm.core.backend import Backend, NewFold
 from kvbm.core.errors import KvbmError
-from kvbm.core.fold import Residencies
 from kvbm.core.state_admission import STATE_POLICIES
 from kvbm.files import FILE_MODE
 from kvbm.replay.cat import cat
@@ -109,31 +106,31 @@ _COMMANDS = {
 
 
 class Parts(NamedTuple):
-    """What the tool is made of, where that is not its own to choose. The defaults are the readable specification.
+    """What the tool is made of, where that is not its own to choose.
 
     Attributes:
+        backend, fold, decode_columns, new_ages: native, or the readable specification of the same.
         new_index: of `rebuild`; one that writes checkpoints.
         ask: gives who answers for a catalog at a URL.
         read_trace: reads a trace in Mooncake's format.
         credentials: (file of settings, KEY=VALUE settings) → how to prove to the stream who reads.
         version: of kvbm.
+        readable: gives those of the readable specification, for --reference.
     """
 
-    backend: Backend = REFERENCE
-    fold: NewFold = Residencies
-    decode_columns: DecodeColumns = decode_columns
-    new_index: NewIndex = ReferenceIndex
+    backend: Backend
+    fold: NewFold
+    decode_columns: DecodeColumns
+    new_index: NewIndex
+    new_ages: NewAges
     ask: AskCatalog | None = None
     read_trace: ReadTrace | None = None
     credentials: Callable[[Path | None, Sequence[str]], Credentials] | None = None
     version: str = ""
-    new_ages: NewAges = ReadableAges
+    readable: Callable[[], Parts] | None = None
 
 
-PYTHON = Parts()
-
-
-def main(argv: Sequence[str] | None = None, parts: Parts = PYTHON) -> int:
+def main(argv: Sequence[str], parts: Parts) -> int:
     """The `kvbm-replay` command.
 
     Args:
@@ -141,8 +138,8 @@ def main(argv: Sequence[str] | None = None, parts: Parts = PYTHON) -> int:
     Returns: 0, 1 with findings, 2 when the input cannot be used.
     """
     arguments = _parser(parts).parse_args(argv)
-    if getattr(arguments, "reference", False):
-        parts = Parts(ask=parts.ask, read_trace=parts.read_trace, credentials=parts.credentials)
+    if getattr(arguments, "reference", False) and parts.readable is not None:
+        parts = parts.readable()._replace(ask=parts.ask, read_trace=parts.read_trace, credentials=parts.credentials)
     try:
         _check_json(arguments.json)
         return _RUN[arguments.command](arguments, parts)
@@ -362,14 +359,14 @@ def _cat(arguments: argparse.Namespace, parts: Parts) -> int:
     located = watched(source.read(parts.backend), source)
     with _opened(arguments.json) as file:
         out, is_json = file or sys.stdout, file is not None
-        findings, notes = cat(located, out, is_json, arguments.instance, arguments.limit, parts.backend.decode_frame)
+        findings, notes = cat(located, out, is_json, parts.backend.decode_frame, arguments.instance, arguments.limit)
     return _end(findings, notes)
 
 
 def _stat(arguments: argparse.Namespace, parts: Parts) -> int:
     source = _source(arguments, parts)
     located = watched(source.read(parts.backend), source)
-    stats = stats_of(source, parts.backend, parts.fold, arguments.instance, located, parts.new_ages)
+    stats = stats_of(source, parts.backend, parts.fold, parts.new_ages, arguments.instance, located)
     _check_found(arguments.instance, stats.instances)
     _write(arguments.json, stats, stats.lines())
     return _end(stats.findings, stats.notes)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvbm.core.backend import REFERENCE, Backend, DecodeFrame
+from kvbm.core.backend import Backend, DecodeFrame
 from kvbm.core.events import Event
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.replay.format import counted, event_fields, event_text, place_text
@@ -99,7 +99,7 @@ class Diffed(msgspec.Struct, kw_only=True):
             yield from (f"  {line}" for line in divergence.lines())
 
 
-def diff(a: Source, b: Source, backend: Backend = REFERENCE, instance: str | None = None) -> Diffed:
+def diff(a: Source, b: Source, backend: Backend, instance: str | None = None) -> Diffed:
     """Compare two sources, instance by instance, up to the first divergence of each.
 
     Args:

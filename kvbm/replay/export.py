@@ -16,8 +16,8 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from kvbm.core.backend import REFERENCE, Backend
-from kvbm.core.columns import NO_CODE, NO_ROW, NO_SLOT, FrameColumns, decode_columns
+from kvbm.core.backend import Backend
+from kvbm.core.columns import NO_CODE, NO_ROW, NO_SLOT, FrameColumns
 from kvbm.core.errors import MissingExtraError
 from kvbm.core.events import EvictReason, MigrateCause, StopReason
 from kvbm.core.ids import HASH_BYTES, Tier
@@ -74,8 +74,8 @@ class Exported(msgspec.Struct, kw_only=True):
 def export(
     source: Source,
     target: Path,
-    backend: Backend = REFERENCE,
-    decode: DecodeColumns = decode_columns,
+    backend: Backend,
+    decode: DecodeColumns,
     instance: str | None = None,
     by_block: bool = False,
     located: Iterable[Located] | None = None,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbm.core.backend import REFERENCE, Backend
+from kvbm.core.backend import Backend
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.errors import FencedError
 from kvbm.core.ids import Epoch, InstanceId
@@ -93,7 +93,7 @@ def serve(
     connect: OpenStream,
     to: str,
     cluster: str,
-    backend: Backend = REFERENCE,
+    backend: Backend,
     speed: float = MAX_SPEED,
     anyway: bool = False,
     instance: str | None = None,

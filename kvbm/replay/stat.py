@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from kvbm.core.ages import AGE_BOUNDS_S, FOLLOWED, BlockAges, NewAges, ReadableAges
-from kvbm.core.backend import REFERENCE, Backend, NewFold
+from kvbm.core.ages import AGE_BOUNDS_S, FOLLOWED, BlockAges, NewAges
+from kvbm.core.backend import Backend, NewFold
 from kvbm.core.codec import RUN_EVENTS, ScannedFrame
-from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
 from kvbm.replay.findings import Finding, undamaged
 from kvbm.replay.fold import StreamFold
@@ -192,11 +191,11 @@ class _Counter:
 
 def stats_of(
     source: Source,
-    backend: Backend = REFERENCE,
-    fold: NewFold = Residencies,
+    backend: Backend,
+    fold: NewFold,
+    new_ages: NewAges,
     instance: str | None = None,
     located: Iterable[Located] | None = None,
-    new_ages: NewAges = ReadableAges,
 ) -> Stats:
     """Count a source. It judges nothing: `verify` does.
 

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from kvbm.core.backend import REFERENCE, Backend, Fold, NewFold
+from kvbm.core.backend import Backend, Fold, NewFold
 from kvbm.core.codec import ScannedFrame
-from kvbm.core.fold import Residencies
 from kvbm.core.ids import InstanceId, Tier, split_hashes
 from kvbm.replay.findings import Finding, undamaged
 from kvbm.replay.fold import StreamFold
-from kvbm.replay.format import END, At, counted, time_text
+from kvbm.replay.format import At, counted, time_text
 from kvbm.replay.order import Begins, LifeBegins, Missing, Next, StreamKey, in_order, life_text
 from kvbm.replay.source import Located, Source, only
 
@@ -134,9 +133,9 @@ class _Cut:
 
 def states_at(
     source: Source,
-    at: At = END,
-    backend: Backend = REFERENCE,
-    fold: NewFold = Residencies,
+    at: At,
+    backend: Backend,
+    fold: NewFold,
     instance: str | None = None,
     with_blocks: bool = False,
     located: Iterable[Located] | None = None,

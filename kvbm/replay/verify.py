@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvbm.core.backend import REFERENCE, Backend, DecodeFrame, NewFold
+from kvbm.core.backend import Backend, DecodeFrame, NewFold
 from kvbm.core.codec import ScannedFrame
-from kvbm.core.fold import Residencies
 from kvbm.replay.compare_catalog import Compared, Comparison
 from kvbm.replay.findings import (
     CONFLICT,
@@ -92,8 +91,8 @@ class Verified(msgspec.Struct, kw_only=True):
 
 def verify(
     source: Source,
-    backend: Backend = REFERENCE,
-    fold: NewFold = Residencies,
+    backend: Backend,
+    fold: NewFold,
     instance: str | None = None,
     located: Iterable[Located] | None = None,
     against: Comparison | None = None,

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvbm.assembly import NATIVE
+from kvbm.assembly import NATIVE, NATIVE_FOLD
 from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.engines.reference.worker import WorkerSettings
@@ -515,7 +515,7 @@ class Demo:
     def _replay(self) -> dict[str, Verified]:
         journals = {f"journal of {name}": self.folder / "instances" / name / "journal" for name in ENGINES}
         sources = {"stream": self._stream_url} | {label: str(folder) for label, folder in journals.items()}
-        return {label: verify(open_source(source), backend=NATIVE) for label, source in sources.items()}
+        return {label: verify(open_source(source), NATIVE, NATIVE_FOLD) for label, source in sources.items()}
 
 
 def table(report: Report) -> Table:

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from kvbm.catalog.index.cluster_index import ClusterIndex, InstanceDepth, InstanceView, Prefixes
-from kvbm.catalog.index.reference_router import ReferenceRouter
 from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.router import RoutingTask
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Tier
 from kvbm.core.topology import ASSUMED_BLOCK_BYTES
+from kvbm.reference.router import ReferenceRouter
 from kvbm.streams.base import Heartbeat
 from kvbm.workload.instance_model import InstanceModel, Request
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS

@@ -36,18 +36,16 @@ class TupleClass {
 
 // The Python classes of the ledger's results. Made once at import, immutable; GIL held.
 struct LedgerClasses {
-  nb::module_ ledger = nb::module_::import_("kvbm.core.ledger");
-  nb::module_ copies = nb::module_::import_("kvbm.core.copies");
-  nb::module_ slot_allocator = nb::module_::import_("kvbm.core.slot_allocator");
+  nb::module_ results = nb::module_::import_("kvbm.core.results");
   nb::module_ codec = nb::module_::import_("kvbm.core.codec");
   nb::module_ events = nb::module_::import_("kvbm.core.events");
   nb::module_ ids = nb::module_::import_("kvbm.core.ids");
 
-  TupleClass match{ledger, "Match"};
-  TupleClass allocation{slot_allocator, "Allocation"};
-  TupleClass copy{copies, "Copy"};
-  TupleClass tier_counts{ledger, "TierCounts"};
-  TupleClass share_counts{ledger, "ShareCounts"};
+  TupleClass match{results, "Match"};
+  TupleClass allocation{results, "Allocation"};
+  TupleClass copy{results, "Copy"};
+  TupleClass tier_counts{results, "TierCounts"};
+  TupleClass share_counts{results, "ShareCounts"};
   TupleClass frame_bytes{codec, "FrameBytes"};
   EnumClass tier{ids, "Tier"};
   nb::object started = events.attr("InstanceStarted");
@@ -440,7 +438,7 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
   const nb::tuple none;
   const nb::object hbm = classes->tier(Tier::kHbm);
   const nb::object nvme = classes->tier(Tier::kNvme);
-  nb::class_<PythonLedger>(module, "Ledger", "The ledger of one instance, as kvbm.core.ledger.Ledger specifies it.")
+  nb::class_<PythonLedger>(module, "Ledger", "The ledger of one instance, as kvbm.reference.ledger.Ledger specifies it.")
       .def(
           "__init__",
           [errors, classes](PythonLedger* self, nb::handle pools, std::string_view eviction, std::size_t event_bytes,

@@ -16,10 +16,10 @@ import numpy as np
 
 import kvbm.assembly.manager
 import kvbm.catalog.follow.instance_sequence as sequence_module
-import kvbm.core.ledger as ledger_module
 import kvbm.manager.base as manager_module
 import kvbm.manager.copies as copies_module
 import kvbm.manager.workers as workers_module
+import kvbm.reference.ledger as ledger_module
 import kvbm.streams.at_exit as leaving
 import kvbm.streams.journal.repair as repair_module
 import kvbm.tenant_secrets as secrets_module
@@ -30,11 +30,10 @@ from kvbm.catalog.index.plain_frames import apply_plain
 from kvbm.catalog.members.absences import Absences
 from kvbm.catalog.members.liveness import Liveness, Return
 from kvbm.core.codec import decode_header
-from kvbm.core.copies import Copy
 from kvbm.core.errors import TornFrameError
 from kvbm.core.events import MigrateCause, ResidenciesListed, SnapshotEnded
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier
-from kvbm.core.recorder import Recorder
+from kvbm.core.results import Copy
 from kvbm.manager.copies import CopiesInFlight
 from kvbm.manager.loads import Loads
 from kvbm.manager.offsets import Offsets
@@ -46,6 +45,7 @@ from kvbm.pools.nvme.hints import SlotHints
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.nvme.sealing import SlotKeys
 from kvbm.pools.object.encryption import Sealing
+from kvbm.reference.recorder import Recorder
 from kvbm.streams.base import Mark, Position
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.publisher.machine import Publisher

@@ -20,13 +20,14 @@ from kvbm.assembly import NATIVE, NATIVE_FOLD
 from kvbm.core.ids import InstanceId
 from kvbm.locate.http import CatalogClient
 from kvbm.replay.opening import open_source
-from kvbm.replay.verify import Verified, verify
+from kvbm.replay.verify import Verified
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.workload.processes import Child, start_catalog_process
 from tests.eventually import eventually
 from tests.faults.processes.clusters import WAIT_S
 from tests.faults.processes.parties import NatsParty
 from tests.faults.processes.told import ToldWorker
+from tests.readable import verify
 
 INSTANCE, CLUSTER = "engine", "lost"
 

@@ -13,7 +13,7 @@ import nats as nats_library
 import pytest
 from structlog.testing import capture_logs
 
-from kvbm.assembly import open_manager
+from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.config import load_settings
 from kvbm.core.answers import InstanceSummary
@@ -198,7 +198,7 @@ def test_events_flow_while_the_only_server_with_the_pulses_is_down(tmp_path: Pat
         }  # fmt: skip
 
         async def play() -> None:
-            service = await CatalogService.start(settings)
+            service = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
             try:
                 await eventually_async(
                     lambda: service.sequencer.position(manager.instance).offset == manager.applied() > 0

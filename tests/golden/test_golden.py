@@ -18,9 +18,9 @@ from kvbm.core import fold as residency
 from kvbm.core.ids import Epoch, Namespace, Tier, split_hashes
 from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.object.coding import Coding
-from kvbm.pools.object.coding_reference import decode_block, encode_block
 from kvbm.pools.stores.base import Put
 from kvbm.pools.stores.memory import MemoryStore
+from kvbm.reference.block_coding import decode_block, encode_block
 from tests.coded_blocks import golden_cases
 from tests.object_pools import memory_objects
 

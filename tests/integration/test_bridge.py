@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvbm.assembly import bridge
+from kvbm.assembly import NATIVE, NATIVE_INDEX, bridge
 from kvbm.assembly.bridge import run_bridge
 from kvbm.assembly.manager import OnStream
 from kvbm.bridge.instance import BridgedInstance
@@ -89,7 +89,7 @@ def site(request: pytest.FixtureRequest, nats_url: str, cluster: str, tmp_path: 
         nats_url=nats_url, database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}", cluster=cluster, listen="127.0.0.1:0",
         store_every_s=0.02, liveness_s=getattr(request, "param", WAIT_S),
     )  # fmt: skip
-    with CatalogThread(settings) as thread:
+    with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
         client = CatalogClient(thread.url, timeout_s=WAIT_S)
         client.wait_ready(WAIT_S)
         made = Site(nats_url, cluster, client)

@@ -19,6 +19,7 @@ import kvbm.catalog.access.callers
 import kvbm.catalog.edge.tls
 import kvbm.files
 import kvbm.locate.credentials
+from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.access.callers import AT_ONCE_BYTES, EMBEDDED, Access, AccessOptions, check_exposed
 from kvbm.catalog.access.file import Entry, NewToken, hashed, read_entries
 from kvbm.catalog.edge.server import CatalogThread
@@ -331,7 +332,7 @@ def test_a_catalog_for_all_the_world_refuses_to_start(nats_url: str, cluster: st
         nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="0.0.0.0:0", connect_s=WAIT_S
     )
     with pytest.raises(ConfigError, match="would answer everybody"):
-        CatalogThread(settings).start()
+        CatalogThread(settings, NATIVE, NATIVE_INDEX).start()
 
 
 # -- over sockets ------------------------------------------------------------------------------------------------------

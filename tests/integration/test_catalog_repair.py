@@ -25,7 +25,6 @@ from kvbm.catalog.follow import upkeep
 from kvbm.catalog.follow.archive import ArchiveFiles
 from kvbm.catalog.follow.sql_writer import numbering
 from kvbm.catalog.index.cluster_index import Audit, NewIndex
-from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.catalog.members.liveness import Why
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.catalog.sql.rows import ClaimRun, StoreBatch
@@ -40,6 +39,7 @@ from kvbm.core.ids import (
     Tier,
     pack_slots,
 )
+from kvbm.reference.cluster_index import ReferenceIndex
 from kvbm.streams.access_samples import read_samples
 from kvbm.streams.base import START, AccessSample, Mark, Position, StreamMessage, is_fence, mark_of
 from kvbm.streams.fence_records import encode_fence

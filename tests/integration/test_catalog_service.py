@@ -16,7 +16,7 @@ from openapi_spec_validator import validate as validate_openapi
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from kvbm.assembly import open_manager
+from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
 from kvbm.catalog.edge.api import MAX_BODY_BYTES
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
@@ -34,10 +34,10 @@ from kvbm.core.ids import (
     Tier,
     pack_slots,
 )
-from kvbm.core.ledger import Ledger
 from kvbm.locate.base import Found
 from kvbm.locate.http import CatalogClient
 from kvbm.locate.locator import HttpLocator
+from kvbm.reference.ledger import Ledger
 from kvbm.streams.nats.stream import NatsStream
 from tests.catalog_site import HASHES, OTHER, POOLS, SPACE, TOKENS, Instance, Running, run_catalog
 from tests.eventually import WAIT_S, eventually
@@ -574,7 +574,7 @@ def test_errors_at_the_start_are_one_sentence(nats_url: str, sqlite_url: str) ->
         ({"listen": nats_url.removeprefix("nats://")}, CatalogError, "choose another port"),
     ):
         with pytest.raises(kind, match=words):
-            CatalogThread(msgspec.structs.replace(good, **changed)).start()
+            CatalogThread(msgspec.structs.replace(good, **changed), NATIVE, NATIVE_INDEX).start()
 
 
 def test_the_index_answers_while_nats_is_away_and_goes_on_when_it_is_back(cluster: str, sqlite_url: str) -> None:  # noqa: F811

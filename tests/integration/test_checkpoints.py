@@ -18,10 +18,10 @@ from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.follow import checkpoints
 from kvbm.catalog.follow.checkpoints import Checkpointer, Checkpointing, LoadedCheckpoint, Writing, load_newest
 from kvbm.catalog.follow.sequencer import SequencerState
-from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.core.errors import CatalogError, CheckpointError
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Tier
+from kvbm.reference.cluster_index import ReferenceIndex
 from kvbm.streams.base import Mark
 from tests.indexes import frame_bytes
 

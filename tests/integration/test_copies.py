@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvbm._native import Arena, BlockIo, RowCopier, checksums
-from kvbm.core.copies import Copy
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier, pack_slots
+from kvbm.core.results import Copy
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.transfer import Moved, Pools, RemoteSource, move
 from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool

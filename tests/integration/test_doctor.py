@@ -22,6 +22,7 @@ import nats
 import pytest
 
 from kvbm import cli
+from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql import database
@@ -592,7 +593,7 @@ def test_a_catalog_that_runs_says_whether_it_is_ready(fresh_nats: str, sqlite_ur
     service = ServiceSettings(
         nats_url=fresh_nats, database_url=sqlite_url, cluster="c", listen="127.0.0.1:0", connect_s=WAIT_S
     )
-    with CatalogThread(service) as catalog:
+    with CatalogThread(service, NATIVE, NATIVE_INDEX) as catalog:
         client = CatalogClient(catalog.url, WAIT_S)
         client.wait_ready(WAIT_S)
         client.close()

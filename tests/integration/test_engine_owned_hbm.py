@@ -29,7 +29,6 @@ from kvbm.pools.nvme import pod as pod_module
 from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.stores.memory import MemoryStore
-from kvbm.replay.cli import main as replay
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.journal.writer import JournalOptions
 from tests.eventually import eventually
@@ -37,6 +36,7 @@ from tests.held import slot_of
 from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, hashes_of
 from tests.object_pools import memory_objects
 from tests.owning_engines import WAIT_S, OwningEngine, mapped_rows, opened
+from tests.readable import main as replay
 from tests.wrapped_pools import Gate
 
 ROOT = Path(__file__).parents[2]

@@ -41,7 +41,6 @@ from kvbm.pools.stores.base import Put
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.tenant_keys import add_key, keys_of_file
 from kvbm.replay.opening import open_source
-from kvbm.replay.verify import verify
 from kvbm.streams.nats import erasures
 from kvbm.streams.nats.api import message_at, request
 from kvbm.streams.nats.connection import NatsConnection
@@ -56,6 +55,7 @@ from tests.eventually import eventually
 from tests.janitors import Skipping
 from tests.object_pools import memory_objects
 from tests.object_stores import redis_place
+from tests.readable import verify
 from tests.servers import free_port
 
 BLOCK_BYTES = 4096

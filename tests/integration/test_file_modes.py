@@ -26,7 +26,6 @@ from kvbm.doctor.modes import judge_modes, look_at_modes
 from kvbm.files import exposed, narrow
 from kvbm.locate.http import CatalogClient
 from kvbm.pools.tenant_keys import add_key
-from kvbm.replay.cli import main as replay_main
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.nats.credentials import keep_seed
 from kvbm.streams.server import EmbeddedServer
@@ -34,6 +33,7 @@ from kvbm.workload.processes import start_catalog
 from tests.eventually import eventually
 from tests.managers import serve
 from tests.published import is_published, opened, settings_of
+from tests.readable import main as replay_main
 
 
 @pytest.fixture(autouse=True)

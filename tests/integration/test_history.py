@@ -16,7 +16,6 @@ from kvbm.assembly import NATIVE, journal_folder
 from kvbm.core.errors import ConfigError, JournalError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Epoch, Offset, SequenceHash, Tier
-from kvbm.replay.cli import main as replay
 from kvbm.streams.base import ORIGIN, Position
 from kvbm.streams.journal.disk import OsDevice
 from kvbm.streams.journal.history import Retention
@@ -27,6 +26,7 @@ from tests.journals import FRAME_BYTES, INSTANCE, a_frame, all_frames, begun
 from tests.managers import hashes_of, serve
 from tests.nats_fixture import cluster, nats_url
 from tests.published import is_published, opened, settings_of
+from tests.readable import main as replay
 
 __all__ = ["cluster", "nats_url"]
 

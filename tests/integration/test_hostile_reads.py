@@ -25,7 +25,6 @@ from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.ids import InstanceId
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.pools.tenant_keys import add_key, keys_of_command, keys_of_file
-from kvbm.replay.cli import main as replay_main
 from kvbm.streams.access_samples import read_samples
 from kvbm.streams.base import Mark, StreamMessage
 from kvbm.streams.journal.journal import Journal
@@ -33,6 +32,7 @@ from kvbm.streams.nats.credentials import keep_seed
 from kvbm.streams.server import EmbeddedServer, shared_server
 from kvbm.tenant_secrets import read_secrets
 from tests.managers import BLOCK_BYTES, NAMESPACE
+from tests.readable import main as replay_main
 
 WAIT_S = 120.0
 SPARSE_BYTES = 4 << 30

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvbm.assembly import NATIVE_INDEX, open_manager
 from kvbm.assembly import manager as manager_opening
-from kvbm.assembly import open_manager
 from kvbm.assembly.native import NATIVE, OPEN_BLOCK_IO
 from kvbm.catalog.edge import server as catalog_server
 from kvbm.catalog.edge.server import CatalogThread
@@ -389,7 +389,7 @@ def test_a_catalog_whose_start_is_interrupted_ends(monkeypatch: pytest.MonkeyPat
         stopped.append(True)
 
     monkeypatch.setattr(catalog_server, "_serve", serve_until_told)
-    catalog = CatalogThread(ServiceSettings(nats_url="", database_url=""))
+    catalog = CatalogThread(ServiceSettings(nats_url="", database_url=""), NATIVE, NATIVE_INDEX)
 
     def result(_: float) -> str:
         raise Interrupted

@@ -24,9 +24,9 @@ from kvbm.config import load_settings
 from kvbm.core.errors import CatalogRefusedError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Offset, Tier
-from kvbm.core.ledger import Ledger
 from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient
+from kvbm.reference.ledger import Ledger
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats.credentials import Credentials, keep_seed
 from kvbm.streams.nats.permissions import ServerUser, catalog_inbox, instance_inbox, server_config

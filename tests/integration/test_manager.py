@@ -17,9 +17,9 @@ from kvbm.core.errors import ArgumentValueError, LedgerError, PoolError
 from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import NO_PARENT, Namespace, Tier, split_hashes
-from kvbm.core.ledger import Ledger
 from kvbm.manager.loads import Prefix
 from kvbm.pools.base import ReadResult
+from kvbm.reference.ledger import Ledger
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
 from tests.eventually import eventually

@@ -19,12 +19,12 @@ from kvbm.core.errors import LedgerError
 from kvbm.core.events import InstanceStarted, InstanceStopped, StopReason
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Offset, Tier
-from kvbm.core.ledger import Ledger
 from kvbm.manager.event_writer import EventWriter
 from kvbm.manager.ledger_stream import LedgerStream
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.publisher_port import PublisherPort
 from kvbm.pools.base import ReadResult
+from kvbm.reference.ledger import Ledger
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
 from tests.eventually import eventually

@@ -16,14 +16,14 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, catalog_client, decode_columns
+from kvbm.assembly import NATIVE, NATIVE_AGES, NATIVE_FOLD, NATIVE_INDEX, catalog_client, decode_columns
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.codec import Frame
 from kvbm.core.ids import InstanceId, split_hashes
 from kvbm.locate.http import CatalogClient
-from kvbm.replay.cli import Parts, main
+from kvbm.replay.cli import Parts
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats.stream import NatsStream
 from tests.captures import NAMESPACES, chain, make_capture, packed
@@ -33,11 +33,14 @@ from tests.nats_fixture import (
     messages,
     publish,
 )
+from tests.readable import main
 
 ONE = make_capture(7, commands=120).frames()
 TWO = make_capture(8, commands=120, instance="two").frames()
 CLUSTER = "c"
-PARTS = Parts(NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, lambda url, config, sets: catalog_client(url))
+PARTS = Parts(
+    NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, NATIVE_AGES, lambda url, config, sets: catalog_client(url)
+)
 
 
 def replay(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:

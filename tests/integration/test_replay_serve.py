@@ -14,11 +14,12 @@ from kvbm.core.ids import Epoch, InstanceId
 from kvbm.replay import serve as serve_module
 from kvbm.replay.opening import open_source
 from kvbm.replay.scan import CORRUPT
-from kvbm.replay.serve import MAX_SPEED, Served, serve
+from kvbm.replay.serve import MAX_SPEED, Served
 from kvbm.replay.source import SourceError
 from kvbm.streams.base import FENCE_PREFIX, EventStream, Fence, Position
 from kvbm.streams.memory import MemoryStream
 from tests.captures import SECOND_NS, make_capture, packed, starts
+from tests.readable import serve
 
 ONE = make_capture(7, commands=120).frames()
 TWO = make_capture(8, commands=120, instance="two").frames()

@@ -8,13 +8,13 @@ import socket
 
 import pytest
 
-from kvbm.replay.cli import main
 from tests.captures import make_capture
 from tests.nats_fixture import (
     fresh_nats,  # noqa: F401
     messages,
     publish,
 )
+from tests.readable import main
 
 ONE = make_capture(7, commands=120).frames()
 TWO = make_capture(8, instance="two").frames()

@@ -19,7 +19,6 @@ import kvbm
 from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.index.cluster_index import NewIndex
-from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.catalog.replica import CatalogReplica, ReplicaSettings
 from kvbm.catalog.service import ServiceSettings
 from kvbm.core.answers import LookupAnswer, PositionWanted, PresenceAnswer, RouteAnswer
@@ -29,6 +28,7 @@ from kvbm.core.ids import Namespace, NamespaceId
 from kvbm.locate.asynchronous import AsyncCatalog
 from kvbm.locate.base import Catalog
 from kvbm.locate.http import CatalogClient
+from kvbm.reference.cluster_index import ReferenceIndex
 from kvbm.streams.nats.connection import NatsConnection
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.read_only import ReadOnlyStream

@@ -16,7 +16,6 @@ import pytest
 from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.access.limits import LimitSettings
 from kvbm.catalog.edge.server import CatalogThread
-from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.catalog.service import ServiceSettings
 from kvbm.core.backend import REFERENCE
 from kvbm.core.events import EvictReason
@@ -25,6 +24,7 @@ from kvbm.core.watch_events import Missed
 from kvbm.locate.http import CatalogClient
 from kvbm.locate.watched_blocks import WatchedBlocks
 from kvbm.locate.watching import CatalogWatch
+from kvbm.reference.cluster_index import ReferenceIndex
 from tests.catalog_site import SPACE, is_forgotten
 from tests.eventually import eventually
 from tests.held_time import hold_catalogs

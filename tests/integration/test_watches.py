@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
+from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.access import file as access_file
 from kvbm.catalog.access.callers import AccessOptions
 from kvbm.catalog.access.limits import LimitSettings
@@ -22,7 +23,6 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.core.errors import CatalogRefusedError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import NO_PARENT, Tier, pack_slots
-from kvbm.core.ledger import Ledger
 from kvbm.core.watch_events import (
     BlockChanges,
     InstanceChange,
@@ -35,6 +35,7 @@ from kvbm.core.watch_events import (
 from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient
 from kvbm.locate.watching import CatalogWatch
+from kvbm.reference.ledger import Ledger
 from tests.catalog_site import HASHES, OTHER, POOLS, SPACE, Instance, Running, is_forgotten, run_catalog
 from tests.eventually import eventually
 from tests.held_time import hold_catalogs
@@ -203,7 +204,7 @@ class Site:
             nats_url=url, database_url=database, cluster=name, listen="127.0.0.1:0", access=AccessOptions(file=access),
             store_every_s=0.02, liveness_s=liveness_s, limits=msgspec.convert(limits, LimitSettings),
         )  # fmt: skip
-        self.thread = CatalogThread(self.settings)
+        self.thread = CatalogThread(self.settings, NATIVE, NATIVE_INDEX)
 
     def __enter__(self) -> Running:
         self.client = CatalogClient(self.thread.start().url, timeout_s=WAIT_S)
@@ -398,7 +399,7 @@ def test_what_is_not_yours_is_not_there(nats_url: str, cluster: str, sqlite_url:
         )
     operator = tmp_path / "operator.token"
     operator.write_text(access_file.add_token(access, access_file.NewToken("op", "operator"), time.time()))
-    with CatalogThread(Site(nats_url, cluster, sqlite_url, str(access)).settings) as thread:
+    with CatalogThread(Site(nats_url, cluster, sqlite_url, str(access)).settings, NATIVE, NATIVE_INDEX) as thread:
         clients = {
             name: CatalogClient(thread.url, timeout_s=WAIT_S, credentials=CatalogCredentials(token=str(path)))
             for name, path in {**tokens, "op": operator}.items()

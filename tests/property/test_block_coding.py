@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvbm._native import checksums, decode_blocks, encode_blocks
 from kvbm.core.errors import LayoutError
 from kvbm.pools.object.coding import ELEMENT_CODINGS, Coding, DecodeBlocks, EncodeBlocks
-from kvbm.pools.object.coding_reference import CodingError, code_lengths, codes_of, decode_block, encode_block
+from kvbm.reference.block_coding import CodingError, code_lengths, codes_of, decode_block, encode_block
 from tests.coded_blocks import bfloat16
 from tests.examples import examples
 

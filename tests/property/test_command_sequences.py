@@ -27,7 +27,7 @@ from kvbm.core.ids import (
     Tier,
     split_hashes,
 )
-from kvbm.core.ledger import Ledger
+from kvbm.reference.ledger import Ledger
 from tests.examples import examples
 from tests.held import recomputed_digest
 from tests.ledger_driver import (

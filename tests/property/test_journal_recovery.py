@@ -25,10 +25,10 @@ from kvbm.core.events import (
 )
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, SequenceHash, Tier, pack_slots
-from kvbm.manager.recovery import recover
 from kvbm.streams.base import Position
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.journal.writer import JournalOptions
+from tests.readable import recover
 
 INSTANCE = InstanceId("instance-0")
 NAMESPACE = NamespaceId(bytes(range(16)))

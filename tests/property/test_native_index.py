@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from kvbm import _native
 from kvbm.catalog.index.cluster_index import ClusterIndex, Holder, Prefixes
 from kvbm.catalog.index.lookup import lookup
-from kvbm.catalog.index.reference_index import MOST_POOLS_OF_ONE, MOST_SPACES_OF_ONE, ReferenceIndex
 from kvbm.core.answers import LIMIT
 from kvbm.core.codec import encode_frame
 from kvbm.core.errors import FrameError
@@ -35,6 +34,7 @@ from kvbm.core.events import (
 )
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Reach, SequenceHash, Tier, split_hashes
 from kvbm.core.prompt_batches import LOOKUP, PromptBatch, answers_head, decode_lookups
+from kvbm.reference.cluster_index import MOST_POOLS_OF_ONE, MOST_SPACES_OF_ONE, ReferenceIndex
 from tests.examples import examples
 from tests.indexes import ROOM, Key, crowded_events, few_hashes, frame_bytes, held_of
 from tests.ledger_driver import NAMESPACES, POOLS, Driver, chain, commands

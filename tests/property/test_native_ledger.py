@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvbm import _native
 from kvbm.core.backend import LedgerProtocol
 from kvbm.core.codec import FrameBytes, decode_frame
-from kvbm.core.copies import Copy
 from kvbm.core.errors import KvbmError, LayoutError, LedgerError
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated, StopReason
 from kvbm.core.fold import Residencies
@@ -32,10 +31,9 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.ledger import LEAST_EVENT_BYTES, LENT_TIERS, NOT_HELD, Ledger
 from kvbm.core.policy import EVICTION_POLICIES, OTHERS, Share
-from kvbm.core.slot_allocator import Allocation
-from kvbm.core.snapshots import SNAPSHOT_LOOKS, Recovered
+from kvbm.core.results import LEAST_EVENT_BYTES, LENT_TIERS, NOT_HELD, SNAPSHOT_LOOKS, Allocation, Copy, Recovered
+from kvbm.reference.ledger import Ledger
 from tests.examples import examples
 
 POOLS = (

@@ -11,9 +11,9 @@ import pytest
 from kvbm.catalog.index.lent_blocks import deepest_first
 from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.catalog.routing.cost import RoutingSettings
+from kvbm.catalog.routing.marks import marked_depths
 from kvbm.catalog.routing.peer_links import PeerLinks
 from kvbm.catalog.routing.router import CandidateNumbers, Lent, Ranking, Reader, Router, RoutingTask, SharedRoute
-from kvbm.catalog.routing.soon_held import marked_depths
 from kvbm.core.answers import LentRun
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated
 from kvbm.core.fetching import Transfer

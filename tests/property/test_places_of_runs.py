@@ -19,11 +19,11 @@ from kvbm.core.errors import LedgerError
 from kvbm.core.events import BlocksCreated, Event, InstanceStarted, misplaced
 from kvbm.core.fold import MISPLACED, Residencies
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, SequenceHash, Tier, pack_slots
-from kvbm.core.ledger import Ledger
-from kvbm.replay.cli import main
+from kvbm.reference.ledger import Ledger
 from kvbm.replay.opening import open_source
-from kvbm.replay.verify import Verified, verify
+from kvbm.replay.verify import Verified
 from tests.captures import NAMESPACE, NAMESPACES, POOLS, Capture, Recorded, chain
+from tests.readable import main, verify
 
 PARENT = SequenceHash(b"\xab" * 16)
 CONTRADICTIONS = [

@@ -21,10 +21,11 @@ from kvbm.core.events import (
     SnapshotEnded,
 )
 from kvbm.core.ids import Tier
-from kvbm.replay.diff import EVENT, diff
+from kvbm.replay.diff import EVENT
 from kvbm.replay.format import event_text
 from kvbm.replay.opening import open_source
 from tests.captures import NAMESPACE, Capture, make_capture, packed, some_hash
+from tests.readable import diff
 
 
 def changed(event: Event, pick: random.Random) -> Event:

@@ -30,7 +30,6 @@ import pytest
 from kvbm import _native
 from kvbm.core.backend import LedgerProtocol, NewLedger
 from kvbm.core.codec import decode_frame
-from kvbm.core.copies import Copy
 from kvbm.core.errors import KvbmError
 from kvbm.core.events import (
     BlocksCreated,
@@ -60,9 +59,9 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.ledger import NOT_HELD, Ledger
 from kvbm.core.policy import EVICTION_POLICIES, Share
-from kvbm.core.snapshots import Recovered
+from kvbm.core.results import NOT_HELD, Copy, Recovered
+from kvbm.reference.ledger import Ledger
 
 FOLDER = Path(__file__).parent
 NAMESPACE = Namespace(model="scenario", block_tokens=16)

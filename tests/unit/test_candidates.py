@@ -12,13 +12,13 @@ from kvbm.catalog.answers.candidates import CandidateSets, model_of
 from kvbm.catalog.answers.visibility import Visibility
 from kvbm.catalog.follow.named_namespaces import MOST_TOLD
 from kvbm.catalog.follow.sequencer import Sequencer, SequencerState
-from kvbm.catalog.index.reference_router import Candidates, ReferenceRouter
 from kvbm.catalog.members.liveness import HeartbeatReceived, Liveness, OwnPulse, StreamProgress, Ticked
 from kvbm.catalog.sql.rows import InstanceStatus
 from kvbm.core.codec import decode_frame, encode_frame
 from kvbm.core.events import JANITOR, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Tier
-from kvbm.core.ledger import Ledger
+from kvbm.reference.ledger import Ledger
+from kvbm.reference.router import Candidates, ReferenceRouter
 from kvbm.streams.base import Heartbeat, StreamMessage
 from tests.indexes import NATIVE
 

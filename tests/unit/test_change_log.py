@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from kvbm.catalog.index.change_log import ChangeLog, Kind, Place, RecordedIndex, place_of
-from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.core.codec import decode_frame
 from kvbm.core.ids import Epoch, InstanceId
+from kvbm.reference.cluster_index import ReferenceIndex
 from tests.nats_fixture import make_frame
 
 A = InstanceId("a")

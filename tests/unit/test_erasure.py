@@ -16,7 +16,7 @@ from kvbm.catalog.sql.rows import NamespaceRow
 from kvbm.core.errors import ErasureError
 from kvbm.core.ids import HASH_BYTES, Epoch, Namespace, NamespaceId, Offset, SequenceHash, Tier
 from kvbm.core.names import is_name, kept_name
-from kvbm.core.snapshots import Recovered
+from kvbm.core.results import Recovered
 from kvbm.erasure import record as records
 from kvbm.erasure import report
 from kvbm.erasure.catalog import CatalogErasures, proven_tenants

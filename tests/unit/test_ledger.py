@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvbm.core.codec import decode_frame, encoded_bytes
-from kvbm.core.copies import Copy
 from kvbm.core.errors import LayoutError, LedgerError
 from kvbm.core.events import (
     BlocksCreated,
@@ -35,8 +34,8 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.ledger import LEAST_EVENT_BYTES, Ledger
-from kvbm.core.snapshots import SNAPSHOT_LOOKS, Recovered
+from kvbm.core.results import LEAST_EVENT_BYTES, SNAPSHOT_LOOKS, Copy, Recovered
+from kvbm.reference.ledger import Ledger
 from tests.held import recomputed_digest, slot_of
 
 NAMESPACE = Namespace(model="m", block_tokens=16)

@@ -11,13 +11,13 @@ from structlog.testing import capture_logs
 from kvbm.assembly.native import NATIVE_INDEX
 from kvbm.catalog.index.cluster_index import ClusterIndex
 from kvbm.catalog.index.lenders import Lenders, Wanted
-from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.core.answers import PeerHolding
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Reach, Tier
 from kvbm.core.peer_address import HOST_ALONE, PeerAddress, address_of, nearest_and_deepest
 from kvbm.core.topology import distance
+from kvbm.reference.cluster_index import ReferenceIndex
 from kvbm.streams.base import Heartbeat
 from tests.indexes import frame_bytes
 

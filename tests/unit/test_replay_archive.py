@@ -23,13 +23,12 @@ from kvbm.core.events import (
 )
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, Tier, pack_slots
-from kvbm.replay.cli import main
 from kvbm.replay.opening import open_source
-from kvbm.replay.state import states_at
-from kvbm.replay.verify import Verified, verify
+from kvbm.replay.verify import Verified
 from kvbm.streams.base import StreamMessage, events_subject, fence_data, fence_subject, is_fence
 from kvbm.streams.fence_records import HEAD_BYTES, record_bytes
 from tests.captures import NAMESPACE, NAMESPACES, POOLS, Capture, Recorded, chain, make_capture
+from tests.readable import main, states_at, verify
 
 
 def verified(path: Path) -> Verified:

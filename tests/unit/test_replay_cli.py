@@ -10,11 +10,11 @@ import pytest
 from kvbm.assembly import NATIVE, NATIVE_FOLD
 from kvbm.core.backend import REFERENCE
 from kvbm.core.codec import Frame, encode_frame
-from kvbm.replay.cli import Parts, main
 from kvbm.replay.scan import scan
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.journal.writer import JournalOptions
 from tests.captures import frame_bytes, make_capture, packed, starts
+from tests.readable import READABLE, main
 
 FRAMES = make_capture(7, commands=120).frames()
 EVENTS = sum(len(frame.events) for frame in FRAMES)
@@ -47,7 +47,7 @@ def test_a_good_capture_verifies_in_one_line(capture: Path, capsys: pytest.Captu
     epochs = len({frame.epoch for frame in FRAMES})
     expected = f"verified: 1 instance, {epochs:,} epochs, {len(FRAMES):,} frames, {EVENTS:,} events, 0 findings"
     assert capsys.readouterr().out == f"{expected} (reference fold)\n"
-    assert main(["verify", str(capture)], Parts(NATIVE, NATIVE_FOLD)) == 0
+    assert main(["verify", str(capture)], READABLE._replace(backend=NATIVE, fold=NATIVE_FOLD)) == 0
     assert capsys.readouterr().out == f"{expected} (native fold)\n"
 
 
@@ -141,7 +141,7 @@ def test_json_is_written_over_an_older_one_and_over_no_other_file(
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["--version"], Parts(version="1.2"))
+        main(["--version"], READABLE._replace(version="1.2"))
     assert (ended.value.code, capsys.readouterr().out) == (0, "kvbm-replay 1.2\n")
 
 

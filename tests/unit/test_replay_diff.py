@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from kvbm.core.codec import Frame
-from kvbm.replay.cli import main
-from kvbm.replay.diff import ABSENT, DIGEST, INSTANCE, Diffed, diff
+from kvbm.replay.diff import ABSENT, DIGEST, INSTANCE, Diffed
 from kvbm.replay.frames import FrameLibrary
 from kvbm.replay.opening import open_source
 from kvbm.replay.source import FramePlace, SourceError
 from tests.captures import make_capture, packed, starts
+from tests.readable import diff, main
 
 CAPTURE = make_capture(7, commands=120)
 FRAMES = CAPTURE.frames()

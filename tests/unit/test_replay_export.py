@@ -25,11 +25,10 @@ from kvbm.core.events import (
 )
 from kvbm.core.ids import NO_PARENT, InstanceId, Tier, split_hashes, split_slots
 from kvbm.replay import export as export_module
-from kvbm.replay.cli import main
-from kvbm.replay.export import export
 from kvbm.replay.opening import open_source
 from kvbm.replay.source import SourceError
 from tests.captures import NAMESPACE, chain, make_capture, packed
+from tests.readable import export, main
 
 FRAMES = make_capture(7, commands=120).frames() + make_capture(8, 120, instance="two").frames()
 

@@ -24,11 +24,11 @@ from kvbm.catalog.members.liveness import (
 )
 from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.router import HEARD_LATE_S, MOST_CALLERS, Router, RoutingTask
-from kvbm.catalog.routing.soon_held import WAYS, SoonHeld
 from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
 from kvbm.core.events import BlocksCreated, Event, InstanceStarted, InstanceStopped, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
 from kvbm.core.topology import ASSUMED_BLOCK_BYTES, TIER_LINKS
+from kvbm.reference.soon_held import WAYS, SoonHeld
 from kvbm.streams.base import Heartbeat
 from tests.indexes import REFERENCE, Twin, each_twin, frame_bytes
 

@@ -27,7 +27,7 @@ from kvbm.core.codec import VERSION, Frame, decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
-from kvbm.core.ledger import Ledger
+from kvbm.reference.ledger import Ledger
 from kvbm.streams.base import START, Fence, Heartbeat, Mark, Position, StreamMessage, fence_data, mark_of
 from tests.indexes import NATIVE, Twin, each_twin
 

@@ -14,8 +14,8 @@ from kvbm.core.codec import decode_frame
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import BlocksEvicted, EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Tier, split_hashes
-from kvbm.core.ledger import Ledger
 from kvbm.core.policy import EVICTION_POLICIES, OTHERS, Share
+from kvbm.reference.ledger import Ledger
 from tests.held import slot_of
 
 A = Namespace(model="m", block_tokens=16, tenant="a")

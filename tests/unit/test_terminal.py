@@ -18,9 +18,9 @@ from kvbm.command_line import configure_logs
 from kvbm.core.ids import InstanceId
 from kvbm.erasure import report
 from kvbm.janitor.report import Part, Report, as_words
-from kvbm.replay.cli import main as replay
 from kvbm.terminal import as_json, plain, say_error
 from tests.captures import make_capture, packed
+from tests.readable import main as replay
 
 # Clears the screen, sets a title, a CSI of one character, turns the order of what follows, hides, ends the line, and ends in the sky.
 HOSTILE = "a\x1b[2J\x1b]0;b\x07\x9b8m\x7f\u202ec\u2066d\u200be\u2028f\r\nall is gone\tg\U000e0041\ue000"

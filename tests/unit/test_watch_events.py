@@ -12,7 +12,6 @@ from kvbm.catalog.answers.prompts import ApiError
 from kvbm.catalog.edge.watch_requests import decode_watch
 from kvbm.catalog.index.change_log import ChangeLog, RecordedIndex
 from kvbm.catalog.index.entry_events import EntryReader
-from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.events import (
     BlocksCreated,
@@ -39,6 +38,7 @@ from kvbm.core.watch_events import (
 )
 from kvbm.locate.watched_blocks import WatchedBlocks
 from kvbm.locate.watching import parsed
+from kvbm.reference.cluster_index import ReferenceIndex
 
 OURS, THEIRS = NamespaceId(b"\1" * HASH_BYTES), NamespaceId(b"\2" * HASH_BYTES)
 POOLS = (PoolStated(Tier.HBM, 64, 1024), PoolStated(Tier.OBJECT, 0, 1024, Reach.CLUSTER, "s3://pool"))

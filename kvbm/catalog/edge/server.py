@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from kvbm.core.backend import REFERENCE, Backend
+from kvbm.core.backend import Backend
 from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError
 from kvbm.core.parts import ALL_PARTS
 from kvbm.files import make_folder
@@ -49,7 +49,6 @@ from kvbm.catalog.edge.http_connection import HttpConnection
 from kvbm.catalog.edge.listener import Listener
 from kvbm.catalog.edge.tls import ServerTls
 from kvbm.catalog.index.cluster_index import NewIndex
-from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
 
 log = Remarks()
@@ -63,8 +62,8 @@ _SELDOM = SeldomFilter()
 
 def run(
     settings: ServiceSettings,
-    backend: Backend = REFERENCE,
-    new_index: NewIndex = ReferenceIndex,
+    backend: Backend,
+    new_index: NewIndex,
     on_started: Callable[[str], None] = lambda url: None,
     make_stream: Callable[[], EventStream] | None = None,
 ) -> None:
@@ -97,8 +96,8 @@ class CatalogThread:
     def __init__(
         self,
         settings: ServiceSettings,
-        backend: Backend = REFERENCE,
-        new_index: NewIndex = ReferenceIndex,
+        backend: Backend,
+        new_index: NewIndex,
         make_stream: Callable[[], EventStream] | None = None,
     ) -> None:
         """

@@ -1,6 +1,6 @@
 """Who holds what in the whole cluster: what an index answers, and the protocol of its two implementations.
 
-The native one (`kvbm._native.ClusterIndex`) serves; `reference_index.ReferenceIndex` says what it must do. Both are fed frames and
+The native one (`kvbm._native.ClusterIndex`) serves; `kvbm.reference.cluster_index.ReferenceIndex` says what it must do. Both are fed frames and
 keep no slots: where in its pool an instance has a block is its own affair.
 """
 

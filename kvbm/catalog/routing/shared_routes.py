@@ -16,8 +16,8 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from kvbm.catalog.routing.marks import marked_depths
 from kvbm.catalog.routing.router import RoutingTask, SharedRoute
-from kvbm.catalog.routing.soon_held import marked_depths
 from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, RankedInstance
 from kvbm.core.ids import HASH_BYTES, MAX_NAME_BYTES, InstanceId, NamespaceId
 from kvbm.core.parts import ALL_PARTS, part_of

@@ -1,5 +1,5 @@
 // Lossless coding of KV blocks: a Huffman coder for the plane of the elements' bytes that has something to gain. The coded bytes are
-// kept for long: kvbm/pools/object/coding_reference.py is their specification, tests/golden fixes them.
+// kept for long: kvbm/reference/block_coding.py is their specification, tests/golden fixes them.
 //
 // Life: BlockEncoder and BlockDecoder hold their scratch memory and are made once for a run of blocks; nothing passes from block to
 // block. Threads: owner only, as many objects as one likes. Calls neither allocate nor throw.

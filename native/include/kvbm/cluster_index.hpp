@@ -1,5 +1,5 @@
 // ClusterIndex: who holds what in the whole cluster, folded from frames. Fold and listener in one: native implementation of
-// kvbm/catalog/index/reference_index.py.
+// kvbm/reference/cluster_index.py.
 // Made empty, fed frames, asked at any time. Writers take turns among themselves; each works in short batches under a BatchLock, so any
 // number of readers ask between batches. Every public function may be called from any thread.
 //
@@ -174,7 +174,7 @@ struct IndexMemory {
   std::uint64_t rest;   // instances, holder spaces, namespaces
 };
 
-// How many of what senders name there may be; kvbm/catalog/index/reference_index.py has them too.
+// How many of what senders name there may be; kvbm/reference/cluster_index.py has them too.
 inline constexpr std::size_t kMostSpaces = 1 << 20;       // namespaces
 inline constexpr std::size_t kMostSpacesOfOne = 1 << 16;  // those that one instance has brought, and those that it holds blocks of
 inline constexpr std::uint32_t kMostPoolsOfOne = 64;      // cluster pools that one instance has brought
@@ -302,7 +302,7 @@ class ClusterIndex {
   static constexpr std::uint8_t kGenerations = 4;
   static constexpr std::uint16_t kAllVisible = 0xFFFF;
   static constexpr std::uint64_t kPoolKind = std::uint64_t{1} << 63;  // in a key of holder_space_numbers_: the holder is a pool
-  static constexpr std::size_t kMostSized = 65536;  // namespaces of whose objects the size is kept; kvbm/catalog/index/reference_index.py has it too
+  static constexpr std::size_t kMostSized = 65536;  // namespaces of whose objects the size is kept; kvbm/reference/cluster_index.py has it too
 
   struct Namespace {
     NamespaceId id;                         // its public name

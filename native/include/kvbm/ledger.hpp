@@ -1,4 +1,4 @@
-// Ledger: decides commands into events. Native implementation of kvbm/core/ledger.py, which says what each command means; this one is what
+// Ledger: decides commands into events. Native implementation of kvbm/reference/ledger.py, which says what each command means; this one is what
 // production runs. Made with an instance's pools, started once, restarted for each later epoch, asked until the process ends.
 // Owner's lock around every call: no lock inside, no threads. Tables are sized at construction; a command on blocks that are
 // neither kept nor copied allocates nothing once its scratch and the waiting frames have grown to what they need.

@@ -1,5 +1,5 @@
 // Router: which instance should serve a prompt, beside the index that knows who has it. Native implementation of
-// kvbm/catalog/index/reference_router.py; costs are those of kvbm/catalog/routing/cost.py, to the last bit.
+// kvbm/reference/router.py; costs are those of kvbm/catalog/routing/cost.py, to the last bit.
 // One question looks at every candidate once, in flat arrays: at ten thousand of them that takes less than asking for it over a socket.
 // One thread; the index is asked under its own lock.
 #pragma once

@@ -1,5 +1,5 @@
 // SoonHeld: which blocks instances will soon hold, because prompts were routed to them lately. Native implementation of
-// kvbm/catalog/routing/soon_held.py, which says why; a table of fixed size, whatever is routed. One thread.
+// kvbm/reference/soon_held.py, which says why; a table of fixed size, whatever is routed. One thread.
 #pragma once
 
 #include <array>

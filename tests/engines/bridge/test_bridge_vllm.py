@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.core.extra_keys import salted
@@ -215,7 +216,7 @@ def site(tmp_path: Path, model: tuple[Path, Path]) -> Iterator[Site]:
             nats_url=server.url, database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}", cluster=cluster,
             listen="127.0.0.1:0", store_every_s=0.02, liveness_s=60.0,
         )  # fmt: skip
-        with CatalogThread(settings) as thread:
+        with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
             client = CatalogClient(thread.url, WAIT_S / 2)
             client.wait_ready(WAIT_S)
             yield Site(client, thread.url, server.url, cluster, tmp_path, *model)

@@ -16,7 +16,6 @@ import numpy as np
 
 import kvbm.catalog.service as service_module
 from kvbm import assembly
-from kvbm.catalog.index.reference_index import ReferenceIndex
 from kvbm.catalog.members.absences import FORGET_S
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.config import (
@@ -35,11 +34,12 @@ from kvbm.config import (
 from kvbm.core.errors import KvbmError, LedgerError
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, NamespaceId, SequenceHash, Tier
-from kvbm.core.ledger import Ledger
 from kvbm.locate.base import Found
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import ObjectStats, Proof, ReadResult
 from kvbm.pools.stores.memory import MemoryStore
+from kvbm.reference.cluster_index import ReferenceIndex
+from kvbm.reference.ledger import Ledger
 from tests.faults.simulator.disk import Disk
 from tests.faults.simulator.disk_faults import USUAL_NAP_S
 from tests.faults.simulator.kernel import NO_THREAD, Clock, Process, Shortages, Thread, Violation, Waiter, World

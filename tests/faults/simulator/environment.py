@@ -27,12 +27,12 @@ import kvbm.assembly.pools
 import kvbm.catalog.index.plain_frames
 import kvbm.catalog.service
 import kvbm.core.codec
-import kvbm.core.recorder
 import kvbm.manager.owned_hbm
 import kvbm.pools.nvme.hints
 import kvbm.pools.nvme.pod
 import kvbm.pools.nvme.pool
 import kvbm.pools.nvme.stripes
+import kvbm.reference.recorder
 import kvbm.streams.journal.journal
 import kvbm.streams.publisher.thread
 from kvbm import assembly
@@ -228,7 +228,7 @@ def installed(*, logs: bool = False) -> Iterator[None]:
     put(os, "urandom", _urandom)
     put(random, "_urandom", _urandom)
     put(kvbm.core.codec, "crc32c", assembly.NATIVE.crc32c)
-    put(kvbm.core.recorder, "encode_frame", assembly.NATIVE.encode_frame)
+    put(kvbm.reference.recorder, "encode_frame", assembly.NATIVE.encode_frame)
     old_log = structlog.get_config()
     level = 10 if logs else 50
     structlog.configure(

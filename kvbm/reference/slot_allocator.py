@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS, BlocksEvicted, BlocksMigrated, EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import DURABLE_TIERS, InstanceId, NamespaceId, Offset, SequenceHash, Tier, pack_slots
 from kvbm.core.policy import OTHERS, FairShares, Share
-from kvbm.core.recorder import Recorder
-from kvbm.core.slots import TierSlots
-
-
-class Allocation(NamedTuple):
-    """Slots to write.
-
-    Attributes:
-        after: the offset that must be durable before the slots are overwritten; 0 for a tier that dies with the process.
-    """
-
-    slots: bytes
-    after: Offset
+from kvbm.core.results import Allocation
+from kvbm.reference.recorder import Recorder
+from kvbm.reference.slots import TierSlots
 
 
 class SlotAllocator:

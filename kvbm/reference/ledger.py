@@ -19,12 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import msgspec
 
 from kvbm.core.codec import FrameBytes
-from kvbm.core.copies import Copies, Copy
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import (
     MAX_RUN_BLOCKS,
@@ -55,52 +53,23 @@ from kvbm.core.ids import (
     split_slots,
 )
 from kvbm.core.policy import EVICTION_POLICIES, Share
-from kvbm.core.recorder import Recorder
-from kvbm.core.slot_allocator import Allocation, SlotAllocator
-from kvbm.core.slots import HIGHEST_PRIORITY, TierSlots
-from kvbm.core.snapshots import Recovered, Snapshots
-
-LEAST_EVENT_BYTES = 1 << 20  # room below this would overflow at the first large command
-NOT_HELD = 0xFF  # in place of a tier, of a block that none holds
-LENT_TIERS = (Tier.HOST, Tier.NVME)  # what other instances may read of this one, the tier to read from first
-
-
-class Match(NamedTuple):
-    """The longest run of held blocks, each in its hottest tier.
-
-    Attributes:
-        tiers, slots: where block i is, packed; both have `depth` entries.
-    """
-
-    depth: int
-    tiers: bytes
-    slots: bytes
-
-
-class TierCounts(NamedTuple):
-    """How a pool's slots are used right now."""
-
-    slots: int
-    free: int
-    held: int
-    evictable: int
-    allocated: int
-
-
-class ShareCounts(NamedTuple):
-    """How one share of a pool is used right now.
-
-    Attributes:
-        held: blocks.
-        evictable: of those, what may be evicted.
-        quota_slots: blocks it may hold at most, None where there is no such limit.
-    """
-
-    tenant: str
-    weight: int
-    held: int
-    evictable: int
-    quota_slots: int | None
+from kvbm.core.results import (
+    HIGHEST_PRIORITY,
+    LEAST_EVENT_BYTES,
+    LENT_TIERS,
+    NOT_HELD,
+    Allocation,
+    Copy,
+    Match,
+    Recovered,
+    ShareCounts,
+    TierCounts,
+)
+from kvbm.reference.copies import Copies
+from kvbm.reference.recorder import Recorder
+from kvbm.reference.slot_allocator import SlotAllocator
+from kvbm.reference.slots import TierSlots
+from kvbm.reference.snapshots import Snapshots
 
 
 class Ledger:

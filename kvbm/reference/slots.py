@@ -15,8 +15,7 @@ from kvbm.core.events import PoolStated
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Offset, SequenceHash
 from kvbm.core.policy import EVICTION_POLICIES, FairShares
-
-HIGHEST_PRIORITY = 100  # of a kept block: never given up
+from kvbm.core.results import HIGHEST_PRIORITY
 
 
 class _Kept(NamedTuple):

@@ -31,11 +31,11 @@ from kvbm.catalog.routing.router import (
     RoutingTask,
     SharedRoute,
 )
-from kvbm.catalog.routing.soon_held import Chain, SoonHeld
 from kvbm.core.answers import MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.core.ties import tie_word
 from kvbm.core.topology import ASSUMED_BLOCK_BYTES, TIER_LINKS
+from kvbm.reference.soon_held import Chain, SoonHeld
 
 _MOST_RECENT = 1e15
 _SAME_TIME_S = 0.05  # routes so close to each other are remembered as one

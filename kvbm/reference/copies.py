@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS, BlocksMigrated, MigrateCause
 from kvbm.core.ids import (
     SLOT_BYTES,
-    Epoch,
     InstanceId,
     NamespaceId,
     Offset,
@@ -20,30 +18,9 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.recorder import Recorder
-from kvbm.core.slot_allocator import SlotAllocator
-
-
-class Copy(NamedTuple):
-    """Bytes to move; source and target stay the copy's until it ends.
-
-    Attributes:
-        source: a tier, or the instance to fetch from.
-        source_slots: packed; empty when the source has no slots of ours.
-        target_slots: packed; empty for a target without slots.
-        after: offset that must be durable before the target slots are overwritten.
-        epoch: in which `after` counts.
-    """
-
-    id: int
-    namespace: NamespaceId
-    source: Tier | InstanceId
-    target: Tier
-    hashes: bytes
-    source_slots: bytes
-    target_slots: bytes
-    after: Offset
-    epoch: Epoch
+from kvbm.core.results import Copy
+from kvbm.reference.recorder import Recorder
+from kvbm.reference.slot_allocator import SlotAllocator
 
 
 class Copies:

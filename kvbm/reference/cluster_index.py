@@ -29,7 +29,6 @@ from kvbm.catalog.index.cluster_index import (
 )
 from kvbm.catalog.index.lookup import lookup
 from kvbm.catalog.index.plain_frames import apply_plain
-from kvbm.catalog.index.reference_router import ReferenceRouter
 from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.core.answers import LookupAnswer
 from kvbm.core.codec import decode_frame
@@ -49,6 +48,7 @@ from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, SequenceHash, T
 from kvbm.core.layout import named_blocks
 from kvbm.core.missed import missed_of
 from kvbm.core.prompt_batches import encode_lookup
+from kvbm.reference.router import ReferenceRouter
 
 MOST_SIZED = 65_536  # namespaces of whose objects the size is kept
 MOST_SPACES = 1 << 20  # namespaces

@@ -15,39 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvbm.core.answers import MAX_HASHES
+from kvbm.catalog.routing.marks import Depths, marked_depths
 from kvbm.core.ids import HASH_BYTES, NamespaceId
 from kvbm.core.ties import MIX_FACTOR, MOST_WORD, mixed_word
 
 WAYS = 4
 SETS = 1 << 17  # 18 bytes an entry: 9.4 MB when all of it is in use
-_EXACT_BLOCKS = 256
 _LONG_S = 1e9
 _MANY = 24  # instances: from there on one look at all of them is quicker than one at each
 _MOST_SALTS = 1 << 16
 _Words = npt.NDArray[np.uint64]
-_Numbers = npt.NDArray[np.int64]
-
-
-def _marks() -> _Numbers:
-    """Depths at which a chain is noted: all at first, then 128 between each two powers of two."""
-    depths = list(range(1, _EXACT_BLOCKS + 1))
-    while depths[-1] < MAX_HASHES:
-        first = depths[-1]
-        step = 2 * first // _EXACT_BLOCKS
-        depths += range(first + step, 2 * first + 1, step)
-    return np.array(depths, np.int64)
-
-
-_MARKS = _marks()
-
-
-def marked_depths(first: int, blocks: int) -> _Numbers:
-    """Depths behind `first` at which a prompt of so many full blocks is noted, ascending; the last is all of it."""
-    depths = _MARKS[: int(np.searchsorted(_MARKS, blocks, side="right"))]
-    if blocks and (not len(depths) or depths[-1] != blocks):
-        depths = np.append(depths, blocks)
-    return depths[int(np.searchsorted(depths, first, side="right")) :]
 
 
 class Chain(NamedTuple):
@@ -58,7 +35,7 @@ class Chain(NamedTuple):
         words: a number for each, of its hash and namespace.
     """
 
-    depths: _Numbers
+    depths: Depths
     words: _Words
 
 
@@ -101,7 +78,7 @@ class SoonHeld:
             return None
         return self._chain(namespace, depths, np.frombuffer(hashes, np.uint64).reshape(-1, 2))
 
-    def _chain(self, namespace: NamespaceId, depths: _Numbers, halves: _Words) -> Chain:
+    def _chain(self, namespace: NamespaceId, depths: Depths, halves: _Words) -> Chain:
         space = int.from_bytes(namespace[:8], "little") ^ int.from_bytes(namespace[8:16], "little")
         own = np.uint64(space * int(self._odd[2]) & MOST_WORD)
         words: _Words = halves[:, 0] * self._odd[0] + halves[:, 1] * self._odd[1] + own

@@ -9,19 +9,10 @@ from typing import NamedTuple
 
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS, InstanceStarted, ResidenciesListed, SnapshotEnded
-from kvbm.core.ids import DURABLE_TIERS, NamespaceId, SequenceHash, Tier, pack_slots
-from kvbm.core.recorder import Recorder
-from kvbm.core.slots import TierSlots
-
-SNAPSHOT_LOOKS = 8192  # held slots that one step of a snapshot looks at, at most
-
-
-class Recovered(NamedTuple):
-    """A residency a durable tier has kept across a restart."""
-
-    hash: SequenceHash
-    namespace: NamespaceId
-    slot: int
+from kvbm.core.ids import DURABLE_TIERS, Tier, pack_slots
+from kvbm.core.results import SNAPSHOT_LOOKS, Recovered
+from kvbm.reference.recorder import Recorder
+from kvbm.reference.slots import TierSlots
 
 
 class _SnapshotLeft(NamedTuple):
