@@ -92,7 +92,7 @@ class PromptLimits(NamedTuple):
 
 
 class Offloader:
-    """FairQueue creations, uses and arrivals into offloads, each target by its policy.
+    """Turns creations, uses and arrivals into offloads, each target by its policy.
 
     HBM feeds HOST; HOST (or HBM where there is no HOST) feeds NVME and OBJECT. Where HBM is the engine's, HOST alone feeds. A full queue skips requests and counts them: the
     engine is never held up, and a block that was skipped is offered again when it is next used. Requests for one route are joined, so

@@ -124,7 +124,7 @@ _COUNTERS = {
     "poison": "Messages that are no frames, skipped.",
     "foreign": "Messages with a frame of another instance than their subject's, refused.",
     "newer": "Frames a newer kvbm wrote, and those behind one in its epoch, not applied; their instance is left out of answers.",
-    "snapshots_asked": "SnapshotPolicy asked of suspect instances.",
+    "snapshots_asked": "Snapshots asked of suspect instances.",
     "zombies": "Heartbeats of epochs that are over, ignored.",
     "double_ids": "Heartbeats of a second run that claims a live instance's id and epoch, ignored.",
     "routes_shared": "Routes that other catalogs of the cluster were told.",

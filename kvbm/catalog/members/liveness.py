@@ -91,7 +91,7 @@ class OwnPulse(NamedTuple):
 
 
 class Ticked(NamedTuple):
-    """Time has passed. Several times in each `liveness_s`: this is how late a excluding may be."""
+    """Time has passed. Several times in each `liveness_s`: this is how late an exclusion may be."""
 
 
 class StreamProgress(NamedTuple):

@@ -1,6 +1,6 @@
 """Which instance should serve a prompt: what is asked, and the protocol of the two implementations that answer.
 
-The native one (`kvbm._native.Router`, beside the native index) serves; `reference_router.ReferenceRouter` says what it must do. What a cost is
+The native one (`kvbm._native.Router`, beside the native index) serves; `kvbm.reference.router.ReferenceRouter` says what it must do. What a cost is
 made of stands in `routing.cost`; here its numbers come from: the index, the instances' heartbeats, and what is remembered of routes. An
 instance's speed is what its heartbeats say, within bounds; no number of whoever asks changes it.
 

@@ -26,7 +26,7 @@ class Sent(NamedTuple):
     sent_s: float
 
 
-class SnapshotTrips:
+class RoundTrips:
     """How long acknowledgements take, and so how long to wait for one: as TCP's retransmission timer (RFC 6298)."""
 
     def __init__(self, least_s: float, most_s: float) -> None:
@@ -64,7 +64,7 @@ class SendWindow:
         self.used_bytes = 0
         self._sent: deque[Sent] = deque()
         self._in_flight: dict[int, Sent] = {}  # by attempt: those without an acknowledgement
-        self._round_trips = SnapshotTrips(ACK_LEAST_S, ack_wait_s)
+        self._round_trips = RoundTrips(ACK_LEAST_S, ack_wait_s)
         self._late = 0  # acknowledgements that were late, without one in time between
         self._acked_s = float("-inf")  # the last acknowledgement
 
