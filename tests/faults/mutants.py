@@ -44,6 +44,7 @@ from kvbm.manager.transfer import Moved
 from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome
+from kvbm.pools.nvme.generations import Generations
 from kvbm.pools.nvme.hints import SlotHints
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.nvme.sealing import SlotKeys
@@ -488,6 +489,14 @@ def _engines_are_given_what_was_cleared(stack: ExitStack) -> None:
     original = _swap(stack, Acquiring, "_finish", finish)
 
 
+def _clear_is_in_the_journal_alone(stack: ExitStack) -> None:
+    @contextmanager
+    def clearing(self: Any, namespaces: Any = None) -> Iterator[None]:
+        yield
+
+    _swap(stack, Generations, "clearing", clearing)
+
+
 def _requests_outlive_their_deadline(stack: ExitStack) -> None:
     def done(self: Any) -> Any:
         kept, self.deadline_s = self.deadline_s, float("inf")
@@ -742,6 +751,13 @@ MUTANTS: dict[str, Mutant] = {
         _engines_are_given_what_was_cleared,
         _ENGINES,
         run_s=3.0,
+        owning=True,
+    ),
+    "clear_is_in_the_journal_alone": Mutant(
+        "what was cleared stays so though a journal is damaged",
+        _clear_is_in_the_journal_alone,
+        ("flip_journal", "flip_journal", "kill", "stop", "slow_pools"),
+        run_s=4.0,
         owning=True,
     ),
     "requests_outlive_their_deadline": Mutant(

@@ -68,6 +68,7 @@ STEADY = (
     (1, OWNING_LIMITS),
 )  # run in several processes
 FOUND_AT = {  # the first seed that notices a planted defect, where it is not 0
+    "clear_is_in_the_journal_alone": 8,
     "clear_takes_rows_from_workers": 2,
     "forgets_nobody": 1,
     "gap_ignored": 1,

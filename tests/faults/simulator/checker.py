@@ -118,7 +118,7 @@ class Checker:
     def _came_back(self, node: Node) -> str:
         """Blocks in NVME that had been cleared, though nobody has written them since; "" for none."""
         gone = self._cleared.get(node.machine.name)
-        if not gone or node.machine.name in self._damaged:
+        if not gone:
             return ""
         back = gone.intersection(node.manager.held(Tier.NVME)) if Tier.NVME in node.manager.pools.slots else set()
         return f"NVME has {len(back)} blocks again that were cleared" if back else ""
@@ -200,6 +200,11 @@ class Checker:
 
     def lost_power(self, machine: str) -> None:
         """What its disk holds is no longer what was written: headers and checksums must tell."""
+        self.flipped_journal(machine)
+        self._cleared.pop(machine, None)
+
+    def flipped_journal(self, machine: str) -> None:
+        """Its journal is no longer what was written. What it says was cleared stays so: NVME knows of that itself."""
         self._damaged.add(machine)
         self.put.pop(machine, None)
         self._machine_slots.pop(machine, None)

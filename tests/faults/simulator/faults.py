@@ -509,7 +509,7 @@ class Faults:
         files = node.machine.disk.journal_files()
         if files:
             node.machine.disk.flip(rng.choice(files[-2:]))
-            self._cluster.checker.lost_power(node.machine.name)
+            self._cluster.checker.flipped_journal(node.machine.name)
         return self.restart(node)
 
     def flip_pool(self, rng: random.Random) -> Callable[[], None] | None:

@@ -285,7 +285,9 @@ class OwningEngine:
         call(manager.clear, points=6)
         with manager._lock:
             epoch, applied = manager._ledger.epoch, manager._ledger.applied
-        if manager._offsets.wait_durable(epoch, applied, 0.0):
+        nvme: Any = manager.pools.slots.get(Tier.NVME)
+        is_noted = nvme is not None and nvme.generations is not None and not nvme.generations._has_failed
+        if is_noted and manager._offsets.wait_durable(epoch, applied, 0.0):
             self._node.cluster.checker.cleared(self._process, held)
 
     def _find(self, namespace: NamespaceId, hashes: bytes) -> None:
