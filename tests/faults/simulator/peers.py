@@ -27,6 +27,7 @@ from kvbm.core.fetching import LeftAlone
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Tier, pack_slots, split_hashes, split_slots
 from kvbm.core.peer_address import PeerAddress
 from kvbm.core.reads import ReadOutcome
+from kvbm.pools.memory import MemoryPool
 from kvbm.transport.base import PeerRead, RootOf, check_wish, failed_read
 from kvbm.transport.lending import Leases, Lent, LentLimits
 from kvbm.transport.local import LocalReader
@@ -501,11 +502,11 @@ def open_lending(
 
 
 def flipped_rows(network: PeerNetwork, rng: random.Random) -> int:
-    """Flip a bit in some HOST slots that lend now; how many."""
+    """Flip a bit in some HOST slots that lend now; how many. Not where an engine owns HBM, whose workers take HOST's memory as it is."""
     count = 0
     for machine in sorted(network.lent):
         lending = network.lent[machine]
-        for slot in range(0 if lending.is_over else lending.host.slots):
+        for slot in range(0 if lending.is_over or not isinstance(lending.host, MemoryPool) else lending.host.slots):
             if rng.random() < 0.2:
                 lending.host_rows[slot, rng.randrange(lending.host.block_bytes)] ^= 1 << rng.randrange(8)
                 lending.spoilt.add(slot)
