@@ -72,7 +72,7 @@ FOUND_AT = {  # the first seed that notices a planted defect, where it is not 0
     "clear_takes_rows_from_workers": 2,
     "forgets_nobody": 1,
     "gap_ignored": 1,
-    "given_up_keeps_its_pins": 3,
+    "given_up_keeps_its_pins": 17,
     "half_open_stays": 29,
     "loop_wanted_once": 47,
     "object_keys_stamp_before_their_read": 5,

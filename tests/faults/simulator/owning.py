@@ -72,6 +72,7 @@ class OwningEngine:
         self._rows = memory
         self.hbm: dict[bytes, None] = {}
         self.stores: dict[int, Store] = {}
+        self._copied_on: set[int] = set()  # stores that the last reset has left their slots
         self.reached = node.cluster.owning
 
     # -- a request ----------------------------------------------------------------------------------------------------
@@ -267,6 +268,9 @@ class OwningEngine:
     def _reset(self, call: Call) -> None:
         """The prefix cache is emptied, as `/reset_prefix_cache` does; what workers still copy stays where it lies."""
         with self._turn:
+            if self._copied_on & self.stores.keys():  # slots of two resets would be more than there are
+                return
+            self._copied_on = set(self.stores)
             count = len(self.hbm)
             self.hbm.clear()
             self._agree("cleared", self._insist(call, self._manager.engine_cleared), count)
