@@ -6,6 +6,7 @@
     python tools/fault_seeds.py --seed 4711 --minimise           the same with as few faults as still break it
     python tools/fault_seeds.py --peers --seeds 1000             instances that read each other's blocks
     python tools/fault_seeds.py --limits --seeds 2000            where threads, descriptors, names and undisturbed calls run out
+    python tools/fault_seeds.py --owning --seeds 2000            engines that own HBM; --limits may stand beside it
     python tools/fault_seeds.py --mutant no_fencing --seeds 200  until a deliberate defect is found
     python tools/fault_seeds.py --pairs --seeds 2                every two kinds of faults that meet, two seeds each
     python tools/fault_seeds.py --triples --of 200               200 of all threes, one seed each
@@ -45,6 +46,9 @@ from tests.faults.simulator.peer_faults import PEER_KINDS
 from tests.faults.simulator.run import (
     LIMITS,
     LIMITS_S,
+    OWNING,
+    OWNING_LIMITS,
+    OWNING_S,
     PEERS,
     PEERS_S,
     RUN_S,
@@ -130,13 +134,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--limits", action="store_true", help="threads, descriptors, names and undisturbed calls run out"
     )
+    parser.add_argument("--owning", action="store_true", help="most instances have an engine that owns HBM")
     parser.add_argument("--of", type=int, default=0, metavar="N", help="only N of the pairs or triples, by chance")
     parser.add_argument(
         "--run-s",
         type=float,
         metavar="S",
         help=f"virtual seconds with work and faults (default {RUN_S:g}; {SHORT_S:g} for faults that meet, {PEERS_S:g} with --peers, "
-        f"{LIMITS_S:g} with --limits)",
+        f"{LIMITS_S:g} with --limits, {OWNING_S:g} with --owning)",
     )
     parser.add_argument(
         "--mutant", choices=sorted(MUTANTS), default="", help="plant this defect; its mix, if none is named"
@@ -150,6 +155,8 @@ def plan_of(wanted: argparse.Namespace) -> Plan:
     """How each seed runs. Exits: a kind of fault is not known."""
     mix, together = (tuple(filter(None, words.split(","))) for words in (wanted.mix, wanted.together))
     usual = LIMITS if wanted.limits else PEERS if wanted.peers else Plan()
+    if wanted.owning:
+        usual = OWNING_LIMITS if wanted.limits else PEERS._replace(owning=True) if wanted.peers else OWNING
     planned = MUTANTS[wanted.mutant].plan if wanted.mutant else usual
     known = KINDS | (PEER_KINDS if planned.peers else {}) | (LIMIT_KINDS if planned.limits else {})
     if unknown := sorted({*mix, *together} - set(known)):
@@ -158,7 +165,7 @@ def plan_of(wanted: argparse.Namespace) -> Plan:
     run_s = wanted.run_s or (SHORT_S if meets else planned.run_s)
     if not (mix or meets):
         mix, run_s = planned.mix, min(run_s, planned.run_s) if wanted.mutant else run_s
-    return Plan(mix=mix, together=together, run_s=run_s, peers=planned.peers, limits=planned.limits)
+    return planned._replace(mix=mix, together=together, run_s=run_s)
 
 
 def main() -> int:

@@ -55,6 +55,14 @@ def open_pools(
     wanted, checksums = settings.pools, NATIVE.checksums
     in_memory = wanted.hbm.device == "memory" and wanted.hbm.owner != "engine"
     copier = RowCopier(1 if in_memory else wanted.host.copy_threads)  # HBM and HOST share its threads
+    if copier.lacking:
+        log.warning(
+            "pool.threads_lacking",
+            tier="HOST",
+            threads=copier.threads,
+            lacking=copier.lacking,
+            notice="the system gave no more; copies are slower until this process is started again",
+        )
 
     def keep(pool: SlotPool) -> None:
         slots[pool.tier] = pool

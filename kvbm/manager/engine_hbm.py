@@ -319,7 +319,8 @@ class EngineHbmManager(BlockManager):
             arrived: for each block of the store whether its whole row is in place.
             checksums: CRC-32C of each row, u32, or a list of them; those of rows that have not arrived mean nothing.
         Raises: ArgumentError: no Store, or columns of another length or type; the store goes on then, and is still to be ended.
-            LedgerError: it has ended already.
+            LedgerError: it has ended already. Whatever a signal's handler raises: its blocks may be lost then, and the same call again
+            makes sure that nothing of it is held.
         """
         if not isinstance(store, Store):
             raise ArgumentTypeError(
@@ -333,7 +334,6 @@ class EngineHbmManager(BlockManager):
                 if copy.id not in self._copies.stores:
                     raise LedgerError(f"store {copy.id} is not under way; it ends once")
                 ends = True
-                self._copies.stores.discard(copy.id)
             self._end_store(store, there, sums)
         finally:
             if ends:
@@ -431,10 +431,11 @@ class EngineHbmManager(BlockManager):
 
     def _end_unended(self, copy: Copy) -> None:
         """A store is over, with nothing where that is not so yet. Outside the lock."""
-        with self._lock:
-            self._copies.stores.discard(copy.id)
-        self._copies.end_unended(copy, MigrateCause.OFFLOAD)
-        self._copies.end_run(copy)
+        try:
+            self._copies.end_unended(copy, MigrateCause.OFFLOAD)
+        finally:
+            self._copies.end_run(copy)
+            self._copies.stores.discard(copy.id)  # last: an exception before it may be followed by another call
 
     def _end_store(self, store: Store, arrived: list[bool], checksums: np.ndarray) -> None:
         """Bytes first, then the claim."""
@@ -449,7 +450,7 @@ class EngineHbmManager(BlockManager):
         with self._lock:
             if not all(arrived):
                 self._counters.failed_copies += 1
-            if not self._stream.ended:
+            if copy.id in self._copies.open and not self._stream.ended:
                 holders = self._copies.end(copy, self._copies.arrived(copy, arrived), MigrateCause.OFFLOAD)
                 there = b"".join(block for block, slot in zip(blocks, holders, strict=True) if slot is not None)
                 self._counters.offloaded_blocks[Tier.HOST] += len(there) // HASH_BYTES

@@ -9,6 +9,7 @@ Blocks of an encrypted NVME pool are not lent from there: what opens their seals
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -152,7 +153,8 @@ class Lending:
     def __init__(self, new_server: NewLendingServer, source: LendingSource, options: LendingOptions) -> None:
         """Listen. Nothing is lent before its namespace is admitted.
 
-        Raises: ConfigError: it cannot listen there, there is no HOST memory, or the options make no sense.
+        Raises: ConfigError: it cannot listen there, there is no HOST memory, or the options make no sense. RuntimeError: the system gives
+            no thread.
         """
         tcp_host, tcp_port = _split(options.tcp)
         needs_key = options.tls is None or bool(options.key)
@@ -187,6 +189,10 @@ class Lending:
                 tls=options.tls,
             )
         except OSError as error:
+            if error.errno == errno.EAGAIN:
+                raise RuntimeError(
+                    f"can't start new thread: lending at {options.unix or options.tcp} has none"
+                ) from error
             where = " and ".join(filter(None, (options.unix, options.tcp)))
             raise ConfigError(f"lending: it cannot listen at {where} ({error}); choose another place") from error
         self.unix = options.unix

@@ -85,6 +85,7 @@ void bind_row_copy(nb::module_& module, const SharedErrors& errors) {
   nb::class_<RowCopier>(module, "RowCopier", "Copies and checksums of many rows, on threads of its own.")
       .def(nb::init<unsigned>(), nb::arg("threads") = 0)
       .def_prop_ro("threads", &RowCopier::threads, "Threads that work on one run, its caller among them.")
+      .def_prop_ro("lacking", &RowCopier::lacking, "Threads that were wanted and that the system did not give.")
       .def(
           "copy_rows",
           [errors](RowCopier& copier, const Target& target, const Indexes& target_at, const Source& source,

@@ -200,12 +200,12 @@ void Arena::touch(unsigned threads, [[maybe_unused]] bool advise) {
   };
   std::vector<std::thread> helpers;
   const std::size_t useful = std::min<std::size_t>(threads, (bytes_ + slice - 1) / slice);
+  helpers.reserve(useful);
   try {
     while (helpers.size() + 1 < useful) {
       helpers.emplace_back(work);
     }
-  } catch (const std::system_error&) {
-    // fewer threads will do
+  } catch (const std::exception&) {  // no thread or no memory is to be had: fewer will do
   }
   work();
   for (std::thread& helper : helpers) {

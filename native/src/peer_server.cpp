@@ -154,13 +154,20 @@ LendingServer::LendingServer(LendingOptions options, Ledger& ledger, LedgerLock&
   }
   shared_->running = 1;
   const AllSignalsMasked masked;  // also for the threads that it begins
-  shared_->acceptor = std::thread([shared = shared_] {
-    name_thread();
-    shared->accept_all();
-    const std::lock_guard held(shared->mutex);
-    --shared->running;
-    shared->left.notify_all();
-  });
+  try {
+    shared_->acceptor = std::thread([shared = shared_] {
+      name_thread();
+      shared->accept_all();
+      const std::lock_guard held(shared->mutex);
+      --shared->running;
+      shared->left.notify_all();
+    });
+  } catch (...) {
+    if (!unix_path_.empty()) {
+      unlink(unix_path_.c_str());  // nobody will ever answer there
+    }
+    throw;
+  }
 }
 
 LendingServer::~LendingServer() {
@@ -255,6 +262,7 @@ void LendingServer::Shared::accept_one(int listener, bool is_unix) noexcept {
   } catch (const std::exception&) {  // no thread or no memory is to be had
     owner.counts.refused.fetch_add(1, std::memory_order_relaxed);
     owner.counts.connections.fetch_sub(1, std::memory_order_relaxed);
+    say_bye(fd, "no thread is to be had");
     const std::lock_guard held(mutex);
     --running;
     ::close(free->fd.exchange(-1));

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -228,6 +229,7 @@ struct RowCopier::Crew {
     }
   }
 
+  // Takes as many threads as the system gives, up to a count: whoever copies does what they would have done.
   void hire(unsigned count) {
     // Signals are for the threads of whoever embeds us.
     sigset_t all;
@@ -235,17 +237,13 @@ struct RowCopier::Crew {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-      workers.reserve(count);
       while (workers.size() < count) {
         workers.emplace_back([this] { help(); });
 #if defined(__linux__)
         pthread_setname_np(workers.back().native_handle(), "kvbm-copy");
 #endif
       }
-    } catch (...) {
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      end();
-      throw;
+    } catch (const std::exception&) {  // no thread or no memory is to be had
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
@@ -265,7 +263,9 @@ struct RowCopier::Crew {
 
 RowCopier::RowCopier(unsigned threads) : crew_(std::make_unique<Crew>()) {
   const unsigned wanted = threads != 0 ? threads : std::clamp(cores(), 1U, kMostThreads);
+  crew_->workers.reserve(wanted - 1);
   crew_->hire(wanted - 1);
+  lacking_ = wanted - this->threads();
 }
 
 RowCopier::~RowCopier() {

@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "check.hpp"
+#include "no_threads.hpp"
 
 using namespace kvbm;
 
@@ -138,6 +139,13 @@ void it_is_given_back() {
   CHECK(descriptors() == before);
 }
 
+void fewer_threads_touch_it() {
+  for (const int given : {0, 1}) {
+    const tests::FewThreads few(given);
+    every_page_is_there();
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -146,5 +154,6 @@ int main() {
                      {"another process that maps it sees the bytes", another_process_sees_the_bytes},
                      {"nobody changes its size", nobody_changes_its_size},
                      {"a refused arena leaves nothing behind", refusals_leave_nothing},
-                     {"an arena is given back", it_is_given_back}});
+                     {"an arena is given back", it_is_given_back},
+                     {"without threads every page of an arena is there", fewer_threads_touch_it}});
 }

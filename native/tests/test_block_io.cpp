@@ -1,9 +1,7 @@
 // BlockIo over real files, with io_uring where the kernel has it and with threads, past the page cache and through it.
 #include "kvbm/block_io.hpp"
 
-#include <dlfcn.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -24,20 +22,7 @@
 #include "kvbm/block_lane.hpp"
 #include "kvbm/checksum.hpp"
 #include "kvbm/flight_shares.hpp"
-
-namespace {
-std::atomic<int> may_begin{-1};  // so many threads; -1: any number
-}
-
-// Stands before the system's, which may give no thread.
-extern "C" __attribute__((visibility("default"))) int pthread_create(pthread_t* made, const pthread_attr_t* attributes, void* (*body)(void*),
-                                                                     void* given) noexcept {
-  static const auto create = reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
-  int left = may_begin;
-  while (left > 0 && !may_begin.compare_exchange_weak(left, left - 1)) {
-  }
-  return left == 0 ? EAGAIN : create(made, attributes, body, given);
-}
+#include "no_threads.hpp"
 
 namespace {
 

@@ -2,10 +2,14 @@
 
 #include <algorithm>
 #include <numeric>
+#include <system_error>
 #include <thread>
+
+#include <signal.h>
 
 #include "check.hpp"
 #include "kvbm/checksum.hpp"
+#include "no_threads.hpp"
 
 using namespace kvbm;
 using tests::Random;
@@ -164,6 +168,27 @@ void a_queue_ends_with_runs_under_way() {
   }
 }
 
+// Whether this thread takes signals as before.
+bool takes_signals() {
+  sigset_t blocked;
+  pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
+  return sigismember(&blocked, SIGTERM) == 0;
+}
+
+void a_queue_without_a_thread_is_none() {
+  Random random(6);
+  Place place(random);
+  bool is_refused = false;
+  try {
+    const tests::FewThreads few(0);
+    const CopyQueue queue(place.table, place.copier);
+  } catch (const std::system_error& error) {
+    is_refused = error.code().value() == EAGAIN;
+  }
+  CHECK(is_refused && takes_signals());
+  runs_end_with_their_bytes_in_place();
+}
+
 }  // namespace
 
 int main() {
@@ -171,5 +196,6 @@ int main() {
                      {"several callers share a queue", callers_share_a_queue},
                      {"what somebody waits for overtakes the rest", scatters_overtake_gathers},
                      {"a closed queue takes nothing", a_closed_queue_takes_nothing},
-                     {"a queue may end before its runs", a_queue_ends_with_runs_under_way}});
+                     {"a queue may end before its runs", a_queue_ends_with_runs_under_way},
+                     {"a queue without a thread is none, and the next one is", a_queue_without_a_thread_is_none}});
 }

@@ -15,6 +15,7 @@
 
 #include "check.hpp"
 #include "kvbm/checksum.hpp"
+#include "no_threads.hpp"
 
 namespace {
 
@@ -154,6 +155,11 @@ void blocks_go_there_and_back() {
   there_and_back(odd, 15);
   Place one({64}, 2, 2);
   there_and_back(one, 1);
+}
+
+void without_a_thread_checksums_are_the_callers_work() {
+  const kvbm::tests::FewThreads few(0);
+  blocks_go_there_and_back();
 }
 
 void a_block_longer_than_a_lot_is_whole() {
@@ -441,6 +447,7 @@ void a_ring_that_cannot_be_opened_leaves_nothing() {
 int main() {
   return kvbm::tests::run({
       {"blocks go to rows and back", blocks_go_there_and_back},
+      {"without a thread checksums are the caller's work", without_a_thread_checksums_are_the_callers_work},
       {"a block longer than a lot is whole", a_block_longer_than_a_lot_is_whole},
       {"rows in order are one copy", rows_in_order_are_one_copy},
       {"a copy stays in memory that was registered at once", a_copy_stays_in_memory_that_was_registered_at_once},

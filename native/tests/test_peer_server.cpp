@@ -17,6 +17,7 @@
 #include "kvbm/peer_client.hpp"
 #include "kvbm/peer_wire.hpp"
 #include "lent_blocks.hpp"
+#include "no_threads.hpp"
 
 namespace kvbm::tests {
 namespace {
@@ -403,6 +404,49 @@ void what_a_killed_owner_left_is_replaced() {
   unlink(path.c_str());
 }
 
+void without_a_thread_it_does_not_listen() {
+  LentBlocks blocks(kSlots, kBytes);
+  const std::string path = fresh_path();
+  int error = 0;
+  try {
+    const FewThreads few(0);
+    LendingServer(options_of(path), blocks.ledger, blocks.lock, blocks.host(), nullptr);
+  } catch (const std::system_error& refused) {
+    error = refused.code().value();
+  }
+  CHECK(error == EAGAIN && access(path.c_str(), F_OK) != 0);  // what lies there would look like an owner's
+  CHECK(LendingServer(options_of(path), blocks.ledger, blocks.lock, blocks.host(), nullptr).close(kLong));
+}
+
+void connections_without_a_thread_end_and_cost_no_place() {
+  Site site;
+  RowCopier copier(1);
+  for (const bool is_unix : {true, false}) {
+    {
+      const FewThreads few(0);
+      for (int turn = 0; turn < 12; ++turn) {  // more than there may be connections
+        PeerClient client(site.target(is_unix), 1, copier);
+        CHECK(site.read(client, site.hashes, 0) == 0);
+      }
+    }
+    PeerClient client(site.target(is_unix), 1, copier);
+    CHECK(site.read(client, site.hashes, 0) == 16);
+  }
+  CHECK(site.server->owner().counts.refused == 24);
+  site.settle();
+}
+
+void a_reader_that_gets_no_thread_reads_over_one_connection() {
+  Site site;
+  RowCopier copier(1);
+  PeerClient client(site.target(false), 2, copier);
+  CHECK(site.read(client, site.hashes, 0) == 16);
+  const FewThreads few(0);
+  for (int turn = 0; turn < 4; ++turn) {  // whoever lends has its threads already
+    CHECK(site.read(client, site.hashes, 0) == 16);
+  }
+}
+
 }  // namespace
 }  // namespace kvbm::tests
 
@@ -420,5 +464,8 @@ int main() {
       {"who says RDMA_HELLO is answered and granted slots", who_says_rdma_hello_is_answered_and_granted_slots},
       {"only one listens at a path", only_one_listens_at_a_path},
       {"what a killed owner left is replaced", what_a_killed_owner_left_is_replaced},
+      {"without a thread it does not listen", without_a_thread_it_does_not_listen},
+      {"connections without a thread end and cost no place", connections_without_a_thread_end_and_cost_no_place},
+      {"a reader that gets no thread reads over one connection", a_reader_that_gets_no_thread_reads_over_one_connection},
   });
 }

@@ -1,12 +1,16 @@
 #include "kvbm/plain_frames.hpp"
 
+#include <fcntl.h>
 #include <poll.h>
+#include <signal.h>
 
 #include <atomic>
+#include <system_error>
 #include <thread>
 
 #include "check.hpp"
 #include "cluster.hpp"
+#include "no_threads.hpp"
 
 using namespace kvbm;
 using namespace kvbm::tests;
@@ -163,11 +167,35 @@ void a_thread_may_end_with_a_run_under_way() {
   }
 }
 
+std::size_t descriptors() {
+  std::size_t open = 0;
+  for (int fd = 0; fd < 256; ++fd) {
+    open += fcntl(fd, F_GETFD) >= 0 ? 1 : 0;
+  }
+  return open;
+}
+
+void without_a_thread_there_is_none() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::size_t before = descriptors();
+  bool is_refused = false;
+  try {
+    const FewThreads few(0);
+    const ApplyThread thread(index);
+  } catch (const std::system_error& error) {
+    is_refused = error.code().value() == EAGAIN;
+  }
+  sigset_t blocked;
+  pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
+  CHECK(is_refused && descriptors() == before && sigismember(&blocked, SIGTERM) == 0);
+}
+
 }  // namespace
 
 int main() {
   return tests::run({{"a run ends before what is not plain", a_run_ends_before_what_is_not_plain},
                      {"a run ends behind a digest that differs", a_run_ends_behind_a_digest_that_differs},
                      {"runs in the thread are those in place, whoever asks meanwhile", runs_in_the_thread_are_those_in_place},
-                     {"a thread may end with a run under way", a_thread_may_end_with_a_run_under_way}});
+                     {"a thread may end with a run under way", a_thread_may_end_with_a_run_under_way},
+                     {"a thread that cannot be had leaves nothing", without_a_thread_there_is_none}});
 }

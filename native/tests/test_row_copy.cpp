@@ -11,6 +11,7 @@
 
 #include "check.hpp"
 #include "kvbm/checksum.hpp"
+#include "no_threads.hpp"
 
 using namespace kvbm;
 using tests::Random;
@@ -145,6 +146,18 @@ void a_forked_child_may_end_it() {
   delete copier;
 }
 
+void fewer_threads_will_do() {
+  Random random(10);
+  for (const int given : {0, 1, 3}) {
+    const tests::FewThreads few(given);
+    RowCopier copier(4);
+    CHECK(copier.threads() == static_cast<unsigned>(given) + 1 && copier.lacking() == 3 - static_cast<unsigned>(given));
+    for (int pass = 0; pass < 10; ++pass) {
+      copy_once(copier, random, 1 + random.below(300'000), 1 + random.below(4), pass % 2 == 0);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -154,5 +167,6 @@ int main() {
                      {"empty runs and empty rows are no trouble", empty_runs_are_no_trouble},
                      {"several callers share the threads", callers_share_the_threads},
                      {"a forked child copies alone", a_forked_child_copies_alone},
-                     {"a forked child may end a copier of its parent", a_forked_child_may_end_it}});
+                     {"a forked child may end a copier of its parent", a_forked_child_may_end_it},
+                     {"where the system gives few threads, few copy", fewer_threads_will_do}});
 }

@@ -34,13 +34,16 @@ from kvbm.core.errors import TornFrameError
 from kvbm.core.events import MigrateCause, ResidenciesListed, SnapshotEnded
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier
 from kvbm.core.results import Copy
+from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.copies import CopiesInFlight
+from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.manager.loads import Loads
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.transfer import Moved
 from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome
+from kvbm.pools.nvme.generations import Generations
 from kvbm.pools.nvme.hints import SlotHints
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.nvme.sealing import SlotKeys
@@ -59,6 +62,7 @@ from tests.faults.simulator.run import LIMITS_S, PEERS_S, RUN_S, Plan
 
 _GAPS = ("hide_messages", "cut_catalog", "freeze_catalog", "refuse_publishes", "kill_catalog", "trim")
 _PROCESSES = ("kill", "kill_in_write", "stop", "freeze")
+_ENGINES = ("slow_pools", "slow_pools", "slow_disk", "kill", "freeze")
 _FEW_THREADS = ("no_threads", "no_threads", "hang_pools", "slow_pools")
 _LINKS = ("break_links", "drop_acks", "slow_network", "restart_server", "cut_node")
 
@@ -72,6 +76,7 @@ class Mutant(NamedTuple):
         mix: the faults to look with; () for any, as they meet.
         run_s: of virtual time with work and faults; a short one ends while instances are quiet, whose next event would heal much.
         peers: instances read each other's blocks. limits: threads, descriptors, names and undisturbed calls may run out.
+        owning: most instances have an engine that owns HBM.
     """
 
     rule: str
@@ -80,11 +85,12 @@ class Mutant(NamedTuple):
     run_s: float = RUN_S
     peers: bool = False
     limits: bool = False
+    owning: bool = False
 
     @property
     def plan(self) -> Plan:
         """What to do with a seed to look for it."""
-        return Plan(mix=self.mix, run_s=self.run_s, peers=self.peers, limits=self.limits)
+        return Plan(mix=self.mix, run_s=self.run_s, peers=self.peers, limits=self.limits, owning=self.owning)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -435,6 +441,73 @@ def _pod_believes_its_hints(stack: ExitStack) -> None:
     original = _swap(stack, PodFolder, "read", read)
 
 
+# -- engines that own HBM -------------------------------------------------------------------------------------------------
+
+
+def _stores_arrive_whatever_workers_say(stack: ExitStack) -> None:
+    def end_store(self: Any, store: Any, arrived: list[bool], checksums: Any) -> None:
+        original(self, store, [True] * len(arrived), checksums)
+
+    original = _swap(stack, EngineHbmManager, "_end_store", end_store)
+
+
+def _clear_takes_rows_from_workers(stack: ExitStack) -> None:
+    """A clear ends stores, whose rows workers still write."""
+
+    def cancel_all(self: Any) -> None:
+        original(self)
+        for copy in [self.running[number] for number in self.stores if number in self.open]:
+            self.drop(copy, MigrateCause.OFFLOAD)
+
+    def end_store(self: Any, store: Any, arrived: list[bool], checksums: Any) -> None:
+        if store.copy.id in self._copies.open:
+            ends(self, store, arrived, checksums)
+
+    original = _swap(stack, CopiesInFlight, "cancel_all", cancel_all)
+    ends = _swap(stack, EngineHbmManager, "_end_store", end_store)
+
+
+def _given_up_keeps_its_pins(stack: ExitStack) -> None:
+    def release(self: Any) -> None:
+        if self._is_over:
+            original(self)
+            return
+        with self._lock:
+            self._give_up()
+            self._collect()
+            self._loads.end_waiting(self)
+            self._is_over = self._is_released = True
+
+    original = _swap(stack, Acquiring, "release", release)
+
+
+def _engines_are_given_what_was_cleared(stack: ExitStack) -> None:
+    def finish(self: Any) -> None:
+        self._cancellations = self._copies.cancellations
+        original(self)
+
+    original = _swap(stack, Acquiring, "_finish", finish)
+
+
+def _clear_is_in_the_journal_alone(stack: ExitStack) -> None:
+    @contextmanager
+    def clearing(self: Any, namespaces: Any = None) -> Iterator[None]:
+        yield
+
+    _swap(stack, Generations, "clearing", clearing)
+
+
+def _requests_outlive_their_deadline(stack: ExitStack) -> None:
+    def done(self: Any) -> Any:
+        kept, self.deadline_s = self.deadline_s, float("inf")
+        try:
+            return original.fget(self)
+        finally:
+            self.deadline_s = kept
+
+    original = _swap(stack, Acquiring, "done", property(done))
+
+
 # -- the catalog --------------------------------------------------------------------------------------------------------
 
 
@@ -659,6 +732,40 @@ MUTANTS: dict[str, Mutant] = {
         ("pod_mate", "kill", "slow_pools"),
         run_s=LIMITS_S,
         limits=True,
+    ),
+    "stores_arrive_whatever_workers_say": Mutant(
+        "what a worker could not copy is nowhere", _stores_arrive_whatever_workers_say, _ENGINES, run_s=3.0, owning=True
+    ),
+    "clear_takes_rows_from_workers": Mutant(
+        "rows of a store are its own until it has ended",
+        _clear_takes_rows_from_workers,
+        _ENGINES,
+        run_s=3.0,
+        owning=True,
+    ),
+    "given_up_keeps_its_pins": Mutant(
+        "a request that is given up pins nothing", _given_up_keeps_its_pins, _ENGINES, run_s=3.0, owning=True
+    ),
+    "engines_are_given_what_was_cleared": Mutant(
+        "a request gets nothing of what was cleared while it waited",
+        _engines_are_given_what_was_cleared,
+        _ENGINES,
+        run_s=3.0,
+        owning=True,
+    ),
+    "clear_is_in_the_journal_alone": Mutant(
+        "what was cleared stays so though a journal is damaged",
+        _clear_is_in_the_journal_alone,
+        ("flip_journal", "flip_journal", "kill", "stop", "slow_pools"),
+        run_s=4.0,
+        owning=True,
+    ),
+    "requests_outlive_their_deadline": Mutant(
+        "a request of an engine is over at its deadline",
+        _requests_outlive_their_deadline,
+        _ENGINES,
+        run_s=3.0,
+        owning=True,
     ),
     "excluded_never_returned": Mutant(
         "whoever is heard again is answered of again", _excluded_never_returned, ("freeze", "cut_node")

@@ -29,7 +29,18 @@ from tests.faults.simulator.kernel import (
     Waiter,
     World,
 )
-from tests.faults.simulator.run import LIMITS, PEERS, RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
+from tests.faults.simulator.run import (
+    LIMITS,
+    OWNING,
+    OWNING_LIMITS,
+    PEERS,
+    RUN_S,
+    SHORT_S,
+    Outcome,
+    Plan,
+    run_seed,
+    watched,
+)
 from tests.faults.simulator.server import Network, Server
 
 SEEDS, QUICK_SEEDS = 300, 24  # `make test` runs the quick ones, `make faults` all; so with what follows
@@ -37,12 +48,32 @@ CHUNK = 4
 PEER_SEEDS, QUICK_PEER_SEEDS, PEER_CHUNK = 300, 20, 10  # the same, where instances read each other's blocks
 LIMIT_SEEDS, QUICK_LIMIT_SEEDS, LIMIT_CHUNK = 300, 20, 10  # the same, where threads, names and so on run out
 REACHED = ("threads", "descriptors", "interrupt", "close", "names", "stuck", "unopened")  # of these most, in each chunk
+OWNING_SEEDS, QUICK_OWNING_SEEDS, OWNING_CHUNK = (
+    300,
+    16,
+    8,
+)  # the same, where engines own HBM; as many again where something runs out
+LEAST_BROUGHT, LEAST_STORED = (
+    100,
+    300,
+)  # blocks of a chunk that came to HOST for engines, and that they stored there; usually ten times as many
 LEAST_FETCHED = 20  # blocks of a chunk that came from other instances and are in journals; usually some hundred
 MUTANT_SEEDS = 200
+STEADY = (
+    (1, Plan()),
+    (2, Plan()),
+    (1, PEERS),
+    (1, LIMITS),
+    (1, OWNING),
+    (1, OWNING_LIMITS),
+)  # run in several processes
 FOUND_AT = {  # the first seed that notices a planted defect, where it is not 0
+    "clear_is_in_the_journal_alone": 8,
+    "clear_takes_rows_from_workers": 2,
     "forgets_nobody": 1,
     "gap_ignored": 1,
-    "half_open_stays": 25,
+    "given_up_keeps_its_pins": 17,
+    "half_open_stays": 29,
     "loop_wanted_once": 47,
     "object_keys_stamp_before_their_read": 5,
     "places_without_fingerprints": 94,
@@ -187,6 +218,18 @@ def test_where_threads_descriptors_names_and_calls_run_out_nothing_is_lost_nor_h
     assert sum(reached[what] > 0 for what in REACHED) > len(REACHED) // 2, reached
 
 
+@pytest.mark.parametrize("how", [OWNING, OWNING_LIMITS], ids=["any", "limits"])
+@pytest.mark.parametrize("first", nightly_from(QUICK_OWNING_SEEDS, range(0, OWNING_SEEDS, OWNING_CHUNK)))
+def test_engines_that_own_hbm_get_their_bytes_in_time_and_what_they_hold_is_theirs(first: int, how: Plan) -> None:
+    reached: Counter[str] = Counter()
+    with watched():
+        for seed in range(first, first + OWNING_CHUNK):
+            outcome = run(seed, how)
+            check(outcome, how)
+            reached.update(outcome.reached)
+    assert reached["brought"] >= LEAST_BROUGHT and reached["stored"] >= LEAST_STORED and reached["given_up"], reached
+
+
 @pytest.mark.parametrize("first", range(0, len(QUICK_PAIRS), PAIRS_CHUNK))
 def test_every_eighth_two_faults_that_meet_break_nothing(first: int) -> None:
     check_parties(QUICK_PAIRS[first : first + PAIRS_CHUNK], first, 1)
@@ -240,11 +283,12 @@ def test_a_deliberate_defect_is_noticed(name: str, pytestconfig: pytest.Config) 
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
     with watched():
-        ours = [run(seed, how).trace for seed, how in ((1, Plan()), (2, Plan()), (1, PEERS), (1, LIMITS))]
+        ours = [run(seed, how).trace for seed, how in STEADY]
     script = (
-        "from tests.faults.simulator.run import LIMITS, PEERS, Plan, run_seed, watched\n"
+        "from tests.faults.simulator.run import run_seed, watched\n"
+        "from tests.faults.test_simulator import STEADY\n"
         "with watched():\n"
-        "    print(*[run_seed(seed, how).trace for seed, how in ((1, Plan()), (2, Plan()), (1, PEERS), (1, LIMITS))])"
+        "    print(*[run_seed(seed, how).trace for seed, how in STEADY])"
     )
     for hash_seed in ("1", "2"):
         other = subprocess.run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,29 @@ def test_an_acquire_that_has_only_begun_pins_nothing_either(
         assert manager.settle(WAIT_S)
         check_nothing_is_held(manager)
         assert one.acquired(1, 6).depth == 6
+
+
+@pytest.mark.parametrize("where", ["arrived", "end_unended", "end_run"])
+def test_a_store_that_an_exception_ends_anywhere_holds_nothing_once_it_is_ended_again(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, pools__nvme__slots=0) as manager:
+        one = OwningEngine(manager)
+        one.compute(1, 4)
+        store = one.begin_store(1, 4)
+        assert store is not None
+        checksums = one.fill(store)
+        with handling(is_late), monkeypatch.context() as patch:
+            patch.setattr(manager._copies, where, interrupting(getattr(manager._copies, where)))
+            with pytest.raises(Late):
+                manager.end_store(store, [True] * 4, checksums)
+        with suppress(LedgerError):  # where it came early enough, the first call has ended all
+            manager.end_store(store, [True] * 4, checksums)
+        assert not (manager._copies.running or manager._copies.open or manager._copies.stores)
+        check_nothing_is_held(manager)
+        with pytest.raises(LedgerError, match="it ends once"):
+            manager.end_store(store, [True] * 4, checksums)
+        assert one.hits(1, 4) == ({} if where == "arrived" else {Tier.HOST: 4})
 
 
 def test_a_handler_may_close_a_manager_whose_lock_the_interrupted_call_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,18 +10,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from kvbm.catalog.follow.instance_sequence import Changes
 from kvbm.catalog.follow.message_applier import MessageApplier
 from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.index.cluster_index import ClusterIndex, PlainApplied
-from kvbm.catalog.index.plain_frames import InPlace, PlainRun, applier_of
+from kvbm.catalog.index.plain_frames import InPlace, InThread, PlainRun, applier_of
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier, split_hashes
 from kvbm.streams.base import Fence, Heartbeat, StreamMessage, fence_data
 from tests.indexes import NATIVE, REFERENCE, Twin, held_of
 from tests.ledger_driver import NAMESPACES, Driver, chain, finish_snapshot
+from tests.native_threads import no_native_threads
 
 NAMES = [InstanceId(f"i-{number}") for number in range(3)]
 KEYS = {(space.id, block) for space in NAMESPACES for prompt in range(6) for block in split_hashes(chain(prompt, 8))}
@@ -265,6 +267,27 @@ def test_a_run_that_ends_in_a_cancelled_task_is_known() -> None:
     asyncio.run(cancelled())
     thread.close()
     thread.close()
+
+
+def test_a_run_for_which_there_is_no_thread_is_applied_at_once_and_the_next_one_asks_again() -> None:
+    story = Story(7, 0.0)
+    reader = Read(NATIVE, True)
+    applier = applier_of(reader.sequencer.index)
+    assert isinstance(applier, InThread)
+    first = {name: next(i for i, m in enumerate(story.messages) if m.subject.endswith(name)) for name in NAMES}
+    begun = max(first.values()) + 1
+    reader.sequencer.step(0.0, story.messages[:begun])
+    run = reader.sequencer.plain_run(story.messages, begun)._replace(bytes=1 << 20)
+    taken: list[PlainApplied] = []
+    with no_native_threads(), capture_logs() as logs:
+        for _ in range(2):
+            asyncio.run(applier.apply(run._replace(messages=run.messages[:0]), taken.append))
+        asyncio.run(applier.apply(run, taken.append))
+    assert [one.messages for one in taken[:2]] == [0, 0] and taken[2].messages > 0
+    assert [line["event"] for line in logs] == ["catalog.apply_thread_lacking"]
+    asyncio.run(applier.apply(run._replace(messages=[]), taken.append))
+    assert applier._thread is not None
+    applier.close()
 
 
 def test_the_thread_takes_one_run_at_a_time_and_none_once_closed() -> None:

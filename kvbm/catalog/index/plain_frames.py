@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from kvbm.catalog.index.cluster_index import ClusterIndex, PlaceReached, PlainApplied, PlainClaims, StreamPlace
 from kvbm.core.codec import decode_frame
-from kvbm.core.errors import FrameError
+from kvbm.core.errors import FrameError, LayoutError
 from kvbm.core.events import InstanceStarted, InstanceStopped
 from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.remarks import Remarks
 
 if TYPE_CHECKING:
     from kvbm.core.codec import Frame
+
+log = Remarks()
 
 RUN_BYTES = 1 << 20  # of messages in a run, about
 THREAD_BYTES = 16 << 10  # a run of fewer is applied at once: handing it over would take longer
@@ -65,7 +68,7 @@ class Threaded(Protocol):
     """An index whose runs a thread can apply without the interpreter: the native one."""
 
     def apply_thread(self) -> ApplyThread:
-        """A new thread."""
+        """A new thread. Raises RuntimeError: the system gives none. LayoutError: it gives no descriptor."""
 
 
 class InPlace:
@@ -83,36 +86,62 @@ class InPlace:
 
 
 class InThread:
-    """Applies runs of some size in a native thread, so that the loop answers meanwhile. Belongs to one loop."""
+    """Applies runs of some size in a native thread, so that the loop answers meanwhile. Belongs to one loop.
 
-    def __init__(self, index: ClusterIndex, thread: ApplyThread) -> None:
-        self._index, self._thread = index, thread
+    Where the system gives no thread, a run is applied at once, on the loop, and the next one asks for a thread again.
+
+    Args:
+        new_thread: begins a thread. Raises RuntimeError: there is none. LayoutError: there is no descriptor.
+    """
+
+    def __init__(self, index: ClusterIndex, new_thread: Callable[[], ApplyThread]) -> None:
+        self._index, self._new_thread = index, new_thread
+        self._thread: ApplyThread | None = None
+        self._is_closed = self._is_told = False
 
     async def apply(self, run: PlainRun, take: Callable[[PlainApplied], None]) -> None:
         """As `Applier.apply`."""
-        if run.bytes < THREAD_BYTES:
+        thread = self._begun() if run.bytes >= THREAD_BYTES else None
+        if thread is None:
             take(self._index.apply_plain(run.messages, run.places))
             return
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
-        file = self._thread.fileno()
-        self._thread.begin(run.messages, run.places)
+        file = thread.fileno()
+        thread.begin(run.messages, run.places)
         loop.add_reader(file, ended.set)
         try:
             async with asyncio.timeout(WAIT_S):
                 await ended.wait()
         finally:
             loop.remove_reader(file)
-            take(self._thread.finish())
+            take(thread.finish())
 
     def close(self) -> None:
         """As `Applier.close`."""
-        self._thread.close()
+        self._is_closed = True
+        if self._thread is not None:
+            self._thread.close()
+
+    def _begun(self) -> ApplyThread | None:
+        """The thread; None where there is none now."""
+        if self._thread is None and not self._is_closed:
+            try:
+                self._thread = self._new_thread()
+            except (RuntimeError, LayoutError) as error:
+                if not self._is_told:
+                    log.warning(
+                        "catalog.apply_thread_lacking",
+                        why=str(error),
+                        notice="events are applied between answers until there is a thread",
+                    )
+                self._is_told = True
+        return self._thread
 
 
 def applier_of(index: ClusterIndex) -> Applier:
     """The best there is for an index."""
-    return InThread(index, index.apply_thread()) if isinstance(index, Threaded) else InPlace(index)
+    return InThread(index, index.apply_thread) if isinstance(index, Threaded) else InPlace(index)
 
 
 def apply_plain(

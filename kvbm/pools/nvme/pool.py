@@ -411,6 +411,10 @@ class NvmePool:
             slots = max(self.slots, self.room_slots)
             engine = open_engine(self._fds, slots, self.block_bytes, io, self.direct, depth, offload_share)
         except OSError as error:
+            if error.errno == errno.EAGAIN:
+                raise PoolError(
+                    f"{self}: the system gives no thread to move its bytes; raise ulimit -u or the container's pids limit"
+                ) from error
             raise PoolError(
                 f"{self}: pools.nvme.io is {io}, and the kernel refuses ({error.strerror}); set it to auto or threads, or allow"
                 " io_uring (sysctl kernel.io_uring_disabled, the container's seccomp profile)"

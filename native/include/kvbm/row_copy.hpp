@@ -29,13 +29,15 @@ using SourceRows = RowsOf<const std::uint8_t>;
 
 class RowCopier {
  public:
-  // threads: that work on one run, its caller among them; 0: as many as help on this machine. Throws std::system_error.
+  // threads: that work on one run, its caller among them; 0: as many as help on this machine. Where the system gives fewer, fewer work.
   explicit RowCopier(unsigned threads);
   ~RowCopier();
   RowCopier(const RowCopier&) = delete;
   RowCopier& operator=(const RowCopier&) = delete;
 
   unsigned threads() const noexcept;
+  // Threads that were wanted and that the system did not give.
+  unsigned lacking() const noexcept { return lacking_; }
 
   // Copies `count` rows of row_bytes; rows of the target are apart from each other and from those of the source.
   // checksums: empty, or the CRC-32C of each row that was copied.
@@ -58,6 +60,7 @@ class RowCopier {
   void share(Run& run) noexcept;
 
   std::unique_ptr<Crew> crew_;  // the threads and what they share
+  unsigned lacking_ = 0;        // threads that the system did not give
 };
 
 }  // namespace kvbm

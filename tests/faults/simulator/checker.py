@@ -20,7 +20,8 @@ from kvbm.core.codec import FrameBytes
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.streams.base import ORIGIN, Heartbeat, Position, fence_subject, subject_names
 from tests.faults.simulator.kernel import Process, Violation
-from tests.faults.simulator.limits import unkept
+from tests.faults.simulator.limits import held, unkept
+from tests.faults.simulator.owning import unended
 from tests.faults.simulator.server import Stored
 
 if TYPE_CHECKING:
@@ -80,6 +81,9 @@ class Checker:
         self._journals: dict[Process, Any] = {}
         self._nodes: dict[Process, Node] = {}
         self.put: dict[str, dict[int, bytes]] = {}  # machine → NVME slot → the block whose bytes were put there last
+        self._cleared: dict[
+            str, set[bytes]
+        ] = {}  # machine → blocks that NVME was durably emptied of, and has not got since
         self._stored: dict[tuple[InstanceId, int], Intervals] = {}
         self._fences: dict[str, str] = {}
         self.spoilt: dict[
@@ -103,6 +107,21 @@ class Checker:
             raise Violation(f"{process} begins epoch {manager.epoch}, its machine had epoch {last} already")
         self._machine_epochs[node.machine.name] = manager.epoch
         self._nodes[process] = node
+        if why := self._came_back(node):
+            raise Violation(f"{process}: {why}")
+
+    def cleared(self, process: Process, blocks: set[bytes]) -> None:
+        """NVME was emptied of these blocks, and a journal says so durably."""
+        put = set(self.put.get(process.machine, {}).values())
+        self._cleared.setdefault(process.machine, set()).update(blocks - put)
+
+    def _came_back(self, node: Node) -> str:
+        """Blocks in NVME that had been cleared, though nobody has written them since; "" for none."""
+        gone = self._cleared.get(node.machine.name)
+        if not gone:
+            return ""
+        back = gone.intersection(node.manager.held(Tier.NVME)) if Tier.NVME in node.manager.pools.slots else set()
+        return f"NVME has {len(back)} blocks again that were cleared" if back else ""
 
     def writing(self, process: Process, journal: Any, frame: FrameBytes) -> None:
         """A frame reaches the journal; it may fail there."""
@@ -174,11 +193,18 @@ class Checker:
     def has_put(self, node: Node, slots: list[int], hashes: bytes) -> None:
         """NVME slots have been written."""
         put = self.put.setdefault(node.machine.name, {})
+        gone = self._cleared.get(node.machine.name, set())
         for at, slot in enumerate(slots):
             put[slot] = hashes[16 * at : 16 * at + 16]
+            gone.discard(put[slot])
 
     def lost_power(self, machine: str) -> None:
         """What its disk holds is no longer what was written: headers and checksums must tell."""
+        self.flipped_journal(machine)
+        self._cleared.pop(machine, None)
+
+    def flipped_journal(self, machine: str) -> None:
+        """Its journal is no longer what was written. What it says was cleared stays so: NVME knows of that itself."""
         self._damaged.add(machine)
         self.put.pop(machine, None)
         self._machine_slots.pop(machine, None)
@@ -292,6 +318,8 @@ class Checker:
             if self.cluster.peers is not None and (why := self.cluster.peers.unsettled(node)):
                 return f"{node.instance}: {why}"
             if self.cluster.limits is not None and (why := unkept(node)):
+                return f"{node.instance}: {why}"
+            if node.is_owner and (why := unended(node) or held(node.manager) or self._came_back(node)):
                 return f"{node.instance}: {why}"
         for catalog in self.cluster.catalogs:
             if why := self._unsettled_catalog(catalog, live):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ from tests.faults.simulator.disk import Disk
 from tests.faults.simulator.disk_faults import USUAL_NAP_S
 from tests.faults.simulator.kernel import NO_THREAD, Clock, Process, Shortages, Thread, Violation, Waiter, World
 from tests.faults.simulator.limits import CLOSED_IN_S, MAX_PAYLOAD_BYTES, Interrupted, Keys, Limits, Signalled
+from tests.faults.simulator.owning import REQUESTS, OwningEngine, call_of, drawn_owner, plain
 from tests.faults.simulator.peers import PeerNetwork
 from tests.faults.simulator.server import Network, Server, SimStream
 from tests.faults.simulator.store import SimStore, StoreClass
@@ -171,6 +173,7 @@ class Node:
     Attributes:
         nap_s: what a step of a pool takes. hangs: none of them ends.
         keys: what its last process has read of them, where it reads keys.
+        engine: that of its last process, where that owns HBM.
         signals: how probable a signal is in a call of its engines; closing_signals: how many of them have a handler that closes.
     """
 
@@ -181,7 +184,8 @@ class Node:
         self.settings, self.core = settings, core
         self.world = cluster.world
         self.process: Process | None = None
-        self.manager: Manager | None = None
+        self.manager: Any = None
+        self.engine: OwningEngine | None = None
         self.wanted = False
         self.starts = 0
         self.nap_s, self.hangs = USUAL_NAP_S, False
@@ -191,6 +195,11 @@ class Node:
     @property
     def is_running(self) -> bool:
         return self.process is not None and self.process.alive and self.manager is not None
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether its engine owns HBM."""
+        return self.settings.pools.hbm.owner == "engine"
 
     def start(self) -> None:
         """Start a process; it tries until the manager opens."""
@@ -216,9 +225,10 @@ class Node:
     def _main(self) -> None:
         process = self.process
         assert process is not None
+        open_it: Any = assembly.open_engine_manager if self.is_owner else assembly.open_manager
         while True:
             try:
-                manager = assembly.open_manager(
+                manager = open_it(
                     self.settings, NAMESPACES[:1], BLOCK_BYTES, "simulated", self.cluster.objects, process.clock.wall_ns,
                     core=self.core,
                 )  # fmt: skip
@@ -236,11 +246,12 @@ class Node:
         self._slow_down(manager, process)
         manager._loads.locator = SimLocator(self.cluster, self.instance)
         self.manager = manager
+        self.engine = OwningEngine(self, process, manager, NAMESPACES, rows_of) if self.is_owner else None
         self.cluster.checker.opened(self, process, manager)
-        for number in range(self.cluster.engines):
-            self.spawn(process, lambda number=number: self._engine(manager, process), f"engine-{number}")  # type: ignore[misc]
+        for number in range(REQUESTS if self.is_owner else self.cluster.engines):
+            self.spawn(process, lambda: self._engine(manager, process), f"engine-{number}")
 
-    def _slow_down(self, manager: Manager, process: Process) -> None:
+    def _slow_down(self, manager: Any, process: Process) -> None:
         for tier, pool in manager.pools.slots.items():
             if tier == Tier.HBM:
                 continue
@@ -294,15 +305,19 @@ class Node:
 
     # -- what an engine does ------------------------------------------------------------------------------------------
 
-    def _engine(self, manager: Manager, process: Process) -> None:
-        rng, world = self.world.rng, self.world
+    def _engine(self, manager: Any, process: Process) -> None:
+        rng, world, engine = self.world.rng, self.world, self.engine
         caller: Any = manager if self.cluster.limits is None else Signalled(manager, self, self._close_in_handler)
         while True:
             Waiter(world).wait(rng.expovariate(1 / self.cluster.pause_s))
             if self.cluster.is_over:
                 continue
             try:
-                self._operate(caller, rng)
+                if engine is None:
+                    self._operate(caller, rng)
+                else:
+                    self.cluster.operations += 1
+                    engine.operate(call_of(caller), *self.cluster.chains.prompt(rng))
             except Interrupted:
                 caller.give_back()
             except IndexError:
@@ -314,7 +329,7 @@ class Node:
                     return
                 raise
 
-    def _close_in_handler(self, manager: Manager) -> None:
+    def _close_in_handler(self, manager: Any) -> None:
         """What a handler of SIGTERM does: the process leaves once it is closed."""
         process = self.process
         if self.manager is manager and process is not None:
@@ -322,7 +337,7 @@ class Node:
             self.world.after(0.5, self.world.nature, self._leave, process, manager, self.world.now)
         manager.close(2.0)
 
-    def _leave(self, process: Process, manager: Manager, since_s: float) -> None:
+    def _leave(self, process: Process, manager: Any, since_s: float) -> None:
         """The process ends once its manager is closed, and comes back. What nobody has closed by then is closed as interpreters do it."""
         world = self.world
         if not process.alive:
@@ -363,6 +378,9 @@ class Node:
 
     def serve(self, manager: Manager, rng: random.Random, namespace: NamespaceId, hashes: bytes) -> None:
         """One prompt: what is there of it is acquired, the rest computed."""
+        if self.engine is not None:
+            self.engine.serve(plain, namespace, hashes)
+            return
         depth = len(hashes) // HASH_BYTES
         if self.cluster.peers is not None and rng.random() < FORGOTTEN_SHARE:
             for tier in manager.pools.slots:
@@ -508,9 +526,11 @@ class Cluster:
         told: Callable[[str, dict[str, Any]], None],
         has_peers: bool = False,
         limits: Limits | None = None,
+        owners: random.Random | None = None,
     ) -> None:
         self._real_store: Any = None
-        self.limits = limits
+        self.limits, self._owners = limits, owners
+        self.owning: Counter[str] = Counter()  # what engines that own HBM have reached
         rng = world.rng
         self.world, self.folder, self.checker, self.told = world, folder, checker, told
         self.network = Network(world)
@@ -592,7 +612,16 @@ class Cluster:
             nats=NatsSettings(url="nats://sim:4222", window_bytes=rng.choice(windows)),
             snapshots=SnapshotsSettings(least_s=rng.choice((1.0, 4.0))),
         )  # fmt: skip
-        return settings if self.peers is None else self._with_peers(settings), core
+        if self.peers is not None:
+            settings = self._with_peers(settings)
+        return settings if self._owners is None or not drawn_owner(self._owners) else self._owning(settings), core
+
+    def _owning(self, settings: Settings) -> Settings:
+        """Of an engine that owns HBM: half of its slots are what the engine has room for."""
+        pools, replace = settings.pools, msgspec.structs.replace
+        hbm = HbmSettings(slots=2 * pools.hbm.slots, owner="engine")
+        host = HostSettings(slots=pools.host.slots or 8, copy_threads=1)
+        return replace(settings, pools=replace(pools, hbm=hbm, host=host))
 
     def _with_peers(self, settings: Settings) -> Settings:
         """An instance that has room to lend from and says soon that it does; now and then it has another secret than the others."""

@@ -74,7 +74,7 @@ def flip_journal(faults: Faults, rng: random.Random) -> Undo:
     files = node.machine.disk.journal_files()
     if files:
         node.machine.disk.flip(rng.choice(files[-2:]))
-        faults.cluster.checker.lost_power(node.machine.name)
+        faults.cluster.checker.flipped_journal(node.machine.name)
     return faults.restart(node)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import os
 import random
 import secrets
@@ -99,16 +100,29 @@ class _Erasures:
 
 
 def _open_blocks(fds: Sequence[int], slots: int, block_bytes: int, *how: object) -> PlainBlockIo:
+    """Stands for the native engine. Raises OSError: there is no thread for it."""
+    try:
+        INSTALLED.world.current.shortages.check_thread("native")
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from None
     return PlainBlockIo(Os(), fds, slots, block_bytes)
 
 
 class _InThread:
     """Stands for `InThread`: a run is applied some time after it was handed over, and known some time after that."""
 
-    def __init__(self, index: ClusterIndex, thread: object) -> None:
+    def __init__(self, index: ClusterIndex, new_thread: object) -> None:
         self._index = index
+        self._has_thread = False
 
     async def apply(self, run: PlainRun, take: Callable[[PlainApplied], None]) -> None:
+        if not self._has_thread:
+            try:
+                INSTALLED.world.current.shortages.check_thread("native")
+            except RuntimeError:
+                take(self._index.apply_plain(run.messages, run.places))
+                return
+            self._has_thread = True
         chance = INSTALLED.world.chance  # type: ignore[attr-defined]
         applied: list[PlainApplied] = []
         try:

@@ -79,10 +79,10 @@ class Shortages:
         self.threads = self.descriptors = 0.0
         self.refused: Counter[str] = Counter() if refused is None else refused
 
-    def check_thread(self) -> None:
-        """Raises RuntimeError: there is none now."""
+    def check_thread(self, whose: str = "threads") -> None:
+        """Raises RuntimeError: there is none now. `whose` says what is counted."""
         if self.threads and self._chance.random() < self.threads:
-            self.refused["threads"] += 1
+            self.refused[whose] += 1
             raise RuntimeError(NO_THREAD)
 
     def check_descriptor(self, what: str) -> None:

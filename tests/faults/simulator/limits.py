@@ -24,7 +24,6 @@ import kvbm.pools.nvme.pod as pod_module
 from kvbm.config import Settings
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
-from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome, ReadResult
@@ -192,7 +191,7 @@ class Limits:
 
         pod.read = slow
 
-    def opened(self, node: Node, manager: Manager) -> None:
+    def opened(self, node: Node, manager: Any) -> None:
         """A manager has opened: what it remembers of names is scaled down."""
         assert isinstance(manager._namespaces, UsedNamespaces)
         manager._namespaces._most = MOST_USED
@@ -228,7 +227,7 @@ class Signalled:
         closes: what a handler does instead of raising, where it closes.
     """
 
-    def __init__(self, manager: Manager, node: Node, closes: Callable[[Manager], None]) -> None:
+    def __init__(self, manager: Any, node: Node, closes: Callable[[Any], None]) -> None:
         self._manager, self._node, self._closes = manager, node, closes
         self._rng = random.Random(node.cluster.limits.rng.getrandbits(32))  # type: ignore[union-attr]
         self._pinned: Counter[int] = Counter()
@@ -276,6 +275,10 @@ class Signalled:
     def take_snapshot(self) -> None:
         self._call(self._manager.take_snapshot, points=6)
 
+    def interrupted_call(self, call: Callable[..., Any], *args: Any, points: int = 1) -> Any:
+        """A call that a signal may interrupt. Raises Interrupted: it has."""
+        return self._call(call, *args, points=points)
+
     # -- after a signal -----------------------------------------------------------------------------------------------
 
     def give_back(self) -> None:
@@ -320,10 +323,10 @@ class Signalled:
 def unkept(node: Node) -> str:
     """What of an instance whose engines rest is not as it must be; "" when all is well."""
     manager: Any = node.manager
-    return _held(manager) or _lost_threads(node, manager) or _unsynced(node) or _old_secret(node) or _old_key(node)
+    return held(manager) or _lost_threads(node, manager) or _unsynced(node) or _old_secret(node) or _old_key(node)
 
 
-def _held(manager: Any) -> str:
+def held(manager: Any) -> str:
     """What is still anybody's."""
     stats = manager.stats()
     if stats.copies_in_flight or manager._copies.running:
@@ -398,7 +401,7 @@ def _key_text(number: int) -> str:
     return base64.b64encode(hashlib.sha256(f"key {number}".encode()).digest()).decode()
 
 
-def names_without_end(node: Node, manager: Manager, rng: random.Random, is_over: Callable[[], bool]) -> None:
+def names_without_end(node: Node, manager: Any, rng: random.Random, is_over: Callable[[], bool]) -> None:
     """What an engine does whose clients make up tenants. In a thread of its own."""
     limits = node.cluster.limits
     assert limits is not None
@@ -410,6 +413,8 @@ def names_without_end(node: Node, manager: Manager, rng: random.Random, is_over:
                 manager.declare([namespace])
                 if rng.random() < 0.03:
                     node.serve(manager, rng, namespace.id, block)
+                elif node.is_owner:
+                    manager.begin_acquire(namespace.id, block).release()
                 else:
                     manager.acquire(namespace.id, block)
             Waiter(node.world).wait(rng.expovariate(20.0))

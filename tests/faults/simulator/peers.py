@@ -27,6 +27,7 @@ from kvbm.core.fetching import LeftAlone
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Tier, pack_slots, split_hashes, split_slots
 from kvbm.core.peer_address import PeerAddress
 from kvbm.core.reads import ReadOutcome
+from kvbm.pools.memory import MemoryPool
 from kvbm.transport.base import PeerRead, RootOf, check_wish, failed_read
 from kvbm.transport.lending import Leases, Lent, LentLimits
 from kvbm.transport.local import LocalReader
@@ -257,6 +258,10 @@ class SimReader:
         if self._is_closed or owner is None or owner.is_over:
             raise _Ended("connection refused")
         reading.owner = owner
+        try:
+            owner.process.shortages.check_thread("native")
+        except RuntimeError as error:  # it has none for this connection
+            raise _Ended(str(error)) from None
         world = reading.world
         local = LocalReader(owner.leases, self._root_of, lambda: world.now, assembly.NATIVE.crc32c)
         return local.read(namespace, hashes, rows, at, reading.until_s - world.now)
@@ -295,6 +300,7 @@ class SimLending:
     ) -> None:
         self.network, self.world, self.process = network, network.world, process
         self.host, self._nvme = slots[Tier.HOST], slots.get(Tier.NVME)
+        self.host_rows = self.host.memory  # of whatever kind HOST is
         self._ledger, self._lock, self._evict = ledger, lock, evict
         self._roots: dict[NamespaceId, bytes] = {}
         self._questions: list[_Question] = []
@@ -425,7 +431,7 @@ class SimLending:
             return None
         for at, (tier, slot) in enumerate(zip(lent.tiers, lent.slots, strict=True)):
             if tier is Tier.HOST:
-                rows[at], checksums[at] = self.host.rows[slot], self.host.checksums([slot])[0]
+                rows[at], checksums[at] = self.host_rows[slot], self.host.checksums([slot])[0]
         return lent._replace(rows=rows[:end], checksums=checksums[:end])
 
     def _look_at(self, namespace: NamespaceId, hashes: bytes) -> None:
@@ -434,7 +440,7 @@ class SimLending:
             with self._lock:
                 found = self._ledger.lend(namespace, block, Tier.HOST)
             for slot in () if self.is_over else split_slots(found.slots):
-                is_wrong = assembly.NATIVE.crc32c(self.host.rows[slot].tobytes()) != self.host.checksums([slot])[0]
+                is_wrong = assembly.NATIVE.crc32c(self.host_rows[slot].tobytes()) != self.host.checksums([slot])[0]
                 with self._lock:
                     self._ledger.unpin(Tier.HOST, pack_slots([slot]))
                 if is_wrong:
@@ -478,11 +484,15 @@ def open_peers(
 def open_lending(
     settings: Any, instance: InstanceId, ledger: Any, lock: Any, pools: Any, tls: Any = None
 ) -> Opened | None:
-    """Stands for `kvbm.assembly.lending.open_lending`. At the address of a process before it lends the next one."""
+    """Stands for `kvbm.assembly.lending.open_lending`. At the address of a process before it lends the next one.
+
+    Raises: RuntimeError: there is no thread to listen with.
+    """
     network: PeerNetwork | None = INSTALLED.world.peers  # type: ignore[attr-defined]
     if network is None or Tier.HOST not in pools.slots:
         return None
     process, evict = INSTALLED.world.current, list[Callable[[Tier, Any], object]]()
+    process.shortages.check_thread("native")
     lending = SimLending(
         network, process, ledger, lock, pools.slots, lambda tier, block: [withdraw(tier, block) for withdraw in evict]
     )
@@ -492,13 +502,13 @@ def open_lending(
 
 
 def flipped_rows(network: PeerNetwork, rng: random.Random) -> int:
-    """Flip a bit in some HOST slots that lend now; how many."""
+    """Flip a bit in some HOST slots that lend now; how many. Not where an engine owns HBM, whose workers take HOST's memory as it is."""
     count = 0
     for machine in sorted(network.lent):
         lending = network.lent[machine]
-        for slot in range(0 if lending.is_over else lending.host.slots):
+        for slot in range(0 if lending.is_over or not isinstance(lending.host, MemoryPool) else lending.host.slots):
             if rng.random() < 0.2:
-                lending.host.rows[slot, rng.randrange(lending.host.block_bytes)] ^= 1 << rng.randrange(8)
+                lending.host_rows[slot, rng.randrange(lending.host.block_bytes)] ^= 1 << rng.randrange(8)
                 lending.spoilt.add(slot)
                 count += 1
     return count

@@ -8,7 +8,7 @@ import hashlib
 import random
 import tempfile
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,6 +34,7 @@ SHORT_S = 2.0  # the same, where a few faults meet
 PEERS_S, PEERS_BEGIN_S = 1.6, 0.5  # the same, where instances read from each other; and when the first fault may come
 LIMITS_S, LIMITS_BEGIN_S = 5.0, 0.0  # the same, where something runs out
 SOON_FORGOTTEN_S = 6.0  # where faults forget, the gone are forgotten by themselves after so much listening
+OWNING_S = 5.0  # the same, where engines own HBM
 SETTLE_S = 90.0  # within which everything must be well again
 FOLDER = "/dev/shm"
 
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
         together: kinds of faults that meet; () for no certain ones.
         peers: instances read each other's blocks.
         limits: threads, descriptors, names and undisturbed calls may run out.
+        owning: most instances have an engine that owns HBM.
         without: numbers of faults to leave out.
     """
 
@@ -56,6 +58,7 @@ class Plan(NamedTuple):
     together: tuple[str, ...] = ()
     peers: bool = False
     limits: bool = False
+    owning: bool = False
 
     @property
     def begin_s(self) -> float:
@@ -68,12 +71,15 @@ class Plan(NamedTuple):
         words = [f"--mix {','.join(self.mix)}"] if self.mix else []
         words += ["--peers"] if self.peers else []
         words += ["--limits"] if self.limits else []
+        words += ["--owning"] if self.owning else []
         words += [f"--together {','.join(self.together)}"] if self.together else []
         return " ".join([*words, f"--run-s {self.run_s:g}"])
 
 
 PEERS = Plan(mix=PEER_MIX, run_s=PEERS_S, peers=True)
 LIMITS = Plan(mix=LIMIT_MIX, run_s=LIMITS_S, limits=True)
+OWNING = Plan(run_s=OWNING_S, owning=True)
+OWNING_LIMITS = LIMITS._replace(owning=True)
 
 
 class Outcome(NamedTuple):
@@ -188,7 +194,8 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
         if limits is not None:
             limits.prepare({fault.kind for fault in planned})
         has_peers = how.peers or (limits is not None and limits.has_peers)
-        cluster = Cluster(world, Path(folder), checker, told, has_peers, limits)
+        owners = random.Random(seed ^ 0x0E96) if how.owning else None
+        cluster = Cluster(world, Path(folder), checker, told, has_peers, limits, owners)
         checker.attach(cluster)
         if limits is not None:
             stack.enter_context(limits.scaled_down())
@@ -225,7 +232,7 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
                 seed, violation, world.steps, cluster.operations, len(faults.happened), checker.checks,
                 cluster.server.last_sequence, world.now, trace.hexdigest()[:16], planned,
                 met(faults.happened, how.together), peers.arrived if peers else 0, peers.fetched if peers else 0,
-                {} if limits is None else limits.reached, list(story),
+                cluster.owning + (Counter() if limits is None else limits.reached), list(story),
             )  # fmt: skip
             cluster.end()
             for opened in leaving._open.keys() - open_before:  # the dead are not closed when the interpreter ends
