@@ -13,8 +13,8 @@ from kvbm.core.backend import REFERENCE
 from kvbm.core.fold import Residencies
 from kvbm.replay import stat, state
 from kvbm.replay import verify as verifying
+from kvbm.replay.format import END, At
 from kvbm.replay.source import Source
-from kvbm.replay.state import END, At
 
 P = ParamSpec("P")
 Report = TypeVar("Report", bound=msgspec.Struct)

@@ -16,7 +16,7 @@ from kvbm.replay import export as exporting
 from kvbm.replay import serve as serving
 from kvbm.replay import verify as verifying
 from kvbm.replay.export import DecodeColumns
-from kvbm.replay.state import END, At
+from kvbm.replay.format import END, At
 
 READABLE = readable_parts()._replace(readable=readable_parts)
 

@@ -52,6 +52,6 @@ def test_a_native_report_that_differs_is_noticed() -> None:
     def report(same: bool, backend: object = None, fold: object = None) -> Named:
         return Named("" if same else str(fold))
 
-    assert both_ways(report)(True) == Named("")
+    assert both_ways(report, {}, {})(True) == Named("")
     with pytest.raises(AssertionError):
-        both_ways(report)(False)
+        both_ways(report, {}, {})(False)

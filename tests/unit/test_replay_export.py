@@ -11,6 +11,7 @@ from pyarrow import parquet
 
 from kvbm.assembly import NATIVE, decode_columns
 from kvbm.cli import replay_main
+from kvbm.core import columns
 from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.events import (
     BlocksCreated,
@@ -93,7 +94,7 @@ def more_kinds() -> Frame:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("decode", [decode_columns, export_module.decode_columns])
+@pytest.mark.parametrize("decode", [decode_columns, columns.decode_columns])
 @pytest.mark.parametrize("batch_bytes", [1, 2000, 8 << 20])
 def test_each_event_is_a_row_that_says_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decode: Any, batch_bytes: int
