@@ -132,7 +132,7 @@ def test_who_may_not_delete_leaves_it_to_the_janitor(place: Place, server: Fault
 
 def test_a_store_that_opens_and_does_not_answer_the_client_of_bytes_is_away(place: Place, server: FaultyServer) -> None:
     server.faults.append(Fault("never", method="PUT"))
-    error = refusal(place, server.url, wait_s=2.0)
+    error = refusal(place, server.url, wait_s=6.0)
     assert isinstance(error, StoreAwayError)
     assert "it opens, and a small object cannot be put (no answer within" in str(error)
 
