@@ -2,7 +2,6 @@
 
 reference/*.md        tools/reference.py
 design.md             ARCHITECTURE.md
-decisions/index.md    the titles of the files in docs/decisions
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
-DECISIONS = ROOT / "docs" / "decisions"
 _IN_DOCS = re.compile(r"\]\(docs/([^)]*)\)")
 
 
@@ -24,28 +22,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages. Decisions are in the site without each being in its menu."""
     pages = {name: page() for name, page in _module("reference").PAGES.items()}
     pages["design.md"] = _IN_DOCS.sub(_as_page, (ROOT / "ARCHITECTURE.md").read_text())
-    pages["decisions/index.md"] = decisions_page()
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     for file in files:
-        if file.src_uri.startswith("decisions/") and file.src_uri != "decisions/index.md":
+        if file.src_uri.startswith("decisions/") and file.src_uri != "decisions/README.md":
             file.inclusion = InclusionLevel.NOT_IN_NAV
     return files
 
 
 def _as_page(link: re.Match[str]) -> str:
     """A link of the repository as one of the site."""
-    return f"]({link[1]}index.md)" if link[1].endswith("/") else f"]({link[1]})"
-
-
-def decisions_page() -> str:
-    """All decisions, by title."""
-    titles = {file.name: file.read_text().partition("\n")[0].removeprefix("# ") for file in DECISIONS.glob("*.md")}
-    lines = [f"- [{title}]({name})" for name, title in sorted(titles.items())]
-    return (
-        "# Decisions\n\nEach decision has a page: what was decided, the reason, and the road not taken. *Seen* marks what was observed "
-        "and led to it. A new decision is a new file in `docs/decisions`, numbered on.\n\n" + "\n".join(lines) + "\n"
-    )
+    return f"]({link[1]}README.md)" if link[1].endswith("/") else f"]({link[1]})"
 
 
 def _module(name: str) -> Any:

@@ -392,7 +392,7 @@ def logged() -> list[Logged]:
         for call in ast.walk(ast.parse(file.read_text())):
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.args):
                 continue
-            is_seldom = call.func.attr == "warn"
+            is_seldom = call.func.attr in ("warn", "warn_once")
             is_log = isinstance(call.func.value, ast.Name) and call.func.value.id == "log" and call.func.attr in _LEVELS
             if not (is_log or is_seldom):
                 continue

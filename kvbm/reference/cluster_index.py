@@ -1,6 +1,6 @@
 """The cluster index, readable: dictionaries, one block at a time. It says what the native index must do.
 
-Per instance and tier it has what `core.residency.Residencies` has for a reader that has missed events, with two differences: slots are
+Per instance and tier it has what `core.fold.Residencies` has for a reader that has missed events, with two differences: slots are
 not kept, and blocks are told apart by namespace and hash, so that what one tenant says never touches another's blocks.
 """
 

@@ -97,7 +97,7 @@ def test_every_page_of_the_reference_is_written():
 
 def test_links_between_files_of_the_repository_lead_somewhere():
     """As they are read in the repository; `make docs` checks those of the site."""
-    generated = {name.removesuffix(".md") for name in reference.PAGES} | {"design", "decisions/index"}
+    generated = {name.removesuffix(".md") for name in reference.PAGES} | {"design"}
     for page in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md")):
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             target = (page.parent / link).resolve()
