@@ -7,6 +7,7 @@ from pathlib import Path
 from kvbm.config import Settings
 from kvbm.core.errors import KvbmError
 from kvbm.doctor.finding import Finding, ok, warning
+from kvbm.doctor.sql_library import sql_library
 from kvbm.files import Exposed, exposed
 
 _CHECK = "file modes"
@@ -42,9 +43,8 @@ def kept_paths(settings: Settings) -> list[str]:
 def _sqlite_file(url: str) -> str:
     """The file of a database URL; "" where it names none, or nothing here can read it."""
     try:
-        from kvbm.catalog.sql.database import is_sqlite, parse_url
-
-        parsed = parse_url(url) if url else None
+        sql = sql_library()
+        parsed = sql.parse_url(url) if url else None
     except KvbmError:
         return ""
-    return (parsed.database or "") if parsed is not None and is_sqlite(parsed) else ""
+    return (parsed.database or "") if parsed is not None and sql.is_sqlite(parsed) else ""

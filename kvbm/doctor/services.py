@@ -17,6 +17,7 @@ from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import KvbmError, MissingExtraError, StreamError
 from kvbm.doctor.deadline import PROBE_S
 from kvbm.doctor.finding import Finding, milliseconds, ok, problem, refused, size, unused, warning
+from kvbm.doctor.sql_library import sql_library
 from kvbm.files import SMALL_BYTES, read_small
 from kvbm.locate.parts import catalogs_at
 from kvbm.pools.stores.base import TRIAL_PREFIX, Get, Put, Refusal, Store, Trouble
@@ -165,9 +166,7 @@ def _credentials(nats: NatsSettings) -> Credentials:
 
 def look_at_database(settings: Settings) -> Any:
     """A `DatabaseView`. Raises CatalogError, MissingExtraError."""
-    from kvbm.catalog.sql.database import look as look_at
-
-    return asyncio.run(look_at(database_url(settings), _ASK_S))
+    return asyncio.run(sql_library().look(database_url(settings), _ASK_S))
 
 
 def judge_database(view: Any, settings: Settings) -> Finding:

@@ -575,11 +575,12 @@ def test_an_object_store_that_is_closed_or_lacks_the_bucket_is_named(
 # -- what is not installed ----------------------------------------------------------------------------------------------
 
 BLOCKER = """
-import os, sys
+import os, sys, time
 class Blocker:
     names = set(os.environ.get("BLOCKED_MODULES", "").split(","))
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in self.names:
+            time.sleep(float(os.environ.get("BLOCKED_S", "0")))
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Blocker())
 """
@@ -647,7 +648,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_the_doctor_runs_on_the_core_install(tmp_path: Path) -> None:
-    environment = environment_of(blocked(tmp_path, *EXTRAS))
+    # Two probes look for SQL's library at once, and here each finds slowly that it is not there.
+    environment = environment_of(blocked(tmp_path, *EXTRAS) | {"BLOCKED_S": "0.3"})
 
     def doctor(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

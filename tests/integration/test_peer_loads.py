@@ -151,6 +151,7 @@ def test_a_look_that_raises_is_a_miss_with_one_warning(network: Network, monkeyp
                 assert prefix.hits == {Tier.HBM: 3}
                 second.unpin(prefix.slots)
         assert [one["event"] for one in logs if one["log_level"] == "error"] == ["load.not_looked"]
+        assert second.settle(WAIT_S)  # what was computed is being offloaded
         counts = second.stats().pools[Tier.HBM]
         assert counts.held == counts.evictable  # nothing stays pinned
         prefix = second.acquire(NAMESPACE.id, hashes_of(1, 8))

@@ -50,21 +50,26 @@ class ServerTls:
         self._looked_s = now_s
         if not (self._files.has_stayed(now_s, LOOK_S) if self.trouble else self._files.has_changed(now_s, LOOK_S)):
             return
-        content = self._read()
+        content, wrong, context = self._read(), "", self._current
         try:
-            self._current = _new_context(self._options)
+            context = _new_context(self._options)
         except ConfigError as error:
+            wrong = str(error)
+        if (
+            self._read() != content
+        ):  # they changed while the context was made of them: the next look takes what they are then
+            return
+        if wrong:
             if not self.trouble:
                 log.warning(
-                    "catalog.certificate_kept", why=str(error), remedy="the one before is used until the files are good"
+                    "catalog.certificate_kept", why=wrong, remedy="the one before is used until the files are good"
                 )
-            self.trouble = f"the certificate is the one before: {error}"
+            self.trouble = f"the certificate is the one before: {wrong}"
             return
         self._files.take()
-        is_other = (
-            bool(self.trouble) or content != self._content
-        )  # young files are read once more, and are mostly the same
-        self._content, self.trouble = content, ""
+        # Young files are read once more, and are mostly the same.
+        is_other = bool(self.trouble) or content != self._content
+        self._current, self._content, self.trouble = context, content, ""
         if is_other:
             log.info("catalog.certificate_read", tls_cert=self._options.tls_cert)
 
