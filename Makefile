@@ -7,6 +7,7 @@ STAMP := $(VENV)/.kvbm-installed
 # Ours is built with what this environment has; a dependency that comes as source, such as nkeys, in isolation with what is pinned here.
 PINNED := -c constraints.txt --build-constraint constraints.txt
 NATIVE_SOURCES := CMakeLists.txt $(wildcard native/include/kvbm/* native/src/* native/bindings/*)
+NATIVE_FORMATTED = $(wildcard native/include/kvbm/*.hpp native/*/*.hpp native/*/*.cpp)
 WHEELS_STAMP := dist/.built
 BENCH := build/bench/.venv
 BENCH_STAMP := $(BENCH)/.kvbm-installed
@@ -120,10 +121,12 @@ mutants: setup  ## the same, with those in C++ code
 fmt: setup  ## format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/clang-format -i $(NATIVE_FORMATTED)
 
 lint: setup  ## format and lint, checked
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE_FORMATTED)
 
 sizes: setup  ## files, classes, functions and constructors that are larger than the project allows
 	$(BIN)/python tools/sizes.py

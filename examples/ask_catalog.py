@@ -1,7 +1,7 @@
 """Ask the catalog as a router does: who holds how much of a prompt, and where to send it. Sync, then from asyncio.
 
-The program starts what it needs: an embedded nats-server, a catalog in a process of its own, two instances. A real router makes only
-the client, `kvbm.CatalogClient("http://catalog:7700")`; `kvbm-catalog serve` starts a catalog.
+The program starts what it needs: an embedded nats-server, a catalog in a process of its own, two instances. A real
+router makes only the client, `kvbm.CatalogClient("http://catalog:7700")`; `kvbm-catalog serve` starts a catalog.
 
     python examples/ask_catalog.py
 
@@ -87,7 +87,10 @@ def ask(client: kvbm.CatalogClient, tokens: list[int], seen: list[kvbm.PositionW
 
 
 async def ask_many(url: str, prompts: list[list[int]]) -> list[kvbm.RouteAnswer]:
-    """From asyncio: a client of its own, without threads. Questions run side by side, and one that is cancelled ends."""
+    """From asyncio: a client of its own, without threads.
+
+    Questions run side by side, and one that is cancelled ends.
+    """
     async with kvbm.AsyncCatalogClient(url) as client:
         asked = (client.route_tokens(NAMESPACE, b"", prompt, timeout_s=WAIT_S) for prompt in prompts)
         return await asyncio.gather(*asked)

@@ -1,7 +1,8 @@
 """Embed kvbm in an engine, with HBM that kvbm owns.
 
-The engine asks what is held (`acquire`), takes slots for the rest (`allocate`), computes them, says so (`create`), and lets go (`unpin`).
-A second prompt finds what it shares with the first in HBM. What HBM had to give up comes back from HOST, and after a restart from NVME.
+The engine asks what is held (`acquire`), takes slots for the rest (`allocate`), computes them, says so (`create`), and
+lets go (`unpin`). A second prompt finds what it shares with the first in HBM. What HBM had to give up comes back from
+HOST, and after a restart from NVME.
 
     python examples/embed.py
 

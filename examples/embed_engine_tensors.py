@@ -1,7 +1,8 @@
 """Embed kvbm in an engine that owns its HBM: its own tensors, its own block table, its own prefix cache.
 
-The engine says what it holds (`engine_stored`, `engine_removed`). Blocks come and go through HOST: `begin_store` gives rows to fill,
-`begin_acquire` gives rows to read. `paged_layout` finds a block's bytes in tensors of any stride order, so the engine changes nothing.
+The engine says what it holds (`engine_stored`, `engine_removed`). Blocks come and go through HOST: `begin_store` gives
+rows to fill, `begin_acquire` gives rows to read. `paged_layout` finds a block's bytes in tensors of any stride order,
+so the engine changes nothing.
 
     python examples/embed_engine_tensors.py
 

@@ -1,7 +1,7 @@
 """Follow the events of a cluster: read the stream and print what happens, block by block.
 
-The stream is NATS JetStream; each event says something of a run of blocks of one instance. A reader gets all that the stream still keeps,
-in order, and then what comes. An event may come twice; its epoch and offset tell.
+The stream is NATS JetStream; each event says something of a run of blocks of one instance. A reader gets all that the
+stream still keeps, in order, and then what comes. An event may come twice; its epoch and offset tell.
 
     python examples/follow_events.py
 
@@ -38,7 +38,8 @@ def words(found: kvbm.RecordedEvent) -> Iterator[str]:
                 yield f"{block.hex()[:8]} left {event.tier.name} ({event.reason.name.lower()})"
         case kvbm.InstanceStopped():
             yield "stopped"
-        # ResidenciesListed and SnapshotEnded list what is held, for readers that missed something; we read from the beginning
+        # ResidenciesListed and SnapshotEnded list what is held, for readers that missed something; we read from the
+        # beginning
 
 
 def follow(log: kvbm.RecordedLog, instance: str) -> None:

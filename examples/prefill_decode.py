@@ -1,12 +1,13 @@
 """Prefill and decode as two engines: P computes a prompt's KV, D decodes with it and computes none of its blocks again.
 
-P keeps its KV in HOST, which it lends to others (`transport.listen`). The catalog reads P's stream. D's manager asks the catalog, reads the
-blocks from P's memory, and verifies them. A router hands over only tokens, and how far P's stream had come.
+P keeps its KV in HOST, which it lends to others (`transport.listen`). The catalog reads P's stream. D's manager asks
+the catalog, reads the blocks from P's memory, and verifies them. A router hands over only tokens, and how far P's
+stream had come.
 
     python examples/prefill_decode.py
 
-On one machine blocks are read through shared memory; between machines it would be `transport.listen = "tcp://0.0.0.0:7701"`, and each
-engine a process of its own. Needs torch and the extra `catalog`.
+On one machine blocks are read through shared memory; between machines it would be `transport.listen =
+"tcp://0.0.0.0:7701"`, and each engine a process of its own. Needs torch and the extra `catalog`.
 """
 
 from __future__ import annotations

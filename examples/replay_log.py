@@ -1,7 +1,8 @@
-"""Replay a log, cell by cell as in a notebook: what was held at a moment, why a block left, is the log sound, what if HBM were larger.
+"""Replay a log, cell by cell as in a notebook: what was held at a moment, why a block left, is the log sound, what if
+HBM were larger.
 
-The log is an instance's journal here. `kvbm.open_log` also takes an archive, a capture file, or a live stream (`nats://host:4222`); the
-command `kvbm-replay` does the same from a shell.
+The log is an instance's journal here. `kvbm.open_log` also takes an archive, a capture file, or a live stream
+(`nats://host:4222`); the command `kvbm-replay` does the same from a shell.
 
     python examples/replay_log.py
 
@@ -21,7 +22,10 @@ HBM_SLOTS = 8
 
 
 def make_log(folder: Path) -> tuple[kvbm.Settings, list[bytes]]:
-    """An instance serves dialogues that share a beginning. Returns its settings, which say where its journal is, and the prompts' hashes."""
+    """An instance serves dialogues that share a beginning.
+
+    Returns its settings, which say where its journal is, and the prompts' hashes.
+    """
     flags = {
         "instance.id": "engine-a",
         "instance.data_dir": str(folder),

@@ -14,20 +14,23 @@ An engine whose KV cache kvbm may allocate:
         slots = manager.create(namespace.id, parent, prefix.depth, fresh, slots)
         manager.unpin(prefix.slots + slots)                # the request is over
 
-An engine that owns its KV cache says what it holds to an `EngineHbmManager`, which `open_engine_manager` opens. A router asks the
-catalog through a `CatalogClient`, or a `CatalogReplica` in its own process, which `open_replica` opens. What was recorded, `open_log` reads.
+An engine that owns its KV cache says what it holds to an `EngineHbmManager`, which `open_engine_manager` opens. A
+router asks the catalog through a `CatalogClient`, or a `CatalogReplica` in its own process, which `open_replica` opens.
+What was recorded, `open_log` reads.
 
-Packed runs: a list of sequence hashes is `bytes`, 16 for each block in prompt order. Slots are ints from 0. Sizes are bytes, times
-are seconds unless a name says otherwise.
+Packed runs: a list of sequence hashes is `bytes`, 16 for each block in prompt order. Slots are ints from 0. Sizes are
+bytes, times are seconds unless a name says otherwise.
 
-Threads: every public call of a manager and of a client may come from any thread. Calls that wait say for how long at most.
+Threads: every public call of a manager and of a client may come from any thread. Calls that wait say for how long at
+most.
 
-CUDA: what `acquire` returns is in place. The work that writes a block is queued before `create`, and `create(…, stream=…)` says on
-which stream; work that still reads or writes a slot is named to `unpin` and `release` in the same way.
+CUDA: what `acquire` returns is in place. The work that writes a block is queued before `create`, and `create(…,
+stream=…)` says on which stream; work that still reads or writes a slot is named to `unpin` and `release` in the same
+way.
 
-Errors: all derive from `KvbmError`. An `ArgumentError` (a TypeError or a ValueError too), a `LayoutError` and a `LedgerError` are bugs
-in the caller, and the call has changed nothing. A miss and a short pool are results. Trouble with a colder tier, the stream or the
-catalog is a miss, one warning in the log, and a word in `Manager.trouble()`.
+Errors: all derive from `KvbmError`. An `ArgumentError` (a TypeError or a ValueError too), a `LayoutError` and a
+`LedgerError` are bugs in the caller, and the call has changed nothing. A miss and a short pool are results. Trouble
+with a colder tier, the stream or the catalog is a miss, one warning in the log, and a word in `Manager.trouble()`.
 
 The names here are the public ones; everything else may change without notice.
 """

@@ -105,7 +105,10 @@ class LendingServer:
     def disown(self) -> None: ...
 
 class RowCopier:
-    """As `kvbm.pools.host.rows.RowCopies`, on its own threads. `threads`: that copy one run, its caller among them; 0: as many as help."""
+    """As `kvbm.pools.host.rows.RowCopies`, on its own threads.
+
+    `threads`: that copy one run, its caller among them; 0: as many as help.
+    """
 
     def __init__(self, threads: int = 0) -> None: ...
     @property

@@ -50,14 +50,17 @@ def catalog_main(argv: Sequence[str] | None = None) -> int:
         commands,
         "gc",
         "clean up the object pool: claim what nobody claims, delete what is too old or too much",
-        "kvbm-catalog gc --dry-run --set pools.object.url=s3://bucket/kv --set gc.ttl_s=604800 --set gc.quota_bytes=1000000000000",
+        "kvbm-catalog gc --dry-run --set pools.object.url=s3://bucket/kv --set gc.ttl_s=604800 --set "
+        "gc.quota_bytes=1000000000000",
     )
-    gc.description = """Clean up the object pool that pools.object names, as the only janitor of all clusters that share it.
+    gc.description = """Clean up the object pool that pools.object names, as the only janitor of all clusters that
+share it.
 
 It claims the objects nobody claims, withdraws claims without an object, and withdraws, waits for gc.grace_s and deletes
 what nobody has put or read for gc.ttl_s, and the least recently used above gc.quota_bytes. It runs beside `kvbm-catalog
 serve`, on the same database and stream. What is not a block of kvbm's is never touched. While another janitor works it
-says so and returns 0. Where the store ignores conditional puts, on which that rests, it does not work unless gc.alone is set."""
+says so and returns 0. Where the store ignores conditional puts, on which that rests, it does not work unless
+gc.alone is set."""
     gc.add_argument(
         "--every",
         type=seconds,
@@ -74,10 +77,12 @@ says so and returns 0. Where the store ignores conditional puts, on which that r
         "have a running catalog forget an instance that is gone",
         "kvbm-catalog forget gpu-7 --set catalog.url=http://catalog:7700",
     )
-    forget.description = """Have the catalog at catalog.url forget an instance that has stopped or is not heard, before catalog.forget_s is over.
+    forget.description = """Have the catalog at catalog.url forget an instance that has stopped or is not heard, before
+catalog.forget_s is over.
 
-It leaves the catalog's memory, its database, metrics and answers. What it has put in object stores stays there and is found, and
-files and the archive have its events. An instance that is alive is not forgotten. One that comes back is asked for a snapshot."""
+It leaves the catalog's memory, its database, metrics and answers. What it has put in object stores stays there and is
+found, and files and the archive have its events. An instance that is alive is not forgotten. One that comes back is
+asked for a snapshot."""
     forget.add_argument("instance", metavar="NAME", help="the instance's id")
     add_settings(forget)
     _add_token(commands)
@@ -99,14 +104,17 @@ def _add_erase(commands: Commands) -> None:
         commands,
         "erase",
         "have everything of a tenant, of a namespace or of a prompt be gone, everywhere",
-        "kvbm-catalog erase --tenant acme --set nats.url=nats://127.0.0.1:4222 --set catalog.database=sqlite:///catalog.db",
+        "kvbm-catalog erase --tenant acme --set nats.url=nats://127.0.0.1:4222 --set "
+        "catalog.database=sqlite:///catalog.db",
     )
-    erase.description = """Have everything of a tenant, of a namespace or of a prompt be gone: from the tiers and journals of
-all instances, from the object pool and its front, from the catalog's database, index, checkpoints and archive.
+    erase.description = """Have everything of a tenant, of a namespace or of a prompt be gone: from the tiers and
+journals of all instances, from the object pool and its front, from the catalog's database, index, checkpoints and
+archive.
 
 It prints what is gone and what waits for whom, and returns 0 only when all is gone, else 1. Instances that are away
-erase before they serve when they return, and so do catalogs: each that ever answered is waited for by its name. To ask again for the same goes on with the same erasure until anybody is done
-with it. What is used anew afterwards is new; take a tenant out of the engines' configuration first."""
+erase before they serve when they return, and so do catalogs: each that ever answered is waited for by its name.
+To ask again for the same goes on with the same erasure until anybody is done with it. What is used anew afterwards is
+new; take a tenant out of the engines' configuration first."""
     what = erase.add_mutually_exclusive_group(required=True)
     what.add_argument("--tenant", metavar="NAME", help="all namespaces of this tenant")
     what.add_argument("--namespace", metavar="ID", type=_namespace_id, help="one namespace, 32 hex digits")
@@ -167,7 +175,8 @@ def _add_token(commands: Commands) -> None:
         commands,
         "token",
         "make a token that may ask the catalog: print it, and put its hash into the file of catalog.access",
-        "kvbm-catalog token --access access.toml --name router-acme --role router --tenant acme --out router-acme.token",
+        "kvbm-catalog token --access access.toml --name router-acme --role router --tenant acme --out "
+        "router-acme.token",
     )
     token.add_argument(
         "--access", type=Path, metavar="FILE", help="as catalog.access; made if it is not there, for its owner alone"
@@ -229,9 +238,15 @@ def _erase(arguments: argparse.Namespace) -> int:
         raise ConfigError("--hashes needs --namespace: a hash is of one namespace")
     hashes = read_hashes(arguments.hashes) if arguments.hashes else b""
     options = EraseOptions(
-        arguments.tenant, arguments.namespace, hashes, arguments.status, arguments.lift, arguments.wait,
-        frozenset(arguments.spare), arguments.forget_catalog,
-    )  # fmt: skip
+        arguments.tenant,
+        arguments.namespace,
+        hashes,
+        arguments.status,
+        arguments.lift,
+        arguments.wait,
+        frozenset(arguments.spare),
+        arguments.forget_catalog,
+    )
 
     def tell(number: int, lines: Sequence[Line]) -> None:
         if options.lift is not None:

@@ -1,4 +1,6 @@
-"""What people ask a running catalog on the command line: `kvbm-catalog lookup`, `route`, `who`, `instances` and `watch`."""
+"""What people ask a running catalog on the command line: `kvbm-catalog lookup`, `route`, `who`, `instances` and
+`watch`.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +59,10 @@ _TOKENS = re.compile(r"\d{1,10}")
 _MOST_NAMED = 20  # namespaces in an error
 Ask: TypeAlias = Callable[[argparse.Namespace, Settings, Catalog], None]
 
-_PROMPT_HELP = """the prompt: token ids ("1,2,3"), hashes of its full blocks (32 hex digits each), a file with either, or - for standard input"""
-_NAMESPACE_HELP = """its id or the beginning of it, or its model; may be left out where the catalog knows only one. With `instances`, ids are in
-`--namespaces`"""
+_PROMPT_HELP = """the prompt: token ids ("1,2,3"), hashes of its full blocks (32 hex digits each), a file with either,
+or - for standard input"""
+_NAMESPACE_HELP = """its id or the beginning of it, or its model; may be left out where the catalog knows only one. With
+`instances`, ids are in `--namespaces`"""
 
 
 class _Prompt(NamedTuple):
@@ -72,13 +75,19 @@ class _Prompt(NamedTuple):
 def add_questions(commands: Commands) -> None:
     """The commands, of which `ask` does each."""
     lookup = add_command(
-        commands, "lookup", "who holds how much of a prompt's prefix, in which tiers", "kvbm-catalog lookup prompt.txt --namespace my-model"
-    )  # fmt: skip
+        commands,
+        "lookup",
+        "who holds how much of a prompt's prefix, in which tiers",
+        "kvbm-catalog lookup prompt.txt --namespace my-model",
+    )
     _add_prompt(lookup)
     _add_common(lookup, limit=True)
     route = add_command(
-        commands, "route", "which instance should serve a prompt, and what each would cost, by parts", "kvbm-catalog route prompt.txt --namespace my-model"
-    )  # fmt: skip
+        commands,
+        "route",
+        "which instance should serve a prompt, and what each would cost, by parts",
+        "kvbm-catalog route prompt.txt --namespace my-model",
+    )
     _add_prompt(route)
     route.add_argument(
         "--input-tokens",
@@ -138,7 +147,9 @@ def ask(arguments: argparse.Namespace) -> int:
 
 
 def listening_url(settings: Settings) -> str:
-    """Of the catalog that runs with these settings; an IPv6 address may be written without brackets in `catalog.listen`."""
+    """Of the catalog that runs with these settings; an IPv6 address may be written without brackets in
+    `catalog.listen`.
+    """
     host, _, port = settings.catalog.listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     return f"{'https' if settings.catalog.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -181,7 +192,8 @@ def _route(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
     if not count:
         if isinstance(namespace, bytes):
             raise ConfigError(
-                f"the tokens of a block are not known for namespace {namespace.hex()}; give the prompt's length, as --input-tokens 2000"
+                f"the tokens of a block are not known for namespace {namespace.hex()}; give the prompt's length, as "
+                "--input-tokens 2000"
             )
         count = len(hashes) // HASH_BYTES * namespace.block_tokens
     if isinstance(client, CatalogClient):
@@ -239,8 +251,12 @@ def _watch(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
 
 
 _QUESTIONS: dict[str, Ask] = {
-    "lookup": _lookup, "route": _route, "who": _who, "instances": _instances, "watch": _watch,
-}  # fmt: skip
+    "lookup": _lookup,
+    "route": _route,
+    "who": _who,
+    "instances": _instances,
+    "watch": _watch,
+}
 QUESTIONS = tuple(_QUESTIONS)
 
 
@@ -260,12 +276,14 @@ def _read_prompt(given: str) -> _Prompt:
         except OSError as error:
             why = error.strerror or str(error)
             raise ConfigError(
-                f"{given[:80]!r} is neither token ids nor hashes, and no file that can be read ({why}); give {_PROMPT_HELP}"
+                f"{given[:80]!r} is neither token ids nor hashes, and no file that can be read ({why}); give "
+                f"{_PROMPT_HELP}"
             ) from None
     found = _parsed(text)
     if found is None or len(text) > _PROMPT_BYTES:
         raise ConfigError(
-            f'{place} holds neither token ids nor hashes; give ids ("1 2 3" or [1, 2, 3]) or hashes of 32 hex digits, at most {_PROMPT_BYTES >> 20} MiB'
+            f'{place} holds neither token ids nor hashes; give ids ("1 2 3" or [1, 2, 3]) or hashes of 32 hex digits, '
+            f"at most {_PROMPT_BYTES >> 20} MiB"
         )
     return found
 
@@ -292,12 +310,14 @@ def _namespace_and_hashes(
         return namespace, prompt.hashes
     if isinstance(namespace, bytes):
         raise ConfigError(
-            f"the catalog does not know what namespace {namespace.hex()} is, so tokens cannot be hashed for it; give hashes"
+            f"the catalog does not know what namespace {namespace.hex()} is, so tokens cannot be hashed for it; give "
+            "hashes"
         )
     secrets = TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file)
     if namespace.tenant and namespace.tenant not in secrets:
         raise ConfigError(
-            f"the secret of tenant {namespace.tenant!r} is not in catalog.tenant_secrets or its file, so tokens cannot be hashed; give hashes"
+            f"the secret of tenant {namespace.tenant!r} is not in catalog.tenant_secrets or its file, so tokens cannot "
+            "be hashed; give hashes"
         )
     secret = secrets[namespace.tenant].encode() if namespace.tenant in secrets else b""
     hashes = client.hashes(namespace, secret, prompt.tokens)
@@ -415,9 +435,18 @@ def _told_route(answer: RouteAnswer) -> list[Table | str]:
         remarks = ["suspect"] if one.suspect else []
         remarks += [] if one.admitted else ["not admitted"]
         _add(
-            table, one.instance, f"{one.cost_s:.4f}", f"{one.queueing_s:.4f}", f"{one.recompute_s:.4f}", f"{one.fetch_s:.4f}",
-            f"{one.balance_s:.4f}", f"{one.ttft_s:.4f}", one.depth, one.missing_tokens, ", ".join(remarks),
-        )  # fmt: skip
+            table,
+            one.instance,
+            f"{one.cost_s:.4f}",
+            f"{one.queueing_s:.4f}",
+            f"{one.recompute_s:.4f}",
+            f"{one.fetch_s:.4f}",
+            f"{one.balance_s:.4f}",
+            f"{one.ttft_s:.4f}",
+            one.depth,
+            one.missing_tokens,
+            ", ".join(remarks),
+        )
     told: list[Table | str] = [
         f"send it to {answer.instance}" if answer.instance else "no instance is there to serve it",
         table,
@@ -479,7 +508,8 @@ def _all_of(one: InstanceSummary) -> Table:
                 _add(
                     table,
                     f"pool {pool.name or pool.tier}",
-                    f"{pool.tier}, {pool.held_blocks} of {pool.slots or '?'} blocks of {pool.block_bytes or '?'} bytes, {pool.reach}",
+                    f"{pool.tier}, {pool.held_blocks} of {pool.slots or '?'} blocks of {pool.block_bytes or '?'} "
+                    f"bytes, {pool.reach}",
                 )
         elif value not in (None, "", [], {}):
             _add(

@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvbm",
         description="An event-sourced lifecycle manager for the KV-cache blocks of LLM inference.",
-        epilog="`kvbm COMMAND --help` says more. A command returns 0 when all is well, 1 when a check failed, 2 when it cannot "
+        epilog="`kvbm COMMAND --help` says more. A command returns 0 when all is well, 1 when a check failed, 2 when "
+        "it cannot "
         "start, 130 when interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"kvbm {kvbm_version()}")
@@ -79,8 +80,10 @@ def _add_bridge(commands: Commands) -> None:
     bridge = add_command(
         commands,
         "bridge",
-        "bring the KV events of engines without our code (vLLM, SGLang) to the stream, so that catalogs know what they hold",
-        "kvbm bridge --set bridge.sources.a.endpoint=tcp://10.0.0.1:5557 --set bridge.sources.a.replay=tcp://10.0.0.1:5558 "
+        "bring the KV events of engines without our code (vLLM, SGLang) to the stream, so that catalogs know what they "
+        "hold",
+        "kvbm bridge --set bridge.sources.a.endpoint=tcp://10.0.0.1:5557 --set "
+        "bridge.sources.a.replay=tcp://10.0.0.1:5558 "
         "--set bridge.sources.a.model=meta-llama/Llama-3.1-8B",
     )
     add_settings(bridge)
@@ -95,9 +98,17 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
 
     configure_logs()
     parts = Parts(
-        NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, NATIVE_AGES, _replay_catalog, read_trace, _replay_credentials, kvbm_version(),
+        NATIVE,
+        NATIVE_FOLD,
+        decode_columns,
+        NATIVE_INDEX,
+        NATIVE_AGES,
+        _replay_catalog,
+        read_trace,
+        _replay_credentials,
+        kvbm_version(),
         readable_parts,
-    )  # fmt: skip
+    )
     return replay(list(sys.argv[1:] if argv is None else argv), parts)
 
 
@@ -105,7 +116,8 @@ def _add_demo(commands: Commands) -> None:
     demo = add_command(
         commands,
         "demo",
-        "run engines, tiers, stream, catalog and replay once on embedded servers; 1 when any check of the outcome fails",
+        "run engines, tiers, stream, catalog and replay once on embedded servers; 1 when any check of the outcome "
+        "fails",
         "kvbm demo --json demo.json --keep demo-files",
     )
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
@@ -118,7 +130,8 @@ def _add_simulate(commands: Commands) -> None:
     simulate = add_command(
         commands,
         "simulate",
-        "drive several managers with a trace: synthetic bytes, real events, a real catalog that routes; or compare ways of routing",
+        "drive several managers with a trace: synthetic bytes, real events, a real catalog that routes; or compare "
+        "ways of routing",
         "kvbm simulate --trace conversation_trace.jsonl --instances 4 --pools hbm=12500 --json sim.json",
     )
     simulate.add_argument(
@@ -141,7 +154,8 @@ def _add_simulate(commands: Commands) -> None:
     simulate.add_argument(
         "--pools",
         metavar="TIER=SLOTS,…",
-        help='slots of each instance, such as "hbm=4000,host=8500", or "unbounded" (default hbm=12500; with --policy hbm=4000; '
+        help='slots of each instance, such as "hbm=4000,host=8500", or "unbounded" (default hbm=12500; with --policy '
+        "hbm=4000; "
         "with --fetch hbm=1000,host=4000, and object=SLOTS of a store that all share)",
     )
     simulate.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
@@ -156,7 +170,8 @@ def _add_simulate(commands: Commands) -> None:
         "--workload",
         type=_names,
         metavar="NAME,…",
-        help='of conversation, tool-agents, shared-prompts and long-documents, or "all" (default; with --fetch conversation)',
+        help='of conversation, tool-agents, shared-prompts and long-documents, or "all" (default; with --fetch '
+        "conversation)",
     )
     policies.add_argument(
         "--load",
@@ -250,7 +265,8 @@ def _add_bench(commands: Commands) -> None:
             "fetch",
             "all",
         ],
-        help="which part; pools: NVME, HOST, HBM, metadata, lossless coding of KV; fetch: blocks from another instance's memory",
+        help="which part; pools: NVME, HOST, HBM, metadata, lossless coding of KV; fetch: blocks from another "
+        "instance's memory",
     )
     bench.add_argument(
         "--live",
@@ -300,7 +316,8 @@ def _add_bench(commands: Commands) -> None:
     bench.add_argument(
         "--s3",
         metavar="URL",
-        help="of pools: s3://bucket/prefix of a store to put objects into, and delete them again; credentials from the environment",
+        help="of pools: s3://bucket/prefix of a store to put objects into, and delete them again; credentials from the "
+        "environment",
     )
     bench.add_argument("--endpoint", default="", metavar="URL", help="of --s3, where it is not Amazon's")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
@@ -314,8 +331,10 @@ def _add_doctor(commands: Commands) -> None:
         "kvbm doctor --config kvbm.toml --block-bytes 2097152",
     )
     doctor.description = (
-        "Check this machine against a configuration and say what to fix: CPU, memory, CUDA, io_uring, disks, clock, and that NATS, "
-        "SQL, object store and catalog can be reached and used. What is not configured is not used, and no problem. It returns 1 "
+        "Check this machine against a configuration and say what to fix: CPU, memory, CUDA, io_uring, disks, clock, "
+        "and that NATS, "
+        "SQL, object store and catalog can be reached and used. What is not configured is not used, and no problem. It "
+        "returns 1 "
         "when there is a problem. Nothing is left behind; no check takes longer than 5 seconds."
     )
     doctor.add_argument(
@@ -392,8 +411,10 @@ def _add_permissions(commands: Commands) -> None:
     permissions = add_command(
         commands,
         "nats-permissions",
-        "print the accounts of the catalog and everybody named for nats-server's configuration; makes keys where there are none",
-        "kvbm nats-permissions --cluster prod --keys keys --instance gpu-0 --instance gpu-1 --janitor gc-0 --out accounts.conf",
+        "print the accounts of the catalog and everybody named for nats-server's configuration; makes keys where there "
+        "are none",
+        "kvbm nats-permissions --cluster prod --keys keys --instance gpu-0 --instance gpu-1 --janitor gc-0 --out "
+        "accounts.conf",
     )
     permissions.add_argument(
         "--cluster", default="local", metavar="NAME", help="its name, as instance.cluster (default local)"
@@ -403,7 +424,8 @@ def _add_permissions(commands: Commands) -> None:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="folder of the seeds, each the nats.nkey_seed of its owner: catalog.nk, instance-NAME.nk, janitor-NAME.nk and so on. "
+        help="folder of the seeds, each the nats.nkey_seed of its owner: catalog.nk, instance-NAME.nk, janitor-NAME.nk "
+        "and so on. "
         "Keep it: it says which account is whose",
     )
     for role, words in (
@@ -513,9 +535,15 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             objects = ObjectsOptions(arguments.s3, arguments.endpoint) if arguments.s3 else None
             pools = PoolsOptions(arguments.dir, arguments.file_mib << 20, objects=objects)
             options = BenchOptions(
-                arguments.what, live, arguments.replacements, samples, arguments.seed, pools, arguments.instances,
+                arguments.what,
+                live,
+                arguments.replacements,
+                samples,
+                arguments.seed,
+                pools,
+                arguments.instances,
                 FetchOptions(arguments.read_mib << 20),
-            )  # fmt: skip
+            )
             return run_bench(options, arguments.json)
         case "doctor":
             settings = settings_of(arguments)

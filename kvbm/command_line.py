@@ -42,7 +42,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         dest="sets",
-        help="one setting, such as pools.host.slots=1024; may be given several times. `kvbm settings` lists them. It wins over the "
+        help="one setting, such as pools.host.slots=1024; may be given several times. `kvbm settings` lists them. It "
+        "wins over the "
         "environment (KVBM_POOLS__HOST__SLOTS=1024), and that over the file",
     )
 
@@ -123,7 +124,8 @@ def check_out(path: Path) -> None:
         found = os.lstat(path)
         if (user := found.st_uid) != os.geteuid():
             raise ConfigError(
-                f"--out {path} belongs to user {user}, who would read what is put there; run this as that user, or give a file that is "
+                f"--out {path} belongs to user {user}, who would read what is put there; run this as that user, or "
+                "give a file that is "
                 "not there and hand it over afterwards"
             )
 

@@ -1,8 +1,9 @@
-"""Files on disk as kvbm treats them: plain ones alone are opened, a read has a bound, and what is made is its owner's alone.
+"""Files on disk as kvbm treats them: plain ones alone are opened, a read has a bound, and what is made is its owner's
+alone.
 
-A FIFO without a writer would block an open for ever, a device never ends, a sparse file is larger than memory: each is an OSError at
-once. Names of tenants and instances, hashes and events stand in what kvbm writes, so files have mode 0600 and folders 0700, whatever
-the umask.
+A FIFO without a writer would block an open for ever, a device never ends, a sparse file is larger than memory: each is
+an OSError at once. Names of tenants and instances, hashes and events stand in what kvbm writes, so files have mode 0600
+and folders 0700, whatever the umask.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def open_plain(path: Path, flags: int = os.O_RDONLY, follows: bool = False) -> i
     """A file descriptor of a plain file; one that is made (O_CREAT) is its owner's alone.
 
     Args:
-        follows: a link is followed, to a plain file too. For files that people name and mount, not for folders others write into.
+        follows: a link is followed, to a plain file too. For files that people name and mount, not for folders others
+            write into.
     Raises: OSError: there is none, or something else has its name.
     """
     try:
@@ -92,7 +94,10 @@ def read_plain(path: Path, most_bytes: int, follows: bool = False) -> bytes:
 
 
 def read_small(path: Path, most_bytes: int = SMALL_BYTES) -> bytes:
-    """All of a plain file, which a link may lead to. Raises OSError: as `open_plain`, or it has more bytes: none is read then."""
+    """All of a plain file, which a link may lead to.
+
+    Raises OSError: as `open_plain`, or it has more bytes: none is read then.
+    """
     fd = open_plain(path, follows=True)
     try:
         size = os.fstat(fd).st_size
@@ -116,7 +121,10 @@ def data_pieces(fd: int, most_bytes: int = _PIECE_BYTES) -> Iterator[tuple[int, 
 
 
 def next_data(fd: int, at: int) -> int:
-    """The first position from `at` on that is in no hole of a sparse file; its size where only a hole follows. Raises OSError."""
+    """The first position from `at` on that is in no hole of a sparse file; its size where only a hole follows.
+
+    Raises OSError.
+    """
     try:
         return os.lseek(fd, at, os.SEEK_DATA)
     except OSError as error:
@@ -140,7 +148,10 @@ def make_folder(path: Path) -> None:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a whole file, its owner's alone also where a wider one had the name; it is on the device. Raises OSError."""
+    """Write a whole file, its owner's alone also where a wider one had the name; it is on the device.
+
+    Raises OSError.
+    """
     with suppress(FileNotFoundError):
         path.unlink()
     fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -154,7 +165,8 @@ def replace_file(path: Path, data: bytes, keeps_owner: bool = True, keeps_mode: 
     """Put a whole file in the place of another in one step; it is its owner's alone.
 
     Args:
-        keeps_owner: it belongs to whom the other belonged, not to whoever writes it. Not for what that one must not read.
+        keeps_owner: it belongs to whom the other belonged, not to whoever writes it. Not for what that one must not
+            read.
         keeps_mode: it is readable to whom the other was.
     Raises: OSError: nothing has changed then.
     """
@@ -187,20 +199,24 @@ def stamp(path: str | Path) -> tuple[int, ...] | None:
 
 
 def settled_stamp(path: str | Path) -> tuple[int, ...] | None:
-    """As `stamp`, of a file that is read now: it differs once more when some seconds have passed since the file was written.
+    """As `stamp`, of a file that is read now: it differs once more when some seconds have passed since the file was
+    written.
 
-    For who remembers it beside what was read. Within a tick of the system's clock, which may be ten milliseconds, a file can be written
-    again without another stamp; of one that is older than that nothing is missed.
+    For who remembers it beside what was read. Within a tick of the system's clock, which may be ten milliseconds, a
+    file can be written again without another stamp; of one that is older than that nothing is missed.
     """
     found = stamp(path)
     return found and (*found, int(_is_settled(found)))
 
 
 class Watched:
-    """Files that others replace. One that is being written is not taken by halves: a change counts once it has stayed as it is for a time.
+    """Files that others replace.
 
-    One thread. `take` what was read after `has_changed`. What is there at the beginning counts as taken where it has been as it is for some
-    seconds. Otherwise it is to be read once more: the first reading may have met it while it was written.
+    One that is being written is not taken by halves: a change counts once it has stayed as it is for a time.
+
+    One thread. `take` what was read after `has_changed`. What is there at the beginning counts as taken where it has
+    been as it is for some seconds. Otherwise it is to be read once more: the first reading may have met it while it was
+    written.
     """
 
     def __init__(self, *paths: str | Path) -> None:
@@ -269,7 +285,8 @@ def alone(folder: Path) -> Iterator[None]:
         while not _locks(fd):
             if time.monotonic() >= until_s:
                 why = (
-                    f"another process has had its folder locked for {LOCK_WAIT_S:g} s, lslocks names it; if it is another user's, run: "
+                    f"another process has had its folder locked for {LOCK_WAIT_S:g} s, lslocks names it; if it is "
+                    "another user's, run: "
                     f"chmod go-rx {shlex.quote(str(folder))}"
                 )
                 raise OSError(errno.EAGAIN, why, str(folder))
@@ -299,7 +316,8 @@ class Exposed(NamedTuple):
 def exposed(roots: Sequence[Path], shown: int = 3) -> Exposed:
     """Files, and what lies under folders, that others may read or write. The folders given are their maker's choice.
 
-    Files in a closed folder are closed. 65,536 names at most are looked at; what is not there, or cannot be looked at, counts as none.
+    Files in a closed folder are closed. 65,536 names at most are looked at; what is not there, or cannot be looked at,
+    counts as none.
     """
     paths: list[str] = []
     count = 0
@@ -314,17 +332,26 @@ def exposed(roots: Sequence[Path], shown: int = 3) -> Exposed:
 
 
 def warn_exposed(what: str, *roots: Path) -> None:
-    """One warning where others may read or write something of ours that an older kvbm, or somebody's command, has left so."""
+    """One warning where others may read or write something of ours that an older kvbm, or somebody's command, has left
+    so.
+    """
     found = exposed(roots)
     if found.entries:
         log.warning(
-            "files.open_to_others", what=what, path=found.paths[0], entries=found.entries, remedy=found.remedy,
+            "files.open_to_others",
+            what=what,
+            path=found.paths[0],
+            entries=found.entries,
+            remedy=found.remedy,
             effect="other users of this machine may learn names, hashes and events",
-        )  # fmt: skip
+        )
 
 
 def narrow(path: Path) -> int:
-    """Make a file its owner's alone; gives the mode it had where that was wider, else 0. Raises OSError: it is another user's."""
+    """Make a file its owner's alone; gives the mode it had where that was wider, else 0.
+
+    Raises OSError: it is another user's.
+    """
     try:
         mode = stat.S_IMODE(os.stat(path).st_mode)
     except FileNotFoundError:

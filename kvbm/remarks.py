@@ -1,7 +1,8 @@
 """Where remarks are made: structlog's words, and none of them ever ends who makes it.
 
-What a process does with remarks is its own choice, so anything may come of one: a disk that is full, a stream that is closed, a traceback
-that wants to read source files while there are no descriptors. A thread that ends for that leaves its work undone for good.
+What a process does with remarks is its own choice, so anything may come of one: a disk that is full, a stream that is
+closed, a traceback that wants to read source files while there are no descriptors. A thread that ends for that leaves
+its work undone for good.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class Remarks:
         self._log: Any = structlog.get_logger()  # as the process has set structlog up by the time of the first remark
 
     def says_debug(self) -> bool:
-        """Whether `debug` says anything in this process, as it is set up now: for who would make remarks of every request. It takes microseconds."""
+        """Whether `debug` says anything in this process, as it is set up now: for who would make remarks of every
+        request. It takes microseconds.
+        """
         with suppress(Exception):
             return bool(self._log.bind().is_enabled_for(logging.DEBUG))
         return True
@@ -58,7 +61,8 @@ _MOST_KINDS = 64
 
 
 class Seldom:
-    """Remarks that come a few times in a while each, however often there is cause: of what others can cause as often as they like.
+    """Remarks that come a few times in a while each, however often there is cause: of what others can cause as often as
+    they like.
 
     Args:
         most: of one event, in `every_s`.

@@ -5,8 +5,8 @@
     next = "…"                          # takes its place
     next_from = 2026-12-01T04:00:00Z    # at this moment, everywhere
 
-At any moment a file names one secret for a tenant. Engines, routers and catalogs that have it before `next_from` change over at that moment,
-as near to each other as their clocks are.
+At any moment a file names one secret for a tenant. Engines, routers and catalogs that have it before `next_from` change
+over at that moment, as near to each other as their clocks are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class TenantSecrets(Mapping[str, str]):
         fixed: those of the settings; the file's come first.
         path: the file; "" for none.
         now_s: Unix time. clock: seconds that only grow.
-    Raises: ConfigError: the file cannot be used. Later on such a file leaves the secrets as they are, with one warning; so does one
+    Raises: ConfigError: the file cannot be used. Later on such a file leaves the secrets as they are, with one warning;
+        so does one
     without a tenant, for that tenant.
     """
 
@@ -94,9 +95,11 @@ class TenantSecrets(Mapping[str, str]):
         missing = self._entries.keys() - found.keys()
         if missing:  # half a file, perhaps; without a secret anybody could test the tenant's prompts
             log.warning(
-                "secrets.missing", tenants=sorted(missing)[:5], effect="their secrets stay as they were until a restart",
+                "secrets.missing",
+                tenants=sorted(missing)[:5],
+                effect="their secrets stay as they were until a restart",
                 remedy="name them in the file, or restart without them",
-            )  # fmt: skip
+            )
         self._entries = {**self._entries, **found}
         log.info("secrets.read", tenants=len(self._entries))
 
@@ -127,7 +130,8 @@ def _entry(table: Any, of: str) -> _Entry:
     begins = table["next_from"]
     if not _is_text(table["next"]) or not isinstance(begins, datetime) or begins.tzinfo is None:
         raise ConfigError(
-            f"{of}: write next = a text that is not empty, and next_from = a time with its zone, as 2026-12-01T04:00:00Z"
+            f"{of}: write next = a text that is not empty, and next_from = a time with its zone, as "
+            "2026-12-01T04:00:00Z"
         )
     return _Entry(table["secret"], table["next"], begins.timestamp())
 

@@ -1,8 +1,9 @@
 """What a command prints: the one way to a terminal for words that others have chosen.
 
-Names of instances, tenants, models, pools and objects come from whoever may publish or store something. A terminal obeys some of the
-characters that may be in them: it would clear itself, change its title, hide a line, or show words in another order. So all that is
-printed goes through here, where characters that a terminal does not simply show are written as escapes, such as `\\x1b` and `\\u202e`.
+Names of instances, tenants, models, pools and objects come from whoever may publish or store something. A terminal
+obeys some of the characters that may be in them: it would clear itself, change its title, hide a line, or show words in
+another order. So all that is printed goes through here, where characters that a terminal does not simply show are
+written as escapes, such as `\\x1b` and `\\u202e`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _UNUSUAL_OF_JSON = re.compile(r"[^\n -~]")
 def plain(text: str) -> str:
     """The text in characters that a terminal shows as they are: all others, line ends too, as escapes.
 
-    Others are control, format (bidirectional ones among them), private and unassigned characters, surrogates, and spaces but the usual one.
+    Others are control, format (bidirectional ones among them), private and unassigned characters, surrogates, and
+    spaces but the usual one.
     """
     return text if text.isprintable() else _UNUSUAL.sub(lambda found: _shown(found[0]), text)
 
@@ -47,7 +49,8 @@ def say_error(name: str, error: object) -> None:
 
 
 def as_json(value: object, indent: int | None = None) -> str:
-    """A value as JSON whose text is `plain` but for the line ends of an indentation; a reader of it finds all as it was.
+    """A value as JSON whose text is `plain` but for the line ends of an indentation; a reader of it finds all as it
+    was.
 
     Args:
         indent: spaces for each level; None for one line.

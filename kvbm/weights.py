@@ -1,4 +1,7 @@
-"""A digest of a model's weights: a revision for weights that have no name of their own. And which files of a folder are the model."""
+"""A digest of a model's weights: a revision for weights that have no name of their own.
+
+And which files of a folder are the model.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,41 @@ from kvbm.core.errors import ArgumentTypeError, ConfigError
 _READ_BYTES = 4 << 20
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".npz", ".ckpt")
 _ORDERS = {  # of a load format: of the first that there is, all are loaded
-    **dict.fromkeys(("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "bitsandbytes"), (".safetensors", ".bin", ".pt")),
+    **dict.fromkeys(
+        ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "bitsandbytes"),
+        (".safetensors", ".bin", ".pt"),
+    ),
     "npcache": (".bin", ".pt"),
     "pt": (".pt",),
-}  # fmt: skip
+}
 _INDEXES = ("model.safetensors.index.json", "consolidated.safetensors.index.json")
 _CONSOLIDATED = "consolidated*.safetensors"
 # What a training leaves beside weights, and what is another form of them; no engine loads it.
 _NOT_LOADED = (
-    ".*", "training_args.bin", "optimizer*", "*optim_states.pt", "scheduler.*", "scaler.*", "rng_state*", "random_states*",
-)  # fmt: skip
+    ".*",
+    "training_args.bin",
+    "optimizer*",
+    "*optim_states.pt",
+    "scheduler.*",
+    "scaler.*",
+    "rng_state*",
+    "random_states*",
+)
 _NOT_LOADED_FOLDERS = (
-    ".*", "original", "metal", "onnx", "openvino", "coreml", "tflite", "checkpoint-*", "global_step*", "runs", "logs", "wandb", "__pycache__",
-)  # fmt: skip
+    ".*",
+    "original",
+    "metal",
+    "onnx",
+    "openvino",
+    "coreml",
+    "tflite",
+    "checkpoint-*",
+    "global_step*",
+    "runs",
+    "logs",
+    "wandb",
+    "__pycache__",
+)
 _NOT_OF_THE_MODEL = frozenset(
     ("_name_or_path", "transformers_version", "_commit_hash")
 )  # whence a config came, and who wrote it
@@ -37,9 +62,10 @@ _NOT_OF_THE_MODEL = frozenset(
 def weights_digest(path: str | Path) -> str:
     """A digest of every byte of a file, or of all files in a folder, for `Namespace(revision=…)`.
 
-    Take it of what the engine loads, before it loads it, and do not change the files meanwhile. It reads as fast as one core hashes,
-    1 to 2 GB/s. Of a model's folder, which has a config.json beside its weights, those count that `model_files` names, and what config.json
-    says, however it is laid out. Of any other, all files count, but hidden ones (`.cache`, `.git`).
+    Take it of what the engine loads, before it loads it, and do not change the files meanwhile. It reads as fast as one
+    core hashes, 1 to 2 GB/s. Of a model's folder, which has a config.json beside its weights, those count that
+    `model_files` names, and what config.json says, however it is laid out. Of any other, all files count, but hidden
+    ones (`.cache`, `.git`).
 
     Returns: 32 hex digits; the same wherever the same files lie.
     Raises: ConfigError: there is nothing there, or it cannot be read. ArgumentTypeError: no path.
@@ -76,10 +102,11 @@ def weights_digest(path: str | Path) -> str:
 def model_files(folder: Path, load_format: str = "auto") -> list[Path]:
     """The files of weights in a folder that an engine loads, sorted.
 
-    In each folder those of one kind are loaded, safetensors where there are any, and of these the ones that the index beside them names. What
-    a training leaves there (`optimizer.pt`, `training_args.bin`, `checkpoint-500/`), other forms of the same weights (`original/`, `onnx/`) and
-    hidden folders (`.cache`) are no part of it. Of a load format that is not known here, weights of every kind count; where there are no weights
-    of a kind that is known, all files do.
+    In each folder those of one kind are loaded, safetensors where there are any, and of these the ones that the index
+    beside them names. What a training leaves there (`optimizer.pt`, `training_args.bin`, `checkpoint-500/`), other
+    forms of the same weights (`original/`, `onnx/`) and hidden folders (`.cache`) are no part of it. Of a load format
+    that is not known here, weights of every kind count; where there are no weights of a kind that is known, all files
+    do.
 
     Args:
         load_format: vLLM's.
@@ -95,7 +122,10 @@ def model_files(folder: Path, load_format: str = "auto") -> list[Path]:
 
 
 def config_words(folder: Path) -> bytes:
-    """What a folder's config.json says, the same however it is laid out and whoever wrote it; b"" without one. Raises OSError."""
+    """What a folder's config.json says, the same however it is laid out and whoever wrote it; b"" without one.
+
+    Raises OSError.
+    """
     for name in ("config.json", "params.json"):
         if (folder / name).is_file():
             raw = (folder / name).read_bytes()
@@ -143,7 +173,10 @@ def _all_files(folder: Path) -> Iterator[Path]:
 
 
 def _walk(folder: Path, without: tuple[str, ...]) -> Iterator[tuple[Path, list[str]]]:
-    """Each folder in a folder with the names of its files. Links are followed, each folder is visited once: links may lead back."""
+    """Each folder in a folder with the names of its files.
+
+    Links are followed, each folder is visited once: links may lead back.
+    """
     seen: set[tuple[int, int]] = set()
     for parent, folders, names in os.walk(
         folder, followlinks=True

@@ -1,7 +1,9 @@
-"""Whose the installed package `kvbm` is. This module has a name of its own, so it can tell also when `kvbm` is not ours any more.
+"""Whose the installed package `kvbm` is.
 
-Another distribution on PyPI, NVIDIA's `kvbm`, installs a package of the same name into the same folder. pip lets the second
-installed overwrite the first, and uninstalling one deletes files of the other.
+This module has a name of its own, so it can tell also when `kvbm` is not ours any more.
+
+Another distribution on PyPI, NVIDIA's `kvbm`, installs a package of the same name into the same folder. pip lets the
+second installed overwrite the first, and uninstalling one deletes files of the other.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from pathlib import Path
 __all__ = ["conflict"]
 
 _OUR_FIRST_WORDS = '"""kvbm: an event-sourced lifecycle manager'
-_REMEDY = "run: pip uninstall {others}; pip install --force-reinstall --no-deps kvbm-ledger (or its wheel file); or give each an environment of its own"
+_REMEDY = (
+    "run: pip uninstall {others}; pip install --force-reinstall --no-deps kvbm-ledger (or its wheel file); or "
+    "give each an environment of its own"
+)
 
 
 def conflict() -> str:
@@ -40,7 +45,8 @@ def conflict() -> str:
         return f"the Python package kvbm at {folder} {whose} kvbm-ledger; {_remedy(others)}"
     if beside:
         return (
-            f"kvbm-ledger and the distribution {' and '.join(beside)} both write the Python package kvbm at {folder}, so its files "
+            f"kvbm-ledger and the distribution {' and '.join(beside)} both write the Python package kvbm at {folder}, "
+            "so its files "
             f"are mixed; {_remedy(beside)}"
         )
     return ""

@@ -1,4 +1,6 @@
-"""The programs `kvbm`, `kvbm-catalog` and `kvbm-replay`: they see whose the package `kvbm` is, then start what it has."""
+"""The programs `kvbm`, `kvbm-catalog` and `kvbm-replay`: they see whose the package `kvbm` is, then start what
+it has.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Replay's reports as tests ask for them: made by the native fold, once they were found equal to what the specification's fold says."""
+"""Replay's reports as tests ask for them: made by the native fold, once they were found equal to what the
+specification's fold says.
+"""
 
 from __future__ import annotations
 

@@ -49,10 +49,16 @@ async def beat(stream: NatsStream, cluster: str, name: str, published: Any) -> N
     """A heartbeat of an instance that has work queued."""
     await stream.send_pulse(
         Heartbeat(
-            instance=InstanceId(name), cluster=cluster, epoch=Epoch(1), published=published, wall_time_ns=time.time_ns(),
-            queued_tokens=5000, running_requests=3, free_slots={Tier.HBM: 7},
+            instance=InstanceId(name),
+            cluster=cluster,
+            epoch=Epoch(1),
+            published=published,
+            wall_time_ns=time.time_ns(),
+            queued_tokens=5000,
+            running_requests=3,
+            free_slots={Tier.HBM: 7},
         )
-    )  # fmt: skip
+    )
 
 
 class Answered(NamedTuple):
@@ -76,10 +82,20 @@ async def ask(
     if token:
         headers.append((b"authorization", b"Bearer " + token.encode()))
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
-        "root_path": "", "query_string": b"", "scheme": "http", "headers": headers, "client": ("192.0.2.1", 1), "server": ("c", 80),
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "scheme": "http",
+        "headers": headers,
+        "client": ("192.0.2.1", 1),
+        "server": ("c", 80),
         "state": {},
-    }  # fmt: skip
+    }
     sent: list[Any] = []
     messages = [{"type": "http.request", "body": data, "more_body": False}]
 

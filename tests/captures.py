@@ -154,11 +154,14 @@ class Capture(NamedTuple):
             offset = 0 if not frames or frames[-1].epoch != run[0].epoch else offset
             frames.append(
                 Frame(
-                    instance=self.instance, epoch=run[0].epoch, first_offset=Offset(offset),
-                    wall_time_ns=BEGIN_NS + number * SECOND_NS, digest=run[-1].digest,
+                    instance=self.instance,
+                    epoch=run[0].epoch,
+                    first_offset=Offset(offset),
+                    wall_time_ns=BEGIN_NS + number * SECOND_NS,
+                    digest=run[-1].digest,
                     events=tuple(entry.event for entry in run),
                 )
-            )  # fmt: skip
+            )
             offset, begin = offset + len(run), end
         return frames
 

@@ -132,9 +132,14 @@ class _Cluster:
         self._do("ceph", "osd", "crush", "add", f"osd.{osd}", "1.0", "host=node")
         self._run("radosgw", "-f", "-n", "client.rgw")
         self._do(
-            "radosgw-admin", "user", "create", "--uid=kvbm", "--display-name=kvbm",
-            f"--access-key={ACCESS_KEY_ID}", f"--secret={SECRET_ACCESS_KEY}",
-        )  # fmt: skip
+            "radosgw-admin",
+            "user",
+            "create",
+            "--uid=kvbm",
+            "--display-name=kvbm",
+            f"--access-key={ACCESS_KEY_ID}",
+            f"--secret={SECRET_ACCESS_KEY}",
+        )
         self._wait_until_it_answers()
 
     def stop(self) -> None:

@@ -45,9 +45,17 @@ def golden_cases() -> list[CodedCase]:
         CodedCase("bfloat16, two chunks, the second of one table", Coding.PLANES_16, bfloat16(17_000, 1)),
         CodedCase("bfloat16, streams of two kinds", Coding.PLANES_16, planes),
         CodedCase("bfloat16, few elements", Coding.PLANES_16, bfloat16(700, 2)),
-        CodedCase("bytes", Coding.PLANES_8, (_exponents(3000, 3, 60) << 1 | _mix(3000, 4).astype(np.uint16) & 1).astype(np.uint8)),
+        CodedCase(
+            "bytes",
+            Coding.PLANES_8,
+            (_exponents(3000, 3, 60) << 1 | _mix(3000, 4).astype(np.uint16) & 1).astype(np.uint8),
+        ),
         CodedCase("float32", Coding.PLANES_32, wide.astype("<u4").view(np.uint8)),
         CodedCase("one symbol", Coding.PLANES_16, np.full(2000, 63, dtype=np.uint8)),
-        CodedCase("a chunk that does not shrink", Coding.PLANES_8, np.concatenate([_mix(2048, 7).view(np.uint8), np.zeros(16_384, dtype=np.uint8)])),
+        CodedCase(
+            "a chunk that does not shrink",
+            Coding.PLANES_8,
+            np.concatenate([_mix(2048, 7).view(np.uint8), np.zeros(16_384, dtype=np.uint8)]),
+        ),
         CodedCase("random", Coding.PLANES_16, _mix(500, 8).view(np.uint8)),
-    ]  # fmt: skip
+    ]

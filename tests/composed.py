@@ -1,7 +1,8 @@
-"""compose.yaml without a container engine: each service's command, environment and probe, run as processes of this machine.
+"""compose.yaml without a container engine: each service's command, environment and probe, run as processes of this
+machine.
 
-Host names and ports of the file become free ports of the loopback, /data a folder; nothing else is changed. PostgreSQL and S3, whose
-images are not ours, are what the other tests use in their place.
+Host names and ports of the file become free ports of the loopback, /data a folder; nothing else is changed. PostgreSQL
+and S3, whose images are not ours, are what the other tests use in their place.
 """
 
 from __future__ import annotations

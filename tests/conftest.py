@@ -16,7 +16,8 @@ from tests.ceph import Radosgw, radosgw
 from tests.object_stores import Place, place_in
 from tests.servers import azurite_server, fresh_database, postgres, redis_cluster, redis_server, s3_server
 
-# A shell that starts something in the background ignores SIGINT for it, nohup SIGHUP; the processes of tests meet them as from a terminal.
+# A shell that starts something in the background ignores SIGINT for it, nohup SIGHUP; the processes of tests meet them
+# as from a terminal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -33,7 +34,10 @@ settings.load_profile("gate")
 
 @pytest.fixture(autouse=True)
 def logs_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A command that a test runs in this process sets up logs until the test ends. No logger keeps that setup for the tests after it."""
+    """A command that a test runs in this process sets up logs until the test ends.
+
+    No logger keeps that setup for the tests after it.
+    """
     before, configure = structlog.get_config(), structlog.configure
 
     def configure_for_now(**setup: Any) -> None:
@@ -150,7 +154,10 @@ def is_realtime(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --objects, what needs radosgw, Redis or PgBouncer is left out: `make test-objects` runs it. So is with --nightly what is long."""
+    """Without --objects, what needs radosgw, Redis or PgBouncer is left out: `make test-objects` runs it.
+
+    So is with --nightly what is long.
+    """
     for item in items:
         if is_realtime(item.path):
             item.add_marker(pytest.mark.realtime)

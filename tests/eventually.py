@@ -1,4 +1,7 @@
-"""Wait until something is so. Tests wait in this way alone for what nobody tells them; a fixed sleep is either too short or too long."""
+"""Wait until something is so.
+
+Tests wait in this way alone for what nobody tells them; a fixed sleep is either too short or too long.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 WAIT_S = 60.0
-"""How long a test waits for what should be so at once. Only a failure takes this long, so it is generous: machines are busy."""
+"""How long a test waits for what should be so at once.
+
+Only a failure takes this long, so it is generous: machines are busy.
+"""
 _MOST_PAUSE_S = 0.02
 
 

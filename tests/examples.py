@@ -1,4 +1,6 @@
-"""How many examples a property is tried on: all with the profile "nightly", a third of them with that of `make test`."""
+"""How many examples a property is tried on: all with the profile "nightly", a third of them with that of `make
+test`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""NVIDIA's driver standing in (native/tests/fake_cuda.cpp): compiled once, loaded by native rings, made slow, broken or dead from here."""
+"""NVIDIA's driver standing in (native/tests/fake_cuda.cpp): compiled once, loaded by native rings, made slow, broken or
+dead from here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An HTTP server between a client and a real store, that answers as told instead: with errors, late, never, in part, wrongly."""
+"""An HTTP server between a client and a real store, that answers as told instead: with errors, late, never, in part,
+wrongly.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ class Fault(NamedTuple):
     """What becomes of a request.
 
     Attributes:
-        kind: "status": answered with `status` and `code`, not passed on. "deaf": passed on, then answered with `status`. "never": no
-            answer, ever. "held": passed on once the server is told `released`. "stalled": then the connection ends. "slow": the real answer, a byte at a time. "cut": the real answer's head and half its body, then the end.
-            "without": passed on without its `header`.
-            "dated": passed on with a date an hour old.
+        kind: "status": answered with `status` and `code`, not passed on. "deaf": passed on, then answered with
+            `status`. "never": no answer, ever. "held": passed on once the server is told `released`. "stalled": then
+            the connection ends. "slow": the real answer, a byte at a time. "cut": the real answer's head and half its
+            body, then the end. "without": passed on without its `header`. "dated": passed on with a date an hour old.
             "reset": the connection is reset. "again": the last real answer once more.
         times: how many requests it befalls; then all is well.
         method: of the requests it befalls; "" for all.
@@ -241,7 +243,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return
 
     def _leave(self) -> None:
-        """The request is no longer under way. Counted before the answer is sent: behind it the client may send the next."""
+        """The request is no longer under way.
+
+        Counted before the answer is sent: behind it the client may send the next.
+        """
         if self._is_under_way:
             self._is_under_way = False
             self.server.state.ended()

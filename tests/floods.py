@@ -1,6 +1,7 @@
 """Callers that ask too much, and a catalog in a process of its own to ask: what tests of its limits are made of.
 
-python -m tests.floods URL SECONDS FLOOD@ADDRESS…   floods a catalog from addresses of the loopback, and prints what came back as JSON
+`python -m tests.floods URL SECONDS FLOOD@ADDRESS…` floods a catalog from addresses of the loopback, and prints what
+came back as JSON.
 """
 
 from __future__ import annotations
@@ -76,10 +77,13 @@ def catalog_process(
     listen, log = f"127.0.0.1:{free_port()}", folder / "catalog.log"
     url = f"https://{listen}" if ca else f"http://{listen}"
     given = {
-        "nats.url": nats_url, "instance.cluster": cluster, "instance.data_dir": str(folder / "data"),
-        "catalog.listen": listen, **{f"catalog.{name}": value for name, value in (access or {}).items()},
+        "nats.url": nats_url,
+        "instance.cluster": cluster,
+        "instance.data_dir": str(folder / "data"),
+        "catalog.listen": listen,
+        **{f"catalog.{name}": value for name, value in (access or {}).items()},
         **{f"catalog.limits.{name}": value for name, value in limits.items()},
-    }  # fmt: skip
+    }
     command = [
         sys.executable,
         "-c",
@@ -204,7 +208,10 @@ class Source:
             return await asyncio.open_connection(self.host, self.port, local_addr=(self.address, 0))
 
     async def ask(self, request: bytes, body: Sequence[bytes] = ()) -> int:
-        """Send a request over a connection of its own, and give the status of the answer. Raises OSError, TimeoutError."""
+        """Send a request over a connection of its own, and give the status of the answer.
+
+        Raises OSError, TimeoutError.
+        """
         reader, writer = await self.connect()
         try:
             async with asyncio.timeout(30):
@@ -318,10 +325,18 @@ async def namespaces(source: Source) -> None:
 
 
 FLOODS: dict[str, tuple[Flood, int]] = {  # each with how many of it are under way at a time
-    "half_open": (half_open, 1100), "slow_bodies": (slow_bodies, 200), "long_routes": (long_routes, 4),
-    "long_tokens": (long_tokens, 3), "too_large": (too_large, 4), "waits": (waits, 200), "deaf": (deaf, 100),
-    "nonsense": (nonsense, 20), "quick": (quick, 20), "strangers": (strangers, 80), "namespaces": (namespaces, 3),
-}  # fmt: skip
+    "half_open": (half_open, 1100),
+    "slow_bodies": (slow_bodies, 200),
+    "long_routes": (long_routes, 4),
+    "long_tokens": (long_tokens, 3),
+    "too_large": (too_large, 4),
+    "waits": (waits, 200),
+    "deaf": (deaf, 100),
+    "nonsense": (nonsense, 20),
+    "quick": (quick, 20),
+    "strangers": (strangers, 80),
+    "namespaces": (namespaces, 3),
+}
 
 
 async def run_floods(url: str, seconds: float, names: Sequence[str]) -> dict[str, dict[str, int]]:

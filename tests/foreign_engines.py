@@ -1,4 +1,6 @@
-"""Engines without our code as a test needs them: their events in the bytes of vLLM's and SGLang's publishers, and what they hold in truth."""
+"""Engines without our code as a test needs them: their events in the bytes of vLLM's and SGLang's publishers, and what
+they hold in truth.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,14 @@ class Prompt(NamedTuple):
 
     def namespace(self) -> Namespace:
         return Namespace(
-            model=MODEL, block_tokens=BLOCK_TOKENS, revision=UNKNOWN, kv_dtype=UNKNOWN, layout=UNKNOWN, ranks=UNKNOWN, lora=self.lora
-        )  # fmt: skip
+            model=MODEL,
+            block_tokens=BLOCK_TOKENS,
+            revision=UNKNOWN,
+            kv_dtype=UNKNOWN,
+            layout=UNKNOWN,
+            ranks=UNKNOWN,
+            lora=self.lora,
+        )
 
     def hashes(self) -> list[SequenceHash]:
         """As a client that knows tokens, salt and adapter hashes them."""
@@ -65,7 +73,10 @@ def stored_event(
     """As vLLM 0.32 sends it."""
     keys = prompt.keys()
     end = len(keys) if end is None else end
-    extra = [[*([prompt.lora] if prompt.lora else []), *([prompt.salt] if prompt.salt and not at else [])] for at in range(begin, end)]  # fmt: skip
+    extra = [
+        [*([prompt.lora] if prompt.lora else []), *([prompt.salt] if prompt.salt and not at else [])]
+        for at in range(begin, end)
+    ]
     return {
         "type": "BlockStored",
         "block_hashes": keys[begin:end],
@@ -93,9 +104,7 @@ def payload(*events: Any, rank: int | None = 0) -> bytes:
 
 
 def new_state(can_replay: bool = True, kind: Kind = Kind.VLLM, rank: int | None = None, **more: Any) -> ForeignState:
-    return ForeignState(
-        Source(MODEL, **more), lambda data: decode_batch(data, kind), sequence_hashes, can_replay, rank
-    )  # fmt: skip
+    return ForeignState(Source(MODEL, **more), lambda data: decode_batch(data, kind), sequence_hashes, can_replay, rank)
 
 
 class Fold:

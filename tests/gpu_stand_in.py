@@ -1,8 +1,10 @@
-"""A GPU that is not there: streams, events, priorities, asynchronous copies and pinned memory, as torch.cuda and CUDA's driver show them.
+"""A GPU that is not there: streams, events, priorities, asynchronous copies and pinned memory, as torch.cuda and CUDA's
+driver show them.
 
-Work is queued and runs later, when somebody asks whether an event has passed. Of all that may run, as streams and events order it, the
-device picks by chance, so a copy that lacks an event runs before what it should have waited for, and the bytes are wrong. A stream that is
-held runs nothing. "Device" memory is plain memory; what is registered, launched and asked is counted.
+Work is queued and runs later, when somebody asks whether an event has passed. Of all that may run, as streams and
+events order it, the device picks by chance, so a copy that lacks an event runs before what it should have waited for,
+and the bytes are wrong. A stream that is held runs nothing. "Device" memory is plain memory; what is registered,
+launched and asked is counted.
 """
 
 from __future__ import annotations
@@ -84,7 +86,10 @@ class Gpu:
         failed: Any,
         stream: int,
     ) -> int:
-        """One piece of work for each piece: a copy engine promises no order within a batch. Of order "any" it has read by now."""
+        """One piece of work for each piece: a copy engine promises no order within a batch.
+
+        Of order "any" it has read by now.
+        """
         self.calls["cuMemcpyBatchAsync"] += 1
         columns = [
             list(ctypes.cast(column, ctypes.POINTER(ctypes.c_uint64))[: count.value])

@@ -1,4 +1,6 @@
-"""The time that catalogs of a test see: it stands still, or passes with the signs of life of instances, however busy the machine is."""
+"""The time that catalogs of a test see: it stands still, or passes with the signs of life of instances, however busy
+the machine is.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,10 @@ class Wire:
             time.sleep(pause_s)
 
     def answer(self, with_body: bool = True) -> tuple[int, dict[str, str], bytes]:
-        """The next answer that is final: its status, headers and body. `with_body`: it has one, as answers to HEAD have not."""
+        """The next answer that is final: its status, headers and body.
+
+        `with_body`: it has one, as answers to HEAD have not.
+        """
         while b"\r\n\r\n" not in self._read:
             self._more()
         head, _, self._read = self._read.partition(b"\r\n\r\n")

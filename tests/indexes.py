@@ -55,9 +55,14 @@ def frame_bytes(instance: InstanceId, *events: Event, epoch: int = 1, digest: in
     """A frame of these events; an index does not look at its offset."""
     return _native.encode_frame(
         Frame(
-            instance=instance, epoch=Epoch(epoch), first_offset=Offset(0), wall_time_ns=wall_time_ns, events=events, digest=digest
+            instance=instance,
+            epoch=Epoch(epoch),
+            first_offset=Offset(0),
+            wall_time_ns=wall_time_ns,
+            events=events,
+            digest=digest,
         )
-    )  # fmt: skip
+    )
 
 
 def held_of(index: ClusterIndex, keys: set[Key], with_claims: bool = True) -> dict[Key, set[Holder]]:
@@ -86,9 +91,14 @@ def crowded_events(draw: st.DrawFn) -> Event:
             return BlocksCreated(namespace=namespace, tier=tier, hashes=hashes, slots=slots)
         case 1:
             return BlocksMigrated(
-                namespace=namespace, source=draw(st.sampled_from(Tier)), target=tier, kept=draw(st.booleans()),
-                cause=MigrateCause.OFFLOAD, hashes=hashes, slots=slots,
-            )  # fmt: skip
+                namespace=namespace,
+                source=draw(st.sampled_from(Tier)),
+                target=tier,
+                kept=draw(st.booleans()),
+                cause=MigrateCause.OFFLOAD,
+                hashes=hashes,
+                slots=slots,
+            )
         case 2:
             return BlocksEvicted(namespace=namespace, tier=tier, reason=EvictReason.CLEARED, hashes=hashes)
         case 3:

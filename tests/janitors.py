@@ -1,4 +1,6 @@
-"""A janitor in a world of its own: a real store, real objects, and a catalog and a clock that a test holds in its hands."""
+"""A janitor in a world of its own: a real store, real objects, and a catalog and a clock that a test holds in its
+hands.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ class World:
 
 
 class Cluster:
-    """What one cluster's catalog knows, and its janitor's instance: a `ClaimsReader` and as much of a `Manager` as a janitor uses."""
+    """What one cluster's catalog knows, and its janitor's instance: a `ClaimsReader` and as much of a `Manager` as a
+    janitor uses.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -116,7 +120,7 @@ class Cluster:
     def stamp(self) -> int:
         return int(self.world.now_s * SECOND_NS)
 
-    # -- as instances and the janitor say it ----------------------------------------------------------------------------
+    # -- as instances and the janitor say it ---------------------------------------------------------------------------
 
     def claim(self, namespace: NamespaceId, hashes: bytes) -> None:
         assert len(set(split_hashes(hashes))) == len(split_hashes(hashes)), (
@@ -145,7 +149,7 @@ class Cluster:
     def close(self) -> None:
         return
 
-    # -- as SQL knows it ------------------------------------------------------------------------------------------------
+    # -- as SQL knows it -----------------------------------------------------------------------------------------------
 
     def claims(self) -> Claimed:
         columns = []

@@ -18,8 +18,10 @@ from tests.nats_fixture import WAIT_S, patient
 SPACE = Namespace(model="m", block_tokens=4)
 POOL = "s3://kvbm/blocks"
 POOLS = (
-    PoolStated(Tier.HBM, 64, 1024), PoolStated(Tier.HOST, 64, 1024), PoolStated(Tier.OBJECT, 0, 1024, Reach.CLUSTER, POOL),
-)  # fmt: skip
+    PoolStated(Tier.HBM, 64, 1024),
+    PoolStated(Tier.HOST, 64, 1024),
+    PoolStated(Tier.OBJECT, 0, 1024, Reach.CLUSTER, POOL),
+)
 HASHES = sequence_hashes(list(range(40)), 4, SPACE.root())
 
 
@@ -79,9 +81,13 @@ class LedgerInstance:
     def beat(self, told: Sequence[Namespace] = ()) -> None:
         """One sign of life, which tells what namespaces are."""
         heartbeat = Heartbeat(
-            instance=self.name, cluster=self.cluster, epoch=self.epoch, published=self.ledger.applied,
-            wall_time_ns=time.time_ns(), told=tuple(one.canonical() for one in told),
-        )  # fmt: skip
+            instance=self.name,
+            cluster=self.cluster,
+            epoch=self.epoch,
+            published=self.ledger.applied,
+            wall_time_ns=time.time_ns(),
+            told=tuple(one.canonical() for one in told),
+        )
         self._run(lambda stream: stream.send_pulse(heartbeat))
 
     def _run(self, work: Callable[[NatsStream], Awaitable[Any]]) -> None:

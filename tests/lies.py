@@ -1,7 +1,9 @@
-"""What an instance that lies may send: each message that the server's permissions let it publish, with each field forged.
+"""What an instance that lies may send: each message that the server's permissions let it publish, with each field
+forged.
 
-What is forged is taken from the code. A field of a struct is forged by its type, and a type of which nothing is known here is an error; so
-are a subject that an instance may publish to and whose message is not named in SENT, and an event without a writer in EVENTS.
+What is forged is taken from the code. A field of a struct is forged by its type, and a type of which nothing is known
+here is an error; so are a subject that an instance may publish to and whose message is not named in SENT, and an event
+without a writer in EVENTS.
 """
 
 from __future__ import annotations
@@ -78,13 +80,49 @@ class Lie(NamedTuple):
 _WHOLE = [-1, -(1 << 63), 0, 1, 2, (1 << 31) - 1, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 _NO_NUMBER = [None, "1", b"1", 1.5, [], {}]
 _TEXTS = [
-    "", "a", "b", "c", "janitor", "_catalog-1", "catalog:1", "objects:1", "x" * 255, "x" * 256, "x" * 200_000, "ä" * 3000, "\x00",
-    "\x1b[2J\r\n", "\u202e\u2066", "a.b", "*", ">", "../../etc", " ", "'; drop table instances; --", 1, None, b"a", [],
-]  # fmt: skip
+    "",
+    "a",
+    "b",
+    "c",
+    "janitor",
+    "_catalog-1",
+    "catalog:1",
+    "objects:1",
+    "x" * 255,
+    "x" * 256,
+    "x" * 200_000,
+    "ä" * 3000,
+    "\x00",
+    "\x1b[2J\r\n",
+    "\u202e\u2066",
+    "a.b",
+    "*",
+    ">",
+    "../../etc",
+    " ",
+    "'; drop table instances; --",
+    1,
+    None,
+    b"a",
+    [],
+]
 _BYTES = [
-    ACME.id, BETA.id, OWN.id, b"", bytes(15), bytes(16), bytes(17), b"\xff" * 16, HELD[InstanceId("a")], HELD[InstanceId("b")], bytes(100_000),
-    "text", 1, None, [],
-]  # fmt: skip
+    ACME.id,
+    BETA.id,
+    OWN.id,
+    b"",
+    bytes(15),
+    bytes(16),
+    bytes(17),
+    b"\xff" * 16,
+    HELD[InstanceId("a")],
+    HELD[InstanceId("b")],
+    bytes(100_000),
+    "text",
+    1,
+    None,
+    [],
+]
 _BAD = "BAD UTF8"  # becomes bytes that are no text
 _FLAGS = [True, False, 1, 2, None, "yes"]
 _FLOATS = [float("nan"), float("inf"), float("-inf"), -1.0, 0.0, -0.0, 1e308, 5e-324, (1 << 64) - 1, -1, "1", None, b""]
@@ -100,7 +138,10 @@ _VALUES: dict[Any, list[Any]] = {
 
 
 def values_of(kind: Any) -> Iterator[tuple[str, Any]]:  # noqa: C901
-    """Forged values of a field of a kind, as they travel in MessagePack. Raises TypeError: a kind of which nothing is known here."""
+    """Forged values of a field of a kind, as they travel in MessagePack.
+
+    Raises TypeError: a kind of which nothing is known here.
+    """
     kind = getattr(kind, "__supertype__", kind)
     origin, inner = get_origin(kind), get_args(kind)
     if kind in _VALUES:
@@ -180,7 +221,8 @@ HONEST_PARTS: dict[type, msgspec.Struct] = {
 
 
 def forged_fields(kind: type[msgspec.Struct], honest: msgspec.Struct) -> Iterator[tuple[str, str, Any]]:
-    """A struct with one field forged at a time, as what MessagePack carries: the field, how it is forged, and the struct.
+    """A struct with one field forged at a time, as what MessagePack carries: the field, how it is forged, and the
+    struct.
 
     A field that is left out, and one that is not known, come last.
     """
@@ -227,8 +269,13 @@ def forged_messages(honest: msgspec.Struct) -> Iterator[Lie]:
             yield Lie(field, what, data)
     whole = msgspec.msgpack.encode(honest)
     for what, data in (
-        ("empty", b""), ("cut", whole[:-1]), ("twice", whole * 2), ("none", b"\xc1"), ("deep", b"\x91" * 100_000 + b"\xc0"), ("4 GiB", b"\xdb\xff\xff\xff\xff"),
-    ):  # fmt: skip
+        ("empty", b""),
+        ("cut", whole[:-1]),
+        ("twice", whole * 2),
+        ("none", b"\xc1"),
+        ("deep", b"\x91" * 100_000 + b"\xc0"),
+        ("4 GiB", b"\xdb\xff\xff\xff\xff"),
+    ):
         yield Lie("whole", what, data)
 
 
@@ -242,31 +289,62 @@ _OF_LONG = [0, 1, 2, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, _LONG - 1, _LONG]
 
 
 def frame_data(
-    instance: bytes, events: list[bytes], epoch: int = 1, first_offset: int = 0, wall_time_ns: int = 1, digest: int = 0, table: bytes = OWN.id,
-    magic: bytes = b"KVBM", version: int = 1, name_bytes: int | None = None, namespaces: int | None = None, frame_bytes: int | None = None,
-    event_count: int | None = None, checksum: int = 0,
-) -> bytes:  # fmt: skip
+    instance: bytes,
+    events: list[bytes],
+    epoch: int = 1,
+    first_offset: int = 0,
+    wall_time_ns: int = 1,
+    digest: int = 0,
+    table: bytes = OWN.id,
+    magic: bytes = b"KVBM",
+    version: int = 1,
+    name_bytes: int | None = None,
+    namespaces: int | None = None,
+    frame_bytes: int | None = None,
+    event_count: int | None = None,
+    checksum: int = 0,
+) -> bytes:
     """A frame of these events, whatever it says, with a checksum that fits; `checksum` is added to it."""
     body = instance + table + b"".join(events)
     head = _HEADER.pack(
-        magic, version, len(instance) & _BYTE if name_bytes is None else name_bytes,
-        (len(table) // 16) & _BYTE if namespaces is None else namespaces, _HEADER.size + len(body) + 4 if frame_bytes is None else frame_bytes,
-        len(events) if event_count is None else event_count, epoch, first_offset, wall_time_ns, digest,
-    )  # fmt: skip
+        magic,
+        version,
+        len(instance) & _BYTE if name_bytes is None else name_bytes,
+        (len(table) // 16) & _BYTE if namespaces is None else namespaces,
+        _HEADER.size + len(body) + 4 if frame_bytes is None else frame_bytes,
+        len(events) if event_count is None else event_count,
+        epoch,
+        first_offset,
+        wall_time_ns,
+        digest,
+    )
     return head + body + struct.pack("<I", (_native.crc32c(head + body) + checksum) & _SHORT)
 
 
 def created(
-    namespace: int = 0, tier: int = 0, flags: int = 1, start: int = 0, count: int = 4, parent: bytes = b"", hashes: bytes = OF_LIAR,
+    namespace: int = 0,
+    tier: int = 0,
+    flags: int = 1,
+    start: int = 0,
+    count: int = 4,
+    parent: bytes = b"",
+    hashes: bytes = OF_LIAR,
     slots: bytes = bytes(range(4)) + bytes(12),
-) -> bytes:  # fmt: skip
+) -> bytes:
     return struct.pack("<BBBBII", 2, namespace, tier, flags, start, count) + parent + hashes + slots
 
 
 def migrated(
-    namespace: int = 0, source: int = 0, target: int = 1, kept: int = 4, cause: int = 0, count: int = 4, name: bytes = b"", hashes: bytes = OF_LIAR,
+    namespace: int = 0,
+    source: int = 0,
+    target: int = 1,
+    kept: int = 4,
+    cause: int = 0,
+    count: int = 4,
+    name: bytes = b"",
+    hashes: bytes = OF_LIAR,
     slots: bytes = b"",
-) -> bytes:  # fmt: skip
+) -> bytes:
     return struct.pack("<BBBBBBI", 3, namespace, source, target, kept, cause, count) + name + hashes + slots
 
 
@@ -299,15 +377,22 @@ def started(blob: bytes, length: int | None = None) -> bytes:
 
 
 EVENTS: dict[type, Callable[..., bytes]] = {
-    BlocksCreated: created, BlocksMigrated: migrated, BlocksEvicted: evicted, ResidenciesListed: listed, SnapshotEnded: snapshot_ended,
-    InstanceStopped: stopped, InstanceStarted: started,
-}  # fmt: skip
+    BlocksCreated: created,
+    BlocksMigrated: migrated,
+    BlocksEvicted: evicted,
+    ResidenciesListed: listed,
+    SnapshotEnded: snapshot_ended,
+    InstanceStopped: stopped,
+    InstanceStarted: started,
+}
 _RUNS = [HELD[InstanceId("a")], HELD[InstanceId("b")], OF_LIAR[:16] * 4, bytes(64), b"\xff" * 64]
 _SLOT_RUNS = [bytes(16), b"\xff" * 16, struct.pack("<4I", 63, 64, 65, 1 << 31)]
 
 
 def event_lies(kind: type) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """An event in its bytes with one field forged at a time: which, how, and what of the frame it is in goes with that."""
+    """An event in its bytes with one field forged at a time: which, how, and what of the frame it is in goes
+    with that.
+    """
     write = EVENTS[kind]
     if kind is InstanceStarted:
         yield from _start_lies()
@@ -419,19 +504,28 @@ def frame_lies() -> Iterator[tuple[str, str, dict[str, Any]]]:
         for number in _OF_LONG:
             yield name, str(number), good | {name: number}
     for name, numbers in (
-        ("version", [0, 2, 3, 255, 65535]), ("name_bytes", _OF_BYTE), ("namespaces", _OF_BYTE), ("frame_bytes", [*_OF_SHORT, 51, 52, 53, 1 << 26]),
-        ("event_count", _OF_SHORT), ("checksum", [1, 1 << 31]),
-    ):  # fmt: skip
+        ("version", [0, 2, 3, 255, 65535]),
+        ("name_bytes", _OF_BYTE),
+        ("namespaces", _OF_BYTE),
+        ("frame_bytes", [*_OF_SHORT, 51, 52, 53, 1 << 26]),
+        ("event_count", _OF_SHORT),
+        ("checksum", [1, 1 << 31]),
+    ):
         for number in numbers:
             yield name, str(number), good | {name: number}
     yield "magic", "other", good | {"magic": b"MBVK"}
     for name in (b"a", b"b", b"", b"\xff\xfe", b"x" * 255, b"\x1b[2J"):
         yield "instance", repr(name[:8]), good | {"instance": name}
     for what, events in (
-        ("none", []), ("kind 0", [b"\0"]), ("kind 8", [b"\x08" + bytes(40)]), ("kind 255", [b"\xff"]), ("after the last", [created(), b"\0" * 7]),
-        ("a start in the middle", [created(), started(codec.encode_started(HONEST_START))]), ("two stops", [stopped(), stopped()]),
+        ("none", []),
+        ("kind 0", [b"\0"]),
+        ("kind 8", [b"\x08" + bytes(40)]),
+        ("kind 255", [b"\xff"]),
+        ("after the last", [created(), b"\0" * 7]),
+        ("a start in the middle", [created(), started(codec.encode_started(HONEST_START))]),
+        ("two stops", [stopped(), stopped()]),
         ("very many", [snapshot_ended()] * 50_000),
-    ):  # fmt: skip
+    ):
         yield (
             "events",
             what,
@@ -453,10 +547,24 @@ SENT: dict[str, type] = {
 
 def honest_heartbeat(instance: InstanceId) -> Heartbeat:
     return Heartbeat(
-        instance=instance, cluster="c", epoch=Epoch(1), published=Offset(2), wall_time_ns=1, namespaces=(OWN.id,), told=(OWN.canonical(),),
-        prefill_tokens_per_s=1000.0, queue_tokens_per_s=1000.0, free_slots={Tier.HBM: 1}, put_bytes={OWN.id: (1, 1)}, put_total=(1, 1), applied=Offset(2),
-        lends={"tcp": "10.0.0.1:9"}, transfers=(Transfer("tcp", 1, 1024, 1000),), object_blocks=8, ages=(TierAges(),) * 3,
-    )  # fmt: skip
+        instance=instance,
+        cluster="c",
+        epoch=Epoch(1),
+        published=Offset(2),
+        wall_time_ns=1,
+        namespaces=(OWN.id,),
+        told=(OWN.canonical(),),
+        prefill_tokens_per_s=1000.0,
+        queue_tokens_per_s=1000.0,
+        free_slots={Tier.HBM: 1},
+        put_bytes={OWN.id: (1, 1)},
+        put_total=(1, 1),
+        applied=Offset(2),
+        lends={"tcp": "10.0.0.1:9"},
+        transfers=(Transfer("tcp", 1, 1024, 1000),),
+        object_blocks=8,
+        ages=(TierAges(),) * 3,
+    )
 
 
 def honest_sample(instance: InstanceId) -> AccessSample:
@@ -477,11 +585,16 @@ def honest_answer(instance: InstanceId) -> Answer:
 
 # Fields told of in JSON, whose numbers have no bound.
 TOLD = [
-    *(OWN.canonical().replace(b'"block_tokens":16', b'"block_tokens":%d' % number) for number in (0, -1, 1 << 64, 1 << 200)),
+    *(
+        OWN.canonical().replace(b'"block_tokens":16', b'"block_tokens":%d' % number)
+        for number in (0, -1, 1 << 64, 1 << 200)
+    ),
     OWN.canonical().replace(b'"scheme_seed":0', b'"scheme_seed":%d' % -(1 << 80)),
     OWN.canonical().replace(b'"kv_group":0', b'"kv_group":1e9'),
-    OWN.canonical().replace(b"liar's", b"\\u0000\\u001b"), OWN.canonical().replace(b"liar's", b"\xff"), OWN.canonical()[:-1] + b',"more":1}',
-]  # fmt: skip
+    OWN.canonical().replace(b"liar's", b"\\u0000\\u001b"),
+    OWN.canonical().replace(b"liar's", b"\xff"),
+    OWN.canonical()[:-1] + b',"more":1}',
+]
 
 
 def header_lies() -> Iterator[Lie]:

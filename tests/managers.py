@@ -110,16 +110,34 @@ def make_manager(
     ledger.start(Epoch(epoch), [NAMESPACE])
     there = {tier for tier in offload if tier in slots or (tier == Tier.OBJECT and objects is not None)}
     manager = Manager(
-        InstanceId(instance), "tests", ledger, pools, sink or MemoryLog(), NATIVE,
+        InstanceId(instance),
+        "tests",
+        ledger,
+        pools,
+        sink or MemoryLog(),
+        NATIVE,
         Offloader(
-            {tier: WriteThrough() for tier in there}, queue_blocks, object_blocks=pools.object_blocks, limits=PromptLimits(slots),
+            {tier: WriteThrough() for tier in there},
+            queue_blocks,
+            object_blocks=pools.object_blocks,
+            limits=PromptLimits(slots),
         ),
         locator or Nowhere(),
         ManagerOptions(
-            wait_s, clock=clock, staging=staging, retention=retention, snapshots=snapshots, samples=samples, executor=executor,
-            offsets=offsets, run="a-run", has_stream=has_stream, budgets=budgets or {}, lasting=LastingNamespaces([NAMESPACE], all_may=True),
+            wait_s,
+            clock=clock,
+            staging=staging,
+            retention=retention,
+            snapshots=snapshots,
+            samples=samples,
+            executor=executor,
+            offsets=offsets,
+            run="a-run",
+            has_stream=has_stream,
+            budgets=budgets or {},
+            lasting=LastingNamespaces([NAMESPACE], all_may=True),
         ),
-    )  # fmt: skip
+    )
     if not by_hand:
         manager.start()
     return manager

@@ -1,4 +1,6 @@
-"""A program: moto's server, with puts that are one step each. moto itself looks at a put's condition and stores it later, so two can pass."""
+"""A program: moto's server, with puts that are one step each. moto itself looks at a put's condition and stores it
+later, so two can pass.
+"""
 
 from __future__ import annotations
 

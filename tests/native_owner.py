@@ -52,9 +52,15 @@ class NativeLender:
         self.nvme: NvmePool | None = None
         if nvme:
             self.nvme = NvmePool(
-                [folder / f"nvme-{next(_FOLDERS)}"], slots, block_bytes, NAMESPACE, OWNER, _native.checksums,
-                _native.BlockIo, BlockIoOptions(io="threads", encrypted=sealed),
-            )  # fmt: skip
+                [folder / f"nvme-{next(_FOLDERS)}"],
+                slots,
+                block_bytes,
+                NAMESPACE,
+                OWNER,
+                _native.checksums,
+                _native.BlockIo,
+                BlockIoOptions(io="threads", encrypted=sealed),
+            )
             pools.append(PoolStated(Tier.NVME, slots, block_bytes))
         self.ledger = _native.Ledger(pools, "lru")
         self.ledger.start(Epoch(EPOCH), [NAMESPACE, OTHER])
@@ -74,9 +80,7 @@ class NativeLender:
     ) -> Lending:
         """Begin to lend."""
         source = LendingSource(OWNER, self.ledger, self.lock, self.pool, self.nvme, self._found_corrupt)
-        options = LendingOptions(
-            unix, tcp, key, connections, limits.blocks, limits.lease_s, limits.retry_s, **more
-        )  # fmt: skip
+        options = LendingOptions(unix, tcp, key, connections, limits.blocks, limits.lease_s, limits.retry_s, **more)
         self.lending = Lending(_native.LendingServer, source, options)
         for namespace, root in self.roots.items():
             self.lending.admit(namespace, root)
@@ -92,9 +96,7 @@ class NativeLender:
         slots = split_slots(allocation.slots)
         pool.write(slots, rows, Proof(namespace.id, Epoch(EPOCH), hashes, _native.checksums(rows)))
         with self.lock:
-            self.ledger.unpin(
-                tier, self.ledger.create(namespace.id, tier, NO_PARENT, 0, hashes, allocation.slots)
-            )  # fmt: skip
+            self.ledger.unpin(tier, self.ledger.create(namespace.id, tier, NO_PARENT, 0, hashes, allocation.slots))
             self.ledger.take_frames(InstanceId(OWNER), 0)
         for block, slot in zip(split_hashes(hashes), slots, strict=True):
             self._places[bytes(block)] = _Held(tier, slot)
@@ -128,7 +130,7 @@ class NativeLender:
         with self.lock:
             counts = [
                 self.ledger.counts(tier) for tier in (Tier.HOST, *((Tier.NVME,) if self.nvme is not None else ()))
-            ]  # fmt: skip
+            ]
         return sum(one.slots - one.free - one.evictable - one.allocated for one in counts)
 
     def _found_corrupt(self, tier: Tier, block: SequenceHash) -> None:

@@ -1,4 +1,6 @@
-"""A system that gives no native thread, in this process and for a while: as where `ulimit -u` or a container's pids limit is reached."""
+"""A system that gives no native thread, in this process and for a while: as where `ulimit -u` or a container's pids
+limit is reached.
+"""
 
 from __future__ import annotations
 

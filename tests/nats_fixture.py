@@ -1,4 +1,7 @@
-"""Fixtures over a real nats-server, and frames to send through it. Import them where they are used, or in conftest.py."""
+"""Fixtures over a real nats-server, and frames to send through it.
+
+Import them where they are used, or in conftest.py.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,18 @@ def cluster() -> str:
 
 
 _ANSWERED = (
-    "publish", "tail", "fence", "set_fence", "state", "first_sequence", "last_sequence", "message", "pull", "last_pulse", "ask_snapshot",
-)  # fmt: skip
+    "publish",
+    "tail",
+    "fence",
+    "set_fence",
+    "state",
+    "first_sequence",
+    "last_sequence",
+    "message",
+    "pull",
+    "last_pulse",
+    "ask_snapshot",
+)
 Stream = TypeVar("Stream", bound=EventStream)
 
 
@@ -102,9 +115,13 @@ class PlainOwner:
         """See `PublisherOwner.heartbeat`."""
         self.beats.append(published)
         return Heartbeat(
-            instance=self._instance, cluster=self._cluster, epoch=self.epoch, published=published.offset,
-            wall_time_ns=time.time_ns(), run=self.run,
-        )  # fmt: skip
+            instance=self._instance,
+            cluster=self._cluster,
+            epoch=self.epoch,
+            published=published.offset,
+            wall_time_ns=time.time_ns(),
+            run=self.run,
+        )
 
     def on_published(self, position: Position) -> None:
         """See `PublisherOwner.on_published`."""

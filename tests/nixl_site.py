@@ -1,4 +1,5 @@
-"""Owners that lend over NIXL, and readers of theirs: what is said comes over the readable owner's unix socket, bytes by NIXL.
+"""Owners that lend over NIXL, and readers of theirs: what is said comes over the readable owner's unix socket, bytes by
+NIXL.
 
 Owners and readers have a process of NIXL each, for all tests of a run: one takes a second to start.
 """
@@ -67,7 +68,9 @@ NIXL_S = 60.0  # the machine has other work
 
 
 class _Owner(ReadableOwner):
-    """The readable owner, which answers NIXL_HELLO too, and hangs up on who reads over NIXL when a namespace is added."""
+    """The readable owner, which answers NIXL_HELLO too, and hangs up on who reads over NIXL when a namespace is
+    added.
+    """
 
     def __init__(self, nixl: NixlOwner, lender: MemoryLender, *more: Any, **options: Any) -> None:
         self.nixl, self._lender = nixl, lender
@@ -108,7 +111,9 @@ class _Owner(ReadableOwner):
 
 
 class Connection:
-    """As `ProvedConnection`: over the owner's unix socket, where what is asked for through memory is a lease of slots."""
+    """As `ProvedConnection`: over the owner's unix socket, where what is asked for through memory is a lease of
+    slots.
+    """
 
     def __init__(self, unix: str, owner: str, namespaces: Sequence[Namespace], roots: RootOf, until_s: float) -> None:
         self.socket = socket.socket(socket.AF_UNIX)

@@ -36,9 +36,14 @@ TENANT = Namespace(model="test", revision="r1", block_tokens=16, tenant="acme")
 
 def settings_at(folder: Path, **more: Any) -> Settings:
     flags = {
-        "instance.data_dir": str(folder), "pools.hbm.slots": 24, "pools.hbm.device": "memory", "pools.host.slots": 16,
-        "pools.nvme.slots": 16, "nats.enabled": False, "onboard.wait_s": WAIT_S,
-    }  # fmt: skip
+        "instance.data_dir": str(folder),
+        "pools.hbm.slots": 24,
+        "pools.hbm.device": "memory",
+        "pools.host.slots": 16,
+        "pools.nvme.slots": 16,
+        "nats.enabled": False,
+        "onboard.wait_s": WAIT_S,
+    }
     return load_settings(flags=flags | {key.replace("__", "."): value for key, value in more.items()})
 
 

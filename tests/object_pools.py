@@ -13,6 +13,9 @@ _DEADLINE_S = 120.0  # a busy machine is no silent store
 
 
 def memory_objects(block_bytes: int, blocks: int = 1, store: Store | None = None, **options: Any) -> BlockObjects:
-    """An object pool over a store in memory, of its own unless one is given. It answers at once, so it needs no threads."""
+    """An object pool over a store in memory, of its own unless one is given.
+
+    It answers at once, so it needs no threads.
+    """
     chosen = ObjectPoolOptions(**{"blocks": blocks, "threads": 1, "deadline_s": _DEADLINE_S} | options)
     return BlockObjects(store or MemoryStore(), block_bytes, NATIVE.checksums, CODER, chosen)

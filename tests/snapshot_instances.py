@@ -1,4 +1,6 @@
-"""Instances of a catalog's tests: a native ledger that publishes, sends heartbeats and serves the snapshots it is asked for."""
+"""Instances of a catalog's tests: a native ledger that publishes, sends heartbeats and serves the snapshots it is asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,15 @@ class Instance:
     async def beat(self) -> None:
         await self.stream.send_pulse(
             Heartbeat(
-                instance=self.name, cluster=self.cluster, epoch=self.epoch, published=self.published,
-                wall_time_ns=time.time_ns(), run="r1", trouble="journal full: 3 of 4 bytes",
+                instance=self.name,
+                cluster=self.cluster,
+                epoch=self.epoch,
+                published=self.published,
+                wall_time_ns=time.time_ns(),
+                run="r1",
+                trouble="journal full: 3 of 4 bytes",
             )
-        )  # fmt: skip
+        )
 
     async def snapshot(self) -> None:
         self.ledger.begin_snapshot()

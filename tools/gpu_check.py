@@ -1,11 +1,12 @@
-"""What kvbm does on a GPU, in eight minutes at most: the tests that need one, HBM ↔ HOST of five published models, first tokens.
+"""What kvbm does on a GPU, in eight minutes at most: the tests that need one, HBM ↔ HOST of five published models,
+first tokens.
 
-    python tools/gpu_check.py --pack        # where there is a network: wheels for the GPU machine, into build/gpu-check/wheels
-    python tools/gpu_check.py               # on the GPU machine: Python 3.12 with PyTorch and Triton, nothing is downloaded
-    python tools/gpu_check.py --dry-run     # the same program on a CPU with small shapes; its numbers are no GPU's
+    python tools/gpu_check.py --pack      # with a network: wheels for the GPU machine, into build/gpu-check/wheels
+    python tools/gpu_check.py             # on the GPU machine: Python 3.12, PyTorch, Triton; nothing is downloaded
+    python tools/gpu_check.py --dry-run   # the same program on a CPU with small shapes; its numbers are no GPU's
 
-It ends with one JSON file and one table, and returns 0 only when all of it was done and nothing failed. Parts run in processes of their own, each
-within its share of the time: one that fails or hangs is noted, and the others go on.
+It ends with one JSON file and one table, and returns 0 only when all of it was done and nothing failed. Parts run in
+processes of their own, each within its share of the time: one that fails or hangs is noted, and the others go on.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ def _in_environment(work: Path, wheels: Path, began: float, arguments: list[str]
 
 
 def _link_packages(environment: Path) -> None:
-    """Show the environment what this Python has, which may be an environment itself: then its packages are not the system's."""
+    """Show the environment what this Python has, which may be an environment itself: then its packages are not the
+    system's.
+    """
     own = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
     lines = "".join(f"import site; site.addsitedir({folder!r})\n" for folder in own)
     (site,) = environment.glob("lib/python*/site-packages")

@@ -6,8 +6,9 @@
     python tools/mutants.py --table               tests and simulator alike, as the table of tests/faults/README.md
     python tools/mutants.py --try tests/unit/test_journal.py torn_bytes_stay   does any of these tests notice it?
 
-A test has to pass without the defect first. One that does not end within WAIT_S has noticed. Ends with 1 when a test did not notice its
-defect. The simulator runs its generic mix, SEEDS seeds at most. Native tests are built below build/mutants.
+A test has to pass without the defect first. One that does not end within WAIT_S has noticed. Ends with 1 when a test
+did not notice its defect. The simulator runs its generic mix, SEEDS seeds at most. Native tests are built below
+build/mutants.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Verdict(NamedTuple):
     nightly: bool = False
 
 
-# -- Python -------------------------------------------------------------------------------------------------------------
+# -- Python ------------------------------------------------------------------------------------------------------------
 
 
 def planted(mutant: SourceMutant, folder: Path, *, is_whole: bool = False) -> dict[str, str]:
@@ -121,11 +122,13 @@ def seeds_here() -> int:
     return 0
 
 
-# -- native -------------------------------------------------------------------------------------------------------------
+# -- native ------------------------------------------------------------------------------------------------------------
 
 
 def copy_sources() -> Path:
-    """The native sources as they are, below build/mutants; what has not changed keeps its time, so little is compiled again."""
+    """The native sources as they are, below build/mutants; what has not changed keeps its time, so little is compiled
+    again.
+    """
     top = BUILD / "sources"
     for name in SOURCES:
         for path in [ROOT / name] if (ROOT / name).is_file() else sorted((ROOT / name).rglob("*")):
@@ -138,8 +141,10 @@ def copy_sources() -> Path:
 
 
 def native_failure(name: str) -> str:
-    """Build one C++ test of the copied sources and run it: the case that fails, "" when all pass. Raises RuntimeError: it does not
-    compile."""
+    """Build one C++ test of the copied sources and run it: the case that fails, "" when all pass.
+
+    Raises RuntimeError: it does not compile.
+    """
     tools = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     target, objects = Path(name).stem, BUILD / "objects"
     configure = [
@@ -185,7 +190,7 @@ def native_verdict(mutant: SourceMutant, test: str) -> Verdict:
         copied.write_text(whole)
 
 
-# -- verdicts -----------------------------------------------------------------------------------------------------------
+# -- verdicts ----------------------------------------------------------------------------------------------------------
 
 
 def verdict_of(mutant: SourceMutant, with_seeds: bool) -> Verdict:
@@ -223,7 +228,10 @@ def row(name: str, mutant: SourceMutant, verdict: Verdict) -> str:
     words = case.removeprefix("test_").replace("_", " ")
     test = f"`{Path(file).name}`{f': {words}' if words else ''}" if file else "**nothing**"
     seeds = {None: "", 0: "–"}.get(verdict.seeds, str(verdict.seeds))
-    return f"| `{name}` | `{Path(mutant.file).name}` | {mutant.rule} | {test} | {'`make test-all`' if verdict.nightly else 'gate'} | {seeds} |"
+    return (
+        f"| `{name}` | `{Path(mutant.file).name}` | {mutant.rule} | {test} | "
+        f"{'`make test-all`' if verdict.nightly else 'gate'} | {seeds} |"
+    )
 
 
 def main() -> int:

@@ -2,8 +2,8 @@
 
     python tools/nats_kills.py --kills 50
 
-Three nats-servers, a catalog process and three instances. It returns 0 when everybody agreed after every kill and no answer hid
-that it was old.
+Three nats-servers, a catalog process and three instances. It returns 0 when everybody agreed after every kill and no
+answer hid that it was old.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def main() -> int:
         if times:
             print(f"{what}: {statistics.median(times):.1f} s (median), {max(times):.1f} s (most), of {len(times)}")
     print(
-        f"{'FAILED' if diverged or untold else 'ok'}: {len(kills)} leaders killed in {time.monotonic() - begin_s:.0f} s, "
+        f"{'FAILED' if diverged or untold else 'ok'}: {len(kills)} leaders killed in {time.monotonic() - begin_s:.0f} "
+        "s, "
         f"{diverged} divergences, {untold} stale answers untold"
     )
     return int(bool(diverged or untold))

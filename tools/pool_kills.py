@@ -2,8 +2,9 @@
 
     python tools/pool_kills.py --points 500 --seed 1
 
-A manager works HBM → HOST → NVME at full speed and is killed (SIGKILL) at seeded instants, some of them while it opens. Each life
-first holds what it recovered to the journal's strict fold, reads every block back and serves it. Returns 0 when nothing was wrong.
+A manager works HBM → HOST → NVME at full speed and is killed (SIGKILL) at seeded instants, some of them while it opens.
+Each life first holds what it recovered to the journal's strict fold, reads every block back and serves it. Returns 0
+when nothing was wrong.
 """
 
 from __future__ import annotations

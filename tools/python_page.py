@@ -1,4 +1,7 @@
-"""The reference page of the Python API, written from `kvbm.__all__` and its docstrings. `tools/reference.py` has it among the others."""
+"""The reference page of the Python API, written from `kvbm.__all__` and its docstrings.
+
+`tools/reference.py` has it among the others.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,10 @@ def python_page() -> str:
     for name in sorted(kvbm.__all__, key=str.lower):
         groups[_head_of(name, getattr(kvbm, name))].append(name)
     intro = (
-        "Everything that a program may import: what `import kvbm` gives. All other modules may change without notice.\n\n"
-        "This page is generated from the docstrings. [Embed](../embed.md) and [Route](../route.md) show these calls at work."
+        "Everything that a program may import: what `import kvbm` gives. All other modules may change without "
+        "notice.\n\n"
+        "This page is generated from the docstrings. [Embed](../embed.md) and [Route](../route.md) show these calls at "
+        "work."
     )
     rules = "Packed runs:" + (kvbm.__doc__ or "").partition("Packed runs:")[2]
     parts = ["# Python", intro, _paragraphs(rules)]
@@ -95,7 +100,9 @@ def _fields(one: type) -> str:
 
 
 def _public(one: type) -> Iterator[tuple[str, Any]]:
-    """Its methods and properties that have a docstring of ours, in the order in which they are written, its own first."""
+    """Its methods and properties that have a docstring of ours, in the order in which they are written, its own
+    first.
+    """
     if issubclass(one, BaseException | enum.Enum):
         return
     seen: set[str] = set()

@@ -1,4 +1,6 @@
-"""The reference pages of the documentation, written from the code they describe. `tools/docs_hooks.py` puts them into the site.
+"""The reference pages of the documentation, written from the code they describe.
+
+`tools/docs_hooks.py` puts them into the site.
 
 python tools/reference.py FOLDER        writes them there as files, for a look
 """
@@ -58,8 +60,11 @@ class Described(NamedTuple):
 
 
 def described(kind: type) -> Described:
-    """A class's docstring taken apart. An attribute's entry is `name: …` or `name, name: …` below "Attributes:"; also `` `name`: … ``
-    in the text counts where there is no entry."""
+    """A class's docstring taken apart.
+
+    An attribute's entry is `name: …` or `name, name: …` below "Attributes:"; also `` `name`: … `` in the text counts
+    where there is no entry.
+    """
     words = [line.strip() for line in (kind.__doc__ or "").strip().splitlines()]
     begin = words.index("Attributes:") if "Attributes:" in words else len(words)
     text = " ".join(word for word in words[:begin] if word)
@@ -112,7 +117,9 @@ def _sentence(text: str) -> str:
 
 
 class Setting(NamedTuple):
-    """One setting: its key, the kind of its value, its unit ("" where it has none), its default as TOML, its meaning."""
+    """One setting: its key, the kind of its value, its unit ("" where it has none), its default as TOML, its
+    meaning.
+    """
 
     key: str
     kind: str
@@ -174,8 +181,10 @@ def settings_page() -> str:
         parts.append(f"## {title}\n\n{_sentence(group.text)}\n\n{_table(('key', 'kind', 'default', 'meaning'), rows)}")
     return _page(
         "Settings",
-        "Settings come from a TOML file (`--config`). Environment variables override the file. `--set KEY=VALUE` overrides both. "
-        f"The key `pools.host.slots` is a table in TOML and `{variable}` in the environment. A key that does not exist, or a value of "
+        "Settings come from a TOML file (`--config`). Environment variables override the file. `--set KEY=VALUE` "
+        "overrides both. "
+        f"The key `pools.host.slots` is a table in TOML and `{variable}` in the environment. A key that does not "
+        "exist, or a value of "
         "the wrong kind, is refused at the start with the key's name. `kvbm settings` prints all of them as TOML.\n\n"
         "This page is generated from `kvbm/config/settings.py`.",
         *parts,
@@ -259,7 +268,8 @@ def metrics_page() -> str:
         "Metrics are in Prometheus' text format. Which of them to watch: [Monitor](../monitor.md).\n\n"
         "This page is generated from a scrape of the code.",
         "## The catalog\n\nAt `/metrics` of `kvbm-catalog serve`.\n\n" + table(catalog_metrics()),
-        "## Inside vLLM\n\nAt `/metrics` of `vllm serve`, with vLLM's labels `engine` and `model_name`. The same numbers are in vLLM's "
+        "## Inside vLLM\n\nAt `/metrics` of `vllm serve`, with vLLM's labels `engine` and `model_name`. The same "
+        "numbers are in vLLM's "
         "log line `KV Transfer metrics`.\n\n" + table(vllm_metrics()),
         "## Embedded\n\n`manager.stats()` gives these numbers to the program that embeds kvbm. Its fields:\n\n"
         + _table(("field", "meaning"), rows),
@@ -309,11 +319,14 @@ def http_page() -> str:
     codes = [(f"`{code}`", str(status), f"`{where}`") for code, status, where in error_codes()]
     return _page(
         "HTTP",
-        "The catalog answers JSON over HTTP at `catalog.listen`. It describes itself at `/openapi.json`. Hashes and ids are 32 hex "
+        "The catalog answers JSON over HTTP at `catalog.listen`. It describes itself at `/openapi.json`. Hashes and "
+        "ids are 32 hex "
         "digits. Unknown fields of a request are refused. How a router uses it: [Route](../route.md).\n\n"
-        "This page is generated from `kvbm/catalog/edge/api.py`, `prompts.py` and `prompt_answers.py` beside it, and `kvbm/core/answers.py`.",
+        "This page is generated from `kvbm/catalog/edge/api.py`, `prompts.py` and `prompt_answers.py` beside it, and "
+        "`kvbm/core/answers.py`.",
         *parts,
-        "## Errors\n\nEvery answer that is not a success has the body [`ErrorAnswer`](#erroranswer): a constant `code` for programs, a "
+        "## Errors\n\nEvery answer that is not a success has the body [`ErrorAnswer`](#erroranswer): a constant `code` "
+        "for programs, a "
         "sentence, and what to do.\n\n" + _table(("code", "status", "raised in"), codes),
         "## Bodies\n\n" + "\n".join(fields),
     )
@@ -375,7 +388,9 @@ def _kind(schema: dict[str, Any]) -> str:
 
 
 class Logged(NamedTuple):
-    """One kind of log line: name, level, names of its fields, what it always says to do or know, where it is written."""
+    """One kind of log line: name, level, names of its fields, what it always says to do or know, where it is
+    written.
+    """
 
     name: str
     level: str
@@ -423,9 +438,12 @@ def logs_page() -> str:
     ]
     return _page(
         "Logs",
-        "A log line is a constant `noun.verb_past` and fields. It goes to standard error, or to vLLM's log inside vLLM. Logs are "
-        "remarks for people: programs read events, metrics and HTTP. A `warning` names what to do; an `error` needs somebody.\n\n"
-        "This page is generated from the calls in the code. “Always says” is the constant part of a line's `remedy` or `notice`.",
+        "A log line is a constant `noun.verb_past` and fields. It goes to standard error, or to vLLM's log inside "
+        "vLLM. Logs are "
+        "remarks for people: programs read events, metrics and HTTP. A `warning` names what to do; an `error` needs "
+        "somebody.\n\n"
+        "This page is generated from the calls in the code. “Always says” is the constant part of a line's `remedy` or "
+        "`notice`.",
         _table(("line", "level", "fields", "always says", "written in"), rows),
     )
 

@@ -2,8 +2,8 @@
 
     pip install nvidia-cuda-nvrtc-cu12 && python tools/ring_kernel.py        # after each change of the kernel
 
-PTX of compute capability 7.5 runs on it and on all later ones: the driver makes machine code of it when a pool is opened, in
-milliseconds, and keeps that in its own cache. So no machine that runs kvbm needs a compiler for it.
+PTX of compute capability 7.5 runs on it and on all later ones: the driver makes machine code of it when a pool is
+opened, in milliseconds, and keeps that in its own cache. So no machine that runs kvbm needs a compiler for it.
 """
 
 from __future__ import annotations

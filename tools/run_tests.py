@@ -2,12 +2,13 @@
 
     python tools/run_tests.py -n 2 …        as `pytest -n 2 …`
 
-Where at most `MOST` tests fail and each is `realtime` (processes, kills, deadlines, servers under load), each is run once more, alone. One
-that passes then is told as `FLAKED: name, first message, seconds, load` and kept in build/flakes.jsonl, or in the file that KVBM_FLAKES
-names; it keeps nothing from landing. Two such lines of one test, and it is mended or becomes `nightly`.
+Where at most `MOST` tests fail and each is `realtime` (processes, kills, deadlines, servers under load), each is run
+once more, alone. One that passes then is told as `FLAKED: name, first message, seconds, load` and kept in
+build/flakes.jsonl, or in the file that KVBM_FLAKES names; it keeps nothing from landing. Two such lines of one test,
+and it is mended or becomes `nightly`.
 
-What is never run again: tests without that marker, whatever is marked `bytes`, and failures whose words speak of bytes or digests.
-`make test` itself knows no such thing.
+What is never run again: tests without that marker, whatever is marked `bytes`, and failures whose words speak of bytes
+or digests. `make test` itself knows no such thing.
 """
 
 from __future__ import annotations

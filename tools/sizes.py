@@ -1,7 +1,10 @@
-"""The sizes that the project keeps small: files, classes, functions and constructors of kvbm/, files and functions of native/.
+"""The sizes that the project keeps small: files, classes, functions and constructors of kvbm/, files and functions of
+native/.
 
 python tools/sizes.py           what is above a limit; exit 1 where something is
 python tools/sizes.py --all 10  ... and the ten largest of each kind
+
+A line counts in Python where it has code: what is blank, a comment or a docstring does not.
 
 A limit is no aim. What has to be larger stands in ALLOWED with the reason.
 """
@@ -10,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import io
 import re
 import sys
+import tokenize
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +25,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "file": 700,
-    "class": 400,
+    "file": 600,
+    "class": 380,
     "function": 80,
     "constructor": 10,  # parameters, `self` not counted
     "C++ file": 1200,
@@ -28,7 +34,16 @@ LIMITS = {
 }
 
 # (kind, what) → why it may be larger than its limit.
-ALLOWED: dict[tuple[str, str], str] = {}
+_WIRING = "puts parts together, an argument a line, and decides nothing"
+_FLAGS = "declares a command's flags, an argument a line"
+ALLOWED: dict[tuple[str, str], str] = {
+    ("function", "kvbm/assembly/manager.py:_open_manager"): _WIRING,
+    ("function", "kvbm/manager/base.py:BlockManager.__init__"): _WIRING,
+    ("function", "kvbm/catalog/service.py:CatalogService.__init__"): _WIRING,
+    ("function", "kvbm/cli.py:_add_simulate"): _FLAGS,
+    ("function", "kvbm/cli.py:_add_bench"): _FLAGS,
+    ("C++ function", "native/bindings/cluster_index.cpp:bind_cluster_index"): _WIRING,
+}
 
 
 class Size(NamedTuple):
@@ -37,7 +52,7 @@ class Size(NamedTuple):
     Attributes:
         kind: a key of LIMITS.
         what: the path below the root, and the name within it.
-        size: lines, or parameters of a constructor.
+        size: lines, of Python those with code, or parameters of a constructor.
     """
 
     kind: str
@@ -49,23 +64,39 @@ def python_sizes(root: Path) -> Iterator[Size]:
     """Files, classes, functions and constructors of kvbm/."""
     for path in sorted((root / "kvbm").rglob("*.py")):
         text, where = path.read_text(), str(path.relative_to(root))
-        yield Size("file", where, len(text.splitlines()))
-        yield from _nodes(ast.parse(text), f"{where}:")
+        tree = ast.parse(text)
+        code = _code_lines(text, tree)
+        yield Size("file", where, len(code))
+        yield from _nodes(tree, f"{where}:", code)
 
 
-def _nodes(parent: ast.AST, where: str) -> Iterator[Size]:
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def _code_lines(text: str, tree: ast.Module) -> list[int]:
+    """The numbers of the lines that have code, in order: of a string over lines all, of a docstring none."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = {line for one in tokens if one.type not in _NO_CODE for line in range(one.start[0], one.end[0] + 1)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return sorted(lines)
+
+
+def _nodes(parent: ast.AST, where: str, code: list[int]) -> Iterator[Size]:
     for node in ast.iter_child_nodes(parent):
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from _nodes(node, where)
+            yield from _nodes(node, where, code)
             continue
         name = f"{where}{node.name}"
         is_class = isinstance(node, ast.ClassDef)
-        yield Size("class" if is_class else "function", name, (node.end_lineno or 0) - node.lineno + 1)
+        size = bisect_right(code, node.end_lineno or 0) - bisect_left(code, node.lineno)
+        yield Size("class" if is_class else "function", name, size)
         if not isinstance(node, ast.ClassDef) and node.name == "__init__":
             given = node.args
             count = len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs) - 1
             yield Size("constructor", where.removesuffix("."), count)
-        yield from _nodes(node, f"{name}.")
+        yield from _nodes(node, f"{name}.", code)
 
 
 _CPP_HEAD = re.compile(r"^(?! )(?!namespace|class|struct|enum|union|extern|constexpr|using|#|//)[A-Za-z_~].*")
@@ -110,7 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
         why = ALLOWED.get((one.kind, one.what), "")
         broken += not why
         print(
-            f"{one.kind} {one.what}: {one.size:,}, the limit is {LIMITS[one.kind]:,}{f' (allowed: {why})' if why else ''}"
+            f"{one.kind} {one.what}: {one.size:,}, the limit is "
+            f"{LIMITS[one.kind]:,}{f' (allowed: {why})' if why else ''}"
         )
     for kind, what in ALLOWED.keys() - {(one.kind, one.what) for one in sizes if one.size > LIMITS[one.kind]}:
         broken += 1

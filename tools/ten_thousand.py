@@ -1,11 +1,13 @@
-"""Run one catalog among thousands of instances for minutes: does its memory stay flat, is nobody left out or suspected who is well?
+"""Run one catalog among thousands of instances for minutes: does its memory stay flat, is nobody left out or suspected
+who is well?
 
     python tools/ten_thousand.py --instances 10000 --seconds 300
 
-A nats-server with JetStream, a catalog process with its index in C++, and one process that is all the instances: each has a ledger of its
-own, sends a heartbeat a second and, one after the other, frames of blocks it has created and evicted. A line every 30 seconds. At the end
-frames pause, and what heartbeats alone take of a core is measured. It returns 0 when the catalog's memory grew by no more than
---growth-mib from the middle of the run to its end, nobody was left out, and nobody was suspect or behind at a look.
+A nats-server with JetStream, a catalog process with its index in C++, and one process that is all the instances: each
+has a ledger of its own, sends a heartbeat a second and, one after the other, frames of blocks it has created and
+evicted. A line every 30 seconds. At the end frames pause, and what heartbeats alone take of a core is measured. It
+returns 0 when the catalog's memory grew by no more than --growth-mib from the middle of the run to its end, nobody was
+left out, and nobody was suspect or behind at a look.
 """
 
 from __future__ import annotations
@@ -127,15 +129,24 @@ class Instances:
         self._sent_s[number] = now_s
         await self._streams[number % CONNECTIONS].send_pulse(
             Heartbeat(
-                instance=_name(number), cluster=CLUSTER, epoch=Epoch(1), published=self._published[number],
-                applied=self._ledgers[number].applied, wall_time_ns=time.time_ns(), run="r1", namespaces=(NAMESPACE.id,),
-                queued_tokens=int(now_s * 7919 + number) % 5000, free_slots={Tier.HBM: number % SLOTS},
+                instance=_name(number),
+                cluster=CLUSTER,
+                epoch=Epoch(1),
+                published=self._published[number],
+                applied=self._ledgers[number].applied,
+                wall_time_ns=time.time_ns(),
+                run="r1",
+                namespaces=(NAMESPACE.id,),
+                queued_tokens=int(now_s * 7919 + number) % 5000,
+                free_slots={Tier.HBM: number % SLOTS},
             )
-        )  # fmt: skip
+        )
 
 
 async def be_instances(url: str, count: int, seed: int, frames_per_s: float) -> None:
-    """The process of the instances: it is told "look", "quiet" and "end" on its standard input, and answers in JSON lines."""
+    """The process of the instances: it is told "look", "quiet" and "end" on its standard input, and answers in JSON
+    lines.
+    """
     streams = [await NatsStream.connect(url, 10.0) for _ in range(CONNECTIONS)]
     instances = Instances(streams, count, seed)
     await instances.begin()
@@ -264,7 +275,8 @@ def run(options: argparse.Namespace, folder: Path, opened: ExitStack) -> list[st
     first = _told(publishers)
     _wait_until_well(client, options.instances, publishers)
     print(
-        f"{options.instances:,} instances are whole after {time.monotonic() - begin_s:.0f} s, {first['frames']:,} frames",
+        f"{options.instances:,} instances are whole after {time.monotonic() - begin_s:.0f} s, {first['frames']:,} "
+        "frames",
         flush=True,
     )
     already, frames = _exclusions(catalog), _told(publishers, "look")["frames"]

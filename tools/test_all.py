@@ -4,11 +4,13 @@
     python tools/test_all.py --only tests,fuzz   these
     python tools/test_all.py --list              their names
 
-What the gate (`make check`) leaves out is here: statistics and measurements, every seed and every meeting of faults, other examples of
-Hypothesis each time, radosgw and Redis, RDMA in VMs, all of the tests with engines, every Python, planted defects, free fuzzing.
+What the gate (`make check`) leaves out is here: statistics and measurements, every seed and every meeting of faults,
+other examples of Hypothesis each time, radosgw and Redis, RDMA in VMs, all of the tests with engines, every Python,
+planted defects, free fuzzing.
 
-build/report.md has a table of the stages, what failed, and what repeats a stage; build/test-all/STAGE.log what each has printed. A stage
-that was not asked for keeps what its last run told, with the commit and the time of that run. Ends with 1 when a stage of this run failed.
+build/report.md has a table of the stages, what failed, and what repeats a stage; build/test-all/STAGE.log what each has
+printed. A stage that was not asked for keeps what its last run told, with the commit and the time of that run. Ends
+with 1 when a stage of this run failed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tools/train_kv.py --steps 300 --blocks 512 --to kv.npy
 
-The model is the reference engine's; it learns the bytes of kvbm's own sources for a minute or two on the CPU, then reads text that
-was held out. Its keys (after RoPE) and values go to the file as bfloat16: (blocks, block_bytes) uint8.
+The model is the reference engine's; it learns the bytes of kvbm's own sources for a minute or two on the CPU, then
+reads text that was held out. Its keys (after RoPE) and values go to the file as bfloat16: (blocks, block_bytes) uint8.
 """
 
 from __future__ import annotations

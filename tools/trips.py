@@ -4,9 +4,9 @@ python tools/trips.py               create → the catalog's index → its answe
 python tools/trips.py --root PATH   the same of another checkout, run by that checkout's own interpreter
 python tools/trips.py --calls       ... and every function with how often each trip calls it
 
-Everything runs in one process, with a nats-server beside it. Each trip is made several times. A call counts as often as every one of
-them made it, less what an idle time of the same length makes: timers drop out. Names are looked for in all of kvbm, so the program
-runs on any arrangement of its modules.
+Everything runs in one process, with a nats-server beside it. Each trip is made several times. A call counts as often as
+every one of them made it, less what an idle time of the same length makes: timers drop out. Names are looked for in all
+of kvbm, so the program runs on any arrangement of its modules.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """What kvbm uses of vLLM, held against a vLLM that is not run: an installed one, or the folder of an unpacked wheel.
 
-python tools/vllm_uses.py [FOLDER]    what that vLLM lacks or has otherwise, and what its connector interface has besides; exit 1 for the first
+`python tools/vllm_uses.py [FOLDER]` prints what that vLLM lacks or has otherwise (exit status 1), and what its
+connector interface has besides.
 
-FOLDER has `vllm/` in it: site-packages, or what `unzip vllm-*.whl` makes. Without one it is where vLLM is installed. Nothing of vLLM is
-imported: its source is read. What kvbm's classes override is read from kvbm's own source; what it calls and reads is listed in USED.
+FOLDER has `vllm/` in it: site-packages, or what `unzip vllm-*.whl` makes. Without one it is where vLLM is installed.
+Nothing of vLLM is imported: its source is read. What kvbm's classes override is read from kvbm's own source; what it
+calls and reads is listed in USED.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import NamedTuple
 
 OURS = Path(__file__).parents[1] / "kvbm" / "engines" / "vllm"
 
-# A module, and below it what is used there: a function with its first parameters ("..." where it may have more), or a class with attributes.
+# A module, and below it what is used there: a function with its first parameters ("..." where it may have more), or a
+# class with attributes.
 USED = """
 vllm.config.attention
     AttentionConfig:
@@ -34,14 +37,16 @@ vllm.config.load
 vllm.config.lora
     LoRAConfig: lora_dtype target_modules enable_tower_connector_lora
 vllm.config.model
-    ModelConfig: model revision seed dtype quantization quantization_config hf_config hf_overrides model_class_overrides model_impl
-    ModelConfig: model_weights disable_sliding_window code_revision runner_type convert_type max_model_len multimodal_config
+    ModelConfig: model revision seed dtype quantization quantization_config hf_config hf_overrides
+    ModelConfig: model_class_overrides model_impl model_weights disable_sliding_window code_revision runner_type
+    ModelConfig: convert_type max_model_len multimodal_config
 vllm.config.multimodal
     MultiModalConfig: limit_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
     MultiModalConfig: mm_encoder_tp_mode skip_mm_profiling mm_tensor_ipc mm_ipc_gpu_memory_gb
 vllm.config.parallel
-    ParallelConfig: tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size
-    ParallelConfig: nnodes_within_dp distributed_executor_backend world_size data_parallel_size data_parallel_index
+    ParallelConfig: tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size
+    ParallelConfig: decode_context_parallel_size nnodes_within_dp distributed_executor_backend world_size
+    ParallelConfig: data_parallel_size data_parallel_index
 vllm.config.speculative
     SpeculativeConfig: method quantization kv_cache_dtype attention_backend draft_model_config draft_load_config
 vllm.config.vllm
@@ -76,7 +81,8 @@ vllm.platforms.interface
     Platform.get_cpu_architecture(cls)
 vllm.v1.core.block_pool
     BlockPool: blocks cached_block_hash_to_block
-    BlockPool.cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, ...)
+    BlockPool.cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks, \
+block_size, kv_cache_group_id, ...)
     BlockPool.reset_prefix_cache(self)
     BlockPool.touch(self, blocks)
     BlockPool.free_blocks(self, ordered_blocks)
@@ -92,10 +98,12 @@ vllm.v1.core.kv_cache_utils
     KVCacheBlock: block_id block_hash is_null
     maybe_convert_block_hash(hash_bytes)
 vllm.v1.core.sched.output
-    SchedulerOutput: num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids finished_req_ids kv_connector_block_state
+    SchedulerOutput: num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids finished_req_ids
+    SchedulerOutput: kv_connector_block_state
     KVConnectorBlockState: boundary_state_offloads
 vllm.v1.kv_cache_interface
-    KVCacheConfig: num_blocks kv_cache_tensors kv_cache_groups kv_cache_layout hash_block_size cache_hit_alignment_tokens kv_tp_replicas
+    KVCacheConfig: num_blocks kv_cache_tensors kv_cache_groups kv_cache_layout hash_block_size
+    KVCacheConfig: cache_hit_alignment_tokens kv_tp_replicas
     KVCacheTensor: size layers layer_stride block_stride offset host_resident
     KVCacheGroupSpec: layer_names kv_cache_spec host_resident enable_kv_transfer
     KVCacheSpec: block_size page_size_bytes prefix_cacheable

@@ -1,11 +1,12 @@
 """Wheels of kvbm-ledger: builds them, checks what they need of a system, and tries each in a fresh environment.
 
     python tools/wheels.py build             # dist/: cp311 with Python 3.11, abi3 (for 3.12 and later) with 3.12
-    python tools/wheels.py try --demo        # on each Python of 3.11 to 3.14 that is there; the first one runs `kvbm demo` as well
-    .venv/bin/python tools/wheels.py build --here    # only the one for this Python, from what `make setup` has compiled; so with try
+    python tools/wheels.py try --demo        # on each Python of 3.11 to 3.14 that is there; the first runs `kvbm demo`
+    .venv/bin/python tools/wheels.py build --here    # for this Python, of what `make setup` has compiled
 
-It uses the Pythons it finds: python3.N on PATH, and what pyenv keeps. One that is not there is named and left out. Wheels link the C++
-runtime in, so they need glibc alone: the version their name says, which is the one of the system they are built on or older.
+It uses the Pythons it finds: python3.N on PATH, and what pyenv keeps. One that is not there is named and left out.
+Wheels link the C++ runtime in, so they need glibc alone: the version their name says, which is the one of the system
+they are built on or older.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ import numpy
 import kvbm
 
 namespace = kvbm.Namespace(model="wheel", block_tokens=4)
-flags = {"pools.hbm.slots": 8, "pools.hbm.device": "memory", "pools.host.slots": 8, "nats.enabled": False, "instance.data_dir": "data"}
+flags = {"pools.hbm.slots": 8, "pools.hbm.device": "memory", "pools.host.slots": 8}
+flags |= {"nats.enabled": False, "instance.data_dir": "data"}
 with kvbm.open_manager(kvbm.load_settings(flags=flags), [namespace], 64) as manager:
     hashes = manager.hash_tokens(list(range(8)), namespace.root(), 4)
     assert manager.acquire(namespace.id, hashes).depth == 0
@@ -140,7 +142,10 @@ def _places(version: tuple[int, int]) -> list[Path]:
 
 
 def _asked(version: tuple[int, int], path: Path) -> Python | None:
-    """A Python that runs and can make environments, else None. A shim of pyenv on PATH may stand for one that is not chosen."""
+    """A Python that runs and can make environments, else None.
+
+    A shim of pyenv on PATH may stand for one that is not chosen.
+    """
     asked = subprocess.run([str(path), "-c", _NEEDED], capture_output=True, text=True, timeout=60, check=False)
     if asked.returncode:
         return None
@@ -168,7 +173,10 @@ def _glibc(text: str) -> tuple[int, int]:
 
 
 def build_wheels(dist: Path, here: bool = False) -> None:
-    """One wheel for each Python below 3.12 and one for all later ones; or the one for the Python that runs this. Raises WheelsError."""
+    """One wheel for each Python below 3.12 and one for all later ones; or the one for the Python that runs this.
+
+    Raises WheelsError.
+    """
     pythons = [this_python()] if here else [python for python in found_pythons() if python.has_headers]
     builders = {_tag(python.version): python for python in reversed(pythons)}  # of several, the oldest
     if not builders:
@@ -271,7 +279,10 @@ def _try(python: Python, wheel: Path, demo: bool) -> None:
             *([[str(programs / "kvbm"), "demo"]] if demo else []),
         ):
             _run(command, environment, Path(folder))
-    what = f"installed with [{extra}] in a fresh environment, tested and used in the simulation{' and the demo' if demo else ''}"
+    what = (
+        f"installed with [{extra}] in a fresh environment, tested and used in the "
+        f"simulation{' and the demo' if demo else ''}"
+    )
     print(f"{wheel.name} on Python {_dotted(python.version)}: {what}, {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -220,7 +220,9 @@ def object_bytes() -> bytes:
 
 
 def coded_blocks() -> bytes:
-    """Each block of `golden_cases`: coding asked for and got (u8), bytes, coded bytes and CRC-32C of the block (u32), the coded bytes."""
+    """Each block of `golden_cases`: coding asked for and got (u8), bytes, coded bytes and CRC-32C of the block (u32),
+    the coded bytes.
+    """
     parts = []
     for case in golden_cases():
         coded, coding = encode_block(case.block, case.coding)

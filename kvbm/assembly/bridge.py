@@ -84,12 +84,21 @@ def run_bridge(settings: Settings, goes_on: Callable[[], bool] = lambda: True) -
 def _source(zmq: Any, context: Any, name: str, settings: SourceSettings, rank: int, secret: bytes) -> BridgedSource:
     kind, can_replay = Kind(settings.kind), bool(settings.replay)
     known = Source(
-        settings.model, settings.tenant, settings.revision or UNKNOWN, secret, settings.pool,
-        settings.counts_copies and kind is Kind.VLLM, settings.blocks,
-    )  # fmt: skip
+        settings.model,
+        settings.tenant,
+        settings.revision or UNKNOWN,
+        secret,
+        settings.pool,
+        settings.counts_copies and kind is Kind.VLLM,
+        settings.blocks,
+    )
     state = ForeignState(
-        known, lambda payload: decode_batch(payload, kind), NATIVE.sequence_hashes, can_replay, rank if settings.ranks > 1 else None
-    )  # fmt: skip
+        known,
+        lambda payload: decode_batch(payload, kind),
+        NATIVE.sequence_hashes,
+        can_replay,
+        rank if settings.ranks > 1 else None,
+    )
     address = Address(settings.endpoint, settings.replay, settings.topic).of_rank(rank)
     whole = f"{name}-dp{rank}" if settings.ranks > 1 else name
     sockets = PublisherSockets(zmq, context, address)
@@ -115,18 +124,29 @@ def _open_instance(settings: Settings, url: str, source: BridgedSource, known: S
     if known.block_tokens:
         ledger.declare(source.state.blocks.expect(known.block_tokens))
     made = BridgedInstance(
-        Names(instance, settings.instance.cluster, secrets.token_hex(8)), ledger,
+        Names(instance, settings.instance.cluster, secrets.token_hex(8)),
+        ledger,
         Limits(settings.snapshots.least_s, settings.journal.waiting_bytes, _MOST_JOURNAL_BYTES),
-        time.monotonic, time.time_ns, source, epoch,
-    )  # fmt: skip
+        time.monotonic,
+        time.time_ns,
+        source,
+        epoch,
+    )
 
     async def connect(url: str, timeout_s: float) -> NatsStream:
         return await NatsStream.connect(url, timeout_s, credentials=credentials, replicas=settings.nats.replicas)
 
     publisher = PublisherThread(
-        made.log, url, settings.instance.cluster, instance, made.port, settings.nats.heartbeat_s, connect,
-        window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
-    )  # fmt: skip
+        made.log,
+        url,
+        settings.instance.cluster,
+        instance,
+        made.port,
+        settings.nats.heartbeat_s,
+        connect,
+        window_bytes=settings.nats.window_bytes,
+        linger_s=settings.nats.linger_s,
+    )
     with ExitStack() as opened:
         opened.callback(publisher.stop, 0.0)  # while the source, which closes the instance, has none
         publisher.start()

@@ -160,7 +160,7 @@ def catalog_companion(settings: Settings, url: str, credentials: Credentials) ->
     return "erasures", run
 
 
-# -- the stream and SQL --------------------------------------------------------------------------------------------------
+# -- the stream and SQL ------------------------------------------------------------------------------------------------
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
@@ -238,7 +238,10 @@ async def _lift(settings: Settings, url: str, credentials: Credentials, number: 
 
 
 async def _forget_catalog(settings: Settings, url: str, credentials: Credentials, name: str) -> None:
-    """Wait for a catalog no more, until it answers again. Raises ErasureError: no catalog of the name has ever answered."""
+    """Wait for a catalog no more, until it answers again.
+
+    Raises ErasureError: no catalog of the name has ever answered.
+    """
     connected = await _open(settings, url, credentials)
     try:
         catalogs = {one.name: one for one in report.answers_of(await connected.answers()) if one.kind == CATALOG}
@@ -305,7 +308,7 @@ async def _say(settings: Settings, url: str, credentials: Credentials, number: i
         await connected.close()
 
 
-# -- objects -------------------------------------------------------------------------------------------------------------
+# -- objects -----------------------------------------------------------------------------------------------------------
 
 
 def _erase_objects(
@@ -347,7 +350,9 @@ class _OfFront(NamedTuple):
 
 
 def _erase_front(settings: Settings, namespaces: set[NamespaceId], tenants: set[str]) -> _OfFront:
-    """Delete objects from the front of the pool, which a janitor does not know: where they are sealed, all of those tenants."""
+    """Delete objects from the front of the pool, which a janitor does not know: where they are sealed, all of those
+    tenants.
+    """
     wanted = settings.pools.object
     if not wanted.front:
         return _OfFront()
@@ -357,7 +362,8 @@ def _erase_front(settings: Settings, namespaces: set[NamespaceId], tenants: set[
         if tenants - set(keys):  # the answer lies on the stream for long, so it names nobody
             return _OfFront(
                 0,
-                "objects in front that are sealed under keys which are not here: they go after pools.object.ttl_s, or empty the front",
+                "objects in front that are sealed under keys which are not here: they go after pools.object.ttl_s, or "
+                "empty the front",
             )
         tags = {f"/{SEALED_FOLDER}/{keys[tenant].tag}/" for tenant in tenants}
     front = open_store(wanted.front, ca=wanted.ca, ttl_s=wanted.ttl_s, tries=False)

@@ -66,13 +66,15 @@ def run_gc(
     new_store: Callable[[], Store] | None = None,
     clocks: Clocks = CLOCKS,
 ) -> int:
-    """Run the janitor of the pool that `pools.object` names: once, or with `gc.every_s` again and again until interrupted.
+    """Run the janitor of the pool that `pools.object` names: once, or with `gc.every_s` again and again until
+    interrupted.
 
     Args:
         tell: gets the report of each run.
         new_store: opens a store to use instead of the one `pools.object` names.
         clocks: others than the machine's, for tests.
-    Raises: ConfigError, MissingExtraError; once, also PoolError, CatalogError, StreamError, JanitorError: why it could not go on.
+    Raises: ConfigError, MissingExtraError; once, also PoolError, CatalogError, StreamError, JanitorError: why it could
+        not go on.
     """
     check_settings(settings)
     check_gc(settings.gc, settings.pools.object)
@@ -247,7 +249,8 @@ def _wait_until_heard(manager: Manager, timeout_s: float) -> None:
         if time.monotonic() > until_s:
             why = manager.trouble() or "no answer"
             raise StreamError(
-                f"the janitor's instance {manager.instance} said within {timeout_s:g} s nothing that the stream has stored ({why}). "
+                f"the janitor's instance {manager.instance} said within {timeout_s:g} s nothing that the stream has "
+                f"stored ({why}). "
                 "Nothing was changed"
             )
         time.sleep(_POLL_S)

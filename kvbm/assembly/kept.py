@@ -32,7 +32,10 @@ class Watched(Protocol):
 def kept_in_nvme(
     settings: Settings, journal: Journal, nvme: NvmePool, known: Epoch, watched: Watched, new_fold: NewFold
 ) -> tuple[list[Recovered], SalvagePlan]:
-    """What the ledger is told that the pool holds, and what is to be brought back while it serves. One line says what was kept."""
+    """What the ledger is told that the pool holds, and what is to be brought back while it serves.
+
+    One line says what was kept.
+    """
     generations = nvme.generations if nvme.opened == "reopened" else None
     room, has_record = max(nvme.slots, nvme.room_slots), generations is not None
     is_behind = False
@@ -60,9 +63,14 @@ def kept_in_nvme(
             log.warning("salvage.unnoted", why=str(error), effect="a process that dies now leaves what was not found")
     if nvme.opened == "reopened" and (nvme.notice or scans or nvme.room_slots):
         log.info(
-            "pool.kept", tier="NVME", kept_blocks=len(inside), moves_blocks=len(beyond),
-            given_up_blocks=max(0, len(blocks) - nvme.slots), is_scanned=scans, why=nvme.notice or "its journal is not whole",
-        )  # fmt: skip
+            "pool.kept",
+            tier="NVME",
+            kept_blocks=len(inside),
+            moves_blocks=len(beyond),
+            given_up_blocks=max(0, len(blocks) - nvme.slots),
+            is_scanned=scans,
+            why=nvme.notice or "its journal is not whole",
+        )
     sealed = settings.pools.nvme.encrypt
     return inside, SalvagePlan(scans, beyond, watched.keeps_run, settings.pools.nvme.depth, sealed)
 

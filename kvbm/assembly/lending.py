@@ -1,4 +1,6 @@
-"""Settings → what an instance lends to others: its server, the namespaces it opens, and what its heartbeats say of it."""
+"""Settings → what an instance lends to others: its server, the namespaces it opens, and what its heartbeats say
+of it.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,14 @@ class Server(Protocol):
 class LentNamespaces:
     """Keeps a server open for the namespaces of an instance, each to who proves its root as it is now.
 
-    A namespace that names no revision is not lent: nothing would tell other weights apart. When a tenant's secret changes, its
-    namespaces are withdrawn and opened anew.
+    A namespace that names no revision is not lent: nothing would tell other weights apart. When a tenant's secret
+    changes, its namespaces are withdrawn and opened anew.
 
     Args:
         declared: the namespaces that are known now.
         on_withdrawn: called once a namespace's root counts no more.
-        is_fenced: whether nothing may be granted: another has taken the instance's place, or what was to be erased is not known yet.
+        is_fenced: whether nothing may be granted: another has taken the instance's place, or what was to be erased is
+            not known yet.
     """
 
     def __init__(
@@ -172,8 +175,8 @@ class Exchange(NamedTuple):
     def begin(self, manager: BlockManager, opened: ExitStack) -> list[Callable[[float], object]]:
         """Lend what a manager holds from now on.
 
-        Returns: what to call first when it closes, with how long to wait, while its pools are there; `opened` does what is needed where
-            it does not start.
+        Returns: what to call first when it closes, with how long to wait, while its pools are there; `opened` does what
+            is needed where it does not start.
         """
         stoppers: list[Callable[[float], object]] = [] if (peers := self.peers) is None else [lambda _: peers.close()]
         if (device := self.device) is not None:
@@ -199,9 +202,14 @@ class Exchange(NamedTuple):
 
 
 def open_exchange(
-    settings: Settings, instance: InstanceId, namespaces: Sequence[Namespace], engine: str, ledger: LedgerProtocol, pools: Pools,
+    settings: Settings,
+    instance: InstanceId,
+    namespaces: Sequence[Namespace],
+    engine: str,
+    ledger: LedgerProtocol,
+    pools: Pools,
     opened: ExitStack,
-) -> tuple[Pools, Exchange]:  # fmt: skip
+) -> tuple[Pools, Exchange]:
     """The pools of an instance with those it reads from, and what it exchanges with others. Nothing is lent yet.
 
     Args:
@@ -247,9 +255,13 @@ def _over_rdma(
 
 
 def open_lending(
-    settings: Settings, instance: InstanceId, ledger: LedgerProtocol, lock: LockProtocol, pools: Pools,
+    settings: Settings,
+    instance: InstanceId,
+    ledger: LedgerProtocol,
+    lock: LockProtocol,
+    pools: Pools,
     tls: PeerTls | None = None,
-) -> Opened | None:  # fmt: skip
+) -> Opened | None:
     """Listen as `transport.listen` says; None: nowhere. Raises ConfigError: it cannot be."""
     wanted = settings.transport
     if not wanted.listen:
@@ -257,19 +269,28 @@ def open_lending(
     host, nvme = pools.slots.get(Tier.HOST), pools.slots.get(Tier.NVME)
     if not isinstance(host, HostPool):
         raise ConfigError(
-            f"transport.listen is {wanted.listen!r} and there is no HOST pool to lend from; give pools.host slots or capacity_bytes, and"
+            f"transport.listen is {wanted.listen!r} and there is no HOST pool to lend from; give pools.host slots or "
+            "capacity_bytes, and"
             ' pools.hbm.device another value than "memory"'
         )
     evict: list[Callable[[Tier, SequenceHash], object]] = []
     source = LendingSource(
-        instance, ledger, lock, host, nvme if isinstance(nvme, NvmePool) else None,
+        instance,
+        ledger,
+        lock,
+        host,
+        nvme if isinstance(nvme, NvmePool) else None,
         lambda tier, block: [withdraw(tier, block) for withdraw in evict],
-    )  # fmt: skip
+    )
     tcp = wanted.listen.removeprefix("tcp://") if wanted.listen != "host" else ""
     options = LendingOptions(
-        unix=str(socket_path(settings)), tcp=tcp, key=peer_key(wanted) if tcp else b"", connections=wanted.connections,
-        blocks=wanted.lent_blocks, tls=tls,
-    )  # fmt: skip
+        unix=str(socket_path(settings)),
+        tcp=tcp,
+        key=peer_key(wanted) if tcp else b"",
+        connections=wanted.connections,
+        blocks=wanted.lent_blocks,
+        tls=tls,
+    )
     server = Lending(NEW_LENDING_SERVER, source, options)
     address = PeerAddress(host_id(), server.unix, (wanted.advertise or server.tcp) if tcp else "")
     log.info("lending.began", instance=instance, unix=address.unix, tcp=address.tcp)
@@ -278,7 +299,9 @@ def open_lending(
 
 
 def socket_place(settings: Settings) -> Path:
-    """Where an instance lends on its own machine: in its folder, or beside it where that path is too long for a socket."""
+    """Where an instance lends on its own machine: in its folder, or beside it where that path is too long for a
+    socket.
+    """
     path = (instance_folder(settings) / "lend.sock").absolute()
     if len(os.fsencode(path)) > _MOST_SOCKET_BYTES:
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
@@ -294,10 +317,12 @@ def socket_path(settings: Settings) -> Path:
         found = path.parent.stat()
     except OSError as error:
         raise ConfigError(
-            f"{path.parent} cannot be used ({error.strerror}), where blocks are lent from; give another instance.data_dir"
+            f"{path.parent} cannot be used ({error.strerror}), where blocks are lent from; give another "
+            "instance.data_dir"
         ) from None
     if found.st_uid != os.geteuid():
         raise ConfigError(
-            f"{path.parent} is another user's, and blocks would be lent from it; give a shorter instance.data_dir of your own"
+            f"{path.parent} is another user's, and blocks would be lent from it; give a shorter instance.data_dir of "
+            "your own"
         )
     return path

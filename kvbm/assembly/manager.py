@@ -119,28 +119,30 @@ def open_manager(
 ) -> Manager:
     """A running manager: journal locked, durable tiers recovered, a new epoch begun, publisher connected or connecting.
 
-    NVME, the pod's folder and OBJECT hold blocks of namespaces that name a revision, and of no others: one warning says for whom they
-    are not used, and `Manager.trouble` goes on saying it. Close it, or use it with `with`. A NATS server or a catalog that does not
-    answer is no error: the manager serves, and `trouble` says what is missing.
+    NVME, the pod's folder and OBJECT hold blocks of namespaces that name a revision, and of no others: one warning says
+    for whom they are not used, and `Manager.trouble` goes on saying it. Close it, or use it with `with`. A NATS server
+    or a catalog that does not answer is no error: the manager serves, and `trouble` says what is missing.
 
     Args:
         settings: as `load_settings` gives them.
-        namespaces: those the engine uses from the start; all of one block shape. At least one. `Manager.declare` takes further ones.
+        namespaces: those the engine uses from the start; all of one block shape. At least one. `Manager.declare` takes
+            further ones.
         block_bytes: bytes of one block, all layers of it; `KvShape.block_bytes`, or `paged_layout(layers).block_bytes`.
         engine: who embeds the manager, for the stream.
         object_pool: an object pool to use instead of the one `pools.object` names.
         wall_clock_ns: what frames and heartbeats are stamped with; a simulation has its own time.
-        layers: the tensors an engine keeps its KV in: the HBM pool then lies there, and `pools.hbm` names no size. Each namespace has
-            the layout that `paged_layout` gives them.
+        layers: the tensors an engine keeps its KV in: the HBM pool then lies there, and `pools.hbm` names no size. Each
+            namespace has the layout that `paged_layout` gives them.
         core: for tests, which also run the readable one; None: NATIVE_CORE.
-    Raises: ArgumentError: an argument that cannot be used. ConfigError, LayoutError, JournalError, PoolError, MissingExtraError,
-        PackageConflictError, StreamError: what cannot be used, and what to do. ConfigError also where `pools.hbm.owner` is "engine":
-        such a manager has other calls, and `open_engine_manager` opens it.
+    Raises: ArgumentError: an argument that cannot be used. ConfigError, LayoutError, JournalError, PoolError,
+        MissingExtraError, PackageConflictError, StreamError: what cannot be used, and what to do. ConfigError also
+        where `pools.hbm.owner` is "engine": such a manager has other calls, and `open_engine_manager` opens it.
     """
     _check_opening(settings, namespaces, block_bytes, engine)
     if settings.pools.hbm.owner == "engine":
         raise ConfigError(
-            'pools.hbm.owner is "engine"; such a manager is opened by open_engine_manager and has calls of its own: use that, or set'
+            'pools.hbm.owner is "engine"; such a manager is opened by open_engine_manager and has calls of its own: '
+            "use that, or set"
             ' pools.hbm.owner to "kvbm"'
         )
     return _open_manager(Manager, settings, namespaces, block_bytes, engine, object_pool, wall_clock_ns, layers, core)
@@ -155,7 +157,8 @@ def open_engine_manager(
     wall_clock_ns: Callable[[], int] = time.time_ns,
     core: Core | None = None,
 ) -> EngineHbmManager:
-    """As `open_manager`, for an engine that owns HBM: `pools.hbm.owner` is "engine", and `pools.hbm` has as many slots as the engine blocks.
+    """As `open_manager`, for an engine that owns HBM: `pools.hbm.owner` is "engine", and `pools.hbm` has as many slots
+    as the engine blocks.
 
     Args:
         block_bytes: bytes of a row of HOST: a block of all ranks.
@@ -168,7 +171,7 @@ def open_engine_manager(
         )
     return _open_manager(
         EngineHbmManager, settings, namespaces, block_bytes, engine, object_pool, wall_clock_ns, (), core
-    )  # fmt: skip
+    )
 
 
 def _check_opening(settings: Settings, namespaces: Sequence[Namespace], block_bytes: int, engine: str) -> None:
@@ -212,7 +215,9 @@ def _open_manager(
         if not settings.journal.in_memory:
             make_data_dir(settings)
             options = _journal_options(settings.journal)
-            journal = opened.enter_context(closing(Journal.open(journal_folder(settings), instance, backend, options, run=run)))  # fmt: skip
+            journal = opened.enter_context(
+                closing(Journal.open(journal_folder(settings), instance, backend, options, run=run))
+            )
         pools = open_pools(settings, namespaces, block_bytes, instance, object_pool, layers, opened_pools)
         ledger = core.new_ledger(
             _listed(pools), settings.pools.eviction, settings.journal.waiting_bytes, _shares(settings, block_bytes)
@@ -228,7 +233,9 @@ def _open_manager(
         on_stream = ask_stream(settings, instance, url, credentials) if url else OnStream()
         known = max(on_stream.epoch, epoch_in_catalog(settings, instance))
         watched = WatchedErasures(settings, on_stream.erasures, lasting, journal is not None)
-        pool_id, plan = _begin_epoch(ledger, exchange.lock, settings, journal, pools, namespaces, engine, known, watched, core)  # fmt: skip
+        pool_id, plan = _begin_epoch(
+            ledger, exchange.lock, settings, journal, pools, namespaces, engine, known, watched, core
+        )
         retention: JournalRetention | None = None
         sink: FrameSink = DiscardingSink()
         room_bytes = 0
@@ -240,19 +247,46 @@ def _open_manager(
             room_bytes = settings.journal.waiting_bytes  # not refused beyond it, but listed again so that it can go
         samples = Samples(settings.samples.rate) if settings.samples.rate and url else None
         manager = new_manager(
-            instance, settings.instance.cluster, ledger, pools, sink, backend,
-            _offloader(settings, pools, namespaces, lasting), locator,
+            instance,
+            settings.instance.cluster,
+            ledger,
+            pools,
+            sink,
+            backend,
+            _offloader(settings, pools, namespaces, lasting),
+            locator,
             ManagerOptions(
-                settings.onboard.wait_s, settings.onboard.locate_s, settings.onboard.threads, settings.offload.threads,
-                wall_clock_ns, retention=retention, snapshots=SnapshotPolicy(settings.snapshots.least_s, room_bytes), samples=samples,
-                run=run, has_stream=bool(url), salvage=plan, lock=exchange.lock, budgets=_budgets(settings), lasting=lasting, unused=unused,
+                settings.onboard.wait_s,
+                settings.onboard.locate_s,
+                settings.onboard.threads,
+                settings.offload.threads,
+                wall_clock_ns,
+                retention=retention,
+                snapshots=SnapshotPolicy(settings.snapshots.least_s, room_bytes),
+                samples=samples,
+                run=run,
+                has_stream=bool(url),
+                salvage=plan,
+                lock=exchange.lock,
+                budgets=_budgets(settings),
+                lasting=lasting,
+                unused=unused,
                 staging=Staging(
-                    settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads,
-                    pools.object_blocks, pins=pools.has_gpu,
-                ), ages=ages_of(pools.slots),
+                    settings.offload.staging_bytes,
+                    block_bytes,
+                    settings.onboard.threads,
+                    settings.offload.threads,
+                    pools.object_blocks,
+                    pins=pools.has_gpu,
+                ),
+                ages=ages_of(pools.slots),
             ),
-        )  # fmt: skip
-        publishing = _publishing(settings, manager, frames, url, credentials, opened_pools) if frames is not None and url else None  # fmt: skip
+        )
+        publishing = (
+            _publishing(settings, manager, frames, url, credentials, opened_pools)
+            if frames is not None and url
+            else None
+        )
         disowners = [*exchange.disowners, *([journal.disown] if journal is not None else [])]
         erasing_url = url if engine != JANITOR else ""
         stoppers = _begin_exchange(exchange, manager, opened_pools, watched, erasing_url, credentials)
@@ -262,8 +296,13 @@ def _open_manager(
 
 
 def _begin_exchange(
-    exchange: Exchange, manager: BlockManager, opened: ExitStack, watched: WatchedErasures, url: str, credentials: Credentials
-) -> list[Callable[[float], object]]:  # fmt: skip
+    exchange: Exchange,
+    manager: BlockManager,
+    opened: ExitStack,
+    watched: WatchedErasures,
+    url: str,
+    credentials: Credentials,
+) -> list[Callable[[float], object]]:
     """Begin to lend and to read, once what is to be erased is held back; `url` is empty where nobody tells of that.
 
     Returns: what is to be called first when the manager closes, with how long to wait.
@@ -349,7 +388,10 @@ def routing_settings(settings: Settings) -> RoutingSettings:
 
 
 def stream_of_catalog(settings: Settings, opened: ExitStack) -> tuple[str, Credentials]:
-    """Where the stream is, and how a catalog proves itself to it. Raises ConfigError, StreamError, MissingExtraError."""
+    """Where the stream is, and how a catalog proves itself to it.
+
+    Raises ConfigError, StreamError, MissingExtraError.
+    """
     credentials = stream_credentials(settings, Role.CATALOG)
     return nats_url(settings, opened), credentials
 
@@ -378,7 +420,9 @@ def catalog_clients(settings: Settings, url: str = "") -> CatalogClient | Parted
 
 
 def catalog_credentials(settings: Settings) -> CatalogCredentials:
-    """How this side proves to a catalog who it is, and knows the catalog, as the settings `catalog.*` say; over NATS, `nats.*`."""
+    """How this side proves to a catalog who it is, and knows the catalog, as the settings `catalog.*` say; over NATS,
+    `nats.*`.
+    """
     asked, nats = settings.catalog, settings.nats
     over_nats = NatsCredentials(nats.credentials, nats.nkey_seed, nats.tls_ca, nats.tls_cert, nats.tls_key)
     return CatalogCredentials(asked.token, asked.tls_ca, asked.client_cert, asked.client_key, over_nats)
@@ -392,18 +436,30 @@ def _journal_options(settings: JournalSettings) -> JournalOptions:
 
 
 def _publishing(
-    settings: Settings, manager: BlockManager, frames: Journal | MemoryLog, url: str, credentials: Credentials, opened: ExitStack
-) -> Publishing:  # fmt: skip
+    settings: Settings,
+    manager: BlockManager,
+    frames: Journal | MemoryLog,
+    url: str,
+    credentials: Credentials,
+    opened: ExitStack,
+) -> Publishing:
     """A publisher that has begun; `opened` ends it, which else would go on to send signs of life."""
 
     async def connect(url: str, timeout_s: float) -> NatsStream:
         return await NatsStream.connect(url, timeout_s, credentials=credentials, replicas=settings.nats.replicas)
 
     publisher = PublisherThread(
-        frames, url, settings.instance.cluster, manager.instance, manager.publisher_port, settings.nats.heartbeat_s,
-        connect, window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
+        frames,
+        url,
+        settings.instance.cluster,
+        manager.instance,
+        manager.publisher_port,
+        settings.nats.heartbeat_s,
+        connect,
+        window_bytes=settings.nats.window_bytes,
+        linger_s=settings.nats.linger_s,
         runs=frames.runs if isinstance(frames, Journal) else unknown_runs,
-    )  # fmt: skip
+    )
     opened.callback(publisher.stop, 0.0)
     publisher.start()
     return Publishing(
@@ -479,10 +535,11 @@ class OnStream(NamedTuple):
 
 
 def ask_stream(settings: Settings, instance: InstanceId, url: str, credentials: Credentials) -> OnStream:
-    """The last epoch the stream has of this instance, and what is to be erased; nothing when it does not answer within `nats.timeout_s`.
+    """The last epoch the stream has of this instance, and what is to be erased; nothing when it does not answer within
+    `nats.timeout_s`.
 
-    A journal that was lost, or kept in memory, would begin again with an epoch whose offsets the stream has seen; the stream
-    would then pass for ahead and hide the new events.
+    A journal that was lost, or kept in memory, would begin again with an epoch whose offsets the stream has seen; the
+    stream would then pass for ahead and hide the new events.
     """
     found: list[OnStream] = []
     cluster, timeout_s = settings.instance.cluster, settings.nats.timeout_s
@@ -525,7 +582,8 @@ def ask_stream(settings: Settings, instance: InstanceId, url: str, credentials: 
 def epoch_in_catalog(settings: Settings, instance: InstanceId) -> Epoch:
     """The last epoch the catalog has read of this instance; 0 when it has none, or does not answer soon.
 
-    The stream forgets with age, also the fence; the catalog does not, and would ignore an epoch it takes for an old one.
+    The stream forgets with age, also the fence; the catalog does not, and would ignore an epoch it takes for an old
+    one.
     """
     if not settings.catalog.url:
         return Epoch(0)
@@ -555,7 +613,8 @@ def _begin_epoch(
 ) -> tuple[str, SalvagePlan]:
     """Start the ledger in a new epoch.
 
-    Returns: the name of the durable pool it speaks of, "" for none; what that pool holds beside what the ledger was told.
+    Returns: the name of the durable pool it speaks of, "" for none; what that pool holds beside what the ledger was
+        told.
     """
     recovered: dict[Tier, list[Recovered]] = {}
     epoch, pool_id, plan = Epoch(known + 1), "", SalvagePlan()
@@ -670,10 +729,15 @@ def _offloader(
     every_block = max(_LEAST_QUEUE_BLOCKS, slots[Tier.HBM] + 2 * slots.get(Tier.HOST, 0))
     quotas = {share.tenant: share.quota_slots for share in _shares(settings, pools.slots[Tier.HBM].block_bytes)}
     return Offloader(
-        policies, settings.offload.queue_blocks or every_block, object_blocks=pools.object_blocks, fair=fair,
-        engine_hbm=settings.pools.hbm.owner == "engine", limits=PromptLimits(slots, quotas),
-        waiting_objects=max(_LEAST_QUEUE_BLOCKS, every_block // pools.object_blocks), may_last=lasting.may,
-    )  # fmt: skip
+        policies,
+        settings.offload.queue_blocks or every_block,
+        object_blocks=pools.object_blocks,
+        fair=fair,
+        engine_hbm=settings.pools.hbm.owner == "engine",
+        limits=PromptLimits(slots, quotas),
+        waiting_objects=max(_LEAST_QUEUE_BLOCKS, every_block // pools.object_blocks),
+        may_last=lasting.may,
+    )
 
 
 def _shares(settings: Settings, block_bytes: int) -> list[Share]:
@@ -684,7 +748,8 @@ def _shares(settings: Settings, block_bytes: int) -> list[Share]:
         for name, quota_bytes in quotas.values():
             if 0 < quota_bytes < block_bytes:
                 raise ConfigError(
-                    f"tenants.{tenant}.{name} is {quota_bytes}; a block has {block_bytes} bytes; raise it, or 0 for no limit"
+                    f"tenants.{tenant}.{name} is {quota_bytes}; a block has {block_bytes} bytes; raise it, or 0 for no "
+                    "limit"
                 )
         quota_slots = {tier: quota_bytes // block_bytes for tier, (_, quota_bytes) in quotas.items() if quota_bytes}
         shares.append(Share(tenant, wanted.weight, quota_slots))
@@ -693,6 +758,7 @@ def _shares(settings: Settings, block_bytes: int) -> list[Share]:
 
 def _budgets(settings: Settings) -> dict[Tier, WriteBudget]:
     budgets = {
-        Tier.NVME: settings.pools.nvme.write_budget_bytes_s, Tier.OBJECT: settings.pools.object.write_budget_bytes_s,
-    }  # fmt: skip
+        Tier.NVME: settings.pools.nvme.write_budget_bytes_s,
+        Tier.OBJECT: settings.pools.object.write_budget_bytes_s,
+    }
     return {tier: WriteBudget(bytes_s) for tier, bytes_s in budgets.items() if bytes_s}

@@ -63,9 +63,13 @@ def roots_of(settings: Settings) -> Roots:
 
 
 def open_peers(
-    settings: Settings, instance: InstanceId, namespaces: Sequence[Namespace], roots: Roots, tls: PeerTls | None = None,
+    settings: Settings,
+    instance: InstanceId,
+    namespaces: Sequence[Namespace],
+    roots: Roots,
+    tls: PeerTls | None = None,
     device: Device | None = None,
-) -> Peers | None:  # fmt: skip
+) -> Peers | None:
     """The table of peers; None where nothing is read from others: nobody says who they are, or it is not wanted.
 
     Args:

@@ -50,7 +50,10 @@ def open_pools(
     layers: Sequence[Sequence[PagedTensor]],
     opened: ExitStack,
 ) -> Pools:
-    """The pools of an instance, each closed with `opened`. Raises ConfigError, LayoutError, PoolError: what cannot be used."""
+    """The pools of an instance, each closed with `opened`.
+
+    Raises ConfigError, LayoutError, PoolError: what cannot be used.
+    """
     slots: dict[Tier, SlotPool] = {}
     wanted, checksums = settings.pools, NATIVE.checksums
     in_memory = wanted.hbm.device == "memory" and wanted.hbm.owner != "engine"
@@ -125,7 +128,10 @@ def open_pools(
 def _slot_keys(
     settings: Settings, namespaces: Sequence[Namespace], opened: ExitStack
 ) -> tuple[SlotKeys | None, OpenEngine]:
-    """The keys of what NVME holds, where it is encrypted, and what moves its blocks. Raises ConfigError, MissingExtraError."""
+    """The keys of what NVME holds, where it is encrypted, and what moves its blocks.
+
+    Raises ConfigError, MissingExtraError.
+    """
     wanted = settings.pools.nvme
     if not wanted.encrypt or not (wanted.slots or wanted.capacity_bytes or wanted.folder):
         return None, OPEN_BLOCK_IO
@@ -169,11 +175,13 @@ def open_objects(
 ) -> BlockObjects:
     """The object pool that `pools.object` names, for blocks of one shape.
 
-    Its name says what keeps it from meeting another pool in the same store: a k that is not the usual one, and encryption.
+    Its name says what keeps it from meeting another pool in the same store: a k that is not the usual one, and
+    encryption.
 
     Args:
         namespaces: at least one.
-        waits: a store that does not answer is taken when it comes, and refuses everything until then; otherwise it is a PoolError.
+        waits: a store that does not answer is taken when it comes, and refuses everything until then; otherwise it is a
+            PoolError.
     Raises: ConfigError, PoolError, MissingExtraError: what cannot be used, and what to do.
     """
     wanted, usual = settings.pools.object, blocks_of_object(block_bytes, namespaces[0].block_tokens)
@@ -231,7 +239,10 @@ def open_object_store(settings: Settings, limits: Limits = LIMITS, tries: bool =
 
 
 def _opened(reopen: Callable[[], Store], on_trouble: Callable[[str], None] | None) -> Store:
-    """A store, or where it does not answer what stands for it until it does. Raises as `open_store`; also when away, without `on_trouble`."""
+    """A store, or where it does not answer what stands for it until it does.
+
+    Raises as `open_store`; also when away, without `on_trouble`.
+    """
 
     def came(store: Store) -> None:
         log.info("store.opened", tier="OBJECT", name=store.name, notice="it answers, and is used from now on")
@@ -247,9 +258,12 @@ def _opened(reopen: Callable[[], Store], on_trouble: Callable[[str], None] | Non
         if on_trouble is None:
             raise
         log.warning(
-            "store.away", tier="OBJECT", name=away.name, why=str(away),
+            "store.away",
+            tier="OBJECT",
+            name=away.name,
+            why=str(away),
             notice="the instance starts without it, which costs hits, and takes it when it answers",
-        )  # fmt: skip
+        )
         return LateStore(away, reopen, came, on_trouble)
     tell(store)
     return store
@@ -261,7 +275,10 @@ def key_source(settings: Settings) -> KeySource:
 
 
 def _check_layers(hbm: HbmPool, slots: int, block_bytes: int, namespaces: Sequence[Namespace]) -> None:
-    """Hold what was said of an engine's tensors to what they are. Raises ConfigError: a namespace would share other blocks' bytes."""
+    """Hold what was said of an engine's tensors to what they are.
+
+    Raises ConfigError: a namespace would share other blocks' bytes.
+    """
     if slots not in (0, hbm.slots):
         raise ConfigError(
             f"pools.hbm has {slots} slots, the engine's tensors {hbm.slots}; leave slots and capacity_bytes out"

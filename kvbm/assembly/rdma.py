@@ -1,4 +1,7 @@
-"""Settings → the RDMA device of an instance, and what it lends over it. What cannot be used is one warning, and TCP serves."""
+"""Settings → the RDMA device of an instance, and what it lends over it.
+
+What cannot be used is one warning, and TCP serves.
+"""
 
 from __future__ import annotations
 

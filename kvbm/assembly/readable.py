@@ -1,4 +1,6 @@
-"""The readable specification in place of what runs: for `kvbm-replay --reference`, which proves the native parts by it."""
+"""The readable specification in place of what runs: for `kvbm-replay --reference`, which proves the native
+parts by it.
+"""
 
 from __future__ import annotations
 

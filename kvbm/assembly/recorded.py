@@ -29,7 +29,8 @@ class RecordedEvent(NamedTuple):
     Attributes:
         epoch, offset: its place in the instance's stream.
         wall_time_ns: when it was told, as Unix time; many events are told together.
-        event: BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesListed, SnapshotEnded, InstanceStarted or InstanceStopped.
+        event: BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesListed, SnapshotEnded, InstanceStarted or
+            InstanceStopped.
     """
 
     instance: InstanceId
@@ -53,7 +54,9 @@ class RecordedLog:
         self._reopen, self._opened = reopen, opened
 
     def events(self, follow: bool = False) -> Iterator[RecordedEvent]:
-        """All events, in the order of the log. What was told twice comes twice; what is damaged is left out, and `verify` names it.
+        """All events, in the order of the log.
+
+        What was told twice comes twice; what is damaged is left out, and `verify` names it.
 
         Args:
             follow: of a stream: go on with what comes, without end; leave the loop when you have seen enough.
@@ -98,10 +101,12 @@ def open_log(log: str | Path | Settings, timeout_s: float = 5.0) -> RecordedLog:
     """Open what instances have recorded.
 
     Args:
-        log: a journal, an archive, a folder of journals, a capture file, or nats://host:port. Or settings: the stream that they name, with
-            their credentials (without `nats.url` that of the embedded nats-server of `instance.data_dir`, which is started where it does not
-            run); the instance's journal where `nats.enabled` is false.
-        timeout_s: how long the server of a stream may keep silent; whoever follows one waits so long until there is a stream.
+        log: a journal, an archive, a folder of journals, a capture file, or nats://host:port. Or settings: the stream
+            that they name, with their credentials (without `nats.url` that of the embedded nats-server of
+            `instance.data_dir`, which is started where it does not run); the instance's journal where `nats.enabled` is
+            false.
+        timeout_s: how long the server of a stream may keep silent; whoever follows one waits so long until there is a
+            stream.
     Raises: ConfigError, StreamError, MissingExtraError, KvbmError: there is nothing of the kind, or it cannot be used.
     """
     from kvbm.replay.opening import OPEN, open_source

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 def open_replica(settings: Settings, name: str = "") -> CatalogReplica:
     """A catalog's view of the cluster in this process, which answers lookups and routes at once.
 
-    It follows the stream at `nats.url`. It begins with the newest checkpoint of the catalog at `catalog.url`, which takes a token of an
-    operator where the catalog wants one; without that, or where there is none, with the stream's first message. `wait_ready` waits until
-    it has read the stream. Close it when it is done with.
+    It follows the stream at `nats.url`. It begins with the newest checkpoint of the catalog at `catalog.url`, which
+    takes a token of an operator where the catalog wants one; without that, or where there is none, with the stream's
+    first message. `wait_ready` waits until it has read the stream. Close it when it is done with.
 
     Args:
-        name: of its account on the stream, as `kvbm nats-permissions --replica` has it; "" where the server has no accounts.
+        name: of its account on the stream, as `kvbm nats-permissions --replica` has it; "" where the server has no
+            accounts.
     Raises: ConfigError: settings that cannot be used. StreamError: the stream does not answer, or holds no events yet.
     """
     from kvbm.catalog.replica import CatalogReplica, ReplicaSettings
@@ -48,13 +49,18 @@ def open_replica(settings: Settings, name: str = "") -> CatalogReplica:
 
     replica = CatalogReplica(
         ReplicaSettings(
-            cluster=settings.instance.cluster, connect_s=connect_s, liveness_s=catalog.liveness_s,
-            forget_s=catalog.forget_s, parts=parts, capacity=catalog.capacity, routing=routing_settings(settings),
+            cluster=settings.instance.cluster,
+            connect_s=connect_s,
+            liveness_s=catalog.liveness_s,
+            forget_s=catalog.forget_s,
+            parts=parts,
+            capacity=catalog.capacity,
+            routing=routing_settings(settings),
         ),
         lambda: ReadOnlyStream.follow(settings.nats.url, connect_s, credentials, NATIVE_MESSAGES),
         fetch if catalog.url else None,
         NATIVE,
         NATIVE_INDEX,
-    )  # fmt: skip
+    )
     replica.start()
     return replica

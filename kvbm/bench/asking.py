@@ -85,7 +85,10 @@ class Asker:
         return Asked(count, time.perf_counter() - began_s)
 
     def ask_at(self, questions: Sequence[bytes], per_s: float, is_over: Callable[[], bool]) -> list[float]:
-        """Ask at a steady rate, whether answers come or not, until it is over. Seconds from when each was due to its answer."""
+        """Ask at a steady rate, whether answers come or not, until it is over.
+
+        Seconds from when each was due to its answer.
+        """
         free, due_s = list(self._sockets), {}
         times_s: list[float] = []
         began_s, count = time.perf_counter(), 0

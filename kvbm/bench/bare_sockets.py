@@ -1,7 +1,7 @@
 """What two processes do with sockets and nothing else, which fetches are held to: no hashes, no checksums, no leases.
 
-A question of 64 bytes names a piece of the answerer's memory, and the piece is the answer. Each end makes one system call for all of it
-where the kernel lets it, so that what the interpreter adds is some microseconds an exchange.
+A question of 64 bytes names a piece of the answerer's memory, and the piece is the answer. Each end makes one system
+call for all of it where the kernel lets it, so that what the interpreter adds is some microseconds an exchange.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""`kvbm bench catalog`: what a question costs whoever asks it: a catalog in a process of its own, asked over sockets by another.
+"""`kvbm bench catalog`: what a question costs whoever asks it: a catalog in a process of its own, asked over sockets by
+another.
 
-16 instances hold a million blocks: each has a system prompt of 64 blocks, and prompts of its own that begin with it. A question is
-a prompt of 256 hashes that one instance has whole. Frames come over an embedded nats-server, as ever; nothing else runs meanwhile.
+16 instances hold a million blocks: each has a system prompt of 64 blocks, and prompts of its own that begin with it. A
+question is a prompt of 256 hashes that one instance has whole. Frames come over an embedded nats-server, as ever;
+nothing else runs meanwhile.
 """
 
 from __future__ import annotations
@@ -70,8 +72,10 @@ def bench_catalog(live: int, samples: int, seed: int) -> Found:
             rows += part[0]
             numbers |= part[1]
     note = (
-        f"{INSTANCES} instances, {cluster.held:,} residencies; a question has {PROMPT_BLOCKS} hashes: {SHARED_BLOCKS} that all "
-        "instances have, the rest one has. Asked from another process on the same machine, which takes processor time, too."
+        f"{INSTANCES} instances, {cluster.held:,} residencies; a question has {PROMPT_BLOCKS} hashes: {SHARED_BLOCKS} "
+        "that all "
+        "instances have, the rest one has. Asked from another process on the same machine, which takes processor time, "
+        "too."
     )
     return Found(rows, dict(numbers), (note,))
 
@@ -85,8 +89,9 @@ def _over_http(where: tuple[str, int], prompts: Sequence[bytes], samples: int) -
     rows: list[Row] = []
     numbers: dict[str, float] = {}
     for what, key, path, questions in (
-        ("lookup", "http_lookup", "/v1/lookup", lookups), ("route", "http_route", "/v1/route", routes),
-    ):  # fmt: skip
+        ("lookup", "http_lookup", "/v1/lookup", lookups),
+        ("route", "http_route", "/v1/route", routes),
+    ):
         asked = [post(path, msgspec.json.encode(one)) for one in questions]
         with Asker(where, CLIENTS) as many:
             many.ask_for(asked, _SECONDS / 2)
@@ -131,7 +136,9 @@ def _by_unix_socket(path: str, prompts: Sequence[bytes], samples: int) -> tuple[
 
 
 def _by_nats(url: str, prompts: Sequence[bytes], samples: int) -> tuple[list[Row], dict[str, float]]:
-    """Lookups over NATS, as a router asks: through the public client, whose request and answer are made and read within the time."""
+    """Lookups over NATS, as a router asks: through the public client, whose request and answer are made and read within
+    the time.
+    """
     times_us: list[float] = []
     with contextlib.closing(CatalogClient(url)) as client:
         for number in range(_ALONE * samples + _ALONE // 4):
@@ -151,7 +158,8 @@ class HeldCluster:
     """Ledgers whose blocks are on the stream, and heartbeats of their instances until it is left.
 
     Attributes:
-        held: residencies there are. prompts: packed hashes, each held whole by one instance. ends: of each instance, the offset it has reached.
+        held: residencies there are. prompts: packed hashes, each held whole by one instance. ends: of each instance,
+            the offset it has reached.
     """
 
     def __init__(self, live: int, seed: int) -> None:
@@ -213,9 +221,15 @@ class HeldCluster:
             while not ended.is_set():
                 for name, end in self.ends.items():
                     pulse = Heartbeat(
-                        instance=name, cluster=CLUSTER, epoch=Epoch(1), published=end, applied=end,
-                        wall_time_ns=time.time_ns(), run="bench", namespaces=(NAMESPACE.id,),
-                    )  # fmt: skip
+                        instance=name,
+                        cluster=CLUSTER,
+                        epoch=Epoch(1),
+                        published=end,
+                        applied=end,
+                        wall_time_ns=time.time_ns(),
+                        run="bench",
+                        namespaces=(NAMESPACE.id,),
+                    )
                     await stream.send_pulse(pulse)
                 await asyncio.sleep(0.5)
         finally:

@@ -1,7 +1,8 @@
 """The third part of `kvbm bench catalog`: questions while the catalog reads the stream as fast as it can.
 
-The catalog is halted (SIGSTOP) while messages of one frame of 256 block events each are put on the stream; then it goes on, and reads
-them alone, or while somebody asks for a thousand lookups a second. In turn, several times. SQL follows, as ever.
+The catalog is halted (SIGSTOP) while messages of one frame of 256 block events each are put on the stream; then it goes
+on, and reads them alone, or while somebody asks for a thousand lookups a second. In turn, several times. SQL follows,
+as ever.
 """
 
 from __future__ import annotations
@@ -77,8 +78,10 @@ def bench_loaded(live: int, samples: int, seed: int) -> Found:
     loss = 1.0 - rows[1].value / rows[0].value
     rows.append(Row(what="what the reading loses", unit="", value=loss))
     note = (
-        f"{messages:,} messages of one frame of 256 block events in a backlog of {_WRITERS} instances, read while {cluster.held:,}"
-        f" residencies of others are asked about; {len(times_ms):,} lookups, each timed from when it was due. Catalog, nats-server and asker"
+        f"{messages:,} messages of one frame of 256 block events in a backlog of {_WRITERS} instances, read while "
+        f"{cluster.held:,}"
+        f" residencies of others are asked about; {len(times_ms):,} lookups, each timed from when it was due. Catalog, "
+        "nats-server and asker"
         " share the machine's processors."
     )
     return Found(rows, {"loaded_lookup_ms_p99": rows[3].value, "ingest_loss": loss}, (note,))

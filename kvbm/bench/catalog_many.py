@@ -1,6 +1,7 @@
 """The second part of `kvbm bench catalog`: ten thousand instances that share a prefix, each with a heartbeat a second.
 
-The catalog, the instances' heartbeats and whoever asks are a process each. Frames and heartbeats come over an embedded nats-server.
+The catalog, the instances' heartbeats and whoever asks are a process each. Frames and heartbeats come over an embedded
+nats-server.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ _TICKS_PER_S = 100
 _ASKED = 500  # questions of each sample
 _QUIET_S = 3.0  # of each sample without questions
 _WAIT_S = 180.0
-_SEND = "import sys; from kvbm.bench.catalog_many import send_heartbeats; send_heartbeats(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
+_SEND = (
+    "import sys; from kvbm.bench.catalog_many import send_heartbeats; send_heartbeats(sys.argv[1], "
+    "int(sys.argv[2]), int(sys.argv[3]))"
+)
 
 
 def bench_many(samples: int, seed: int, instances: int = INSTANCES) -> Found:
@@ -69,7 +73,8 @@ def bench_many(samples: int, seed: int, instances: int = INSTANCES) -> Found:
     ]
     numbers |= {"heartbeat_core_share": rows[-3].value, "rss_10k_mib": rss_mib}
     note = (
-        f"{instances:,} instances hold one prefix of {SHARED_BLOCKS} blocks, and {OWN_BLOCKS} blocks each; all send a heartbeat a second while they"
+        f"{instances:,} instances hold one prefix of {SHARED_BLOCKS} blocks, and {OWN_BLOCKS} blocks each; all send a "
+        "heartbeat a second while they"
         " are asked about. Catalog, nats-server, heartbeats and asker share the machine's processors."
     )
     return Found(rows, dict(numbers), (note,))
@@ -84,10 +89,16 @@ def send_heartbeats(url: str, instances: int, published: int) -> None:
         while True:
             for _ in range(each):
                 pulse = Heartbeat(
-                    instance=_name(sent % instances), cluster=_CLUSTER, epoch=Epoch(1), published=Offset(published),
-                    applied=Offset(published), wall_time_ns=time.time_ns(), run="bench", namespaces=(_NAMESPACE.id,),
+                    instance=_name(sent % instances),
+                    cluster=_CLUSTER,
+                    epoch=Epoch(1),
+                    published=Offset(published),
+                    applied=Offset(published),
+                    wall_time_ns=time.time_ns(),
+                    run="bench",
+                    namespaces=(_NAMESPACE.id,),
                     queued_tokens=sent * 7919 % 5000,
-                )  # fmt: skip
+                )
                 await stream.send_pulse(pulse)
                 sent += 1
             await asyncio.sleep(max(0.0, began_s + sent / instances - time.monotonic()))

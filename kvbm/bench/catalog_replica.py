@@ -1,8 +1,8 @@
 """The part of `kvbm bench catalog` that asks a replica: the catalog's view in the process of who asks.
 
-Questions are calls of `CatalogReplica` from Python, one after the other without a pause, as the public method answers them. First nothing
-happens meanwhile; then another process puts messages of one frame of 256 block events each on the stream, a million events a second if the
-machine can, and the replica's thread applies them in the process that asks.
+Questions are calls of `CatalogReplica` from Python, one after the other without a pause, as the public method answers
+them. First nothing happens meanwhile; then another process puts messages of one frame of 256 block events each on the
+stream, a million events a second if the machine can, and the replica's thread applies them in the process that asks.
 """
 
 from __future__ import annotations
@@ -78,12 +78,16 @@ def bench_replica(live: int, samples: int, seed: int) -> Found:
         Row(what="… events applied meanwhile", unit="M events/s", value=applied / 1e6),
     ]
     note = (
-        f"A replica of {cluster.held:,} residencies in the process that asks, {PROMPT_BLOCKS} hashes a question, one thread asks without"
-        f" a pause. Loaded: another process publishes {EVENTS_PER_S:,} events/s or what it can, in frames of {_EVENTS_A_MESSAGE}."
+        f"A replica of {cluster.held:,} residencies in the process that asks, {PROMPT_BLOCKS} hashes a question, one "
+        "thread asks without"
+        f" a pause. Loaded: another process publishes {EVENTS_PER_S:,} events/s or what it can, in frames of "
+        f"{_EVENTS_A_MESSAGE}."
     )
     numbers: dict[str, float | None] = {
-        "replica_lookup_us_p50": rows[0].value, "replica_route_us_p50": rows[2].value, "replica_p99_us_loaded": rows[5].value,
-    }  # fmt: skip
+        "replica_lookup_us_p50": rows[0].value,
+        "replica_route_us_p50": rows[2].value,
+        "replica_p99_us_loaded": rows[5].value,
+    }
     return Found(rows, numbers, (note,))
 
 

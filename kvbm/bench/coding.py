@@ -1,8 +1,9 @@
 """The lossless coding part of `kvbm bench pools`: how much smaller KV becomes, and how fast one core does it both ways.
 
-Two kinds of bfloat16 KV: that of a small transformer trained here, where torch is installed; and numbers drawn here in the shape of a
-published model (32 layers, 8 KV heads of 128), distributed as published work describes KV: keys differ in scale from channel to channel
-and a few channels lie far out, values differ from head to head (KIVI, KVQuant). float8_e4m3 is the same cast, one scale for each tensor.
+Two kinds of bfloat16 KV: that of a small transformer trained here, where torch is installed; and numbers drawn here in
+the shape of a published model (32 layers, 8 KV heads of 128), distributed as published work describes KV: keys differ
+in scale from channel to channel and a few channels lie far out, values differ from head to head (KIVI, KVQuant).
+float8_e4m3 is the same cast, one scale for each tensor.
 """
 
 from __future__ import annotations
@@ -50,14 +51,18 @@ class _Kv(NamedTuple):
 
 
 def bench_coding(samples: int, seed: int, options: CodingOptions, step: Callable[[], object] = lambda: None) -> Found:
-    """Rows, and the numbers `bf16_ratio`, `encode_gb_per_s`, `decode_gb_per_s` (the least of both kinds) and `fp8_ratio_over_limit`.
+    """Rows, and the numbers `bf16_ratio`, `encode_gb_per_s`, `decode_gb_per_s` (the least of both kinds) and
+    `fp8_ratio_over_limit`.
 
     Args:
         step: called after each of `steps_of(options)`.
     """
     rows: list[Row] = []
     notes = [
-        "coding: one thread; of the published shape means numbers drawn here as published work describes KV, not a published model's"
+        (
+            "coding: one thread; of the published shape means numbers drawn here as published work describes KV, not a "
+            "published model's"
+        )
     ]
     kinds = [published_kv(options.layers, options.blocks, seed)]
     step()
@@ -68,8 +73,10 @@ def bench_coding(samples: int, seed: int, options: CodingOptions, step: Callable
             _Kv("of a model trained here", trained.blocks.reshape(-1, trained.blocks[0].size * _STREAM_BLOCKS), planes)
         )
         notes.append(
-            f"coding: the model is the reference engine's, {list(trained.shape)} a block, trained for {options.steps} steps on kvbm's"
-            f" sources (loss {trained.losses[0]:.1f} → {trained.losses[-1]:.1f} nats a byte), its KV of text that was held out"
+            f"coding: the model is the reference engine's, {list(trained.shape)} a block, trained for {options.steps} "
+            "steps on kvbm's"
+            f" sources (loss {trained.losses[0]:.1f} → {trained.losses[-1]:.1f} nats a byte), its KV of text that was "
+            "held out"
         )
     except MissingExtraError as error:
         notes.append(f"coding: KV of a model trained here was left out: {error}")
@@ -98,7 +105,8 @@ def steps_of(options: CodingOptions) -> int:
 def published_kv(layers: int, blocks: int, seed: int) -> _Kv:
     """Blocks [layers, 2, 16 tokens, 8 heads, 128] bfloat16 of normal numbers.
 
-    Keys: channel scales log-normal with a sigma of 0.5, in pairs as RoPE turns them; four channels a head lie eight times as far out and
+    Keys: channel scales log-normal with a sigma of 0.5, in pairs as RoPE turns them; four channels a head lie eight
+        times as far out and
     off zero. Values: a scale for each head, log-normal with a sigma of 0.3.
     """
     rng = np.random.default_rng(seed)
@@ -119,7 +127,9 @@ def published_kv(layers: int, blocks: int, seed: int) -> _Kv:
 
 
 def as_float8(kv: _Kv) -> np.ndarray:
-    """Blocks of bfloat16 as float8_e4m3fn, (n, block_bytes / 2) uint8: each layer's keys and values by a scale that makes their largest 448."""
+    """Blocks of bfloat16 as float8_e4m3fn, (n, block_bytes / 2) uint8: each layer's keys and values by a scale that
+    makes their largest 448.
+    """
     halves = kv.rows.view(np.uint16).reshape(len(kv.rows), -1, kv.planes)
     positive = _e4m3_values()
     bounds = (positive[1:] + positive[:-1]) / 2

@@ -1,8 +1,8 @@
 """`kvbm bench connector`: what the vLLM connector costs the engine's scheduler, without the engine.
 
-The scheduler's half is the real one over a real manager whose HOST pool holds what is asked for; requests and blocks are plain objects with the
-attributes of vLLM's that it reads. Models with several KV groups have what counts of each in HOST. Each question is asked for a prompt
-that was never seen before, so hashing it anew is part.
+The scheduler's half is the real one over a real manager whose HOST pool holds what is asked for; requests and blocks
+are plain objects with the attributes of vLLM's that it reads. Models with several KV groups have what counts of each in
+HOST. Each question is asked for a prompt that was never seen before, so hashing it anew is part.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class _Request:
 
 
 def bench_connector(samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
-    """A prompt of 1,000 blocks that HOST holds, at first sight and asked again; one it lacks; steps in which nothing happens, and in which a request comes; its end."""
+    """A prompt of 1,000 blocks that HOST holds, at first sight and asked again; one it lacks; steps in which nothing
+    happens, and in which a request comes; its end.
+    """
     rng = np.random.default_rng(seed)
     prompts, of_groups = 20 * samples, 10 * samples
     with tempfile.TemporaryDirectory() as folder:
@@ -139,9 +141,15 @@ def bench_connector(samples: int, seed: int) -> tuple[list[Row], dict[str, float
 
 
 def _told(
-    first: list[float], again: list[float], missed: list[float], idle: list[float], decoding: list[float], coming: list[float],
-    ending: list[float], parts: list[list[float]],
-) -> tuple[list[Row], dict[str, float]]:  # fmt: skip
+    first: list[float],
+    again: list[float],
+    missed: list[float],
+    idle: list[float],
+    decoding: list[float],
+    coming: list[float],
+    ending: list[float],
+    parts: list[list[float]],
+) -> tuple[list[Row], dict[str, float]]:
     """What was measured, in rows and by name."""
     rows = [
         row_of(f"asked for a prompt of {_BLOCKS:,} blocks, all in HOST, at first sight", "us", first),
@@ -184,7 +192,8 @@ def _hold_groups(
 
 
 def _used_heap() -> bytes:
-    """Have free memory that was used before, as an engine has that has run for a while: else each question waits for new pages.
+    """Have free memory that was used before, as an engine has that has run for a while: else each question waits for
+    new pages.
 
     Returns: what keeps it from being given back.
     """

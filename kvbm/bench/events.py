@@ -1,7 +1,9 @@
-"""`kvbm bench events`: what an event costs the engine. Recording one is a few writes into memory; another thread does the rest.
+"""`kvbm bench events`: what an event costs the engine.
 
-The same lives of blocks run on two ledgers in turn: one records its events, the other has been made to overflow, so that it decides
-and folds just the same and records nothing. The difference is the events' cost.
+Recording one is a few writes into memory; another thread does the rest.
+
+The same lives of blocks run on two ledgers in turn: one records its events, the other has been made to overflow, so
+that it decides and folds just the same and records nothing. The difference is the events' cost.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _SLOTS = 65_536
 def bench_events(samples: int, seed: int) -> Found:
     """The difference a block, in runs of 16 and of 1: each life creates a block and evicts one.
 
-    On a machine that is busy elsewhere the two runs of a pair differ by more than the events cost, and the difference may be below 0.
+    On a machine that is busy elsewhere the two runs of a pair differ by more than the events cost, and the difference
+    may be below 0.
     """
     rows = []
     numbers: dict[str, float | None] = {}

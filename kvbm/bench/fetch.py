@@ -1,8 +1,9 @@
 """`kvbm bench fetch`: what blocks from another instance's memory cost, beside what the machine does without us.
 
-The lender is a manager in a process of its own, as an engine that owns HBM has it. The reader has the table of peers that a manager reads
-with, and rows in a HOST pool. Every read is of blocks whose bytes this process computes too, into rows that were overwritten before, and each
-byte is compared afterwards. All sides of a comparison are run in turn, each round begun by another.
+The lender is a manager in a process of its own, as an engine that owns HBM has it. The reader has the table of peers
+that a manager reads with, and rows in a HOST pool. Every read is of blocks whose bytes this process computes too, into
+rows that were overwritten before, and each byte is compared afterwards. All sides of a comparison are run in turn, each
+round begun by another.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ def _large(folder: Path, opened: ExitStack, options: FetchOptions, samples: int,
         row_of(f"{_STREAMS} bare TCP connections, the same", "MB/s", [one / 1e6 for one in rates["sockets"]]),
     ]
     for name, what in (
-        ("memory_over_nixl", "NIXL through UCX's shared memory"), ("tcp_over_nixl", "NIXL over UCX's TCP"),
-    ):  # fmt: skip
+        ("memory_over_nixl", "NIXL through UCX's shared memory"),
+        ("tcp_over_nixl", "NIXL over UCX's TCP"),
+    ):
         if name in nixl:
             rows.append(row_of(f"{what}, the same", "MB/s", [one / 1e6 for one in rates[name]]))
     pairs = {

@@ -119,10 +119,14 @@ class Reader:
     def __init__(self, lender: Lender, folder: Path, blocks: int, block_bytes: int, seed: int) -> None:
         settings = load_settings(
             flags={
-                "instance.id": "reader", "instance.data_dir": str(folder), "pools.hbm.slots": 1, "transport.fetch": True,
-                "transport.key_file": str(folder / _KEY_FILE), "catalog.url": "http://127.0.0.1:1",  # nobody asks it
+                "instance.id": "reader",
+                "instance.data_dir": str(folder),
+                "pools.hbm.slots": 1,
+                "transport.fetch": True,
+                "transport.key_file": str(folder / _KEY_FILE),
+                "catalog.url": "http://127.0.0.1:1",  # nobody asks it
             }
-        )  # fmt: skip
+        )
         peers = open_peers(settings, InstanceId("reader"), [NAMESPACE], roots_of(settings))
         assert peers is not None
         held = PeerHolding(
@@ -150,7 +154,9 @@ class Reader:
         return self._read_s(transport, block, block + 1)
 
     def timed(self, work: Callable[[np.ndarray], object], wanted: np.ndarray) -> float:
-        """Seconds of another work that fills all rows, which it finds as a read finds them. Raises ProcessError: not with those bytes.
+        """Seconds of another work that fills all rows, which it finds as a read finds them.
+
+        Raises ProcessError: not with those bytes.
 
         Args:
             wanted: flat, uint8.
@@ -201,7 +207,10 @@ class CpuTimes(NamedTuple):
 
     @staticmethod
     def of_lender(pid: int) -> CpuTimes | None:
-        """Of the threads of its server: one for each connection, and those that listen. None: the system does not say."""
+        """Of the threads of its server: one for each connection, and those that listen.
+
+        None: the system does not say.
+        """
         return _cpu_times(pid, lambda _, name: name == _SERVING)
 
     @staticmethod

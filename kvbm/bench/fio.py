@@ -62,7 +62,9 @@ class Fio(NamedTuple):
         return float((job.read if kind == "read" else job.write).bw_bytes)
 
     def pages(self, file: Path, stride: int, count: int, depth: int) -> float:
-        """Pages a second of reading the first page of every stretch of a file, behind the file's own first page. Raises FioError.
+        """Pages a second of reading the first page of every stretch of a file, behind the file's own first page.
+
+        Raises FioError.
 
         Args:
             stride: bytes of a stretch.
@@ -123,7 +125,10 @@ class _Said(msgspec.Struct):
 
 
 def find_fio(folder: Path) -> Fio:
-    """The fio of this machine, with the best engine and O_DIRECT where this folder's file system has it. Raises FioError."""
+    """The fio of this machine, with the best engine and O_DIRECT where this folder's file system has it.
+
+    Raises FioError.
+    """
     path = shutil.which("fio")
     if path is None:
         raise FioError("fio is not installed, so nothing says what the device can do: `apt-get install fio`")

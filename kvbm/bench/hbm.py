@@ -1,7 +1,9 @@
-"""The HBM part of `kvbm bench pools`: runs between an engine's tensors and a HOST pool, beside a plain copy of as many bytes, in turn.
+"""The HBM part of `kvbm bench pools`: runs between an engine's tensors and a HOST pool, beside a plain copy of as many
+bytes, in turn.
 
-On a GPU the limit is one asynchronous copy of contiguous bytes to or from pinned memory (cudaMemcpyAsync); there and on a CPU the
-other comparison is what an engine without us writes: one torch copy for each layer of each block. Ours compute checksums on the way.
+On a GPU the limit is one asynchronous copy of contiguous bytes to or from pinned memory (cudaMemcpyAsync); there and on
+a CPU the other comparison is what an engine without us writes: one torch copy for each layer of each block. Ours
+compute checksums on the way.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ class HbmOptions(NamedTuple):
 
 
 def bench_hbm(pairs: int, seed: int, options: HbmOptions | None = None) -> tuple[list[Row], dict[str, float]]:
-    """Rows in MB/s and ratios, and the numbers that have names: `hbm_read_over_copies` and `hbm_write_over_copies`, and on a GPU
-    `hbm_read_over_memcpy` and `hbm_write_over_memcpy`, of the best way there is.
+    """Rows in MB/s and ratios, and the numbers that have names: `hbm_read_over_copies` and `hbm_write_over_copies`, and
+    on a GPU `hbm_read_over_memcpy` and `hbm_write_over_memcpy`, of the best way there is.
 
     Raises: MissingExtraError: no torch.
     """
@@ -86,7 +88,8 @@ class _Bench:
         assert memory is not None
         self.rows = memory
         self.words = (
-            f"{options.layers} layers, blocks of {self.block_bytes / (1 << 20):g} MiB, runs of {RUN_BLOCKS}, {self.device.type}"
+            f"{options.layers} layers, blocks of {self.block_bytes / (1 << 20):g} MiB, runs of {RUN_BLOCKS}, "
+            f"{self.device.type}"
             + (", pinned" if self.host.pinned else ", not pinned" if self.on_gpu else f", {copier.threads} threads")
         )
         rng = np.random.default_rng(seed)

@@ -1,7 +1,9 @@
-"""The HOST part of `kvbm bench pools`: runs copied into and out of a HOST pool beside a parallel memcpy of the same bytes, in turn.
+"""The HOST part of `kvbm bench pools`: runs copied into and out of a HOST pool beside a parallel memcpy of the same
+bytes, in turn.
 
-The limit is libc's memcpy between the same two pieces of memory by as many threads as the pool copies with, each its own share, in
-the way that is the faster one in the median: block by block in the order of the runs, or the whole share at once.
+The limit is libc's memcpy between the same two pieces of memory by as many threads as the pool copies with, each its
+own share, in the way that is the faster one in the median: block by block in the order of the runs, or the whole share
+at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`kvbm bench index`: the catalog's index under the events of 16 instances, and of 7,000.
 
-The live set: nine tenths are chains of 256 blocks that one instance holds; one tenth are chains that all 16 instances hold, each to another
-depth (16, 32, … 256 blocks), as shared prompts are. Churn replaces the oldest chains of single instances. Frames carry the
-bytes a manager writes: slots, parents, digests left at 0.
+The live set: nine tenths are chains of 256 blocks that one instance holds; one tenth are chains that all 16 instances
+hold, each to another depth (16, 32, … 256 blocks), as shared prompts are. Churn replaces the oldest chains of single
+instances. Frames carry the bytes a manager writes: slots, parents, digests left at 0.
 """
 
 from __future__ import annotations
@@ -163,7 +163,9 @@ class LiveSet:
 def bench_index(
     live: tuple[int, ...], replacements: int, samples: int, seed: int
 ) -> tuple[list[Row], dict[str, float]]:
-    """Apply, memory, queries, death, checkpoint, for each size of the live set; then the same prefix for 7,000 instances."""
+    """Apply, memory, queries, death, checkpoint, for each size of the live set; then the same prefix for 7,000
+    instances.
+    """
     rows: list[Row] = []
     numbers: dict[str, float] = {}
     for size in live:
@@ -247,7 +249,9 @@ def _memory_in_a_fresh_process(size: int, seed: int) -> float:
 
 
 def print_memory(size: int, seed: int) -> None:
-    """Resident bytes a residency of a live set in this process, which has had none before; the chains it remembers left out."""
+    """Resident bytes a residency of a live set in this process, which has had none before; the chains it remembers left
+    out.
+    """
     before = resident_bytes()
     live = LiveSet(size, seed)
     own_bytes = sum(len(chain) + 40 for chains in [*live.own, live.shared] for chain in chains)
@@ -270,8 +274,9 @@ def _ask(live: LiveSet, count: int) -> list[float]:
 def _ask_while_applying(live: LiveSet, count: int, events_per_s: int) -> tuple[list[float], float]:
     """The same while another thread applies events at a steady pace; microseconds, and the pace it came to.
 
-    Busy streams have frames of up to 64 KiB (2,560 blocks here), which are applied without the GIL. Python hands the GIL over every 0.2 ms here, for else
-    the applying thread would wait up to 5 ms for it each time, and never come to its pace.
+    Busy streams have frames of up to 64 KiB (2,560 blocks here), which are applied without the GIL. Python hands the
+    GIL over every 0.2 ms here, for else the applying thread would wait up to 5 ms for it each time, and never come to
+    its pace.
     """
     blocks = 10 * _CHAIN_BLOCKS
     frames = list(live.churn(8 * events_per_s // 2, frame_blocks=blocks))
@@ -309,7 +314,8 @@ def _ask_while_applying(live: LiveSet, count: int, events_per_s: int) -> tuple[l
 
 
 def _ask_beside_runs(live: LiveSet, count: int, events_per_s: int) -> tuple[list[float], float]:
-    """Questions while frames of 256 blocks are applied in runs by the index's own thread, begun by who asks, as the catalog does it.
+    """Questions while frames of 256 blocks are applied in runs by the index's own thread, begun by who asks, as the
+    catalog does it.
 
     Returns: microseconds of each query, and the pace it came to.
     """

@@ -1,7 +1,8 @@
-"""`kvbm bench ingest`: from JetStream into the index, as the catalog does it: pull, scan, sequence, apply in runs, compare digests.
+"""`kvbm bench ingest`: from JetStream into the index, as the catalog does it: pull, scan, sequence, apply in runs,
+compare digests.
 
-Frames are what real ledgers of four instances wrote while their pools were churned; they lie on an embedded nats-server before the
-clock runs. SQL is left out: it stores behind the reading, in its own time.
+Frames are what real ledgers of four instances wrote while their pools were churned; they lie on an embedded nats-server
+before the clock runs. SQL is left out: it stores behind the reading, in its own time.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ async def _ingest(
 
 
 async def take_in(stream: NatsStream, cluster: str, sequencer: Sequencer, last: int) -> tuple[Sample, float]:
-    """Read on from where the sequencer stands until it has applied the message of sequence `last`, as the catalog reads.
+    """Read on from where the sequencer stands until it has applied the message of sequence `last`, as the catalog
+    reads.
 
     Returns: the sample, without the making of the reader, and the seconds of it that were spent fetching.
     """

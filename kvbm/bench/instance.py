@@ -1,9 +1,10 @@
-"""One instance as a process of its own, for benchmarks: it fills its HBM pool, says so, and then creates runs at a steady rate.
+"""One instance as a process of its own, for benchmarks: it fills its HBM pool, says so, and then creates runs at a
+steady rate.
 
     python -m kvbm.bench.instance '{"instance.id": "load-0", …}' BLOCKS RATE
 
-Settings are flags as JSON. It prints `{"instance": …, "epoch": …, "offset": …}` once its first blocks are published, then replaces runs
-of 16 blocks, RATE times a second (0: none), until its standard input ends.
+Settings are flags as JSON. It prints `{"instance": …, "epoch": …, "offset": …}` once its first blocks are published,
+then replaces runs of 16 blocks, RATE times a second (0: none), until its standard input ends.
 """
 
 from __future__ import annotations

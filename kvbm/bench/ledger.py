@@ -44,7 +44,9 @@ class LedgerPool:
         ledger.unpin(Tier.HBM, found.slots + slots)
 
     def lives(self) -> tuple[Callable[[], None], int]:
-        """A piece of work: each life matches and pins a run created lately, then allocates, creates and unpins another."""
+        """A piece of work: each life matches and pins a run created lately, then allocates, creates and unpins
+        another.
+        """
         created = self._fresh(_LIVES)
         matched = (self._recent or created)[-_LIVES:]
         pairs = list(zip(matched, created, strict=True))

@@ -2,9 +2,9 @@
 
     python -m kvbm.bench.lender '{"instance.id": "lender", …}' BLOCKS BLOCK_BYTES SEED SOCKET
 
-Settings are flags as JSON, and its engine owns HBM, so no torch is needed. It prints one `Lent` as JSON once it lends, and serves until its
-standard input ends. At SOCKET, and over TCP, it also answers over bare sockets (`bare_sockets`); the words BUSY and IDLE say there whether
-its main thread computes in pure Python, as an engine's does.
+Settings are flags as JSON, and its engine owns HBM, so no torch is needed. It prints one `Lent` as JSON once it lends,
+and serves until its standard input ends. At SOCKET, and over TCP, it also answers over bare sockets (`bare_sockets`);
+the words BUSY and IDLE say there whether its main thread computes in pure Python, as an engine's does.
 """
 
 from __future__ import annotations
@@ -121,9 +121,13 @@ def main(flags: str, blocks: int, block_bytes: int, seed: int, unix: Path) -> in
         assert host.memory is not None
         bare = BareServer(host.memory.reshape(-1), unix, work.hear)
         told = Lent(
-            instance=manager.instance, lends=manager.lends, pid=os.getpid(), fd=host.fd, mapped_bytes=host.mapped_bytes,
+            instance=manager.instance,
+            lends=manager.lends,
+            pid=os.getpid(),
+            fd=host.fd,
+            mapped_bytes=host.mapped_bytes,
             port=bare.address.port,
-        )  # fmt: skip
+        )
         print(msgspec.json.encode(told).decode(), flush=True)
         threading.Thread(target=wait_for_end, daemon=True).start()
         work.run()

@@ -19,11 +19,11 @@ class Row(msgspec.Struct, kw_only=True):
         what, unit: in words.
         value: the median of the samples, or a single reading.
         noise: half the distance of the quartiles over the median; None for a single reading.
-        cpu: CPU time over wall time while it was measured; well below 1 means the machine was busy elsewhere. None where it was not
-            taken.
+        cpu: CPU time over wall time while it was measured; well below 1 means the machine was busy elsewhere. None
+            where it was not taken.
         goal: what it should be, in words; "" where nothing is asked of it.
-        spread: half the distance of the quartiles in the row's own unit, instead of `noise` where the value is a difference of two
-            runs, which may be near 0 or below.
+        spread: half the distance of the quartiles in the row's own unit, instead of `noise` where the value is a
+            difference of two runs, which may be near 0 or below.
     """
 
     what: str

@@ -1,7 +1,9 @@
-"""The metadata part of `kvbm bench pools`: what the manager does for a block beside its bytes, in runs of 32 from Python.
+"""The metadata part of `kvbm bench pools`: what the manager does for a block beside its bytes, in runs of 32 from
+Python.
 
-A run's slots are allocated (evicting, for the pool is full), its blocks created, matched and unpinned. The manager is one as an
-engine opens it, its journal in a folder; nothing is published. What the journal's writer takes of the core meanwhile is in it.
+A run's slots are allocated (evicting, for the pool is full), its blocks created, matched and unpinned. The manager is
+one as an engine opens it, its journal in a folder; nothing is published. What the journal's writer takes of the core
+meanwhile is in it.
 """
 
 from __future__ import annotations

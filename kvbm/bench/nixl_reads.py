@@ -1,4 +1,5 @@
-"""Bare reads by NIXL of what a lender has in HOST, for `kvbm bench fetch`: one transfer for all blocks, no lease and no checksum.
+"""Bare reads by NIXL of what a lender has in HOST, for `kvbm bench fetch`: one transfer for all blocks, no lease and no
+checksum.
 
 Both ends are processes of NIXL. UCX moves the bytes over TCP in segments of 1 MiB, or through shared memory.
 """
@@ -57,7 +58,10 @@ class NixlReads:
         self._all = Fetch([told.address + block * block_bytes for block in range(blocks)], list(range(blocks)))
 
     def read_s(self, wanted: np.ndarray) -> float:
-        """Seconds to read all blocks. Raises NixlError: NIXL does not. ProcessError: they are others than wanted, flat uint8."""
+        """Seconds to read all blocks.
+
+        Raises NixlError: NIXL does not. ProcessError: they are others than wanted, flat uint8.
+        """
         return timed_s(self._read, self.rows, wanted)
 
     def _read(self, _: np.ndarray) -> None:
@@ -69,7 +73,9 @@ class NixlReads:
 def open_nixl(
     lender: Lender, blocks: int, block_bytes: int, opened: ExitStack
 ) -> tuple[dict[str, NixlReads], tuple[str, ...]]:
-    """Reads by what name they have in numbers, "tcp_over_nixl" and "memory_over_nixl", and why there are none of a kind."""
+    """Reads by what name they have in numbers, "tcp_over_nixl" and "memory_over_nixl", and why there are none of a
+    kind.
+    """
     reads: dict[str, NixlReads] = {}
     notes: list[str] = []
     for name, environment in (("memory_over_nixl", SHARED_MEMORY), ("tcp_over_nixl", TCP)):

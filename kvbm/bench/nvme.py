@@ -1,9 +1,10 @@
-"""The NVME part of `kvbm bench pools`: verified reads and writes of runs beside fio's, on one file, from one memory, in turn.
+"""The NVME part of `kvbm bench pools`: verified reads and writes of runs beside fio's, on one file, from one memory, in
+turn.
 
-A device's speed depends on where a file lies, on how scattered memory is, and on the second: so fio has the pool's own file and the
-pages of the HOST pool that rows lie in, and a pass of either side is cut into slices that take turns. Blocks come in random order on
-both sides. A block that comes from HOST brings its checksum along, so do those written here; what computing it would add is
-measured beside.
+A device's speed depends on where a file lies, on how scattered memory is, and on the second: so fio has the pool's own
+file and the pages of the HOST pool that rows lie in, and a pass of either side is cut into slices that take turns.
+Blocks come in random order on both sides. A block that comes from HOST brings its checksum along, so do those written
+here; what computing it would add is measured beside.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class Encryption(NamedTuple):
 
 
 class _Switch:
-    """Engines over the same files, of which one checks what it reads, one does not, and one encrypts: only a benchmark has such a pool."""
+    """Engines over the same files, of which one checks what it reads, one does not, and one encrypts: only a benchmark
+    has such a pool.
+    """
 
     def __init__(
         self, fds: Sequence[int], slots: int, block_bytes: int, io: str, direct: bool, depth: int, offload_share: float
@@ -236,7 +239,10 @@ class Slots:
         self.write(self.parts(1)[0])
 
     def encryption(self, pairs: int, step: Callable[[], object]) -> Encryption:
-        """Passes over half of the slots, plain, and over the others, encrypted, in turn. Raises MissingExtraError, PoolError."""
+        """Passes over half of the slots, plain, and over the others, encrypted, in turn.
+
+        Raises MissingExtraError, PoolError.
+        """
         for engine in self._engines:
             engine.encrypt()
         found = Encryption([], [], [], [])
@@ -262,7 +268,10 @@ class Slots:
         return found
 
     def latencies(self, count: int) -> Latencies:
-        """One block read after another, alone and then while another thread writes runs. Slots that are written are never read."""
+        """One block read after another, alone and then while another thread writes runs.
+
+        Slots that are written are never read.
+        """
         order = self._rng.permutation(self.count)
         read, written = order[: self.count // 2], order[self.count // 2 :]
         self._seal()
@@ -405,7 +414,9 @@ def _fio_s(fio: Fio, kind: Literal["read", "write"], slots: Slots, depth: int, b
 
 
 def _joined_bytes(address: int) -> int:
-    """Bytes of the mapping that begins at an address which the system has joined to huge pages; 0 where it does not say."""
+    """Bytes of the mapping that begins at an address which the system has joined to huge pages; 0 where it does not
+    say.
+    """
     with suppress(OSError):
         of_it = Path("/proc/self/smaps").read_text().partition(f"\n{address:x}-")[2]
         for line in of_it.splitlines():

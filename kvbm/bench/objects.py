@@ -1,9 +1,10 @@
 """The object pool beside the bare client: the same bytes through the same number of requests, pair by pair.
 
-The bare client is obstore, the fastest of those measured on radosgw with objects of 4 MiB, on an event loop of its own, without
-checksums, compression, headers, deadlines and retries. Both sides begin and end in memory of the caller's: a put sends rows, a get
-fills rows, for which the bare client copies each body as it arrives. Two kinds of bytes are put and got: bfloat16 KV of the published
-shape (coding.py), which is what the pool is for and gives the numbers, and random bytes, which do not become smaller.
+The bare client is obstore, the fastest of those measured on radosgw with objects of 4 MiB, on an event loop of its own,
+without checksums, compression, headers, deadlines and retries. Both sides begin and end in memory of the caller's: a
+put sends rows, a get fills rows, for which the bare client copies each body as it arrives. Two kinds of bytes are put
+and got: bfloat16 KV of the published shape (coding.py), which is what the pool is for and gives the numbers, and random
+bytes, which do not become smaller.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class ObjectsOptions(NamedTuple):
     """Where and how much.
 
     Attributes:
-        url: s3://bucket/prefix; what is put there goes again. endpoint, region: of the store; credentials come from boto3's chain.
+        url: s3://bucket/prefix; what is put there goes again. endpoint, region: of the store; credentials come from
+            boto3's chain.
         objects: of 4 MiB, put and got in one run.
     """
 
@@ -89,7 +91,8 @@ def bench_objects(options: ObjectsOptions, pairs: int, seed: int, step: Callable
                 numbers[f"object_{verb}_over_client"] = row.value
     note = (
         f"OBJECT: {options.url} at {options.endpoint or 'the default endpoint'}, runs of {options.objects} objects of"
-        f" {_OBJECT_BYTES >> 20} MiB, {LIMITS.requests_in_flight} requests in flight, compression and checksums on; MB/s of the blocks' own bytes;"
+        f" {_OBJECT_BYTES >> 20} MiB, {LIMITS.requests_in_flight} requests in flight, compression and checksums on; "
+        "MB/s of the blocks' own bytes;"
         " the bare client copies what it gets into rows, as the pool does"
     )
     return Found(rows, numbers, (note,))

@@ -1,4 +1,6 @@
-"""`kvbm bench pools`: the pools of this machine beside what its device and its memory can do, each ratio from one run in turn."""
+"""`kvbm bench pools`: the pools of this machine beside what its device and its memory can do, each ratio from one run
+in turn.
+"""
 
 from __future__ import annotations
 
@@ -147,8 +149,10 @@ class _Run:
             how = f"{mib} MiB blocks"
             rates = rates_beside_fio(slots, fio, depth, self._pairs, step)
             self.notes.append(
-                f"NVME, {mib} MiB: {slots.words()}, depth {depth}; {slots.count:,} slots, {CALLERS} threads with runs of {slots.run_blocks} in"
-                f" random order, memory of a HOST pool in pages of {slots.pages()}; fio has the same file and the same memory"
+                f"NVME, {mib} MiB: {slots.words()}, depth {depth}; {slots.count:,} slots, {CALLERS} threads with runs "
+                f"of {slots.run_blocks} in"
+                f" random order, memory of a HOST pool in pages of {slots.pages()}; fio has the same file and the same "
+                "memory"
             )
             self._rates(f"NVME, {how}: verified reads", rates.reads)
             self._rates(f"NVME, {how}: fio reads", rates.fio_reads)
@@ -227,7 +231,8 @@ class _Run:
         finally:
             memory.close()
         self.notes.append(
-            f"HOST: {total // _MIB} MiB in 1 MiB blocks, {memory.threads} threads; the limit is memcpy between the same two memories by as"
+            f"HOST: {total // _MIB} MiB in 1 MiB blocks, {memory.threads} threads; the limit is memcpy between the "
+            "same two memories by as"
             f" many threads: {copies.ways}"
         )
         for what, values in (
@@ -309,7 +314,8 @@ class _Run:
 
 @contextmanager
 def scratch_folder(parent: Path | None, wanted_bytes: int) -> Iterator[Path]:
-    """A new folder with so much room, gone with all its files afterwards, also when the run is interrupted or told to end.
+    """A new folder with so much room, gone with all its files afterwards, also when the run is interrupted or told to
+    end.
 
     Args:
         parent: the folder it is made in, made if need be; None: `tmp` in the data folder.
@@ -326,7 +332,8 @@ def scratch_folder(parent: Path | None, wanted_bytes: int) -> Iterator[Path]:
             free_bytes = shutil.disk_usage(parent).free
             if free_bytes < wanted_bytes:
                 raise ConfigError(
-                    f"--dir {parent}: {wanted_bytes} bytes wanted, {free_bytes} bytes free; free the disk, give another --dir or"
+                    f"--dir {parent}: {wanted_bytes} bytes wanted, {free_bytes} bytes free; free the disk, give "
+                    "another --dir or"
                     " a smaller --file-mib"
                 )
             name = opened.enter_context(tempfile.TemporaryDirectory(prefix="kvbm-bench-", dir=parent))

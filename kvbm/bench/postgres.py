@@ -1,4 +1,6 @@
-"""A PostgreSQL server for one benchmark, as it comes: synced to disk at each commit, with its own settings but for the connection."""
+"""A PostgreSQL server for one benchmark, as it comes: synced to disk at each commit, with its own settings but for the
+connection.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ def readable_by_all(binaries: Path, folder: Path) -> Path:
     """The binaries, copied when a folder above them is closed to other users.
 
     Args:
-        binaries: `bin` of an installation below the wheel's package; libraries lie beside the package, and are found from there.
+        binaries: `bin` of an installation below the wheel's package; libraries lie beside the package, and are found
+            from there.
         folder: an empty one, which others may read.
     """
     if all(parent.stat().st_mode & 0o001 for parent in binaries.parents):
@@ -97,11 +100,17 @@ def _start(binaries: Path, command: list[str], user: int | None) -> subprocess.P
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
     environment |= {"LD_LIBRARY_PATH": str(binaries.parent / "lib"), "LC_ALL": "C"}
     return subprocess.Popen(
-        [str(binaries / command[0]), *command[1:]], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, env=environment, start_new_session=True, user=user, group=user,
+        [str(binaries / command[0]), *command[1:]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+        user=user,
+        group=user,
         extra_groups=None if user is None else [],
         preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 - it makes one system call
-    )  # fmt: skip
+    )
 
 
 def _die_with_parent() -> None:

@@ -1,6 +1,8 @@
-"""The part of `kvbm bench fetch` with a link between the two: each in a network namespace of its own, and the link no quicker than told.
+"""The part of `kvbm bench fetch` with a link between the two: each in a network namespace of its own, and the link no
+quicker than told.
 
-It takes root, `ip` and `tc`. Nothing of the machine's own network is changed: the link lies between the two namespaces, which go afterwards.
+It takes root, `ip` and `tc`. Nothing of the machine's own network is changed: the link lies between the two namespaces,
+which go afterwards.
 
     python -m kvbm.bench.racks LENDER FOLDER BLOCKS BLOCK_BYTES SEED READS
 
@@ -67,7 +69,10 @@ def _tools() -> _Tools | None:
 
 
 def _linked(tools: _Tools, opened: ExitStack) -> tuple[str, str]:
-    """Two network namespaces with a link between them; `opened` removes them. Raises ProcessError: the system makes none."""
+    """Two network namespaces with a link between them;
+
+    `opened` removes them. Raises ProcessError: the system makes none.
+    """
     ends = [f"kvbm-bench-{os.getpid()}-{side}" for side in ("reader", "lender")]
     for end in ends:
         opened.callback(_removed, tools, end)

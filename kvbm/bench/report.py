@@ -55,8 +55,10 @@ _Ratio: TypeAlias = float | UnsetType | None  # unset: not asked for; None: coul
 
 
 class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What was measured, on what. The numbers beside `rows` are those of the issue tables: absent where not asked for, null where they
-    could not be measured.
+    """What was measured, on what.
+
+    The numbers beside `rows` are those of the issue tables: absent where not asked for, null where they could not be
+    measured.
 
     Attributes:
         notes: what was measured on what, where that needs saying.

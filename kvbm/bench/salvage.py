@@ -1,7 +1,9 @@
-"""The salvage part of `kvbm bench pools`: a manager is opened over a full NVME file without its journal, and has all of it back.
+"""The salvage part of `kvbm bench pools`: a manager is opened over a full NVME file without its journal, and has all of
+it back.
 
-What is timed is the whole scan as a start makes it: each slot's header is read, held to its checksum and to the clear generation, and
-the block is adopted by the ledger, which tells it in an event. Beside it fio reads as many pages from the same places of the same file.
+What is timed is the whole scan as a start makes it: each slot's header is read, held to its checksum and to the clear
+generation, and the block is adopted by the ledger, which tells it in an event. Beside it fio reads as many pages from
+the same places of the same file.
 """
 
 from __future__ import annotations
@@ -49,11 +51,16 @@ def scan_rates(
     slots = file_bytes // _BLOCK_BYTES
     settings = load_settings(
         flags={
-            "instance.data_dir": str(folder), "nats.enabled": False, "pools.hbm.device": "memory", "pools.hbm.slots": _RUN_BLOCKS,
-            "pools.host.slots": _RUN_BLOCKS, "pools.nvme.path": str(folder / "salvaged.pool"), "pools.nvme.slots": slots,
+            "instance.data_dir": str(folder),
+            "nats.enabled": False,
+            "pools.hbm.device": "memory",
+            "pools.hbm.slots": _RUN_BLOCKS,
+            "pools.host.slots": _RUN_BLOCKS,
+            "pools.nvme.path": str(folder / "salvaged.pool"),
+            "pools.nvme.slots": slots,
             "pools.nvme.depth": depth,
         }
-    )  # fmt: skip
+    )
     _fill(settings, slots)
     found = ScanRates(slots, [], [])
     for pair in range(pairs + 1):  # the first warms up

@@ -1,7 +1,9 @@
-"""`kvbm bench sql`: claims on their way to SQL: from what a step of the sequencer has changed to the committed transaction.
+"""`kvbm bench sql`: claims on their way to SQL: from what a step of the sequencer has changed to the committed
+transaction.
 
-Each of 16 instances claims runs of 64 blocks for one pool. What the service would have gathered while it stored the batch before is one
-batch here. PostgreSQL runs on this machine with its own settings, synced to disk at each commit; SQLite as the catalog opens it.
+Each of 16 instances claims runs of 64 blocks for one pool. What the service would have gathered while it stored the
+batch before is one batch here. PostgreSQL runs on this machine with its own settings, synced to disk at each commit;
+SQLite as the catalog opens it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class ClaimRates(NamedTuple):
     """What one database takes, in claims a second.
 
     Attributes:
-        new: of blocks that it does not have. known: that it has, claimed again within USED_S. newer: claimed again after it.
+        new: of blocks that it does not have. known: that it has, claimed again within USED_S. newer: claimed again
+            after it.
     """
 
     new: Row
@@ -56,9 +59,11 @@ def bench_sql(live: int, samples: int, seed: int) -> Found:
     """
     sqlite = sqlite_rates(live, samples, seed)
     numbers: dict[str, float | None] = {
-        "sql_claims_per_s": None, "reclaims_per_s": None, "sql_claims_per_s_sqlite": sqlite.new.value,
+        "sql_claims_per_s": None,
+        "reclaims_per_s": None,
+        "sql_claims_per_s_sqlite": sqlite.new.value,
         "reclaims_per_s_sqlite": sqlite.known.value,
-    }  # fmt: skip
+    }
     note = f"{live:,} claims of {INSTANCES} instances in runs of {RUN_BLOCKS}, {BATCH_BLOCKS:,} to a batch"
     try:
         postgres = postgres_rates(live, samples, seed)
@@ -150,10 +155,18 @@ class ClaimSink:
         changes = Changes(StreamCursor(), self._sequence)
         for number, hashes in enumerate(runs):
             self._sequence += 1
-            changes.claims.append((self._sequence, ClaimRun(
-                pool=_POOL, namespace=_NAMESPACE, hashes=hashes, instance=InstanceId(f"instance-{number % INSTANCES}"),
-                at_ns=at_ns + number,
-            )))  # fmt: skip
+            changes.claims.append(
+                (
+                    self._sequence,
+                    ClaimRun(
+                        pool=_POOL,
+                        namespace=_NAMESPACE,
+                        hashes=hashes,
+                        instance=InstanceId(f"instance-{number % INSTANCES}"),
+                        at_ns=at_ns + number,
+                    ),
+                )
+            )
         self._rows.take(changes)
         batch = self._rows.take_batch(Mark(self._sequence, None), _no_rows)
         assert batch is not None

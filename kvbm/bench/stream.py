@@ -1,4 +1,5 @@
-"""`kvbm bench stream`: the whole line between instances and the catalog, each a process of its own over an embedded nats-server.
+"""`kvbm bench stream`: the whole line between instances and the catalog, each a process of its own over an embedded
+nats-server.
 
 visible     a run created in an instance → in the catalog's answer over HTTP, while others make it 1,000 frames a second
 silent      an instance killed with -9 → left out of answers, with default and with quick heartbeats
@@ -234,7 +235,7 @@ class _LossyReader:
         return messages
 
 
-# -- instances and waiting ----------------------------------------------------------------------------------------------
+# -- instances and waiting ---------------------------------------------------------------------------------------------
 
 
 def _flags(folder: Path, url: str, instance: str, slots: int, heartbeat_s: float = 1.0) -> dict[str, object]:

@@ -1,7 +1,8 @@
-"""What one foreign engine holds, as a ledger without slots: facts → events, folded at once, waiting to be cut into frames.
+"""What one foreign engine holds, as a ledger without slots: facts → events, folded at once, waiting to be cut into
+frames.
 
-It has of a ledger what a stream of events needs (frames, snapshots, another epoch) and none of what needs slots: nobody allocates here,
-nothing is pinned or copied, for not a byte is ours.
+It has of a ledger what a stream of events needs (frames, snapshots, another epoch) and none of what needs slots: nobody
+allocates here, nothing is pinned or copied, for not a byte is ours.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Said(NamedTuple):
 
 
 class _Listing(NamedTuple):
-    """What is left of a snapshot of one tier: what it held as the snapshot began, and how far that was looked through."""
+    """What is left of a snapshot of one tier: what it held as the snapshot began, and how far that was looked
+    through.
+    """
 
     tier: Tier
     blocks: TierBlocks
@@ -99,10 +102,13 @@ class HeldLedger:
         """Of what is held."""
         return self._fold.digest
 
-    # -- facts ----------------------------------------------------------------------------------------------------------
+    # -- facts ---------------------------------------------------------------------------------------------------------
 
     def declare(self, namespace: Namespace) -> bool:
-        """Name a namespace at the next start; whether it was not named before. Beyond what a source may have the oldest goes."""
+        """Name a namespace at the next start; whether it was not named before.
+
+        Beyond what a source may have the oldest goes.
+        """
         if namespace.id in self._namespaces:
             return False
         self._namespaces[namespace.id] = namespace
@@ -128,8 +134,13 @@ class HeldLedger:
 
         def event(run: bytes, at: int) -> Event:
             return BlocksMigrated(
-                namespace=namespace, source=self._instance, target=tier, kept=True, cause=MigrateCause.OFFLOAD, hashes=run
-            )  # fmt: skip
+                namespace=namespace,
+                source=self._instance,
+                target=tier,
+                kept=True,
+                cause=MigrateCause.OFFLOAD,
+                hashes=run,
+            )
 
         self._gain(tier, hashes, event)
 
@@ -178,7 +189,7 @@ class HeldLedger:
         """Let the next epoch begin with nothing. No fact may come before it."""
         self._is_forgotten = True
 
-    # -- the stream -----------------------------------------------------------------------------------------------------
+    # -- the stream ----------------------------------------------------------------------------------------------------
 
     def start(self, epoch: Epoch) -> None:
         """Begin the first epoch: nothing is held."""
@@ -202,7 +213,7 @@ class HeldLedger:
         self.applied, self._snapshot = Offset(0), 1
         started = InstanceStarted(
             epoch=epoch, pools=self.pools, namespaces=tuple(self._namespaces.values()), **self._said._asdict()
-        )  # fmt: skip
+        )
         self._record(started)
         listed = dict(held)
         for pool in self._slotless():
@@ -236,7 +247,7 @@ class HeldLedger:
         self._digests.append(self._fold.digest)
         self.applied = Offset(self.applied + 1)
 
-    # -- snapshots --------------------------------------------------------------------------------------------------------
+    # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def begin_snapshot(self) -> bool:
         """Begin a snapshot of what is held, tier by tier; False when one is under way, or the stream has ended."""

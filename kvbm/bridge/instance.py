@@ -1,4 +1,6 @@
-"""One foreign engine as an instance of ours: its facts in a stream of its own, with epochs, snapshots and a sign of life while it answers."""
+"""One foreign engine as an instance of ours: its facts in a stream of its own, with epochs, snapshots and a sign of
+life while it answers.
+"""
 
 from __future__ import annotations
 
@@ -103,9 +105,14 @@ class BridgedInstance:
         self.port = BridgedPort(names.instance, names.cluster, names.run, self.stream, self.heartbeat, None, True)
         self.port.lives = engine.is_alive
         self._writer = EventWriter(
-            self.stream, self._retention, offsets, self.port, self._retention,
-            SnapshotPolicy(limits.least_s, limits.room_bytes), clock,
-        )  # fmt: skip
+            self.stream,
+            self._retention,
+            offsets,
+            self.port,
+            self._retention,
+            SnapshotPolicy(limits.least_s, limits.room_bytes),
+            clock,
+        )
 
     def start(self, publishing: Publishing) -> None:
         """Publish from now on."""
@@ -145,7 +152,10 @@ class BridgedInstance:
                         assert_never(command)
 
     def turn(self, now_s: float) -> float | None:
-        """Write what waits, take a step of a snapshot: whatever is due. Gives when the next turn is due; None: when something comes."""
+        """Write what waits, take a step of a snapshot: whatever is due.
+
+        Gives when the next turn is due; None: when something comes.
+        """
         self.stream.wake.clear()
         if self._retention.used_bytes() > self._limits.most_bytes:
             self._begin_epoch(now_s, "unpublished")  # what it lists is all that a reader needs
@@ -166,10 +176,17 @@ class BridgedInstance:
         publishing = self.port.publishing
         unpublished = publishing.trouble() if publishing is not None else ""
         return Heartbeat(
-            instance=names.instance, cluster=names.cluster, epoch=epoch, published=offset, run=names.run,
-            wall_time_ns=self._wall_clock_ns(), trouble="; ".join(filter(None, (self._engine.trouble(), unpublished))),
-            namespaces=namespaces, stopping=self.stream.closing, applied=applied,
-        )  # fmt: skip
+            instance=names.instance,
+            cluster=names.cluster,
+            epoch=epoch,
+            published=offset,
+            run=names.run,
+            wall_time_ns=self._wall_clock_ns(),
+            trouble="; ".join(filter(None, (self._engine.trouble(), unpublished))),
+            namespaces=namespaces,
+            stopping=self.stream.closing,
+            applied=applied,
+        )
 
     def close(self, timeout_s: float) -> bool:
         """End the stream, publish the rest. Gives whether all of it is published in time."""

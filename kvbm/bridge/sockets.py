@@ -93,10 +93,15 @@ class PublisherSockets:
         zmq = self._zmq
         made = self._context.socket(kind)
         for option, value in (
-            (zmq.LINGER, 0), (zmq.RCVHWM, _WAITING_MESSAGES), (zmq.MAXMSGSIZE, MAX_BATCH_BYTES),
-            (zmq.RECONNECT_IVL, _RECONNECT_MS), (zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS),
-            (zmq.HEARTBEAT_IVL, _HEARTBEAT_MS), (zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS), (zmq.IPV6, 1),
-        ):  # fmt: skip
+            (zmq.LINGER, 0),
+            (zmq.RCVHWM, _WAITING_MESSAGES),
+            (zmq.MAXMSGSIZE, MAX_BATCH_BYTES),
+            (zmq.RECONNECT_IVL, _RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS),
+            (zmq.HEARTBEAT_IVL, _HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS),
+            (zmq.IPV6, 1),
+        ):
             made.setsockopt(option, value)
         return made
 
@@ -134,7 +139,8 @@ class PublisherSockets:
         while len(came) < limit and room > 0 and (taken := self._take(self._messages)) is not None:
             came.append(taken)
             room -= len(taken[-1])
-        yield from self._connections()  # looked at last and told first: a message of a new connection never comes before its word
+        # Looked at last and told first: a message of a new connection never comes before its word
+        yield from self._connections()
         for frames in came:
             if len(frames) == 3 and len(frames[1]) == _SEQUENCE_BYTES:
                 yield Message(int.from_bytes(frames[1], "big"), frames[2])

@@ -122,15 +122,21 @@ class BridgedSource:
         self.instance.apply(now_s, facts)  # type: ignore[arg-type]
 
     def _note_epoch(self, now_s: float) -> None:
-        """Leave a publisher alone for a while that makes one epoch after the other: each is work for every reader of the stream."""
+        """Leave a publisher alone for a while that makes one epoch after the other: each is work for every reader of
+        the stream.
+        """
         self._epochs.append(now_s)
         if len(self._epochs) == MOST_EPOCHS and now_s < self._epochs[0] + EPOCHS_S:
             self._epochs.clear()
             self._rests_until_s = now_s + REST_S
             log.warning(
-                "bridge.source_unsteady", source=self.name, epochs=MOST_EPOCHS, within_s=EPOCHS_S, rest_s=REST_S,
+                "bridge.source_unsteady",
+                source=self.name,
+                epochs=MOST_EPOCHS,
+                within_s=EPOCHS_S,
+                rest_s=REST_S,
                 remedy="see whether two publishers have one address, or one sends what cannot be read",
-            )  # fmt: skip
+            )
 
     def _counts(self) -> dict[str, int]:
         found = {str(reason): count for reason, count in list(self.state.blocks.counts.items()) if count}

@@ -1,8 +1,9 @@
 """A catalog's view of its cluster in the caller's own process: for a router that asks more often than a socket likes.
 
-A thread of its own follows the stream, as the service does and by the same parts; whoever asks is answered at once, by his own thread. Beside
-the service it has no SQL, no archive and no callers: it begins with the service's newest checkpoint, or else with the stream's first message,
-and nobody learns that it is there. What it routes only it remembers.
+A thread of its own follows the stream, as the service does and by the same parts; whoever asks is answered at once, by
+his own thread. Beside the service it has no SQL, no archive and no callers: it begins with the service's newest
+checkpoint, or else with the stream's first message, and nobody learns that it is there. What it routes only it
+remembers.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
 class CatalogReplica(TokenQuestions):
     """A `kvbm.Catalog` that answers without asking anybody. `kvbm.open_replica` makes it; any thread may call it.
 
-    Its answers are those of the service at the same positions of the stream, with their age. It sees all tenants. Close it when it is done with;
-    a process that forks opens it after the fork.
+    Its answers are those of the service at the same positions of the stream, with their age. It sees all tenants. Close
+    it when it is done with; a process that forks opens it after the fork.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class CatalogReplica(TokenQuestions):
 
         Args:
             connect: to the stream. Raises StreamError.
-            fetch: puts the service's newest checkpoint into a folder, if it has one. Raises CatalogError. None: nobody is asked.
+            fetch: puts the service's newest checkpoint into a folder, if it has one. Raises CatalogError. None: nobody
+                is asked.
         """
         super().__init__(backend.sequence_hashes)
         self._settings, self._connect, self._fetch = settings, connect, fetch
@@ -331,9 +333,15 @@ class CatalogReplica(TokenQuestions):
         return self._view
 
     def _answer(
-        self, ask: Callable[..., A], namespace: Namespace | NamespaceId, hashes: bytes, at_least: Sequence[PositionWanted],
-        wait_s: float, limit: int, instances: Sequence[str] | None,
-    ) -> A:  # fmt: skip
+        self,
+        ask: Callable[..., A],
+        namespace: Namespace | NamespaceId,
+        hashes: bytes,
+        at_least: Sequence[PositionWanted],
+        wait_s: float,
+        limit: int,
+        instances: Sequence[str] | None,
+    ) -> A:
         """What a method of `Queries` says of some blocks."""
         check_run(hashes)
         key, most = id_of(namespace), checked_limit(limit)
@@ -343,7 +351,10 @@ class CatalogReplica(TokenQuestions):
             return ask(queries, key, hashes, EMBEDDED, most, only)
 
     def _answering(self, at_least: Sequence[PositionWanted], wait_s: float) -> _View:
-        """The view, once it has seen what it must have. Raises CatalogRefusedError: it is not ready, has ended, or has not in time."""
+        """The view, once it has seen what it must have.
+
+        Raises CatalogRefusedError: it is not ready, has ended, or has not in time.
+        """
         view = self._following()
         if self._failure is not None or not view.follower.is_ready:
             raise CatalogRefusedError(f"the replica is not ready: {self.ready().reason}", 503, "not_ready")
@@ -360,8 +371,9 @@ class CatalogReplica(TokenQuestions):
             if reached < position:
                 raise CatalogRefusedError(
                     f"{not_reached(wanted.instance, position, reached)}; wait longer, or leave at_least out",
-                    504, "position_not_reached",
-                )  # fmt: skip
+                    504,
+                    "position_not_reached",
+                )
 
     def _wait(self, view: _View, instance: InstanceId, position: Position, wait_s: float) -> Position:
         loop = self._loop
@@ -450,9 +462,15 @@ class CatalogReplica(TokenQuestions):
         upkeep = IndexUpkeep(view.sequencer, lambda: None)
         async with asyncio.TaskGroup() as tasks:
             for work in (
-                view.follower.run(), view.heartbeats.watch(), view.heartbeats.tick(), view.heartbeats.send_pulses(),
-                view.lag.watch(), upkeep.sweep(), upkeep.audit(), self._forget(view),
-            ):  # fmt: skip
+                view.follower.run(),
+                view.heartbeats.watch(),
+                view.heartbeats.tick(),
+                view.heartbeats.send_pulses(),
+                view.lag.watch(),
+                upkeep.sweep(),
+                upkeep.audit(),
+                self._forget(view),
+            ):
                 tasks.create_task(work)
             self._begun.set_result(view)
 
@@ -497,9 +515,16 @@ class _GuardedHeartbeats(HeartbeatFollower):
     """So too, of heartbeats."""
 
     def __init__(
-        self, guard: threading.RLock, stream: EventStream, sequencer: Sequencer, degraded: Degraded, cluster: str | None,
-        liveness_s: float, lag: StreamLag, parts: tuple[int, ...],
-    ) -> None:  # fmt: skip
+        self,
+        guard: threading.RLock,
+        stream: EventStream,
+        sequencer: Sequencer,
+        degraded: Degraded,
+        cluster: str | None,
+        liveness_s: float,
+        lag: StreamLag,
+        parts: tuple[int, ...],
+    ) -> None:
         super().__init__(stream, sequencer, degraded, cluster, liveness_s, lag, parts)
         self._guard = guard
 

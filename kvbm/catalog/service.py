@@ -1,9 +1,9 @@
 """The catalog without its HTTP: starts its parts, composes them, and stops them.
 
-At the start the index comes from the newest checkpoint, and the rest from the stream after it. Without one, an index that could have had
-one begins where SQL stands, with every instance suspect, and asks them all for a snapshot; else the stream is read from its first
-message. Claims come from SQL in any case. What SQL has is not stored again, so that reading twice is harmless. From then on index and
-SQL go their own speed.
+At the start the index comes from the newest checkpoint, and the rest from the stream after it. Without one, an index
+that could have had one begins where SQL stands, with every instance suspect, and asks them all for a snapshot; else the
+stream is read from its first message. Claims come from SQL in any case. What SQL has is not stored again, so that
+reading twice is harmless. From then on index and SQL go their own speed.
 """
 
 from __future__ import annotations
@@ -74,8 +74,10 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         store_every_s: pause between two transactions.
         used_s: a claim that SQL has is written again where it is newer by more than this.
         claims_every_s: how often claims in the index are held against those in the database.
-        tenant_secrets: tenant → secret, for lookups by tokens. tenant_secrets_file: the same in a file that may change; "" for none.
-        capacity: residencies and claims the index takes; more are refused and counted, and their instances marked partial.
+        tenant_secrets: tenant → secret, for lookups by tokens. tenant_secrets_file: the same in a file that may change;
+            "" for none.
+        capacity: residencies and claims the index takes; more are refused and counted, and their instances marked
+            partial.
         checkpoints: folder of the index's checkpoints; "" writes none.
         archive: folder where all frames are kept; "" keeps none.
         ask_again_s: between two requests to a suspect instance for a snapshot.
@@ -84,7 +86,8 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         limits: what callers may ask.
         parts: instances in these are followed, the others not; see `core.parts`.
         new_messages: as in `NatsStream.connect`.
-        companions: what else runs beside the service until it is closed, by name. The service goes on without one that ends.
+        companions: what else runs beside the service until it is closed, by name. The service goes on without one that
+            ends.
     """
 
     nats_url: str
@@ -117,7 +120,9 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Beginning(NamedTuple):
-    """What the start has loaded: a sequencer, the rows gathered of it, and where reading goes on from; and the log of its index."""
+    """What the start has loaded: a sequencer, the rows gathered of it, and where reading goes on from; and the log of
+    its index.
+    """
 
     sequencer: Sequencer
     rows: RowCollector
@@ -130,18 +135,29 @@ class CatalogService:
 
     Attributes:
         failed: set when it cannot go on; `failure` has the reason.
-        stream, reader, sequencer, index, rows, writer, store: from the stream to the index and to SQL. lag: what is not read yet.
-        follower, heartbeats, requests, upkeep: what follows the stream and the heartbeats, asks for snapshots, and cares for the index.
+        stream, reader, sequencer, index, rows, writer, store: from the stream to the index and to SQL. lag: what is not
+            read yet.
+        follower, heartbeats, requests, upkeep: what follows the stream and the heartbeats, asks for snapshots, and
+            cares for the index.
         forgetting: forgets who is gone for long.
-        queries: what it answers. changes, watches: what has changed lately, and who is told. secrets: of tenants, for lookups by tokens.
+        queries: what it answers. changes, watches: what has changed lately, and who is told. secrets: of tenants, for
+            lookups by tokens.
         begun_after: where reading has begun.
         tasks: those that run until it is closed.
     """
 
     def __init__(
-        self, settings: ServiceSettings, store: SqlStore, stream: EventStream, begun: _Beginning, stored: Numbering, end: int,
-        reader: EventReader, backend: Backend, new_index: NewIndex,
-    ) -> None:  # fmt: skip
+        self,
+        settings: ServiceSettings,
+        store: SqlStore,
+        stream: EventStream,
+        begun: _Beginning,
+        stored: Numbering,
+        end: int,
+        reader: EventReader,
+        backend: Backend,
+        new_index: NewIndex,
+    ) -> None:
         """Prefer `CatalogService.start`."""
         self.settings = settings
         self.secrets = TenantSecrets(settings.tenant_secrets, settings.tenant_secrets_file)
@@ -158,39 +174,75 @@ class CatalogService:
         self.degraded = Degraded()
         applying = asyncio.Lock()  # held while messages are applied, and while a checkpoint begins
         self.writer = SqlWriter(
-            store, stream, self.sequencer, self.rows, stored, applying, self.degraded,
+            store,
+            stream,
+            self.sequencer,
+            self.rows,
+            stored,
+            applying,
+            self.degraded,
             lambda known, namespaces: Sequencer(new_index(1), backend.scan_frames, known, namespaces),
             WriterOptions(
                 settings.cluster, settings.store_every_s, claims_every_s=settings.claims_every_s, parts=settings.parts
             ),
-        )  # fmt: skip
+        )
         self.heartbeats = HeartbeatFollower(
-            stream, self.sequencer, self.degraded, settings.cluster, settings.liveness_s,
-            self.lag, settings.parts,
-        )  # fmt: skip
+            stream,
+            self.sequencer,
+            self.degraded,
+            settings.cluster,
+            settings.liveness_s,
+            self.lag,
+            settings.parts,
+        )
         self.requests = SnapshotRequests(stream, self.sequencer, self.heartbeats, settings.ask_again_s)
         self.follower = StreamFollower(
-            reader, self.lag, self.sequencer, self.heartbeats, self.requests, applying, self.degraded,
-            settings.whole_wait_s, self.writer,
-        )  # fmt: skip
+            reader,
+            self.lag,
+            self.sequencer,
+            self.heartbeats,
+            self.requests,
+            applying,
+            self.degraded,
+            settings.whole_wait_s,
+            self.writer,
+        )
         self.upkeep = IndexUpkeep(self.sequencer, self.requests.look)
         self.queries = Queries(
-            self.sequencer, self.heartbeats, self.requests, self.lag.confirmation, settings.routing,
-            settings.liveness_s, settings.parts,
-        )  # fmt: skip
+            self.sequencer,
+            self.heartbeats,
+            self.requests,
+            self.lag.confirmation,
+            settings.routing,
+            settings.liveness_s,
+            settings.parts,
+        )
         self.sharing = RouteSharing(stream, self.queries.shared, self.heartbeats.own_cluster, self.heartbeats.own_name)
         self.changes.begin(self.sequencer.sequence, lambda: self.writer.name)
         self.watches = Watches(Cluster(self.changes, self.sequencer, self.heartbeats, self.queries), settings.limits)
         self.forgetting = Forgetting(
-            store, stream, self.sequencer, self.writer, self.heartbeats, self.lag, applying, self._let_go,
-            settings.cluster, settings.forget_s,
-        )  # fmt: skip
+            store,
+            stream,
+            self.sequencer,
+            self.writer,
+            self.heartbeats,
+            self.lag,
+            applying,
+            self._let_go,
+            settings.cluster,
+            settings.forget_s,
+        )
         self.checkpointer: Checkpointer | None = None
         if settings.checkpoints and isinstance(self.index, Checkpointing):
             self.checkpointer = Checkpointer(
-                Path(settings.checkpoints), self.index, self.sequencer, applying, lambda: self.writer.name,
-                self.degraded, settings.checkpoint_every_s,
-            )  # fmt: skip
+                Path(settings.checkpoints),
+                self.index,
+                self.sequencer,
+                applying,
+                lambda: self.writer.name,
+                self.degraded,
+                settings.checkpoint_every_s,
+            )
         self.archive: Archive | None = None
         if settings.archive:
             self.archive = Archive(Path(settings.archive), stream, settings.cluster, self.degraded, settings.parts)
@@ -235,10 +287,14 @@ class CatalogService:
             await store.close()
             raise
         log.info(
-            "catalog.started", stream=stored.name, stored=stored.place.sequence, stream_end=state.last_sequence,
-            reading_after=begun.after.sequence, residencies=begun.sequencer.index.residency_count(),
+            "catalog.started",
+            stream=stored.name,
+            stored=stored.place.sequence,
+            stream_end=state.last_sequence,
+            reading_after=begun.after.sequence,
+            residencies=begun.sequencer.index.residency_count(),
             blind=len(begun.sequencer.troubles.by_instance),
-        )  # fmt: skip
+        )
         return service
 
     async def close(self) -> None:
@@ -275,7 +331,9 @@ class CatalogService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the stream was read up to its end as of the start, and live instances were whole then, or had time to be."""
+        """Whether the stream was read up to its end as of the start, and live instances were whole then, or had time to
+        be.
+        """
         return self.follower.is_ready and self.failure is None
 
     def readiness(self) -> ReadyAnswer:
@@ -406,8 +464,13 @@ class CatalogService:
 
 
 async def _begin(
-    settings: ServiceSettings, store: SqlStore, backend: Backend, new_index: NewIndex, stored: Numbering, stream: EventStream
-) -> _Beginning:  # fmt: skip
+    settings: ServiceSettings,
+    store: SqlStore,
+    backend: Backend,
+    new_index: NewIndex,
+    stored: Numbering,
+    stream: EventStream,
+) -> _Beginning:
     """The newest checkpoint, or SQL's position with everybody suspect, or nothing and the whole stream."""
     known = await store.instances()
     namespaces = [row.fields for row in await store.namespaces() if row.fields.id == row.id]
@@ -417,9 +480,13 @@ async def _begin(
     loaded = None
     if settings.checkpoints and isinstance(index, Checkpointing):
         loaded = await load_newest(
-            Path(settings.checkpoints), new_index, settings.capacity, stored.name.__eq__, stored.place.sequence,
+            Path(settings.checkpoints),
+            new_index,
+            settings.capacity,
+            stored.name.__eq__,
+            stored.place.sequence,
             lambda mark: still_holds(stream, mark),
-        )  # fmt: skip
+        )
         index = loaded.held if loaded is not None else index
     changes = ChangeLog(settings.limits.watch_bytes, backend.decode_frame)
     held = RecordedIndex(index, changes, lambda: sequencer.sequence)

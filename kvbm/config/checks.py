@@ -39,7 +39,10 @@ _MOST_BLOCK_TOKENS = 1 << 16
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuse values that make no sense, however they were made. Raises ConfigError: which, and what to write. ArgumentTypeError: no Settings."""
+    """Refuse values that make no sense, however they were made.
+
+    Raises ConfigError: which, and what to write. ArgumentTypeError: no Settings.
+    """
     if not isinstance(settings, Settings):
         raise ArgumentTypeError("settings", f"is {kind_of(settings)}; give what load_settings returns")
     _check_names(settings)
@@ -77,7 +80,8 @@ def check_settings(settings: Settings) -> None:
         )
     if settings.journal.capacity_bytes < 4 * settings.journal.segment_bytes:
         raise ConfigError(
-            f"journal.capacity_bytes is {settings.journal.capacity_bytes}; it must be at least 4 times journal.segment_bytes "
+            f"journal.capacity_bytes is {settings.journal.capacity_bytes}; it must be at least 4 times "
+            "journal.segment_bytes "
             f"({settings.journal.segment_bytes}), because whole segments are let go"
         )
     if settings.journal.max_bytes and settings.journal.max_bytes < settings.journal.capacity_bytes:
@@ -107,7 +111,8 @@ def check_settings(settings: Settings) -> None:
             raise ConfigError(f"{key} is {wait_s:g}; it must be above 0 and at most {_LONGEST_S:g}")
     if settings.nats.replicas not in (1, 3, 5):
         raise ConfigError(
-            f"nats.replicas is {settings.nats.replicas}; give 1, or in a NATS cluster 3 or 5: of an even number half may not fail"
+            f"nats.replicas is {settings.nats.replicas}; give 1, or in a NATS cluster 3 or 5: of an even number half "
+            "may not fail"
         )
     _check_hold(settings.erasure.hold_s)
     _check_transport(settings.transport)
@@ -130,11 +135,13 @@ def _check_transport(transport: TransportSettings) -> None:
         raise ConfigError(f"{given} is set without {absent}; TLS between instances takes all three")
     if transport.rdma and transport.tls_cert:
         raise ConfigError(
-            f"transport.rdma is {transport.rdma!r} and transport.tls_cert is set; bytes over RDMA are not encrypted: leave one of them out"
+            f"transport.rdma is {transport.rdma!r} and transport.tls_cert is set; bytes over RDMA are not encrypted: "
+            "leave one of them out"
         )
     if transport.rdma and not transport.key_file:
         raise ConfigError(
-            f"transport.rdma is {transport.rdma!r} and transport.key_file is not set; name the file with the key that all instances have"
+            f"transport.rdma is {transport.rdma!r} and transport.key_file is not set; name the file with the key that "
+            "all instances have"
         )
     if listen not in ("", "host"):
         address = host_and_port(listen.removeprefix("tcp://"), least_port=0) if listen.startswith("tcp://") else None
@@ -142,20 +149,24 @@ def _check_transport(transport: TransportSettings) -> None:
             raise ConfigError(f'transport.listen is {listen!r}; write "host", or tcp://address:port')
         if advertise and address[1] == 0:
             raise ConfigError(
-                f"transport.listen is {listen}, a free port, and transport.advertise names one; give transport.listen that port"
+                f"transport.listen is {listen}, a free port, and transport.advertise names one; give transport.listen "
+                "that port"
             )
         if address[0] in _EVERYWHERE and not advertise:
             raise ConfigError(
-                f"transport.listen is {listen}, which others cannot connect to; set transport.advertise to the host:port they reach it at"
+                f"transport.listen is {listen}, which others cannot connect to; set transport.advertise to the "
+                "host:port they reach it at"
             )
         if not transport.key_file and not transport.tls_cert:
             raise ConfigError(
-                "transport.listen takes TCP connections and transport.key_file is not set; name a file with at least 32 random bytes, the"
+                "transport.listen takes TCP connections and transport.key_file is not set; name a file with at least "
+                "32 random bytes, the"
                 " same for all instances, or give transport.tls_cert, tls_key and tls_ca"
             )
     if advertise and (not listen.startswith("tcp://") or host_and_port(advertise) is None):
         raise ConfigError(
-            f"transport.advertise is {advertise!r}; write the host:port that others reach transport.listen = tcp://… at, or leave it out"
+            f"transport.advertise is {advertise!r}; write the host:port that others reach transport.listen = tcp://… "
+            "at, or leave it out"
         )
     for name, most in (("connections", 4096), ("lent_blocks", 1 << 24)):
         if not 1 <= getattr(transport, name) <= most:
@@ -185,7 +196,8 @@ def host_and_port(text: str, least_port: int = 1) -> tuple[str, int] | None:
 def _check_catalog(catalog: CatalogSettings) -> None:
     if not _STREAM_KEEPS_S < catalog.forget_s < math.inf:
         raise ConfigError(
-            f"catalog.forget_s is {catalog.forget_s:g}; give a number above {_STREAM_KEEPS_S:g}: so long the stream keeps "
+            f"catalog.forget_s is {catalog.forget_s:g}; give a number above {_STREAM_KEEPS_S:g}: so long the stream "
+            "keeps "
             "events, from which a forgotten instance would be read again"
         )
     _check_limits(catalog.limits)
@@ -198,10 +210,22 @@ def _check_catalog(catalog: CatalogSettings) -> None:
 
 def _check_limits(limits: LimitSettings) -> None:
     for name, least in (
-        ("sockets", 16), ("sockets_per_peer", 1), ("connects_per_s", 1), ("burst", 1), ("body_bytes", 12 << 20),
-        ("waits", 4), ("header_s", 0.1), ("idle_s", 1), ("write_s", 0.1), ("unsent_bytes", 1 << 20), ("requests_per_s", 0),
-        ("watches", 1), ("watches_per_caller", 1), ("watch_bytes", 1 << 16), ("loop_share", 0.01),
-    ):  # fmt: skip
+        ("sockets", 16),
+        ("sockets_per_peer", 1),
+        ("connects_per_s", 1),
+        ("burst", 1),
+        ("body_bytes", 12 << 20),
+        ("waits", 4),
+        ("header_s", 0.1),
+        ("idle_s", 1),
+        ("write_s", 0.1),
+        ("unsent_bytes", 1 << 20),
+        ("requests_per_s", 0),
+        ("watches", 1),
+        ("watches_per_caller", 1),
+        ("watch_bytes", 1 << 16),
+        ("loop_share", 0.01),
+    ):
         value = getattr(limits, name)
         if not least <= value < math.inf:
             raise ConfigError(f"catalog.limits.{name} is {value:g}; it must be at least {least:g}")
@@ -214,7 +238,8 @@ def _check_limits(limits: LimitSettings) -> None:
 def _check_hold(hold_s: float) -> None:
     if not (hold_s == -1 or 0 <= hold_s <= _LONGEST_S):
         raise ConfigError(
-            f"erasure.hold_s is {hold_s:g}; give 0 to {_LONGEST_S:g} seconds, or -1 until the record of erasures was read"
+            f"erasure.hold_s is {hold_s:g}; give 0 to {_LONGEST_S:g} seconds, or -1 until the record of erasures was "
+            "read"
         )
 
 
@@ -226,7 +251,8 @@ def _check_names(settings: Settings) -> None:
         raise ConfigError("instance.data_dir is empty; give a folder")
     if settings.catalog.url and not all(_is_catalog(one.strip()) for one in re.split("[,;]", settings.catalog.url)):
         raise ConfigError(
-            "catalog.url is none; write http://host:port, https://host:port, unix:/path or nats://host:port/CLUSTER/CALLER, with commas "
+            "catalog.url is none; write http://host:port, https://host:port, unix:/path or "
+            "nats://host:port/CLUSTER/CALLER, with commas "
             "between several, and semicolons between those of different parts"
         )
     if settings.pools.object.endpoint and not _is_http(settings.pools.object.endpoint):
@@ -266,7 +292,8 @@ def _check_pools(pools: PoolsSettings) -> None:
             raise ConfigError(f"pools.{tier} sets both slots and capacity_bytes; give one of them")
     if pools.hbm.owner == "engine" and not (pools.host.slots or pools.host.capacity_bytes):
         raise ConfigError(
-            'pools.hbm.owner is "engine" and pools.host has neither slots nor capacity_bytes; HOST is where the engine\'s blocks come'
+            'pools.hbm.owner is "engine" and pools.host has neither slots nor capacity_bytes; HOST is where the '
+            "engine's blocks come"
             " and go, so give it one of them"
         )
     if pools.nvme.folder and pools.nvme.path:
@@ -330,7 +357,8 @@ def _check_objects(objects: ObjectSettings, nvme: NvmeSettings) -> None:
         raise ConfigError("pools.object.keys and pools.object.keys_command are both set; keep one of them")
     if nvme.encrypt and not (objects.keys or objects.keys_command):
         raise ConfigError(
-            "pools.nvme.encrypt is set without pools.object.keys or keys_command, whose keys it takes; make some with: kvbm keys FILE"
+            "pools.nvme.encrypt is set without pools.object.keys or keys_command, whose keys it takes; make some with: "
+            "kvbm keys FILE"
             " --tenant NAME"
         )
     if objects.front and not objects.url:
@@ -350,8 +378,10 @@ def check_gc(gc: GcSettings, pool: ObjectSettings) -> None:
         raise ConfigError(f"gc.lease_s is {gc.lease_s:g}; it must be at least 1 and at most {_LONGEST_S:g}")
     if not max(2 * pool.timeout_s, 3 * pool.look_s) <= gc.grace_s <= _LONGEST_S:
         raise ConfigError(
-            f"gc.grace_s is {gc.grace_s:g}; it must be at least twice pools.object.timeout_s ({pool.timeout_s:g}) and three times "
-            f"pools.object.look_s ({pool.look_s:g}): instances hear of a deletion within look_s, and reads that began before must end"
+            f"gc.grace_s is {gc.grace_s:g}; it must be at least twice pools.object.timeout_s ({pool.timeout_s:g}) and "
+            "three times "
+            f"pools.object.look_s ({pool.look_s:g}): instances hear of a deletion within look_s, and reads that began "
+            "before must end"
         )
 
 

@@ -1,4 +1,7 @@
-"""Settings as they are given: a TOML file, then the environment, then flags. Each value is checked where its source is still known."""
+"""Settings as they are given: a TOML file, then the environment, then flags.
+
+Each value is checked where its source is still known.
+"""
 
 from __future__ import annotations
 
@@ -55,17 +58,18 @@ def load_settings(
 ) -> Settings:
     """Settings from a TOML file, overridden by the environment, overridden by flags.
 
-    Nothing is read that was not given: without `environment` no variable counts, without `path` no file. A number of bytes may be
-    written as a size, such as "8GiB" or "500MB". `kvbm settings` lists every key with its default.
+    Nothing is read that was not given: without `environment` no variable counts, without `path` no file. A number of
+    bytes may be written as a size, such as "8GiB" or "500MB". `kvbm settings` lists every key with its default.
 
     Args:
         path: a TOML file with a table for each group.
-        environment: variables that begin with KVBM_ count, as KVBM_POOLS__HOST__SLOTS; give `os.environ`. None when omitted. What Kubernetes
-            gives pods beside a Service of such a name (KVBM_CATALOG_PORT=tcp://10.0.0.7:7700) is no setting, and said once.
+        environment: variables that begin with KVBM_ count, as KVBM_POOLS__HOST__SLOTS; give `os.environ`. None when
+            omitted. What Kubernetes gives pods beside a Service of such a name (KVBM_CATALOG_PORT=tcp://10.0.0.7:7700)
+            is no setting, and said once.
         flags: dotted key → value, such as {"pools.host.capacity_bytes": "8GiB"}; or tables in tables, as in TOML.
         defaults: as `flags`, where whoever asks has others than `Settings`.
-    Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, or an unreadable file.
-        ArgumentTypeError: an argument that is neither.
+    Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, or an unreadable
+        file. ArgumentTypeError: an argument that is neither.
     """
     tree: dict[str, Any] = {}
     for name, given in (("flags", flags), ("defaults", defaults), ("environment", environment)):
@@ -92,7 +96,8 @@ def load_settings(
 def is_service_link(name: str, value: str) -> bool:
     """Whether Kubernetes has set a variable for a Service, whose name stands before what all such names end with.
 
-    One of ours that is mistyped is none: two underscores stand behind its group, or its value is no address where Kubernetes has one.
+    One of ours that is mistyped is none: two underscores stand behind its group, or its value is no address where
+    Kubernetes has one.
     """
     group, is_ours, _ = name.removeprefix(ENVIRONMENT_PREFIX).partition("__")
     if is_ours and hasattr(Settings, group.lower()):
@@ -114,9 +119,12 @@ def _tell_links(environment: Mapping[str, str]) -> None:
     if new := sorted(links - _told_links):
         _told_links.update(new)
         log.info(
-            "environment.links_ignored", variables=len(new), first=new[0],
-            notice="Kubernetes sets them for a Service of this name; enableServiceLinks: false in the pod's spec leaves them out",
-        )  # fmt: skip
+            "environment.links_ignored",
+            variables=len(new),
+            first=new[0],
+            notice="Kubernetes sets them for a Service of this name; enableServiceLinks: false in the pod's spec "
+            "leaves them out",
+        )
 
 
 def default_lines() -> list[str]:

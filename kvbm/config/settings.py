@@ -1,6 +1,7 @@
 """Every setting there is: a frozen tree of tables, each with its default. The docstrings say what they mean.
 
-A key is written `pools.host.slots` in messages and flags, as tables in TOML, and `KVBM_POOLS__HOST__SLOTS` in the environment.
+A key is written `pools.host.slots` in messages and flags, as tables in TOML, and `KVBM_POOLS__HOST__SLOTS` in the
+environment.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class HbmSettings(SettingsGroup, frozen=True):
     Attributes:
         slots: blocks that fit.
         capacity_bytes: room for blocks; the slots follow from a block's size.
-        owner: "kvbm", or "engine" for one that keeps its KV itself and only says what it holds: nothing is allocated then, a HOST pool
-            is needed, and `device` says nothing.
+        owner: "kvbm", or "engine" for one that keeps its KV itself and only says what it holds: nothing is allocated
+            then, a HOST pool is needed, and `device` says nothing.
         device: "auto", "cpu", "cuda", or "memory" for a pool without torch.
         ring_bytes: on a GPU, of its memory for each direction in which blocks are copied.
         programs: of a launch that packs or unpacks blocks there; 0: half as many as it has multiprocessors.
@@ -58,7 +59,8 @@ class HostSettings(SettingsGroup, frozen=True):
         huge_pages: "auto": where they can be had, "on": or refuse to start, "off".
         numa_node: node its memory is bound to; -1: the one the manager starts on when the machine has several.
         copy_threads: threads that copy blocks; 0: as many as help on this machine.
-        pin_s: seconds that registering it with CUDA may take while vLLM starts; after them copies to the GPU take a detour.
+        pin_s: seconds that registering it with CUDA may take while vLLM starts; after them copies to the GPU take a
+            detour.
     """
 
     slots: int = 0
@@ -75,17 +77,19 @@ class NvmeSettings(SettingsGroup, frozen=True):
     Attributes:
         slots: blocks that fit.
         capacity_bytes: room for blocks, taken at the start; a page of header for each block comes on top.
-        path: its file or block device, by default a file in the data folder; over several, with ":" between, slots are striped.
-        folder: of a pod, instead of `path`: each instance has a file of its own there and reads all others', also of instances
-            that are gone. With neither slots nor capacity_bytes it only reads.
+        path: its file or block device, by default a file in the data folder; over several, with ":" between, slots are
+            striped.
+        folder: of a pod, instead of `path`: each instance has a file of its own there and reads all others', also of
+            instances that are gone. With neither slots nor capacity_bytes it only reads.
         io: "io_uring", "threads", or "auto": io_uring where the kernel lets us.
         direct: past the page cache (O_DIRECT): "on", "off", or "auto": where the file system can.
         depth: block transfers in flight for each path.
         offload_share: of `depth`, what offloads may use while requests read, and never more than 2 MiB (or one block).
-        write_budget_bytes_s: bytes a second that may be written in the long run, for the device's endurance; a day's worth may
-            be saved up. 0: no limit.
+        write_budget_bytes_s: bytes a second that may be written in the long run, for the device's endurance; a day's
+            worth may be saved up. 0: no limit.
         encrypt: whether blocks lie there encrypted, with the keys of `pools.object.keys` or `keys_command`.
-        aside_bytes: room on the disk for files that lay there and were made for other blocks; they are renamed and never read again.
+        aside_bytes: room on the disk for files that lay there and were made for other blocks; they are renamed and
+            never read again.
     """
 
     slots: int = 0
@@ -107,20 +111,22 @@ class ObjectSettings(SettingsGroup, frozen=True):
     Attributes:
         url: s3://bucket/prefix, az://account/container/prefix or redis://host:port/database?prefix=…; "" for none.
         endpoint, region: of s3 and az, where they are not their makers' own.
-        ca: file (PEM) of who signs the store's certificate, and the front's; "" for AWS_CA_BUNDLE or a profile's (s3), REQUESTS_CA_BUNDLE,
-            CURL_CA_BUNDLE or SSL_CERT_FILE, the first that names another list than the system's, else that.
+        ca: file (PEM) of who signs the store's certificate, and the front's; "" for AWS_CA_BUNDLE or a profile's (s3),
+            REQUESTS_CA_BUNDLE, CURL_CA_BUNDLE or SSL_CERT_FILE, the first that names another list than the system's,
+            else that.
         name: of the pool, where instances reach one store by different addresses.
         blocks: of an object; 0: as many as make 4 MiB or 128 tokens, whichever is less. The same for all instances.
         compression: "auto": by the type of the elements, where it gains something; "off".
-        keys: file with tenants' keys, which encrypt their objects, and what `pools.nvme.encrypt` does (`kvbm keys` makes one). "" for
-            none.
+        keys: file with tenants' keys, which encrypt their objects, and what `pools.nvme.encrypt` does (`kvbm keys`
+            makes one). "" for none.
         keys_command: prints such a file, instead of it.
         front: redis://…, a faster store before the one of `url`; it may forget, and is filled again. "" for none.
         ttl_s: after which a Redis, as pool or in front, forgets an object; 0: when it has no room.
         requests: to the store in flight.
         timeout_s: deadline of one call; what is not there then is computed.
         look_s: how often to look for what the janitor is about to delete; at most a third of its grace.
-        write_budget_bytes_s: bytes a second that may be put in the long run, as `pools.nvme.write_budget_bytes_s`. 0: no limit.
+        write_budget_bytes_s: bytes a second that may be put in the long run, as `pools.nvme.write_budget_bytes_s`. 0:
+            no limit.
     """
 
     url: str = ""
@@ -154,14 +160,15 @@ class OffloadSettings(SettingsGroup, frozen=True):
     """What goes to a colder tier: "write_through", "second_use" or "never", for each target tier.
 
     Attributes:
-        host, nvme, object: when a block goes to this tier: "write_through" as soon as it is there, "second_use" once a second request
-            has asked for it, "never".
-        states: which states of recurrent layers an engine stores at all: "all" that it offers, "ends" where prompts end or part, and where a
-            second one has passed, "second_use" only there.
-        queue_blocks: blocks that may wait, about 20 bytes of memory each; more are skipped and counted. 0: as many as the pools hold
-            that blocks are taken from, so that a prompt of any length waits whole.
+        host, nvme, object: when a block goes to this tier: "write_through" as soon as it is there, "second_use" once a
+            second request has asked for it, "never".
+        states: which states of recurrent layers an engine stores at all: "all" that it offers, "ends" where prompts end
+            or part, and where a second one has passed, "second_use" only there.
+        queue_blocks: blocks that may wait, about 20 bytes of memory each; more are skipped and counted. 0: as many as
+            the pools hold that blocks are taken from, so that a prompt of any length waits whole.
         threads: offloads at a time.
-        staging_bytes: memory for copies between two tiers of which neither is in reach of the CPU and the device at once.
+        staging_bytes: memory for copies between two tiers of which neither is in reach of the CPU and the device at
+            once.
     """
 
     host: str = "write_through"
@@ -194,13 +201,14 @@ class JournalSettings(SettingsGroup, frozen=True):
         fsync: "off", "interval" or "always".
         sync_interval_s: how far apart the syncs of "interval" are at most.
         segment_bytes: size at which a new file begins.
-        capacity_bytes: room for what the instance needs of it; what a completed snapshot has made truncatable goes once published, and an
-            instance begins a snapshot by itself when half is used.
-        keep_s: for how long what has gone so stays in its folder as history, for kvbm-replay to say why a block left; 0: not at all.
-        max_bytes: the folder with its history; the oldest history goes when it is more, and when the device is full. 0: as
-            capacity_bytes.
-        waiting_bytes: room for events while the journal takes none; beyond it the epoch ends, the engine goes on, and another
-            epoch begins when there is room again.
+        capacity_bytes: room for what the instance needs of it; what a completed snapshot has made truncatable goes once
+            published, and an instance begins a snapshot by itself when half is used.
+        keep_s: for how long what has gone so stays in its folder as history, for kvbm-replay to say why a block left;
+            0: not at all.
+        max_bytes: the folder with its history; the oldest history goes when it is more, and when the device is full. 0:
+            as capacity_bytes.
+        waiting_bytes: room for events while the journal takes none; beyond it the epoch ends, the engine goes on, and
+            another epoch begins when there is room again.
         in_memory: keep it in memory; then nothing outlives the process, and there is no NVME pool.
     """
 
@@ -223,7 +231,8 @@ class NatsSettings(SettingsGroup, frozen=True):
         timeout_s: for an answer of the server.
         heartbeat_s: between two signs of life.
         window_bytes: sent and not acknowledged at most.
-        linger_s: a message follows another at the earliest after this time, unless it is full, so that frames share one.
+        linger_s: a message follows another at the earliest after this time, unless it is full, so that frames share
+            one.
         replicas: servers of a NATS cluster that keep the streams: 1, 3 or 5, for streams that are made from now on.
         credentials: file of a user's JWT and seed (.creds). nkey_seed: file with an nkey's seed.
         tls_ca, tls_cert, tls_key: files (PEM): who is trusted, and this side's certificate where the server wants one.
@@ -271,7 +280,8 @@ class RoutingSettings(SettingsGroup, frozen=True):
     """What routing's cost is made of; the defaults won a sweep over generated workloads.
 
     Attributes:
-        prefill_tokens_per_s: what routing assumes an instance computes; what its heartbeats say it has measured is believed within 4 times of it.
+        prefill_tokens_per_s: what routing assumes an instance computes; what its heartbeats say it has measured is
+            believed within 4 times of it.
         work_weight: how much a second of recomputing weighs against a second of waiting, while nobody waits.
         crowding_weight: how much that weight grows with each second that a prompt waits at the least busy instance.
         own_crowding: the part of an instance's longer queue that counts for its weight.
@@ -297,18 +307,21 @@ class RoutingSettings(SettingsGroup, frozen=True):
 
 
 class LimitSettings(SettingsGroup, frozen=True):
-    """What one caller may ask of the catalog, so that none ruins another's answers. A caller is known by its name, else by its address.
+    """What one caller may ask of the catalog, so that none ruins another's answers.
+
+    A caller is known by its name, else by its address.
 
     Attributes:
         sockets: connections open at a time. When there are more, those that ask for nothing go first.
         sockets_per_peer: of one address (IPv6: its /64).
         connects_per_s: connections of one address that are taken in a second; four times as many at once.
-        requests_per_s: of one caller; 0: no limit. A long request counts as several: one more for each 16 KiB of its body, and
-            for each 64 KiB of its answer.
+        requests_per_s: of one caller; 0: no limit. A long request counts as several: one more for each 16 KiB of its
+            body, and for each 64 KiB of its answer.
         burst: requests of one caller at once.
         loopback: whether requests of callers without a name on the machine itself are limited too.
-        body_bytes: of requests that are being read or answered, all together; one caller may have half, and at least 12 MiB. What
-            is above 12 MiB, up to a quarter, is for callers that have no more than a quarter of that: long requests do not keep out others.
+        body_bytes: of requests that are being read or answered, all together; one caller may have half, and at least 12
+            MiB. What is above 12 MiB, up to a quarter, is for callers that have no more than a quarter of that: long
+            requests do not keep out others.
         waits: requests that wait for `at_least` at a time; one caller may have a quarter.
         header_s: a connection has so long for the header of a request.
         idle_s: a connection without a request is kept so long.
@@ -316,7 +329,8 @@ class LimitSettings(SettingsGroup, frozen=True):
         unsent_bytes: of answers that callers do not take, all together.
         watches, watches_per_caller: feeds open at a time, of all callers and of one.
         watch_bytes: of recent changes, from which feeds go on; who is further behind is told what it has missed.
-        loop_share: of the time that the catalog has for answers, one caller may have this part while others ask; 1: all of it.
+        loop_share: of the time that the catalog has for answers, one caller may have this part while others ask; 1: all
+            of it.
     """
 
     sockets: int = 1024
@@ -341,7 +355,8 @@ class TenantSettings(SettingsGroup, frozen=True):
     """What one tenant may have, where tenants share pools. The tenant "*" stands for all that are not named.
 
     Attributes:
-        weight: its part of what is full is weight over the sum of all weights: of each pool, and of the turns of offloads.
+        weight: its part of what is full is weight over the sum of all weights: of each pool, and of the turns of
+            offloads.
         host_bytes, nvme_bytes: what it may fill of this instance's pools at most; 0: no such limit.
         object_bytes: what it may fill of the object pool; the janitor sees to it. 0: no such limit.
     """
@@ -356,25 +371,30 @@ class CatalogSettings(SettingsGroup, frozen=True):
     """The catalog service and how to reach it.
 
     Attributes:
-        url: where managers and routers ask: http://host:port, unix:/path of the socket of a catalog here, or nats://host:port/CLUSTER/CALLER, with
-            the keys of `nats`; several with commas between, of which one must answer; with semicolons between, those of different parts of the
-            cluster, of which all must; "" asks nobody.
+        url: where managers and routers ask: http://host:port, unix:/path of the socket of a catalog here, or
+            nats://host:port/CLUSTER/CALLER, with the keys of `nats`; several with commas between, of which one must
+            answer; with semicolons between, those of different parts of the cluster, of which all must; "" asks nobody.
         listen: host:port the service binds; port 0 takes a free one.
-        unix_socket: path of a socket the service listens on too, for callers on its machine that run as its user; "" for none.
+        unix_socket: path of a socket the service listens on too, for callers on its machine that run as its user; ""
+            for none.
         database: SQLAlchemy URL; "" is SQLite in the data folder.
         liveness_s: an instance not heard for this long is left out of answers.
-        forget_s: an instance that has stopped, or is not heard, for this long is forgotten; only time in which a catalog listens counts.
+        forget_s: an instance that has stopped, or is not heard, for this long is forgotten; only time in which a
+            catalog listens counts.
         tenant_secrets: tenant → secret, for lookups by tokens on the server's side.
-        tenant_secrets_file: the same in a TOML file, which is read anew when it changes, so that secrets can change without a restart.
-        parts: of the cluster's 64 parts, those that this catalog follows, such as "0-31"; "" for all. See "Parts" in docs/operate.md.
+        tenant_secrets_file: the same in a TOML file, which is read anew when it changes, so that secrets can change
+            without a restart.
+        parts: of the cluster's 64 parts, those that this catalog follows, such as "0-31"; "" for all. See "Parts" in
+            docs/operate.md.
         capacity: residencies and claims the index takes; more are refused and counted. 10 million need about 350 MB.
         checkpoints: folder of the index's checkpoints; "" is one in the data folder.
         checkpoint_every_s: between two checkpoints; one is written at a clean stop too.
         archive: folder where all frames are kept as files for kvbm-replay; "" keeps none.
-        access: file that says who may ask, written by `kvbm-catalog token`; without one everybody who reaches the port is an operator,
-            so the catalog then listens on the loopback alone, unless `open`.
+        access: file that says who may ask, written by `kvbm-catalog token`; without one everybody who reaches the port
+            is an operator, so the catalog then listens on the loopback alone, unless `open`.
         open: listen beyond the loopback without `access`.
-        tls_cert, tls_key: files (PEM): the service's certificate and key; they may be replaced while it runs. "" for plain HTTP.
+        tls_cert, tls_key: files (PEM): the service's certificate and key; they may be replaced while it runs. "" for
+            plain HTTP.
         tls_client_ca: file (PEM) of who signs clients' certificates; `access` says who the names in them are.
         token: file with the token this side asks the catalog with; it may be replaced while it runs.
         tls_ca: file (PEM) of who signs the catalog's certificate; "" trusts those the system trusts.
@@ -411,14 +431,18 @@ class TransportSettings(SettingsGroup, frozen=True):
     """Blocks between instances: what this one lends, and what it reads of others instead of having it computed.
 
     Attributes:
-        listen: where others read this instance's blocks in HOST and NVME: "" nowhere; "host" through a unix socket, for processes of its user
-            on its machine; "tcp://address:port" there, and for whoever has the key (port 0: a free one).
+        listen: where others read this instance's blocks in HOST and NVME: "" nowhere; "host" through a unix socket, for
+            processes of its user on its machine; "tcp://address:port" there, and for whoever has the key (port 0: a
+            free one).
         advertise: host:port that others reach it at, where that is not what `listen` says, as with tcp://0.0.0.0:port.
-        key_file: file with the key, of at least 32 bytes, that both ends of a TCP connection prove to have. It encrypts nothing.
-        tls_cert, tls_key, tls_ca: files (PEM): this instance's certificate and its key, and who signs the certificates of all instances. With
-            them TCP connections are TLS 1.3 with certificates of both sides, by the system's OpenSSL 3, and `key_file` may be left out.
-        rdma: an RDMA device, such as "mlx5_0", or "auto" for the first whose link is up: blocks in HOST are lent and read over it, where both
-            instances have one; "" for none. Takes `key_file`; bytes are not encrypted. Where it cannot be used, TCP serves.
+        key_file: file with the key, of at least 32 bytes, that both ends of a TCP connection prove to have. It encrypts
+            nothing.
+        tls_cert, tls_key, tls_ca: files (PEM): this instance's certificate and its key, and who signs the certificates
+            of all instances. With them TCP connections are TLS 1.3 with certificates of both sides, by the system's
+            OpenSSL 3, and `key_file` may be left out.
+        rdma: an RDMA device, such as "mlx5_0", or "auto" for the first whose link is up: blocks in HOST are lent and
+            read over it, where both instances have one; "" for none. Takes `key_file`; bytes are not encrypted. Where
+            it cannot be used, TCP serves.
         fetch: read what others lend even where nothing is lent from here; where `listen` is set it is done in any case.
         connections: of others that are served at a time.
         lent_blocks: blocks that are lent at a time; whoever asks for more is told to come again.
@@ -441,8 +465,9 @@ class ErasureSettings(SettingsGroup, frozen=True):
 
     Attributes:
         poll_s: between two looks at the record of erasures on the stream.
-        hold_s: where the stream does not answer at the start, nothing of NVME, the pod's folder and OBJECT is used until the record was read,
-            and for so long at most; -1: until it was read, however long that takes. 0: they are used at once.
+        hold_s: where the stream does not answer at the start, nothing of NVME, the pod's folder and OBJECT is used
+            until the record was read, and for so long at most; -1: until it was read, however long that takes. 0: they
+            are used at once.
     """
 
     poll_s: float = 5.0
@@ -455,18 +480,19 @@ class GcSettings(SettingsGroup, frozen=True):
     Attributes:
         ttl_s: objects go that nobody has put or read for so long; 0: never.
         quota_bytes: the least recently used objects go while the pool has more; 0: no limit.
-        grace_s: between the word that an object will go and its deletion; at least twice `pools.object.timeout_s`, the longest read,
-            and three times `pools.object.look_s`, of every instance that shares the store.
+        grace_s: between the word that an object will go and its deletion; at least twice `pools.object.timeout_s`, the
+            longest read, and three times `pools.object.look_s`, of every instance that shares the store.
         young_s: an object without a claim may still get one for so long.
         skew_s: how far the clocks of instances, janitor and store may be apart.
         lease_s: for how long a janitor that died keeps others away.
-        used_s: how exactly the catalog's database tells when an object was last used: a claim that is said again is written only where it is
-            newer by more than this. It is added to `ttl_s`; catalogs go by it, too.
+        used_s: how exactly the catalog's database tells when an object was last used: a claim that is said again is
+            written only where it is newer by more than this. It is added to `ttl_s`; catalogs go by it, too.
         every_s: between two runs; 0: one run.
-        id: name of the janitor's instance, as `kvbm nats-permissions --janitor` has it; "" for janitor- and eight characters that
-            follow from the pool's name. Two janitors of one cluster with different pools need two names.
-        alone: no other janitor, and no erasure, ever works on the store at the same time. A janitor believes it where the store ignores the
-            conditions of puts on which its lease rests; without it, it does not work there.
+        id: name of the janitor's instance, as `kvbm nats-permissions --janitor` has it; "" for janitor- and eight
+            characters that follow from the pool's name. Two janitors of one cluster with different pools need two
+            names.
+        alone: no other janitor, and no erasure, ever works on the store at the same time. A janitor believes it where
+            the store ignores the conditions of puts on which its lease rests; without it, it does not work there.
     """
 
     ttl_s: float = 7 * 86_400.0
@@ -486,13 +512,17 @@ class SourceSettings(SettingsGroup, frozen=True):
 
     Attributes:
         endpoint: where it publishes, tcp://host:port. With * for the host we listen there and the engine connects.
-        replay: where it is asked to send again, tcp://host:port; "" where it does not: then each lost message begins an epoch.
+        replay: where it is asked to send again, tcp://host:port; "" where it does not: then each lost message begins an
+            epoch.
         topic: what the topics of its messages begin with.
         kind: "vllm" or "sglang".
-        model: as routers name it. tenant: whose prompts it serves; its secret is in `catalog.tenant_secrets` or their file.
+        model: as routers name it. tenant: whose prompts it serves; its secret is in `catalog.tenant_secrets` or their
+            file.
         revision: of the weights; "" where it is not known.
-        block_tokens: tokens of a block, so that routers know what the engine serves before its first event; 0: its events say it.
-        pool: name of the cluster pool in which EXTERNAL, or an `ownership` of this name, says that blocks lie; "" for none.
+        block_tokens: tokens of a block, so that routers know what the engine serves before its first event; 0: its
+            events say it.
+        pool: name of the cluster pool in which EXTERNAL, or an `ownership` of this name, says that blocks lie; "" for
+            none.
         topology: where the engine stands, outermost first.
         ranks: data-parallel ranks, each an instance NAME-dpR at the next port.
         counts_copies: of vLLM, whether a block that is stored again is another copy; false where requests ask for

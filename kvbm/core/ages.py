@@ -1,8 +1,10 @@
-"""How old blocks are when they are wanted again and when they are evicted, by tier, and how many never were: from the events alone.
+"""How old blocks are when they are wanted again and when they are evicted, by tier, and how many never were: from the
+events alone.
 
-A block of a tier is *wanted again* when it is brought from there to a hotter tier, or becomes full in a hotter tier while this one has it:
-an engine that owns HBM says so of what it has loaded. Of HBM no event says it, and OBJECT is everybody's, so one stream does not tell its
-blocks' ages. What is moved to a colder tier was neither wanted nor evicted, and neither was what somebody had cleared.
+A block of a tier is *wanted again* when it is brought from there to a hotter tier, or becomes full in a hotter tier
+while this one has it: an engine that owns HBM says so of what it has loaded. Of HBM no event says it, and OBJECT is
+everybody's, so one stream does not tell its blocks' ages. What is moved to a colder tier was neither wanted nor
+evicted, and neither was what somebody had cleared.
 """
 
 from __future__ import annotations
@@ -34,11 +36,14 @@ _LAST_NS = (1 << 63) - 2
 
 
 class TierAges(msgspec.Struct, frozen=True, array_like=True):
-    """What is counted of one tier. Ages are counted by AGE_BOUNDS_S, the last count is of older ones: an age of exactly a bound is within it.
+    """What is counted of one tier.
+
+    Ages are counted by AGE_BOUNDS_S, the last count is of older ones: an age of exactly a bound is within it.
 
     Attributes:
         wanted: by age, how often blocks were wanted again. wanted_s: their ages together.
-        evicted: by age, blocks evicted for want of room, or because their time was over. evicted_s: their ages together.
+        evicted: by age, blocks evicted for want of room, or because their time was over. evicted_s: their ages
+            together.
         reused, unused: of those, how many had been wanted again, and how many never.
     """
 
@@ -114,11 +119,15 @@ class ReadableAges:
         """See `BlockAges.tiers`."""
         return [
             TierAges(
-                tuple(count * self._every for count in one.wanted), tuple(count * self._every for count in one.evicted),
-                one.wanted_s * self._every, one.evicted_s * self._every, one.reused * self._every, one.unused * self._every,
+                tuple(count * self._every for count in one.wanted),
+                tuple(count * self._every for count in one.evicted),
+                one.wanted_s * self._every,
+                one.evicted_s * self._every,
+                one.reused * self._every,
+                one.unused * self._every,
             )
             for one in self._counts.values()
-        ]  # fmt: skip
+        ]
 
     def _fold(self, event: Event, now_ns: int) -> None:
         match event:
@@ -196,8 +205,12 @@ def added(one: Sequence[TierAges], other: Sequence[TierAges]) -> list[TierAges]:
     """Two counts together, tier by tier."""
     return [
         TierAges(
-            tuple(map(sum, zip(a.wanted, b.wanted, strict=True))), tuple(map(sum, zip(a.evicted, b.evicted, strict=True))),
-            a.wanted_s + b.wanted_s, a.evicted_s + b.evicted_s, a.reused + b.reused, a.unused + b.unused,
+            tuple(map(sum, zip(a.wanted, b.wanted, strict=True))),
+            tuple(map(sum, zip(a.evicted, b.evicted, strict=True))),
+            a.wanted_s + b.wanted_s,
+            a.evicted_s + b.evicted_s,
+            a.reused + b.reused,
+            a.unused + b.unused,
         )
         for a, b in zip(one, other, strict=True)
-    ]  # fmt: skip
+    ]

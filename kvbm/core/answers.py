@@ -74,11 +74,16 @@ class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class PresenceRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which of these blocks are held, and by whom? As a lookup, but each block counts by itself: what is asked for may have holes."""
+    """Which of these blocks are held, and by whom?
+
+    As a lookup, but each block counts by itself: what is asked for may have holes.
+    """
 
 
 class FindRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What of these blocks can be read from elsewhere? What pools are claimed to hold of them, and which live instances lend them.
+    """What of these blocks can be read from elsewhere?
+
+    What pools are claimed to hold of them, and which live instances lend them.
 
     Attributes:
         limit: at most this many instances, the nearest first; the one that holds the most is among them.
@@ -110,7 +115,8 @@ class LentRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class CandidateLoad(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What prices depend on of candidates together: of those that another catalog ranks, see "Parts" in docs/operate.md.
+    """What prices depend on of candidates together: of those that another catalog ranks, see "Parts" in
+    docs/operate.md.
 
     Attributes:
         least_s: the shortest wait among them.
@@ -129,12 +135,12 @@ class RouteRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_fiel
     """Which instance should serve this prompt? As a lookup, and the routed prompt is remembered.
 
     Attributes:
-        input_tokens: tokens of the whole prompt, its partial last block included; may be left out when `tokens` are given. What an
-            instance is taken to be busy with grows by at most 1,048,576 tokens with one route.
-        latency: what waits more: an interactive prompt counts its own wait double, one of a batch that of others, and is not admitted while
-            even the least busy instance has a long queue.
-        deadline_s: the first token is of no use later than this from now. Instances that can keep it go first; where none can, the
-            prompt is not admitted.
+        input_tokens: tokens of the whole prompt, its partial last block included; may be left out when `tokens` are
+            given. What an instance is taken to be busy with grows by at most 1,048,576 tokens with one route.
+        latency: what waits more: an interactive prompt counts its own wait double, one of a batch that of others, and
+            is not admitted while even the least busy instance has a long queue.
+        deadline_s: the first token is of no use later than this from now. Instances that can keep it go first; where
+            none can, the prompt is not admitted.
         phase: "prefill" or "decode" where another instance does the other; "both" where one does all.
         remember: False: the prompt is not remembered as sent, and the answer has `candidates`.
         elsewhere: candidates that other catalogs rank: prices are those among all together.
@@ -155,7 +161,8 @@ class InstanceHolding(msgspec.Struct, frozen=True, kw_only=True):
         depth: blocks from the first on that it holds in any tier, without a hole.
         tiers: blocks of that run, by the hottest tier that holds each.
         reach: where the run ends when the instance's cluster pools go on, with whole objects, where its own tiers end.
-        suspect: events of it were missed and it has not listed again what it holds since, or what it has decided is not read.
+        suspect: events of it were missed and it has not listed again what it holds since, or what it has decided is not
+            read.
     """
 
     instance: str
@@ -182,8 +189,9 @@ class NearNamespace(msgspec.Struct, frozen=True, kw_only=True):
     """A known namespace, where one was asked for that is not.
 
     Attributes:
-        differs: the fields in which it differs from what was asked for, and what it has there, as texts; empty where the question gave an id.
-            What was asked for is not repeated: answers tell apart nothing that is not the caller's business.
+        differs: the fields in which it differs from what was asked for, and what it has there, as texts; empty where
+            the question gave an id. What was asked for is not repeated: answers tell apart nothing that is not the
+            caller's business.
     """
 
     id: str
@@ -195,8 +203,9 @@ class MissedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Why nothing was found for a prompt.
 
     Attributes:
-        why: "no_full_block", "namespace_unknown" (no instance has named it, as far as the caller may know), "hashes_short" (of a route: fewer
-            than the prompt has full blocks), "excluded" (those that hold the first block are left out), or "not_held".
+        why: "no_full_block", "namespace_unknown" (no instance has named it, as far as the caller may know),
+            "hashes_short" (of a route: fewer than the prompt has full blocks), "excluded" (those that hold the first
+            block are left out), or "not_held".
         message: the same in a sentence.
         near: of a namespace that is not known, up to three that are: of its model, those that differ least.
     """
@@ -212,10 +221,13 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         blocks: full blocks asked for.
         deepest: the largest depth of all instances and pools.
-        excluded: instances left out because they have stopped, fallen silent, or are of a newer kvbm; no more than `limit`.
-        more: instances that have the first block and are not named, because of `limit`. more_excluded: the same of `excluded`.
+        excluded: instances left out because they have stopped, fallen silent, or are of a newer kvbm; no more than
+            `limit`.
+        more: instances that have the first block and are not named, because of `limit`. more_excluded: the same of
+            `excluded`.
         missed: where nothing was found, why; else it is left out.
-        view_age_s: how old the view is while the catalog cannot tell who is silent, or that it has read all there is; else 0.
+        view_age_s: how old the view is while the catalog cannot tell who is silent, or that it has read all there is;
+            else 0.
     """
 
     namespace: str
@@ -250,7 +262,9 @@ class BlocksHeld(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PresenceAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has which of some blocks: the instances with the most of them first, then pools. `view_age_s` as in LookupAnswer.
+    """Who has which of some blocks: the instances with the most of them first, then pools.
+
+    `view_age_s` as in LookupAnswer.
 
     Attributes:
         blocks: asked for.
@@ -275,7 +289,8 @@ class PeerHolding(msgspec.Struct, frozen=True, kw_only=True):
         tiers: those, by the hotter of the two that holds each.
         distance: from who asks; 0 is the same place.
         suspect: as in InstanceHolding.
-        lends: where: `host`, which names its machine, and on that machine `unix`, a socket's path; `tcp`, a host:port; `rdma`, its device.
+        lends: where: `host`, which names its machine, and on that machine `unix`, a socket's path; `tcp`, a host:port;
+            `rdma`, its device.
     """
 
     instance: str
@@ -309,12 +324,13 @@ class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
         depth: blocks the instance need not compute: held, fetched, or soon to hold.
         missing_tokens: tokens it must compute.
         fetch_blocks: blocks of `depth` that must be brought to HBM.
-        peer_blocks: those of them that other instances lend. peer: the one that most of them come from; "" where none do.
+        peer_blocks: those of them that other instances lend. peer: the one that most of them come from; "" where none
+            do.
         cost_s: the sum of the parts.
         ttft_s: when its first token is to be expected: waiting, fetching and computing, nothing weighed.
         admitted: False: it cannot keep the deadline, or the prompt is of a batch and others wait.
-        load_age_s: how old the heartbeat is that its load is taken from, where that is a guess: none has come lately. None: none has come since
-            the catalog began, or since the instance did. 0 while it is fresh.
+        load_age_s: how old the heartbeat is that its load is taken from, where that is a guess: none has come lately.
+            None: none has come since the catalog began, or since the instance did. 0 while it is fresh.
     """
 
     instance: str
@@ -335,15 +351,19 @@ class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The instance to send the prompt to, and those considered, best first; `more` others are worse. `view_age_s` as in LookupAnswer.
+    """The instance to send the prompt to, and those considered, best first;
+
+    `more` others are worse. `view_age_s` as in LookupAnswer.
 
     Attributes:
-        admitted: False: its deadline cannot be kept, or it is of a batch and others wait; it is not remembered as sent. Refuse it, or ask again
-            later.
+        admitted: False: its deadline cannot be kept, or it is of a batch and others wait; it is not remembered as sent.
+            Refuse it, or ask again later.
         missed: where nobody has anything of the prompt, why; else it is left out.
-        candidates: of a route that is not remembered, those the catalog has ranked; None: the caller may not know, or it is remembered.
-        excluded: instances that have the prompt's first block, and why that does not count ("silent", "stopped", "restarted", "newer", as in
-            InstanceSummary) or why they are not sent the prompt ("stopping"); no more than `limit`, by name.
+        candidates: of a route that is not remembered, those the catalog has ranked; None: the caller may not know, or
+            it is remembered.
+        excluded: instances that have the prompt's first block, and why that does not count ("silent", "stopped",
+            "restarted", "newer", as in InstanceSummary) or why they are not sent the prompt ("stopping"); no more than
+            `limit`, by name.
     """
 
     instance: str
@@ -382,20 +402,28 @@ class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether an instance has heard that it shall take a snapshot of what it holds. It does when it may: at most once in `snapshots.least_s`."""
+    """Whether an instance has heard that it shall take a snapshot of what it holds.
+
+    It does when it may: at most once in `snapshots.least_s`.
+    """
 
     instance: str
     heard: bool
 
 
 class ForgottenAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance was forgotten: nothing is known of it any more. What it has put in object stores stays there, and is found."""
+    """An instance was forgotten: nothing is known of it any more.
+
+    What it has put in object stores stays there, and is found.
+    """
 
     instance: str
 
 
 class PoolSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One pool as its instance declared it, and how many blocks it is known to hold; of a cluster pool, all its claims."""
+    """One pool as its instance declared it, and how many blocks it is known to hold; of a cluster pool, all its
+    claims.
+    """
 
     tier: str
     slots: int
@@ -416,11 +444,14 @@ class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
         suspect: it may hold more or less than answers say; `suspicions` says why.
         state: "live", "silent" (no heartbeat lately), "stopping", "stopped", or "unheard" (never a heartbeat).
         offset: everything before it is in the index.
-        published, applied: as the last heartbeat says: what is on the stream, and what was decided; None where none says it.
+        published, applied: as the last heartbeat says: what is on the stream, and what was decided; None where none
+            says it.
         digest: 16 hex digits.
         partial: residencies of it were refused at the catalog's capacity.
-        suspicions: why it is suspect, in words. snapshot_asked_s: seconds since the catalog last asked it for a snapshot, while it is.
-        excluded: why it is left out of answers: "silent", "stopped", "restarted", "newer" (a newer kvbm writes what this catalog cannot read), or "".
+        suspicions: why it is suspect, in words. snapshot_asked_s: seconds since the catalog last asked it for a
+            snapshot, while it is.
+        excluded: why it is left out of answers: "silent", "stopped", "restarted", "newer" (a newer kvbm writes what
+            this catalog cannot read), or "".
         trouble, run: as its last heartbeat says: what it cannot do now, and which process it is.
         heartbeat_age_s, queued_tokens, running_requests, free_slots: from the last heartbeat; None without one.
     """
@@ -480,7 +511,8 @@ class ReadyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         degraded: what does not work though answers are good, each with the part it is of; "" when all does.
         stream_sequence: of the last message read; None: whoever asks is not told.
-        lag_messages: on the stream and not read yet; None: the stream does not say where it ends, or whoever asks is not told.
+        lag_messages: on the stream and not read yet; None: the stream does not say where it ends, or whoever asks is
+            not told.
         parts: of its cluster that the catalog follows, as in `catalog.parts`; "" for all.
     """
 

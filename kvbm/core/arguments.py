@@ -1,7 +1,7 @@
 """What a caller may give: cheap checks of arguments, made where they enter and before anything changes.
 
-Each check raises ArgumentTypeError or ArgumentValueError, names the argument, and says what to give. A check of a whole run is a type
-and a length; what has to look at every item is left to the call that looks at them anyway.
+Each check raises ArgumentTypeError or ArgumentValueError, names the argument, and says what to give. A check of a whole
+run is a type and a length; what has to look at every item is left to the call that looks at them anyway.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Questions to the catalog over NATS: their subjects, what a message holds, and the request over HTTP that it stands for.
+"""Questions to the catalog over NATS: their subjects, what a message holds, and the request over HTTP that it stands
+for.
 
     kvbm.v1.ask.<cluster>.<caller>.<verb>
 
-The caller is part of the subject, so the server's permissions say who asks. Bodies are those of HTTP: of `lookup`, `route`, `presence` and `find` the same
-JSON or binary form, told apart by the header Content-Type; of `blocks` what HTTP has in the path, `<namespace>/<hash>`; of `instances`
-the query, such as `limit=10&name=gpu-0`; of `namespaces` too, such as `limit=10`; `ready` has none. An answer has the status of HTTP in a header.
+The caller is part of the subject, so the server's permissions say who asks. Bodies are those of HTTP: of `lookup`,
+`route`, `presence` and `find` the same JSON or binary form, told apart by the header Content-Type; of `blocks` what
+HTTP has in the path, `<namespace>/<hash>`; of `instances` the query, such as `limit=10&name=gpu-0`; of `namespaces`
+too, such as `limit=10`; `ready` has none. An answer has the status of HTTP in a header.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def ask_subject(cluster: str, caller: str, verb: str) -> str:
     """Where a caller asks. Raises ConfigError: an impossible name.
 
     Args:
-        cluster, caller: "*" for all. verb: one of `lookup`, `route`, `presence`, `find`, `blocks`, `instances`, `namespaces`, `ready`, or "*".
+        cluster, caller: "*" for all. verb: one of `lookup`, `route`, `presence`, `find`, `blocks`, `instances`,
+            `namespaces`, `ready`, or "*".
     """
     for what, name in (("cluster", cluster), ("caller", caller)):
         if name != "*" and not is_caller(name):

@@ -1,4 +1,7 @@
-"""What exists twice: the readable specification here, its native implementation in C++. Assembly chooses which one runs."""
+"""What exists twice: the readable specification here, its native implementation in C++.
+
+Assembly chooses which one runs.
+"""
 
 from __future__ import annotations
 
@@ -210,9 +213,17 @@ class LockProtocol(Protocol):
 
 
 REFERENCE = Backend(
-    "reference", sequence_hashes, derived_hashes, crc32c, reference_checksums, joined_checksums, encode_frame, decode_frame,
-    scan_frames, read_number_list,
-)  # fmt: skip
+    "reference",
+    sequence_hashes,
+    derived_hashes,
+    crc32c,
+    reference_checksums,
+    joined_checksums,
+    encode_frame,
+    decode_frame,
+    scan_frames,
+    read_number_list,
+)
 
 
 NewLedger = Callable[

@@ -31,7 +31,10 @@ def as_int(value: Any, argument: str) -> int:
 
 
 def check_plain_int(value: int, argument: str, least: int | None = 0) -> None:
-    """As `checked_int`, for what is kept as it was given: Python's own int alone can be written down. `least` None: any."""
+    """As `checked_int`, for what is kept as it was given: Python's own int alone can be written down.
+
+    `least` None: any.
+    """
     if type(value) is not int:
         raise ArgumentTypeError(argument, f"is {kind_of(value)}; give a whole number, an int of Python's own")
     if least is not None:

@@ -1,4 +1,7 @@
-"""CRC-32C (Castagnoli): the checksum of frames and of blocks that leave HBM. The native implementation is what production runs."""
+"""CRC-32C (Castagnoli): the checksum of frames and of blocks that leave HBM.
+
+The native implementation is what production runs.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Frames: events ↔ bytes. Journal, stream, captures and golden files hold these same bytes.
 
-All integers are little-endian. A frame is canonical: what decodes encodes to the same bytes again, so bytes that could be
-written in two ways are refused.
+All integers are little-endian. A frame is canonical: what decodes encodes to the same bytes again, so bytes that could
+be written in two ways are refused.
 
     at  bytes  field
      0      4  magic "KVBM"
@@ -19,18 +19,20 @@ written in two ways are refused.
             …  events
              4  CRC-32C of all before it
 
-A writer writes the lowest version that suffices. In every version to come magic, version, frame_bytes, epoch and the checksum stay
-where they are, so a reader of before tells a newer frame from a damaged one and knows its epoch (`newer_frame`).
+A writer writes the lowest version that suffices. In every version to come magic, version, frame_bytes, epoch and the
+checksum stay where they are, so a reader of before tells a newer frame from a damaged one and knows its epoch
+(`newer_frame`).
 
     event                 after its kind (u8)
-    1 InstanceStarted     u32 length, MessagePack of the struct: an array of 6, of 7 with attributes (names sorted). Fields of
-                          namespaces are as in `Namespace.fields`
-    2 BlocksCreated       u8 namespace, u8 tier, u8 flags (1 slots, 2 parent), u32 start, u32 count, [parent], hashes, [slots]
+    1 InstanceStarted     u32 length, MessagePack of the struct: an array of 6, of 7 with attributes (names sorted).
+                          Fields of namespaces are as in `Namespace.fields`
+    2 BlocksCreated       u8 namespace, u8 tier, u8 flags (1 slots, 2 parent), u32 start, u32 count, [parent], hashes,
+                          [slots]
     3 BlocksMigrated      u8 namespace, u8 source (255: an instance), u8 target, u8 flags (1 slots, 4 kept), u8 cause,
                           u32 count, [u8 length, instance], hashes, [slots]
     4 BlocksEvicted       u8 namespace, u8 tier, u8 reason, u32 count, hashes
     5 ResidenciesListed   u8 namespace, u8 tier, u8 flags (1 slots), u32 snapshot, u32 count, hashes, [slots]
-    6 SnapshotEnded          u8 tier, u32 snapshot, u32 count
+    6 SnapshotEnded       u8 tier, u32 snapshot, u32 count
     7 InstanceStopped     u8 reason
 """
 
@@ -174,8 +176,8 @@ def cut_frames(
 ) -> Iterator[Frame]:
     """Consecutive events as frames of bounded size, in order.
 
-    A frame ends before the event at which those in it have reached FRAME_EVENT_BYTES, or at which it would name more than
-    MAX_FRAME_NAMESPACES namespaces.
+    A frame ends before the event at which those in it have reached FRAME_EVENT_BYTES, or at which it would name more
+    than MAX_FRAME_NAMESPACES namespaces.
 
     Args:
         first: offset of `events[0]`.
@@ -184,9 +186,13 @@ def cut_frames(
 
     def frame(begin: int, end: int) -> Frame:
         return Frame(
-            instance=instance, epoch=epoch, first_offset=Offset(first + begin), wall_time_ns=wall_time_ns,
-            digest=digests[end - 1], events=tuple(events[begin:end]),
-        )  # fmt: skip
+            instance=instance,
+            epoch=epoch,
+            first_offset=Offset(first + begin),
+            wall_time_ns=wall_time_ns,
+            digest=digests[end - 1],
+            events=tuple(events[begin:end]),
+        )
 
     begin = size = 0
     namespaces: set[bytes] = set()
@@ -248,8 +254,8 @@ RUN_EVENTS = (BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesListed)  
 def encode_frame(frame: Frame, checksum: Callable[[bytes], int] = crc32c) -> bytes:
     """A frame's bytes.
 
-    Raises: LayoutError: no events, an empty run, slots that do not count as the hashes, too many namespaces, or a number
-        that does not fit its field.
+    Raises: LayoutError: no events, an empty run, slots that do not count as the hashes, too many namespaces, or a
+        number that does not fit its field.
     """
     if not frame.events:
         raise LayoutError("a frame needs at least one event")
@@ -264,9 +270,17 @@ def encode_frame(frame: Frame, checksum: Callable[[bytes], int] = crc32c) -> byt
         if size > MAX_FRAME_BYTES:
             raise LayoutError(f"the frame has {size} bytes; at most {MAX_FRAME_BYTES} fit: cut it")
         header = _HEADER.pack(
-            MAGIC, _version_of(frame.events), len(name), len(namespaces), size, len(frame.events),
-            frame.epoch, frame.first_offset, frame.wall_time_ns, frame.digest,
-        )  # fmt: skip
+            MAGIC,
+            _version_of(frame.events),
+            len(name),
+            len(namespaces),
+            size,
+            len(frame.events),
+            frame.epoch,
+            frame.first_offset,
+            frame.wall_time_ns,
+            frame.digest,
+        )
     except struct.error as error:
         raise LayoutError(f"a number does not fit the frame: {error}") from None
     data = header + name + table + body
@@ -380,9 +394,14 @@ def decode_header(data: bytes | mmap, at: int = 0) -> FrameHeader:
     except UnicodeDecodeError:
         raise MalformedFrameError(at, "the instance's name is not UTF-8") from None
     return FrameHeader(
-        instance=instance, epoch=epoch, first_offset=first, event_count=count,
-        wall_time_ns=wall, digest=digest, frame_bytes=size,
-    )  # fmt: skip
+        instance=instance,
+        epoch=epoch,
+        first_offset=first,
+        event_count=count,
+        wall_time_ns=wall,
+        digest=digest,
+        frame_bytes=size,
+    )
 
 
 class NewerFrame(NamedTuple):
@@ -426,9 +445,13 @@ def decode_frame(data: bytes | mmap, at: int = 0, checksum: Callable[[bytes], in
         events.append(_decode_event(reader, table))
     reader.finish()
     frame = Frame(
-        instance=header.instance, epoch=header.epoch, first_offset=header.first_offset,
-        wall_time_ns=header.wall_time_ns, digest=header.digest, events=tuple(events),
-    )  # fmt: skip
+        instance=header.instance,
+        epoch=header.epoch,
+        first_offset=header.first_offset,
+        wall_time_ns=header.wall_time_ns,
+        digest=header.digest,
+        events=tuple(events),
+    )
     used: dict[bytes, int] = {}
     for event in events:
         if isinstance(event, BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesListed):
@@ -442,7 +465,8 @@ def decode_frame(data: bytes | mmap, at: int = 0, checksum: Callable[[bytes], in
 
 
 def scan_frames(data: bytes | mmap, at: int = 0) -> tuple[list[ScannedFrame], FrameError | None]:
-    """The good frames from a position on, up to the buffer's end or the first bytes that are none; and why those are none.
+    """The good frames from a position on, up to the buffer's end or the first bytes that are none; and why those are
+    none.
 
     What `decode_frame` would refuse is refused here, too. The error's `at` is where reading ended.
     """
@@ -465,9 +489,17 @@ def scanned(frame: Frame, at: int, end: int) -> ScannedFrame:
             blocks[type(event)] += len(event.hashes) // HASH_BYTES
     created, migrated, evicted, listed = blocks.values()
     return ScannedFrame(
-        frame.instance, frame.epoch, frame.first_offset, frame.next_offset, frame.wall_time_ns, frame.digest,
-        (created, migrated, evicted, listed), at, end, _flaw(frame),
-    )  # fmt: skip
+        frame.instance,
+        frame.epoch,
+        frame.first_offset,
+        frame.next_offset,
+        frame.wall_time_ns,
+        frame.digest,
+        (created, migrated, evicted, listed),
+        at,
+        end,
+        _flaw(frame),
+    )
 
 
 def _flaw(frame: Frame) -> str:
@@ -527,26 +559,35 @@ def _decode_event(reader: _Reader, table: list[bytes]) -> Event:
                 raise reader.malformed("a parent that is no parent")
             hashes, slots = _take_run(reader, count, flags)
             return BlocksCreated(
-                namespace=_namespace(reader, table, index), tier=_member(reader, Tier, tier), hashes=hashes, slots=slots,
-                parent=SequenceHash(parent), start=start,
-            )  # fmt: skip
+                namespace=_namespace(reader, table, index),
+                tier=_member(reader, Tier, tier),
+                hashes=hashes,
+                slots=slots,
+                parent=SequenceHash(parent),
+                start=start,
+            )
         case 3:
             return _decode_migrated(reader, table)
         case 4:
             _, index, tier, reason, count = reader.unpack(_EVICTED)
             hashes, _ = _take_run(reader, count, 0)
             return BlocksEvicted(
-                namespace=_namespace(reader, table, index), tier=_member(reader, Tier, tier),
-                reason=_member(reader, EvictReason, reason), hashes=hashes,
-            )  # fmt: skip
+                namespace=_namespace(reader, table, index),
+                tier=_member(reader, Tier, tier),
+                reason=_member(reader, EvictReason, reason),
+                hashes=hashes,
+            )
         case 5:
             _, index, tier, flags, snapshot_, count = reader.unpack(_LISTED)
             _check_flags(reader, flags, _SLOTS)
             hashes, slots = _take_run(reader, count, flags)
             return ResidenciesListed(
-                namespace=_namespace(reader, table, index), tier=_member(reader, Tier, tier), snapshot=snapshot_, hashes=hashes,
+                namespace=_namespace(reader, table, index),
+                tier=_member(reader, Tier, tier),
+                snapshot=snapshot_,
+                hashes=hashes,
                 slots=slots,
-            )  # fmt: skip
+            )
         case 6:
             _, tier, snapshot_, count = reader.unpack(_SNAPSHOT_ENDED)
             return SnapshotEnded(tier=_member(reader, Tier, tier), snapshot=snapshot_, count=count)
@@ -589,9 +630,13 @@ def decode_started(blob: bytes, at: int) -> InstanceStarted:
 
 def _started_bytes(event: InstanceStarted) -> bytes:
     fields: list[object] = [
-        event.epoch, event.pools, [namespace.fields() for namespace in event.namespaces], event.topology, event.engine,
+        event.epoch,
+        event.pools,
+        [namespace.fields() for namespace in event.namespaces],
+        event.topology,
+        event.engine,
         event.version,
-    ]  # fmt: skip
+    ]
     if event.attributes:
         fields.append(dict(sorted(event.attributes.items())))
     return msgspec.msgpack.encode(fields)
@@ -600,14 +645,19 @@ def _started_bytes(event: InstanceStarted) -> bytes:
 def _refused_texts(event: InstanceStarted) -> str:
     """What of a start is more than readers keep; "" when nothing is. Its namespaces look after themselves."""
     if len(event.pools) > MAX_POOLS or len(event.topology) > MAX_TOPOLOGY:
-        return f"{len(event.pools)} pools, {len(event.topology)} texts of topology; at most {MAX_POOLS} and {MAX_TOPOLOGY} fit"
+        return (
+            f"{len(event.pools)} pools, {len(event.topology)} texts of topology; at most {MAX_POOLS} and "
+            f"{MAX_TOPOLOGY} fit"
+        )
     if len(event.namespaces) > MAX_NAMESPACES:
         return f"{len(event.namespaces)} namespaces; at most {MAX_NAMESPACES} fit"
     named = [("a pool's name", pool.name, MAX_NAME_BYTES) for pool in event.pools]
     named += [("a text of topology", word, MAX_TEXT_BYTES) for word in event.topology]
     for what, text, most_bytes in (
-        *named, ("engine", event.engine, MAX_TEXT_BYTES), ("version", event.version, MAX_TEXT_BYTES),
-    ):  # fmt: skip
+        *named,
+        ("engine", event.engine, MAX_TEXT_BYTES),
+        ("version", event.version, MAX_TEXT_BYTES),
+    ):
         if is_longer(text, most_bytes):
             return f"{what} has {text_bytes(text)} bytes; at most {most_bytes} fit"
     return ""
@@ -645,9 +695,14 @@ def _decode_migrated(reader: _Reader, table: list[bytes]) -> BlocksMigrated:
         source = _member(reader, Tier, source_code)
     hashes, slots = _take_run(reader, count, flags)
     return BlocksMigrated(
-        namespace=_namespace(reader, table, index), source=source, target=_member(reader, Tier, target),
-        kept=bool(flags & _KEPT), cause=_member(reader, MigrateCause, cause), hashes=hashes, slots=slots,
-    )  # fmt: skip
+        namespace=_namespace(reader, table, index),
+        source=source,
+        target=_member(reader, Tier, target),
+        kept=bool(flags & _KEPT),
+        cause=_member(reader, MigrateCause, cause),
+        hashes=hashes,
+        slots=slots,
+    )
 
 
 def _take_run(reader: _Reader, count: int, flags: int) -> tuple[bytes, bytes]:

@@ -1,7 +1,7 @@
 """Frames as columns: a whole buffer of frames as a few arrays, for who reads many events and needs no objects.
 
-Events and frames are rows of structured arrays; a run of blocks is rows [first_block, first_block + count) of `hashes` and
-`slots`. What an event does not have is NO_CODE in a byte, NO_ROW in an index, and 0 elsewhere.
+Events and frames are rows of structured arrays; a run of blocks is rows [first_block, first_block + count) of `hashes`
+and `slots`. What an event does not have is NO_CODE in a byte, NO_ROW in an index, and 0 elsewhere.
 """
 
 from __future__ import annotations
@@ -114,10 +114,16 @@ class _Table:
         instance = self._names.setdefault(frame.instance, len(self._names))
         self.frames.append(
             (
-                at, frame.epoch, frame.first_offset, frame.wall_time_ns, frame.digest, len(self._events),
-                header.event_count, instance,
+                at,
+                frame.epoch,
+                frame.first_offset,
+                frame.wall_time_ns,
+                frame.digest,
+                len(self._events),
+                header.event_count,
+                instance,
             )
-        )  # fmt: skip
+        )
         for index, event in enumerate(frame.events):
             self._add_event(event, (frame.first_offset + index) % (1 << 64))
         return end
@@ -158,10 +164,23 @@ class _Table:
             self._slots += slots or NO_SLOT.to_bytes(4, "little") * count
         self._events.append(
             (
-                kind, tier, source, code, bool(slots), kept, offset, first_block, len(self.frames) - 1, count, namespace,
-                start, snapshot_, other, np.frombuffer(parent, dtype=np.uint8),
+                kind,
+                tier,
+                source,
+                code,
+                bool(slots),
+                kept,
+                offset,
+                first_block,
+                len(self.frames) - 1,
+                count,
+                namespace,
+                start,
+                snapshot_,
+                other,
+                np.frombuffer(parent, dtype=np.uint8),
             )
-        )  # fmt: skip
+        )
 
     def columns(self) -> FrameColumns:
         return FrameColumns(

@@ -46,7 +46,9 @@ class ConfigError(KvbmError):
 
 
 class ArgumentError(KvbmError):
-    """An argument of a call that cannot be used: a bug in the caller. The call has changed nothing. A retry does not help.
+    """An argument of a call that cannot be used: a bug in the caller.
+
+    The call has changed nothing. A retry does not help.
 
     Attributes:
         argument: its name, as the call's signature has it.
@@ -78,7 +80,8 @@ class HashSchemeError(KvbmError):
 
     def __init__(self, scheme: str) -> None:
         super().__init__(
-            f"tokens cannot be hashed here: the namespace's hash scheme is {scheme!r}, and only {HASHABLE_SCHEME!r} is known; "
+            f"tokens cannot be hashed here: the namespace's hash scheme is {scheme!r}, and only {HASHABLE_SCHEME!r} is "
+            "known; "
             "take the hashes from the engine that makes them, and give these"
         )
         self.scheme = scheme
@@ -165,7 +168,9 @@ class PoolError(KvbmError):
 
 
 class PoolMismatchError(PoolError):
-    """A stripe of the NVME pool has another place or belongs to another pool, or a device to another instance; it is left as it is."""
+    """A stripe of the NVME pool has another place or belongs to another pool, or a device to another instance; it is
+    left as it is.
+    """
 
 
 class PoolFullError(PoolError):
@@ -182,7 +187,10 @@ class PoolFullError(PoolError):
 
 
 class PeerWireError(KvbmError):
-    """Bytes from another instance that are no message of the protocol by which blocks are lent. Who sent them is hung up on."""
+    """Bytes from another instance that are no message of the protocol by which blocks are lent.
+
+    Who sent them is hung up on.
+    """
 
 
 class StreamError(KvbmError):
@@ -190,7 +198,10 @@ class StreamError(KvbmError):
 
 
 class FencedError(StreamError):
-    """The fence of an instance is not the one that was named. A retry does not help; reading the fence tells who has it."""
+    """The fence of an instance is not the one that was named.
+
+    A retry does not help; reading the fence tells who has it.
+    """
 
 
 class CatalogError(KvbmError):
@@ -198,7 +209,10 @@ class CatalogError(KvbmError):
 
 
 class CatalogClosedError(CatalogError):
-    """A client or a replica was asked after its `close`: a bug in the caller, and no word about the catalog. A retry does not help."""
+    """A client or a replica was asked after its `close`: a bug in the caller, and no word about the catalog.
+
+    A retry does not help.
+    """
 
 
 class CatalogRefusedError(CatalogError):
@@ -220,7 +234,10 @@ class ErasureError(KvbmError):
 
 
 class JanitorError(KvbmError):
-    """A janitor of a pool may not work, or not go on; the message says why. What it has left undone the next run finishes."""
+    """A janitor of a pool may not work, or not go on; the message says why.
+
+    What it has left undone the next run finishes.
+    """
 
 
 class JanitorBusyError(JanitorError):
@@ -228,11 +245,17 @@ class JanitorBusyError(JanitorError):
 
 
 class VerbsError(KvbmError):
-    """An RDMA device, or something made in it, that cannot be used. A retry helps where the other end or the link was away."""
+    """An RDMA device, or something made in it, that cannot be used.
+
+    A retry helps where the other end or the link was away.
+    """
 
 
 class NixlError(KvbmError):
-    """NIXL, the process it runs in, or what was asked of it, that cannot be used. A retry helps: the process is started anew."""
+    """NIXL, the process it runs in, or what was asked of it, that cannot be used.
+
+    A retry helps: the process is started anew.
+    """
 
 
 class MissingExtraError(KvbmError):
@@ -248,7 +271,10 @@ class MissingExtraError(KvbmError):
 
 
 class PackageConflictError(KvbmError):
-    """The Python package kvbm is not kvbm-ledger's alone: another distribution of that name is installed. Only reinstalling helps."""
+    """The Python package kvbm is not kvbm-ledger's alone: another distribution of that name is installed.
+
+    Only reinstalling helps.
+    """
 
 
 class TraceError(KvbmError):

@@ -1,7 +1,7 @@
 """The facts: what happened to blocks, one small struct each, in the past tense.
 
-A run event covers consecutive blocks of one namespace: `hashes` is packed (16 bytes a block), `slots` is packed (4 bytes a
-block) or empty where kvbm does not own the tier's slots. Hashes of a run are never repeated within it.
+A run event covers consecutive blocks of one namespace: `hashes` is packed (16 bytes a block), `slots` is packed (4
+bytes a block) or empty where kvbm does not own the tier's slots. Hashes of a run are never repeated within it.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ class InstanceStarted(msgspec.Struct, frozen=True, array_like=True, kw_only=True
         pools: the pools, hottest first; at most MAX_POOLS. topology has at most MAX_TOPOLOGY texts.
         namespaces: the namespaces known at the start; at most MAX_NAMESPACES.
         topology: where the instance stands, outermost first, such as ("zone-a", "rack-3", "host-17").
-        engine, version: who embeds the manager; kvbm's version. They and each text of `topology` have at most MAX_TEXT_BYTES.
-        attributes: what else is said of the instance, for readers to come; those of today keep it unread. At most MAX_ATTRIBUTES
-            names of 1 to 255 bytes, MAX_ATTRIBUTE_BYTES with their values.
+        engine, version: who embeds the manager; kvbm's version. They and each text of `topology` have at most
+            MAX_TEXT_BYTES.
+        attributes: what else is said of the instance, for readers to come; those of today keep it unread. At most
+            MAX_ATTRIBUTES names of 1 to 255 bytes, MAX_ATTRIBUTE_BYTES with their values.
     """
 
     epoch: Epoch
@@ -94,7 +95,8 @@ class BlocksCreated(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         parent: hash of the block before the run, NO_PARENT when the run begins its chain.
-        start: position of the run's first block in its chain, in blocks; 0 if and only if there is no parent (`misplaced`).
+        start: position of the run's first block in its chain, in blocks; 0 if and only if there is no parent
+            (`misplaced`).
     """
 
     namespace: NamespaceId
@@ -164,7 +166,10 @@ class InstanceStopped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def misplaced(parent: SequenceHash, start: int) -> str:
-    """What contradicts itself in the place of a run, in words; "" where nothing does: a chain's first block alone has no parent."""
+    """What contradicts itself in the place of a run, in words;
+
+    "" where nothing does: a chain's first block alone has no parent.
+    """
     if (parent == NO_PARENT) == (start == 0):
         return ""
     if start:

@@ -1,7 +1,8 @@
 """What a block's KV depends on beside its tokens, as the bytes that `sequence_hashes` takes for it.
 
-Whoever stores blocks and whoever asks for them must write the same bytes, so there is one way to write each part: a letter, its length as
-u32, its bytes; in the order salt, media, embeddings, tokens ahead. All integers are little-endian.
+Whoever stores blocks and whoever asks for them must write the same bytes, so there is one way to write each part: a
+letter, its length as u32, its bytes; in the order salt, media, embeddings, tokens ahead. All integers are
+little-endian.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Media(NamedTuple):
 
     Attributes:
         name: what the engine knows it by, such as its digest.
-        offset: where it begins in the prompt, in tokens from the block's first; below 0 when it begins before the block.
+        offset: where it begins in the prompt, in tokens from the block's first; below 0 when it begins before the
+            block.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """What of a run to read from whom, and what to compute anew: pure, in bytes and seconds.
 
-`plan` decides for one run; `Links` has learned what transfers cost; `LeftAlone` keeps away from those who lacked what they were said to have.
-None of them has a clock: the time is an argument.
+`plan` decides for one run; `Links` has learned what transfers cost; `LeftAlone` keeps away from those who lacked what
+they were said to have. None of them has a clock: the time is an argument.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _FASTEST_BYTES_PER_S = 1e12  # so that a time of 0 means something
 
 OBJECTS = "objects"  # a source that is no instance
 
-# Between instances, before there are measurements: through memory of one machine, and over TCP by how far apart they stand.
+# Between instances, before there are measurements: through memory of one machine, and over TCP by how far apart they
+# stand.
 MEMORY_LINK = Link(100e-6, 8e9)
 RDMA_LINK = Link(150e-6, 5e9)
 TCP_LINKS = (Link(150e-6, 3e9), Link(300e-6, 2e9), Link(500e-6, 1e9), Link(2e-3, 0.25e9))
@@ -50,8 +51,8 @@ class Source(NamedTuple):
     Attributes:
         end: behind the last of them, counted as in the run.
         link: what reading from it costs.
-        together_bytes_per_s: what comes at most from all such sources together, for they share the reader's own link: the most that one of
-            those that are read from says. 0: it comes another way.
+        together_bytes_per_s: what comes at most from all such sources together, for they share the reader's own link:
+            the most that one of those that are read from says. 0: it comes another way.
     """
 
     end: int
@@ -60,7 +61,10 @@ class Source(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Blocks from `begin` to before `end` that one source is asked for; `source` is its place among those that were given."""
+    """Blocks from `begin` to before `end` that one source is asked for;
+
+    `source` is its place among those that were given.
+    """
 
     source: int
     begin: int
@@ -76,14 +80,15 @@ def plan(
 ) -> list[Stretch]:
     """Which blocks of a run to read from which source; what is in no stretch is computed.
 
-    Sources work beside each other, so a long run is split over them; what shares the reader's link comes no quicker than that carries. What
-    is fetched is one piece, from `begin` on: of all its possible lengths the one with which fetching and computing the rest takes the least
-    time, and of equals the longest.
+    Sources work beside each other, so a long run is split over them; what shares the reader's link comes no quicker
+    than that carries. What is fetched is one piece, from `begin` on: of all its possible lengths the one with which
+    fetching and computing the rest takes the least time, and of equals the longest.
 
     Args:
         begin: the first block that is needed.
         sources: the preferred one first, which counts where two take as long.
-        block_compute_s: what the engine takes to compute a block; 0: not known, and everything is fetched that somebody has.
+        block_compute_s: what the engine takes to compute a block; 0: not known, and everything is fetched that somebody
+            has.
         lot_blocks: no source is asked for less, but at the ends of what it has.
     Returns: stretches in the run's order, without a hole.
     """
@@ -130,7 +135,9 @@ def least_times(begin: int, sources: Sequence[Source], block_bytes: int, lot_blo
 
 
 def quickest(begin: int, lengths: Sequence[Length], block_compute_s: float) -> Length | None:
-    """The length with which reading and computing the rest takes the least time, of equals the longest; None: reading nothing does.
+    """The length with which reading and computing the rest takes the least time, of equals the longest;
+
+    None: reading nothing does.
 
     Args:
         lengths: as of `least_times`.
@@ -151,7 +158,9 @@ def quickest(begin: int, lengths: Sequence[Length], block_compute_s: float) -> L
 def _ways(
     begin: int, end: int, sources: Sequence[Source], block_bytes: int, lot_blocks: int
 ) -> Iterator[tuple[list[Stretch], float]]:
-    """What to read from whom, and how long it takes: from all together, and where some share a link, which makes that slower, from fewer."""
+    """What to read from whom, and how long it takes: from all together, and where some share a link, which makes that
+    slower, from fewer.
+    """
     every = range(len(sources))
     yield _schedule(begin, end, sources, every, block_bytes, lot_blocks)
     free = [at for at in every if not sources[at].together_bytes_per_s]
@@ -277,7 +286,10 @@ class _Pause(NamedTuple):
 
 
 class LeftAlone:
-    """Who is not asked for a while, because it could not give what was wanted. The while doubles each time, up to a minute."""
+    """Who is not asked for a while, because it could not give what was wanted.
+
+    The while doubles each time, up to a minute.
+    """
 
     def __init__(self, first_s: float = PAUSE_FIRST_S, most_s: float = PAUSE_MOST_S) -> None:
         self._first_s, self._most_s = first_s, most_s

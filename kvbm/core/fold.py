@@ -1,8 +1,8 @@
 """The fold: an instance's events → what it holds, and the digest that says so in 64 bits.
 
-One fold, three listeners: the manager's free lists and prefix index, the catalog's index and rows, the replay tool's checks all
-follow the `Delta` that `evolve` returns. Pools of cluster reach have no owner: a claim on one passes through the delta and is
-neither held here nor part of the digest.
+One fold, three listeners: the manager's free lists and prefix index, the catalog's index and rows, the replay tool's
+checks all follow the `Delta` that `evolve` returns. Pools of cluster reach have no owner: a claim on one passes through
+the delta and is neither held here nor part of the digest.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Delta(NamedTuple):
     Attributes:
         added, withdrawn: residencies of this instance.
         claimed, unclaimed: blocks of pools of cluster reach this instance spoke of.
-        anomalies: rules the event broke, as (rule, detail), empty for a legal event. Strict, MISPLACED alone: it contradicts nothing
-            that is held.
+        anomalies: rules the event broke, as (rule, detail), empty for a legal event. Strict, MISPLACED alone: it
+            contradicts nothing that is held.
     """
 
     added: list[Change]
@@ -124,9 +124,9 @@ def _finalise(value: int) -> int:
 class Residencies:
     """What one instance holds, by tier.
 
-    `strict` refuses an event that contradicts what is held and changes nothing then: the ledger and `verify` use it. Lenient, it
-    applies what makes sense, lists the rest as anomalies and stays usable: a reader that has missed events uses it until a
-    snapshot has made it whole.
+    `strict` refuses an event that contradicts what is held and changes nothing then: the ledger and `verify` use it.
+    Lenient, it applies what makes sense, lists the rest as anomalies and stays usable: a reader that has missed events
+    uses it until a snapshot has made it whole.
     """
 
     def __init__(self, strict: bool = True) -> None:
@@ -224,7 +224,9 @@ class Residencies:
         return self._whole[tier]
 
     def miss_events(self) -> None:
-        """Say that events were missed: every tier is suspect until a completed snapshot begins and ends from here on."""
+        """Say that events were missed: every tier is suspect until a completed snapshot begins and ends from
+        here on.
+        """
         for tier in Tier:
             self._open[tier] = self._whole[tier] = False
 
@@ -299,7 +301,11 @@ class Residencies:
         if event.snapshot != self._snapshots[tier]:
             self._snapshots[tier], self._listed[tier], self._open[tier] = event.snapshot, 0, True
         if not self._open[tier] or self._listed[tier] != event.count:
-            detail = f"{tier.name} snapshot {event.snapshot} listed {self._listed[tier]} blocks here, {event.count} at its source"
+            detail = (
+                f"{tier.name} snapshot {event.snapshot} listed {self._listed[tier]} blocks here, {event.count} "
+                "at "
+                "its source"
+            )
             delta.anomalies.append(("snapshot-incomplete", detail))
             return
         for block in [block for block, held in self.held[tier].items() if held.snapshot != event.snapshot]:
@@ -447,7 +453,10 @@ class Residencies:
             raise IllegalEventError("snapshot-incomplete", detail)
         unlisted = [block for block, held in self.held[tier].items() if held.snapshot != event.snapshot]
         if unlisted and not (event.count == 0 and event.snapshot > current):
-            detail = f"{tier.name} snapshot {event.snapshot} skipped {len(unlisted)} held blocks, the first {short(unlisted[0])}"
+            detail = (
+                f"{tier.name} snapshot {event.snapshot} skipped {len(unlisted)} held blocks, the first "
+                f"{short(unlisted[0])}"
+            )
             raise IllegalEventError("snapshot-withdrew", detail)
 
 

@@ -48,7 +48,9 @@ def sequence_hashes(
 def sequence_hashes_batch(
     prompts: Sequence[Sequence[int] | np.ndarray], block_tokens: int, roots: bytes | Sequence[bytes]
 ) -> list[bytes]:
-    """What `sequence_hashes` gives for each prompt. A block waits for the one before it, so prompts are hashed side by side.
+    """What `sequence_hashes` gives for each prompt.
+
+    A block waits for the one before it, so prompts are hashed side by side.
 
     Args:
         prompts: token ids of each prompt, as `sequence_hashes` takes them.
@@ -67,7 +69,10 @@ def sequence_hashes_batch(
 
 
 def check_hashable(namespace: Namespace) -> None:
-    """Whether `sequence_hashes` gives the hashes of this namespace. Raises HashSchemeError: an engine's own scheme does."""
+    """Whether `sequence_hashes` gives the hashes of this namespace.
+
+    Raises HashSchemeError: an engine's own scheme does.
+    """
     if namespace.scheme != HASHABLE_SCHEME:
         raise HashSchemeError(namespace.scheme)
 
@@ -87,7 +92,8 @@ def _check_roots(roots: Sequence[bytes]) -> None:
 def token_column(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     """Tokens as a contiguous little-endian u32 array.
 
-    Raises: ArgumentTypeError: one is no whole number. LayoutError: one is below 0 or above 2**32 - 1, or they are no one sequence.
+    Raises: ArgumentTypeError: one is no whole number. LayoutError: one is below 0 or above 2**32 - 1, or they are no
+        one sequence.
     """
     try:
         column = np.asarray(tokens)
@@ -105,7 +111,10 @@ def token_column(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def _integers(tokens: Sequence[int] | np.ndarray, column: np.ndarray) -> np.ndarray:
-    """Tokens that NumPy does not take for integers. Raises ArgumentTypeError: one is none. LayoutError: one is far too large."""
+    """Tokens that NumPy does not take for integers.
+
+    Raises ArgumentTypeError: one is none. LayoutError: one is far too large.
+    """
     if not isinstance(tokens, np.ndarray):
         for at, token in enumerate(tokens):
             as_int(token, f"tokens[{at}]")
@@ -116,7 +125,8 @@ def _integers(tokens: Sequence[int] | np.ndarray, column: np.ndarray) -> np.ndar
 def derived_hashes(root: bytes, digests: Sequence[bytes]) -> bytes:
     """Another engine's own block digests as sequence hashes.
 
-    Unlike `sequence_hashes` nothing is chained: a digest covers all before its block already, and the root keeps namespaces apart.
+    Unlike `sequence_hashes` nothing is chained: a digest covers all before its block already, and the root keeps
+    namespaces apart.
 
     Args:
         root: of the namespace, 16 bytes.

@@ -37,9 +37,15 @@ MAX_TEXT_BYTES = 8 << 10  # of any other text that an instance says of itself
 MAX_FIELDS_BYTES = 64 << 10  # of a namespace that a heartbeat tells of: all of its texts at their longest
 
 _TEXTS = {
-    "model": MAX_TEXT_BYTES, "revision": MAX_TEXT_BYTES, "kv_dtype": MAX_TEXT_BYTES, "layout": MAX_TEXT_BYTES,
-    "ranks": MAX_TEXT_BYTES, "lora": MAX_TEXT_BYTES, "tenant": MAX_NAME_BYTES, "scheme": MAX_TEXT_BYTES,
-}  # fmt: skip
+    "model": MAX_TEXT_BYTES,
+    "revision": MAX_TEXT_BYTES,
+    "kv_dtype": MAX_TEXT_BYTES,
+    "layout": MAX_TEXT_BYTES,
+    "ranks": MAX_TEXT_BYTES,
+    "lora": MAX_TEXT_BYTES,
+    "tenant": MAX_NAME_BYTES,
+    "scheme": MAX_TEXT_BYTES,
+}
 
 
 class Tier(IntEnum):
@@ -64,10 +70,19 @@ class Reach(IntEnum):
 
 _FIRST_FIELDS = frozenset(
     (
-        "model", "block_tokens", "revision", "kv_dtype", "layout", "kv_group", "ranks", "lora", "tenant", "scheme",
+        "model",
+        "block_tokens",
+        "revision",
+        "kv_dtype",
+        "layout",
+        "kv_group",
+        "ranks",
+        "lora",
+        "tenant",
+        "scheme",
         "scheme_seed",
     )
-)  # fmt: skip
+)
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
@@ -76,15 +91,16 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     Calls of a manager take its `id`, 16 bytes.
 
     Attributes:
-        model, revision: name and version of the weights. A namespace without a revision is kept out of tiers that outlive the process
-            or are shared.
+        model, revision: name and version of the weights. A namespace without a revision is kept out of tiers that
+            outlive the process or are shared.
         kv_dtype: element type of the cache, such as "float32" or "bfloat16".
         block_tokens: tokens a block holds, at least 1.
         layout: order and sizes of a block's dimensions, as `core.layout` writes them.
         kv_group: which group of layers, in models with several.
         ranks: parallel layout, such as "tp1".
         lora: adapter, "" for none.
-        tenant: whose blocks; tenants never share. At most MAX_NAME_BYTES, as UTF-8; every other text at most MAX_TEXT_BYTES.
+        tenant: whose blocks; tenants never share. At most MAX_NAME_BYTES, as UTF-8; every other text at most
+            MAX_TEXT_BYTES.
         scheme, scheme_seed: how tokens become hashes.
     Raises: ArgumentTypeError, ArgumentValueError: a field that makes no sense.
     """
@@ -109,7 +125,10 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
         check_plain_int(self.scheme_seed, "scheme_seed", least=None)  # its range is the engine's business
 
     def fields(self) -> dict[str, str | int]:
-        """The fields by name, in order. One that came after the first release is left out at its default, so ids stay what they are."""
+        """The fields by name, in order.
+
+        One that came after the first release is left out at its default, so ids stay what they are.
+        """
         return {
             name: value
             for name, default in _defaults(type(self))
@@ -129,7 +148,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
         """The hash the namespace's chains start from, 16 bytes. It never leaves engine and client.
 
         Args:
-            secret: the tenant's secret; whoever has it can test whether a prompt is cached. Empty: whoever knows the fields can.
+            secret: the tenant's secret; whoever has it can test whether a prompt is cached. Empty: whoever knows the
+                fields can.
         Raises: ArgumentTypeError: the secret is no bytes.
         """
         if not isinstance(secret, bytes | bytearray):
@@ -139,7 +159,10 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def namespace_in(canonical: bytes) -> Namespace | None:
-    """The namespace whose `canonical` these bytes are; None: they are nobody's, or have fields that this kvbm does not know."""
+    """The namespace whose `canonical` these bytes are;
+
+    None: they are nobody's, or have fields that this kvbm does not know.
+    """
     try:
         found = msgspec.json.decode(canonical, type=Namespace)
         msgspec.msgpack.encode(found)  # numbers of more than 64 bits neither a frame can carry nor a checkpoint keep

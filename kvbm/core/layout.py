@@ -1,4 +1,7 @@
-"""Model shape → bytes of a block; capacities → slots; blocks of an object, also as a pool's name says it. The one place that multiplies dimensions."""
+"""Model shape → bytes of a block; capacities → slots; blocks of an object, also as a pool's name says it.
+
+The one place that multiplies dimensions.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,8 @@ class KvShape(_KvDims):
     Attributes:
         layers, block_tokens, kv_heads, head_dim: at least 1 each.
         dtype: element type, one of float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8.
-    Raises: ArgumentTypeError: a dimension that is no whole number, a dtype that is no text. LayoutError: a dimension below 1, or a
-        dtype that is not known.
+    Raises: ArgumentTypeError: a dimension that is no whole number, a dtype that is no text. LayoutError: a dimension
+        below 1, or a dtype that is not known.
     """
 
     __slots__ = ()
@@ -105,8 +108,8 @@ def slots_in(capacity_bytes: int, block_bytes: int, pool: str) -> int:
 def blocks_of_object(block_bytes: int, block_tokens: int) -> int:
     """k: how many consecutive blocks an object holds, for blocks of one shape, where nobody has said otherwise.
 
-    Large enough for a store's throughput (4 MiB), and few enough tokens (128) that the tail of a prompt, which no object holds, is
-    short. A power of two.
+    Large enough for a store's throughput (4 MiB), and few enough tokens (128) that the tail of a prompt, which no
+    object holds, is short. A power of two.
     """
     most = max(1, min(_OBJECT_BYTES // block_bytes, _OBJECT_TOKENS // block_tokens))
     return 1 << (most.bit_length() - 1)

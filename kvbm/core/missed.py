@@ -1,4 +1,6 @@
-"""Why nothing was found for a prompt: the words, their numbers in the binary form, and what several catalogs say together."""
+"""Why nothing was found for a prompt: the words, their numbers in the binary form, and what several catalogs say
+together.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,19 @@ import msgspec
 from kvbm.core.answers import MissedAnswer, MissedWhy, NearNamespace
 
 MOST_NEAR = 3
-# In the order of which one tells more, where catalogs of parts say several; the number of each in the binary form is its place, from 1 on.
+# In the order of which one tells more, where catalogs of parts say several; the number of each in the binary form is
+# its place, from 1 on.
 WHYS: tuple[MissedWhy, ...] = ("no_full_block", "excluded", "hashes_short", "not_held", "namespace_unknown")
 _WORDS: Mapping[MissedWhy, str] = {
     "no_full_block": "the prompt has no full block, and only full blocks are held",
-    "excluded": "those that hold the first block are left out: they have stopped, fallen silent, or are of a newer kvbm",
-    "hashes_short": "the hashes are fewer than the prompt has full blocks in this namespace: they may be of longer blocks",
-    "not_held": "the namespace is known, and nobody has these blocks: they are new, or hashes of other tokens, or of another secret or scheme",
+    "excluded": "those that hold the first block are left out: they have stopped, fallen silent, or are of a newer "
+    "kvbm",
+    "hashes_short": "the hashes are fewer than the prompt has full blocks in this namespace: they may be of longer "
+    "blocks",
+    "not_held": "the namespace is known, and nobody has these blocks: they are new, or hashes of other tokens, or of "
+    "another secret or scheme",
     "namespace_unknown": "no instance has named this namespace",
-}  # fmt: skip
+}
 
 
 def missed(why: MissedWhy, near: Iterable[NearNamespace] = ()) -> MissedAnswer:

@@ -1,4 +1,6 @@
-"""What instances and others on the stream may be called, and what is kept for catalogs and object pools, which speak there beside them."""
+"""What instances and others on the stream may be called, and what is kept for catalogs and object pools, which speak
+there beside them.
+"""
 
 from __future__ import annotations
 

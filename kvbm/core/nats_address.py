@@ -10,7 +10,8 @@ from kvbm.core.errors import ConfigError
 _PORT = 4222
 _SCHEMES = ("nats", "tls")
 _REFUSED = (
-    "the URL of NATS cannot be used; write nats://host:port or tls://host:port, with commas between several; in a user or password write "
+    "the URL of NATS cannot be used; write nats://host:port or tls://host:port, with commas between several; in a "
+    "user or password write "
     "/ as %2F, ? as %3F, # as %23, @ as %40, : as %3A, a comma as %2C and % as %25"
 )
 
@@ -47,7 +48,8 @@ class NatsServer(NamedTuple):
 def servers_of(url: str) -> list[NatsServer]:
     """The servers that a URL names; one without a scheme is nats://.
 
-    Raises: ConfigError: it is none of NATS. The message shows nothing of it: what is written wrongly is often the password.
+    Raises: ConfigError: it is none of NATS. The message shows nothing of it: what is written wrongly is often the
+        password.
     """
     return [_server(one.strip()) for one in url.split(",")]
 

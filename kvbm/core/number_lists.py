@@ -1,4 +1,6 @@
-"""Numbers of a JSON list, read as far as they are plain; what is not is for a JSON parser, which says what is wrong with it."""
+"""Numbers of a JSON list, read as far as they are plain; what is not is for a JSON parser, which says what is wrong
+with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Parts of a cluster: each instance is in one of 64, by its name, so that several catalogs can divide a cluster's instances among them.
+"""Parts of a cluster: each instance is in one of 64, by its name, so that several catalogs can divide a cluster's
+instances among them.
 
 The number is fixed: it is in subjects, and in the permissions that the stream's server has for each instance.
 """
@@ -30,7 +31,10 @@ def part_word(part: int) -> str:
 
 
 def parts_of(words: str, setting: str = "catalog.parts") -> tuple[int, ...]:
-    """Parts as a setting has them, such as "0-15,32-47", in order; "" for all. Raises ConfigError: they cannot be read."""
+    """Parts as a setting has them, such as "0-15,32-47", in order;
+
+    "" for all. Raises ConfigError: they cannot be read.
+    """
     if not words.strip():
         return ALL_PARTS
     found: set[int] = set()
@@ -39,7 +43,8 @@ def parts_of(words: str, setting: str = "catalog.parts") -> tuple[int, ...]:
         first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched else (1, 0)
         if first > last or last >= PARTS:
             raise ConfigError(
-                f'{setting}: {word.strip()!r} names no parts; write numbers from 0 to {PARTS - 1} and ranges of them, as in "0-31" or "0-15,48"'
+                f"{setting}: {word.strip()!r} names no parts; write numbers from 0 to {PARTS - 1} and ranges of them, "
+                'as in "0-31" or "0-15,48"'
             )
         found.update(range(first, last + 1))
     return tuple(sorted(found))
@@ -65,7 +70,9 @@ def scope_name(cluster: str | None, parts: tuple[int, ...]) -> str:
 
 
 def has_parts(stream: str, parts: tuple[int, ...]) -> bool:
-    """Whether a stream's name in SQL, which begins with "KVBM/" and its `scope_name`, is of one that reads these parts."""
+    """Whether a stream's name in SQL, which begins with "KVBM/" and its `scope_name`, is of one that reads
+    these parts.
+    """
     scope = stream.partition("@")[0]
     return scope.endswith(f"[{words_of(parts)}]") if parts != ALL_PARTS else _SOME.search(scope) is None
 

@@ -1,4 +1,6 @@
-"""Where an instance lends its blocks to others, as it says in its heartbeats and as the catalog tells it; and whom of several."""
+"""Where an instance lends its blocks to others, as it says in its heartbeats and as the catalog tells it; and whom of
+several.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ NO_ADDRESS = PeerAddress()
 
 
 def address_of(words: Mapping[str, str]) -> PeerAddress | None:
-    """The address in a heartbeat's words, which a stranger may have written; None: it lends nowhere that we could read from.
+    """The address in a heartbeat's words, which a stranger may have written;
+
+    None: it lends nowhere that we could read from.
 
     What a later version adds is passed over. A part that no socket could have is left out.
     """

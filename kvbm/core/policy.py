@@ -18,7 +18,8 @@ class Share(NamedTuple):
     Attributes:
         tenant: whose; OTHERS for all that are not named.
         weight: its part of every pool that is full is weight over the sum of weights, at least 1.
-        quota_slots: slots it may fill at most in a tier that others' copies fill too; a tier that is not named has no quota.
+        quota_slots: slots it may fill at most in a tier that others' copies fill too; a tier that is not named has no
+            quota.
     """
 
     tenant: str
@@ -27,8 +28,10 @@ class Share(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """The order in which a tier's blocks are given up. It knows every block the tier holds, and which of them are *held back*:
-    pinned, or kept, so not to be evicted."""
+    """The order in which a tier's blocks are given up.
+
+    It knows every block the tier holds, and which of them are *held back*: pinned, or kept, so not to be evicted.
+    """
 
     def gain(self, block: SequenceHash, pinned: bool) -> None:
         """The block has entered the tier, held back if pinned. Neither that pin nor the gain counts as a use."""
@@ -80,9 +83,10 @@ class LeastRecentlyUsed:
 class S3Fifo:
     """Evicts what was used once before what was used again: three queues, no reordering on use.
 
-    New blocks enter the *small* queue, a tenth of the pool. Who was not used again when it reaches the head is evicted, and its
-    hash is remembered as a *ghost*; who was moves on to the *main* queue, as does who comes back while it is a ghost. In main a
-    block goes round once for each use, three at most, before it is evicted. What is held back is passed over.
+    New blocks enter the *small* queue, a tenth of the pool. Who was not used again when it reaches the head is evicted,
+    and its hash is remembered as a *ghost*; who was moves on to the *main* queue, as does who comes back while it is a
+    ghost. In main a block goes round once for each use, three at most, before it is evicted. What is held back is
+    passed over.
 
     Args:
         slots: of the tier's pool.
@@ -131,8 +135,11 @@ class S3Fifo:
         return len(self._uses) - len(self._held)
 
     def _victim(self) -> SequenceHash:
-        """Look at heads until one may go. Ends, because at least one block is not held back: small only gets shorter, and main
-        is looked at only while it has such a block, whose uses run out."""
+        """Look at heads until one may go.
+
+        Ends, because at least one block is not held back: small only gets shorter, and main is looked at only while it
+        has such a block, whose uses run out.
+        """
         while True:
             if len(self._small) > self._small_slots or not self._main_free:
                 block = self._small.popitem(last=False)[0]
@@ -167,8 +174,10 @@ class S3Fifo:
 
 
 class FairShares:
-    """A policy for each share of a pool. Who is farthest above its share gives up first: the one with the most blocks for its weight
-    that has any to give, so that a tenant that wants much takes from itself before it takes from others, and room nobody else wants is
+    """A policy for each share of a pool.
+
+    Who is farthest above its share gives up first: the one with the most blocks for its weight that has any to give, so
+    that a tenant that wants much takes from itself before it takes from others, and room nobody else wants is
     anybody's.
 
     Args:
@@ -276,8 +285,8 @@ class Never:
 class WriteBudget:
     """How much may be written to a device whose endurance is finite: so much a second in the long run.
 
-    What is not used is saved up, a day's worth at most, so that quiet hours pay for busy ones. A process begins with nothing saved but
-    a minute's worth, so that one that is restarted again and again stays within its budget too.
+    What is not used is saved up, a day's worth at most, so that quiet hours pay for busy ones. A process begins with
+    nothing saved but a minute's worth, so that one that is restarted again and again stays within its budget too.
 
     Args:
         bytes_s: bytes a second, above 0.

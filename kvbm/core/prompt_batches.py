@@ -1,4 +1,5 @@
-"""The binary form of questions about prompts, and of their answers: several prompts of one namespace in one body. docs/route.md has it too.
+"""The binary form of questions about prompts, and of their answers: several prompts of one namespace in one body.
+docs/route.md has it too.
 
 All numbers are little-endian. A body of questions:
 
@@ -9,7 +10,8 @@ All numbers are little-endian. A body of questions:
     8   4   prompts, 1 to 256; of routes 64
     12  4   of a find: bytes of who asks, at most 16,384; else 0
     16  16  id of the namespace
-    32  8n  for each prompt: its full blocks (4), its tokens (4; of a find the block from which on instances are asked for; of others 0)
+    32  8n  for each prompt: its full blocks (4), its tokens (4; of a find the block from which on instances are asked
+            for; of others 0)
         16  for each block of each prompt: its sequence hash
             of a find: who asks: the instance and the labels of its place, outermost first, with line feeds between
 
@@ -25,19 +27,24 @@ and one of answers:
     0   4   the largest depth of all instances and pools; of others than a lookup 0
     4   4   more: instances that are not named, because of the limit
     8   2   rows that follow
-    10  1   where nothing was found, why: 1 no full block, 2 all that have it are left out, 3 fewer hashes than the prompt has full blocks,
-            4 not held, 5 no instance has named the namespace; else 0, and 0 where nobody says it
+    10  1   where nothing was found, why: 1 no full block, 2 all that have it are left out, 3 fewer hashes than the
+            prompt has full blocks, 4 not held, 5 no instance has named the namespace; else 0, and 0 where nobody says
+            it
     11  1   0
 
-    a row of a lookup: depth (4), reach (4), blocks in HBM, HOST, NVME and OBJECT (16), flags (1), bytes of the name (1), the name
-    a row of a route: cost_s, queueing_s, recompute_s, balance_s, fetch_s, ttft_s (floats, 24), depth (4), missing tokens (4),
+    a row of a lookup: depth (4), reach (4), blocks in HBM, HOST, NVME and OBJECT (16), flags (1), bytes of the name
+    (1), the name a row of a route: cost_s, queueing_s, recompute_s, balance_s, fetch_s, ttft_s (floats, 24), depth (4),
+    missing tokens (4),
         blocks to fetch (4), flags (1), bytes of the name (1), the name
-    a row of a presence: bytes of the mask (4), tier (1, 0 is HBM), flags (1), bytes of the name (1), the name, the mask: a bit for each
+    a row of a presence: bytes of the mask (4), tier (1, 0 is HBM), flags (1), bytes of the name (1), the name, the
+    mask: a bit for each
         block, the first in the lowest bit of the first byte
-    a row of a find: bytes of the address (4), depth (4), blocks of it in HOST (4), distance (1), flags (1), bytes of the name (1), the name,
+    a row of a find: bytes of the address (4), depth (4), blocks of it in HOST (4), distance (1), flags (1), bytes of
+    the name (1), the name,
         the address: host, unix and tcp, and rdma where it has that, with line feeds between
 
-Flag 1: suspect. Flag 2: the row names a pool, of which only the depth is told. Flag 4: not admitted. Flag 8: its load is a guess. Pools come after instances.
+Flag 1: suspect. Flag 2: the row names a pool, of which only the depth is told. Flag 4: not admitted. Flag 8: its load
+is a guess. Pools come after instances.
 """
 
 from __future__ import annotations
@@ -94,7 +101,8 @@ class PromptBatch(NamedTuple):
     Attributes:
         kind: LOOKUP, ROUTE, PRESENCE or FIND.
         limit: instances to name for each.
-        prompts: of each its packed hashes, and how many tokens it has; of a find, the block from which on instances are asked for.
+        prompts: of each its packed hashes, and how many tokens it has; of a find, the block from which on instances are
+            asked for.
         asker: of a find: the instance that asks, and the labels of its place, outermost first.
     """
 
@@ -223,12 +231,20 @@ def encode_route(answer: RouteAnswer) -> bytes:
         name = one.instance.encode()
         parts += [
             _RANKED.pack(
-                one.cost_s, one.queueing_s, one.recompute_s, one.balance_s, one.fetch_s, one.ttft_s, one.depth,
-                one.missing_tokens, one.fetch_blocks,
-                SUSPECT * one.suspect | REFUSED * (not one.admitted) | GUESSED * (one.load_age_s != 0.0), len(name),
+                one.cost_s,
+                one.queueing_s,
+                one.recompute_s,
+                one.balance_s,
+                one.fetch_s,
+                one.ttft_s,
+                one.depth,
+                one.missing_tokens,
+                one.fetch_blocks,
+                SUSPECT * one.suspect | REFUSED * (not one.admitted) | GUESSED * (one.load_age_s != 0.0),
+                len(name),
             ),
             name,
-        ]  # fmt: skip
+        ]
     return b"".join(parts)
 
 
@@ -239,19 +255,29 @@ def decode_lookups(body: bytes, asked: PromptBatch) -> list[LookupAnswer]:
     for (hashes, _), (deepest, more, rows, why) in zip(asked.prompts, parts, strict=True):
         instances = [
             InstanceHolding(
-                instance=name, depth=depth, reach=reach, suspect=bool(flags & SUSPECT),
+                instance=name,
+                depth=depth,
+                reach=reach,
+                suspect=bool(flags & SUSPECT),
                 tiers={tier.name: blocks for tier, blocks in zip(Tier, by_tier, strict=True) if blocks},
             )
             for (depth, reach, *by_tier, flags, _), name, _ in rows
             if not flags & POOL
-        ]  # fmt: skip
+        ]
         pools = [PoolHolding(pool=name, depth=row[0]) for row, name, _ in rows if row[-2] & POOL]
         found.append(
             LookupAnswer(
-                namespace=asked.namespace.hex(), blocks=len(hashes) // HASH_BYTES, deepest=deepest, instances=instances,
-                pools=pools, excluded=[], view_age_s=age_s, more=more, missed=missed_of(why),
+                namespace=asked.namespace.hex(),
+                blocks=len(hashes) // HASH_BYTES,
+                deepest=deepest,
+                instances=instances,
+                pools=pools,
+                excluded=[],
+                view_age_s=age_s,
+                more=more,
+                missed=missed_of(why),
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -267,11 +293,14 @@ def decode_presences(body: bytes, asked: PromptBatch) -> list[PresenceAnswer]:
                 raise LayoutError(f"{name!r} has a mask of {mask_bytes} bytes for {blocks} blocks in tier {tier}")
         holders = [
             BlocksHeld(
-                name=name, kind="pool" if flags & POOL else "instance", tier=tiers[tier], suspect=bool(flags & SUSPECT),
+                name=name,
+                kind="pool" if flags & POOL else "instance",
+                tier=tiers[tier],
+                suspect=bool(flags & SUSPECT),
                 held=mask.hex(),
             )
             for (_, tier, flags, _), name, mask in rows
-        ]  # fmt: skip
+        ]
         found.append(
             PresenceAnswer(
                 namespace=asked.namespace.hex(),
@@ -290,12 +319,14 @@ def decode_finds(body: bytes, asked: PromptBatch) -> list[FindAnswer]:
     age_s, parts = _parts(body, asked, FIND, _PEER)
     return [
         FindAnswer(
-            namespace=asked.namespace.hex(), blocks=len(hashes) // HASH_BYTES, view_age_s=age_s,
+            namespace=asked.namespace.hex(),
+            blocks=len(hashes) // HASH_BYTES,
+            view_age_s=age_s,
             pools=[PoolHolding(pool=name, depth=row[1]) for row, name, _ in rows if row[4] & POOL],
             peers=[_peer(row, name, address) for row, name, address in rows if not row[4] & POOL],
         )
         for (hashes, _), (_, _, rows, _) in zip(asked.prompts, parts, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _peer(row: tuple[int, ...], name: str, address: bytes) -> PeerHolding:
@@ -308,9 +339,13 @@ def _peer(row: tuple[int, ...], name: str, address: bytes) -> PeerHolding:
         raise LayoutError(f"{name!r} has an address of {len(words)} parts, and {in_host} of {depth} blocks in HOST")
     tiers = {Tier.HOST.name: in_host, Tier.NVME.name: depth - in_host}
     return PeerHolding(
-        instance=name, depth=depth, tiers={tier: blocks for tier, blocks in tiers.items() if blocks}, distance=distance,
-        suspect=bool(flags & SUSPECT), lends={part: word for part, word in zip(_ADDRESS, words, strict=False) if word},
-    )  # fmt: skip
+        instance=name,
+        depth=depth,
+        tiers={tier: blocks for tier, blocks in tiers.items() if blocks},
+        distance=distance,
+        suspect=bool(flags & SUSPECT),
+        lends={part: word for part, word in zip(_ADDRESS, words, strict=False) if word},
+    )
 
 
 def decode_routes(body: bytes, asked: PromptBatch) -> list[RouteAnswer]:
@@ -320,21 +355,36 @@ def decode_routes(body: bytes, asked: PromptBatch) -> list[RouteAnswer]:
     for (hashes, _), (_, more, rows, why) in zip(asked.prompts, parts, strict=True):
         ranked = [
             RankedInstance(
-                instance=name, cost_s=row[0], queueing_s=row[1], recompute_s=row[2], balance_s=row[3], fetch_s=row[4],
-                ttft_s=row[5], depth=row[6], missing_tokens=row[7], fetch_blocks=row[8],
-                suspect=bool(row[9] & SUSPECT), admitted=not row[9] & REFUSED,
+                instance=name,
+                cost_s=row[0],
+                queueing_s=row[1],
+                recompute_s=row[2],
+                balance_s=row[3],
+                fetch_s=row[4],
+                ttft_s=row[5],
+                depth=row[6],
+                missing_tokens=row[7],
+                fetch_blocks=row[8],
+                suspect=bool(row[9] & SUSPECT),
+                admitted=not row[9] & REFUSED,
                 load_age_s=None if row[9] & GUESSED else 0.0,
             )
             for row, name, _ in rows
-        ]  # fmt: skip
+        ]
         if not ranked:
             raise LayoutError("an answer to a route names no instance")
         found.append(
             RouteAnswer(
-                instance=ranked[0].instance, namespace=asked.namespace.hex(), blocks=len(hashes) // HASH_BYTES,
-                ranked=ranked, view_age_s=age_s, more=more, admitted=ranked[0].admitted, missed=missed_of(why),
+                instance=ranked[0].instance,
+                namespace=asked.namespace.hex(),
+                blocks=len(hashes) // HASH_BYTES,
+                ranked=ranked,
+                view_age_s=age_s,
+                more=more,
+                admitted=ranked[0].admitted,
+                missed=missed_of(why),
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -344,7 +394,9 @@ _Rows = list[tuple[tuple[int, ...], str, bytes]]
 def _parts(
     body: bytes, asked: PromptBatch, kind: int, row: struct.Struct
 ) -> tuple[float, list[tuple[int, int, _Rows, int]]]:
-    """The age of the view; of each prompt the largest depth, how many more, rows with their names and masks, and why nothing was found."""
+    """The age of the view; of each prompt the largest depth, how many more, rows with their names and masks, and why
+    nothing was found.
+    """
     try:
         magic, told, count, age_s = _ANSWERS.unpack_from(body)
         if magic != _MAGIC or told != kind or count != len(asked.prompts):

@@ -1,4 +1,7 @@
-"""What a caller may give with a question to the catalog, whatever carries it there. Each check raises ArgumentError, and says what to give."""
+"""What a caller may give with a question to the catalog, whatever carries it there.
+
+Each check raises ArgumentError, and says what to give.
+"""
 
 from __future__ import annotations
 

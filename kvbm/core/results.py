@@ -29,7 +29,8 @@ class Allocation(NamedTuple):
     """Slots to write.
 
     Attributes:
-        after: the offset that must be durable before the slots are overwritten; 0 for a tier that dies with the process.
+        after: the offset that must be durable before the slots are overwritten; 0 for a tier that dies with the
+            process.
     """
 
     slots: bytes

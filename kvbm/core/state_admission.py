@@ -1,7 +1,7 @@
 """Which states of recurrent layers are worth a slot. Soft state only; nothing here is an event.
 
-A state is as large as a block of attention and serves one prefix alone: the one that ends at its very boundary. Most boundaries are never
-looked for again; those where prompts end, or part from each other, are.
+A state is as large as a block of attention and serves one prefix alone: the one that ends at its very boundary. Most
+boundaries are never looked for again; those where prompts end, or part from each other, are.
 
 Source: Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs", MLSys 2025, section 4.1.
 """

@@ -1,4 +1,6 @@
-"""Who of equals serves a prompt: decided by content, so that the same prompt goes to the same instance and different ones spread."""
+"""Who of equals serves a prompt: decided by content, so that the same prompt goes to the same instance and different
+ones spread.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Questions about a prompt's tokens: they are hashed on the side of who asks, which knows the root, and then asked by their hashes."""
+"""Questions about a prompt's tokens: they are hashed on the side of who asks, which knows the root, and then asked by
+their hashes.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,8 @@ class TokenQuestions(ABC):
     def hashes(self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
         """Packed hashes of a prompt's full blocks, made here: the root stays on this side.
 
-        Raises: HashSchemeError: the namespace's blocks are hashed in another way, as vLLM's are. ArgumentError, LayoutError: an
-            argument that cannot be used, as `Manager.hash_tokens`.
+        Raises: HashSchemeError: the namespace's blocks are hashed in another way, as vLLM's are. ArgumentError,
+            LayoutError: an argument that cannot be used, as `Manager.hash_tokens`.
         """
         if not isinstance(namespace, Namespace):
             raise ArgumentTypeError(
@@ -109,5 +111,8 @@ class TokenQuestions(ABC):
         timeout_s: float | None = None,
         **more: Any,
     ) -> RouteAnswer:
-        """`route` of a prompt's tokens, hashed here; `more` is all that it takes else. Raises HashSchemeError: as `hashes`."""
+        """`route` of a prompt's tokens, hashed here;
+
+        `more` is all that it takes else. Raises HashSchemeError: as `hashes`.
+        """
         return self.route(namespace, self.hashes(namespace, secret, tokens), len(tokens), timeout_s=timeout_s, **more)

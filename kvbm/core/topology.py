@@ -20,11 +20,12 @@ class Link(NamedTuple):
 
 
 def distance(one: Sequence[str], other: Sequence[str]) -> int:
-    """How far apart two places are: the labels, counted from the innermost, up to the outermost that differs. 0: the same place.
+    """How far apart two places are: the labels, counted from the innermost, up to the outermost that differs. 0: the
+    same place.
 
     Args:
-        one, other: labels of a place, outermost first, such as ("zone-a", "rack-3", "host-17"). Where nothing is known of a place, it is
-            as far as the other has labels.
+        one, other: labels of a place, outermost first, such as ("zone-a", "rack-3", "host-17"). Where nothing is known
+            of a place, it is as far as the other has labels.
     """
     same = 0
     for here, there in zip(one, other, strict=False):

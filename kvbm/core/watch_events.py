@@ -1,6 +1,8 @@
-"""What is watched and what a feed says: the bodies of `POST /v1/watch` and of its server-sent events, the same structs at both ends.
+"""What is watched and what a feed says: the bodies of `POST /v1/watch` and of its server-sent events, the same structs
+at both ends.
 
-Hashes and namespace ids are as in `answers`. Every event may come twice after a reconnection; applied again in order it changes nothing.
+Hashes and namespace ids are as in `answers`. Every event may come twice after a reconnection; applied again in order it
+changes nothing.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class WatchBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
 
     Attributes:
         keepalive_s: something comes at least so often.
-        missed: of a watch of a namespace's blocks: that no instance has named it, as far as the caller may know, as a lookup says it. A
-            watch of a prefix has its reason in each answer.
+        missed: of a watch of a namespace's blocks: that no instance has named it, as far as the caller may know, as a
+            lookup says it. A watch of a prefix has its reason in each answer.
     """
 
     position: str
@@ -58,8 +60,9 @@ class BlockChange(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of one tier.
 
     Attributes:
-        what: "gained" and "lost"; "listed": held now, as part of snapshot number `snapshot`; "ended": that snapshot has ended, and what the
-            tier neither listed nor gained since its first "listed" is not held. An "ended" without "listed": nothing older is held.
+        what: "gained" and "lost"; "listed": held now, as part of snapshot number `snapshot`; "ended": that snapshot has
+            ended, and what the tier neither listed nor gained since its first "listed" is not held. An "ended" without
+            "listed": nothing older is held.
         namespace: "" of an "ended", which is of all namespaces. hashes: 32 digits each.
     """
 
@@ -71,7 +74,8 @@ class BlockChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockChanges(msgspec.Struct, frozen=True, kw_only=True, tag="changes"):
-    """What an instance, or a pool of cluster reach, has gained and lost, in order; at most 1,024 hashes, more are in further events.
+    """What an instance, or a pool of cluster reach, has gained and lost, in order; at most 1,024 hashes, more are in
+    further events.
 
     Attributes:
         epoch: of the instance; 0 of a pool.
@@ -87,8 +91,8 @@ class InstanceChange(msgspec.Struct, frozen=True, kw_only=True, tag="instance"):
     """Something has changed of an instance.
 
     Attributes:
-        what: "started" and "emptied" (its epoch was joined midway): it holds nothing until it is said to have gained it; "stopped";
-            "dropped": it was forgotten, with what it held; "state": the rest of this.
+        what: "started" and "emptied" (its epoch was joined midway): it holds nothing until it is said to have gained
+            it; "stopped"; "dropped": it was forgotten, with what it held; "state": the rest of this.
         excluded: why answers leave it out, or "". hidden: then, the tiers that answers do not speak of.
         suspect: it may hold more or less than was told.
     """
@@ -102,7 +106,9 @@ class InstanceChange(msgspec.Struct, frozen=True, kw_only=True, tag="instance"):
 
 
 class KnownInstances(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
-    """The feed goes on at another catalog, which knows these instances; after `is_last`, those not named hold nothing any more."""
+    """The feed goes on at another catalog, which knows these instances; after `is_last`, those not named hold nothing
+    any more.
+    """
 
     instances: list[str]
     is_last: bool

@@ -1,4 +1,7 @@
-"""`kvbm doctor`: what a machine and a configuration lack. Probes find facts in bounded time; pure functions judge them."""
+"""`kvbm doctor`: what a machine and a configuration lack.
+
+Probes find facts in bounded time; pure functions judge them.
+"""
 
 from kvbm.doctor.run import DoctorOptions, examine, main
 

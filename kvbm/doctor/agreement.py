@@ -19,7 +19,10 @@ def _judge_liveness(plan: Plan) -> Finding:
     if not nats.enabled:
         return unused(check, "nats.enabled is false")
     beats = catalog.liveness_s / nats.heartbeat_s
-    found = f"nats.heartbeat_s {nats.heartbeat_s:g}, catalog.liveness_s {catalog.liveness_s:g}: left out after {beats:.1f} heartbeats"
+    found = (
+        f"nats.heartbeat_s {nats.heartbeat_s:g}, catalog.liveness_s {catalog.liveness_s:g}: left out after "
+        f"{beats:.1f} heartbeats"
+    )
     fix = f"set catalog.liveness_s to {3.5 * nats.heartbeat_s:g}, on instances and catalog alike"
     if beats < _LEAST_BEATS:
         return problem(check, f"{found}; one that is late looks dead", fix)

@@ -83,7 +83,11 @@ def judge_io_uring(facts: dict[str, Any], plan: Plan) -> Finding:
         refusal += f", kernel.io_uring_disabled is {disabled}"
         fix = "sysctl kernel.io_uring_disabled=0"
     elif facts["setup"] == "EPERM":
-        fix = "allow io_uring_setup, io_uring_enter and io_uring_register in the container's seccomp profile (Docker's forbids them)"
+        fix = (
+            "allow io_uring_setup, io_uring_enter and io_uring_register in the container's seccomp profile "
+            "(Docker's "
+            "forbids them)"
+        )
     elif facts["setup"] == "ENOMEM":
         fix = "raise RLIMIT_MEMLOCK (ulimit -l unlimited)"
     else:

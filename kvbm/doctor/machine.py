@@ -85,7 +85,10 @@ def judge_cpu(facts: CpuFacts) -> list[Finding]:
     hashing = "SHA" if facts.flags.issuperset(_SHA) else "AVX2" if "avx2" in facts.flags else "portable"
     crc = "SSE4.2" if facts.flags.issuperset(_CRC) else "portable"
     others = [name.upper() for name in _OTHERS if name in facts.flags]
-    found = f"hashes by {hashing}, CRC-32C by {crc}: {speed(facts.crc_bytes_s)} a core; has {', '.join(others) or 'no AVX2'}"
+    found = (
+        f"hashes by {hashing}, CRC-32C by {crc}: {speed(facts.crc_bytes_s)} a core; has "
+        f"{', '.join(others) or 'no AVX2'}"
+    )
     if facts.architecture not in ("x86_64", "AMD64"):
         fix = f"native kernels for {facts.architecture} are portable C++ and slow; expect checksums to cost time"
         return [cores, warning("CPU kernels", found, fix)]
@@ -209,7 +212,10 @@ def _judge_room(facts: MemoryFacts, plan: Plan) -> Finding:
 
 
 def _judge_locked(facts: MemoryFacts, plan: Plan) -> Finding:
-    """Old kernels count io_uring's rings against the limit. What CUDA pins is its driver's matter and counts nowhere."""
+    """Old kernels count io_uring's rings against the limit.
+
+    What CUDA pins is its driver's matter and counts nowhere.
+    """
     check = "locked memory"
     found = "no limit" if facts.locked < 0 else f"{size(facts.locked)} may be locked"
     if facts.locked >= 0 and facts.may_lock:

@@ -35,9 +35,15 @@ def kept_paths(settings: Settings) -> list[str]:
     keys = [settings.pools.object.keys, settings.nats.credentials, settings.nats.nkey_seed, catalog.tenant_secrets_file]
     keys += [catalog.token, catalog.tls_key, catalog.client_key, settings.nats.tls_key]
     return [
-        settings.instance.data_dir, catalog.checkpoints, catalog.archive, nvme.folder, catalog.access,
-        *databases, *pools, *keys,
-    ]  # fmt: skip
+        settings.instance.data_dir,
+        catalog.checkpoints,
+        catalog.archive,
+        nvme.folder,
+        catalog.access,
+        *databases,
+        *pools,
+        *keys,
+    ]
 
 
 def _sqlite_file(url: str) -> str:

@@ -14,8 +14,8 @@ _NAME = "peers"
 
 
 def judge_peers(settings: Settings, facts: RdmaFacts | None = None) -> Finding:
-    """One line: of two instances, those of one machine and user read by memory, others by RDMA where both have a device, else by TCP where
-    both have the key or certificates.
+    """One line: of two instances, those of one machine and user read by memory, others by RDMA where both have a
+    device, else by TCP where both have the key or certificates.
 
     Args:
         facts: of RDMA; None: they are looked for where `transport.rdma` asks for it.

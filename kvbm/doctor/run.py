@@ -75,7 +75,10 @@ class _Check(NamedTuple):
 
 
 def main(settings: Settings, options: DoctorOptions) -> int:
-    """Check, and print the table or JSON. Returns 1 when there is a problem, else 0. Raises ConfigError: no such JSON file can be."""
+    """Check, and print the table or JSON.
+
+    Returns 1 when there is a problem, else 0. Raises ConfigError: no such JSON file can be.
+    """
     path = Path(options.json) if options.json not in ("", "-") else None
     check_report_path(path)
     report = examine(settings, options)

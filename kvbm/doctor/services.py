@@ -109,7 +109,10 @@ def _judge_server(view: ServerView, found: str) -> Finding:
 def _judge_stream(view: ServerView, settings: Settings) -> Finding:
     check = "NATS stream"
     if view.has_jetstream:
-        fix = "start nats-server with -js, or write jetstream {} into its configuration; for an account, jetstream: enabled"
+        fix = (
+            "start nats-server with -js, or write jetstream {} into its configuration; for an account, jetstream: "
+            "enabled"
+        )
         return problem(check, view.has_jetstream, fix)
     if view.unseen:
         fix = "give the user the permissions that kvbm nats-permissions prints"
@@ -282,7 +285,8 @@ def judge_objects(facts: Objects, settings: Settings) -> Finding:
     found = f"{facts.place}: put, read back and deleted, {milliseconds(facts.round_trip_s)} a read of 4 KiB"
     if facts.ignored:
         fix = (
-            "use a store with If-None-Match and If-Match (S3, Azure, Ceph): without them each put is preceded by a question, and"
+            "use a store with If-None-Match and If-Match (S3, Azure, Ceph): without them each put is preceded by a "
+            "question, and"
             " kvbm-catalog gc works only as the one janitor there is (gc.alone)"
         )
         return warning(check, f"{found}; conditions of puts are ignored: {'; '.join(facts.ignored)}", fix)

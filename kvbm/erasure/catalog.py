@@ -1,7 +1,9 @@
-"""A catalog's side of erasures: its database, its archive, its index and its checkpoints, once no instance and no object is left to name them.
+"""A catalog's side of erasures: its database, its archive, its index and its checkpoints, once no instance and no
+object is left to name them.
 
-What names the erased comes to a catalog by the stream for as long as somebody has events of it to send. So a catalog waits until every
-instance that SQL knows has answered that it is done, and until no claim of the object pool is left; then it does all of its own at once.
+What names the erased comes to a catalog by the stream for as long as somebody has events of it to send. So a catalog
+waits until every instance that SQL knows has answered that it is done, and until no claim of the object pool is left;
+then it does all of its own at once.
 """
 
 from __future__ import annotations
@@ -119,7 +121,10 @@ class CatalogErasures:
             self._said = said
 
     async def _recall(self, connected: Log) -> None:
-        """What this catalog has said before. While the stream has events of before that, it is done once more: they may have been read anew."""
+        """What this catalog has said before.
+
+        While the stream has events of before that, it is done once more: they may have been read anew.
+        """
         first_ns = (await connected.events_kept()).first_ns
         for answer in await _answers(connected):
             if answer.name == self._name:
@@ -130,7 +135,10 @@ class CatalogErasures:
                 } | self._progress
 
     async def _restored(self, connected: Log) -> Record:
-        """The record; where the stream has lost it, or it is damaged, this catalog's copy, put back. Raises ErasureError."""
+        """The record; where the stream has lost it, or it is damaged, this catalog's copy, put back.
+
+        Raises ErasureError.
+        """
         found = await connected.record()
         try:
             if found is not None:
@@ -185,7 +193,9 @@ class CatalogErasures:
         ]
 
     async def _meant(self, matcher: Matcher) -> set[NamespaceId]:
-        """The namespaces that are meant, of those this catalog has heard of: the record's, and those whose own fields say whose they are."""
+        """The namespaces that are meant, of those this catalog has heard of: the record's, and those whose own fields
+        say whose they are.
+        """
         service = self._service
         known = {*service.index.namespaces(), *await service.store.claimed_namespaces()}
         tenants: dict[NamespaceId, str | None] = dict.fromkeys(known)

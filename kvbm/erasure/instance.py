@@ -4,10 +4,13 @@ For each erasure, in this order:
 
 1. It notes which blocks it holds that are meant. Blocks that come later are new use, and are left alone.
 2. It withdraws them from its tiers by ordinary events. Pinned ones too: their slots stay with their requests.
-3. It fills every slot with zeros that is free, in HBM, HOST and NVME, and waits until each other slot was free once or holds another block.
-4. It has what is held listed again, and once the stream has that, it deletes what the journal had before, history included.
+3. It fills every slot with zeros that is free, in HBM, HOST and NVME, and waits until each other slot was free once or
+   holds another block.
+4. It has what is held listed again, and once the stream has that, it deletes what the journal had before, history
+   included.
 
-Nothing has to be done twice: numbers of erasures that are done are kept beside the journal. A process that dies in between begins anew.
+Nothing has to be done twice: numbers of erasures that are done are kept beside the journal. A process that dies in
+between begins anew.
 """
 
 from __future__ import annotations
@@ -92,9 +95,11 @@ class DoneErasures:
 
 
 class StartErasures:
-    """What a start leaves out of what the journal says NVME has kept: all that is meant by erasures this instance has not done.
+    """What a start leaves out of what the journal says NVME has kept: all that is meant by erasures this instance has
+    not done.
 
-    Blocks of namespaces that the engine does not name at its start are left out, too: nobody here can tell whose they are.
+    Blocks of namespaces that the engine does not name at its start are left out, too: nobody here can tell whose they
+    are.
 
     Args:
         tenants: the namespaces the engine names, and whose each is.
@@ -216,7 +221,9 @@ class InstanceErasures:
         job.dirty = {tier: set(range(self._instance.slots(tier))) for tier in self._instance.tiers}
 
     def _unsaid(self, erasure: Erasure) -> tuple[bytes, ...]:
-        """Digests of namespaces of the tenant that the record does not name: catalogs may know no fields of what was erased before."""
+        """Digests of namespaces of the tenant that the record does not name: catalogs may know no fields of what was
+        erased before.
+        """
         if not erasure.tenant:
             return ()
         matcher, tenants = Matcher(erasure), self._instance.tenants()

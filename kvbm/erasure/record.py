@@ -1,7 +1,8 @@
 """What is to be erased: numbered requests, and the record of all that are in force, as it lies on the stream.
 
-The record names nobody. Of a tenant, a namespace and a block it has digests, salted anew for each erasure: who holds blocks can tell which
-are meant, and who reads the record, today or years later, learns no name and no hash that he does not guess whole.
+The record names nobody. Of a tenant, a namespace and a block it has digests, salted anew for each erasure: who holds
+blocks can tell which are meant, and who reads the record, today or years later, learns no name and no hash that he does
+not guess whole.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Erasure(msgspec.Struct, frozen=True, kw_only=True):
     """One request, as the record has it.
 
     Attributes:
-        number: of the cluster's erasures; grows with the time, so that no number is given twice though the record was lost.
+        number: of the cluster's erasures; grows with the time, so that no number is given twice though the record was
+            lost.
         at_ns: when it was asked for; it means what was there before.
         salt: of its digests.
         tenant: digest of the tenant's name; b"" where namespaces are named.
@@ -140,7 +142,8 @@ class Matcher:
 def with_erasure(record: Record, wanted: Subject, at_ns: int, done: Collection[int] = ()) -> tuple[Record, Erasure]:
     """The record with a request in it, and the request. One for the same that nobody is done with is that request.
 
-    What came after somebody was done is not meant by that one. The new one takes its place where it means all that it meant.
+    What came after somebody was done is not meant by that one. The new one takes its place where it means all that it
+    meant.
 
     Args:
         done: numbers of those that anybody is done with.
@@ -165,7 +168,8 @@ def with_erasure(record: Record, wanted: Subject, at_ns: int, done: Collection[i
     grown = Record(newest=number, erasures=(*others, erasure))
     if len(encoded(grown)) > MOST_BYTES:
         raise ErasureError(
-            f"the record of erasures has {len(record.erasures)} in force and room for no more; lift those that are done: "
+            f"the record of erasures has {len(record.erasures)} in force and room for no more; lift those that are "
+            "done: "
             "kvbm-catalog erase --lift N"
         )
     return grown, erasure
@@ -190,7 +194,8 @@ def decoded(data: bytes) -> Record:
         return msgspec.msgpack.decode(data, type=Record)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedRecordError(
-            f"the record of erasures cannot be read ({error}); a catalog that knows it puts it back, or write it anew: kvbm-catalog erase"
+            f"the record of erasures cannot be read ({error}); a catalog that knows it puts it back, or write it anew: "
+            "kvbm-catalog erase"
         ) from None
 
 

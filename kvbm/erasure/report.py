@@ -47,8 +47,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         places: those that had, or may have, something.
         done_ns: when nothing was left anywhere; 0: not yet.
-        namespaces: digests of namespaces that an instance says are the tenant's and that the record does not name. A hint to the
-            operator, and no more: nothing is erased because an answer says so.
+        namespaces: digests of namespaces that an instance says are the tenant's and that the record does not name. A
+            hint to the operator, and no more: nothing is erased because an answer says so.
     """
 
     places: tuple[Place, ...] = ()
@@ -61,7 +61,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: INSTANCE, CATALOG or OBJECTS.
-        gone: a catalog that has stopped and left nothing behind, or that an operator has forgotten: nobody waits for it until it answers.
+        gone: a catalog that has stopped and left nothing behind, or that an operator has forgotten: nobody waits for it
+            until it answers.
     """
 
     name: str
@@ -98,15 +99,19 @@ def decoded(data: bytes) -> Answer:
             for text in (place.name, place.erased, place.waits)
         ):
             raise ErasureError(
-                f"an answer to an erasure has more than {_MOST_PLACES} places, or a text of more than {MAX_TEXT_BYTES} bytes"
+                f"an answer to an erasure has more than {_MOST_PLACES} places, or a text of more than {MAX_TEXT_BYTES} "
+                "bytes"
             )
     return answer
 
 
 def answers_of(found: Mapping[str, bytes]) -> list[Answer]:
-    """What everybody says for himself, by name. What cannot be read, or is said in another's name, is no answer: it is waited for.
+    """What everybody says for himself, by name.
 
-    What one is stands in the name, which the server's permissions bind to who has it: an instance speaks for no catalog and no pool.
+    What cannot be read, or is said in another's name, is no answer: it is waited for.
+
+    What one is stands in the name, which the server's permissions bind to who has it: an instance speaks for no catalog
+    and no pool.
     """
     answers = []
     for name, data in found.items():
@@ -122,7 +127,9 @@ def answers_of(found: Mapping[str, bytes]) -> list[Answer]:
 
 
 def counted(answers: Iterable[Answer], instances: Collection[str]) -> list[Answer]:
-    """Answers of those who can have something: an instance that SQL knows speaks for itself alone, and nobody else for one."""
+    """Answers of those who can have something: an instance that SQL knows speaks for itself alone, and nobody else for
+    one.
+    """
     return [answer for answer in answers if (answer.kind == INSTANCE) == (answer.name in instances)]
 
 
@@ -170,7 +177,8 @@ class Known(NamedTuple):
         max_age_s: how long the stream keeps events; 0: for ever.
         has_objects: whether an object pool is configured here.
         now_ns: the time.
-        untold: namespaces of claims whose fields nobody has told, so that they may be the tenant's, each with those who say that it is.
+        untold: namespaces of claims whose fields nobody has told, so that they may be the tenant's, each with those who
+            say that it is.
     """
 
     instances: Mapping[str, str]
@@ -222,7 +230,10 @@ def _catalog_lines(number: int, answers: Sequence[Answer]) -> list[Line]:
         if number in answer.progress:
             lines += _lines_of(answer, number)
         else:
-            word = f"the catalog to answer: it erases when it runs again; if it never will: kvbm-catalog erase --forget-catalog {answer.name}"
+            word = (
+                "the catalog to answer: it erases when it runs again; if it never will: kvbm-catalog erase "
+                f"--forget-catalog {answer.name}"
+            )
             lines.append(Line(answer.name, _OF_CATALOG, "", word))
     return lines or [Line("catalog", _OF_CATALOG, "", "a catalog that serves")]
 
@@ -235,7 +246,10 @@ def _untold_line(namespace: NamespaceId, said_by: Sequence[str]) -> Line:
     """Nobody but the operator can say whose a namespace is that has no fields."""
     who = f"instance {', '.join(said_by[:_NAMED])} says it is the tenant's, and" if said_by else "it is claimed, and"
     name = namespace.hex()
-    word = f"your word: {who} nobody has told its fields; erase it (--namespace {name}), or say that it is another's (--spare {name})"
+    word = (
+        f"your word: {who} nobody has told its fields; erase it (--namespace {name}), or say that it is another's "
+        f"(--spare {name})"
+    )
     return Line("SQL", f"claims of {name}", "", word)
 
 

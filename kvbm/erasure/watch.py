@@ -1,4 +1,6 @@
-"""A thread of an instance that reads the record of erasures now and then, goes on with what is under way, and says how far it has come."""
+"""A thread of an instance that reads the record of erasures now and then, goes on with what is under way, and says how
+far it has come.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,14 @@ class ErasureWatch:
     """
 
     def __init__(
-        self, name: str, erasures: InstanceErasures, connect: Callable[[], Awaitable[Log]], hold_back: Callable[[bool], None],
-        is_known: bool, options: WatchOptions,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        erasures: InstanceErasures,
+        connect: Callable[[], Awaitable[Log]],
+        hold_back: Callable[[bool], None],
+        is_known: bool,
+        options: WatchOptions,
+    ) -> None:
         self._name, self._erasures, self._connect, self._hold_back = name, erasures, connect, hold_back
         self._options = options
         self._holds = not is_known
@@ -130,7 +137,10 @@ class ErasureWatch:
             self._stopping.wait(_BUSY_S if self._erasures.is_busy else pause_s)
 
     def _turn(self, runner: asyncio.Runner) -> None:
-        """Read the record, go on, and say how far that is. The loop runs while something is asked, and not while a device works."""
+        """Read the record, go on, and say how far that is.
+
+        The loop runs while something is asked, and not while a device works.
+        """
         found = runner.run(self._read())
         if found is not None:
             self._erasures.take(records.decoded(found.data))
@@ -175,8 +185,11 @@ class ErasureWatch:
         hold_s = self._options.hold_s
         if self._holds and 0 <= hold_s <= time.monotonic() - self._begun_s:
             log.warning(
-                "erasure.unknown", instance=self._name, waited_s=hold_s,
-                remedy="blocks of an earlier run are served all the same: see to NATS; erasure.hold_s says how long they are held back,"
+                "erasure.unknown",
+                instance=self._name,
+                waited_s=hold_s,
+                remedy="blocks of an earlier run are served all the same: see to NATS; erasure.hold_s says how long "
+                "they are held back,"
                 " -1 until the record was read",
-            )  # fmt: skip
+            )
             self._release()

@@ -1,4 +1,6 @@
-"""The janitor of a pool of cluster reach: it alone withdraws claims and deletes objects, and claims what nobody claims."""
+"""The janitor of a pool of cluster reach: it alone withdraws claims and deletes objects, and claims what nobody
+claims.
+"""
 
 from __future__ import annotations
 

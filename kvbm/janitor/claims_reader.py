@@ -16,7 +16,10 @@ from kvbm.streams.base import ORIGIN, Position
 
 
 class ClaimsReader:
-    """The claims of one pool, which `use` names. Every method raises CatalogError: the database does not answer, or refuses."""
+    """The claims of one pool, which `use` names.
+
+    Every method raises CatalogError: the database does not answer, or refuses.
+    """
 
     def __init__(self, url: str | Path, pool: str = "") -> None:
         """Open the catalog's database. Raises CatalogError, MissingExtraError: as `SqlStore.open`."""
@@ -47,7 +50,9 @@ class ClaimsReader:
         return self._runner.run(self._store.namespaces())
 
     def streams(self) -> list[str]:
-        """The names of the streams it was made from: another cluster's are others, for they tell when a stream was made."""
+        """The names of the streams it was made from: another cluster's are others, for they tell when a stream was
+        made.
+        """
         return self._runner.run(self._store.streams())
 
     def last(self, runs: Sequence[Run]) -> list[int]:

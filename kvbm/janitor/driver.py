@@ -173,7 +173,8 @@ class Driver:
         kept = {entry.name: entry.modified_ns for entry in self._store.listed(KEPT_PREFIX, self._deadline_s)}
         if probe not in kept:
             raise PoolError(
-                f"OBJECT pool {self._store.name}: an object put just now is not in the listing; a janitor needs a store that lists what it has"
+                f"OBJECT pool {self._store.name}: an object put just now is not in the listing; a janitor needs a "
+                "store that lists what it has"
             )
         store_ns = kept[probe]
         old_ns = store_ns - int(_CLOCK_AGE_S * 1e9)
@@ -274,7 +275,8 @@ class Driver:
 
     def _trouble(self, what: str, refusal: Refusal) -> PoolError:
         return PoolError(
-            f"OBJECT pool {self._store.name}: {what} failed: {refusal.words}; check pools.object and what its credentials may do "
+            f"OBJECT pool {self._store.name}: {what} failed: {refusal.words}; check pools.object and what its "
+            "credentials may do "
             "(a janitor lists, puts and deletes)"
         )
 
@@ -295,7 +297,8 @@ class Driver:
             raise JanitorError("the janitor has no instance yet; this is a bug")
         if self._manager.epoch != self._epoch:
             raise JanitorError(
-                f"the janitor's instance {self._manager.instance} had to begin epoch {self._manager.epoch}: another process took its "
+                f"the janitor's instance {self._manager.instance} had to begin epoch {self._manager.epoch}: another "
+                "process took its "
                 "place meanwhile, or its events found no room. Nothing more was deleted"
             )
         return self._manager
@@ -323,7 +326,10 @@ class Driver:
 
 
 def run_once(janitor: Janitor, driver: Driver, clock: Callable[[], float] = time.monotonic) -> Report:
-    """Drive one run to its end. Raises KvbmError: what ended it early; whatever ends it, the lease is given back if it can be."""
+    """Drive one run to its end.
+
+    Raises KvbmError: what ended it early; whatever ends it, the lease is given back if it can be.
+    """
     try:
         _drive(janitor, driver, clock, janitor.step(clock()))
     except KvbmError:

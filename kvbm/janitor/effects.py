@@ -1,4 +1,7 @@
-"""What a janitor wants done, one thing at a time, and what it is told in answer. The driver does them; tests do them by hand."""
+"""What a janitor wants done, one thing at a time, and what it is told in answer.
+
+The driver does them; tests do them by hand.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +132,9 @@ class WriteUsed(Effect[None]):
 
 @dataclass(frozen=True)
 class Names(Effect[list[str]]):
-    """What the objects are named whose last blocks these are, `blocks` to an object; none where nobody here can tell."""
+    """What the objects are named whose last blocks these are, `blocks` to an object; none where nobody here can
+    tell.
+    """
 
     blocks: int
     run: Run

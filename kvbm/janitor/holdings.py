@@ -1,8 +1,8 @@
 """What a pool is claimed to hold beside what its listing shows, in columns: a pool may have tens of millions of blocks.
 
-An object is known among the claims by its last block, the one that names it. A claim is renewed by whoever reads an object, and objects
-are read to their end, so the claim of the last block tells when the object was last used. Prompts that part within an object share the
-blocks before: several objects hold these, and their claims stand for all of them.
+An object is known among the claims by its last block, the one that names it. A claim is renewed by whoever reads an
+object, and objects are read to their end, so the claim of the last block tells when the object was last used. Prompts
+that part within an object share the blocks before: several objects hold these, and their claims stand for all of them.
 """
 
 from __future__ import annotations
@@ -96,12 +96,17 @@ class NamespaceClaims:
         self.known_ns[row] = max(seen.modified_ns, elsewhere_ns)
 
     def used_ns(self) -> np.ndarray:
-        """When each object was last claimed, used or put, whichever is latest: no clock that runs behind makes it older than it is."""
+        """When each object was last claimed, used or put, whichever is latest: no clock that runs behind makes it older
+        than it is.
+        """
         used_ns: np.ndarray = np.maximum(self.last_ns, self.known_ns)
         return used_ns
 
     def learn_shared(self, held: np.ndarray | None) -> None:
-        """Learn which blocks are in several objects: `held` are those of all objects, repeats included; None: nobody can tell."""
+        """Learn which blocks are in several objects: `held` are those of all objects, repeats included;
+
+        None: nobody can tell.
+        """
         self._knows_shared = held is not None
         if held is not None:
             blocks, counts = np.unique(held, return_counts=True)
@@ -122,7 +127,9 @@ class NamespaceClaims:
         return b"".join(last)
 
     def _with_rows(self, hashes: bytes) -> Iterator[tuple[bytes, int | None]]:
-        """The blocks of an object, each with its row among those shared: None where it is the object's own, -1 where nobody can tell."""
+        """The blocks of an object, each with its row among those shared: None where it is the object's own, -1 where
+        nobody can tell.
+        """
         for at in range(0, len(hashes), HASH_BYTES):
             block = hashes[at : at + HASH_BYTES]
             is_last = at + HASH_BYTES == len(hashes)
@@ -140,7 +147,8 @@ class Holdings:
         claims: of each namespace.
         young: name and k of objects without a claim that may get one yet.
         found: packed hashes of objects that nobody claimed, by namespace.
-        nameless: namespaces of which nobody here can tell under what names they stand: whose tenant they are has not been said.
+        nameless: namespaces of which nobody here can tell under what names they stand: whose tenant they are has not
+            been said.
         names: of the objects of those, by namespace and last block; their headers told.
         untold: objects that look like ours and whose headers nobody here can read.
     """
@@ -265,7 +273,10 @@ def over_quota(
 
 
 def _first_above(holdings: Holdings, entries: list[_Entry], quota_bytes: int | None) -> int:
-    """Sorts objects by when they were used. Returns how many, from the first on, must go so that the rest is within a quota."""
+    """Sorts objects by when they were used.
+
+    Returns how many, from the first on, must go so that the rest is within a quota.
+    """
     entries.sort()
     return 0 if quota_bytes is None else len(_above(holdings, {OTHERS: entries}, quota_bytes, 0, {}))
 

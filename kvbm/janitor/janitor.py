@@ -3,11 +3,13 @@
 `step(now_s, answer)` takes the answer to the last effect and gives the next one, until there is none. In this order:
 
 1. It takes the lease, so that one janitor works for all clusters of a store, and compares the two clocks.
-2. It finishes the tombstones that another janitor has left: their grace begins anew, then what nobody has claimed since is deleted.
-3. It reconciles the claims in SQL with the store's listing. Objects without a claim are claimed; claims without an object are withdrawn.
-4. It chooses victims: objects older than their time, and objects above a quota. It withdraws the claims of their blocks that no other
-   object holds, and waits until SQL has that. It writes their names into the store as tombstones, where every instance sees them. After
-   the grace it deletes what nobody has claimed since, and removes the tombstones.
+2. It finishes the tombstones that another janitor has left: their grace begins anew, then what nobody has claimed since
+   is deleted.
+3. It reconciles the claims in SQL with the store's listing. Objects without a claim are claimed; claims without an
+   object are withdrawn.
+4. It chooses victims: objects older than their time, and objects above a quota. It withdraws the claims of their blocks
+   that no other object holds, and waits until SQL has that. It writes their names into the store as tombstones, where
+   every instance sees them. After the grace it deletes what nobody has claimed since, and removes the tombstones.
 
 A janitor may die at any time:
 
@@ -16,9 +18,9 @@ A janitor may die at any time:
     the tombstones          begins their grace anew, whatever its cluster, then deletes or keeps
     the deletion            finds the object gone and removes the tombstones
 
-Nothing is deleted before its name was in tombstones for a whole grace of one janitor, on that janitor's own monotonic clock, without a
-new claim. A holder of the lease that slept for longer than the lease notices before its next batch. If it sleeps between that check and
-the deletion, the late deletion costs a miss, never a wrong byte.
+Nothing is deleted before its name was in tombstones for a whole grace of one janitor, on that janitor's own monotonic
+clock, without a new claim. A holder of the lease that slept for longer than the lease notices before its next batch. If
+it sleeps between that check and the deletion, the late deletion costs a miss, never a wrong byte.
 """
 
 from __future__ import annotations

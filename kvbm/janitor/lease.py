@@ -1,8 +1,8 @@
 """The lease: one janitor at a time over all clusters that share a bucket.
 
-It is one small object, changed by compare-and-swap. How old it is says the store: the time of the lease's last change is held against
-that of an object put just now, so no two machines' clocks are ever compared. How long its holder may rely on it the holder counts on its own
-monotonic clock, from before it asked.
+It is one small object, changed by compare-and-swap. How old it is says the store: the time of the lease's last change
+is held against that of an object put just now, so no two machines' clocks are ever compared. How long its holder may
+rely on it the holder counts on its own monotonic clock, from before it asked.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class StoreStatus(NamedTuple):
     Attributes:
         store_ns: the store's time now.
         skew_s: this machine's clock less the store's.
-        ignored: the conditions of puts that the store takes no notice of, in words: on such a store two may have the lease at once.
+        ignored: the conditions of puts that the store takes no notice of, in words: on such a store two may have the
+            lease at once.
     """
 
     store_ns: int
@@ -79,6 +80,7 @@ def claimed(found: Found, holder: str, run: str, held_s: float) -> Lease:
     there = decode(found.body)
     if there is not None and there.holder and there.run != run and found.age_s < there.held_s + SLACK_S:
         raise JanitorBusyError(
-            f"another janitor works: {there.holder} renewed its lease {found.age_s:.0f} s ago, for {there.held_s:g} s; nothing to do"
+            f"another janitor works: {there.holder} renewed its lease {found.age_s:.0f} s ago, for {there.held_s:g} s; "
+            "nothing to do"
         )
     return Lease(holder=holder, run=run, epoch=1 + (there.epoch if there is not None else 0), held_s=held_s)

@@ -27,7 +27,10 @@ class Reconciler:
         self._steps, self._rules, self._report = steps, steps.rules, steps.report
 
     def inspect_objects(self, holdings: Holdings) -> Steps[int]:
-        """Hold the listing against the claims, and claim what is not claimed. Returns the bytes of what was found so."""
+        """Hold the listing against the claims, and claim what is not claimed.
+
+        Returns the bytes of what was found so.
+        """
         used_by, used_here = UsedBy((yield from do(ReadUsed()))), UsedHere()
         old_ns = self._steps.store_now_ns() - self._rules.older_ns
         after, found_bytes = _FIRST_NAME, 0
@@ -102,9 +105,11 @@ class Reconciler:
         return sum(header.size_bytes for header in headers)
 
     def reconcile(self, holdings: Holdings) -> Steps[None]:
-        """Bring claims to what objects hold, in each namespace where their numbers differ; they do where objects share blocks, too.
+        """Bring claims to what objects hold, in each namespace where their numbers differ; they do where objects share
+        blocks, too.
 
-        Blocks that objects share and claims without an object can make up for each other in the numbers, so some runs look closer.
+        Blocks that objects share and claims without an object can make up for each other in the numbers, so some runs
+        look closer.
         """
         looks_closer = zlib.crc32(self._steps.run.encode()) % _LOOK_CLOSER_RUNS == 0
         for claims in holdings.claims.values():
@@ -130,7 +135,10 @@ class Reconciler:
     def _headers_of(
         self, holdings: Holdings, claims: NamespaceClaims, placed: np.ndarray, young: Sequence[str]
     ) -> Steps[list[Header] | None]:
-        """The headers of all objects of a namespace; None where one cannot be told, so that nobody knows which claims are without."""
+        """The headers of all objects of a namespace;
+
+        None where one cannot be told, so that nobody knows which claims are without.
+        """
         names = list(young)
         for blocks in np.unique(claims.blocks[placed]).tolist():
             rows = placed[claims.blocks[placed] == blocks]

@@ -19,8 +19,8 @@ class Rules(NamedTuple):
         quota_bytes: the least recently used go while there are more; 0: no limit.
         grace_s: between a withdrawal that everybody can see and the deletion.
         young_s: an object without a claim may get one yet for so long.
-        skew_s: how far clocks of instances, janitors and store may be apart. It is added to the TTL, and a janitor whose clock is
-            farther from the store's does not work.
+        skew_s: how far clocks of instances, janitors and store may be apart. It is added to the TTL, and a janitor
+            whose clock is farther from the store's does not work.
         lease_s: for how long the lease is taken.
         sql_wait_s: how long the catalog may take to store what was emitted.
         used_s: SQL may tell the last use of a block so much early. It is added to the TTL.
@@ -28,8 +28,8 @@ class Rules(NamedTuple):
         parts: of tenants, by name; OTHERS for all that are not named.
         sealed: whether its objects are those whose names tell nothing; others are not this pool's, then.
         alone: the operator says that no other janitor works on the store; counts where the store cannot keep a lease.
-        erase: an erasure: objects of these namespaces go, whatever their age, and no others. Those that hold one of the blocks, or all where
-            no block is named.
+        erase: an erasure: objects of these namespaces go, whatever their age, and no others. Those that hold one of the
+            blocks, or all where no block is named.
     """
 
     ttl_s: float
@@ -48,7 +48,10 @@ class Rules(NamedTuple):
 
     @property
     def older_ns(self) -> int:
-        """The age from which objects go. Clocks that differ by less than is allowed, and uses that SQL does not tell apart, make none go early."""
+        """The age from which objects go.
+
+        Clocks that differ by less than is allowed, and uses that SQL does not tell apart, make none go early.
+        """
         return int(((self.ttl_s or _USED_S) + self.skew_s + self.used_s) * 1_000_000_000)
 
     @property

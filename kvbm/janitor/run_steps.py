@@ -61,7 +61,8 @@ class RunSteps:
     def take_lease(self) -> Steps[None]:
         """Inspect the store, and take the lease.
 
-        Raises: JanitorError: clocks are too far apart, or the store cannot keep a lease. JanitorBusyError: another has it.
+        Raises: JanitorError: clocks are too far apart, or the store cannot keep a lease. JanitorBusyError: another has
+            it.
         """
         asked_s = self.now_s
         status = yield from do(Inspect())
@@ -69,7 +70,8 @@ class RunSteps:
         if abs(skew_s) > allowed_s:
             way = "ahead of" if skew_s > 0 else "behind"
             raise JanitorError(
-                f"this machine's clock is {abs(skew_s):.0f} s {way} the store's, more than gc.skew_s ({allowed_s:g}); set the clock. "
+                f"this machine's clock is {abs(skew_s):.0f} s {way} the store's, more than gc.skew_s ({allowed_s:g}); "
+                "set the clock. "
                 "Nothing was changed"
             )
         self._store_ns, self._store_ns_at_s = status.store_ns, self.now_s
@@ -77,8 +79,10 @@ class RunSteps:
             return
         if status.ignored and not self.rules.alone:
             raise JanitorError(
-                f"the store ignores conditions of puts ({'; '.join(status.ignored)}), so two janitors could have its lease at once; use a "
-                "store that heeds them, or set gc.alone = true where this is the only janitor of all clusters, and `kvbm-catalog erase` runs "
+                f"the store ignores conditions of puts ({'; '.join(status.ignored)}), so two janitors could have its "
+                "lease at once; use a "
+                "store that heeds them, or set gc.alone = true where this is the only janitor of all clusters, and "
+                "`kvbm-catalog erase` runs "
                 "only while it does not. Nothing was changed"
             )
         lease = leases.claimed(status.lease, self._holder, self.run, self.rules.lease_s)
@@ -96,7 +100,10 @@ class RunSteps:
         return taken
 
     def hold(self, for_s: float = 0.0) -> Steps[None]:
-        """Go on only while the lease is ours, and for so long at least; renew it in time. Raises JanitorError: it was lost."""
+        """Go on only while the lease is ours, and for so long at least; renew it in time.
+
+        Raises JanitorError: it was lost.
+        """
         if self.dry_run:
             return
         for _ in range(_RENEWALS):
@@ -106,7 +113,8 @@ class RunSteps:
             renewed = msgspec.structs.replace(self._lease, renewed=self._lease.renewed + 1)
             if not (yield from self._put_lease(renewed, self._lease_body, asked_s)):
                 raise JanitorError(
-                    f"the lease was lost: no renewal for {asked_s - self._good_until_s + self._lease.held_s:.0f} s, and another "
+                    f"the lease was lost: no renewal for {asked_s - self._good_until_s + self._lease.held_s:.0f} s, "
+                    "and another "
                     "janitor has taken it. Nothing more was deleted; the other goes on"
                 )
             if self._good_until_s - self.now_s >= for_s:
@@ -131,7 +139,8 @@ class RunSteps:
             fresh = False
             if self.now_s > deadline_s:
                 raise JanitorError(
-                    f"the catalog has not stored within {self.rules.sql_wait_s:g} s what was said; start `kvbm-catalog serve` on this "
+                    f"the catalog has not stored within {self.rules.sql_wait_s:g} s what was said; start `kvbm-catalog "
+                    "serve` on this "
                     "cluster and database, or see why it is behind. Nothing more was deleted"
                 )
             yield from self.hold()
@@ -152,7 +161,10 @@ class RunSteps:
         return described
 
     def _ask_headers(self, names: tuple[str, ...]) -> Steps[dict[str, Header | Unread]]:
-        """Those of some objects. What a slow store did not answer in time is asked for again, while it answers for others."""
+        """Those of some objects.
+
+        What a slow store did not answer in time is asked for again, while it answers for others.
+        """
         headers: dict[str, Header | Unread] = dict.fromkeys(names, Unread.UNKNOWN)
         asked = names
         for _ in range(_ASKS):

@@ -1,8 +1,9 @@
 """What a cluster used lately, for the janitors of other clusters that share the store.
 
-A catalog knows the claims and uses of its own cluster alone, so a janitor would find old what another cluster reads every minute. So each
-run leaves, in one object for its cluster, when its objects were last claimed or used there; who decides what is old takes
-the latest of all. What a cluster that is gone has left ages as everything does. Entries are 16 bytes: 8 of a digest of the name, and the time.
+A catalog knows the claims and uses of its own cluster alone, so a janitor would find old what another cluster reads
+every minute. So each run leaves, in one object for its cluster, when its objects were last claimed or used there; who
+decides what is old takes the latest of all. What a cluster that is gone has left ages as everything does. Entries are
+16 bytes: 8 of a digest of the name, and the time.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ BATCH_NAMES = 1000  # deleted by one call
 
 
 class _Listed(NamedTuple):
-    """An object in a list of tombstones: what it holds, and those of its blocks whose claim says that somebody wants it."""
+    """An object in a list of tombstones: what it holds, and those of its blocks whose claim says that somebody wants
+    it.
+    """
 
     header: Header
     own: bytes

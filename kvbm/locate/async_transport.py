@@ -1,7 +1,8 @@
 """Requests to a catalog over HTTP from a loop of asyncio: what `transport` does with threads that wait, without any.
 
-Connections are kept, and one at a time has a request: a task that is cancelled closes its own. HTTP/1.1 as a catalog speaks it: an answer has a
-length, or comes in chunks, or ends with its connection. A catalog behind a proxy that the environment names is asked by a thread of the loop's.
+Connections are kept, and one at a time has a request: a task that is cancelled closes its own. HTTP/1.1 as a catalog
+speaks it: an answer has a length, or comes in chunks, or ends with its connection. A catalog behind a proxy that the
+environment names is asked by a thread of the loop's.
 """
 
 from __future__ import annotations
@@ -142,7 +143,10 @@ class AsyncTransport:
         return self._first.url
 
     async def send(self, request: Request, timeout_s: float) -> tuple[int, bytes]:
-        """The answer's status and body. Raises CatalogError: none answers in time. CatalogClosedError: it was closed."""
+        """The answer's status and body.
+
+        Raises CatalogError: none answers in time. CatalogClosedError: it was closed.
+        """
         turns = Turns(self._first, request, timeout_s)
         for at, share_s in turns:
             with turns.asking():

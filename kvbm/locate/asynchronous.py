@@ -37,12 +37,14 @@ CONNECTIONS = 16
 
 
 class AsyncCatalog:
-    """Asks a catalog without keeping an asyncio loop. Arguments and errors are those of `Catalog`; `async with` closes it.
+    """Asks a catalog without keeping an asyncio loop.
+
+    Arguments and errors are those of `Catalog`; `async with` closes it.
 
     Args:
         catalog: a client, or a replica. It is closed with this.
-        at_once: whether it answers without waiting for anybody, as a replica does: then it is called in the loop. Else questions wait
-            in threads, so many at a time as it keeps connections.
+        at_once: whether it answers without waiting for anybody, as a replica does: then it is called in the loop. Else
+            questions wait in threads, so many at a time as it keeps connections.
     """
 
     def __init__(self, catalog: Catalog, at_once: bool = False) -> None:
@@ -160,11 +162,12 @@ class AsyncCatalog:
 
 
 class AsyncCatalogClient(AsyncCatalog):
-    """Asks one catalog from a loop of asyncio, without threads: a question that is cancelled ends. `async with` closes it. Only through a
-    proxy that the environment names is it asked by a thread.
+    """Asks one catalog from a loop of asyncio, without threads: a question that is cancelled ends.
 
-    Answers, arguments and errors are those of `CatalogClient`; it belongs to the loop in which it is first asked. What comes piece by piece
-    (`watch`, `fetch_checkpoint`) and nats:// are `CatalogClient`'s alone.
+    `async with` closes it. Only through a proxy that the environment names is it asked by a thread.
+
+    Answers, arguments and errors are those of `CatalogClient`; it belongs to the loop in which it is first asked. What
+    comes piece by piece (`watch`, `fetch_checkpoint`) and nats:// are `CatalogClient`'s alone.
 
     Args:
         url: http://host:port, https://host:port, or unix:/path; several with commas between, as of `CatalogClient`.
@@ -212,7 +215,9 @@ class AsyncCatalogClient(AsyncCatalog):
         self._transport.close()
 
     async def _ask(self, question: Callable[..., R], *arguments: Any, **more: Any) -> R:
-        """A question of `CatalogClient`, worked out up to its next request, again once that is answered, and so on to its end."""
+        """A question of `CatalogClient`, worked out up to its next request, again once that is answered, and so on to
+        its end.
+        """
         answers: list[tuple[int, bytes]] = []
         while True:
             try:
@@ -264,6 +269,9 @@ class _Questions(CatalogClient):
 
     @contextmanager
     def answered(self, answers: list[tuple[int, bytes]], url: str) -> Iterator[None]:
-        """Within it, the requests of one question have these answers. Nothing is awaited within it, so questions do not meet."""
+        """Within it, the requests of one question have these answers.
+
+        Nothing is awaited within it, so questions do not meet.
+        """
         self._answered.url, self._answered.answers = url, iter(answers)
         yield

@@ -1,6 +1,7 @@
 """Asking where blocks are, beyond what the own ledger knows.
 
-A manager asks a `Locator`, to which trouble is an answer of zero, never an exception. A router asks a `Catalog`, which says what is wrong.
+A manager asks a `Locator`, to which trouble is an answer of zero, never an exception. A router asks a `Catalog`, which
+says what is wrong.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Locator(Protocol):
         """
 
     def claimed(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> bytes:
-        """Which of these blocks somebody claims the pool holds, each by itself: a bit for each, as in `BlocksHeld.held`.
+        """Which of these blocks somebody claims the pool holds, each by itself: a bit for each, as in
+        `BlocksHeld.held`.
 
         As `find`; b"" when nobody answers in time.
         """
@@ -80,11 +82,12 @@ class Nowhere:
 
 
 class Catalog(Protocol):
-    """What a router asks, whatever answers: `CatalogClient` over HTTP, a unix socket or NATS, `CatalogReplica` in its own process.
+    """What a router asks, whatever answers: `CatalogClient` over HTTP, a unix socket or NATS, `CatalogReplica` in its
+    own process.
 
-    Any thread may call it. Every method raises CatalogError when nothing answers in time, CatalogRefusedError when the answer is an
-    error, CatalogClosedError after `close`, and ArgumentError for an argument that cannot be used. Arguments are told at `CatalogClient`.
-    `with` closes it.
+    Any thread may call it. Every method raises CatalogError when nothing answers in time, CatalogRefusedError when the
+    answer is an error, CatalogClosedError after `close`, and ArgumentError for an argument that cannot be used.
+    Arguments are told at `CatalogClient`. `with` closes it.
     """
 
     def __enter__(self) -> Self: ...
@@ -131,7 +134,9 @@ class Catalog(Protocol):
         limit: int = MAX_PEERS,
         instances: Sequence[str] | None = None,
     ) -> FindAnswer:
-        """What of these blocks can be read from elsewhere: what pools are claimed to hold, and which live instances lend."""
+        """What of these blocks can be read from elsewhere: what pools are claimed to hold, and which live instances
+        lend.
+        """
 
     def route(
         self,

@@ -24,7 +24,9 @@ def fetch_checkpoint(
     quiet_s: float,
     refusal: Callable[[str, int, bytes], CatalogError],
 ) -> bool:
-    """Write the two files of the newest checkpoint; False: the catalog has none. Raises CatalogError: they do not come whole.
+    """Write the two files of the newest checkpoint;
+
+    False: the catalog has none. Raises CatalogError: they do not come whole.
 
     Args:
         timeout_s: of the connection. quiet_s: nothing comes for so long.

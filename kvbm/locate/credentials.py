@@ -1,5 +1,7 @@
-"""How whoever asks the catalog proves who it is, and knows that it is the catalog: a token, a CA, a certificate. All are files that may be
-replaced while they are in use."""
+"""How whoever asks the catalog proves who it is, and knows that it is the catalog: a token, a CA, a certificate.
+
+All are files that may be replaced while they are in use.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,8 @@ def _read_token(path: str) -> str:
             data = file.read(_MOST_TOKEN_BYTES + 1)
     except OSError as error:
         raise ConfigError(
-            f"catalog.token {path} cannot be read ({error.strerror}); write the token there that kvbm-catalog token has printed"
+            f"catalog.token {path} cannot be read ({error.strerror}); write the token there that kvbm-catalog token "
+            "has printed"
         ) from None
     token = data.decode("ascii", "replace").strip()
     if (
@@ -140,7 +143,8 @@ def _new_context(credentials: CatalogCredentials) -> ssl.SSLContext:
             context.load_cert_chain(credentials.client_cert, credentials.client_key, password=_no_password)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"catalog.client_cert {credentials.client_cert} and catalog.client_key {credentials.client_key} do not belong together, "
+                f"catalog.client_cert {credentials.client_cert} and catalog.client_key {credentials.client_key} do not "
+                "belong together, "
                 f"or are no PEM without password ({_reason(error)})"
             ) from None
     return context

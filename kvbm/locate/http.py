@@ -86,13 +86,14 @@ _Entry = TypeVar("_Entry")
 class CatalogClient(TokenQuestions):
     """Asks one catalog. Any thread may call it; connections are kept.
 
-    Every method raises CatalogError, in one sentence, when the catalog does not answer in time, CatalogRefusedError when it answers
-    with an error, CatalogClosedError once it is closed, and ArgumentError before it is asked, for an argument that cannot be used. `with`
-    closes it. In a program of asyncio use `AsyncCatalogClient`.
+    Every method raises CatalogError, in one sentence, when the catalog does not answer in time, CatalogRefusedError
+    when it answers with an error, CatalogClosedError once it is closed, and ArgumentError before it is asked, for an
+    argument that cannot be used. `with` closes it. In a program of asyncio use `AsyncCatalogClient`.
 
     Args:
-        url: http://host:port, unix:/path of the socket of a catalog on this machine, or nats://host:port/CLUSTER/CALLER, where any
-            catalog of the cluster answers; several with commas between, of which the one that answered last is asked first
+        url: http://host:port, unix:/path of the socket of a catalog on this machine, or
+            nats://host:port/CLUSTER/CALLER, where any catalog of the cluster answers; several with commas between, of
+            which the one that answered last is asked first
         hash_tokens: `sequence_hashes` or its native implementation.
         credentials: how this side proves who it is; files that are replaced are read again, and once more after a 401.
     """
@@ -183,9 +184,17 @@ class CatalogClient(TokenQuestions):
             limit: at most so many instances that lend are named, 1 to 4.
         """
         request = _question(
-            FindRequest, namespace, hashes, at_least, wait_s, checked_peers(limit), instances,
-            first=checked_int(first, "first", most=MAX_HASHES), asker=_asker(asker), topology=checked_place(topology),
-        )  # fmt: skip
+            FindRequest,
+            namespace,
+            hashes,
+            at_least,
+            wait_s,
+            checked_peers(limit),
+            instances,
+            first=checked_int(first, "first", most=MAX_HASHES),
+            asker=_asker(asker),
+            topology=checked_place(topology),
+        )
         return self._post("/v1/find", request, FindAnswer, timeout_s, wait_s if at_least else 0.0)
 
     def route(
@@ -211,12 +220,20 @@ class CatalogClient(TokenQuestions):
             latency, deadline_s, phase, remember, elsewhere: as in RouteRequest.
         """
         request = _question(
-            RouteRequest, namespace, hashes, at_least, wait_s, limit, instances,
-            input_tokens=checked_int(input_tokens, "input_tokens"), latency=checked_word(latency, "latency", LATENCIES),
+            RouteRequest,
+            namespace,
+            hashes,
+            at_least,
+            wait_s,
+            limit,
+            instances,
+            input_tokens=checked_int(input_tokens, "input_tokens"),
+            latency=checked_word(latency, "latency", LATENCIES),
             deadline_s=None if deadline_s is None else checked_seconds(deadline_s, "deadline_s"),
             phase=checked_word(phase, "phase", PHASES),
-            remember=remember, elsewhere=elsewhere,
-        )  # fmt: skip
+            remember=remember,
+            elsewhere=elsewhere,
+        )
         return self._post("/v1/route", request, RouteAnswer, timeout_s, wait_s if at_least else 0.0)
 
     def lookup_many(
@@ -303,7 +320,9 @@ class CatalogClient(TokenQuestions):
         after: str | None = None,
         limit: int = LIMIT,
     ) -> CatalogWatch:
-        """What changes of a namespace's blocks, of an instance's, or of who has a prefix, from now on. Close it when it is done with.
+        """What changes of a namespace's blocks, of an instance's, or of who has a prefix, from now on.
+
+        Close it when it is done with.
 
         Args:
             hashes: packed, of a prefix of at most 4,096 blocks; then a namespace is needed.
@@ -321,9 +340,12 @@ class CatalogClient(TokenQuestions):
                     "hashes", f"has {len(hashes) // HASH_BYTES} hashes; give 1 to {MAX_WATCHED_HASHES}"
                 )
         asked = WatchRequest(
-            namespace=None if namespace is None else named(namespace), instance=instance,
-            hashes=None if hashes is None else hashes.hex(), limit=checked_limit(limit), after=after,
-        )  # fmt: skip
+            namespace=None if namespace is None else named(namespace),
+            instance=instance,
+            hashes=None if hashes is None else hashes.hex(),
+            limit=checked_limit(limit),
+            after=after,
+        )
         return CatalogWatch(self._over_http(), asked, self._timeout_s, self._refusal)
 
     def block(self, namespace: Namespace | NamespaceId, block: bytes) -> BlockAnswer:
@@ -346,7 +368,10 @@ class CatalogClient(TokenQuestions):
         return next((found for found in page.instances if found.instance == instance), None)
 
     def ask_snapshot(self, instance: InstanceId | str) -> bool:
-        """Ask an instance to take a snapshot of what it holds; whether it has heard. CatalogRefusedError: there is no such instance."""
+        """Ask an instance to take a snapshot of what it holds; whether it has heard.
+
+        CatalogRefusedError: there is no such instance.
+        """
         path = f"/v1/instances/{_quoted(instance)}/snapshot"
         status, body = self._transport.send(Request("POST", path, b"", may_repeat=False), self._timeout_s)
         return self._decode(path, status, body, SnapshotAnswer).heard
@@ -407,7 +432,10 @@ class CatalogClient(TokenQuestions):
             time.sleep(POLL_S)
 
     def forget(self, instance: InstanceId) -> None:
-        """Have an instance forgotten that is gone. Raises CatalogRefusedError: it is alive, unknown, or not known to be gone."""
+        """Have an instance forgotten that is gone.
+
+        Raises CatalogRefusedError: it is alive, unknown, or not known to be gone.
+        """
         path = f"/v1/instances/{_quoted(instance)}"
         status, body = self._transport.send(Request("DELETE", path, may_repeat=False), self._timeout_s)
         self._decode(path, status, body, ForgottenAnswer)
@@ -424,7 +452,8 @@ class CatalogClient(TokenQuestions):
     def _over_http(self) -> Transport:
         if not isinstance(self._transport, Transport):
             raise CatalogError(
-                f"what comes piece by piece comes over HTTP, and {self.url} is of NATS; make a client with http://host:port or unix:/path"
+                f"what comes piece by piece comes over HTTP, and {self.url} is of NATS; make a client with "
+                "http://host:port or unix:/path"
             )
         return self._transport
 
@@ -479,16 +508,26 @@ class CatalogClient(TokenQuestions):
 
 
 def _question(
-    kind: type[Q], namespace: Namespace | NamespaceId, hashes: bytes, at_least: Sequence[PositionWanted], wait_s: float, limit: int,
-    instances: Sequence[str] | None, **more: Any,
-) -> Q:  # fmt: skip
+    kind: type[Q],
+    namespace: Namespace | NamespaceId,
+    hashes: bytes,
+    at_least: Sequence[PositionWanted],
+    wait_s: float,
+    limit: int,
+    instances: Sequence[str] | None,
+    **more: Any,
+) -> Q:
     """A question about blocks; `more` has what only its kind has."""
     check_run(hashes)
     return kind(
-        namespace=named(namespace), hashes=hashes.hex(), at_least=checked_positions(at_least),
+        namespace=named(namespace),
+        hashes=hashes.hex(),
+        at_least=checked_positions(at_least),
         timeout_s=checked_seconds(wait_s, "wait_s"),
-        limit=checked_limit(limit), instances=checked_names(instances), **more,
-    )  # fmt: skip
+        limit=checked_limit(limit),
+        instances=checked_names(instances),
+        **more,
+    )
 
 
 def _batch(

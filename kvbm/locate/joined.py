@@ -76,9 +76,20 @@ class Prompt(NamedTuple):
         timeout_s = max(_LEAST_S, self.left_s() - self.wait_s) if at_least else self.left_s()
         try:
             return member.client.route(
-                self.namespace, self.hashes, self.input_tokens, at_least, self.wait_s, timeout_s, self.limit,
-                named_of(member, self.names), self.latency, self.deadline_s, self.phase, False, elsewhere,
-            )  # fmt: skip
+                self.namespace,
+                self.hashes,
+                self.input_tokens,
+                at_least,
+                self.wait_s,
+                timeout_s,
+                self.limit,
+                named_of(member, self.names),
+                self.latency,
+                self.deadline_s,
+                self.phase,
+                False,
+                elsewhere,
+            )
         except CatalogRefusedError as error:
             if error.code != _NOBODY:
                 raise
@@ -92,10 +103,17 @@ class Prompt(NamedTuple):
         """
         try:
             offer.member.client.route(
-                self.namespace, self.hashes, self.input_tokens, timeout_s=self.left_s(), limit=1,
-                instances=[offer.ranked.instance], latency=self.latency, deadline_s=self.deadline_s, phase=self.phase,
+                self.namespace,
+                self.hashes,
+                self.input_tokens,
+                timeout_s=self.left_s(),
+                limit=1,
+                instances=[offer.ranked.instance],
+                latency=self.latency,
+                deadline_s=self.deadline_s,
+                phase=self.phase,
                 elsewhere=together,
-            )  # fmt: skip
+            )
         except CatalogRefusedError as error:
             if error.code != _NOBODY:
                 raise

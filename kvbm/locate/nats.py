@@ -39,7 +39,8 @@ class NatsTransport:
     A question that is lost with its catalog or its connection is asked again, within its time.
 
     Args:
-        url: nats://host:port/CLUSTER/CALLER; several servers with commas between, of which the one that answered last is asked first.
+        url: nats://host:port/CLUSTER/CALLER; several servers with commas between, of which the one that answered last
+            is asked first.
     Raises: CatalogError: the URL cannot be used. ConfigError, MissingExtraError: a file of the credentials cannot.
     """
 
@@ -77,7 +78,8 @@ class NatsTransport:
         asked = message_of(request.method, request.path, request.body)
         if asked is None:
             raise CatalogError(
-                f"{request.method} {request.path} is not answered over NATS; ask the catalog over HTTP, with an operator's token"
+                f"{request.method} {request.path} is not answered over NATS; ask the catalog over HTTP, with an "
+                "operator's token"
             )
         verb, body = asked
         headers = b"" if request.content_type == JSON_TYPE else f"{TYPE_HEADER}: {request.content_type}\r\n".encode()
@@ -120,7 +122,10 @@ class NatsTransport:
         return subject
 
     def _asked(self, question: Question, verb: str, deadline_s: float) -> tuple[int, bytes]:
-        """The answer of whoever listens, or why those that are there do not. Raises NobodyError: nobody has for some time."""
+        """The answer of whoever listens, or why those that are there do not.
+
+        Raises NobodyError: nobody has for some time.
+        """
         until_s, pause_s = min(deadline_s, time.monotonic() + _NOBODY_S), _PAUSE_S
         while True:
             try:
@@ -141,7 +146,8 @@ class NatsTransport:
             if len(question.headers) + len(question.body) + 64 > wire.max_payload:
                 is_good = True
                 raise CatalogError(
-                    f"a question of {len(question.body)} bytes; NATS at {wire.server.shown} takes {wire.max_payload}: ask over HTTP, in "
+                    f"a question of {len(question.body)} bytes; NATS at {wire.server.shown} takes {wire.max_payload}: "
+                    "ask over HTTP, in "
                     "smaller batches, or have max_payload raised there"
                 )
             message = wire.ask(question, deadline_s)
@@ -214,9 +220,13 @@ class NatsTransport:
 
     def _nobody(self, error: NobodyError) -> str:
         return self._away(
-            f"{error}: no catalog of cluster {self._cluster!r} runs, or none is ready, or its file of callers has no [[nats]] "
+            f"{error}: no catalog of cluster {self._cluster!r} runs, or none is ready, or its file of callers has no "
+            "[[nats]] "
             f"of the name {self._caller!r}, or that caller asks too much"
         )
 
     def _away(self, why: str) -> str:
-        return f"the catalog at {self.url} does not answer ({why}); start it with kvbm-catalog serve, or correct catalog.url"
+        return (
+            f"the catalog at {self.url} does not answer ({why}); start it with kvbm-catalog serve, or correct "
+            "catalog.url"
+        )

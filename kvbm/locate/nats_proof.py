@@ -1,4 +1,6 @@
-"""How whoever asks the catalog over NATS proves to the server who it is: a key, a JWT, a user and password, or a token."""
+"""How whoever asks the catalog over NATS proves to the server who it is: a key, a JWT, a user and password, or
+a token.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def target_of(url: str) -> Target:
 
 
 class NatsProof:
-    """What the files of credentials say when it is asked. Raises ConfigError, MissingExtraError: they cannot be used."""
+    """What the files of credentials say when it is asked.
+
+    Raises ConfigError, MissingExtraError: they cannot be used.
+    """
 
     def __init__(self, credentials: NatsCredentials) -> None:
         self._files = credentials
@@ -88,7 +93,8 @@ class NatsProof:
             jwt, seed = _behind(text, _JWT_MARK), _behind(text, _SEED_MARK)
             if not jwt or not seed:
                 raise ConfigError(
-                    f"nats.credentials {files.credentials} has no user's JWT and seed; give a .creds file, as nsc writes it"
+                    f"nats.credentials {files.credentials} has no user's JWT and seed; give a .creds file, as nsc "
+                    "writes it"
                 )
             _, signature = _signed("nats.credentials", files.credentials, seed, nonce)
             return {"jwt": jwt, "sig": signature}
@@ -112,7 +118,8 @@ class NatsProof:
                 context.load_cert_chain(files.tls_cert, files.tls_key, password=_no_password)
         except (OSError, ValueError, TypeError) as error:  # TypeError: a file that is not ASCII
             raise ConfigError(
-                f"nats.tls_ca, nats.tls_cert and nats.tls_key cannot be used ({getattr(error, 'reason', None) or error}); give PEM, "
+                "nats.tls_ca, nats.tls_cert and nats.tls_key cannot be used "
+                f"({getattr(error, 'reason', None) or error}); give PEM, "
                 "and a key without password that belongs to the certificate"
             ) from None
         return context

@@ -1,4 +1,6 @@
-"""A connection's bytes, read and written by the thread that asks: with a deadline each, and as few calls of the system as can be."""
+"""A connection's bytes, read and written by the thread that asks: with a deadline each, and as few calls of the system
+as can be.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _MOST_S = 1e6  # a poll takes no more
 
 
 class PlainSocket:
-    """A socket that never blocks; its waits are polls. A timeout of Python's own costs two calls of the system more, each time.
+    """A socket that never blocks; its waits are polls.
+
+    A timeout of Python's own costs two calls of the system more, each time.
 
     Attributes:
         sock: itself.

@@ -1,6 +1,8 @@
-"""One connection to a NATS server, on which one question is asked at a time: the thread that asks writes and reads by itself.
+"""One connection to a NATS server, on which one question is asked at a time: the thread that asks writes and reads by
+itself.
 
-A library that reads in a thread or loop of its own costs two changes of threads a question, which take longer than the answer.
+A library that reads in a thread or loop of its own costs two changes of threads a question, which take longer than the
+answer.
 """
 
 from __future__ import annotations
@@ -106,7 +108,9 @@ class Wire:
         self._sock.close()
 
     def is_alive(self) -> bool:
-        """Whether an idle connection can be used: what has come meanwhile is read, and the server's pings are answered."""
+        """Whether an idle connection can be used: what has come meanwhile is read, and the server's pings are
+        answered.
+        """
         try:
             for _ in range(_MOST_IDLE_READS):
                 data = self._sock.read()
@@ -125,7 +129,8 @@ class Wire:
     def ask(self, question: Question, deadline_s: float) -> Message:
         """Send a question and wait for its answer.
 
-        Raises: LostError: the connection ended. LateError: no answer in time; one that comes later is passed over. NobodyError.
+        Raises: LostError: the connection ended. LateError: no answer in time; one that comes later is passed over.
+            NobodyError.
         CatalogError: the server refuses.
         """
         inbox = b"%b.%d" % (self._inbox, next(self._counter))
@@ -165,9 +170,17 @@ class Wire:
         if not info.headers:
             raise self._lost("the server has no headers", "use nats-server 2.2 or newer")
         fields: dict[str, Any] = {
-            "verbose": False, "pedantic": False, "lang": "python", "version": "kvbm", "name": "kvbm", "protocol": 1,
-            "headers": True, "no_responders": True, "echo": False, "tls_required": is_wanted,
-        } | proof.connect_fields(self.server, info.nonce)  # fmt: skip
+            "verbose": False,
+            "pedantic": False,
+            "lang": "python",
+            "version": "kvbm",
+            "name": "kvbm",
+            "protocol": 1,
+            "headers": True,
+            "no_responders": True,
+            "echo": False,
+            "tls_required": is_wanted,
+        } | proof.connect_fields(self.server, info.nonce)
         begin = b"CONNECT %b\r\nSUB %b.* 1\r\nPING\r\n" % (msgspec.json.encode(fields), self._inbox)
         self._send(begin, deadline_s)
         while True:

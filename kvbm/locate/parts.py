@@ -1,7 +1,9 @@
-"""Asking a cluster whose instances several catalogs divide among them by parts: those that are needed are asked, and their answers joined.
+"""Asking a cluster whose instances several catalogs divide among them by parts: those that are needed are asked, and
+their answers joined.
 
-A catalog knows the instances in its parts alone, so the joined answer has of each instance what its own catalog says. What is not an
-instance's, how far a pool of cluster reach is claimed, each catalog knows as far as its instances have said; the largest counts.
+A catalog knows the instances in its parts alone, so the joined answer has of each instance what its own catalog says.
+What is not an instance's, how far a pool of cluster reach is claimed, each catalog knows as far as its instances have
+said; the largest counts.
 """
 
 from __future__ import annotations
@@ -114,10 +116,12 @@ class _Askers:
 
 
 class PartedCatalog(TokenQuestions):
-    """A `kvbm.Catalog` over those of all parts of a cluster. Any thread may call it. Errors are those of `CatalogClient`.
+    """A `kvbm.Catalog` over those of all parts of a cluster.
 
-    An answer needs all catalogs that are asked: one that is away is an error, which names its URL. Where catalogs follow the same part, the
-    best that one of them says of an instance counts.
+    Any thread may call it. Errors are those of `CatalogClient`.
+
+    An answer needs all catalogs that are asked: one that is away is an error, which names its URL. Where catalogs
+    follow the same part, the best that one of them says of an instance counts.
 
     Args:
         urls: as that of `CatalogClient`, one for the catalogs that follow the same parts.
@@ -165,7 +169,10 @@ class PartedCatalog(TokenQuestions):
         limit: int = LIMIT,
         instances: Sequence[str] | None = None,
     ) -> LookupAnswer:
-        """Who has how much of a prefix. As `CatalogClient.lookup`; those of different parts that have as much stand in turns."""
+        """Who has how much of a prefix.
+
+        As `CatalogClient.lookup`; those of different parts that have as much stand in turns.
+        """
         asked = (namespace, hashes, at_least, wait_s, timeout_s, limit, instances)
         return joined_lookups(self._answers(lambda client: client.lookup, *asked), limit)
 
@@ -184,10 +191,18 @@ class PartedCatalog(TokenQuestions):
         return joined_presences(self._answers(lambda client: client.presence, *asked), limit)
 
     def find(
-        self, namespace: Namespace | NamespaceId, hashes: bytes, first: int = 0, asker: str = "", topology: Sequence[str] = (),
-        at_least: Sequence[PositionWanted] = (), wait_s: float = 1.0, timeout_s: float | None = None, limit: int = MAX_PEERS,
+        self,
+        namespace: Namespace | NamespaceId,
+        hashes: bytes,
+        first: int = 0,
+        asker: str = "",
+        topology: Sequence[str] = (),
+        at_least: Sequence[PositionWanted] = (),
+        wait_s: float = 1.0,
+        timeout_s: float | None = None,
+        limit: int = MAX_PEERS,
         instances: Sequence[str] | None = None,
-    ) -> FindAnswer:  # fmt: skip
+    ) -> FindAnswer:
         """What of these blocks can be read from elsewhere. As `CatalogClient.find`."""
         ask, asked = (
             _finding(first, asker, topology),
@@ -211,37 +226,60 @@ class PartedCatalog(TokenQuestions):
     ) -> RouteAnswer:
         """Where to send a prompt. As `CatalogClient.route`.
 
-        All are asked for their prices, then the one of the cheapest instance remembers the prompt. Prices depend on the load of all
-        candidates: each catalog is told the others' as of the last question of this namespace. Where that is long ago, where instances are
-        named, and where some lend blocks of the prompt, all are asked twice.
+        All are asked for their prices, then the one of the cheapest instance remembers the prompt. Prices depend on the
+        load of all candidates: each catalog is told the others' as of the last question of this namespace. Where that
+        is long ago, where instances are named, and where some lend blocks of the prompt, all are asked twice.
 
         Args:
             timeout_s: of all these requests together.
         """
         prompt = Prompt(
-            namespace, hashes, input_tokens, at_least, wait_s, limit, checked_names(instances), latency, deadline_s, phase,
+            namespace,
+            hashes,
+            input_tokens,
+            at_least,
+            wait_s,
+            limit,
+            checked_names(instances),
+            latency,
+            deadline_s,
+            phase,
             time.monotonic() + self._within_s(timeout_s, at_least, wait_s),
-        )  # fmt: skip
+        )
         return self._routed(prompt) or self._routed(prompt._replace(at_least=())) or refuse_nobody(self.url)
 
     def lookup_many(
-        self, namespace: Namespace | NamespaceId, prompts: Sequence[bytes], timeout_s: float | None = None, limit: int = LIMIT
-    ) -> list[LookupAnswer]:  # fmt: skip
+        self,
+        namespace: Namespace | NamespaceId,
+        prompts: Sequence[bytes],
+        timeout_s: float | None = None,
+        limit: int = LIMIT,
+    ) -> list[LookupAnswer]:
         """`lookup` of several prompts. As `CatalogClient.lookup_many`."""
         answers = self._answers_many(lambda client: client.lookup_many, namespace, prompts, timeout_s, limit)
         return [joined_lookups(of_one, limit) for of_one in answers]
 
     def presence_many(
-        self, namespace: Namespace | NamespaceId, runs: Sequence[bytes], timeout_s: float | None = None, limit: int = LIMIT
-    ) -> list[PresenceAnswer]:  # fmt: skip
+        self,
+        namespace: Namespace | NamespaceId,
+        runs: Sequence[bytes],
+        timeout_s: float | None = None,
+        limit: int = LIMIT,
+    ) -> list[PresenceAnswer]:
         """`presence` of several runs of blocks. As `CatalogClient.presence_many`."""
         answers = self._answers_many(lambda client: client.presence_many, namespace, runs, timeout_s, limit)
         return [joined_presences(of_one, limit) for of_one in answers]
 
     def find_many(
-        self, namespace: Namespace | NamespaceId, runs: Sequence[bytes], firsts: Sequence[int] | None = None, asker: str = "",
-        topology: Sequence[str] = (), timeout_s: float | None = None, limit: int = MAX_PEERS,
-    ) -> list[FindAnswer]:  # fmt: skip
+        self,
+        namespace: Namespace | NamespaceId,
+        runs: Sequence[bytes],
+        firsts: Sequence[int] | None = None,
+        asker: str = "",
+        topology: Sequence[str] = (),
+        timeout_s: float | None = None,
+        limit: int = MAX_PEERS,
+    ) -> list[FindAnswer]:
         """`find` of several runs of blocks. As `CatalogClient.find_many`."""
         answers = self._answers_many(_finding_many(firsts, asker, topology), namespace, runs, timeout_s, limit)
         return [joined_finds(of_one, limit) for of_one in answers]
@@ -254,7 +292,10 @@ class PartedCatalog(TokenQuestions):
         timeout_s: float | None = None,
         limit: int = LIMIT,
     ) -> list[RouteAnswer]:
-        """`route` of several prompts, one after the other; `timeout_s` is of each. Arguments as `CatalogClient.route_many`."""
+        """`route` of several prompts, one after the other;
+
+        `timeout_s` is of each. Arguments as `CatalogClient.route_many`.
+        """
         if len(input_tokens) != len(prompts):
             raise ArgumentValueError("input_tokens", f"has {len(input_tokens)} numbers for {len(prompts)} prompts")
         if not 1 <= len(prompts) <= MOST_ROUTES:
@@ -276,10 +317,12 @@ class PartedCatalog(TokenQuestions):
         )
         holders = {(one.name, one.kind, one.tier): one for answer in answers for one in answer.holders}
         return BlockAnswer(
-            namespace=answers[0].namespace, hash=answers[0].hash, holders=[holders[key] for key in sorted(holders)],
+            namespace=answers[0].namespace,
+            hash=answers[0].hash,
+            holders=[holders[key] for key in sorted(holders)],
             view_age_s=max(answer.view_age_s for answer in answers),
             missed=UNSET if holders else joined_missed(answer.missed for answer in answers),
-        )  # fmt: skip
+        )
 
     def instances(self) -> list[InstanceSummary]:
         """All instances, by name."""
@@ -311,7 +354,10 @@ class PartedCatalog(TokenQuestions):
         self._ask(lambda one: one.client.forget(instance), self._asked([instance], self._timeout_s), self._timeout_s)
 
     def fetch_checkpoint(self, folder: Path, parts: tuple[int, ...]) -> bool:
-        """As `CatalogClient.fetch_checkpoint`, of one that follows these parts and no others; False: none does, or it has none."""
+        """As `CatalogClient.fetch_checkpoint`, of one that follows these parts and no others;
+
+        False: none does, or it has none.
+        """
         return any(one.client.fetch_checkpoint(folder) for one in self._all(self._timeout_s) if one.parts == parts)
 
     # -- readiness ----------------------------------------------------------------------------------------------------
@@ -333,7 +379,10 @@ class PartedCatalog(TokenQuestions):
         )
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
-        """Wait until all catalogs answer and are ready. Raises CatalogError: they are not in time, or some parts are followed by none."""
+        """Wait until all catalogs answer and are ready.
+
+        Raises CatalogError: they are not in time, or some parts are followed by none.
+        """
         deadline_s = time.monotonic() + timeout_s
         for client in self._clients:
             client.wait_ready(max(0.0, deadline_s - time.monotonic()))
@@ -343,7 +392,9 @@ class PartedCatalog(TokenQuestions):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _routed(self, prompt: Prompt) -> RouteAnswer | None:
-        """The answer to a prompt, which is remembered; None: whoever is to serve it has just gone, or is in a part that another follows now.
+        """The answer to a prompt, which is remembered;
+
+        None: whoever is to serve it has just gone, or is in a part that another follows now.
 
         Raises CatalogRefusedError: there is nobody.
         """
@@ -394,9 +445,16 @@ class PartedCatalog(TokenQuestions):
         return answers, loads
 
     def _answers(
-        self, ask: Callable[[CatalogClient], Callable[..., A]], namespace: Namespace | NamespaceId, hashes: bytes,
-        at_least: Sequence[PositionWanted], wait_s: float, timeout_s: float | None, limit: int, instances: Sequence[str] | None,
-    ) -> list[A]:  # fmt: skip
+        self,
+        ask: Callable[[CatalogClient], Callable[..., A]],
+        namespace: Namespace | NamespaceId,
+        hashes: bytes,
+        at_least: Sequence[PositionWanted],
+        wait_s: float,
+        timeout_s: float | None,
+        limit: int,
+        instances: Sequence[str] | None,
+    ) -> list[A]:
         """What each says of some blocks. `ask`: how a catalog is asked."""
         names, within_s = checked_names(instances), self._within_s(timeout_s, at_least, wait_s)
 
@@ -407,9 +465,13 @@ class PartedCatalog(TokenQuestions):
         return self._ask(answer, self._asked(names, within_s, at_least), within_s)
 
     def _answers_many(
-        self, ask: Callable[[CatalogClient], Callable[..., list[A]]], namespace: Namespace | NamespaceId, runs: Sequence[bytes],
-        timeout_s: float | None, limit: int,
-    ) -> Iterator[tuple[A, ...]]:  # fmt: skip
+        self,
+        ask: Callable[[CatalogClient], Callable[..., list[A]]],
+        namespace: Namespace | NamespaceId,
+        runs: Sequence[bytes],
+        timeout_s: float | None,
+        limit: int,
+    ) -> Iterator[tuple[A, ...]]:
         """The same of several runs of blocks: run by run what all of them say."""
         within_s = self._within_s(timeout_s)
         answers = self._ask(
@@ -423,14 +485,18 @@ class PartedCatalog(TokenQuestions):
         return (self._timeout_s if timeout_s is None else timeout_s) + (wait_s if at_least else 0.0)
 
     def _ask(self, ask: Callable[[Member], A], members: Sequence[Member], within_s: float) -> list[A]:
-        """All of them beside each other. Raises what the first of them raises; CatalogError: others of our questions are in the way."""
+        """All of them beside each other.
+
+        Raises what the first of them raises; CatalogError: others of our questions are in the way.
+        """
         until_s = time.monotonic() + within_s + _LATE_S
         waiting = [self._submit(ask, member) for member in members[1:]]
         try:
             return [ask(members[0]), *(one.result(max(0.0, until_s - time.monotonic())) for one in waiting)]
         except TimeoutError:
             raise CatalogError(
-                f"the catalogs at {self.url} do not answer within {within_s:g} s; ask fewer questions at a time, or give them more time"
+                f"the catalogs at {self.url} do not answer within {within_s:g} s; ask fewer questions at a time, or "
+                "give them more time"
             ) from None
         finally:
             for one in waiting:
@@ -455,8 +521,8 @@ class PartedCatalog(TokenQuestions):
     def _all(self, within_s: float) -> list[Member]:
         """Which catalog follows what. Raises CatalogError: nobody follows some parts.
 
-        One caller looks anew, the others go on with what is known. A catalog that does not answer then follows what it did: it is an error
-        to those that need it, and to nobody else.
+        One caller looks anew, the others go on with what is known. A catalog that does not answer then follows what it
+        did: it is an error to those that need it, and to nobody else.
         """
         now_s = time.monotonic()
         with self._guard:
@@ -496,7 +562,8 @@ class PartedCatalog(TokenQuestions):
         missing = tuple(sorted(set(ALL_PARTS).difference(*(member.parts for member in members))))
         if missing:
             raise CatalogError(
-                f"no catalog of {self.url} follows parts {words_of(missing) or 'at all'} of the cluster; name one that does, or add "
+                f"no catalog of {self.url} follows parts {words_of(missing) or 'at all'} of the cluster; name one that "
+                "does, or add "
                 "them to its catalog.parts"
             )
 
@@ -520,7 +587,10 @@ def catalogs_at(
     hash_tokens: SequenceHashes = sequence_hashes,
     credentials: CatalogCredentials = NO_CREDENTIALS,
 ) -> CatalogClient | PartedCatalog:
-    """A client of a catalog, or of those of all parts with semicolons between. Raises CatalogError: a URL cannot be used."""
+    """A client of a catalog, or of those of all parts with semicolons between.
+
+    Raises CatalogError: a URL cannot be used.
+    """
     urls = [one for one in url.split(";") if one.strip()]
     if len(urls) > 1:
         return PartedCatalog(urls, timeout_s, hash_tokens, credentials)
@@ -551,6 +621,7 @@ def _followed(client: CatalogClient, answer: ReadyAnswer) -> tuple[int, ...]:
 
 def _away(client: CatalogClient, within_s: float) -> CatalogError:
     return CatalogError(
-        f"the catalog at {client.url} does not answer (/readyz, within {within_s:g} s); start it with kvbm-catalog serve, or correct "
+        f"the catalog at {client.url} does not answer (/readyz, within {within_s:g} s); start it with kvbm-catalog "
+        "serve, or correct "
         "catalog.url"
     )

@@ -1,4 +1,6 @@
-"""Which proxy the environment names for an address over HTTP: `http_proxy`, `https_proxy` and `no_proxy`, in small or large letters."""
+"""Which proxy the environment names for an address over HTTP: `http_proxy`, `https_proxy` and `no_proxy`, in small or
+large letters.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _HERE = "localhost,127.0.0.1,::1"
 def proxy_of(url: str) -> str:
     """The proxy to ask for a URL, "" for none.
 
-    What is on this machine's loopback is never asked through a proxy. Of `no_proxy`, names count as Python's own library has them, and networks
-    (10.0.0.0/8) for addresses.
+    What is on this machine's loopback is never asked through a proxy. Of `no_proxy`, names count as Python's own
+    library has them, and networks (10.0.0.0/8) for addresses.
     """
     parts = urlsplit(url)
     host = parts.hostname or ""
@@ -57,7 +59,10 @@ def _is_within(host: str, networks: str) -> bool:
 
 
 def proxied(proxy: str, **options: object) -> urllib3.ProxyManager:
-    """Connections through a proxy, whose user and password stand in its URL. Raises CatalogError: it is no proxy of HTTP."""
+    """Connections through a proxy, whose user and password stand in its URL.
+
+    Raises CatalogError: it is no proxy of HTTP.
+    """
     try:
         parts = urlsplit(proxy)
         bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
@@ -66,7 +71,8 @@ def proxied(proxy: str, **options: object) -> urllib3.ProxyManager:
         return urllib3.ProxyManager(bare, proxy_headers=headers, **options)  # type: ignore[arg-type]
     except (urllib3.exceptions.HTTPError, ValueError):
         raise CatalogError(
-            f"the proxy {shown(proxy)} that the environment names cannot be used; correct http_proxy and https_proxy, or name the "
+            f"the proxy {shown(proxy)} that the environment names cannot be used; correct http_proxy and https_proxy, "
+            "or name the "
             "catalog's host in no_proxy"
         ) from None
 

@@ -20,7 +20,10 @@ class Readiness:
 
     @contextmanager
     def look(self) -> Iterator[None]:
-        """One look, in which a catalog that does not answer is not ready. Raises CatalogClosedError: nobody can ask any more."""
+        """One look, in which a catalog that does not answer is not ready.
+
+        Raises CatalogClosedError: nobody can ask any more.
+        """
         try:
             yield
         except CatalogClosedError:

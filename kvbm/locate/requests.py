@@ -73,7 +73,9 @@ def distrusted(url: str, why: object) -> CatalogError:
 
 
 def ended(why: str, shows_certificate: bool) -> str:
-    """Why a connection ended before its answer. A catalog that does not trust a certificate hangs up once it was shown, without a word.
+    """Why a connection ended before its answer.
+
+    A catalog that does not trust a certificate hangs up once it was shown, without a word.
 
     Args:
         shows_certificate: this side has shown one.
@@ -136,7 +138,10 @@ class Turns:
         self._failed: list[AwayError] = []
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
-        """The index of each, and the seconds it has, until one has answered. Raises CatalogClosedError: nobody is asked any more."""
+        """The index of each, and the seconds it has, until one has answered.
+
+        Raises CatalogClosedError: nobody is asked any more.
+        """
         for tried in range(self._count):
             if self._answer is not None:
                 return
@@ -148,8 +153,8 @@ class Turns:
     def asking(self) -> Iterator[None]:
         """One is asked, and passed over where it does not answer.
 
-        Raises: AwayError: no other may be asked, because it may have done what is to be done once. CatalogClosedError: it does not answer
-            because its client was closed meanwhile.
+        Raises: AwayError: no other may be asked, because it may have done what is to be done once. CatalogClosedError:
+            it does not answer because its client was closed meanwhile.
         """
         try:
             yield
@@ -169,7 +174,10 @@ class Turns:
             self._asked.use(at)
 
     def end(self) -> tuple[int, bytes]:
-        """The answer, or once none has answered why the first is not ready. Raises AwayError: all are away; it names each."""
+        """The answer, or once none has answered why the first is not ready.
+
+        Raises AwayError: all are away; it names each.
+        """
         if answer := self._answer or self._unready:
             return answer
         if len(self._failed) == 1:
@@ -181,7 +189,10 @@ class Turns:
 
 
 def place_of(url: str) -> str:
-    """The URL of a catalog over HTTP or a unix socket, as it is asked. Raises CatalogError: it is none; no password is shown."""
+    """The URL of a catalog over HTTP or a unix socket, as it is asked.
+
+    Raises CatalogError: it is none; no password is shown.
+    """
     name = url.strip()
     if name.startswith(UNIX) and len(name) > len(UNIX):
         return name
@@ -192,7 +203,8 @@ def place_of(url: str) -> str:
         raise _unusable(name, str(error) if "@" not in name else "its host or port cannot be read") from None
     if "@" in name:  # also behind a bare / of a password, which ends the host's part
         raise CatalogError(
-            "a catalog's URL has a user or a password, which no catalog takes; leave them out and give a file with a token (catalog.token)"
+            "a catalog's URL has a user or a password, which no catalog takes; leave them out and give a file with a "
+            "token (catalog.token)"
         )
     if parts.scheme not in ("http", "https"):
         raise _unusable(name, f"{parts.scheme or 'it'} is no scheme of a catalog")

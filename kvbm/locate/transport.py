@@ -1,4 +1,6 @@
-"""Requests to a catalog over HTTP: kept connections, proofs that are renewed, and several catalogs of which one must answer."""
+"""Requests to a catalog over HTTP: kept connections, proofs that are renewed, and several catalogs of which one must
+answer.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,14 @@ class _Place:
             timeout = urllib3.Timeout(total=max(0.001, deadline_s - time.monotonic()))
             try:
                 answer = self.pool.request(
-                    request.method, self._base + request.path, body=request.body, headers=headers, timeout=timeout, retries=False,
+                    request.method,
+                    self._base + request.path,
+                    body=request.body,
+                    headers=headers,
+                    timeout=timeout,
+                    retries=False,
                     assert_same_host=False,
-                )  # fmt: skip
+                )
                 return answer.status, answer.data
             except urllib3.exceptions.ProtocolError as error:
                 if (
@@ -66,9 +73,15 @@ class _Place:
         timeout = urllib3.Timeout(connect=timeout_s, read=quiet_s)
         try:
             return self._new_pool().request(
-                request.method, self._base + request.path, body=request.body, headers=headers, timeout=timeout, retries=False,
-                preload_content=False, assert_same_host=False,
-            )  # fmt: skip
+                request.method,
+                self._base + request.path,
+                body=request.body,
+                headers=headers,
+                timeout=timeout,
+                retries=False,
+                preload_content=False,
+                assert_same_host=False,
+            )
         except urllib3.exceptions.HTTPError as error:
             raise self._failure(error, request, quiet_s) from None
 
@@ -128,7 +141,10 @@ class Transport:
             place.pool.close()
 
     def send(self, request: Request, timeout_s: float) -> tuple[int, bytes]:
-        """The answer's status and body. Raises CatalogError: none answers in time. CatalogClosedError: it was closed."""
+        """The answer's status and body.
+
+        Raises CatalogError: none answers in time. CatalogClosedError: it was closed.
+        """
         turns = Turns(self._first, request, timeout_s)
         for at, share_s in turns:
             with turns.asking():

@@ -55,7 +55,9 @@ class WatchedBlocks:
             found.blocks.setdefault((namespace, block), found.begun)
 
     def apply(self, event: WatchEvent) -> bool:
-        """Take one event; whether something was missed, so that you have to ask again: of its instance, or of everybody."""
+        """Take one event; whether something was missed, so that you have to ask again: of its instance, or of
+        everybody.
+        """
         match event:
             case WatchBegun():
                 self._states.clear()

@@ -50,8 +50,8 @@ class _End:
 class CatalogWatch:
     """Events of a feed, one after the other. Iterate, or call `next_event`, in one thread; `close` in any.
 
-    A connection that is lost is made anew, to the next catalog if need be, and the feed goes on where it was; what it cannot tell any more
-    comes as a `Missed`. After each `WatchBegun` the states of instances are told anew.
+    A connection that is lost is made anew, to the next catalog if need be, and the feed goes on where it was; what it
+    cannot tell any more comes as a `Missed`. After each `WatchBegun` the states of instances are told anew.
 
     Args:
         refusal: what an answer that is no feed means: its path, status and body.
@@ -207,7 +207,9 @@ class _RefusedError(Exception):
 
 
 def parsed(parts: Iterator[bytes]) -> Iterator[tuple[WatchEvent | None, str]]:
-    """Server-sent events, each with its id, "" for none. None for a position alone, and for an event of a kind that is not known here.
+    """Server-sent events, each with its id, "" for none.
+
+    None for a position alone, and for an event of a kind that is not known here.
 
     Raises: ValueError: something is too long, or no event.
     """

@@ -1,4 +1,7 @@
-"""Blocks on their way to HOST for one request of an engine that owns HBM. Nothing here waits: the engine asks again at its next step."""
+"""Blocks on their way to HOST for one request of an engine that owns HBM.
+
+Nothing here waits: the engine asks again at its next step.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,19 @@ _NOBODY = Waiter(NamespaceId(b""), b"")  # of a request that waits for nothing; 
 
 
 class Acquiring:
-    """A prompt that is being acquired without waiting. `EngineHbmManager.begin_acquire` makes one; one thread at a time uses it.
+    """A prompt that is being acquired without waiting.
+
+    `EngineHbmManager.begin_acquire` makes one; one thread at a time uses it.
 
     Attributes:
-        depth: blocks of the run, from its first on, that lie in HOST now, pinned until `release`; final once done, as all here.
+        depth: blocks of the run, from its first on, that lie in HOST now, pinned until `release`; final once done, as
+            all here.
         hits: how many of them were found in each tier.
-        predicted: blocks of the run, from its first on, that were said to be held: by the ledger, the pod's folder, or the catalog.
-        why: why `depth` is less than that: "late" (they did not come in time), "slower" (than computing them), "no_room" (in HOST),
-            "cleared" (meanwhile), or "unread" (they were not there, or damaged). Where the catalog has not answered, "unanswered": then
-            nobody knows what it would have said. "" where all of it has come.
+        predicted: blocks of the run, from its first on, that were said to be held: by the ledger, the pod's folder, or
+            the catalog.
+        why: why `depth` is less than that: "late" (they did not come in time), "slower" (than computing them),
+            "no_room" (in HOST), "cleared" (meanwhile), or "unread" (they were not there, or damaged). Where the catalog
+            has not answered, "unanswered": then nobody knows what it would have said. "" where all of it has come.
         is_fetched: something was to be brought, or looked for beyond the own tiers. is_told: for whoever counts it.
     """
 
@@ -160,7 +167,9 @@ class Acquiring:
         return self._ended < len(self._begun) or not self._waiter.others.isdisjoint(self._copies.open)
 
     def _expect(self, rest: bytes) -> Match:
-        """Wait for the blocks behind what has come so far; pin those in HOST. Returns what own tiers hold of them. Under the lock.
+        """Wait for the blocks behind what has come so far; pin those in HOST.
+
+        Returns what own tiers hold of them. Under the lock.
 
         There is a waiter before anything is pinned: an exception may come between any two lines.
         """

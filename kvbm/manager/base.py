@@ -1,20 +1,23 @@
-"""What every block manager does, whoever owns HBM: its life, its numbers, what it says of namespaces and of the object pool.
+"""What every block manager does, whoever owns HBM: its life, its numbers, what it says of namespaces and of the object
+pool.
 
-Every public call may come from any thread. Trouble with a colder tier, the catalog or the stream is a miss and one warning; the
-engine never waits longer than `wait_s` for bytes. What escapes is a bug in the caller: an ArgumentError (in `hash_tokens` also a
-LayoutError) for an argument that cannot be used, a LedgerError for a call that contradicts what the ledger holds, or comes after
-`close`. After each of them the manager is as it was before.
+Every public call may come from any thread. Trouble with a colder tier, the catalog or the stream is a miss and one
+warning; the engine never waits longer than `wait_s` for bytes. What escapes is a bug in the caller: an ArgumentError
+(in `hash_tokens` also a LayoutError) for an argument that cannot be used, a LedgerError for a call that contradicts
+what the ledger holds, or comes after `close`. After each of them the manager is as it was before.
 
-`start` makes the threads. A simulator leaves it out and drives a manager by hand, in its own time, with the same results:
+`start` makes the threads. A simulator leaves it out and drives a manager by hand, in its own time, with the same
+results:
 
-- `step_frames(now_s)` is one turn of the event writer: it writes what waits, begins and steps snapshots, begins another epoch where
-  one is due; it says when the next turn is due.
+- `step_frames(now_s)` is one turn of the event writer: it writes what waits, begins and steps snapshots, begins another
+  epoch where one is due; it says when the next turn is due.
 - `offload_one()` carries out the next offload; False when none waits. It never waits for anything but its own copy.
-- loads run on the `executor` of the options, which may carry them out at once or later. What has not ended when `acquire` has
-  waited `wait_s` is late, so with `wait_s` 0 it never waits.
-- a copy to NVME that waits for its slots' withdrawal waits in `Offsets.wait_durable`: derive from it and take turns there.
-- `clock` and `wall_clock_ns` are the only times read. `publisher_port` takes what a publisher says of the stream. `close` ends it
-  all in turns of its own; a crash is to drop the manager.
+- loads run on the `executor` of the options, which may carry them out at once or later. What has not ended when
+  `acquire` has waited `wait_s` is late, so with `wait_s` 0 it never waits.
+- a copy to NVME that waits for its slots' withdrawal waits in `Offsets.wait_durable`: derive from it and take turns
+  there.
+- `clock` and `wall_clock_ns` are the only times read. `publisher_port` takes what a publisher says of the stream.
+  `close` ends it all in turns of its own; a crash is to drop the manager.
 """
 
 from __future__ import annotations
@@ -77,7 +80,8 @@ _DEFAULTS = ManagerOptions()
 class BlockManager:
     """See the module. `Manager` owns HBM; to an `EngineHbmManager` the engine says what it holds there.
 
-    It puts the parts together and has what both kinds offer; the parts know each other only as far as their constructors say.
+    It puts the parts together and has what both kinds offer; the parts know each other only as far as their
+    constructors say.
 
     Args:
         ledger: started, its first events not taken yet.
@@ -85,7 +89,8 @@ class BlockManager:
         sink: the journal.
 
     Attributes:
-        run: of this process: random, made at its start. lends: where others can read its blocks, as `PeerAddress.words`.
+        run: of this process: random, made at its start. lends: where others can read its blocks, as
+            `PeerAddress.words`.
         publisher_port: what a publisher asks and reports, in its own thread.
         erasing: what an erasure asks.
     """
@@ -125,35 +130,78 @@ class BlockManager:
             instance, cluster, self.run, self._stream, self.heartbeat, options.samples, options.has_stream
         )
         self._writer = EventWriter(
-            self._stream, sink, self._offsets, self.publisher_port, options.retention, options.snapshots, options.clock,
+            self._stream,
+            sink,
+            self._offsets,
+            self.publisher_port,
+            options.retention,
+            options.snapshots,
+            options.clock,
             ages=options.ages,
-        )  # fmt: skip
+        )
         self._ages = options.ages
         self._executor = options.executor or Workers(options.load_threads, f"kvbm-onboard-{instance}")
         self._claims = ClaimWatch(self._stream, pools.object, offloader, options.clock)
         self._copies = CopiesInFlight(
-            self._stream, pools, self._target, self._offsets, _staging(pools, options), self._executor, offloader,
-            self._claims, self._counters, options.wait_s,
-        )  # fmt: skip
+            self._stream,
+            pools,
+            self._target,
+            self._offsets,
+            _staging(pools, options),
+            self._executor,
+            offloader,
+            self._claims,
+            self._counters,
+            options.wait_s,
+        )
         self._loads = Loads(
-            self._stream, self._copies, offloader, locator, self._lasting, self._counters, self._claims, self._executor,
+            self._stream,
+            self._copies,
+            offloader,
+            locator,
+            self._lasting,
+            self._counters,
+            self._claims,
+            self._executor,
             options,
-        )  # fmt: skip
+        )
         self._salvage = Salvage(self._stream, pools, self._offsets, options.salvage, self._loads)
         self.erasing = Erasing(
-            self._stream, pools, self._offsets, self.publisher_port, options.retention, offloader, self._lasting, self._namespaces,
-            backend.checksums, self._owns_hbm,
-        )  # fmt: skip
+            self._stream,
+            pools,
+            self._offsets,
+            self.publisher_port,
+            options.retention,
+            offloader,
+            self._lasting,
+            self._namespaces,
+            backend.checksums,
+            self._owns_hbm,
+        )
         self.erasing.salvage = self._salvage
         self._passage = HostPassage(self._stream, self._copies, offloader, self._writer, options)
         self._offloads = OffloadDriver(
-            self._stream, self._copies, offloader, self._passage, self._claims, self._writer, self._counters,
-            self._loads.nobody_waits, options,
-        )  # fmt: skip
-        self._closing = Closing(
-            instance, self._stream, self._loads, self._executor, offloader, self._offloads, self._writer, self.publisher_port,
+            self._stream,
             self._copies,
-        )  # fmt: skip
+            offloader,
+            self._passage,
+            self._claims,
+            self._writer,
+            self._counters,
+            self._loads.nobody_waits,
+            options,
+        )
+        self._closing = Closing(
+            instance,
+            self._stream,
+            self._loads,
+            self._executor,
+            offloader,
+            self._offloads,
+            self._writer,
+            self.publisher_port,
+            self._copies,
+        )
 
     def start(
         self,
@@ -163,7 +211,9 @@ class BlockManager:
         stoppers: Sequence[Callable[[float], object]] = (),
         taken: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start the threads. Raises RuntimeError: the system gives no thread; the manager is closed then, and all that it was given.
+        """Start the threads.
+
+        Raises RuntimeError: the system gives no thread; the manager is closed then, and all that it was given.
 
         Args:
             publishing: how events reach the stream; None keeps them in the journal.
@@ -186,16 +236,19 @@ class BlockManager:
     # -- what an engine calls -----------------------------------------------------------------------------------------
 
     def hash_tokens(self, tokens: Sequence[int] | np.ndarray, root: bytes, block_tokens: int) -> bytes:
-        """The sequence hashes of a prompt's full blocks, packed: equal hashes mean equal prefixes. Touches no state of the manager.
+        """The sequence hashes of a prompt's full blocks, packed: equal hashes mean equal prefixes.
+
+        Touches no state of the manager.
 
         Args:
-            tokens: T token ids in prompt order, each from 0 to 2**32 - 1: a list, or a NumPy array of any kind of integers. A list
-                of ints and an array of u32 are read where they lie.
+            tokens: T token ids in prompt order, each from 0 to 2**32 - 1: a list, or a NumPy array of any kind of
+                integers. A list of ints and an array of u32 are read where they lie.
             root: of the namespace, `Namespace.root(secret)`, 16 bytes; or the last hash of the blocks before.
             block_tokens: B, tokens per block, as the namespace has it; at least 1.
         Returns: T // B hashes of 16 bytes, in prompt order. A partial last block has no hash.
-        Raises: ArgumentTypeError: tokens that are no whole numbers, or another argument of a wrong type. ArgumentValueError: a root
-            that has not 16 bytes, block_tokens below 1. LayoutError: a token that does not fit in 32 bits.
+        Raises: ArgumentTypeError: tokens that are no whole numbers, or another argument of a wrong type.
+            ArgumentValueError: a root that has not 16 bytes, block_tokens below 1. LayoutError: a token that does not
+            fit in 32 bits.
         """
         if tokens is None:
             raise ArgumentTypeError("tokens", "is None; give a sequence of token ids")
@@ -206,8 +259,9 @@ class BlockManager:
         )
 
     def declare(self, namespaces: Iterable[Namespace]) -> None:
-        """Say what further namespaces are, before their first use: only of those that name a revision do blocks leave HBM and HOST.
-        Their blocks count for their tenants' shares and quotas, as those of the namespaces it was opened with do.
+        """Say what further namespaces are, before their first use: only of those that name a revision do blocks leave
+        HBM and HOST. Their blocks count for their tenants' shares and quotas, as those of the namespaces it was opened
+        with do.
 
         Args:
             namespaces: of the block shape the manager was opened for.
@@ -233,8 +287,8 @@ class BlockManager:
     def keep(self, hashes: bytes, ttl_s: float, priority: int = 0, namespace: NamespaceId | None = None) -> int:
         """Keep blocks in HBM, or in HOST where HBM is the engine's, for a time, also while nobody has them pinned.
 
-        They are given up only where an allocation would be short, lowest priority first, 100 never. Keeping again takes the later end
-        and the higher priority.
+        They are given up only where an allocation would be short, lowest priority first, 100 never. Keeping again takes
+        the later end and the higher priority.
 
         Args:
             ttl_s: for how long from now on. priority: 0 to 100.
@@ -252,7 +306,9 @@ class BlockManager:
             return self._ledger.keep(self._target, hashes, self._clock() + ttl_s, priority, namespace)
 
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason = EvictReason.CLEARED) -> int:
-        """Withdraw blocks from a tier; returns how many it held. What is CLEARED from NVME is noted on its device first.
+        """Withdraw blocks from a tier; returns how many it held.
+
+        What is CLEARED from NVME is noted on its device first.
 
         Raises: ArgumentError: an argument that cannot be used. LedgerError: no such pool, or the manager is closed.
         """
@@ -268,7 +324,8 @@ class BlockManager:
     def claim(self, namespace: NamespaceId, hashes: bytes) -> None:
         """Say that the object pool has these blocks, whoever put them there.
 
-        Raises: ArgumentError: an argument that cannot be used. LedgerError: there is no such pool, or the manager is closed.
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: there is no such pool, or the manager is
+            closed.
         """
         self._check_namespace(namespace)
         check_run(hashes)
@@ -281,7 +338,8 @@ class BlockManager:
     def withdraw(self, namespace: NamespaceId, hashes: bytes, reason: EvictReason) -> None:
         """Take back everybody's claim that the object pool has these blocks.
 
-        Raises: ArgumentError: an argument that cannot be used. LedgerError: there is no such pool, or the manager is closed.
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: there is no such pool, or the manager is
+            closed.
         """
         self._check_namespace(namespace)
         check_run(hashes)
@@ -293,7 +351,8 @@ class BlockManager:
         self._stream.recorded()
 
     def take_snapshot(self) -> None:
-        """Take a snapshot of what is held, as a snapshot in the own stream: run by run, so that the engine never waits for it.
+        """Take a snapshot of what is held, as a snapshot in the own stream: run by run, so that the engine never waits
+        for it.
 
         Raises: LedgerError: the manager is closed.
         """
@@ -319,13 +378,14 @@ class BlockManager:
         Args:
             queued_tokens: prompt tokens that wait for their prefill.
             running_requests: requests being decoded.
-            prefill_tokens_per_s, queue_tokens_per_s: as `LoadMeter` measures them; a catalog believes them within 4 times what it expects.
-                Blocks that would take longer to read than to compute, by the first, are computed.
+            prefill_tokens_per_s, queue_tokens_per_s: as `LoadMeter` measures them; a catalog believes them within 4
+                times what it expects. Blocks that would take longer to read than to compute, by the first, are
+                computed.
         Raises: ArgumentError: a number that cannot be used.
         """
         self._loads.load = _checked_load(queued_tokens, running_requests, prefill_tokens_per_s, queue_tokens_per_s)
 
-    # -- one turn at a time, for whoever has no threads -----------------------------------------------------------------
+    # -- one turn at a time, for whoever has no threads ----------------------------------------------------------------
 
     def step_frames(self, now_s: float, runs: int = RUNS_A_TURN) -> float | None:
         """One turn of the event writer, as `EventWriter.step`; instead of `start`."""
@@ -352,7 +412,10 @@ class BlockManager:
         refusal = self._writer.refusal
         if self._ledger.overflowed:
             why = refusal or "it took events too slowly"
-            return f"journal: {why}; unseen by the catalog since offset {self._ledger.applied}, until it takes events again"
+            return (
+                f"journal: {why}; unseen by the catalog since offset {self._ledger.applied}, until it takes events "
+                "again"
+            )
         if refusal:
             return f"journal: {refusal}; nothing new goes to NVME and OBJECT until it takes events again"
         if silent := self._loads.silent_sources():
@@ -391,15 +454,33 @@ class BlockManager:
         count, copies, skipped, pool = self._counters, self._copies, self._offloader.skipped, self.pools.object
         with self._lock:
             return ManagerStats(
-                count.created_blocks, dict(count.hit_blocks), count.missed_blocks, dict(count.offloaded_blocks),
-                count.corrupt_blocks, count.verified_reads, count.failed_copies, count.late_copies, skipped.total(),
-                self._ledger.copies_in_flight(), {tier: self._ledger.counts(tier) for tier in self.pools.slots},
-                self.trouble(), dict(skipped), slots_held(copies.late.values()), slots_held(copies.quarantined.values()),
+                count.created_blocks,
+                dict(count.hit_blocks),
+                count.missed_blocks,
+                dict(count.offloaded_blocks),
+                count.corrupt_blocks,
+                count.verified_reads,
+                count.failed_copies,
+                count.late_copies,
+                skipped.total(),
+                self._ledger.copies_in_flight(),
+                {tier: self._ledger.counts(tier) for tier in self.pools.slots},
+                self.trouble(),
+                dict(skipped),
+                slots_held(copies.late.values()),
+                slots_held(copies.quarantined.values()),
                 {tier: counts for tier in self.pools.slots if (counts := self._ledger.share_counts(tier))},
-                None if pool is None else pool.stats(), self._loads.requests_waiting,
-                count.engine_duplicates, count.engine_surplus, count.engine_stores, count.peer_hits, count.peer_late_copies,
-                self.pools.peer_stats, count.short_allocations, None if self._ages is None else dict(zip(FOLLOWED, self._ages.tiers(), strict=True)),
-            )  # fmt: skip
+                None if pool is None else pool.stats(),
+                self._loads.requests_waiting,
+                count.engine_duplicates,
+                count.engine_surplus,
+                count.engine_stores,
+                count.peer_hits,
+                count.peer_late_copies,
+                self.pools.peer_stats,
+                count.short_allocations,
+                None if self._ages is None else dict(zip(FOLLOWED, self._ages.tiers(), strict=True)),
+            )
 
     def heartbeat(self, published: Position) -> Heartbeat:
         """The sign of life the publisher sends."""
@@ -410,28 +491,46 @@ class BlockManager:
         offset = published.offset if published.epoch == epoch else Offset(0)
         objects = ObjectStats() if self.pools.object is None else self.pools.object.stats()
         return Heartbeat(
-            instance=self.instance, cluster=self.cluster, epoch=epoch, published=offset,
-            wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), free_slots=free, namespaces=namespaces, told=told,
-            stopping=self._stream.closing, lends=self.lends, transfers=self.pools.take_transfers(), applied=applied, **self._loads.load._asdict(),
-            put_bytes=_put_bytes(objects.namespaces, namespaces), put_total=objects.put_bytes,
-            ages=() if self._ages is None else tuple(self._ages.tiers()), object_blocks=0 if self.pools.object is None else self.pools.object.blocks,
-        )  # fmt: skip
+            instance=self.instance,
+            cluster=self.cluster,
+            epoch=epoch,
+            published=offset,
+            wall_time_ns=self._wall_clock_ns(),
+            run=self.run,
+            trouble=self.trouble(),
+            free_slots=free,
+            namespaces=namespaces,
+            told=told,
+            stopping=self._stream.closing,
+            lends=self.lends,
+            transfers=self.pools.take_transfers(),
+            applied=applied,
+            **self._loads.load._asdict(),
+            put_bytes=_put_bytes(objects.namespaces, namespaces),
+            put_total=objects.put_bytes,
+            ages=() if self._ages is None else tuple(self._ages.tiers()),
+            object_blocks=0 if self.pools.object is None else self.pools.object.blocks,
+        )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until no offload waits or runs; False when some still do. Raises ArgumentError: `timeout_s` is no time."""
+        """Wait until no offload waits or runs;
+
+        False when some still do. Raises ArgumentError: `timeout_s` is no time.
+        """
         check_seconds(timeout_s, "timeout_s")
         return self._offloads.settle(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop cleanly: end copies, say so in the stream, publish, close the pools. Idempotent.
 
-        Each of these waits `timeout_s` at most, and hardly at all once a signal's handler has raised: its exception comes out when
-        all is done; a second one comes out at once, and the next call does what is left. Pools that a copy still uses are left open,
-        and closed when it ends; those of a copy nobody can confirm stay until the process goes, because a device may still write
-        their memory. What is open when the interpreter ends is closed then (`streams/at_exit.py`). In a signal's handler that has
-        interrupted a call of the manager, this returns at once, and a thread closes it once that call has ended.
+        Each of these waits `timeout_s` at most, and hardly at all once a signal's handler has raised: its exception
+        comes out when all is done; a second one comes out at once, and the next call does what is left. Pools that a
+        copy still uses are left open, and closed when it ends; those of a copy nobody can confirm stay until the
+        process goes, because a device may still write their memory. What is open when the interpreter ends is closed
+        then (`streams/at_exit.py`). In a signal's handler that has interrupted a call of the manager, this returns at
+        once, and a thread closes it once that call has ended.
         Raises: ArgumentError: `timeout_s` is no time.
         """
         check_seconds(timeout_s, "timeout_s")
@@ -445,7 +544,9 @@ class BlockManager:
                 self._disowners = []  # they keep what was lent, and this manager
 
     def disown(self) -> None:
-        """This process is a child of the one whose manager it is: nothing of it may be used here, and closing it does nothing."""
+        """This process is a child of the one whose manager it is: nothing of it may be used here, and closing it does
+        nothing.
+        """
         self._closing.forget()
         self._stream.disown()
         self.pools.disown()
@@ -476,7 +577,10 @@ class BlockManager:
 
 
 def _staging(pools: Pools, options: ManagerOptions) -> Staging:
-    """Memory for copies between two ends of which the CPU reaches neither. Raises LayoutError: a lane holds no object."""
+    """Memory for copies between two ends of which the CPU reaches neither.
+
+    Raises LayoutError: a lane holds no object.
+    """
     block_bytes, k = pools.slots[Tier.HBM].block_bytes, pools.object_blocks
     staging = options.staging or Staging(_STAGING_BYTES, block_bytes, options.load_threads, options.offload_threads, k)
     if staging.lane_blocks < k:
@@ -488,9 +592,16 @@ def _staging(pools: Pools, options: ManagerOptions) -> Staging:
 
 
 def _declare(
-    namespaces: Sequence[Namespace], lasting: LastingNamespaces, pools: Pools, ledger: LedgerProtocol, offloader: Offloader
-) -> None:  # fmt: skip
-    """Tell everybody who has to know of namespaces what they are, and whose: as opening does. Under the ledger's lock."""
+    namespaces: Sequence[Namespace],
+    lasting: LastingNamespaces,
+    pools: Pools,
+    ledger: LedgerProtocol,
+    offloader: Offloader,
+) -> None:
+    """Tell everybody who has to know of namespaces what they are, and whose: as opening does.
+
+    Under the ledger's lock.
+    """
     lasting.add(namespaces)
     pools.declare(namespaces)
     offloader.declare(namespaces)

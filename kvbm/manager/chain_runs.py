@@ -1,8 +1,9 @@
 """Runs of chains that wait to be copied, a way's in their order: bytes for each run, nothing for each block.
 
-A sequence hash covers all blocks before it, so the last hash of a run tells whether the run waits already: what is offered again and again
-while the copies are behind waits once. Runs of a chain are cut where its positions are multiples of the longest run, so that the same blocks
-come in the same runs, whoever offers them. No thread, clock or pool here.
+A sequence hash covers all blocks before it, so the last hash of a run tells whether the run waits already: what is
+offered again and again while the copies are behind waits once. Runs of a chain are cut where its positions are
+multiples of the longest run, so that the same blocks come in the same runs, whoever offers them. No thread, clock or
+pool here.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class ChainRuns:
         """Let a run wait, no longer than the longest; gives how many blocks more wait now.
 
         Args:
-            parent: the block before it: where a run that ends there waits, and both are no longer than one, they are one.
+            parent: the block before it: where a run that ends there waits, and both are no longer than one, they are
+                one.
         """
         added = 0
         while run.hashes:
@@ -115,7 +117,9 @@ class ChainRuns:
 
 
 def stretches(run: ChainRun, wanted: bytes) -> Iterator[tuple[int, ChainRun]]:
-    """Some of a run's blocks, in its order, as stretches without a hole, each with the index of its first block in the run."""
+    """Some of a run's blocks, in its order, as stretches without a hole, each with the index of its first block in the
+    run.
+    """
     if run.start < 0:
         yield 0, ChainRun(wanted)
         return
@@ -128,7 +132,9 @@ def stretches(run: ChainRun, wanted: bytes) -> Iterator[tuple[int, ChainRun]]:
 
 
 def pieces(run: ChainRun, run_blocks: int) -> Iterator[tuple[int, ChainRun]]:
-    """A run in pieces that end where positions are multiples of the longest, each with the index of its first block in the run."""
+    """A run in pieces that end where positions are multiples of the longest, each with the index of its first block in
+    the run.
+    """
     hashes, start, blocks = run.hashes, run.start, run.blocks
     end = run_blocks - max(0, start) % run_blocks
     if blocks <= end:

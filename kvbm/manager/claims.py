@@ -1,8 +1,10 @@
-"""What this instance has claimed of an object pool that forgets: looked at again in turn, so that claims do not outlive their objects.
+"""What this instance has claimed of an object pool that forgets: looked at again in turn, so that claims do not outlive
+their objects.
 
-Such a pool drops objects by itself and tells nobody. Each object that is claimed has two others looked at, those that were not looked at for
-longest, so that under any load no more is claimed than about twice what the pool holds; and a few now and then while nothing is claimed. What
-other instances have claimed they look after; those that are gone leave it to the janitor. No thread, clock or pool here.
+Such a pool drops objects by itself and tells nobody. Each object that is claimed has two others looked at, those that
+were not looked at for longest, so that under any load no more is claimed than about twice what the pool holds; and a
+few now and then while nothing is claimed. What other instances have claimed they look after; those that are gone leave
+it to the janitor. No thread, clock or pool here.
 """
 
 from __future__ import annotations

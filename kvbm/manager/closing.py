@@ -62,8 +62,9 @@ class Closing:
     def go_on(self, timeout_s: float) -> bool:
         """Do what is left, each step within `timeout_s`; False where nothing is, or another call does it now.
 
-        After an exception hardly anything is waited for any more. The step that it ended is done once more, since it may not have told others
-        to end; then come the others, and the exception is raised. What is left after a second one is done by the next call.
+        After an exception hardly anything is waited for any more. The step that it ended is done once more, since it
+        may not have told others to end; then come the others, and the exception is raised. What is left after a second
+        one is done by the next call.
         """
         if not self._left or self._turn.locked():
             return False
@@ -104,10 +105,13 @@ class Closing:
         for tier, counts in used.items():
             if counts.allocated or counts.held > counts.evictable:
                 log.info(
-                    "manager.closed_in_use", instance=self._instance, tier=tier.name, allocated_slots=counts.allocated,
+                    "manager.closed_in_use",
+                    instance=self._instance,
+                    tier=tier.name,
+                    allocated_slots=counts.allocated,
                     pinned_or_kept_blocks=counts.held - counts.evictable,
                     remedy="end requests first: unpin what they have, and release what they have not filled",
-                )  # fmt: skip
+                )
 
     def _end_stream(self, timeout_s: float) -> None:
         self._stream.end()
@@ -127,9 +131,11 @@ class Closing:
         self._loads.locator.close()
         if unended := self._copies.close_pools():
             log.warning(
-                "manager.closed_in_copy", instance=self._instance, copies=unended,
+                "manager.closed_in_copy",
+                instance=self._instance,
+                copies=unended,
                 remedy="their device does not answer; their memory and files are kept",
-            )  # fmt: skip
+            )
 
 
 def _without_time(close: Callable[[], None]) -> Step:

@@ -1,7 +1,8 @@
 """Copies between two tiers, from the moment the ledger has begun one until its slots are free again.
 
-The ledger gives both ends of a copy to it. What begins here ends here: with its bytes in place, or with nothing, or never, where a
-device does not say what became of it. Then its slots, its lane and its pools stay as they are, because the device may still write them.
+The ledger gives both ends of a copy to it. What begins here ends here: with its bytes in place, or with nothing, or
+never, where a device does not say what became of it. Then its slots, its lane and its pools stay as they are, because
+the device may still write them.
 """
 
 from __future__ import annotations
@@ -199,8 +200,8 @@ class CopiesInFlight:
     ) -> None:
         """Move the bytes of a copy and finish it under the lock.
 
-        A pool that raises has broken its promise: nobody knows whether its bytes still move. So the copy keeps its slots and its
-        lane, the request sees a miss, and the thread goes on.
+        A pool that raises has broken its promise: nobody knows whether its bytes still move. So the copy keeps its
+        slots and its lane, the request sees a miss, and the thread goes on.
         """
         try:
             moved = move(copy, self.pools, self._offsets, self._wait_s, lane, remote, self._stamps.get(copy.id))
@@ -241,7 +242,10 @@ class CopiesInFlight:
         return Counter(map(self._place, list(self.late.values()))) if self.late else Counter()
 
     def end_run(self, copy: Copy) -> None:
-        """The bytes do not move any more, or nobody knows. Who ends last after the manager has closed closes the pools."""
+        """The bytes do not move any more, or nobody knows.
+
+        Who ends last after the manager has closed closes the pools.
+        """
         with self._lock:
             self.running.pop(copy.id, None)
             self.late.pop(copy.id, None)
@@ -283,7 +287,9 @@ class CopiesInFlight:
 
 
 def lender(instance: InstanceId) -> InstanceId:
-    """What an instance that lends is called where late reads are counted: its file in the pod's folder is read another way."""
+    """What an instance that lends is called where late reads are counted: its file in the pod's folder is read another
+    way.
+    """
     return InstanceId(f"peer {instance}")
 
 

@@ -1,14 +1,16 @@
-"""A block manager for an engine that owns HBM: the engine says what it holds there, and HOST is where its blocks come and go.
+"""A block manager for an engine that owns HBM: the engine says what it holds there, and HOST is where its blocks come
+and go.
 
-What the engine's own prefix cache gains and loses is recorded as residencies in HBM, in slots that only the ledger knows. They tell
-routers where a prompt is warm, and no byte of them is ever read here. Between HBM and HOST the engine's workers copy, in rows of the HOST
-pool's memory that they map (`pools/host/mapping.py`); everything colder is the manager's own affair, as ever.
+What the engine's own prefix cache gains and loses is recorded as residencies in HBM, in slots that only the ledger
+knows. They tell routers where a prompt is warm, and no byte of them is ever read here. Between HBM and HOST the
+engine's workers copy, in rows of the HOST pool's memory that they map (`pools/host/mapping.py`); everything colder is
+the manager's own affair, as ever.
 
     store     begin_store → workers fill the rows → end_store: checksums first, then the claim
     acquire   begin_acquire → poll `done` → workers read the rows of `slots` → release
 
-Neither call waits: an engine's scheduler asks again at its next step. A store that is never ended keeps its rows, because a worker may
-still write them.
+Neither call waits: an engine's scheduler asks again at its next step. A store that is never ended keeps its rows,
+because a worker may still write them.
 """
 
 from __future__ import annotations
@@ -79,18 +81,21 @@ _INSTEAD = {
 
 
 class EngineHbmManager(BlockManager):
-    """A block manager for an engine that owns HBM: the engine says what it holds there, and HOST is where its blocks come and go.
+    """A block manager for an engine that owns HBM: the engine says what it holds there, and HOST is where its blocks
+    come and go.
 
-    `kvbm.open_engine_manager` makes one from settings. Neither storing nor acquiring waits: an engine's scheduler asks again at its next
-    step. A store that is never ended keeps its rows, because a worker may still write them.
+    `kvbm.open_engine_manager` makes one from settings. Neither storing nor acquiring waits: an engine's scheduler asks
+    again at its next step. A store that is never ended keeps its rows, because a worker may still write them.
     """
 
     _target, _owns_hbm = Tier.HOST, False
 
-    # -- what the engine holds in HBM -----------------------------------------------------------------------------------
+    # -- what the engine holds in HBM ----------------------------------------------------------------------------------
 
     def engine_stored(self, namespace: NamespaceId, parent: bytes, start: int, hashes: bytes) -> int:
-        """The engine holds these blocks in HBM now. Where it keeps a block twice, only the first and the last copy speak.
+        """The engine holds these blocks in HBM now.
+
+        Where it keeps a block twice, only the first and the last copy speak.
 
         Args:
             namespace: id of the blocks' namespace, one the manager knows.
@@ -124,9 +129,12 @@ class EngineHbmManager(BlockManager):
         self._stream.recorded()
         if is_first:
             log.warning(
-                "engine.beyond_capacity", instance=self.instance, blocks=surplus, slots=self.pools.slots[Tier.HBM].slots,
+                "engine.beyond_capacity",
+                instance=self.instance,
+                blocks=surplus,
+                slots=self.pools.slots[Tier.HBM].slots,
                 remedy="give pools.hbm.slots as many as the engine has blocks; what is beyond is not recorded",
-            )  # fmt: skip
+            )
         return duplicates
 
     def _gain(self, namespace: NamespaceId, parent: bytes, start: int, blocks: list[SequenceHash]) -> None:
@@ -167,7 +175,7 @@ class EngineHbmManager(BlockManager):
         """
         return self._clear(Tier.HBM)
 
-    # -- asking, bringing, storing --------------------------------------------------------------------------------------
+    # -- asking, bringing, storing -------------------------------------------------------------------------------------
 
     def holders(self, hashes: bytes, namespace: NamespaceId | None = None) -> bytes:
         """For each block the hottest own tier colder than HBM that holds it, one byte each, 0xFF where none does.
@@ -188,7 +196,8 @@ class EngineHbmManager(BlockManager):
         return self._loads.looks_beyond
 
     def begin_find(self, runs: Sequence[tuple[NamespaceId, bytes]]) -> Finding | None:
-        """Begin to ask which of these blocks lie beyond the own tiers, in the pod or in objects of one block, each by itself.
+        """Begin to ask which of these blocks lie beyond the own tiers, in the pod or in objects of one block, each by
+        itself.
 
         Args:
             runs: namespaces and packed hashes, in any order and with holes.
@@ -212,14 +221,16 @@ class EngineHbmManager(BlockManager):
     ) -> Acquiring:
         """Begin to bring the longest run of held blocks to HOST, pinned there for the caller.
 
-        As `Manager.acquire`, and it does not wait: what lies in HOST is pinned at once, what lies in NVME, in the pod or in the
-        object pool is brought by threads. Blocks that another request brings are waited for.
+        As `Manager.acquire`, and it does not wait: what lies in HOST is pinned at once, what lies in NVME, in the pod
+        or in the object pool is brought by threads. Blocks that another request brings are waited for.
 
         Args:
-            hashes: n packed hashes of a prompt's blocks, from its first on. Where objects have several blocks they may not begin later.
+            hashes: n packed hashes of a prompt's blocks, from its first on. Where objects have several blocks they may
+                not begin later.
             wait_s: after which what has come counts; None: as the manager was told.
             first: blocks of the prompt that the engine has in HBM itself; the run begins behind them.
-            is_whole: all of it is said to lie somewhere, and a part is of little use: where one source ends, others are looked into again.
+            is_whole: all of it is said to lie somewhere, and a part is of little use: where one source ends, others are
+                looked into again.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
         self._check_namespace(namespace)
@@ -255,7 +266,8 @@ class EngineHbmManager(BlockManager):
         return acquiring
 
     def storable(self, namespace: NamespaceId, start: int, count: int) -> int:
-        """How many blocks of a run HOST has room for now; the rest is worth another look once stores or offloads have ended.
+        """How many blocks of a run HOST has room for now; the rest is worth another look once stores or offloads have
+        ended.
 
         Beyond what HOST can hold of a prompt it has room only as fast as blocks go on to what is colder.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
@@ -275,13 +287,15 @@ class EngineHbmManager(BlockManager):
     def begin_store(
         self, namespace: NamespaceId, parent: bytes, start: int, hashes: bytes, uses: int = 1
     ) -> Store | None:
-        """Take HOST slots for blocks of the engine's HBM that its workers will copy there, evicting unpinned blocks if need be.
+        """Take HOST slots for blocks of the engine's HBM that its workers will copy there, evicting unpinned blocks if
+        need be.
 
-        Both ends are the copy's until `end_store`: the engine must not overwrite the blocks before. Where HOST is short, the run is
-        cut to what fits.
+        Both ends are the copy's until `end_store`: the engine must not overwrite the blocks before. Where HOST is
+        short, the run is cut to what fits.
 
         Args:
-            parent, start: as `engine_stored`. Runs of a chain in its order, so that objects of several blocks become whole.
+            parent, start: as `engine_stored`. Runs of a chain in its order, so that objects of several blocks become
+                whole.
             uses: 1 for what was just computed, 2 for what was used again; `offload.host` says what is wanted.
         Returns: None where nothing is to be copied, or nothing fits.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
@@ -318,9 +332,9 @@ class EngineHbmManager(BlockManager):
         Args:
             arrived: for each block of the store whether its whole row is in place.
             checksums: CRC-32C of each row, u32, or a list of them; those of rows that have not arrived mean nothing.
-        Raises: ArgumentError: no Store, or columns of another length or type; the store goes on then, and is still to be ended.
-            LedgerError: it has ended already. Whatever a signal's handler raises: its blocks may be lost then, and the same call again
-            makes sure that nothing of it is held.
+        Raises: ArgumentError: no Store, or columns of another length or type; the store goes on then, and is still to
+            be ended. LedgerError: it has ended already. Whatever a signal's handler raises: its blocks may be lost
+            then, and the same call again makes sure that nothing of it is held.
         """
         if not isinstance(store, Store):
             raise ArgumentTypeError(
@@ -341,14 +355,16 @@ class EngineHbmManager(BlockManager):
         self._stream.recorded()
 
     def refresh(self, hashes: bytes, namespace: NamespaceId | None = None) -> None:
-        """A request that used this chain is over: in HOST its beginning counts as used last, its deepest block before all others.
+        """A request that used this chain is over: in HOST its beginning counts as used last, its deepest block before
+        all others.
 
-        What was loaded or stored first would else leave first, and a chain without its beginning is of no use. A use it counts
-        as, so only for policies that go by recency.
+        What was loaded or stored first would else leave first, and a chain without its beginning is of no use. A use it
+        counts as, so only for policies that go by recency.
 
         Args:
             namespace: whose blocks count; None: everybody's.
-        Raises: ArgumentError: `hashes` is no packed run, or nobody has told of the namespace. LedgerError: the manager is closed.
+        Raises: ArgumentError: `hashes` is no packed run, or nobody has told of the namespace. LedgerError: the manager
+            is closed.
         """
         check_run(hashes)
         if namespace is not None:
@@ -366,11 +382,13 @@ class EngineHbmManager(BlockManager):
                 raise
 
     def clear(self) -> int:
-        """Empty HOST and NVME, with reason `cleared`, and forget what was to be offloaded. Returns how many blocks they held.
+        """Empty HOST and NVME, with reason `cleared`, and forget what was to be offloaded.
 
-        What is pinned keeps its slots until it is released, what is on its way does not arrive, and what requests wait for they do
-        not get. Objects stay, and so does what other instances of the pod have. It is durable when this returns, if the journal's
-        device answers soon: a process that dies then does not bring the blocks back.
+        Returns how many blocks they held.
+
+        What is pinned keeps its slots until it is released, what is on its way does not arrive, and what requests wait
+        for they do not get. Objects stay, and so does what other instances of the pod have. It is durable when this
+        returns, if the journal's device answers soon: a process that dies then does not bring the blocks back.
         Raises: LedgerError: the manager is closed.
         """
         with self._lock:

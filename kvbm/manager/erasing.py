@@ -1,4 +1,6 @@
-"""What an erasure asks of a manager: which blocks are held, their withdrawal, zeros where they lay, a journal that names them no more."""
+"""What an erasure asks of a manager: which blocks are held, their withdrawal, zeros where they lay, a journal that
+names them no more.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ _NOBODY = NamespaceId(bytes(HASH_BYTES))
 
 
 class HeldRun(NamedTuple):
-    """Blocks of one namespace that a tier holds. `namespace`, `tenant`: None where this process was not told whose they are."""
+    """Blocks of one namespace that a tier holds.
+
+    `namespace`, `tenant`: None where this process was not told whose they are.
+    """
 
     tier: Tier
     namespace: NamespaceId | None
@@ -66,9 +71,18 @@ class Erasing:
     salvage: Salvage
 
     def __init__(
-        self, stream: LedgerStream, pools: Pools, offsets: Offsets, port: PublisherPort, retention: JournalRetention | None,
-        offloader: Offloader, lasting: LastingNamespaces, used: UsedNamespaces, checksums: ChecksumRows, owns_hbm: bool,
-    ) -> None:  # fmt: skip
+        self,
+        stream: LedgerStream,
+        pools: Pools,
+        offsets: Offsets,
+        port: PublisherPort,
+        retention: JournalRetention | None,
+        offloader: Offloader,
+        lasting: LastingNamespaces,
+        used: UsedNamespaces,
+        checksums: ChecksumRows,
+        owns_hbm: bool,
+    ) -> None:
         self._stream, self._pools, self._offsets, self._port, self._retention = stream, pools, offsets, port, retention
         self._offloader, self._lasting, self._used = offloader, lasting, used
         self._checksums, self._owns_hbm = checksums, owns_hbm
@@ -116,7 +130,9 @@ class Erasing:
             return dict(self._lasting.tenants)
 
     def held(self, tier: Tier) -> list[HeldRun]:
-        """What a tier holds, by namespace; last what is of none that this process was told of: an earlier one left it."""
+        """What a tier holds, by namespace; last what is of none that this process was told of: an earlier one
+        left it.
+        """
         with self._stream.lock:
             every, _ = self._ledger.held_of(tier)
         runs = []
@@ -166,10 +182,12 @@ class Erasing:
     # -- the bytes ----------------------------------------------------------------------------------------------------
 
     def wipe(self, tier: Tier, dirty: set[int]) -> Wiped:
-        """Fill those slots of a tier with zeros that are free now. Others are clean once another block has overwritten them.
+        """Fill those slots of a tier with zeros that are free now.
 
-        The free slots are taken for as long as this takes, so that nobody else writes them; a full pool evicts then what it would
-        have evicted later.
+        Others are clean once another block has overwritten them.
+
+        The free slots are taken for as long as this takes, so that nobody else writes them; a full pool evicts then
+        what it would have evicted later.
 
         Args:
             dirty: slots that may hold bytes that were erased.
@@ -250,5 +268,8 @@ class Erasing:
         return self._offsets.is_durable(place.epoch, place.offset)
 
     def forget_before(self, place: Position) -> bool:
-        """Delete the journal's history; whether the journal has nothing any more from before a place. Raises OSError."""
+        """Delete the journal's history; whether the journal has nothing any more from before a place.
+
+        Raises OSError.
+        """
         return self._retention is None or self._retention.erase_before(place)

@@ -1,4 +1,5 @@
-"""The ledger's events → the journal: the event writer, which also takes a snapshot of what is held and begins another epoch when one is due.
+"""The ledger's events → the journal: the event writer, which also takes a snapshot of what is held and begins another
+epoch when one is due.
 
 `EventWriter.step` is one turn, without sleeping: a thread of its own takes turns in production, a simulator by hand.
 """
@@ -51,16 +52,17 @@ class GroupSink(FrameSink, Protocol):
 class EventWriter:
     """Makes events durable, frame by frame. The engine never waits for it.
 
-    Nothing is taken while the device refuses what was taken before, so that what waits stays in the ledger's bounded room. When
-    that overflows, the epoch has ended; once the device takes frames again another begins, with a snapshot of all that is held. So
-    it is when another run has the fence, and when frames were lost by a bug.
+    Nothing is taken while the device refuses what was taken before, so that what waits stays in the ledger's bounded
+    room. When that overflows, the epoch has ended; once the device takes frames again another begins, with a snapshot
+    of all that is held. So it is when another run has the fence, and when frames were lost by a bug.
 
-    A journal that is full by its own bound while all of it is published is emptied by nothing but a snapshot. So one begins then, and
-    what waits is let in beyond the bound until it is whole. On a device that is full, where that cannot be, the end of an epoch that
-    could not be written is given up once its first snapshot is there and all is published: nothing else would ever make room.
+    A journal that is full by its own bound while all of it is published is emptied by nothing but a snapshot. So one
+    begins then, and what waits is let in beyond the bound until it is whole. On a device that is full, where that
+    cannot be, the end of an epoch that could not be written is given up once its first snapshot is there and all is
+    published: nothing else would ever make room.
 
-    Where nobody says how far the stream has come, what is durable counts as published, but nothing is truncated before the journal
-    is half full.
+    Where nobody says how far the stream has come, what is durable counts as published, but nothing is truncated before
+    the journal is half full.
 
     Args:
         stream: where events come from.
@@ -213,7 +215,9 @@ class EventWriter:
         return 1
 
     def _lets_in(self) -> bool:
-        """Whether the journal, full by its own bound, takes all the same what was recorded until now: a snapshot is under way."""
+        """Whether the journal, full by its own bound, takes all the same what was recorded until now: a snapshot is
+        under way.
+        """
         if not (self._is_all_published and (self._stream.in_snapshot or self._begin_snapshot())):
             return False
         return self._retention.let_in(Position(self._stream.ledger.epoch, self._stream.ledger.applied))
@@ -225,9 +229,12 @@ class EventWriter:
         self._is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         if is_first:
             log.warning(
-                "journal.write_failed", instance=self._instance, error=str(error), waiting_frames=len(self._unwritten),
+                "journal.write_failed",
+                instance=self._instance,
+                error=str(error),
+                waiting_frames=len(self._unwritten),
                 remedy="make room or see to its device; until then nothing new goes to NVME and OBJECT",
-            )  # fmt: skip
+            )
 
     # -- another epoch ------------------------------------------------------------------------------------------------
 
@@ -270,10 +277,13 @@ class EventWriter:
         published = self._port.confirmed()
         return published is None or published >= self._end
 
-    # -- snapshots -------------------------------------------------------------------------------------------------------
+    # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def _go_on_with_snapshots(self, now_s: float, runs: int) -> float | None:
-        """Begin a snapshot if one is due, and make some steps of the one under way. Returns when the next turn is due."""
+        """Begin a snapshot if one is due, and make some steps of the one under way.
+
+        Returns when the next turn is due.
+        """
         stream = self._stream
         effects = self._tell_snapshots(now_s, self._news_of_snapshots())
         if BeginSnapshot() in effects and self._begin_snapshot():

@@ -1,4 +1,5 @@
-"""Whose offload is next, where tenants have shares: each gets as many blocks for its weight as any other that wants some.
+"""Whose offload is next, where tenants have shares: each gets as many blocks for its weight as any other that wants
+some.
 
 A tenant that had nothing to offload saves up nothing: it comes in where the others are. No thread, clock or bytes here.
 """

@@ -1,4 +1,7 @@
-"""Where blocks lie beyond the own tiers, each by itself, asked in a thread for a request of an engine. Nothing here waits."""
+"""Where blocks lie beyond the own tiers, each by itself, asked in a thread for a request of an engine.
+
+Nothing here waits.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ class Finding:
         return self._asked.done() or self._clock() >= self._deadline_s
 
     def result(self) -> list[bytes]:
-        """For each run what `EngineHbmManager.holders` gives, of others' NVME and of OBJECT; empty where no answer came in time."""
+        """For each run what `EngineHbmManager.holders` gives, of others' NVME and of OBJECT; empty where no answer came
+        in time.
+        """
         if self._asked.cancel() or not self._asked.done() or self._asked.cancelled():
             return []
         if (error := self._asked.exception()) is not None:

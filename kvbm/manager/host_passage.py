@@ -1,7 +1,7 @@
 """Blocks of prompts longer than HOST, on their way through it to what is colder.
 
-They go to HOST only as fast as they leave it again. Else they would push out the beginning of their prompt before it is where it is on
-its way to.
+They go to HOST only as fast as they leave it again. Else they would push out the beginning of their prompt before it is
+where it is on its way to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""How long a journal, on disk or in memory, keeps what it has: what the event writer asks of it beside taking frames."""
+"""How long a journal, on disk or in memory, keeps what it has: what the event writer asks of it beside taking
+frames.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ class JournalRetention(Protocol):
         """How large the journal is."""
 
     def erase_before(self, position: Position) -> bool:
-        """Delete history; whether nothing from before a position is left. For an erasure, from its own thread. Raises OSError."""
+        """Delete history; whether nothing from before a position is left.
+
+        For an erasure, from its own thread. Raises OSError.
+        """
 
 
 class NoRetention:

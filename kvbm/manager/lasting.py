@@ -1,7 +1,8 @@
-"""Which namespaces may use tiers that outlive the process or are shared: those that say which weights their blocks are of.
+"""Which namespaces may use tiers that outlive the process or are shared: those that say which weights their blocks are
+of.
 
-A block in HBM and HOST goes with the engine that computed it. One in NVME, in a pod's folder or in OBJECT is found by whoever comes to the
-same hash, and without a revision two models of one name come to the same.
+A block in HBM and HOST goes with the engine that computed it. One in NVME, in a pod's folder or in OBJECT is found by
+whoever comes to the same hash, and without a revision two models of one name come to the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class LastingNamespaces:
 
     Attributes:
         refused: models of namespaces that name none.
-        fields: of each known namespace, but for `all_may`. tenants: whose each is. block_tokens: tokens of a block of each.
+        fields: of each known namespace, but for `all_may`. tenants: whose each is. block_tokens: tokens of a block of
+            each.
         held_back: for now no namespace may: it is not known yet what was to be erased while the instance was away.
     """
 
@@ -60,7 +62,8 @@ class LastingNamespaces:
         if not self.knows(namespace):
             raise ArgumentValueError(
                 "namespace",
-                f"{namespace.hex()} is not one the manager was opened with; give its Namespace to open_manager, or to declare before"
+                f"{namespace.hex()} is not one the manager was opened with; give its Namespace to open_manager, or to "
+                "declare before"
                 " its first use",
             )
 
@@ -78,6 +81,7 @@ class LastingNamespaces:
         if not named or not models or self._all_may:
             return ""
         return (
-            f"namespaces of {models} name no revision, so {named} keeps none of their blocks: nothing would tell other weights apart;"
+            f"namespaces of {models} name no revision, so {named} keeps none of their blocks: nothing would tell other "
+            "weights apart;"
             " give Namespace(revision=…) a commit, or kvbm.weights_digest(path)"
         )

@@ -1,4 +1,6 @@
-"""The ledger of one instance with the lock around it, and its stream of events: its frames, its snapshots, another epoch of it."""
+"""The ledger of one instance with the lock around it, and its stream of events: its frames, its snapshots, another
+epoch of it.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ class LedgerStream:
         lock: a `threading.Lock`, or what does the same; None makes one.
 
     Attributes:
-        lock: held around every call of the ledger, by whoever calls it, also by threads that know nothing of Python. The methods here
-            take it themselves unless they say so.
+        lock: held around every call of the ledger, by whoever calls it, also by threads that know nothing of Python.
+            The methods here take it themselves unless they say so.
         wake: set when the event writer has something to do.
         closing: no copy begins any more. Written under the lock.
         ended: the stream has ended for good. Written under the lock.
@@ -71,7 +73,8 @@ class LedgerStream:
         if self._inherited_by:
             raise LedgerError(
                 f"the manager of instance {self.instance!r} was opened by the process that forked this one"
-                f" ({self._inherited_by}); open one here, with an instance.id of its own, or start this process by spawn"
+                f" ({self._inherited_by}); open one here, with an instance.id of its own, or start this process by "
+                "spawn"
             )
         if self.closing:
             raise LedgerError(f"the manager is closed, and instance {self.instance!r} with it; open a new one")
@@ -83,7 +86,10 @@ class LedgerStream:
             self.ledger.expire(now_s)
 
     def recorded(self) -> None:
-        """Events may have been recorded: wake the writer. Outside the lock. Costs nothing while a frame is already on its way."""
+        """Events may have been recorded: wake the writer.
+
+        Outside the lock. Costs nothing while a frame is already on its way.
+        """
         if not self.wake.is_set():
             self.wake.set()
         if self.ledger.overflowed and self._overflow_logged != self.ledger.epoch:
@@ -94,10 +100,14 @@ class LedgerStream:
             last, self._overflow_logged = self._overflow_logged, self.ledger.epoch
         if last != self._overflow_logged:
             log.warning(
-                "ledger.overflowed", instance=self.instance, offset=self.ledger.applied,
-                remedy="the journal took nothing for too long: see to its device (journal.write_failed); until it takes events "
-                "again and another epoch begins, the engine is served, but unseen by the catalog and without NVME and OBJECT",
-            )  # fmt: skip
+                "ledger.overflowed",
+                instance=self.instance,
+                offset=self.ledger.applied,
+                remedy="the journal took nothing for too long: see to its device (journal.write_failed); until it "
+                "takes events "
+                "again and another epoch begins, the engine is served, but unseen by the catalog and without NVME and "
+                "OBJECT",
+            )
 
     # -- the event writer ---------------------------------------------------------------------------------------------
 
@@ -108,7 +118,8 @@ class LedgerStream:
             return self.ledger.take_frames(self.instance, now_ns)
 
     def restart(self, epoch: Epoch) -> Offset | None:
-        """Begin another epoch in place; events that still wait are given up, since its first snapshot says what they led to.
+        """Begin another epoch in place; events that still wait are given up, since its first snapshot says what they
+        led to.
 
         Returns: the offset after the snapshot; None when the stream has ended for good.
         """
@@ -196,8 +207,8 @@ class LedgerStream:
     def disown(self) -> None:
         """This process is a forked child: the lock opens, since whoever had it may not be here to give it back.
 
-        A thread that has the lock, but not yet the GIL, leaves one that says that it is not locked and can not be taken: so it is
-        made anew in place, as the standard library does with its own.
+        A thread that has the lock, but not yet the GIL, leaves one that says that it is not locked and can not be
+        taken: so it is made anew in place, as the standard library does with its own.
         """
         self.closing = True
         self._inherited_by = os.getpid()

@@ -1,4 +1,6 @@
-"""How quickly an engine computes prompts, and how quickly those that wait are served, measured from what it has done lately."""
+"""How quickly an engine computes prompts, and how quickly those that wait are served, measured from what it has done
+lately.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class LoadMeter:
 
     @property
     def queue_tokens_per_s(self) -> float:
-        """Prompt tokens computed in a second in which some waited, whatever else the engine did in it; 0 before the first."""
+        """Prompt tokens computed in a second in which some waited, whatever else the engine did in it; 0 before the
+        first.
+        """
         return self._queue.per_s
 
     def prefilled(self, tokens: int, compute_s: float, elapsed_s: float | None = None) -> None:
@@ -31,7 +35,8 @@ class LoadMeter:
 
         Args:
             compute_s: how long that took.
-            elapsed_s: since the last call, or since a prompt began to wait if that was later; None: as long as the computing.
+            elapsed_s: since the last call, or since a prompt began to wait if that was later; None: as long as the
+                computing.
         """
         self._prefill.add(tokens, compute_s)
         self._queue.add(tokens, compute_s if elapsed_s is None else max(elapsed_s, compute_s))

@@ -1,7 +1,8 @@
-"""Loads: blocks come from colder tiers, from the pod, from other instances and from the object pool to the target tier, for requests that wait.
+"""Loads: blocks come from colder tiers, from the pod, from other instances and from the object pool to the target tier,
+for requests that wait.
 
-The *target tier* is where requests get their blocks: HBM, or HOST where the engine owns HBM. A load that has not ended in time is late:
-its request goes on without it, and it serves the next one.
+The *target tier* is where requests get their blocks: HBM, or HOST where the engine owns HBM. A load that has not ended
+in time is late: its request goes on without it, and it serves the next one.
 
     plan         under the lock: copies of what colder tiers of this instance hold
     submit       threads carry them out; each adds what it brought to its Waiter
@@ -83,7 +84,8 @@ class Waiter:
         brought: block → its slot in the target tier, pinned once, and where it was.
         lent: those of them that other instances lent.
         others: copies of other requests that bring some of its blocks.
-        said: blocks behind those of the own tiers that others were said to have. why: why fewer are brought, where that is known before.
+        said: blocks behind those of the own tiers that others were said to have. why: why fewer are brought, where that
+            is known before.
     """
 
     def __init__(self, namespace: NamespaceId, hashes: bytes) -> None:
@@ -207,7 +209,10 @@ class Loads:
             self.nobody_waits.set()
 
     def give_up(self, waiter: Waiter, begun: list[InFlightLoad]) -> None:
-        """End copies that have not started. Running copies finish on their own and are counted as late. Under the lock."""
+        """End copies that have not started.
+
+        Running copies finish on their own and are counted as late. Under the lock.
+        """
         waiter.waiting = False
         self.end_waiting(waiter)
         for _, ended in begun:
@@ -221,7 +226,10 @@ class Loads:
                 self._copies.drop(copy)
 
     def collect(self, waiter: Waiter) -> Prefix:
-        """What is pinned in the target tier now, from the first block on; what lies behind a hole is unpinned again. Under the lock."""
+        """What is pinned in the target tier now, from the first block on; what lies behind a hole is unpinned again.
+
+        Under the lock.
+        """
         slots: list[int] = []
         behind: list[int] = []
         hits: dict[Tier, int] = {}
@@ -288,7 +296,8 @@ class Loads:
         """Begin copies of what lies beyond the own tiers, which end at `depth`. Looks and asks outside the lock.
 
         Args:
-            hashes: packed, of the prompt from its first block on, because objects begin at whole multiples of their size.
+            hashes: packed, of the prompt from its first block on, because objects begin at whole multiples of their
+                size.
         """
         if not self.looks_beyond:
             return []
@@ -309,7 +318,10 @@ class Loads:
         return planned
 
     def _seen_beyond(self, waiter: Waiter, hashes: bytes, depth: int) -> list[Segment]:
-        """What the pod, objects and other instances seem to have from block `depth` on. Trouble is a miss: what is pinned is a request's."""
+        """What the pod, objects and other instances seem to have from block `depth` on.
+
+        Trouble is a miss: what is pinned is a request's.
+        """
         segments: list[Segment] = []
         try:
             segments += self._look_in_pod(waiter.namespace, hashes, depth)
@@ -326,7 +338,9 @@ class Loads:
         return segments
 
     def find_beyond(self, runs: Sequence[tuple[NamespaceId, bytes]]) -> list[bytes]:
-        """For each run what seems to lie beyond the own tiers, each block by itself: a byte for each, its tier or 0xFF. Asks outside the lock.
+        """For each run what seems to lie beyond the own tiers, each block by itself: a byte for each, its tier or 0xFF.
+
+        Asks outside the lock.
 
         Objects of several blocks are left out: they hold prefixes, which `plan_remote` asks for.
         """
@@ -349,7 +363,9 @@ class Loads:
         return [source for source in tuple(self._copies.late_from) if self._is_silent(source)]
 
     def _is_silent(self, source: Tier | InstanceId) -> bool:
-        """Whether so many reads of a source are late that another would only wait: it is a miss at once until one has ended."""
+        """Whether so many reads of a source are late that another would only wait: it is a miss at once until one has
+        ended.
+        """
         return self._copies.late_from.get(source, 0) >= self._threads
 
     def _note_others(self, wanted: bytes, waiter: Waiter) -> None:
@@ -371,7 +387,9 @@ class Loads:
         return segments
 
     def _look_elsewhere(self, waiter: Waiter, hashes: bytes, depth: int) -> list[Segment]:
-        """What to read of objects and from other instances, from block `depth` on. The waiter learns what they were said to have.
+        """What to read of objects and from other instances, from block `depth` on.
+
+        The waiter learns what they were said to have.
 
         Objects are whole, so the catalog is asked from the beginning of the one on that block `depth` belongs to.
         """
@@ -445,7 +463,8 @@ class Loads:
         return self._executor.submit(self.find_beyond, runs)
 
     def look_beyond(self, hashes: bytes, depth: int, waiter: Waiter, begun: list[InFlightLoad]) -> Future[None]:
-        """Have what lies beyond the own tiers brought, which end at `depth`; loads are added to `begun` before it has ended.
+        """Have what lies beyond the own tiers brought, which end at `depth`; loads are added to `begun` before it has
+        ended.
 
         Raises: RuntimeError: the manager closes, or there is no thread.
         """

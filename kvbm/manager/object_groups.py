@@ -1,9 +1,12 @@
-"""Which blocks make whole objects: k consecutive blocks of a chain, from a position that is a multiple of k. No bytes here.
+"""Which blocks make whole objects: k consecutive blocks of a chain, from a position that is a multiple of k.
 
-An engine that decodes creates its blocks one by one, so the unfinished group at the end of a chain is remembered under the hash of
-its last block: who goes on from that block finishes it. Where a prompt forks, each branch goes on from the same remembered group. A
-finished group waits until the tier it leaves from holds every block of it, and watches one that is missing: when that block arrives,
-it either is whole or watches the next one. Both memories are bounded, and forget what was not used for longest.
+No bytes here.
+
+An engine that decodes creates its blocks one by one, so the unfinished group at the end of a chain is remembered under
+the hash of its last block: who goes on from that block finishes it. Where a prompt forks, each branch goes on from the
+same remembered group. A finished group waits until the tier it leaves from holds every block of it, and watches one
+that is missing: when that block arrives, it either is whole or watches the next one. Both memories are bounded, and
+forget what was not used for longest.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class Groups:
     def follow(self, parent: bytes, start: int, hashes: bytes) -> tuple[bytes, bytes]:
         """A chain goes on behind `parent` at position `start`.
 
-        Returns: the groups it finishes, and those of its blocks that belong to a group whose beginning nobody remembers.
+        Returns: the groups it finishes, and those of its blocks that belong to a group whose beginning nobody
+            remembers.
         """
         lost = b""
         if begun := start % self.blocks:

@@ -195,7 +195,8 @@ class OffloadDriver:
         self._offloader.skip(Skipped.ROOM, left[len(gone) :])  # so many
 
     def _whole_objects(self, request: OffloadRequest) -> bytes:
-        """Those objects of a request that one copy can carry now: all of each is at the source, and no two share a block.
+        """Those objects of a request that one copy can carry now: all of each is at the source, and no two share a
+        block.
 
         The others are skipped, or wait for the next copy where they only share blocks. Under the lock.
         """
@@ -237,7 +238,10 @@ class OffloadDriver:
             self._offloader.offer_arrived(copy.namespace, copy.target, packed, positions, self._ledger.lacking)
 
     def _claimable(self, copy: Copy, stored: list[bool]) -> list[bool]:
-        """Which blocks of a copy to OBJECT may be claimed: none of an object of which a block was cleared meanwhile. Under the lock."""
+        """Which blocks of a copy to OBJECT may be claimed: none of an object of which a block was cleared meanwhile.
+
+        Under the lock.
+        """
         k = self._pools.object_blocks
         if k == 1:
             return stored

@@ -1,10 +1,13 @@
-"""Which blocks go to a colder tier next: a bounded queue of requests. No thread, clock or bytes here: `OffloadDriver` drives it.
+"""Which blocks go to a colder tier next: a bounded queue of requests.
 
-What waits are runs of hashes (`manager/chain_runs.py`), 16 bytes a block and a little for each run, so a prompt of any length waits as a
-whole, in its order from the beginning. The blocks themselves stay where they are; what has left its tier when its turn comes is counted.
+No thread, clock or bytes here: `OffloadDriver` drives it.
 
-A tier that holds fewer blocks than a prompt has gets its beginning: what lies beyond would only push the beginning out. HOST is also the
-way to what is colder, so it takes as much as the largest tier behind it does.
+What waits are runs of hashes (`manager/chain_runs.py`), 16 bytes a block and a little for each run, so a prompt of any
+length waits as a whole, in its order from the beginning. The blocks themselves stay where they are; what has left its
+tier when its turn comes is counted.
+
+A tier that holds fewer blocks than a prompt has gets its beginning: what lies beyond would only push the beginning out.
+HOST is also the way to what is colder, so it takes as much as the largest tier behind it does.
 """
 
 from __future__ import annotations
@@ -27,14 +30,18 @@ Lacking = Callable[[Tier, bytes], bytes]  # which of a run's blocks a tier of th
 
 
 class Skipped(StrEnum):
-    """Why blocks that a policy wanted in a colder tier were not offloaded. Each is offered again when it is next used."""
+    """Why blocks that a policy wanted in a colder tier were not offloaded.
+
+    Each is offered again when it is next used.
+    """
 
     QUEUE = "queue"  # too many waited: the copies do not keep up with the engine
     JOURNAL = "journal"  # it takes no events, so nobody would know of the blocks
     STAGING = "staging"  # no memory for the copy became free
     BUDGET = "budget"  # the device or store has been written enough for now
     PARTIAL = "partial"  # not every block of the object is known or where it would be taken from
-    BEYOND = "beyond"  # so far from its prompt's beginning that the tier, or its tenant's part of it, cannot hold all before it
+    # So far from its prompt's beginning that the tier, or its tenant's part of it, cannot hold all before it
+    BEYOND = "beyond"
     GONE = "gone"  # it had left the tier it was to be taken from when its turn came
     ROOM = "room"  # everything in the tier is pinned or on its way
 
@@ -94,12 +101,14 @@ class PromptLimits(NamedTuple):
 class Offloader:
     """Turns creations, uses and arrivals into offloads, each target by its policy.
 
-    HBM feeds HOST; HOST (or HBM where there is no HOST) feeds NVME and OBJECT. Where HBM is the engine's, HOST alone feeds. A full queue skips requests and counts them: the
-    engine is never held up, and a block that was skipped is offered again when it is next used. Requests for one route are joined, so
-    that a device sees long runs also where an engine creates blocks one by one. Tenants take turns by their weights, and the routes of
-    each; in a full queue, who has most for its weight makes room for who has less.
+    HBM feeds HOST; HOST (or HBM where there is no HOST) feeds NVME and OBJECT. Where HBM is the engine's, HOST alone
+    feeds. A full queue skips requests and counts them: the engine is never held up, and a block that was skipped is
+    offered again when it is next used. Requests for one route are joined, so that a device sees long runs also where an
+    engine creates blocks one by one. Tenants take turns by their weights, and the routes of each; in a full queue, who
+    has most for its weight makes room for who has less.
 
-    What goes to OBJECT is whole objects: see `manager/object_groups.py`. Each leaves once the tier it leaves from holds all of it.
+    What goes to OBJECT is whole objects: see `manager/object_groups.py`. Each leaves once the tier it leaves from holds
+    all of it.
 
     Args:
         policies: what each target tier that exists wants.
@@ -174,7 +183,8 @@ class Offloader:
         """Blocks were created (uses 1), used again (uses 2), or arrived by a copy (uses 1) in `tier`.
 
         Args:
-            parent, start: of a run that is one chain, as what was created or used again is: the block before it, and its position.
+            parent, start: of a run that is one chain, as what was created or used again is: the block before it, and
+                its position.
         Returns: whether anything waits to be offloaded.
         """
         if not hashes:
@@ -195,7 +205,8 @@ class Offloader:
     def offer_arrived(
         self, namespace: NamespaceId, tier: Tier, hashes: bytes, positions: Sequence[int], lacking: Lacking
     ) -> bool:
-        """Blocks have arrived in a tier by a copy: `offer`, of blocks whose positions in their chains are known, or NOWHERE.
+        """Blocks have arrived in a tier by a copy: `offer`, of blocks whose positions in their chains are known, or
+        NOWHERE.
 
         Returns: whether anything waits to be offloaded.
         """
@@ -230,7 +241,10 @@ class Offloader:
         return self._reach(self._fair.tenant_of(namespace), target)
 
     def _reach(self, tenant: str, target: Tier) -> int | None:
-        """Up to which position blocks of a prompt are of use in a tier, or in one it is on the way to; None: all are."""
+        """Up to which position blocks of a prompt are of use in a tier, or in one it is on the way to;
+
+        None: all are.
+        """
         limit = self._limits.of(tenant, target)
         if target != Tier.HOST or limit is None:
             return limit
@@ -239,7 +253,8 @@ class Offloader:
         return max(known) if len(known) == len(limits) else None
 
     def passes_through(self, namespace: NamespaceId, target: Tier, run: ChainRun, now_s: float) -> bool:
-        """Whether some of a run for HOST lies beyond what HOST can hold of its prompt, and is only on its way to what is colder.
+        """Whether some of a run for HOST lies beyond what HOST can hold of its prompt, and is only on its way to what
+        is colder.
 
         For a while its namespace's blocks then leave HOST when they are there (`leaves_host`).
         """
@@ -250,7 +265,9 @@ class Offloader:
         return passes
 
     def leaves_host(self, namespace: NamespaceId, now_s: float) -> bool:
-        """Whether blocks of a namespace make room in HOST once they are in what is colder: more of their prompt is behind them."""
+        """Whether blocks of a namespace make room in HOST once they are in what is colder: more of their prompt is
+        behind them.
+        """
         if now_s < self._passing_s.get(namespace, now_s):
             return True
         self._passing_s.pop(namespace, None)
@@ -358,7 +375,9 @@ class Offloader:
         return [(Tier.HBM, Tier.HOST), *([(Tier.HOST, target) for target in below] if again else [])]
 
     def _push_chain(self, route: Route, run: ChainRun, lacking: Lacking, parent: bytes) -> None:
-        """Let those of a run's blocks wait that the target lacks and can hold; none where its namespace may not last there."""
+        """Let those of a run's blocks wait that the target lacks and can hold; none where its namespace may not last
+        there.
+        """
         if route.target in DURABLE_TIERS and not self._may_last(route.namespace):
             return
         run, beyond = self.within(route.namespace, route.target, run)
@@ -452,7 +471,9 @@ class Offloader:
             self.skipped[why] += len(hashes) // HASH_BYTES
 
     def next(self, passed_over: Collection[Route] = ()) -> OffloadRequest | None:
-        """What has waited longest on the route whose turn it is, as long a run as a copy may carry; None when nothing waits.
+        """What has waited longest on the route whose turn it is, as long a run as a copy may carry;
+
+        None when nothing waits.
 
         Args:
             passed_over: routes (`OffloadRequest.route`) whose time has not come.

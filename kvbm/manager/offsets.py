@@ -11,8 +11,8 @@ from kvbm.streams.base import ORIGIN, Position
 class Offsets:
     """How far the journal has come, with waiting. Any thread may call it.
 
-    An epoch's first snapshot states all that is held, so once it is durable nothing of the epochs before it is waited for any more,
-    whether it was written or lost. A simulator waits in its own way by a class derived from this one.
+    An epoch's first snapshot states all that is held, so once it is durable nothing of the epochs before it is waited
+    for any more, whether it was written or lost. A simulator waits in its own way by a class derived from this one.
     """
 
     def __init__(self) -> None:

@@ -25,10 +25,12 @@ log = Remarks()
 
 
 class Manager(BlockManager):
-    """A block manager that owns HBM: an engine asks it for slots to compute in. `kvbm.open_manager` makes one from settings.
+    """A block manager that owns HBM: an engine asks it for slots to compute in.
 
-    Every call may come from any thread. What escapes is a bug in the caller: an ArgumentError or a LedgerError, and the manager is as
-    it was before.
+    `kvbm.open_manager` makes one from settings.
+
+    Every call may come from any thread. What escapes is a bug in the caller: an ArgumentError or a LedgerError, and the
+    manager is as it was before.
     """
 
     _target, _owns_hbm = Tier.HBM, True
@@ -44,18 +46,19 @@ class Manager(BlockManager):
     def acquire(self, namespace: NamespaceId, hashes: bytes, wait_s: float | None = None) -> Prefix:
         """Bring the longest run of held blocks to HBM and pin it there for the caller.
 
-        Blocks come from this instance's tiers and, beyond those, from the pools of its pod's other instances, and beyond those
-        from the object pool where the catalog knows of whole objects. What does
-        not arrive within `wait_s`, is corrupt or has no room is a miss from there on; a late copy still ends properly and
-        serves the next request. An engine that gives a request up while it waits here, by an exception of a signal's handler,
-        loses no more than that time: what has come is unpinned again, and what has not keeps its slots until the device says that
-        it is over.
+        Blocks come from this instance's tiers and, beyond those, from the pools of its pod's other instances, and
+        beyond those from the object pool where the catalog knows of whole objects. What does not arrive within
+        `wait_s`, is corrupt or has no room is a miss from there on; a late copy still ends properly and serves the next
+        request. An engine that gives a request up while it waits here, by an exception of a signal's handler, loses no
+        more than that time: what has come is unpinned again, and what has not keeps its slots until the device says
+        that it is over.
 
         Args:
-            namespace: id of the prompt's namespace, `Namespace.id`; one the manager was opened with, or was told by `declare`.
+            namespace: id of the prompt's namespace, `Namespace.id`; one the manager was opened with, or was told by
+                `declare`.
             hashes: n packed hashes of the prompt's blocks, from its first on.
-            wait_s: the longest this request waits for bytes; None: as the manager was told. What no thread has begun by then is
-                taken back at once.
+            wait_s: the longest this request waits for bytes; None: as the manager was told. What no thread has begun by
+                then is taken back at once.
         Returns: slots stay pinned until `unpin`.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
@@ -95,9 +98,9 @@ class Manager(BlockManager):
         Args:
             count: so many slots, or none at all.
             namespace: id of the namespace whose blocks will be written; it matters where tenants have shares.
-        Returns: `count` slots, which are the caller's until `create` or `release`; None is no error: HBM is short, because requests
-            have too many blocks pinned. Wait for one to end, or compute without keeping the blocks. `stats` counts it, its `pools` say
-            how slots are used, and `hbm.short` in the log says so once in a while.
+        Returns: `count` slots, which are the caller's until `create` or `release`; None is no error: HBM is short,
+            because requests have too many blocks pinned. Wait for one to end, or compute without keeping the blocks.
+            `stats` counts it, its `pools` say how slots are used, and `hbm.short` in the log says so once in a while.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
         count = checked_int(count, "count", most=MOST_BLOCKS)
@@ -133,21 +136,24 @@ class Manager(BlockManager):
     ) -> list[int]:
         """Declare allocated HBM slots full. They stay pinned for the caller.
 
-        Bytes first, then the claim: from this call on the blocks are copied to colder tiers. On a CPU they must be in place. On CUDA
-        the work that writes them must be queued before, and `stream` says where; the copy then waits for it on the device, and this
-        call does not. Without `stream` it is what the default stream has now. Nothing else that is queued is waited for.
+        Bytes first, then the claim: from this call on the blocks are copied to colder tiers. On a CPU they must be in
+        place. On CUDA the work that writes them must be queued before, and `stream` says where; the copy then waits for
+        it on the device, and this call does not. Without `stream` it is what the default stream has now. Nothing else
+        that is queued is waited for.
 
         Args:
-            namespace: id of the blocks' namespace, `Namespace.id`; one the manager was opened with, or was told by `declare`.
+            namespace: id of the blocks' namespace, `Namespace.id`; one the manager was opened with, or was told by
+                `declare`.
             parent: hash of the block before `start`; NO_PARENT where `start` is 0, and only there.
             start: position of the first block in its chain, in blocks.
             hashes: n packed hashes, of the blocks from `start` on.
             slots: the n slots that hold them, as `allocate` gave them.
-            stream: on CUDA, the stream on which the blocks are written, or an event recorded behind that. None: the default stream,
-                or the caller has waited for the device. Of no account on a CPU.
+            stream: on CUDA, the stream on which the blocks are written, or an event recorded behind that. None: the
+                default stream, or the caller has waited for the device. Of no account on a CPU.
         Returns: the slot that holds each block; not the given one where the block was held already.
-        Raises: ArgumentError: an argument that cannot be used, such as a slot that HBM has not. LedgerError: a slot is not allocated
-            or is a copy's, a hash or a slot is given twice, a block is held under another namespace, or the manager is closed.
+        Raises: ArgumentError: an argument that cannot be used, such as a slot that HBM has not. LedgerError: a slot is
+            not allocated or is a copy's, a hash or a slot is given twice, a block is held under another namespace, or
+            the manager is closed.
         """
         self._check_namespace(namespace)
         before, start = checked_hash(parent, "parent"), checked_int(start, "start", most=MOST_BLOCKS - 1)
@@ -212,10 +218,17 @@ class Manager(BlockManager):
         more = self._shortages.due("hbm.short")
         if more is not None:
             log.info(
-                "hbm.short", instance=self.instance, wanted=wanted, slots=counts.slots, free=counts.free, evictable=counts.evictable,
-                allocated=counts.allocated, pinned_or_kept=counts.held - counts.evictable, not_said_before=more,
+                "hbm.short",
+                instance=self.instance,
+                wanted=wanted,
+                slots=counts.slots,
+                free=counts.free,
+                evictable=counts.evictable,
+                allocated=counts.allocated,
+                pinned_or_kept=counts.held - counts.evictable,
+                not_said_before=more,
                 remedy="unpin what requests that are over have, let others end first, or raise pools.hbm.slots",
-            )  # fmt: skip
+            )
 
     def _packed(self, slots: Sequence[int]) -> bytes:
         """Slots of a caller as the ledger takes them. Raises ArgumentError: they are no list of slots."""
@@ -236,7 +249,10 @@ class Manager(BlockManager):
         return pool.recorded(stream) if isinstance(pool, HbmPool) else None
 
     def _touched(self, given: bytes, touch: Touch | None) -> None:
-        """Copies from and to these slots wait for this work from now on, also where the call is refused then. Under the lock."""
+        """Copies from and to these slots wait for this work from now on, also where the call is refused then.
+
+        Under the lock.
+        """
         pool = self.pools.slots[Tier.HBM]
         if isinstance(pool, HbmPool) and pool.has_order:
             pool.touched(split_slots(given), touch)

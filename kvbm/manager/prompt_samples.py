@@ -1,4 +1,6 @@
-"""Which prompts an engine asked for: a share of them, kept for whoever sends them on, and lost rather than waited for."""
+"""Which prompts an engine asked for: a share of them, kept for whoever sends them on, and lost rather than
+waited for.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class SampleSink(Protocol):
 class Samples:
     """A bounded queue of samples. Any thread may call it.
 
-    Prompts are chosen by their first block's hash, which is uniform, so that those which share it are sampled together or not at all.
+    Prompts are chosen by their first block's hash, which is uniform, so that those which share it are sampled together
+    or not at all.
 
     Args:
         rate: share of prompts, 0 to 1.

@@ -31,7 +31,9 @@ class Publishing(NamedTuple):
 
 
 class PublisherPort:
-    """A `streams.base.PublisherOwner` and `SampleSource`. The publisher reports in its own thread; the event writer reads in its turns.
+    """A `streams.base.PublisherOwner` and `SampleSource`.
+
+    The publisher reports in its own thread; the event writer reads in its turns.
 
     Args:
         run: of this process.
@@ -102,11 +104,16 @@ class PublisherPort:
         rate = self._samples.rate
         return [
             AccessSample(
-                instance=self._instance, cluster=self._cluster, wall_time_ns=one.wall_time_ns, namespace=one.namespace,
-                hashes=one.hashes, depth=one.depth, rate=rate,
+                instance=self._instance,
+                cluster=self._cluster,
+                wall_time_ns=one.wall_time_ns,
+                namespace=one.namespace,
+                hashes=one.hashes,
+                depth=one.depth,
+                rate=rate,
             )
             for one in self._samples.take()
-        ]  # fmt: skip
+        ]
 
     def drop_samples(self) -> None:
         """Forget the prompts that were sampled and not sent on yet: they may name what is erased."""

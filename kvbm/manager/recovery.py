@@ -36,13 +36,14 @@ def recover(
 ) -> Kept:
     """The residencies of one durable tier when the journal ends, by namespace.
 
-    The newest epoch that ended its first snapshot in the tier decides. An epoch that was killed before changed no slot anybody
-    relied on: a slot is overwritten only once the withdrawal of what it held is durable, and that comes after the snapshot. So the
-    epoch before it still holds. That is not so of an epoch whose beginning was let go, or that has lost frames: of it only what
-    a later completed snapshot has listed is known, and without such a snapshot nothing is.
+    The newest epoch that ended its first snapshot in the tier decides. An epoch that was killed before changed no slot
+    anybody relied on: a slot is overwritten only once the withdrawal of what it held is durable, and that comes after
+    the snapshot. So the epoch before it still holds. That is not so of an epoch whose beginning was let go, or that has
+    lost frames: of it only what a later completed snapshot has listed is known, and without such a snapshot nothing is.
 
-    They are believed, not proven: each is verified against its slot's header and checksum when it is first read. A journal that
-    contradicts itself, or speaks of another pool, gives nothing back: its blocks are lost to the cache, no more.
+    They are believed, not proven: each is verified against its slot's header and checksum when it is first read. A
+    journal that contradicts itself, or speaks of another pool, gives nothing back: its blocks are lost to the cache, no
+    more.
 
     Args:
         slots: of the pool; what is said to lie beyond is left out.
@@ -92,8 +93,9 @@ class _Folded(NamedTuple):
 def _fold(journal: Journal, epoch: Epoch, tier: Tier, new_fold: NewFold) -> _Folded:
     """Everything the journal has of an epoch.
 
-    From its first event on the fold is strict and every digest must agree. Where events are missing, at the beginning or
-    further on, it goes on leniently, and digests must agree again from the first that does after a completed snapshot.
+    From its first event on the fold is strict and every digest must agree. Where events are missing, at the beginning
+    or further on, it goes on leniently, and digests must agree again from the first that does after a completed
+    snapshot.
 
     Raises: IllegalEventError: it contradicts itself.
     """

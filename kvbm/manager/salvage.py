@@ -1,14 +1,16 @@
 """Brings back what NVME's slots prove and no journal says any more, in a thread of its own, while requests are served.
 
-A slot's header proves which block lies there. It counts if it was written since its namespace was cleared, which the pool knows
-(`pools/nvme/generations.py`), and if nothing else keeps the block away: an erasure, or a namespace without a revision. Its bytes are held
-to their checksum when they are first read, as those of every block of a restart.
+A slot's header proves which block lies there. It counts if it was written since its namespace was cleared, which the
+pool knows (`pools/nvme/generations.py`), and if nothing else keeps the block away: an erasure, or a namespace without a
+revision. Its bytes are held to their checksum when they are first read, as those of every block of a restart.
 
-Slots that are scanned are allocated from before the first request until they are found or given back, so nobody writes them meanwhile. What
-is found becomes a residency by the event of a copy from this instance itself: bytes were there first, then the claim.
+Slots that are scanned are allocated from before the first request until they are found or given back, so nobody writes
+them meanwhile. What is found becomes a residency by the event of a copy from this instance itself: bytes were there
+first, then the claim.
 
-A pool that has become smaller keeps its old end until the blocks there were copied into slots before it: ordinary copies, whose source is
-this instance, again. At last the end is cut off. A process that dies in between finds in the pool that a scan is due.
+A pool that has become smaller keeps its old end until the blocks there were copied into slots before it: ordinary
+copies, whose source is this instance, again. At last the end is cut off. A process that dies in between finds in the
+pool that a scan is due.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class WaitedFor(Protocol):
 
 
 class Judged(NamedTuple):
-    """What the headers of n slots say, in columns: whether a block lies there that we could read, whose, which, and written when."""
+    """What the headers of n slots say, in columns: whether a block lies there that we could read, whose, which, and
+    written when.
+    """
 
     usable: np.ndarray
     namespaces: bytes
@@ -62,7 +66,9 @@ class Judged(NamedTuple):
 
 
 class NamespaceRun(NamedTuple):
-    """Blocks of one namespace that come back: their places among the slots that were looked at, rising, and their packed hashes."""
+    """Blocks of one namespace that come back: their places among the slots that were looked at, rising, and their
+    packed hashes.
+    """
 
     namespace: NamespaceId
     places: np.ndarray
@@ -75,7 +81,8 @@ class SalvagePlan(NamedTuple):
     Attributes:
         scans: whether slots are asked what they hold.
         beyond: blocks of slots beyond the pool's end, as a journal has them; the most valuable come last.
-        keeps: for each block of a run of one namespace whether it may be held and served, as a start asks it of blocks of a journal.
+        keeps: for each block of a run of one namespace whether it may be held and served, as a start asks it of blocks
+            of a journal.
         depth: headers read at a time.
         is_sealed: whether the pool's blocks are encrypted.
     """
@@ -150,7 +157,9 @@ class Salvage:
 
     @contextmanager
     def clearing(self, namespaces: Iterable[NamespaceId] | None = None) -> Iterator[None]:
-        """While blocks of some namespaces, or of all, are withdrawn for good: none comes back from now on, nor after a restart."""
+        """While blocks of some namespaces, or of all, are withdrawn for good: none comes back from now on, nor after a
+        restart.
+        """
         named = None if namespaces is None else list(namespaces)
         with self._stream.lock:
             self._clears += 1
@@ -163,13 +172,15 @@ class Salvage:
     def evicting(
         self, tier: Tier, hashes: bytes, reason: EvictReason, namespaces: Sequence[NamespaceId]
     ) -> AbstractContextManager[None]:
-        """While blocks of a run are evicted: `clearing`, where NVME is cleared of them, of those namespaces they are held of.
+        """While blocks of a run are evicted: `clearing`, where NVME is cleared of them, of those namespaces they are
+        held of.
 
-        A block that is not held may lie in a slot all the same: the scan has not come to it, or it has left for room, or arrives just
-        now. Whose it is, nobody knows.
+        A block that is not held may lie in a slot all the same: the scan has not come to it, or it has left for room,
+        or arrives just now. Whose it is, nobody knows.
 
         Args:
-            namespaces: those that are known; where blocks are not held, or of others, or there are many, all count as cleared.
+            namespaces: those that are known; where blocks are not held, or of others, or there are many, all count as
+                cleared.
         """
         is_cleared = tier is Tier.NVME and reason is EvictReason.CLEARED
         if self._files is None or not is_cleared or self._stream.closing or not hashes:
@@ -203,9 +214,12 @@ class Salvage:
             self._settle()
         self.elapsed_s = time.monotonic() - began_s
         log.info(
-            "salvage.ended", found_blocks=self.found_blocks, moved_blocks=self.moved_blocks, is_whole=is_whole,
+            "salvage.ended",
+            found_blocks=self.found_blocks,
+            moved_blocks=self.moved_blocks,
+            is_whole=is_whole,
             elapsed_s=round(self.elapsed_s, 3),
-        )  # fmt: skip
+        )
 
     # -- slots of the pool --------------------------------------------------------------------------------------------
 
@@ -250,7 +264,9 @@ class Salvage:
             yield at, Judged(usable[at:end], found.namespaces[part], found.hashes[part], found.generations[at:end])
 
     def _adopt(self, slots: Sequence[int], headers: Judged) -> None:
-        """Claim those slots that count, and give the others back, in one turn under the lock: no clear comes between."""
+        """Claim those slots that count, and give the others back, in one turn under the lock: no clear comes
+        between.
+        """
         with self._stream.lock:
             if self._stream.closing or self._stream.ended:
                 self._closing.set()
@@ -354,7 +370,8 @@ class Salvage:
 
 
 def namespace_runs(headers: Judged, keeps: Callable[[NamespaceId, bytes], np.ndarray]) -> list[NamespaceRun]:
-    """The usable blocks that may be kept, each hash once, the first place where it lies: namespace by namespace, as a place comes first.
+    """The usable blocks that may be kept, each hash once, the first place where it lies: namespace by namespace, as a
+    place comes first.
 
     Nobody's, which an erasure leaves, are none. A property test has the rule as it reads, block by block.
     """

@@ -1,4 +1,7 @@
-"""When an instance takes a snapshot of what it holds: a state machine without thread, clock or I/O. The event writer drives it."""
+"""When an instance takes a snapshot of what it holds: a state machine without thread, clock or I/O.
+
+The event writer drives it.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +71,11 @@ class _Mark(NamedTuple):
 class SnapshotPolicy:
     """Decides when a snapshot begins.
 
-    It begins when a reader asked, if the last snapshot that was asked for began `least_s` ago; an ask in between is served then.
-    It begins when a quarter of what the stream retains has passed since the last completed snapshot began, so that a reader who comes
-    late finds one: by time where the stream forgets by age, by messages where it is nearly full. And it begins when the journal is
-    half full, so that what lies before can go. One snapshot that is whole serves all of these; one at a time is under way.
+    It begins when a reader asked, if the last snapshot that was asked for began `least_s` ago; an ask in between is
+    served then. It begins when a quarter of what the stream retains has passed since the last completed snapshot began,
+    so that a reader who comes late finds one: by time where the stream forgets by age, by messages where it is nearly
+    full. And it begins when the journal is half full, so that what lies before can go. One snapshot that is whole
+    serves all of these; one at a time is under way.
 
     Args:
         least_s: between snapshots that readers ask for.

@@ -16,10 +16,12 @@ _ALIGNMENT_BYTES = 4096  # what direct I/O wants
 
 
 class Staging:
-    """A bounded arena, taken once and cut into lanes; a copy has one to itself and goes through it in parts. Any thread.
+    """A bounded arena, taken once and cut into lanes; a copy has one to itself and goes through it in parts.
 
-    Requests never wait for offloads here: as many lanes as requests can use at once are never lent to an offload. A lane whose copy
-    cannot be confirmed is not given back, since the device may still write it.
+    Any thread.
+
+    Requests never wait for offloads here: as many lanes as requests can use at once are never lent to an offload. A
+    lane whose copy cannot be confirmed is not given back, since the device may still write it.
 
     Attributes:
         lane_blocks: blocks one lane holds.
@@ -39,9 +41,11 @@ class Staging:
 
         Args:
             staging_bytes: the most it takes; but always room for two lanes of one object.
-            onboard_lanes, offload_lanes: copies at a time of either kind; fewer where their lanes would not hold an object.
+            onboard_lanes, offload_lanes: copies at a time of either kind; fewer where their lanes would not hold an
+                object.
             object_blocks: blocks of an object; a lane holds whole objects.
-            pins: register it with CUDA, so that a GPU reads and writes it without a detour; one warning where that cannot be done.
+            pins: register it with CUDA, so that a GPU reads and writes it without a detour; one warning where that
+                cannot be done.
         """
         object_bytes = object_blocks * block_bytes
         self.lanes = max(2, min(onboard_lanes + offload_lanes, staging_bytes // object_bytes))

@@ -13,7 +13,10 @@ from kvbm.transport.peers import PeerStats
 
 
 class Counters:
-    """What has been counted since the start. Under the manager's lock; the names are those of `ManagerStats`, which says what they mean."""
+    """What has been counted since the start.
+
+    Under the manager's lock; the names are those of `ManagerStats`, which says what they mean.
+    """
 
     def __init__(self) -> None:
         self.created_blocks = self.missed_blocks = self.corrupt_blocks = self.verified_reads = 0
@@ -35,27 +38,29 @@ class ManagerStats(NamedTuple):
         verified_reads: blocks whose bytes were found right.
         failed_copies: copies a device or store did not carry out. What other instances did not give is in `peers`.
         late_copies: onboards that ended after their request had gone on.
-        skipped_offloads: blocks a policy wanted in a colder tier that did not get there for want of something; `skipped` says of
-            what.
+        skipped_offloads: blocks a policy wanted in a colder tier that did not get there for want of something;
+            `skipped` says of what.
         copies_in_flight: copies that hold slots, those that are late or quarantined among them.
         pools: how the slots of each tier are used.
         trouble: what the manager cannot do now, in words; "" when all is well.
         skipped: blocks that were not offloaded, by reason.
         late_slots: slots, at both ends, held by onboards that run on after their request.
-        quarantined_slots: slots, at both ends, of copies nobody can confirm; nothing uses them before the process is gone.
-        shares: how tenants use each pool, where they have shares. Who has reached its quota gives up its own blocks for new ones.
+        quarantined_slots: slots, at both ends, of copies nobody can confirm; nothing uses them before the process is
+            gone.
+        shares: how tenants use each pool, where they have shares. Who has reached its quota gives up its own blocks for
+            new ones.
         objects: what the object pool has counted; None where there is none.
         waiting_requests: requests that wait for bytes now.
-        engine_duplicates: blocks an engine said it holds of which it had said so before. All three of `engine_…` are 0 where HBM
-            is kvbm's own.
+        engine_duplicates: blocks an engine said it holds of which it had said so before. All three of `engine_…` are 0
+            where HBM is kvbm's own.
         engine_surplus: blocks an engine said it holds beyond what it has room for; they were left out.
         engine_stores: runs it was given to bring to HOST.
-        peer_hits: blocks of `hit_blocks` that other instances lent; they count there as of HOST. peer_late_copies: of `late_copies`, those
-            from them.
+        peer_hits: blocks of `hit_blocks` that other instances lent; they count there as of HOST. peer_late_copies: of
+            `late_copies`, those from them.
         peers: what reading from other instances has counted; None where none is read from.
         short_allocations: calls of `allocate` that got no slots.
-        ages: by tier, how old blocks were when they were wanted again and when they were evicted, and how many never were wanted; of large
-            pools it is estimated from a part of the blocks. None where nobody counts it.
+        ages: by tier, how old blocks were when they were wanted again and when they were evicted, and how many never
+            were wanted; of large pools it is estimated from a part of the blocks. None where nobody counts it.
     """
 
     created_blocks: int

@@ -1,8 +1,9 @@
 """Moving the bytes of one copy between two pools. The ledger has given both ends to the copy; nobody else touches them.
 
-Where one of the two ends is memory the CPU reaches, that end is the other's rows, and bytes move once. Between two ends of which
-neither is, they go through a lane of the staging arena, in parts where the run is longer. Memory of a tier that outlives the process
-is never used in place: such a tier proves what it reads, and knows when its slots may be written.
+Where one of the two ends is memory the CPU reaches, that end is the other's rows, and bytes move once. Between two ends
+of which neither is, they go through a lane of the staging arena, in parts where the run is longer. Memory of a tier
+that outlives the process is never used in place: such a tier proves what it reads, and knows when its slots may be
+written.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ _JOIN_S = 60.0  # between two looks whether a read has ended
 
 
 class Pools(NamedTuple):
-    """The pools of one instance: those with slots by tier, the cluster's object pool and the pod's folder if there are any, the keys
-    of what is encrypted in slots, the other instances that blocks are read from, and who else is told of further namespaces first."""
+    """The pools of one instance: those with slots by tier, the cluster's object pool and the pod's folder if there are
+    any, the keys of what is encrypted in slots, the other instances that blocks are read from, and who else is told of
+    further namespaces first.
+    """
 
     slots: dict[Tier, SlotPool]
     object: ObjectPool | None = None
@@ -214,7 +217,9 @@ class _Run(NamedTuple):
         return self.pools.pod.read(copy.source, slots, copy.namespace, hashes, rows, at)
 
     def _get(self, begin: int, end: int, rows: np.ndarray, at: Sequence[int] | None) -> ReadResult:
-        """The same from the object pool: one call for each stretch without a hole, which is nearly always the whole run."""
+        """The same from the object pool: one call for each stretch without a hole, which is nearly always the whole
+        run.
+        """
         pool, remote = self.pools.object, self.remote
         assert pool is not None and remote is not None
         k, outcomes, checksums = pool.blocks, list[ReadOutcome](), list[np.ndarray]()
@@ -270,7 +275,10 @@ def move(
 
 
 def _read_in_place(run: _Run, memory: np.ndarray) -> Moved:
-    """The source reads into the target's slots. What is not good leaves them with anything; the ledger frees them afterwards."""
+    """The source reads into the target's slots.
+
+    What is not good leaves them with anything; the ledger frees them afterwards.
+    """
     result = run.read(0, run.blocks, memory, run.target_slots)
     good = [outcome == ReadOutcome.GOOD for outcome in result.outcomes]
     kept = [index for index, ok in enumerate(good) if ok]
@@ -299,9 +307,11 @@ def _write_in_place(run: _Run, memory: np.ndarray, offsets: Offsets, durable_wai
 
 
 class _ReadAhead:
-    """Reads the parts of a run into the halves of a lane in turn: each while the one before it is written, where one of the two is a GPU.
+    """Reads the parts of a run into the halves of a lane in turn: each while the one before it is written, where one of
+    the two is a GPU.
 
-    Between two others there is no gain: a device and a store take as much at a time as they can. A context: where it is left nothing is read any more, so the lane may be another copy's.
+    Between two others there is no gain: a device and a store take as much at a time as they can. A context: where it is
+    left nothing is read any more, so the lane may be another copy's.
     """
 
     def __init__(self, run: _Run, lane: np.ndarray) -> None:
@@ -359,7 +369,9 @@ class _ReadAhead:
 
 
 def _stage(run: _Run, lane: np.ndarray, offsets: Offsets, durable_wait_s: float) -> Moved:
-    """Part after part through a lane, the next read while one is written; after a part that the target refuses, no other is begun."""
+    """Part after part through a lane, the next read while one is written; after a part that the target refuses, no
+    other is begun.
+    """
     copy = run.copy
     arrived, outcomes = [False] * run.blocks, [ReadOutcome.FAILED] * run.blocks
     may_write = False

@@ -1,8 +1,9 @@
-"""Which namespaces an instance uses now, as its heartbeats name them: those used last, so that names clients choose make no heartbeat large.
+"""Which namespaces an instance uses now, as its heartbeats name them: those used last, so that names clients choose
+make no heartbeat large.
 
-Heartbeats also tell what namespaces are, a few at a time and in turn: those its start has named, and those that are used. So a catalog learns
-of a namespace that came after the start, of one that it had to forget, and of one whose start it has not read. What was erased is told of
-again when it is used again.
+Heartbeats also tell what namespaces are, a few at a time and in turn: those its start has named, and those that are
+used. So a catalog learns of a namespace that came after the start, of one that it had to forget, and of one whose start
+it has not read. What was erased is told of again when it is used again.
 """
 
 from __future__ import annotations

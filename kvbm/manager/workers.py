@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 class Workers(Executor):
     """An executor whose threads a device may keep for ever.
 
-    Unlike those of `ThreadPoolExecutor` they do not hold up the end of the process. A stuck thread can be replaced, so a device that
-    does not answer does not take the threads of those that do.
+    Unlike those of `ThreadPoolExecutor` they do not hold up the end of the process. A stuck thread can be replaced, so
+    a device that does not answer does not take the threads of those that do.
 
     Args:
         threads: that work at a time, beside those that are stuck.
@@ -39,7 +39,8 @@ class Workers(Executor):
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         """Have a call carried out.
 
-        Raises: RuntimeError: shut down, or the system gives no thread and there is none that comes to it. The call is never made then.
+        Raises: RuntimeError: shut down, or the system gives no thread and there is none that comes to it. The call is
+            never made then.
         """
         future: Future[Result] = Future()
         with self._changed:
@@ -51,8 +52,10 @@ class Workers(Executor):
         return future
 
     def replace_stuck(self) -> None:
-        """A worker is stuck in a call whose request has timed out; allow one replacement thread. What waits goes on waiting where the
-        system gives none."""
+        """A worker is stuck in a call whose request has timed out; allow one replacement thread.
+
+        What waits goes on waiting where the system gives none.
+        """
         with self._changed:
             self._room += 1
             with suppress(RuntimeError):
@@ -75,7 +78,10 @@ class Workers(Executor):
             self._changed.notify_all()
 
     def _provide(self, waiting: int) -> None:
-        """Wake or start a thread for so many calls. Under the condition's lock. Raises RuntimeError: nobody comes to them."""
+        """Wake or start a thread for so many calls.
+
+        Under the condition's lock. Raises RuntimeError: nobody comes to them.
+        """
         if self._idle >= waiting:
             self._changed.notify()
         elif self._room > 0:
@@ -95,9 +101,12 @@ class Workers(Executor):
         if not self._lacks_threads:
             self._lacks_threads = True
             log.warning(
-                "workers.not_started", threads=self._name, why=str(error), effect="what they would load is computed, or comes later",
+                "workers.not_started",
+                threads=self._name,
+                why=str(error),
+                effect="what they would load is computed, or comes later",
                 remedy="raise the limit of processes (ulimit -u, or the container's pids limit)",
-            )  # fmt: skip
+            )
 
     def _work(self) -> None:
         while True:

@@ -1,9 +1,11 @@
-"""What a pool promises. A pool keeps bytes and their proofs; which slot holds what, and when it may be written, is the ledger's.
+"""What a pool promises.
 
-Rows are C-contiguous uint8 arrays of shape (m, block_bytes). Block i of a run is row `at[i]` of them, and row i where `at` is None
-(then m = n). So a copy between two pools needs no third place: the `memory` of one is the rows of the other. Calls block and
-release the GIL where bytes move; the manager makes them outside its lock, for slots that are pinned or its own (a slot in copy belongs
-to the copy).
+A pool keeps bytes and their proofs; which slot holds what, and when it may be written, is the ledger's.
+
+Rows are C-contiguous uint8 arrays of shape (m, block_bytes). Block i of a run is row `at[i]` of them, and row i where
+`at` is None (then m = n). So a copy between two pools needs no third place: the `memory` of one is the rows of the
+other. Calls block and release the GIL where bytes move; the manager makes them outside its lock, for slots that are
+pinned or its own (a slot in copy belongs to the copy).
 """
 
 from __future__ import annotations
@@ -17,8 +19,16 @@ from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Reach, Tier
 from kvbm.core.reads import ReadOutcome, ReadResult
 
 __all__ = [
-    "NamespaceBytes", "ObjectPool", "ObjectStats", "PodPool", "PodRun", "Proof", "ReadOutcome", "ReadResult", "SlotPool",
-]  # fmt: skip
+    "NamespaceBytes",
+    "ObjectPool",
+    "ObjectStats",
+    "PodPool",
+    "PodRun",
+    "Proof",
+    "ReadOutcome",
+    "ReadResult",
+    "SlotPool",
+]
 
 
 class Proof(NamedTuple):
@@ -41,8 +51,9 @@ class SlotPool(Protocol):
     """A pool with a fixed number of slots, one writer, sized when it is made.
 
     Attributes:
-        memory: the slots themselves, (slots, block_bytes) uint8, where the CPU can reach them: a copy may then read and write them in
-            place, with `checksums` and `seal` for the proofs. None: only `read` and `write` get at the bytes.
+        memory: the slots themselves, (slots, block_bytes) uint8, where the CPU can reach them: a copy may then read and
+            write them in place, with `checksums` and `seal` for the proofs. None: only `read` and `write` get at the
+            bytes.
     """
 
     tier: Tier
@@ -54,7 +65,10 @@ class SlotPool(Protocol):
     def memory(self) -> np.ndarray | None: ...
 
     def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> None:
-        """Put rows into slots, durable as far as the tier is. Raises PoolError: the device refused; the slots then hold nothing."""
+        """Put rows into slots, durable as far as the tier is.
+
+        Raises PoolError: the device refused; the slots then hold nothing.
+        """
 
     def read(
         self,
@@ -80,7 +94,10 @@ class SlotPool(Protocol):
 
 
 class NamespaceBytes(NamedTuple):
-    """What was put of a namespace: bytes as in memory, and as they lie in the store. The first over the second is the ratio."""
+    """What was put of a namespace: bytes as in memory, and as they lie in the store.
+
+    The first over the second is the ratio.
+    """
 
     raw_bytes: int = 0
     stored_bytes: int = 0
@@ -114,9 +131,9 @@ class ObjectStats(NamedTuple):
 class ObjectPool(Protocol):
     """A pool of cluster reach: no slots, no owner, blocks are found by namespace and hash.
 
-    An object holds `blocks` consecutive blocks of a chain, from a position that is a multiple of `blocks`, and is named by namespace
-    and the hash of its last one. `put` is conditional and content-named: putting what is there already is a success once it proves
-    to be the same blocks.
+    An object holds `blocks` consecutive blocks of a chain, from a position that is a multiple of `blocks`, and is named
+    by namespace and the hash of its last one. `put` is conditional and content-named: putting what is there already is
+    a success once it proves to be the same blocks.
 
     Attributes:
         blocks: k, blocks of an object, at least 1.
@@ -140,8 +157,8 @@ class ObjectPool(Protocol):
     def put(self, rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> list[bool]:
         """For each block whether the store now holds it. Trouble is False, never an exception.
 
-        The run is whole objects: every k blocks from its first one are consecutive in their chain and begin at a multiple of k. They
-        need not belong to one chain. Raises LayoutError: the run is no multiple of k.
+        The run is whole objects: every k blocks from its first one are consecutive in their chain and begin at a
+        multiple of k. They need not belong to one chain. Raises LayoutError: the run is no multiple of k.
         """
 
     def get(
@@ -179,10 +196,16 @@ class PodRun(NamedTuple):
 
 
 class PodPool(Protocol):
-    """The NVME pools of the other instances of a pod, whether these run or not. Nobody is asked: each block proves itself."""
+    """The NVME pools of the other instances of a pod, whether these run or not.
+
+    Nobody is asked: each block proves itself.
+    """
 
     def find(self, namespace: NamespaceId, hashes: bytes) -> list[PodRun]:
-        """Who seems to have these blocks, from the first on without a hole. From memory, at once; it may have changed since."""
+        """Who seems to have these blocks, from the first on without a hole.
+
+        From memory, at once; it may have changed since.
+        """
 
     def present(self, namespace: NamespaceId, hashes: bytes) -> np.ndarray:
         """Which of these blocks somebody seems to have, each by itself: a bool for each. As `find`."""
@@ -196,7 +219,10 @@ class PodPool(Protocol):
         rows: np.ndarray,
         at: Sequence[int] | None = None,
     ) -> ReadResult:
-        """Fill rows from slots of an instance; what these do not prove to hold any more is MISSING. Trouble is an outcome."""
+        """Fill rows from slots of an instance; what these do not prove to hold any more is MISSING.
+
+        Trouble is an outcome.
+        """
 
     def close(self) -> None:
         """Give back files and threads. Idempotent."""

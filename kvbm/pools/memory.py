@@ -78,7 +78,10 @@ class MemoryPool:
         return judged(good, sums)
 
     def checksums(self, slots: Sequence[int]) -> np.ndarray:
-        """CRC-32C of what slots hold, u32: computed in HBM, elsewhere as it was written. Raises PoolError: the pool is closed."""
+        """CRC-32C of what slots hold, u32: computed in HBM, elsewhere as it was written.
+
+        Raises PoolError: the pool is closed.
+        """
         indexes = check_slots(self._name, slots, len(slots), self.slots)
         self._require_open(f"the checksums of {len(indexes)} blocks are gone")
         return self._checksum_rows(self.rows[indexes]) if self.tier is Tier.HBM else self._checksums[indexes]

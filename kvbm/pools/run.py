@@ -18,8 +18,10 @@ def check_size(pool: str, slots: int, block_bytes: int) -> None:
 
 
 def check_rows(pool: str, rows: np.ndarray, hashes: bytes, block_bytes: int, at: Sequence[int] | None = None) -> int:
-    """The number n of blocks in a call. Raises LayoutError: rows are not C-contiguous uint8 rows of `block_bytes`, one for each of n
-    hashes, or `at` does not name one for each.
+    """The number n of blocks in a call.
+
+    Raises LayoutError: rows are not C-contiguous uint8 rows of `block_bytes`, one for each of n hashes, or `at` does
+    not name one for each.
     """
     count = hash_count(hashes)
     wanted = len(rows) if at is not None and rows.ndim == 2 else count
@@ -58,8 +60,10 @@ def check_objects(pool: str, count: int, blocks: int) -> int:
 def check_chain(
     pool: str, rows: np.ndarray, chain: bytes, block_bytes: int, blocks: int, at: Sequence[int] | None, first: int
 ) -> int:
-    """The number n of blocks that are wanted of a chain of whole objects, from `first` on. Raises LayoutError: rows are not C-contiguous
-    uint8 rows of `block_bytes`, `at` names others, or the chain is too short or no multiple of `blocks`.
+    """The number n of blocks that are wanted of a chain of whole objects, from `first` on.
+
+    Raises LayoutError: rows are not C-contiguous uint8 rows of `block_bytes`, `at` names others, or the chain is too
+    short or no multiple of `blocks`.
     """
     count = len(rows) if at is None else len(at)
     there = hash_count(chain)

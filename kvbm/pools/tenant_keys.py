@@ -6,8 +6,8 @@
     keys.2026-10 = "<32 bytes, base64>" # each opens what it has sealed
     keys.2026-11 = "<32 bytes, base64>"
 
-Blocks of namespaces without a tenant have the keys of [tenants.""]. To rotate: add a key everywhere, then make it current, then take
-the old one away once nothing it has sealed is wanted any more. `kvbm keys` writes such files.
+Blocks of namespaces without a tenant have the keys of [tenants.""]. To rotate: add a key everywhere, then make it
+current, then take the old one away once nothing it has sealed is wanted any more. `kvbm keys` writes such files.
 """
 
 from __future__ import annotations
@@ -121,8 +121,11 @@ def keys_of_command(command: str, wait_s: float = _COMMAND_WAIT_S) -> KeySource:
 
 
 def _run(command: list[str], wait_s: float) -> tuple[int, bytes, bytes]:
-    """Status of a program, what it printed, and the end of its complaints. One that prints more than is read is ended, and so is
-    whatever it has started. Raises OSError, ValueError, IndexError: it cannot be run. TimeoutError."""
+    """Status of a program, what it printed, and the end of its complaints.
+
+    One that prints more than is read is ended, and so is whatever it has started. Raises OSError, ValueError,
+    IndexError: it cannot be run. TimeoutError.
+    """
     ends_s = time.monotonic() + wait_s
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -187,7 +190,8 @@ def add_key(path: Path, tenant: str, name: str) -> None:
         with alone(path.parent):
             if path.exists() and (user := stranger(path.stat())) is not None:
                 raise ConfigError(
-                    f"{path} belongs to user {user}, who would have the new key; run this as that user, or chown the file"
+                    f"{path} belongs to user {user}, who would have the new key; run this as that user, or chown the "
+                    "file"
                 )
             replace_file(path, _with_key(path, tenant, name).encode())
     except (OSError, UnicodeDecodeError) as error:

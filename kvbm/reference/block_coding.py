@@ -1,18 +1,24 @@
-"""The specification of a block's coded bytes, for tests and readers alone: what the native coder writes and reads, byte for byte.
+"""The specification of a block's coded bytes, for tests and readers alone: what the native coder writes and reads, byte
+for byte.
 
-A block of E elements becomes chunks of 16,384 elements (the last may have fewer) and eight zero bytes, which let a reader load whole
-words. Every element of more than one byte is turned left by one bit, which brings the exponent's eight high bits into its highest byte
-and the sign into its lowest bit. The highest byte is the element's *symbol*, the others its *rest*, lowest byte first.
+A block of E elements becomes chunks of 16,384 elements (the last may have fewer) and eight zero bytes, which let a
+reader load whole words. Every element of more than one byte is turned left by one bit, which brings the exponent's
+eight high bits into its highest byte and the sign into its lowest bit. The highest byte is the element's *symbol*, the
+others its *rest*, lowest byte first.
 
     chunk  := 0, the elements as they are
-            | 1 + 2 * (slot 0 is new) + 4 * (slot 1 is new), rests, slots, [table of slot 0], [table of slot 1], sizes, streams
-    slots  := a bit for each stream, stream 0 lowest: which of the two slots has its table; tables stay for later chunks of the block
-    table  := 32 bytes with a bit for each symbol that occurs, then the lengths of their codes, two a byte, low half first
+            | 1 + 2 * (slot 0 is new) + 4 * (slot 1 is new), rests, slots, [table of slot 0], [table of slot 1], sizes,
+              streams
+    slots  := a bit for each stream, stream 0 lowest: which of the two slots has its table; tables stay for later chunks
+              of the block
+    table  := 32 bytes with a bit for each symbol that occurs, then the lengths of their codes, two a byte, low half
+              first
     sizes  := bytes of the eight streams, u16 each, little endian
     stream := the codes of its symbols, high bits first, filled up to a byte with zeros
 
-The symbols of a chunk are shared out to eight streams: equal runs in order, of a multiple of 64 symbols; the last ones may have fewer or
-none. Codes are canonical: shorter ones first, among equals by symbol. A symbol that is alone in its table has length 0 and takes no bits.
+The symbols of a chunk are shared out to eight streams: equal runs in order, of a multiple of 64 symbols; the last ones
+may have fewer or none. Codes are canonical: shorter ones first, among equals by symbol. A symbol that is alone in its
+table has length 0 and takes no bits.
 """
 
 from __future__ import annotations
@@ -44,7 +50,8 @@ class CodingError(ValueError):
 def code_lengths(counts: np.ndarray) -> Lengths:
     """Bits of each symbol's code: Huffman's, of two equally light parts the symbol before the pair, the rarest first.
 
-    A symbol counts as at least 1 + 1/4096 of all, and as twice that again and again while a code is longer than MOST_BITS.
+    A symbol counts as at least 1 + 1/4096 of all, and as twice that again and again while a code is longer than
+    MOST_BITS.
 
     Args:
         counts: 256, how often each symbol occurs.
@@ -221,7 +228,9 @@ def _plan(streams: list[np.ndarray], tables: _Slots) -> _Plan:
 
 
 def _second_group(counts: list[np.ndarray], most: int) -> int:
-    """Streams (a bit each) rather like the one least like the first; 0 when all are alike, but for what chance makes of so many symbols."""
+    """Streams (a bit each) rather like the one least like the first; 0 when all are alike, but for what chance makes of
+    so many symbols.
+    """
     from_first = [int(np.abs(counts[0] - other).sum()) for other in counts]
     farthest = int(np.argmax(from_first))
     if 2 * from_first[farthest] <= most + 4 * int(np.count_nonzero(sum(counts))):

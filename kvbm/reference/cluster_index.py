@@ -1,7 +1,8 @@
 """The cluster index, readable: dictionaries, one block at a time. It says what the native index must do.
 
-Per instance and tier it has what `core.fold.Residencies` has for a reader that has missed events, with two differences: slots are
-not kept, and blocks are told apart by namespace and hash, so that what one tenant says never touches another's blocks.
+Per instance and tier it has what `core.fold.Residencies` has for a reader that has missed events, with two differences:
+slots are not kept, and blocks are told apart by namespace and hash, so that what one tenant says never touches
+another's blocks.
 """
 
 from __future__ import annotations
@@ -119,9 +120,17 @@ class _Instance:
         declared = {pool.tier for pool in self.pools if not self.is_cluster(pool.tier)}
         counts = {tier: len(fold.held) for tier, fold in self.tiers.items() if fold.held or tier in declared}
         return InstanceView(
-            self.epoch, self.stopped, self.is_suspect(), self.is_partial(), self.digest, self.pools, counts, self.excluded,
-            self.waiting, not self.is_whole(),
-        )  # fmt: skip
+            self.epoch,
+            self.stopped,
+            self.is_suspect(),
+            self.is_partial(),
+            self.digest,
+            self.pools,
+            counts,
+            self.excluded,
+            self.waiting,
+            not self.is_whole(),
+        )
 
 
 class _NamedSpaces:
@@ -280,7 +289,9 @@ class ReferenceIndex:
         return None, [(*key, b"".join(blocks)) for key, blocks in runs.items()]
 
     def forget_namespace(self, namespace: NamespaceId) -> None:
-        """As `ClusterIndex.forget_namespace`; here a namespace is known by its blocks, and what was told of its objects."""
+        """As `ClusterIndex.forget_namespace`; here a namespace is known by its blocks, and what was told of its
+        objects.
+        """
         self._object_blocks.pop(namespace, None)
 
     def size_objects(self, namespace: NamespaceId, blocks: int) -> None:
@@ -332,9 +343,13 @@ class ReferenceIndex:
         return sorted(longest, key=lambda run: (-run.end, run.begin, run.instance))[:most]
 
     def prefixes(
-        self, namespace: NamespaceId, hashes: bytes, best: int = 0, only: Iterable[InstanceId] | None = None,
+        self,
+        namespace: NamespaceId,
+        hashes: bytes,
+        best: int = 0,
+        only: Iterable[InstanceId] | None = None,
         hottest: Tier = Tier.HBM,
-    ) -> Prefixes:  # fmt: skip
+    ) -> Prefixes:
         """As `ClusterIndex.prefixes`."""
         wanted = self._instances.keys() if only is None else self._instances.keys() & set(only)
         blocks = split_hashes(hashes)
@@ -371,9 +386,15 @@ class ReferenceIndex:
         )
 
     def lookup(
-        self, namespace: NamespaceId, hashes: bytes, limit: int, only: Sequence[InstanceId] | None, shown: str, view_age_s: float,
+        self,
+        namespace: NamespaceId,
+        hashes: bytes,
+        limit: int,
+        only: Sequence[InstanceId] | None,
+        shown: str,
+        view_age_s: float,
         behind: Collection[InstanceId],
-    ) -> LookupAnswer:  # fmt: skip
+    ) -> LookupAnswer:
         """As `ClusterIndex.lookup`."""
         return lookup(self, namespace, hashes, limit, only, shown, view_age_s, behind)
 
@@ -562,7 +583,10 @@ class ReferenceIndex:
 def _named(
     claims: dict[str, set[tuple[Tier, NamespaceId, SequenceHash]]], entry: _Instance, pools: Iterable[PoolStated]
 ) -> dict[Tier, str]:
-    """Names of cluster pools by tier, of as many as an instance may bring. The claims of every pool that was ever declared are counted."""
+    """Names of cluster pools by tier, of as many as an instance may bring.
+
+    The claims of every pool that was ever declared are counted.
+    """
     last: dict[Tier, str | None] = {}  # of two pools in one tier the later counts
     for pool in pools:
         last[pool.tier] = None

@@ -38,8 +38,8 @@ class Copies:
     def begin(self, namespace: NamespaceId, source: Tier | InstanceId, target: Tier, hashes: bytes) -> Copy | None:
         """Plan a copy of those blocks that the source has under this namespace and the target lacks.
 
-        Both ends are the copy's from now on. Blocks already on their way, and repeats, are left out. When the target is short,
-        the run is cut to what fits.
+        Both ends are the copy's from now on. Blocks already on their way, and repeats, are left out. When the target is
+        short, the run is cut to what fits.
         Returns: None when nothing is to be copied or nothing fits, or after an overflow for a durable target.
         """
         if self._recorder.is_closed(target):
@@ -84,8 +84,8 @@ class Copies:
     ) -> list[int | None]:
         """The transport has confirmed the end: record what arrived, free what did not.
 
-        A block that its source has withdrawn meanwhile (cleared, say) has not arrived: a copy does not bring back what was cleared. Nor has
-        one that either end holds under another namespace by now.
+        A block that its source has withdrawn meanwhile (cleared, say) has not arrived: a copy does not bring back what
+        was cleared. Nor has one that either end holds under another namespace by now.
 
         Returns: for each block the target slot that holds it, or None.
         Raises: LedgerError: the copy is not in flight.
@@ -123,7 +123,9 @@ class Copies:
     def _choose(
         self, namespace: NamespaceId, source: Tier | InstanceId, target: Tier, hashes: bytes
     ) -> list[SequenceHash]:
-        """Those blocks of a run, each once, that the source has under the namespace and the target neither has nor awaits."""
+        """Those blocks of a run, each once, that the source has under the namespace and the target neither has nor
+        awaits.
+        """
         blocks = list(dict.fromkeys(split_hashes(hashes)))
         tier = self._own_tier(source)
         if tier is not None:

@@ -1,17 +1,19 @@
-"""Decide: commands → results, events, copies. The readable ledger; its native implementation does the same in production.
+"""Decide: commands → results, events, copies.
 
-The caller holds one lock around every call. A command that changes residencies is turned into events, which the fold applies at
-once and which wait in order, each with its offset, until `take_frames` hands them out. Everything else (pins, what is kept,
-recency, free lists, copies in flight) is soft state and never an event. Runs go in and out packed: 16 bytes a hash, 4
-little-endian bytes a slot, 1 byte a tier.
+The readable ledger; its native implementation does the same in production.
+
+The caller holds one lock around every call. A command that changes residencies is turned into events, which the fold
+applies at once and which wait in order, each with its offset, until `take_frames` hands them out. Everything else
+(pins, what is kept, recency, free lists, copies in flight) is soft state and never an event. Runs go in and out packed:
+16 bytes a hash, 4 little-endian bytes a slot, 1 byte a tier.
 
 Nothing takes the events for as long as the journal's device hangs, and the engine is not held up for it: events wait in
-bounded room. One that does not fit any more is an *overflow*: the stream ends there with InstanceStopped, commands go on without
-being recorded, and durable tiers take nothing, because nobody would ever know of it. `restart` begins another epoch in place,
-with a snapshot of all that is held, and with it the recording again.
+bounded room. One that does not fit any more is an *overflow*: the stream ends there with InstanceStopped, commands go
+on without being recorded, and durable tiers take nothing, because nobody would ever know of it. `restart` begins
+another epoch in place, with a snapshot of all that is held, and with it the recording again.
 
-Parts of it: `slots` (whose each slot is), `slot_allocator` (who gets one), `copies`, `snapshots` (snapshots), and `recorder` (events,
-from the fold to frames).
+Parts of it: `slots` (whose each slot is), `slot_allocator` (who gets one), `copies`, `snapshots` (snapshots), and
+`recorder` (events, from the fold to frames).
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ class Ledger:
     def assign(self, namespace: NamespaceId, tenant: str) -> None:
         """Say whose a namespace is. A tenant without a share of its own is among the others.
 
-        Blocks of it that are held count there from now on, as if gained anew: the last one first, so that it leaves first.
+        Blocks of it that are held count there from now on, as if gained anew: the last one first, so that it leaves
+        first.
         """
         self._allocator.assign(namespace, tenant)
 
@@ -146,7 +149,9 @@ class Ledger:
         version: str = "",
         recovered: Mapping[Tier, Sequence[Recovered]] | None = None,
     ) -> None:
-        """Begin an epoch: InstanceStarted, then a snapshot of what durable tiers have kept. Never an overflow: pools bound it.
+        """Begin an epoch: InstanceStarted, then a snapshot of what durable tiers have kept.
+
+        Never an overflow: pools bound it.
 
         Args:
             recovered: blocks in the order they are to be listed, which is the order they count as used in.
@@ -170,13 +175,15 @@ class Ledger:
     def restart(self, epoch: Epoch) -> Offset:
         """Begin another epoch in place, whether the last one was stopped, has overflowed or goes on.
 
-        InstanceStarted as `start` had it, then a whole first snapshot of what every tier holds now: by namespace, within one by slot.
-        It is never an overflow, since pools bound it. What is no event stays as it is, copies in flight among it; a snapshot under way
-        is dropped. Offsets begin again at 0. A slot of a durable tier that holds nothing now may have held something as far as
-        the last epoch's journal goes, so it counts as withdrawn when this snapshot ends.
+        InstanceStarted as `start` had it, then a whole first snapshot of what every tier holds now: by namespace,
+        within one by slot. It is never an overflow, since pools bound it. What is no event stays as it is, copies in
+        flight among it; a snapshot under way is dropped. Offsets begin again at 0. A slot of a durable tier that holds
+        nothing now may have held something as far as the last epoch's journal goes, so it counts as withdrawn when this
+        snapshot ends.
 
         Returns: the offset after the snapshot; once it is durable, so is all that is held.
-        Raises: LedgerError: the ledger has not started, events wait, or the epoch is not newer; nothing has changed then.
+        Raises: LedgerError: the ledger has not started, events wait, or the epoch is not newer; nothing has changed
+            then.
         """
         if self._started is None:
             raise LedgerError("the ledger has not started, so it cannot begin another epoch")
@@ -191,7 +198,10 @@ class Ledger:
         return self.applied
 
     def stop(self, reason: StopReason = StopReason.SHUTDOWN) -> None:
-        """End the stream cleanly; nothing may be recorded after it but by `restart`. Nothing to do after an overflow."""
+        """End the stream cleanly; nothing may be recorded after it but by `restart`.
+
+        Nothing to do after an overflow.
+        """
         if not self.overflowed:
             self._recorder.record(InstanceStopped(reason=reason), counted=False)  # its room is always kept
 
@@ -210,8 +220,8 @@ class Ledger:
         """The longest run of held blocks from the first hash on.
 
         Args:
-            pinned: whether the caller gets a pin on each block found in the tier `hottest` itself; else nothing is pinned or
-                counts as used.
+            pinned: whether the caller gets a pin on each block found in the tier `hottest` itself; else nothing is
+                pinned or counts as used.
             hottest: tiers hotter than this one are not looked at.
             namespace: whose blocks count; None: everybody's.
         """
@@ -224,7 +234,8 @@ class Ledger:
         return Match(len(tiers), bytes(tiers), pack_slots(slots))
 
     def lend(self, namespace: NamespaceId, hashes: bytes, coldest: Tier = Tier.NVME) -> Match:
-        """The longest run of blocks of a namespace that another instance may read here: each in HOST, else in NVME, and pinned there.
+        """The longest run of blocks of a namespace that another instance may read here: each in HOST, else in NVME, and
+        pinned there.
 
         Each pin is a use, and is given back with `unpin`. Tiers colder than `coldest` are not looked at.
         """
@@ -263,7 +274,9 @@ class Ledger:
         return b"".join(self.residencies.held[tier])
 
     def held_of(self, tier: Tier, namespace: NamespaceId | None = None) -> tuple[bytes, bytes]:
-        """Hashes and slots, packed, of the blocks the tier holds of a namespace, or of all; in the order it gained them."""
+        """Hashes and slots, packed, of the blocks the tier holds of a namespace, or of all; in the order it gained
+        them.
+        """
         return _held_of(self.residencies.held[tier], namespace)
 
     def pin(self, tier: Tier, slots: bytes) -> None:
@@ -284,7 +297,8 @@ class Ledger:
         """Slots to write, evicting what the policy gives up and, where that is too little, what yields of what is kept.
 
         Args:
-            namespace: whose blocks will be written, as far as it is known: where tenants have shares, so many more count as theirs.
+            namespace: whose blocks will be written, as far as it is known: where tenants have shares, so many more
+                count as theirs.
         Returns: None when pins and kept blocks leave too few, or after an overflow in a durable tier.
         """
         self._state(tier)
@@ -302,10 +316,11 @@ class Ledger:
     ) -> bytes:
         """Declare allocated slots full; they are pinned for the caller.
 
-        Returns: the slot that holds each block, packed. Where the hash was held already that is the holder's, now pinned once
-            more, and the slot given goes back to the pool.
-        Raises: LedgerError: start and parent contradict each other, a slot is not allocated or is a copy's, counts differ, a hash or a
-            slot is given twice, or a block is held under another namespace; nothing has changed then.
+        Returns: the slot that holds each block, packed. Where the hash was held already that is the holder's, now
+            pinned once more, and the slot given goes back to the pool.
+        Raises: LedgerError: start and parent contradict each other, a slot is not allocated or is a copy's, counts
+            differ, a hash or a slot is given twice, or a block is held under another namespace; nothing has changed
+            then.
         """
         state = self._state(tier)
         blocks, given = split_hashes(hashes), split_slots(slots)
@@ -331,7 +346,9 @@ class Ledger:
         return pack_slots(slots_of[block] for block in blocks)
 
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason) -> int:
-        """Withdraw blocks that are held; others are ignored. A pinned block's slot stays untouched until it is unpinned.
+        """Withdraw blocks that are held; others are ignored.
+
+        A pinned block's slot stays untouched until it is unpinned.
 
         Returns: how many were withdrawn.
         Raises: LedgerError: the tier has no slots; `forget` is for claims on a pool of cluster reach.
@@ -363,7 +380,10 @@ class Ledger:
         )
 
     def adopt(self, namespace: NamespaceId, tier: Tier, hashes: bytes, slots: bytes, finder: InstanceId) -> int:
-        """Say that allocated slots hold these blocks already: their bytes were found there. As `SlotAllocator.adopt`."""
+        """Say that allocated slots hold these blocks already: their bytes were found there.
+
+        As `SlotAllocator.adopt`.
+        """
         self._state(tier)
         return self._allocator.adopt(namespace, tier, split_hashes(hashes), split_slots(slots), finder)
 
@@ -372,9 +392,9 @@ class Ledger:
     ) -> int:
         """Forbid the eviction of those blocks of a run that are held, for a time.
 
-        They do not count as evictable. Where an allocation would be short all the same they are given up: lowest priority
-        first, then the earliest time, then the lowest slot; priority 100 never. To be kept is a use of a block that was
-        evictable. Keeping a block again takes the later time and the higher priority.
+        They do not count as evictable. Where an allocation would be short all the same they are given up: lowest
+        priority first, then the earliest time, then the lowest slot; priority 100 never. To be kept is a use of a block
+        that was evictable. Keeping a block again takes the later time and the higher priority.
 
         Args:
             until_s: on the clock that `expire` is told.
@@ -404,7 +424,10 @@ class Ledger:
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def begin_copy(self, namespace: NamespaceId, source: Tier | InstanceId, target: Tier, hashes: bytes) -> Copy | None:
-        """Plan a copy of those blocks that the source has under this namespace and the target lacks. As `Copies.begin`."""
+        """Plan a copy of those blocks that the source has under this namespace and the target lacks.
+
+        As `Copies.begin`.
+        """
         return self._copies.begin(namespace, source, target, hashes)
 
     def end_copy(
@@ -423,10 +446,13 @@ class Ledger:
         """How many copies hold slots now."""
         return len(self._copies)
 
-    # -- snapshots -------------------------------------------------------------------------------------------------------
+    # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def begin_snapshot(self) -> bool:
-        """Begin to state what is held; `step_snapshot` goes on with it. False when a snapshot is under way, or after an overflow."""
+        """Begin to state what is held;
+
+        `step_snapshot` goes on with it. False when a snapshot is under way, or after an overflow.
+        """
         return self._snapshots.begin()
 
     def step_snapshot(self, limit: int = MAX_RUN_BLOCKS) -> bool:
@@ -503,7 +529,8 @@ def _require_own(entries: Sequence[Held | None], namespace: NamespaceId, tier: T
     for number, entry in enumerate(entries):
         if entry is not None and entry.namespace != namespace:
             raise LedgerError(
-                f"block {number} of {len(entries)} to create in {tier.name} is held there under another namespace; hash each prompt from"
+                f"block {number} of {len(entries)} to create in {tier.name} is held there under another namespace; "
+                "hash each prompt from"
                 " its own namespace's root"
             )
 

@@ -1,7 +1,7 @@
 """The events a ledger has decided: folded at once, waiting for the journal in bounded room.
 
-An event that does not fit any more is an *overflow*: the stream ends there with InstanceStopped. Later events are folded and not
-recorded.
+An event that does not fit any more is an *overflow*: the stream ends there with InstanceStopped. Later events are
+folded and not recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class Recorder:
     """Folds the events of one ledger and keeps them until they are taken as frames.
 
     Args:
-        event_bytes: room for events that wait, as large as frames would make them; what begins or ends an epoch comes on top.
+        event_bytes: room for events that wait, as large as frames would make them; what begins or ends an epoch comes
+            on top.
         follow: called after each event with what it changed.
 
     Attributes:
@@ -47,10 +48,13 @@ class Recorder:
         return self.overflowed and tier in DURABLE_TIERS
 
     def begin(self, event: InstanceStarted) -> list[Change]:
-        """Begin an epoch at offset 0. Soft state does not follow: blocks stay in their slots until they are listed again.
+        """Begin an epoch at offset 0.
+
+        Soft state does not follow: blocks stay in their slots until they are listed again.
 
         Returns: what was held, which is not any more.
-        Raises: IllegalEventError: the epoch is not newer. LayoutError: the event fits no frame. Nothing has changed then.
+        Raises: IllegalEventError: the epoch is not newer. LayoutError: the event fits no frame. Nothing has changed
+            then.
         """
         encoded_bytes(event)  # raises where it fits no frame
         dropped = self.residencies.evolve(event).withdrawn

@@ -118,7 +118,10 @@ class _Caller:
 
 
 class Candidates:
-    """A set of instances. Who leaves it is replaced by the last, as in C++, so that sums over it are the same to the last bit."""
+    """A set of instances.
+
+    Who leaves it is replaced by the last, as in C++, so that sums over it are the same to the last bit.
+    """
 
     def __init__(self) -> None:
         self.instances: list[InstanceId] = []
@@ -268,7 +271,10 @@ class ReferenceRouter:
             caller.routed.pop(instance, None)
 
     def _caller(self, now_s: float, name: str, is_decode: bool) -> _Caller:
-        """What a caller has routed, as it counts now. Prompts that are only decoded load an instance otherwise than those that are prefilled."""
+        """What a caller has routed, as it counts now.
+
+        Prompts that are only decoded load an instance otherwise than those that are prefilled.
+        """
         name = f"{name}\0decode" if is_decode else name
         caller = self._callers.get(name)
         if caller is None:
@@ -353,7 +359,9 @@ class ReferenceRouter:
     def _beyond(
         self, task: RoutingTask, instance: InstanceId, depth: int, reach: int, load: _Load, lent: Lent | None
     ) -> PeerPrice:
-        """What it would read from peers and its object pool behind its own blocks, which it decides by its time alone."""
+        """What it would read from peers and its object pool behind its own blocks, which it decides by its time
+        alone.
+        """
         reader = self._readers.get(instance)
         if lent is not None and reader is not None:
             objects, compute_s = TIER_LINKS[Tier.OBJECT], task.block_tokens / load.tokens_per_s
@@ -367,9 +375,11 @@ class ReferenceRouter:
         return PeerPrice()
 
     def _queued(self, now_s: float, routed: _Routed | None, pulse: LastHeartbeat | None, rate: float) -> float:
-        """Tokens that wait there: as its heartbeat reported, with what was routed since, less what it has worked off since.
+        """Tokens that wait there: as its heartbeat reported, with what was routed since, less what it has worked off
+        since.
 
-        Nothing is worked off before it has come: an instance that was idle for a second is no further than one that has just fallen idle.
+        Nothing is worked off before it has come: an instance that was idle for a second is no further than one that has
+        just fallen idle.
         """
         if routed is not None:
             routed.forget(now_s - self.settings.hold_s if pulse is None else pulse.at_s - HEARD_LATE_S)

@@ -42,7 +42,8 @@ class SlotAllocator:
     def assign(self, namespace: NamespaceId, tenant: str) -> None:
         """Say whose a namespace is. A tenant without a share of its own is among the others.
 
-        Blocks of it that are held count there from now on, as if gained anew: the last one first, so that it leaves first.
+        Blocks of it that are held count there from now on, as if gained anew: the last one first, so that it leaves
+        first.
         """
         if not self.shares:
             return
@@ -59,7 +60,9 @@ class SlotAllocator:
             self.tiers[tier].enter_share(blocks)
 
     def allocate(self, tier: Tier, count: int, namespace: NamespaceId | None) -> Allocation | None:
-        """Slots to write, evicting what the policy gives up and, where that is too little, what yields of what is kept."""
+        """Slots to write, evicting what the policy gives up and, where that is too little, what yields of what
+        is kept.
+        """
         state = self.tiers[tier]
         if self._recorder.is_closed(tier):
             return None
@@ -81,16 +84,18 @@ class SlotAllocator:
         slots: Sequence[int],
         finder: InstanceId,
     ) -> int:
-        """Say that allocated slots hold these blocks already: their bytes were found there. They may be evicted at once.
+        """Say that allocated slots hold these blocks already: their bytes were found there.
 
-        Slots of blocks that the tier holds anyway go back to the pool. So do all that are left once the stream has ended, or
-        overflowed in a durable tier.
+        They may be evicted at once.
+
+        Slots of blocks that the tier holds anyway go back to the pool. So do all that are left once the stream has
+        ended, or overflowed in a durable tier.
 
         Args:
             finder: the instance itself, as the source of the event: nobody knows any more who brought the bytes.
         Returns: how many blocks the tier has gained.
-        Raises: LedgerError: a slot is not allocated or is a copy's, counts differ, or a hash or a slot is given twice; nothing has
-            changed then.
+        Raises: LedgerError: a slot is not allocated or is a copy's, counts differ, or a hash or a slot is given twice;
+            nothing has changed then.
         """
         state, held = self.tiers[tier], self._recorder.residencies.held[tier]
         state.require_fillable(blocks, slots, "adopt", "no block can be adopted in it")
@@ -104,10 +109,15 @@ class SlotAllocator:
             run = fresh[first : first + MAX_RUN_BLOCKS]
             self._recorder.record(
                 BlocksMigrated(
-                    namespace=namespace, source=finder, target=tier, kept=True, cause=MigrateCause.OFFLOAD,
-                    hashes=b"".join(block for block, _ in run), slots=pack_slots(slot for _, slot in run),
+                    namespace=namespace,
+                    source=finder,
+                    target=tier,
+                    kept=True,
+                    cause=MigrateCause.OFFLOAD,
+                    hashes=b"".join(block for block, _ in run),
+                    slots=pack_slots(slot for _, slot in run),
                 )
-            )  # fmt: skip
+            )
             gained += [block for block, _ in run]
         state.enter(gained, pinned=False)
         return len(gained)

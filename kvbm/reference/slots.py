@@ -124,7 +124,10 @@ class TierSlots:
     # -- what may be evicted ------------------------------------------------------------------------------------------
 
     def enter(self, blocks: Sequence[SequenceHash], pinned: bool) -> None:
-        """Let blocks the tier has just gained into the policy, which is no use. The deepest enters first, so it leaves first."""
+        """Let blocks the tier has just gained into the policy, which is no use.
+
+        The deepest enters first, so it leaves first.
+        """
         for block in reversed(blocks):
             slot = self._residencies.held[self.pool.tier][block].slot
             if pinned and slot is not None:
@@ -157,7 +160,10 @@ class TierSlots:
         self.free_after = {slot: applied for slot in range(self.unused) if self.owner(slot) is None}
 
     def pin(self, slots: Sequence[int]) -> None:
-        """Forbid the eviction of held blocks; counted. Raises LedgerError: a slot holds no block; nothing has changed then."""
+        """Forbid the eviction of held blocks; counted.
+
+        Raises LedgerError: a slot holds no block; nothing has changed then.
+        """
         blocks = [self.owner(slot) for slot in slots]
         for slot, block in zip(slots, blocks, strict=True):
             if block is None:

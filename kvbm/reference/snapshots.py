@@ -1,4 +1,6 @@
-"""An instance says what it holds: in snapshots, run by run between other commands, and as a whole when an epoch begins."""
+"""An instance says what it holds: in snapshots, run by run between other commands, and as a whole when an epoch
+begins.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,8 @@ class Snapshots:
     def begin_epoch(self, event: InstanceStarted) -> None:
         """Begin a later epoch, with a snapshot of what every tier holds now: by namespace, within one by slot.
 
-        A snapshot under way is dropped. A slot of a durable tier that holds nothing now may have held something as far as the last
-        epoch's journal goes, so it counts as withdrawn when this snapshot ends.
+        A snapshot under way is dropped. A slot of a durable tier that holds nothing now may have held something as far
+        as the last epoch's journal goes, so it counts as withdrawn when this snapshot ends.
         """
         dropped = self._recorder.begin(event)
         self._left.clear()
@@ -86,8 +88,9 @@ class Snapshots:
     def step(self, limit: int) -> bool:
         """State up to `limit` blocks more, by slot number, a run for each stretch of one namespace; cut here and now.
 
-        A tier's snapshot begins at its first step: what is gained before it is listed, what is gained later needs no statement. A
-        step looks at no more than `SNAPSHOT_LOOKS` held slots, and at one tier, so that no engine waits for it.
+        A tier's snapshot begins at its first step: what is gained before it is listed, what is gained later needs no
+        statement. A step looks at no more than `SNAPSHOT_LOOKS` held slots, and at one tier, so that no engine waits
+        for it.
 
         Returns: whether the snapshot goes on. An overflow ends it.
         Raises: LedgerError: `limit` is below 1.

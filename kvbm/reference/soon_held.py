@@ -1,7 +1,9 @@
-"""Which blocks instances will soon hold, because prompts were routed to them lately: a table of fixed size, whatever is routed.
+"""Which blocks instances will soon hold, because prompts were routed to them lately: a table of fixed size, whatever is
+routed.
 
-Equal hashes mean equal prefixes, so whoever gets one block of a chain gets all before it: of a long prompt some blocks stand for all.
-The first 256 are noted each; beyond those the depth that is found is less than 1 % too small, and that of the same prompt is exact.
+Equal hashes mean equal prefixes, so whoever gets one block of a chain gets all before it: of a long prompt some blocks
+stand for all. The first 256 are noted each; beyond those the depth that is found is less than 1 % too small, and that
+of the same prompt is exact.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class Chain(NamedTuple):
 class SoonHeld:
     """Remembers for `hold_s` what was routed where, for each caller apart. One thread.
 
-    When the table is full the oldest entries go first: a caller's own, and others' only while it has used less than an even share of
-    the table. So nobody pushes out what others have routed.
+    When the table is full the oldest entries go first: a caller's own, and others' only while it has used less than an
+    even share of the table. So nobody pushes out what others have routed.
     """
 
     def __init__(self, hold_s: float, sets: int = SETS) -> None:
@@ -108,7 +110,9 @@ class SoonHeld:
         return depths
 
     def _depth(self, now_s: float, marks: list[int], numbers: list[int], salt: int, held: int) -> int:
-        """How far one has the chain: looks at marks ever farther apart, then halves what is left between the last two."""
+        """How far one has the chain: looks at marks ever farther apart, then halves what is left between the
+        last two.
+        """
         first = at = bisect_right(marks, held)
         step = 1
         while at < len(marks) and self._holds_one(now_s, numbers[at] + salt):

@@ -51,9 +51,12 @@ def cat(
         for offset, event in enumerate(decode_frame(one.data)[0].events, frame.first_offset):
             if as_json:
                 fields = {
-                    "instance": frame.instance, "epoch": frame.epoch, "offset": offset,
-                    "wall_time_ns": frame.wall_time_ns, "place": str(one.place),
-                }  # fmt: skip
+                    "instance": frame.instance,
+                    "epoch": frame.epoch,
+                    "offset": offset,
+                    "wall_time_ns": frame.wall_time_ns,
+                    "place": str(one.place),
+                }
                 line = json_of(fields | event_fields(event))
             else:
                 line = plain(f"{frame.instance} {place_text(frame.epoch, offset)} {when} {event_text(event)}")

@@ -71,15 +71,18 @@ _COMMANDS = {
     ),
     "state": _Command(
         "what each instance held in each tier, at the end or at a time or offset",
-        "kvbm-replay state incident.kvbm --at e3+4711 --blocks\n  kvbm-replay state /archive --at 2026-01-31T12:00:00Z --json -",
+        "kvbm-replay state incident.kvbm --at e3+4711 --blocks\n  kvbm-replay state /archive --at 2026-01-31T12:00:00Z "
+        "--json -",
     ),
     "verify": _Command(
         "fold every stream and name each defect: damage, holes, illegal events, skipped snapshots, wrong digests",
-        "kvbm-replay verify nats://127.0.0.1:4222 --catalog http://127.0.0.1:7700\n  kvbm-replay verify /archive --reference",
+        "kvbm-replay verify nats://127.0.0.1:4222 --catalog http://127.0.0.1:7700\n  kvbm-replay verify /archive "
+        "--reference",
     ),
     "diff": _Command(
         "compare the events of two sources and name the first one in which they differ, for each instance",
-        "kvbm-replay diff kvbm-data/instances/engine-1/journal /archive --instance engine-1\n  kvbm-replay diff before.kvbm after.kvbm",
+        "kvbm-replay diff kvbm-data/instances/engine-1/journal /archive --instance engine-1\n  kvbm-replay diff "
+        "before.kvbm after.kvbm",
         "\nIt returns 0 when they tell the same, 1 when they differ, 2 when they cannot be compared.\n",
     ),
     "rebuild": _Command(
@@ -89,7 +92,8 @@ _COMMANDS = {
     ),
     "export": _Command(
         "write the events as Parquet: one row an event, or one row a block with --blocks",
-        "kvbm-replay export /archive events.parquet\n  kvbm-replay export nats://127.0.0.1:4222 /warehouse/today --blocks",
+        "kvbm-replay export /archive events.parquet\n  kvbm-replay export nats://127.0.0.1:4222 /warehouse/today "
+        "--blocks",
     ),
     "whatif": _Command(
         "run other eviction policies and capacities on the prompts that were asked",
@@ -100,9 +104,10 @@ _COMMANDS = {
     ),
     "serve": _Command(
         "feed a captured log into the stream of a test cluster, at the speed it was recorded with or another",
-        "kvbm-replay serve incident.kvbm --to nats://127.0.0.1:4222 --speed 1.0\n  kvbm-replay serve /archive --to nats://test:4222 --cluster again",
+        "kvbm-replay serve incident.kvbm --to nats://127.0.0.1:4222 --speed 1.0\n  kvbm-replay serve /archive --to "
+        "nats://test:4222 --cluster again",
     ),
-}  # fmt: skip
+}
 
 
 class Parts(NamedTuple):
@@ -161,9 +166,11 @@ def _parser(parts: Parts) -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
     examples = "".join(f"\n  {command.examples.splitlines()[0]}" for command in _COMMANDS.values())
     parser = argparse.ArgumentParser(
-        prog="kvbm-replay", description="What a stream of events says, and whether it is true.",
-        epilog=f"{_SOURCES}\nexamples:{examples}\n{_ENDS}\n`kvbm-replay COMMAND --help` says more.", formatter_class=layout,
-    )  # fmt: skip
+        prog="kvbm-replay",
+        description="What a stream of events says, and whether it is true.",
+        epilog=f"{_SOURCES}\nexamples:{examples}\n{_ENDS}\n`kvbm-replay COMMAND --help` says more.",
+        formatter_class=layout,
+    )
     parser.add_argument("--version", action="version", version=f"kvbm-replay {parts.version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     made = {}
@@ -179,10 +186,12 @@ def _parser(parts: Parts) -> argparse.ArgumentParser:
         _add_common(command, name)
     made["cat"].add_argument("--limit", type=_count, metavar="N", help="stop after N events")
     made["state"].add_argument(
-        "--at", metavar="TIME|OFFSET",
-        help="ISO 8601, Unix seconds or a clock time such as 13:19 (UTC, the last one the log reaches): after the last frame cut by then; "
+        "--at",
+        metavar="TIME|OFFSET",
+        help="ISO 8601, Unix seconds or a clock time such as 13:19 (UTC, the last one the log reaches): after the last "
+        "frame cut by then; "
         "e3+4711 (epoch 3, offset 4711) or 4711 (of the last epoch): before that event",
-    )  # fmt: skip
+    )
     made["state"].add_argument("--blocks", action="store_true", help="list every held block")
     made["verify"].add_argument(
         "--catalog", metavar="URL", help="also compare with what a running catalog answers, at equal offsets"
@@ -201,17 +210,21 @@ def _add_common(command: argparse.ArgumentParser, name: str) -> None:
         command.add_argument("b", metavar="B", help="another")
     elif name == "whatif":
         command.add_argument(
-            "source", metavar="SOURCE",
+            "source",
+            metavar="SOURCE",
             help="an archive folder with samples, a folder or file of them, or a trace in Mooncake's format as *.jsonl",
-        )  # fmt: skip
+        )
     else:
         command.add_argument("source", metavar="SOURCE", help="a path or a nats:// URL; see below")
     command.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE",
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
         help="JSON to a file, or to standard output instead of words"
         + (", a line an event" if name == "cat" else "")
         + "; over an older one, and over no other file",
-    )  # fmt: skip
+    )
     if name == "whatif":
         return
     command.add_argument("--instance", metavar="NAME", help="only this instance")
@@ -223,9 +236,13 @@ def _add_common(command: argparse.ArgumentParser, name: str) -> None:
         "--config", type=Path, metavar="FILE", help="settings as TOML; nats.* say how to prove to a stream who reads"
     )
     command.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="sets",
         help="one setting, such as nats.nkey_seed=replay-desk.nk or nats.tls_ca=ca.pem; may be given several times",
-    )  # fmt: skip
+    )
 
 
 def _add_rebuild(command: argparse.ArgumentParser) -> None:
@@ -234,9 +251,10 @@ def _add_rebuild(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--checkpoint", type=Path, metavar="DIR", help="folder for the index; without it, rows alone")
     command.add_argument(
-        "--stream", metavar="URL",
+        "--stream",
+        metavar="URL",
         help="nats://…: the stream a catalog will go on with, where the source is neither its archive nor itself",
-    )  # fmt: skip
+    )
     command.add_argument(
         "--cluster",
         default=_CLUSTER,
@@ -247,45 +265,68 @@ def _add_rebuild(command: argparse.ArgumentParser) -> None:
 
 def _add_whatif(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--policy", type=_policies, default=list(POLICIES), metavar="NAME[,…]",
+        "--policy",
+        type=_policies,
+        default=list(POLICIES),
+        metavar="NAME[,…]",
         help=f"{', '.join(POLICIES)} (default all). cost keeps what takes longest to compute again",
-    )  # fmt: skip
+    )
     command.add_argument(
-        "--capacity", type=_capacities, required=True, metavar="N[,…]",
+        "--capacity",
+        type=_capacities,
+        required=True,
+        metavar="N[,…]",
         help="slots of each instance; where a share of the prompts was sampled, it is scaled by that share",
-    )  # fmt: skip
+    )
     command.add_argument(
-        "--tiers", type=_sizes, default=[], metavar="X[,…]",
+        "--tiers",
+        type=_sizes,
+        default=[],
+        metavar="X[,…]",
         help="colder tiers, each X times the capacity, that take what the one above evicts",
-    )  # fmt: skip
+    )
     command.add_argument(
-        "--states", type=_states, metavar="NAME[,…]",
-        help=f"of a model with recurrent states: which of them are stored ({', '.join(STATE_POLICIES)}), beside storing all",
-    )  # fmt: skip
+        "--states",
+        type=_states,
+        metavar="NAME[,…]",
+        help=f"of a model with recurrent states: which of them are stored ({', '.join(STATE_POLICIES)}), beside "
+        "storing all",
+    )
     command.add_argument("--state-slots", type=_positive, default=1, metavar="N", help="slots of a state (default 1)")
     command.add_argument("--block-tokens", type=_positive, metavar="N", help="of sampled blocks (default 16)")
     command.add_argument(
-        "--prefill-rate", type=_amount, default=Cost().tokens_per_s, metavar="TOKENS/S",
+        "--prefill-rate",
+        type=_amount,
+        default=Cost().tokens_per_s,
+        metavar="TOKENS/S",
         help=f"at the beginning of a prompt (default {Cost().tokens_per_s:,.0f})",
-    )  # fmt: skip
+    )
     command.add_argument(
-        "--attention-doubles", type=_amount, default=Cost().double_tokens, metavar="TOKENS",
+        "--attention-doubles",
+        type=_amount,
+        default=Cost().double_tokens,
+        metavar="TOKENS",
         help="where in a prompt a token takes twice as long: 2 × parameters / (4 × layers × width) "
         f"(default {Cost().double_tokens:,.0f}, of a 70B model)",
-    )  # fmt: skip
+    )
 
 
 def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("--to", required=True, metavar="URL", help="nats://… of the test cluster")
     command.add_argument(
-        "--speed", type=_speed, default=MAX_SPEED, metavar="X|max",
+        "--speed",
+        type=_speed,
+        default=MAX_SPEED,
+        metavar="X|max",
         help="1.0 keeps the gaps as they were recorded, 2.0 halves them, max leaves none (default max)",
-    )  # fmt: skip
+    )
     command.add_argument("--cluster", default=_CLUSTER, metavar="NAME", help=f"to feed as (default {_CLUSTER})")
     command.add_argument(
-        "--anyway", action="store_true",
-        help="also where the stream has newer events of an instance: readers ignore older ones, and a running instance is shut out",
-    )  # fmt: skip
+        "--anyway",
+        action="store_true",
+        help="also where the stream has newer events of an instance: readers ignore older ones, and a running instance "
+        "is shut out",
+    )
 
 
 def _seconds(text: str) -> float:
@@ -422,9 +463,14 @@ def _rebuild(arguments: argparse.Namespace, parts: Parts) -> int:
     if is_own_stream:
         connect = _connect(arguments.source, arguments, parts, makes=False)
     options = RebuildOptions(
-        database=arguments.database, checkpoint=arguments.checkpoint, cluster=arguments.cluster, capacity=_CAPACITY,
-        instance=arguments.instance, archive=folder if is_archive else None, is_own_stream=is_own_stream,
-    )  # fmt: skip
+        database=arguments.database,
+        checkpoint=arguments.checkpoint,
+        cluster=arguments.cluster,
+        capacity=_CAPACITY,
+        instance=arguments.instance,
+        archive=folder if is_archive else None,
+        is_own_stream=is_own_stream,
+    )
     report = rebuild(source, options, parts.backend, parts.new_index, connect)
     _write(arguments.json, report, report.lines())
     return _end(report.findings, report.notes) or (1 if report.suspect else 0)
@@ -459,17 +505,30 @@ def _serve(arguments: argparse.Namespace, parts: Parts) -> int:
 
     source = _source(arguments, parts)
     report = serve(
-        source, _connect(arguments.to, arguments, parts, makes=True), shown(arguments.to), arguments.cluster, parts.backend,
-        arguments.speed, arguments.anyway, arguments.instance,
-    )  # fmt: skip
+        source,
+        _connect(arguments.to, arguments, parts, makes=True),
+        shown(arguments.to),
+        arguments.cluster,
+        parts.backend,
+        arguments.speed,
+        arguments.anyway,
+        arguments.instance,
+    )
     _write(arguments.json, report, report.lines())
     return _end(report.findings, report.notes)
 
 
 _RUN: dict[str, Callable[[argparse.Namespace, Parts], int]] = {
-    "cat": _cat, "stat": _stat, "state": _state, "verify": _verify, "diff": _diff, "rebuild": _rebuild, "export": _export,
-    "whatif": _whatif, "serve": _serve,
-}  # fmt: skip
+    "cat": _cat,
+    "stat": _stat,
+    "state": _state,
+    "verify": _verify,
+    "diff": _diff,
+    "rebuild": _rebuild,
+    "export": _export,
+    "whatif": _whatif,
+    "serve": _serve,
+}
 
 
 def _source(arguments: argparse.Namespace, parts: Parts) -> Source:
@@ -517,7 +576,8 @@ def _check_json(name: str | None) -> None:
         ) from None
     if head and not head.startswith(_BEGINNINGS):
         raise SourceError(
-            f"--json {name} is there already and was not written by kvbm-replay: it stays as it is; give another file, or remove it"
+            f"--json {name} is there already and was not written by kvbm-replay: it stays as it is; give another file, "
+            "or remove it"
         )
 
 

@@ -1,7 +1,10 @@
-"""Is what a running catalog answers the fold of the log? Compared where both stand at the same offset, so traffic does not matter.
+"""Is what a running catalog answers the fold of the log?
 
-The catalog is asked where it stands *before* the log is read. On its way the fold passes that very place of each instance, and there digest
-and counts must be equal. Blocks are asked for after the reading, of instances at whose end the catalog stands then.
+Compared where both stand at the same offset, so traffic does not matter.
+
+The catalog is asked where it stands *before* the log is read. On its way the fold passes that very place of each
+instance, and there digest and counts must be equal. Blocks are asked for after the reading, of instances at whose end
+the catalog stands then.
 """
 
 from __future__ import annotations
@@ -47,8 +50,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One way in which the catalog is not the fold of the log.
 
     Attributes:
-        what: "digest", "count", "holder", "absent" (the catalog does not know the instance), "behind" (it does not come on to where the
-            log ends) or "ahead" (it knows of events that are not in the log).
+        what: "digest", "count", "holder", "absent" (the catalog does not know the instance), "behind" (it does not come
+            on to where the log ends) or "ahead" (it knows of events that are not in the log).
         block: of "holder": its hash in hex.
     """
 
@@ -145,16 +148,21 @@ class Comparison:
             here = Position(Epoch(answer.epoch), Offset(answer.offset))
             if here < end:
                 self._differ(
-                    "behind", name, end,
+                    "behind",
+                    name,
+                    end,
                     f"the catalog stands at {place_text(*here)} and does not come on within {self._wait_s:g} s",
-                )  # fmt: skip
+                )
             elif here > end and name not in self._met:
                 wanted = self._wanted.get(name)
                 if wanted is not None and Position(Epoch(wanted.epoch), Offset(wanted.offset)) > end:
                     self._differ(
-                        "ahead", name, end,
-                        f"the log ends here, and the catalog stood at {place_text(wanted.epoch, wanted.offset)} before it was read",
-                    )  # fmt: skip
+                        "ahead",
+                        name,
+                        end,
+                        f"the log ends here, and the catalog stood at {place_text(wanted.epoch, wanted.offset)} before "
+                        "it was read",
+                    )
                 else:
                     self.report.notes.append(
                         f"instance {name}: the catalog has moved on to {place_text(*here)}; not compared"
@@ -176,7 +184,9 @@ class Comparison:
         return [one for one in self._catalog.instances() if self._only is None or one.instance == self._only]
 
     def _at_least(self, name: InstanceId, end: Position) -> InstanceSummary | None:
-        """What the catalog answers of an instance once it stands at a place and its start was read, or after the wait."""
+        """What the catalog answers of an instance once it stands at a place and its start was read, or after
+        the wait.
+        """
         deadline_s = time.monotonic() + self._wait_s
         while True:
             answer = next((one for one in self._answers() if one.instance == name), None)
@@ -219,10 +229,14 @@ class Comparison:
                 where = f"the catalog has it in {', '.join(sorted(holders)) or 'no tier'} of it"
                 found.append(
                     Difference(
-                        what="holder", instance=name, epoch=end.epoch, offset=end.offset, block=block.hex(),
+                        what="holder",
+                        instance=name,
+                        epoch=end.epoch,
+                        offset=end.offset,
+                        block=block.hex(),
                         message=f"the log holds block {short(block)} in {tier.name}, {where}",
                     )
-                )  # fmt: skip
+                )
         now = self._at_least(name, end)
         moved = now is None or (now.epoch, now.offset) != end
         if now is None or moved or now.excluded or now.state not in ("live", "unheard"):

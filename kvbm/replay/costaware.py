@@ -13,14 +13,15 @@ _SLACK = 4  # stale heap entries for each block before they are thrown out
 class CostAware:
     """Evicts the block of least worth: an `EvictionPolicy`.
 
-    A block's worth is its uses times the time to compute it again, on a clock that moves on to the worth of each victim, so that what
-    was worth much long ago goes, too. A block is worth nothing without those before it in its prompt, so none is worth less than
-    one that follows it.
+    A block's worth is its uses times the time to compute it again, on a clock that moves on to the worth of each
+    victim, so that what was worth much long ago goes, too. A block is worth nothing without those before it in its
+    prompt, so none is worth less than one that follows it.
 
     Args:
         cost: seconds to compute a block again.
         parent: the block before it in its prompt; None for the first.
-    Source: GreedyDual-Size-Frequency, Cherkasova, HPL-98-69R1, 1998, with blocks of one size; the rule for prefixes is ours.
+    Source: GreedyDual-Size-Frequency, Cherkasova, HPL-98-69R1, 1998, with blocks of one size; the rule for prefixes is
+        ours.
     """
 
     def __init__(

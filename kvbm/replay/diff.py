@@ -1,7 +1,7 @@
 """Two sources side by side: do they tell the same events, and where is the first one they do not?
 
-Events are compared, not frames: the same events may have been cut into other frames, or be there twice. Frames of equal bytes are
-compared without taking them apart.
+Events are compared, not frames: the same events may have been cut into other frames, or be there twice. Frames of equal
+bytes are compared without taking them apart.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     """The first place where two sources part, for one instance.
 
     Attributes:
-        kind: EVENT: other events at this offset. ABSENT: one source goes on without it. DIGEST: the same events, and frames that end
-            after this one say that other blocks are held. INSTANCE: one source has nothing of the instance; epoch and offset are 0.
+        kind: EVENT: other events at this offset. ABSENT: one source goes on without it. DIGEST: the same events, and
+            frames that end after this one say that other blocks are held. INSTANCE: one source has nothing of the
+            instance; epoch and offset are 0.
         why: in what two events differ.
     """
 
@@ -61,7 +62,10 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
             yield f"instance {self.instance}: only {there.source} has it, not {gone.source}"
             return
         if self.kind == DIGEST:
-            yield f"instance {self.instance} epoch {self.epoch} offset {self.offset}: the same event, and other digests after it"
+            yield (
+                f"instance {self.instance} epoch {self.epoch} offset {self.offset}: the same event, and other "
+                "digests after it"
+            )
         else:
             yield f"instance {self.instance} epoch {self.epoch} offset {self.offset}: first divergence"
         for name, side in (("A", self.a), ("B", self.b)):
@@ -154,10 +158,8 @@ def _compare(
             for source, frames in ((report.a, a), (report.b, b))
         ]
         report.divergences.append(
-            Divergence(
-                kind=INSTANCE, instance=name, epoch=Epoch(0), offset=Offset(0), a=sides[0], b=sides[1]
-            )
-        )  # fmt: skip
+            Divergence(kind=INSTANCE, instance=name, epoch=Epoch(0), offset=Offset(0), a=sides[0], b=sides[1])
+        )
         return
     for what, ours, theirs in (("begins", a.begin, b.begin), ("ends", a.end, b.end)):
         if ours != theirs:
@@ -214,7 +216,8 @@ class _Walk:
     def divergences(self, begin: Position, end: Position, watch: Watch) -> Iterator[Divergence]:
         """Where the two part between two places; the first one is the one that counts.
 
-        Of the two frames at hand, [a.first, a.next) and [b.first, b.next), what lies before `reached` is compared already:
+        Of the two frames at hand, [a.first, a.next) and [b.first, b.next), what lies before `reached` is compared
+        already:
 
             reached ──┐
             A   ······├────────┤
@@ -257,9 +260,13 @@ class _Walk:
 
     def _divergence(self, kind: str, at: Position, in_a: bool, in_b: bool) -> Divergence:
         return Divergence(
-            kind=kind, instance=self._name, epoch=at.epoch, offset=at.offset,
-            a=self._a.side(at.offset if in_a else None), b=self._b.side(at.offset if in_b else None),
-        )  # fmt: skip
+            kind=kind,
+            instance=self._name,
+            epoch=at.epoch,
+            offset=at.offset,
+            a=self._a.side(at.offset if in_a else None),
+            b=self._b.side(at.offset if in_b else None),
+        )
 
 
 def _differences(a: Event, b: Event) -> str:

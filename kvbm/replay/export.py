@@ -1,7 +1,7 @@
 """Events as Parquet: one row an event, or one row a block, for whoever asks a warehouse.
 
-Frames become columns natively and columns become Arrow arrays as they are; no event is an object on the way. At most `_BATCH_BYTES` of
-frames are in memory at once.
+Frames become columns natively and columns become Arrow arrays as they are; no event is an object on the way. At most
+`_BATCH_BYTES` of frames are in memory at once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,15 @@ PARQUET_SUFFIX = ".parquet"
 _BATCH_BYTES = 8 << 20
 _PART_ROWS = 20_000_000  # of a file in a folder
 _KINDS = (
-    "", "InstanceStarted", "BlocksCreated", "BlocksMigrated", "BlocksEvicted", "ResidenciesListed", "SnapshotEnded", "InstanceStopped",
-)  # fmt: skip
+    "",
+    "InstanceStarted",
+    "BlocksCreated",
+    "BlocksMigrated",
+    "BlocksEvicted",
+    "ResidenciesListed",
+    "SnapshotEnded",
+    "InstanceStopped",
+)
 _CREATED, _MIGRATED, _EVICTED, _LISTED, _ENDED, _STOPPED = range(2, 8)
 _TIERS = tuple(tier.name for tier in Tier)
 _CAUSES = tuple(cause.name.lower() for cause in MigrateCause)
@@ -66,7 +73,8 @@ class Exported(msgspec.Struct, kw_only=True):
         """For people."""
         where = self.files[0] if len(self.files) == 1 else counted(len(self.files), "file")
         yield (
-            f"exported: {counted(self.events, 'event')} with {counted(self.blocks, 'block')} as {counted(self.rows, 'row')}, "
+            f"exported: {counted(self.events, 'event')} with {counted(self.blocks, 'block')} as "
+            f"{counted(self.rows, 'row')}, "
             f"{counted(self.bytes, 'byte')} in {where}"
         )
 
@@ -183,10 +191,14 @@ class _Writer:
         self._guard(lambda: write_new(self._part, b""))  # pyarrow opens it as it is: its owner's alone
         self._writer = self._guard(
             lambda: self._arrow.parquet.ParquetWriter(
-                self._part, self._tables.schema, compression="zstd", compression_level=1,
-                use_dictionary=self._tables.dictionaries, write_statistics=self._tables.statistics,
+                self._part,
+                self._tables.schema,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=self._tables.dictionaries,
+                write_statistics=self._tables.statistics,
             )
-        )  # fmt: skip
+        )
 
     def _end_part(self) -> None:
         def end() -> Path:
@@ -226,12 +238,19 @@ class _Tables(ABC):
                 arrow.field("offset", arrow.uint64(), nullable=False),
                 arrow.field("wall_time_ns", arrow.uint64(), nullable=False),
                 arrow.field("event", words, nullable=False),
-                arrow.field("tier", words), arrow.field("source", words), arrow.field("target", words),
-                arrow.field("reason", words), arrow.field("cause", words), arrow.field("kept", arrow.bool_()),
-                arrow.field("namespace", block), arrow.field("parent", block), arrow.field("start", arrow.uint32()),
-                arrow.field("snapshot", arrow.uint32()), *self._last_fields(),
+                arrow.field("tier", words),
+                arrow.field("source", words),
+                arrow.field("target", words),
+                arrow.field("reason", words),
+                arrow.field("cause", words),
+                arrow.field("kept", arrow.bool_()),
+                arrow.field("namespace", block),
+                arrow.field("parent", block),
+                arrow.field("start", arrow.uint32()),
+                arrow.field("snapshot", arrow.uint32()),
+                *self._last_fields(),
             ]
-        )  # fmt: skip
+        )
 
     @abstractmethod
     def table(self, columns: FrameColumns) -> Any:
@@ -275,7 +294,7 @@ class _Tables(ABC):
             self._hashes(events["parent"], parents),
             arrow.array(events["start"], mask=~created),
             arrow.array(events["snapshot"], mask=~np.isin(kinds, (_LISTED, _ENDED))),
-        ]  # fmt: skip
+        ]
 
     def _words(self, codes: np.ndarray, words: Iterable[str], there: np.ndarray | None = None) -> Any:
         indices = codes.astype(np.int32)
@@ -313,9 +332,10 @@ class _EventTables(_Tables):
     def _last_fields(self) -> list[Any]:
         arrow = self._arrow
         return [
-            arrow.field("count", arrow.uint32()), arrow.field("blocks", arrow.list_(self._hash)),
+            arrow.field("count", arrow.uint32()),
+            arrow.field("blocks", arrow.list_(self._hash)),
             arrow.field("slots", arrow.list_(arrow.uint32())),
-        ]  # fmt: skip
+        ]
 
 
 class _BlockTables(_Tables):
@@ -339,9 +359,10 @@ class _BlockTables(_Tables):
     def _last_fields(self) -> list[Any]:
         arrow = self._arrow
         return [
-            arrow.field("block", self._hash, nullable=False), arrow.field("slot", arrow.uint32()),
+            arrow.field("block", self._hash, nullable=False),
+            arrow.field("slot", arrow.uint32()),
             arrow.field("position", arrow.uint32()),
-        ]  # fmt: skip
+        ]
 
 
 assert NO_ROW  # rows that are not there are masked

@@ -56,10 +56,15 @@ def damage_finding(damaged: DamagedBytes) -> Finding:
     """The finding for bytes that are no good frame."""
     place, header = damaged.located.place, damaged.damage.header
     return Finding(
-        kind=damaged.damage.kind, message=damage_text(damaged), source=place.source, sequence=place.sequence,
-        byte=place.at, instance=header.instance if header else None, epoch=header.epoch if header else None,
+        kind=damaged.damage.kind,
+        message=damage_text(damaged),
+        source=place.source,
+        sequence=place.sequence,
+        byte=place.at,
+        instance=header.instance if header else None,
+        epoch=header.epoch if header else None,
         offset=header.first_offset if header else None,
-    )  # fmt: skip
+    )
 
 
 def damage_text(damaged: DamagedBytes) -> str:
@@ -67,7 +72,8 @@ def damage_text(damaged: DamagedBytes) -> str:
     place, damage = damaged.located.place, damaged.damage
     if damage.kind == TORN:
         return (
-            f"{place.source}: tail torn at byte {place.at:,}: {counted(damage.size, 'byte')} after the last whole frame; "
+            f"{place.source}: tail torn at byte {place.at:,}: {counted(damage.size, 'byte')} after the last whole "
+            "frame; "
             "a write was cut short or is under way"
         )
     if damage.kind == TRUNCATED:
@@ -80,7 +86,9 @@ def damage_text(damaged: DamagedBytes) -> str:
 def undamaged(
     items: Iterable[tuple[StreamKey, Step] | DamagedBytes], notes: list[str], findings: list[Finding]
 ) -> Iterator[tuple[StreamKey, Step]]:
-    """What a tool that does not judge goes on with: damage is reported, a torn tail as a note and the rest as findings."""
+    """What a tool that does not judge goes on with: damage is reported, a torn tail as a note and the rest as
+    findings.
+    """
     for item in items:
         if not isinstance(item, DamagedBytes):
             yield item

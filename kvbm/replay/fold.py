@@ -1,4 +1,6 @@
-"""One instance's events, folded with as much strictness as is deserved: a suspect tier is folded leniently until a snapshot ends."""
+"""One instance's events, folded with as much strictness as is deserved: a suspect tier is folded leniently until a
+snapshot ends.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,9 @@ class StreamFold:
     def evolve(self, frame: ScannedFrame, data: bytes, stop: int | None = None) -> Iterator[Illegal]:
         """Fold a frame's events, those from index `stop` on left out; exhaust it.
 
-        An illegal event is reported, folded as far as it makes sense, and leaves all tiers suspect. One that only names a place that
-        contradicts itself (MISPLACED) is reported and folded as any other: what is held does not depend on it.
+        An illegal event is reported, folded as far as it makes sense, and leaves all tiers suspect. One that only names
+        a place that contradicts itself (MISPLACED) is reported and folded as any other: what is held does not depend on
+        it.
         """
         first = 0
         if stop is None and not self.suspect and frame.epoch == self.epoch and not self._is_reference:
@@ -143,7 +146,9 @@ class StreamFold:
 
 
 def _decode_proven(data: bytes, at: int = 0) -> tuple[Frame, int]:
-    """As `decode_frame`, of a whole frame whose checksum was compared when it was found: in Python that takes a third of the time."""
+    """As `decode_frame`, of a whole frame whose checksum was compared when it was found: in Python that takes a third
+    of the time.
+    """
     return decode_frame(data, at, lambda _: int.from_bytes(data[-4:], "little"))
 
 

@@ -27,7 +27,8 @@ _DAY_US = 86_400_000_000
 _PLACE = re.compile(r"e([0-9]+)\+([0-9]+)")
 _CLOCK = re.compile(r"([0-9]{1,2}:[0-9]{2}(?::[0-9]{2}(?:[.,][0-9]+)?)?)(Z|[+-][0-9]{2}(?::?[0-9]{2})?)?")
 _HOW = (
-    "write 2026-01-31T12:00:00Z, a clock time such as 13:19 or 13:19:05 (UTC), Unix seconds, e3+4711 (epoch+offset), or 4711 "
+    "write 2026-01-31T12:00:00Z, a clock time such as 13:19 or 13:19:05 (UTC), Unix seconds, e3+4711 "
+    "(epoch+offset), or 4711 "
     "(an offset of the last epoch)"
 )
 
@@ -127,7 +128,10 @@ def event_text(event: Event) -> str:
             return f"BlocksCreated {event.tier.name} {_run(event)} from position {event.start:,}{parent}"
         case BlocksMigrated():
             kept = "kept" if event.kept else "moved"
-            return f"BlocksMigrated {_source(event)} → {event.target.name} {_run(event)} {event.cause.name.lower()}, {kept}"
+            return (
+                f"BlocksMigrated {_source(event)} → {event.target.name} {_run(event)} {event.cause.name.lower()}, "
+                f"{kept}"
+            )
         case BlocksEvicted():
             return f"BlocksEvicted {event.tier.name} {_run(event)} {event.reason.name.lower()}"
         case ResidenciesListed():
@@ -159,9 +163,12 @@ def event_fields(event: Event) -> dict[str, Any]:
             for p in event.pools
         ]
         return fields | {
-            "pools": pools, "namespaces": [{"id": n.id.hex(), "fields": n} for n in event.namespaces],
-            "topology": event.topology, "engine": event.engine, "version": event.version,
-        }  # fmt: skip
+            "pools": pools,
+            "namespaces": [{"id": n.id.hex(), "fields": n} for n in event.namespaces],
+            "topology": event.topology,
+            "engine": event.engine,
+            "version": event.version,
+        }
     for name in event.__struct_fields__:
         value = getattr(event, name)
         if name == "hashes":

@@ -1,7 +1,7 @@
 """A source's good frames by instance, in the order of offsets, with where each lies: what `diff` walks along.
 
-Only places and fingerprints stay in memory, 64 bytes a frame. The bytes are read again where they are needed; those of a live stream are
-copied into a temporary file first.
+Only places and fingerprints stay in memory, 64 bytes a frame. The bytes are read again where they are needed; those of
+a live stream are copied into a temporary file first.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class IndexedFrame(NamedTuple):
 
 
 class InstanceFrames:
-    """One instance's frames: each begins where the one before ends, or behind a hole, or in a later epoch at any offset."""
+    """One instance's frames: each begins where the one before ends, or behind a hole, or in a later epoch at any
+    offset.
+    """
 
     def __init__(self, library: FrameLibrary) -> None:
         self._library = library
@@ -83,9 +85,12 @@ class InstanceFrames:
 
     def __getitem__(self, index: int) -> IndexedFrame:
         return IndexedFrame(
-            Epoch(self._epochs[index]), Offset(self._firsts[index]), Offset(self._nexts[index]), self._prints[index],
+            Epoch(self._epochs[index]),
+            Offset(self._firsts[index]),
+            Offset(self._nexts[index]),
+            self._prints[index],
             self._digests[index],
-        )  # fmt: skip
+        )
 
     @property
     def begin(self) -> Position:

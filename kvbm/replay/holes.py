@@ -15,7 +15,9 @@ class Hole(NamedTuple):
 
 
 def explained_by(holes: list[Hole], damage: list[DamagedBytes]) -> set[int]:
-    """Which holes damage between the frames on both sides explains: first where its header names them, then the others."""
+    """Which holes damage between the frames on both sides explains: first where its header names them, then the
+    others.
+    """
     explained: set[int] = set()
     used: set[int] = set()
     for by_name in (True, False):

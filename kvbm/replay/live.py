@@ -42,7 +42,9 @@ class StreamSource:
         return self._read(backend, follows=False)
 
     def follow(self, backend: Backend) -> Iterator[Located]:
-        """All frames, fences and damage, and those that come, without end; also of a stream that is made within the time. Raises StreamError."""
+        """All frames, fences and damage, and those that come, without end; also of a stream that is made within the
+        time. Raises StreamError.
+        """
         return self._read(backend, follows=True)
 
     def _read(self, backend: Backend, follows: bool) -> Iterator[Located]:
@@ -90,7 +92,8 @@ class StreamSource:
         messages = await reader.fetch(self._timeout_s)
         if not messages and not reader.at_end and not follows:
             raise StreamError(
-                f"the stream at {self.name} sent nothing for {self._timeout_s:g} s, {self.done:,} of {self.total:,} messages "
+                f"the stream at {self.name} sent nothing for {self._timeout_s:g} s, {self.done:,} of {self.total:,} "
+                "messages "
                 "were read; try again, or raise --timeout"
             )
         return messages

@@ -1,4 +1,6 @@
-"""Finds the source that a user names: a capture file, an archive, a journal, a folder of journals, or the live stream."""
+"""Finds the source that a user names: a capture file, an archive, a journal, a folder of journals, or the live
+stream.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def _open_folder(name: str, folder: Path) -> FileSource:
         files = _journal_files(folder)
     if not files:
         raise SourceError(
-            f"{name} holds no journal: no *{SEGMENT_SUFFIX} file in it or in the folders below; and no *{ARCHIVE_SUFFIX} file of an "
+            f"{name} holds no journal: no *{SEGMENT_SUFFIX} file in it or in the folders below; and no "
+            f"*{ARCHIVE_SUFFIX} file of an "
             "archive in it"
         )
     source = FileSource(name, files, is_trimmed=True)

@@ -1,7 +1,8 @@
-"""Frames as they lie → steps in the order of offsets: repeats known as such, frames beyond a hole kept in a reorder buffer until it is filled.
+"""Frames as they lie → steps in the order of offsets: repeats known as such, frames beyond a hole kept in a reorder
+buffer until it is filled.
 
-A publisher that goes back stores 0 1 3 4 2 3 4, so a hole is one only when it is still there at the end, or when more lies
-beyond it than any publisher has in flight.
+A publisher that goes back stores 0 1 3 4 2 3 4, so a hole is one only when it is still there at the end, or when more
+lies beyond it than any publisher has in flight.
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ class Repeat(NamedTuple):
 
 
 class Late(NamedTuple):
-    """The end of an older epoch, stored once more by a publisher that went back; the first time it was lost. It is not folded."""
+    """The end of an older epoch, stored once more by a publisher that went back; the first time it was lost.
+
+    It is not folded.
+    """
 
     located: Located
 
@@ -91,7 +95,9 @@ class WentBack(NamedTuple):
 
 
 class LifeBegins(NamedTuple):
-    """What was seen before is of another life of the instance: its journal, or the stream's end, was lost. See `catalog/follow/instance_sequence.py`.
+    """What was seen before is of another life of the instance: its journal, or the stream's end, was lost.
+
+    See `catalog/follow/instance_sequence.py`.
 
     Attributes:
         ended: the last epoch of the other life.
@@ -112,7 +118,8 @@ class DamagedBytes(NamedTuple):
 def life_text(key: StreamKey, step: LifeBegins) -> str:
     """A life's beginning, for people."""
     return (
-        f"instance {key.instance} begins another life at {step.located.place}, as run {step.fence.run} in epoch {step.fence.epoch}: "
+        f"instance {key.instance} begins another life at {step.located.place}, as run {step.fence.run} in epoch "
+        f"{step.fence.epoch}: "
         f"its journal, or the stream's end, was lost after epoch {step.ended}; what it held before counts no more"
     )
 
@@ -176,8 +183,9 @@ class _Seen:
 
 
 def fingerprint(frame: ScannedFrame, data: bytes) -> int:
-    """64 bits that two different good frames of one offset hardly share: the checksum over all of it, which a scan has proven, and
-    the digest of what is held after it."""
+    """64 bits that two different good frames of one offset hardly share: the checksum over all of it, which a scan has
+    proven, and the digest of what is held after it.
+    """
     checksum: int = _CHECKSUM.unpack_from(data, len(data) - _CHECKSUM.size)[0]
     return ((checksum << 32) ^ frame.digest ^ len(data)) & _MASK
 

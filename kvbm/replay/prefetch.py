@@ -1,4 +1,6 @@
-"""Reading a source from within an asyncio loop: in a thread of its own, because a live stream is read by a loop of its own."""
+"""Reading a source from within an asyncio loop: in a thread of its own, because a live stream is read by a loop of its
+own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""From the log, the state of a catalog: its SQL rows and a checkpoint of its index, by the sequencer that a catalog runs itself.
+"""From the log, the state of a catalog: its SQL rows and a checkpoint of its index, by the sequencer that a catalog
+runs itself.
 
 A catalog takes a checkpoint only for the stream it was made of, so the state has to name one and a place in it:
 
@@ -61,7 +62,8 @@ class Rebuilt(msgspec.Struct, kw_only=True):
     Attributes:
         stream, sequence: which stream, by its name in SQL, and where in it a catalog goes on.
         anomalies: rules that events broke, counted by name.
-        suspect: instances whose residencies may be wrong, because the log has holes; a catalog asks them for a snapshot.
+        suspect: instances whose residencies may be wrong, because the log has holes; a catalog asks them for a
+            snapshot.
     """
 
     source: str
@@ -84,7 +86,8 @@ class Rebuilt(msgspec.Struct, kw_only=True):
     def lines(self) -> Iterator[str]:
         """For people."""
         yield (
-            f"rebuilt: {counted(self.instances, 'instance')}, {counted(self.residencies, 'residency').replace('residencys', 'residencies')}, "
+            f"rebuilt: {counted(self.instances, 'instance')}, "
+            f"{counted(self.residencies, 'residency').replace('residencys', 'residencies')}, "
             f"{counted(self.claims, 'claim')} from {counted(self.events, 'event')} in {counted(self.frames, 'frame')}"
         )
         where = (
@@ -201,7 +204,8 @@ class _Rebuild:
                 await self._step(store, waiting)
         if not self._sequencer.instances():
             raise SourceError(
-                f"{source.name} has no frame of {self._options.instance or 'any instance'}; kvbm-replay stat lists the instances"
+                f"{source.name} has no frame of {self._options.instance or 'any instance'}; kvbm-replay stat lists the "
+                "instances"
             )
         if self._sequencer.waiting():
             self._rows.take(self._sequencer.pass_holes())
@@ -259,7 +263,9 @@ class _Rebuild:
         return _Identity((await numbering(store, self._options.cluster, state)).name, position.sequence)
 
     async def _identity_of(self, store: SqlStore, stream: EventLog) -> _Identity:
-        """The stream at its end, which the log must reach: what it is, and where it stands before its tails are looked at."""
+        """The stream at its end, which the log must reach: what it is, and where it stands before its tails are looked
+        at.
+        """
         state = await stream.state(TIMEOUT_S)
         if self._options.is_own_stream:
             return _Identity((await numbering(store, self._options.cluster, state)).name, self._read_sequence)
@@ -269,7 +275,8 @@ class _Rebuild:
             here = self._sequencer.position(name)
             if tail is not None and tail.end > here:
                 raise SourceError(
-                    f"the stream has instance {name} up to {place_text(*tail.end)}, the log ends at {place_text(*here)}; "
+                    f"the stream has instance {name} up to {place_text(*tail.end)}, the log ends at "
+                    f"{place_text(*here)}; "
                     "rebuild from its archive, or from the stream itself"
                 )
         return _Identity((await numbering(store, self._options.cluster, state)).name, state.last_sequence)

@@ -33,7 +33,8 @@ class Damage(NamedTuple):
     """Bytes that are no good frame, up to where the next frame begins.
 
     Attributes:
-        kind: CORRUPT, NEWER (a newer kvbm wrote it), TORN (the bytes end before the frame does, and no frame follows), or ERASED.
+        kind: CORRUPT, NEWER (a newer kvbm wrote it), TORN (the bytes end before the frame does, and no frame follows),
+            or ERASED.
         header: what its header holds, as far as it can be read; it may be what was damaged.
     """
 
@@ -44,7 +45,10 @@ class Damage(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A frame or a fence with its bytes, or damage; and where it begins. `at` counts; a frame's own counts in some buffer."""
+    """A frame or a fence with its bytes, or damage; and where it begins.
+
+    `at` counts; a frame's own counts in some buffer.
+    """
 
     at: int
     found: ScannedFrame | Damage | FenceRecord
@@ -55,7 +59,8 @@ def scan(read: ReadAt, end: int, backend: Backend, skip: Skip = _no_holes) -> It
     """The frames of the bytes [0, end), each with its position, and damage where there is none.
 
     Args:
-        skip: the first position from a given one on that is in no hole; nothing is looked for in holes, which may be larger than the disk.
+        skip: the first position from a given one on that is in no hole; nothing is looked for in holes, which may be
+            larger than the disk.
     """
     at = base = 0
     batch = b""  # the bytes from `base` on
@@ -106,9 +111,14 @@ def _erased_at(read: ReadAt, at: int, end: int) -> Damage | None:
     if record is None:
         return None
     header = FrameHeader(
-        instance=record.instance, epoch=record.epoch, first_offset=record.first_offset, event_count=record.event_count,
-        wall_time_ns=record.wall_time_ns, digest=0, frame_bytes=size,
-    )  # fmt: skip
+        instance=record.instance,
+        epoch=record.epoch,
+        first_offset=record.first_offset,
+        event_count=record.event_count,
+        wall_time_ns=record.wall_time_ns,
+        digest=0,
+        frame_bytes=size,
+    )
     return Damage(ERASED, f"erased by erasure {record.number}", size, header)
 
 

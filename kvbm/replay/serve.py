@@ -1,7 +1,7 @@
 """A captured log fed into a stream once more, at a chosen speed, fenced as its publishers were.
 
-Frames go out as they lie, repeats and all. What is read first is only where each instance begins, so that nothing is written into a
-stream that knows more of one of them.
+Frames go out as they lie, repeats and all. What is read first is only where each instance begins, so that nothing is
+written into a stream that knows more of one of them.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ class Served(msgspec.Struct, kw_only=True):
         """For people."""
         rate = self.blocks / self.elapsed_s if self.elapsed_s else 0.0
         yield (
-            f"served: {counted(self.frames, 'frame')} of {counted(self.instances, 'instance')}, {counted(self.events, 'event')}, "
-            f"{counted(self.messages, 'message')} in {self.elapsed_s:,.3f} s ({rate:,.0f} block events/s), recorded in {self.recorded_s:,.3f} s"
+            f"served: {counted(self.frames, 'frame')} of {counted(self.instances, 'instance')}, "
+            f"{counted(self.events, 'event')}, "
+            f"{counted(self.messages, 'message')} in {self.elapsed_s:,.3f} s ({rate:,.0f} block events/s), recorded in "
+            f"{self.recorded_s:,.3f} s"
         )
 
 
@@ -104,8 +106,8 @@ def serve(
         connect: gives the stream, inside the loop that feeds it.
         to: the stream's name, for people.
         speed: 1.0 keeps the gaps between frames as they were recorded, 2.0 halves them, MAX_SPEED leaves none.
-        anyway: also into a stream that has newer events of an instance; readers will ignore what is older, and a publisher of that name
-            that still runs is shut out.
+        anyway: also into a stream that has newer events of an instance; readers will ignore what is older, and a
+            publisher of that name that still runs is shut out.
         instance: only this one.
     Raises: SourceError: the stream has newer events. StreamError, FencedError: it does not take them.
     """
@@ -132,9 +134,17 @@ def _begins(source: Source, backend: Backend, instance: str | None) -> tuple[dic
 
 
 async def _feed(
-    source: Source, connect: OpenStream, to: str, cluster: str, backend: Backend, speed: float, anyway: bool,
-    instance: str | None, begins: dict[InstanceId, Position], frames: int,
-) -> Served:  # fmt: skip
+    source: Source,
+    connect: OpenStream,
+    to: str,
+    cluster: str,
+    backend: Backend,
+    speed: float,
+    anyway: bool,
+    instance: str | None,
+    begins: dict[InstanceId, Position],
+    frames: int,
+) -> Served:
     stream = await connect()
     report = Served(source=source.name, to=to, instances=len(begins))
     try:
@@ -175,14 +185,17 @@ async def _check_older(
         )
         if not anyway:
             raise SourceError(
-                f"{words}; nothing was written. Give another --cluster or an empty stream, or --anyway when its readers may ignore "
+                f"{words}; nothing was written. Give another --cluster or an empty stream, or --anyway when its "
+                "readers may ignore "
                 "what is older"
             )
         report.notes.append(f"{words}; its readers ignore what is older")
 
 
 async def _messages(located: Iterator[Located], report: Served, speed: float) -> AsyncIterator[_Due]:
-    """Frames as messages: several of one instance and epoch together when they follow each other and are due together."""
+    """Frames as messages: several of one instance and epoch together when they follow each other and are due
+    together.
+    """
     due: _Due | None = None
     size = 0
     newest: dict[InstanceId, Epoch] = {}

@@ -1,4 +1,6 @@
-"""Frames as a source gives them, and where each lies; and the source over files. live.py is the one over a stream, opening.py finds them."""
+"""Frames as a source gives them, and where each lies; and the source over files. live.py is the one over a stream,
+opening.py finds them.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class Located(NamedTuple):
 
     Attributes:
         data: the frame's bytes; empty for damage and fences.
-        group: what differs for two instances of one name: the journal's folder, or the stream's subject without the instance.
+        group: what differs for two instances of one name: the journal's folder, or the stream's subject without the
+            instance.
         order: the place among all that was read, from 0.
     """
 
@@ -83,8 +86,8 @@ class SourceFile(NamedTuple):
     """One file of frames.
 
     Attributes:
-        may_tear: it is the last of a journal, so a manager may be writing to its end; or one of an archive, whose writer begins another
-            file after it was cut off and reads again what it had not written.
+        may_tear: it is the last of a journal, so a manager may be writing to its end; or one of an archive, whose
+            writer begins another file after it was cut off and reads again what it had not written.
     """
 
     path: Path

@@ -20,7 +20,8 @@ _EVERY_BLOCK = 1 << 40
 
 
 class AgeStat(msgspec.Struct, kw_only=True):
-    """How old blocks of one tier were when they were wanted again, and when they were evicted, as `core.ages` counts it.
+    """How old blocks of one tier were when they were wanted again, and when they were evicted, as `core.ages` counts
+    it.
 
     Attributes:
         within_s: the ages by which both are counted; what is older is counted last.

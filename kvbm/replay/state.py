@@ -70,7 +70,9 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
                 slot = "" if block.slot is None else f" slot {block.slot}"
                 yield f"         {block.hash} in {block.namespace[:8]}{slot}"
         if self.frame_digest not in (None, self.digest):
-            yield f"  the frame says digest {self.frame_digest}: this state is not to be trusted; run kvbm-replay verify"
+            yield (
+                f"  the frame says digest {self.frame_digest}: this state is not to be trusted; run kvbm-replay verify"
+            )
 
 
 class States(msgspec.Struct, kw_only=True):
@@ -142,8 +144,9 @@ def states_at(
 ) -> States:
     """What each instance held at a place in its stream; where its stream ends before that, at its end.
 
-    A time of day is the last one the log reaches, which a note names: the source is read once before, to see where it ends.
-    An offset without an epoch is one of the last epoch, which begins anew, so each epoch is folded up to it and the last one stays.
+    A time of day is the last one the log reaches, which a note names: the source is read once before, to see where it
+    ends. An offset without an epoch is one of the last epoch, which begins anew, so each epoch is folded up to it and
+    the last one stays.
 
     Args:
         instance: only this one.
@@ -186,7 +189,8 @@ def _notes(key: StreamKey, cut: _Cut, at: At) -> Iterator[str]:
     wanted_epoch = fold.epoch if at.epoch is None else at.epoch
     if at.offset is not None and (fold.epoch, fold.next_offset) < (wanted_epoch, at.offset):
         yield (
-            f"instance {key.instance}: its stream ends at offset {fold.next_offset:,} of epoch {fold.epoch}, before the one "
+            f"instance {key.instance}: its stream ends at offset {fold.next_offset:,} of epoch {fold.epoch}, before "
+            "the one "
             "asked for; this is its state there"
         )
     if not fold.epoch:
@@ -205,17 +209,25 @@ def _state(key: StreamKey, cut: _Cut, with_blocks: bool) -> InstanceState:
     ]
     digest = last.digest if last is not None and cut.is_whole_frame and not fold.suspect else None
     return InstanceState(
-        instance=key.instance, group=key.group, epoch=fold.epoch, offset=fold.next_offset,
-        wall_time_ns=last.wall_time_ns if last else 0, digest=f"{residencies.digest:016x}",
-        frame_digest=None if digest is None else f"{digest:016x}", tiers=tiers,
-    )  # fmt: skip
+        instance=key.instance,
+        group=key.group,
+        epoch=fold.epoch,
+        offset=fold.next_offset,
+        wall_time_ns=last.wall_time_ns if last else 0,
+        digest=f"{residencies.digest:016x}",
+        frame_digest=None if digest is None else f"{digest:016x}",
+        tiers=tiers,
+    )
 
 
 def _tier_state(residencies: Fold, tier: Tier, is_suspect: bool, with_blocks: bool) -> TierState:
     return TierState(
-        tier=tier.name, held=residencies.count(tier), digest=f"{residencies.tier_digest(tier):016x}",
-        suspect=is_suspect, blocks=_block_states(residencies, tier) if with_blocks else None,
-    )  # fmt: skip
+        tier=tier.name,
+        held=residencies.count(tier),
+        digest=f"{residencies.tier_digest(tier):016x}",
+        suspect=is_suspect,
+        blocks=_block_states(residencies, tier) if with_blocks else None,
+    )
 
 
 def _block_states(residencies: Fold, tier: Tier) -> list[BlockState]:

@@ -49,7 +49,8 @@ class Verified(msgspec.Struct, kw_only=True):
         fold: which one was used, "native" or "reference".
         frames, events, blocks: folded.
         repeats: frames that were seen before, byte by byte; harmless.
-        stale: frames of an epoch that was over, from an instance that was shut out; no reader counts them, and they are no defect.
+        stale: frames of an epoch that was over, from an instance that was shut out; no reader counts them, and they are
+            no defect.
         lives: times an instance began another life, its journal or the stream's end having been lost.
         late: frames of an epoch's end that were stored only after the next epoch had begun; not folded, and no defect.
         notes: what is worth saying and no defect.
@@ -147,14 +148,18 @@ class _Verifier:
             case Begins():
                 self._fold_of(key).miss(step.epoch, step.offset)
                 self.report.notes.append(
-                    f"instance {key.instance} begins at offset {step.offset:,} of epoch {step.epoch}: nothing is known before"
+                    f"instance {key.instance} begins at offset {step.offset:,} of epoch {step.epoch}: nothing is known "
+                    "before"
                 )
             case Repeat():
                 self.report.repeats += 1
             case Late():
                 self.report.late += 1
             case Conflict():
-                why = f"{offsets(step.frame)} were already seen with other bytes, and the first are believed; two writers, or a rewritten file"
+                why = (
+                    f"{offsets(step.frame)} were already seen with other bytes, and the first are believed; two "
+                    "writers, or a rewritten file"
+                )
                 self._find(CONFLICT, why, step.located, step.frame)
             case WentBack():
                 self._note_stale(key, step)
@@ -185,7 +190,8 @@ class _Verifier:
         if (key, step.frame.epoch) not in self._stale:
             self._stale.add((key, step.frame.epoch))
             self.report.notes.append(
-                f"instance {key.instance} epoch {step.frame.epoch} goes on at {step.located.place} after epoch {step.epoch} had "
+                f"instance {key.instance} epoch {step.frame.epoch} goes on at {step.located.place} after epoch "
+                f"{step.epoch} had "
                 "begun: a process that was replaced; its frames do not count"
             )
 
@@ -206,7 +212,8 @@ class _Verifier:
         if not fold.agrees(frame.digest):
             why = (
                 f"after {offsets(frame)} the fold holds {fold.residencies.count():,} blocks with digest "
-                f"{fold.residencies.digest:016x}, the frame says {frame.digest:016x}; an event is wrong or was never recorded"
+                f"{fold.residencies.digest:016x}, the frame says {frame.digest:016x}; an event is wrong or was never "
+                "recorded"
             )
             self._find(DIGEST, why, step.located, frame, offset=frame.next_offset - 1)
             fold.diverge()
@@ -226,9 +233,13 @@ class _Verifier:
         finding = Finding(
             kind=MISSING,
             message=f"{counted(count, 'event')} lost: no frame before this one has {which} of epoch {step.epoch}",
-            source=step.after.place.source, sequence=step.after.place.sequence, byte=step.after.place.at,
-            instance=hole.key.instance, epoch=step.epoch, offset=step.first,
-        )  # fmt: skip
+            source=step.after.place.source,
+            sequence=step.after.place.sequence,
+            byte=step.after.place.at,
+            instance=hole.key.instance,
+            epoch=step.epoch,
+            offset=step.first,
+        )
         self._found.append((step.after.order, finding))
 
     def _find(
@@ -242,9 +253,16 @@ class _Verifier:
     ) -> None:
         place = located.place
         finding = Finding(
-            kind=kind, message=message, source=place.source, sequence=place.sequence, byte=place.at,
-            instance=frame.instance, epoch=frame.epoch, offset=frame.first_offset if offset is None else offset, rule=rule,
-        )  # fmt: skip
+            kind=kind,
+            message=message,
+            source=place.source,
+            sequence=place.sequence,
+            byte=place.at,
+            instance=frame.instance,
+            epoch=frame.epoch,
+            offset=frame.first_offset if offset is None else offset,
+            rule=rule,
+        )
         self._found.append((located.order, finding))
 
     def _take_damage(self, damaged: DamagedBytes) -> None:

@@ -1,8 +1,9 @@
 """Another eviction policy, another capacity: what would they have kept of the prompts that were really asked?
 
-A pool of N slots sees one prompt after another. Blocks found from the first on are hits; the others enter, if need be in the place of
-others. No bytes, no clock: only order counts. Prompts come from a catalog's archive, where a share `rate` of them was sampled, chosen
-by their first block; a pool of rate × N slots then has the hit ratio that N slots have under all prompts.
+A pool of N slots sees one prompt after another. Blocks found from the first on are hits; the others enter, if need be
+in the place of others. No bytes, no clock: only order counts. Prompts come from a catalog's archive, where a share
+`rate` of them was sampled, chosen by their first block; a pool of rate × N slots then has the hit ratio that N slots
+have under all prompts.
 
 Source: SHARDS, Waldspurger et al., FAST 2015, for scaling the capacity by the share that is sampled.
 """
@@ -48,8 +49,8 @@ class Cost(NamedTuple):
 
     Attributes:
         tokens_per_s: of prefill at the beginning of a prompt.
-        double_tokens: where in a prompt a token takes twice as long, because attention looks at all before it. 53,000 for 70 G
-            parameters in 80 layers of width 8,192: 2 × parameters / (4 × layers × width).
+        double_tokens: where in a prompt a token takes twice as long, because attention looks at all before it. 53,000
+            for 70 G parameters in 80 layers of width 8,192: 2 × parameters / (4 × layers × width).
     """
 
     tokens_per_s: float = 10_000.0
@@ -119,13 +120,17 @@ class WhatIfs(msgspec.Struct, kw_only=True):
         yield f"{counted(self.prompts, 'prompt')}{whose}, {counted(most.blocks if most else 0, 'block')} asked for"
         tiers = max((len(one.tier_hits) for one in self.results), default=1)
         heads = [f"{f'tier {tier}':>12}" for tier in range(tiers)] if tiers > 1 else []
-        yield f"{'capacity':>12}  {'policy':<10} {'hit blocks':>12} {'hit ratio':>9} {'saved s':>12} {'of most':>8} {' '.join(heads)}".rstrip()
+        yield (
+            f"{'capacity':>12}  {'policy':<10} {'hit blocks':>12} {'hit ratio':>9} {'saved s':>12} {'of most':>8} "
+            f"{' '.join(heads)}"
+        ).rstrip()
         for one in self.results:
             share = f"{one.saved_s / most.saved_s:>8.1%}" if most and most.saved_s else f"{'':>8}"
             hits = [f"{count:>12,}" for count in one.tier_hits] if tiers > 1 and one.capacity else []
             size = f"{one.capacity:,}" if one.capacity else "∞"
             yield (
-                f"{size:>12}  {one.policy:<10} {one.hit_blocks:>12,} {one.hit_ratio:>9.4f} {one.saved_s:>12,.1f} {share} "
+                f"{size:>12}  {one.policy:<10} {one.hit_blocks:>12,} {one.hit_ratio:>9.4f} {one.saved_s:>12,.1f} "
+                f"{share} "
                 f"{' '.join(hits)}"
             ).rstrip()
 
@@ -148,7 +153,8 @@ def read_accesses(name: str, read_trace: ReadTrace, block_tokens: int | None = N
     accesses = _sampled_accesses(name, path, block_tokens or SAMPLE_BLOCK_TOKENS) if is_samples else None
     if accesses is None or not accesses.prompts:
         raise SourceError(
-            f"{name} holds no sampled prompts; set samples.rate at the instances and let kvbm-catalog serve --archive keep them, or "
+            f"{name} holds no sampled prompts; set samples.rate at the instances and let kvbm-catalog serve --archive "
+            "keep them, or "
             "give a trace in Mooncake's format as *.jsonl"
         )
     return accesses
@@ -183,11 +189,13 @@ def _sampled_accesses(name: str, path: Path, block_tokens: int) -> Accesses:
     notes = [f"blocks are taken to have {block_tokens} tokens; --block-tokens says otherwise"]
     if rate < 1:
         notes.append(
-            f"{rate:.2%} of the prompts were sampled, so pools have that share of the capacity, and hits and seconds are scaled up"
+            f"{rate:.2%} of the prompts were sampled, so pools have that share of the capacity, and hits and seconds "
+            "are scaled up"
         )
     if rates and min(rates) < max(rates):
         notes.append(
-            f"the share that was sampled changed ({min(rates):.2%} to {max(rates):.2%}); its mean is used, so sizes are rough"
+            f"the share that was sampled changed ({min(rates):.2%} to {max(rates):.2%}); its mean is used, so sizes "
+            "are rough"
         )
     return Accesses(name, prompts, len(instances), block_tokens, rate, notes)
 
@@ -206,9 +214,12 @@ def what_if(
         tiers: sizes of colder tiers, as multiples of the capacity; each takes what the one above it evicts.
     """
     report = WhatIfs(
-        source=accesses.source, prompts=len(accesses.prompts), instances=accesses.instances, rate=accesses.rate,
+        source=accesses.source,
+        prompts=len(accesses.prompts),
+        instances=accesses.instances,
+        rate=accesses.rate,
         notes=list(accesses.notes),
-    )  # fmt: skip
+    )
     blocks = _Blocks(accesses, cost)
     with Watch(accesses.source, len(accesses.prompts) * (1 + len(policies) * len(capacities))) as watch:
         for capacity in sorted(set(capacities)):
@@ -258,10 +269,14 @@ class _Blocks:
         hits = sum(tier_hits)
         scale = 1 / accesses.rate
         return WhatIf(
-            policy=policy, capacity=capacity, blocks=round(asked * scale), hit_blocks=round(hits * scale),
-            hit_ratio=hits / asked if asked else 0.0, saved_s=saved_s * scale,
+            policy=policy,
+            capacity=capacity,
+            blocks=round(asked * scale),
+            hit_blocks=round(hits * scale),
+            hit_ratio=hits / asked if asked else 0.0,
+            saved_s=saved_s * scale,
             tier_hits=[round(count * scale) for count in tier_hits],
-        )  # fmt: skip
+        )
 
     def _policy(self, name: str, slots: int) -> EvictionPolicy:
         if name == "cost":
@@ -295,8 +310,10 @@ class Tiers:
         self._held: list[set[SequenceHash]] = [set() for _ in pools]
 
     def ask(self, prompt: list[SequenceHash]) -> list[int]:
-        """Serve a prompt: the tier of each block that was found, from the first on. Afterwards the hottest tier holds the prompt, or as
-        many blocks from its first on as it has slots."""
+        """Serve a prompt: the tier of each block that was found, from the first on.
+
+        Afterwards the hottest tier holds the prompt, or as many blocks from its first on as it has slots.
+        """
         found: list[int] = []
         for block in prompt:
             tier = next((tier for tier, held in enumerate(self._held) if block in held), None)

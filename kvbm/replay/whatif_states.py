@@ -1,7 +1,9 @@
-"""Which states of recurrent layers to store: what would a hybrid model have found of the prompts that were really asked?
+"""Which states of recurrent layers to store: what would a hybrid model have found of the prompts that were really
+asked?
 
-As `whatif`, with pools that hold blocks of attention and states. A prompt is found as far as all its blocks and the state at that very
-boundary are held. What is computed leaves a state at each boundary, and a policy says which of them are stored.
+As `whatif`, with pools that hold blocks of attention and states. A prompt is found as far as all its blocks and the
+state at that very boundary are held. What is computed leaves a state at each boundary, and a policy says which of them
+are stored.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class StatesWhatIfs(msgspec.Struct, kw_only=True):
             hits = f"{one.hit_blocks / every.hit_blocks:.1%}" if every and every.hit_blocks else ""
             stored = f"{one.stored_states / every.stored_states:.1%}" if every and every.stored_states else ""
             yield (
-                f"{size:>12}  {one.states:<10} {one.hit_blocks:>12,} {one.hit_ratio:>9.4f} {hits:>8} {one.stored_states:>13,} {stored:>8}"
+                f"{size:>12}  {one.states:<10} {one.hit_blocks:>12,} {one.hit_ratio:>9.4f} {hits:>8} "
+                f"{one.stored_states:>13,} {stored:>8}"
             ).rstrip()
 
 
@@ -80,9 +83,7 @@ def what_if_states(
     names = list(dict.fromkeys([_ALL, *policies]))
     sizes = [*sorted(set(capacities)), 0]
     notes = list(accesses.notes)
-    report = StatesWhatIfs(
-        source=accesses.source, prompts=len(accesses.prompts), state_slots=state_slots, notes=notes
-    )  # fmt: skip
+    report = StatesWhatIfs(source=accesses.source, prompts=len(accesses.prompts), state_slots=state_slots, notes=notes)
     with Watch(accesses.source, len(accesses.prompts) * len(names) * len(sizes)) as watch:
         report.results = [_run(accesses, name, size, state_slots, watch) for size in sizes for name in names]
     return report
@@ -98,11 +99,14 @@ def _run(accesses: Accesses, policy: str, capacity: int, state_slots: int, watch
         watch.done += 1
     scale = 1 / accesses.rate
     return StatesWhatIf(
-        states=policy, capacity=capacity, blocks=round(asked * scale), hit_blocks=round(hits * scale),
+        states=policy,
+        capacity=capacity,
+        blocks=round(asked * scale),
+        hit_blocks=round(hits * scale),
         hit_ratio=hits / asked if asked else 0.0,
         stored_states=round(sum(one.stored_states for one in instances) * scale),
         stored_blocks=round(sum(one.stored_blocks for one in instances) * scale),
-    )  # fmt: skip
+    )
 
 
 class HybridPool:
@@ -124,7 +128,10 @@ class HybridPool:
         self._parts = [b"state" + bytes([part]) for part in range(state_slots)]
 
     def ask(self, prompt: list[SequenceHash]) -> int:
-        """Serve a prompt. Returns how many of its blocks were found; afterwards the pool holds it, with the states that are wanted."""
+        """Serve a prompt.
+
+        Returns how many of its blocks were found; afterwards the pool holds it, with the states that are wanted.
+        """
         depth = next((at for at, block in enumerate(prompt) if not self._pool.holds(block)), len(prompt))
         found = next((end for end in range(depth, 0, -1) if self._has_state(prompt[end - 1])), 0)
         self.stored_blocks += len(prompt) - depth

@@ -1,12 +1,12 @@
 """What is open when the process leaves: closed before the interpreter ends, and left to its owner by a forked child.
 
-A daemon thread that runs on while the interpreter ends is stopped wherever it asks for the GIL, with whatever lock it holds and
-whatever destructor it is in. So what has threads is closed first: after the last thread that is not a daemon has ended, while
-everything still works, and in a bounded time. A process that ends without its interpreter (`os._exit`, a signal nobody handles)
-closes nothing; the next start goes on from what was durable.
+A daemon thread that runs on while the interpreter ends is stopped wherever it asks for the GIL, with whatever lock it
+holds and whatever destructor it is in. So what has threads is closed first: after the last thread that is not a daemon
+has ended, while everything still works, and in a bounded time. A process that ends without its interpreter (`os._exit`,
+a signal nobody handles) closes nothing; the next start goes on from what was durable.
 
-After `fork` a child has what was open, but not one of its threads, and maybe locks that nobody will ever give back. Nothing of it is
-the child's: it must not be used, and closing it there closes nothing.
+After `fork` a child has what was open, but not one of its threads, and maybe locks that nobody will ever give back.
+Nothing of it is the child's: it must not be used, and closing it there closes nothing.
 """
 
 from __future__ import annotations
@@ -57,10 +57,12 @@ def forget(closed: Open) -> None:
 
 
 def close_aside(opened: Open, timeout_s: float) -> bool:
-    """Whether it is closed by a thread of its own, because who closes it is a signal's handler that has interrupted a call of ours.
+    """Whether it is closed by a thread of its own, because who closes it is a signal's handler that has interrupted a
+    call of ours.
 
-    That call may have any lock of ours, and gets on only once the handler has returned: whoever waited here would wait for ever. The
-    interpreter waits for the thread before it ends; where none can be started, it closes what is open itself.
+    That call may have any lock of ours, and gets on only once the handler has returned: whoever waited here would wait
+    for ever. The interpreter waits for the thread before it ends; where none can be started, it closes what is open
+    itself.
     """
     if current_thread() is not main_thread() or not _is_within_a_call(sys._getframe(1)):
         return False
@@ -70,7 +72,9 @@ def close_aside(opened: Open, timeout_s: float) -> bool:
 
 
 def _is_within_a_call(frame: FrameType | None) -> bool:
-    """Whether a call of ours, other than the one that closes, lies below: between the two is somebody else's handler."""
+    """Whether a call of ours, other than the one that closes, lies below: between the two is somebody else's
+    handler.
+    """
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
     while frame is not None:

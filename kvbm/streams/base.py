@@ -1,4 +1,7 @@
-"""What a stream carries and how it is read. Frames travel as the bytes that were cut once; nobody encodes them again."""
+"""What a stream carries and how it is read.
+
+Frames travel as the bytes that were cut once; nobody encodes them again.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +59,8 @@ class Fence(NamedTuple):
     Attributes:
         run: of the process that set it; random, made at its start. Tells two processes of one epoch apart.
         sequence: of the fence message in the stream; a publish that names another one is refused by the server.
-        log: the epochs whose events may follow it, and the run that began each: what tells a reader whether an epoch of a number
-            it knows is the one it knows.
+        log: the epochs whose events may follow it, and the run that began each: what tells a reader whether an epoch of
+            a number it knows is the one it knows.
     """
 
     epoch: Epoch
@@ -71,8 +74,9 @@ class Tail(NamedTuple):
 
     Attributes:
         end: after the last message's last frame.
-        acked: everything before it is on the stream without a hole, as that message's publisher knew from acknowledgements when
-            it sent it. Between `acked` and `end` some may be missing: messages travel several at a time.
+        acked: everything before it is on the stream without a hole, as that message's publisher knew from
+            acknowledgements when it sent it. Between `acked` and `end` some may be missing: messages travel several at
+            a time.
     """
 
     end: Position
@@ -111,7 +115,8 @@ class FrameLog(Protocol):
     def read_after(self, position: Position, limit_bytes: int) -> list[FrameBytes]:
         """The frames from `position` on, in order, at least one if there is one, else up to `limit_bytes` together.
 
-        A frame that contains `position` counts. Epochs follow each other: after the last frame of one comes the first of the next.
+        A frame that contains `position` counts. Epochs follow each other: after the last frame of one comes the first
+        of the next.
         """
 
 
@@ -123,20 +128,22 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         wall_time_ns: when it was sent.
         queued_tokens: prompt tokens that wait for their prefill.
         running_requests: requests being decoded.
-        prefill_tokens_per_s, queue_tokens_per_s: as the instance has measured: what it computes of one prompt, and how quickly tokens that
-            wait grow fewer; 0 where it has not.
+        prefill_tokens_per_s, queue_tokens_per_s: as the instance has measured: what it computes of one prompt, and how
+            quickly tokens that wait grow fewer; 0 where it has not.
         free_slots: slots that can be had without evicting, by tier.
         namespaces: those it has used last, 1024 at most, as are entries of everything else.
-        told: what some of its namespaces are, each as `Namespace.canonical` has it, MAX_FIELDS_BYTES at most; a few at a time, in turn.
+        told: what some of its namespaces are, each as `Namespace.canonical` has it, MAX_FIELDS_BYTES at most; a few at
+            a time, in turn.
         run: of the process that sends it, as in `Fence`.
         trouble: what it cannot do now, such as "journal full: …"; "" when all is well.
-        put_bytes: what this run has put in the object pool, by namespace: bytes in memory, and as they lie in the store. Of the few that it
-            has used last, so that the sum also shrinks.
+        put_bytes: what this run has put in the object pool, by namespace: bytes in memory, and as they lie in the
+            store. Of the few that it has used last, so that the sum also shrinks.
         put_total: the same of all namespaces together, which only grows; zeros from a kvbm that does not say it.
         applied: offset up to which it has decided events, published or not; 0 from a kvbm that does not say it.
         lends: where others can read its blocks, as `PeerAddress.words`; empty: nowhere.
         transfers: reads from others since the last one, or a sample of them.
-        ages: by tier (HBM, HOST, NVME), what `core.ages` has counted since the process began; empty from a kvbm that does not say it.
+        ages: by tier (HBM, HOST, NVME), what `core.ages` has counted since the process began; empty from a kvbm that
+            does not say it.
         object_blocks: of one object of its object pool; 0: it has none, or is of a kvbm that does not say it.
     """
 
@@ -178,12 +185,15 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AccessSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt an engine asked for: what `kvbm-replay whatif` runs other policies on. May be lost. MessagePack on the wire.
+    """One prompt an engine asked for: what `kvbm-replay whatif` runs other policies on.
+
+    May be lost. MessagePack on the wire.
 
     Attributes:
         hashes: packed, the prompt's full blocks from the first on.
         depth: blocks of it that were found.
-        rate: share of prompts that are sampled; chosen by their first block, so that prompts which share it stay together.
+        rate: share of prompts that are sampled; chosen by their first block, so that prompts which share it stay
+            together.
     """
 
     instance: InstanceId
@@ -235,8 +245,8 @@ class StreamMessage(NamedTuple):
 class Mark(NamedTuple):
     """A place in a stream that can be told from the same place of another history.
 
-    A server that lost its end gives the lost sequences to other messages. Whoever keeps a sequence beyond the life of a connection
-    keeps the fingerprint of the message there, and asks `still_holds` before it goes on behind it.
+    A server that lost its end gives the lost sequences to other messages. Whoever keeps a sequence beyond the life of a
+    connection keeps the fingerprint of the message there, and asks `still_holds` before it goes on behind it.
 
     Attributes:
         sequence: of the last message that was read, 0 before the first.
@@ -251,13 +261,18 @@ START = Mark(0)
 
 
 class EventReader(Protocol):
-    """Reads a stream in order. What was fetched is never fetched again, except that a store is read anew from its first message
-    when it was replaced, or has lost what was fetched.
+    """Reads a stream in order.
+
+    What was fetched is never fetched again, except that a store is read anew from its first message when it was
+    replaced, or has lost what was fetched.
     """
 
     @property
     def begun(self) -> int:
-        """How often reading has begun: at first, and at each new connection. Between two the store may have lost its end."""
+        """How often reading has begun: at first, and at each new connection.
+
+        Between two the store may have lost its end.
+        """
 
     @property
     def at_end(self) -> bool:
@@ -281,7 +296,10 @@ class EventReader(Protocol):
 
 
 class PublisherOwner(Protocol):
-    """What a publisher needs of the manager whose frames it carries. Called in the publisher's thread; nothing here may block."""
+    """What a publisher needs of the manager whose frames it carries.
+
+    Called in the publisher's thread; nothing here may block.
+    """
 
     @property
     def run(self) -> str:
@@ -295,16 +313,22 @@ class PublisherOwner(Protocol):
         """The sign of life to send."""
 
     def on_published(self, position: Position) -> None:
-        """The stream holds everything before this: the log may let go of what a completed snapshot has made truncatable."""
+        """The stream holds everything before this: the log may let go of what a completed snapshot has made
+        truncatable.
+        """
 
     def on_fenced(self, newer: Epoch) -> None:
-        """The fence is another run's, of this epoch, and that one has been silent for three heartbeats: begin a later epoch."""
+        """The fence is another run's, of this epoch, and that one has been silent for three heartbeats: begin a later
+        epoch.
+        """
 
     def on_snapshot_asked(self) -> None:
         """A reader has missed events and asks for a snapshot."""
 
     def on_stream_state(self, state: StreamState) -> None:
-        """What the stream holds and keeps, at each connection and then about once a minute: snapshots must come often enough."""
+        """What the stream holds and keeps, at each connection and then about once a minute: snapshots must come often
+        enough.
+        """
 
 
 @runtime_checkable
@@ -337,12 +361,13 @@ class EventLog(Protocol):
     ) -> int:
         """Store one message of whole frames; gives its sequence once the stream has it.
 
-        Several may be under way. Messages go out in the order in which the calls are first run. An error leaves open whether it
-        was stored, except for a refusal. A repeat is harmless to readers.
+        Several may be under way. Messages go out in the order in which the calls are first run. An error leaves open
+        whether it was stored, except for a refusal. A repeat is harmless to readers.
 
         Args:
-            fence: the instance's, as far as the publisher knows. The server refuses when the fence message at the end has another
-                sequence by now, and readers are told of all but the log. None: unfenced, for tools that are alone.
+            fence: the instance's, as far as the publisher knows. The server refuses when the fence message at the end
+                has another sequence by now, and readers are told of all but the log. None: unfenced, for tools that are
+                alone.
             acked: what `Tail.acked` will say: everything before it was acknowledged when this message was sent.
         Raises: FencedError: the fence is another one.
         """
@@ -366,7 +391,9 @@ class EventLog(Protocol):
         timeout_s: float = 5.0,
         epochs: EpochRuns = (),
     ) -> Fence:
-        """Move the fence, if its sequence is still `expected` (0: there is none). Raises FencedError: it is another one.
+        """Move the fence, if its sequence is still `expected` (0: there is none).
+
+        Raises FencedError: it is another one.
 
         Args:
             epochs: what `Fence.log` will say.
@@ -396,8 +423,9 @@ class EventLog(Protocol):
 
         Args:
             parts: only of instances in these, see `core.parts`; of one cluster.
-            fingerprint: of the message at `after_sequence`, as in `Mark`: where another one has its place, the stream is read from
-                its first message. None: not known, and the sequence is believed as long as the stream reaches it.
+            fingerprint: of the message at `after_sequence`, as in `Mark`: where another one has its place, the stream
+                is read from its first message. None: not known, and the sequence is believed as long as the stream
+                reaches it.
         """
 
 
@@ -411,20 +439,26 @@ class Heartbeats(Protocol):
         """The instance's last heartbeat that the stream has; None when there is none."""
 
     def watch_pulses(self, cluster: str | None = None, parts: tuple[int, ...] = ALL_PARTS) -> AsyncIterator[Heartbeat]:
-        """The last heartbeat of every instance in some parts, then each new one; survives a lost connection, ends with `close`."""
+        """The last heartbeat of every instance in some parts, then each new one; survives a lost connection, ends with
+        `close`.
+        """
 
 
 class Broadcast(Protocol):
     """Asks, notices, samples and routes: they travel to whoever listens, and nobody keeps them."""
 
     async def ask_snapshot(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
-        """Ask an instance to take a snapshot of what it holds. Whether it has heard: it answers at once and states when it may."""
+        """Ask an instance to take a snapshot of what it holds.
+
+        Whether it has heard: it answers at once and states when it may.
+        """
 
     async def send_notice(self, notice: Notice) -> None:
         """Tell an instance. Not acknowledged, not kept."""
 
     def watch_snapshot_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
-        """One item for each time somebody asks this instance for a snapshot (None; answers the asker), or tells it something.
+        """One item for each time somebody asks this instance for a snapshot (None; answers the asker), or tells it
+        something.
 
         It ends with the connection and makes no new one: a publisher must learn what a new one finds before it goes on.
         """
@@ -470,7 +504,10 @@ class AskLine(Protocol):
         """The largest body of an answer."""
 
     async def listen(self, subjects: Collection[str]) -> None:
-        """Take questions of these subjects, and of no others any more; catalogs that listen share them. Raises StreamError."""
+        """Take questions of these subjects, and of no others any more; catalogs that listen share them.
+
+        Raises StreamError.
+        """
 
     async def drain(self) -> None:
         """Take no more questions, but those that the server has sent."""
@@ -483,7 +520,10 @@ class AskLine(Protocol):
         """
 
     def answer_now(self, ask: Ask, status: int, kind: str, body: bytes) -> None:
-        """`answer` to a question that was given to `AskTaker.at_once`, from there: nothing is waited for. Raises StreamError."""
+        """`answer` to a question that was given to `AskTaker.at_once`, from there: nothing is waited for.
+
+        Raises StreamError.
+        """
 
     async def close(self) -> None:
         """Idempotent."""
@@ -528,7 +568,8 @@ class EventStream(EventLog, Heartbeats, Broadcast, Protocol):
 def mark_of(message: StreamMessage) -> Mark:
     """The place behind a message.
 
-    The server's time is in it, so that a message that was sent again counts as another: what lies before it may be other messages too.
+    The server's time is in it, so that a message that was sent again counts as another: what lies before it may be
+    other messages too.
     """
     what = b"%d %d %s" % (message.stored_ns, zlib.crc32(message.data), message.subject.encode())
     return Mark(message.sequence, int.from_bytes(hashlib.blake2b(what, digest_size=8).digest(), "little"))
@@ -537,8 +578,8 @@ def mark_of(message: StreamMessage) -> Mark:
 async def still_holds(events: EventLog, mark: Mark, timeout_s: float = 5.0) -> bool:
     """Whether a stream's history is still the one a mark was made in: all up to it may be taken as read.
 
-    A message that has aged out, or that damage has hidden, has given its place to no other. What has no fingerprint is believed as
-    long as the stream reaches it. Raises StreamError: the stream does not answer.
+    A message that has aged out, or that damage has hidden, has given its place to no other. What has no fingerprint is
+    believed as long as the stream reaches it. Raises StreamError: the stream does not answer.
     """
     if not mark.sequence:
         return True
@@ -616,12 +657,18 @@ def is_fence(subject: str) -> bool:
 
 
 def read_subjects(cluster: str | None, parts: tuple[int, ...] = ALL_PARTS) -> tuple[str, ...]:
-    """The subjects of events and of fences, of one cluster or of all. Raises ConfigError as `checked_name`, and as `part_filters`."""
+    """The subjects of events and of fences, of one cluster or of all.
+
+    Raises ConfigError as `checked_name`, and as `part_filters`.
+    """
     return part_filters(EVENTS_PREFIX, cluster, parts) + part_filters(FENCE_PREFIX, cluster, parts)
 
 
 def part_filters(prefix: str, cluster: str | None, parts: tuple[int, ...]) -> tuple[str, ...]:
-    """The subjects of some parts of a cluster. Raises ConfigError as `checked_name`, and for parts of all clusters together."""
+    """The subjects of some parts of a cluster.
+
+    Raises ConfigError as `checked_name`, and for parts of all clusters together.
+    """
     if parts == ALL_PARTS:
         return (cluster_filter(prefix, cluster),)
     if cluster is None:
@@ -665,7 +712,9 @@ def is_other_life(epoch: Epoch, run: str, fence: Fence) -> bool:
 
 
 def end_of_message(data: bytes, instance: InstanceId, what: str) -> Position:
-    """The position after a message's last frame. Raises UnreadableError: it is not made of whole frames, or not of this instance's.
+    """The position after a message's last frame.
+
+    Raises UnreadableError: it is not made of whole frames, or not of this instance's.
 
     Args:
         what: the message, for the error.

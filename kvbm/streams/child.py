@@ -13,8 +13,8 @@ from typing import IO
 
 SPAWN_WAIT_S = 15.0
 
-# The kernel signals a child when the *thread* that started it ends, so a thread waits for the child all its life; and the
-# request is made by a small program that then becomes the child, because code between fork and exec may deadlock.
+# The kernel signals a child when the *thread* that started it ends, so a thread waits for the child all its life; and
+# the request is made by a small program that then becomes the child, because code between fork and exec may deadlock.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -26,12 +26,14 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def python(*arguments: str) -> list[str]:
-    """The command of a Python that imports nothing from the working directory: who may write there would run code as who starts it.
+    """The command of a Python that imports nothing from the working directory: who may write there would run code as
+    who starts it.
 
     It takes no more from the environment than this Python does.
 
     Args:
-        arguments: a file; "-m" and a module; or "-c" and a program, for which Python by itself looks into the working directory first.
+        arguments: a file; "-m" and a module; or "-c" and a program, for which Python by itself looks into the working
+            directory first.
     """
     kept = [name for name, is_set in (("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site)) if is_set]
     return [sys.executable, "-P", *kept, *arguments]
@@ -62,9 +64,15 @@ def spawn(
     def keep() -> None:
         try:
             process = subprocess.Popen(
-                launched, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, pass_fds=tuple(pass_fds),
-                start_new_session=True, umask=umask,
-            )  # fmt: skip
+                launched,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
+                pass_fds=tuple(pass_fds),
+                start_new_session=True,
+                umask=umask,
+            )
         except OSError as error:
             started.put(error)
             return

@@ -1,6 +1,7 @@
 """What stands in an archive in the place of a frame that an erasure has taken out: which events are missing, and why.
 
-magic "KVBE" · u16 version · u16 zero · u32 length of the body · body, MessagePack of `ErasedRecord` · CRC-32 of all before it
+magic "KVBE" · u16 version · u16 zero · u32 length of the body · body, MessagePack of `ErasedRecord` · CRC-32 of all
+before it
 
 Integers are little-endian. In every version to come magic, version, length and checksum stay where they are.
 """

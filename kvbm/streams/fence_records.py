@@ -1,6 +1,7 @@
 """Fences in a file of frames, as an archive keeps them: among the frames, where they stood in the stream.
 
-magic "KVBF" · u16 version · u16 zero · u32 length of the body · body, MessagePack of `FenceRecord` · CRC-32 of all before it
+magic "KVBF" · u16 version · u16 zero · u32 length of the body · body, MessagePack of `FenceRecord` · CRC-32 of all
+before it
 
 Integers are little-endian. In every version to come magic, version, length and checksum stay where they are.
 """

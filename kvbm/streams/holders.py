@@ -1,12 +1,15 @@
 """Whose events a message of the stream holds.
 
-Each message names the fence that the server compared when it took it, and the server takes no message that names another one than
-the last. So what a message names is the last fence of its instance as of then, whatever a reader has read:
+Each message names the fence that the server compared when it took it, and the server takes no message that names
+another one than the last. So what a message names is the last fence of its instance as of then, whatever a reader has
+read:
 
-    the run of the last fence that was read     its events
-    another run, another sequence               the instance was that run's: the stream has lost the later fence, or the reader missed it
-    another run, the same sequence              a stray: it names a fence of a history that is gone, in which that sequence was its own
-                                                (the stream was made anew, or has lost its end); nobody reads it
+    the run of the last fence that was read   its events
+    another run, another sequence             the instance was that run's: the stream has lost the later fence, or the
+                                              reader missed it
+    another run, the same sequence            a stray: it names a fence of a history that is gone, in which that
+                                              sequence was its own (the stream was made anew, or has lost its end);
+                                              nobody reads it
 
 A message that names none, as a tool may send one, is believed.
 """

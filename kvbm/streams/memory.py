@@ -252,7 +252,9 @@ class MemoryStream:
         self._last_of = {message.subject: message for message in self.messages}
 
     def lose_end(self, after: int) -> None:
-        """Lose what comes after a sequence, as a server does whose power is cut: others get those sequences, readers connect anew."""
+        """Lose what comes after a sequence, as a server does whose power is cut: others get those sequences, readers
+        connect anew.
+        """
         self.messages = [message for message in self.messages if message.sequence <= after]
         self._last_of = {message.subject: message for message in self.messages}
         self._last_sequence = min(after, self._last_sequence)
@@ -291,7 +293,7 @@ class MemoryStream:
             while self._pulse_count == seen and not self._is_closed:
                 await self.wait(None)
 
-    # -- what nobody keeps ----------------------------------------------------------------------------------------------
+    # -- what nobody keeps ---------------------------------------------------------------------------------------------
 
     async def ask_snapshot(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
         """See `Broadcast.ask_snapshot`."""

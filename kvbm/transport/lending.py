@@ -1,7 +1,7 @@
 """What an owner lends: who keeps the blocks, and leases, which say how long and how much.
 
-A lease is counted by its reader from before its question and by its owner from after its answer, so the reader's is over first. Its
-word, time, or the end of its connection ends it; then its blocks are pinned no more.
+A lease is counted by its reader from before its question and by its owner from after its answer, so the reader's is
+over first. Its word, time, or the end of its connection ends it; then its blocks are pinned no more.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ class Lender(Protocol):
         """Root (16 bytes) and block_bytes of a namespace that is lent; None: it is not."""
 
     def lend(self, namespace: bytes, hashes: bytes) -> Lent | None:
-        """The longest run of this namespace from the first hash on, in HOST or NVME, pinned; None: not even one block."""
+        """The longest run of this namespace from the first hash on, in HOST or NVME, pinned;
+
+        None: not even one block.
+        """
 
     def give_back(self, lent: Lent) -> None:
         """These blocks are pinned once less."""
@@ -95,7 +98,10 @@ class _Lease(NamedTuple):
 
 
 class Leases:
-    """All that one owner lends now. Any thread. Nothing reads a clock here: times are given, in seconds that only grow."""
+    """All that one owner lends now.
+
+    Any thread. Nothing reads a clock here: times are given, in seconds that only grow.
+    """
 
     def __init__(self, lender: Lender, epoch: int, limits: LentLimits = LentLimits()) -> None:  # noqa: B008  # immutable
         self.lender, self.limits = lender, limits

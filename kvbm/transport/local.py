@@ -1,4 +1,6 @@
-"""Reads from an owner in the same process: what tests and the simulator run on, and what the other transports are held to."""
+"""Reads from an owner in the same process: what tests and the simulator run on, and what the other transports are held
+to.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Blocks from the memory of another instance of this user on this machine: mapped once, copied, and held to their checksums here.
+"""Blocks from the memory of another instance of this user on this machine: mapped once, copied, and held to their
+checksums here.
 
 What the owner has on NVME alone it sends over the same unix socket.
 """

@@ -20,14 +20,18 @@ class PeerClient(Protocol):
     def read(
         self, namespace: bytes, root: bytes, hashes: bytes, rows: np.ndarray, at: np.ndarray | None, deadline_s: float
     ) -> tuple[bytes, np.ndarray, str, float, bool]:
-        """As `PeerReader.read`: outcomes as bytes, checksums, what went wrong, seconds until to come again, whether the namespace is shut."""
+        """As `PeerReader.read`: outcomes as bytes, checksums, what went wrong, seconds until to come again, whether the
+        namespace is shut.
+        """
 
     def close(self) -> None:
         """End reads under way, wait for them. Idempotent."""
 
 
 class PeerTls(Protocol):
-    """TLS 1.3 of an instance with others: its certificate, and whom it trusts. Its server and its clients share it. Any thread.
+    """TLS 1.3 of an instance with others: its certificate, and whom it trusts.
+
+    Its server and its clients share it. Any thread.
 
     Files that are replaced are read by the next connection; where they cannot be used, those before stay in use.
     """

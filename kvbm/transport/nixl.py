@@ -1,7 +1,8 @@
 """Blocks from another instance's memory by NIXL, over whatever UCX finds between the two.
 
-NIXL runs in a process of its own and reads into lanes that it shares with this one; only what has arrived whole is copied to the caller's rows.
-So memory that a transfer may still write is never the caller's. The checksum is of the caller's row.
+NIXL runs in a process of its own and reads into lanes that it shares with this one; only what has arrived whole is
+copied to the caller's rows. So memory that a transfer may still write is never the caller's. The checksum is of the
+caller's row.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class NixlReader:
         Args:
             process: that reads; several readers may share it.
             connect: makes a proved connection until a time of `time.monotonic`. Raises OSError or KvbmError.
-            others: reads in another way what does not come over NIXL: what is not in HOST, and everything while the owner has namespaces
-                that this reader cannot prove. It is closed with this. None: that is missing, or fails.
+            others: reads in another way what does not come over NIXL: what is not in HOST, and everything while the
+                owner has namespaces that this reader cannot prove. It is closed with this. None: that is missing, or
+                fails.
             lane_bytes: of memory for what is on its way, at most (at least one block for each lot).
             handshake_s: how long the owner may take to answer NIXL_HELLO.
         """
@@ -193,7 +195,10 @@ class NixlReader:
         return rest._replace(result=ReadResult(outcomes[:first] + rest.result.outcomes, joined))
 
     def _joined(self, block_bytes: int, until_s: float) -> _Way | None:
-        """The connection, made anew where there is none of any use; None: `others` has to serve. Raises OSError, KvbmError."""
+        """The connection, made anew where there is none of any use;
+
+        None: `others` has to serve. Raises OSError, KvbmError.
+        """
         if self._is_closed:
             raise NixlError("this reader is closed")
         way = self._way
@@ -208,7 +213,8 @@ class NixlReader:
                     connection.close()
             if self._way is None and self._others is None:
                 raise NixlError(
-                    f"its whole memory is only for who has proved each of its namespaces, and for blocks of {block_bytes} bytes"
+                    "its whole memory is only for who has proved each of its namespaces, and for blocks of "
+                    f"{block_bytes} bytes"
                 )
         return self._way
 
@@ -294,7 +300,10 @@ class _Way:
 def _joined(
     process: NixlProcess, connection: ProvedConnection, block_bytes: int, lane_bytes: int, until_s: float
 ) -> _Way | None:
-    """A way to an owner; None: it does not tell this reader how to reach its memory, or its blocks have another size."""
+    """A way to an owner;
+
+    None: it does not tell this reader how to reach its memory, or its blocks have another size.
+    """
     send_message(connection.socket, encode_hello(), until_s)
     ready = receive_ready(connection.socket, until_s)
     if ready.status is Status.FULL:

@@ -1,4 +1,6 @@
-"""The process NIXL runs in, as those see it who lend and read: started when it is needed, and anew where it has died."""
+"""The process NIXL runs in, as those see it who lend and read: started when it is needed, and anew where it has
+died.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def missing_nixl() -> MissingExtraError | None:
 class NixlProcess:
     """NIXL in a process of its own: what lends and what reads have one each. Any thread.
 
-    A crash of NIXL or UCX is a failed read here, and no exit code changes. Whoever reaches an agent reaches what that process can read: of an
-    owner, HOST's memory, which it cannot write.
+    A crash of NIXL or UCX is a failed read here, and no exit code changes. Whoever reaches an agent reaches what that
+    process can read: of an owner, HOST's memory, which it cannot write.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None, options: Mapping[str, str] | None = None) -> None:
@@ -72,10 +74,12 @@ class NixlProcess:
         return thing, answer
 
     def join(self, join: Join, descriptor: int, until_s: float) -> socket.socket:
-        """Get ready to read into memory: the socket for `Fetch`, whose end means that nobody waits for anything any more.
+        """Get ready to read into memory: the socket for `Fetch`, whose end means that nobody waits for anything any
+        more.
 
         Args:
-            descriptor: of the memory of the lanes. What NIXL still writes there after the socket's end nobody else uses.
+            descriptor: of the memory of the lanes. What NIXL still writes there after the socket's end nobody else
+                uses.
             until_s: of `time.monotonic`.
         Raises: NixlError: NIXL does not, or not in time. MissingExtraError: it is not installed.
         """
@@ -127,7 +131,10 @@ class NixlProcess:
             self._lock.release()
 
     def _started(self, until_s: float) -> socket.socket:
-        """The socket to the process, which has said that it can work. With the lock held. Raises as `lend`; OSError: it has just ended."""
+        """The socket to the process, which has said that it can work.
+
+        With the lock held. Raises as `lend`; OSError: it has just ended.
+        """
         if self._is_closed:
             raise NixlError("NIXL is closed")
         if self._process is not None and self._process.poll() is not None:
@@ -158,9 +165,13 @@ class NixlProcess:
         try:
             self._process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env={**_QUIET, **os.environ, **self._environment}, pass_fds=[theirs.fileno()], start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**_QUIET, **os.environ, **self._environment},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
         except OSError:
             ours.close()
             raise
@@ -169,7 +180,10 @@ class NixlProcess:
         self._control, self._is_ready = ours, False
 
     def _answer(self, thing: socket.socket, until_s: float) -> Message | None:
-        """What it says to a wish. A process that says nothing in time is ended: it may have been stopped, or hang in NIXL."""
+        """What it says to a wish.
+
+        A process that says nothing in time is ended: it may have been stopped, or hang in NIXL.
+        """
         try:
             thing.settimeout(max(0.001, until_s - time.monotonic()))
             return receive(thing)

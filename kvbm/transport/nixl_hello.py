@@ -1,7 +1,8 @@
 """How reader and owner join over NIXL, on a connection that is proved already: two messages.
 
-The reader's NIXL_HELLO asks, the owner's NIXL_READY says what NIXL is to know of the owner and where its memory lies. They have the head of all
-messages between instances: u32 length of what follows, u8 version, u8 kind, u16 zero; little-endian.
+The reader's NIXL_HELLO asks, the owner's NIXL_READY says what NIXL is to know of the owner and where its memory lies.
+They have the head of all messages between instances: u32 length of what follows, u8 version, u8 kind, u16 zero;
+little-endian.
 """
 
 from __future__ import annotations
@@ -67,9 +68,7 @@ def encode_ready(ready: NixlReady) -> bytes:
     """NIXL_READY, head and all. Raises PeerWireError when decoding it would."""
     _check(ready)
     memory = ready.memory
-    body = _READY.pack(
-        ready.status, memory.slots, len(ready.metadata), memory.address, memory.bytes, memory.stride
-    )  # fmt: skip
+    body = _READY.pack(ready.status, memory.slots, len(ready.metadata), memory.address, memory.bytes, memory.stride)
     body += ready.metadata
     return _HEAD.pack(len(body) + _HEAD.size - 4, VERSION, NIXL_READY, 0) + body
 

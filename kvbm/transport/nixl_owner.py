@@ -1,7 +1,9 @@
-"""The owner's side of NIXL: HOST's memory in a process of its own that can only read it, and who may be told how to reach it.
+"""The owner's side of NIXL: HOST's memory in a process of its own that can only read it, and who may be told how to
+reach it.
 
-A reader reaches the whole memory, whatever it has been granted, and UCX takes no key back. So only a reader that has proved every namespace its
-owner has is told; who adds a namespace calls `revoke`, which ends the agent that readers knew.
+A reader reaches the whole memory, whatever it has been granted, and UCX takes no key back. So only a reader that has
+proved every namespace its owner has is told; who adds a namespace calls `revoke`, which ends the agent that readers
+knew.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Admission(NamedTuple):
     """What a reader is answered.
 
     Attributes:
-        number: for `dismiss`, to be called when the reader's connection ends; 0: it is not told how to reach the memory.
+        number: for `dismiss`, to be called when the reader's connection ends; 0: it is not told how to reach the
+            memory.
     """
 
     number: int

@@ -1,10 +1,13 @@
-"""NIXL in a process of its own: what its libraries do to a process, they do to this one. It polls all reads in one thread.
+"""NIXL in a process of its own: what its libraries do to a process, they do to this one.
+
+It polls all reads in one thread.
 
     python -P nixl_process.py DESCRIPTOR OPTIONS
 
-DESCRIPTOR is a socket (SOCK_SEQPACKET) to the process that started it; OPTIONS are those of NIXL's UCX, as JSON. When the socket ends, so
-does this process, at once: destructors of the wheel's libraries crash (decision 135). Each thing it does has a socket of its own, which comes
-over the first one together with the memory that is meant; the first message on it says what is wanted, and its end is the end of that.
+DESCRIPTOR is a socket (SOCK_SEQPACKET) to the process that started it; OPTIONS are those of NIXL's UCX, as JSON. When
+the socket ends, so does this process, at once: destructors of the wheel's libraries crash (decision 135). Each thing it
+does has a socket of its own, which comes over the first one together with the memory that is meant; the first message
+on it says what is wanted, and its end is the end of that.
 
 Nothing of kvbm is imported, so that it starts quickly and is small.
 """
@@ -179,7 +182,10 @@ class _Remote:
 
 
 class _Remotes:
-    """Owners that are read from, each once for all that read from it. An agent that is free is kept for the next: one takes a while to make."""
+    """Owners that are read from, each once for all that read from it.
+
+    An agent that is free is kept for the next: one takes a while to make.
+    """
 
     def __init__(self, bindings: Any, spare: Any, options: dict[str, str]) -> None:
         self._bindings, self._spare, self._options = bindings, spare, options
@@ -205,7 +211,10 @@ class _Remotes:
 
 
 class _Reading:
-    """Transfers from one owner into lanes. What is under way when its socket ends is waited for: nothing else ever uses its lanes."""
+    """Transfers from one owner into lanes.
+
+    What is under way when its socket ends is waited for: nothing else ever uses its lanes.
+    """
 
     def __init__(self, bindings: Any, remotes: _Remotes, descriptor: int, wanted: Join) -> None:
         self._bindings, self._remotes, self._wanted = bindings, remotes, wanted
@@ -253,7 +262,10 @@ class _Reading:
         return done
 
     def has_ended(self) -> bool:
-        """Nothing is under way any more, whether it failed or not. A transfer is never released before: that crashes."""
+        """Nothing is under way any more, whether it failed or not.
+
+        A transfer is never released before: that crashes.
+        """
         while self._under_way:
             try:
                 if self._agent.getXferStatus(self._under_way[0]) == self._bindings.NIXL_IN_PROG:

@@ -1,7 +1,7 @@
 """An owner that lends over sockets, in Python: the readable twin of the native server, which tests hold to the same.
 
-A thread for each connection, which is enough for tests and shows what is to happen; an engine's owner must answer while its engine has the
-GIL, so it is native.
+A thread for each connection, which is enough for tests and shows what is to happen; an engine's owner must answer while
+its engine has the GIL, so it is native.
 """
 
 from __future__ import annotations
@@ -175,7 +175,10 @@ class ReadableOwner:
                 self._leases.expire(self._clock())
 
     def _receive(self, connection: socket.socket, session: OwnerSession, within_s: float) -> Message | None:
-        """A message that has begun, or must within the time. None: the reader has gone. Raises PeerWireError, OSError."""
+        """A message that has begun, or must within the time.
+
+        None: the reader has gone. Raises PeerWireError, OSError.
+        """
         until_s = self._clock() + within_s
         head = self._exactly(connection, HEAD_BYTES, until_s)
         if head is None:

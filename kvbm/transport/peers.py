@@ -1,6 +1,8 @@
-"""Reading blocks that other instances lend: a reader for each, made when it is first needed, the best way there is between the two.
+"""Reading blocks that other instances lend: a reader for each, made when it is first needed, the best way there is
+between the two.
 
-Who cannot give what it was said to have is left alone for a while, and a way that does not work too. What transfers cost is measured.
+Who cannot give what it was said to have is left alone for a while, and a way that does not work too. What transfers
+cost is measured.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ _MOST_PASSED_OVER = 1024  # ways that are remembered
 _MOST_TRANSFERS = 64  # that wait to be told of; newer ones take the place of older ones
 
 OpenReader = Callable[[InstanceId, str, PeerAddress], PeerReader]
-"""Makes a reader: of whom, by which transport, and where it lends. Raises KvbmError or OSError: it cannot be reached so."""
+"""Makes a reader: of whom, by which transport, and where it lends.
+
+Raises KvbmError or OSError: it cannot be reached so.
+"""
 
 
 class PeerSource(NamedTuple):
@@ -165,7 +170,9 @@ class Peers:
         at: Sequence[int] | None,
         deadline_s: float,
     ) -> ReadResult:
-        """Fill rows with blocks of an instance, verified; afterwards nobody writes them. Trouble is an outcome, and one warning.
+        """Fill rows with blocks of an instance, verified; afterwards nobody writes them.
+
+        Trouble is an outcome, and one warning.
 
         Args:
             hashes, rows, at, deadline_s: as `PeerReader.read`.
@@ -193,8 +200,14 @@ class Peers:
         """What was counted."""
         with self._guard:
             return PeerStats(
-                self._reads, self._failed, self._missing, self._corrupt, dict(self._blocks), dict(self._bytes), len(self._readers)
-            )  # fmt: skip
+                self._reads,
+                self._failed,
+                self._missing,
+                self._corrupt,
+                dict(self._blocks),
+                dict(self._bytes),
+                len(self._readers),
+            )
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """Reads since the last call, or the newest of them."""
@@ -276,7 +289,10 @@ class Peers:
         return made
 
     def _superfluous(self, new: _Key) -> list[PeerReader]:
-        """Readers that go for a new one: those of an address its instance has left, and the least used. Under the guard."""
+        """Readers that go for a new one: those of an address its instance has left, and the least used.
+
+        Under the guard.
+        """
         old = [key for key in self._readers if key[:2] == new[:2] and key != new]
         idle = [key for key, held in self._readers.items() if not held.users and key != new and key not in old]
         old += idle[: max(0, len(self._readers) - len(old) - self._most)]
@@ -355,7 +371,10 @@ class Peers:
             )
 
     def _pass_over(self, now_s: float, way: str, why: str) -> bool:
-        """Leave a way alone for a while, for another serves. Whether that is news: it was not said before, or for another reason."""
+        """Leave a way alone for a while, for another serves.
+
+        Whether that is news: it was not said before, or for another reason.
+        """
         self._broken.failed(now_s, way)
         is_news = self._passed_over.pop(way, None) != why
         self._passed_over[way] = why

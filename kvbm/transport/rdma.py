@@ -1,7 +1,8 @@
 """Blocks from another instance's memory by RDMA READs, which its CPU has no part in.
 
-The READs go into lanes of this reader's own memory, and only what has arrived whole is copied to the caller's rows. So the memory that a
-READ which did not end may still write is never the caller's: it stays in quarantine here. The checksum is of the caller's row.
+The READs go into lanes of this reader's own memory, and only what has arrived whole is copied to the caller's rows. So
+the memory that a READ which did not end may still write is never the caller's: it stays in quarantine here. The
+checksum is of the caller's row.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class ProvedConnection(Protocol):
     """A connection to an owner that knows who asks, and on which namespaces can be opened.
 
     Attributes:
-        socket: on which RDMA_HELLO and RDMA_READY are exchanged before anything is asked; its end tells that the owner is gone.
+        socket: on which RDMA_HELLO and RDMA_READY are exchanged before anything is asked; its end tells that the owner
+            is gone.
     """
 
     @property
@@ -77,7 +79,10 @@ class ProvedConnection(Protocol):
         """Ask for a lease of blocks in HOST. Raises OSError, KvbmError: the connection is of no use any more."""
 
     def end(self, namespace: Namespace, lease: int, failed: bytes) -> None:
-        """The reader is done; `failed`: packed hashes of blocks whose checksum was wrong. Raises OSError, PeerWireError."""
+        """The reader is done;
+
+        `failed`: packed hashes of blocks whose checksum was wrong. Raises OSError, PeerWireError.
+        """
 
     def close(self) -> None:
         """Hang up, which ends all leases. Idempotent."""
@@ -125,8 +130,8 @@ class RdmaReader:
             requests: READs posted at once, at most.
             drain_s: how long what is on its way may take to end after a deadline; a quarter of the deadline at most.
             handshake_s: how long the owner may take to answer RDMA_HELLO.
-            others: reads in another way what the owner does not hold in HOST, and everything while there is no connection over RDMA; it is
-                closed with this. None: the former is missing, the latter fails.
+            others: reads in another way what the owner does not hold in HOST, and everything while there is no
+                connection over RDMA; it is closed with this. None: the former is missing, the latter fails.
         """
         self._device, self._connect, self._rows = device, connect, rows
         self.quarantine = Quarantine() if quarantine is None else quarantine
@@ -187,7 +192,9 @@ class RdmaReader:
     def _passed_over(
         self, why: str, namespace: Namespace, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None, until_s: float
     ) -> PeerRead:
-        """Everything in another way, for over RDMA there is none; where there is no other, or no time, that is why it failed."""
+        """Everything in another way, for over RDMA there is none; where there is no other, or no time, that is why it
+        failed.
+        """
         left_s = until_s - time.monotonic()
         if self._others is None or self._is_closed or left_s <= 0:
             return failed_read(len(hashes) // HASH_BYTES, why)

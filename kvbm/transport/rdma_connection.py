@@ -1,4 +1,6 @@
-"""A reader's connection to an owner that lends over RDMA: proved over TCP, every namespace of the reader opened, leases of slots asked for."""
+"""A reader's connection to an owner that lends over RDMA: proved over TCP, every namespace of the reader opened, leases
+of slots asked for.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,10 @@ class RdmaConnection:
         return self._socket
 
     def ask(self, namespace: Namespace, hashes: bytes, until_s: float) -> LeasedRun:
-        """As `ProvedConnection.ask`. Raises VerbsError: the namespace is not open on this connection, which is to be made anew."""
+        """As `ProvedConnection.ask`.
+
+        Raises VerbsError: the namespace is not open on this connection, which is to be made anew.
+        """
         asked_s = time.monotonic()
         handle = self._handles.get(namespace.id)
         if handle is None:

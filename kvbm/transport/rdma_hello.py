@@ -1,7 +1,8 @@
 """How reader and owner tell each other their ends of an RDMA connection, over one that is proved already: two messages.
 
-The reader's RDMA_HELLO says where its queue pair is, the owner's RDMA_READY where its own is and where its memory lies. They have the
-head of all messages between instances: u32 length of what follows, u8 version, u8 kind, u16 zero; little-endian.
+The reader's RDMA_HELLO says where its queue pair is, the owner's RDMA_READY where its own is and where its memory lies.
+They have the head of all messages between instances: u32 length of what follows, u8 version, u8 kind, u16 zero;
+little-endian.
 """
 
 from __future__ import annotations
@@ -81,9 +82,21 @@ def encode_ready(ready: RdmaReady) -> bytes:
     _check_ready(ready)
     end, memory = ready.end, ready.memory
     body = _READY.pack(
-        ready.status, end.mtu, end.reads, 0, end.gid, end.number, end.psn, end.lid, 0,
-        memory.key, memory.slots, memory.address, memory.bytes, memory.stride,
-    )  # fmt: skip
+        ready.status,
+        end.mtu,
+        end.reads,
+        0,
+        end.gid,
+        end.number,
+        end.psn,
+        end.lid,
+        0,
+        memory.key,
+        memory.slots,
+        memory.address,
+        memory.bytes,
+        memory.stride,
+    )
     return _HEAD.pack(len(body) + 4, VERSION, RDMA_READY, 0) + body
 
 
@@ -104,7 +117,10 @@ def send_message(connection: socket.socket, message: bytes, until_s: float) -> N
 
 
 def receive_message(connection: socket.socket, kind: int, until_s: float) -> bytes:
-    """The body of the next message, which must be of this kind. Raises PeerWireError: it is not. OSError: not in time, or gone."""
+    """The body of the next message, which must be of this kind.
+
+    Raises PeerWireError: it is not. OSError: not in time, or gone.
+    """
     size = {RDMA_HELLO: _HELLO.size, RDMA_READY: _READY.size}[kind]
     head = receive_exactly(connection, _HEAD.size, until_s)
     length, version, found, zero = _HEAD.unpack(head)

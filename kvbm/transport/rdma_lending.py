@@ -1,7 +1,8 @@
-"""An owner over RDMA beside its native server: who has proved every namespace gets a queue pair, and loses it when another namespace comes.
+"""An owner over RDMA beside its native server: who has proved every namespace gets a queue pair, and loses it when
+another namespace comes.
 
-Readers say RDMA_HELLO on a connection of the native server, which keeps their leases and needs no GIL for them. The thread here makes the
-queue pairs, once for each reader, and destroys them when connections end.
+Readers say RDMA_HELLO on a connection of the native server, which keeps their leases and needs no GIL for them. The
+thread here makes the queue pairs, once for each reader, and destroys them when connections end.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class RdmaServer(Protocol):
         """Offer RDMA from now on."""
 
     def take_rdma(self, timeout_s: float) -> list[tuple[int, bytes]]:
-        """Readers, by number, with the body of their RDMA_HELLO, or b"" where their connection has ended; waits so long for one."""
+        """Readers, by number, with the body of their RDMA_HELLO, or b"" where their connection has ended; waits so long
+        for one.
+        """
 
     def opened_by(self, number: int) -> list[bytes]:
         """Namespaces that a reader who waits has proved, and that are still admitted as they were then."""
@@ -72,7 +75,9 @@ class RdmaLending:
         self._thread.start()
 
     def declare(self, namespaces: Iterable[Namespace]) -> None:
-        """The owner has these namespaces too: before a block of a new one is written, nobody READs any more who has not proved it."""
+        """The owner has these namespaces too: before a block of a new one is written, nobody READs any more who has not
+        proved it.
+        """
         known = self._namespaces | {one.id for one in namespaces}
         if known != self._namespaces:
             self._namespaces = known
@@ -86,11 +91,17 @@ class RdmaLending:
             log.warning("rdma.not_revoked", instance=self._instance, why=str(error))
 
     def stop(self) -> None:
-        """Admit nobody any more. Idempotent. To be called before the native server is closed, which ends the thread's wait."""
+        """Admit nobody any more.
+
+        Idempotent. To be called before the native server is closed, which ends the thread's wait.
+        """
         self._closed.set()
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Nobody READs any more, and the device knows nothing of HOST. To be called once the native server is closed. Idempotent."""
+        """Nobody READs any more, and the device knows nothing of HOST.
+
+        To be called once the native server is closed. Idempotent.
+        """
         self.stop()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)

@@ -1,7 +1,8 @@
-"""The owner's side of RDMA: HOST's memory, registered once, and a queue pair for each reader, which READs by itself from then on.
+"""The owner's side of RDMA: HOST's memory, registered once, and a queue pair for each reader, which READs by itself
+from then on.
 
-A reader reaches the whole memory, whatever it has been granted. So only a reader that has proved every namespace its owner has is
-admitted; who adds a namespace calls `revoke`, and readers prove it before they come again.
+A reader reaches the whole memory, whatever it has been granted. So only a reader that has proved every namespace its
+owner has is admitted; who adds a namespace calls `revoke`, and readers prove it before they come again.
 """
 
 from __future__ import annotations
@@ -90,9 +91,12 @@ class RdmaOwner:
             self._end([] if pair is None else [pair])
 
     def revoke(self) -> None:
-        """No reader READs any more: for a namespace that none of them has proved. Waits for one that is being connected.
+        """No reader READs any more: for a namespace that none of them has proved.
 
-        Raises: VerbsError: the device lets go of one not yet; it answers no READ all the same, and the next call tries it again.
+        Waits for one that is being connected.
+
+        Raises: VerbsError: the device lets go of one not yet; it answers no READ all the same, and the next call tries
+            it again.
         """
         with self._counting:
             self.revoked += 1  # before the wait: who is being connected is sent away as well
@@ -101,7 +105,10 @@ class RdmaOwner:
             self._end(pairs.values())
 
     def close(self) -> None:
-        """End all readers, then give up the memory, which may be unmapped from here on. Idempotent. Raises VerbsError: it is in use."""
+        """End all readers, then give up the memory, which may be unmapped from here on.
+
+        Idempotent. Raises VerbsError: it is in use.
+        """
         self._is_closed = True
         try:
             self.revoke()
@@ -109,7 +116,10 @@ class RdmaOwner:
             self._memory.close()
 
     def _joined(self, end: RemoteEnd, revoked: int) -> tuple[int, QueuePair] | None:
-        """A queue pair for this reader, counted; None: there are as many as may be, what it has proved counts no more, or it is not tried now."""
+        """A queue pair for this reader, counted;
+
+        None: there are as many as may be, what it has proved counts no more, or it is not tried now.
+        """
         with self._lock:
             if self._is_closed or revoked != self.revoked or self._is_full():
                 return None
@@ -134,7 +144,9 @@ class RdmaOwner:
         return len(self._pairs) + len(self._stuck) >= self.most_readers
 
     def _end(self, pairs: Iterable[QueuePair]) -> None:
-        """Destroy them. One that stays is ended, so that it answers no READ; where not even that can be, nothing is lent any more.
+        """Destroy them.
+
+        One that stays is ended, so that it answers no READ; where not even that can be, nothing is lent any more.
 
         Under the lock. Raises: VerbsError: one is there still, and kept for the next time.
         """

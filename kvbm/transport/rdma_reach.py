@@ -1,4 +1,6 @@
-"""Whose addresses an owner tries to reach: each try may take a second, in which it serves no other reader that comes."""
+"""Whose addresses an owner tries to reach: each try may take a second, in which it serves no other reader that
+comes.
+"""
 
 from __future__ import annotations
 

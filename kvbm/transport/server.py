@@ -1,8 +1,10 @@
-"""Lends what an instance holds in HOST and NVME to other instances: the native server, over the ledger and the pools that are there.
+"""Lends what an instance holds in HOST and NVME to other instances: the native server, over the ledger and the pools
+that are there.
 
-It listens on a unix socket for processes of the same user and, with a key or certificates, over TCP. Its threads never need the GIL: they take the
-ledger's lock as the manager does, pin what they grant, and give it back when the reader says so, when its time is over, or when the
-connection ends. `clear` and eviction go on meanwhile: a slot that is lent stays as it is until it is given back.
+It listens on a unix socket for processes of the same user and, with a key or certificates, over TCP. Its threads never
+need the GIL: they take the ledger's lock as the manager does, pin what they grant, and give it back when the reader
+says so, when its time is over, or when the connection ends. `clear` and eviction go on meanwhile: a slot that is lent
+stays as it is until it is given back.
 
 Blocks of an encrypted NVME pool are not lent from there: what opens their seals is Python. Their copies in HOST are.
 """
@@ -109,9 +111,11 @@ class LendingOptions(NamedTuple):
         blocks: lent at a time, most; beyond it the answer is "busy".
         lease_s: the longest lease; a shorter one lasts as long as its reader would wait.
         retry_s: when to come again where as much is lent as may be.
-        lane_bytes: of each of two lanes for blocks on their way from NVME. One answer has as many blocks from there as a lane holds.
+        lane_bytes: of each of two lanes for blocks on their way from NVME. One answer has as many blocks from there as
+            a lane holds.
         tls: what connections over TCP are secured with; None: bytes go as they are.
-        handshake_s: who has not proved itself by then is hung up on, and who stops in the middle of a message for so long.
+        handshake_s: who has not proved itself by then is hung up on, and who stops in the middle of a message for so
+            long.
     """
 
     unix: str = ""
@@ -153,8 +157,8 @@ class Lending:
     def __init__(self, new_server: NewLendingServer, source: LendingSource, options: LendingOptions) -> None:
         """Listen. Nothing is lent before its namespace is admitted.
 
-        Raises: ConfigError: it cannot listen there, there is no HOST memory, or the options make no sense. RuntimeError: the system gives
-            no thread.
+        Raises: ConfigError: it cannot listen there, there is no HOST memory, or the options make no sense.
+            RuntimeError: the system gives no thread.
         """
         tcp_host, tcp_port = _split(options.tcp)
         needs_key = options.tls is None or bool(options.key)
@@ -207,7 +211,10 @@ class Lending:
             raise
 
     def admit(self, namespace: NamespaceId, root: bytes) -> None:
-        """Lend blocks of a namespace to whoever proves that it has its root. Again with another root: what is open ends."""
+        """Lend blocks of a namespace to whoever proves that it has its root.
+
+        Again with another root: what is open ends.
+        """
         self._server.admit(namespace, root)
 
     def withdraw(self, namespace: NamespaceId) -> None:

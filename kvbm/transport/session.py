@@ -1,7 +1,7 @@
 """What an owner says to one reader: the readable twin of the native server's sessions. No socket, no thread, no clock.
 
-A session begins with HELLO of both; where a key is asked for, the reader proves that it has it, then the owner does. From then on the
-reader opens namespaces and asks. Whoever does not keep to that is told why and hung up on.
+A session begins with HELLO of both; where a key is asked for, the reader proves that it has it, then the owner does.
+From then on the reader opens namespaces and asks. Whoever does not keep to that is told why and hung up on.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Reply(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """Who lends, and how: its instance id and epoch, the key it asks for (empty: none), and whether the socket is a unix socket."""
+    """Who lends, and how: its instance id and epoch, the key it asks for (empty: none), and whether the socket is a
+    unix socket.
+    """
 
     instance: str
     epoch: int
@@ -103,7 +105,10 @@ class OwnerSession:
         return self.awaits is _ONCE_READY
 
     def step(self, message: Message, now_s: float) -> list[Reply]:
-        """Answer a message of a kind that is awaited. Raises PeerWireError: the reader does not keep to the protocol."""
+        """Answer a message of a kind that is awaited.
+
+        Raises PeerWireError: the reader does not keep to the protocol.
+        """
         match message:
             case Hello(nonce):
                 self._reader_nonce = nonce

@@ -1,4 +1,6 @@
-"""Blocks from another instance over TCP, in up to two streams for a read: received into their rows and held to their checksums there."""
+"""Blocks from another instance over TCP, in up to two streams for a read: received into their rows and held to their
+checksums there.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ class TcpReader:
     Args:
         tcp: host:port of the owner. A name is looked up when it is needed, and anew after trouble.
         instance, owner: who reads, and who is to answer.
-        key: shared with the owner; each proves to the other that it has it. With `tls` there may be none; where there is one, the owner
-            must have it too.
+        key: shared with the owner; each proves to the other that it has it. With `tls` there may be none; where there
+            is one, the owner must have it too.
         streams: connections, at most; a read uses two of them, and others wait.
         tls: what connections are secured with; an owner without it is not read from. None: bytes come as they are.
     Raises: ConfigError: the address is none, or there is neither a key nor TLS.
@@ -93,7 +95,10 @@ class TcpReader:
             last[1].close()
 
     def _client(self, ip: str) -> PeerClient | None:
-        """The client of an address; None: this is closed. Reads from another address, where the name was before, are ended."""
+        """The client of an address;
+
+        None: this is closed. Reads from another address, where the name was before, are ended.
+        """
         with self._lock:
             if self._is_closed:
                 return None
@@ -119,7 +124,10 @@ def ip_of(host: str) -> str:
 
 
 def looked_up(host: str, within_s: float) -> str:
-    """An address of a name; empty: there is none, or not in time. The system's lookup has no deadline, so it gets a thread."""
+    """An address of a name; empty: there is none, or not in time.
+
+    The system's lookup has no deadline, so it gets a thread.
+    """
     found: list[str] = []
 
     def look_up() -> None:

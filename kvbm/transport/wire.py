@@ -1,14 +1,15 @@
 """What instances say to one another when one, the owner, lends blocks to another, the reader: version 1.
 
-A message is a head of 8 bytes (u32 length of what follows it, u8 version, u8 kind, u16 zero) and a body; all numbers are
-little-endian. A head is judged before its body is awaited, so a stranger can announce no more than a message of its kind may have.
-`native/src/peer_wire.cpp` is the same in C++; tests/golden/peer_wire_v1.bin has every kind.
+A message is a head of 8 bytes (u32 length of what follows it, u8 version, u8 kind, u16 zero) and a body; all numbers
+are little-endian. A head is judged before its body is awaited, so a stranger can announce no more than a message of its
+kind may have. `native/src/peer_wire.cpp` is the same in C++; tests/golden/peer_wire_v1.bin has every kind.
 
-HELLO is sent by both at once, PROVE by both where the owner asks for a key (the reader first). OPEN (a namespace, with a proof of its
-root) is answered by OPENED; ASK (the blocks wanted, in the order of their chain) by GRANT, BUSY or GONE. ARENA comes once, with the
-descriptor of HOST's memory, before the first GRANT of memory. END says that a lease ends; BYE why the connection does. Where instances have
-certificates all of it comes under TLS over TCP, and only a BYE to who did not begin with TLS comes plainly. The two messages that join queue
-pairs for RDMA have kinds of their own: `rdma_hello`.
+HELLO is sent by both at once, PROVE by both where the owner asks for a key (the reader first). OPEN (a namespace, with
+a proof of its root) is answered by OPENED; ASK (the blocks wanted, in the order of their chain) by GRANT, BUSY or GONE.
+ARENA comes once, with the descriptor of HOST's memory, before the first GRANT of memory. END says that a lease ends;
+BYE why the connection does. Where instances have certificates all of it comes under TLS over TCP, and only a BYE to who
+did not begin with TLS comes plainly. The two messages that join queue pairs for RDMA have kinds of their own:
+`rdma_hello`.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ class Prove(NamedTuple):
 
 
 class Open(NamedTuple):
-    """A namespace (16 bytes) and `open_proof` of its root; from here on it is the reader's `handle`, below MOST_HANDLES."""
+    """A namespace (16 bytes) and `open_proof` of its root; from here on it is the reader's `handle`, below
+    MOST_HANDLES.
+    """
 
     handle: int
     namespace: bytes
@@ -166,7 +169,10 @@ class Gone(NamedTuple):
 
 
 class End(NamedTuple):
-    """The reader is done with a lease (0: of a grant whose bytes came behind it). `hashes`: packed, blocks whose checksum failed."""
+    """The reader is done with a lease (0: of a grant whose bytes came behind it).
+
+    `hashes`: packed, blocks whose checksum failed.
+    """
 
     lease: int
     handle: int
@@ -211,7 +217,10 @@ class Head(NamedTuple):
 
 
 def decode_head(head: bytes) -> Head:
-    """Judge the 8 bytes that begin a message. Raises PeerWireError: another version, no kind, or a length no such message has."""
+    """Judge the 8 bytes that begin a message.
+
+    Raises PeerWireError: another version, no kind, or a length no such message has.
+    """
     if len(head) != HEAD_BYTES:
         raise PeerWireError(f"a head of {len(head)} bytes; it has {HEAD_BYTES}")
     length, version, kind, zero = struct.unpack("<IBBH", head)
@@ -240,7 +249,10 @@ def decode_body(kind: Kind, body: bytes) -> Message:
 
 
 def encode(message: Message) -> bytes:
-    """A message, head and all. What a BYE cannot say becomes "?", and its end is cut. Raises PeerWireError when decoding it would."""
+    """A message, head and all.
+
+    What a BYE cannot say becomes "?", and its end is cut. Raises PeerWireError when decoding it would.
+    """
     kind = Kind(_MESSAGES.index(type(message)) + 1)
     if isinstance(message, Bye):
         said = message.words.encode(errors="replace")[:MOST_WORDS_BYTES]

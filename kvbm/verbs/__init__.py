@@ -1,1 +1,4 @@
-"""RDMA's own layer: devices, registered memory, queue pairs and their completions. It needs pyverbs, which is loaded when asked for."""
+"""RDMA's own layer: devices, registered memory, queue pairs and their completions.
+
+It needs pyverbs, which is loaded when asked for.
+"""

@@ -1,7 +1,7 @@
 """Completions of a queue pair's work, waited for without the GIL.
 
-pyverbs keeps the GIL in every call, also in the one that waits for an event. So the wait is a `poll` on the descriptor of the completion
-channel, and pyverbs is called only for what is there already.
+pyverbs keeps the GIL in every call, also in the one that waits for an event. So the wait is a `poll` on the descriptor
+of the completion channel, and pyverbs is called only for what is there already.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Completions:
         self._waiting.register(self._fd, select.POLLIN)
 
     def take(self, until_s: float, also: int = -1) -> list[Completion]:
-        """What is done, as soon as anything is. Empty: nothing was until then (of `time.monotonic`), or the other end is gone.
+        """What is done, as soon as anything is.
+
+        Empty: nothing was until then (of `time.monotonic`), or the other end is gone.
 
         Args:
             also: descriptor of a socket; that its other end hangs up ends the wait.
@@ -88,7 +90,10 @@ class Completions:
         ]
 
     def _wait(self, until_s: float, also: int) -> bool:
-        """Wait for an event, and take it. False: there was none in time, or the other end is gone. Raises VerbsError: the device is."""
+        """Wait for an event, and take it.
+
+        False: there was none in time, or the other end is gone. Raises VerbsError: the device is.
+        """
         if also >= 0:
             self._waiting.register(also, select.POLLRDHUP)
         try:

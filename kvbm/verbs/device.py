@@ -60,7 +60,10 @@ class Device:
         self.limits = DeviceLimits(max(1, reads), int(able.max_qp_wr), int(port.max_msg_sz), int(port.active_mtu))
 
     def _address(self) -> tuple[int, bytes]:
-        """Index and bytes of the best GID: RoCE v2 over IPv4, else RoCE v2, else the first. One system call, for there may be 1,024."""
+        """Index and bytes of the best GID: RoCE v2 over IPv4, else RoCE v2, else the first.
+
+        One system call, for there may be 1,024.
+        """
         routed = int(self.verbs.enums.IBV_GID_TYPE_ROCE_V2)
         best, rank = (0, bytes(16)), 0
         for entry in self.context.query_gid_table(_MOST_GIDS):

@@ -1,7 +1,8 @@
 """Which pyverbs fits this Python, and loading it: only when somebody wants RDMA.
 
-There are two. PyPI's is built against rdma-core's headers and wants libraries of the same age; Debian's `python3-pyverbs` fits the
-libraries of its Debian, and any CPython of the version it was built for, also one in a virtual environment, which does not look there.
+There are two. PyPI's is built against rdma-core's headers and wants libraries of the same age; Debian's
+`python3-pyverbs` fits the libraries of its Debian, and any CPython of the version it was built for, also one in a
+virtual environment, which does not look there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from kvbm.core.errors import VerbsError
 
 DEBIAN = Path("/usr/lib/python3/dist-packages")
 INSTALL = (
-    "apt-get install python3-pyverbs ibverbs-providers (for Debian's own Python version), or pip install 'Cython<3.1' pyverbs "
+    "apt-get install python3-pyverbs ibverbs-providers (for Debian's own Python version), or pip install "
+    "'Cython<3.1' pyverbs "
     "where rdma-core's libraries are as new"
 )
 _PARTS = ("addr", "cq", "device", "enums", "mr", "pd", "qp", "wr")
@@ -97,7 +99,9 @@ def _of_environment() -> Path | None:
 
 
 def _take_in(folder: Path) -> ModuleType:
-    """Import this one package from a folder that is not on the path, for its other packages would be for another Python."""
+    """Import this one package from a folder that is not on the path, for its other packages would be for another
+    Python.
+    """
     loaded = sys.modules.get("pyverbs")
     if loaded is not None:
         return loaded

@@ -23,7 +23,8 @@ class RegisteredMemory:
         """Register it.
 
         Args:
-            is_lent: others may READ it, and nobody may write; False: this process's READs may write it, and others reach nothing.
+            is_lent: others may READ it, and nobody may write; False: this process's READs may write it, and others
+                reach nothing.
         Raises: VerbsError: the system refuses, most often for the limit of locked memory.
         """
         if array.dtype != np.uint8 or not array.flags.c_contiguous or not array.nbytes:
@@ -37,7 +38,8 @@ class RegisteredMemory:
             self._region = device.verbs.mr.MR(device.domain, array.nbytes, access, address=self.address)
         except self._error as error:
             raise VerbsError(
-                f"{array.nbytes} bytes cannot be registered with {device.name}: {error}; raise the limit of locked memory "
+                f"{array.nbytes} bytes cannot be registered with {device.name}: {error}; raise the limit of locked "
+                "memory "
                 "(ulimit -l, LimitMEMLOCK)"
             ) from error
         self.key, self.remote_key = int(self._region.lkey), int(self._region.rkey)

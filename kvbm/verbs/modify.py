@@ -1,7 +1,9 @@
-"""Connecting a queue pair without the GIL, which pyverbs keeps in every call: on Ethernet the kernel takes a second to find that nobody is there.
+"""Connecting a queue pair without the GIL, which pyverbs keeps in every call: on Ethernet the kernel takes a second to
+find that nobody is there.
 
-pyverbs tells nobody where its C structs lie: right behind the part that its objects inherit. So what is found there is first held to what pyverbs
-says of the object, and is read through the kernel, which answers a wrong address with an error. Where anything differs, nothing is called.
+pyverbs tells nobody where its C structs lie: right behind the part that its objects inherit. So what is found there is
+first held to what pyverbs says of the object, and is read through the kernel, which answers a wrong address with an
+error. Where anything differs, nothing is called.
 """
 
 from __future__ import annotations

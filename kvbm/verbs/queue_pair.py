@@ -1,7 +1,8 @@
 """A reliable connection between two devices, by which one end READs the other's memory.
 
 made ─ connect ─► connected ─ fail, or any trouble ─► failed ─ drain ─► nothing on its way ─ close ─► gone
-READs alone: a WRITE that is late is noticed by nobody, a READ writes only the memory of who asked for it, who knows when it is done.
+READs alone: a WRITE that is late is noticed by nobody, a READ writes only the memory of who asked for it, who knows
+when it is done.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class QueuePair:
         return RemoteEnd(device.gid, device.lid, self.number, self.psn, device.limits.mtu, device.limits.reads)
 
     def connect(self, remote: RemoteEnd) -> None:
-        """Join it to the other end, which does the same. The GIL is released: on Ethernet this takes a second where nobody is there.
+        """Join it to the other end, which does the same.
+
+        The GIL is released: on Ethernet this takes a second where nobody is there.
 
         Nobody may `close` it meanwhile. Raises VerbsError: the other end cannot be reached, or makes no sense.
         """
@@ -99,18 +102,27 @@ class QueuePair:
             modify(
                 self._pair,
                 arriving,
-                enums.IBV_QP_STATE | enums.IBV_QP_AV | enums.IBV_QP_PATH_MTU | enums.IBV_QP_DEST_QPN
-                | enums.IBV_QP_RQ_PSN | enums.IBV_QP_MAX_DEST_RD_ATOMIC | enums.IBV_QP_MIN_RNR_TIMER,
-            )  # fmt: skip
+                enums.IBV_QP_STATE
+                | enums.IBV_QP_AV
+                | enums.IBV_QP_PATH_MTU
+                | enums.IBV_QP_DEST_QPN
+                | enums.IBV_QP_RQ_PSN
+                | enums.IBV_QP_MAX_DEST_RD_ATOMIC
+                | enums.IBV_QP_MIN_RNR_TIMER,
+            )
             sending = self._verbs.qp.QPAttr(qp_state=enums.IBV_QPS_RTS)
             sending.timeout, sending.retry_cnt, sending.rnr_retry = _TIMEOUT, MOST_RETRIES, MOST_RETRIES
             sending.sq_psn, sending.max_rd_atomic = self.psn, reads
             modify(
                 self._pair,
                 sending,
-                enums.IBV_QP_STATE | enums.IBV_QP_TIMEOUT | enums.IBV_QP_RETRY_CNT | enums.IBV_QP_RNR_RETRY
-                | enums.IBV_QP_SQ_PSN | enums.IBV_QP_MAX_QP_RD_ATOMIC,
-            )  # fmt: skip
+                enums.IBV_QP_STATE
+                | enums.IBV_QP_TIMEOUT
+                | enums.IBV_QP_RETRY_CNT
+                | enums.IBV_QP_RNR_RETRY
+                | enums.IBV_QP_SQ_PSN
+                | enums.IBV_QP_MAX_QP_RD_ATOMIC,
+            )
         except (self._verbs.error, VerbsError, ValueError) as error:
             raise VerbsError(f"{self._device.name}: the other end cannot be reached: {error}") from error
 
@@ -154,7 +166,10 @@ class QueuePair:
             raise VerbsError(f"{self._device.name}: a queue pair cannot be ended: {error}") from error
 
     def drain(self, within_s: float) -> bool:
-        """After `fail`: wait until nothing is on its way. False: something still may write the memory it was to go to."""
+        """After `fail`: wait until nothing is on its way.
+
+        False: something still may write the memory it was to go to.
+        """
         until_s = time.monotonic() + within_s
         while self.outstanding:
             if not self.take(until_s) and time.monotonic() >= until_s:
@@ -162,7 +177,10 @@ class QueuePair:
         return True
 
     def close(self) -> None:
-        """Destroy it: nothing is written any more. Idempotent. Raises VerbsError: the device refuses; it is as before."""
+        """Destroy it: nothing is written any more.
+
+        Idempotent. Raises VerbsError: the device refuses; it is as before.
+        """
         try:
             self._pair.close()
         except self._verbs.error as error:

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Blocks in a pool of fixed size. What is pinned stays; of the rest the least recently used goes first, ends of prompts before starts."""
+    """Blocks in a pool of fixed size.
+
+    What is pinned stays; of the rest the least recently used goes first, ends of prompts before starts.
+    """
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
@@ -31,7 +34,10 @@ class BlockPool:
         return (len(self._pins) + self._written) / self._slots
 
     def acquire(self, blocks: Sequence[int]) -> int | None:
-        """Pin what is held and take slots for the rest. Returns how many are held; None when pins leave too few slots."""
+        """Pin what is held and take slots for the rest.
+
+        Returns how many are held; None when pins leave too few slots.
+        """
         depth = self.depth(blocks)
         missing = len(blocks) - depth
         pinned_anew = sum(block not in self._pins for block in blocks[:depth])

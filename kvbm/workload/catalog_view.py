@@ -16,7 +16,10 @@ _ANY = NamespaceId(bytes(16))
 def wait_applied(
     client: CatalogClient, positions: Sequence[tuple[InstanceId, Epoch, Offset]], timeout_s: float
 ) -> None:
-    """Wait until the catalog has applied everything before each (instance, epoch, offset). Raises CatalogError: not in time."""
+    """Wait until the catalog has applied everything before each (instance, epoch, offset).
+
+    Raises CatalogError: not in time.
+    """
     wanted = [PositionWanted(instance=name, epoch=epoch, offset=offset) for name, epoch, offset in positions]
     deadline = time.monotonic() + timeout_s
     for first in range(0, len(wanted), MAX_POSITIONS):  # a request takes no more of them
@@ -51,7 +54,10 @@ def wait_live(client: CatalogClient, names: Sequence[str], timeout_s: float) -> 
 
 
 def counter(client: CatalogClient, name: str) -> int:
-    """One of the catalog's counters without labels, by its short name. Raises CatalogError: there is none of that name."""
+    """One of the catalog's counters without labels, by its short name.
+
+    Raises CatalogError: there is none of that name.
+    """
     line_begin = f"kvbm_catalog_{name}_total "
     for line in client.metrics().splitlines():
         if line.startswith(line_begin):

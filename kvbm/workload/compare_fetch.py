@@ -91,7 +91,10 @@ def cluster_of(pools: Mapping[str, int], instances: int, topology: Sequence[str]
 
 
 def parse_link(text: str) -> Link:
-    """ "2.5" or "2.5,300": GB/s, and microseconds of latency. Raises ConfigError: what is wrong, and how to write it."""
+    """ "2.5" or "2.5,300": GB/s, and microseconds of latency.
+
+    Raises ConfigError: what is wrong, and how to write it.
+    """
     rate, _, latency = text.partition(",")
     try:
         link = Link(float(latency) / 1e6 if latency else TCP_LINKS[1].latency_s, float(rate) * 1e9)
@@ -99,7 +102,8 @@ def parse_link(text: str) -> Link:
         link = Link(0.0, 0.0)
     if not (0 < link.bytes_per_s < math.inf and 0 <= link.latency_s < math.inf):
         raise ConfigError(
-            f"--fetch-link {text!r}: GB/s above 0 are needed, and microseconds behind a comma if you like, such as 2.5,300"
+            f"--fetch-link {text!r}: GB/s above 0 are needed, and microseconds behind a comma if you like, such as "
+            "2.5,300"
         )
     return link
 
@@ -114,7 +118,8 @@ def run_fetch(
 
 
 def compare_fetch(options: CompareOptions, cluster: Cluster, advance: Callable[[], None] = lambda: None) -> FetchReport:
-    """Every policy on every workload and load, without and with reading from other instances, on the same requests for each seed.
+    """Every policy on every workload and load, without and with reading from other instances, on the same requests for
+    each seed.
 
     Args:
         options: `slots` does not count.
@@ -184,9 +189,14 @@ def tables(report: FetchReport) -> list[Table]:
                 result[-1].add_column(column, justify="right", no_wrap=True)
         tokens = sum(row.tokens_by_source.values())
         result[-1].add_row(
-            row.policy, "yes" if row.fetch else "no", f"{row.hit_ratio:.3f}", f"{row.mean_ttft_s:.3f}", f"{row.p50_ttft_s:.3f}",
-            f"{row.p99_ttft_s:.3f}", *(f"{100 * row.tokens_by_source[source] / max(1, tokens):.1f}" for source in sources),
-        )  # fmt: skip
+            row.policy,
+            "yes" if row.fetch else "no",
+            f"{row.hit_ratio:.3f}",
+            f"{row.mean_ttft_s:.3f}",
+            f"{row.p50_ttft_s:.3f}",
+            f"{row.p99_ttft_s:.3f}",
+            *(f"{100 * row.tokens_by_source[source] / max(1, tokens):.1f}" for source in sources),
+        )
     return result
 
 

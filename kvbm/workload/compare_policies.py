@@ -267,9 +267,12 @@ def compare(options: CompareOptions, advance: Callable[[], None] = lambda: None)
                     advance()
             rows += rows_of(name, load, options.seeds, outcomes)
     return PolicyReport(
-        rows=rows, instances=len(options.speeds), slots=options.slots, speeds=list(options.speeds),
+        rows=rows,
+        instances=len(options.speeds),
+        slots=options.slots,
+        speeds=list(options.speeds),
         elapsed_s=round(time.monotonic() - began, 1),
-    )  # fmt: skip
+    )
 
 
 def requests_for(options: CompareOptions, name: str, load: str, seed: int) -> list[TraceRequest]:
@@ -330,9 +333,15 @@ def tables(report: PolicyReport) -> list[Table]:
             for column in ("hits", "mean", "of best", "p50", "p99", "blocks", "requests"):
                 result[-1].add_column(column, justify="right", no_wrap=True)
         result[-1].add_row(
-            row.policy, f"{row.hit_ratio:.3f}", f"{row.mean_ttft_s:.3f}", f"{row.against_best:.3f}", f"{row.p50_ttft_s:.3f}",
-            f"{row.p99_ttft_s:.3f}", f"{row.load_max_over_mean:.3f}", f"{row.load_max_over_mean_requests:.3f}",
-        )  # fmt: skip
+            row.policy,
+            f"{row.hit_ratio:.3f}",
+            f"{row.mean_ttft_s:.3f}",
+            f"{row.against_best:.3f}",
+            f"{row.p50_ttft_s:.3f}",
+            f"{row.p99_ttft_s:.3f}",
+            f"{row.load_max_over_mean:.3f}",
+            f"{row.load_max_over_mean_requests:.3f}",
+        )
     return result
 
 
@@ -354,7 +363,8 @@ def main(options: CompareOptions, json_path: Path | None) -> int:
         "mean, p50, p99: seconds to the first token; blocks, requests: of the busiest instance over the mean of all"
     )
     console.print(
-        f"{report.instances} instances of {report.slots} slots; seeds {', '.join(map(str, options.seeds))}; {total} runs in {report.elapsed_s} s"
+        f"{report.instances} instances of {report.slots} slots; seeds {', '.join(map(str, options.seeds))}; {total} "
+        f"runs in {report.elapsed_s} s"
     )
     return 0
 

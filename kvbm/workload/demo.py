@@ -1,8 +1,9 @@
 """The whole line once, on embedded defaults: real KV from a running model through tiers, events, catalog and replay.
 
-Two reference engines in processes of their own, a nats-server, the catalog on SQLite and a local object store. One engine reads a
-prompt's blocks from the other's HOST. Dialogues with shared system prompts are routed by the catalog; one engine is killed in the
-middle and comes back. At the end everything is recomputed without reuse, and every event, digest and token is compared.
+Two reference engines in processes of their own, a nats-server, the catalog on SQLite and a local object store. One
+engine reads a prompt's blocks from the other's HOST. Dialogues with shared system prompts are routed by the catalog;
+one engine is killed in the middle and comes back. At the end everything is recomputed without reuse, and every event,
+digest and token is compared.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ PEER_TRIES = 3  # on a busy machine an engine may not wait for the catalog's ans
 RECOVERY_REQUESTS = 2
 ANSWER_WAIT_S = 120.0  # for one answer, and for a part to start or to come to rest; a busy machine is no failure
 RECOVERY_WAIT_S = 5 * ANSWER_WAIT_S
-# What lies in the object store is read, however long the catalog and the store take: else a busy machine would compute it.
+# What lies in the object store is read, however long the catalog and the store take: else a busy machine would compute
+# it.
 ONBOARDING = {"onboard.locate_s": ANSWER_WAIT_S / 4, "onboard.wait_s": ANSWER_WAIT_S / 2}
 
 
@@ -230,9 +232,11 @@ class Demo:
     # -- workload -----------------------------------------------------------------------------------------------------
 
     def _read_from_peer(self) -> None:
-        """One engine computes a prompt that nobody has; the other is sent it once the catalog knows that the blocks are in HOST there.
+        """One engine computes a prompt that nobody has; the other is sent it once the catalog knows that the blocks are
+        in HOST there.
 
-        All its blocks are one lot, so they are read from one place: the object store may have them too by then, and is slower.
+        All its blocks are one lot, so they are read from one place: the object store may have them too by then, and is
+        slower.
         """
         rng = np.random.default_rng(5)
         for number in range(PEER_TRIES):
@@ -249,7 +253,10 @@ class Demo:
                 return
 
     def _store_prompt(self) -> None:
-        """A prompt that nobody has, twice: the second time HBM has its blocks, and then the object store. Nothing else runs meanwhile."""
+        """A prompt that nobody has, twice: the second time HBM has its blocks, and then the object store.
+
+        Nothing else runs meanwhile.
+        """
         vocabulary = self._worker.shape.vocab
         self._stored = [int(token) for token in np.random.default_rng(13).integers(0, vocabulary, PREFIX_TOKENS + 1)]
         self._stored_tokens = self._submit(LENDER, "stored", self._stored, NEW_TOKENS, reuse=True)["tokens"]
@@ -257,7 +264,10 @@ class Demo:
         self._settle(LENDER)
 
     def _expect_whole(self, name: str, tier: str) -> None:
-        """Ask an engine for the stored prompt. Raises ProcessError: its blocks are not all of this tier, or its tokens differ."""
+        """Ask an engine for the stored prompt.
+
+        Raises ProcessError: its blocks are not all of this tier, or its tokens differ.
+        """
         event = self._submit(name, f"stored-{name}-{tier}", self._stored, NEW_TOKENS, reuse=True)
         if event["failed"] or event["hits"].get(tier, 0) != PREFIX_TOKENS // self._worker.block_tokens:
             raise ProcessError(f"{name} should have found the whole prefix in {tier}; it found {event['hits']}")
@@ -374,9 +384,11 @@ class Demo:
         return event
 
     def _kill_and_restart(self, name: str, errors: list[BaseException]) -> threading.Thread:
-        """kill -9 at work, the other engine serves alone, and what was asked last here, too; then a new process on the same folder.
+        """kill -9 at work, the other engine serves alone, and what was asked last here, too; then a new process on the
+        same folder.
 
-        What it had answered by then is in its NVME pool and its events are known, so that it is found again whenever the kill comes.
+        What it had answered by then is in its NVME pool and its events are known, so that it is found again whenever
+        the kill comes.
         """
         self._killed.set()
         with self._guard:
@@ -406,7 +418,10 @@ class Demo:
         return thread
 
     def _ask_again(self, name: str, what: str, before: list[Answer]) -> dict[str, int] | None:
-        """Ask an engine what was asked last of the one that was killed: blocks found, by tier; None: an answer was another."""
+        """Ask an engine what was asked last of the one that was killed: blocks found, by tier;
+
+        None: an answer was another.
+        """
         found: dict[str, int] = {}
         for answer in before:
             event = self._submit(name, f"{what}-{answer.id}", answer.tokens, NEW_TOKENS, reuse=True)
@@ -417,7 +432,10 @@ class Demo:
         return found
 
     def _settle(self, name: str) -> None:
-        """Wait until what an engine has computed lies in its colder tiers, and the catalog knows it. Raises ProcessError, CatalogError."""
+        """Wait until what an engine has computed lies in its colder tiers, and the catalog knows it.
+
+        Raises ProcessError, CatalogError.
+        """
         assert self._catalog is not None
         engine = self._engines[name]
         deadline = time.monotonic() + ANSWER_WAIT_S

@@ -1,8 +1,9 @@
 """A workload in virtual time on instances of several tiers that read blocks from each other's HOST and NVME.
 
-What is read from whom is decided by the functions a manager decides with: `core.fetching.plan` with what `Links` has learned of transfers so
-far, and `LeftAlone`. What a read then takes is the simulation's: an instance's link carries one lot at a time to others and one from them,
-so who reads from a busy instance, or has several reads under way, waits. A lot is read from what its owner has when its turn comes.
+What is read from whom is decided by the functions a manager decides with: `core.fetching.plan` with what `Links` has
+learned of transfers so far, and `LeftAlone`. What a read then takes is the simulation's: an instance's link carries one
+lot at a time to others and one from them, so who reads from a busy instance, or has several reads under way, waits. A
+lot is read from what its owner has when its turn comes.
 """
 
 from __future__ import annotations
@@ -104,15 +105,21 @@ class FetchingRun(Comparison):
     """
 
     def __init__(
-        self, policy: Callable[[Sequence[InstanceModel]], Policy], speeds: Sequence[float], cluster: Cluster, fetches: bool
-    ) -> None:  # fmt: skip
+        self,
+        policy: Callable[[Sequence[InstanceModel]], Policy],
+        speeds: Sequence[float],
+        cluster: Cluster,
+        fetches: bool,
+    ) -> None:
         slots = cluster.slots
         self._objects = ColderPool(slots[Tier.OBJECT]) if Tier.OBJECT in slots else None
         shared = {} if self._objects is None else {Tier.OBJECT: self._objects}
         super().__init__(
-            policy, speeds, slots[Tier.HBM],
+            policy,
+            speeds,
+            slots[Tier.HBM],
             lambda: {tier: ColderPool(slots[tier]) for tier in _OWN if tier in slots} | shared,
-        )  # fmt: skip
+        )
         self._cluster, self._fetches = cluster, fetches
         self._numbers = {id(instance): number for number, instance in enumerate(self.instances)}
         self._readers = [_Reader(cluster) for _ in self.instances]

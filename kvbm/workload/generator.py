@@ -27,7 +27,8 @@ class ConversationMix(NamedTuple):
         mean_arrival_gap_s: between the starts of two conversations, above 0.
         mean_think_s: from one question to the next of the same conversation, above 0.
         max_input_tokens: a conversation ends rather than send a longer prompt.
-        system_prompt_spread: lengths of system prompts lie between system_prompt_tokens divided by it and times it; 1 or more.
+        system_prompt_spread: lengths of system prompts lie between system_prompt_tokens divided by it and times it; 1
+            or more.
         long_think_share, mean_long_think_s: so many pauses are of this mean instead; a share of 0 to 1, and above 0.
     """
 

@@ -1,4 +1,6 @@
-"""One instance in virtual time without bytes or events: a prefill queue, first come first served, before its pools of blocks."""
+"""One instance in virtual time without bytes or events: a prefill queue, first come first served, before its pools of
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class InstanceModel:
         pool: its HBM pool.
         queue: requests that wait, with the tokens that were missing when they came.
         waiting_tokens: of those.
-        busy: the request in prefill: when it began, its missing tokens. It begins at infinity while its blocks are being read.
+        busy: the request in prefill: when it began, its missing tokens. It begins at infinity while its blocks are
+            being read.
         assigned_tokens: missing tokens of all requests that have no first token yet.
         running: requests being decoded.
         active: blocks of requests that have not ended, and of how many each.

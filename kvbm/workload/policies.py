@@ -1,14 +1,14 @@
 """Ways of routing that are compared in virtual time: ours, random, a one-line baseline, and what others have published.
 
-A policy is told a request and all instances, and gives the index of one. All but ours see the instances as they are at that very
-moment; ours sees a heartbeat a second and what it has routed itself, as in service.
+A policy is told a request and all instances, and gives the index of one. All but ours see the instances as they are at
+that very moment; ours sees a heartbeat a second and what it has routed itself, as in service.
 
 Sources, written anew from their documents:
 
 - `dynamo`: NVIDIA Dynamo, "Routing Concepts" (docs.nvidia.com/dynamo/components/router/routing-concepts): the least
   `overlap_score_weight * prefill_blocks + decode_blocks`, weight 1 and temperature 0 as shipped.
-- `llm-d`: llm-d inference scheduler, docs/architecture.md, and its guide to precise prefix cache routing: the highest weighted sum of
-  prefix-cache-scorer (3), kv-cache-utilization-scorer (2) and queue-scorer (2), at random among equals.
+- `llm-d`: llm-d inference scheduler, docs/architecture.md, and its guide to precise prefix cache routing: the highest
+  weighted sum of prefix-cache-scorer (3), kv-cache-utilization-scorer (2) and queue-scorer (2), at random among equals.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class PrefixAndLoad:
 
 
 class DynamoCost:
-    """Dynamo's published cost: blocks to prefill, of all requests without a first token, and blocks in decode, with the new request."""
+    """Dynamo's published cost: blocks to prefill, of all requests without a first token, and blocks in decode, with the
+    new request.
+    """
 
     def __init__(self, instances: Sequence[InstanceModel], rng: random.Random) -> None:
         self._instances, self._rng = instances, rng
@@ -173,10 +175,16 @@ class KvbmRouting:
     def _heartbeat(self, now_s: float, number: int) -> Heartbeat:
         instance = self._instances[number]
         return Heartbeat(
-            instance=self._names[number], cluster="sim", epoch=Epoch(1), published=Offset(0), wall_time_ns=0,
-            queued_tokens=round(instance.queued_tokens(now_s)), running_requests=instance.running,
-            prefill_tokens_per_s=instance.meter.prefill_tokens_per_s, queue_tokens_per_s=instance.meter.queue_tokens_per_s,
-        )  # fmt: skip
+            instance=self._names[number],
+            cluster="sim",
+            epoch=Epoch(1),
+            published=Offset(0),
+            wall_time_ns=0,
+            queued_tokens=round(instance.queued_tokens(now_s)),
+            running_requests=instance.running,
+            prefill_tokens_per_s=instance.meter.prefill_tokens_per_s,
+            queue_tokens_per_s=instance.meter.queue_tokens_per_s,
+        )
 
     def choose(self, now_s: float, request: Request) -> int:
         self._index.request = request

@@ -77,7 +77,9 @@ def _ask_nats(url: str, settings: Settings) -> Answer:
 
 
 def _ask_http(url: str, settings: Settings) -> Answer:
-    """The credentials are the catalog's, so nobody else gets them: not another origin than `catalog.url`, and no redirect."""
+    """The credentials are the catalog's, so nobody else gets them: not another origin than `catalog.url`, and no
+    redirect.
+    """
     _check_http(url)
     known = [_origin(one.strip()) for one in re.split("[,;]", settings.catalog.url) if one.strip()]
     credentials = catalog_credentials(settings) if not known or _origin(url) in known else NO_CREDENTIALS

@@ -1,4 +1,6 @@
-"""Child processes of a demo or a test: started on free ports with fresh stores, watched, and ended with their parent."""
+"""Child processes of a demo or a test: started on free ports with fresh stores, watched, and ended with their
+parent.
+"""
 
 from __future__ import annotations
 

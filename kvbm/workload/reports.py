@@ -12,7 +12,10 @@ _BEGINNING = b'{\n  "'
 
 
 def check_report_path(path: Path | None) -> None:
-    """Refuse before a long run what could not be written after it. Raises ConfigError: the folder is not there, or the file is another."""
+    """Refuse before a long run what could not be written after it.
+
+    Raises ConfigError: the folder is not there, or the file is another.
+    """
     if path is None:
         return
     if path.is_dir() or not path.parent.is_dir():

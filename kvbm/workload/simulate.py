@@ -1,8 +1,10 @@
-"""Drive N managers with a trace, without a model: virtual time, synthetic bytes, real events on NATS, a real catalog that routes.
+"""Drive N managers with a trace, without a model: virtual time, synthetic bytes, real events on NATS, a real catalog
+that routes.
 
-An instance is one first-come-first-served prefill queue; decoding takes time but no turn. A request's blocks are acquired when its
-prefill begins, created when it ends, and pinned until its last token. The same trace runs again on managers that are routed to at
-random and on one manager with all the slots, and once through an unbounded set: the bounds between which routing can do something.
+An instance is one first-come-first-served prefill queue; decoding takes time but no turn. A request's blocks are
+acquired when its prefill begins, created when it ends, and pinned until its last token. The same trace runs again on
+managers that are routed to at random and on one manager with all the slots, and once through an unbounded set: the
+bounds between which routing can do something.
 """
 
 from __future__ import annotations
@@ -323,7 +325,9 @@ class Cluster:
         return manager
 
     def pace(self, now_s: float) -> None:
-        """Wait while virtual time (seconds since the trace began) runs ahead of the wall clock, as the catalog sees it."""
+        """Wait while virtual time (seconds since the trace began) runs ahead of the wall clock, as the catalog
+        sees it.
+        """
         if self.client is not None:
             ahead_s = now_s / self._pace - (time.monotonic() - self._began_s)
             if ahead_s > 0.001:
@@ -397,7 +401,10 @@ def ideal_hit_ratio(arrivals: Sequence[Arrival]) -> float:
 
 
 def parse_pools(text: str, tiers: Sequence[str] = POOL_TIERS) -> dict[str, int]:
-    """ "hbm=4000,host=8500" or "unbounded" → slots by tier, of these. Raises ConfigError: what is wrong, and how to write it."""
+    """ "hbm=4000,host=8500" or "unbounded" → slots by tier, of these.
+
+    Raises ConfigError: what is wrong, and how to write it.
+    """
     if text == "unbounded":
         return {"hbm": UNBOUNDED_SLOTS}
     pools: dict[str, int] = {}
@@ -553,7 +560,8 @@ def main(trace: Path | None, requests: int, seed: int, instances: int, pools: st
     tiers = ", ".join(f"{count} from {tier}" for tier, count in report.hits_by_tier.items())
     console.print(f"hit blocks routed by the catalog: {tiers or 'none'}")
     console.print(
-        f"{report.events} events ({report.events_per_s:.0f}/s, {report.block_events_per_s:.0f} block events/s), catalog lag "
+        f"{report.events} events ({report.events_per_s:.0f}/s, {report.block_events_per_s:.0f} block events/s), "
+        "catalog lag "
         f"p50 {report.catalog_lag_ms_p50} ms, p99 {report.catalog_lag_ms_p99} ms, digests equal: "
         f"{'yes' if report.digests_equal else 'NO'}, {report.elapsed_s} s on {report.machine}"
     )
@@ -582,6 +590,7 @@ def _check_fit(requests: Sequence[TraceRequest], slots: int) -> None:
     blocks, number = max((len(full_blocks(request)), -number) for number, request in enumerate(requests, 1))
     if blocks > slots:
         raise ConfigError(
-            f"request {-number} has {blocks} blocks of {TRACE_BLOCK_TOKENS} tokens, an instance's HBM pool {slots} slots; "
+            f"request {-number} has {blocks} blocks of {TRACE_BLOCK_TOKENS} tokens, an instance's HBM pool {slots} "
+            "slots; "
             f"give --pools hbm={blocks} or more"
         )

@@ -1,7 +1,7 @@
 """KV of a small transformer trained here: the reference engine's model, on the bytes of kvbm's own sources.
 
-What a coder gains depends on how keys and values are distributed, and those of random weights are not distributed as those of a model
-that has learned something. A minute on a CPU is enough for a model that has.
+What a coder gains depends on how keys and values are distributed, and those of random weights are not distributed as
+those of a model that has learned something. A minute on a CPU is enough for a model that has.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def _train(
 
 
 def _forward(weights: Weights, tokens: Tensor) -> Tensor:
-    """Logits [sequences, tokens, vocab]: what `Model.prefill` computes, of many sequences, without a pool and with gradients."""
+    """Logits [sequences, tokens, vocab]: what `Model.prefill` computes, of many sequences, without a pool and with
+    gradients.
+    """
     import torch
     from torch.nn import functional
 

@@ -8,30 +8,58 @@ from kvbm.workload.generator import ConversationMix, generate
 from kvbm.workload.trace import TraceRequest
 
 INSTANCES = 4
-"""The mixes' gaps between arrivals are for so many instances that prefill 10,000 tokens a second each; for others they are scaled."""
+"""The mixes' gaps between arrivals are for so many instances that prefill 10,000 tokens a second each; for others they
+are scaled.
+"""
 
 LOADS = {"light": 0.5, "normal": 1.0, "overload": 2.0}
 """How much quicker requests come than the mix says."""
 
 WORKLOADS: dict[str, ConversationMix] = {
     "conversation": ConversationMix(
-        system_prompts=4, system_prompt_tokens=1_024, mean_turns=3.0, mean_user_tokens=5_500.0, mean_answer_tokens=350.0,
-        mean_arrival_gap_s=0.62, mean_think_s=60.0,
+        system_prompts=4,
+        system_prompt_tokens=1_024,
+        mean_turns=3.0,
+        mean_user_tokens=5_500.0,
+        mean_answer_tokens=350.0,
+        mean_arrival_gap_s=0.62,
+        mean_think_s=60.0,
     ),
     "tool-agents": ConversationMix(
-        system_prompts=8, system_prompt_tokens=5_000, system_prompt_spread=2.0, mean_turns=12.0, mean_user_tokens=1_000.0,
-        mean_answer_tokens=150.0, mean_arrival_gap_s=0.55, mean_think_s=5.0, long_think_share=0.08, mean_long_think_s=120.0,
+        system_prompts=8,
+        system_prompt_tokens=5_000,
+        system_prompt_spread=2.0,
+        mean_turns=12.0,
+        mean_user_tokens=1_000.0,
+        mean_answer_tokens=150.0,
+        mean_arrival_gap_s=0.55,
+        mean_think_s=5.0,
+        long_think_share=0.08,
+        mean_long_think_s=120.0,
         max_input_tokens=65_536,
     ),
     "shared-prompts": ConversationMix(
-        system_prompts=48, system_prompt_tokens=6_000, system_prompt_spread=2.0, zipf_exponent=1.0, mean_turns=1.0,
-        mean_user_tokens=1_500.0, mean_answer_tokens=250.0, mean_arrival_gap_s=0.085,
+        system_prompts=48,
+        system_prompt_tokens=6_000,
+        system_prompt_spread=2.0,
+        zipf_exponent=1.0,
+        mean_turns=1.0,
+        mean_user_tokens=1_500.0,
+        mean_answer_tokens=250.0,
+        mean_arrival_gap_s=0.085,
     ),
     "long-documents": ConversationMix(
-        system_prompts=400, system_prompt_tokens=20_000, system_prompt_spread=3.0, zipf_exponent=0.8, mean_turns=3.0,
-        mean_user_tokens=300.0, mean_answer_tokens=300.0, mean_arrival_gap_s=0.42, mean_think_s=30.0,
+        system_prompts=400,
+        system_prompt_tokens=20_000,
+        system_prompt_spread=3.0,
+        zipf_exponent=0.8,
+        mean_turns=3.0,
+        mean_user_tokens=300.0,
+        mean_answer_tokens=300.0,
+        mean_arrival_gap_s=0.42,
+        mean_think_s=30.0,
     ),
-}  # fmt: skip
+}
 
 
 def check_workload(name: str, load: str) -> None:

@@ -34,7 +34,8 @@ class TupleClass {
 template <std::size_t kFieldCount>
 class StructClass {
  public:
-  // fields: all of them that are to be given, in the order of the class. Their names are interned: msgspec finds those by their address.
+  // fields: all of them that are to be given, in the order of the class. Their names are interned: msgspec finds those
+  // by their address.
   StructClass(const nb::module_& module, const char* name, const std::array<const char*, kFieldCount>& fields)
       : kind_(module.attr(name)), names_(names_of(fields)) {}
 

@@ -24,7 +24,8 @@ void bind_arena(nb::module_& module) {
   nb::class_<Arena>(module, "Arena", "Shared memory that other processes can map, all of it there.")
       .def(
           "__init__",
-          [](Arena* self, std::string name, std::size_t bytes, bool huge_pages, bool advise, int numa_node, unsigned threads) {
+          [](Arena* self, std::string name, std::size_t bytes, bool huge_pages, bool advise, int numa_node,
+             unsigned threads) {
             const Arena::Wishes wishes{std::move(name), bytes, huge_pages, advise, numa_node, threads};
             std::optional<std::system_error> refusal;
             {

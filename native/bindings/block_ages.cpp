@@ -35,7 +35,9 @@ void bind_block_ages(nb::module_& module, const SharedErrors& errors) {
       .def(nb::init<std::size_t, std::uint64_t>(), nb::arg("most"), nb::arg("every") = 1)
       .def(
           "take",
-          [errors](BlockAges& self, nb::handle data, std::size_t at) { translated(errors, [&] { take(self, data, at); }); },
+          [errors](BlockAges& self, nb::handle data, std::size_t at) {
+            translated(errors, [&] { take(self, data, at); });
+          },
           nb::arg("data"), nb::arg("at") = 0)
       .def("forget", &BlockAges::forget)
       .def("tiers", &tiers);

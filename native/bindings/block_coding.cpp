@@ -89,7 +89,8 @@ nb::object encode_blocks(const Source& rows, const Indexes& at, unsigned coding)
     }
   }
   const nb::object encoded = nb::module_::import_("kvbm.pools.object.coding").attr("Encoded");
-  return encoded(array_over(std::move(body), bytes), array_of(std::move(lengths), count), array_of(std::move(codings), count));
+  return encoded(array_over(std::move(body), bytes), array_of(std::move(lengths), count),
+                 array_of(std::move(codings), count));
 }
 
 nb::tuple decode_blocks(const Body& body, const Lengths& lengths, const Codings& codings, const Target& rows,
@@ -112,8 +113,9 @@ nb::tuple decode_blocks(const Body& body, const Lengths& lengths, const Codings&
         break;  // neither it nor what follows is there
       }
       if (at.data()[entry] >= 0 && codings.data()[entry] < kCodings) {
-        good[entry] = decoder->decode({body.data() + first, bytes}, static_cast<Coding>(codings.data()[entry]),
-                                      {rows.data() + at.data()[entry] * rows.stride(0), rows.shape(1)}, checksums[entry]);
+        good[entry] =
+            decoder->decode({body.data() + first, bytes}, static_cast<Coding>(codings.data()[entry]),
+                            {rows.data() + at.data()[entry] * rows.stride(0), rows.shape(1)}, checksums[entry]);
       }
       first += bytes;
     }
@@ -133,7 +135,8 @@ void bind_block_coding(nb::module_& module, const SharedErrors& errors) {
       "As kvbm.pools.object.coding.EncodeBlocks. Raises LayoutError.");
   module.def(
       "decode_blocks",
-      [errors](const Body& body, const Lengths& lengths, const Codings& codings, const Target& rows, const Indexes& at) {
+      [errors](const Body& body, const Lengths& lengths, const Codings& codings, const Target& rows,
+               const Indexes& at) {
         return translated(errors, [&] { return decode_blocks(body, lengths, codings, rows, at); });
       },
       nb::arg("body").noconvert(), nb::arg("lengths").noconvert(), nb::arg("codings").noconvert(),

@@ -56,11 +56,13 @@ class PythonBlockIo {
       if (files.empty() || slots == 0 || block_bytes == 0 || block_bytes > 0xFFFFFFFF || depth == 0 || depth > 4096 ||
           !(offload_share > 0 && offload_share <= 1)) {
         throw Error(ErrorCode::kLayout,
-                    "an engine needs files, slots, block_bytes and depth (at most 4096) above 0, and an offload_share above 0 and "
+                    "an engine needs files, slots, block_bytes and depth (at most 4096) above 0, and an offload_share "
+                    "above 0 and "
                     "at most 1");
       }
       try {
-        io_ = std::make_unique<BlockIo>(BlockIoOptions{files, block_bytes, kind_of(io), direct, depth, offload_share, verified});
+        io_ = std::make_unique<BlockIo>(
+            BlockIoOptions{files, block_bytes, kind_of(io), direct, depth, offload_share, verified});
       } catch (const std::system_error& error) {
         errno = error.code().value();
         PyErr_SetFromErrno(PyExc_OSError);
@@ -84,7 +86,8 @@ class PythonBlockIo {
   }
 
   nb::object write(const Indexes& slots, const RowsToKeep& rows, const Indexes& at, const nb::bytes& namespace_id,
-                   const nb::bytes& hashes, std::uint64_t epoch, const Sums& checksums, std::uint32_t generation, const std::optional<Seals>& seals) {
+                   const nb::bytes& hashes, std::uint64_t epoch, const Sums& checksums, std::uint32_t generation,
+                   const std::optional<Seals>& seals) {
     const BlockRun run = checked(slots, rows.shape(0), rows.shape(1), at, namespace_id, hashes, seals);
     const std::size_t count = run.slots.size();
     if (checksums.shape(0) != count) {
@@ -125,11 +128,10 @@ class PythonBlockIo {
       generations[index] = found[index].generation;
       sealed[index] = found[index].is_sealed ? 1 : 0;
     }
-    return nb::make_tuple(numbers<std::uint8_t, SlotOutcome>(std::move(outcomes), count),
-                          nb::bytes(namespaces.data(), namespaces.size()), nb::bytes(hashes.data(), hashes.size()),
-                          numbers<std::uint64_t>(std::move(epochs), count),
-                          numbers<std::uint32_t>(std::move(generations), count),
-                          numbers<std::uint8_t>(std::move(sealed), count));
+    return nb::make_tuple(
+        numbers<std::uint8_t, SlotOutcome>(std::move(outcomes), count), nb::bytes(namespaces.data(), namespaces.size()),
+        nb::bytes(hashes.data(), hashes.size()), numbers<std::uint64_t>(std::move(epochs), count),
+        numbers<std::uint32_t>(std::move(generations), count), numbers<std::uint8_t>(std::move(sealed), count));
   }
 
   bool close(double timeout_s) {
@@ -203,7 +205,8 @@ BlockIo& block_io_of(nb::handle object) {
 }
 
 void bind_block_io(nb::module_& module, const SharedErrors& errors) {
-  nb::class_<PythonBlockIo>(module, "BlockIo", "Moves blocks between rows and slots of files, and proves what it reads.")
+  nb::class_<PythonBlockIo>(module, "BlockIo",
+                            "Moves blocks between rows and slots of files, and proves what it reads.")
       .def(
           "__init__",
           [errors](PythonBlockIo* self, const std::vector<int>& fds, std::uint64_t slots, std::size_t block_bytes,
@@ -214,8 +217,9 @@ void bind_block_io(nb::module_& module, const SharedErrors& errors) {
           nb::arg("depth") = 32, nb::arg("offload_share") = 0.25, nb::arg("verified") = true)
       .def_prop_ro("io", &PythonBlockIo::io)
       .def_prop_ro("refusal", &PythonBlockIo::refusal)
-      .def("read", &PythonBlockIo::read, nb::arg("slots").noconvert(), nb::arg("rows").noconvert(), nb::arg("at").noconvert(),
-           nb::arg("namespace"), nb::arg("hashes"), nb::arg("seals").noconvert() = nb::none())
+      .def("read", &PythonBlockIo::read, nb::arg("slots").noconvert(), nb::arg("rows").noconvert(),
+           nb::arg("at").noconvert(), nb::arg("namespace"), nb::arg("hashes"),
+           nb::arg("seals").noconvert() = nb::none())
       .def("write", &PythonBlockIo::write, nb::arg("slots").noconvert(), nb::arg("rows").noconvert(),
            nb::arg("at").noconvert(), nb::arg("namespace"), nb::arg("hashes"), nb::arg("epoch"),
            nb::arg("checksums").noconvert(), nb::arg("generation") = 0, nb::arg("seals").noconvert() = nb::none())

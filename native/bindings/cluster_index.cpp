@@ -33,8 +33,9 @@ constexpr std::size_t kApplyWithoutGilBytes = 16 * 1024;
 // Frames of up to this many events are read once and their events kept; a larger frame is read twice.
 constexpr std::uint32_t kKeptEvents = 4096;
 
-const char* const kAnomalyNames[kAnomalyCount] = {"created-twice",    "evicted-unheld", "snapshot-added",        "snapshot-incomplete",
-                                                  "snapshot-withdrew",   "unnamed-claim",  "refused-at-capacity"};
+const char* const kAnomalyNames[kAnomalyCount] = {"created-twice",       "evicted-unheld",    "snapshot-added",
+                                                  "snapshot-incomplete", "snapshot-withdrew", "unnamed-claim",
+                                                  "refused-at-capacity"};
 
 // Of a pool as it was declared; 0 where that is no size.
 std::uint64_t block_bytes_of(nb::handle pool) {
@@ -50,7 +51,8 @@ std::uint64_t block_bytes_of(nb::handle pool) {
 PyObject* number_of(std::uint64_t value) { return PyLong_FromUnsignedLongLong(value); }
 PyObject* flag_of(bool value) { return Py_NewRef(value ? Py_True : Py_False); }
 
-// Classes of kvbm.catalog.index.cluster_index and the core, found when the first index is made: the catalog is not imported by an engine.
+// Classes of kvbm.catalog.index.cluster_index and the core, found when the first index is made: the catalog is not
+// imported by an engine.
 struct IndexClasses {
   IndexClasses()
       : module(nb::module_::import_("kvbm.catalog.index.cluster_index")),
@@ -67,7 +69,8 @@ struct IndexClasses {
         claims(module, "Claims"),
         answers(nb::module_::import_("kvbm.core.answers")),
         lookup(answers, "LookupAnswer",
-               {"namespace", "blocks", "deepest", "instances", "pools", "excluded", "view_age_s", "more", "more_excluded"}),
+               {"namespace", "blocks", "deepest", "instances", "pools", "excluded", "view_age_s", "more",
+                "more_excluded"}),
         holding(answers, "InstanceHolding", {"instance", "depth", "tiers", "reach", "suspect"}),
         pool_holding(answers, "PoolHolding", {"pool", "depth"}),
         frames(frame_classes()),
@@ -80,33 +83,34 @@ struct IndexClasses {
     }
   }
 
-  nb::module_ module;    // kvbm.catalog.index.cluster_index
-  TupleClass depth;      // InstanceDepth
-  TupleClass pool_depth; // PoolDepth
-  TupleClass prefixes;   // Prefixes
-  TupleClass lendable;   // LendableRun
-  TupleClass holder;     // Holder
-  TupleClass presence;   // Presence
-  TupleClass presences;  // Presences
-  TupleClass view;       // InstanceView
-  TupleClass audit;      // Audit
-  TupleClass applied;    // Applied
-  TupleClass claims;     // Claims
-  nb::module_ answers;   // kvbm.core.answers
-  StructClass<9> lookup;        // LookupAnswer
-  StructClass<5> holding;       // InstanceHolding
-  StructClass<2> pool_holding;  // PoolHolding
-  SharedClasses frames;  // of events
-  nb::object stop_reason;  // StopReason
-  nb::object pool_stated;  // PoolStated
-  nb::object encode;     // of msgspec.msgpack: declarations of pools are kept as it writes them
-  nb::object decode;     // the same
+  nb::module_ module;                  // kvbm.catalog.index.cluster_index
+  TupleClass depth;                    // InstanceDepth
+  TupleClass pool_depth;               // PoolDepth
+  TupleClass prefixes;                 // Prefixes
+  TupleClass lendable;                 // LendableRun
+  TupleClass holder;                   // Holder
+  TupleClass presence;                 // Presence
+  TupleClass presences;                // Presences
+  TupleClass view;                     // InstanceView
+  TupleClass audit;                    // Audit
+  TupleClass applied;                  // Applied
+  TupleClass claims;                   // Claims
+  nb::module_ answers;                 // kvbm.core.answers
+  StructClass<9> lookup;               // LookupAnswer
+  StructClass<5> holding;              // InstanceHolding
+  StructClass<2> pool_holding;         // PoolHolding
+  SharedClasses frames;                // of events
+  nb::object stop_reason;              // StopReason
+  nb::object pool_stated;              // PoolStated
+  nb::object encode;                   // of msgspec.msgpack: declarations of pools are kept as it writes them
+  nb::object decode;                   // the same
   std::vector<nb::object> tier_names;  // by number
 };
 
 Bytes packed(const nb::bytes& data, const char* what) {
   if (data.size() % kHashBytes != 0) {
-    throw Error(ErrorCode::kLayout, words("a run of ", what, " has ", data.size(), " bytes, which is no multiple of ", kHashBytes));
+    throw Error(ErrorCode::kLayout,
+                words("a run of ", what, " has ", data.size(), " bytes, which is no multiple of ", kHashBytes));
   }
   return {static_cast<const std::uint8_t*>(data.data()), data.size()};
 }
@@ -138,7 +142,8 @@ std::string_view text_of(const nb::handle& name) {
 
 NamespaceId namespace_id(const nb::bytes& data) {
   if (data.size() != kHashBytes) {
-    throw Error(ErrorCode::kLayout, "a namespace id of " + std::to_string(data.size()) + " bytes, not " + std::to_string(kHashBytes));
+    throw Error(ErrorCode::kLayout,
+                "a namespace id of " + std::to_string(data.size()) + " bytes, not " + std::to_string(kHashBytes));
   }
   NamespaceId id;
   std::memcpy(id.data(), data.data(), kHashBytes);
@@ -150,7 +155,7 @@ class MappedFile {
  public:
   explicit MappedFile(const std::string& path) {
     const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    struct stat found {};
+    struct stat found{};
     if (file < 0 || ::fstat(file, &found) != 0) {
       const std::string why = std::strerror(errno);
       if (file >= 0) {
@@ -178,8 +183,8 @@ class MappedFile {
   Bytes bytes() const noexcept { return {static_cast<const std::uint8_t*>(data_), size_}; }
 
  private:
-  void* data_ = nullptr;   // the mapping
-  std::size_t size_ = 0;   // its bytes
+  void* data_ = nullptr;  // the mapping
+  std::size_t size_ = 0;  // its bytes
 };
 
 // A ClusterIndex, and what of it is Python's: names as strings, pools as they were declared.
@@ -312,7 +317,8 @@ class PythonIndex {
     for (const std::uint32_t instance : part.differing) {
       differing.append(nb::steal(name_of(instance)));
     }
-    return classes_.audit(flag_of(part.is_whole), number_of(part.blocks), differing.release().ptr(), number_of(part.damaged));
+    return classes_.audit(flag_of(part.is_whole), number_of(part.blocks), differing.release().ptr(),
+                          number_of(part.damaged));
   }
 
   void report_queued(const std::string& name, std::uint64_t tokens) {
@@ -361,22 +367,24 @@ class PythonIndex {
     for (std::size_t at = 0; at < std::min(limit, excluded.size()); ++at) {
       named.append(excluded[at]);
     }
-    nb::object made = classes_.lookup(
-        Py_NewRef(shown.ptr()), number_of(run.size() / kHashBytes), number_of(answer.deepest), instances.release().ptr(),
-        pool_holdings(answer.pools).release().ptr(), named.release().ptr(), Py_NewRef(view_age_s.ptr()), number_of(answer.more),
-        number_of(excluded.size() - std::min(limit, excluded.size())));
+    nb::object made =
+        classes_.lookup(Py_NewRef(shown.ptr()), number_of(run.size() / kHashBytes), number_of(answer.deepest),
+                        instances.release().ptr(), pool_holdings(answer.pools).release().ptr(), named.release().ptr(),
+                        Py_NewRef(view_age_s.ptr()), number_of(answer.more),
+                        number_of(excluded.size() - std::min(limit, excluded.size())));
     answer_ = std::move(answer);
     return made;
   }
 
-  nb::object prefixes(const nb::bytes& id, const nb::bytes& hashes, std::size_t best, const nb::object& only, std::uint8_t hottest) {
+  nb::object prefixes(const nb::bytes& id, const nb::bytes& hashes, std::size_t best, const nb::object& only,
+                      std::uint8_t hottest) {
     if (hottest >= kTierCount) {
       throw nb::value_error("hottest is no Tier");
     }
     // One answer is kept for all calls: they hold the GIL.
     const std::vector<std::uint32_t> wanted = numbers_of(only);
-    index_.prefixes(namespace_id(id), packed(hashes, "hashes"), best, answer_, only.is_none() ? nullptr : &wanted, Told::kAll,
-                    static_cast<Tier>(hottest));
+    index_.prefixes(namespace_id(id), packed(hashes, "hashes"), best, answer_, only.is_none() ? nullptr : &wanted,
+                    Told::kAll, static_cast<Tier>(hottest));
     nb::object instances = nb::steal(PyList_New(static_cast<Py_ssize_t>(answer_.instances.size())));
     Py_ssize_t at = 0;
     for (const InstanceDepth& one : answer_.instances) {
@@ -384,18 +392,20 @@ class PythonIndex {
       for (std::size_t tier = 0; tier < kTierCount; ++tier) {
         NB_TUPLE_SET_ITEM(tiers, static_cast<Py_ssize_t>(tier), number_of(one.by_tier[tier]));
       }
-      NB_LIST_SET_ITEM(instances.ptr(), at++,
-                       classes_.depth(name_of(one.instance), number_of(one.depth), tiers, number_of(one.reach),
-                                     flag_of(one.is_suspect))
-                          .release()
-                          .ptr());
+      NB_LIST_SET_ITEM(
+          instances.ptr(), at++,
+          classes_
+              .depth(name_of(one.instance), number_of(one.depth), tiers, number_of(one.reach), flag_of(one.is_suspect))
+              .release()
+              .ptr());
     }
     nb::list pools;
     for (const PoolDepth& pool : answer_.pools) {
       const std::string name = index_.pool_name(pool.pool);
       pools.append(classes_.pool_depth(nb::str(name.data(), name.size()).release().ptr(), number_of(pool.depth)));
     }
-    return classes_.prefixes(number_of(answer_.deepest), instances.release().ptr(), pools.release().ptr(), number_of(answer_.more));
+    return classes_.prefixes(number_of(answer_.deepest), instances.release().ptr(), pools.release().ptr(),
+                             number_of(answer_.more));
   }
 
   // See kvbm.core.prompt_batches for the layout.
@@ -448,7 +458,8 @@ class PythonIndex {
     nb::list rows;
     for (const Presence& row : answer.rows) {
       const nb::bytes held(reinterpret_cast<const char*>(row.held.data()), row.held.size());
-      rows.append(classes_.presence(holder_of(row.holder).release().ptr(), flag_of(row.is_suspect), Py_NewRef(held.ptr())));
+      rows.append(
+          classes_.presence(holder_of(row.holder).release().ptr(), flag_of(row.is_suspect), Py_NewRef(held.ptr())));
     }
     return classes_.presences(rows.release().ptr(), number_of(answer.more));
   }
@@ -494,14 +505,16 @@ class PythonIndex {
     }
     number_for(name);  // an index that was loaded knows names that were not asked for yet
     return classes_.view(number_of(state->epoch), flag_of(state->is_stopped), flag_of(state->is_suspect),
-                         flag_of(state->is_partial), number_of(state->digest), nb::object(pools_[instance]).release().ptr(),
-                         counts.release().ptr(), flag_of(state->is_excluded), flag_of(state->is_waiting), flag_of(state->is_missed));
+                         flag_of(state->is_partial), number_of(state->digest),
+                         nb::object(pools_[instance]).release().ptr(), counts.release().ptr(),
+                         flag_of(state->is_excluded), flag_of(state->is_waiting), flag_of(state->is_missed));
   }
 
   nb::object pool_name(std::string_view name, std::uint8_t tier) {
     const std::uint32_t instance = index_.find_instance(name);
-    const std::uint32_t pool =
-        instance == ClusterIndex::kNone || tier >= kTierCount ? ClusterIndex::kNone : index_.pool_of(instance, static_cast<Tier>(tier));
+    const std::uint32_t pool = instance == ClusterIndex::kNone || tier >= kTierCount
+                                   ? ClusterIndex::kNone
+                                   : index_.pool_of(instance, static_cast<Tier>(tier));
     return pool == ClusterIndex::kNone ? nb::none() : nb::object(nb::str(index_.pool_name(pool).c_str()));
   }
 
@@ -652,8 +665,9 @@ class PythonIndex {
     for (const PoolDepth& pool : pools) {
       found.emplace_back(pool.depth, index_.pool_name(pool.pool));
     }
-    std::sort(found.begin(), found.end(),
-              [](const auto& a, const auto& b) { return a.first != b.first ? a.first > b.first : a.second < b.second; });
+    std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) {
+      return a.first != b.first ? a.first > b.first : a.second < b.second;
+    });
     return found;
   }
 
@@ -665,8 +679,10 @@ class PythonIndex {
     return made;
   }
 
-  // Instances that hold a block in a tier that is excluded, by name. wanted: the instances to look at, sorted; none for all.
-  std::vector<nb::object> excluded_names(const NamespaceId& space, const std::uint8_t* hash, const std::vector<std::uint32_t>* wanted) {
+  // Instances that hold a block in a tier that is excluded, by name. wanted: the instances to look at, sorted; none for
+  // all.
+  std::vector<nb::object> excluded_names(const NamespaceId& space, const std::uint8_t* hash,
+                                         const std::vector<std::uint32_t>* wanted) {
     std::vector<nb::object> names;
     std::uint32_t last = ClusterIndex::kNone;  // the tiers of an instance are side by side
     for (const BlockHolder& holder : index_.holders(space, hash, true)) {
@@ -675,7 +691,8 @@ class PythonIndex {
         names.push_back(nb::steal(name_of(holder.holder)));
       }
     }
-    std::sort(names.begin(), names.end(), [](const nb::object& a, const nb::object& b) { return text_of(a) < text_of(b); });
+    std::sort(names.begin(), names.end(),
+              [](const nb::object& a, const nb::object& b) { return text_of(a) < text_of(b); });
     return names;
   }
 
@@ -701,21 +718,21 @@ class PythonIndex {
       constexpr int kReachPod = 1;
       constexpr int kReachCluster = 2;
       const int reach = nb::cast<int>(nb::int_(pool.attr("reach")));
-      found.push_back({static_cast<Tier>(tier), reach == kReachCluster, std::move(name), std::string(words.c_str(), words.size()),
-                       reach == kReachPod, block_bytes_of(pool)});
+      found.push_back({static_cast<Tier>(tier), reach == kReachCluster, std::move(name),
+                       std::string(words.c_str(), words.size()), reach == kReachPod, block_bytes_of(pool)});
     }
     return found;
   }
 
-  const IndexClasses classes_;     // what answers are made of
+  const IndexClasses classes_;        // what answers are made of
   const PlainClasses plain_classes_;  // the same, of runs of plain frames
-  ClusterIndex index_;             // the index
-  PrefixAnswer answer_;            // of the last query
+  ClusterIndex index_;                // the index
+  PrefixAnswer answer_;               // of the last query
   std::uint64_t prompts_missed_ = 0;  // of which encode_prefixes has found nothing
-  std::vector<LendableRun> lent_;  // the same
-  std::vector<nb::object> names_;  // by number, where asked for
-  nb::dict followed_;              // the names of those followed and not dropped, in order
-  std::vector<nb::object> pools_;  // as the start declared them, by number
+  std::vector<LendableRun> lent_;     // the same
+  std::vector<nb::object> names_;     // by number, where asked for
+  nb::dict followed_;                 // the names of those followed and not dropped, in order
+  std::vector<nb::object> pools_;     // as the start declared them, by number
 };
 
 // What asks about prompts and blocks.
@@ -728,24 +745,28 @@ void bind_asking(nb::class_<PythonIndex>& index, const SharedErrors& errors) {
                    std::uint8_t hottest) {
             return translated(errors, [&] { return self.prefixes(id, hashes, best, only, hottest); });
           },
-          nb::arg("namespace"), nb::arg("hashes"), nb::arg("best") = 0, nb::arg("only").none() = nb::none(), nb::arg("hottest") = 0)
+          nb::arg("namespace"), nb::arg("hashes"), nb::arg("best") = 0, nb::arg("only").none() = nb::none(),
+          nb::arg("hottest") = 0)
       .def(
           "lookup",
-          [errors](Self& self, const nb::bytes& id, const nb::bytes& hashes, std::size_t limit, nb::handle only, nb::handle shown,
-                   nb::handle view_age_s, nb::handle behind) {
+          [errors](Self& self, const nb::bytes& id, const nb::bytes& hashes, std::size_t limit, nb::handle only,
+                   nb::handle shown, nb::handle view_age_s, nb::handle behind) {
             return translated(errors, [&] { return self.lookup(id, hashes, limit, only, shown, view_age_s, behind); });
           },
-          nb::arg("namespace"), nb::arg("hashes"), nb::arg("limit"), nb::arg("only").none(), nb::arg("shown"), nb::arg("view_age_s"),
-          nb::arg("behind"))
+          nb::arg("namespace"), nb::arg("hashes"), nb::arg("limit"), nb::arg("only").none(), nb::arg("shown"),
+          nb::arg("view_age_s"), nb::arg("behind"))
       .def(
           "encode_prefixes",
-          [errors](Self& self, const nb::bytes& id, const nb::sequence& prompts, std::size_t best, std::uint8_t missed) {
+          [errors](Self& self, const nb::bytes& id, const nb::sequence& prompts, std::size_t best,
+                   std::uint8_t missed) {
             return translated(errors, [&] { return self.encode_prefixes(id, prompts, best, missed); });
           },
           nb::arg("namespace"), nb::arg("prompts"), nb::arg("best"), nb::arg("missed") = 0)
       .def("prompts_missed", &Self::prompts_missed)
-      .def("router", [](const Self& self, nb::handle settings) { return std::make_unique<PythonRouter>(self.index(), settings); },
-           nb::arg("settings"), nb::keep_alive<0, 1>())
+      .def(
+          "router",
+          [](const Self& self, nb::handle settings) { return std::make_unique<PythonRouter>(self.index(), settings); },
+          nb::arg("settings"), nb::keep_alive<0, 1>())
       .def("report_queued", &Self::report_queued, nb::arg("instance"), nb::arg("tokens"))
       .def("report_lent_tiers", &Self::report_lent_tiers, nb::arg("instance"), nb::arg("tiers"))
       .def(
@@ -778,7 +799,9 @@ void bind_asking(nb::class_<PythonIndex>& index, const SharedErrors& errors) {
 
 void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
   using Self = PythonIndex;
-  nb::class_<PythonIndex> index(module, "ClusterIndex", "The cluster's residencies and claims, as kvbm.catalog.index.cluster_index.ClusterIndex.");
+  nb::class_<PythonIndex> index(
+      module, "ClusterIndex",
+      "The cluster's residencies and claims, as kvbm.catalog.index.cluster_index.ClusterIndex.");
   bind_asking(index, errors);
   index.def(nb::init<std::uint64_t>(), nb::arg("capacity"))
       .def(
@@ -795,20 +818,29 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
           nb::arg("messages"), nb::arg("places"))
       .def(
           "apply_thread",
-          [errors](Self& self) { return translated(errors, [&] { return std::make_unique<PythonApplyThread>(self.index()); }); },
+          [errors](Self& self) {
+            return translated(errors, [&] { return std::make_unique<PythonApplyThread>(self.index()); });
+          },
           nb::keep_alive<0, 1>())
-      .def("begin_blind", [](Self& self, const std::string& name, std::uint64_t epoch, const nb::object& pools,
-                             const nb::object& likely) { self.begin_blind(name, epoch, pools, likely); },
-           nb::arg("instance"), nb::arg("epoch"), nb::arg("pools") = nb::none(), nb::arg("likely") = nb::make_tuple())
-      .def("miss", [](Self& self, const std::string& name) { self.miss(name); }, nb::arg("instance"))
-      .def("wait", [](Self& self, const std::string& name, bool waiting) { self.wait(name, waiting); }, nb::arg("instance"),
-           nb::arg("waiting"))
-      .def("exclude", [](Self& self, const std::string& name, bool excluded) { self.exclude(name, excluded); },
-           nb::arg("instance"), nb::arg("excluded"))
+      .def(
+          "begin_blind",
+          [](Self& self, const std::string& name, std::uint64_t epoch, const nb::object& pools,
+             const nb::object& likely) { self.begin_blind(name, epoch, pools, likely); },
+          nb::arg("instance"), nb::arg("epoch"), nb::arg("pools") = nb::none(), nb::arg("likely") = nb::make_tuple())
+      .def(
+          "miss", [](Self& self, const std::string& name) { self.miss(name); }, nb::arg("instance"))
+      .def(
+          "wait", [](Self& self, const std::string& name, bool waiting) { self.wait(name, waiting); },
+          nb::arg("instance"), nb::arg("waiting"))
+      .def(
+          "exclude", [](Self& self, const std::string& name, bool excluded) { self.exclude(name, excluded); },
+          nb::arg("instance"), nb::arg("excluded"))
       .def("audit", &Self::audit, nb::arg("pages") = 64)
-      .def("agrees", [](Self& self, const std::string& name, std::uint64_t digest) { return self.agrees(name, digest); },
-           nb::arg("instance"), nb::arg("digest"))
-      .def("drop", [](Self& self, const std::string& name) { self.drop(name); }, nb::arg("instance"))
+      .def(
+          "agrees", [](Self& self, const std::string& name, std::uint64_t digest) { return self.agrees(name, digest); },
+          nb::arg("instance"), nb::arg("digest"))
+      .def(
+          "drop", [](Self& self, const std::string& name) { self.drop(name); }, nb::arg("instance"))
       .def(
           "claim",
           [errors](Self& self, const std::string& pool, const nb::bytes& id, const nb::bytes& hashes) {
@@ -836,9 +868,12 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
       .def("sweep", &Self::sweep, nb::arg("pages") = 256)
       .def("needs_sweep", [](const Self& self) { return self.index().needs_sweep(); })
       .def("instances", &Self::instances)
-      .def("view", [](Self& self, const std::string& name) { return self.view(name); }, nb::arg("instance"))
-      .def("pool_name", [](Self& self, const std::string& name, std::uint8_t tier) { return self.pool_name(name, tier); },
-           nb::arg("instance"), nb::arg("tier"))
+      .def(
+          "view", [](Self& self, const std::string& name) { return self.view(name); }, nb::arg("instance"))
+      .def(
+          "pool_name",
+          [](Self& self, const std::string& name, std::uint8_t tier) { return self.pool_name(name, tier); },
+          nb::arg("instance"), nb::arg("tier"))
       .def("claim_counts", &Self::claim_counts)
       .def("residency_count", [](const Self& self) { return self.index().residency_count(); })
       .def("block_count", [](const Self& self) { return self.index().block_count(); })

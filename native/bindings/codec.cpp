@@ -111,7 +111,8 @@ struct FrameClasses {
 
   StructClass<0> started{events, "InstanceStarted", {}};
   StructClass<6> created{events, "BlocksCreated", {{"namespace", "tier", "hashes", "slots", "parent", "start"}}};
-  StructClass<7> migrated{events, "BlocksMigrated", {{"namespace", "source", "target", "kept", "cause", "hashes", "slots"}}};
+  StructClass<7> migrated{
+      events, "BlocksMigrated", {{"namespace", "source", "target", "kept", "cause", "hashes", "slots"}}};
   StructClass<4> evicted{events, "BlocksEvicted", {{"namespace", "tier", "reason", "hashes"}}};
   StructClass<5> listed{events, "ResidenciesListed", {{"namespace", "tier", "snapshot", "hashes", "slots"}}};
   StructClass<3> snapshot_ended{events, "SnapshotEnded", {{"tier", "snapshot", "count"}}};
@@ -134,7 +135,7 @@ nb::object decode_started(const FrameClasses& classes, Bytes blob, std::uint64_t
   return classes.decode_started(copy_bytes(blob), at);
 }
 
-// -- Python → C++ ------------------------------------------------------------------------------------------------------
+// -- Python → C++ -----------------------------------------------------------------------------------------------------
 
 Event event_of(nb::handle event, const FrameClasses& classes, Keepers& keepers) {
   const auto bytes = [&](nb::object& value) { return kept_bytes(std::move(value), keepers); };
@@ -182,9 +183,8 @@ Event event_of(nb::handle event, const FrameClasses& classes, Keepers& keepers) 
   }
   if (classes.snapshot_ended.is_type_of(event)) {
     const auto [tier, snapshot, count] = classes.snapshot_ended.fields(event);
-    return SnapshotEnded{.tier = code<Tier>(tier),
-                      .snapshot = number<std::uint32_t>(snapshot),
-                      .count = number<std::uint32_t>(count)};
+    return SnapshotEnded{
+        .tier = code<Tier>(tier), .snapshot = number<std::uint32_t>(snapshot), .count = number<std::uint32_t>(count)};
   }
   if (classes.stopped.is_type_of(event)) {
     const auto [reason] = classes.stopped.fields(event);
@@ -225,7 +225,7 @@ nb::bytes encode(nb::handle frame, const FrameClasses& classes) {
   return data;
 }
 
-// -- C++ → Python ------------------------------------------------------------------------------------------------------
+// -- C++ → Python -----------------------------------------------------------------------------------------------------
 
 // Makes the Python events of one frame.
 class EventMaker {
@@ -236,13 +236,14 @@ class EventMaker {
 
   nb::object operator()(const BlocksCreated& event) {
     const nb::object parent = event.parent == kNoParent ? classes_.no_parent : copy_bytes(event.parent);
-    return classes_.created(id(event.namespace_id), classes_.tier(event.tier), copy_bytes(event.hashes), slots(event.slots),
-                            parent, nb::int_(event.start));
+    return classes_.created(id(event.namespace_id), classes_.tier(event.tier), copy_bytes(event.hashes),
+                            slots(event.slots), parent, nb::int_(event.start));
   }
 
   nb::object operator()(const BlocksMigrated& event) {
     const auto* const instance = std::get_if<std::string_view>(&event.source);
-    const nb::object source = instance != nullptr ? python_text(*instance) : classes_.tier(std::get<Tier>(event.source));
+    const nb::object source =
+        instance != nullptr ? python_text(*instance) : classes_.tier(std::get<Tier>(event.source));
     return classes_.migrated(id(event.namespace_id), source, classes_.tier(event.target), nb::bool_(event.kept),
                              classes_.migrate_cause(event.cause), copy_bytes(event.hashes), slots(event.slots));
   }

@@ -60,7 +60,8 @@ nb::object python_columns(FrameColumns columns, const nb::tuple& starts, const C
                                records_over(std::move(columns.events), classes.event_row),
                                rows_over(std::move(columns.hashes), {columns.blocks, kHashBytes}),
                                rows_over(std::move(columns.slots), {columns.blocks}),
-                               rows_over(std::move(namespaces), {namespace_count, kHashBytes}), nb::tuple(names), starts);
+                               rows_over(std::move(namespaces), {namespace_count, kHashBytes}), nb::tuple(names),
+                               starts);
 }
 
 nb::object decode(Bytes data, std::size_t at, std::optional<std::size_t> limit, const ColumnClasses& classes) {

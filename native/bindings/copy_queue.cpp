@@ -15,7 +15,9 @@ namespace {
 class Queue {
  public:
   explicit Queue(nb::object copies)
-      : copies_(std::move(copies)), table_(nb::cast<const Copies&>(copies_).table), queue_(table_, nb::cast<const Copies&>(copies_).copier) {}
+      : copies_(std::move(copies)),
+        table_(nb::cast<const Copies&>(copies_).table),
+        queue_(table_, nb::cast<const Copies&>(copies_).copier) {}
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;
   ~Queue() { close(); }
@@ -29,7 +31,8 @@ class Queue {
   void scatter(std::uint64_t id, Indexes slots, ConstRows rows, Indexes at) {
     checked(table_, slots, rows, at);
     // The queue has one kind of rows; it only reads those of a scatter.
-    const BlockRows<std::uint8_t> named{const_cast<std::uint8_t*>(rows.data()), static_cast<std::uint64_t>(rows.stride(0))};
+    const BlockRows<std::uint8_t> named{const_cast<std::uint8_t*>(rows.data()),
+                                        static_cast<std::uint64_t>(rows.stride(0))};
     add(id, {std::move(slots), std::move(at), named, rows, nullptr});
   }
 
@@ -63,17 +66,18 @@ class Queue {
 
  private:
   struct Named {
-    Indexes slots;                         // of the run
-    Indexes at;                            // of the run
-    BlockRows<std::uint8_t> rows;          // where they lie
-    std::variant<Rows, ConstRows> owner;   // keeps the rows
+    Indexes slots;                          // of the run
+    Indexes at;                             // of the run
+    BlockRows<std::uint8_t> rows;           // where they lie
+    std::variant<Rows, ConstRows> owner;    // keeps the rows
     std::unique_ptr<std::uint32_t[]> sums;  // of a gather
   };
 
   void add(std::uint64_t id, Named named) {
     const auto [at, is_new] = runs_.try_emplace(id, std::move(named));
     if (!is_new) {
-      throw Error(ErrorCode::kLayout, "run " + std::to_string(id) + " is under way already; give each a number of its own");
+      throw Error(ErrorCode::kLayout,
+                  "run " + std::to_string(id) + " is under way already; give each a number of its own");
     }
     const Named& kept = at->second;
     try {
@@ -84,16 +88,17 @@ class Queue {
     }
   }
 
-  nb::object copies_;                            // keeps the table and the copier
-  const SegmentTable& table_;                    // of copies_
+  nb::object copies_;                              // keeps the table and the copier
+  const SegmentTable& table_;                      // of copies_
   std::unordered_map<std::uint64_t, Named> runs_;  // not collected yet
-  CopyQueue queue_;                              // ends before what its runs name
+  CopyQueue queue_;                                // ends before what its runs name
 };
 
 }  // namespace
 
 void bind_copy_queue(nb::module_& module, const SharedErrors& errors) {
-  nb::class_<Queue>(module, "CopyQueue", "Runs of blocks copied in a thread of its own; native implementation of ThreadedQueue.")
+  nb::class_<Queue>(module, "CopyQueue",
+                    "Runs of blocks copied in a thread of its own; native implementation of ThreadedQueue.")
       .def(
           "__init__",
           [](Queue* self, nb::object copies) {

@@ -23,7 +23,8 @@ class Ring {
  public:
   Ring(const Indexes& addresses, const Indexes& strides, const Indexes& sizes, std::uint64_t slots, nb::object copier,
        const RingOptions& options, const std::string& library)
-      : copier_(std::move(copier)), table_(segments_of(addresses, strides, sizes), slots),
+      : copier_(std::move(copier)),
+        table_(segments_of(addresses, strides, sizes), slots),
         driver_(cuda_driver(library)),
         ring_(std::make_unique<DeviceRing>(driver_, segments_of(addresses, strides, sizes), slots, options)) {}
 
@@ -38,18 +39,20 @@ class Ring {
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  void gather(Indexes slots, Rows rows, std::optional<Indexes> at, const Handles& events, const Handles& streams, bool wants_sums) {
+  void gather(Indexes slots, Rows rows, std::optional<Indexes> at, const Handles& events, const Handles& streams,
+              bool wants_sums) {
     look_at(slots, rows, at);
     const std::size_t count = wants_sums ? slots.shape(0) : 0;
     auto sums = wants_sums ? std::make_unique<std::uint32_t[]>(count) : nullptr;
     const auto [after_events, after_streams] = std::pair(named(events), named(streams));
-    ring_->gather(span_of(slots), block_rows<std::uint8_t>(rows), rows_of(at), {after_events, after_streams}, {sums.get(), count},
-                 &nb::cast<RowCopier&>(copier_));
+    ring_->gather(span_of(slots), block_rows<std::uint8_t>(rows), rows_of(at), {after_events, after_streams},
+                  {sums.get(), count}, &nb::cast<RowCopier&>(copier_));
     keep(std::move(slots), std::move(rows), std::move(at));
     sums_ = std::move(sums);
   }
 
-  void scatter(Indexes slots, ConstRows rows, std::optional<Indexes> at, const Handles& events, const Handles& streams) {
+  void scatter(Indexes slots, ConstRows rows, std::optional<Indexes> at, const Handles& events,
+               const Handles& streams) {
     look_at(slots, rows, at);
     const auto [after_events, after_streams] = std::pair(named(events), named(streams));
     ring_->scatter(span_of(slots), block_rows<const std::uint8_t>(rows), rows_of(at), {after_events, after_streams});
@@ -115,7 +118,8 @@ class Ring {
     }
     std::vector<Segment> segments;
     for (std::size_t index = 0; index < count; ++index) {
-      segments.push_back({static_cast<std::uint64_t>(addresses.data()[index]), static_cast<std::uint64_t>(strides.data()[index]),
+      segments.push_back({static_cast<std::uint64_t>(addresses.data()[index]),
+                          static_cast<std::uint64_t>(strides.data()[index]),
                           static_cast<std::uint64_t>(sizes.data()[index])});
     }
     return segments;
@@ -141,13 +145,16 @@ class Ring {
     }
     check_below(span_of(slots), table_.slots(), "slot");
     const auto row_bytes = static_cast<std::int64_t>(rows.shape(1));
-    if ((row_bytes > 1 && rows.shape(0) > 0 && rows.stride(1) != 1) || (rows.shape(0) > 1 && rows.stride(0) < row_bytes)) {
+    if ((row_bytes > 1 && rows.shape(0) > 0 && rows.stride(1) != 1) ||
+        (rows.shape(0) > 1 && rows.stride(0) < row_bytes)) {
       throw Error(ErrorCode::kLayout, "rows lie " + std::to_string(rows.stride(0)) + " bytes apart, their bytes " +
-                                          std::to_string(rows.stride(1)) + "; the bytes of a row must lie side by side, and in no other row");
+                                          std::to_string(rows.stride(1)) +
+                                          "; the bytes of a row must lie side by side, and in no other row");
     }
     if (rows.shape(1) != table_.block_bytes() || rows.shape(0) < slots.shape(0)) {
-      throw Error(ErrorCode::kLayout, std::to_string(slots.shape(0)) + " slots of " + std::to_string(table_.block_bytes()) +
-                                          " bytes come with " + std::to_string(rows.shape(0)) + " rows of " + std::to_string(rows.shape(1)));
+      throw Error(ErrorCode::kLayout, std::to_string(slots.shape(0)) + " slots of " +
+                                          std::to_string(table_.block_bytes()) + " bytes come with " +
+                                          std::to_string(rows.shape(0)) + " rows of " + std::to_string(rows.shape(1)));
     }
   }
 
@@ -166,25 +173,27 @@ class Ring {
     }
   }
 
-  nb::object copier_;                                // computes checksums
-  SegmentTable table_;                               // what calls are held to
-  const CudaDriver& driver_;                         // never unloaded
-  std::optional<Indexes> slots_;                     // of the run under way
+  nb::object copier_;                                  // computes checksums
+  SegmentTable table_;                                 // what calls are held to
+  const CudaDriver& driver_;                           // never unloaded
+  std::optional<Indexes> slots_;                       // of the run under way
   std::optional<std::variant<Rows, ConstRows>> rows_;  // likewise
-  std::optional<Indexes> at_;                        // likewise
-  std::unique_ptr<std::uint32_t[]> sums_;            // of the last gather
-  std::size_t count_ = 0;                            // of its blocks
-  std::unique_ptr<DeviceRing> ring_;                 // ends before what its run names
+  std::optional<Indexes> at_;                          // likewise
+  std::unique_ptr<std::uint32_t[]> sums_;              // of the last gather
+  std::size_t count_ = 0;                              // of its blocks
+  std::unique_ptr<DeviceRing> ring_;                   // ends before what its run names
 };
 
 }  // namespace
 
 void bind_device_ring(nb::module_& module, const SharedErrors& errors) {
-  nb::class_<Ring>(module, "DeviceRing", "Runs of blocks between a GPU and pinned rows; as `kvbm.pools.hbm.rings.Ring`.")
+  nb::class_<Ring>(module, "DeviceRing",
+                   "Runs of blocks between a GPU and pinned rows; as `kvbm.pools.hbm.rings.Ring`.")
       .def(
           "__init__",
-          [errors](Ring* self, const Indexes& addresses, const Indexes& strides, const Indexes& sizes, std::uint64_t slots, nb::object copier,
-                   int device, std::uint64_t ring_bytes, std::uint64_t lot_bytes, unsigned programs, const std::string& library) {
+          [errors](Ring* self, const Indexes& addresses, const Indexes& strides, const Indexes& sizes,
+                   std::uint64_t slots, nb::object copier, int device, std::uint64_t ring_bytes,
+                   std::uint64_t lot_bytes, unsigned programs, const std::string& library) {
             if (!nb::isinstance<RowCopier>(copier)) {
               throw nb::type_error("a ring computes checksums with a RowCopier");
             }
@@ -193,23 +202,28 @@ void bind_device_ring(nb::module_& module, const SharedErrors& errors) {
               new (self) Ring(addresses, strides, sizes, slots, std::move(copier), options, library);
             });
           },
-          nb::arg("addresses").noconvert(), nb::arg("strides").noconvert(), nb::arg("sizes").noconvert(), nb::arg("slots"),
-          nb::arg("copier"), nb::arg("device"), nb::arg("ring_bytes") = RingOptions{}.ring_bytes,
+          nb::arg("addresses").noconvert(), nb::arg("strides").noconvert(), nb::arg("sizes").noconvert(),
+          nb::arg("slots"), nb::arg("copier"), nb::arg("device"), nb::arg("ring_bytes") = RingOptions{}.ring_bytes,
           nb::arg("lot_bytes") = RingOptions{}.lot_bytes, nb::arg("programs") = 0U, nb::arg("library") = "libcuda.so.1")
       .def(
           "gather",
-          [errors](Ring& self, Indexes slots, Rows rows, std::optional<Indexes> at, const Handles& events, const Handles& streams,
-                   bool wants_sums) {
-            translated(errors, [&] { self.gather(std::move(slots), std::move(rows), std::move(at), events, streams, wants_sums); });
+          [errors](Ring& self, Indexes slots, Rows rows, std::optional<Indexes> at, const Handles& events,
+                   const Handles& streams, bool wants_sums) {
+            translated(errors, [&] {
+              self.gather(std::move(slots), std::move(rows), std::move(at), events, streams, wants_sums);
+            });
           },
-          nb::arg("slots").noconvert(), nb::arg("rows").noconvert(), nb::arg("at").none().noconvert(), nb::arg("events"), nb::arg("streams"),
-          nb::arg("wants_sums") = true)
+          nb::arg("slots").noconvert(), nb::arg("rows").noconvert(), nb::arg("at").none().noconvert(),
+          nb::arg("events"), nb::arg("streams"), nb::arg("wants_sums") = true)
       .def(
           "scatter",
-          [errors](Ring& self, Indexes slots, ConstRows rows, std::optional<Indexes> at, const Handles& events, const Handles& streams) {
-            translated(errors, [&] { self.scatter(std::move(slots), std::move(rows), std::move(at), events, streams); });
+          [errors](Ring& self, Indexes slots, ConstRows rows, std::optional<Indexes> at, const Handles& events,
+                   const Handles& streams) {
+            translated(errors,
+                       [&] { self.scatter(std::move(slots), std::move(rows), std::move(at), events, streams); });
           },
-          nb::arg("slots").noconvert(), nb::arg("rows").noconvert(), nb::arg("at").none().noconvert(), nb::arg("events"), nb::arg("streams"))
+          nb::arg("slots").noconvert(), nb::arg("rows").noconvert(), nb::arg("at").none().noconvert(),
+          nb::arg("events"), nb::arg("streams"))
       .def("advance", &Ring::advance, nb::arg("timeout_s"))
       .def("checksums", &Ring::checksums)
       .def("settle", &Ring::settle)

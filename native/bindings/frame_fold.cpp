@@ -177,18 +177,24 @@ void bind_frame_fold(nb::module_& module, const SharedErrors& errors) {
             return translated(errors, [&] { return evolve_frame(fold, data, at, first, *classes, *errors); });
           },
           nb::arg("data"), nb::arg("at") = 0, nb::arg("first") = 0)
-      .def("count",
-           [](const FrameFold& fold, nb::handle tier) {
-             return tier.is_none() ? fold.count() : fold.count(tier_of(tier));
-           },
-           nb::arg("tier").none() = nb::none())
-      .def("blocks", [classes](const FrameFold& fold, nb::handle tier) { return blocks(fold, tier_of(tier), *classes); },
-           nb::arg("tier"))
-      .def("tier_digest", [](const FrameFold& fold, nb::handle tier) { return fold.tier_digest(tier_of(tier)); },
-           nb::arg("tier"))
-      .def("is_whole", [](const FrameFold& fold, nb::handle tier) { return fold.is_whole(tier_of(tier)); }, nb::arg("tier"))
-      .def("is_cluster", [](const FrameFold& fold, nb::handle tier) { return fold.is_cluster(tier_of(tier)); },
-           nb::arg("tier"))
+      .def(
+          "count",
+          [](const FrameFold& fold, nb::handle tier) {
+            return tier.is_none() ? fold.count() : fold.count(tier_of(tier));
+          },
+          nb::arg("tier").none() = nb::none())
+      .def(
+          "blocks", [classes](const FrameFold& fold, nb::handle tier) { return blocks(fold, tier_of(tier), *classes); },
+          nb::arg("tier"))
+      .def(
+          "tier_digest", [](const FrameFold& fold, nb::handle tier) { return fold.tier_digest(tier_of(tier)); },
+          nb::arg("tier"))
+      .def(
+          "is_whole", [](const FrameFold& fold, nb::handle tier) { return fold.is_whole(tier_of(tier)); },
+          nb::arg("tier"))
+      .def(
+          "is_cluster", [](const FrameFold& fold, nb::handle tier) { return fold.is_cluster(tier_of(tier)); },
+          nb::arg("tier"))
       .def("miss_events", [](FrameFold& fold) { fold.miss_events(); })
       .def(
           "begin_blind",

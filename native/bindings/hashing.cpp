@@ -105,7 +105,8 @@ nb::bytes hash_sequence(const Tokens& tokens, std::int64_t given_block_tokens, c
   return hashes;
 }
 
-nb::list hash_batch(nb::sequence prompts, std::int64_t given_block_tokens, nb::handle roots, const nb::object& token_column) {
+nb::list hash_batch(nb::sequence prompts, std::int64_t given_block_tokens, nb::handle roots,
+                    const nb::object& token_column) {
   const std::size_t prompt_count = nb::len(prompts);
   std::vector<Tokens> tokens;
   tokens.reserve(prompt_count);
@@ -163,8 +164,8 @@ Bytes digest_of(PyObject* items, bool is_list, std::size_t index) {
   return *bytes;
 }
 
-// Derives the hashes of a list where it lies, a few digests at a time. False, with nothing of use in `out`, when they have so many
-// bytes that the GIL is better released.
+// Derives the hashes of a list where it lies, a few digests at a time. False, with nothing of use in `out`, when they
+// have so many bytes that the GIL is better released.
 bool derive_in_place(const SequenceHash& root, PyObject* list, std::size_t count, std::span<std::uint8_t> out) {
   constexpr std::size_t kAtOnce = 64;
   std::array<Bytes, kAtOnce> views;
@@ -223,7 +224,8 @@ void bind_hashing(nb::module_& module, const SharedErrors& errors) {
   const nb::object token_column = nb::module_::import_("kvbm.core.hashing").attr("token_column");
   module.def(
       "sequence_hashes",
-      [errors, token_column](nb::handle tokens, std::int64_t block_tokens, const nb::bytes& root, nb::handle extra_keys) {
+      [errors, token_column](nb::handle tokens, std::int64_t block_tokens, const nb::bytes& root,
+                             nb::handle extra_keys) {
         return translated(errors, [&] {
           return hash_sequence(Tokens(tokens, token_column), block_tokens, root, ExtraKeys(extra_keys));
         });
@@ -235,7 +237,8 @@ void bind_hashing(nb::module_& module, const SharedErrors& errors) {
       [errors](nb::handle root, nb::handle digests) {
         return translated(errors, [&] { return hash_derived(root, digests); });
       },
-      nb::arg("root").none(), nb::arg("digests"), "The first 16 bytes of SHA-256(root, digest) for each digest, packed.");
+      nb::arg("root").none(), nb::arg("digests"),
+      "The first 16 bytes of SHA-256(root, digest) for each digest, packed.");
   module.def(
       "sequence_hashes_batch",
       [errors, token_column](nb::sequence prompts, std::int64_t block_tokens, nb::handle roots) {

@@ -13,13 +13,15 @@ std::span<const std::uint32_t> ids_of(nb::handle ids, std::size_t blocks, std::v
   PyObject* const items = ids.ptr();
   const bool is_list = PyList_Check(items) != 0;
   if (!is_list && !PyTuple_Check(items)) {
-    throw Error(ErrorCode::kLayout, words("block ids are ", nb::str(ids.type().attr("__name__")).c_str(), "; give a list or tuple"));
+    throw Error(ErrorCode::kLayout,
+                words("block ids are ", nb::str(ids.type().attr("__name__")).c_str(), "; give a list or tuple"));
   }
   room.resize(static_cast<std::size_t>(length_of(items, is_list)));
   for (std::size_t at = 0; at < room.size(); ++at) {
     room[at] = number<std::uint32_t>(item_of(items, is_list, static_cast<Py_ssize_t>(at)));
     if (room[at] >= blocks) {
-      throw Error(ErrorCode::kLayout, "block " + std::to_string(room[at]) + " of an HBM of " + std::to_string(blocks) + " blocks");
+      throw Error(ErrorCode::kLayout,
+                  "block " + std::to_string(room[at]) + " of an HBM of " + std::to_string(blocks) + " blocks");
     }
   }
   return room;
@@ -45,7 +47,10 @@ void bind_last_touches(nb::module_& module, const SharedErrors& errors) {
       .def(nb::init<std::size_t>(), nb::arg("blocks"))
       .def_prop_ro("step", &LastTouches::step)
       .def(
-          "plan", [errors](LastTouches& self, nb::handle taken) { return translated(errors, [&] { return plan(self, taken); }); },
+          "plan",
+          [errors](LastTouches& self, nb::handle taken) {
+            return translated(errors, [&] { return plan(self, taken); });
+          },
           nb::arg("taken"))
       .def(
           "leave",

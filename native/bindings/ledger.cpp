@@ -56,7 +56,7 @@ struct LedgerClasses {
 
 using SharedLedgerClasses = std::shared_ptr<const LedgerClasses>;
 
-// -- Python → C++ ------------------------------------------------------------------------------------------------------
+// -- Python → C++ -----------------------------------------------------------------------------------------------------
 
 // The bytes of an argument that must be bytes: they cannot change while a command reads them.
 Bytes run_of(nb::handle run) {
@@ -70,8 +70,8 @@ Bytes run_of(nb::handle run) {
 std::array<std::uint8_t, kHashBytes> sixteen_of(nb::handle value, const char* what) {
   const Bytes bytes = run_of(value);
   if (bytes.size() != kHashBytes) {
-    throw Error(ErrorCode::kLayout,
-                std::string(what) + " of " + std::to_string(bytes.size()) + " bytes, not " + std::to_string(kHashBytes));
+    throw Error(ErrorCode::kLayout, std::string(what) + " of " + std::to_string(bytes.size()) + " bytes, not " +
+                                        std::to_string(kHashBytes));
   }
   std::array<std::uint8_t, kHashBytes> id;
   std::copy_n(bytes.begin(), kHashBytes, id.begin());
@@ -139,7 +139,7 @@ std::vector<Recovered> recovered_of(nb::handle entries) {
   return recovered;
 }
 
-// -- C++ → Python ------------------------------------------------------------------------------------------------------
+// -- C++ → Python -----------------------------------------------------------------------------------------------------
 
 nb::bytes packed(std::span<const std::uint32_t> slots) { return nb::bytes(slots.data(), slots.size_bytes()); }
 
@@ -162,14 +162,13 @@ class PythonLedger {
   }
 
  public:
-  PythonLedger(nb::handle pools, std::string_view eviction, std::size_t event_bytes, nb::handle shares, SharedErrors errors,
-               SharedLedgerClasses classes)
+  PythonLedger(nb::handle pools, std::string_view eviction, std::size_t event_bytes, nb::handle shares,
+               SharedErrors errors, SharedLedgerClasses classes)
       : errors_(std::move(errors)),
         classes_(std::move(classes)),
         pools_(nb::borrow(pools)),
-        ledger_(bindings::translated(errors_, [&] {
-          return Ledger(pools_of(pools_, *classes_), eviction, event_bytes, shares_of(shares));
-        })) {}
+        ledger_(bindings::translated(
+            errors_, [&] { return Ledger(pools_of(pools_, *classes_), eviction, event_bytes, shares_of(shares)); })) {}
 
   Ledger& ledger() noexcept { return ledger_; }
   const nb::tuple& pools() const { return pools_; }
@@ -302,9 +301,7 @@ class PythonLedger {
   }
 
   void forget(nb::handle tier, nb::handle namespace_id, nb::handle hashes, nb::handle reason) {
-    translated([&] {
-      ledger_.forget(tier_of(tier), namespace_of(namespace_id), run_of(hashes), reason_of(reason));
-    });
+    translated([&] { ledger_.forget(tier_of(tier), namespace_of(namespace_id), run_of(hashes), reason_of(reason)); });
   }
 
   void claim(nb::handle tier, nb::handle namespace_id, nb::handle hashes, nb::handle finder) {
@@ -331,7 +328,8 @@ class PythonLedger {
 
   nb::object begin_copy(nb::handle namespace_id, nb::handle source, nb::handle target, nb::handle hashes) {
     return translated([&]() -> nb::object {
-      const auto begun = ledger_.begin_copy(namespace_of(namespace_id), source_of(source), tier_of(target), run_of(hashes));
+      const auto begun =
+          ledger_.begin_copy(namespace_of(namespace_id), source_of(source), tier_of(target), run_of(hashes));
       if (!begun) {
         return nb::none();
       }
@@ -394,9 +392,9 @@ class PythonLedger {
       for (const Share& share : ledger_.shares()) {
         const ShareCounts counts = ledger_.share_counts(wanted, at++);
         const std::uint32_t quota = share.quota[static_cast<std::size_t>(wanted)];
-        counted.append(classes_->share_counts(nb::str(share.tenant.data(), share.tenant.size()), nb::int_(share.weight),
-                                              nb::int_(counts.held), nb::int_(counts.evictable),
-                                              quota == kNoQuota ? nb::object(nb::none()) : nb::object(nb::int_(quota))));
+        counted.append(classes_->share_counts(
+            nb::str(share.tenant.data(), share.tenant.size()), nb::int_(share.weight), nb::int_(counts.held),
+            nb::int_(counts.evictable), quota == kNoQuota ? nb::object(nb::none()) : nb::object(nb::int_(quota))));
       }
       return counted;
     });
@@ -405,9 +403,9 @@ class PythonLedger {
  private:
   // What `start` was given for the InstanceStarted of its epoch, and of each later one.
   struct StartedWith {
-    nb::tuple namespaces;             // known at the start
-    nb::tuple topology;               // where the instance stands
-    nb::object engine = nb::str("");  // who embeds it
+    nb::tuple namespaces;              // known at the start
+    nb::tuple topology;                // where the instance stands
+    nb::object engine = nb::str("");   // who embeds it
     nb::object version = nb::str("");  // kvbm's
   };
 
@@ -438,7 +436,8 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
   const nb::tuple none;
   const nb::object hbm = classes->tier(Tier::kHbm);
   const nb::object nvme = classes->tier(Tier::kNvme);
-  nb::class_<PythonLedger>(module, "Ledger", "The ledger of one instance, as kvbm.reference.ledger.Ledger specifies it.")
+  nb::class_<PythonLedger>(module, "Ledger",
+                           "The ledger of one instance, as kvbm.reference.ledger.Ledger specifies it.")
       .def(
           "__init__",
           [errors, classes](PythonLedger* self, nb::handle pools, std::string_view eviction, std::size_t event_bytes,
@@ -461,7 +460,8 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("match", &PythonLedger::match, nb::arg("hashes"), nb::arg("pinned") = false, nb::arg("hottest") = hbm,
            nb::arg("namespace") = nb::none())
       .def("lend", &PythonLedger::lend, nb::arg("namespace"), nb::arg("hashes"), nb::arg("coldest") = nvme)
-      .def("holders", &PythonLedger::holders, nb::arg("hashes"), nb::arg("hottest") = hbm, nb::arg("namespace") = nb::none())
+      .def("holders", &PythonLedger::holders, nb::arg("hashes"), nb::arg("hottest") = hbm,
+           nb::arg("namespace") = nb::none())
       .def("holds", &PythonLedger::holds, nb::arg("tier"), nb::arg("block"), nb::arg("namespace") = nb::none())
       .def("lacking", &PythonLedger::lacking, nb::arg("tier"), nb::arg("hashes"))
       .def("held", &PythonLedger::held, nb::arg("tier"))

@@ -14,9 +14,8 @@ namespace {
 constexpr double kLongestS = 1e6;  // longer is for ever
 
 struct LockObject {
-  PyObject_HEAD
-  LedgerLock lock;       // what it is about
-  unsigned long holder;  // thread that has it, 0 for none; the GIL guards it
+  PyObject_HEAD LedgerLock lock;  // what it is about
+  unsigned long holder;           // thread that has it, 0 for none; the GIL guards it
 };
 
 PyTypeObject* lock_type = nullptr;  // made once, at import; it lives as long as the process
@@ -51,7 +50,8 @@ int take(LockObject* self, double timeout_s) {
   const unsigned long me = PyThread_get_thread_ident();
   if (!self->lock.try_lock()) {
     if (self->holder == me) {
-      PyErr_SetString(PyExc_RuntimeError, "this thread has the ledger's lock already; it would wait for itself for ever");
+      PyErr_SetString(PyExc_RuntimeError,
+                      "this thread has the ledger's lock already; it would wait for itself for ever");
       return -1;
     }
     if (timeout_s == 0) {
@@ -85,7 +85,8 @@ PyObject* lock_acquire(PyObject* self, PyObject* arguments, PyObject* named) {
   static const char* const names[] = {"blocking", "timeout", nullptr};
   int blocking = 1;
   double timeout_s = -1;
-  if (PyArg_ParseTupleAndKeywords(arguments, named, "|pd:acquire", const_cast<char**>(names), &blocking, &timeout_s) == 0) {
+  if (PyArg_ParseTupleAndKeywords(arguments, named, "|pd:acquire", const_cast<char**>(names), &blocking, &timeout_s) ==
+      0) {
     return nullptr;
   }
   if (std::isnan(timeout_s) || (timeout_s < 0 && timeout_s != -1)) {

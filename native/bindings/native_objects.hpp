@@ -1,5 +1,5 @@
-// What Python objects of kvbm._native are in the core, for those that work with them without the GIL. GIL held; each lives as long as its
-// object. Throws a Python TypeError: the object is another.
+// What Python objects of kvbm._native are in the core, for those that work with them without the GIL. GIL held; each
+// lives as long as its object. Throws a Python TypeError: the object is another.
 #pragma once
 
 #include <memory>

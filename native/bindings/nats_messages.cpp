@@ -84,8 +84,9 @@ class PythonNatsMessages {
           end_run();
           if (!extend(run, scan.message())) {
             const NatsMessage& message = scan.message();
-            items.append(nb::make_tuple(message.subscription, python_bytes(message.subject), python_bytes(message.reply),
-                                        python_bytes(message.headers), python_bytes(message.payload)));
+            items.append(nb::make_tuple(message.subscription, python_bytes(message.subject),
+                                        python_bytes(message.reply), python_bytes(message.headers),
+                                        python_bytes(message.payload)));
           }
         }
         continue;
@@ -134,7 +135,8 @@ class PythonNatsMessages {
 
 void bind_nats_messages(nb::module_& module) {
   using Self = PythonNatsMessages;
-  nb::class_<Self>(module, "NatsMessages", "What a NATS server sends, taken apart. As kvbm.streams.nats.messages.ReadableMessages.")
+  nb::class_<Self>(module, "NatsMessages",
+                   "What a NATS server sends, taken apart. As kvbm.streams.nats.messages.ReadableMessages.")
       .def(nb::init<>())
       .def("watch", &Self::watch, nb::arg("subscription"))
       .def("forget", &Self::forget, nb::arg("subscription"))

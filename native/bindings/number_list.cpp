@@ -30,8 +30,9 @@ nb::tuple read(nb::handle text, std::size_t at, const Numbers& into) {
 }  // namespace
 
 void bind_number_list(nb::module_& module) {
-  module.def("read_number_list", &read, nb::arg("text"), nb::arg("at"), nb::arg("into").noconvert(),
-             "Reads numbers of a JSON list into a u32 array, as far as they are plain: how many, and where it stopped.");
+  module.def(
+      "read_number_list", &read, nb::arg("text"), nb::arg("at"), nb::arg("into").noconvert(),
+      "Reads numbers of a JSON list into a u32 array, as far as they are plain: how many, and where it stopped.");
 }
 
 }  // namespace kvbm::bindings

@@ -32,8 +32,9 @@ NamespaceId namespace_id_of(const nb::bytes& value) { return sixteen(value, "a n
 // A LendingServer with what it lends from, which it keeps: for good where one of its threads does not end.
 class PythonLendingServer {
  public:
-  PythonLendingServer(const SharedErrors& errors, nb::handle ledger, nb::handle lock, const Rows& rows, const Sums& checksums, int fd,
-                      std::uint64_t mapped_bytes, nb::handle nvme, LendingOptions options)
+  PythonLendingServer(const SharedErrors& errors, nb::handle ledger, nb::handle lock, const Rows& rows,
+                      const Sums& checksums, int fd, std::uint64_t mapped_bytes, nb::handle nvme,
+                      LendingOptions options)
       : errors_(errors), kept_(nb::make_tuple(ledger, lock, rows, checksums, nvme)) {
     Ledger& lent = ledger_of(ledger);
     LedgerLock& shared = ledger_lock_of(lock);
@@ -96,7 +97,8 @@ class PythonLendingServer {
     }
     nb::list taken;
     for (const CorruptBlock& block : blocks) {
-      taken.append(nb::make_tuple(copy_bytes(block.namespace_id), nb::int_(static_cast<int>(block.tier)), copy_bytes(block.hash)));
+      taken.append(nb::make_tuple(copy_bytes(block.namespace_id), nb::int_(static_cast<int>(block.tier)),
+                                  copy_bytes(block.hash)));
     }
     return taken;
   }
@@ -172,13 +174,15 @@ class PythonLendingServer {
 
 void bind_peer_server(nb::module_& module, const SharedErrors& errors) {
   const LendingOptions usual;
-  nb::class_<PythonLendingServer>(module, "LendingServer", "Lends blocks of HOST and NVME to other instances, in threads of its own.")
+  nb::class_<PythonLendingServer>(module, "LendingServer",
+                                  "Lends blocks of HOST and NVME to other instances, in threads of its own.")
       .def(
           "__init__",
-          [errors](PythonLendingServer* self, nb::handle ledger, nb::handle lock, const Rows& rows, const Sums& checksums, int fd,
-                   std::uint64_t mapped_bytes, nb::handle nvme, std::string instance, std::string unix_path, std::string tcp_host,
-                   std::uint16_t tcp_port, const nb::bytes& key, std::uint32_t most_connections, std::size_t most_blocks,
-                   std::uint32_t most_lease_ms, std::uint32_t most_send_ms, std::uint32_t handshake_ms, std::uint32_t retry_ms,
+          [errors](PythonLendingServer* self, nb::handle ledger, nb::handle lock, const Rows& rows,
+                   const Sums& checksums, int fd, std::uint64_t mapped_bytes, nb::handle nvme, std::string instance,
+                   std::string unix_path, std::string tcp_host, std::uint16_t tcp_port, const nb::bytes& key,
+                   std::uint32_t most_connections, std::size_t most_blocks, std::uint32_t most_lease_ms,
+                   std::uint32_t most_send_ms, std::uint32_t handshake_ms, std::uint32_t retry_ms,
                    std::size_t lane_bytes, nb::handle tls) {
             const Bytes secret = view_of(key);
             LendingOptions options;
@@ -195,11 +199,13 @@ void bind_peer_server(nb::module_& module, const SharedErrors& errors) {
             options.retry_ms = retry_ms;
             options.lane_bytes = lane_bytes;
             options.tls = peer_tls_of(tls);
-            new (self) PythonLendingServer(errors, ledger, lock, rows, checksums, fd, mapped_bytes, nvme, std::move(options));
+            new (self)
+                PythonLendingServer(errors, ledger, lock, rows, checksums, fd, mapped_bytes, nvme, std::move(options));
           },
-          nb::arg("ledger"), nb::arg("lock"), nb::arg("rows").noconvert(), nb::arg("checksums").noconvert(), nb::arg("fd"),
-          nb::arg("mapped_bytes"), nb::arg("nvme").none(), nb::arg("instance"), nb::arg("unix_path") = "", nb::arg("tcp_host") = "",
-          nb::arg("tcp_port") = 0, nb::arg("key") = nb::bytes("", 0), nb::arg("most_connections") = usual.most_connections,
+          nb::arg("ledger"), nb::arg("lock"), nb::arg("rows").noconvert(), nb::arg("checksums").noconvert(),
+          nb::arg("fd"), nb::arg("mapped_bytes"), nb::arg("nvme").none(), nb::arg("instance"),
+          nb::arg("unix_path") = "", nb::arg("tcp_host") = "", nb::arg("tcp_port") = 0,
+          nb::arg("key") = nb::bytes("", 0), nb::arg("most_connections") = usual.most_connections,
           nb::arg("most_blocks") = usual.most_blocks, nb::arg("most_lease_ms") = usual.most_lease_ms,
           nb::arg("most_send_ms") = usual.most_send_ms, nb::arg("handshake_ms") = usual.handshake_ms,
           nb::arg("retry_ms") = usual.retry_ms, nb::arg("lane_bytes") = usual.lane_bytes,

@@ -28,7 +28,8 @@ std::shared_ptr<PeerTls> peer_tls_of(nb::handle object) {
 
 void bind_peer_tls(nb::module_& module, const SharedErrors& errors) {
   const TlsOptions usual;
-  nb::class_<PythonPeerTls>(module, "PeerTls", "An instance's certificate and whom it trusts. As kvbm.transport.native.PeerTls.")
+  nb::class_<PythonPeerTls>(module, "PeerTls",
+                            "An instance's certificate and whom it trusts. As kvbm.transport.native.PeerTls.")
       .def(
           "__init__",
           [errors](PythonPeerTls* self, std::string cert, std::string key, std::string ca, std::string library) {

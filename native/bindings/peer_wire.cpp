@@ -15,7 +15,8 @@ nb::str python_text(std::string_view text) { return nb::str(text.data(), text.si
 // The fields of a message, as those of its class in kvbm.transport.wire.
 struct Fields {
   nb::tuple operator()(const PeerHello& hello) const {
-    return nb::make_tuple(copy_bytes(hello.nonce), hello.epoch, hello.transports, hello.flags, python_text(hello.instance));
+    return nb::make_tuple(copy_bytes(hello.nonce), hello.epoch, hello.transports, hello.flags,
+                          python_text(hello.instance));
   }
   nb::tuple operator()(const PeerProve& prove) const { return nb::make_tuple(copy_bytes(prove.proof)); }
   nb::tuple operator()(const PeerOpen& open) const {
@@ -26,7 +27,8 @@ struct Fields {
   }
   nb::tuple operator()(const PeerArena& arena) const { return nb::make_tuple(arena.bytes, arena.slots, arena.stride); }
   nb::tuple operator()(const PeerAsk& ask) const {
-    return nb::make_tuple(ask.request, ask.handle, static_cast<unsigned>(ask.transport), ask.time_left_ms, copy_bytes(ask.hashes));
+    return nb::make_tuple(ask.request, ask.handle, static_cast<unsigned>(ask.transport), ask.time_left_ms,
+                          copy_bytes(ask.hashes));
   }
   nb::tuple operator()(const PeerGrant& grant) const {
     return nb::make_tuple(grant.request, grant.lease, grant.lease_ms, copy_bytes(grant.tiers), copy_bytes(grant.slots),
@@ -36,7 +38,9 @@ struct Fields {
   nb::tuple operator()(const PeerGone& gone) const {
     return nb::make_tuple(gone.request, static_cast<unsigned>(gone.reason));
   }
-  nb::tuple operator()(const PeerEnd& end) const { return nb::make_tuple(end.lease, end.handle, copy_bytes(end.hashes)); }
+  nb::tuple operator()(const PeerEnd& end) const {
+    return nb::make_tuple(end.lease, end.handle, copy_bytes(end.hashes));
+  }
   nb::tuple operator()(const PeerBye& bye) const { return nb::make_tuple(python_text(bye.words)); }
 };
 
@@ -48,7 +52,8 @@ class Given {
   PeerMessage message(PeerKind kind) {
     switch (kind) {
       case PeerKind::kHello:
-        return PeerHello{array<PeerNonce>(0), whole<std::uint64_t>(1), whole<std::uint8_t>(2), whole<std::uint8_t>(3), text(4)};
+        return PeerHello{array<PeerNonce>(0), whole<std::uint64_t>(1), whole<std::uint8_t>(2), whole<std::uint8_t>(3),
+                         text(4)};
       case PeerKind::kProve:
         return PeerProve{array<PeerProof>(0)};
       case PeerKind::kOpen:
@@ -58,10 +63,11 @@ class Given {
       case PeerKind::kArena:
         return PeerArena{whole<std::uint64_t>(0), whole<std::uint32_t>(1), whole<std::uint64_t>(2)};
       case PeerKind::kAsk:
-        return PeerAsk{whole<std::uint32_t>(0), whole<std::uint32_t>(1), PeerTransport{whole<std::uint8_t>(2)}, whole<std::uint32_t>(3),
-                       bytes(4)};
+        return PeerAsk{whole<std::uint32_t>(0), whole<std::uint32_t>(1), PeerTransport{whole<std::uint8_t>(2)},
+                       whole<std::uint32_t>(3), bytes(4)};
       case PeerKind::kGrant:
-        return PeerGrant{whole<std::uint32_t>(0), whole<std::uint64_t>(1), whole<std::uint32_t>(2), bytes(3), bytes(4), bytes(5)};
+        return PeerGrant{
+            whole<std::uint32_t>(0), whole<std::uint64_t>(1), whole<std::uint32_t>(2), bytes(3), bytes(4), bytes(5)};
       case PeerKind::kBusy:
         return PeerBusy{whole<std::uint32_t>(0), whole<std::uint32_t>(1)};
       case PeerKind::kGone:
@@ -143,17 +149,22 @@ PeerNonce nonce_of(const nb::bytes& given) {
 
 void bind_peer_wire(nb::module_& module, const SharedErrors& errors) {
   module.def(
-      "decode_peer_message", [errors](const nb::bytes& data) { return translated(errors, [&] { return decode(data); }); },
-      nb::arg("data"), "Kind and fields of one message, as kvbm.transport.wire has them. Raises PeerWireError.");
+      "decode_peer_message",
+      [errors](const nb::bytes& data) { return translated(errors, [&] { return decode(data); }); }, nb::arg("data"),
+      "Kind and fields of one message, as kvbm.transport.wire has them. Raises PeerWireError.");
   module.def(
       "encode_peer_message",
-      [errors](unsigned kind, const nb::tuple& fields) { return translated(errors, [&] { return encode(kind, fields); }); },
+      [errors](unsigned kind, const nb::tuple& fields) {
+        return translated(errors, [&] { return encode(kind, fields); });
+      },
       nb::arg("kind"), nb::arg("fields"), "As kvbm.transport.wire.encode. Raises PeerWireError.");
   module.def(
       "peer_key_proof",
-      [errors](const nb::bytes& key, unsigned role, const nb::bytes& reader, const nb::bytes& owner, const std::string& owner_id) {
+      [errors](const nb::bytes& key, unsigned role, const nb::bytes& reader, const nb::bytes& owner,
+               const std::string& owner_id) {
         return translated(errors, [&] {
-          return copy_bytes(peer_key_proof(view_of(key), static_cast<PeerRole>(role), nonce_of(reader), nonce_of(owner), owner_id));
+          return copy_bytes(
+              peer_key_proof(view_of(key), static_cast<PeerRole>(role), nonce_of(reader), nonce_of(owner), owner_id));
         });
       },
       nb::arg("key"), nb::arg("role"), nb::arg("reader_nonce"), nb::arg("owner_nonce"), nb::arg("owner"),
@@ -163,8 +174,8 @@ void bind_peer_wire(nb::module_& module, const SharedErrors& errors) {
       [errors](const nb::bytes& root, const nb::bytes& reader, const nb::bytes& owner, const nb::bytes& namespace_id,
                const std::string& owner_id) {
         return translated(errors, [&] {
-          return copy_bytes(
-              peer_open_proof(view_of(root), nonce_of(reader), nonce_of(owner), sixteen(namespace_id, "a namespace"), owner_id));
+          return copy_bytes(peer_open_proof(view_of(root), nonce_of(reader), nonce_of(owner),
+                                            sixteen(namespace_id, "a namespace"), owner_id));
         });
       },
       nb::arg("root"), nb::arg("reader_nonce"), nb::arg("owner_nonce"), nb::arg("namespace"), nb::arg("owner"),

@@ -19,12 +19,14 @@ nb::object PlainClasses::made(const PlainApplied& applied, const std::vector<Str
   }
   nb::list said;
   for (const PlainClaims& one : applied.claims) {
-    const nb::object claims = named_tuple(claims_, python_tier(*frames_, one.run.tier), copy_bytes(one.run.namespace_id),
-                                          copy_bytes(one.run.hashes), one.run.is_withdrawn);
+    const nb::object claims =
+        named_tuple(claims_, python_tier(*frames_, one.run.tier), copy_bytes(one.run.namespace_id),
+                    copy_bytes(one.run.hashes), one.run.is_withdrawn);
     said.append(named_tuple(said_, one.message, one.wall_time_ns, claims));
   }
   const nb::object diverged = applied.is_diverged ? nb::object(nb::int_(applied.end)) : nb::none();
-  return named_tuple(applied_, applied.messages, diverged, applied.frames, applied.events, applied.blocks, reached, said);
+  return named_tuple(applied_, applied.messages, diverged, applied.frames, applied.events, applied.blocks, reached,
+                     said);
 }
 
 PlainRun::PlainRun(const ClusterIndex& index, const nb::list& messages, const nb::list& places) : kept_(messages) {
@@ -70,7 +72,8 @@ void PythonApplyThread::close() {
 
 void bind_plain_frames(nb::module_& module, const SharedErrors& errors) {
   using Self = PythonApplyThread;
-  nb::class_<Self>(module, "ApplyThread", "A thread that applies runs of plain frames, made by `ClusterIndex.apply_thread`.")
+  nb::class_<Self>(module, "ApplyThread",
+                   "A thread that applies runs of plain frames, made by `ClusterIndex.apply_thread`.")
       .def("fileno", &Self::fileno)
       .def(
           "begin",

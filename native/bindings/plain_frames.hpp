@@ -47,10 +47,10 @@ class PythonApplyThread {
   void close();
 
  private:
-  ClusterIndex& index_;             // what runs are applied to
-  const PlainClasses classes_;      // what answers are made of
-  std::unique_ptr<PlainRun> run_;   // under way
-  ApplyThread thread_;              // last: it uses the run
+  ClusterIndex& index_;            // what runs are applied to
+  const PlainClasses classes_;     // what answers are made of
+  std::unique_ptr<PlainRun> run_;  // under way
+  ApplyThread thread_;             // last: it uses the run
 };
 
 }  // namespace kvbm::bindings

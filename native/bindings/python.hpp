@@ -28,8 +28,9 @@ inline constexpr std::size_t kReleaseGilBytes = 32 * 1024;
 
 // Gives the GIL away for its life.
 //
-// Before 3.14 an interpreter that ends takes a thread that wants the GIL back by unwinding its stack, and a destructor that is
-// unwound ends the process with SIGABRT. Such a thread stays here instead, with all it holds, until the process is gone.
+// Before 3.14 an interpreter that ends takes a thread that wants the GIL back by unwinding its stack, and a destructor
+// that is unwound ends the process with SIGABRT. Such a thread stays here instead, with all it holds, until the process
+// is gone.
 class GilReleased {
  public:
   GilReleased() : thread_(PyEval_SaveThread()) {}
@@ -49,7 +50,8 @@ class GilReleased {
   PyThreadState* const thread_;  // of whoever gave it away
 };
 
-// The classes of kvbm.core.errors. Made once when the module is imported and shared by its functions; immutable, GIL held.
+// The classes of kvbm.core.errors. Made once when the module is imported and shared by its functions; immutable, GIL
+// held.
 class ErrorClasses {
  public:
   ErrorClasses();
@@ -85,7 +87,8 @@ auto translated(const SharedErrors& errors, Function&& function) -> std::invoke_
   }
 }
 
-// A contiguous view of a Python buffer, held for this object's life; it may be read without the GIL, not made or dropped.
+// A contiguous view of a Python buffer, held for this object's life; it may be read without the GIL, not made or
+// dropped.
 class BufferView {
  public:
   explicit BufferView(nb::handle object) {
@@ -206,8 +209,8 @@ inline std::array<std::uint8_t, kHashBytes> sixteen(const nb::object& value, con
   const nb::object owner = as_bytes(value);
   const Bytes view = view_of(owner);
   if (view.size() != kHashBytes) {
-    throw Error(ErrorCode::kLayout, std::string(what) + " of " + std::to_string(view.size()) + " bytes, not " +
-                                        std::to_string(kHashBytes));
+    throw Error(ErrorCode::kLayout,
+                std::string(what) + " of " + std::to_string(view.size()) + " bytes, not " + std::to_string(kHashBytes));
   }
   std::array<std::uint8_t, kHashBytes> id;
   std::copy_n(view.begin(), kHashBytes, id.begin());

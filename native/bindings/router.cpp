@@ -26,7 +26,9 @@ std::int64_t whole(nb::handle value) {
   return narrow;
 }
 
-WeighedLink link_of(nb::handle link, double weight) { return {real(link, "latency_s"), real(link, "bytes_per_s"), weight}; }
+WeighedLink link_of(nb::handle link, double weight) {
+  return {real(link, "latency_s"), real(link, "bytes_per_s"), weight};
+}
 
 RouterSettings settings_of(nb::handle given) {
   const auto costs = nb::module_::import_("kvbm.catalog.routing.cost");
@@ -91,7 +93,8 @@ RouteTask task_of(const nb::tuple& given) {
   task.caller = nb::cast<std::string>(given[4]);
   task.latency = latency_of(nb::cast<std::string_view>(given[5]));
   const nb::object deadline = given[6];
-  task.deadline_s = deadline.is_none() ? std::numeric_limits<double>::infinity() : nb::cast<double>(nb::float_(deadline));
+  task.deadline_s =
+      deadline.is_none() ? std::numeric_limits<double>::infinity() : nb::cast<double>(nb::float_(deadline));
   task.is_decode = nb::cast<std::string_view>(given[7]) == "decode";
   return task;
 }
@@ -133,8 +136,11 @@ LentBlocks lent_of(nb::handle given) {
     const auto block = [&run](const char* name) {
       return static_cast<std::uint32_t>(std::clamp<std::int64_t>(whole(run.attr(name)), 0, SoonHeld::kMostBlocks));
     };
-    lent.runs.push_back({.instance = nb::cast<std::string>(run.attr("instance")), .begin = block("begin"), .end = block("end"),
-                         .place = place_of(run.attr("place"), run.attr("host"), run.attr("tcp")), .slot = 0});
+    lent.runs.push_back({.instance = nb::cast<std::string>(run.attr("instance")),
+                         .begin = block("begin"),
+                         .end = block("end"),
+                         .place = place_of(run.attr("place"), run.attr("host"), run.attr("tcp")),
+                         .slot = 0});
   }
   const auto take = [](nb::handle links, std::array<PeerLink, kFarthest + 1>& taken) {
     if (nb::len(links) != taken.size()) {
@@ -165,8 +171,8 @@ PythonRouter::PythonRouter(const ClusterIndex& index, nb::handle settings)
       ranking_(nb::module_::import_("kvbm.catalog.routing.router"), "Ranking"),
       numbers_(nb::module_::import_("kvbm.catalog.routing.router"), "CandidateNumbers"),
       ranked_(nb::module_::import_("kvbm.core.answers"), "RankedInstance",
-              {"instance", "cost_s", "queueing_s", "recompute_s", "balance_s", "fetch_s", "depth", "missing_tokens", "fetch_blocks",
-               "suspect", "ttft_s", "admitted", "peer", "peer_blocks"}) {}
+              {"instance", "cost_s", "queueing_s", "recompute_s", "balance_s", "fetch_s", "depth", "missing_tokens",
+               "fetch_blocks", "suspect", "ttft_s", "admitted", "peer", "peer_blocks"}) {}
 
 void PythonRouter::hear(std::string_view instance, nb::handle pulse) {
   const nb::object heartbeat = pulse.attr("heartbeat");
@@ -186,8 +192,8 @@ void PythonRouter::reads(std::string_view instance, nb::handle reader) {
   router_.reads(instance, std::move(taken));
 }
 
-nb::object PythonRouter::route(double now_s, const nb::tuple& task, nb::handle serving, nb::handle visible, std::size_t limit, bool is_noted,
-                               nb::handle elsewhere, nb::handle lent) {
+nb::object PythonRouter::route(double now_s, const nb::tuple& task, nb::handle serving, nb::handle visible,
+                               std::size_t limit, bool is_noted, nb::handle elsewhere, nb::handle lent) {
   const std::vector<const Candidates*> groups = groups_of(serving);
   const std::vector<const Candidates*> seen = visible.is_none() ? std::vector<const Candidates*>() : groups_of(visible);
   CandidateNumbers others;
@@ -201,15 +207,15 @@ nb::object PythonRouter::route(double now_s, const nb::tuple& task, nb::handle s
   if (!lent.is_none()) {
     blocks = lent_of(lent);
   }
-  const Router::Ranking ranking = router_.route(now_s, task_of(task), groups, visible.is_none() ? nullptr : &seen, limit, is_noted, others,
-                                                lent.is_none() ? nullptr : &blocks);
+  const Router::Ranking ranking = router_.route(now_s, task_of(task), groups, visible.is_none() ? nullptr : &seen,
+                                                limit, is_noted, others, lent.is_none() ? nullptr : &blocks);
   nb::list best;
   for (const RankedInstance& one : ranking.best) {
     best.append(made(one, blocks));
   }
   const CandidateNumbers& own = ranking.together;
-  nb::object together = numbers_(PyFloat_FromDouble(own.count > 0 ? own.least_s : 0.0), PyFloat_FromDouble(own.recent_s),
-                                 PyLong_FromLongLong(own.count), PyTuple_New(0));
+  nb::object together = numbers_(PyFloat_FromDouble(own.count > 0 ? own.least_s : 0.0),
+                                 PyFloat_FromDouble(own.recent_s), PyLong_FromLongLong(own.count), PyTuple_New(0));
   return ranking_(best.release().ptr(), PyLong_FromSize_t(ranking.more), together.release().ptr());
 }
 
@@ -227,26 +233,38 @@ nb::object PythonRouter::name_of(std::uint32_t slot) {
 }
 
 nb::object PythonRouter::made(const RankedInstance& one, const LentBlocks& lent) {
-  const std::string_view peer = one.peer >= 0 ? std::string_view(lent.runs[static_cast<std::size_t>(one.peer)].instance) : std::string_view();
-  return ranked_(name_of(one.slot).release().ptr(), PyFloat_FromDouble(one.cost_s()), PyFloat_FromDouble(one.queueing_s),
-                 PyFloat_FromDouble(one.recompute_s), PyFloat_FromDouble(one.balance_s), PyFloat_FromDouble(one.fetch_s),
-                 PyLong_FromUnsignedLong(one.depth), PyLong_FromLongLong(one.missing_tokens), PyLong_FromUnsignedLong(one.fetch_blocks),
+  const std::string_view peer =
+      one.peer >= 0 ? std::string_view(lent.runs[static_cast<std::size_t>(one.peer)].instance) : std::string_view();
+  return ranked_(name_of(one.slot).release().ptr(), PyFloat_FromDouble(one.cost_s()),
+                 PyFloat_FromDouble(one.queueing_s), PyFloat_FromDouble(one.recompute_s),
+                 PyFloat_FromDouble(one.balance_s), PyFloat_FromDouble(one.fetch_s), PyLong_FromUnsignedLong(one.depth),
+                 PyLong_FromLongLong(one.missing_tokens), PyLong_FromUnsignedLong(one.fetch_blocks),
                  Py_NewRef(one.is_suspect ? Py_True : Py_False), PyFloat_FromDouble(one.ttft_s),
-                 Py_NewRef(one.is_admitted ? Py_True : Py_False), peer.empty() ? Py_NewRef(no_peer_.ptr()) : nb::str(peer.data(), peer.size()).release().ptr(),
+                 Py_NewRef(one.is_admitted ? Py_True : Py_False),
+                 peer.empty() ? Py_NewRef(no_peer_.ptr()) : nb::str(peer.data(), peer.size()).release().ptr(),
                  PyLong_FromUnsignedLong(one.peer_blocks));
 }
 
 void bind_router(nb::module_& module, const SharedErrors& errors) {
   nb::class_<Candidates>(module, "Candidates", "A set of instances, for one router.").def("__len__", &Candidates::size);
-  nb::class_<PythonRouter>(module, "Router", "Which instance should serve a prompt, as kvbm.catalog.routing.router.Router.")
+  nb::class_<PythonRouter>(module, "Router",
+                           "Which instance should serve a prompt, as kvbm.catalog.routing.router.Router.")
       .def("hear", &PythonRouter::hear, nb::arg("instance"), nb::arg("pulse"))
       .def("reads", &PythonRouter::reads, nb::arg("instance"), nb::arg("reader").none())
       .def("forget", &PythonRouter::forget, nb::arg("instance"))
       .def("candidates", [](PythonRouter&) { return Candidates(); })
-      .def("add", [](PythonRouter& self, Candidates& candidates, std::string_view name) { self.router().add(candidates, name); },
-           nb::arg("candidates"), nb::arg("instance"))
-      .def("remove", [](PythonRouter& self, Candidates& candidates, std::string_view name) { self.router().remove(candidates, name); },
-           nb::arg("candidates"), nb::arg("instance"))
+      .def(
+          "add",
+          [](PythonRouter& self, Candidates& candidates, std::string_view name) {
+            self.router().add(candidates, name);
+          },
+          nb::arg("candidates"), nb::arg("instance"))
+      .def(
+          "remove",
+          [](PythonRouter& self, Candidates& candidates, std::string_view name) {
+            self.router().remove(candidates, name);
+          },
+          nb::arg("candidates"), nb::arg("instance"))
       .def(
           "take",
           [errors](PythonRouter& self, double now_s, nb::handle route) {
@@ -255,12 +273,13 @@ void bind_router(nb::module_& module, const SharedErrors& errors) {
           nb::arg("now_s"), nb::arg("route"))
       .def(
           "route",
-          [errors](PythonRouter& self, double now_s, const nb::tuple& task, nb::handle serving, nb::handle visible, std::size_t limit,
-                   bool noted, nb::handle elsewhere, nb::handle lent) {
-            return translated(errors, [&] { return self.route(now_s, task, serving, visible, limit, noted, elsewhere, lent); });
+          [errors](PythonRouter& self, double now_s, const nb::tuple& task, nb::handle serving, nb::handle visible,
+                   std::size_t limit, bool noted, nb::handle elsewhere, nb::handle lent) {
+            return translated(errors,
+                              [&] { return self.route(now_s, task, serving, visible, limit, noted, elsewhere, lent); });
           },
-          nb::arg("now_s"), nb::arg("task"), nb::arg("serving"), nb::arg("visible").none(), nb::arg("limit"), nb::arg("noted") = true,
-          nb::arg("elsewhere") = nb::none(), nb::arg("lent") = nb::none());
+          nb::arg("now_s"), nb::arg("task"), nb::arg("serving"), nb::arg("visible").none(), nb::arg("limit"),
+          nb::arg("noted") = true, nb::arg("elsewhere") = nb::none(), nb::arg("lent") = nb::none());
 }
 
 }  // namespace kvbm::bindings

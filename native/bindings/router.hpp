@@ -18,18 +18,18 @@ class PythonRouter {
   void hear(std::string_view instance, nb::handle pulse);
   void forget(std::string_view instance) { router_.forget(instance); }
   // A Ranking of kvbm.catalog.routing.router. task: RoutingTask of it.
-  nb::object route(double now_s, const nb::tuple& task, nb::handle serving, nb::handle visible, std::size_t limit, bool is_noted,
-                   nb::handle elsewhere, nb::handle lent);
+  nb::object route(double now_s, const nb::tuple& task, nb::handle serving, nb::handle visible, std::size_t limit,
+                   bool is_noted, nb::handle elsewhere, nb::handle lent);
   // reader: Reader of it, or None.
   void reads(std::string_view instance, nb::handle reader);
 
   Router& router() noexcept { return router_; }
 
  private:
-  Router router_;             // what ranks
-  const TupleClass ranking_;  // Ranking
-  const TupleClass numbers_;  // CandidateNumbers
-  const StructClass<14> ranked_;  // RankedInstance
+  Router router_;                  // what ranks
+  const TupleClass ranking_;       // Ranking
+  const TupleClass numbers_;       // CandidateNumbers
+  const StructClass<14> ranked_;   // RankedInstance
   std::vector<nb::object> names_;  // of instances, by slot; only as good as their slot's name
   nb::object name_of(std::uint32_t slot);
   nb::object made(const RankedInstance& one, const LentBlocks& lent);

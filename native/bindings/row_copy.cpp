@@ -31,8 +31,8 @@ RowsOf<Byte> named(const Array& rows, const Indexes& at, const char* whose) {
   const std::int64_t* const indexes = at->data();
   for (std::size_t entry = 0; entry < at->shape(0); ++entry) {
     if (static_cast<std::uint64_t>(indexes[entry]) >= rows.shape(0)) {
-      throw Error(ErrorCode::kLayout, std::string(whose) + ": row " + std::to_string(indexes[entry]) + " is wanted of " +
-                                          std::to_string(rows.shape(0)));
+      throw Error(ErrorCode::kLayout, std::string(whose) + ": row " + std::to_string(indexes[entry]) +
+                                          " is wanted of " + std::to_string(rows.shape(0)));
     }
   }
   return {rows.data(), rows.stride(0), indexes};
@@ -48,9 +48,9 @@ void copy_rows(RowCopier& copier, const Target& target, const Indexes& target_at
   const std::size_t count = count_of(source, source_at);
   const std::size_t row_bytes = source.shape(1);
   if (count_of(target, target_at) != count || target.shape(1) != row_bytes) {
-    throw Error(ErrorCode::kLayout, std::to_string(count) + " rows of " + std::to_string(row_bytes) + " bytes cannot become " +
-                                        std::to_string(count_of(target, target_at)) + " rows of " +
-                                        std::to_string(target.shape(1)) + " bytes");
+    throw Error(ErrorCode::kLayout, std::to_string(count) + " rows of " + std::to_string(row_bytes) +
+                                        " bytes cannot become " + std::to_string(count_of(target, target_at)) +
+                                        " rows of " + std::to_string(target.shape(1)) + " bytes");
   }
   if (checksums && checksums->shape(0) != count) {
     throw Error(ErrorCode::kLayout, std::to_string(count) + " rows come with room for " +
@@ -94,7 +94,8 @@ void bind_row_copy(nb::module_& module, const SharedErrors& errors) {
           },
           nb::arg("target").noconvert(), nb::arg("target_at").noconvert().none(), nb::arg("source").noconvert(),
           nb::arg("source_at").noconvert().none(), nb::arg("checksums").noconvert() = nb::none(),
-          "Copies row source_at[i] of source to row target_at[i] of target. Raises LayoutError before a byte has moved.")
+          "Copies row source_at[i] of source to row target_at[i] of target. Raises LayoutError before a byte has "
+          "moved.")
       .def(
           "checksum_rows",
           [errors](RowCopier& copier, const Source& rows, const Indexes& at) {

@@ -14,9 +14,8 @@ nb::object python_scanned(const nb::object& kind, const ScannedFrame& frame) {
   // The last offset may be the largest of all, so the one after it is Python's to compute.
   const nb::object next_offset = nb::int_(header.first_offset) + nb::int_(header.event_count);
   return named_tuple(kind, python_text(header.instance), header.epoch, header.first_offset, next_offset,
-                     header.wall_time_ns, header.digest,
-                     nb::make_tuple(blocks[0], blocks[1], blocks[2], blocks[3]), frame.at, frame.end(),
-                     frame.flaw);
+                     header.wall_time_ns, header.digest, nb::make_tuple(blocks[0], blocks[1], blocks[2], blocks[3]),
+                     frame.at, frame.end(), frame.flaw);
 }
 
 void check_epoch(ScannedFrame& frame, const nb::object& epoch) {
@@ -82,7 +81,8 @@ void bind_scan(nb::module_& module, const SharedErrors& errors) {
         return scanned(BufferView(data).bytes(), at, *classes, kind, *errors);
       },
       nb::arg("data"), nb::arg("at") = 0,
-      "The good frames from a position on, and what ended them early, if anything did. As kvbm.core.codec.scan_frames.");
+      "The good frames from a position on, and what ended them early, if anything did. As "
+      "kvbm.core.codec.scan_frames.");
 }
 
 }  // namespace kvbm::bindings

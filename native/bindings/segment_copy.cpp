@@ -9,7 +9,8 @@
 namespace kvbm::bindings {
 
 void bind_segment_copy(nb::module_& module, const SharedErrors& errors) {
-  nb::class_<Copies>(module, "SegmentTable", "Blocks that lie in pieces ↔ rows; native implementation of ReferenceCopies.")
+  nb::class_<Copies>(module, "SegmentTable",
+                     "Blocks that lie in pieces ↔ rows; native implementation of ReferenceCopies.")
       .def(
           "__init__",
           [errors](Copies* self, const Indexes& addresses, const Indexes& strides, const Indexes& sizes,
@@ -47,8 +48,7 @@ void bind_segment_copy(nb::module_& module, const SharedErrors& errors) {
           nb::arg("slots").noconvert(), nb::arg("rows").noconvert(), nb::arg("at").none().noconvert() = nb::none())
       .def(
           "scatter",
-          [errors](const Copies& self, const Indexes& slots, const ConstRows& rows,
-                   const std::optional<Indexes>& at) {
+          [errors](const Copies& self, const Indexes& slots, const ConstRows& rows, const std::optional<Indexes>& at) {
             translated(errors, [&] {
               const auto named = checked(self.table, slots, rows, at);
               const GilReleased released;

@@ -1,4 +1,5 @@
-// What the bindings of segment_copy.hpp and copy_queue.hpp share: a table with its threads, and a call's arrays, looked at.
+// What the bindings of segment_copy.hpp and copy_queue.hpp share: a table with its threads, and a call's arrays, looked
+// at.
 #pragma once
 
 #include <nanobind/ndarray.h>
@@ -25,13 +26,15 @@ struct Copies {
   RowCopier& copier;   // owner's
 };
 
-inline std::span<const std::int64_t> span_of(const Indexes& indexes) noexcept { return {indexes.data(), indexes.shape(0)}; }
+inline std::span<const std::int64_t> span_of(const Indexes& indexes) noexcept {
+  return {indexes.data(), indexes.shape(0)};
+}
 
 inline void check_below(std::span<const std::int64_t> indexes, std::uint64_t end, const char* what) {
   for (const std::int64_t index : indexes) {
     if (index < 0 || static_cast<std::uint64_t>(index) >= end) {
-      throw Error(ErrorCode::kLayout, std::string(what) + " " + std::to_string(index) + " wanted, there are " +
-                                          std::to_string(end));
+      throw Error(ErrorCode::kLayout,
+                  std::string(what) + " " + std::to_string(index) + " wanted, there are " + std::to_string(end));
     }
   }
 }
@@ -49,11 +52,13 @@ std::span<const std::int64_t> checked(const SegmentTable& table, const Indexes& 
   const auto row_bytes = static_cast<std::int64_t>(rows.shape(1));
   if ((row_bytes > 1 && row_count > 0 && rows.stride(1) != 1) || (row_count > 1 && rows.stride(0) < row_bytes)) {
     throw Error(ErrorCode::kLayout, "rows lie " + std::to_string(rows.stride(0)) + " bytes apart, their bytes " +
-                                        std::to_string(rows.stride(1)) + "; the bytes of a row must lie side by side, and in no other row");
+                                        std::to_string(rows.stride(1)) +
+                                        "; the bytes of a row must lie side by side, and in no other row");
   }
   const std::size_t named = at ? at->shape(0) : row_count;
   if (named != slots.shape(0)) {
-    throw Error(ErrorCode::kLayout, std::to_string(slots.shape(0)) + " slots come with " + std::to_string(named) + " rows");
+    throw Error(ErrorCode::kLayout,
+                std::to_string(slots.shape(0)) + " slots come with " + std::to_string(named) + " rows");
   }
   if (!at) {
     return {};

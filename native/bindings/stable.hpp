@@ -1,5 +1,5 @@
-// Python's C API where the one of a version and the stable one differ. Under Py_LIMITED_API, as for the abi3 wheel, objects' memory
-// is out of reach, and each of these calls a function.
+// Python's C API where the one of a version and the stable one differ. Under Py_LIMITED_API, as for the abi3 wheel,
+// objects' memory is out of reach, and each of these calls a function.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -9,18 +9,18 @@
 #include <cstdlib>
 
 // Ends the program with the place and the words of what does not hold: libFuzzer then keeps the input.
-#define REQUIRE(condition)                                                        \
-  do {                                                                            \
-    if (!(condition)) {                                                           \
+#define REQUIRE(condition)                                                         \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
       std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                               \
-    }                                                                             \
+      std::abort();                                                                \
+    }                                                                              \
   } while (false)
 
 namespace kvbm::fuzz {
 
-// Made before a call, asked after it: bytes the program has asked the allocator for in between, freed or not. A count in
-// the input that sizes an allocation shows here long before it would hurt.
+// Made before a call, asked after it: bytes the program has asked the allocator for in between, freed or not. A count
+// in the input that sizes an allocation shows here long before it would hurt.
 class MemoryMeter {
  public:
   MemoryMeter() noexcept : before_(asked()) {}
@@ -29,8 +29,8 @@ class MemoryMeter {
 
   // Once, before the first meter. Without it every meter would stand at 0, so a program that cannot install it ends.
   static void install() {
-    REQUIRE(__sanitizer_install_malloc_and_free_hooks(
-                [](const volatile void*, std::size_t size) { asked() += size; }, [](const volatile void*) {}) != 0);
+    REQUIRE(__sanitizer_install_malloc_and_free_hooks([](const volatile void*, std::size_t size) { asked() += size; },
+                                                      [](const volatile void*) {}) != 0);
     const MemoryMeter meter;
     void* volatile seen = std::malloc(std::size_t{1} << 10);  // volatile, or the compiler drops the pair
     std::free(seen);

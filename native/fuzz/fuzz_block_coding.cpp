@@ -1,5 +1,6 @@
-// Any bytes decode to a row or to nothing, the same on every processor, inside the row, without asking for memory; and any block comes
-// back from its coded bytes. Input: coding (1 byte), bytes of the row (2, times 9), coded bytes; the whole input, repeated, is a block.
+// Any bytes decode to a row or to nothing, the same on every processor, inside the row, without asking for memory; and
+// any block comes back from its coded bytes. Input: coding (1 byte), bytes of the row (2, times 9), coded bytes; the
+// whole input, repeated, is a block.
 #include <algorithm>
 #include <array>
 #include <memory>

@@ -1,6 +1,6 @@
-// Any bytes are a checkpoint or a typed Error; what loads is written to a checkpoint that loads to the same states; and neither asks for
-// more memory than the bytes that are there justify. Chunks are numbered and checksummed, so mutated bytes are tried as they are and,
-// repaired, once more: only then does a mutation reach the fields behind the checksum.
+// Any bytes are a checkpoint or a typed Error; what loads is written to a checkpoint that loads to the same states; and
+// neither asks for more memory than the bytes that are there justify. Chunks are numbered and checksummed, so mutated
+// bytes are tried as they are and, repaired, once more: only then does a mutation reach the fields behind the checksum.
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -28,14 +28,17 @@ using Buffer = std::vector<std::uint8_t>;
 
 constexpr std::string_view kMagic("KVX\0", 4);
 constexpr std::size_t kHeaderBytes = 20;
-constexpr std::size_t kKindAt = 6;                               // in a chunk
-constexpr std::size_t kNumberAt = 8;                             // in a chunk
-constexpr std::size_t kLengthAt = 12;                            // in a chunk
-constexpr std::size_t kChecksumAt = 16;                          // in a chunk
-constexpr std::uint64_t kCapacity = 64;                          // few, so that some inputs meet it
-constexpr std::array<std::uint64_t, 3> kSecret{1, 2, 3};         // the same each time, or findings could not be tried again
-constexpr std::size_t kLoadBytes = std::size_t{128} << 10;       // what loading anything may ask for: a slab of sets, an Error
-constexpr std::size_t kGrowth = 64;                              // and for each byte: an instance, a holder space and its place in a map
+constexpr std::size_t kKindAt = 6;       // in a chunk
+constexpr std::size_t kNumberAt = 8;     // in a chunk
+constexpr std::size_t kLengthAt = 12;    // in a chunk
+constexpr std::size_t kChecksumAt = 16;  // in a chunk
+constexpr std::uint64_t kCapacity = 64;  // few, so that some inputs meet it
+// The same each time, or findings could not be tried again
+constexpr std::array<std::uint64_t, 3> kSecret{1, 2, 3};
+// What loading anything may ask for: a slab of sets, an Error
+constexpr std::size_t kLoadBytes = std::size_t{128} << 10;
+// And for each byte: an instance, a holder space and its place in a map
+constexpr std::size_t kGrowth = 64;
 
 template <class Number>
 Number number_at(Bytes data, std::size_t at) noexcept {
@@ -62,8 +65,8 @@ std::uint32_t blocks_in(Bytes payload) noexcept {
   return number_at<std::uint32_t>(payload, at);
 }
 
-// Gives each chunk the number and the length it has now, up to the next magic or the end, and the checksum of its bytes; and the end
-// the counts of what is before it.
+// Gives each chunk the number and the length it has now, up to the next magic or the end, and the checksum of its
+// bytes; and the end the counts of what is before it.
 void repair(std::span<std::uint8_t> data) noexcept {
   const std::string_view text(reinterpret_cast<const char*>(data.data()), data.size());
   std::uint32_t number = 0;
@@ -104,7 +107,8 @@ std::optional<std::string> load(ClusterIndex& index, Bytes data) {
 Buffer written(const ClusterIndex& index, std::string_view note) {
   static const int file = memfd_create("checkpoint", MFD_CLOEXEC);
   REQUIRE(file >= 0 && ftruncate(file, 0) == 0 && lseek(file, 0, SEEK_SET) == 0);
-  const CheckpointSize size = write_checkpoint(index, file, {reinterpret_cast<const std::uint8_t*>(note.data()), note.size()});
+  const CheckpointSize size =
+      write_checkpoint(index, file, {reinterpret_cast<const std::uint8_t*>(note.data()), note.size()});
   Buffer data(size.bytes);
   REQUIRE(pread(file, data.data(), data.size(), 0) == static_cast<ssize_t>(data.size()));
   return data;
@@ -148,7 +152,8 @@ extern "C" int LLVMFuzzerInitialize(int*, char***) {
   return 0;
 }
 
-extern "C" std::size_t LLVMFuzzerCustomMutator(std::uint8_t* data, std::size_t size, std::size_t max_size, unsigned int seed) {
+extern "C" std::size_t LLVMFuzzerCustomMutator(std::uint8_t* data, std::size_t size, std::size_t max_size,
+                                               unsigned int seed) {
   const std::size_t mutated = LLVMFuzzerMutate(data, size, max_size);
   if (seed % 8 != 0) {  // now and then bytes with a wrong length, number or checksum
     repair({data, mutated});

@@ -26,10 +26,10 @@ namespace {
 using Buffer = std::vector<std::uint8_t>;
 
 constexpr std::string_view kMagic = "KVBM";
-constexpr std::size_t kLengthAt = 8;               // frame_bytes, in a frame
-constexpr std::size_t kErrorBytes = 4096;          // what an Error and the making of its words may ask for
-constexpr std::size_t kLeastEventBytes = 2;        // the shortest event in a frame
-constexpr std::size_t kGrowth = 4;                 // a vector that doubles asks for less than this many times its end
+constexpr std::size_t kLengthAt = 8;         // frame_bytes, in a frame
+constexpr std::size_t kErrorBytes = 4096;    // what an Error and the making of its words may ask for
+constexpr std::size_t kLeastEventBytes = 2;  // the shortest event in a frame
+constexpr std::size_t kGrowth = 4;           // a vector that doubles asks for less than this many times its end
 
 // Bits from a seed: SplitMix64.
 class Random {
@@ -88,7 +88,8 @@ bool is_utf8_by_code_points(Bytes data) {
 
 bool lies_in(Bytes part, Bytes whole) {
   const std::less_equal<> before;
-  return part.empty() || (before(whole.data(), part.data()) && before(part.data() + part.size(), whole.data() + whole.size()));
+  return part.empty() ||
+         (before(whole.data(), part.data()) && before(part.data() + part.size(), whole.data() + whole.size()));
 }
 
 Bytes bytes_of(std::string_view text) { return {reinterpret_cast<const std::uint8_t*>(text.data()), text.size()}; }

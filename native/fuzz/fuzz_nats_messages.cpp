@@ -1,4 +1,5 @@
-// Any bytes are messages, lines, a part or malformed, and nothing that is given lies outside of them. Cut in two, they are the same.
+// Any bytes are messages, lines, a part or malformed, and nothing that is given lies outside of them. Cut in two, they
+// are the same.
 #include <string_view>
 
 #include "fuzz.hpp"

@@ -21,11 +21,13 @@
 namespace kvbm {
 namespace {
 
-constexpr std::size_t kHugeBytes = std::size_t{2} << 20;    // what an address must be a multiple of for transparent huge pages
+// What an address must be a multiple of for transparent huge pages
+constexpr std::size_t kHugeBytes = std::size_t{2} << 20;
 constexpr std::size_t kTouchedBytes = std::size_t{64} << 20;  // pages are touched in slices of so many bytes
-constexpr int kPopulateWrite = 23;                          // MADV_POPULATE_WRITE of Linux 5.14, which headers may lack
-constexpr int kCollapse = 25;                               // MADV_COLLAPSE of Linux 6.1
-constexpr int kMostRefusals = 4;                            // slices; a machine whose memory is in pieces would else search for long
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14, which headers may lack
+constexpr int kCollapse = 25;       // MADV_COLLAPSE of Linux 6.1
+// slices; a machine whose memory is in pieces would else search for long
+constexpr int kMostRefusals = 4;
 
 [[noreturn]] void refuse(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
 
@@ -46,8 +48,9 @@ bool advised(std::uint8_t* data, std::size_t bytes, int advice) noexcept {
   return result == 0;
 }
 
-// Makes huge pages of all whole ones in [data, data + bytes), which begins with one. The kernel does so by request also where it
-// does not by itself, unless it is denied altogether; but it takes no piece in which no page is there yet. False: not all of them.
+// Makes huge pages of all whole ones in [data, data + bytes), which begins with one. The kernel does so by request also
+// where it does not by itself, unless it is denied altogether; but it takes no piece in which no page is there yet.
+// False: not all of them.
 bool collapse_slice(std::uint8_t* data, std::size_t bytes, std::size_t page_bytes) noexcept {
   const std::size_t whole = bytes / kHugeBytes * kHugeBytes;
   for (std::size_t at = 0; at < whole; at += kHugeBytes) {
@@ -100,11 +103,12 @@ void Arena::map(const Wishes& wishes) {
   if (fd_ < 0) {
     refuse(errno, "memfd_create");
   }
-  struct stat about {};
+  struct stat about{};
   if (fstat(fd_, &about) != 0) {
     refuse(errno, "fstat");
   }
-  page_bytes_ = wishes.huge_pages ? static_cast<std::size_t>(about.st_blksize) : static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  page_bytes_ =
+      wishes.huge_pages ? static_cast<std::size_t>(about.st_blksize) : static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   const std::size_t wanted = rounded_up(wishes.bytes, page_bytes_);
   if (ftruncate(fd_, static_cast<off_t>(wanted)) != 0) {
     refuse(errno, "ftruncate");

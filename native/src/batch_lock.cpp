@@ -9,7 +9,8 @@
 namespace kvbm {
 namespace {
 
-// Batches and questions last microseconds, so a short spin mostly suffices; after it the other side may have lost its core.
+// Batches and questions last microseconds, so a short spin mostly suffices; after it the other side may have lost its
+// core.
 constexpr int kSpins = 256;
 
 // So long a writer waits for readers that waited for the batch before: one of them may have lost its core.

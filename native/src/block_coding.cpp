@@ -28,23 +28,25 @@
 namespace kvbm {
 namespace {
 
-// The first byte of a chunk is 0 when its elements follow as they are; else the raw planes follow, one byte that says of each stream
-// which of two slots has its table, the tables that are new (slot 0 first), the sizes of the streams, the streams.
+// The first byte of a chunk is 0 when its elements follow as they are; else the raw planes follow, one byte that says
+// of each stream which of two slots has its table, the tables that are new (slot 0 first), the sizes of the streams,
+// the streams.
 constexpr std::uint8_t kCoded = 1;
 constexpr std::uint8_t kFreshTables = 2 | 4;  // of slot 0, of slot 1
 
-constexpr std::size_t kBitmapBytes = 32;                // which symbols have a code
-constexpr std::size_t kSizesBytes = kStreams * 2;       // of the streams
-constexpr std::size_t kFixedBytes = 2 + kSizesBytes;    // of a coded chunk
-constexpr std::size_t kPad = 8;                         // zeros at the end of a block, so that words may be read whole
-constexpr std::size_t kStreamStep = 64;                 // a stream's symbols are a multiple of it, all but the last ones
-constexpr std::size_t kLeastGain = 32;                  // a block that loses less than one part in so many stays raw
-constexpr std::size_t kSampledPieces = 16;              // of a block, looked at first
-constexpr std::size_t kSampledElements = 256;           // of each piece
-constexpr std::size_t kMostInEntry = 6;                 // symbols one lookup gives
-constexpr std::size_t kLine = 64;                       // of the cache
-constexpr unsigned kLongCodes = 5;                      // where no code is shorter, a lookup seldom gives two symbols
-constexpr std::size_t kLookups = 5;                     // of a round: 55 of the 57 bits that one load brings
+constexpr std::size_t kBitmapBytes = 32;              // which symbols have a code
+constexpr std::size_t kSizesBytes = kStreams * 2;     // of the streams
+constexpr std::size_t kFixedBytes = 2 + kSizesBytes;  // of a coded chunk
+constexpr std::size_t kPad = 8;                       // zeros at the end of a block, so that words may be read whole
+// A stream's symbols are a multiple of it, all but the last ones
+constexpr std::size_t kStreamStep = 64;
+constexpr std::size_t kLeastGain = 32;         // a block that loses less than one part in so many stays raw
+constexpr std::size_t kSampledPieces = 16;     // of a block, looked at first
+constexpr std::size_t kSampledElements = 256;  // of each piece
+constexpr std::size_t kMostInEntry = 6;        // symbols one lookup gives
+constexpr std::size_t kLine = 64;              // of the cache
+constexpr unsigned kLongCodes = 5;             // where no code is shorter, a lookup seldom gives two symbols
+constexpr std::size_t kLookups = 5;            // of a round: 55 of the 57 bits that one load brings
 
 static_assert(kLookups * kMostBits <= 57);
 static_assert(kLookups * kMostInEntry + 8 <= 64, "a round stays in the room behind a stream");
@@ -56,7 +58,9 @@ KVBM_INLINE Word load(const std::uint8_t* at) noexcept {
   return value;
 }
 
-KVBM_INLINE std::uint64_t load_big(const std::uint8_t* at) noexcept { return __builtin_bswap64(load<std::uint64_t>(at)); }
+KVBM_INLINE std::uint64_t load_big(const std::uint8_t* at) noexcept {
+  return __builtin_bswap64(load<std::uint64_t>(at));
+}
 KVBM_INLINE void store_big(std::uint8_t* at, std::uint64_t value) noexcept {
   value = __builtin_bswap64(value);
   std::memcpy(at, &value, sizeof value);
@@ -71,7 +75,8 @@ constexpr std::size_t symbols_of(std::size_t stream, std::size_t elements) noexc
   return std::min(most, elements - std::min(elements, stream * most));
 }
 
-// An element's coded symbol: all of a byte; else its exponent's high bits, which a turn by one bit brings into the highest byte.
+// An element's coded symbol: all of a byte; else its exponent's high bits, which a turn by one bit brings into the
+// highest byte.
 template <unsigned kBytes>
 KVBM_INLINE std::uint8_t symbol_at(const std::uint8_t* element) noexcept {
   if constexpr (kBytes == 1) {
@@ -85,7 +90,8 @@ KVBM_INLINE std::uint8_t symbol_at(const std::uint8_t* element) noexcept {
 
 // Elements → the coded plane and the others.
 template <unsigned kBytes>
-KVBM_INLINE void split(const std::uint8_t* elements, std::size_t count, std::uint8_t* symbols, std::uint8_t* rest) noexcept {
+KVBM_INLINE void split(const std::uint8_t* elements, std::size_t count, std::uint8_t* symbols,
+                       std::uint8_t* rest) noexcept {
   if constexpr (kBytes == 1) {
     std::memcpy(symbols, elements, count);
   } else if constexpr (kBytes == 2) {
@@ -107,7 +113,8 @@ KVBM_INLINE void split(const std::uint8_t* elements, std::size_t count, std::uin
 
 // The way back.
 template <unsigned kBytes>
-KVBM_INLINE void join(const std::uint8_t* symbols, const std::uint8_t* rest, std::size_t count, std::uint8_t* elements) noexcept {
+KVBM_INLINE void join(const std::uint8_t* symbols, const std::uint8_t* rest, std::size_t count,
+                      std::uint8_t* elements) noexcept {
   if constexpr (kBytes == 1) {
     std::memcpy(elements, symbols, count);
   } else if constexpr (kBytes == 2) {
@@ -208,7 +215,8 @@ void make_codes(const CodeLengths& lengths, std::array<std::uint32_t, 256>& code
   }
 }
 
-// Symbols → their codes, high bits first. Returns the bytes, of which the last is filled up with zeros; spoils 8 behind them.
+// Symbols → their codes, high bits first. Returns the bytes, of which the last is filled up with zeros; spoils 8 behind
+// them.
 KVBM_INLINE std::size_t write_stream(const std::uint8_t* symbols, std::size_t count, const std::uint32_t* codes,
                                      std::uint8_t* out) noexcept {
   std::uint8_t* at = out;
@@ -244,7 +252,8 @@ KVBM_INLINE std::size_t write_stream(const std::uint8_t* symbols, std::size_t co
 
 #if defined(__x86_64__)
 
-// As write_stream, 64 symbols at a time: their codes are looked up in registers and joined by fours, which alone is done one by one.
+// As write_stream, 64 symbols at a time: their codes are looked up in registers and joined by fours, which alone is
+// done one by one.
 KVBM_AVX512 std::size_t write_stream_avx512(const std::uint8_t* symbols, std::size_t count, const std::uint32_t* codes,
                                             std::uint8_t* out) noexcept {
   alignas(64) std::array<std::uint8_t, 256> low;   // eight bits of a symbol's code
@@ -329,13 +338,15 @@ KVBM_INLINE std::size_t write_stream_as(const std::uint8_t* symbols, std::size_t
 
 // How many symbols occur.
 std::size_t present_in(const SymbolCounts& counts) noexcept {
-  return static_cast<std::size_t>(std::count_if(counts.begin(), counts.end(), [](std::uint32_t count) { return count != 0; }));
+  return static_cast<std::size_t>(
+      std::count_if(counts.begin(), counts.end(), [](std::uint32_t count) { return count != 0; }));
 }
 
 // Bytes of a table as it is kept.
 std::size_t table_bytes(const SymbolCounts& counts) noexcept { return kBitmapBytes + (present_in(counts) + 1) / 2; }
 
-// A table as it is kept: which symbols occur, then the lengths of their codes, two a byte, low half first. Returns its bytes.
+// A table as it is kept: which symbols occur, then the lengths of their codes, two a byte, low half first. Returns its
+// bytes.
 std::size_t write_table(const SymbolCounts& counts, const CodeLengths& lengths, std::uint8_t* out) noexcept {
   const std::size_t bytes = table_bytes(counts);
   std::memset(out, 0, bytes);
@@ -352,8 +363,10 @@ std::size_t write_table(const SymbolCounts& counts, const CodeLengths& lengths, 
   return bytes;
 }
 
-// How often each symbol occurs in each stream. All streams at once, for a count that has just been written is slow to read again.
-KVBM_INLINE void count_symbols(const std::uint8_t* symbols, std::size_t count, std::array<SymbolCounts, kStreams>& counts) noexcept {
+// How often each symbol occurs in each stream. All streams at once, for a count that has just been written is slow to
+// read again.
+KVBM_INLINE void count_symbols(const std::uint8_t* symbols, std::size_t count,
+                               std::array<SymbolCounts, kStreams>& counts) noexcept {
   counts = {};
   const std::size_t most = stream_symbols(count);
   if (count == kStreams * most) {
@@ -398,14 +411,16 @@ std::size_t distance(const SymbolCounts& one, const SymbolCounts& other) noexcep
   return sum;
 }
 
-// Which streams (bits) are rather like the one that is least like the first; 0 when all are alike, but for what chance makes of so many
-// symbols.
-std::uint8_t second_group(const std::array<SymbolCounts, kStreams>& counts, std::size_t most, std::size_t present) noexcept {
+// Which streams (bits) are rather like the one that is least like the first; 0 when all are alike, but for what chance
+// makes of so many symbols.
+std::uint8_t second_group(const std::array<SymbolCounts, kStreams>& counts, std::size_t most,
+                          std::size_t present) noexcept {
   std::array<std::size_t, kStreams> from_first{};
   for (std::size_t stream = 1; stream < kStreams; ++stream) {
     from_first[stream] = distance(counts[0], counts[stream]);
   }
-  const auto farthest = static_cast<std::size_t>(std::max_element(from_first.begin(), from_first.end()) - from_first.begin());
+  const auto farthest =
+      static_cast<std::size_t>(std::max_element(from_first.begin(), from_first.end()) - from_first.begin());
   if (2 * from_first[farthest] <= most + 4 * present) {
     return 0;
   }
@@ -476,7 +491,8 @@ BlockEncoder::Group BlockEncoder::group_of(std::uint8_t streams) const noexcept 
 }
 
 template <unsigned kBytes, Isa kIsa>
-KVBM_INLINE std::size_t BlockEncoder::encode_chunk(const std::uint8_t* elements, std::size_t count, std::uint8_t* out) noexcept {
+KVBM_INLINE std::size_t BlockEncoder::encode_chunk(const std::uint8_t* elements, std::size_t count,
+                                                   std::uint8_t* out) noexcept {
   std::uint8_t* const rest = out + 1;
   split<kBytes>(elements, count, symbols_.data(), rest);
   count_symbols(symbols_.data(), count, counts_);
@@ -503,8 +519,8 @@ KVBM_INLINE std::size_t BlockEncoder::encode_chunk(const std::uint8_t* elements,
   std::uint8_t* sizes = to;
   to += kSizesBytes;
   for (std::size_t stream = 0; stream < kStreams; ++stream) {
-    const auto bytes = static_cast<std::uint16_t>(write_stream_as<kIsa>(symbols_.data() + stream * most, symbols_of(stream, count),
-                                                               slots_[plan.slots >> stream & 1].codes.data(), to));
+    const auto bytes = static_cast<std::uint16_t>(write_stream_as<kIsa>(
+        symbols_.data() + stream * most, symbols_of(stream, count), slots_[plan.slots >> stream & 1].codes.data(), to));
     std::memcpy(sizes, &bytes, sizeof bytes);
     sizes += sizeof bytes;
     to += bytes;
@@ -535,7 +551,8 @@ BlockEncoder::Plan BlockEncoder::plan_of(std::size_t most) const noexcept {
     plan.slots = crossed < straight ? static_cast<std::uint8_t>(~second) : second;
     plan.fresh = 0;
     for (std::size_t at = 0; at < plan.groups.size(); ++at) {
-      plan.fresh = static_cast<std::uint8_t>(plan.fresh | (plan.groups[at].own_bits < plan.groups[at].same_bits[at]) << at);
+      plan.fresh =
+          static_cast<std::uint8_t>(plan.fresh | (plan.groups[at].own_bits < plan.groups[at].same_bits[at]) << at);
     }
     plan.bits = std::min(straight, crossed);
   }
@@ -543,7 +560,8 @@ BlockEncoder::Plan BlockEncoder::plan_of(std::size_t most) const noexcept {
 }
 
 template <Isa kIsa>
-KVBM_INLINE std::size_t BlockEncoder::encode_as(std::span<const std::uint8_t> block, Coding coding, std::uint8_t* out) noexcept {
+KVBM_INLINE std::size_t BlockEncoder::encode_as(std::span<const std::uint8_t> block, Coding coding,
+                                                std::uint8_t* out) noexcept {
   switch (coding) {
     case Coding::kPlanes16:
       return block.size() % 2 == 0 && would_shrink<2>(block) ? encode_chunks<2, kIsa>(block, out) : block.size();
@@ -557,13 +575,16 @@ KVBM_INLINE std::size_t BlockEncoder::encode_as(std::span<const std::uint8_t> bl
   return block.size();
 }
 
-std::size_t BlockEncoder::encode_portable(std::span<const std::uint8_t> block, Coding coding, std::uint8_t* out) noexcept {
+std::size_t BlockEncoder::encode_portable(std::span<const std::uint8_t> block, Coding coding,
+                                          std::uint8_t* out) noexcept {
   return encode_as<Isa::kPortable>(block, coding, out);
 }
-KVBM_AVX2 std::size_t BlockEncoder::encode_avx2(std::span<const std::uint8_t> block, Coding coding, std::uint8_t* out) noexcept {
+KVBM_AVX2 std::size_t BlockEncoder::encode_avx2(std::span<const std::uint8_t> block, Coding coding,
+                                                std::uint8_t* out) noexcept {
   return encode_as<Isa::kAvx2>(block, coding, out);
 }
-KVBM_AVX512 std::size_t BlockEncoder::encode_avx512(std::span<const std::uint8_t> block, Coding coding, std::uint8_t* out) noexcept {
+KVBM_AVX512 std::size_t BlockEncoder::encode_avx512(std::span<const std::uint8_t> block, Coding coding,
+                                                    std::uint8_t* out) noexcept {
   return encode_as<Isa::kAvx512>(block, coding, out);
 }
 
@@ -673,7 +694,8 @@ struct Stream {
   const std::uint64_t* table;
 };
 
-// One round of a stream: several lookups of up to kMostInEntry symbols each. Reads 8 bytes from base + last_word at the latest.
+// One round of a stream: several lookups of up to kMostInEntry symbols each. Reads 8 bytes from base + last_word at the
+// latest.
 KVBM_INLINE void read_round(Stream& stream, const std::uint8_t* base, std::uint64_t last_word) noexcept {
   std::uint64_t bits = load_big(base + std::min(stream.at / 8, last_word)) << stream.at % 8;
   std::uint64_t sum = 0;
@@ -690,8 +712,9 @@ KVBM_INLINE void read_round(Stream& stream, const std::uint8_t* base, std::uint6
   stream.to = std::min(to, stream.end);
 }
 
-// Decodes four streams to their ends; writes at most a round behind those. Four, for so many have their state in registers. What lies
-// at `ahead` is asked of memory meanwhile, as the many short streams of a chunk are over before hardware has learned to.
+// Decodes four streams to their ends; writes at most a round behind those. Four, for so many have their state in
+// registers. What lies at `ahead` is asked of memory meanwhile, as the many short streams of a chunk are over before
+// hardware has learned to.
 KVBM_INLINE std::uintptr_t read_streams(const Stream* streams, const std::uint8_t* base, std::uint64_t last_word,
                                         std::uintptr_t ahead) noexcept {
   Stream a = streams[0];
@@ -712,8 +735,9 @@ KVBM_INLINE std::uintptr_t read_streams(const Stream* streams, const std::uint8_
 
 // As read_streams, one symbol a lookup, all streams in step: `most` symbols of each and up to a round behind those.
 template <bool kOneTable>
-KVBM_INLINE void read_ones(const std::array<Stream, kStreams>& streams, const std::array<const std::uint16_t*, kStreams>& tables,
-                           std::size_t most, const std::uint8_t* base, std::uint64_t last_word, std::uintptr_t ahead) noexcept {
+KVBM_INLINE void read_ones(const std::array<Stream, kStreams>& streams,
+                           const std::array<const std::uint16_t*, kStreams>& tables, std::size_t most,
+                           const std::uint8_t* base, std::uint64_t last_word, std::uintptr_t ahead) noexcept {
   std::array<std::uint64_t, kStreams> at;
   for (std::size_t stream = 0; stream < kStreams; ++stream) {
     at[stream] = streams[stream].at;
@@ -741,7 +765,8 @@ KVBM_INLINE void read_ones(const std::array<Stream, kStreams>& streams, const st
 }  // namespace
 
 template <unsigned kBytes>
-KVBM_INLINE bool BlockDecoder::decode_chunks(std::span<const std::uint8_t> coded, std::span<std::uint8_t> row, std::uint32_t& checksum) noexcept {
+KVBM_INLINE bool BlockDecoder::decode_chunks(std::span<const std::uint8_t> coded, std::span<std::uint8_t> row,
+                                             std::uint32_t& checksum) noexcept {
   if (row.size() % kBytes != 0 || coded.size() < kPad) {
     return false;
   }
@@ -791,7 +816,8 @@ KVBM_INLINE bool BlockDecoder::decode_chunks(std::span<const std::uint8_t> coded
     std::array<Stream, kStreams> streams;
     for (std::size_t stream = 0; stream < kStreams; ++stream) {
       std::uint8_t* const to = symbols_.data() + stream * kStreamRoom;
-      streams[stream] = {8 * at, to, to + symbols_of(stream, count), tables_[slots >> stream & 1].entries.data() + (std::size_t{1} << kMostBits)};
+      streams[stream] = {8 * at, to, to + symbols_of(stream, count),
+                         tables_[slots >> stream & 1].entries.data() + (std::size_t{1} << kMostBits)};
       const std::size_t bytes = load<std::uint16_t>(sizes + 2 * stream);
       if (size - at < bytes) {
         return false;
@@ -846,8 +872,8 @@ std::size_t BlockDecoder::read_table(std::span<const std::uint8_t> coded, Table&
   return make_table(lengths, present, count, table) ? bytes : 0;
 }
 
-KVBM_INLINE bool BlockDecoder::decode_as(std::span<const std::uint8_t> coded, Coding coding, std::span<std::uint8_t> row,
-                                          std::uint32_t& checksum) noexcept {
+KVBM_INLINE bool BlockDecoder::decode_as(std::span<const std::uint8_t> coded, Coding coding,
+                                         std::span<std::uint8_t> row, std::uint32_t& checksum) noexcept {
   switch (coding) {
     case Coding::kPlanes16:
       return decode_chunks<2>(coded, row, checksum);
@@ -865,8 +891,8 @@ bool BlockDecoder::decode_portable(std::span<const std::uint8_t> coded, Coding c
                                    std::uint32_t& checksum) noexcept {
   return decode_as(coded, coding, row, checksum);
 }
-KVBM_AVX2 bool BlockDecoder::decode_avx2(std::span<const std::uint8_t> coded, Coding coding, std::span<std::uint8_t> row,
-                                         std::uint32_t& checksum) noexcept {
+KVBM_AVX2 bool BlockDecoder::decode_avx2(std::span<const std::uint8_t> coded, Coding coding,
+                                         std::span<std::uint8_t> row, std::uint32_t& checksum) noexcept {
   return decode_as(coded, coding, row, checksum);
 }
 
@@ -874,7 +900,8 @@ bool BlockDecoder::decode(std::span<const std::uint8_t> coded, Coding coding, st
                           std::uint32_t& checksum) noexcept {
   checksum = 0;
   if (coding != Coding::kRaw) {
-    return isa_ == Isa::kPortable ? decode_portable(coded, coding, row, checksum) : decode_avx2(coded, coding, row, checksum);
+    return isa_ == Isa::kPortable ? decode_portable(coded, coding, row, checksum)
+                                  : decode_avx2(coded, coding, row, checksum);
   }
   if (coded.size() != row.size()) {
     return false;

@@ -54,18 +54,21 @@ void encode_block_header(const BlockProof& proof, std::span<std::uint8_t, kBlock
   put(out.data() + kProvedBytes, crc32c(out.first(kProvedBytes)));
 }
 
-bool is_header_of(std::span<const std::uint8_t, kBlockHeaderBytes> header, std::span<const std::uint8_t, 16> namespace_id,
-                  std::span<const std::uint8_t, 16> hash, std::uint32_t block_bytes, bool is_sealed, std::uint32_t& checksum) noexcept {
+bool is_header_of(std::span<const std::uint8_t, kBlockHeaderBytes> header,
+                  std::span<const std::uint8_t, 16> namespace_id, std::span<const std::uint8_t, 16> hash,
+                  std::uint32_t block_bytes, bool is_sealed, std::uint32_t& checksum) noexcept {
   const std::uint8_t* const at = header.data();
   checksum = get<std::uint32_t>(at + kChecksumAt);
   return get<std::uint32_t>(at + kProvedBytes) == crc32c(header.first(kProvedBytes)) &&
-         std::equal(kMagic.begin(), kMagic.end(), at) && get<std::uint16_t>(at + kVersionAt) == (is_sealed ? kSealedVersion : kVersion) &&
+         std::equal(kMagic.begin(), kMagic.end(), at) &&
+         get<std::uint16_t>(at + kVersionAt) == (is_sealed ? kSealedVersion : kVersion) &&
          get<std::uint16_t>(at + kBlockCountAt) == kBlockCount &&
          std::equal(namespace_id.begin(), namespace_id.end(), at + kNamespaceAt) &&
          std::equal(hash.begin(), hash.end(), at + kHashAt) && get<std::uint32_t>(at + kBlockBytesAt) == block_bytes;
 }
 
-bool read_block_header(std::span<const std::uint8_t, kBlockHeaderBytes> header, std::uint32_t block_bytes, FoundBlock& found) noexcept {
+bool read_block_header(std::span<const std::uint8_t, kBlockHeaderBytes> header, std::uint32_t block_bytes,
+                       FoundBlock& found) noexcept {
   const std::uint8_t* const at = header.data();
   const auto version = get<std::uint16_t>(at + kVersionAt);
   if (!std::equal(kMagic.begin(), kMagic.end(), at) || (version != kVersion && version != kSealedVersion) ||

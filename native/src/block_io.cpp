@@ -23,8 +23,9 @@ std::span<const std::uint8_t, 16> hash_at(const BlockRun& run, std::size_t index
   return std::span<const std::uint8_t, 16>(run.hashes + 16 * index, 16);
 }
 
-// Queues a run's blocks and gives each to `settle` in the calling thread until all have come back: those of reads, which are to be
-// checked, as they come; those of writes together, since waking this thread for each takes time from who drives the device.
+// Queues a run's blocks and gives each to `settle` in the calling thread until all have come back: those of reads,
+// which are to be checked, as they come; those of writes together, since waking this thread for each takes time from
+// who drives the device.
 template <class Prepare, class Settle>
 void run_blocks(const BlockRun& run, std::uint8_t* rows, bool is_write, const BlockIoShared& shared,
                 const std::vector<std::shared_ptr<Lane>>& lanes, Prepare&& prepare, Settle&& settle) {
@@ -101,7 +102,8 @@ BlockIo::BlockIo(BlockIoOptions options) : shared_(std::make_shared<BlockIoShare
 
 BlockIo::~BlockIo() {
   if (process_ != getpid()) {
-    new std::vector(std::move(lanes_));  // after fork(): their threads are the parent's, and their locks may be held for good
+    // After fork(): their threads are the parent's, and their locks may be held for good
+    new std::vector(std::move(lanes_));
     return;
   }
   close(std::chrono::seconds(1));
@@ -128,7 +130,8 @@ void BlockIo::read(const BlockRun& run, std::uint8_t* rows, std::span<BlockOutco
           const bool is_ours = is_header_of(transfer.header, run.namespace_id, hash_at(run, index),
                                             static_cast<std::uint32_t>(block_bytes), run.seals != nullptr, wanted) &&
                                takes_seal(run, transfer);
-          checksums[index] = is_verified && run.seals == nullptr ? crc32c({transfer.row, block_bytes}) : wanted;  // a seal proves more
+          // A seal proves more
+          checksums[index] = is_verified && run.seals == nullptr ? crc32c({transfer.row, block_bytes}) : wanted;
           outcome = is_ours && checksums[index] == wanted ? BlockOutcome::kGood : BlockOutcome::kCorrupt;
         } else {
           outcome = transfer.error == ENODATA ? BlockOutcome::kCorrupt : BlockOutcome::kFailed;
@@ -143,16 +146,17 @@ void BlockIo::read(const BlockRun& run, std::uint8_t* rows, std::span<BlockOutco
 }
 
 void BlockIo::write(const BlockRun& run, const std::uint8_t* rows, std::uint64_t epoch,
-                    std::span<const std::uint32_t> checksums, std::span<std::int32_t> errors, std::uint32_t generation) {
+                    std::span<const std::uint32_t> checksums, std::span<std::int32_t> errors,
+                    std::uint32_t generation) {
   const auto block_bytes = static_cast<std::uint32_t>(shared_->options.block_bytes);
   std::uint64_t refused = 0;
   run_blocks(
       run, const_cast<std::uint8_t*>(rows), true, *shared_, lanes_,  // a write only reads its rows
       [&](Transfer& transfer) {
         const bool is_sealed = run.seals != nullptr;
-        encode_block_header(
-            {run.namespace_id, hash_at(run, transfer.index), epoch, block_bytes, checksums[transfer.index], is_sealed, generation},
-            transfer.header);
+        encode_block_header({run.namespace_id, hash_at(run, transfer.index), epoch, block_bytes,
+                             checksums[transfer.index], is_sealed, generation},
+                            transfer.header);
         if (is_sealed) {
           std::memcpy(transfer.seal.data(), run.seals + kSealBytes * transfer.index, kSealBytes);
         }
@@ -180,7 +184,8 @@ void BlockIo::scan(std::span<const std::int64_t> slots, std::uint32_t depth, std
       return;
     }
     const bool is_block = result >= static_cast<std::int64_t>(kBlockHeaderBytes) &&
-                          read_block_header(std::span<const std::uint8_t, kBlockHeaderBytes>(header, kBlockHeaderBytes), block_bytes, found[index]);
+                          read_block_header(std::span<const std::uint8_t, kBlockHeaderBytes>(header, kBlockHeaderBytes),
+                                            block_bytes, found[index]);
     outcomes[index] = is_block ? SlotOutcome::kBlock : SlotOutcome::kNothing;
   };
   std::vector<std::unique_ptr<HeaderScan>> scans;

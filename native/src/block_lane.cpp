@@ -16,10 +16,11 @@
 namespace kvbm {
 namespace {
 
-constexpr std::uint64_t kWakeTag = 0;              // no flight has this address
+constexpr std::uint64_t kWakeTag = 0;                                // no flight has this address
 constexpr std::size_t kProofBytes = kBlockHeaderBytes + kSealBytes;  // of a header's page; the rest is zeros
-constexpr std::uint32_t kMostTries = 16;           // a transfer that is refused for a passing reason, or cut short, begins again
-constexpr std::uint32_t kMostThreads = 32;         // for a file, without io_uring
+// A transfer that is refused for a passing reason, or cut short, begins again
+constexpr std::uint32_t kMostTries = 16;
+constexpr std::uint32_t kMostThreads = 32;  // for a file, without io_uring
 
 bool is_all_zero(const std::uint8_t* at, std::size_t bytes) noexcept {
   return at[0] == 0 && std::memcmp(at, at + 1, bytes - 1) == 0;
@@ -258,7 +259,8 @@ void Lane::prepare(Transfer& transfer) noexcept {
       std::memset(flight.room + kPageBytes + block_bytes, 0, shared_->stride - kPageBytes - block_bytes);
     }
   } else {
-    std::memset(flight.room, 0, kBlockHeaderBytes);  // zeros prove nothing, so neither does what a short read leaves out
+    // Zeros prove nothing, so neither does what a short read leaves out
+    std::memset(flight.room, 0, kBlockHeaderBytes);
   }
   if (flight.is_bounced) {
     shared_->bounced.fetch_add(1, std::memory_order_relaxed);
@@ -294,7 +296,9 @@ void Lane::end(Transfer& transfer, std::int64_t result) noexcept {
   }
   const std::size_t wanted = flight->pieces[0].iov_len + (flight->piece_count == 2 ? flight->pieces[1].iov_len : 0);
   const bool is_write = transfer.call->is_write;
-  transfer.error = result < 0 ? static_cast<std::int32_t>(-result) : static_cast<std::size_t>(result) < wanted ? ENODATA : 0;
+  transfer.error = result < 0                                  ? static_cast<std::int32_t>(-result)
+                   : static_cast<std::size_t>(result) < wanted ? ENODATA
+                                                               : 0;
   if (!is_write && transfer.error == 0) {
     std::memcpy(transfer.header.data(), flight->room, kBlockHeaderBytes);
     std::memcpy(transfer.seal.data(), flight->room + kBlockHeaderBytes, kSealBytes);

@@ -41,7 +41,8 @@ void* PageArena::take() {
       throw std::bad_alloc();
     }
     auto* const begin = static_cast<std::uint8_t*>(mapped);
-    const std::size_t skip = (kHugePageBytes - reinterpret_cast<std::uintptr_t>(begin) % kHugePageBytes) % kHugePageBytes;
+    const std::size_t skip =
+        (kHugePageBytes - reinterpret_cast<std::uintptr_t>(begin) % kHugePageBytes) % kHugePageBytes;
     if (skip > 0) {
       munmap(begin, skip);
     }
@@ -98,8 +99,8 @@ void BlockTable::erase(const Value* value, std::uint64_t place) noexcept {
   }
 }
 
-// Fills a free slot with an entry that found its bucket full and went on, then that entry's slot, and so on. Entries stay in their
-// page, so that whoever goes through the table page by page misses none.
+// Fills a free slot with an entry that found its bucket full and went on, then that entry's slot, and so on. Entries
+// stay in their page, so that whoever goes through the table page by page misses none.
 void BlockTable::pull_back(Shard& shard, std::uint32_t at, std::size_t slot) noexcept {
   const std::uint32_t page_end = (at / kPageBuckets + 1) * kPageBuckets;
   std::uint32_t from = at;
@@ -166,8 +167,8 @@ void BlockTable::resize(Shard& shard, std::size_t entries) {
 }
 
 void BlockTable::reserve(std::size_t entries) {
-  // A shard gets its share and a little more: shares differ by a few standard deviations. What fits in a shard's first page needs no
-  // room made: that page comes with the first entry.
+  // A shard gets its share and a little more: shares differ by a few standard deviations. What fits in a shard's first
+  // page needs no room made: that page comes with the first entry.
   constexpr auto kFirstPage = static_cast<std::size_t>(kResized * static_cast<double>(kSlots * kPageBuckets));
   const std::size_t share = entries / kShards;
   for (Shard& shard : shards_) {

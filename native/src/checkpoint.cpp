@@ -24,7 +24,15 @@ constexpr std::size_t kMaxMembers = 65536;  // of a set in one chunk; a larger s
 enum class Kind : std::uint16_t { kFront = 1, kBlocks = 2, kEnd = 3 };
 
 enum InstanceFlag : std::uint8_t { kKnown = 1, kStopped = 2, kPoolsKnown = 4, kProven = 8 };
-enum TierFlag : std::uint8_t { kOpen = 1, kWhole = 2, kDeclared = 4, kCluster = 8, kPartial = 16, kRefused = 32, kPod = 64 };
+enum TierFlag : std::uint8_t {
+  kOpen = 1,
+  kWhole = 2,
+  kDeclared = 4,
+  kCluster = 8,
+  kPartial = 16,
+  kRefused = 32,
+  kPod = 64
+};
 
 class Out {
  public:
@@ -97,7 +105,7 @@ class In {
 
 }  // namespace
 
-// -- writing -----------------------------------------------------------------------------------------------------------
+// -- writing ----------------------------------------------------------------------------------------------------------
 
 class CheckpointWriter {
  public:
@@ -114,8 +122,8 @@ class CheckpointWriter {
 
   CheckpointSize write(Bytes note) {
     write_front(note);
-    // No lock is held from one page to the next. A shard whose blocks were all moved meanwhile is begun again; blocks that are told
-    // twice are harmless.
+    // No lock is held from one page to the next. A shard whose blocks were all moved meanwhile is begun again; blocks
+    // that are told twice are harmless.
     for (std::size_t shard = 0; shard < BlockTable::kShards; ++shard) {
       std::uint64_t moves = 0;
       for (std::size_t page = 0;; ++page) {
@@ -196,7 +204,8 @@ class CheckpointWriter {
     front.text(instance.name);
     front.number(instance.epoch);
     front.number(static_cast<std::uint8_t>(flag(instance.is_known, kKnown) | flag(instance.is_stopped, kStopped) |
-                                           flag(instance.pools_known, kPoolsKnown) | flag(instance.is_proven, kProven)));
+                                           flag(instance.pools_known, kPoolsKnown) |
+                                           flag(instance.is_proven, kProven)));
     front.number(static_cast<std::uint32_t>(instance.declared.size()));
     for (const std::string& words : instance.declared) {
       front.text(words);
@@ -243,8 +252,8 @@ class CheckpointWriter {
     for (const HolderId holder_id : holder_ids) {
       const ClusterIndex::HolderSpace& holder_space = index_.holder_spaces_[holder_space_of(holder_id)];
       const bool is_old = holder_space.is_pool ? holder_space.holder < pools_
-                                       : holder_space.holder < incarnations_.size() &&
-                                             incarnations_[holder_space.holder] == holder_space.incarnation;
+                                               : holder_space.holder < incarnations_.size() &&
+                                                     incarnations_[holder_space.holder] == holder_space.incarnation;
       if (is_old && holder_space.space < spaces_ && index_.is_live(holder_id)) {
         members_.push_back(holder_space.holder << 3 | (holder_space.is_pool ? 4U : 0U) |
                            static_cast<std::uint32_t>(tier_of(holder_id)));
@@ -315,29 +324,29 @@ class CheckpointWriter {
     }
   }
 
-  const ClusterIndex& index_;                // what is written
-  const int file_;                           // where to
-  std::vector<std::uint32_t> incarnations_;  // of the instances, when the checkpoint began
-  std::size_t spaces_ = 0;                   // namespaces then
-  std::size_t pools_ = 0;                    // pools then
-  std::uint32_t number_ = 0;                 // of the next chunk
-  std::uint64_t generation_ = 0;             // counts pages and chunks: what was noted before is forgotten
-  std::vector<Memo> memo_;                   // sets of this page, by a hash of their number
-  Out sets_;                                 // of the chunk being made
-  Out blocks_;                               // the same
-  std::uint32_t set_count_ = 0;              // in sets_
-  std::uint32_t block_count_ = 0;            // in blocks_
-  std::size_t bytes_ = 8;                    // of the payload being made
-  std::vector<std::uint32_t> members_;       // of the set being told
+  const ClusterIndex& index_;                     // what is written
+  const int file_;                                // where to
+  std::vector<std::uint32_t> incarnations_;       // of the instances, when the checkpoint began
+  std::size_t spaces_ = 0;                        // namespaces then
+  std::size_t pools_ = 0;                         // pools then
+  std::uint32_t number_ = 0;                      // of the next chunk
+  std::uint64_t generation_ = 0;                  // counts pages and chunks: what was noted before is forgotten
+  std::vector<Memo> memo_;                        // sets of this page, by a hash of their number
+  Out sets_;                                      // of the chunk being made
+  Out blocks_;                                    // the same
+  std::uint32_t set_count_ = 0;                   // in sets_
+  std::uint32_t block_count_ = 0;                 // in blocks_
+  std::size_t bytes_ = 8;                         // of the payload being made
+  std::vector<std::uint32_t> members_;            // of the set being told
   std::vector<std::vector<std::uint8_t>> ready_;  // payloads to write when no lock is held
-  CheckpointSize size_{};                    // so far
+  CheckpointSize size_{};                         // so far
 };
 
 CheckpointSize write_checkpoint(const ClusterIndex& index, int file, Bytes note) {
   return CheckpointWriter(index, file).write(note);
 }
 
-// -- loading -----------------------------------------------------------------------------------------------------------
+// -- loading ----------------------------------------------------------------------------------------------------------
 
 class CheckpointLoader {
  public:
@@ -388,16 +397,17 @@ class CheckpointLoader {
   };
 
   struct Set {
-    HolderValue value;                // interned, with one reference of ours
-    std::uint32_t space;              // namespace
-    std::uint32_t first_member = 0;   // in holder_ids_
-    std::uint32_t members = 0;        // how many
+    HolderValue value;               // interned, with one reference of ours
+    std::uint32_t space;             // namespace
+    std::uint32_t first_member = 0;  // in holder_ids_
+    std::uint32_t members = 0;       // how many
   };
 
   Chunk next_chunk() {
     const Bytes rest = data_.subspan(at_);
     if (rest.size() < kHeaderBytes) {
-      throw Error(ErrorCode::kCheckpoint, "cut off: " + std::to_string(rest.size()) + " bytes where a chunk begins", at_);
+      throw Error(ErrorCode::kCheckpoint, "cut off: " + std::to_string(rest.size()) + " bytes where a chunk begins",
+                  at_);
     }
     In header(rest.first(kHeaderBytes), at_);
     if (header.number<std::uint32_t>() != kMagic) {
@@ -405,18 +415,21 @@ class CheckpointLoader {
     }
     if (const auto version = header.number<std::uint16_t>(); version != kVersion) {
       const std::string read = "; this build reads version " + std::to_string(kVersion);
-      header.fail(version > kVersion ? "written by a newer kvbm, as version " + std::to_string(version) + read + "; upgrade kvbm"
-                                     : "version " + std::to_string(version) + ", which no kvbm writes" + read);
+      header.fail(version > kVersion
+                      ? "written by a newer kvbm, as version " + std::to_string(version) + read + "; upgrade kvbm"
+                      : "version " + std::to_string(version) + ", which no kvbm writes" + read);
     }
     const auto kind = header.number<std::uint16_t>();
     const auto number = header.number<std::uint32_t>();
     const auto bytes = header.number<std::uint32_t>();
     const auto checksum = header.number<std::uint32_t>();
     if (bytes > kMaxPayloadBytes) {
-      header.fail("a chunk of " + std::to_string(bytes) + " bytes; at most " + std::to_string(kMaxPayloadBytes) + " are possible");
+      header.fail("a chunk of " + std::to_string(bytes) + " bytes; at most " + std::to_string(kMaxPayloadBytes) +
+                  " are possible");
     }
     if (bytes > rest.size() - kHeaderBytes) {
-      header.fail("cut off: " + std::to_string(rest.size() - kHeaderBytes) + " of " + std::to_string(bytes) + " bytes are there");
+      header.fail("cut off: " + std::to_string(rest.size() - kHeaderBytes) + " of " + std::to_string(bytes) +
+                  " bytes are there");
     }
     const Bytes payload = rest.subspan(kHeaderBytes, bytes);
     if (checksum != crc32c(payload, crc32c(rest.first(kHeaderBytes - 4)))) {
@@ -604,7 +617,8 @@ class CheckpointLoader {
     if (holder_space.is_pool) {
       index_.gain_claim(piece, key, place);
     } else {
-      bool& is_whole = index_.instances_[holder_space.holder].tiers[static_cast<std::size_t>(tier_of(holder_id))].is_whole;
+      bool& is_whole =
+          index_.instances_[holder_space.holder].tiers[static_cast<std::size_t>(tier_of(holder_id))].is_whole;
       const bool was_whole = std::exchange(is_whole, false);  // it is no anomaly here
       index_.gain(piece, key, place, hash, false);
       is_whole = was_whole;
@@ -618,7 +632,8 @@ class CheckpointLoader {
       index_.pools_[holder_space.holder].claims += is_first_of_holder_space ? 1 : 0;
       return;
     }
-    ClusterIndex::TierFold& fold = index_.instances_[holder_space.holder].tiers[static_cast<std::size_t>(tier_of(holder_id))];
+    ClusterIndex::TierFold& fold =
+        index_.instances_[holder_space.holder].tiers[static_cast<std::size_t>(tier_of(holder_id))];
     ++index_.residencies_;
     ++fold.counts[0];
     fold.digests[0] += residency_mix(tier_of(holder_id), hash);
@@ -626,13 +641,13 @@ class CheckpointLoader {
 
   static constexpr std::size_t kBatch = 64;
 
-  ClusterIndex& index_;          // what is filled
-  const Bytes data_;             // the checkpoint
-  std::size_t at_ = 0;           // next chunk
-  std::uint32_t number_ = 0;     // its number
-  std::uint64_t blocks_ = 0;     // loaded so far
+  ClusterIndex& index_;               // what is filled
+  const Bytes data_;                  // the checkpoint
+  std::size_t at_ = 0;                // next chunk
+  std::uint32_t number_ = 0;          // its number
+  std::uint64_t blocks_ = 0;          // loaded so far
   std::vector<HolderId> holder_ids_;  // members of the chunk's sets
-  std::vector<Set> sets_;        // the chunk's sets
+  std::vector<Set> sets_;             // the chunk's sets
 };
 
 std::string load_checkpoint(ClusterIndex& index, Bytes data) { return CheckpointLoader(index, data).load(); }

@@ -101,7 +101,8 @@ __attribute__((target("sse4.2,pclmul"))) inline std::uint32_t three_lanes(const 
   std::uint64_t second = 0;
   std::uint64_t third = 0;
   for (const std::uint8_t* const end = at + kLane; at != end; at += kLine) {
-    for (std::size_t lane = 3; kLane == kLong && lane < 6; ++lane) {  // the lanes after these, which memory has ready by then
+    // The lanes after these, which memory has ready by then
+    for (std::size_t lane = 3; kLane == kLong && lane < 6; ++lane) {
       _mm_prefetch(reinterpret_cast<const char*>(at + lane * kLane), _MM_HINT_T0);
     }
     for (std::size_t word = 0; word < kLine; word += 8) {
@@ -110,7 +111,8 @@ __attribute__((target("sse4.2,pclmul"))) inline std::uint32_t three_lanes(const 
       third = _mm_crc32_u64(third, load_u64(at + word + 2 * kLane));
     }
   }
-  const std::uint64_t carried = carry(static_cast<std::uint32_t>(first), kTwice) ^ carry(static_cast<std::uint32_t>(second), kOnce);
+  const std::uint64_t carried =
+      carry(static_cast<std::uint32_t>(first), kTwice) ^ carry(static_cast<std::uint32_t>(second), kOnce);
   return static_cast<std::uint32_t>(_mm_crc32_u64(0, carried) ^ third);
 }
 
@@ -153,7 +155,8 @@ inline void stream_line(std::uint8_t* target, const std::uint8_t* source) noexce
 }
 
 // As three_lanes over lanes of kLong, each line of which is written as well; the next lanes are asked for ahead.
-__attribute__((target("sse4.2,pclmul"))) std::uint32_t three_streamed_lanes(std::uint8_t* target, const std::uint8_t* source,
+__attribute__((target("sse4.2,pclmul"))) std::uint32_t three_streamed_lanes(std::uint8_t* target,
+                                                                            const std::uint8_t* source,
                                                                             std::uint32_t crc) noexcept {
   std::uint64_t first = crc;
   std::uint64_t second = 0;

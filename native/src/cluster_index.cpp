@@ -43,7 +43,7 @@ ClusterIndex::ClusterIndex(std::uint64_t capacity, std::array<std::uint64_t, 3> 
   pieces_.reserve(kBatchBlocks);
 }
 
-// -- names -------------------------------------------------------------------------------------------------------------
+// -- names ------------------------------------------------------------------------------------------------------------
 
 std::uint32_t ClusterIndex::instance(std::string_view name) {
   const std::lock_guard turn(writer_);
@@ -174,7 +174,8 @@ std::uint32_t ClusterIndex::space_of(const NamespaceId& id, std::uint32_t maker)
   const WriteGuard change(lock_);
   const bool is_another = !free_spaces_.empty();
   const auto number = is_another ? free_spaces_.back() : static_cast<std::uint32_t>(spaces_.size());
-  if (!is_another && spaces_.size() == spaces_.capacity()) {  // whatever needs memory comes first: then nothing is half made
+  // Whatever needs memory comes first: then nothing is half made
+  if (!is_another && spaces_.size() == spaces_.capacity()) {
     spaces_.reserve(2 * spaces_.size() + 8);
   }
   free_spaces_.reserve(spaces_.capacity());
@@ -196,8 +197,8 @@ std::uint32_t ClusterIndex::bounded_space(const NamespaceId& id, std::uint32_t i
   if (const std::uint32_t known = find_space(id); known != kNone) {
     return known;
   }
-  const bool has_room = spaces_.size() - free_spaces_.size() < kMostSpaces &&
-                        instances_[instance].made_spaces < kMostSpacesOfOne;
+  const bool has_room =
+      spaces_.size() - free_spaces_.size() < kMostSpaces && instances_[instance].made_spaces < kMostSpacesOfOne;
   return has_room ? space_of(id, instance) : kNone;
 }
 
@@ -246,7 +247,8 @@ std::uint32_t ClusterIndex::holder_space_of_instance(std::uint32_t number, std::
   Instance& instance = instances_[number];
   HolderSpace holder_space{.holder = number, .space = space & kSpaceBits, .incarnation = instance.incarnation};
   for (std::size_t tier = 0; tier < kTierCount; ++tier) {
-    holder_space.live = static_cast<std::uint16_t>(holder_space.live | instance.tiers[tier].live << (tier * kGenerations));
+    holder_space.live =
+        static_cast<std::uint16_t>(holder_space.live | instance.tiers[tier].live << (tier * kGenerations));
   }
   holder_space.visible = holder_space.live & instance.visible;
   const std::uint32_t made = new_holder_space(holder_space);
@@ -280,7 +282,7 @@ BlockKey ClusterIndex::key_of(std::uint32_t space, const std::uint8_t* hash) con
   return {key.low ^ salt.low, key.high ^ salt.high};
 }
 
-// -- frames → batches --------------------------------------------------------------------------------------------------
+// -- frames → batches -------------------------------------------------------------------------------------------------
 
 AppliedFrame ClusterIndex::apply(std::uint32_t number, Bytes data, std::size_t at, std::uint32_t skip,
                                  std::span<const std::vector<DeclaredPool>> starts) {
@@ -365,8 +367,7 @@ void ClusterIndex::fold(std::uint32_t number, const Event& event, AppliedFrame& 
       return;
     }
     add({is_withdrawn ? Work::kUnclaim : Work::kClaim, kNone, space, holder_space_of_pool(fold.pool, space), tier,
-         hashes.data(),
-         static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
+         hashes.data(), static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
   };
   if (const auto* const created = std::get_if<BlocksCreated>(&event)) {
     applied.blocks += created->hashes.size() / kHashBytes;
@@ -454,7 +455,8 @@ void ClusterIndex::forget_batch() noexcept {
 }
 
 void ClusterIndex::run_batch() {
-  // The buckets of the whole batch are fetched before the first is needed. Only writers move them, so this needs no lock.
+  // The buckets of the whole batch are fetched before the first is needed. Only writers move them, so this needs no
+  // lock.
   std::array<BlockKey, kBatchBlocks> keys;
   std::array<std::uint64_t, kBatchBlocks> places;
   std::array<HolderValue, kBatchBlocks> values;
@@ -529,7 +531,7 @@ void ClusterIndex::run_batch() {
   }
 }
 
-// -- blocks ------------------------------------------------------------------------------------------------------------
+// -- blocks -----------------------------------------------------------------------------------------------------------
 
 HolderId ClusterIndex::find_holder_id(const HolderValue& value, std::uint32_t holder_space, Tier tier) const noexcept {
   for (const HolderId holder_id : sets_.ids_of_holder_space(value, holder_space)) {
@@ -588,7 +590,9 @@ void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, c
   TierFold& fold = instances_[piece.instance].tiers[at_tier(piece.tier)];
   const HolderId holder_id = holder_id_of(piece.holder_space, piece.tier, fold.generation);
   HolderValue* const at = is_new ? nullptr : table_.find(key, place);
-  const HolderId old = at == nullptr ? 0 : *at == holder_id ? holder_id : find_holder_id(*at, piece.holder_space, piece.tier);
+  const HolderId old = at == nullptr      ? 0
+                       : *at == holder_id ? holder_id
+                                          : find_holder_id(*at, piece.holder_space, piece.tier);
   if (old != 0 && piece.work == Work::kCreate) {
     count(IndexAnomaly::kCreatedTwice);
   }
@@ -675,7 +679,7 @@ void ClusterIndex::withdraw_claim(const Piece& piece, BlockKey key, std::uint64_
   set_value(at, place, changed({*at, first, first | 15, 0}));
 }
 
-// -- epochs and snapshots -------------------------------------------------------------------------------------------------
+// -- epochs and snapshots ---------------------------------------------------------------------------------------------
 
 void ClusterIndex::kill(std::uint32_t number) {
   Instance& instance = instances_[number];
@@ -760,7 +764,8 @@ void ClusterIndex::begin_blind(std::uint32_t number, std::uint64_t epoch, const 
     declare(instance, *pools);
     return;
   }
-  // Which tiers are the cluster's is not known, so the rule of thumb holds; the names of the last known start are the best guess.
+  // Which tiers are the cluster's is not known, so the rule of thumb holds; the names of the last known start are the
+  // best guess.
   for (std::size_t tier = 0; tier < kTierCount; ++tier) {
     instance.tiers[tier].pool = names[tier];
   }
@@ -791,13 +796,13 @@ bool ClusterIndex::is_whole(const Instance& instance) const noexcept {
   if (!instance.pools_known) {
     return instance.is_proven;
   }
-  return std::all_of(instance.tiers.begin(), instance.tiers.end(), [](const TierFold& fold) {
-    return fold.is_whole || !fold.is_declared || fold.is_cluster;
-  });
+  return std::all_of(instance.tiers.begin(), instance.tiers.end(),
+                     [](const TierFold& fold) { return fold.is_whole || !fold.is_declared || fold.is_cluster; });
 }
 
 bool ClusterIndex::is_partial(const Instance& instance) const noexcept {
-  return std::any_of(instance.tiers.begin(), instance.tiers.end(), [](const TierFold& fold) { return fold.is_partial; });
+  return std::any_of(instance.tiers.begin(), instance.tiers.end(),
+                     [](const TierFold& fold) { return fold.is_partial; });
 }
 
 bool ClusterIndex::agrees(std::uint32_t number, std::uint64_t digest) {
@@ -840,7 +845,8 @@ void ClusterIndex::retire(std::uint32_t number, Tier tier, std::uint8_t generati
   const auto visibility_bit = static_cast<std::uint16_t>(1U << (at_tier(tier) * kGenerations + generation));
   for (const std::uint32_t holder_space : instance.holder_spaces) {
     holder_spaces_[holder_space].live = static_cast<std::uint16_t>(holder_spaces_[holder_space].live & ~visibility_bit);
-    holder_spaces_[holder_space].visible = static_cast<std::uint16_t>(holder_spaces_[holder_space].visible & ~visibility_bit);
+    holder_spaces_[holder_space].visible =
+        static_cast<std::uint16_t>(holder_spaces_[holder_space].visible & ~visibility_bit);
   }
   fold.audited[generation] = 0;
   if (fold.counts[generation] != 0) {
@@ -908,7 +914,7 @@ void ClusterIndex::end_snapshot(std::uint32_t number, const SnapshotEnded& event
   fold.is_partial = fold.has_refused;
 }
 
-// -- claims from elsewhere ---------------------------------------------------------------------------------------------
+// -- claims from elsewhere --------------------------------------------------------------------------------------------
 
 void ClusterIndex::claim_all(std::string_view pool, const NamespaceId& id, Bytes hashes, Work work) {
   const std::lock_guard turn(writer_);
@@ -960,7 +966,7 @@ ClaimPart ClusterIndex::claims(std::uint64_t first, std::size_t pages) const {
   return part;
 }
 
-// -- numbers -----------------------------------------------------------------------------------------------------------
+// -- numbers ----------------------------------------------------------------------------------------------------------
 
 std::optional<InstanceState> ClusterIndex::state(std::uint32_t number) const {
   const ReadGuard reading(lock_);
@@ -994,10 +1000,12 @@ std::vector<std::string> ClusterIndex::declared_pools(std::uint32_t number) cons
 
 std::uint32_t ClusterIndex::pool_of(std::uint32_t number, Tier tier) const {
   const ReadGuard reading(lock_);
-  return number < instances_.size() && instances_[number].is_known ? instances_[number].tiers[at_tier(tier)].pool : kNone;
+  return number < instances_.size() && instances_[number].is_known ? instances_[number].tiers[at_tier(tier)].pool
+                                                                   : kNone;
 }
 
-std::vector<BlockHolder> ClusterIndex::holders(const NamespaceId& id, const std::uint8_t* hash, bool is_excluded) const {
+std::vector<BlockHolder> ClusterIndex::holders(const NamespaceId& id, const std::uint8_t* hash,
+                                               bool is_excluded) const {
   const ReadGuard reading(lock_);
   std::vector<BlockHolder> found;
   const std::uint32_t space = find_space(id);
@@ -1047,8 +1055,7 @@ IndexMemory ClusterIndex::memory() const {
   const std::size_t maps = (space_numbers_.size() + holder_space_numbers_.size()) * 48 + instance_numbers_.size() * 96;
   return {table_.bytes(), sets_.bytes(),
           instances_.capacity() * sizeof(Instance) + holder_spaces_.capacity() * sizeof(HolderSpace) +
-          spaces_.capacity() * sizeof(Namespace) +
-              clean_in_.capacity() * sizeof(std::uint32_t) + maps};
+              spaces_.capacity() * sizeof(Namespace) + clean_in_.capacity() * sizeof(std::uint32_t) + maps};
 }
 
 std::uint64_t ClusterIndex::recomputed_digest(std::uint32_t number) const {

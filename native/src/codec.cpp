@@ -97,7 +97,9 @@ class Pen {
     }
   }
 
-  void text(std::string_view data) noexcept { bytes({reinterpret_cast<const std::uint8_t*>(data.data()), data.size()}); }
+  void text(std::string_view data) noexcept {
+    bytes({reinterpret_cast<const std::uint8_t*>(data.data()), data.size()});
+  }
 
   std::uint8_t* at() const noexcept { return at_; }
 
@@ -110,7 +112,8 @@ std::uint32_t block_count(Bytes hashes) noexcept { return static_cast<std::uint3
 void check_run(Bytes hashes, Bytes slots) {
   if (hashes.empty() || hashes.size() % kHashBytes != 0) {
     throw Error(ErrorCode::kLayout, "a run of " + std::to_string(hashes.size()) +
-                                        " bytes of hashes; it needs a positive multiple of " + std::to_string(kHashBytes));
+                                        " bytes of hashes; it needs a positive multiple of " +
+                                        std::to_string(kHashBytes));
   }
   const std::size_t count = hashes.size() / kHashBytes;
   if (!slots.empty() && slots.size() != count * kSlotBytes) {
@@ -208,8 +211,8 @@ FrameHeader decode_header(Bytes data, std::size_t at) {
   header.wall_time_ns = load<std::uint64_t>(frame + 32);
   header.digest = load<std::uint64_t>(frame + 40);
   if (header.frame_bytes < least || header.frame_bytes > kMaxFrameBytes) {
-    throw malformed(at, "a frame of " + std::to_string(header.frame_bytes) + " bytes; " + std::to_string(least) + " to " +
-                            std::to_string(kMaxFrameBytes) + " are possible");
+    throw malformed(at, "a frame of " + std::to_string(header.frame_bytes) + " bytes; " + std::to_string(least) +
+                            " to " + std::to_string(kMaxFrameBytes) + " are possible");
   }
   if (left < kFrameHeaderBytes + name_bytes) {
     throw Error(ErrorCode::kTornFrame,
@@ -223,12 +226,13 @@ FrameHeader decode_header(Bytes data, std::size_t at) {
   return header;
 }
 
-// -- reading -----------------------------------------------------------------------------------------------------------
+// -- reading ----------------------------------------------------------------------------------------------------------
 
 FrameReader::FrameReader(Bytes data, std::size_t at) : data_(data), at_(at), header_(decode_header(data, at)) {
   if (data_.size() - at_ < header_.frame_bytes) {
     throw Error(ErrorCode::kTornFrame,
-                std::to_string(data_.size() - at_) + " of " + std::to_string(header_.frame_bytes) + " bytes are there", at_);
+                std::to_string(data_.size() - at_) + " of " + std::to_string(header_.frame_bytes) + " bytes are there",
+                at_);
   }
   end_ = at_ + header_.frame_bytes - kFrameChecksumBytes;
   const auto stored = load<std::uint32_t>(data_.data() + end_);
@@ -419,43 +423,42 @@ void FrameReader::finish() {
     throw malformed(at_, "the namespace table is not in the order the events use it");
   }
   if (version_ != header_.version) {
-    throw malformed(at_, "a frame of version " + std::to_string(header_.version) + " whose events are written as version " +
-                             std::to_string(version_));
+    throw malformed(at_, "a frame of version " + std::to_string(header_.version) +
+                             " whose events are written as version " + std::to_string(version_));
   }
 }
 
-// -- writing -----------------------------------------------------------------------------------------------------------
+// -- writing ----------------------------------------------------------------------------------------------------------
 
 std::size_t event_bytes(const Event& event) {
-  return std::visit(
-      Overloaded{
-          [](const InstanceStarted& started) { return kStartedBytes + started.blob.size(); },
-          [](const BlocksCreated& created) {
-            check_run(created.hashes, created.slots);
-            const std::size_t parent_bytes = is_no_parent(created.parent.data()) ? 0 : kHashBytes;
-            return kCreatedBytes + parent_bytes + created.hashes.size() + created.slots.size();
-          },
-          [](const BlocksMigrated& migrated) {
-            check_run(migrated.hashes, migrated.slots);
-            std::size_t name_bytes = 0;
-            if (const auto* const instance = std::get_if<std::string_view>(&migrated.source)) {
-              check_name(*instance, "a source instance's name");
-              name_bytes = 1 + instance->size();
-            }
-            return kMigratedBytes + name_bytes + migrated.hashes.size() + migrated.slots.size();
-          },
-          [](const BlocksEvicted& evicted) {
-            check_run(evicted.hashes, {});
-            return kEvictedBytes + evicted.hashes.size();
-          },
-          [](const ResidenciesListed& listed) {
-            check_run(listed.hashes, listed.slots);
-            return kListedBytes + listed.hashes.size() + listed.slots.size();
-          },
-          [](const SnapshotEnded&) { return kSnapshotEndedBytes; },
-          [](const InstanceStopped&) { return kStoppedBytes; },
-      },
-      event);
+  return std::visit(Overloaded{
+                        [](const InstanceStarted& started) { return kStartedBytes + started.blob.size(); },
+                        [](const BlocksCreated& created) {
+                          check_run(created.hashes, created.slots);
+                          const std::size_t parent_bytes = is_no_parent(created.parent.data()) ? 0 : kHashBytes;
+                          return kCreatedBytes + parent_bytes + created.hashes.size() + created.slots.size();
+                        },
+                        [](const BlocksMigrated& migrated) {
+                          check_run(migrated.hashes, migrated.slots);
+                          std::size_t name_bytes = 0;
+                          if (const auto* const instance = std::get_if<std::string_view>(&migrated.source)) {
+                            check_name(*instance, "a source instance's name");
+                            name_bytes = 1 + instance->size();
+                          }
+                          return kMigratedBytes + name_bytes + migrated.hashes.size() + migrated.slots.size();
+                        },
+                        [](const BlocksEvicted& evicted) {
+                          check_run(evicted.hashes, {});
+                          return kEvictedBytes + evicted.hashes.size();
+                        },
+                        [](const ResidenciesListed& listed) {
+                          check_run(listed.hashes, listed.slots);
+                          return kListedBytes + listed.hashes.size() + listed.slots.size();
+                        },
+                        [](const SnapshotEnded&) { return kSnapshotEndedBytes; },
+                        [](const InstanceStopped&) { return kStoppedBytes; },
+                    },
+                    event);
 }
 
 const NamespaceId* namespace_of(const Event& event) noexcept {

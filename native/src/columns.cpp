@@ -106,7 +106,8 @@ class EventAdder {
 
  private:
   EventRow& add(std::uint8_t kind, std::uint8_t tier) {
-    EventRow& row = columns_.events.emplace_back();  // zero, and then set where it lies: a copy would wait for its stores
+    // zero, and then set where it lies: a copy would wait for its stores
+    EventRow& row = columns_.events.emplace_back();
     row.kind = kind;
     row.tier = tier;
     row.source = kNoCode;
@@ -134,11 +135,11 @@ class EventAdder {
     columns_.blocks += count;
   }
 
-  FrameColumns& columns_;             // what is filled
-  Rows<NamespaceId> namespaces_;      // their rows
-  Rows<std::string_view> names_;      // their rows
-  std::size_t at_ = 0;                // where the frame lies
-  std::uint64_t offset_ = 0;          // of the next event
+  FrameColumns& columns_;         // what is filled
+  Rows<NamespaceId> namespaces_;  // their rows
+  Rows<std::string_view> names_;  // their rows
+  std::size_t at_ = 0;            // where the frame lies
+  std::uint64_t offset_ = 0;      // of the next event
 };
 
 }  // namespace

@@ -23,8 +23,8 @@ void unpin_run(TierSlots& tier, std::span<const std::uint32_t> slots) {
   }
 }
 
-// Records the arrival of blocks that the target does not hold. slots: empty for a target without slots. arrived: gets how many are
-// recorded, also where memory runs out meanwhile.
+// Records the arrival of blocks that the target does not hold. slots: empty for a target without slots. arrived: gets
+// how many are recorded, also where memory runs out meanwhile.
 void migrate(Recorder& recorder, const Copy& copy, Bytes hashes, std::span<const std::uint32_t> slots, bool kept,
              MigrateCause cause, std::size_t& arrived) {
   const std::size_t count = hashes.size() / kHashBytes;
@@ -76,7 +76,8 @@ std::optional<std::pair<std::uint64_t, const Copy*>> Copies::begin(Recorder& rec
   }
   std::size_t room = into != nullptr ? into->room() : std::numeric_limits<std::size_t>::max();
   std::uint32_t share = 0;
-  std::int64_t within_quota = std::numeric_limits<std::int64_t>::max();  // blocks that may come before the tenant's own give way
+  // Blocks that may come before the tenant's own give way
+  std::int64_t within_quota = std::numeric_limits<std::int64_t>::max();
   if (into != nullptr && !allocator.shares().empty()) {
     share = allocator.share_of(recorder, namespace_id);
     within_quota = allocator.quota_left(*into, share, arriving(recorder, allocator, target, share));
@@ -90,7 +91,8 @@ std::optional<std::pair<std::uint64_t, const Copy*>> Copies::begin(Recorder& rec
   }
   chosen.target_slots.reserve(into != nullptr ? count : 0);
   chosen.epoch = recorder.fold().epoch().bits();
-  const auto begun = copies_.emplace(next_, std::move(chosen)).first;  // before it has pins and slots, which somebody must end
+  // Before it has pins and slots, which somebody must end
+  const auto begun = copies_.emplace(next_, std::move(chosen)).first;
   Copy& copy = begun->second;
   for (const std::uint32_t slot : copy.source_slots) {
     from->pin(slot);
@@ -99,7 +101,8 @@ std::optional<std::pair<std::uint64_t, const Copy*>> Copies::begin(Recorder& rec
   try {
     if (into != nullptr) {
       if (static_cast<std::int64_t>(count) > within_quota) {
-        allocator.withdraw_own(recorder, *into, share, static_cast<std::size_t>(static_cast<std::int64_t>(count) - within_quota));
+        allocator.withdraw_own(recorder, *into, share,
+                               static_cast<std::size_t>(static_cast<std::int64_t>(count) - within_quota));
       }
       const auto allocation = allocator.allocate(recorder, *into, count, &namespace_id);
       has_room = allocation.has_value();  // the room was counted; making it may be an overflow
@@ -126,7 +129,8 @@ std::optional<std::pair<std::uint64_t, const Copy*>> Copies::begin(Recorder& rec
   return std::pair(next_++, &copy);
 }
 
-// Gives a copy those blocks, `most` at most, that its source has under its namespace and its target neither has nor awaits.
+// Gives a copy those blocks, `most` at most, that its source has under its namespace and its target neither has nor
+// awaits.
 void Copies::choose(Recorder& recorder, Copy& copy, Bytes hashes, std::size_t most) {
   const TierSlots* const from = source_of(recorder, copy);
   const TierSlots* const into = recorder.fold().table(copy.target);
@@ -149,7 +153,8 @@ void Copies::choose(Recorder& recorder, Copy& copy, Bytes hashes, std::size_t mo
 }
 
 // Blocks of a share on their way to a tier.
-std::size_t Copies::arriving(Recorder& recorder, const SlotAllocator& allocator, Tier target, std::uint32_t share) const {
+std::size_t Copies::arriving(Recorder& recorder, const SlotAllocator& allocator, Tier target,
+                             std::uint32_t share) const {
   std::size_t count = 0;
   for (const auto& [id, copy] : copies_) {
     if (copy.target == target && allocator.share_of(recorder, copy.namespace_id) == share) {

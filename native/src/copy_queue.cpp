@@ -40,8 +40,8 @@ void CopyQueue::add(const Run& run) {
   {
     const std::lock_guard held(lock_);
     if (closed_) {
-      throw Error(ErrorCode::kLayout, "the queue of copies is closed; " + std::to_string(run.slots.size()) +
-                                          " blocks were not copied");
+      throw Error(ErrorCode::kLayout,
+                  "the queue of copies is closed; " + std::to_string(run.slots.size()) + " blocks were not copied");
     }
     ended_.reserve(ended_.size() + scatters_.size() + gathers_.size() + 1);  // first: the thread does not allocate
     (run.checksums == nullptr ? scatters_ : gathers_).push_back({run});
@@ -64,7 +64,8 @@ std::size_t CopyQueue::under_way() const {
 
 bool CopyQueue::wait(std::chrono::nanoseconds timeout) {
   std::unique_lock held(lock_);
-  return idle_.wait_for(held, timeout, [this] { return (scatters_.empty() && gathers_.empty()) || closed_; }) && !closed_;
+  return idle_.wait_for(held, timeout, [this] { return (scatters_.empty() && gathers_.empty()) || closed_; }) &&
+         !closed_;
 }
 
 void CopyQueue::close() noexcept {

@@ -89,12 +89,14 @@ std::string CudaDriver::name_of(CuResult result) const {
 }
 
 CudaError::CudaError(const CudaDriver& driver, const char* call, CuResult result)
-    : std::runtime_error(words(means_lost(result) ? "the GPU is lost: " : "CUDA error: ", call, " answers ", driver.name_of(result))),
+    : std::runtime_error(
+          words(means_lost(result) ? "the GPU is lost: " : "CUDA error: ", call, " answers ", driver.name_of(result))),
       result_(result) {}
 
 const CudaDriver& cuda_driver(const std::string& library) {
   static std::mutex mutex;
-  static auto& drivers = *new std::map<std::string, std::unique_ptr<const CudaDriver>>;  // threads may copy while the process ends
+  // Threads may copy while the process ends
+  static auto& drivers = *new std::map<std::string, std::unique_ptr<const CudaDriver>>;
   const std::lock_guard lock(mutex);
   auto& driver = drivers[library];
   if (driver == nullptr) {

@@ -25,15 +25,16 @@ constexpr char kKernel[] =
 #include "ring_kernel_ptx.inc"
     ;
 
-constexpr std::uint64_t kPieceBytes = 4096;  // copied by one warp: enough of them to fill a launch, for the smallest run too
-constexpr std::uint64_t kAlign = 256;        // of what the ring holds
-constexpr std::size_t kParts = 8;            // of a ring: lots under way at once
-constexpr unsigned kThreads = 512;           // of a program
+// Copied by one warp: enough of them to fill a launch, for the smallest run too
+constexpr std::uint64_t kPieceBytes = 4096;
+constexpr std::uint64_t kAlign = 256;  // of what the ring holds
+constexpr std::size_t kParts = 8;      // of a ring: lots under way at once
+constexpr unsigned kThreads = 512;     // of a program
 constexpr unsigned kMostPrograms = 1024;
-constexpr long kNapNs = 10'000;              // between two looks at what the device has confirmed, at first
-constexpr long kLongestNapNs = 200'000;      // and at last
+constexpr long kNapNs = 10'000;                        // between two looks at what the device has confirmed, at first
+constexpr long kLongestNapNs = 200'000;                // and at last
 constexpr auto kSpin = std::chrono::microseconds(50);  // after the last move, while somebody waits for the next
-constexpr unsigned long kSlackNs = 1'000;    // by which a nap may be longer
+constexpr unsigned long kSlackNs = 1'000;              // by which a nap may be longer
 
 // As the kernel's.
 struct Lot {
@@ -68,14 +69,15 @@ class ShortNaps {
   void reset() noexcept { length_ns_ = kNapNs; }
 
  private:
-  int before_;                // the thread's own
-  long length_ns_ = kNapNs;   // of the next
+  int before_;               // the thread's own
+  long length_ns_ = kNapNs;  // of the next
 };
 
 }  // namespace
 
-// Checksums of a run's rows, computed in a thread of its own: whoever carries the run on never waits for them, and what has come meanwhile
-// is shared out among the copier's threads at once. Where the system gives no thread, the caller's computes them.
+// Checksums of a run's rows, computed in a thread of its own: whoever carries the run on never waits for them, and what
+// has come meanwhile is shared out among the copier's threads at once. Where the system gives no thread, the caller's
+// computes them.
 class DeviceRing::Sums {
  public:
   Sums() {
@@ -158,28 +160,29 @@ class DeviceRing::Sums {
   void sum(std::uint64_t begin, std::uint64_t end) noexcept {
     if (begin < end) {
       const bool in_order = rows_.at == nullptr;
-      const SourceRows rows{rows_.base + (in_order ? static_cast<std::ptrdiff_t>(begin) * rows_.stride : 0), rows_.stride,
-                            in_order ? nullptr : rows_.at + begin};
+      const SourceRows rows{rows_.base + (in_order ? static_cast<std::ptrdiff_t>(begin) * rows_.stride : 0),
+                            rows_.stride, in_order ? nullptr : rows_.at + begin};
       copier_->checksum(rows, row_bytes_, out_.subspan(begin, end - begin));
     }
   }
 
-  std::mutex mutex_;                  // guards what follows
-  std::condition_variable changed_;   // there is more to do
-  std::condition_variable settled_;   // a part is done
-  SourceRows rows_;                   // of the run
-  std::size_t row_bytes_ = 0;         // of each
-  std::span<std::uint32_t> out_;      // where to
-  RowCopier* copier_ = nullptr;       // whose threads work
-  std::uint64_t there_ = 0;           // rows that have come
-  std::uint64_t reached_ = 0;         // rows that are being read, or were
-  std::uint64_t done_ = 0;            // rows whose checksum is there
-  bool is_closed_ = false;            // the thread ends
-  const pid_t process_ = getpid();    // that has the thread
+  std::mutex mutex_;                     // guards what follows
+  std::condition_variable changed_;      // there is more to do
+  std::condition_variable settled_;      // a part is done
+  SourceRows rows_;                      // of the run
+  std::size_t row_bytes_ = 0;            // of each
+  std::span<std::uint32_t> out_;         // where to
+  RowCopier* copier_ = nullptr;          // whose threads work
+  std::uint64_t there_ = 0;              // rows that have come
+  std::uint64_t reached_ = 0;            // rows that are being read, or were
+  std::uint64_t done_ = 0;               // rows whose checksum is there
+  bool is_closed_ = false;               // the thread ends
+  const pid_t process_ = getpid();       // that has the thread
   std::unique_ptr<std::thread> thread_;  // last: it works on the others; null where there is none
 };
 
-DeviceRing::DeviceRing(const CudaDriver& driver, std::vector<Segment> segments, std::uint64_t slots, const RingOptions& options)
+DeviceRing::DeviceRing(const CudaDriver& driver, std::vector<Segment> segments, std::uint64_t slots,
+                       const RingOptions& options)
     : driver_(driver), slots_(slots), ring_bytes_(options.ring_bytes), ordinal_(options.device), process_(getpid()) {
   block_bytes_ = SegmentTable(segments, slots).block_bytes();  // which refuses what is no layout
   std::uint64_t offset = 0;
@@ -192,7 +195,8 @@ DeviceRing::DeviceRing(const CudaDriver& driver, std::vector<Segment> segments, 
   }
   const std::uint64_t part_bytes = ring_bytes_ / kParts / kAlign * kAlign;
   if (part_bytes < kPieceBytes + kAlign || pieces_.size() > UINT32_MAX) {
-    throw Error(ErrorCode::kLayout, words("a ring of ", ring_bytes_, " bytes for blocks of ", pieces_.size(), " pieces: too small"));
+    throw Error(ErrorCode::kLayout,
+                words("a ring of ", ring_bytes_, " bytes for blocks of ", pieces_.size(), " pieces: too small"));
   }
   lot_bytes_ = std::clamp(options.lot_bytes, kPieceBytes, part_bytes - kAlign);
   programs_ = std::min(options.programs, kMostPrograms);
@@ -288,17 +292,19 @@ bool DeviceRing::reaches(const void* begin, std::uint64_t bytes) const noexcept 
   }
 }
 
-void DeviceRing::gather(std::span<const std::int64_t> slots, BlockRows<std::uint8_t> rows, std::span<const std::int64_t> at,
-                        const RunOrder& after, std::span<std::uint32_t> checksums, RowCopier* copier) {
+void DeviceRing::gather(std::span<const std::int64_t> slots, BlockRows<std::uint8_t> rows,
+                        std::span<const std::int64_t> at, const RunOrder& after, std::span<std::uint32_t> checksums,
+                        RowCopier* copier) {
   begin(slots, rows.first, rows.stride, at, after, true);
   has_sums_ = !checksums.empty();
   if (has_sums_) {
-    sums_->begin({rows.first, static_cast<std::ptrdiff_t>(rows.stride), at.empty() ? nullptr : at.data()}, block_bytes_, checksums, copier);
+    sums_->begin({rows.first, static_cast<std::ptrdiff_t>(rows.stride), at.empty() ? nullptr : at.data()}, block_bytes_,
+                 checksums, copier);
   }
 }
 
-void DeviceRing::scatter(std::span<const std::int64_t> slots, BlockRows<const std::uint8_t> rows, std::span<const std::int64_t> at,
-                         const RunOrder& after) {
+void DeviceRing::scatter(std::span<const std::int64_t> slots, BlockRows<const std::uint8_t> rows,
+                         std::span<const std::int64_t> at, const RunOrder& after) {
   begin(slots, const_cast<std::uint8_t*>(rows.first), rows.stride, at, after, false);  // a scatter only reads them
 }
 
@@ -336,7 +342,8 @@ bool DeviceRing::advance(std::chrono::nanoseconds timeout) {
         naps.reset();
       } else if (now >= until) {
         return false;
-      } else if (next_.block == blocks_ && now - moved_at < kSpin) {  // lots that are queued keep the device busy; for the last somebody waits
+      } else if (next_.block == blocks_ &&
+                 now - moved_at < kSpin) {  // lots that are queued keep the device busy; for the last somebody waits
         std::this_thread::yield();
       } else {
         naps.nap();
@@ -376,7 +383,9 @@ void DeviceRing::open() {
   for (CuStream& stream : behind_) {
     check(driver_.cuStreamCreateWithPriority(&stream, kCuStreamNonBlocking, greatest), "cuStreamCreateWithPriority");
   }
-  const auto event = [this](CuEvent& made) { check(driver_.cuEventCreate(&made, kCuEventDisableTiming), "cuEventCreate"); };
+  const auto event = [this](CuEvent& made) {
+    check(driver_.cuEventCreate(&made, kCuEventDisableTiming), "cuEventCreate");
+  };
   event(engine_);
   std::for_each(tails_.begin(), tails_.end(), event);
   const std::uint64_t part_bytes = ring_bytes_ / kParts / kAlign * kAlign;
@@ -472,7 +481,8 @@ void DeviceRing::begin(std::span<const std::int64_t> slots, std::uint8_t* rows, 
   }
   under_way_ = true;
   try {
-    check(driver_.cuMemcpyHtoDAsync_v2(slots_at_, slots_room_, slots.size() * sizeof(std::int64_t), kernels_), "cuMemcpyHtoDAsync");
+    check(driver_.cuMemcpyHtoDAsync_v2(slots_at_, slots_room_, slots.size() * sizeof(std::int64_t), kernels_),
+          "cuMemcpyHtoDAsync");
   } catch (const CudaError& error) {
     under_way_ = !is_lost_;
     if (is_lost_) {
@@ -482,7 +492,8 @@ void DeviceRing::begin(std::span<const std::int64_t> slots, std::uint8_t* rows, 
   }
 }
 
-// Behind the engine's work come the launches, which touch its slots; for a run to the host the copies come behind those.
+// Behind the engine's work come the launches, which touch its slots; for a run to the host the copies come behind
+// those.
 void DeviceRing::wait_for(const RunOrder& after) {
   require_no_capture(after.streams);
   for (const CuEvent event : after.events) {
@@ -502,7 +513,8 @@ void DeviceRing::require_no_capture(std::span<const CuStream> streams) const {
       throw CudaError(driver_, "cuStreamIsCapturing", result);
     }
     if (status != 0) {
-      throw std::runtime_error("the engine's stream is captured into a graph; name an event of before to copy meanwhile");
+      throw std::runtime_error(
+          "the engine's stream is captured into a graph; name an event of before to copy meanwhile");
     }
   }
 }
@@ -563,13 +575,19 @@ void DeviceRing::queue_lot() {
 
 void DeviceRing::launch(const Part& part, const Place& begin, const Place& end) {
   const std::uint64_t pieces = (end.block - begin.block) * pieces_.size() + end.piece - begin.piece;
-  Lot lot{part.begin + begin.byte % kAlign, begin.byte,
-          begin.block, block_bytes_,
-          static_cast<std::uint32_t>(begin.piece), static_cast<std::uint32_t>(pieces),
-          static_cast<std::uint32_t>(pieces_.size()), gathers_ ? 1U : 0U};
+  Lot lot{part.begin + begin.byte % kAlign,
+          begin.byte,
+          begin.block,
+          block_bytes_,
+          static_cast<std::uint32_t>(begin.piece),
+          static_cast<std::uint32_t>(pieces),
+          static_cast<std::uint32_t>(pieces_.size()),
+          gathers_ ? 1U : 0U};
   void* parameters[] = {&pieces_at_, &slots_at_, &lot};
   const auto useful = static_cast<unsigned>((pieces + kThreads / 32 - 1) / (kThreads / 32));
-  check(driver_.cuLaunchKernel(kernel_, std::min(programs_, useful), 1, 1, kThreads, 1, 1, 0, kernels_, parameters, nullptr), "cuLaunchKernel");
+  check(driver_.cuLaunchKernel(kernel_, std::min(programs_, useful), 1, 1, kThreads, 1, 1, 0, kernels_, parameters,
+                               nullptr),
+        "cuLaunchKernel");
 }
 
 // One copy for each stretch of the rows' memory without a gap.
@@ -624,15 +642,18 @@ void DeviceRing::copy_stretches(CuStream stream) {
     attributes.order = gathers_ ? kCuInStreamOrder : kCuAtAnyTime;  // rows are as they are until the run has ended
     std::size_t first = 0;
     std::size_t failed = 0;
-    check(driver_.cuMemcpyBatchAsync(targets.data(), sources.data(), sizes.data(), sizes.size(), &attributes, &first, 1, &failed, stream),
+    check(driver_.cuMemcpyBatchAsync(targets.data(), sources.data(), sizes.data(), sizes.size(), &attributes, &first, 1,
+                                     &failed, stream),
           "cuMemcpyBatchAsync");
     return;
   }
   for (std::size_t index = 0; index < sizes.size(); ++index) {
     if (gathers_) {
-      check(driver_.cuMemcpyDtoHAsync_v2(reinterpret_cast<void*>(targets[index]), sources[index], sizes[index], stream), "cuMemcpyDtoHAsync");
+      check(driver_.cuMemcpyDtoHAsync_v2(reinterpret_cast<void*>(targets[index]), sources[index], sizes[index], stream),
+            "cuMemcpyDtoHAsync");
     } else {
-      check(driver_.cuMemcpyHtoDAsync_v2(targets[index], reinterpret_cast<const void*>(sources[index]), sizes[index], stream),
+      check(driver_.cuMemcpyHtoDAsync_v2(targets[index], reinterpret_cast<const void*>(sources[index]), sizes[index],
+                                         stream),
             "cuMemcpyHtoDAsync");
     }
   }

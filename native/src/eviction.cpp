@@ -42,7 +42,7 @@ void LeastRecentlyUsed::leave(std::uint32_t slot) noexcept {
   }
 }
 
-// -- S3-FIFO -----------------------------------------------------------------------------------------------------------
+// -- S3-FIFO ----------------------------------------------------------------------------------------------------------
 
 // One entry more than is remembered: the newest enters before the oldest leaves.
 Ghosts::Ghosts(std::size_t capacity, std::uint64_t seed) : entries_(capacity + 1), index_(capacity + 1, seed) {
@@ -118,8 +118,8 @@ bool S3Fifo::victims(std::span<std::uint32_t> out) noexcept {
   return true;
 }
 
-// Ends, because at least one block may be evicted: small only gets shorter, and main is looked at only while it has such a
-// block, whose uses run out.
+// Ends, because at least one block may be evicted: small only gets shorter, and main is looked at only while it has
+// such a block, whose uses run out.
 std::uint32_t S3Fifo::victim() noexcept {
   for (;;) {
     if (small_.size() > small_slots_ || main_free_ == 0) {
@@ -176,10 +176,10 @@ void S3Fifo::hold_back(Slot& slot, bool is_held_back) noexcept {
   }
 }
 
-// -- shares of tenants -------------------------------------------------------------------------------------------------
+// -- shares of tenants ------------------------------------------------------------------------------------------------
 
-FairShares::FairShares(std::string_view eviction, std::span<Slot> slots, std::uint64_t seed, std::span<const Share> shares,
-                       const std::vector<std::uint32_t>& share_of)
+FairShares::FairShares(std::string_view eviction, std::span<Slot> slots, std::uint64_t seed,
+                       std::span<const Share> shares, const std::vector<std::uint32_t>& share_of)
     : slots_(slots), share_of_(share_of) {
   std::uint64_t weights = 0;
   for (const Share& share : shares) {
@@ -236,11 +236,13 @@ FairShares::Part& FairShares::part_of(std::uint32_t slot) noexcept {
   return namespace_index < share_of_.size() ? parts_[share_of_[namespace_index]] : parts_.back();
 }
 
-// Of the shares that can give a block up, of which there is one, the one with the most blocks for its weight; of two alike the first.
+// Of the shares that can give a block up, of which there is one, the one with the most blocks for its weight; of two
+// alike the first.
 FairShares::Part& FairShares::farthest_above() noexcept {
   Part* farthest = nullptr;
   for (Part& part : parts_) {
-    if (part.policy->size() > 0 && (farthest == nullptr || part.left * farthest->weight > farthest->left * part.weight)) {
+    if (part.policy->size() > 0 &&
+        (farthest == nullptr || part.left * farthest->weight > farthest->left * part.weight)) {
       farthest = &part;
     }
   }

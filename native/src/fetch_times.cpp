@@ -12,8 +12,8 @@ using Among = std::array<bool, kMostSources>;
 double size_of(std::uint32_t blocks, double block_bytes) noexcept { return static_cast<double>(blocks) * block_bytes; }
 
 // Each lot goes to the source, of these, that is through with it first, the deepest first. Some of them has each.
-FetchLength schedule(std::uint32_t begin, std::uint32_t end, std::span<const FetchSource> sources, const Among& among, double block_bytes,
-                     std::span<const std::uint32_t> cuts) {
+FetchLength schedule(std::uint32_t begin, std::uint32_t end, std::span<const FetchSource> sources, const Among& among,
+                     double block_bytes, std::span<const std::uint32_t> cuts) {
   FetchLength found{end, 0.0, {}};
   std::array<double, kMostSources> busy_s{};
   std::uint32_t last = end;
@@ -27,7 +27,8 @@ FetchLength schedule(std::uint32_t begin, std::uint32_t end, std::span<const Fet
     double least_s = std::numeric_limits<double>::infinity();
     for (std::size_t at = 0; at < sources.size(); ++at) {
       if (among[at] && sources[at].end >= last) {
-        const double done_s = busy_s[at] + (busy_s[at] != 0.0 ? 0.0 : sources[at].latency_s) + size / sources[at].bytes_per_s;
+        const double done_s =
+            busy_s[at] + (busy_s[at] != 0.0 ? 0.0 : sources[at].latency_s) + size / sources[at].bytes_per_s;
         if (chosen == kMostSources || done_s < least_s) {
           chosen = at;
           least_s = done_s;
@@ -105,8 +106,8 @@ FetchLength least_time(std::uint32_t begin, std::uint32_t end, std::span<const F
 
 }  // namespace
 
-void least_times(std::uint32_t begin, std::span<const FetchSource> sources, double block_bytes, std::uint32_t lot_blocks,
-                 std::vector<FetchLength>& lengths) {
+void least_times(std::uint32_t begin, std::span<const FetchSource> sources, double block_bytes,
+                 std::uint32_t lot_blocks, std::vector<FetchLength>& lengths) {
   lengths.clear();
   thread_local std::vector<std::uint32_t> ends;  // the longest first
   ends.clear();
@@ -120,9 +121,11 @@ void least_times(std::uint32_t begin, std::span<const FetchSource> sources, doub
   if (ends.empty()) {
     return;
   }
-  thread_local std::vector<std::uint32_t> cuts;  // ascending, for the longest; shorter ones have those before their ends
+  // ascending, for the longest; shorter ones have those before their ends
+  thread_local std::vector<std::uint32_t> cuts;
   cuts.assign(ends.begin(), ends.end());
-  for (std::uint64_t at = std::uint64_t{begin} / lot_blocks * lot_blocks + lot_blocks; at < ends.front(); at += lot_blocks) {
+  for (std::uint64_t at = std::uint64_t{begin} / lot_blocks * lot_blocks + lot_blocks; at < ends.front();
+       at += lot_blocks) {
     cuts.push_back(static_cast<std::uint32_t>(at));
   }
   std::sort(cuts.begin(), cuts.end());
@@ -132,7 +135,8 @@ void least_times(std::uint32_t begin, std::span<const FetchSource> sources, doub
   }
 }
 
-const FetchLength* quickest(std::uint32_t begin, std::span<const FetchLength> lengths, double block_compute_s) noexcept {
+const FetchLength* quickest(std::uint32_t begin, std::span<const FetchLength> lengths,
+                            double block_compute_s) noexcept {
   if (lengths.empty()) {
     return nullptr;
   }

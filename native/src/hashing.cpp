@@ -64,7 +64,8 @@ constexpr std::size_t kDigestsAhead = 16;      // that are on their way to the c
 
 // Folds one chunk of each lane. The states are ABEF and CDGH, as the instructions keep them; the words are used up.
 template <std::size_t kLanes>
-KVBM_SHA_INLINE void fold_chunk(__m128i (&abef)[kLanes], __m128i (&cdgh)[kLanes], __m128i (&words)[kLanes][4]) noexcept {
+KVBM_SHA_INLINE void fold_chunk(__m128i (&abef)[kLanes], __m128i (&cdgh)[kLanes],
+                                __m128i (&words)[kLanes][4]) noexcept {
   __m128i abef_before[kLanes];
   __m128i cdgh_before[kLanes];
 #pragma GCC unroll 2
@@ -102,8 +103,8 @@ KVBM_SHA_INLINE void fold_chunk(__m128i (&abef)[kLanes], __m128i (&cdgh)[kLanes]
 template <std::size_t kLanes>
 KVBM_SHA_INLINE void hash_blocks(Lane* lanes, std::size_t blocks, std::size_t block_tokens) noexcept {
   const BlockShape shape(block_tokens);
-  // The last chunks: what is left of the message goes over the zeros. Where no chunk is whole, the parent is in them too;
-  // it never goes through memory, so its place stays zero.
+  // The last chunks: what is left of the message goes over the zeros. Where no chunk is whole, the parent is in them
+  // too; it never goes through memory, so its place stays zero.
   const std::size_t lead = shape.whole_chunks == 0 ? kHashBytes : 0;
   const std::size_t tail_bytes = shape.rest - lead;
   alignas(16) std::uint8_t tails[kLanes][2 * kSha256ChunkBytes] = {};
@@ -155,7 +156,8 @@ KVBM_SHA_INLINE void hash_blocks(Lane* lanes, std::size_t blocks, std::size_t bl
     }
   }
   for (std::size_t lane = 0; lane < kLanes; ++lane) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes[lane].parent.data()), _mm_shuffle_epi8(parents[lane], big_endian));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes[lane].parent.data()),
+                     _mm_shuffle_epi8(parents[lane], big_endian));
   }
 }
 
@@ -198,8 +200,7 @@ KVBM_SHA_INLINE void derive_chunks(const __m128i root, const Bytes* digests, std
 // Hashes digests of 32 bytes.
 KVBM_SHA void derive_sha(const SequenceHash& root, std::span<const Bytes> digests, std::uint8_t* out) noexcept {
   const __m128i big_endian = _mm_set_epi64x(0x0C0D0E0F08090A0B, 0x0405060700010203);
-  const __m128i words =
-      _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(root.data())), big_endian);
+  const __m128i words = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(root.data())), big_endian);
   std::size_t at = 0;
   for (; at + 2 <= digests.size(); at += 2) {
     if (at + kDigestsAhead < digests.size()) {

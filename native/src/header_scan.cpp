@@ -35,7 +35,7 @@ std::int64_t read_page(int file, std::uint8_t* page, std::uint64_t position) noe
 HeaderScan::HeaderScan(int file, std::uint32_t depth, bool by_ring)
     : file_(file),
       depth_(std::max<std::uint32_t>(1, depth)),
-      room_(static_cast<std::uint8_t*>(::operator new(kPageBytes * depth_, std::align_val_t{kPageBytes}))) {
+      room_(static_cast<std::uint8_t*>(::operator new(kPageBytes* depth_, std::align_val_t{kPageBytes}))) {
   int refusal = 0;
   if (by_ring) {
     ring_ = IoRing::open(file, depth_, refusal);

@@ -26,7 +26,8 @@ HolderSets::Slab::~Slab() {
 
 HolderSets::HolderSets() : next_free_(kSetBit), lookup_(64, 0) {}
 
-std::span<const HolderId> HolderSets::ids_of_holder_space(const HolderValue& value, std::uint32_t holder_space) const noexcept {
+std::span<const HolderId> HolderSets::ids_of_holder_space(const HolderValue& value,
+                                                          std::uint32_t holder_space) const noexcept {
   const auto all = holder_ids(value);
   const HolderId* begin = all.data();
   const HolderId* const end = all.data() + all.size();

@@ -1,5 +1,5 @@
-// What a cluster index does a little at a time beside its frames: dead holder ids are swept out, the table is audited, and numbers that
-// nobody uses are freed.
+// What a cluster index does a little at a time beside its frames: dead holder ids are swept out, the table is audited,
+// and numbers that nobody uses are freed.
 #include <algorithm>
 #include <bit>
 
@@ -7,7 +7,7 @@
 
 namespace kvbm {
 
-// -- sweeping ----------------------------------------------------------------------------------------------------------
+// -- sweeping ---------------------------------------------------------------------------------------------------------
 
 bool ClusterIndex::needs_sweep() const {
   const std::lock_guard turn(writer_);
@@ -122,7 +122,8 @@ void ClusterIndex::sweep_all(std::uint32_t number, Tier tier) {
             for (const HolderId holder_id : sets_.ids_of_holder_space(value, holder_space)) {
               if (tier_of(holder_id) == tier && generation_of(holder_id) != fold.generation &&
                   generation_of(holder_id) != target) {
-                const HolderValue now = changed({value, holder_id, holder_id, holder_id_of(holder_space, tier, target)});
+                const HolderValue now =
+                    changed({value, holder_id, holder_id, holder_id_of(holder_space, tier, target)});
                 sets_.release(value);
                 return now;
               }
@@ -145,12 +146,12 @@ void ClusterIndex::sweep_all(std::uint32_t number, Tier tier) {
   }
 }
 
-// -- auditing ----------------------------------------------------------------------------------------------------------
+// -- auditing ---------------------------------------------------------------------------------------------------------
 
 AuditPart ClusterIndex::audit(std::size_t pages) {
   AuditPart part;
   for (; pages > 0 && !part.is_whole; --pages) {
-    const std::lock_guard turn(writer_);  // only writers change what is read here; let go after every stretch
+    const std::lock_guard turn(writer_);            // only writers change what is read here; let go after every stretch
     if (audited_before_ == BlockTable::kRankEnd) {  // the table was seen whole
       if (!free_some()) {
         end_audit(part);
@@ -161,23 +162,24 @@ AuditPart ClusterIndex::audit(std::size_t pages) {
       begin_audit();
     }
     std::vector<std::pair<BlockKey, std::uint64_t>> damaged;
-    audited_before_ = table_.visit_ranks(audited_before_, [&](BlockKey key, std::uint64_t place, const HolderValue& value) {
-      ++audited_blocks_;
-      if ((value & kSetBit) != 0 ? !sets_.has(value) : kvbm::holder_space_of(value) >= holder_spaces_.size()) {
-        damaged.emplace_back(key, place);
-        return;
-      }
-      for (const HolderId holder_id : sets_.holder_ids(value)) {
-        const HolderSpace& holder_space = holder_spaces_[kvbm::holder_space_of(holder_id)];
-        note_use(kvbm::holder_space_of(holder_id));
-        if (holder_space.is_pool == 0 && is_live(holder_id)) {
-          const BlockKey& salt = spaces_[holder_space.space].salt;
-          const std::array<std::uint64_t, 2> hash{key.low ^ salt.low, key.high ^ salt.high};
-          instances_[holder_space.holder].tiers[at_tier(tier_of(holder_id))].audited[generation_of(holder_id)] +=
-              residency_mix(tier_of(holder_id), reinterpret_cast<const std::uint8_t*>(hash.data()));
-        }
-      }
-    });
+    audited_before_ =
+        table_.visit_ranks(audited_before_, [&](BlockKey key, std::uint64_t place, const HolderValue& value) {
+          ++audited_blocks_;
+          if ((value & kSetBit) != 0 ? !sets_.has(value) : kvbm::holder_space_of(value) >= holder_spaces_.size()) {
+            damaged.emplace_back(key, place);
+            return;
+          }
+          for (const HolderId holder_id : sets_.holder_ids(value)) {
+            const HolderSpace& holder_space = holder_spaces_[kvbm::holder_space_of(holder_id)];
+            note_use(kvbm::holder_space_of(holder_id));
+            if (holder_space.is_pool == 0 && is_live(holder_id)) {
+              const BlockKey& salt = spaces_[holder_space.space].salt;
+              const std::array<std::uint64_t, 2> hash{key.low ^ salt.low, key.high ^ salt.high};
+              instances_[holder_space.holder].tiers[at_tier(tier_of(holder_id))].audited[generation_of(holder_id)] +=
+                  residency_mix(tier_of(holder_id), reinterpret_cast<const std::uint8_t*>(hash.data()));
+            }
+          }
+        });
     // Whoever looked these up would follow them out of bounds. Taken out they are missing, which a snapshot heals.
     if (!damaged.empty()) {
       const WriteGuard change(lock_);
@@ -217,7 +219,7 @@ void ClusterIndex::end_audit(AuditPart& part) {
   audited_before_ = 0;
 }
 
-// -- what nobody uses --------------------------------------------------------------------------------------------------
+// -- what nobody uses -------------------------------------------------------------------------------------------------
 
 bool ClusterIndex::free_some() {
   const std::size_t spaces = checkpoints_ == 0 ? spaces_.size() : 0;  // a checkpoint under way names them by number
@@ -235,12 +237,14 @@ bool ClusterIndex::free_some() {
     std::sort(owners.begin(), owners.end());
     owners.erase(std::unique(owners.begin(), owners.end()), owners.end());
     for (const std::uint32_t owner : owners) {
-      std::erase_if(instances_[owner].holder_spaces, [this](std::uint32_t number) { return holder_spaces_[number].live == 0; });
+      std::erase_if(instances_[owner].holder_spaces,
+                    [this](std::uint32_t number) { return holder_spaces_[number].live == 0; });
     }
   } else if (unused_space_at_ < spaces) {
     const WriteGuard change(lock_);
     last_instance_ = kNone;
-    for (const std::size_t end = std::min(unused_space_at_ + kFreedAtOnce, spaces); unused_space_at_ < end; ++unused_space_at_) {
+    for (const std::size_t end = std::min(unused_space_at_ + kFreedAtOnce, spaces); unused_space_at_ < end;
+         ++unused_space_at_) {
       free_space(static_cast<std::uint32_t>(unused_space_at_));
     }
   } else {
@@ -252,8 +256,8 @@ bool ClusterIndex::free_some() {
 
 void ClusterIndex::free_holder_space(std::uint32_t number, std::vector<std::uint32_t>& owners) {
   HolderSpace& there = holder_spaces_[number];
-  const auto known =
-      holder_space_numbers_.find((there.is_pool != 0 ? kPoolKind : 0) | std::uint64_t{there.holder} << 32 | there.space);
+  const auto known = holder_space_numbers_.find((there.is_pool != 0 ? kPoolKind : 0) |
+                                                std::uint64_t{there.holder} << 32 | there.space);
   if (known == holder_space_numbers_.end() || known->second != number) {
     return;  // it is free, or the sweep's
   }

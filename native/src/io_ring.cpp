@@ -37,13 +37,13 @@ void* mapped(int fd, std::size_t bytes, std::uint64_t offset) noexcept {
 }  // namespace
 
 struct IoRing::Maps {
-  int fd = -1;                       // of the ring
-  io_uring_params params{};          // what the kernel made
-  void* submissions = nullptr;       // head, tail and array of the submission queue
+  int fd = -1;                  // of the ring
+  io_uring_params params{};     // what the kernel made
+  void* submissions = nullptr;  // head, tail and array of the submission queue
   std::size_t submissions_bytes = 0;
-  void* completions = nullptr;       // head, tail and entries of the completion queue
+  void* completions = nullptr;  // head, tail and entries of the completion queue
   std::size_t completions_bytes = 0;
-  io_uring_sqe* entries = nullptr;   // what is submitted
+  io_uring_sqe* entries = nullptr;  // what is submitted
   std::size_t entries_bytes = 0;
 
   ~Maps() {
@@ -70,7 +70,8 @@ std::unique_ptr<IoRing> IoRing::open(int file, std::uint32_t entries, int& error
   auto maps = std::make_unique<Maps>();
   io_uring_params& params = maps->params;
 #ifdef IORING_SETUP_COOP_TASKRUN
-  params.flags = IORING_SETUP_COOP_TASKRUN;  // completions wait until the ring's thread asks: no interrupts of its checks
+  // Completions wait until the ring's thread asks: no interrupts of its checks
+  params.flags = IORING_SETUP_COOP_TASKRUN;
   maps->fd = static_cast<int>(syscall(SYS_io_uring_setup, entries, &params));
   if (maps->fd < 0 && errno == EINVAL) {
     params = {};

@@ -19,10 +19,12 @@ constexpr std::size_t kPrefetchedBlocks = 32;  // of a long run at a time: more 
 void require_own(const TierSlots& tier, std::uint32_t slot, const char* consequence) {
   const SlotState state = slot < tier.size() ? tier.slot(slot).state : SlotState::kFree;
   if (state == SlotState::kReceiving) {
-    throw ledger_error(tier_name(tier.tier()) + " slot " + std::to_string(slot) + " belongs to a copy, so " + consequence);
+    throw ledger_error(tier_name(tier.tier()) + " slot " + std::to_string(slot) + " belongs to a copy, so " +
+                       consequence);
   }
   if (state != SlotState::kAllocated) {
-    throw ledger_error(tier_name(tier.tier()) + " slot " + std::to_string(slot) + " is not allocated, so " + consequence);
+    throw ledger_error(tier_name(tier.tier()) + " slot " + std::to_string(slot) + " is not allocated, so " +
+                       consequence);
   }
 }
 
@@ -83,16 +85,18 @@ class Whose {
   Whose(const NamespaceTable& namespaces, const NamespaceId* namespace_id) noexcept
       : is_one_(namespace_id != nullptr), number_(is_one_ ? namespaces.find(*namespace_id) : NamespaceTable::kNone) {}
 
-  bool has(const TierSlots& tier, std::uint32_t slot) const noexcept { return !is_one_ || tier.owner_of(slot) == number_; }
+  bool has(const TierSlots& tier, std::uint32_t slot) const noexcept {
+    return !is_one_ || tier.owner_of(slot) == number_;
+  }
 
  private:
   const bool is_one_;           // else everybody's
   const std::uint32_t number_;  // of the one
 };
 
-// Looks for one block after another in tiers, hottest first, until done(at, tier, slot) says so; tier is nullptr where none
-// holds the block for `whose`. A stretch of blocks waits for memory together: for their cells in the hottest tier's index, then for the
-// slots that those name.
+// Looks for one block after another in tiers, hottest first, until done(at, tier, slot) says so; tier is nullptr where
+// none holds the block for `whose`. A stretch of blocks waits for memory together: for their cells in the hottest
+// tier's index, then for the slots that those name.
 template <class Done>
 void find_blocks(std::span<TierSlots* const> tiers, const Whose& whose, Bytes hashes, Done&& done) {
   const std::size_t count = hashes.size() / kHashBytes;
@@ -122,7 +126,8 @@ void find_blocks(std::span<TierSlots* const> tiers, const Whose& whose, Bytes ha
 }
 
 // Takes back what `index_new` did to blocks [begin, end): new ones are not in the index, slots given are allocated.
-void unmark(TierSlots& tier, Bytes slots, std::span<const std::uint32_t> holders, std::size_t begin, std::size_t end) noexcept {
+void unmark(TierSlots& tier, Bytes slots, std::span<const std::uint32_t> holders, std::size_t begin,
+            std::size_t end) noexcept {
   for (std::size_t at = begin; at < end; ++at) {
     const std::uint32_t slot = slot_at(slots, at);
     if (holders[at] == slot) {
@@ -152,8 +157,9 @@ void check_filled(const TierSlots& tier, Bytes hashes, Bytes slots, const char* 
   }
 }
 
-// Finds the slot that holds each block to create: the one given where it is new, which the index knows from now on. Whether some
-// block is held already. Throws Error: kLedger, when a slot is not the caller's, or a block or a slot is named twice.
+// Finds the slot that holds each block to create: the one given where it is new, which the index knows from now on.
+// Whether some block is held already. Throws Error: kLedger, when a slot is not the caller's, or a block or a slot is
+// named twice.
 bool index_new(TierSlots& tier, Bytes hashes, Bytes slots, std::span<std::uint32_t> holders) {
   const std::size_t count = holders.size();
   bool some_known = false;
@@ -187,10 +193,12 @@ bool index_new(TierSlots& tier, Bytes hashes, Bytes slots, std::span<std::uint32
 
 }  // namespace
 
-Ledger::Ledger(std::span<const Pool> pools, std::string_view eviction, std::size_t event_bytes, std::vector<Share> shares)
+Ledger::Ledger(std::span<const Pool> pools, std::string_view eviction, std::size_t event_bytes,
+               std::vector<Share> shares)
     : seed_(random_word()),
       allocator_(std::move(shares)),
-      recorder_(Fold<TierSlots>(tables_for(pools, eviction, event_bytes, seed_, allocator_), listed(pools)), event_bytes),
+      recorder_(Fold<TierSlots>(tables_for(pools, eviction, event_bytes, seed_, allocator_), listed(pools)),
+                event_bytes),
       snapshots_(tiers_of(pools, recorder_)),
       copies_(seed_),
       hottest_first_(tiers_of(pools, recorder_)),
@@ -198,7 +206,7 @@ Ledger::Ledger(std::span<const Pool> pools, std::string_view eviction, std::size
   std::ranges::sort(hottest_first_, {}, &TierSlots::tier);
 }
 
-// -- the life of the stream --------------------------------------------------------------------------------------------
+// -- the life of the stream -------------------------------------------------------------------------------------------
 
 void Ledger::start(std::uint64_t epoch, Bytes started, std::size_t namespaces,
                    std::span<const std::vector<Recovered>, kTierCount> recovered) {
@@ -239,14 +247,16 @@ void Ledger::stop(StopReason reason) {
   }
 }
 
-// -- what an engine asks -----------------------------------------------------------------------------------------------
+// -- what an engine asks ----------------------------------------------------------------------------------------------
 
 std::span<TierSlots* const> Ledger::not_hotter_than(Tier hottest) const noexcept {
-  const auto first = std::ranges::find_if(hottest_first_, [=](const TierSlots* tier) { return tier->tier() >= hottest; });
+  const auto first =
+      std::ranges::find_if(hottest_first_, [=](const TierSlots* tier) { return tier->tier() >= hottest; });
   return {first, hottest_first_.end()};
 }
 
-std::size_t Ledger::find_run(std::span<TierSlots* const> tiers, Bytes hashes, const NamespaceId* namespace_id, bool pinned) {
+std::size_t Ledger::find_run(std::span<TierSlots* const> tiers, Bytes hashes, const NamespaceId* namespace_id,
+                             bool pinned) {
   const std::size_t count = hash_count(hashes);
   if (tier_bytes_.size() < count) {
     tier_bytes_.resize(count);
@@ -288,9 +298,8 @@ Match Ledger::match(Bytes hashes, bool pinned, Tier hottest, const NamespaceId* 
 
 Match Ledger::lend(const NamespaceId& namespace_id, Bytes hashes, Tier coldest) {
   const std::span<TierSlots* const> colder = not_hotter_than(Tier::kHost);
-  const auto end = std::ranges::find_if(colder, [=](const TierSlots* tier) {
-    return tier->tier() > Tier::kNvme || tier->tier() > coldest;
-  });
+  const auto end = std::ranges::find_if(
+      colder, [=](const TierSlots* tier) { return tier->tier() > Tier::kNvme || tier->tier() > coldest; });
   const std::size_t depth = find_run({colder.begin(), end}, hashes, &namespace_id, true);
   for (std::size_t at = 0; at < depth; ++at) {
     find_tier(static_cast<Tier>(tier_bytes_[at]))->pin(slot_numbers_[at]);
@@ -372,15 +381,18 @@ void Ledger::pin(Tier tier, Bytes slots) {
 void Ledger::unpin(Tier tier, Bytes slots) {
   TierSlots& state = tier_slots(tier);
   const std::size_t count = slot_count(slots);
-  const std::span<std::uint32_t> last = slot_numbers(count);  // slots that have lost their last pin, in the order they lost it
+  // Slots that have lost their last pin, in the order they lost it
+  const std::span<std::uint32_t> last = slot_numbers(count);
   std::size_t unpinned = 0;
-  for (std::size_t at = count; at-- > 0;) {  // in numbers alone, until it is known that each slot has the pins it is to lose
+  // In numbers alone, until it is known that each slot has the pins it is to lose
+  for (std::size_t at = count; at-- > 0;) {
     const std::uint32_t slot = slot_at(slots, at);
     if (slot >= state.size() || state.slot(slot).pins == 0) {
       for (std::size_t before = at + 1; before < count; ++before) {
         state.count_pin(slot_at(slots, before));
       }
-      throw ledger_error(tier_name(tier) + " slot " + std::to_string(slot) + " is not pinned, so it cannot be unpinned");
+      throw ledger_error(tier_name(tier) + " slot " + std::to_string(slot) +
+                         " is not pinned, so it cannot be unpinned");
     }
     if (state.discount_pin(slot)) {
       last[unpinned++] = slot;
@@ -398,7 +410,8 @@ std::optional<Allocation> Ledger::allocate(Tier tier, std::size_t count, const N
 void Ledger::release(Tier tier, Bytes slots) {
   TierSlots& state = tier_slots(tier);
   const std::size_t count = slot_count(slots);
-  for (std::size_t at = 0; at < count; ++at) {  // marked, so that a slot named twice is seen before anything is given back
+  // marked, so that a slot named twice is seen before anything is given back
+  for (std::size_t at = 0; at < count; ++at) {
     const std::uint32_t slot = slot_at(slots, at);
     try {
       require_own(state, slot, "it cannot be released");
@@ -415,7 +428,8 @@ void Ledger::release(Tier tier, Bytes slots) {
   }
 }
 
-// A block that is held already keeps its slot, and the one given goes back. The others are new: an event for each run of them.
+// A block that is held already keeps its slot, and the one given goes back. The others are new: an event for each run
+// of them.
 Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceHash& parent, std::uint64_t start,
                      Bytes hashes, Bytes slots) {
   TierSlots& state = tier_slots(tier);
@@ -426,7 +440,8 @@ Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceH
                        "; give NO_PARENT with start 0, and the hash of the block before with a later start");
   }
   if (count != given) {
-    throw ledger_error(std::to_string(count) + " hashes for " + std::to_string(given) + " slots; give one slot a block");
+    throw ledger_error(std::to_string(count) + " hashes for " + std::to_string(given) +
+                       " slots; give one slot a block");
   }
   if (start + count > std::uint64_t{1} << 32) {
     throw Error(ErrorCode::kLayout, "a number does not fit the frame: " + std::to_string(start));
@@ -438,7 +453,8 @@ Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceH
   for (std::size_t at = 0; some_known && at < count; ++at) {
     if (!is_new(at) && !whose.has(state, holders[at])) {
       unmark(state, slots, holders, 0, count);
-      throw ledger_error("block " + std::to_string(at) + " of " + std::to_string(count) + " to create in " + tier_name(tier) +
+      throw ledger_error("block " + std::to_string(at) + " of " + std::to_string(count) + " to create in " +
+                         tier_name(tier) +
                          " is held there under another namespace; hash each prompt from its own namespace's root");
     }
   }
@@ -484,14 +500,14 @@ Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceH
 }
 
 // Records one run of new blocks, whose hashes the index knows.
-void Ledger::create_run(const TierSlots& tier, const NamespaceId& namespace_id, const SequenceHash& parent, std::uint64_t start,
-                        Bytes hashes, Bytes slots) {
+void Ledger::create_run(const TierSlots& tier, const NamespaceId& namespace_id, const SequenceHash& parent,
+                        std::uint64_t start, Bytes hashes, Bytes slots) {
   const Event event = BlocksCreated{.namespace_id = namespace_id,
-                            .tier = tier.tier(),
-                            .start = static_cast<std::uint32_t>(start),
-                            .parent = parent,
-                            .hashes = hashes,
-                            .slots = slots};
+                                    .tier = tier.tier(),
+                                    .start = static_cast<std::uint32_t>(start),
+                                    .parent = parent,
+                                    .hashes = hashes,
+                                    .slots = slots};
   const std::size_t bytes = recorder_.admit(event);
   recorder_.record<BlocksCreated>(event, bytes, recorder_.fold().namespaces().intern(namespace_id));
 }
@@ -526,18 +542,19 @@ void Ledger::claim(Tier tier, const NamespaceId& namespace_id, Bytes hashes, std
     throw ledger_error(tier_name(tier) + " is not a pool of cluster reach; its blocks are created or copied");
   }
   const Event event = BlocksMigrated{.namespace_id = namespace_id,
-                             .source = finder,
-                             .target = tier,
-                             .kept = true,
-                             .cause = MigrateCause::kOffload,
-                             .hashes = hashes,
-                             .slots = {}};
+                                     .source = finder,
+                                     .target = tier,
+                                     .kept = true,
+                                     .cause = MigrateCause::kOffload,
+                                     .hashes = hashes,
+                                     .slots = {}};
   const std::size_t bytes = recorder_.admit(event);
   recorder_.fold().check_distinct(tier, hashes);
   recorder_.record<BlocksMigrated>(event, bytes, recorder_.fold().namespaces().intern(namespace_id));
 }
 
-std::size_t Ledger::adopt(const NamespaceId& namespace_id, Tier tier, Bytes hashes, Bytes slots, std::string_view finder) {
+std::size_t Ledger::adopt(const NamespaceId& namespace_id, Tier tier, Bytes hashes, Bytes slots,
+                          std::string_view finder) {
   TierSlots& state = tier_slots(tier);
   const std::size_t count = hash_count(hashes);
   if (count != slot_count(slots)) {
@@ -590,7 +607,8 @@ std::size_t Ledger::adopt(const NamespaceId& namespace_id, Tier tier, Bytes hash
   return gained;
 }
 
-std::size_t Ledger::keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority, const NamespaceId* namespace_id) {
+std::size_t Ledger::keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority,
+                         const NamespaceId* namespace_id) {
   TierSlots& state = tier_slots(tier);
   if (priority < 0 || priority > kHighestPriority) {
     throw ledger_error("priority is " + std::to_string(priority) + "; give 0 to " + std::to_string(kHighestPriority));
@@ -618,7 +636,7 @@ std::size_t Ledger::expire(double now_s) {
   return count;
 }
 
-// -- inside ------------------------------------------------------------------------------------------------------------
+// -- inside -----------------------------------------------------------------------------------------------------------
 
 TierSlots& Ledger::tier_slots(Tier tier) const {
   TierSlots* const slots = find_tier(tier);

@@ -1,4 +1,5 @@
-// Which blocks of a prompt instances could lend to others: the part of ClusterIndex that routing prices reading from them by.
+// Which blocks of a prompt instances could lend to others: the part of ClusterIndex that routing prices reading from
+// them by.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -11,8 +12,9 @@ namespace kvbm {
 
 namespace {
 
-constexpr std::size_t kMostVisited = 4U << 20U;  // holders that one walk looks at: hashes may repeat, so holders may change with every block
-constexpr std::size_t kLeastKept = 4096;         // runs before those that are not an instance's longest are dropped
+// Holders that one walk looks at: hashes may repeat, so holders may change with every block
+constexpr std::size_t kMostVisited = 4U << 20U;
+constexpr std::size_t kLeastKept = 4096;  // runs before those that are not an instance's longest are dropped
 
 }  // namespace
 
@@ -49,8 +51,8 @@ class LentWalk {
 
   // Kept by each thread, so that walking allocates nothing.
   struct Scratch {
-    std::vector<Open> open;     // in order of the holder space
-    std::vector<Open> next;     // the same, being made
+    std::vector<Open> open;         // in order of the holder space
+    std::vector<Open> next;         // the same, being made
     std::vector<LendableRun> runs;  // that have ended
   };
 
@@ -153,29 +155,33 @@ class LentWalk {
     keep_longest();
     std::vector<LendableRun>& all = work_.runs;
     const std::size_t kept = std::min(most, all.size());
-    std::partial_sort(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(kept), all.end(), [this](const LendableRun& a, const LendableRun& b) {
-      if (a.end != b.end) {
-        return a.end > b.end;
-      }
-      return a.begin != b.begin ? a.begin < b.begin : index_.instances_[a.instance].rank < index_.instances_[b.instance].rank;
-    });
+    std::partial_sort(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(kept), all.end(),
+                      [this](const LendableRun& a, const LendableRun& b) {
+                        if (a.end != b.end) {
+                          return a.end > b.end;
+                        }
+                        return a.begin != b.begin
+                                   ? a.begin < b.begin
+                                   : index_.instances_[a.instance].rank < index_.instances_[b.instance].rank;
+                      });
     runs.assign(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(kept));
     work_.open.clear();
     all.clear();
   }
 
-  const ClusterIndex& index_;  // what is asked
-  const BlockKey salt_;        // of the namespace
-  const Bytes hashes_;         // the prompt
-  const bool is_whole_;        // also behind a block that nobody holds
-  Scratch& work_ = scratch();  // this thread's
-  HolderValue current_ = 0;    // the holders of the last block
-  std::size_t visited_ = 0;    // holders, of all changes together
-  std::size_t full_ = kLeastKept;  // runs at which only the longest are kept
+  const ClusterIndex& index_;                                  // what is asked
+  const BlockKey salt_;                                        // of the namespace
+  const Bytes hashes_;                                         // the prompt
+  const bool is_whole_;                                        // also behind a block that nobody holds
+  Scratch& work_ = scratch();                                  // this thread's
+  HolderValue current_ = 0;                                    // the holders of the last block
+  std::size_t visited_ = 0;                                    // holders, of all changes together
+  std::size_t full_ = kLeastKept;                              // runs at which only the longest are kept
   std::array<HolderValue, BlockTable::kMostAtOnce> values_{};  // of the blocks under way
 };
 
-void ClusterIndex::lent(const NamespaceId& id, Bytes hashes, std::size_t most, bool is_whole, std::vector<LendableRun>& runs) const {
+void ClusterIndex::lent(const NamespaceId& id, Bytes hashes, std::size_t most, bool is_whole,
+                        std::vector<LendableRun>& runs) const {
   runs.clear();
   const ReadGuard reading(lock_);
   const std::uint32_t space = find_space(id);

@@ -14,7 +14,8 @@ void Loan::cut(std::size_t depth) noexcept {
 }
 
 std::optional<Loan> Lender::lend(const NamespaceId& namespace_id, Bytes hashes, Tier coldest) {
-  hashes = blocks_of(hashes, 0, std::min(hash_count(hashes), most_blocks_));  // a longer run could never be lent; its reader asks on
+  // A longer run could never be lent; its reader asks on
+  hashes = blocks_of(hashes, 0, std::min(hash_count(hashes), most_blocks_));
   Loan loan(*this);
   loan.tiers_.resize(hash_count(hashes));  // what is allocated is allocated without the lock
   loan.slots_.resize(hash_count(hashes));

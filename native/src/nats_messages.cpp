@@ -12,10 +12,10 @@ constexpr std::string_view kHeaded = "HMSG ";
 constexpr std::string_view kInfo = "INFO";
 constexpr std::string_view kAck = "$JS.ACK.";
 constexpr std::string_view kFence = "Kvbm-Fence: ";
-constexpr std::size_t kMostControlLine = 4096;  // as nats.protocol.parser.MAX_CONTROL_LINE_SIZE
-constexpr std::size_t kMostDigits = 18;         // of a number in a line
+constexpr std::size_t kMostControlLine = 4096;     // as nats.protocol.parser.MAX_CONTROL_LINE_SIZE
+constexpr std::size_t kMostDigits = 18;            // of a number in a line
 constexpr std::uint64_t kMostMessage = 128 << 20;  // bytes; no server takes more than 64 MiB
-constexpr std::size_t kMostTokens = 16;         // of a reply subject that are looked at
+constexpr std::size_t kMostTokens = 16;            // of a reply subject that are looked at
 
 bool is_space(char character) noexcept { return character == ' ' || (character >= '\t' && character <= '\r'); }
 
@@ -113,7 +113,8 @@ std::optional<NatsDelivery> nats_delivery(std::string_view reply) noexcept {
     }
     at = dot + 1;
   }
-  const std::size_t first = count == 9 ? 5 : 7;  // a longer form has domain and account before the stream, and one more part at its end
+  // A longer form has domain and account before the stream, and one more part at its end
+  const std::size_t first = count == 9 ? 5 : 7;
   if (count < first + 4) {
     return std::nullopt;
   }

@@ -5,7 +5,9 @@ namespace {
 
 constexpr std::uint64_t kLargest = 0xFFFF'FFFF;
 
-bool is_blank(std::uint8_t character) noexcept { return character == ' ' || character == '\n' || character == '\t' || character == '\r'; }
+bool is_blank(std::uint8_t character) noexcept {
+  return character == ' ' || character == '\n' || character == '\t' || character == '\r';
+}
 
 bool is_digit(std::uint8_t character) noexcept { return character >= '0' && character <= '9'; }
 

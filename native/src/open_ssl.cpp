@@ -11,7 +11,8 @@ namespace kvbm {
 namespace {
 
 constexpr unsigned kLeastMajor = 3;
-constexpr std::uint64_t kNoAtExit = 0x00080000;  // OPENSSL_INIT_NO_ATEXIT: threads may lend still while the process ends
+// OPENSSL_INIT_NO_ATEXIT: threads may lend still while the process ends
+constexpr std::uint64_t kNoAtExit = 0x00080000;
 
 // Finds functions in a library and in those it needs.
 class Finder {
@@ -22,7 +23,8 @@ class Finder {
   void operator()(Function& function, const char* name) const {
     function = reinterpret_cast<Function>(dlsym(library_, name));
     if (function == nullptr) {
-      throw Error(ErrorCode::kConfig, words("TLS between instances needs OpenSSL 3, and ", name_, " lacks ", name, "; install libssl3"));
+      throw Error(ErrorCode::kConfig,
+                  words("TLS between instances needs OpenSSL 3, and ", name_, " lacks ", name, "; install libssl3"));
     }
   }
 
@@ -87,8 +89,9 @@ std::shared_ptr<const OpenSsl> OpenSsl::load(const std::string& library) {
   void* const mapped = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (mapped == nullptr) {
     const char* const why = dlerror();
-    throw Error(ErrorCode::kConfig, words("TLS between instances needs the system's OpenSSL 3, and ", library, " cannot be loaded (",
-                                          why == nullptr ? "no reason is given" : why, "); install libssl3"));
+    throw Error(ErrorCode::kConfig,
+                words("TLS between instances needs the system's OpenSSL 3, and ", library, " cannot be loaded (",
+                      why == nullptr ? "no reason is given" : why, "); install libssl3"));
   }
   auto made = std::make_shared<OpenSsl>();
   const Finder find(mapped, library);

@@ -16,7 +16,8 @@
 namespace kvbm {
 namespace {
 
-// A question names blocks of about so many bytes at most: between two of them a reader looks at its deadline, and no lease lasts longer.
+// A question names blocks of about so many bytes at most: between two of them a reader looks at its deadline, and no
+// lease lasts longer.
 constexpr std::size_t kPieceBytes = 64 << 20;
 // A read of fewer bytes is over before a second stream has begun.
 constexpr std::size_t kSplitBytes = 1 << 20;
@@ -26,7 +27,9 @@ constexpr std::size_t kReceiveBytes = 256 << 10;
 constexpr const char* kClosed = "this reader is closed";
 
 // A lease is taken to end a little early: the clock is read, and the last copy is judged, before it does.
-std::chrono::milliseconds margin_of(std::uint32_t lease_ms) noexcept { return std::chrono::milliseconds(1 + lease_ms / 64); }
+std::chrono::milliseconds margin_of(std::uint32_t lease_ms) noexcept {
+  return std::chrono::milliseconds(1 + lease_ms / 64);
+}
 
 TargetRows rows_from(const TargetRows& rows, std::size_t first) noexcept {
   if (rows.at != nullptr) {
@@ -50,7 +53,8 @@ class PeerClient::Reading {
     const std::size_t bytes = rows.size() * wanted.row_bytes;
     is_split = streams > 1 && rows.size() > 1 && bytes >= kSplitBytes;
     const std::size_t share = is_split ? (rows.size() + 1) / 2 : rows.size();
-    piece_blocks_ = std::clamp<std::size_t>(kPieceBytes / std::max<std::size_t>(1, wanted.row_bytes), 1, kMostPeerHashes);
+    piece_blocks_ =
+        std::clamp<std::size_t>(kPieceBytes / std::max<std::size_t>(1, wanted.row_bytes), 1, kMostPeerHashes);
     piece_blocks_ = std::min(piece_blocks_, std::max<std::size_t>(1, share));
   }
 
@@ -110,12 +114,12 @@ class PeerClient::Reading {
   bool is_split;                             // two streams help
 
  private:
-  std::size_t piece_blocks_;               // of one question
-  std::atomic<std::size_t> next_{0};       // first block that is not taken
-  std::atomic<std::size_t> ends_at_;       // first block that the owner lacks
-  std::atomic<bool> has_failed_{false};    // nobody begins anew
-  std::mutex lock_;                        // over what follows
-  PeerAccount account_;                    // of the first trouble
+  std::size_t piece_blocks_;             // of one question
+  std::atomic<std::size_t> next_{0};     // first block that is not taken
+  std::atomic<std::size_t> ends_at_;     // first block that the owner lacks
+  std::atomic<bool> has_failed_{false};  // nobody begins anew
+  std::mutex lock_;                      // over what follows
+  PeerAccount account_;                  // of the first trouble
 };
 
 // A read that has been counted, until it is over in whatever way. Any thread.
@@ -165,9 +169,9 @@ class PeerClient::Held {
   void receive(Reading& reading, const Asked& asked, const PeerGrant& grant, std::size_t first);
   void copy(Reading& reading, const Asked& asked, const PeerGrant& grant, std::size_t first);
 
-  PeerClient& client_;                          // whose place
+  PeerClient& client_;                            // whose place
   std::unique_ptr<ReaderConnection> connection_;  // null before the first question and after trouble
-  bool is_good_ = true;                         // the connection may serve again
+  bool is_good_ = true;                           // the connection may serve again
 };
 
 void PeerClient::Held::pick_up(std::unique_ptr<ReaderConnection> connection) {
@@ -214,7 +218,8 @@ PeerClient::Held::Asked PeerClient::Held::ask_once(Reading& reading, std::size_t
     return {PeerBusy{}, 0, {}, false};
   }
   if (opening.block_bytes != wish.row_bytes) {
-    throw PeerTrouble(words("its blocks have ", opening.block_bytes, " bytes, those of this instance ", wish.row_bytes));
+    throw PeerTrouble(
+        words("its blocks have ", opening.block_bytes, " bytes, those of this instance ", wish.row_bytes));
   }
   const PeerMoment began = PeerClock::now();
   const Bytes hashes = wish.hashes.subspan(kHashBytes * first, kHashBytes * count);
@@ -289,7 +294,8 @@ void PeerClient::Held::fetch(Reading& reading, Reading::Piece piece) {
     } else {
       receive(reading, asked, grant, first);
     }
-    first += granted;  // a grant may end where the tier does, or the owner's room for bytes from NVME: what follows is asked for anew
+    // A grant may end where the tier does, or the owner's room for bytes from NVME: what follows is asked for anew
+    first += granted;
     if (PeerClock::now() >= reading.wish.deadline && first < piece.first + piece.count) {
       throw PeerTrouble("it does not answer in time");
     }
@@ -324,7 +330,8 @@ void PeerClient::Held::copy(Reading& reading, const Asked& asked, const PeerGran
   }
   const PeerMapping& mapping = connection_->mapping();
   if (wish.row_bytes > mapping.stride()) {
-    throw Error(ErrorCode::kPeerWire, words("GRANT: blocks of ", wish.row_bytes, " bytes in slots of ", mapping.stride()));
+    throw Error(ErrorCode::kPeerWire,
+                words("GRANT: blocks of ", wish.row_bytes, " bytes in slots of ", mapping.stride()));
   }
   const std::size_t count = grant.tiers.size();
   std::vector<std::int64_t> slots(count);
@@ -334,7 +341,8 @@ void PeerClient::Held::copy(Reading& reading, const Asked& asked, const PeerGran
       throw Error(ErrorCode::kPeerWire, words("GRANT: slot ", slots[entry], " of ", mapping.slots(), " in HOST"));
     }
   }
-  const PeerMoment lease_ends = asked.lease_began + std::chrono::milliseconds(grant.lease_ms) - margin_of(grant.lease_ms);
+  const PeerMoment lease_ends =
+      asked.lease_began + std::chrono::milliseconds(grant.lease_ms) - margin_of(grant.lease_ms);
   const auto is_over = [&] { return PeerClock::now() >= lease_ends; };
   std::vector<std::uint8_t> failed;
   if (!is_over()) {
@@ -442,7 +450,8 @@ void PeerClient::read_on_streams(Reading& reading) {
   }
 }
 
-PeerAccount PeerClient::read(const PeerWish& wish, std::span<PeerOutcome> outcomes, std::span<std::uint32_t> checksums) {
+PeerAccount PeerClient::read(const PeerWish& wish, std::span<PeerOutcome> outcomes,
+                             std::span<std::uint32_t> checksums) {
   std::fill(outcomes.begin(), outcomes.end(), PeerOutcome::kFailed);
   std::fill(checksums.begin(), checksums.end(), 0);
   if (!is_of_this_process()) {

@@ -13,10 +13,11 @@
 namespace kvbm {
 namespace {
 
-constexpr std::size_t kReceiveBytes = 16 * 1024;     // at a time, beyond what a message is known to need
-constexpr std::size_t kMostChecked = 64;             // blocks of one END that are looked at
+constexpr std::size_t kReceiveBytes = 16 * 1024;          // at a time, beyond what a message is known to need
+constexpr std::size_t kMostChecked = 64;                  // blocks of one END that are looked at
 constexpr auto kLookUp = std::chrono::milliseconds(100);  // while a lane is waited for: whether the instance closes
-constexpr std::array kKindNames{"HELLO", "PROVE", "OPEN", "OPENED", "ARENA", "ASK", "GRANT", "BUSY", "GONE", "END", "BYE"};
+constexpr std::array kKindNames{"HELLO", "PROVE", "OPEN", "OPENED", "ARENA", "ASK",
+                                "GRANT", "BUSY",  "GONE", "END",    "BYE"};
 
 PeerNonce fresh_nonce() {
   PeerNonce nonce;
@@ -69,7 +70,8 @@ void PeerConnection::run() noexcept {
     while (answer(receive(std::nullopt))) {
     }
   } catch (const PeerGoneError& gone) {
-    (has_shaken_ ? owner_.counts.broken : owner_.counts.refused).fetch_add(has_shaken_ ? 0 : 1, std::memory_order_relaxed);
+    (has_shaken_ ? owner_.counts.broken : owner_.counts.refused)
+        .fetch_add(has_shaken_ ? 0 : 1, std::memory_order_relaxed);
     say_bye(owner_.is_closing ? "the instance closes" : gone.what());
   } catch (const std::exception& error) {
     (has_shaken_ ? owner_.counts.broken : owner_.counts.refused).fetch_add(1, std::memory_order_relaxed);
@@ -83,7 +85,7 @@ void PeerConnection::run() noexcept {
   }
 }
 
-// -- messages ----------------------------------------------------------------------------------------------------------
+// -- messages ---------------------------------------------------------------------------------------------------------
 
 PeerMessage PeerConnection::receive(std::optional<SteadyTime> begun_by) {
   in_begin_ += in_used_;
@@ -96,7 +98,8 @@ PeerMessage PeerConnection::receive(std::optional<SteadyTime> begun_by) {
       return;
     }
     if (in_begin_ > 0) {
-      std::copy(in_.begin() + static_cast<std::ptrdiff_t>(in_begin_), in_.begin() + static_cast<std::ptrdiff_t>(in_end_), in_.begin());
+      std::copy(in_.begin() + static_cast<std::ptrdiff_t>(in_begin_),
+                in_.begin() + static_cast<std::ptrdiff_t>(in_end_), in_.begin());
       in_end_ -= std::exchange(in_begin_, 0);
     }
     if (in_.size() < std::max(bytes, kReceiveBytes)) {
@@ -123,9 +126,11 @@ PeerMessage PeerConnection::receive(std::optional<SteadyTime> begun_by) {
     greet_rdma(deadline);
     return receive(begun_by);
   }
-  const PeerHead head = decode_peer_head(std::span<const std::uint8_t, kPeerHeadBytes>(in_.data() + in_begin_, kPeerHeadBytes));
+  const PeerHead head =
+      decode_peer_head(std::span<const std::uint8_t, kPeerHeadBytes>(in_.data() + in_begin_, kPeerHeadBytes));
   if (!is_readers(head.kind, has_shaken_)) {
-    throw Error(ErrorCode::kPeerWire, words("a ", kKindNames[static_cast<std::size_t>(head.kind) - 1], " is not awaited"));
+    throw Error(ErrorCode::kPeerWire,
+                words("a ", kKindNames[static_cast<std::size_t>(head.kind) - 1], " is not awaited"));
   }
   in_used_ = kPeerHeadBytes + head.body_bytes;
   have(in_used_, deadline);
@@ -146,7 +151,7 @@ void PeerConnection::say_bye(std::string_view why) noexcept {
   }
 }
 
-// -- the beginning -----------------------------------------------------------------------------------------------------
+// -- the beginning ----------------------------------------------------------------------------------------------------
 
 void PeerConnection::shake_hands(SteadyTime deadline) {
   nonce_ = fresh_nonce();
@@ -180,7 +185,7 @@ void PeerConnection::shake_hands(SteadyTime deadline) {
   send(PeerProve{peer_key_proof(options.key, PeerRole::kOwner, reader_, nonce_, options.instance)});
 }
 
-// -- what a reader says ------------------------------------------------------------------------------------------------
+// -- what a reader says -----------------------------------------------------------------------------------------------
 
 bool PeerConnection::answer(const PeerMessage& message) {
   expire_leases();
@@ -197,7 +202,8 @@ bool PeerConnection::answer(const PeerMessage& message) {
 }
 
 void PeerConnection::open(const PeerOpen& open) {
-  static constexpr std::array<std::uint8_t, 32> nobodys{};  // so that an unknown namespace takes as long as a wrong proof
+  // So that an unknown namespace takes as long as a wrong proof
+  static constexpr std::array<std::uint8_t, 32> nobodys{};
   const auto admitted = owner_.namespaces.find(open.namespace_id);
   const Bytes root = admitted ? Bytes(admitted->root) : Bytes(nobodys);
   const PeerProof wanted = peer_open_proof(root, reader_, nonce_, open.namespace_id, owner_.options.instance);
@@ -239,7 +245,8 @@ void PeerConnection::ask(const PeerAsk& ask) {
 bool PeerConnection::says_rdma_hello() const noexcept {
   constexpr std::array<std::uint8_t, kPeerHeadBytes> head{
       kRdmaHelloBytes + kPeerHeadBytes - sizeof(std::uint32_t), 0, 0, 0, kPeerVersion, kRdmaHelloKind, 0, 0};
-  return has_shaken_ && rdma_ == 0 && lends_rdma() && std::equal(head.begin(), head.end(), in_.begin() + static_cast<std::ptrdiff_t>(in_begin_));
+  return has_shaken_ && rdma_ == 0 && lends_rdma() &&
+         std::equal(head.begin(), head.end(), in_.begin() + static_cast<std::ptrdiff_t>(in_begin_));
 }
 
 void PeerConnection::greet_rdma(SteadyTime deadline) {
@@ -250,8 +257,8 @@ void PeerConnection::greet_rdma(SteadyTime deadline) {
     }
   }
   std::uint64_t number = 0;
-  std::vector<std::uint8_t> ready =
-      owner_.rdma.ask(Bytes(in_).subspan(in_begin_ + kPeerHeadBytes, kRdmaHelloBytes), std::move(openings), deadline, number);
+  std::vector<std::uint8_t> ready = owner_.rdma.ask(Bytes(in_).subspan(in_begin_ + kPeerHeadBytes, kRdmaHelloBytes),
+                                                    std::move(openings), deadline, number);
   if (ready.empty()) {
     throw Error(ErrorCode::kPeerWire, "RDMA_HELLO: nobody has answered it in time");
   }
@@ -297,7 +304,8 @@ bool PeerConnection::grant_slots(const PeerAsk& ask, const NamespaceId& namespac
                   .tiers = loan->tiers(),
                   .slots = packed_u32s(loan->slots()),
                   .checksums = packed_u32s(checksums)};
-  // A lease is counted from after its grant here, so that it ends for the reader first: it is given its time when that is sent.
+  // A lease is counted from after its grant here, so that it ends for the reader first: it is given its time when that
+  // is sent.
   const std::uint64_t lease = leases_.add(std::move(*loan), SteadyTime::max());
   loan.reset();
   grant.lease = lease;
@@ -310,7 +318,8 @@ bool PeerConnection::grant_slots(const PeerAsk& ask, const NamespaceId& namespac
 void PeerConnection::grant_bytes(const PeerAsk& ask, const NamespaceId& namespace_id) {
   const SteadyTime deadline = in_ms(std::clamp<std::uint32_t>(ask.time_left_ms, 1, owner_.options.most_send_ms));
   checkable_ = 0;
-  std::optional<Loan> loan = owner_.lender.lend(namespace_id, ask.hashes, owner_.nvme != nullptr ? Tier::kNvme : Tier::kHost);
+  std::optional<Loan> loan =
+      owner_.lender.lend(namespace_id, ask.hashes, owner_.nvme != nullptr ? Tier::kNvme : Tier::kHost);
   if (!loan) {
     return say_busy(ask.request);
   }
@@ -382,7 +391,8 @@ void PeerConnection::stage(Outgoing& run, const NamespaceId& namespace_id, Bytes
 std::optional<StagingLanes::Lane> PeerConnection::take_lane(SteadyTime deadline) {
   while (!owner_.is_closing) {
     expire_leases();
-    const SteadyTime until = std::min({deadline, leases_.next_end().value_or(deadline), PeerSocket::Clock::now() + kLookUp});
+    const SteadyTime until =
+        std::min({deadline, leases_.next_end().value_or(deadline), PeerSocket::Clock::now() + kLookUp});
     auto lane = owner_.lanes.take(until);
     const SteadyTime now = PeerSocket::Clock::now();
     if (lane || now >= deadline || now < until) {  // before the time: there is no memory for one
@@ -418,7 +428,7 @@ void PeerConnection::send_rows(const PeerGrant& grant, const Outgoing& run, Stea
   socket_.send(pieces, deadline);
 }
 
-// -- what a reader found wrong -----------------------------------------------------------------------------------------
+// -- what a reader found wrong ----------------------------------------------------------------------------------------
 
 void PeerConnection::end(const PeerEnd& end) {
   std::optional<Loan> ended;
@@ -441,7 +451,8 @@ void PeerConnection::end(const PeerEnd& end) {
 }
 
 void PeerConnection::check_own(const NamespaceId& namespace_id, Bytes hash, SteadyTime deadline) {
-  const std::optional<Loan> own = owner_.lender.lend(namespace_id, hash, owner_.nvme != nullptr ? Tier::kNvme : Tier::kHost);
+  const std::optional<Loan> own =
+      owner_.lender.lend(namespace_id, hash, owner_.nvme != nullptr ? Tier::kNvme : Tier::kHost);
   if (!own || own->depth() == 0) {
     return;
   }
@@ -461,7 +472,8 @@ void PeerConnection::check_own(const NamespaceId& namespace_id, Bytes hash, Stea
   const std::int64_t at = 0;
   BlockOutcome outcome = BlockOutcome::kGood;
   std::uint32_t checksum = 0;
-  owner_.nvme->read({{&from, 1}, {&at, 1}, namespace_id, hash.data(), nullptr}, lane->rows(), {&outcome, 1}, {&checksum, 1});
+  owner_.nvme->read({{&from, 1}, {&at, 1}, namespace_id, hash.data(), nullptr}, lane->rows(), {&outcome, 1},
+                    {&checksum, 1});
   if (outcome == BlockOutcome::kCorrupt) {
     report(namespace_id, Tier::kNvme, hash.data());
   }

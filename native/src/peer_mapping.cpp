@@ -18,7 +18,7 @@ constexpr std::size_t kHugeBytes = 2 << 20;  // where the owner has huge pages, 
 [[noreturn]] void refuse_mapping(const std::string& why) { throw PeerTrouble("its memory cannot be used: " + why); }
 
 struct stat about_file(const PeerDescriptor& file) {
-  struct stat about {};
+  struct stat about{};
   if (fstat(file.get(), &about) != 0) {
     refuse_mapping(std::generic_category().message(errno));
   }
@@ -36,10 +36,12 @@ PeerMapping::PeerMapping(const PeerArena& shape, const PeerDescriptor& file) : s
     refuse_mapping("the file could be shortened");
   }
   if (about.st_size < 0 || static_cast<std::uint64_t>(about.st_size) < shape.bytes) {
-    refuse_mapping(std::to_string(shape.bytes) + " bytes are said to be there, the file has " + std::to_string(about.st_size));
+    refuse_mapping(std::to_string(shape.bytes) + " bytes are said to be there, the file has " +
+                   std::to_string(about.st_size));
   }
   const auto bytes = static_cast<std::size_t>(about.st_size);
-  const std::size_t alignment = std::max(kHugeBytes, static_cast<std::size_t>(about.st_blksize));  // 1 GiB in a pool of such pages
+  // 1 GiB in a pool of such pages
+  const std::size_t alignment = std::max(kHugeBytes, static_cast<std::size_t>(about.st_blksize));
   room_bytes_ = bytes + alignment;
   void* const room = mmap(nullptr, room_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (room == MAP_FAILED) {
@@ -62,8 +64,8 @@ PeerMapping::~PeerMapping() { munmap(room_, room_bytes_); }
 
 bool PeerMapping::is_of(const PeerArena& shape, const PeerDescriptor& file) const {
   const struct stat about = about_file(file);
-  return about.st_dev == device_ && about.st_ino == file_ && shape.bytes == shape_.bytes && shape.slots == shape_.slots &&
-         shape.stride == shape_.stride;
+  return about.st_dev == device_ && about.st_ino == file_ && shape.bytes == shape_.bytes &&
+         shape.slots == shape_.slots && shape.stride == shape_.stride;
 }
 
 std::shared_ptr<const PeerMapping> SharedMapping::of(const PeerArena& shape, const PeerDescriptor& file) {

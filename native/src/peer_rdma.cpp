@@ -12,7 +12,8 @@ bool RdmaRequests::is_open() const {
   return is_open_;
 }
 
-std::vector<std::uint8_t> RdmaRequests::ask(Bytes hello, std::vector<Opening> openings, SteadyTime deadline, std::uint64_t& number) {
+std::vector<std::uint8_t> RdmaRequests::ask(Bytes hello, std::vector<Opening> openings, SteadyTime deadline,
+                                            std::uint64_t& number) {
   std::unique_lock held(mutex_);
   if (!is_open_) {
     return {};

@@ -23,15 +23,15 @@
 namespace kvbm {
 namespace {
 
-constexpr int kUnackedMs = 20'000;      // what a peer that has vanished may leave unanswered
-constexpr int kQuietS = 30;             // of a connection, before it is asked whether its peer is still there
-constexpr int kProbeS = 10;             // between such questions
-constexpr int kProbes = 3;              // of them that remain unanswered
-constexpr auto kLeastIdle = std::chrono::milliseconds(100);   // of a connection that gives its place to another
+constexpr int kUnackedMs = 20'000;  // what a peer that has vanished may leave unanswered
+constexpr int kQuietS = 30;         // of a connection, before it is asked whether its peer is still there
+constexpr int kProbeS = 10;         // between such questions
+constexpr int kProbes = 3;          // of them that remain unanswered
+constexpr auto kLeastIdle = std::chrono::milliseconds(100);    // of a connection that gives its place to another
 constexpr auto kMostLeaving = std::chrono::milliseconds(100);  // that is waited for that place
 constexpr auto kMostCrowded = std::chrono::milliseconds(500);  // that who is new waits for others to prove themselves
-constexpr int kLookMs = 2;              // between two looks whether they have
-constexpr int kPauseMs = 100;           // after an accept that fails, for want of descriptors say
+constexpr int kLookMs = 2;                                     // between two looks whether they have
+constexpr int kPauseMs = 100;  // after an accept that fails, for want of descriptors say
 
 void check_options(const LendingOptions& options, const LentHost& host) {
   const auto refuse = [](const std::string& why) { throw Error(ErrorCode::kLayout, why); };
@@ -42,12 +42,13 @@ void check_options(const LendingOptions& options, const LentHost& host) {
   if (!options.tcp_host.empty() && needs_key && options.key.size() < kLeastKeyBytes) {
     refuse(words("lending over tcp: a key of ", options.key.size(), " bytes; it takes at least ", kLeastKeyBytes));
   }
-  if (options.most_connections == 0 || options.most_blocks == 0 || options.handshake_ms == 0 || options.most_lease_ms == 0 ||
-      options.most_send_ms == 0) {
+  if (options.most_connections == 0 || options.most_blocks == 0 || options.handshake_ms == 0 ||
+      options.most_lease_ms == 0 || options.most_send_ms == 0) {
     refuse("lending: most_connections, most_blocks, handshake_ms, most_lease_ms and most_send_ms are at least 1");
   }
   if (options.instance.size() > kMostPeerNameBytes) {
-    refuse(words("lending: an instance id of ", options.instance.size(), " bytes; it has at most ", kMostPeerNameBytes));
+    refuse(
+        words("lending: an instance id of ", options.instance.size(), " bytes; it has at most ", kMostPeerNameBytes));
   }
   if (host.rows == nullptr || host.slots == 0 || host.block_bytes == 0 || host.block_bytes > 0xFFFFFFFF) {
     refuse("lending: there is no HOST memory to lend from");
@@ -110,7 +111,8 @@ struct LendingServer::Shared {
 
   void accept_all() noexcept;
   void accept_one(int listener, bool is_unix) noexcept;
-  // A place for one more, which the one that has been idle for longest gives up where there is none; nullptr: there is none.
+  // A place for one more, which the one that has been idle for longest gives up where there is none; nullptr: there is
+  // none.
   Place* free_place() noexcept;
   bool has_room_for_strangers() const noexcept;
   void clear_left() noexcept;
@@ -124,18 +126,19 @@ struct LendingServer::Shared {
     [[maybe_unused]] const ssize_t written = write(wake.get(), &one, sizeof one);
   }
 
-  PeerOwner owner;                  // what connections share
-  OwnedFd unix_listener;            // -1: none
-  OwnedFd tcp_listener;             // -1: none
-  OwnedFd wake;                     // an eventfd: a connection has ended, or all is to end
-  std::vector<Place> places;        // as many as there may be connections
-  std::thread acceptor;             // the accepting thread
-  std::mutex mutex;                 // guards what follows
-  std::condition_variable left;     // a thread has left
-  std::uint32_t running = 0;        // threads that have not left
+  PeerOwner owner;               // what connections share
+  OwnedFd unix_listener;         // -1: none
+  OwnedFd tcp_listener;          // -1: none
+  OwnedFd wake;                  // an eventfd: a connection has ended, or all is to end
+  std::vector<Place> places;     // as many as there may be connections
+  std::thread acceptor;          // the accepting thread
+  std::mutex mutex;              // guards what follows
+  std::condition_variable left;  // a thread has left
+  std::uint32_t running = 0;     // threads that have not left
 };
 
-LendingServer::LendingServer(LendingOptions options, Ledger& ledger, LedgerLock& lock, const LentHost& host, BlockIo* nvme) {
+LendingServer::LendingServer(LendingOptions options, Ledger& ledger, LedgerLock& lock, const LentHost& host,
+                             BlockIo* nvme) {
   check_options(options, host);
   shared_ = std::make_shared<Shared>(std::move(options), ledger, lock, host, nvme);
   const LendingOptions& given = shared_->owner.options;
@@ -182,12 +185,13 @@ LendingServer::~LendingServer() {
 
 PeerOwner& LendingServer::owner() const noexcept { return shared_->owner; }
 
-// -- connections -------------------------------------------------------------------------------------------------------
+// -- connections ------------------------------------------------------------------------------------------------------
 
 void LendingServer::Shared::accept_all() noexcept {
   auto crowded_since = SteadyTime::max();
   while (!owner.is_closing) {
-    // Many peers may come at once, and are let in one after the other; who keeps the others waiting for longer has them refused.
+    // Many peers may come at once, and are let in one after the other; who keeps the others waiting for longer has them
+    // refused.
     const SteadyTime now = std::chrono::steady_clock::now();
     crowded_since = has_room_for_strangers() ? SteadyTime::max() : std::min(crowded_since, now);
     const bool leaves_waiting = crowded_since != SteadyTime::max() && now - crowded_since < kMostCrowded;
@@ -273,7 +277,10 @@ void LendingServer::Shared::accept_one(int listener, bool is_unix) noexcept {
 bool LendingServer::Shared::has_room_for_strangers() const noexcept {
   std::size_t strangers = 0;
   for (const Place& place : places) {
-    strangers += place.fd.load(std::memory_order_relaxed) >= 0 && place.is_tcp && !place.presence.is_proved && !place.has_left ? 1 : 0;
+    strangers +=
+        place.fd.load(std::memory_order_relaxed) >= 0 && place.is_tcp && !place.presence.is_proved && !place.has_left
+            ? 1
+            : 0;
   }
   return 2 * strangers < places.size();
 }
@@ -323,7 +330,7 @@ void LendingServer::Shared::end_connections(int how) noexcept {
   }
 }
 
-// -- the end -----------------------------------------------------------------------------------------------------------
+// -- the end ----------------------------------------------------------------------------------------------------------
 
 bool LendingServer::close(std::chrono::milliseconds timeout) {
   if (process_ != getpid()) {

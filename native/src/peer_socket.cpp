@@ -22,10 +22,12 @@ namespace kvbm {
 namespace {
 
 constexpr int kBacklog = 64;
-constexpr std::size_t kMostPieces = 1024;             // the kernel's IOV_MAX
-constexpr std::size_t kMostDrained = 1 << 20;         // bytes of a peer that is hung up on
+constexpr std::size_t kMostPieces = 1024;      // the kernel's IOV_MAX
+constexpr std::size_t kMostDrained = 1 << 20;  // bytes of a peer that is hung up on
 
-[[noreturn]] void fail(const char* what, int error = errno) { throw std::system_error(error, std::generic_category(), what); }
+[[noreturn]] void fail(const char* what, int error = errno) {
+  throw std::system_error(error, std::generic_category(), what);
+}
 
 bool has_listener(const sockaddr_un& address) {
   const OwnedFd probe(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -35,7 +37,8 @@ bool has_listener(const sockaddr_un& address) {
   return connect(probe.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0 || errno == EAGAIN;
 }
 
-// Of a TCP connection; false where it is this side that reads no more, and of a unix socket, whose end nobody has to look for.
+// Of a TCP connection; false where it is this side that reads no more, and of a unix socket, whose end nobody has to
+// look for.
 bool has_peer_closed(int fd) noexcept {
   tcp_info about{};
   socklen_t size = sizeof about;
@@ -62,7 +65,9 @@ OwnedFd listen_unix(const std::string& path) {
     fail("socket");
   }
   fchmod(listener.get(), 0600);  // what the file is made with, so that it is never open to others
-  const auto bound = [&] { return bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0; };
+  const auto bound = [&] {
+    return bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
+  };
   if (!bound()) {
     const int error = errno;
     struct stat there{};
@@ -89,7 +94,9 @@ OwnedFd listen_tcp(const std::string& host, std::uint16_t& port) {
   wanted.ai_socktype = SOCK_STREAM;
   wanted.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
   addrinfo* listed = nullptr;
-  if (const int error = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(), &wanted, &listed); error != 0) {
+  if (const int error =
+          getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(), &wanted, &listed);
+      error != 0) {
     fail(gai_strerror(error), error == EAI_SYSTEM ? errno : EADDRNOTAVAIL);
   }
   const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> found(listed, freeaddrinfo);
@@ -129,10 +136,12 @@ void PeerSocket::wait(short events, std::optional<SteadyTime> deadline) {
     }
     timespec left{};
     if (until) {
-      const auto ns = std::max<std::int64_t>(0, std::chrono::duration_cast<std::chrono::nanoseconds>(*until - now).count());
+      const auto ns =
+          std::max<std::int64_t>(0, std::chrono::duration_cast<std::chrono::nanoseconds>(*until - now).count());
       left = {static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
     }
-    // A reader that has hung up with its window shut acknowledges whatever the system tries, until that gives up: no room would come.
+    // A reader that has hung up with its window shut acknowledges whatever the system tries, until that gives up: no
+    // room would come.
     const bool looks_for_end = events == POLLOUT && !has_shut_;
     pollfd waited{.fd = fd_, .events = static_cast<short>(looks_for_end ? events | POLLRDHUP : events), .revents = 0};
     const int ready = ppoll(&waited, 1, until ? &left : nullptr, nullptr);
@@ -194,7 +203,8 @@ void PeerSocket::send(std::span<iovec> pieces, SteadyTime deadline, int passed) 
       head->cmsg_len = CMSG_LEN(sizeof(int));
       std::memcpy(CMSG_DATA(head), &passed, sizeof passed);
     }
-    // It never waits in the call: over a unix socket the time of SO_SNDTIMEO begins anew with each piece that the kernel takes.
+    // It never waits in the call: over a unix socket the time of SO_SNDTIMEO begins anew with each piece that the
+    // kernel takes.
     const ssize_t sent = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) {
       if (errno == EAGAIN || errno == EWOULDBLOCK) {
@@ -222,7 +232,7 @@ void PeerSocket::send(std::span<iovec> pieces, SteadyTime deadline, int passed) 
   }
 }
 
-// -- TLS ---------------------------------------------------------------------------------------------------------------
+// -- TLS --------------------------------------------------------------------------------------------------------------
 
 void PeerSocket::secure(PeerTls& tls, SteadyTime deadline) {
   tls_ = tls.session(PeerRole::kOwner, fd_);
@@ -278,7 +288,8 @@ void PeerSocket::wait_for(TlsStep step, std::optional<SteadyTime> deadline) {
   }
 }
 
-std::size_t PeerSocket::receive_tls(std::span<std::uint8_t> out, std::size_t least, std::optional<SteadyTime> deadline) {
+std::size_t PeerSocket::receive_tls(std::span<std::uint8_t> out, std::size_t least,
+                                    std::optional<SteadyTime> deadline) {
   std::size_t taken = 0;
   while (taken < least) {
     const TlsMoved got = tls_->read(out.subspan(taken));

@@ -18,34 +18,35 @@ namespace kvbm {
 namespace {
 
 // Numbers of OpenSSL 3, which its macros hide.
-constexpr int kSetMode = 33;                   // SSL_CTRL_MODE
-constexpr int kSetReadAhead = 41;              // SSL_CTRL_SET_READ_AHEAD
-constexpr int kSetSessionCache = 44;           // SSL_CTRL_SET_SESS_CACHE_MODE
-constexpr int kSetLeastVersion = 123;          // SSL_CTRL_SET_MIN_PROTO_VERSION
-constexpr int kSetMostVersion = 124;           // SSL_CTRL_SET_MAX_PROTO_VERSION
-constexpr long kTls13 = 0x0304;                // TLS1_3_VERSION
-constexpr long kPieceByPiece = 1 | 2;          // SSL_MODE_ENABLE_PARTIAL_WRITE, SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER
-constexpr std::int64_t kSettledS = 2;             // after which no clock that files are stamped with stands still any more
-constexpr int kPem = 1;                        // SSL_FILETYPE_PEM
-constexpr int kBothShow = 1 | 2;               // SSL_VERIFY_PEER, SSL_VERIFY_FAIL_IF_NO_PEER_CERT
-constexpr int kErrorWantsRead = 2;             // SSL_ERROR_WANT_READ
-constexpr int kErrorWantsWrite = 3;            // SSL_ERROR_WANT_WRITE
-constexpr int kErrorSystem = 5;                // SSL_ERROR_SYSCALL
-constexpr int kErrorEnded = 6;                 // SSL_ERROR_ZERO_RETURN
-constexpr int kKeyUpdate = 0;                  // SSL_KEY_UPDATE_NOT_REQUESTED
-constexpr int kSourceSink = 0x0400;            // BIO_TYPE_SOURCE_SINK
-constexpr int kReadAgain = 1 | 8;              // BIO_FLAGS_READ, BIO_FLAGS_SHOULD_RETRY
-constexpr int kWriteAgain = 2 | 8;             // BIO_FLAGS_WRITE, BIO_FLAGS_SHOULD_RETRY
-constexpr int kAllAgain = 1 | 2 | 4 | 8;       // BIO_FLAGS_RWS, BIO_FLAGS_SHOULD_RETRY
-constexpr int kFlush = 11;                     // BIO_CTRL_FLUSH
+constexpr int kSetMode = 33;           // SSL_CTRL_MODE
+constexpr int kSetReadAhead = 41;      // SSL_CTRL_SET_READ_AHEAD
+constexpr int kSetSessionCache = 44;   // SSL_CTRL_SET_SESS_CACHE_MODE
+constexpr int kSetLeastVersion = 123;  // SSL_CTRL_SET_MIN_PROTO_VERSION
+constexpr int kSetMostVersion = 124;   // SSL_CTRL_SET_MAX_PROTO_VERSION
+constexpr long kTls13 = 0x0304;        // TLS1_3_VERSION
+constexpr long kPieceByPiece = 1 | 2;  // SSL_MODE_ENABLE_PARTIAL_WRITE, SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER
+// After which no clock that files are stamped with stands still any more
+constexpr std::int64_t kSettledS = 2;
+constexpr int kPem = 1;                   // SSL_FILETYPE_PEM
+constexpr int kBothShow = 1 | 2;          // SSL_VERIFY_PEER, SSL_VERIFY_FAIL_IF_NO_PEER_CERT
+constexpr int kErrorWantsRead = 2;        // SSL_ERROR_WANT_READ
+constexpr int kErrorWantsWrite = 3;       // SSL_ERROR_WANT_WRITE
+constexpr int kErrorSystem = 5;           // SSL_ERROR_SYSCALL
+constexpr int kErrorEnded = 6;            // SSL_ERROR_ZERO_RETURN
+constexpr int kKeyUpdate = 0;             // SSL_KEY_UPDATE_NOT_REQUESTED
+constexpr int kSourceSink = 0x0400;       // BIO_TYPE_SOURCE_SINK
+constexpr int kReadAgain = 1 | 8;         // BIO_FLAGS_READ, BIO_FLAGS_SHOULD_RETRY
+constexpr int kWriteAgain = 2 | 8;        // BIO_FLAGS_WRITE, BIO_FLAGS_SHOULD_RETRY
+constexpr int kAllAgain = 1 | 2 | 4 | 8;  // BIO_FLAGS_RWS, BIO_FLAGS_SHOULD_RETRY
+constexpr int kFlush = 11;                // BIO_CTRL_FLUSH
 
 // The first that both sides have is taken; with the shortest key the bytes are quickest.
 constexpr const char* kCiphers = "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256";
-constexpr std::size_t kReadAheadBytes = 64 << 10;     // taken from the system at a time
-constexpr std::int64_t kMostFileBytes = 1 << 20;      // of a file with certificates
+constexpr std::size_t kReadAheadBytes = 64 << 10;  // taken from the system at a time
+constexpr std::int64_t kMostFileBytes = 1 << 20;   // of a file with certificates
 
-// Whether bytes that begin like this may be TLS: a handshake or an alert. A message of kvbm begins with its length, which is one of these
-// for names of 229 and 230 bytes alone.
+// Whether bytes that begin like this may be TLS: a handshake or an alert. A message of kvbm begins with its length,
+// which is one of these for names of 229 and 230 bytes alone.
 bool may_be_tls(std::uint8_t first) noexcept { return first == 0x16 || first == 0x15; }
 
 // OpenSSL would ask for the words of an encrypted key at the terminal.
@@ -53,7 +54,8 @@ int no_password(char*, int, int, void*) { return 0; }
 
 }  // namespace
 
-// What moves bytes for OpenSSL: as its own sockets do, but without a signal where the other side is gone, and without ever waiting.
+// What moves bytes for OpenSSL: as its own sockets do, but without a signal where the other side is gone, and without
+// ever waiting.
 struct TlsWire {
   // Whose call is under way in this thread: OpenSSL hands over nothing else that could be told without its help.
   static thread_local TlsSession* calling;
@@ -89,7 +91,9 @@ namespace {
 // Sets `calling` for its life, and empties this thread's list of errors, by which OpenSSL judges a call.
 class Call {
  public:
-  Call(TlsSession* session, const OpenSsl& ssl) : before_(std::exchange(TlsWire::calling, session)) { ssl.ERR_clear_error(); }
+  Call(TlsSession* session, const OpenSsl& ssl) : before_(std::exchange(TlsWire::calling, session)) {
+    ssl.ERR_clear_error();
+  }
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
   ~Call() { TlsWire::calling = before_; }
@@ -111,7 +115,8 @@ int TlsWire::read(void* bio, char* into, int most) {
   };
   if (!calling->has_heard_) {
     std::uint8_t first = 0;
-    // Where nothing has come yet nothing is taken: its first byte would go unseen, and what follows may begin otherwise.
+    // Where nothing has come yet nothing is taken: its first byte would go unseen, and what follows may begin
+    // otherwise.
     if (const ssize_t seen = recv(calling->fd_, &first, 1, MSG_DONTWAIT | MSG_PEEK); seen != 1) {
       return heard(seen);
     }
@@ -131,7 +136,7 @@ int TlsWire::write(void* bio, const char* data, int bytes) {
   return static_cast<int>(sent);
 }
 
-// -- files -------------------------------------------------------------------------------------------------------------
+// -- files ------------------------------------------------------------------------------------------------------------
 
 PeerTls::PeerTls(TlsOptions options) : options_(std::move(options)), ssl_(OpenSsl::load(options_.library)) {
   loaded_ = stamps();
@@ -144,7 +149,8 @@ PeerTls::Stamps PeerTls::stamps() const {
   for (std::size_t at = 0; at < paths.size(); ++at) {
     struct stat about{};
     if (stat(paths[at]->c_str(), &about) != 0) {
-      throw Error(ErrorCode::kConfig, words(*paths[at], " cannot be read (", std::generic_category().message(errno), ")"));
+      throw Error(ErrorCode::kConfig,
+                  words(*paths[at], " cannot be read (", std::generic_category().message(errno), ")"));
     }
     if (!S_ISREG(about.st_mode) || about.st_size > kMostFileBytes) {
       throw Error(ErrorCode::kConfig, words(*paths[at], " is no file of at most 1 MiB; give one with PEM"));
@@ -169,7 +175,8 @@ std::shared_ptr<const PeerTls::Context> PeerTls::load() const {
   require(made->context != nullptr && made->wire != nullptr, "OpenSSL makes no connections");
   void* const context = made->context;
   require(ssl.SSL_CTX_ctrl(context, kSetLeastVersion, kTls13, nullptr) == 1 &&
-              ssl.SSL_CTX_ctrl(context, kSetMostVersion, kTls13, nullptr) == 1 && ssl.SSL_CTX_set_ciphersuites(context, kCiphers) == 1,
+              ssl.SSL_CTX_ctrl(context, kSetMostVersion, kTls13, nullptr) == 1 &&
+              ssl.SSL_CTX_set_ciphersuites(context, kCiphers) == 1,
           "this OpenSSL does not speak TLS 1.3");
   ssl.SSL_CTX_ctrl(context, kSetMode, kPieceByPiece, nullptr);
   ssl.SSL_CTX_ctrl(context, kSetReadAhead, 1, nullptr);
@@ -178,13 +185,16 @@ std::shared_ptr<const PeerTls::Context> PeerTls::load() const {
   ssl.SSL_CTX_set_num_tickets(context, 0);
   ssl.SSL_CTX_ctrl(context, kSetSessionCache, 0, nullptr);
   ssl.SSL_CTX_set_default_passwd_cb(context, no_password);
-  require(ssl.SSL_CTX_use_certificate_chain_file(context, options_.cert.c_str()) == 1, options_.cert, " has no certificate that can be used");
+  require(ssl.SSL_CTX_use_certificate_chain_file(context, options_.cert.c_str()) == 1, options_.cert,
+          " has no certificate that can be used");
   require(ssl.SSL_CTX_use_PrivateKey_file(context, options_.key.c_str(), kPem) == 1, options_.key,
           " has no key that can be used; it is in PEM, fits the certificate, and has no password");
   require(ssl.SSL_CTX_check_private_key(context) == 1, options_.key, " is not the key of ", options_.cert);
-  require(ssl.SSL_CTX_load_verify_locations(context, options_.ca.c_str(), nullptr) == 1, options_.ca, " has no certificate that can be used");
+  require(ssl.SSL_CTX_load_verify_locations(context, options_.ca.c_str(), nullptr) == 1, options_.ca,
+          " has no certificate that can be used");
   ssl.SSL_CTX_set_verify(context, kBothShow, nullptr);
-  require(ssl.BIO_meth_set_read(made->wire, TlsWire::read) == 1 && ssl.BIO_meth_set_write(made->wire, TlsWire::write) == 1 &&
+  require(ssl.BIO_meth_set_read(made->wire, TlsWire::read) == 1 &&
+              ssl.BIO_meth_set_write(made->wire, TlsWire::write) == 1 &&
               ssl.BIO_meth_set_ctrl(made->wire, TlsWire::control) == 1,
           "OpenSSL takes no connection");
   return made;
@@ -207,9 +217,10 @@ std::unique_ptr<TlsSession> PeerTls::session(PeerRole role, int fd) {
   return std::make_unique<TlsSession>(latest(), role, fd, options_.rekey_bytes);
 }
 
-// -- a connection ------------------------------------------------------------------------------------------------------
+// -- a connection -----------------------------------------------------------------------------------------------------
 
-TlsSession::TlsSession(std::shared_ptr<const PeerTls::Context> context, PeerRole role, int fd, std::uint64_t rekey_bytes)
+TlsSession::TlsSession(std::shared_ptr<const PeerTls::Context> context, PeerRole role, int fd,
+                       std::uint64_t rekey_bytes)
     : context_(std::move(context)), fd_(fd), rekey_bytes_(rekey_bytes) {
   const OpenSsl& ssl = *context_->ssl;
   const Call call(this, ssl);

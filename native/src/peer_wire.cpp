@@ -75,13 +75,14 @@ class BodyReader {
   }
   void zeros(std::size_t bytes) {
     const Bytes taken = take(bytes);
-    require(std::all_of(taken.begin(), taken.end(), [](std::uint8_t byte) { return byte == 0; }), kind_, "a byte that is zero is not");
+    require(std::all_of(taken.begin(), taken.end(), [](std::uint8_t byte) { return byte == 0; }), kind_,
+            "a byte that is zero is not");
   }
   // A count of blocks, judged before it is multiplied.
   std::size_t count(std::size_t least) {
     const auto blocks = number<std::uint32_t>();
-    require(blocks >= least && blocks <= kMostPeerHashes, kind_,
-            blocks, " blocks; ", least, " to ", kMostPeerHashes, " may be named");
+    require(blocks >= least && blocks <= kMostPeerHashes, kind_, blocks, " blocks; ", least, " to ", kMostPeerHashes,
+            " may be named");
     return blocks;
   }
   void end() const { require(rest_.empty(), kind_, rest_.size(), " bytes after its end"); }
@@ -92,11 +93,14 @@ class BodyReader {
 };
 
 std::string_view text_of(Bytes bytes) noexcept { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
-Bytes bytes_of_text(std::string_view text) noexcept { return {reinterpret_cast<const std::uint8_t*>(text.data()), text.size()}; }
+Bytes bytes_of_text(std::string_view text) noexcept {
+  return {reinterpret_cast<const std::uint8_t*>(text.data()), text.size()};
+}
 
 bool is_printable(char character) noexcept { return character >= ' ' && character <= '~'; }
 
-// What a message says must make sense by itself; its numbers are within what its fields can hold. Said of both directions.
+// What a message says must make sense by itself; its numbers are within what its fields can hold. Said of both
+// directions.
 void check(const PeerHello& hello) {
   require(hello.instance.size() <= kMostPeerNameBytes, PeerKind::kHello, "an instance id above 255 bytes");
   require(is_utf8(bytes_of_text(hello.instance)), PeerKind::kHello, "an instance id that is not UTF-8");
@@ -113,8 +117,8 @@ void check(const PeerArena& arena) {
 }
 void check_hashes(PeerKind kind, Bytes hashes, std::size_t least) {
   const std::size_t blocks = hashes.size() / kHashBytes;
-  require(hashes.size() % kHashBytes == 0 && blocks >= least && blocks <= kMostPeerHashes, kind,
-          hashes.size(), " bytes of hashes");
+  require(hashes.size() % kHashBytes == 0 && blocks >= least && blocks <= kMostPeerHashes, kind, hashes.size(),
+          " bytes of hashes");
 }
 void check(const PeerAsk& ask) {
   require(ask.handle < kMostPeerHandles, PeerKind::kAsk, "handle ", ask.handle);
@@ -123,11 +127,13 @@ void check(const PeerAsk& ask) {
 }
 void check(const PeerGrant& grant) {
   const std::size_t blocks = grant.tiers.size();
-  require(blocks > 0 && blocks <= kMostPeerHashes && grant.slots.size() == 4 * blocks && grant.checksums.size() == 4 * blocks,
+  require(blocks > 0 && blocks <= kMostPeerHashes && grant.slots.size() == 4 * blocks &&
+              grant.checksums.size() == 4 * blocks,
           PeerKind::kGrant, blocks, " blocks");
   require(std::all_of(grant.tiers.begin(), grant.tiers.end(),
                       [](std::uint8_t tier) {
-                        return tier == static_cast<std::uint8_t>(Tier::kHost) || tier == static_cast<std::uint8_t>(Tier::kNvme);
+                        return tier == static_cast<std::uint8_t>(Tier::kHost) ||
+                               tier == static_cast<std::uint8_t>(Tier::kNvme);
                       }),
           PeerKind::kGrant, "a tier that is not lent");
 }
@@ -140,7 +146,8 @@ void check(const PeerEnd& end) {
   check_hashes(PeerKind::kEnd, end.hashes, 0);
 }
 void check(const PeerBye& bye) {
-  require(std::all_of(bye.words.begin(), bye.words.end(), is_printable), PeerKind::kBye, "words that are not printable ASCII");
+  require(std::all_of(bye.words.begin(), bye.words.end(), is_printable), PeerKind::kBye,
+          "words that are not printable ASCII");
 }
 
 PeerMessage decode_grant(BodyReader& body) {
@@ -159,7 +166,11 @@ PeerMessage decode_grant(BodyReader& body) {
 PeerMessage decode_fields(PeerKind kind, BodyReader& body) {  // braces evaluate from left to right
   switch (kind) {
     case PeerKind::kHello: {
-      PeerHello hello{body.array<PeerNonce>(), body.number<std::uint64_t>(), body.number<std::uint8_t>(), body.number<std::uint8_t>(), {}};
+      PeerHello hello{body.array<PeerNonce>(),
+                      body.number<std::uint64_t>(),
+                      body.number<std::uint8_t>(),
+                      body.number<std::uint8_t>(),
+                      {}};
       hello.instance = text_of(body.take(body.number<std::uint16_t>()));
       return hello;
     }
@@ -176,7 +187,11 @@ PeerMessage decode_fields(PeerKind kind, BodyReader& body) {  // braces evaluate
     case PeerKind::kArena:
       return PeerArena{body.number<std::uint64_t>(), body.number<std::uint32_t>(), body.number<std::uint64_t>()};
     case PeerKind::kAsk: {
-      PeerAsk ask{body.number<std::uint32_t>(), body.number<std::uint32_t>(), PeerTransport{body.number<std::uint8_t>()}, 0, {}};
+      PeerAsk ask{body.number<std::uint32_t>(),
+                  body.number<std::uint32_t>(),
+                  PeerTransport{body.number<std::uint8_t>()},
+                  0,
+                  {}};
       body.zeros(3);
       ask.time_left_ms = body.number<std::uint32_t>();
       ask.hashes = body.take(kHashBytes * body.count(1));
@@ -230,7 +245,11 @@ class BodyWriter {
   }
   void fields(const PeerArena& arena) { number(arena.bytes).number(arena.slots).number(arena.stride); }
   void fields(const PeerAsk& ask) {
-    number(ask.request).number(ask.handle).number(static_cast<std::uint8_t>(ask.transport)).zeros(3).number(ask.time_left_ms);
+    number(ask.request)
+        .number(ask.handle)
+        .number(static_cast<std::uint8_t>(ask.transport))
+        .zeros(3)
+        .number(ask.time_left_ms);
     hashes(ask.hashes);
   }
   void fields(const PeerGrant& grant) {
@@ -280,8 +299,8 @@ PeerHead decode_peer_head(std::span<const std::uint8_t, kPeerHeadBytes> head) {
   const KindLimits& limits = kLimits[kind - 1];
   constexpr std::size_t kCounted = kPeerHeadBytes - sizeof length;  // of the head, by its length
   if (length < limits.least + kCounted || length > limits.most + kCounted) {
-    refuse_peer(limits.name, ": ", length, " bytes are announced; ", limits.least + kCounted, " to ", limits.most + kCounted,
-                " can be");
+    refuse_peer(limits.name, ": ", length, " bytes are announced; ", limits.least + kCounted, " to ",
+                limits.most + kCounted, " can be");
   }
   return {static_cast<PeerKind>(kind), length - kCounted};
 }
@@ -310,7 +329,8 @@ void encode_peer_message(const PeerMessage& message, std::vector<std::uint8_t>& 
   std::memcpy(out.data() + begin, &length, sizeof length);
 }
 
-PeerProof peer_key_proof(Bytes key, PeerRole role, const PeerNonce& reader, const PeerNonce& owner, std::string_view owner_id) noexcept {
+PeerProof peer_key_proof(Bytes key, PeerRole role, const PeerNonce& reader, const PeerNonce& owner,
+                         std::string_view owner_id) noexcept {
   const std::uint8_t who = static_cast<std::uint8_t>(role);
   return hmac_sha256(key, {bytes_of_text("kvbm-peer-1"), Bytes(&who, 1), reader, owner, bytes_of_text(owner_id)});
 }

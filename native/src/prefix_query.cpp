@@ -1,5 +1,6 @@
-// Prefix queries of ClusterIndex. A prefix is walked once for everybody: neighbouring blocks mostly have the same holders, and then the
-// next block is one comparison. Buckets are asked for ahead. Beside them is what routing asks of instances.
+// Prefix queries of ClusterIndex. A prefix is walked once for everybody: neighbouring blocks mostly have the same
+// holders, and then the next block is one comparison. Buckets are asked for ahead. Beside them is what routing asks of
+// instances.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -13,10 +14,18 @@ namespace kvbm {
 // One walk along a prefix, under the read lock. Exact with holes: nobody is followed beyond the first block they lack.
 class PrefixWalk {
  public:
-  PrefixWalk(const ClusterIndex& index, std::uint32_t space, Bytes hashes, std::size_t best, const std::vector<std::uint32_t>* only,
-             Told told, Tier hottest, PrefixAnswer& answer)
-      : index_(index), space_(space), salt_(index.spaces_[space].salt), hashes_(hashes), best_(best), only_(only), told_(told),
-        counted_(kAllTiers << static_cast<unsigned>(hottest) & kAllTiers), answer_(answer), work_(scratch()) {
+  PrefixWalk(const ClusterIndex& index, std::uint32_t space, Bytes hashes, std::size_t best,
+             const std::vector<std::uint32_t>* only, Told told, Tier hottest, PrefixAnswer& answer)
+      : index_(index),
+        space_(space),
+        salt_(index.spaces_[space].salt),
+        hashes_(hashes),
+        best_(best),
+        only_(only),
+        told_(told),
+        counted_(kAllTiers << static_cast<unsigned>(hottest) & kAllTiers),
+        answer_(answer),
+        work_(scratch()) {
     work_.alive.clear();
     work_.named.clear();
     work_.stretches.clear();
@@ -28,8 +37,8 @@ class PrefixWalk {
     std::uint32_t begin = 0;
     std::uint32_t at = 0;
     bool goes_on = true;
-    // Three hands along the prefix: one asks for a block's first bucket, one looks into it a while later, one walks behind them. So
-    // memory is asked for at an even pace while the rest is computed.
+    // Three hands along the prefix: one asks for a block's first bucket, one looks into it a while later, one walks
+    // behind them. So memory is asked for at an even pace while the rest is computed.
     std::uint32_t asked = 0;
     std::uint32_t looked = 0;
     while (goes_on && at < count) {
@@ -64,24 +73,24 @@ class PrefixWalk {
 
   // A block that is looked for.
   struct Sought {
-    BlockKey key;                // it
-    std::uint64_t place;         // where it belongs
-    BlockTable::Search search;   // how far the search is
-    HolderValue value;           // who holds it
-    bool is_over;                // whether that is known
+    BlockKey key;               // it
+    std::uint64_t place;        // where it belongs
+    BlockTable::Search search;  // how far the search is
+    HolderValue value;          // who holds it
+    bool is_over;               // whether that is known
   };
 
   // An instance that has every block so far.
   struct Alive {
-    std::uint32_t holder_space;                             // it, in this namespace
-    std::array<std::uint32_t, kTierCount> by_tier;          // its blocks so far
+    std::uint32_t holder_space;                     // it, in this namespace
+    std::array<std::uint32_t, kTierCount> by_tier;  // its blocks so far
   };
 
   // Consecutive blocks that a cluster pool has.
   struct Stretch {
     std::uint32_t holder_space;  // the pool, in this namespace
-    std::uint32_t begin;  // first block
-    std::uint32_t end;    // behind the last
+    std::uint32_t begin;         // first block
+    std::uint32_t end;           // behind the last
   };
 
   // Kept by each thread, so that walking allocates nothing.
@@ -181,8 +190,9 @@ class PrefixWalk {
       if (tiers_of(value, holder_space) == 0) {
         continue;
       }
-      const auto known = std::find_if(work_.stretches.rbegin(), work_.stretches.rend(),
-                                      [holder_space](const Stretch& stretch) { return stretch.holder_space == holder_space; });
+      const auto known =
+          std::find_if(work_.stretches.rbegin(), work_.stretches.rend(),
+                       [holder_space](const Stretch& stretch) { return stretch.holder_space == holder_space; });
       if (known != work_.stretches.rend() && known->end == begin) {
         known->end = end;
       } else {
@@ -196,7 +206,8 @@ class PrefixWalk {
 
   static std::size_t hottest(unsigned tiers) noexcept { return static_cast<std::size_t>(std::countr_zero(tiers)); }
 
-  // The holders change for the first time: whoever is among both goes on by name. The rest stays unnamed until it is asked for.
+  // The holders change for the first time: whoever is among both goes on by name. The rest stays unnamed until it is
+  // asked for.
   void leave_first(HolderValue value, std::uint32_t at) {
     is_all_of_first_ = false;
     first_end_ = at;
@@ -232,7 +243,8 @@ class PrefixWalk {
   void tell(std::uint32_t holder_space, std::uint32_t depth, const std::array<std::uint32_t, kTierCount>& by_tier) {
     const ClusterIndex::HolderSpace& space = index_.holder_spaces_[holder_space];
     if (is_wanted(space.holder)) {
-      answer_.instances.push_back({space.holder, space.incarnation, depth, by_tier, depth, queued(space.holder), index_.instances_[space.holder].rank, false});
+      answer_.instances.push_back({space.holder, space.incarnation, depth, by_tier, depth, queued(space.holder),
+                                   index_.instances_[space.holder].rank, false});
     }
   }
 
@@ -303,7 +315,8 @@ class PrefixWalk {
     }
   }
 
-  // A pool's blocks are read by whole objects, which begin at multiples of their size: what is left at a stretch's ends nobody can have.
+  // A pool's blocks are read by whole objects, which begin at multiples of their size: what is left at a stretch's ends
+  // nobody can have.
   void keep_whole_objects() {
     std::size_t kept = 0;
     for (Stretch stretch : work_.stretches) {
@@ -319,7 +332,8 @@ class PrefixWalk {
     work_.stretches.resize(kept);
   }
 
-  // The deepest first, then by name: stretches come in the order of holder spaces, and a checkpoint is read in that of a hash table.
+  // The deepest first, then by name: stretches come in the order of holder spaces, and a checkpoint is read in that of
+  // a hash table.
   void order_pools() {
     std::sort(answer_.pools.begin(), answer_.pools.end(), [this](const PoolDepth& a, const PoolDepth& b) {
       return a.depth != b.depth ? a.depth > b.depth : index_.pools_[a.pool].name < index_.pools_[b.pool].name;
@@ -376,7 +390,8 @@ class PrefixWalk {
     std::sort(work_.told.begin(), work_.told.end());
     for (std::uint32_t number = 0; number < index_.instances_.size(); ++number) {
       const ClusterIndex::Instance& instance = index_.instances_[number];
-      if (!instance.is_known || instance.is_excluded || !is_wanted(number) || std::binary_search(work_.told.begin(), work_.told.end(), number)) {
+      if (!instance.is_known || instance.is_excluded || !is_wanted(number) ||
+          std::binary_search(work_.told.begin(), work_.told.end(), number)) {
         continue;
       }
       if (const std::uint32_t end = reach(instance, 0); end > 0) {
@@ -385,21 +400,21 @@ class PrefixWalk {
     }
   }
 
-  const ClusterIndex& index_;   // what is asked
-  const std::uint32_t space_;   // in which namespace
-  const BlockKey salt_;         // of the namespace
-  const Bytes hashes_;          // the prefix
-  const std::size_t best_;      // how many instances are wanted, 0 for all
+  const ClusterIndex& index_;                     // what is asked
+  const std::uint32_t space_;                     // in which namespace
+  const BlockKey salt_;                           // of the namespace
+  const Bytes hashes_;                            // the prefix
+  const std::size_t best_;                        // how many instances are wanted, 0 for all
   const std::vector<std::uint32_t>* const only_;  // the instances to look at, sorted; none for all
-  const Told told_;             // of each
-  const unsigned counted_;      // tiers in which blocks of instances count: bit t for tier t
-  PrefixAnswer& answer_;        // what is found
-  Scratch& work_;               // this thread's
-  HolderValue first_ = 0;       // the holders of the first blocks
-  std::uint32_t first_end_ = 0;  // where they change
-  bool is_all_of_first_ = false;  // they have not changed yet, and some are instances
-  bool is_alive_ = false;       // an instance has every block so far
-  std::array<Sought, kHands> found_;  // the blocks under way
+  const Told told_;                               // of each
+  const unsigned counted_;                        // tiers in which blocks of instances count: bit t for tier t
+  PrefixAnswer& answer_;                          // what is found
+  Scratch& work_;                                 // this thread's
+  HolderValue first_ = 0;                         // the holders of the first blocks
+  std::uint32_t first_end_ = 0;                   // where they change
+  bool is_all_of_first_ = false;                  // they have not changed yet, and some are instances
+  bool is_alive_ = false;                         // an instance has every block so far
+  std::array<Sought, kHands> found_;              // the blocks under way
 };
 
 void ClusterIndex::prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer,
@@ -417,14 +432,15 @@ void ClusterIndex::prefixes(const NamespaceId& id, Bytes hashes, std::size_t bes
 bool ClusterIndex::is_suspect(std::string_view name) const {
   const ReadGuard reading(lock_);
   const auto known = instance_numbers_.find(name);
-  return known == instance_numbers_.end() || !instances_[known->second].is_known || is_suspect(instances_[known->second]);
+  return known == instance_numbers_.end() || !instances_[known->second].is_known ||
+         is_suspect(instances_[known->second]);
 }
 
 // Names come seldom and are compared by every query, so what comes later in their order moves on when one comes.
 void ClusterIndex::rank_by_name(std::uint32_t number) {
-  const auto place = std::lower_bound(by_name_.begin(), by_name_.end(), number, [this](std::uint32_t a, std::uint32_t b) {
-    return instances_[a].name < instances_[b].name;
-  });
+  const auto place =
+      std::lower_bound(by_name_.begin(), by_name_.end(), number,
+                       [this](std::uint32_t a, std::uint32_t b) { return instances_[a].name < instances_[b].name; });
   for (auto at = by_name_.insert(place, number); at != by_name_.end(); ++at) {
     instances_[*at].rank = static_cast<std::uint32_t>(at - by_name_.begin());
   }
@@ -464,7 +480,8 @@ std::uint32_t ClusterIndex::named_blocks(std::string_view pool) noexcept {
     const std::size_t end = std::min(pool.find(',', at), pool.size());
     const std::string_view mark = pool.substr(at, end - at);
     const std::string_view digits = mark.starts_with(kMark) ? mark.substr(kMark.size()) : std::string_view();
-    const bool is_number = std::all_of(digits.begin(), digits.end(), [](char digit) { return digit >= '0' && digit <= '9'; });
+    const bool is_number =
+        std::all_of(digits.begin(), digits.end(), [](char digit) { return digit >= '0' && digit <= '9'; });
     if (is_number && !digits.empty() && digits.size() <= kMostDigits && digits.front() != '0') {
       std::uint32_t blocks = 0;
       for (const char digit : digits) {

@@ -1,8 +1,9 @@
-// Which of some blocks are held, and by whom. Each block counts by itself, so there may be holes: a window keeps what it still reads, and
-// recurrent layers keep states at a few boundaries.
+// Which of some blocks are held, and by whom. Each block counts by itself, so there may be holes: a window keeps what
+// it still reads, and recurrent layers keep states at a few boundaries.
 //
-// Blocks with the same holders are one group, so a set of holders is walked once however often it is met: what a question costs is bounded
-// by its blocks and by the sets the index keeps. The first pass counts whose blocks they are, so that only who is named gets masks.
+// Blocks with the same holders are one group, so a set of holders is walked once however often it is met: what a
+// question costs is bounded by its blocks and by the sets the index keeps. The first pass counts whose blocks they are,
+// so that only who is named gets masks.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -14,7 +15,8 @@ namespace kvbm {
 
 class PresenceScan {
  public:
-  PresenceScan(const ClusterIndex& index, std::uint32_t space, Bytes hashes) : index_(index), space_(space), blocks_(hashes.size() / kHashBytes) {
+  PresenceScan(const ClusterIndex& index, std::uint32_t space, Bytes hashes)
+      : index_(index), space_(space), blocks_(hashes.size() / kHashBytes) {
     std::vector<HolderValue> values(blocks_);
     std::array<BlockKey, BlockTable::kMostAtOnce> keys;
     std::array<std::uint64_t, BlockTable::kMostAtOnce> places;
@@ -32,7 +34,8 @@ class PresenceScan {
       }
       stretches_.back().end = at + 1;
     }
-    std::sort(stretches_.begin(), stretches_.end(), [](const Stretch& a, const Stretch& b) { return a.value < b.value; });
+    std::sort(stretches_.begin(), stretches_.end(),
+              [](const Stretch& a, const Stretch& b) { return a.value < b.value; });
   }
 
   void run(std::size_t best, const std::vector<std::uint32_t>* only, PresenceAnswer& answer) {
@@ -53,7 +56,8 @@ class PresenceScan {
       name(instances[at].holder_space);
     }
     std::vector<std::uint32_t> pools(index_.spaces_[space_].pool_holder_spaces);
-    std::sort(pools.begin(), pools.end(), [this](std::uint32_t a, std::uint32_t b) { return pool_name(a) < pool_name(b); });
+    std::sort(pools.begin(), pools.end(),
+              [this](std::uint32_t a, std::uint32_t b) { return pool_name(a) < pool_name(b); });
     for (const std::uint32_t holder_space : pools) {
       if (counts.contains(holder_space)) {
         name(holder_space);
@@ -80,7 +84,7 @@ class PresenceScan {
 
   // A holder that the answer names.
   struct Named {
-    std::uint32_t holder_space;                            // it, in this namespace
+    std::uint32_t holder_space;                              // it, in this namespace
     std::array<std::vector<std::uint8_t>, kTierCount> held;  // by tier a bit for each block, empty while there is none
   };
 
@@ -117,7 +121,9 @@ class PresenceScan {
     return counts;
   }
 
-  const std::string& pool_name(std::uint32_t holder_space) const { return index_.pools_[index_.holder_spaces_[holder_space].holder].name; }
+  const std::string& pool_name(std::uint32_t holder_space) const {
+    return index_.pools_[index_.holder_spaces_[holder_space].holder].name;
+  }
 
   void name(std::uint32_t holder_space) {
     place_of_.emplace(holder_space, named_.size());
@@ -149,18 +155,19 @@ class PresenceScan {
       const bool is_suspect = space.is_pool == 0 && index_.is_suspect(index_.instances_[space.holder]);
       for (std::size_t tier = 0; tier < kTierCount; ++tier) {
         if (!one.held[tier].empty()) {
-          answer.rows.push_back({{space.holder, space.is_pool != 0, static_cast<Tier>(tier)}, is_suspect, std::move(one.held[tier])});
+          answer.rows.push_back(
+              {{space.holder, space.is_pool != 0, static_cast<Tier>(tier)}, is_suspect, std::move(one.held[tier])});
         }
       }
     }
   }
 
-  const ClusterIndex& index_;                                    // what is asked
-  const std::uint32_t space_;                                    // in which namespace
-  const std::size_t blocks_;                                     // asked for
-  std::vector<Stretch> stretches_;                               // all of them, those of one group together
-  std::vector<Named> named_;                                     // in the order of the answer
-  std::unordered_map<std::uint32_t, std::size_t> place_of_;      // holder space → its place there
+  const ClusterIndex& index_;                                // what is asked
+  const std::uint32_t space_;                                // in which namespace
+  const std::size_t blocks_;                                 // asked for
+  std::vector<Stretch> stretches_;                           // all of them, those of one group together
+  std::vector<Named> named_;                                 // in the order of the answer
+  std::unordered_map<std::uint32_t, std::size_t> place_of_;  // holder space → its place there
 };
 
 void ClusterIndex::presence(const NamespaceId& id, Bytes hashes, std::size_t best, PresenceAnswer& answer,

@@ -136,7 +136,8 @@ PeerOpening ReaderConnection::open(const NamespaceId& namespace_id, const Sequen
   if (next_handle_ == kMostPeerHandles) {
     throw PeerTrouble(words(kMostPeerHandles, " namespaces are open on a connection already"));
   }
-  socket_.send(PeerOpen{next_handle_, namespace_id, peer_open_proof(root, ours_, theirs_, namespace_id, owner_)}, deadline);
+  socket_.send(PeerOpen{next_handle_, namespace_id, peer_open_proof(root, ours_, theirs_, namespace_id, owner_)},
+               deadline);
   const auto opened = expected<PeerOpened>(answer(deadline), "OPENED");
   if (opened.handle != next_handle_) {
     refuse_answer(words("OPENED: handle ", opened.handle, ", not ", next_handle_));
@@ -157,7 +158,8 @@ PeerMessage ReaderConnection::ask(std::uint32_t handle, Bytes hashes, PeerMoment
   if (const auto* const grant = std::get_if<PeerGrant>(&message)) {
     answered = grant->request;
     if (grant->tiers.size() > hashes.size() / kHashBytes) {
-      refuse_answer(words("GRANT: ", grant->tiers.size(), " blocks of ", hashes.size() / kHashBytes, " that were asked for"));
+      refuse_answer(
+          words("GRANT: ", grant->tiers.size(), " blocks of ", hashes.size() / kHashBytes, " that were asked for"));
     }
   } else if (const auto* const busy = std::get_if<PeerBusy>(&message)) {
     answered = busy->request;

@@ -20,8 +20,8 @@ namespace kvbm {
 namespace {
 
 constexpr const char* kTooLate = "it does not answer in time";
-constexpr int kMostDescriptors = 4;                              // of one message, that are taken to be closed
-constexpr auto kPause = std::chrono::milliseconds(1);            // before a full listener is asked again
+constexpr int kMostDescriptors = 4;                    // of one message, that are taken to be closed
+constexpr auto kPause = std::chrono::milliseconds(1);  // before a full listener is asked again
 
 [[noreturn]] void throw_errno(const char* what, int error) {
   throw PeerTrouble(std::string(what) + ": " + std::generic_category().message(error));
@@ -154,7 +154,8 @@ void ReaderSocket::wait_for(TlsStep step, PeerMoment deadline) const {
 }
 
 void ReaderSocket::refuse_plain(PeerMoment deadline) {
-  std::string words = "it does not speak TLS, and this instance does; give both transport.tls_cert, tls_key and tls_ca, or neither";
+  std::string words =
+      "it does not speak TLS, and this instance does; give both transport.tls_cert, tls_key and tls_ca, or neither";
   try {
     const PeerMessage message = receive(deadline);
     if (const auto* const bye = std::get_if<PeerBye>(&message)) {
@@ -264,7 +265,8 @@ std::size_t ReaderSocket::receive_some(std::uint8_t* into, std::size_t most, Pee
       wait_for(got.step, deadline);
       continue;
     }
-    const std::ptrdiff_t found = is_unix_ ? receive_with_descriptors(into, most) : recv(fd_.get(), into, most, MSG_DONTWAIT);
+    const std::ptrdiff_t found =
+        is_unix_ ? receive_with_descriptors(into, most) : recv(fd_.get(), into, most, MSG_DONTWAIT);
     if (found > 0) {
       return static_cast<std::size_t>(found);
     }

@@ -7,7 +7,8 @@ constexpr std::size_t kStoppedBytes = 2;  // of an InstanceStopped, whose room i
 
 }  // namespace
 
-void Recorder::begin(std::uint64_t epoch, const InstanceStarted& event, std::size_t encoded_bytes, std::size_t namespaces) {
+void Recorder::begin(std::uint64_t epoch, const InstanceStarted& event, std::size_t encoded_bytes,
+                     std::size_t namespaces) {
   applied_ = 0;
   overflowed_ = false;
   waiting_.add(event, encoded_bytes, 0, applied_, namespaces);

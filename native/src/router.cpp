@@ -12,7 +12,8 @@ namespace kvbm {
 namespace {
 
 constexpr std::uint64_t kFactor = 0xD6E8FEB86659FD93;
-constexpr std::int64_t kMostBlockTokens = std::int64_t{1} << 40;  // more than any prompt has; whoever asks may name any number
+// More than any prompt has; whoever asks may name any number
+constexpr std::int64_t kMostBlockTokens = std::int64_t{1} << 40;
 constexpr std::size_t kAhead = 16;  // candidates between asking memory for a place and looking at it
 
 std::uint64_t mixed(std::uint64_t word) noexcept {
@@ -24,7 +25,8 @@ std::uint64_t mixed(std::uint64_t word) noexcept {
 constexpr std::uint64_t kAssumedBlockBytes = 2 << 20;  // as core/topology.py has it
 
 double seconds(const WeighedLink& link, std::uint64_t blocks, std::uint64_t block_bytes) noexcept {
-  const double size = static_cast<double>(blocks) * static_cast<double>(block_bytes != 0 ? block_bytes : kAssumedBlockBytes);
+  const double size =
+      static_cast<double>(blocks) * static_cast<double>(block_bytes != 0 ? block_bytes : kAssumedBlockBytes);
   return size != 0.0 ? (link.latency_s + size / link.bytes_per_s) * link.weight : 0.0;
 }
 
@@ -213,7 +215,8 @@ Router::Caller& Router::caller_of(double now_s, std::string_view who, bool is_de
 
 // -- one question --
 
-void Router::find_candidates(std::span<const Candidates* const> serving, const std::vector<const Candidates*>* visible) {
+void Router::find_candidates(std::span<const Candidates* const> serving,
+                             const std::vector<const Candidates*>* visible) {
   wanted_.clear();
   asked_.resize(slots_.size(), 0);
   ++questions_;
@@ -269,7 +272,8 @@ Router::Ranking Router::route(double now_s, const RouteTask& asked, std::span<co
   order_.clear();
   for (std::size_t at = 0; at < wanted_.size(); ++at) {
     const RankedInstance one = price(task, at);
-    order_.push_back({one.cost_s(), loads_[at].recent, tie(task, one), static_cast<std::uint32_t>(at), one.is_admitted});
+    order_.push_back(
+        {one.cost_s(), loads_[at].recent, tie(task, one), static_cast<std::uint32_t>(at), one.is_admitted});
   }
   const std::size_t kept = std::min(limit, order_.size());
   std::partial_sort(order_.begin(), order_.begin() + static_cast<std::ptrdiff_t>(kept), order_.end());
@@ -291,8 +295,8 @@ bool Router::take(double now_s, const SharedRoute& route) {
       !soon_.marked(route.id, route.first, route.blocks, route.hashes, chain_)) {
     return false;
   }
-  note(now_s, caller_of(now_s, route.caller, route.is_decode), known->second, std::max<std::int64_t>(0, route.input_tokens),
-       std::max<std::int64_t>(0, route.missing_tokens));
+  note(now_s, caller_of(now_s, route.caller, route.is_decode), known->second,
+       std::max<std::int64_t>(0, route.input_tokens), std::max<std::int64_t>(0, route.missing_tokens));
   return true;
 }
 
@@ -326,7 +330,8 @@ void Router::find_holders(const RouteTask& task) {
   index_.block_bytes(numbers_, bytes_);
 }
 
-// Tokens that wait: as the heartbeat reported, with what was routed since, less what was worked off since; nothing is before it has come.
+// Tokens that wait: as the heartbeat reported, with what was routed since, less what was worked off since; nothing is
+// before it has come.
 double Router::queued(double now_s, const Slot& known, const InFlight* flights) {
   double queued = known.is_heard ? static_cast<double>(known.queued) : 0.0;
   double at_s = known.is_heard ? known.at_s : -std::numeric_limits<double>::infinity();
@@ -342,7 +347,8 @@ double Router::queued(double now_s, const Slot& known, const InFlight* flights) 
   return std::max(0.0, queued - (now_s - at_s) * known.queue_tokens_per_s);
 }
 
-Router::Load Router::load_of(double now_s, const RouteTask& task, Caller& caller, std::uint32_t slot, double& least_s) const {
+Router::Load Router::load_of(double now_s, const RouteTask& task, Caller& caller, std::uint32_t slot,
+                             double& least_s) const {
   const Slot& known = slots_[slot];
   InFlight* const flights = caller.flights_at(slot);
   std::int64_t running = known.running;
@@ -369,12 +375,14 @@ double Router::work_weight(double own_s, LatencyClass latency) const noexcept {
 }
 
 // What it would read from peers and its object pool behind its own blocks, which it decides by its time alone.
-void Router::price_beyond(const RouteTask& task, const Load& load, std::uint32_t reach, std::uint64_t object_bytes, RankedInstance& one) {
+void Router::price_beyond(const RouteTask& task, const Load& load, std::uint32_t reach, std::uint64_t object_bytes,
+                          RankedInstance& one) {
   const WeighedLink& object = settings_.links[kTierCount - 1];
   const double block_tokens = static_cast<double>(task.block_tokens);
   if (peers_.is_needed(one.depth)) {
-    const PeerPrice priced = peers_.price(slots_[one.slot].reader, one.slot, one.depth, reach,
-                                          {object.latency_s, object.bytes_per_s, 0.0}, block_tokens / load.tokens_per_s);
+    const PeerPrice priced =
+        peers_.price(slots_[one.slot].reader, one.slot, one.depth, reach, {object.latency_s, object.bytes_per_s, 0.0},
+                     block_tokens / load.tokens_per_s);
     if (priced.end > one.depth) {
       one.fetch_s += priced.seconds;
       one.fetch_blocks += priced.end - one.depth;
@@ -436,7 +444,8 @@ RankedInstance Router::price(const RouteTask& task, std::size_t at) {
   }
   const double over_s = load.recent_s - mean_recent_s_;
   one.balance_s = settings_.balance_s * over_s / (mean_recent_s_ + settings_.prior_s);
-  one.is_admitted = !(one.ttft_s > task.deadline_s) && (task.latency != LatencyClass::kBatch || least_s_ <= settings_.batch_wait_s);
+  one.is_admitted =
+      !(one.ttft_s > task.deadline_s) && (task.latency != LatencyClass::kBatch || least_s_ <= settings_.batch_wait_s);
   return one;
 }
 
@@ -460,7 +469,8 @@ std::uint64_t Router::tie(const RouteTask& task, const RankedInstance& one) cons
   return mixed(block[0] + mixed(block[1] + slots_[one.slot].word));
 }
 
-void Router::note(double now_s, Caller& caller, std::uint32_t slot, std::int64_t input_tokens, std::int64_t missing_tokens) {
+void Router::note(double now_s, Caller& caller, std::uint32_t slot, std::int64_t input_tokens,
+                  std::int64_t missing_tokens) {
   if (slot >= caller.recent.size()) {
     caller.recent.resize(std::size_t{slot} + 1, 0.0);
     caller.flights.resize(caller.recent.size());

@@ -26,14 +26,16 @@
 namespace kvbm {
 namespace {
 
-// Work is handed out in pieces of about this size: small enough that threads end together, large enough that taking one is nothing.
+// Work is handed out in pieces of about this size: small enough that threads end together, large enough that taking one
+// is nothing.
 constexpr std::size_t kPieceBytes = 256 * 1024;
 // A run of fewer bytes is done before a thread has woken up.
 constexpr std::size_t kSharedBytes = 192 * 1024;
-// From so many bytes on a run is written past the caches, which it would only empty: whoever reads it next is a device, or much later.
+// From so many bytes on a run is written past the caches, which it would only empty: whoever reads it next is a device,
+// or much later.
 constexpr std::size_t kStreamedBytes = 1024 * 1024;
-// Checksum and copy take turns over so many bytes, which the first leaves in the nearest cache for the second. A multiple of the
-// checksum's three lanes.
+// Checksum and copy take turns over so many bytes, which the first leaves in the nearest cache for the second. A
+// multiple of the checksum's three lanes.
 constexpr std::size_t kFusedBytes = 12 * 1024;
 // More threads than this do not make memory faster, and the engine wants the cores.
 constexpr unsigned kMostThreads = 8;
@@ -57,7 +59,8 @@ void copy_bytes(std::uint8_t* target, const std::uint8_t* source, std::size_t by
 }
 
 // Returns the CRC-32C of what was copied.
-std::uint32_t copy_and_checksum(std::uint8_t* target, const std::uint8_t* source, std::size_t bytes, bool streamed) noexcept {
+std::uint32_t copy_and_checksum(std::uint8_t* target, const std::uint8_t* source, std::size_t bytes,
+                                bool streamed) noexcept {
   if (streamed) {
     return stream_copy_crc32c(target, source, bytes);
   }
@@ -71,8 +74,8 @@ std::uint32_t copy_and_checksum(std::uint8_t* target, const std::uint8_t* source
   return crc;
 }
 
-// memcpy, but for targets that begin at another place of a cache line than their source does: there the processor's own instruction
-// for copies, which memcpy uses at these sizes, takes three times as long on some machines.
+// memcpy, but for targets that begin at another place of a cache line than their source does: there the processor's own
+// instruction for copies, which memcpy uses at these sizes, takes three times as long on some machines.
 void copy_near(std::uint8_t* target, const std::uint8_t* source, std::size_t bytes) noexcept {
   constexpr std::size_t kLine = 64;
   std::size_t done = 0;
@@ -101,7 +104,8 @@ std::uint32_t copy_then_checksum(std::uint8_t* target, const std::uint8_t* sourc
   for (std::size_t done = 0; done < bytes;) {
     const std::size_t step = std::min(kFusedBytes, bytes - done);
     copy_near(target + done, source + done, step);
-    std::atomic_signal_fence(std::memory_order_seq_cst);  // or the compiler might read the source again in the target's place
+    // Or the compiler might read the source again in the target's place
+    std::atomic_signal_fence(std::memory_order_seq_cst);
     crc = crc32c({target + done, step}, crc);
     done += step;
   }
@@ -112,18 +116,18 @@ std::uint32_t copy_then_checksum(std::uint8_t* target, const std::uint8_t* sourc
 
 // A run under way. It lies on its caller's stack, who leaves when no thread is at it any more.
 struct RowCopier::Run {
-  TargetRows target;                   // where to; base is null when only checksums are wanted
-  SourceRows source;                   // where from
-  std::size_t count = 0;               // rows
-  std::size_t row_bytes = 0;           // bytes of each
-  std::uint32_t* checksums = nullptr;  // of each row; null: not wanted
-  bool streamed = false;               // written past the caches
-  bool verified = false;               // checksums are of the target
-  std::size_t rows_in_piece = 1;       // whole rows of a piece, where rows are small
-  std::size_t pieces_in_row = 1;       // pieces of a row, where rows are large
-  std::size_t pieces = 0;              // in all
-  unsigned helpers = 0;                // threads of the crew at it; under the crew's lock
-  Run* younger = nullptr;              // next in the crew's list; under the crew's lock
+  TargetRows target;                             // where to; base is null when only checksums are wanted
+  SourceRows source;                             // where from
+  std::size_t count = 0;                         // rows
+  std::size_t row_bytes = 0;                     // bytes of each
+  std::uint32_t* checksums = nullptr;            // of each row; null: not wanted
+  bool streamed = false;                         // written past the caches
+  bool verified = false;                         // checksums are of the target
+  std::size_t rows_in_piece = 1;                 // whole rows of a piece, where rows are small
+  std::size_t pieces_in_row = 1;                 // pieces of a row, where rows are large
+  std::size_t pieces = 0;                        // in all
+  unsigned helpers = 0;                          // threads of the crew at it; under the crew's lock
+  Run* younger = nullptr;                        // next in the crew's list; under the crew's lock
   alignas(64) std::atomic<std::size_t> next{0};  // first piece that nobody has taken
 
   Run(const TargetRows& to, const SourceRows& from, std::size_t rows, std::size_t bytes, std::uint32_t* sums) noexcept
@@ -162,8 +166,10 @@ struct RowCopier::Run {
     const std::size_t end = part + 1 == pieces_in_row ? row_bytes : begin + kPieceBytes;
     const std::uint32_t crc = work(row, begin, end - begin);
     if (checksums != nullptr) {
-      // A row's checksum is the sum of those of its parts, each carried over the bytes behind it: parts may end in any order.
-      std::atomic_ref<std::uint32_t>(checksums[row]).fetch_xor(crc32c_carried(crc, row_bytes - end), std::memory_order_relaxed);
+      // A row's checksum is the sum of those of its parts, each carried over the bytes behind it: parts may end in any
+      // order.
+      std::atomic_ref<std::uint32_t>(checksums[row])
+          .fetch_xor(crc32c_carried(crc, row_bytes - end), std::memory_order_relaxed);
     }
   }
 
@@ -279,7 +285,8 @@ RowCopier::~RowCopier() {
 unsigned RowCopier::threads() const noexcept { return static_cast<unsigned>(crew_->workers.size()) + 1; }
 
 void RowCopier::share(Run& run) noexcept {
-  if (run.count * run.row_bytes < kSharedBytes || run.pieces < 2 || crew_->workers.empty() || crew_->process != getpid()) {
+  if (run.count * run.row_bytes < kSharedBytes || run.pieces < 2 || crew_->workers.empty() ||
+      crew_->process != getpid()) {
     run.work_off();
     return;
   }

@@ -9,8 +9,8 @@ namespace kvbm {
 namespace {
 
 // By the alternative of Event.
-constexpr const char* kEventNames[] = {"InstanceStarted", "BlocksCreated", "BlocksMigrated",  "BlocksEvicted",
-                                       "ResidenciesListed", "SnapshotEnded",    "InstanceStopped"};
+constexpr const char* kEventNames[] = {"InstanceStarted",   "BlocksCreated", "BlocksMigrated", "BlocksEvicted",
+                                       "ResidenciesListed", "SnapshotEnded", "InstanceStopped"};
 static_assert(std::size(kEventNames) == std::variant_size_v<Event>);
 
 }  // namespace
@@ -27,7 +27,8 @@ ScannedFrame scan_frame(FrameReader reader, std::size_t at, std::vector<Bytes>& 
     }
     const bool is_first = frame.header.first_offset == 0 && index == 0;
     if (std::holds_alternative<InstanceStarted>(*event) != is_first && frame.flaw.empty()) {
-      frame.flaw = "event " + std::to_string(index) + " is " + kEventNames[event->index()] + "; InstanceStarted is at offset 0 alone";
+      frame.flaw = "event " + std::to_string(index) + " is " + kEventNames[event->index()] +
+                   "; InstanceStarted is at offset 0 alone";
     }
     if (const auto* const start = std::get_if<InstanceStarted>(&*event)) {
       starts.push_back(start->blob);

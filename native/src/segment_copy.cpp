@@ -14,11 +14,11 @@ namespace kvbm {
 struct SegmentTable::Pieces {
   static constexpr std::size_t kMost = 1024;
 
-  std::array<std::int64_t, kMost> from_slots;   // where the engine has each, in bytes after the first segment's address
-  std::array<std::int64_t, kMost> in_rows;      // where the rows have it, in bytes after the first row
-  std::array<std::size_t, kMost> blocks;        // whose it is, as an index of the run of blocks
-  std::array<std::uint32_t, kMost> checksums;   // room for each one's
-  std::size_t count = 0;                        // how many there are
+  std::array<std::int64_t, kMost> from_slots;  // where the engine has each, in bytes after the first segment's address
+  std::array<std::int64_t, kMost> in_rows;     // where the rows have it, in bytes after the first row
+  std::array<std::size_t, kMost> blocks;       // whose it is, as an index of the run of blocks
+  std::array<std::uint32_t, kMost> checksums;  // room for each one's
+  std::size_t count = 0;                       // how many there are
 
   std::span<std::uint32_t> room() noexcept { return {checksums.data(), count}; }
 };
@@ -43,10 +43,11 @@ SegmentTable::SegmentTable(std::vector<Segment> segments, std::uint64_t slots)
   }
 }
 
-// Calls move(pieces, bytes of each) until every piece of every block was in one call; those of one block come in their order.
+// Calls move(pieces, bytes of each) until every piece of every block was in one call; those of one block come in their
+// order.
 template <class Move>
-void SegmentTable::each_run(std::span<const std::int64_t> slots, std::span<const std::int64_t> at, std::uint64_t row_stride,
-                            const Move& move) const noexcept {
+void SegmentTable::each_run(std::span<const std::int64_t> slots, std::span<const std::int64_t> at,
+                            std::uint64_t row_stride, const Move& move) const noexcept {
   Pieces pieces;
   for (const Stretch& stretch : stretches_) {
     const std::uint64_t bytes = segments_[stretch.begin].bytes;
@@ -78,7 +79,8 @@ void SegmentTable::gather(RowCopier& copier, std::span<const std::int64_t> slots
   const auto* const first = reinterpret_cast<const std::uint8_t*>(segments_.front().address);
   std::fill_n(checksums, slots.size(), 0);
   each_run(slots, at, rows.stride, [&](Pieces& pieces, std::uint64_t bytes) noexcept {
-    copier.copy({rows.first, 1, pieces.in_rows.data()}, {first, 1, pieces.from_slots.data()}, pieces.count, bytes, pieces.room());
+    copier.copy({rows.first, 1, pieces.in_rows.data()}, {first, 1, pieces.from_slots.data()}, pieces.count, bytes,
+                pieces.room());
     for (std::size_t piece = 0; piece < pieces.count; ++piece) {
       std::uint32_t& sum = checksums[pieces.blocks[piece]];
       sum = crc32c_carried(sum, bytes) ^ pieces.checksums[piece];
@@ -94,7 +96,8 @@ void SegmentTable::scatter(RowCopier& copier, std::span<const std::int64_t> slot
   });
 }
 
-void SegmentTable::checksums(RowCopier& copier, std::span<const std::int64_t> slots, std::uint32_t* out) const noexcept {
+void SegmentTable::checksums(RowCopier& copier, std::span<const std::int64_t> slots,
+                             std::uint32_t* out) const noexcept {
   const auto* const first = reinterpret_cast<const std::uint8_t*>(segments_.front().address);
   std::fill_n(out, slots.size(), 0);
   each_run(slots, {}, 0, [&](Pieces& pieces, std::uint64_t bytes) noexcept {

@@ -49,7 +49,8 @@ void sha256_compress_portable(std::uint32_t* state, const std::uint8_t* data, st
 #if defined(__x86_64__)
 
 // The SHA instructions keep the state as ABEF and CDGH and do four rounds with the four message words of one register.
-__attribute__((target("sha,sse4.1,ssse3"))) void sha256_compress_hardware(std::uint32_t* state, const std::uint8_t* data,
+__attribute__((target("sha,sse4.1,ssse3"))) void sha256_compress_hardware(std::uint32_t* state,
+                                                                          const std::uint8_t* data,
                                                                           std::size_t chunks) noexcept {
   const __m128i big_endian = _mm_set_epi64x(0x0C0D0E0F08090A0B, 0x0405060700010203);
   const __m128i cdab = _mm_shuffle_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(state)), 0xB1);

@@ -81,7 +81,8 @@ std::uint32_t SlotAllocator::share_of(Recorder& recorder, const NamespaceId& nam
   return index < share_of_->size() ? (*share_of_)[index] : static_cast<std::uint32_t>(shares_.size() - 1);
 }
 
-std::int64_t SlotAllocator::quota_left(const TierSlots& tier, std::uint32_t share, std::size_t arriving) const noexcept {
+std::int64_t SlotAllocator::quota_left(const TierSlots& tier, std::uint32_t share,
+                                       std::size_t arriving) const noexcept {
   const std::uint32_t quota = shares_[share].quota[static_cast<std::size_t>(tier.tier())];
   if (quota == kNoQuota) {
     return tier.size();
@@ -102,7 +103,8 @@ std::optional<Allocation> SlotAllocator::allocate(Recorder& recorder, TierSlots&
     }
     tier.victims(victims_);
     withdraw_victims(recorder, tier, EvictReason::kCapacity);
-    if (recorder.is_closed(tier.tier())) {  // by that very eviction: a slot whose withdrawal nobody hears of must not be written
+    // By that very eviction: a slot whose withdrawal nobody hears of must not be written
+    if (recorder.is_closed(tier.tier())) {
       return std::nullopt;
     }
   }

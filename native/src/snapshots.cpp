@@ -53,15 +53,15 @@ void Snapshots::state_recovered_run(Recorder& recorder, const TierSlots& tier, s
     }
   }
   const ResidenciesListed listed{.namespace_id = run.front().namespace_id,
-                                .tier = tier.tier(),
-                                .snapshot = snapshot_,
-                                .hashes = run_hashes_,
-                                .slots = packed(run_slots_)};
+                                 .tier = tier.tier(),
+                                 .snapshot = snapshot_,
+                                 .hashes = run_hashes_,
+                                 .slots = packed(run_slots_)};
   const Event event = listed;
   const std::size_t bytes = recorder.admit(event);
   recorder.fold().check(listed);
-  recorder.record<ResidenciesListed>(event, bytes, recorder.fold().namespaces().intern(listed.namespace_id), FindByHash{},
-                                     false);
+  recorder.record<ResidenciesListed>(event, bytes, recorder.fold().namespaces().intern(listed.namespace_id),
+                                     FindByHash{}, false);
 }
 
 void Snapshots::begin_epoch(Recorder& recorder, std::uint64_t epoch, const InstanceStarted& event,
@@ -186,10 +186,10 @@ void Snapshots::state_run(Recorder& recorder, const TierSlots& tier, bool counte
   }
   const std::uint32_t namespace_index = tier.owner_of(run_slots_.front());
   const Event event = ResidenciesListed{.namespace_id = recorder.fold().namespaces()[namespace_index],
-                                .tier = tier.tier(),
-                                .snapshot = snapshot_,
-                                .hashes = run_hashes_,
-                                .slots = packed(run_slots_)};
+                                        .tier = tier.tier(),
+                                        .snapshot = snapshot_,
+                                        .hashes = run_hashes_,
+                                        .slots = packed(run_slots_)};
   const std::size_t bytes = recorder.admit(event);
   recorder.record<ResidenciesListed>(
       event, bytes, namespace_index,

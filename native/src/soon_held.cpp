@@ -14,7 +14,7 @@ namespace kvbm {
 namespace {
 
 constexpr double kNever = -std::numeric_limits<double>::infinity();
-constexpr double kLong = 1e9;  // seconds
+constexpr double kLong = 1e9;       // seconds
 constexpr std::size_t kAhead = 12;  // entries between asking memory for a place and writing to it
 constexpr std::uint64_t kFactor = 0xD6E8FEB86659FD93;
 
@@ -69,8 +69,12 @@ Halves halves_of(const std::uint8_t* bytes) noexcept {
 }  // namespace
 
 SoonHeld::SoonHeld(double hold_s, std::size_t sets)
-    : hold_s_(hold_s), mask_(sets - 1), sets_(static_cast<Set*>(std::calloc(sets, sizeof(Set)))),
-      odd_{random_word() | 1, random_word() | 1, random_word() | 1}, key_{random_word(), random_word()}, last_s_(kNever),
+    : hold_s_(hold_s),
+      mask_(sets - 1),
+      sets_(static_cast<Set*>(std::calloc(sets, sizeof(Set)))),
+      odd_{random_word() | 1, random_word() | 1, random_word() | 1},
+      key_{random_word(), random_word()},
+      last_s_(kNever),
       window_s_(kNever) {
   if (sets_ == nullptr) {
     throw std::bad_alloc();
@@ -89,7 +93,8 @@ void SoonHeld::chain(const NamespaceId& id, Bytes hashes, Chain& chain) const {
   }
 }
 
-bool SoonHeld::marked(const NamespaceId& id, std::uint32_t first, std::uint32_t blocks, Bytes hashes, Chain& chain) const {
+bool SoonHeld::marked(const NamespaceId& id, std::uint32_t first, std::uint32_t blocks, Bytes hashes,
+                      Chain& chain) const {
   mark_depths(first, blocks, chain.depths);
   if (hashes.size() != chain.depths.size() * kHashBytes) {
     return false;
@@ -113,7 +118,8 @@ std::uint64_t SoonHeld::salt_of(std::string_view kind, std::string_view name) co
 }
 
 std::size_t SoonHeld::first_mark(const Chain& chain, std::uint32_t held) const noexcept {
-  return static_cast<std::size_t>(std::upper_bound(chain.depths.begin(), chain.depths.end(), held) - chain.depths.begin());
+  return static_cast<std::size_t>(std::upper_bound(chain.depths.begin(), chain.depths.end(), held) -
+                                  chain.depths.begin());
 }
 
 void SoonHeld::fetch(std::uint64_t word) const noexcept {

@@ -22,9 +22,7 @@ TierSlots::TierSlots(Tier tier, std::uint32_t slots, std::string_view eviction, 
   }
 }
 
-TierCounts TierSlots::counts() const noexcept {
-  return {size(), free_count(), held_, policy_->size(), allocated_};
-}
+TierCounts TierSlots::counts() const noexcept { return {size(), free_count(), held_, policy_->size(), allocated_}; }
 
 bool TierSlots::is_arriving(const std::uint8_t* hash) const noexcept {
   const auto hash_of = [this](std::uint32_t at) { return slots_[at].hash.data(); };
@@ -56,7 +54,7 @@ std::vector<std::uint32_t> TierSlots::held() const {
   return held;
 }
 
-// -- slots that hold no block yet --------------------------------------------------------------------------------------
+// -- slots that hold no block yet -------------------------------------------------------------------------------------
 
 std::uint64_t TierSlots::take(std::span<std::uint32_t> out) noexcept {
   std::uint64_t after = 0;
@@ -114,7 +112,7 @@ void TierSlots::reserve(std::span<const std::uint32_t> taken) noexcept {
   }
 }
 
-// -- residencies -------------------------------------------------------------------------------------------------------
+// -- residencies ------------------------------------------------------------------------------------------------------
 
 void TierSlots::unindex(std::uint32_t slot) noexcept { index_.erase(index_.tag(slots_[slot].hash.data()), slot); }
 
@@ -151,7 +149,7 @@ void TierSlots::vacate(std::uint32_t slot, std::uint64_t applied) noexcept {
   }
 }
 
-// -- what may be evicted -----------------------------------------------------------------------------------------------
+// -- what may be evicted ----------------------------------------------------------------------------------------------
 
 void TierSlots::pin(std::uint32_t slot) noexcept {
   Slot& block = slots_[slot];

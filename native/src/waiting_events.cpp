@@ -24,8 +24,8 @@ std::size_t estimated_bytes(const Event& event, std::size_t started_namespaces) 
 
 }  // namespace
 
-void WaitingEvents::add(const Event& event, std::size_t encoded_bytes, std::uint32_t namespace_index, std::uint64_t offset,
-                        std::size_t started_namespaces) {
+void WaitingEvents::add(const Event& event, std::size_t encoded_bytes, std::uint32_t namespace_index,
+                        std::uint64_t offset, std::size_t started_namespaces) {
   const NamespaceId* const id = namespace_of(event);
   Place* place = nullptr;
   if (id != nullptr) {

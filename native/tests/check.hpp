@@ -14,12 +14,12 @@
 #include "kvbm/error.hpp"
 
 // Ends the program with the place and the words of what does not hold.
-#define CHECK(condition)                                                          \
-  do {                                                                            \
-    if (!(condition)) {                                                           \
+#define CHECK(condition)                                                           \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
       std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                               \
-    }                                                                             \
+      std::abort();                                                                \
+    }                                                                              \
   } while (false)
 
 namespace kvbm::tests {

@@ -1,5 +1,5 @@
-// What the tests of the cluster index share: frames as instances send them, a model that is nothing but maps, and how an index is
-// compared with it. One thread.
+// What the tests of the cluster index share: frames as instances send them, a model that is nothing but maps, and how
+// an index is compared with it. One thread.
 #pragma once
 
 #include <unistd.h>
@@ -83,8 +83,8 @@ struct Frame {
   std::vector<std::vector<DeclaredPool>> starts;  // the pools of its starts
 };
 
-inline Frame frame_of(std::uint32_t instance, const std::vector<Event>& events, std::vector<std::vector<DeclaredPool>> starts = {},
-                      std::uint64_t epoch = 1) {
+inline Frame frame_of(std::uint32_t instance, const std::vector<Event>& events,
+                      std::vector<std::vector<DeclaredPool>> starts = {}, std::uint64_t epoch = 1) {
   FrameHeader header;
   header.instance = "i";
   header.epoch = epoch;
@@ -114,7 +114,7 @@ inline std::vector<DeclaredPool> shared_pools(const std::string& name) {
   return pools;
 }
 
-// -- the model ---------------------------------------------------------------------------------------------------------
+// -- the model --------------------------------------------------------------------------------------------------------
 
 // A cluster as maps. What it does is read off the definition of each event, a block at a time.
 class Model {
@@ -192,7 +192,8 @@ class Model {
   bool agrees(std::uint32_t number, std::uint64_t digest) {
     InstanceModel& instance = instances_[number];
     const bool is_same = state(number).digest == digest;
-    const bool has_snapshot = std::any_of(instance.tiers.begin(), instance.tiers.end(), [](const TierModel& tier) { return tier.is_whole; });
+    const bool has_snapshot =
+        std::any_of(instance.tiers.begin(), instance.tiers.end(), [](const TierModel& tier) { return tier.is_whole; });
     instance.is_proven = instance.is_proven || (!instance.pools_known && is_same && has_snapshot);
     return is_same || state(number).is_partial || !is_whole(instance);
   }
@@ -285,10 +286,12 @@ class Model {
         ++by_tier[static_cast<std::size_t>(hottest - instance.tiers.begin())];
       }
       std::uint32_t reach = depth;
-      while (reach < keys.size() && std::any_of(instance.tiers.begin(), instance.tiers.end(), [&](const TierModel& tier) {
-               const auto pool = claims_.find(tier.pool);
-               return pool != claims_.end() && pool->second.contains(keys[reach]);
-             })) {
+      while (reach < keys.size() && std::any_of(
+                                        instance.tiers.begin(), instance.tiers.end(),
+                                        [&](const TierModel& tier) {
+                                          const auto pool = claims_.find(tier.pool);
+                                          return pool != claims_.end() && pool->second.contains(keys[reach]);
+                                        })) {
         ++reach;
       }
       if (reach > 0 && instance.is_known) {
@@ -444,7 +447,9 @@ class Model {
     ++tier.era;
   }
 
-  static bool is_claim(const TierModel& model, Tier tier) { return model.is_declared ? model.is_cluster : tier == Tier::kObject; }
+  static bool is_claim(const TierModel& model, Tier tier) {
+    return model.is_declared ? model.is_cluster : tier == Tier::kObject;
+  }
 
   void gain(InstanceModel& instance, const NamespaceId& id, Tier at, Bytes hashes, bool is_listed) {
     TierModel& tier = instance.tiers[static_cast<std::size_t>(at)];
@@ -482,7 +487,7 @@ class Model {
   std::array<std::uint64_t, kAnomalyCount> anomalies_{};         // by rule
 };
 
-// -- an index against the model ----------------------------------------------------------------------------------------
+// -- an index against the model ---------------------------------------------------------------------------------------
 
 inline std::map<std::string, std::uint64_t> claim_counts(const ClusterIndex& index) {
   std::map<std::string, std::uint64_t> counts;
@@ -517,7 +522,8 @@ inline void check_states(const ClusterIndex& index, const Model& model) {
 inline void check_holders(const ClusterIndex& index, const Model& model, const Key& key) {
   std::set<std::tuple<bool, std::string, Tier>> found;
   for (const BlockHolder& one : index.holders(key.first, key.second.data())) {
-    CHECK(found.emplace(one.is_pool, one.is_pool ? index.pool_name(one.holder) : std::to_string(one.holder), one.tier).second);
+    CHECK(found.emplace(one.is_pool, one.is_pool ? index.pool_name(one.holder) : std::to_string(one.holder), one.tier)
+              .second);
   }
   CHECK(found == model.holders(key));
 }
@@ -566,7 +572,7 @@ inline void check_prefixes(const ClusterIndex& index, const Model& model, const 
   CHECK(deepest_held(index, id, hashes) == model.deepest_held(id, hashes));
 }
 
-// -- checkpoints in memory ---------------------------------------------------------------------------------------------
+// -- checkpoints in memory --------------------------------------------------------------------------------------------
 
 // A file without a name, gone with this object.
 class ScratchFile {

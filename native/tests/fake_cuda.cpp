@@ -1,6 +1,7 @@
-// A stand-in for NVIDIA's driver, for tests without a GPU: a shared library with the functions of CudaDriver. Streams are queues, and
-// what is queued is done, a few steps at each question, in an order that streams and events allow; the kernel is the very source, run on
-// the CPU. `fake_cuda_set` and `fake_cuda_fail` make it a device that is slow, captures a graph, refuses calls or dies.
+// A stand-in for NVIDIA's driver, for tests without a GPU: a shared library with the functions of CudaDriver. Streams
+// are queues, and what is queued is done, a few steps at each question, in an order that streams and events allow; the
+// kernel is the very source, run on the CPU. `fake_cuda_set` and `fake_cuda_fail` make it a device that is slow,
+// captures a graph, refuses calls or dies.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -126,7 +127,8 @@ bool step(State& s) {
 // What every call does first: counts itself, and answers what it was told to.
 Result entered(State& s, const char* call, bool unsafe = false, bool needs_context = true) {
   ++s.counts[call];
-  if (auto found = s.failing.find(call); found != s.failing.end() && found->second.first > 0 && --found->second.first == 0) {
+  if (auto found = s.failing.find(call);
+      found != s.failing.end() && found->second.first > 0 && --found->second.first == 0) {
     const Result result = found->second.second;
     s.failing.erase(found);
     return result;
@@ -153,11 +155,11 @@ Stream* stream_of(State& s, void* handle) { return handle == nullptr ? &s.null_s
 }  // namespace
 
 #define FAKE __attribute__((visibility("default")))
-#define ENTER(...)                                                 \
-  State& s = state();                                              \
-  const std::lock_guard lock(s.mutex);                             \
+#define ENTER(...)                                                    \
+  State& s = state();                                                 \
+  const std::lock_guard lock(s.mutex);                                \
   if (const Result refused = entered(s, __VA_ARGS__); refused != 0) { \
-    return refused;                                                \
+    return refused;                                                   \
   }
 
 extern "C" {
@@ -328,7 +330,8 @@ FAKE Result cuPointerGetAttribute(void* value, int attribute, std::uint64_t addr
   if (address < begin || address >= end) {
     return kInvalid;
   }
-  const auto range = s.settings["range bytes"] == 0 ? end - begin : static_cast<std::uint64_t>(s.settings["range bytes"]);
+  const auto range =
+      s.settings["range bytes"] == 0 ? end - begin : static_cast<std::uint64_t>(s.settings["range bytes"]);
   const std::uint64_t range_begin = begin + (address - begin) / range * range;
   switch (attribute) {
     case 2:
@@ -361,8 +364,8 @@ FAKE Result cuMemcpyDtoHAsync_v2(void* target, std::uint64_t source, std::size_t
                      "to host " + std::to_string(bytes) + " on " + std::to_string(on->number)});
   return 0;
 }
-FAKE Result cuMemcpyBatchAsync(std::uint64_t* targets, std::uint64_t* sources, std::size_t* sizes, std::size_t count, int* order, std::size_t*,
-                               std::size_t attribute_count, std::size_t*, void* stream) {
+FAKE Result cuMemcpyBatchAsync(std::uint64_t* targets, std::uint64_t* sources, std::size_t* sizes, std::size_t count,
+                               int* order, std::size_t*, std::size_t attribute_count, std::size_t*, void* stream) {
   ENTER("cuMemcpyBatchAsync")
   Stream* const on = stream_of(s, stream);
   if (stream == nullptr || attribute_count != 1 || (*order != 1 && *order != 3)) {
@@ -370,8 +373,9 @@ FAKE Result cuMemcpyBatchAsync(std::uint64_t* targets, std::uint64_t* sources, s
   }
   for (std::size_t index = count; index > 0; --index) {  // in any order
     const auto [target, source, bytes] = std::tuple(targets[index - 1], sources[index - 1], sizes[index - 1]);
-    on->ops.push_back({[=] { std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes); }, nullptr,
-                       "of a batch " + std::to_string(bytes) + " on " + std::to_string(on->number)});
+    on->ops.push_back(
+        {[=] { std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes); }, nullptr,
+         "of a batch " + std::to_string(bytes) + " on " + std::to_string(on->number)});
   }
   return 0;
 }
@@ -395,7 +399,9 @@ FAKE Result cuStreamDestroy_v2(void* stream) {
 }
 FAKE Result cuStreamIsCapturing(void* stream, int* status) {
   ENTER("cuStreamIsCapturing")
-  *status = s.settings["captured stream"] != 0 && s.settings["captured stream"] == reinterpret_cast<long long>(stream) ? 1 : 0;
+  *status = s.settings["captured stream"] != 0 && s.settings["captured stream"] == reinterpret_cast<long long>(stream)
+                ? 1
+                : 0;
   return 0;
 }
 FAKE Result cuStreamWaitEvent(void* stream, void* event, unsigned) {
@@ -437,8 +443,8 @@ FAKE Result cuEventQuery(void* event) {
   const TicketPointer& ticket = static_cast<Event*>(event)->last;
   return ticket == nullptr || ticket->done ? 0 : kNotReady;
 }
-FAKE Result cuLaunchKernel(void*, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned, unsigned, void* stream,
-                           void** parameters, void**) {
+FAKE Result cuLaunchKernel(void*, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned, unsigned,
+                           void* stream, void** parameters, void**) {
   ENTER("cuLaunchKernel")
   Stream* const on = stream_of(s, stream);
   const auto* const pieces = *static_cast<const kernel::Piece* const*>(parameters[0]);
@@ -454,8 +460,9 @@ FAKE Result cuLaunchKernel(void*, unsigned grid, unsigned, unsigned, unsigned bl
                        }
                      },
                      nullptr,
-                     std::string(lot.gathers != 0 ? "pack " : "unpack ") + std::to_string(lot.pieces) + " by " + std::to_string(grid) +
-                         " on " + std::to_string(on->number) + " priority " + std::to_string(on->priority)});
+                     std::string(lot.gathers != 0 ? "pack " : "unpack ") + std::to_string(lot.pieces) + " by " +
+                         std::to_string(grid) + " on " + std::to_string(on->number) + " priority " +
+                         std::to_string(on->priority)});
   return 0;
 }
 

@@ -1,4 +1,5 @@
-// A system that gives no thread, or so many: for tests of what cannot begin one. It defines `pthread_create`, so one file of a program has it.
+// A system that gives no thread, or so many: for tests of what cannot begin one. It defines `pthread_create`, so one
+// file of a program has it.
 #pragma once
 
 #include <atomic>
@@ -23,8 +24,8 @@ class FewThreads {
 }  // namespace kvbm::tests
 
 // Stands before the system's, which may give no thread.
-extern "C" __attribute__((visibility("default"))) int pthread_create(pthread_t* made, const pthread_attr_t* attributes, void* (*body)(void*),
-                                                                     void* given) noexcept {
+extern "C" __attribute__((visibility("default"))) int pthread_create(pthread_t* made, const pthread_attr_t* attributes,
+                                                                     void* (*body)(void*), void* given) noexcept {
   static const auto create = reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
   int left = kvbm::tests::may_begin;
   while (left > 0 && !kvbm::tests::may_begin.compare_exchange_weak(left, left - 1)) {

@@ -51,7 +51,7 @@ void every_page_is_there() {
   std::vector<unsigned char> there(arena.bytes() / page);
   CHECK(mincore(arena.data(), arena.bytes(), there.data()) == 0);
   CHECK(std::all_of(there.begin(), there.end(), [](unsigned char bits) { return (bits & 1) != 0; }));
-  struct stat about {};
+  struct stat about{};
   CHECK(fstat(arena.fd(), &about) == 0);
   CHECK(static_cast<std::size_t>(about.st_blocks) * 512 >= arena.bytes());
   CHECK(std::all_of(arena.data(), arena.data() + arena.bytes(), [](std::uint8_t byte) { return byte == 0; }));
@@ -73,12 +73,14 @@ std::size_t joined_bytes(const Arena& arena) {
   return 0;
 }
 
-// Whether the kernel joins pages of shared memory when it is asked to: not before Linux 6.1, nor where the system forbids it.
+// Whether the kernel joins pages of shared memory when it is asked to: not before Linux 6.1, nor where the system
+// forbids it.
 bool joins_by_request() {
   const std::size_t bytes = 4 * kMegabyte;
   void* const room = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   CHECK(room != MAP_FAILED);
-  const std::uintptr_t begin = (reinterpret_cast<std::uintptr_t>(room) + 2 * kMegabyte - 1) / (2 * kMegabyte) * (2 * kMegabyte);
+  const std::uintptr_t begin =
+      (reinterpret_cast<std::uintptr_t>(room) + 2 * kMegabyte - 1) / (2 * kMegabyte) * (2 * kMegabyte);
   auto* const whole = reinterpret_cast<std::uint8_t*>(begin);
   *whole = 1;
   const bool joins = madvise(whole, 2 * kMegabyte, 25) == 0;
@@ -149,11 +151,12 @@ void fewer_threads_touch_it() {
 }  // namespace
 
 int main() {
-  return tests::run({{"every page of an arena is there", every_page_is_there},
-                     {"its pages are joined to huge ones where the kernel does so by request", its_pages_are_joined_by_request},
-                     {"another process that maps it sees the bytes", another_process_sees_the_bytes},
-                     {"nobody changes its size", nobody_changes_its_size},
-                     {"a refused arena leaves nothing behind", refusals_leave_nothing},
-                     {"an arena is given back", it_is_given_back},
-                     {"without threads every page of an arena is there", fewer_threads_touch_it}});
+  return tests::run(
+      {{"every page of an arena is there", every_page_is_there},
+       {"its pages are joined to huge ones where the kernel does so by request", its_pages_are_joined_by_request},
+       {"another process that maps it sees the bytes", another_process_sees_the_bytes},
+       {"nobody changes its size", nobody_changes_its_size},
+       {"a refused arena leaves nothing behind", refusals_leave_nothing},
+       {"an arena is given back", it_is_given_back},
+       {"without threads every page of an arena is there", fewer_threads_touch_it}});
 }

@@ -13,7 +13,7 @@ namespace {
 void readers_never_see_a_batch_half_done() {
   constexpr int kBatches = 200;
   BatchLock lock;
-  std::uint64_t first = 0;   // plain on purpose: only the lock keeps these two together
+  std::uint64_t first = 0;  // plain on purpose: only the lock keeps these two together
   std::uint64_t second = 0;
   std::atomic<int> writing{2};
   std::atomic<std::uint64_t> reads{0};
@@ -49,7 +49,8 @@ void readers_never_see_a_batch_half_done() {
 }
 
 void readers_are_inside_together() {
-  // More than there are stripes, so some share one. Each waits until all are inside: with readers one at a time this never ends.
+  // More than there are stripes, so some share one. Each waits until all are inside: with readers one at a time this
+  // never ends.
   constexpr int kReaders = 20;
   BatchLock lock;
   std::atomic<int> inside{0};

@@ -96,7 +96,8 @@ void golden_blocks_are_read_and_written_the_same() {
     const auto asked = static_cast<Coding>(golden[at]);
     const auto got = static_cast<Coding>(golden[at + 1]);
     at += 2 + sizeof sizes;
-    const Buffer coded(golden.begin() + static_cast<std::ptrdiff_t>(at), golden.begin() + static_cast<std::ptrdiff_t>(at + sizes[1]));
+    const Buffer coded(golden.begin() + static_cast<std::ptrdiff_t>(at),
+                       golden.begin() + static_cast<std::ptrdiff_t>(at + sizes[1]));
     at += sizes[1];
     for (const Isa isa : kinds()) {
       const Row row = decoded(coded, got, sizes[0], isa);
@@ -115,7 +116,8 @@ void spoilt_bytes_stay_inside_and_mean_the_same_everywhere() {
     const Coding coding = kAllCodings[1 + random.below(3)];
     Coded coded = encoded(block, coding, best_isa());
     for (std::size_t left = 1 + random.below(4); left > 0; --left) {
-      const std::size_t within = random.below(2) == 0 ? std::min<std::size_t>(coded.bytes.size(), 200) : coded.bytes.size();
+      const std::size_t within =
+          random.below(2) == 0 ? std::min<std::size_t>(coded.bytes.size(), 200) : coded.bytes.size();
       coded.bytes[random.below(within)] = static_cast<std::uint8_t>(random.next());
     }
     if (random.below(3) == 0) {
@@ -193,11 +195,12 @@ void several_threads_have_coders_of_their_own() {
 }  // namespace
 
 int main() {
-  return tests::run({{"every processor writes the same bytes and reads them back", every_processor_writes_the_same_and_reads_it_back},
-                     {"golden blocks are read and written the same", golden_blocks_are_read_and_written_the_same},
-                     {"spoilt bytes stay inside and mean the same everywhere", spoilt_bytes_stay_inside_and_mean_the_same_everywhere},
-                     {"codes are whole and short", codes_are_whole_and_short},
-                     {"a block whose chunks do not shrink keeps to its room", a_block_whose_chunks_do_not_shrink_keeps_to_its_room},
-                     {"nothing is a block of nothing", nothing_is_a_block_of_nothing},
-                     {"several threads have coders of their own", several_threads_have_coders_of_their_own}});
+  return tests::run(
+      {{"every processor writes the same bytes and reads them back", every_processor_writes_the_same_and_reads_it_back},
+       {"golden blocks are read and written the same", golden_blocks_are_read_and_written_the_same},
+       {"spoilt bytes stay inside and mean the same everywhere", spoilt_bytes_stay_inside_and_mean_the_same_everywhere},
+       {"codes are whole and short", codes_are_whole_and_short},
+       {"a block whose chunks do not shrink keeps to its room", a_block_whose_chunks_do_not_shrink_keeps_to_its_room},
+       {"nothing is a block of nothing", nothing_is_a_block_of_nothing},
+       {"several threads have coders of their own", several_threads_have_coders_of_their_own}});
 }

@@ -42,7 +42,8 @@ class File {
     CHECK(fd_ >= 0);
     unlink(name);
     if (is_direct) {
-      fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) | O_DIRECT);  // where the file system refuses, alignment is only not needed
+      // Where the file system refuses, alignment is only not needed
+      fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) | O_DIRECT);
     }
   }
   ~File() { close(fd_); }
@@ -58,7 +59,8 @@ class File {
 struct Blocks {
   Blocks(std::size_t count, std::size_t block_bytes, std::uint64_t seed, std::size_t off = 0) : bytes(block_bytes) {
     Random random(seed);
-    memory = static_cast<std::uint8_t*>(std::aligned_alloc(kPageBytes, (count * block_bytes + off + 2 * kPageBytes - 1) / kPageBytes * kPageBytes));
+    memory = static_cast<std::uint8_t*>(
+        std::aligned_alloc(kPageBytes, (count * block_bytes + off + 2 * kPageBytes - 1) / kPageBytes * kPageBytes));
     rows = memory + off;
     const std::vector<std::uint8_t> data = random.bytes(count * block_bytes);
     std::memcpy(rows, data.data(), data.size());
@@ -98,14 +100,14 @@ struct Blocks {
     return static_cast<std::size_t>(std::ranges::count(outcomes, BlockOutcome::kGood));
   }
 
-  std::size_t bytes;                          // of a block
-  std::uint8_t* memory;                       // that is freed
-  std::uint8_t* rows;                         // in it
+  std::size_t bytes;                           // of a block
+  std::uint8_t* memory;                        // that is freed
+  std::uint8_t* rows;                          // in it
   std::array<std::uint8_t, 16> name{1, 2, 3};  // namespace
-  std::vector<std::uint8_t> hashes;           // 16 bytes each
-  std::vector<std::uint32_t> sums;            // CRC-32C
-  std::vector<std::int64_t> slots;            // where they go
-  std::vector<std::int64_t> at;               // their rows
+  std::vector<std::uint8_t> hashes;            // 16 bytes each
+  std::vector<std::uint32_t> sums;             // CRC-32C
+  std::vector<std::int64_t> slots;             // where they go
+  std::vector<std::int64_t> at;                // their rows
 };
 
 bool has_io_uring() {
@@ -136,7 +138,8 @@ void in_each_way(Body&& body) {
 
 void test_blocks_come_back() {
   in_each_way([](IoKind kind, bool is_direct) {
-    for (const std::size_t block_bytes : {std::size_t{1}, std::size_t{6000}, std::size_t{4096}, std::size_t{64 * 1024}}) {
+    for (const std::size_t block_bytes :
+         {std::size_t{1}, std::size_t{6000}, std::size_t{4096}, std::size_t{64 * 1024}}) {
       const File first(is_direct);
       const File second(is_direct);
       BlockIo io({{first.fd(), second.fd()}, block_bytes, kind, is_direct, 4});
@@ -148,7 +151,8 @@ void test_blocks_come_back() {
         CHECK(blocks.good(io, 16) == 37);
       }
       const BlockIoCounts counts = io.counts();
-      CHECK(counts.written == 74 && counts.read == 148 && counts.corrupt == 0 && counts.failed == 0 && counts.in_flight == 0);
+      CHECK(counts.written == 74 && counts.read == 148 && counts.corrupt == 0 && counts.failed == 0 &&
+            counts.in_flight == 0);
       CHECK((counts.bounced == 0) == !is_direct);
       CHECK(io.close(kWait));
     }
@@ -192,7 +196,8 @@ void test_a_page_with_more_than_its_header_proves_nothing() {
     BlockIo io({{file.fd()}, 4096, kind, is_direct, 4});
     const Blocks blocks(1, 4096, 1);
     const int direct = fcntl(file.fd(), F_GETFL);
-    for (const std::size_t at : {kBlockHeaderBytes, kBlockHeaderBytes + kSealBytes, kBlockHeaderBytes + kSealBytes + 1, kPageBytes - 1}) {
+    for (const std::size_t at :
+         {kBlockHeaderBytes, kBlockHeaderBytes + kSealBytes, kBlockHeaderBytes + kSealBytes + 1, kPageBytes - 1}) {
       CHECK(blocks.write(io));
       CHECK(blocks.good(io) == 1);
       fcntl(file.fd(), F_SETFL, direct & ~O_DIRECT);
@@ -248,7 +253,8 @@ void test_a_write_cut_short_is_told() {
     const File file(is_direct);
     const Blocks blocks(4, 4 * kPageBytes, 1);  // five pages each with its header
     {
-      // The limit is that of the process when the engine opens, also for the kernel's own threads: it lies within the third slot.
+      // The limit is that of the process when the engine opens, also for the kernel's own threads: it lies within the
+      // third slot.
       const MostFileBytes most(kPageBytes + (2 * 5 + 3) * kPageBytes);
       BlockIo io({{file.fd()}, 4 * kPageBytes, kind, is_direct, 4});
       std::vector<std::int32_t> errors(4, -1);
@@ -287,12 +293,14 @@ void test_what_pads_a_block_is_zeros() {
     const off_t padding = static_cast<off_t>(kPageBytes + kPageBytes + kBlockBytes);
     const std::size_t padding_bytes = kSlotBytes - kPageBytes - kBlockBytes;
     CHECK(pwrite(file.fd(), others.data(), padding_bytes, padding) == static_cast<ssize_t>(padding_bytes));
-    CHECK(pwrite(file.fd(), others.data(), kSlotBytes, padding + static_cast<off_t>(padding_bytes)) == static_cast<ssize_t>(kSlotBytes));
+    CHECK(pwrite(file.fd(), others.data(), kSlotBytes, padding + static_cast<off_t>(padding_bytes)) ==
+          static_cast<ssize_t>(kSlotBytes));
     CHECK(blocks.good(io) == 1);
     blocks.slots[0] = 1;
     CHECK(blocks.write(io));
     std::vector<std::uint8_t> found(kSlotBytes);
-    CHECK(pread(file.fd(), found.data(), kSlotBytes, static_cast<off_t>(kPageBytes + kSlotBytes)) == static_cast<ssize_t>(kSlotBytes));
+    CHECK(pread(file.fd(), found.data(), kSlotBytes, static_cast<off_t>(kPageBytes + kSlotBytes)) ==
+          static_cast<ssize_t>(kSlotBytes));
     const auto is_zero = [](std::uint8_t byte) { return byte == 0; };
     CHECK(std::all_of(found.begin() + kBlockHeaderBytes, found.begin() + kPageBytes, is_zero));
     CHECK(std::memcmp(found.data() + kPageBytes, blocks.rows, kBlockBytes) == 0);
@@ -413,7 +421,8 @@ void test_a_scan_tells_what_headers_say() {
       std::vector<SlotOutcome> outcomes(slots.size(), SlotOutcome::kFailed);
       std::vector<FoundBlock> found(slots.size());
       io.scan(slots, depth, outcomes, found);
-      CHECK(std::ranges::count(outcomes, SlotOutcome::kBlock) == 6 && std::ranges::count(outcomes, SlotOutcome::kNothing) == 34);
+      CHECK(std::ranges::count(outcomes, SlotOutcome::kBlock) == 6 &&
+            std::ranges::count(outcomes, SlotOutcome::kNothing) == 34);
       const BlockRun run = blocks.run();
       for (std::size_t at = 0; at < run.slots.size(); ++at) {
         const FoundBlock& one = found[static_cast<std::size_t>(run.slots[at])];
@@ -442,7 +451,8 @@ void test_a_scan_needs_no_thread() {
       may_begin = most;
       io.scan(slots, 8, outcomes, found);
       may_begin = -1;
-      CHECK(std::ranges::count(outcomes, SlotOutcome::kBlock) == 6 && std::ranges::count(outcomes, SlotOutcome::kNothing) == 34);
+      CHECK(std::ranges::count(outcomes, SlotOutcome::kBlock) == 6 &&
+            std::ranges::count(outcomes, SlotOutcome::kNothing) == 34);
     }
     CHECK(io.close(kWait));
   });
@@ -510,7 +520,8 @@ void test_writes_make_way_for_reads() {
 
 void test_a_read_meets_few_bytes_of_writes() {
   const FlightShares::Time now{seconds(1000)};
-  for (const std::size_t block_bytes : {std::size_t{64} << 10, std::size_t{512} << 10, std::size_t{1} << 20, std::size_t{4} << 20}) {
+  for (const std::size_t block_bytes :
+       {std::size_t{64} << 10, std::size_t{512} << 10, std::size_t{1} << 20, std::size_t{4} << 20}) {
     FlightShares alone(128, 1.0, block_bytes);
     CHECK(begun_writes(alone, now) == std::min<std::size_t>(96, FlightShares::kIdleBytes / block_bytes));
     FlightShares busy(128, 1.0, block_bytes);

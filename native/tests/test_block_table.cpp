@@ -78,7 +78,9 @@ class Checked {
   }
 
  private:
-  static BlockTable::Value updated(BlockTable::Value value) { return value % 3 == 0 ? 0 : value % 2 == 1 ? value + 1 : value; }
+  static BlockTable::Value updated(BlockTable::Value value) {
+    return value % 3 == 0 ? 0 : value % 2 == 1 ? value + 1 : value;
+  }
 
   std::map<std::pair<std::uint64_t, std::uint64_t>, BlockTable::Value> model_;  // by low and high
 };
@@ -143,7 +145,8 @@ void a_shard_grows_and_shrinks_by_pages() {
 }
 
 void keys_that_meet_in_one_bucket_are_all_found() {
-  // A shard's first page has 512 buckets of 3. These places differ in 24 bits only, so all begin in the same bucket: the last one.
+  // A shard's first page has 512 buckets of 3. These places differ in 24 bits only, so all begin in the same bucket:
+  // the last one.
   Random random(3);
   Checked checked;
   std::vector<BlockKey> keys;

@@ -88,8 +88,8 @@ Fields small_front() {
   return front;
 }
 
-Fields blocks_of(std::uint32_t space, const std::vector<std::uint32_t>& members, const std::vector<std::uint64_t>& blocks,
-                 std::uint32_t position = 0) {
+Fields blocks_of(std::uint32_t space, const std::vector<std::uint32_t>& members,
+                 const std::vector<std::uint64_t>& blocks, std::uint32_t position = 0) {
   Fields fields;
   fields.put(std::uint32_t{1}).put(space).put(static_cast<std::uint32_t>(members.size()));
   for (const std::uint32_t member : members) {
@@ -121,10 +121,11 @@ struct Full {
       const Buffer mine = hashes_between(number * blocks / 8, blocks);
       const Buffer others = hashes_between(0, blocks / (number + 2));
       const auto mine_count = static_cast<std::uint32_t>(mine.size() / kHashBytes);
-      both(frame_of(number,
-                    {InstanceStarted{}, listed(space_id(0), Tier::kHbm, 3, mine), SnapshotEnded{Tier::kHbm, 3, mine_count},
-                     created(space_id(number % 3), Tier::kHost, others), created(space_id(1), Tier::kObject, others)},
-                    {shared_pools(number % 2 == 0 ? "pool" : "other")}));
+      both(frame_of(
+          number,
+          {InstanceStarted{}, listed(space_id(0), Tier::kHbm, 3, mine), SnapshotEnded{Tier::kHbm, 3, mine_count},
+           created(space_id(number % 3), Tier::kHost, others), created(space_id(1), Tier::kObject, others)},
+          {shared_pools(number % 2 == 0 ? "pool" : "other")}));
     }
     index.claim("elsewhere", space_id(2), hashes_between(0, 5));
     model.claim("elsewhere", space_id(2), hashes_between(0, 5));
@@ -185,7 +186,10 @@ void what_others_can_read_is_known_after_a_load_and_who_was_excluded_is_not() {
   std::vector<DeclaredPool> pools = own_pools();
   pools[2].is_pod = true;
   const Buffer all = hashes_between(0, 60);
-  apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all), created(space_id(0), Tier::kNvme, hashes_between(0, 10))}, {pools});
+  apply(index, one,
+        {InstanceStarted{}, created(space_id(0), Tier::kHbm, all),
+         created(space_id(0), Tier::kNvme, hashes_between(0, 10))},
+        {pools});
   index.exclude(one, true);
   index.audit(300);
   ClusterIndex loaded(kPlenty, kSecret);
@@ -220,9 +224,11 @@ void a_snapshot_that_a_checkpoint_cuts_makes_nothing_whole() {
   CHECK(deepest_held(loaded, space_id(0), hashes_between(0, 20)) == 10);
 }
 
-// A checkpoint is written in the order of a table that a secret decides; so holder spaces are numbered by it when it is loaded.
+// A checkpoint is written in the order of a table that a secret decides; so holder spaces are numbered by it when it is
+// loaded.
 void pools_come_in_one_order_whatever_the_secret() {
-  const std::vector<std::pair<std::string, std::uint64_t>> stored{{"zone-b", 2}, {"s3", 5}, {"azure", 2}, {"redis", 8}, {"ceph", 2}};
+  const std::vector<std::pair<std::string, std::uint64_t>> stored{
+      {"zone-b", 2}, {"s3", 5}, {"azure", 2}, {"redis", 8}, {"ceph", 2}};
   const std::vector<std::string> wanted{"redis", "s3", "azure", "ceph", "zone-b"};
   const Buffer all = hashes_between(0, 8);
   for (const std::uint64_t secret : {std::uint64_t{1}, std::uint64_t{0x9E3779B97F4A7C15}, ~std::uint64_t{0}}) {
@@ -230,7 +236,8 @@ void pools_come_in_one_order_whatever_the_secret() {
     for (const auto& [pool, depth] : stored) {
       const Buffer held = hashes_between(0, depth);
       const std::vector<DeclaredPool> pools{{Tier::kObject, true, pool}};
-      apply(index, index.instance(std::string("writer of ").append(pool)), {InstanceStarted{}, created(space_id(0), Tier::kObject, held)}, {pools});
+      apply(index, index.instance(std::string("writer of ").append(pool)),
+            {InstanceStarted{}, created(space_id(0), Tier::kObject, held)}, {pools});
     }
     ClusterIndex loaded(kPlenty, {secret * 3, secret + 5, secret + 9});
     load_checkpoint(loaded, written(index));
@@ -296,7 +303,8 @@ void what_happens_after_the_front_comes_by_the_events() {
   const Buffer newer = hashes_between(0, 90);
   std::vector<Frame> frames;
   frames.push_back(frame_of(0, {InstanceStarted{}, created(space_id(1), Tier::kHbm, newer)}, {own_pools()}, 5));
-  frames.push_back(frame_of(4, {InstanceStarted{}, created(space_id(9), Tier::kObject, newer)}, {shared_pools("new")}, 5));
+  frames.push_back(
+      frame_of(4, {InstanceStarted{}, created(space_id(9), Tier::kObject, newer)}, {shared_pools("new")}, 5));
   frames.push_back(frame_of(2, {created(space_id(8), Tier::kHost, newer)}, {}, 4));
   for (const Frame& frame : frames) {
     apply(full.index, frame);
@@ -379,7 +387,8 @@ void a_set_of_more_holders_than_a_chunk_tells_comes_in_parts() {
   CHECK(loaded.residency_count() == 2 * members.size() && loaded.block_count() == 2);
   CHECK(loaded.holders(space_id(0), hash_of(2).data()).size() == members.size());
   for (const std::uint32_t number : {0U, 1U, kInstances - 1}) {
-    CHECK(*loaded.state(number) == *index.state(number) && loaded.recomputed_digest(number) == index.state(number)->digest);
+    CHECK(*loaded.state(number) == *index.state(number) &&
+          loaded.recomputed_digest(number) == index.state(number)->digest);
   }
 }
 
@@ -417,23 +426,29 @@ void fields_that_contradict_each_other_are_an_error() {
   const Fields blocks = blocks_of(0, {0, 1 << 3, 4}, {1, 2});
   ClusterIndex index(kPlenty, kSecret);
   CHECK(load_checkpoint(index, Chunks().add(1, front).add(2, blocks).end(2)) == "note");
-  CHECK(index.residency_count() == 4 && index.claim_counts() == std::vector<std::uint64_t>{2} && index.block_count() == 2);
+  CHECK(index.residency_count() == 4 && index.claim_counts() == std::vector<std::uint64_t>{2} &&
+        index.block_count() == 2);
 
-  CHECK(refused(Chunks().add(2, blocks).end(2)));                                              // no front
-  CHECK(refused(Chunks().end(0)));                                                             // nothing at all
-  CHECK(refused(Chunks().add(1, front).add(2, blocks).add(1, front).end(2)));                  // a front after blocks
-  CHECK(refused(Chunks().add(1, front).add(2, blocks).end(3)));                                // other blocks than it says
-  CHECK(refused(Chunks().add(1, front).add(2, blocks).add(3, Fields().put(9U).put(2UL)).end(2)));  // other chunks than it says
-  CHECK(refused(Chunks().add(1, front).add(4, blocks).end(2)));                                // a kind there is not
-  CHECK(refused(Chunks().add(1, front).add(2, blocks_of(2, {0}, {1})).end(1)));                // a namespace there is not
-  CHECK(refused(Chunks().add(1, front).add(2, blocks_of(0, {2 << 3}, {1})).end(1)));           // an instance there is not
-  CHECK(refused(Chunks().add(1, front).add(2, blocks_of(0, {1 << 3 | 4}, {1})).end(1)));       // a pool there is not
-  CHECK(refused(Chunks().add(1, front).add(2, blocks_of(0, {0}, {1}, 1)).end(1)));             // a set there is not
-  CHECK(refused(Chunks().add(1, front).add(2, blocks_of(0, {}, {1})).end(1)));                 // a set of nobody
-  CHECK(refused(Chunks().add(1, front).add(2, Fields().put(0xFFFFFFFFU)).end(0)));             // more sets than bytes
-  CHECK(refused(Chunks().add(1, front).add(2, Fields().put(0U).put(0xFFFFFFFFU)).end(0)));     // more blocks than bytes
-  CHECK(refused(Chunks().add(1, Fields().bytes(front.data()).put(std::uint8_t{0})).end(0)));   // bytes too many
-  CHECK(refused(Chunks().add(1, Fields().put(0xFFFFFFFFU)).end(0)));                           // a note longer than its data
+  CHECK(refused(Chunks().add(2, blocks).end(2)));                              // no front
+  CHECK(refused(Chunks().end(0)));                                             // nothing at all
+  CHECK(refused(Chunks().add(1, front).add(2, blocks).add(1, front).end(2)));  // a front after blocks
+  // Other blocks than it says
+  CHECK(refused(Chunks().add(1, front).add(2, blocks).end(3)));
+  // Other chunks than it says
+  CHECK(refused(Chunks().add(1, front).add(2, blocks).add(3, Fields().put(9U).put(2UL)).end(2)));
+  CHECK(refused(Chunks().add(1, front).add(4, blocks).end(2)));  // a kind there is not
+  // A namespace there is not
+  CHECK(refused(Chunks().add(1, front).add(2, blocks_of(2, {0}, {1})).end(1)));
+  // An instance there is not
+  CHECK(refused(Chunks().add(1, front).add(2, blocks_of(0, {2 << 3}, {1})).end(1)));
+  CHECK(refused(Chunks().add(1, front).add(2, blocks_of(0, {1 << 3 | 4}, {1})).end(1)));      // a pool there is not
+  CHECK(refused(Chunks().add(1, front).add(2, blocks_of(0, {0}, {1}, 1)).end(1)));            // a set there is not
+  CHECK(refused(Chunks().add(1, front).add(2, blocks_of(0, {}, {1})).end(1)));                // a set of nobody
+  CHECK(refused(Chunks().add(1, front).add(2, Fields().put(0xFFFFFFFFU)).end(0)));            // more sets than bytes
+  CHECK(refused(Chunks().add(1, front).add(2, Fields().put(0U).put(0xFFFFFFFFU)).end(0)));    // more blocks than bytes
+  CHECK(refused(Chunks().add(1, Fields().bytes(front.data()).put(std::uint8_t{0})).end(0)));  // bytes too many
+  // A note longer than its data
+  CHECK(refused(Chunks().add(1, Fields().put(0xFFFFFFFFU)).end(0)));
   Fields twice;
   twice.text("").put(std::uint64_t{0}).put(std::uint32_t{2}).bytes(space_id(0)).bytes(space_id(0)).put(0U).put(0U);
   CHECK(refused(Chunks().add(1, twice).end(0)));
@@ -451,8 +466,10 @@ void fields_that_contradict_each_other_are_an_error() {
 void blocks_that_are_told_twice_count_once() {
   ClusterIndex index(kPlenty, kSecret);
   const Fields blocks = blocks_of(0, {0, 0, 1, 1 << 3, 4, 7}, {1, 1, 2});
-  load_checkpoint(index, Chunks().add(1, small_front()).add(2, blocks).add(2, blocks).add(2, blocks_of(0, {2, 4}, {1})).end(7));
-  CHECK(index.residency_count() == 7 && index.block_count() == 2 && index.claim_counts() == std::vector<std::uint64_t>{2});
+  load_checkpoint(
+      index, Chunks().add(1, small_front()).add(2, blocks).add(2, blocks).add(2, blocks_of(0, {2, 4}, {1})).end(7));
+  CHECK(index.residency_count() == 7 && index.block_count() == 2 &&
+        index.claim_counts() == std::vector<std::uint64_t>{2});
   for (const std::uint32_t number : {0, 1}) {
     CHECK(index.recomputed_digest(number) == index.state(number)->digest);
   }
@@ -493,10 +510,13 @@ void a_namespace_that_is_forgotten_amid_a_checkpoint_is_no_others_in_it() {
   ClusterIndex index(kPlenty, kSecret);
   const std::uint32_t one = index.instance("one");
   const Buffer hashes = hashes_between(0, 5);
-  apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes), created(space_id(1), Tier::kHbm, hashes)}, {own_pools()});
+  apply(index, one,
+        {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes), created(space_id(1), Tier::kHbm, hashes)},
+        {own_pools()});
   std::array<int, 2> pipe{};
   CHECK(::pipe(pipe.data()) == 0);
-  const std::vector<std::uint8_t> note(std::size_t{1} << 20);  // more than a pipe takes: the writer waits behind its front
+  // More than a pipe takes: the writer waits behind its front
+  const std::vector<std::uint8_t> note(std::size_t{1} << 20);
   std::thread writer([&] { write_checkpoint(index, pipe[1], note); });
   const int held = ::fcntl(pipe[0], F_GETPIPE_SZ);
   for (int waiting = 0; waiting < held;) {
@@ -529,23 +549,26 @@ void a_namespace_that_is_forgotten_amid_a_checkpoint_is_no_others_in_it() {
 }  // namespace
 
 int main() {
-  return tests::run({{"what was written is loaded", what_was_written_is_loaded},
-                     {"a namespace that is forgotten amid a checkpoint is no other's in it",
-                      a_namespace_that_is_forgotten_amid_a_checkpoint_is_no_others_in_it},
-                     {"what others can read is known after a load, and who was excluded is not",
-                      what_others_can_read_is_known_after_a_load_and_who_was_excluded_is_not},
-                     {"a snapshot that a checkpoint cuts makes nothing whole", a_snapshot_that_a_checkpoint_cuts_makes_nothing_whole},
-                     {"pools come in one order, whatever the secret", pools_come_in_one_order_whatever_the_secret},
-                     {"another version is refused", another_version_is_refused},
-                     {"a loaded index goes on", a_loaded_index_goes_on},
-                     {"what happens after the front comes by the events", what_happens_after_the_front_comes_by_the_events},
-                     {"an empty index has a checkpoint, too", an_empty_index_has_a_checkpoint_too},
-                     {"no chunk is longer than a mebibyte", no_chunk_is_longer_than_a_mebibyte},
-                     {"a set of more holders than a chunk tells comes in parts", a_set_of_more_holders_than_a_chunk_tells_comes_in_parts},
-                     {"damage is an error and never a crash", damage_is_an_error_and_never_a_crash},
-                     {"fields that contradict each other are an error", fields_that_contradict_each_other_are_an_error},
-                     {"blocks that are told twice count once", blocks_that_are_told_twice_count_once},
-                     {"a checkpoint beyond capacity is loaded as far as it goes", a_checkpoint_beyond_capacity_is_loaded_as_far_as_it_goes},
-                     {"only an empty index loads one", only_an_empty_index_loads_one},
-                     {"a file that takes nothing is an error", a_file_that_takes_nothing_is_an_error}});
+  return tests::run(
+      {{"what was written is loaded", what_was_written_is_loaded},
+       {"a namespace that is forgotten amid a checkpoint is no other's in it",
+        a_namespace_that_is_forgotten_amid_a_checkpoint_is_no_others_in_it},
+       {"what others can read is known after a load, and who was excluded is not",
+        what_others_can_read_is_known_after_a_load_and_who_was_excluded_is_not},
+       {"a snapshot that a checkpoint cuts makes nothing whole", a_snapshot_that_a_checkpoint_cuts_makes_nothing_whole},
+       {"pools come in one order, whatever the secret", pools_come_in_one_order_whatever_the_secret},
+       {"another version is refused", another_version_is_refused},
+       {"a loaded index goes on", a_loaded_index_goes_on},
+       {"what happens after the front comes by the events", what_happens_after_the_front_comes_by_the_events},
+       {"an empty index has a checkpoint, too", an_empty_index_has_a_checkpoint_too},
+       {"no chunk is longer than a mebibyte", no_chunk_is_longer_than_a_mebibyte},
+       {"a set of more holders than a chunk tells comes in parts",
+        a_set_of_more_holders_than_a_chunk_tells_comes_in_parts},
+       {"damage is an error and never a crash", damage_is_an_error_and_never_a_crash},
+       {"fields that contradict each other are an error", fields_that_contradict_each_other_are_an_error},
+       {"blocks that are told twice count once", blocks_that_are_told_twice_count_once},
+       {"a checkpoint beyond capacity is loaded as far as it goes",
+        a_checkpoint_beyond_capacity_is_loaded_as_far_as_it_goes},
+       {"only an empty index loads one", only_an_empty_index_loads_one},
+       {"a file that takes nothing is an error", a_file_that_takes_nothing_is_an_error}});
 }

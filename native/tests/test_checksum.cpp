@@ -65,8 +65,8 @@ void parts_add_up() {
 
 void many_are_carried_as_one() {
   Random random(7);
-  for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{3}, std::size_t{4'097}, std::size_t{1} << 31,
-                                  std::size_t{1} << 60, ~std::size_t{0}}) {
+  for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{3}, std::size_t{4'097},
+                                  std::size_t{1} << 31, std::size_t{1} << 60, ~std::size_t{0}}) {
     const Crc32cCarrier carried(bytes);
     CHECK(carried(0) == 0);
     for (int bit = 0; bit < 32; ++bit) {
@@ -87,7 +87,8 @@ void streamed_copies_are_whole() {
     const std::size_t to = random.below(70);
     const std::size_t size = random.below(pass % 3 == 0 ? data.size() - 70 : 300);
     std::vector<std::uint8_t> expected(data.size() + 70, 0x5A);
-    std::copy_n(data.begin() + static_cast<std::ptrdiff_t>(begin), size, expected.begin() + static_cast<std::ptrdiff_t>(to));
+    std::copy_n(data.begin() + static_cast<std::ptrdiff_t>(begin), size,
+                expected.begin() + static_cast<std::ptrdiff_t>(to));
     std::vector<std::uint8_t> target(expected.size(), 0x5A);
     std::vector<std::uint8_t> checked(target);
     stream_copy(target.data() + to, data.data() + begin, size);

@@ -45,7 +45,8 @@ namespace {
 constexpr unsigned kStride = kIsUnderTsan ? 10 : 1;  // of long loops of one thread, in which TSan finds nothing
 
 std::vector<Event> snapshot_of(const NamespaceId& id, Tier tier, std::uint32_t snapshot, Bytes hashes) {
-  return {listed(id, tier, snapshot, hashes), SnapshotEnded{tier, snapshot, static_cast<std::uint32_t>(hashes.size() / kHashBytes)}};
+  return {listed(id, tier, snapshot, hashes),
+          SnapshotEnded{tier, snapshot, static_cast<std::uint32_t>(hashes.size() / kHashBytes)}};
 }
 
 std::uint32_t depth_of(const PrefixAnswer& answer, std::uint32_t instance) {
@@ -63,7 +64,7 @@ void sweep_all(ClusterIndex& index) {
   CHECK(!index.needs_sweep());
 }
 
-// -- snapshots and deaths -------------------------------------------------------------------------------------------------
+// -- snapshots and deaths ---------------------------------------------------------------------------------------------
 
 void abandoned_snapshots_leave_everything_in_place() {
   // A generation per snapshot that was begun and not ended: there are four, so the fifth snapshot merges the old ones.
@@ -73,7 +74,8 @@ void abandoned_snapshots_leave_everything_in_place() {
     const std::uint32_t other = index.instance("other");
     const Buffer all = hashes_between(0, 60);
     apply(index, other, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all)}, {own_pools()});
-    apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all), created(space_id(1), Tier::kHbm, all)}, {own_pools()});
+    apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all), created(space_id(1), Tier::kHbm, all)},
+          {own_pools()});
     const std::uint64_t digest = index.state(one)->digest;
     for (std::uint32_t snapshot = 1; snapshot <= 14; ++snapshot) {
       if (is_pass_under_way && snapshot % 3 == 0) {
@@ -125,7 +127,8 @@ void the_dead_hold_nothing_before_and_after_a_sweep() {
   for (int life = 0; life < 6; ++life) {
     apply(index, one, {InstanceStarted{}}, {own_pools()});
     CHECK(index.state(one)->counts[0] == 0 && index.residency_count() == 100 && index.recomputed_digest(one) == 0);
-    CHECK(index.holders(space_id(0), hash_of(5).data()).size() == 1 && index.holders(space_id(0), hash_of(400).data()).empty());
+    CHECK(index.holders(space_id(0), hash_of(5).data()).size() == 1 &&
+          index.holders(space_id(0), hash_of(400).data()).empty());
     CHECK(deepest_held(index, space_id(0), all) == 100);
     if (life % 2 == 1) {
       sweep_all(index);
@@ -165,7 +168,8 @@ void a_dead_ones_ids_are_nobody_elses() {
 }
 
 void ids_that_a_snapshot_left_behind_are_nobody_elses() {
-  // A snapshot withdraws everything, so nothing is counted any more, but the table has it still when the instance begins anew.
+  // A snapshot withdraws everything, so nothing is counted any more, but the table has it still when the instance
+  // begins anew.
   for (const bool is_same : {false, true}) {
     ClusterIndex index(kPlenty, kSecret);
     const std::uint32_t one = index.instance("one");
@@ -250,14 +254,18 @@ void who_is_excluded_is_in_no_answer_and_is_not_forgotten() {
   const Buffer half = hashes_between(0, 30);
   std::vector<DeclaredPool> pools = shared_pools("pool");
   pools[2].is_pod = true;
-  apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all), created(space_id(0), Tier::kNvme, hashes_between(0, 10))}, {pools});
+  apply(index, one,
+        {InstanceStarted{}, created(space_id(0), Tier::kHbm, all),
+         created(space_id(0), Tier::kNvme, hashes_between(0, 10))},
+        {pools});
   apply(index, other, {InstanceStarted{}, created(space_id(0), Tier::kHost, half)}, {pools});
   index.claim("pool", space_id(0), hashes_between(0, 20));
   const std::uint64_t digest = index.state(one)->digest;
   index.exclude(one, true);
   PrefixAnswer answer;
   index.prefixes(space_id(0), all, 0, answer);
-  CHECK(answer.deepest == 30 && answer.instances.size() == 2 && depth_of(answer, one) == 10 && depth_of(answer, other) == 30);
+  CHECK(answer.deepest == 30 && answer.instances.size() == 2 && depth_of(answer, one) == 10 &&
+        depth_of(answer, other) == 30);
   for (const InstanceDepth& depth : answer.instances) {
     CHECK(depth.instance == other || (depth.by_tier[2] == 10 && depth.reach == 20));
   }
@@ -285,7 +293,7 @@ void who_is_excluded_is_in_no_answer_and_is_not_forgotten() {
   CHECK(deepest_held(index, space_id(0), all) == 60);
 }
 
-// -- auditing ----------------------------------------------------------------------------------------------------------
+// -- auditing ---------------------------------------------------------------------------------------------------------
 
 AuditPart audit_all(ClusterIndex& index) {
   for (bool is_pass = false;;) {  // the rest of a pass under way, then a whole one
@@ -339,7 +347,9 @@ void a_flipped_bit_of_an_entry_is_found_and_healed_by_a_snapshot() {
     for (std::uint32_t number = 0; number < 3; ++number) {
       index.instance(name_of(number));
       const Buffer mine = hashes_between(number * 8000, number * 8000 + 9000);  // some blocks have two holders
-      apply(index, number, {InstanceStarted{}, created(space_id(0), Tier::kHbm, mine), created(space_id(1), Tier::kHost, mine)}, {own_pools()});
+      apply(index, number,
+            {InstanceStarted{}, created(space_id(0), Tier::kHbm, mine), created(space_id(1), Tier::kHost, mine)},
+            {own_pools()});
     }
     index.audit(bit * 2);  // it may be found in this pass or the next one
     HolderValue& value = ClusterIndexTest::value_of(index, space_id(0), 12'345);
@@ -356,8 +366,8 @@ void a_flipped_bit_of_an_entry_is_found_and_healed_by_a_snapshot() {
     for (std::uint32_t number = 0; number < 3; ++number) {
       const Buffer mine = hashes_between(number * 8000, number * 8000 + 9000);
       apply(index, number,
-            {listed(space_id(0), Tier::kHbm, 5, mine), SnapshotEnded{Tier::kHbm, 5, 9000}, listed(space_id(1), Tier::kHost, 5, mine),
-             SnapshotEnded{Tier::kHost, 5, 9000}});
+            {listed(space_id(0), Tier::kHbm, 5, mine), SnapshotEnded{Tier::kHbm, 5, 9000},
+             listed(space_id(1), Tier::kHost, 5, mine), SnapshotEnded{Tier::kHost, 5, 9000}});
     }
     CHECK(audit_all(index).differing.empty());
     CHECK(index.holders(space_id(0), hash_of(12'345).data()).size() == 1);
@@ -378,7 +388,7 @@ void holders_that_cannot_be_are_taken_out_and_counted() {
   }
 }
 
-// -- capacity and claims -----------------------------------------------------------------------------------------------
+// -- capacity and claims ----------------------------------------------------------------------------------------------
 
 void beyond_capacity_is_refused_and_said() {
   ClusterIndex index(50, kSecret);
@@ -391,15 +401,18 @@ void beyond_capacity_is_refused_and_said() {
   index.unclaim("pool", space_id(0), hashes_between(0, 10));
   const Buffer fewer = hashes_between(0, 30);
   apply(index, one, snapshot_of(space_id(0), Tier::kHbm, 1, fewer));
-  CHECK(index.state(one)->counts[0] == 30 && !index.state(one)->is_partial && index.recomputed_digest(one) == index.state(one)->digest);
+  CHECK(index.state(one)->counts[0] == 30 && !index.state(one)->is_partial &&
+        index.recomputed_digest(one) == index.state(one)->digest);
 }
 
 void claims_of_several_tiers_are_one_blocks() {
   ClusterIndex index(kPlenty, kSecret);
   const std::uint32_t one = index.instance("one");
-  apply(index, one, {InstanceStarted{}}, {{{Tier::kNvme, true, "pool"}, {Tier::kObject, true, "pool"}, {Tier::kHbm, false, ""}}});
+  apply(index, one, {InstanceStarted{}},
+        {{{Tier::kNvme, true, "pool"}, {Tier::kObject, true, "pool"}, {Tier::kHbm, false, ""}}});
   const Buffer all = hashes_between(0, 5);
-  const AppliedFrame applied = apply(index, one, {created(space_id(0), Tier::kNvme, all), created(space_id(0), Tier::kObject, all)});
+  const AppliedFrame applied =
+      apply(index, one, {created(space_id(0), Tier::kNvme, all), created(space_id(0), Tier::kObject, all)});
   CHECK(applied.claims.size() == 2 && applied.claims[0].hashes.size() == all.size() && !applied.claims[0].is_withdrawn);
   CHECK(claim_counts(index)["pool"] == 5 && index.holders(space_id(0), hash_of(0).data()).size() == 2);
   CHECK(index.residency_count() == 0);
@@ -409,7 +422,7 @@ void claims_of_several_tiers_are_one_blocks() {
   CHECK(claim_counts(index)["pool"] == 0 && index.block_count() == 0);
 }
 
-// -- prefixes ----------------------------------------------------------------------------------------------------------
+// -- prefixes ---------------------------------------------------------------------------------------------------------
 
 void a_run_goes_on_in_a_pool_that_was_not_walked_yet() {
   // `one` is still followed by name when it ends; where the pool's run ends is known only later.
@@ -417,7 +430,8 @@ void a_run_goes_on_in_a_pool_that_was_not_walked_yet() {
   const std::uint32_t one = index.instance("one");
   const std::uint32_t other = index.instance("other");
   apply(index, other, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes_between(0, 2))}, {own_pools()});
-  apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes_between(0, 5))}, {shared_pools("pool")});
+  apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes_between(0, 5))},
+        {shared_pools("pool")});
   for (const std::uint64_t begin : {0, 4, 5}) {
     index.claim("pool", space_id(0), hashes_between(begin, 9));
     PrefixAnswer answer;
@@ -465,7 +479,7 @@ void prefixes_are_right_for_thousands() {
   check_holders(index, model, {space_id(0), hash_of(1)});
 }
 
-// -- anything against the model ----------------------------------------------------------------------------------------
+// -- anything against the model ---------------------------------------------------------------------------------------
 
 constexpr std::uint32_t kInstances = 6;
 constexpr std::size_t kSpaces = 3;
@@ -544,7 +558,8 @@ class Script {
         case 7:
         case 8: {
           events.push_back(listed(id, tier, snapshot + 1, hashes));
-          events.emplace_back(SnapshotEnded{tier, snapshot + 1, static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
+          events.emplace_back(
+              SnapshotEnded{tier, snapshot + 1, static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
           break;
         }
         case 9:
@@ -666,7 +681,7 @@ void whatever_happens_the_index_is_the_model() {
   }
 }
 
-// -- memory ------------------------------------------------------------------------------------------------------------
+// -- memory -----------------------------------------------------------------------------------------------------------
 
 void memory_stays_when_everything_is_replaced() {
   ClusterIndex index(kPlenty, kSecret);
@@ -704,8 +719,8 @@ NamespaceId wide_id(std::uint64_t number) {
 }
 
 // What an instance says of one block in each of some namespaces, as frames hold it.
-void say_each(ClusterIndex& index, std::uint32_t instance, std::uint64_t begin, std::uint64_t end, Event (*event)(const NamespaceId&, Tier, Bytes),
-              Tier tier) {
+void say_each(ClusterIndex& index, std::uint32_t instance, std::uint64_t begin, std::uint64_t end,
+              Event (*event)(const NamespaceId&, Tier, Bytes), Tier tier) {
   const Buffer hashes = hashes_between(0, 1);
   while (begin < end) {
     std::vector<Event> events;
@@ -735,7 +750,8 @@ void namespaces_without_blocks_are_gone_after_an_audit() {
     CHECK(audit_all(index).differing.empty());
     const std::vector<NamespaceId> left = index.namespaces();
     CHECK(left.size() == 3 + round);  // one more stays in use each time
-    CHECK(index.holders(wide_id(begin + 499), hashes.data()).size() == 1 && index.holders(wide_id(begin), hashes.data()).empty());
+    CHECK(index.holders(wide_id(begin + 499), hashes.data()).size() == 1 &&
+          index.holders(wide_id(begin), hashes.data()).empty());
     CHECK(deepest_held(index, wide_id(7), hashes) == 3 && deepest_held(index, wide_id(9), hashes) == 3);
     const IndexMemory memory = index.memory();
     bytes = round == 0 ? memory.rest : bytes;
@@ -780,14 +796,16 @@ void namespaces_that_somebody_uses_amid_an_audit_stay() {
       const std::uint64_t number = 2 + random.below(20);
       const Buffer hashes = hashes_between(number * 10, number * 10 + 1 + random.below(9));
       const Tier tier = random.below(2) == 0 ? Tier::kHost : Tier::kObject;
-      apply(index, one, {random.below(2) == 0 ? created(wide_id(number), tier, hashes) : evicted(wide_id(number), tier, hashes)});
+      apply(index, one,
+            {random.below(2) == 0 ? created(wide_id(number), tier, hashes) : evicted(wide_id(number), tier, hashes)});
       CHECK(index.audit(random.below(40)).differing.empty());
     }
     const InstanceState state = *index.state(one);
     CHECK(state.digest == index.recomputed_digest(one) && !state.is_partial);
     for (std::uint64_t number = 2; number < 22; ++number) {  // what was said last holds
       const Buffer hashes = hashes_between(number * 10, number * 10 + 9);
-      apply(index, one, {created(wide_id(number), Tier::kHost, hashes), created(wide_id(number), Tier::kObject, hashes)});
+      apply(index, one,
+            {created(wide_id(number), Tier::kHost, hashes), created(wide_id(number), Tier::kObject, hashes)});
       CHECK(deepest_held(index, wide_id(number), hashes) == 9);
       apply(index, one, {evicted(wide_id(number), Tier::kHost, hashes)});
       PrefixAnswer answer;
@@ -809,12 +827,14 @@ void what_one_instance_may_name_has_bounds() {
   say_each(index, one, 0, most, created, Tier::kHbm);
   CHECK(!index.state(one)->is_partial);
   say_each(index, one, most, most + 3, created, Tier::kHbm);
-  CHECK(index.state(one)->is_partial && index.anomalies()[static_cast<std::size_t>(IndexAnomaly::kRefusedAtCapacity)] == 3);
+  CHECK(index.state(one)->is_partial &&
+        index.anomalies()[static_cast<std::size_t>(IndexAnomaly::kRefusedAtCapacity)] == 3);
   say_each(index, one, most + 3, most + 5, created, Tier::kObject);  // nor by claims
   CHECK(index.anomalies()[static_cast<std::size_t>(IndexAnomaly::kRefusedAtCapacity)] == 5);
   apply(index, other, {created(wide_id(most + 9), Tier::kHbm, hashes)});  // others go on
   CHECK(!index.state(other)->is_partial && index.holders(wide_id(most + 9), hashes.data()).size() == 1);
-  say_each(index, one, most + 9, most + 10, created, Tier::kHbm);  // it is there already, but one holds of as many as it may
+  // It is there already, but one holds of as many as it may
+  say_each(index, one, most + 9, most + 10, created, Tier::kHbm);
   CHECK(index.holders(wide_id(most + 9), hashes.data()).size() == 1);
   say_each(index, one, most + 9, most + 10, created, Tier::kObject);
   CHECK(index.holders(wide_id(most + 9), hashes.data()).size() == 2);
@@ -831,14 +851,15 @@ void what_one_instance_may_name_has_bounds() {
   for (std::uint32_t number = 0; number < 2 * kMostPoolsOfOne; ++number) {
     apply(index, other, {InstanceStarted{}}, {shared_pools(name_of(number))});
   }
-  CHECK(index.claim_counts().size() == 1 + kMostPoolsOfOne && index.pool_of(other, Tier::kObject) == ClusterIndex::kNone);
+  CHECK(index.claim_counts().size() == 1 + kMostPoolsOfOne &&
+        index.pool_of(other, Tier::kObject) == ClusterIndex::kNone);
   apply(index, other, {created(wide_id(most + 9), Tier::kObject, hashes)});
   CHECK(index.anomalies()[static_cast<std::size_t>(IndexAnomaly::kUnnamedClaim)] == 1);
   apply(index, other, {InstanceStarted{}}, {shared_pools("pool")});
   CHECK(index.pool_of(other, Tier::kObject) != ClusterIndex::kNone);
 }
 
-// -- threads -----------------------------------------------------------------------------------------------------------
+// -- threads ----------------------------------------------------------------------------------------------------------
 
 void all_at_once_comes_to_what_one_thread_comes_to() {
   constexpr std::uint64_t kMany = 300;
@@ -895,7 +916,8 @@ void all_at_once_comes_to_what_one_thread_comes_to() {
           for (const std::uint32_t blocks : one.by_tier) {
             depth += blocks;
           }
-          CHECK(one.instance < kInstances && depth == one.depth && one.depth <= one.reach && one.reach <= hashes.size() / kHashBytes);
+          CHECK(one.instance < kInstances && depth == one.depth && one.depth <= one.reach &&
+                one.reach <= hashes.size() / kHashBytes);
           CHECK(one.depth <= answer.deepest);
         }
         CHECK(deepest_held(index, space_id(0), hashes) <= hashes.size() / kHashBytes);
@@ -965,7 +987,8 @@ void all_at_once_comes_to_what_one_thread_comes_to() {
     check_prefixes(*one, model, space_id(1), hashes_between(0, kMany));
   }
   // The last checkpoint that was begun before the snapshots at the end, and the frames since.
-  const auto usable = std::find_if(checkpoints.rbegin(), checkpoints.rend(), [&](const auto& one) { return one.first <= end; });
+  const auto usable =
+      std::find_if(checkpoints.rbegin(), checkpoints.rend(), [&](const auto& one) { return one.first <= end; });
   if (usable != checkpoints.rend()) {
     ClusterIndex loaded(kPlenty, kSecret);
     CHECK(load_checkpoint(loaded, usable->second).empty());
@@ -979,28 +1002,30 @@ void all_at_once_comes_to_what_one_thread_comes_to() {
 }  // namespace
 
 int main() {
-  return tests::run({{"abandoned snapshots leave everything in place", abandoned_snapshots_leave_everything_in_place},
-                     {"snapshots without a sweep keep what each listed", snapshots_without_a_sweep_keep_what_each_listed},
-                     {"the dead hold nothing before and after a sweep", the_dead_hold_nothing_before_and_after_a_sweep},
-                     {"a dead one's holder ids are nobody else's", a_dead_ones_ids_are_nobody_elses},
-                     {"holder ids that a snapshot left behind are nobody else's", ids_that_a_snapshot_left_behind_are_nobody_elses},
-                     {"a sweep misses nothing that moved amid it", a_sweep_misses_nothing_that_moved_amid_it},
-                     {"a set that was made before a death is not given out after it",
-                      a_set_that_was_made_before_a_death_is_not_given_out_after_it},
-                     {"who is excluded is in no answer and is not forgotten", who_is_excluded_is_in_no_answer_and_is_not_forgotten},
-                     {"an audit finds nothing while frames grow and shrink the table",
-                      an_audit_finds_nothing_while_frames_grow_and_shrink_the_table},
-                     {"a flipped bit of an entry is found and healed by a snapshot", a_flipped_bit_of_an_entry_is_found_and_healed_by_a_snapshot},
-                     {"holders that cannot be are taken out and counted", holders_that_cannot_be_are_taken_out_and_counted},
-                     {"beyond capacity is refused and said", beyond_capacity_is_refused_and_said},
-                     {"claims of several tiers are one block's", claims_of_several_tiers_are_one_blocks},
-                     {"a run goes on in a pool that was not walked yet", a_run_goes_on_in_a_pool_that_was_not_walked_yet},
-                     {"prefixes are right for thousands", prefixes_are_right_for_thousands},
-                     {"whatever happens, the index is the model", whatever_happens_the_index_is_the_model},
-                     {"memory stays when everything is replaced", memory_stays_when_everything_is_replaced},
-                     {"namespaces without blocks are gone after an audit", namespaces_without_blocks_are_gone_after_an_audit},
-                     {"a namespace that is named behind an audit stays", a_namespace_that_is_named_behind_an_audit_stays},
-                     {"namespaces that somebody uses amid an audit stay", namespaces_that_somebody_uses_amid_an_audit_stay},
-                     {"what one instance may name has bounds", what_one_instance_may_name_has_bounds},
-                     {"all at once comes to what one thread comes to", all_at_once_comes_to_what_one_thread_comes_to}});
+  return tests::run(
+      {{"abandoned snapshots leave everything in place", abandoned_snapshots_leave_everything_in_place},
+       {"snapshots without a sweep keep what each listed", snapshots_without_a_sweep_keep_what_each_listed},
+       {"the dead hold nothing before and after a sweep", the_dead_hold_nothing_before_and_after_a_sweep},
+       {"a dead one's holder ids are nobody else's", a_dead_ones_ids_are_nobody_elses},
+       {"holder ids that a snapshot left behind are nobody else's", ids_that_a_snapshot_left_behind_are_nobody_elses},
+       {"a sweep misses nothing that moved amid it", a_sweep_misses_nothing_that_moved_amid_it},
+       {"a set that was made before a death is not given out after it",
+        a_set_that_was_made_before_a_death_is_not_given_out_after_it},
+       {"who is excluded is in no answer and is not forgotten", who_is_excluded_is_in_no_answer_and_is_not_forgotten},
+       {"an audit finds nothing while frames grow and shrink the table",
+        an_audit_finds_nothing_while_frames_grow_and_shrink_the_table},
+       {"a flipped bit of an entry is found and healed by a snapshot",
+        a_flipped_bit_of_an_entry_is_found_and_healed_by_a_snapshot},
+       {"holders that cannot be are taken out and counted", holders_that_cannot_be_are_taken_out_and_counted},
+       {"beyond capacity is refused and said", beyond_capacity_is_refused_and_said},
+       {"claims of several tiers are one block's", claims_of_several_tiers_are_one_blocks},
+       {"a run goes on in a pool that was not walked yet", a_run_goes_on_in_a_pool_that_was_not_walked_yet},
+       {"prefixes are right for thousands", prefixes_are_right_for_thousands},
+       {"whatever happens, the index is the model", whatever_happens_the_index_is_the_model},
+       {"memory stays when everything is replaced", memory_stays_when_everything_is_replaced},
+       {"namespaces without blocks are gone after an audit", namespaces_without_blocks_are_gone_after_an_audit},
+       {"a namespace that is named behind an audit stays", a_namespace_that_is_named_behind_an_audit_stays},
+       {"namespaces that somebody uses amid an audit stay", namespaces_that_somebody_uses_amid_an_audit_stay},
+       {"what one instance may name has bounds", what_one_instance_may_name_has_bounds},
+       {"all at once comes to what one thread comes to", all_at_once_comes_to_what_one_thread_comes_to}});
 }

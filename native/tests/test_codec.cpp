@@ -105,7 +105,8 @@ void hostile_bytes_never_crash() {
                      data.begin() + static_cast<std::ptrdiff_t>(at + random.below(data.size() - 4 - at)));
           break;
         default:
-          data.insert(data.begin() + static_cast<std::ptrdiff_t>(at), random.below(40), static_cast<std::uint8_t>(random.next()));
+          data.insert(data.begin() + static_cast<std::ptrdiff_t>(at), random.below(40),
+                      static_cast<std::uint8_t>(random.next()));
       }
       if (data.size() < 64) {
         data.resize(64);
@@ -143,9 +144,7 @@ void headers_are_refused_in_order() {
 void writer_refuses_what_does_not_fit() {
   const Buffer bytes(64);
   const Bytes two = Bytes(bytes).first(32);
-  const auto refuses = [](const Event& event) {
-    return thrown_code([&] { written({event}); }) == ErrorCode::kLayout;
-  };
+  const auto refuses = [](const Event& event) { return thrown_code([&] { written({event}); }) == ErrorCode::kLayout; };
   CHECK(thrown_code([] { written({}); }) == ErrorCode::kLayout);
   CHECK(thrown_code([] { FrameWriter writer{FrameHeader{}}; }) == ErrorCode::kLayout);
   CHECK(refuses(BlocksEvicted{.namespace_id = {}, .tier = Tier::kHbm, .reason = EvictReason::kTtl, .hashes = {}}));

@@ -140,7 +140,8 @@ void scatters_overtake_gathers() {
       break;
     }
   }
-  CHECK(std::all_of(engine.begin() + 3 * static_cast<std::ptrdiff_t>(kBytes), engine.end(), [](std::uint8_t byte) { return byte == 0x22; }));
+  CHECK(std::all_of(engine.begin() + 3 * static_cast<std::ptrdiff_t>(kBytes), engine.end(),
+                    [](std::uint8_t byte) { return byte == 0x22; }));
 }
 
 void a_closed_queue_takes_nothing() {
@@ -150,7 +151,8 @@ void a_closed_queue_takes_nothing() {
   queue.close();
   queue.close();
   const auto slots = numbers(0, 1);
-  CHECK(tests::thrown_code([&] { queue.add({1, slots, slots, {place.rows.data(), Place::kStride}, nullptr}); }) == ErrorCode::kLayout);
+  CHECK(tests::thrown_code([&] { queue.add({1, slots, slots, {place.rows.data(), Place::kStride}, nullptr}); }) ==
+        ErrorCode::kLayout);
   CHECK(!queue.wait(std::chrono::seconds{0}));
   CHECK(queue.ended().empty());
 }

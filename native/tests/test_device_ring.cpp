@@ -53,9 +53,11 @@ const CudaDriver& driver() { return kvbm::cuda_driver(KVBM_FAKE_CUDA); }
 
 // An engine's tensors, a pool's rows, and a ring between them.
 struct Place {
-  Place(std::vector<std::size_t> sizes, std::size_t slots, std::size_t rows_there, RingOptions options = small(), std::size_t gap = 0,
-        std::size_t odd = 0)
-      : slots_there(slots), block_bytes(std::accumulate(sizes.begin(), sizes.end(), std::size_t{0})), row_stride(block_bytes + gap) {
+  Place(std::vector<std::size_t> sizes, std::size_t slots, std::size_t rows_there, RingOptions options = small(),
+        std::size_t gap = 0, std::size_t odd = 0)
+      : slots_there(slots),
+        block_bytes(std::accumulate(sizes.begin(), sizes.end(), std::size_t{0})),
+        row_stride(block_bytes + gap) {
     reset();
     Random random(7);
     for (const std::size_t size : sizes) {
@@ -75,7 +77,8 @@ struct Place {
   std::vector<std::uint8_t> block(std::int64_t slot) const {
     std::vector<std::uint8_t> bytes;
     for (const Segment& segment : segments) {
-      const auto* const begin = reinterpret_cast<const std::uint8_t*>(segment.address + static_cast<std::uint64_t>(slot) * segment.stride);
+      const auto* const begin =
+          reinterpret_cast<const std::uint8_t*>(segment.address + static_cast<std::uint64_t>(slot) * segment.stride);
       bytes.insert(bytes.end(), begin, begin + segment.bytes);
     }
     return bytes;
@@ -86,13 +89,15 @@ struct Place {
   }
   void clear(std::int64_t slot) {
     for (const Segment& segment : segments) {
-      std::memset(reinterpret_cast<void*>(segment.address + static_cast<std::uint64_t>(slot) * segment.stride), 0, segment.bytes);
+      std::memset(reinterpret_cast<void*>(segment.address + static_cast<std::uint64_t>(slot) * segment.stride), 0,
+                  segment.bytes);
     }
   }
   BlockRows<std::uint8_t> named() { return {rows.data(), row_stride}; }
   BlockRows<const std::uint8_t> read() const { return {rows.data(), row_stride}; }
 
-  void out(const std::vector<std::int64_t>& slots, const std::vector<std::int64_t>& at, std::vector<std::uint32_t>& sums) {
+  void out(const std::vector<std::int64_t>& slots, const std::vector<std::int64_t>& at,
+           std::vector<std::uint32_t>& sums) {
     sums.assign(slots.size(), 0);
     ring->gather(slots, named(), at, {}, sums, &copier);
     CHECK(ring->advance(kLong));
@@ -252,7 +257,8 @@ void runs_wait_for_what_is_named() {
   for (const bool by_event : {true, false}) {
     const std::vector<void*> events{event};
     const std::vector<void*> streams{other};
-    const RunOrder after{by_event ? std::span(events) : std::span<void* const>(), by_event ? std::span<void* const>() : std::span(streams)};
+    const RunOrder after{by_event ? std::span(events) : std::span<void* const>(),
+                         by_event ? std::span<void* const>() : std::span(streams)};
     place.ring->gather(slots, place.named(), {}, after, sums, &place.copier);
     for (int turn = 0; turn < 50; ++turn) {
       CHECK(!place.ring->advance(kOnce));
@@ -330,10 +336,11 @@ void questions_that_fail_are_asked_again() {
   }
 }
 
-// Whatever call is refused, in whatever lot: the run ends only once everything that was queued is confirmed, and the next is right.
+// Whatever call is refused, in whatever lot: the run ends only once everything that was queued is confirmed, and the
+// next is right.
 void a_refused_call_ends_a_run_once_the_rest_is_confirmed() {
-  const char* const calls[] = {"cuLaunchKernel",    "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync",
-                               "cuEventRecord",     "cuStreamWaitEvent", "cuCtxPushCurrent", "cuMemcpyBatchAsync"};
+  const char* const calls[] = {"cuLaunchKernel",    "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuEventRecord",
+                               "cuStreamWaitEvent", "cuCtxPushCurrent",  "cuMemcpyBatchAsync"};
   for (const char* const call : calls) {
     for (const bool gathers : {true, false}) {
       for (int which = 1; which < 14; ++which) {
@@ -375,7 +382,8 @@ void a_refused_call_ends_a_run_once_the_rest_is_confirmed() {
   }
 }
 
-// A device that dies after any number of steps: the run ends with the reason, at once, and nothing is freed that it may still write.
+// A device that dies after any number of steps: the run ends with the reason, at once, and nothing is freed that it may
+// still write.
 void a_lost_device_ends_its_run_and_takes_no_other() {
   for (int steps = 0; steps < 40; ++steps) {
     Place place({4096}, 32, 32);
@@ -415,8 +423,14 @@ void a_ring_that_goes_amid_a_run_leaves_its_memory() {
 void a_ring_that_cannot_be_opened_leaves_nothing() {
   reset();
   const long long before = live();  // what the lost devices of other tests left
-  const char* const calls[] = {"cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuModuleGetFunction", "cuStreamCreateWithPriority",
-                               "cuEventCreate",            "cuMemAlloc",       "cuMemHostAlloc",      "cuMemcpyHtoDAsync"};
+  const char* const calls[] = {"cuDevicePrimaryCtxRetain",
+                               "cuModuleLoadData",
+                               "cuModuleGetFunction",
+                               "cuStreamCreateWithPriority",
+                               "cuEventCreate",
+                               "cuMemAlloc",
+                               "cuMemHostAlloc",
+                               "cuMemcpyHtoDAsync"};
   for (const char* const call : calls) {
     for (int which = 1; which < 4; ++which) {
       refuse(call, which, 2);
@@ -429,10 +443,12 @@ void a_ring_that_cannot_be_opened_leaves_nothing() {
       refuse(call, 0, 0);
     }
   }
-  CHECK(kvbm::tests::thrown_code([] { const DeviceRing ring(driver(), {}, 4, Place::small()); }) == kvbm::ErrorCode::kLayout);
+  CHECK(kvbm::tests::thrown_code([] { const DeviceRing ring(driver(), {}, 4, Place::small()); }) ==
+        kvbm::ErrorCode::kLayout);
   RingOptions tiny = Place::small();
   tiny.ring_bytes = 1024;
-  CHECK(kvbm::tests::thrown_code([&] { const DeviceRing ring(driver(), {{4096, 64, 64}}, 4, tiny); }) == kvbm::ErrorCode::kLayout);
+  CHECK(kvbm::tests::thrown_code([&] { const DeviceRing ring(driver(), {{4096, 64, 64}}, 4, tiny); }) ==
+        kvbm::ErrorCode::kLayout);
   bool thrown = false;
   try {
     kvbm::cuda_driver("libnothing-of-the-kind.so");

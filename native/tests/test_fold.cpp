@@ -193,7 +193,8 @@ void a_place_that_contradicts_itself_is_named_and_counts() {
   FrameFold residencies(true);
   begin(residencies, start_of(1));
   const auto placed = [](const SequenceHash& parent, std::uint32_t start, Bytes hashes) {
-    return BlocksCreated{.namespace_id = kOwner, .tier = Tier::kHbm, .start = start, .parent = parent, .hashes = hashes, .slots = {}};
+    return BlocksCreated{
+        .namespace_id = kOwner, .tier = Tier::kHbm, .start = start, .parent = parent, .hashes = hashes, .slots = {}};
   };
   SequenceHash parent{};
   parent[0] = 0xab;
@@ -277,14 +278,15 @@ void a_scan_ends_at_the_first_bad_frame() {
 }  // namespace
 
 int main() {
-  return tests::run({{"integers compare across zero", integers_compare_across_zero},
-                     {"an index finds what it has among what it lost", an_index_finds_what_it_has_among_what_it_lost},
-                     {"a table keeps the order of gaining", a_table_keeps_the_order_of_gaining_even_when_it_counts_anew},
-                     {"the digest is that of what is held", the_digest_is_that_of_what_is_held},
-                     {"strict refuses and changes nothing", strict_refuses_and_changes_nothing},
-                     {"a place that contradicts itself is named and counts", a_place_that_contradicts_itself_is_named_and_counts},
-                     {"a lenient fold applies what makes sense", a_lenient_fold_applies_what_makes_sense},
-                     {"claims pass through", claims_pass_through},
-                     {"a frame folds up to its illegal event", a_frame_folds_up_to_its_illegal_event},
-                     {"a scan ends at the first bad frame", a_scan_ends_at_the_first_bad_frame}});
+  return tests::run(
+      {{"integers compare across zero", integers_compare_across_zero},
+       {"an index finds what it has among what it lost", an_index_finds_what_it_has_among_what_it_lost},
+       {"a table keeps the order of gaining", a_table_keeps_the_order_of_gaining_even_when_it_counts_anew},
+       {"the digest is that of what is held", the_digest_is_that_of_what_is_held},
+       {"strict refuses and changes nothing", strict_refuses_and_changes_nothing},
+       {"a place that contradicts itself is named and counts", a_place_that_contradicts_itself_is_named_and_counts},
+       {"a lenient fold applies what makes sense", a_lenient_fold_applies_what_makes_sense},
+       {"claims pass through", claims_pass_through},
+       {"a frame folds up to its illegal event", a_frame_folds_up_to_its_illegal_event},
+       {"a scan ends at the first bad frame", a_scan_ends_at_the_first_bad_frame}});
 }

@@ -85,8 +85,8 @@ void batches_are_chains() {
   Random random(4);
   for (const HashKernel kernel : backend()) {
     for (std::size_t count = 0; count <= 20; ++count) {  // fewer jobs than lanes, as many, more
-      for (const std::size_t block_tokens : {std::size_t{1}, std::size_t{3}, std::size_t{11}, std::size_t{12}, std::size_t{16},
-                                             std::size_t{25}, std::size_t{64}}) {
+      for (const std::size_t block_tokens : {std::size_t{1}, std::size_t{3}, std::size_t{11}, std::size_t{12},
+                                             std::size_t{16}, std::size_t{25}, std::size_t{64}}) {
         std::vector<std::vector<std::uint32_t>> prompts;
         std::vector<Buffer> hashes;
         std::vector<Buffer> expected;
@@ -171,10 +171,11 @@ void threads_share_it() {
 }  // namespace
 
 int main() {
-  return tests::run({{"every kernel hashes blocks of every size as the definition says", kernels_agree},
-                     {"a chain continues from any of its hashes", chains_continue},
-                     {"a batch of any lengths is its chains", batches_are_chains},
-                     {"a derived hash is that of the root and the digest, of any length", derived_hashes_are_their_definition},
-                     {"an extra key changes its block and all after it", extra_keys},
-                     {"threads may hash at once", threads_share_it}});
+  return tests::run(
+      {{"every kernel hashes blocks of every size as the definition says", kernels_agree},
+       {"a chain continues from any of its hashes", chains_continue},
+       {"a batch of any lengths is its chains", batches_are_chains},
+       {"a derived hash is that of the root and the digest, of any length", derived_hashes_are_their_definition},
+       {"an extra key changes its block and all after it", extra_keys},
+       {"threads may hash at once", threads_share_it}});
 }

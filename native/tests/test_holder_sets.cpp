@@ -159,9 +159,10 @@ void the_ids_of_a_holder_space_lie_side_by_side() {
 }  // namespace
 
 int main() {
-  return tests::run({{"nobody and one holder id need no set", nobody_and_one_id_need_no_set},
-                     {"equal sets are one until the last block lets go", equal_sets_are_one_until_the_last_block_lets_go},
-                     {"sets are found after many others went", sets_are_found_after_many_others_went},
-                     {"memory does not grow when sets come and go", memory_does_not_grow_when_sets_come_and_go},
-                     {"the holder ids of a holder space lie side by side", the_ids_of_a_holder_space_lie_side_by_side}});
+  return tests::run(
+      {{"nobody and one holder id need no set", nobody_and_one_id_need_no_set},
+       {"equal sets are one until the last block lets go", equal_sets_are_one_until_the_last_block_lets_go},
+       {"sets are found after many others went", sets_are_found_after_many_others_went},
+       {"memory does not grow when sets come and go", memory_does_not_grow_when_sets_come_and_go},
+       {"the holder ids of a holder space lie side by side", the_ids_of_a_holder_space_lie_side_by_side}});
 }

@@ -134,7 +134,7 @@ void threads_lend_and_evict_under_one_lock() {
   CHECK(lender.lent_blocks() == 0 && lender.refused() == 0 && blocks.pinned() == 0);
 }
 
-// -- the lock ----------------------------------------------------------------------------------------------------------
+// -- the lock ---------------------------------------------------------------------------------------------------------
 
 void one_thread_has_the_lock_at_a_time() {
   LedgerLock lock;

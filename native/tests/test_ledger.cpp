@@ -116,7 +116,8 @@ void a_run_refused_in_its_middle_changes_nothing() {
   const Buffer three = filled(ledger, Tier::kHbm, kNamespace, numbered(0, 3));
   const Buffer last_two(three.begin() + kSlotBytes, three.end());
   ledger.pin(Tier::kHbm, last_two);
-  CHECK(thrown_code([&] { ledger.unpin(Tier::kHbm, three); }) == ErrorCode::kLedger);  // from the last on, so the first is looked at last
+  // From the last on, so the first is looked at last
+  CHECK(thrown_code([&] { ledger.unpin(Tier::kHbm, three); }) == ErrorCode::kLedger);
   CHECK(ledger.counts(Tier::kHbm).evictable == 1);
   ledger.unpin(Tier::kHbm, last_two);
   CHECK(ledger.counts(Tier::kHbm).evictable == 3);
@@ -301,14 +302,15 @@ void no_slot_is_lost_by_either_policy() {
 }  // namespace
 
 int main() {
-  return tests::run({{"blocks are created, matched, pinned and evicted", create_match_evict},
-                     {"tiers hotter than asked for are not looked at", colder_tiers_are_looked_at_alone},
-                     {"what is refused has changed nothing", refusals_change_nothing},
-                     {"a run that is refused in its middle is as it was", a_run_refused_in_its_middle_changes_nothing},
-                     {"a copy that overflows pins nothing", a_copy_that_overflows_pins_nothing},
-                     {"an overflow ends the stream and not the engine", overflow_ends_the_stream},
-                     {"another epoch begins in place, with a snapshot of what is held", another_epoch_begins_in_place},
-                     {"who is assigned to nobody shares with all others", who_is_assigned_to_nobody_shares_with_all_others},
-                     {"the digest is that of what is held, snapshot after snapshot", steady_state_reuses_what_it_grew_to},
-                     {"no slot is lost, whatever is asked", no_slot_is_lost_by_either_policy}});
+  return tests::run(
+      {{"blocks are created, matched, pinned and evicted", create_match_evict},
+       {"tiers hotter than asked for are not looked at", colder_tiers_are_looked_at_alone},
+       {"what is refused has changed nothing", refusals_change_nothing},
+       {"a run that is refused in its middle is as it was", a_run_refused_in_its_middle_changes_nothing},
+       {"a copy that overflows pins nothing", a_copy_that_overflows_pins_nothing},
+       {"an overflow ends the stream and not the engine", overflow_ends_the_stream},
+       {"another epoch begins in place, with a snapshot of what is held", another_epoch_begins_in_place},
+       {"who is assigned to nobody shares with all others", who_is_assigned_to_nobody_shares_with_all_others},
+       {"the digest is that of what is held, snapshot after snapshot", steady_state_reuses_what_it_grew_to},
+       {"no slot is lost, whatever is asked", no_slot_is_lost_by_either_policy}});
 }

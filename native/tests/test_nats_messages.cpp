@@ -37,8 +37,8 @@ void a_part_of_a_message_says_how_much_is_missing() {
 
 void what_no_server_sends_is_malformed() {
   for (const std::string_view line :
-       {"MSG a\r\n", "MSG a x 1\r\n", "MSG a 1 2 3 4\r\n", "HMSG a 1 5 2\r\nxx\r\n", "MSG a 1 -5\r\n", "MSG a 1 1_0\r\n",
-        "MSG a 1 99999999999999999999999\r\n", "MSG a 1 134217729\r\n"}) {
+       {"MSG a\r\n", "MSG a x 1\r\n", "MSG a 1 2 3 4\r\n", "HMSG a 1 5 2\r\nxx\r\n", "MSG a 1 -5\r\n",
+        "MSG a 1 1_0\r\n", "MSG a 1 99999999999999999999999\r\n", "MSG a 1 134217729\r\n"}) {
     CHECK(NatsScan(line).next() == Found::kMalformed);
   }
   CHECK(NatsScan(std::string(5000, 'x')).next() == Found::kMalformed);
@@ -47,7 +47,8 @@ void what_no_server_sends_is_malformed() {
 
 void a_reply_subject_says_where_a_message_lies() {
   const auto place = nats_delivery("$JS.ACK.S.C.1.20.10.1700000000000000000.3");
-  CHECK(place && place->sequence == 20 && place->count == 10 && place->stored_ns == 1700000000000000000 && place->pending == 3);
+  CHECK(place && place->sequence == 20 && place->count == 10 && place->stored_ns == 1700000000000000000 &&
+        place->pending == 3);
   const auto longer = nats_delivery("$JS.ACK.hub.account.S.C.1.20.10.17.3.token");
   CHECK(longer && longer->sequence == 20 && longer->pending == 3);
   for (const std::string_view reply :

@@ -42,13 +42,15 @@ void* taken(std::size_t bytes) {
 
 namespace {
 
-constexpr std::uint32_t kSpaces = 40;      // namespaces
+constexpr std::uint32_t kSpaces = 40;         // namespaces
 constexpr std::uint32_t kSpaceBlocks = 1000;  // numbers of blocks each has
 
 NamespaceId space(std::uint32_t number) { return {static_cast<std::uint8_t>(number + 1)}; }
 
 // Blocks [first, first + count) of a namespace, packed; their numbers tell whose they are.
-Buffer blocks(std::uint32_t of, std::uint32_t first, std::size_t count) { return numbered(of * kSpaceBlocks + first, count); }
+Buffer blocks(std::uint32_t of, std::uint32_t first, std::size_t count) {
+  return numbered(of * kSpaceBlocks + first, count);
+}
 
 // Whether a call was done, and not ended by the want of memory, which comes after so many allocations.
 template <class Call>
@@ -74,7 +76,8 @@ void a_queue_copies_nothing_that_it_has_refused() {
   std::size_t added = 0;
   std::size_t refused = 0;
   for (std::uint64_t id = 0; id < 2'000; ++id) {
-    const bool is_taken = done(static_cast<long>(id % 3), [&] { queue.add({id, none, none, {rows.data(), 128}, nullptr}); });
+    const bool is_taken =
+        done(static_cast<long>(id % 3), [&] { queue.add({id, none, none, {rows.data(), 128}, nullptr}); });
     added += is_taken ? 1 : 0;
     refused += is_taken ? 0 : 1;
   }
@@ -105,7 +108,10 @@ std::uint64_t read(Ledger& ledger) {
     ++count;
     std::visit(
         [](const auto& fact) {
-          if constexpr (requires { fact.hashes; fact.namespace_id; }) {
+          if constexpr (requires {
+                          fact.hashes;
+                          fact.namespace_id;
+                        }) {
             for (std::size_t at = 0; at < fact.hashes.size(); at += kHashBytes) {
               std::uint32_t number = 0;
               std::memcpy(&number, fact.hashes.data() + at, sizeof number);
@@ -140,7 +146,8 @@ void a_ledger_loses_nothing(const char* eviction, std::vector<Share> shares) {
     const auto end_copy = [&](std::uint64_t copy, long allocations) {
       const Buffer arrived(ledger.copy_blocks(copy), 1);
       const std::size_t before = ledger.copies_in_flight();
-      return done(allocations, [&] { ledger.end_copy(copy, arrived, MigrateCause::kOffload, random.below(2) == 0, false); }) ||
+      return done(allocations,
+                  [&] { ledger.end_copy(copy, arrived, MigrateCause::kOffload, random.below(2) == 0, false); }) ||
              ledger.copies_in_flight() < before;
     };
     for (int step = 0; step < 120; ++step) {
@@ -163,7 +170,8 @@ void a_ledger_loses_nothing(const char* eviction, std::vector<Share> shares) {
           Buffer holders(slots.size());
           if (!slots.empty()) {
             const long more = static_cast<long>(random.below(8));
-            if (done(more, [&] { std::ranges::copy(ledger.create(id, tier, kNoParent, 0, run, slots), holders.begin()); })) {
+            if (done(more,
+                     [&] { std::ranges::copy(ledger.create(id, tier, kNoParent, 0, run, slots), holders.begin()); })) {
               pinned.emplace_back(tier, holders);
             } else {
               ++failed;
@@ -192,11 +200,11 @@ void a_ledger_loses_nothing(const char* eviction, std::vector<Share> shares) {
         case 5: {
           const Tier target = tiers[random.below(3)];
           was_done = target == tier || done(allocations, [&] {
-            if (const auto begun = ledger.begin_copy(space(of), CopySource(tier), target, run)) {
-              left = -1;
-              copies.push_back(begun->first);
-            }
-          });
+                       if (const auto begun = ledger.begin_copy(space(of), CopySource(tier), target, run)) {
+                         left = -1;
+                         copies.push_back(begun->first);
+                       }
+                     });
           break;
         }
         case 6:
@@ -267,7 +275,9 @@ void a_run_of_which_a_part_is_recorded_is_held_by_nobody() {
       };
       const Buffer slots = copied(ledger.allocate(Tier::kHbm, kSlots)->slots);
       Buffer holders(slots.size());
-      if (!done(allocations, [&] { std::ranges::copy(ledger.create(space(0), Tier::kHbm, kNoParent, 0, run, slots), holders.begin()); })) {
+      if (!done(allocations, [&] {
+            std::ranges::copy(ledger.create(space(0), Tier::kHbm, kNoParent, 0, run, slots), holders.begin());
+          })) {
         CHECK(is_whole(Tier::kHbm));
         continue;
       }
@@ -286,7 +296,8 @@ void a_run_of_which_a_part_is_recorded_is_held_by_nobody() {
       if (!done(allocations, [&] { other.adopt(space(0), Tier::kHost, run, there, "another"); })) {
         const TierCounts counts = other.counts(Tier::kHost);
         CHECK(counts.evictable == counts.held);
-        CHECK(counts.allocated == 0 || (counts.allocated == kSlots && counts.held == 0));  // not begun: they are the caller's
+        // Not begun: they are the caller's
+        CHECK(counts.allocated == 0 || (counts.allocated == kSlots && counts.held == 0));
       }
     }
     CHECK(parts > 0);
@@ -296,8 +307,9 @@ void a_run_of_which_a_part_is_recorded_is_held_by_nobody() {
 }  // namespace
 
 int main() {
-  return tests::run({{"a queue copies nothing that it has refused", a_queue_copies_nothing_that_it_has_refused},
-                     {"no two namespaces have one number", no_two_namespaces_have_one_number},
-                     {"a ledger loses no slot, pin or event", a_ledger_loses_nothing_by_any_policy},
-                     {"a run of which a part is recorded is held by nobody", a_run_of_which_a_part_is_recorded_is_held_by_nobody}});
+  return tests::run(
+      {{"a queue copies nothing that it has refused", a_queue_copies_nothing_that_it_has_refused},
+       {"no two namespaces have one number", no_two_namespaces_have_one_number},
+       {"a ledger loses no slot, pin or event", a_ledger_loses_nothing_by_any_policy},
+       {"a run of which a part is recorded is held by nobody", a_run_of_which_a_part_is_recorded_is_held_by_nobody}});
 }

@@ -30,7 +30,8 @@ void plain_numbers_are_read() {
 }
 
 void it_stops_before_what_is_odd() {
-  for (const char* const odd : {"", " ", "-1", "01", "4294967296", "99999999999999999999999999", "1.0", "1e3", "x", "1 2", "[1]", "\"1\"", "1x"}) {
+  for (const char* const odd : {"", " ", "-1", "01", "4294967296", "99999999999999999999999999", "1.0", "1e3", "x",
+                                "1 2", "[1]", "\"1\"", "1x"}) {
     const Read read("7," + std::string(odd) + ",8", 9);
     CHECK(read.numbers == std::vector<std::uint32_t>{7} && read.found.at == 2);
   }

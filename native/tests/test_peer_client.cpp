@@ -88,8 +88,14 @@ class SmallOwner {
   }
 
   PeerTarget target() const {
-    return {is_unix_ ? PeerTransport::kMemory : PeerTransport::kTcp, is_unix_ ? path_ : "127.0.0.1", port_, "reader", kOwner,
-            is_unix_ ? std::vector<std::uint8_t>{} : kKey, nullptr, 60'000};
+    return {is_unix_ ? PeerTransport::kMemory : PeerTransport::kTcp,
+            is_unix_ ? path_ : "127.0.0.1",
+            port_,
+            "reader",
+            kOwner,
+            is_unix_ ? std::vector<std::uint8_t>{} : kKey,
+            nullptr,
+            60'000};
   }
   const std::uint8_t* slot(std::size_t block) const { return arena_.data() + kBlock * block; }
   std::uint8_t* slot(std::size_t block) { return arena_.data() + kBlock * block; }
@@ -134,7 +140,9 @@ class SmallOwner {
     const PeerMoment never = PeerClock::now() + 1h;
     PeerNonce ours{};
     ours[0] = 77;
-    socket.send(PeerHello{ours, 1, kPeerMemory | kPeerTcp, static_cast<std::uint8_t>(is_unix_ ? 0 : kPeerKeyAsked), kOwner}, never);
+    socket.send(
+        PeerHello{ours, 1, kPeerMemory | kPeerTcp, static_cast<std::uint8_t>(is_unix_ ? 0 : kPeerKeyAsked), kOwner},
+        never);
     const PeerNonce theirs = std::get<PeerHello>(socket.receive(never)).nonce;
     if (!is_unix_) {
       const auto prove = std::get<PeerProve>(socket.receive(never));
@@ -210,16 +218,16 @@ class SmallOwner {
     }
   }
 
-  const bool is_unix_;                                     // else TCP
-  Arena arena_;                                            // its blocks
-  std::array<std::uint32_t, kBlocks> checksums_{};         // of them
-  int listener_ = -1;                                      // where it listens
-  std::string path_;                                       // of the unix socket
-  std::uint16_t port_ = 0;                                 // of TCP
-  std::mutex lock_;                                        // over what follows
+  const bool is_unix_;                                      // else TCP
+  Arena arena_;                                             // its blocks
+  std::array<std::uint32_t, kBlocks> checksums_{};          // of them
+  int listener_ = -1;                                       // where it listens
+  std::string path_;                                        // of the unix socket
+  std::uint16_t port_ = 0;                                  // of TCP
+  std::mutex lock_;                                         // over what follows
   std::vector<std::unique_ptr<ReaderSocket>> connections_;  // all there were
-  std::vector<std::thread> threads_;                       // that serve them
-  std::thread accepting_;                                  // takes connections
+  std::vector<std::thread> threads_;                        // that serve them
+  std::thread accepting_;                                   // takes connections
 };
 
 struct Read {
@@ -248,7 +256,8 @@ Read read_all(PeerClient& client, std::chrono::milliseconds within = 60s) {
     const SequenceHash hash = hash_of(block);
     hashes.insert(hashes.end(), hash.begin(), hash.end());
   }
-  const PeerWish wish{kNamespace, kRoot, hashes, {read.rows.data(), kBlock, nullptr}, kBlock, PeerClock::now() + within};
+  const PeerWish wish{
+      kNamespace, kRoot, hashes, {read.rows.data(), kBlock, nullptr}, kBlock, PeerClock::now() + within};
   read.account = client.read(wish, read.outcomes, read.checksums);
   return read;
 }

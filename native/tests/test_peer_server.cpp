@@ -63,8 +63,14 @@ struct Site {
   ~Site() { CHECK(server->close(kLong)); }  // its threads use what goes next
 
   PeerTarget target(bool is_unix) const {
-    return {is_unix ? PeerTransport::kMemory : PeerTransport::kTcp, is_unix ? path : "127.0.0.1", server->tcp_port(), "reader",
-            "owner", is_unix ? std::vector<std::uint8_t>{} : kKey, nullptr, kLongMs};
+    return {is_unix ? PeerTransport::kMemory : PeerTransport::kTcp,
+            is_unix ? path : "127.0.0.1",
+            server->tcp_port(),
+            "reader",
+            "owner",
+            is_unix ? std::vector<std::uint8_t>{} : kKey,
+            nullptr,
+            kLongMs};
   }
 
   // How many blocks from the first on are good, and whether all good rows have the bytes of their blocks.
@@ -75,7 +81,8 @@ struct Site {
     std::vector<PeerOutcome> outcomes(count);
     std::vector<std::uint32_t> checksums(count);
     const TargetRows targets{rows.data(), static_cast<std::ptrdiff_t>(kBytes), nullptr};
-    client.read({kSpace, kRoot, wanted, targets, kBytes, std::chrono::steady_clock::now() + kLong}, outcomes, checksums);
+    client.read({kSpace, kRoot, wanted, targets, kBytes, std::chrono::steady_clock::now() + kLong}, outcomes,
+                checksums);
     std::size_t good = 0;
     for (std::size_t at = 0; at < count; ++at) {
       if (outcomes[at] == PeerOutcome::kGood) {
@@ -184,7 +191,8 @@ void an_owner_finds_what_its_reader_found_wrong() {
     site.blocks.arena.data()[3 * kBytes + 17] ^= 1;
     CHECK(site.read(client, site.hashes, 0) == 15);
     const std::vector<CorruptBlock> found = site.server->owner().corrupt.take(kLong);
-    CHECK(found.size() == 1 && found[0].hash == hash_of(3) && found[0].tier == Tier::kHost && found[0].namespace_id == kSpace);
+    CHECK(found.size() == 1 && found[0].hash == hash_of(3) && found[0].tier == Tier::kHost &&
+          found[0].namespace_id == kSpace);
   }
 }
 
@@ -196,8 +204,12 @@ void strangers_are_hung_up_on() {
   version[4] = 9;
   std::vector<std::uint8_t> unproved = hello;
   encode_peer_message(PeerBusy{1, 1}, unproved);
-  const std::vector<std::vector<std::uint8_t>> said{
-      {}, {0xFF, 0xFF, 0xFF, 0xFF, 1, 1, 0, 0}, std::vector<std::uint8_t>(5000, 'A'), {hello.begin(), hello.begin() + 20}, version, unproved};
+  const std::vector<std::vector<std::uint8_t>> said{{},
+                                                    {0xFF, 0xFF, 0xFF, 0xFF, 1, 1, 0, 0},
+                                                    std::vector<std::uint8_t>(5000, 'A'),
+                                                    {hello.begin(), hello.begin() + 20},
+                                                    version,
+                                                    unproved};
   for (const bool is_unix : {true, false}) {
     for (const auto& bytes : said) {
       const Stranger stranger(site, is_unix);
@@ -386,12 +398,14 @@ void only_one_listens_at_a_path() {
   CHECK(error == ENOENT);
   options.unix_path.clear();
   options.most_send_ms = 0;
-  CHECK(thrown_code([&] { LendingServer(options, site.blocks.ledger, site.blocks.lock, site.blocks.host(), nullptr); }) ==
-        ErrorCode::kLayout);
+  CHECK(thrown_code([&] {
+          LendingServer(options, site.blocks.ledger, site.blocks.lock, site.blocks.host(), nullptr);
+        }) == ErrorCode::kLayout);
   options.most_send_ms = 1;
   options.key.resize(3);
-  CHECK(thrown_code([&] { LendingServer(options, site.blocks.ledger, site.blocks.lock, site.blocks.host(), nullptr); }) ==
-        ErrorCode::kLayout);
+  CHECK(thrown_code([&] {
+          LendingServer(options, site.blocks.ledger, site.blocks.lock, site.blocks.host(), nullptr);
+        }) == ErrorCode::kLayout);
 }
 
 void what_a_killed_owner_left_is_replaced() {
@@ -466,6 +480,7 @@ int main() {
       {"what a killed owner left is replaced", what_a_killed_owner_left_is_replaced},
       {"without a thread it does not listen", without_a_thread_it_does_not_listen},
       {"connections without a thread end and cost no place", connections_without_a_thread_end_and_cost_no_place},
-      {"a reader that gets no thread reads over one connection", a_reader_that_gets_no_thread_reads_over_one_connection},
+      {"a reader that gets no thread reads over one connection",
+       a_reader_that_gets_no_thread_reads_over_one_connection},
   });
 }

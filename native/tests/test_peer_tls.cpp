@@ -1,4 +1,5 @@
-// Blocks over TLS, and who does not speak it. Certificates are made with the program `openssl`; without it the test fails.
+// Blocks over TLS, and who does not speak it. Certificates are made with the program `openssl`; without it the test
+// fails.
 #include "kvbm/peer_tls.hpp"
 
 #include <netinet/in.h>
@@ -40,9 +41,11 @@ extern "C" ssize_t recv(int fd, void* into, std::size_t most, int flags) {
   return static_cast<ssize_t>(taken);
 }
 
-// OpenSSL counts references in ways that TSan does not see; it looks at our own code alone. GCC's TSan is a shared library, which finds
-// only what a program shows.
-extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() { return "ignore_noninstrumented_modules=1"; }
+// OpenSSL counts references in ways that TSan does not see; it looks at our own code alone. GCC's TSan is a shared
+// library, which finds only what a program shows.
+extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() {
+  return "ignore_noninstrumented_modules=1";
+}
 
 namespace kvbm::tests {
 namespace {
@@ -66,8 +69,9 @@ struct Certificates {
 
   // Makes one; false: there is no program to make it with.
   bool make(const std::string& name) const {
-    const std::string command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=" + name +
-                                " -keyout " + folder + "/" + name + "-key.pem -out " + folder + "/" + name + ".pem 2>/dev/null";
+    const std::string command =
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=" + name +
+        " -keyout " + folder + "/" + name + "-key.pem -out " + folder + "/" + name + ".pem 2>/dev/null";
     return std::system(command.c_str()) == 0;
   }
   TlsOptions options(const std::string& name, const std::string& trusted) const {
@@ -105,8 +109,14 @@ struct Site {
 
   PeerTarget target(std::shared_ptr<PeerTls> tls) const {
     const bool needs_key = tls == nullptr;
-    return {PeerTransport::kTcp, "127.0.0.1", server->tcp_port(), "reader", "owner", std::vector<std::uint8_t>(needs_key ? 20 : 0),
-            std::move(tls), kLongMs};
+    return {PeerTransport::kTcp,
+            "127.0.0.1",
+            server->tcp_port(),
+            "reader",
+            "owner",
+            std::vector<std::uint8_t>(needs_key ? 20 : 0),
+            std::move(tls),
+            kLongMs};
   }
   PeerTarget target() const { return target(made->tls("one", "one")); }
 
@@ -117,8 +127,8 @@ struct Site {
     std::vector<PeerOutcome> outcomes(kBlocks);
     std::vector<std::uint32_t> checksums(kBlocks);
     const TargetRows targets{rows.data(), static_cast<std::ptrdiff_t>(kBytes), nullptr};
-    const PeerAccount account =
-        client.read({kSpace, kRoot, hashes, targets, kBytes, std::chrono::steady_clock::now() + kLong}, outcomes, checksums);
+    const PeerAccount account = client.read(
+        {kSpace, kRoot, hashes, targets, kBytes, std::chrono::steady_clock::now() + kLong}, outcomes, checksums);
     if (trouble != nullptr) {
       *trouble = account.trouble;
     }
@@ -273,13 +283,14 @@ void files_that_are_replaced_are_used_and_broken_ones_are_not() {
   PeerClient client(site.target(changing), 1, copier);
   CHECK(site.read(client) == 0);
   const auto copy = [](const std::string& from, const std::string& to) {
-    std::filesystem::copy_file(made->folder + "/" + from, made->folder + "/" + to, std::filesystem::copy_options::overwrite_existing);
+    std::filesystem::copy_file(made->folder + "/" + from, made->folder + "/" + to,
+                               std::filesystem::copy_options::overwrite_existing);
   };
   copy("one.pem", "changing.pem");  // whose key is another still
   CHECK(site.read(client) == 0);
   const std::filesystem::path key = made->folder + "/changing-key.pem";
   const auto written = std::filesystem::last_write_time(key);
-  copy("one-key.pem", "changing-key.pem");  // in place, of the same size,
+  copy("one-key.pem", "changing-key.pem");         // in place, of the same size,
   std::filesystem::last_write_time(key, written);  // and as if it were as old
   CHECK(site.read(client) == kBlocks);
   std::filesystem::remove(made->folder + "/changing.pem");
@@ -297,7 +308,7 @@ void what_cannot_be_used_is_said() {
   options = made->options("one", "one");
   options.key = made->options("two", "two").key;
   CHECK(code(options) == ErrorCode::kConfig);
-  for (std::string TlsOptions::*const path : {&TlsOptions::cert, &TlsOptions::key, &TlsOptions::ca}) {
+  for (std::string TlsOptions::* const path : {&TlsOptions::cert, &TlsOptions::key, &TlsOptions::ca}) {
     for (const char* const wrong : {"/tmp", "/dev/zero", "/proc/self/exe-not-there", "/etc/hostname"}) {
       options = made->options("one", "one");
       options.*path = wrong;
@@ -323,7 +334,8 @@ int main() {
       {"strangers hear nothing and leave their places", strangers_hear_nothing_and_leave_their_places},
       {"it closes while it is read from", it_closes_while_it_is_read_from},
       {"a reader closes while it reads", a_reader_closes_while_it_reads},
-      {"files that are replaced are used, and broken ones are not", files_that_are_replaced_are_used_and_broken_ones_are_not},
+      {"files that are replaced are used, and broken ones are not",
+       files_that_are_replaced_are_used_and_broken_ones_are_not},
       {"what comes right after a look is TLS too", what_comes_right_after_a_look_is_tls_too},
       {"what cannot be used is said", what_cannot_be_used_is_said},
   });

@@ -48,9 +48,11 @@ const auto kReaderNonce = counted_array<PeerNonce>(0);
 const auto kOwnerNonce = counted_array<PeerNonce>(32);
 const std::string kOwner = "pod-\xC3\xBC/3";
 
-// The messages of tests/golden/peer_wire_v1.bin, which the readable twin wrote. What they point into lives as long as the program.
+// The messages of tests/golden/peer_wire_v1.bin, which the readable twin wrote. What they point into lives as long as
+// the program.
 std::vector<PeerMessage> golden_messages() {
-  static const Buffer hashes48 = counted(1, 48), hashes16 = counted(2, 16), failed = counted(17, 32), root = counted(200, 16);
+  static const Buffer hashes48 = counted(1, 48), hashes16 = counted(2, 16), failed = counted(17, 32),
+                      root = counted(200, 16);
   static const Buffer host3{1, 1, 1}, mixed{2, 1, 2, 1};
   static const Buffer slots3 = column({4, 2, 0xFFFFFFFF}), sums3 = column({1, 2, 0xDEADBEEF});
   static const Buffer slots4 = column({0, 1, 2, 3}), sums4 = column({10, 11, 12, 13});
@@ -117,14 +119,15 @@ void golden_bytes() {
     at += size;
   }
   CHECK(count == golden_messages().size());
-  CHECK(kinds == (std::size_t{1} << std::variant_size_v<PeerMessage>) - 1);
+  CHECK(kinds == (std::size_t{1} << std::variant_size_v<PeerMessage>)-1);
 }
 
 void fields_survive() {
   const Buffer bytes = encoded(golden_messages()[9]);
   const auto grant = std::get<PeerGrant>(decoded(bytes));
   CHECK(grant.request == 9 && grant.lease == ((std::uint64_t{7} << 32) | 1) && grant.lease_ms == 2'000);
-  CHECK(grant.tiers.size() == 3 && packed_u32(grant.slots, 2) == 0xFFFFFFFF && packed_u32(grant.checksums, 2) == 0xDEADBEEF);
+  CHECK(grant.tiers.size() == 3 && packed_u32(grant.slots, 2) == 0xFFFFFFFF &&
+        packed_u32(grant.checksums, 2) == 0xDEADBEEF);
   const auto hello_bytes = encoded(golden_messages()[1]);
   const auto hello = std::get<PeerHello>(decoded(hello_bytes));
   CHECK(hello.nonce == kOwnerNonce && hello.epoch == 7 && hello.flags == kPeerKeyAsked && hello.instance == kOwner);
@@ -193,20 +196,20 @@ void bad_bodies() {
     return body;
   };
   const auto golden = golden_messages();
-  CHECK(refuses_body(PeerKind::kHello, with(golden[1], 44, 0xFF)));   // no UTF-8
-  CHECK(refuses_body(PeerKind::kOpen, with(golden[3], 0, 64)));       // handle
-  CHECK(refuses_body(PeerKind::kOpened, with(golden[4], 4, 2)));      // status
-  CHECK(refuses_body(PeerKind::kOpened, with(golden[4], 4, 1)));      // not open, but blocks have a size
-  CHECK(refuses_body(PeerKind::kOpened, with(golden[5], 4, 0)));      // open, but blocks have none
-  CHECK(refuses_body(PeerKind::kArena, with(golden[6], 19, 0x80)));   // slots * stride is past 2**64
-  CHECK(refuses_body(PeerKind::kAsk, with(golden[7], 8, 3)));         // transport
-  CHECK(refuses_body(PeerKind::kAsk, with(golden[7], 9, 1)));         // a byte that is zero
-  CHECK(refuses_body(PeerKind::kAsk, with(golden[7], 19, 0xFF)));     // 4 billion hashes
-  CHECK(refuses_body(PeerKind::kGrant, with(golden[9], 19, 0xFF)));   // 4 billion blocks
-  CHECK(refuses_body(PeerKind::kGrant, with(golden[9], 20, 0)));      // HBM is not lent
-  CHECK(refuses_body(PeerKind::kGrant, with(golden[9], 20, 3)));      // nor OBJECT
-  CHECK(refuses_body(PeerKind::kGrant, with(golden[9], 23, 1)));      // the padding
-  CHECK(refuses_body(PeerKind::kGone, with(golden[12], 4, 4)));       // reason
+  CHECK(refuses_body(PeerKind::kHello, with(golden[1], 44, 0xFF)));  // no UTF-8
+  CHECK(refuses_body(PeerKind::kOpen, with(golden[3], 0, 64)));      // handle
+  CHECK(refuses_body(PeerKind::kOpened, with(golden[4], 4, 2)));     // status
+  CHECK(refuses_body(PeerKind::kOpened, with(golden[4], 4, 1)));     // not open, but blocks have a size
+  CHECK(refuses_body(PeerKind::kOpened, with(golden[5], 4, 0)));     // open, but blocks have none
+  CHECK(refuses_body(PeerKind::kArena, with(golden[6], 19, 0x80)));  // slots * stride is past 2**64
+  CHECK(refuses_body(PeerKind::kAsk, with(golden[7], 8, 3)));        // transport
+  CHECK(refuses_body(PeerKind::kAsk, with(golden[7], 9, 1)));        // a byte that is zero
+  CHECK(refuses_body(PeerKind::kAsk, with(golden[7], 19, 0xFF)));    // 4 billion hashes
+  CHECK(refuses_body(PeerKind::kGrant, with(golden[9], 19, 0xFF)));  // 4 billion blocks
+  CHECK(refuses_body(PeerKind::kGrant, with(golden[9], 20, 0)));     // HBM is not lent
+  CHECK(refuses_body(PeerKind::kGrant, with(golden[9], 20, 3)));     // nor OBJECT
+  CHECK(refuses_body(PeerKind::kGrant, with(golden[9], 23, 1)));     // the padding
+  CHECK(refuses_body(PeerKind::kGone, with(golden[12], 4, 4)));      // reason
   CHECK(refuses_body(PeerKind::kBye, with(golden[15], 5, '\n')));
 }
 
@@ -224,7 +227,8 @@ void bad_messages() {
   CHECK(refuses(PeerGrant{1, 0, 0, Bytes(four).first(1), Bytes(four), Bytes(four)}));
   CHECK(refuses(PeerArena{100, 11, 10}));
   CHECK(refuses(PeerArena{100, 0, 10}));
-  const Buffer most = encoded(PeerAsk{1, 0, PeerTransport::kTcp, 1, Bytes(one_more).first(kHashBytes * kMostPeerHashes)});
+  const Buffer most =
+      encoded(PeerAsk{1, 0, PeerTransport::kTcp, 1, Bytes(one_more).first(kHashBytes * kMostPeerHashes)});
   CHECK(std::get<PeerAsk>(decoded(most)).hashes.size() == kHashBytes * kMostPeerHashes);
 }
 

@@ -74,13 +74,25 @@ void a_run_ends_before_what_is_not_plain() {
     Streams streams(index, 12);
     Buffer& seventh = streams.bytes[7];
     switch (what) {
-      case 0: seventh[seventh.size() / 2] ^= 1; break;                                  // damaged
-      case 1: seventh = Streams::frame(3, 3, 7 * kBlocks); break;                       // beyond a hole
-      case 2: seventh = Streams::frame(3, 1, 7 * kBlocks); break;                       // a repeat
-      case 3: seventh = Streams::frame(0, 2, 7 * kBlocks); break;                       // another's
-      case 4: seventh = Streams::frame(3, 2, 7 * kBlocks, 2); break;                    // of the next epoch
-      case 5: seventh.pop_back(); break;                                                // cut short
-      default: {                                                                        // good, and then what is not
+      case 0:
+        seventh[seventh.size() / 2] ^= 1;
+        break;  // damaged
+      case 1:
+        seventh = Streams::frame(3, 3, 7 * kBlocks);
+        break;  // beyond a hole
+      case 2:
+        seventh = Streams::frame(3, 1, 7 * kBlocks);
+        break;  // a repeat
+      case 3:
+        seventh = Streams::frame(0, 2, 7 * kBlocks);
+        break;  // another's
+      case 4:
+        seventh = Streams::frame(3, 2, 7 * kBlocks, 2);
+        break;  // of the next epoch
+      case 5:
+        seventh.pop_back();
+        break;    // cut short
+      default: {  // good, and then what is not
         const Buffer more = Streams::frame(3, 9, 0);
         seventh.insert(seventh.end(), more.begin(), more.end());
       }
@@ -96,7 +108,8 @@ void a_run_ends_before_what_is_not_plain() {
 void a_run_ends_behind_a_digest_that_differs() {
   ClusterIndex index(kPlenty, kSecret);
   Streams streams(index, 12);
-  for (std::size_t number = 0; number < kInstances; ++number) {  // an instance in step is one whose snapshots have ended
+  // An instance in step is one whose snapshots have ended
+  for (std::size_t number = 0; number < kInstances; ++number) {
     for (const Tier tier : {Tier::kHbm, Tier::kHost, Tier::kNvme}) {
       apply(index, streams.places[number].instance, {SnapshotEnded{.tier = tier, .snapshot = 1, .count = 0}});
     }
@@ -149,7 +162,8 @@ void runs_in_the_thread_are_those_in_place() {
   }
   CHECK(sum.frames == expected.frames && sum.blocks == expected.blocks);
   for (std::uint32_t number = 0; number < kInstances; ++number) {
-    CHECK(there.state(number)->digest == here.state(number)->digest && threaded.places[number].offset == in_place.places[number].offset);
+    CHECK(there.state(number)->digest == here.state(number)->digest &&
+          threaded.places[number].offset == in_place.places[number].offset);
   }
 }
 
@@ -193,9 +207,10 @@ void without_a_thread_there_is_none() {
 }  // namespace
 
 int main() {
-  return tests::run({{"a run ends before what is not plain", a_run_ends_before_what_is_not_plain},
-                     {"a run ends behind a digest that differs", a_run_ends_behind_a_digest_that_differs},
-                     {"runs in the thread are those in place, whoever asks meanwhile", runs_in_the_thread_are_those_in_place},
-                     {"a thread may end with a run under way", a_thread_may_end_with_a_run_under_way},
-                     {"a thread that cannot be had leaves nothing", without_a_thread_there_is_none}});
+  return tests::run(
+      {{"a run ends before what is not plain", a_run_ends_before_what_is_not_plain},
+       {"a run ends behind a digest that differs", a_run_ends_behind_a_digest_that_differs},
+       {"runs in the thread are those in place, whoever asks meanwhile", runs_in_the_thread_are_those_in_place},
+       {"a thread may end with a run under way", a_thread_may_end_with_a_run_under_way},
+       {"a thread that cannot be had leaves nothing", without_a_thread_there_is_none}});
 }

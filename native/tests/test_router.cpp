@@ -59,7 +59,11 @@ void a_name_that_is_forgotten_makes_room_for_another() {
   for (std::uint64_t number = 0; number < 1000; ++number) {
     const std::string name = name_of(number);
     router.add(candidates, name);
-    router.hear(name, {.at_s = 1.0, .queued_tokens = 50'000, .running_requests = 1, .prefill_tokens_per_s = 0, .queue_tokens_per_s = 0});
+    router.hear(name, {.at_s = 1.0,
+                       .queued_tokens = 50'000,
+                       .running_requests = 1,
+                       .prefill_tokens_per_s = 0,
+                       .queue_tokens_per_s = 0});
     CHECK(router.route(1.0, task("", hashes), groups, nullptr, 8).best.size() == 1);
     CHECK(router.route(1.0, task("", hashes), groups, nullptr, 8).best.front().queueing_s > 4.9);
     router.remove(candidates, name);
@@ -81,7 +85,9 @@ void what_nobody_is_admitted_for_is_not_remembered() {
   Random random(7);
   const auto hashes = random.bytes(10 * kHashBytes);
   router.add(candidates, "a");
-  router.hear("a", {.at_s = 1.0, .queued_tokens = 0, .running_requests = 0, .prefill_tokens_per_s = 0, .queue_tokens_per_s = 0});
+  router.hear(
+      "a",
+      {.at_s = 1.0, .queued_tokens = 0, .running_requests = 0, .prefill_tokens_per_s = 0, .queue_tokens_per_s = 0});
   const auto routed = [&](double deadline_s) {
     RouteTask asked = task("", hashes);
     asked.deadline_s = deadline_s;
@@ -113,11 +119,20 @@ void another_catalogs_route_waits_there_and_its_blocks_will_be_held() {
   for (const char* const name : {"a", "b"}) {
     router.add(candidates, name);
   }
-  SharedRoute route{.caller = "one", .is_decode = false, .instance = "a", .input_tokens = 20'000, .missing_tokens = 10'000,
-                    .id = space_id(0), .first = 0, .blocks = 10, .hashes = hashes};
+  SharedRoute route{.caller = "one",
+                    .is_decode = false,
+                    .instance = "a",
+                    .input_tokens = 20'000,
+                    .missing_tokens = 10'000,
+                    .id = space_id(0),
+                    .first = 0,
+                    .blocks = 10,
+                    .hashes = hashes};
   CHECK(!router.take(1.0, route));  // no heartbeat of it came
   for (const char* const name : {"a", "b"}) {
-    router.hear(name, {.at_s = 0.5, .queued_tokens = 0, .running_requests = 0, .prefill_tokens_per_s = 0, .queue_tokens_per_s = 0});
+    router.hear(
+        name,
+        {.at_s = 0.5, .queued_tokens = 0, .running_requests = 0, .prefill_tokens_per_s = 0, .queue_tokens_per_s = 0});
   }
   route.blocks = 9;
   CHECK(!router.take(1.0, route));  // one hash too many
@@ -139,10 +154,11 @@ void another_catalogs_route_waits_there_and_its_blocks_will_be_held() {
 }  // namespace
 
 int main() {
-  return tests::run({{"routes of so many callers are remembered", routes_of_so_many_callers_are_remembered},
-                     {"a name that is forgotten makes room for another", a_name_that_is_forgotten_makes_room_for_another},
-                     {"what nobody is admitted for is not remembered", what_nobody_is_admitted_for_is_not_remembered},
-                     {"a slot in a set that was not left is nobody", a_slot_in_a_set_that_was_not_left_is_nobody},
-                     {"another catalog's route waits there, and its blocks will be held",
-                      another_catalogs_route_waits_there_and_its_blocks_will_be_held}});
+  return tests::run(
+      {{"routes of so many callers are remembered", routes_of_so_many_callers_are_remembered},
+       {"a name that is forgotten makes room for another", a_name_that_is_forgotten_makes_room_for_another},
+       {"what nobody is admitted for is not remembered", what_nobody_is_admitted_for_is_not_remembered},
+       {"a slot in a set that was not left is nobody", a_slot_in_a_set_that_was_not_left_is_nobody},
+       {"another catalog's route waits there, and its blocks will be held",
+        another_catalogs_route_waits_there_and_its_blocks_will_be_held}});
 }

@@ -28,7 +28,8 @@ std::vector<std::int64_t> shuffled(std::size_t count, Random& random) {
   return order;
 }
 
-// A run of random size is copied between random places; every byte of the target must be the one it should, also beside the rows.
+// A run of random size is copied between random places; every byte of the target must be the one it should, also beside
+// the rows.
 void copy_once(RowCopier& copier, Random& random, std::size_t row_bytes, std::size_t count, bool wants_checksums) {
   const std::size_t source_rows = count + random.below(3);
   const std::size_t target_rows = count + random.below(3);
@@ -46,7 +47,8 @@ void copy_once(RowCopier& copier, Random& random, std::size_t row_bytes, std::si
   auto expected = target;
   std::vector<std::uint32_t> expected_sums(count);
   for (std::size_t entry = 0; entry < count; ++entry) {
-    const std::uint8_t* const row = source.data() + source_begin + static_cast<std::size_t>(from[entry]) * source_stride;
+    const std::uint8_t* const row =
+        source.data() + source_begin + static_cast<std::size_t>(from[entry]) * source_stride;
     std::memcpy(expected.data() + target_begin + static_cast<std::size_t>(to[entry]) * target_stride, row, row_bytes);
     expected_sums[entry] = crc32c_portable({row, row_bytes}, 0);
   }

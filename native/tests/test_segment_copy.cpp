@@ -30,7 +30,8 @@ struct Engine {
   std::vector<std::uint8_t> block(std::int64_t slot) const {
     std::vector<std::uint8_t> bytes;
     for (const Segment& segment : segments) {
-      const auto* const at = reinterpret_cast<const std::uint8_t*>(segment.address + static_cast<std::uint64_t>(slot) * segment.stride);
+      const auto* const at =
+          reinterpret_cast<const std::uint8_t*>(segment.address + static_cast<std::uint64_t>(slot) * segment.stride);
       bytes.insert(bytes.end(), at, at + segment.bytes);
     }
     return bytes;
@@ -76,7 +77,8 @@ void blocks_are_gathered() {
     for (std::size_t index = 0; index < slots.size(); ++index) {
       const auto block = engine.block(slots[index]);
       CHECK(block.size() == table.block_bytes());
-      std::copy(block.begin(), block.end(), expected.begin() + static_cast<std::ptrdiff_t>(begin + static_cast<std::size_t>(at[index]) * stride));
+      std::copy(block.begin(), block.end(),
+                expected.begin() + static_cast<std::ptrdiff_t>(begin + static_cast<std::size_t>(at[index]) * stride));
       CHECK(sums[index] == crc32c(block));
     }
     CHECK(rows == expected);
@@ -101,7 +103,8 @@ void only_named_slots_change() {
       for (std::size_t tensor = 0; tensor < expected.size(); ++tensor) {
         const Segment& segment = engine.segments[tensor];
         const std::uint64_t begin = segment.address - reinterpret_cast<std::uint64_t>(engine.tensors[tensor].data());
-        std::memcpy(expected[tensor].data() + begin + static_cast<std::uint64_t>(slots[index]) * segment.stride, from, segment.bytes);
+        std::memcpy(expected[tensor].data() + begin + static_cast<std::uint64_t>(slots[index]) * segment.stride, from,
+                    segment.bytes);
         from += segment.bytes;
       }
     }
@@ -150,8 +153,9 @@ void what_is_no_table_is_refused() {
 }  // namespace
 
 int main() {
-  return tests::run({{"a block is gathered from its pieces into rows any distance apart, with its checksum", blocks_are_gathered},
-                     {"only the slots that are named change", only_named_slots_change},
-                     {"threads copy other slots at once", threads_share_a_table},
-                     {"a table without slots or bytes is refused", what_is_no_table_is_refused}});
+  return tests::run(
+      {{"a block is gathered from its pieces into rows any distance apart, with its checksum", blocks_are_gathered},
+       {"only the slots that are named change", only_named_slots_change},
+       {"threads copy other slots at once", threads_share_a_table},
+       {"a table without slots or bytes is refused", what_is_no_table_is_refused}});
 }

@@ -72,7 +72,8 @@ void a_caller_that_fills_the_table_pushes_out_nobody_elses_routes() {
 }  // namespace
 
 int main() {
-  return tests::run({{"long prompts are found again and cost few entries", long_prompts_are_found_again_and_cost_few_entries},
-                     {"a caller that fills the table pushes out nobody else's routes",
-                      a_caller_that_fills_the_table_pushes_out_nobody_elses_routes}});
+  return tests::run(
+      {{"long prompts are found again and cost few entries", long_prompts_are_found_again_and_cost_few_entries},
+       {"a caller that fills the table pushes out nobody else's routes",
+        a_caller_that_fills_the_table_pushes_out_nobody_elses_routes}});
 }

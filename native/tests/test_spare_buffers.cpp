@@ -69,7 +69,8 @@ void threads_never_share_one() {
 }  // namespace
 
 int main() {
-  return tests::run({{"what was given is taken again", what_was_given_is_taken_again},
-                     {"no more is kept than was said, and the oldest goes", no_more_is_kept_than_was_said_and_the_oldest_goes},
-                     {"threads never share a buffer", threads_never_share_one}});
+  return tests::run(
+      {{"what was given is taken again", what_was_given_is_taken_again},
+       {"no more is kept than was said, and the oldest goes", no_more_is_kept_than_was_said_and_the_oldest_goes},
+       {"threads never share a buffer", threads_never_share_one}});
 }

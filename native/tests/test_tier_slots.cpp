@@ -121,7 +121,8 @@ void arriving_blocks_are_not_held() {
   tier.receive(slots[0], block(1).data());
   CHECK(tier.is_arriving(block(1).data()) && !tier.is_arriving(block(2).data()));
   CHECK(tier.find(block(1).data()) == kNoSlot && tier.counts().allocated == 2);
-  CHECK(tier.index(slots[1], tier.tag(block(1).data()), block(1).data()) == slots[1]);  // created here while its copy is on its way
+  // Created here while its copy is on its way
+  CHECK(tier.index(slots[1], tier.tag(block(1).data()), block(1).data()) == slots[1]);
   tier.mark(slots[1], SlotState::kCreating);
   gain(tier, slots[1], block(1), 0, true);
   tier.end_receiving(slots[0]);
@@ -149,7 +150,8 @@ void held_slots_are_found_in_order() {
   lose(tier, 63, 5);
   CHECK(tier.next_held(1) == 64);
   tier.withdraw_unheld(9);
-  CHECK(tier.slot(63).withdrawn_before == 9 && tier.slot(5).withdrawn_before == 9 && tier.slot(64).withdrawn_before == 0);
+  CHECK(tier.slot(63).withdrawn_before == 9 && tier.slot(5).withdrawn_before == 9 &&
+        tier.slot(64).withdrawn_before == 0);
 }
 
 void an_epoch_begins_in_place() {
@@ -196,16 +198,17 @@ void who_is_farthest_above_its_share_gives_up_first() {
 }  // namespace
 
 int main() {
-  return tests::run({{"slots are taken in the order they became free", slots_go_snapshot},
-                     {"a slot withdrawn while pinned is free after its last unpin", pinned_slots_wait_for_their_last_unpin},
-                     {"a slot withdrawn while pinned waits for that withdrawal", a_slot_withdrawn_while_pinned_waits_for_that},
-                     {"slots wait for the last of their withdrawals",
-                      slots_wait_for_the_last_withdrawal_in_whatever_order_they_are_taken},
-                     {"kept blocks yield by priority, time and slot", kept_blocks_yield_in_order},
-                     {"keeping again takes the later time and the higher priority", keeping_again_takes_the_later_and_the_higher},
-                     {"a block on its way is not held", arriving_blocks_are_not_held},
-                     {"an epoch begins in place", an_epoch_begins_in_place},
-                     {"held slots are found in order", held_slots_are_found_in_order},
-                     {"who is farthest above its share gives up first", who_is_farthest_above_its_share_gives_up_first},
-                     {"what a start finds in use is not given out", recovered_slots_are_reserved}});
+  return tests::run(
+      {{"slots are taken in the order they became free", slots_go_snapshot},
+       {"a slot withdrawn while pinned is free after its last unpin", pinned_slots_wait_for_their_last_unpin},
+       {"a slot withdrawn while pinned waits for that withdrawal", a_slot_withdrawn_while_pinned_waits_for_that},
+       {"slots wait for the last of their withdrawals",
+        slots_wait_for_the_last_withdrawal_in_whatever_order_they_are_taken},
+       {"kept blocks yield by priority, time and slot", kept_blocks_yield_in_order},
+       {"keeping again takes the later time and the higher priority", keeping_again_takes_the_later_and_the_higher},
+       {"a block on its way is not held", arriving_blocks_are_not_held},
+       {"an epoch begins in place", an_epoch_begins_in_place},
+       {"held slots are found in order", held_slots_are_found_in_order},
+       {"who is farthest above its share gives up first", who_is_farthest_above_its_share_gives_up_first},
+       {"what a start finds in use is not given out", recovered_slots_are_reserved}});
 }

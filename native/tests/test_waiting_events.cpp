@@ -41,7 +41,8 @@ void frames_are_cut_before_a_256th_namespace() {
   const Buffer hash(kHashBytes);
   for (std::uint32_t snapshot = 0; snapshot < 3; ++snapshot) {  // the same bodies serve again after each clear
     for (std::uint32_t index = 0; index < 300; ++index) {
-      BlocksEvicted event{.namespace_id = {}, .tier = Tier::kObject, .reason = EvictReason::kTtl, .hashes = Bytes(hash)};
+      BlocksEvicted event{
+          .namespace_id = {}, .tier = Tier::kObject, .reason = EvictReason::kTtl, .hashes = Bytes(hash)};
       event.namespace_id[0] = static_cast<std::uint8_t>(index);
       event.namespace_id[1] = static_cast<std::uint8_t>(index >> 8);
       waiting.add(event, event_bytes(event), index, index);

@@ -1,4 +1,6 @@
-"""Every way engines keep KV, held to a copy made block by block and tensor by tensor; on a CPU, in Triton's interpreter, on a GPU."""
+"""Every way engines keep KV, held to a copy made block by block and tensor by tensor; on a CPU, in Triton's
+interpreter, on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,9 @@ def native(addresses: np.ndarray, strides: np.ndarray, sizes: np.ndarray, slots:
 
 
 def block_of(layers: Layers, slot: int) -> np.ndarray:
-    """A slot's bytes, gathered without any of our arithmetic: each tensor's part, its dimensions as they lie in memory."""
+    """A slot's bytes, gathered without any of our arithmetic: each tensor's part, its dimensions as they lie in
+    memory.
+    """
     parts = []
     for layer in layers:
         for paged in layer:
@@ -551,7 +555,9 @@ def device_copies(way: str, layers: Layers, reaches: bool) -> DeviceCopies:
 
 
 def check_way(way: str, names: list[str]) -> None:
-    """Hold a way to the plain copies, in runs longer than a launch: rows that the device reaches, others, and parts of wider rows."""
+    """Hold a way to the plain copies, in runs longer than a launch: rows that the device reaches, others, and parts of
+    wider rows.
+    """
     for name in names:
         make = LAYOUTS[name]
         for reaches, parts in ((True, 1), (False, 1), (True, 3), (False, 3)):

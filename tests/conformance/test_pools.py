@@ -59,9 +59,15 @@ def _encrypted(folder: Path) -> NvmePool:
         add_key(folder / "keys.toml", tenant, "1")
     keys = SlotKeys(keys_of_file(str(folder / "keys.toml")), [SHAPE, OTHER_NAMESPACE])
     return NvmePool(
-        (folder / "pool",), SLOTS, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums, keys.opening(BlockIo, checksums),
+        (folder / "pool",),
+        SLOTS,
+        BLOCK_BYTES,
+        SHAPE,
+        InstanceId("a"),
+        checksums,
+        keys.opening(BlockIo, checksums),
         BlockIoOptions(encrypted=True),
-    )  # fmt: skip
+    )
 
 
 SLOT_POOLS: dict[str, Callable[[Path], SlotPool]] = {

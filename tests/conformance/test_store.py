@@ -81,20 +81,33 @@ def full_batch() -> StoreBatch:
         7,
         instances=(
             InstanceRow(
-                id=FIRST, cluster="west", epoch=Epoch(3), first_seen_ns=5, last_frame_ns=9, engine="vllm",
-                version="1.0", topology=("zone-a", "rack-3", "host-17"), pools=pools, state=InstanceStatus.STOPPED,
+                id=FIRST,
+                cluster="west",
+                epoch=Epoch(3),
+                first_seen_ns=5,
+                last_frame_ns=9,
+                engine="vllm",
+                version="1.0",
+                topology=("zone-a", "rack-3", "host-17"),
+                pools=pools,
+                state=InstanceStatus.STOPPED,
             ),
         ),
         epochs=(
             EpochRow(
-                instance=FIRST, epoch=Epoch(3), started_ns=5, ended_ns=9, end_reason="shutdown", next_offset=Offset(40),
+                instance=FIRST,
+                epoch=Epoch(3),
+                started_ns=5,
+                ended_ns=9,
+                end_reason="shutdown",
+                next_offset=Offset(40),
                 digest=(1 << 64) - 1,
             ),
         ),
         namespaces=(NamespaceRow(id=CHAT.id, fields=CHAT, first_seen_ns=5),),
         claims=(claim(hashes(3)),),
         positions=(InstancePosition(instance=FIRST, epoch=Epoch(3), next_offset=Offset(40)),),
-    )  # fmt: skip
+    )
 
 
 @dataclasses.dataclass
@@ -112,9 +125,13 @@ class Contents:
 async def contents(store: SqlStore) -> Contents:
     claims = await store._read(select(tables.object_claims).order_by(*tables.object_claims.primary_key))
     return Contents(
-        await store.position(STREAM), await store.instances(), await store.epochs(FIRST), await store.namespaces(),
-        await store.instance_positions(), [tuple(row.values()) for row in claims],
-    )  # fmt: skip
+        await store.position(STREAM),
+        await store.instances(),
+        await store.epochs(FIRST),
+        await store.namespaces(),
+        await store.instance_positions(),
+        [tuple(row.values()) for row in claims],
+    )
 
 
 async def claimed(store: SqlStore, pool: str | None = None, chunk_rows: int = 1 << 16) -> set[tuple[str, bytes, bytes]]:
@@ -421,9 +438,14 @@ def test_wild_words_and_numbers_of_one_instance_stop_no_batch(database_url: str)
 
     async def work(store: SqlStore) -> None:
         row = InstanceRow(
-            id=wild, cluster="\0", epoch=Epoch(largest), first_seen_ns=largest, last_frame_ns=largest, topology=("\0",),
+            id=wild,
+            cluster="\0",
+            epoch=Epoch(largest),
+            first_seen_ns=largest,
+            last_frame_ns=largest,
+            topology=("\0",),
             pools=(PoolStated(Tier.HBM, largest, largest, Reach.POD, "\0"),),
-        )  # fmt: skip
+        )
         epoch = EpochRow(instance=wild, epoch=Epoch(largest), started_ns=largest, next_offset=Offset(largest))
         position = InstancePosition(instance=wild, epoch=Epoch(largest), next_offset=Offset(largest))
         claims = (claim(hashes(1), by=wild, at_ns=largest, pool="\0"),)
@@ -456,13 +478,16 @@ def test_rows_that_do_not_say_whose_they_are_set_none_back(database_url: str) ->
 
     def of(previous: int, end: int, epoch: int, run: str) -> StoreBatch:
         return batch(
-            previous, end,
-            instances=(InstanceRow(
-                id=FIRST, cluster="west", epoch=Epoch(epoch), first_seen_ns=5, last_frame_ns=9, engine=run, run=run
-            ),),
+            previous,
+            end,
+            instances=(
+                InstanceRow(
+                    id=FIRST, cluster="west", epoch=Epoch(epoch), first_seen_ns=5, last_frame_ns=9, engine=run, run=run
+                ),
+            ),
             epochs=(EpochRow(instance=FIRST, epoch=Epoch(2), started_ns=5, next_offset=Offset(end), run=run),),
             positions=(InstancePosition(instance=FIRST, epoch=Epoch(epoch), next_offset=Offset(end), run=run),),
-        )  # fmt: skip
+        )
 
     async def work(store: SqlStore) -> None:
         assert await store.apply(of(0, 20, 2, "its own"))
@@ -535,7 +560,8 @@ def test_claims_and_withdrawals_of_one_batch_count_in_stream_order(database_url:
         await store.apply(batch(0, 1, claims=(claim(kept + gone + back, FIRST, 10),)))
         await store.apply(
             batch(
-                1, 2,
+                1,
+                2,
                 claims=(
                     claim(gone, SECOND, 20),
                     claim(gone + back, SECOND, 30, withdrawn=True),
@@ -543,7 +569,7 @@ def test_claims_and_withdrawals_of_one_batch_count_in_stream_order(database_url:
                     claim(hashes(1, seed=4), SECOND, 50, withdrawn=True),  # never claimed: harmless
                 ),
             )
-        )  # fmt: skip
+        )
         rows = {row[2]: row[3:] for row in (await contents(store)).claims}
         assert rows == {kept: (FIRST, 10, 10), back: (SECOND, 40, 40)}
 
@@ -564,9 +590,10 @@ def test_a_pools_claims_come_with_their_times_page_by_page_and_single_ones_when_
                 assert blocks == sorted(blocks) and len(blocks) == len(chunk.last_ns) <= chunk_rows
                 found |= dict(zip(blocks, chunk.last_ns, strict=True))
             assert found == {
-                **dict.fromkeys(split_hashes(run), 10), **dict.fromkeys(split_hashes(run[:32]), 30),
+                **dict.fromkeys(split_hashes(run), 10),
+                **dict.fromkeys(split_hashes(run[:32]), 30),
                 **dict.fromkeys(split_hashes(other), 20),
-            }  # fmt: skip
+            }
         assert [chunk async for chunk in store.claim_times("another pool")] == []
         namespace = claim(run, FIRST, 10).namespace
         asked = await store.last_claimed(pool, namespace, run + hashes(2, seed=9))
@@ -591,9 +618,7 @@ def test_random_claims_leave_what_a_set_would_hold(database_url: str) -> None:
             for _ in range(chance.randrange(6)):
                 chosen = chance.sample(blocks, chance.randrange(1, 5))
                 pool, namespace = chance.choice(("a", "b")), chance.choice(namespaces)
-                runs.append(
-                    claim(b"".join(chosen), pool=pool, namespace=namespace, withdrawn=chance.random() < 0.5)
-                )  # fmt: skip
+                runs.append(claim(b"".join(chosen), pool=pool, namespace=namespace, withdrawn=chance.random() < 0.5))
                 keys = {(pool, bytes(namespace), bytes(block)) for block in chosen}
                 model = model - keys if runs[-1].withdrawn else model | keys
             assert await store.apply(batch(sequence, sequence + 1, claims=tuple(runs)))
@@ -912,7 +937,9 @@ database.close()
 def test_a_database_that_is_opened_again_keeps_its_locks_against_other_processes(
     sqlite_url: str, tmp_path: Path
 ) -> None:
-    """Else one of them takes itself for the last, and deletes the log that is written to here: what is stored then is lost."""
+    """Else one of them takes itself for the last, and deletes the log that is written to here: what is stored then is
+    lost.
+    """
 
     def read_elsewhere() -> str:
         command = [sys.executable, "-c", READ_AND_CLOSE, str(tmp_path / "catalog.db")]

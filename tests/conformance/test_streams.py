@@ -166,7 +166,9 @@ def test_clusters_are_read_apart_and_together(run: Run, cluster: str) -> None:
 
 
 def test_parts_of_a_cluster_are_read_apart(run: Run, cluster: str) -> None:
-    """Events, fences and heartbeats of instances in some parts, and of no others; and what one reads is what the other does not."""
+    """Events, fences and heartbeats of instances in some parts, and of no others; and what one reads is what the other
+    does not.
+    """
     names = [InstanceId(f"gpu-{at}") for at in range(12)]
     low, high = ALL_PARTS[: PARTS // 2], ALL_PARTS[PARTS // 2 :]
 
@@ -387,9 +389,14 @@ def test_the_state_tells_what_is_kept(run: Run, cluster: str) -> None:
 
 def heartbeat(cluster: str, instance: InstanceId, published: int) -> Heartbeat:
     return Heartbeat(
-        instance=instance, cluster=cluster, epoch=Epoch(3), published=Offset(published), wall_time_ns=published,
-        free_slots={Tier.HOST: 7}, namespaces=(NamespaceId(b"n" * 16),),
-    )  # fmt: skip
+        instance=instance,
+        cluster=cluster,
+        epoch=Epoch(3),
+        published=Offset(published),
+        wall_time_ns=published,
+        free_slots={Tier.HOST: 7},
+        namespaces=(NamespaceId(b"n" * 16),),
+    )
 
 
 def test_a_watcher_gets_the_last_pulse_of_each_instance_and_then_each_new_one(run: Run, cluster: str) -> None:
@@ -449,9 +456,14 @@ async def heard(watch: AsyncIterator[Told], tell: Callable[[], Awaitable[None]])
 def test_samples_reach_who_listens_to_their_cluster(run: Run, cluster: str) -> None:
     async def work(stream: EventStream) -> None:
         sample = AccessSample(
-            instance=TWO, cluster=cluster, wall_time_ns=1, namespace=NamespaceId(b"n" * 16), hashes=b"h" * 32, depth=1,
+            instance=TWO,
+            cluster=cluster,
+            wall_time_ns=1,
+            namespace=NamespaceId(b"n" * 16),
+            hashes=b"h" * 32,
+            depth=1,
             rate=0.5,
-        )  # fmt: skip
+        )
 
         elsewhere = msgspec.structs.replace(sample, cluster=f"{cluster}-b")
 
@@ -482,9 +494,14 @@ def test_a_watcher_that_does_not_take_loses_the_oldest(run: Run, cluster: str) -
     async def work(stream: EventStream) -> None:
         def sample(at: int) -> AccessSample:
             return AccessSample(
-                instance=ONE, cluster=cluster, wall_time_ns=at, namespace=NamespaceId(b"n" * 16), hashes=b"", depth=0,
+                instance=ONE,
+                cluster=cluster,
+                wall_time_ns=at,
+                namespace=NamespaceId(b"n" * 16),
+                hashes=b"",
+                depth=0,
                 rate=1.0,
-            )  # fmt: skip
+            )
 
         watch = stream.watch_samples(cluster)
         await heard(watch, lambda: stream.send_sample(sample(-1)))

@@ -383,7 +383,7 @@ def test_a_closed_reader_reads_nothing(site: Site) -> None:
     assert found.trouble
 
 
-# -- over sockets ---------------------------------------------------------------------------------------------------------
+# -- over sockets ------------------------------------------------------------------------------------------------------
 
 sockets = pytest.mark.parametrize("kind", [*SOCKETS, NIXL], indirect=True)
 

@@ -1,7 +1,9 @@
-"""Deliberate defects: each is one rule of the design, broken from the test's side. The simulator must notice every one of them.
+"""Deliberate defects: each is one rule of the design, broken from the test's side.
 
-A mutant is planted by replacing a method of production code for a while. It names the faults that bring it to light; a defect
-that nothing notices means that a check is missing.
+The simulator must notice every one of them.
+
+A mutant is planted by replacing a method of production code for a while. It names the faults that bring it to light; a
+defect that nothing notices means that a check is missing.
 """
 
 from __future__ import annotations
@@ -74,8 +76,10 @@ class Mutant(NamedTuple):
         rule: what is broken.
         plant: replaces production code; undone by the stack.
         mix: the faults to look with; () for any, as they meet.
-        run_s: of virtual time with work and faults; a short one ends while instances are quiet, whose next event would heal much.
-        peers: instances read each other's blocks. limits: threads, descriptors, names and undisturbed calls may run out.
+        run_s: of virtual time with work and faults; a short one ends while instances are quiet, whose next event would
+            heal much.
+        peers: instances read each other's blocks. limits: threads, descriptors, names and undisturbed calls may run
+            out.
         owning: most instances have an engine that owns HBM.
     """
 
@@ -119,7 +123,7 @@ class _IndexWithout:
         return getattr(self._index, name)
 
 
-# -- the publisher ------------------------------------------------------------------------------------------------------
+# -- the publisher -----------------------------------------------------------------------------------------------------
 
 
 def _no_go_back_n(stack: ExitStack) -> None:
@@ -167,7 +171,7 @@ def _resumes_at_the_end(stack: ExitStack) -> None:
     original = _swap(stack, Publisher, "_take_connection", take_connection)
 
 
-# -- the manager --------------------------------------------------------------------------------------------------------
+# -- the manager -------------------------------------------------------------------------------------------------------
 
 
 def _slot_reused_early(stack: ExitStack) -> None:
@@ -261,7 +265,7 @@ def _torn_tail_accepted(stack: ExitStack) -> None:
     original = _swap(stack, repair_module, "_cut", cut)
 
 
-# -- blocks of other instances ------------------------------------------------------------------------------------------
+# -- blocks of other instances -----------------------------------------------------------------------------------------
 
 
 def _lends_without_lease(stack: ExitStack) -> None:
@@ -288,7 +292,7 @@ def _checksum_of_the_source(stack: ExitStack) -> None:
     original = _swap(stack, LocalReader, "_copied", copied)
 
 
-# -- what runs out --------------------------------------------------------------------------------------------------------
+# -- what runs out -----------------------------------------------------------------------------------------------------
 
 
 def _queued_before_its_thread(stack: ExitStack) -> None:
@@ -441,7 +445,7 @@ def _pod_believes_its_hints(stack: ExitStack) -> None:
     original = _swap(stack, PodFolder, "read", read)
 
 
-# -- engines that own HBM -------------------------------------------------------------------------------------------------
+# -- engines that own HBM ----------------------------------------------------------------------------------------------
 
 
 def _stores_arrive_whatever_workers_say(stack: ExitStack) -> None:
@@ -508,7 +512,7 @@ def _requests_outlive_their_deadline(stack: ExitStack) -> None:
     original = _swap(stack, Acquiring, "done", property(done))
 
 
-# -- the catalog --------------------------------------------------------------------------------------------------------
+# -- the catalog -------------------------------------------------------------------------------------------------------
 
 
 def _position_before_apply(stack: ExitStack) -> None:

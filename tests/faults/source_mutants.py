@@ -1,8 +1,8 @@
 """Deliberate defects in the text of production code: each is one line that a tired hand could have written.
 
-They were chosen by reading the code, before looking at what its tests check, so they measure the tests and the simulator; those in
-`mutants.py` were made with the simulator, and each has a mix of faults of its own. `tools/mutants.py` plants them one at a time, and
-says what notices. README.md has the last verdicts.
+They were chosen by reading the code, before looking at what its tests check, so they measure the tests and the
+simulator; those in `mutants.py` were made with the simulator, and each has a mix of faults of its own.
+`tools/mutants.py` plants them one at a time, and says what notices. README.md has the last verdicts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _RECONCILE, _WITHDRAWAL = "kvbm/janitor/reconcile.py", "kvbm/janitor/withdrawal.
 _HOLDINGS, _LANE = "kvbm/janitor/holdings.py", "native/src/block_lane.cpp"
 
 SOURCE_MUTANTS: dict[str, SourceMutant] = {
-    # -- publisher ------------------------------------------------------------------------------------------------------
+    # -- publisher -----------------------------------------------------------------------------------------------------
     "window_never_drains": SourceMutant(
         "an acknowledged message leaves its room in the window",
         _PUBLISHER_WINDOW,
@@ -90,7 +90,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "            self._wake_s = self._now_s + self._backoff_s()\n",
         test="tests/unit/test_publisher.py::test_from_a_refused_message_on_all_is_sent_again_after_a_wait_and_late_acks_count_for_nothing",
     ),
-    # -- journal --------------------------------------------------------------------------------------------------------
+    # -- journal -------------------------------------------------------------------------------------------------------
     "last_frame_is_a_repeat": SourceMutant(
         "a segment keeps the frame that ends where the next segment begins",
         _JOURNAL_REPAIR,
@@ -133,7 +133,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "        pieces.clear()\n",
         test="tests/integration/test_journal.py::test_half_a_frame_the_device_would_not_take_back_is_gone_before_the_next",
     ),
-    # -- sequencer ------------------------------------------------------------------------------------------------------
+    # -- sequencer -----------------------------------------------------------------------------------------------------
     "overlap_applied_twice": SourceMutant(
         "of a frame that was read in part only the rest is applied",
         _SEQUENCE,
@@ -172,22 +172,22 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "runs_over_reorder_buffers": SourceMutant(
         "an instance with frames in its reorder buffer has decisions to make",
         _SEQUENCE,
-        "self.position.epoch and not self.buffer and not",
-        "self.position.epoch and not",
+        "            and not self.buffer\n            and not self._is_lost\n",
+        "            and not self._is_lost\n",
         test="tests/property/test_plain_frames.py::test_runs_leave_what_single_messages_leave",
     ),
     "runs_whatever_fence_they_name": SourceMutant(
         "a message that names another fence is no plain one",
         _SEQUENCE,
-        "            and holder_after(named, self.fence) is self.fence and",
-        "            and",
+        "            and holder_after(named, self.fence) is self.fence\n",
+        "",
         test="tests/property/test_plain_frames.py::test_runs_leave_what_single_messages_leave",
     ),
     "runs_heal_nobody": SourceMutant(
         "an instance in trouble is looked at frame by frame",
         _SEQUENCE,
-        " is self.fence and self._id not in self._troubles.by_instance\n",
-        " is self.fence\n",
+        "            and self._id not in self._troubles.by_instance\n",
+        "",
         test="tests/property/test_plain_frames.py::test_runs_leave_what_single_messages_leave",
     ),
     "a_diverged_message_ends_there": SourceMutant(
@@ -204,7 +204,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "      while (at == 0) {\n",
         test="native/tests/test_plain_frames.cpp",
     ),
-    # -- liveness -------------------------------------------------------------------------------------------------------
+    # -- liveness ------------------------------------------------------------------------------------------------------
     "deaf_for_too_long": SourceMutant(
         "a catalog that is cut off knows it before anybody counts as silent",
         _LIVENESS,
@@ -240,11 +240,12 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "            else:\n",
         test="tests/unit/test_liveness.py::test_those_who_come_back_one_after_the_other_are_all_kept",
     ),
-    # -- SQL -------------------------------------------------------------------------------------------------------------
+    # -- SQL -----------------------------------------------------------------------------------------------------------
     "overtaken_rows_dropped": SourceMutant(
         "rows of a batch that another catalog has overtaken are stored all the same",
         _SQL_WRITER,
-        "            self._batch = msgspec.structs.replace(batch, previous=applied.position)\n            return False\n",
+        "            self._batch = msgspec.structs.replace(batch, previous=applied.position)\n            return "
+        "False\n",
         "            self._batch = None\n            return False\n",
         test="tests/integration/test_sql_writer.py::test_rows_that_another_catalog_has_overtaken_in_part_are_stored",
     ),
@@ -283,7 +284,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "            self._unstored += self._rows.waiting_claims()\n",
         test="tests/integration/test_sql_writer.py::test_claims_that_waited_for_a_database_restored_from_an_older_copy_reach_it_though_the_stream_has_lost_them",
     ),
-    # -- copies and offloads --------------------------------------------------------------------------------------------
+    # -- copies and offloads -------------------------------------------------------------------------------------------
     "checksums_of_others": SourceMutant(
         "a block is sealed with its own checksum, also where one before it was bad",
         _COPIES,
@@ -312,7 +313,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         '        if not may_write and (why := ""):',
         test="tests/integration/test_copies.py::test_a_staged_copy_waits_for_the_withdrawal_of_what_its_slots_hold",
     ),
-    # -- janitor --------------------------------------------------------------------------------------------------------
+    # -- janitor -------------------------------------------------------------------------------------------------------
     "deletes_without_lease": SourceMutant(
         "a batch of deletions ends before the lease does",
         _WITHDRAWAL,
@@ -337,11 +338,13 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "used_object_goes_by_quota": SourceMutant(
         "an object chosen by quota that was used meanwhile stays",
         _WITHDRAWAL,
-        "                if last_ns <= entry.last_ns and (entry.victim.reason is not EvictReason.TTL or last_ns < old_ns):",
-        "                if entry.victim.reason is not EvictReason.TTL or last_ns <= entry.last_ns and last_ns < old_ns:",
+        "                if last_ns <= entry.last_ns and (entry.victim.reason is not EvictReason.TTL or last_ns < "
+        "old_ns):",
+        "                if entry.victim.reason is not EvictReason.TTL or last_ns <= entry.last_ns and last_ns < "
+        "old_ns:",
         test="tests/unit/test_janitor.py::test_what_is_used_while_the_janitor_looks_stays_though_it_was_chosen_by_quota",
     ),
-    # -- RDMA -----------------------------------------------------------------------------------------------------------
+    # -- RDMA ----------------------------------------------------------------------------------------------------------
     "rdma_without_every_proof": SourceMutant(
         "who READs has proved every namespace of the owner",
         "kvbm/transport/rdma_lending.py",
@@ -356,7 +359,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "            self._namespaces = known\n",
         test="tests/integration/test_rdma_lending.py::test_who_lacks_a_namespace_is_refused_until_it_proves_it",
     ),
-    # -- native index ---------------------------------------------------------------------------------------------------
+    # -- native index --------------------------------------------------------------------------------------------------
     "generation_used_before_its_sweep": SourceMutant(
         "a generation is used again once a sweep has passed",
         _INDEX,
@@ -388,7 +391,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "sweep_misses_what_moved": SourceMutant(
         "a sweep begins a part anew whose blocks have moved",
         _INDEX_UPKEEP,
-        "    if (pass_moves_ != table_.moves(pass_shard_)) {\n      pass_moves_ = table_.moves(pass_shard_);\n      pass_page_ = 0;\n    }\n",
+        "    if (pass_moves_ != table_.moves(pass_shard_)) {\n      pass_moves_ = table_.moves(pass_shard_);\n      "
+        "pass_page_ = 0;\n    }\n",
         "",
         test="native/tests/test_cluster_index.cpp",
     ),
@@ -420,7 +424,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "",
         test="native/tests/test_cluster_index.cpp",
     ),
-    # -- native lane and block I/O --------------------------------------------------------------------------------------
+    # -- native lane and block I/O -------------------------------------------------------------------------------------
     "closed_lane_reports_success": SourceMutant(
         "what comes after the close is told that nothing was moved",
         _LANE,
@@ -438,8 +442,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "short_transfer_is_whole": SourceMutant(
         "a transfer that moved a part has failed",
         _LANE,
-        "static_cast<std::size_t>(result) < wanted ? ENODATA : 0;",
-        "static_cast<std::size_t>(result) < wanted ? 0 : 0;",
+        "static_cast<std::size_t>(result) < wanted ? ENODATA\n",
+        "static_cast<std::size_t>(result) < wanted ? 0\n",
         test="native/tests/test_block_io.cpp",
     ),
     "padding_of_others": SourceMutant(
@@ -449,7 +453,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "",
         test="native/tests/test_block_io.cpp",
     ),
-    # -- the ledger's refusals and what its slots wait for --------------------------------------------------------------
+    # -- the ledger's refusals and what its slots wait for -------------------------------------------------------------
     "waits_for_any_withdrawal": SourceMutant(
         "slots wait for the last of their withdrawals, in whatever order they are taken",
         "native/src/tier_slots.cpp",
@@ -460,8 +464,10 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "withdrawn_while_pinned_waits_for_nothing": SourceMutant(
         "a slot that was pinned when it was evicted waits for that withdrawal",
         "native/src/tier_slots.cpp",
-        "  block.withdrawn_before = applied;\n  if (block.pins > 0) {\n    block.state = SlotState::kOrphaned;\n  } else {\n",
-        "  if (block.pins > 0) {\n    block.state = SlotState::kOrphaned;\n  } else {\n    block.withdrawn_before = applied;\n",
+        "  block.withdrawn_before = applied;\n  if (block.pins > 0) {\n    block.state = SlotState::kOrphaned;\n  } "
+        "else {\n",
+        "  if (block.pins > 0) {\n    block.state = SlotState::kOrphaned;\n  } else {\n    block.withdrawn_before = "
+        "applied;\n",
         test="native/tests/test_tier_slots.cpp",
     ),
     "refused_release_takes_a_part": SourceMutant(
@@ -481,7 +487,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "overflow_keeps_its_source_pinned": SourceMutant(
         "a copy whose room was an overflow pins its source no more",
         "native/src/copies.cpp",
-        "    if (from != nullptr) {\n      unpin_run(*from, copy.source_slots);\n    }\n    copies_.erase(begun);\n    return std::nullopt;",
+        "    if (from != nullptr) {\n      unpin_run(*from, copy.source_slots);\n    }\n    copies_.erase(begun);\n    "
+        "return std::nullopt;",
         "    copies_.erase(begun);\n    return std::nullopt;",
         test="native/tests/test_ledger.cpp",
     ),
@@ -495,8 +502,10 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "readable_withdrawn_while_pinned_waits_for_nothing": SourceMutant(
         "the same in the readable ledger: a slot that was pinned when it was evicted waits for that withdrawal",
         "kvbm/reference/slots.py",
-        "        self.free_after[slot] = applied\n        if self.pins.get(slot):\n            self.orphaned.add(slot)\n        else:\n",
-        "        if self.pins.get(slot):\n            self.orphaned.add(slot)\n        else:\n            self.free_after[slot] = applied\n",
+        "        self.free_after[slot] = applied\n        if self.pins.get(slot):\n            "
+        "self.orphaned.add(slot)\n        else:\n",
+        "        if self.pins.get(slot):\n            self.orphaned.add(slot)\n        else:\n            "
+        "self.free_after[slot] = applied\n",
         test="tests/unit/test_ledger.py::test_a_durable_slot_withdrawn_while_it_was_pinned_waits_for_that_withdrawal",
     ),
     "readable_refused_release_takes_a_part": SourceMutant(
@@ -520,11 +529,13 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "                return None",
         test="tests/unit/test_ledger.py::test_a_durable_slot_whose_withdrawal_overflows_is_not_written",
     ),
-    # -- what was cleared, put off, closed or counted -------------------------------------------------------------------
+    # -- what was cleared, put off, closed or counted ------------------------------------------------------------------
     "cleared_blocks_are_given": SourceMutant(
         "a request is given nothing that was cleared while it waited",
         "kvbm/manager/acquiring.py",
-        '        if self._cancellations != self._copies.cancellations:\n            slots, self._slots, self.depth, self.hits = self._slots, b"", 0, {}\n            self._ledger.unpin(Tier.HOST, slots)\n            self.why = "cleared"\n        self._judge()\n',
+        "        if self._cancellations != self._copies.cancellations:\n            slots, self._slots, self.depth, "
+        'self.hits = self._slots, b"", 0, {}\n            self._ledger.unpin(Tier.HOST, slots)\n            self.why = '
+        '"cleared"\n        self._judge()\n',
         "        self._judge()\n",
         test="tests/integration/test_acquiring_cleared.py::test_a_request_gets_nothing_of_what_was_cleared_while_it_waited_for_the_rest",
     ),
@@ -559,11 +570,12 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "archived_twice": SourceMutant(
         "of a batch that failed in its middle an archive writes each message once",
         "kvbm/catalog/follow/archive.py",
-        "            if messages[at].sequence <= self.position.sequence:\n                at += 1\n                continue\n",
+        "            if messages[at].sequence <= self.position.sequence:\n                at += 1\n                "
+        "continue\n",
         "",
         test="tests/unit/test_archive.py::test_of_a_batch_that_failed_behind_its_first_file_that_file_is_written_once",
     ),
-    # -- checkpoints, other histories, other weights --------------------------------------------------------------------
+    # -- checkpoints, other histories, other weights -------------------------------------------------------------------
     "cut_snapshot_ends_whole": SourceMutant(
         "a snapshot that a checkpoint cuts makes nothing whole",
         "native/src/checkpoint.cpp",
@@ -588,7 +600,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "claims_lost_while_loading": SourceMutant(
         "what is claimed and withdrawn while claims are read from SQL counts",
         "kvbm/catalog/follow/sql_writer.py",
-        "            for run in self._rows.take_watched():  # claims of another time were brought in meanwhile\n                (index.unclaim if run.withdrawn else index.claim)(run.pool, run.namespace, run.hashes)\n",
+        "            for run in self._rows.take_watched():  # claims of another time were brought in meanwhile\n       "
+        "         (index.unclaim if run.withdrawn else index.claim)(run.pool, run.namespace, run.hashes)\n",
         "            self._rows.take_watched()\n",
         test="tests/integration/test_sql_writer.py::test_what_is_claimed_and_withdrawn_while_claims_are_read_from_sql_counts",
     ),
@@ -641,18 +654,20 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "        elif spoke > known.spoke:\n",
         test="tests/unit/test_absences.py::test_a_message_is_a_sign_of_life_also_in_a_stream_whose_sequences_began_anew",
     ),
-    # -- chosen by somebody who knew no test -----------------------------------------------------------------------------
+    # -- chosen by somebody who knew no test ---------------------------------------------------------------------------
     "given_up_acquire_still_counts_as_waiting": SourceMutant(
         "who gives an acquire up waits no more",
         "kvbm/manager/acquiring.py",
-        "                self._collect()\n                self._loads.end_waiting(self)\n                self._is_over = True",
+        "                self._collect()\n                self._loads.end_waiting(self)\n                self._is_over "
+        "= True",
         "                self._collect()\n                self._is_over = True",
         test="tests/integration/test_engine_owned_hbm.py::test_any_order_of_calls_keeps_bytes_right_and_the_stream_true",
     ),
     "late_reads_of_a_lender_count_as_those_of_its_file": SourceMutant(
         "a late read of an instance that lends counts apart from one of its file",
         "kvbm/manager/copies.py",
-        "        return lender(InstanceId(copy.source)) if self.is_lent(copy) and isinstance(copy.source, str) else copy.source\n",
+        "        return lender(InstanceId(copy.source)) if self.is_lent(copy) and isinstance(copy.source, str) else "
+        "copy.source\n",
         "        return copy.source\n",
         test="tests/integration/test_peer_loads.py::test_late_reads_of_a_peer_count_apart_and_end_by_themselves",
     ),
@@ -673,7 +688,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "segments_go_though_the_sync_failed": SourceMutant(
         "no segment goes while what makes it needless is not on the device",
         _JOURNAL,
-        '                    log.warning("journal.segments_kept", segments=count, why=str(error))\n                    return 0\n',
+        '                    log.warning("journal.segments_kept", segments=count, why=str(error))\n                    '
+        "return 0\n",
         '                    log.warning("journal.segments_kept", segments=count, why=str(error))\n',
         test="tests/integration/test_journal.py::test_nothing_goes_before_what_makes_it_needless_is_on_the_device",
     ),
@@ -708,7 +724,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "end_of_stream_is_settled_while_somebody_is_waited_for": SourceMutant(
         "a catalog erases once it has read what those sent whom it waited for last",
         "kvbm/erasure/catalog.py",
-        "        if waits:\n            self._settled.pop(erasure.number, None)\n        else:\n            waits = await self._unread(erasure.number)\n",
+        "        if waits:\n            self._settled.pop(erasure.number, None)\n        else:\n            waits = "
+        "await self._unread(erasure.number)\n",
         "        if not waits:\n            waits = await self._unread(erasure.number)\n",
         test="tests/unit/test_erasure.py::test_a_catalog_reads_on_to_the_streams_end_since_it_last_waited_for_somebody",
     ),

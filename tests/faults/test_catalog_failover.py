@@ -1,6 +1,8 @@
-"""Two catalogs of one cluster under load, killed in turn: a client that knows both has an answer each time, and the right one.
+"""Two catalogs of one cluster under load, killed in turn: a client that knows both has an answer each time, and the
+right one.
 
-FAILOVER_KILLS says how often one is killed (default 2, with --nightly 6 as well). The long form is tools/catalog_kills.py.
+FAILOVER_KILLS says how often one is killed (default 2, with --nightly 6 as well). The long form is
+tools/catalog_kills.py.
 """
 
 from __future__ import annotations

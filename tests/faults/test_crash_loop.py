@@ -1,8 +1,8 @@
 """Real processes, killed, stopped, cut off and damaged: everybody agrees again. `tools/crash_loop.py` is the long run.
 
-`make test` inflicts one fault of each class, `make test-all` also those that a seed draws: `KVBM_CRASH_SEED` takes another,
-`KVBM_CRASH_FAULTS` more of them, `KVBM_BURST_BLOCKS` a larger burst. On a divergence everything is kept in the folder that the message
-names.
+`make test` inflicts one fault of each class, `make test-all` also those that a seed draws: `KVBM_CRASH_SEED` takes
+another, `KVBM_CRASH_FAULTS` more of them, `KVBM_BURST_BLOCKS` a larger burst. On a divergence everything is kept in the
+folder that the message names.
 """
 
 from __future__ import annotations

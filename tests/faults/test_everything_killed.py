@@ -1,7 +1,7 @@
 """Clusters of real processes on one bucket: instances, nats-server and catalog, all of them killed, and the janitor.
 
-`make test` kills everything of one cluster, which keeps its machines, and `integration/test_janitor.py` has the rest within one process;
-`make test-all` has all of it with real ones.
+`make test` kills everything of one cluster, which keeps its machines, and `integration/test_janitor.py` has the rest
+within one process; `make test-all` has all of it with real ones.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ def test_after_kill_9_of_everything_and_a_fresh_catalog_the_index_is_as_before(
 ) -> None:
     """Two instances, nats-server and catalog die at once; stream, database and checkpoints are thrown away.
 
-    Before they die, the stream stands still, and one instance serves one more prompt: objects whose claims are in nothing but its
-    journal. What must come back is what the index had, and that prompt.
+    Before they die, the stream stands still, and one instance serves one more prompt: objects whose claims are in
+    nothing but its journal. What must come back is what the index had, and that prompt.
 
-    With their machines kept, the instances find their journals, and a stream that has nothing. They publish all that their
-    journals have, so every claim is back before the janitor runs, those included that no stream ever had, and it finds
-    nothing; a snapshot states what NVMe holds, block by block what each held when it died.
+    With their machines kept, the instances find their journals, and a stream that has nothing. They publish all that
+    their journals have, so every claim is back before the janitor runs, those included that no stream ever had, and it
+    finds nothing; a snapshot states what NVMe holds, block by block what each held when it died.
 
-    With new machines nothing is left but the bucket: nobody claims anything before the janitor has run, and it finds every object.
+    With new machines nothing is left but the bucket: nobody claims anything before the janitor has run, and it finds
+    every object.
     """
     with Cluster(tmp_path, "one", place) as cluster:
         cluster.instances("a", "b", **NVME)
@@ -167,7 +168,9 @@ def test_two_clusters_of_two_instances_on_one_bucket_what_the_first_computed_the
 def test_a_janitor_deletes_what_two_clusters_read_and_put_all_the_while_and_nobody_is_given_wrong_bytes(
     place: Place, tmp_path: Path
 ) -> None:
-    """The janitor of one cluster knows nothing of the other's claims; afterwards each comes to know what is still there."""
+    """The janitor of one cluster knows nothing of the other's claims; afterwards each comes to know what is still
+    there.
+    """
     with Cluster(tmp_path, "first", place) as first, Cluster(tmp_path, "second", place) as second:
         clusters = [first, second]
         workers = [cluster.instances("a", rate=40.0, pools__hbm__slots=48)[0] for cluster in clusters]

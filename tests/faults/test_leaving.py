@@ -1,4 +1,6 @@
-"""A process that leaves with its manager open, in every way there is: it ends as it was told to, and leaves nothing broken behind."""
+"""A process that leaves with its manager open, in every way there is: it ends as it was told to, and leaves nothing
+broken behind.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,27 @@ from tests.faults.processes.leaver import open_one
 TIMES = 4  # of what ended with SIGABRT in about every second run; `make test` does it once
 WAIT_S = 120.0
 ENDS = {
-    "fall_off": 0, "closed": 0, "hashing": 0, "sys_exit": 7, "exception": 1, "SIGINT": -signal.SIGINT, "SIGTERM": -signal.SIGTERM,
-    "SIGHUP": -signal.SIGHUP, "sigterm_exits": 5, "os_exit": 6, "thread": 0,
-}  # fmt: skip
+    "fall_off": 0,
+    "closed": 0,
+    "hashing": 0,
+    "sys_exit": 7,
+    "exception": 1,
+    "SIGINT": -signal.SIGINT,
+    "SIGTERM": -signal.SIGTERM,
+    "SIGHUP": -signal.SIGHUP,
+    "sigterm_exits": 5,
+    "os_exit": 6,
+    "thread": 0,
+}
 FORKS = (
-    "fork", "fork_os_exit", "fork_fall_off", "fork_close", "fork_while_locked", "multiprocessing_fork", "multiprocessing_spawn",
-)  # fmt: skip
+    "fork",
+    "fork_os_exit",
+    "fork_fall_off",
+    "fork_close",
+    "fork_while_locked",
+    "multiprocessing_fork",
+    "multiprocessing_spawn",
+)
 
 QUICK = ("fall_off", "thread", "os_exit", "SIGTERM")  # of the ways to end, one of each kind
 QUICK_FORKS = ("fork", "fork_while_locked", "multiprocessing_fork", "multiprocessing_spawn")
@@ -113,8 +130,12 @@ def test_a_child_that_lives_on_keeps_nobody_from_starting_again(tmp_path: Path) 
 
 COMMANDS = {
     "catalog": (["catalog", "serve", "--set=catalog.listen=127.0.0.1:0"], "follows nats://", 0),
-    "engine": (["engine", "--set=pools.hbm.slots=64", "--set=pools.hbm.device=cpu", "--set=pools.nvme.slots=64"], '"ready"', 130),
-}  # fmt: skip
+    "engine": (
+        ["engine", "--set=pools.hbm.slots=64", "--set=pools.hbm.device=cpu", "--set=pools.nvme.slots=64"],
+        '"ready"',
+        130,
+    ),
+}
 
 
 @pytest.mark.parametrize(
@@ -159,11 +180,17 @@ def start_command(words: list[str], ready: str, hang_up: str = "SIG_DFL") -> sub
     Args:
         hang_up: what SIGHUP finds; whoever runs the tests may do so under nohup.
     """
-    set_it = f"import os, signal, sys; signal.signal(signal.SIGHUP, signal.{hang_up}); os.execv(sys.executable, sys.argv[1:])"
+    set_it = (
+        f"import os, signal, sys; signal.signal(signal.SIGHUP, signal.{hang_up}); os.execv(sys.executable, "
+        "sys.argv[1:])"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-c", set_it, sys.executable, "-m", "kvbm", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", set_it, sys.executable, "-m", "kvbm", *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None and process.stderr is not None
     heard: list[str] = []
     output = process.stdout if ready.startswith('"') else process.stderr

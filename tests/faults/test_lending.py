@@ -1,4 +1,6 @@
-"""A native owner under what happens to it: blocks that come and go, readers that are killed, an engine that keeps the GIL, a fork."""
+"""A native owner under what happens to it: blocks that come and go, readers that are killed, an engine that keeps the
+GIL, a fork.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +205,9 @@ def test_a_fenced_owner_grants_nothing(site: NativeSite):
 
 
 def test_another_users_process_is_not_served(site: NativeSite):
-    """Root may enter the socket's folder, and its file is opened to all here: what is left is the look at who connects."""
+    """Root may enter the socket's folder, and its file is opened to all here: what is left is the look at who
+    connects.
+    """
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
     for folder in (Path(site.unix).parent, *Path(site.unix).parent.parents):

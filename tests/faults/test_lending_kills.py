@@ -1,4 +1,5 @@
-"""Owners and readers that are killed or stopped at seeded moments of a read: no wrong byte, no block that stays pinned, no read without end.
+"""Owners and readers that are killed or stopped at seeded moments of a read: no wrong byte, no block that stays pinned,
+no read without end.
 
 200 moments in all, of which `make test` has three of each kind and `make faults` the rest.
 """
@@ -78,7 +79,9 @@ def owner(transport: str, tmp_path: Path) -> Iterator[Owner]:
 
 
 def read(reader: PeerReader, blocks: np.ndarray, deadline_s: float) -> PeerRead:
-    """A read of all blocks, of which those that count as good are as they were computed, and nothing is written any more."""
+    """A read of all blocks, of which those that count as good are as they were computed, and nothing is written any
+    more.
+    """
     rows = np.zeros_like(blocks)
     found = reader.read(NAMESPACE, hashes_of(BLOCKS), rows, None, deadline_s)
     good = [at for at, outcome in enumerate(found.result.outcomes) if outcome is GOOD]

@@ -1,5 +1,7 @@
-"""An instance that is killed on one pool file, or works at full speed, loses and confuses nothing; `tools/pool_kills.py` and
-`tools/churn.py` do much more of it."""
+"""An instance that is killed on one pool file, or works at full speed, loses and confuses nothing;
+
+`tools/pool_kills.py` and `tools/churn.py` do much more of it.
+"""
 
 from __future__ import annotations
 
@@ -105,8 +107,9 @@ def test_no_sector_of_any_block_is_that_of_another_place() -> None:
     noise, blocks, block_bytes = Noise(16 << 10, 1200), 1200, 16 << 10
     sectors = {
         noise.block(number)[at : at + SECTOR_BYTES].tobytes()
-        for number in range(blocks) for at in range(0, block_bytes, SECTOR_BYTES)
-    }  # fmt: skip
+        for number in range(blocks)
+        for at in range(0, block_bytes, SECTOR_BYTES)
+    }
     assert len(sectors) == blocks * block_bytes // SECTOR_BYTES
 
 

@@ -1,7 +1,8 @@
-"""The stream's store is lost, with it all that was known of an instance that keeps its journal in memory; real processes.
+"""The stream's store is lost, with it all that was known of an instance that keeps its journal in memory; real
+processes.
 
-What begins again with a small epoch must not be taken for an older self of what the catalog remembers, and the older self, when it goes
-on after all, must not be taken for the newer one.
+What begins again with a small epoch must not be taken for an older self of what the catalog remembers, and the older
+self, when it goes on after all, must not be taken for the newer one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ INSTANCE, CLUSTER = "engine", "lost"
 
 
 class Lost:
-    """A nats-server whose store can be lost, a catalog with an archive, and processes of one instance that remember nothing."""
+    """A nats-server whose store can be lost, a catalog with an archive, and processes of one instance that remember
+    nothing.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,10 +54,16 @@ class Lost:
     def begin(self, family: int) -> ToldWorker:
         """Another process of the instance, which serves a prompt."""
         flags: dict[str, object] = {
-            "instance.id": INSTANCE, "instance.cluster": CLUSTER, "instance.data_dir": self.folder / "instance", "journal.in_memory": True,
-            "pools.hbm.device": "memory", "pools.hbm.slots": 256, "pools.nvme.slots": 0, "nats.url": self.nats.url,
+            "instance.id": INSTANCE,
+            "instance.cluster": CLUSTER,
+            "instance.data_dir": self.folder / "instance",
+            "journal.in_memory": True,
+            "pools.hbm.device": "memory",
+            "pools.hbm.slots": 256,
+            "pools.nvme.slots": 0,
+            "nats.url": self.nats.url,
             "nats.heartbeat_s": 0.2,
-        }  # fmt: skip
+        }
         child = ToldWorker(f"{INSTANCE}-{len(self.children)}", self.folder / "logs", family, 0.0, flags, [])
         self.children.append(child)
         child.expect(WAIT_S, "start")
@@ -83,8 +92,12 @@ class Lost:
         """Whether the catalog is sure that the instance is what this process says it is."""
         status, found = child.ask(op="status"), self.client.instance(INSTANCE)
         return found is not None and (found.epoch, found.offset, found.digest, found.suspect, found.excluded) == (
-            status["epoch"], status["applied"], status["digest"], False, "",
-        )  # fmt: skip
+            status["epoch"],
+            status["applied"],
+            status["digest"],
+            False,
+            "",
+        )
 
     def wait_known(self, child: ToldWorker) -> None:
         eventually(lambda: self.is_known(child), f"the catalog does not know {child.name}", state=self._found)

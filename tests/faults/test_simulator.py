@@ -1,4 +1,7 @@
-"""Seeds of the simulator break nothing, and every deliberate defect does. `tools/fault_seeds.py` runs many more of them."""
+"""Seeds of the simulator break nothing, and every deliberate defect does.
+
+`tools/fault_seeds.py` runs many more of them.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +127,10 @@ MEETINGS = [  # seed, faults that met, seconds of them, what it was
         13,
         ("restore_database", "database_loses_replies", "lose_objects"),
         3.0,
-        "claims that had waited were said again after a batch whose answer was lost, and stood against their withdrawal",
+        (
+            "claims that had waited were said again after a batch whose answer was lost, and stood against their "
+            "withdrawal"
+        ),
     ),
     (
         100,
@@ -150,7 +156,9 @@ MEETINGS = [  # seed, faults that met, seconds of them, what it was
 
 @pytest.fixture(scope="module", autouse=True)
 def what_was_there_before() -> None:
-    """What other tests of this process have left is not looked through after each seed: that took longer than the seed."""
+    """What other tests of this process have left is not looked through after each seed: that took longer than
+    the seed.
+    """
     gc.collect()
     gc.freeze()
 
@@ -292,9 +300,13 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
     )
     for hash_seed in ("1", "2"):
         other = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=True,
-            cwd=Path(__file__).resolve().parents[2], env=os.environ | {"PYTHONHASHSEED": hash_seed},
-        )  # fmt: skip
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).resolve().parents[2],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        )
         assert other.stdout.split() == ours
 
 
@@ -305,7 +317,7 @@ def test_faults_meet_while_they_work_or_what_they_left_is_mended() -> None:
     assert not met([first, first], ("kill", "trim"))
 
 
-# -- the simulator itself -----------------------------------------------------------------------------------------------
+# -- the simulator itself ----------------------------------------------------------------------------------------------
 
 
 def world_of(seed: int = 0) -> World:

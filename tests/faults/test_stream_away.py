@@ -45,7 +45,7 @@ def is_published(manager: Manager) -> bool:
     return manager.published() == Position(manager.epoch, manager.applied())
 
 
-# -- a server whose disk is full ----------------------------------------------------------------------------------------
+# -- a server whose disk is full ---------------------------------------------------------------------------------------
 
 
 def test_a_server_that_takes_nothing_is_noticed_by_everybody(tmp_path: Path) -> None:
@@ -55,9 +55,14 @@ def test_a_server_that_takes_nothing_is_noticed_by_everybody(tmp_path: Path) -> 
     port = urlsplit(server.url).port
     assert port is not None
     flags = {
-        "instance.id": "i", "instance.data_dir": str(tmp_path), "nats.url": server.url, "nats.heartbeat_s": 0.2,
-        "pools.hbm.device": "memory", "pools.hbm.slots": 16, "snapshots.least_s": 1,
-    }  # fmt: skip
+        "instance.id": "i",
+        "instance.data_dir": str(tmp_path),
+        "nats.url": server.url,
+        "nats.heartbeat_s": 0.2,
+        "pools.hbm.device": "memory",
+        "pools.hbm.slots": 16,
+        "snapshots.least_s": 1,
+    }
     dice = random.Random(1)
     first = dice.randbytes(16 * HASH_BYTES)
     catalog, client = start_catalog_process(tmp_path / "catalog", server.url)
@@ -116,7 +121,7 @@ def test_a_server_that_takes_nothing_is_noticed_by_everybody(tmp_path: Path) -> 
         disk.close()
 
 
-# -- a cluster ----------------------------------------------------------------------------------------------------------
+# -- a cluster ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.nightly
@@ -170,7 +175,10 @@ def test_events_go_on_while_each_server_in_turn_is_restarted_and_while_the_pulse
 
 
 def test_events_flow_while_the_only_server_with_the_pulses_is_down(tmp_path: Path) -> None:
-    """An operator's cluster: events on three servers, heartbeats on one. Without it nobody knows who lives, and says so."""
+    """An operator's cluster: events on three servers, heartbeats on one.
+
+    Without it nobody knows who lives, and says so.
+    """
     with NatsCluster(tmp_path / "nats") as nats:
 
         async def make(name: str) -> None:
@@ -193,9 +201,12 @@ def test_events_flow_while_the_only_server_with_the_pulses_is_down(tmp_path: Pat
             connect_s=WAIT_S,
         )
         flags = {
-            "instance.id": "i", "instance.data_dir": str(tmp_path), "nats.url": url, "pools.hbm.device": "memory",
+            "instance.id": "i",
+            "instance.data_dir": str(tmp_path),
+            "nats.url": url,
+            "pools.hbm.device": "memory",
             "pools.hbm.slots": 16,
-        }  # fmt: skip
+        }
 
         async def play() -> None:
             service = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)

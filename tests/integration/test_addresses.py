@@ -1,4 +1,6 @@
-"""Folders, users and passwords of any characters, in URLs and files that others read: each reaches what it names, and no password is shown."""
+"""Folders, users and passwords of any characters, in URLs and files that others read: each reaches what it names, and
+no password is shown.
+"""
 
 from __future__ import annotations
 
@@ -109,11 +111,19 @@ def test_a_database_url_has_its_password_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("http://user:hunter2@h:7700", "catalog.token"), ("http://user:hunter2/x@h:7700", "host or port cannot be read"), ("http://user:12/hunter2@h", "catalog.token"),
-        ("http://h:7700/prefix", "at the root"), ("http://h:7700?x=1", "at the root"), ("ftp://h:7700", "http://host:port"), ("http://h:port", "http://host:port"),
-        ("nats:7700/x", "at the root"), ("http://[::1", "http://host:port"), ("http://a,ftp://b", "http://host:port"), ("http://", "http://host:port"),
+        ("http://user:hunter2@h:7700", "catalog.token"),
+        ("http://user:hunter2/x@h:7700", "host or port cannot be read"),
+        ("http://user:12/hunter2@h", "catalog.token"),
+        ("http://h:7700/prefix", "at the root"),
+        ("http://h:7700?x=1", "at the root"),
+        ("ftp://h:7700", "http://host:port"),
+        ("http://h:port", "http://host:port"),
+        ("nats:7700/x", "at the root"),
+        ("http://[::1", "http://host:port"),
+        ("http://a,ftp://b", "http://host:port"),
+        ("http://", "http://host:port"),
     ],
-)  # fmt: skip
+)
 def test_a_catalogs_url_that_means_more_than_a_place_is_refused_in_words(url: str, words: str) -> None:
     with pytest.raises(CatalogError, match=words) as refused:
         CatalogClient(url)

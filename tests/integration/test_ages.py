@@ -1,4 +1,6 @@
-"""Ages of blocks on their way: from a manager's events to its statistics and heartbeats, and from heartbeats to a catalog's metrics."""
+"""Ages of blocks on their way: from a manager's events to its statistics and heartbeats, and from heartbeats to a
+catalog's metrics.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,13 @@ def running(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[Running]: 
 
 def test_a_manager_counts_how_old_its_blocks_were_and_says_so(tmp_path: Path) -> None:
     flags = {
-        "instance.data_dir": str(tmp_path), "instance.id": "a", "nats.enabled": "false", "journal.in_memory": "true",
-        "pools.hbm.slots": str(BLOCKS), "pools.hbm.device": "memory",
-    }  # fmt: skip
+        "instance.data_dir": str(tmp_path),
+        "instance.id": "a",
+        "nats.enabled": "false",
+        "journal.in_memory": "true",
+        "pools.hbm.slots": str(BLOCKS),
+        "pools.hbm.device": "memory",
+    }
     objects = memory_objects(BLOCK_BYTES, 4)
     with open_manager(load_settings(flags=flags), [SPACE], block_bytes=BLOCK_BYTES, object_pool=objects) as manager:
         for prompt in range(3):

@@ -1,4 +1,6 @@
-"""Questions to the catalog over NATS: answered as over HTTP, by any catalog that is ready, to those whom the server lets ask."""
+"""Questions to the catalog over NATS: answered as over HTTP, by any catalog that is ready, to those whom the server
+lets ask.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +206,7 @@ def test_a_manager_finds_claims_through_nats(nats_url: str, cluster: str, sqlite
         assert locator.find("pool", ACME.id, hashes_in(ACME), 0, WAIT_S) == NOTHING_FOUND
 
 
-# -- whoever writes messages by hand ------------------------------------------------------------------------------------
+# -- whoever writes messages by hand -----------------------------------------------------------------------------------
 
 
 async def by_hand(url: str, subject: str, body: bytes = b"", headers: dict[str, str] | None = None) -> tuple[int, Any]:
@@ -567,7 +569,7 @@ def test_the_command_prints_a_router_that_may_ask_under_its_name_and_nothing_els
     assert (tmp_path / "router-r.nk").exists()
 
 
-# -- several catalogs, and connections that end -------------------------------------------------------------------------
+# -- several catalogs, and connections that end ------------------------------------------------------------------------
 
 
 def test_a_catalog_that_is_not_ready_says_why_and_leaves_questions_to_others(
@@ -614,9 +616,13 @@ class Process:
 
     def __init__(self, folder: Path, url: str, cluster: str) -> None:
         flags = {
-            "nats.url": url, "instance.cluster": cluster, "instance.data_dir": folder / "data",
-            "catalog.listen": "127.0.0.1:0", "catalog.checkpoint_every_s": 1, "catalog.liveness_s": 600,
-        }  # fmt: skip
+            "nats.url": url,
+            "instance.cluster": cluster,
+            "instance.data_dir": folder / "data",
+            "catalog.listen": "127.0.0.1:0",
+            "catalog.checkpoint_every_s": 1,
+            "catalog.liveness_s": 600,
+        }
         self._folder = folder
         words = [word for key, value in flags.items() for word in ("--set", f"{key}={value}")]
         self._command = [sys.executable, "-m", "kvbm", "catalog", "serve", *words]
@@ -750,8 +756,17 @@ def test_of_several_servers_one_that_answers_is_enough(
 
 
 @pytest.mark.parametrize(
-    "url", ["nats://", "nats://host:99999", "nats://a/b/c/d", "nats://a/x.y/z", "nats://a/b/*", "nats://a/b/c,nats://d/e/f", "nats://a?x=1"]
-)  # fmt: skip
+    "url",
+    [
+        "nats://",
+        "nats://host:99999",
+        "nats://a/b/c/d",
+        "nats://a/x.y/z",
+        "nats://a/b/*",
+        "nats://a/b/c,nats://d/e/f",
+        "nats://a?x=1",
+    ],
+)
 def test_a_url_that_makes_no_sense_is_refused(url: str) -> None:
     with pytest.raises(CatalogError):
         CatalogClient(url, timeout_s=WAIT_S)

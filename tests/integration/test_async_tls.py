@@ -1,4 +1,6 @@
-"""`AsyncCatalogClient` over TLS: whom it trusts, whom it is taken for, and files that are replaced while it asks, as of `CatalogClient`."""
+"""`AsyncCatalogClient` over TLS: whom it trusts, whom it is taken for, and files that are replaced while it asks, as of
+`CatalogClient`.
+"""
 
 from __future__ import annotations
 
@@ -92,8 +94,11 @@ def test_its_certificate_names_the_caller(files: Files, serve: Callable[..., str
     with files.access.open("a") as file:
         file.write(CERTIFIED)
     url = serve(
-        file=str(files.access), tls_cert=str(files.server.cert), tls_key=str(files.server.key), tls_client_ca=str(files.ca.cert)
-    )  # fmt: skip
+        file=str(files.access),
+        tls_cert=str(files.server.cert),
+        tls_key=str(files.server.key),
+        tls_client_ca=str(files.ca.cert),
+    )
 
     async def run() -> None:
         async with client_of(url, files.ca.cert, mine=beta) as known:
@@ -150,7 +155,10 @@ def test_certificates_and_cas_are_replaced_on_both_sides_while_it_asks(files: Fi
 def test_a_connection_in_use_is_not_kept_once_its_certificate_was_replaced_or_the_client_closed(
     files: Files, ends: str
 ) -> None:
-    """A question is under way meanwhile. It is answered, and its connection, which speaks for the one before, asks nothing more."""
+    """A question is under way meanwhile.
+
+    It is answered, and its connection, which speaks for the one before, asks nothing more.
+    """
     old, new = certify(files.folder, "old", files.ca), certify(files.folder, "new", files.ca)
     mine, my_key = files.folder / "mine", files.folder / "my-key"
     put((old.cert, mine), (old.key, my_key))

@@ -1,4 +1,6 @@
-"""Clients of a catalog, with threads and with asyncio: what they refuse, what they say when nobody answers, and after `close`."""
+"""Clients of a catalog, with threads and with asyncio: what they refuse, what they say when nobody answers, and after
+`close`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def answer(body: object, status: int = 200) -> bytes:
 
 @asynccontextmanager
 async def served(serve: Serve) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """A server that does with each request what a test wants, until that says False; its URL, and the heads of the requests."""
+    """A server that does with each request what a test wants, until that says False; its URL, and the heads of the
+    requests.
+    """
     heads: list[bytes] = []
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -53,13 +57,19 @@ async def served(serve: Serve) -> AsyncIterator[tuple[str, list[bytes]]]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", heads
 
 
-# -- refused before anybody is asked ------------------------------------------------------------------------------------
+# -- refused before anybody is asked -----------------------------------------------------------------------------------
 
 ADDRESSES = [
-    ("ftp://127.0.0.1:7700", "ftp is no scheme"), ("http://a,ftp://b", "ftp is no scheme"), ("http://", "names no host"), ("", "names no host"),
-    ("http://h:99999", "out of range"), ("http://h:0", "port 0"), ("http://h:7700/kvbm", "answers at the root"), ("unix:", "unix is no scheme"),
+    ("ftp://127.0.0.1:7700", "ftp is no scheme"),
+    ("http://a,ftp://b", "ftp is no scheme"),
+    ("http://", "names no host"),
+    ("", "names no host"),
+    ("http://h:99999", "out of range"),
+    ("http://h:0", "port 0"),
+    ("http://h:7700/kvbm", "answers at the root"),
+    ("unix:", "unix is no scheme"),
     ("http://a,,http://b", "names no host"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("client", [kvbm.CatalogClient, kvbm.AsyncCatalogClient])
@@ -125,7 +135,7 @@ def test_an_argument_that_cannot_be_used_is_named_before_anybody_is_asked(
     assert str(refused.value).startswith(f"{argument} ")
 
 
-# -- closed, away -------------------------------------------------------------------------------------------------------
+# -- closed, away ------------------------------------------------------------------------------------------------------
 
 
 def test_a_client_that_is_closed_says_so_and_nothing_of_the_catalog() -> None:
@@ -160,7 +170,8 @@ def test_an_asyncio_client_that_is_closed_says_so() -> None:
 
 def test_when_all_catalogs_are_away_each_is_named() -> None:
     url = "http://127.0.0.1:9, http://127.0.0.1:11"
-    said = r"^none of the 2 catalogs answers: http://127\.0\.0\.1:9 \(.*refused.*\), http://127\.0\.0\.1:11 \(.*refused.*\); start it"
+    refused = r"http://127\.0\.0\.1:{} \(.*refused.*\)"
+    said = rf"^none of the 2 catalogs answers: {refused.format(9)}, {refused.format(11)}; start it"
     with kvbm.CatalogClient(url) as client, pytest.raises(kvbm.CatalogError, match=said):
         client.lookup(SPACE, HASHES)
 
@@ -172,7 +183,7 @@ def test_when_all_catalogs_are_away_each_is_named() -> None:
     asyncio.run(ask())
 
 
-# -- what is sent -------------------------------------------------------------------------------------------------------
+# -- what is sent ------------------------------------------------------------------------------------------------------
 
 
 def test_route_tokens_says_all_that_route_says() -> None:
@@ -187,10 +198,16 @@ def test_route_tokens_says_all_that_route_says() -> None:
         return True
 
     more: dict[str, Any] = {
-        "at_least": [kvbm.PositionWanted(instance="a", epoch=1, offset=2)], "wait_s": 0.5, "limit": 3, "instances": ["a"],
-        "latency": "batch", "deadline_s": 9.0, "phase": "prefill", "remember": False,
+        "at_least": [kvbm.PositionWanted(instance="a", epoch=1, offset=2)],
+        "wait_s": 0.5,
+        "limit": 3,
+        "instances": ["a"],
+        "latency": "batch",
+        "deadline_s": 9.0,
+        "phase": "prefill",
+        "remember": False,
         "elsewhere": CandidateLoad(least_s=0.0, recent_s=0.0, candidates=1),
-    }  # fmt: skip
+    }
 
     async def ask() -> None:
         async with served(serve) as (url, _):
@@ -204,7 +221,7 @@ def test_route_tokens_says_all_that_route_says() -> None:
     assert asked[0] == asked[1] == asked[2] and asked[0]["deadline_s"] == 9.0 and asked[0]["at_least"][0]["offset"] == 2
 
 
-# -- asyncio ------------------------------------------------------------------------------------------------------------
+# -- asyncio -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -212,11 +229,11 @@ def test_route_tokens_says_all_that_route_says() -> None:
     [
         answer(READY),
         b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + json.dumps(READY).encode(),
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{\"rea\r\n%x;a=b\r\n%b\r\n0\r\nx: y\r\n\r\n"
+        b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{"rea\r\n%x;a=b\r\n%b\r\n0\r\nx: y\r\n\r\n'
         % (len(json.dumps(READY)) - 5, json.dumps(READY)[5:].encode()),
     ],
     ids=["length", "to its end", "chunks"],
-)  # fmt: skip
+)
 def test_an_answer_is_read_however_long_it_says_it_is(body: bytes) -> None:
     async def serve(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         for at in range(0, len(body), 7):

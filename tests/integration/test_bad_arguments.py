@@ -31,18 +31,41 @@ TYPE, VALUE = kvbm.ArgumentTypeError, kvbm.ArgumentValueError
 
 _NUMBERS: list[Bad] = [(None, TYPE), (1.5, TYPE), ("1", TYPE), (True, TYPE), (-1, VALUE)]
 _RUNS: list[Bad] = [
-    (None, TYPE), ([CREATED], TYPE), (bytearray(16), TYPE), (np.zeros(16, np.uint8), TYPE), ("a" * 16, TYPE),
-    (bytes(15), VALUE), (bytes(17), VALUE), (CREATED[:-1], VALUE),
-]  # fmt: skip
+    (None, TYPE),
+    ([CREATED], TYPE),
+    (bytearray(16), TYPE),
+    (np.zeros(16, np.uint8), TYPE),
+    ("a" * 16, TYPE),
+    (bytes(15), VALUE),
+    (bytes(17), VALUE),
+    (CREATED[:-1], VALUE),
+]
 _SECONDS: list[Bad] = [("1", TYPE), (True, TYPE), ([1], TYPE), (-1, VALUE), (NAN, VALUE)]
 _SLOTS: list[Bad] = [
-    (None, TYPE), (3, TYPE), ([1.5, 0], TYPE), (["0", "1"], TYPE), ([None, 0], TYPE), (bytes(8), TYPE), ("01", TYPE),
-    ([0, -1], VALUE), ([-1, 0], VALUE), ([0, SLOTS], VALUE), ([SLOTS, 0], VALUE), ([0, 1 << 32], VALUE),
-]  # fmt: skip
+    (None, TYPE),
+    (3, TYPE),
+    ([1.5, 0], TYPE),
+    (["0", "1"], TYPE),
+    ([None, 0], TYPE),
+    (bytes(8), TYPE),
+    ("01", TYPE),
+    ([0, -1], VALUE),
+    ([-1, 0], VALUE),
+    ([0, SLOTS], VALUE),
+    ([SLOTS, 0], VALUE),
+    ([0, 1 << 32], VALUE),
+]
 BAD: dict[str, list[Bad]] = {
     "namespace": [
-        (SPACE, TYPE), (None, TYPE), (SPACE.id.hex(), TYPE), (bytearray(SPACE.id), TYPE), ([1], TYPE), (7, TYPE),
-        (SPACE.id[:15], VALUE), (b"", VALUE), (STRANGE.id, VALUE),
+        (SPACE, TYPE),
+        (None, TYPE),
+        (SPACE.id.hex(), TYPE),
+        (bytearray(SPACE.id), TYPE),
+        ([1], TYPE),
+        (7, TYPE),
+        (SPACE.id[:15], VALUE),
+        (b"", VALUE),
+        (STRANGE.id, VALUE),
     ],
     "hashes": _RUNS,
     "parent": [*_RUNS, (CREATED, VALUE), (b"", VALUE), (CREATED[:16], VALUE)],  # the last: with start 0
@@ -62,13 +85,25 @@ BAD: dict[str, list[Bad]] = {
     "prefill_tokens_per_s": [("1", TYPE), (True, TYPE), (-1.0, VALUE), (NAN, VALUE), (INF, VALUE)],
     "queue_tokens_per_s": [("1", TYPE), (True, TYPE), (-1.0, VALUE), (NAN, VALUE), (INF, VALUE)],
     "namespaces": [
-        (None, TYPE), (SPACE, TYPE), ([SPACE.id], TYPE), (["one"], TYPE),
+        (None, TYPE),
+        (SPACE, TYPE),
+        ([SPACE.id], TYPE),
+        (["one"], TYPE),
         ([kvbm.Namespace(model="one", block_tokens=16, kv_dtype="unknown")], VALUE),
         ([kvbm.Namespace(model="one", block_tokens=16, layout="unknown")], VALUE),
     ],
     "tokens": [
-        (None, TYPE), (7, TYPE), ("abc", TYPE), ([1, 1.5], TYPE), ([1, None], TYPE), (["1"], TYPE), ([[1], [2, 3]], TYPE),
-        (np.array([1.0]), TYPE), ([-1], kvbm.LayoutError), ([1 << 32], kvbm.LayoutError), ([1, 1 << 64], kvbm.LayoutError),
+        (None, TYPE),
+        (7, TYPE),
+        ("abc", TYPE),
+        ([1, 1.5], TYPE),
+        ([1, None], TYPE),
+        (["1"], TYPE),
+        ([[1], [2, 3]], TYPE),
+        (np.array([1.0]), TYPE),
+        ([-1], kvbm.LayoutError),
+        ([1 << 32], kvbm.LayoutError),
+        ([1, 1 << 64], kvbm.LayoutError),
         ([[1, 2]], kvbm.LayoutError),
     ],
     "root": [(None, TYPE), (SPACE, TYPE), ("r" * 16, TYPE), (bytes(15), VALUE), (b"", VALUE)],
@@ -77,12 +112,17 @@ BAD: dict[str, list[Bad]] = {
     "store": [(None, TYPE), (7, TYPE)],
     "arrived": [(None, TYPE), ([True], VALUE), ([], VALUE)],
     "runs": [
-        (None, TYPE), (7, TYPE), ([7], TYPE), ([CREATED], TYPE), ([(SPACE.id,)], TYPE), ([(SPACE.id, None)], TYPE),
+        (None, TYPE),
+        (7, TYPE),
+        ([7], TYPE),
+        ([CREATED], TYPE),
+        ([(SPACE.id,)], TYPE),
+        ([(SPACE.id, None)], TYPE),
         ([(SPACE.id, CREATED), (SPACE.id, CREATED[:-1])], VALUE),
     ],
     "is_whole": [(None, TYPE), (1, TYPE), ("yes", TYPE)],
     "checksums": [(None, TYPE), ([1], VALUE), (np.zeros(2, np.float32), TYPE)],
-}  # fmt: skip
+}
 
 # What only assembly, a publisher, a pool or a driver by hand calls.
 INSIDE = {
@@ -123,7 +163,12 @@ def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             "acquire": run | {"wait_s": 0.0},
             "allocate": {"count": 1, "namespace": SPACE.id},
             "create": {
-                "namespace": SPACE.id, "parent": kvbm.NO_PARENT, "start": 0, "hashes": FRESH, "slots": allocated, "stream": None,
+                "namespace": SPACE.id,
+                "parent": kvbm.NO_PARENT,
+                "start": 0,
+                "hashes": FRESH,
+                "slots": allocated,
+                "stream": None,
             },
             "unpin": {"slots": slots[:2], "stream": None},
             "release": {"slots": allocated, "stream": None},
@@ -132,12 +177,15 @@ def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             "claim": run,
             "withdraw": run | {"reason": EvictReason.MISSING},
             "report_load": {
-                "queued_tokens": 1, "running_requests": 1, "prefill_tokens_per_s": 5.0, "queue_tokens_per_s": 4,
+                "queued_tokens": 1,
+                "running_requests": 1,
+                "prefill_tokens_per_s": 5.0,
+                "queue_tokens_per_s": 4,
             },
             "held": {"tier": kvbm.Tier.HBM},
             "settle": {"timeout_s": 0.0},
             "close": {"timeout_s": 1.0},
-        }  # fmt: skip
+        }
         assert manager.settle(WAIT_S)
         yield Held(manager, good)
 
@@ -174,9 +222,14 @@ def state(manager: kvbm.Manager) -> object:
     beat = manager.heartbeat(ORIGIN)
     tiers = list(manager.pools.slots)
     return (
-        manager.digest(), manager.applied(), manager.stats(), {tier: manager.held(tier) for tier in tiers}, beat.namespaces,
-        beat.free_slots, (beat.queued_tokens, beat.running_requests, beat.prefill_tokens_per_s, beat.queue_tokens_per_s),
-    )  # fmt: skip
+        manager.digest(),
+        manager.applied(),
+        manager.stats(),
+        {tier: manager.held(tier) for tier in tiers},
+        beat.namespaces,
+        beat.free_slots,
+        (beat.queued_tokens, beat.running_requests, beat.prefill_tokens_per_s, beat.queue_tokens_per_s),
+    )
 
 
 def check_all(held: Held, method: str) -> None:
@@ -197,12 +250,34 @@ def check_all(held: Held, method: str) -> None:
 
 
 METHODS = [
-    "hash_tokens", "declare", "match", "acquire", "allocate", "create", "unpin", "release", "keep", "evict", "claim", "withdraw",
-    "report_load", "held", "settle", "close",
-]  # fmt: skip
+    "hash_tokens",
+    "declare",
+    "match",
+    "acquire",
+    "allocate",
+    "create",
+    "unpin",
+    "release",
+    "keep",
+    "evict",
+    "claim",
+    "withdraw",
+    "report_load",
+    "held",
+    "settle",
+    "close",
+]
 OWNING_METHODS = [
-    "engine_stored", "engine_removed", "holders", "begin_acquire", "begin_find", "storable", "begin_store", "end_store", "refresh",
-]  # fmt: skip
+    "engine_stored",
+    "engine_removed",
+    "holders",
+    "begin_acquire",
+    "begin_find",
+    "storable",
+    "begin_store",
+    "end_store",
+    "refresh",
+]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -255,8 +330,11 @@ def test_what_the_ledger_refuses_changes_nothing_either(held: Held) -> None:
     manager, (one, two) = held.manager, held.good["create"]["slots"]
     before = state(manager)
     calls: list[tuple[Callable[..., object], list[int]]] = [
-        (manager.release, [one, two, one]), (manager.release, [one, 0]), (manager.unpin, [0, 1, 0]), (manager.unpin, [one, 0]),
-    ]  # fmt: skip
+        (manager.release, [one, two, one]),
+        (manager.release, [one, 0]),
+        (manager.unpin, [0, 1, 0]),
+        (manager.unpin, [one, 0]),
+    ]
     for call, slots in calls:
         with pytest.raises(kvbm.LedgerError, match=r"is not (allocated|pinned)"):
             call(slots)
@@ -280,12 +358,23 @@ def test_numpys_integers_do_as_pythons_do(held: Held) -> None:
 @pytest.mark.parametrize(
     ("fields", "kind"),
     [
-        ({"model": None}, TYPE), ({"model": 7}, TYPE), ({"block_tokens": 0}, VALUE), ({"block_tokens": -16}, VALUE),
-        ({"block_tokens": 16.0}, TYPE), ({"block_tokens": None}, TYPE), ({"block_tokens": np.int64(16)}, TYPE),
-        ({"revision": None}, TYPE), ({"tenant": b"acme"}, TYPE), ({"lora": 1}, TYPE), ({"kv_group": -1}, VALUE),
-        ({"kv_dtype": np.float32}, TYPE), ({"scheme_seed": "0"}, TYPE), ({"layout": None}, TYPE), ({"ranks": 1}, TYPE),
+        ({"model": None}, TYPE),
+        ({"model": 7}, TYPE),
+        ({"block_tokens": 0}, VALUE),
+        ({"block_tokens": -16}, VALUE),
+        ({"block_tokens": 16.0}, TYPE),
+        ({"block_tokens": None}, TYPE),
+        ({"block_tokens": np.int64(16)}, TYPE),
+        ({"revision": None}, TYPE),
+        ({"tenant": b"acme"}, TYPE),
+        ({"lora": 1}, TYPE),
+        ({"kv_group": -1}, VALUE),
+        ({"kv_dtype": np.float32}, TYPE),
+        ({"scheme_seed": "0"}, TYPE),
+        ({"layout": None}, TYPE),
+        ({"ranks": 1}, TYPE),
     ],
-)  # fmt: skip
+)
 def test_a_namespace_of_fields_that_make_no_sense_is_not_made(fields: dict[str, Any], kind: type[Exception]) -> None:
     with pytest.raises(kind, match=rf"^{next(iter(fields))} is "):
         kvbm.Namespace(**{"model": "m", "block_tokens": 16} | fields)
@@ -294,11 +383,14 @@ def test_a_namespace_of_fields_that_make_no_sense_is_not_made(fields: dict[str, 
 @pytest.mark.parametrize(
     ("dims", "kind", "words"),
     [
-        ((1.5, 16, 2, 8), TYPE, "layers is a float"), ((2, 16, None, 8), TYPE, "kv_heads is None"),
-        ((2, 0, 2, 8), kvbm.LayoutError, "at least 1"), ((2, 16, 2, -8), kvbm.LayoutError, "at least 1"),
-        ((2, 16, 2, 8, "int3"), kvbm.LayoutError, "'int3' is unknown"), ((2, 16, 2, 8, None), TYPE, "dtype is None"),
+        ((1.5, 16, 2, 8), TYPE, "layers is a float"),
+        ((2, 16, None, 8), TYPE, "kv_heads is None"),
+        ((2, 0, 2, 8), kvbm.LayoutError, "at least 1"),
+        ((2, 16, 2, -8), kvbm.LayoutError, "at least 1"),
+        ((2, 16, 2, 8, "int3"), kvbm.LayoutError, "'int3' is unknown"),
+        ((2, 16, 2, 8, None), TYPE, "dtype is None"),
     ],
-)  # fmt: skip
+)
 def test_a_shape_that_makes_no_sense_is_not_made(dims: tuple[Any, ...], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         kvbm.KvShape(*dims)

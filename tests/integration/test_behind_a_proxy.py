@@ -1,4 +1,6 @@
-"""A proxy in the environment: what is on this machine is asked itself, and another's catalog through the proxy, unless no_proxy names it."""
+"""A proxy in the environment: what is on this machine is asked itself, and another's catalog through the proxy, unless
+no_proxy names it.
+"""
 
 from __future__ import annotations
 

@@ -30,12 +30,28 @@ KEYS = {
     "replay": {"verify_native_events_per_s", "verify_reference_events_per_s"},
     "ingest": {"ingest_events_per_s"},
     "catalog": {
-        "http_lookups_per_s", "http_lookup_us_p50", "http_routes_per_s", "http_route_us_p50", "binary_prompts_per_s", "unix_us_p50", "nats_us_p50",
-        "many_lookup_ms_p50", "many_lookup_ms_p99", "many_route_ms_p50", "many_route_ms_p99", "many_answer_bytes",
-        "replica_lookup_us_p50", "replica_route_us_p50", "replica_p99_us_loaded", "loaded_lookup_ms_p99", "ingest_loss", "heartbeat_core_share", "rss_10k_mib",
+        "http_lookups_per_s",
+        "http_lookup_us_p50",
+        "http_routes_per_s",
+        "http_route_us_p50",
+        "binary_prompts_per_s",
+        "unix_us_p50",
+        "nats_us_p50",
+        "many_lookup_ms_p50",
+        "many_lookup_ms_p99",
+        "many_route_ms_p50",
+        "many_route_ms_p99",
+        "many_answer_bytes",
+        "replica_lookup_us_p50",
+        "replica_route_us_p50",
+        "replica_p99_us_loaded",
+        "loaded_lookup_ms_p99",
+        "ingest_loss",
+        "heartbeat_core_share",
+        "rss_10k_mib",
     },
     "sql": {"sql_claims_per_s", "sql_claims_per_s_sqlite", "reclaims_per_s", "reclaims_per_s_sqlite"},
-}  # fmt: skip
+}
 
 DIFFERENCES = {"event_ns_per_block_run16", "event_ns_per_block_run1", "ingest_loss"}  # of two noisy runs: of any sign
 

@@ -86,9 +86,13 @@ class Site:
 def site(request: pytest.FixtureRequest, nats_url: str, cluster: str, tmp_path: Any) -> Iterator[Site]:
     """Its parameter, if any, is for how long an instance may be silent."""
     settings = ServiceSettings(
-        nats_url=nats_url, database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}", cluster=cluster, listen="127.0.0.1:0",
-        store_every_s=0.02, liveness_s=getattr(request, "param", WAIT_S),
-    )  # fmt: skip
+        nats_url=nats_url,
+        database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}",
+        cluster=cluster,
+        listen="127.0.0.1:0",
+        store_every_s=0.02,
+        liveness_s=getattr(request, "param", WAIT_S),
+    )
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
         client = CatalogClient(thread.url, timeout_s=WAIT_S)
         client.wait_ready(WAIT_S)
@@ -117,7 +121,17 @@ def test_a_lookup_by_tokens_finds_what_engines_without_our_code_hold(site: Site,
     salted = PROMPT._replace(salt="s", lora="l")
     bridge = site.bridge(a=vllm.settings, b=sglang.settings | {"kind": "sglang"})
     bridge.agrees(PROMPT, {"a": {"HBM": 6}})
-    sglang.publish({"type": "BlockStored", "block_hashes": [-1, -2], "parent_block_hash": None, "token_ids": list(PROMPT.tokens[:8]), "block_size": 4, "lora_id": None, "medium": "CPU_PINNED"})  # fmt: skip
+    sglang.publish(
+        {
+            "type": "BlockStored",
+            "block_hashes": [-1, -2],
+            "parent_block_hash": None,
+            "token_ids": list(PROMPT.tokens[:8]),
+            "block_size": 4,
+            "lora_id": None,
+            "medium": "CPU_PINNED",
+        }
+    )
     vllm.publish(stored_event(salted), stored_event(PROMPT, 0, 3, "CPU"))
     bridge.agrees(PROMPT, {"a": {"HBM": 6}, "b": {"HOST": 2}})
     bridge.agrees(salted, {"a": {"HBM": 6}})
@@ -229,7 +243,9 @@ def test_an_engine_that_sends_nothing_again_is_heard_all_the_same(site: Site, pu
 
 
 def neighbours_of_free_ports() -> int:
-    """A port that nobody listens on, nor on those 1, 10 and 11 above it; below those that `free_port` or the system gives."""
+    """A port that nobody listens on, nor on those 1, 10 and 11 above it; below those that `free_port` or the system
+    gives.
+    """
 
     def is_free(port: int) -> bool:
         with socket.socket() as probe:
@@ -295,11 +311,20 @@ def test_what_is_unknown_is_said_as_unknown(site: Site, publishers: list[Publish
         ({"a": {"model": "m", "endpoint": "tcp://h"}}, "tcp://h"),
         ({"a": {"model": "m", "endpoint": "tcp://h:1", "kind": "x"}}, "use one of vllm, sglang"),
         ({"a b": {"model": "m", "endpoint": "tcp://h:1"}}, "the instance's name"),
-        ({"a": {"model": "m", "endpoint": "tcp://h:1", "ranks": 2}, "a-dp1": {"model": "m", "endpoint": "tcp://h:9"}}, "two sources have it"),
-        ({"a": {"model": "m", "endpoint": "tcp://h:1"}, "b": {"model": "m", "endpoint": "tcp://h:1"}}, "an engine is one source"),
+        (
+            {
+                "a": {"model": "m", "endpoint": "tcp://h:1", "ranks": 2},
+                "a-dp1": {"model": "m", "endpoint": "tcp://h:9"},
+            },
+            "two sources have it",
+        ),
+        (
+            {"a": {"model": "m", "endpoint": "tcp://h:1"}, "b": {"model": "m", "endpoint": "tcp://h:1"}},
+            "an engine is one source",
+        ),
         ({"a": {"model": "m", "endpoint": "tcp://h:1", "speed": 1}}, "no setting of a source"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_cannot_be_used_are_refused(sources: dict[str, Any], words: str, nats_url: str):
     with pytest.raises(ConfigError, match=words):
         run_bridge(load_settings(flags={"nats.url": nats_url, "bridge": {"sources": sources}}))

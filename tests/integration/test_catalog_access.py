@@ -181,7 +181,10 @@ def test_a_file_that_is_being_written_counts_once_it_stays(files: Files, monkeyp
 def test_a_file_that_changes_while_it_is_first_read_is_read_once_more(
     age_ns: int, counts: str, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No stamp tells the change: it has the same size, and comes in the same tick. Of a file that is older no change is hidden."""
+    """No stamp tells the change: it has the same size, and comes in the same tick.
+
+    Of a file that is older no change is hidden.
+    """
     written_ns = time.time_ns()
     monkeypatch.setattr("kvbm.files.stamp", lambda _: (written_ns, written_ns, 7, 9))
     monkeypatch.setattr("kvbm.files.time.time_ns", lambda: written_ns + age_ns)
@@ -509,8 +512,11 @@ def test_a_client_certificate_names_a_caller(files: Files, serve: Callable[..., 
     with files.access.open("a") as file:
         file.write('\n[[certificate]]\nname = "router-beta"\nrole = "router"\ntenants = ["beta"]\n')
     url = serve(
-        file=str(files.access), tls_cert=str(files.server.cert), tls_key=str(files.server.key), tls_client_ca=str(files.ca.cert)
-    )  # fmt: skip
+        file=str(files.access),
+        tls_cert=str(files.server.cert),
+        tls_key=str(files.server.key),
+        tls_client_ca=str(files.ca.cert),
+    )
 
     def client(one: Certificate | None, token: str = "") -> CatalogClient:
         more = (str(one.cert), str(one.key)) if one else ("", "")
@@ -564,8 +570,10 @@ def test_a_certificate_is_replaced_while_it_serves_and_a_mismatched_one_keeps_th
         cert.write_text("garbage")
         assert served()[0] == "second"
     assert [line["event"] for line in logs if line["event"].startswith("catalog.certificate")] == [
-        "catalog.certificate_kept", "catalog.certificate_read", "catalog.certificate_kept",
-    ]  # fmt: skip
+        "catalog.certificate_kept",
+        "catalog.certificate_read",
+        "catalog.certificate_kept",
+    ]
 
 
 def test_who_signs_certificates_is_replaced_on_both_sides_while_it_serves(
@@ -676,8 +684,10 @@ def test_a_secret_in_the_place_of_another_users_file_is_ours_alone(
         other = out.stat().st_uid
         write_out(out, "ours\n", is_secret)
         assert (out.read_text(), out.stat().st_uid, out.stat().st_mode & 0o777) == (
-            "ours\n", os.geteuid() if is_secret else other, 0o600 if is_secret else 0o644,
-        )  # fmt: skip
+            "ours\n",
+            os.geteuid() if is_secret else other,
+            0o600 if is_secret else 0o644,
+        )
         assert gave == ([] if is_secret else [other])
 
 

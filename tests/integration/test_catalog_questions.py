@@ -36,9 +36,15 @@ def url(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[str]:  # noqa:
     """A ready catalog in which instance `a` has two blocks in HBM, and a pool eight."""
     configure_logs(logging.WARNING)  # what it remarks is no answer
     settings = ServiceSettings(
-        nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="127.0.0.1:0", store_every_s=0.02,
-        liveness_s=10 * WAIT_S, whole_wait_s=0.0, connect_s=WAIT_S,
-    )  # fmt: skip
+        nats_url=nats_url,
+        database_url=sqlite_url,
+        cluster=cluster,
+        listen="127.0.0.1:0",
+        store_every_s=0.02,
+        liveness_s=10 * WAIT_S,
+        whole_wait_s=0.0,
+        connect_s=WAIT_S,
+    )
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
         instance = LedgerInstance(nats_url, cluster, "a")
         instance.fill()
@@ -88,8 +94,11 @@ def test_a_prompt_is_given_in_any_way(asked: Asked, tmp_path: Path, how: str) ->
         "\n".join(HASHES.hex()[at : at + 32] for at in range(0, len(HASHES.hex()), 32)) if "hashes" in how else ids
     )
     given = {
-        "tokens": ids.replace(" ", ","), "list": json.dumps(TOKENS), "hashes": HASHES.hex(), "standard input": "-",
-    }.get(how, str(file))  # fmt: skip
+        "tokens": ids.replace(" ", ","),
+        "list": json.dumps(TOKENS),
+        "hashes": HASHES.hex(),
+        "standard input": "-",
+    }.get(how, str(file))
     status, out, _ = asked("lookup", given, "--json", given=ids)
     assert status == 0
     answer = msgspec.json.decode(out, type=LookupAnswer)
@@ -131,7 +140,11 @@ def test_json_is_what_the_catalog_answers(asked: Asked) -> None:
 
 def test_a_route_is_not_remembered_unless_it_is_sent(asked: Asked) -> None:
     def waits() -> float:
-        return msgspec.json.decode(asked("route", HASHES.hex(), "--input-tokens", "100000", "--json")[1], type=RouteAnswer).ranked[0].queueing_s  # fmt: skip
+        return (
+            msgspec.json.decode(asked("route", HASHES.hex(), "--input-tokens", "100000", "--json")[1], type=RouteAnswer)
+            .ranked[0]
+            .queueing_s
+        )
 
     assert [waits(), waits()] == [0.0, 0.0]
     asked("route", HASHES.hex(), "--input-tokens", "100000", "--send")

@@ -1,4 +1,6 @@
-"""The catalog loses nothing: gaps are repaired by snapshots it asks for, restarts go on where they were, SQL catches up."""
+"""The catalog loses nothing: gaps are repaired by snapshots it asks for, restarts go on where they were, SQL catches
+up.
+"""
 
 from __future__ import annotations
 
@@ -82,9 +84,14 @@ async def kill(catalog: CatalogService) -> None:
 @pytest.fixture
 def settings(nats_url: str, cluster: str, sqlite_url: str, tmp_path: Path) -> ServiceSettings:  # noqa: F811
     return ServiceSettings(
-        nats_url=nats_url, database_url=sqlite_url, cluster=cluster, store_every_s=0.02, ask_again_s=0.5,
-        checkpoints=str(tmp_path / "checkpoints"), **PATIENT,
-    )  # fmt: skip
+        nats_url=nats_url,
+        database_url=sqlite_url,
+        cluster=cluster,
+        store_every_s=0.02,
+        ask_again_s=0.5,
+        checkpoints=str(tmp_path / "checkpoints"),
+        **PATIENT,
+    )
 
 
 def forget_checkpoints(settings: ServiceSettings) -> None:
@@ -102,12 +109,24 @@ def damage_checkpoints(settings: ServiceSettings) -> None:
 def serve_catalog(server: str, database: str, within: str, folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [
-            sys.executable, "-m", "kvbm.cli", "catalog", "serve", "--set", f"nats.url={server}",
-            "--set", f"catalog.database={database}", "--set", f"instance.cluster={within}",
-            "--set", "catalog.listen=127.0.0.1:0", "--set", f"instance.data_dir={folder}",
+            sys.executable,
+            "-m",
+            "kvbm.cli",
+            "catalog",
+            "serve",
+            "--set",
+            f"nats.url={server}",
+            "--set",
+            f"catalog.database={database}",
+            "--set",
+            f"instance.cluster={within}",
+            "--set",
+            "catalog.listen=127.0.0.1:0",
+            "--set",
+            f"instance.data_dir={folder}",
         ],
         stderr=subprocess.PIPE,
-    )  # fmt: skip
+    )
 
 
 def run(work: Callable[[NatsStream], Awaitable[None]], server: str) -> None:
@@ -121,7 +140,7 @@ def run(work: Callable[[NatsStream], Awaitable[None]], server: str) -> None:
     asyncio.run(connected())
 
 
-# -- gaps and snapshots --------------------------------------------------------------------------------------------------
+# -- gaps and snapshots ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("new_index", [NATIVE_INDEX, ReferenceIndex], ids=["native", "reference"])
@@ -489,8 +508,13 @@ def test_a_replaced_stream_is_another_one_to_checkpoints_and_to_sql(
     tmp_path: Path,
 ) -> None:
     settings = ServiceSettings(
-        nats_url="", database_url=sqlite_url, cluster=cluster, store_every_s=0.02, checkpoints=str(tmp_path / "checkpoints"), **PATIENT,
-    )  # fmt: skip
+        nats_url="",
+        database_url=sqlite_url,
+        cluster=cluster,
+        store_every_s=0.02,
+        checkpoints=str(tmp_path / "checkpoints"),
+        **PATIENT,
+    )
     for epoch in (1, 2):
         with nats_server() as server:
             here = msgspec.structs.replace(settings, nats_url=server.url)
@@ -559,7 +583,7 @@ def test_a_stream_replaced_under_a_running_catalog_is_followed_and_stored(cluste
                 another.stop()
 
 
-# -- a server that loses its end ----------------------------------------------------------------------------------------
+# -- a server that loses its end ---------------------------------------------------------------------------------------
 
 
 class Losing:
@@ -654,9 +678,14 @@ class Lost:
 
 def settings_of(server: Losing, sqlite_url: str, folder: Path) -> ServiceSettings:
     return ServiceSettings(
-        nats_url=server.url, database_url=sqlite_url, cluster="c", store_every_s=0.02, ask_again_s=0.5,
-        checkpoints=str(folder / "checkpoints"), **PATIENT,
-    )  # fmt: skip
+        nats_url=server.url,
+        database_url=sqlite_url,
+        cluster="c",
+        store_every_s=0.02,
+        ask_again_s=0.5,
+        checkpoints=str(folder / "checkpoints"),
+        **PATIENT,
+    )
 
 
 @pytest.mark.parametrize("beginning", ["checkpoint", "position", "checkpoint of before", "position of before"])
@@ -885,8 +914,10 @@ def test_a_silent_instance_is_excluded_and_comes_back_and_both_are_logged(
             await excluded_and_back(quick, hold, one, two)
         said = [(entry["event"], entry["why"]) for entry in logs if entry.get("instance") == "one" and "why" in entry]
         assert [entry for entry in said if entry[0] in ("instance.excluded", "instance.returned")] == [
-            ("instance.excluded", "silent"), ("instance.returned", "heard"), ("instance.excluded", "stopped"),
-        ]  # fmt: skip
+            ("instance.excluded", "silent"),
+            ("instance.returned", "heard"),
+            ("instance.excluded", "stopped"),
+        ]
 
     async def excluded_and_back(quick: ServiceSettings, hold: Hold, one: Instance, two: Instance) -> None:
         async with catalog_on(quick) as catalog:
@@ -1071,8 +1102,13 @@ def test_a_replica_goes_on_when_the_one_that_wrote_is_killed(
 ) -> None:
     """The writer is a process of its own, killed in the midst of its work; positions in SQL never go back."""
     settings = ServiceSettings(
-        nats_url=nats_url, database_url=postgres_url, cluster=cluster, store_every_s=0.01, checkpoints=str(tmp_path / "b"), **PATIENT,
-    )  # fmt: skip
+        nats_url=nats_url,
+        database_url=postgres_url,
+        cluster=cluster,
+        store_every_s=0.01,
+        checkpoints=str(tmp_path / "b"),
+        **PATIENT,
+    )
 
     async def work(stream: NatsStream) -> None:
         one = Instance(stream, cluster, "one")
@@ -1146,9 +1182,14 @@ def test_the_archive_keeps_every_frame_once_over_restarts(settings: ServiceSetti
         assert len(list(read_samples(folder / "samples"))) >= 3
 
     sample = AccessSample(
-        instance=InstanceId("one"), cluster=str(settings.cluster), wall_time_ns=1, namespace=NamespaceId(SPACE.id),
-        hashes=block_hashes(0, 3), depth=2, rate=1.0,
-    )  # fmt: skip
+        instance=InstanceId("one"),
+        cluster=str(settings.cluster),
+        wall_time_ns=1,
+        namespace=NamespaceId(SPACE.id),
+        hashes=block_hashes(0, 3),
+        depth=2,
+        rate=1.0,
+    )
     run(work, settings.nats_url)
 
 

@@ -260,9 +260,14 @@ def test_an_instance_whose_heartbeats_nobody_can_read_says_so_itself(
 ) -> None:
     running = listening
     flags = {
-        "instance.data_dir": str(tmp_path), "instance.cluster": running.settings.cluster, "instance.id": "a",
-        "nats.url": running.settings.nats_url, "nats.heartbeat_s": 0.1, "pools.hbm.slots": 4, "pools.hbm.device": "memory",
-    }  # fmt: skip
+        "instance.data_dir": str(tmp_path),
+        "instance.cluster": running.settings.cluster,
+        "instance.id": "a",
+        "nats.url": running.settings.nats_url,
+        "nats.heartbeat_s": 0.1,
+        "pools.hbm.slots": 4,
+        "pools.hbm.device": "memory",
+    }
 
     def state() -> str:
         found = running.client.instance("a")
@@ -378,19 +383,34 @@ GOOD = {"namespace": SPACE.id.hex(), "hashes": HASHES.hex()}
         ("lookup", GOOD | {"hashes": ["ab"]}, 422, "bad_hash"),
         ("lookup", GOOD | {"hashes": "0" * 32 * (MAX_HASHES + 1)}, 422, "too_many_hashes"),
         ("lookup", {"namespace": "0" * 32, "tokens": [1]}, 422, "namespace_unknown"),
-        ("lookup", {"namespace": {"model": "m", "block_tokens": 4, "tenant": "x"}, "tokens": [1]}, 422, "tokens_not_hashable"),
-        ("lookup", {"namespace": {"model": "m", "block_tokens": 4, "tenant": "x", "scheme": "vllm-xxhash"}, "tokens": [1]}, 422, "scheme_not_hashable"),
+        (
+            "lookup",
+            {"namespace": {"model": "m", "block_tokens": 4, "tenant": "x"}, "tokens": [1]},
+            422,
+            "tokens_not_hashable",
+        ),
+        (
+            "lookup",
+            {"namespace": {"model": "m", "block_tokens": 4, "tenant": "x", "scheme": "vllm-xxhash"}, "tokens": [1]},
+            422,
+            "scheme_not_hashable",
+        ),
         ("lookup", {"namespace": {"model": "m", "block_tokens": 4}, "tokens": [-1] * 4}, 422, "bad_tokens"),
         ("lookup", {"namespace": {"model": "m", "block_tokens": 4}, "tokens": [2**70] * 4}, 422, "bad_tokens"),
         ("lookup", {"namespace": {"model": "m", "block_tokens": 0}, "tokens": [1] * 4}, 422, "invalid_request"),
         ("lookup", b" " * (MAX_BODY_BYTES + 1), 413, "body_too_large"),
         ("route", GOOD, 422, "input_tokens_missing"),
         ("route", GOOD | {"input_tokens": -1}, 422, "invalid_request"),
-        ("route", {"namespace": msgspec.to_builtins(SPACE), "hashes": HASHES.hex(), "input_tokens": 3}, 422, "too_many_hashes"),
+        (
+            "route",
+            {"namespace": msgspec.to_builtins(SPACE), "hashes": HASHES.hex(), "input_tokens": 3},
+            422,
+            "too_many_hashes",
+        ),
         ("route", GOOD | {"input_tokens": 40}, 503, "no_instance"),
         ("nothing", GOOD, 404, "not_found"),
     ],
-)  # fmt: skip
+)
 def test_bad_requests_are_refused_in_words(asked: Running, path: str, body: Any, status: int, code: str) -> None:
     found, answer = post(asked, f"/v1/{path}", body)
     assert (found, answer["error"]["code"]) == (status, code)

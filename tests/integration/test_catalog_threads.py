@@ -1,4 +1,6 @@
-"""A catalog goes on where the system gives no more threads: what needs one is trouble of a moment, and never done late."""
+"""A catalog goes on where the system gives no more threads: what needs one is trouble of a moment, and never
+done late.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_what_gets_no_thread_is_never_done(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_another_thread_has_taken_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An executor queues a call before it begins a thread for it; one that is there may take it, though the new one is refused."""
+    """An executor queues a call before it begins a thread for it; one that is there may take it, though the new one is
+    refused.
+    """
     begun, end = threading.Event(), threading.Event()
 
     def held() -> str:

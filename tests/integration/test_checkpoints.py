@@ -69,9 +69,10 @@ def test_two_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"stored": 9}, {"end": 11}, {"stream": "another"}, {"fingerprint": 8}],
+    "asked",
+    [{"stored": 9}, {"end": 11}, {"stream": "another"}, {"fingerprint": 8}],
     ids=["ahead of SQL", "ahead of the stream", "of another stream", "of messages the stream has lost"],
-)  # fmt: skip
+)
 def test_a_checkpoint_that_would_lose_something_is_passed_over(tmp_path: Path, asked: dict[str, object]) -> None:
     write(tmp_path, 10, settled=12)
     assert load(tmp_path) is not None

@@ -82,13 +82,24 @@ def test_the_file_comes_up_and_an_engine_uses_all_of_it(cluster: Cluster, monkey
 
 
 def _use(cluster: Cluster, name: str, restored: int) -> None:
-    """Serve a prompt of 8 blocks as an engine with the settings compose.yaml tells; `restored` of them are there already."""
+    """Serve a prompt of 8 blocks as an engine with the settings compose.yaml tells;
+
+    `restored` of them are there already.
+    """
     flags: dict[str, object] = {
-        "instance.id": name, "journal.in_memory": True, "onboard.wait_s": 60.0, "onboard.locate_s": 60.0, "pools.object.timeout_s": 60.0,
-        "pools.hbm.slots": 16, "pools.hbm.device": "memory", "pools.host.slots": 16,
-        "nats.url": cluster.here("nats://localhost:4222"), "catalog.url": cluster.here("http://localhost:7700"),
-        "pools.object.url": "s3://kvbm/blocks", "pools.object.endpoint": cluster.here("http://localhost:9000"),
-    }  # fmt: skip
+        "instance.id": name,
+        "journal.in_memory": True,
+        "onboard.wait_s": 60.0,
+        "onboard.locate_s": 60.0,
+        "pools.object.timeout_s": 60.0,
+        "pools.hbm.slots": 16,
+        "pools.hbm.device": "memory",
+        "pools.host.slots": 16,
+        "nats.url": cluster.here("nats://localhost:4222"),
+        "catalog.url": cluster.here("http://localhost:7700"),
+        "pools.object.url": "s3://kvbm/blocks",
+        "pools.object.endpoint": cluster.here("http://localhost:9000"),
+    }
     with open_manager(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES) as manager:
         assert serve(manager, 1, 8).prefix.depth == restored, cluster.log("catalog")
         assert manager.settle(WAIT_S)
@@ -102,7 +113,9 @@ def _use(cluster: Cluster, name: str, restored: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_images_pip_commands_work_on_the_files_it_is_given(tmp_path: Path) -> None:
-    """Each RUN's pip, in a fresh environment for each stage; /src has what .dockerignore lets through, and the last CMD runs."""
+    """Each RUN's pip, in a fresh environment for each stage; /src has what .dockerignore lets through, and the last CMD
+    runs.
+    """
     source, wheels = tmp_path / "src", tmp_path / "wheels"
     _copy_context(source)
     programs = tmp_path
@@ -130,14 +143,21 @@ def _run(command: str, programs: Path, folder: Path) -> None:
     quick = "-DCMAKE_CXX_FLAGS_RELEASE=-O0"  # the core is only imported
     environment = kept | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "CMAKE_ARGS": quick}
     ran = subprocess.run(
-        ["sh", "-c", command], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
+        ["sh", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=600,
         check=False,
-    )  # fmt: skip
+    )
     assert ran.returncode == 0, f"{command}\n{ran.stdout.decode(errors='replace')[-3000:]}"
 
 
 def _copy_context(target: Path) -> None:
-    """The files of the checkout that .dockerignore lets through, by the rules of its file: the last pattern that fits decides."""
+    """The files of the checkout that .dockerignore lets through, by the rules of its file: the last pattern that fits
+    decides.
+    """
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     listed = subprocess.run(
         ["git", "-c", "safe.directory=*", "ls-files", "-co", "--exclude-standard"],

@@ -52,7 +52,9 @@ def held(pools: Pools, run: Run) -> list[ReadOutcome]:
 
 
 def prepared(pools: Pools) -> tuple[Run, Run, Offsets]:
-    """A run that NVME holds, one in the object pool that is to take its place, and a journal that has not said so yet."""
+    """A run that NVME holds, one in the object pool that is to take its place, and a journal that has not said
+    so yet.
+    """
     before, after = random_run(3, BLOCK_BYTES, 1), random_run(3, BLOCK_BYTES, 2)
     pools.slots[Tier.NVME].write(SLOTS, before.rows, before.proof, None)
     assert pools.object is not None and all(pools.object.put(after.rows, after.proof))

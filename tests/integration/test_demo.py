@@ -1,6 +1,7 @@
 """`kvbm demo` as it is run by a newcomer, once, and every number its report promises.
 
-`make check` runs the demo itself, which fails where one of its own checks does (`Report.failures` in `kvbm/workload/demo.py`).
+`make check` runs the demo itself, which fails where one of its own checks does (`Report.failures` in
+`kvbm/workload/demo.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ def test_the_demo_proves_what_it_says(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "kvbm", "demo", "--json", str(path)],
         env=os.environ | {"PYTHONPATH": source, "http_proxy": nobody, "https_proxy": nobody},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=540, cwd=tmp_path, check=False,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=540,
+        cwd=tmp_path,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "every check passed" in ended.stdout
     report = json.loads(path.read_bytes())

@@ -1,4 +1,6 @@
-"""What an embedding program has: public names that suffice and are described, and words where it gets no slots or keeps them too long."""
+"""What an embedding program has: public names that suffice and are described, and words where it gets no slots or keeps
+them too long.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ HASHES = bytes(range(64))
 @pytest.fixture
 def settings(tmp_path: Path) -> kvbm.Settings:
     flags = {
-        "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.slots": 4, "pools.hbm.device": "memory",
-    }  # fmt: skip
+        "instance.data_dir": str(tmp_path),
+        "nats.enabled": False,
+        "pools.hbm.slots": 4,
+        "pools.hbm.device": "memory",
+    }
     return kvbm.load_settings(flags=flags)
 
 

@@ -1,4 +1,6 @@
-"""The reference engine on the real manager: KV that comes back from any tier gives exactly the tokens recomputing gives."""
+"""The reference engine on the real manager: KV that comes back from any tier gives exactly the tokens recomputing
+gives.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,14 @@ def weights() -> Weights:
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[Manager]:
     flags = {
-        "instance.data_dir": str(tmp_path), "pools.hbm.slots": 40, "pools.hbm.device": "cpu", "pools.host.slots": 40,
-        "pools.nvme.slots": 60, "nats.enabled": False, "onboard.wait_s": WAIT_S,
-    }  # fmt: skip
+        "instance.data_dir": str(tmp_path),
+        "pools.hbm.slots": 40,
+        "pools.hbm.device": "cpu",
+        "pools.host.slots": 40,
+        "pools.nvme.slots": 60,
+        "nats.enabled": False,
+        "onboard.wait_s": WAIT_S,
+    }
     objects = memory_objects(KV.block_bytes)
     with open_manager(load_settings(flags=flags), [NAMESPACE], KV.block_bytes, object_pool=objects) as opened:
         opened._loads.locator = KnowsAll()

@@ -1,4 +1,6 @@
-"""What an engine's streams still write is waited for: `create(…, stream=…)` down to a copy's queue, on a device that lags behind."""
+"""What an engine's streams still write is waited for: `create(…, stream=…)` down to a copy's queue, on a device that
+lags behind.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ DONE: list[Callable[[], None]] = []  # work that the device has done
 
 
 class Stream:
-    """As a CUDA stream: work runs in its order, when the device comes to it; work behind an event waits for that too."""
+    """As a CUDA stream: work runs in its order, when the device comes to it; work behind an event waits for
+    that too.
+    """
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
@@ -119,9 +123,14 @@ def manager(tmp_path: Path) -> Iterator[kvbm.Manager]:
 
     DONE.clear()
     flags = {
-        "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.slots": SLOTS, "pools.hbm.device": "cpu",
-        "pools.host.slots": SLOTS, "offload.host": "write_through", "onboard.wait_s": WAIT_S,
-    }  # fmt: skip
+        "instance.data_dir": str(tmp_path),
+        "nats.enabled": False,
+        "pools.hbm.slots": SLOTS,
+        "pools.hbm.device": "cpu",
+        "pools.host.slots": SLOTS,
+        "offload.host": "write_through",
+        "onboard.wait_s": WAIT_S,
+    }
     with kvbm.open_manager(kvbm.load_settings(flags=flags), [SPACE], BLOCK_BYTES) as opened:
         pool, mover = opened.hbm, Mover(opened.hbm)
         order = EngineOrder()
@@ -237,7 +246,9 @@ class Stop(BaseException):
 def test_work_is_named_before_the_ledger_acts(
     manager: kvbm.Manager, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """A handler that raises behind the ledger's call must not leave slots free, or blocks held, whose work nobody waits for."""
+    """A handler that raises behind the ledger's call must not leave slots free, or blocks held, whose work nobody waits
+    for.
+    """
     stream = Stream()
     hashes = hashes_of(3, 1)
     slots = manager.allocate(1)

@@ -1,4 +1,6 @@
-"""An engine that owns HBM: what it holds is in the stream, and its blocks come to and from HOST without anybody waiting in a call."""
+"""An engine that owns HBM: what it holds is in the stream, and its blocks come to and from HOST without anybody waiting
+in a call.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +97,10 @@ def test_a_stored_prompt_comes_back_from_host_and_from_nvme_with_its_bytes(tmp_p
         assert (stats.engine_stores, stats.waiting_requests, stats.created_blocks) == (1, 0, 6)
     migrated = [event for event in events_of(tmp_path) if isinstance(event, BlocksMigrated)]
     assert [(event.source, event.target, event.kept) for event in migrated] == [
-        (Tier.HBM, Tier.HOST, True), (Tier.HOST, Tier.NVME, True), (Tier.NVME, Tier.HOST, True),
-    ]  # fmt: skip
+        (Tier.HBM, Tier.HOST, True),
+        (Tier.HOST, Tier.NVME, True),
+        (Tier.NVME, Tier.HOST, True),
+    ]
 
 
 @BOTH_CORES
@@ -118,8 +122,12 @@ def test_what_the_engine_holds_is_listed_once_and_withdrawn_with_its_last_copy(t
         assert one.manager.stats().pools[Tier.HBM].free == 10
     created = [event for event in events_of(tmp_path) if isinstance(event, BlocksCreated)]
     assert [(event.start, event.parent, len(event.hashes) // HASH_BYTES) for event in created] == [
-        (0, NO_PARENT, 2), (2, blocks[1], 4), (3, blocks[2], 2), (6, blocks[5], 2), (0, NO_PARENT, 2),
-    ]  # fmt: skip
+        (0, NO_PARENT, 2),
+        (2, blocks[1], 4),
+        (3, blocks[2], 2),
+        (6, blocks[5], 2),
+        (0, NO_PARENT, 2),
+    ]
     reasons = [event.reason for event in events_of(tmp_path) if isinstance(event, BlocksEvicted)]
     assert reasons == [EvictReason.CAPACITY, EvictReason.CAPACITY, EvictReason.CLEARED]
 
@@ -512,19 +520,24 @@ def test_closing_ends_requests_that_wait(tmp_path: Path) -> None:
 def test_calls_for_hbm_of_ones_own_are_refused_in_words(tmp_path: Path) -> None:
     with engine(tmp_path) as one:
         calls: list[Callable[[], object]] = [
-            lambda: one.manager.hbm, lambda: one.manager.acquire(NAMESPACE.id, b""), lambda: one.manager.allocate(1),
-            lambda: one.manager.create(NAMESPACE.id, NO_PARENT, 0, b"", []), lambda: one.manager.unpin([0]),
+            lambda: one.manager.hbm,
+            lambda: one.manager.acquire(NAMESPACE.id, b""),
+            lambda: one.manager.allocate(1),
+            lambda: one.manager.create(NAMESPACE.id, NO_PARENT, 0, b"", []),
+            lambda: one.manager.unpin([0]),
             lambda: one.manager.release([0]),
-        ]  # fmt: skip
+        ]
         for call in calls:
             with pytest.raises(LedgerError, match=r'pools\.hbm\.owner is "engine"'):
                 call()
         hbm, rows = one.manager.pools.slots[Tier.HBM], np.zeros((1, BLOCK_BYTES), np.uint8)
         proof = Proof(NAMESPACE.id, one.manager.epoch, hashes_of(1, 1), np.zeros(1, np.uint32))
         for touch in (
-            lambda: hbm.write([0], rows, proof), lambda: hbm.read([0], NAMESPACE.id, hashes_of(1, 1), rows),
-            lambda: hbm.seal([0], proof), lambda: hbm.checksums([0]),
-        ):  # fmt: skip
+            lambda: hbm.write([0], rows, proof),
+            lambda: hbm.read([0], NAMESPACE.id, hashes_of(1, 1), rows),
+            lambda: hbm.seal([0], proof),
+            lambda: hbm.checksums([0]),
+        ):
             with pytest.raises(PoolError, match=r"1 blocks cannot be"):
                 touch()
 

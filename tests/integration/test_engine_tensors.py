@@ -27,9 +27,13 @@ def opened(folder: Path, layers: list[list[kvbm.PagedTensor]], layout: str = "",
     found = kvbm.paged_layout(layers)
     namespace = kvbm.Namespace(model="paged", revision="r1", block_tokens=16, layout=layout or found.layout)
     given = {
-        "instance.data_dir": str(folder), "pools.host.slots": 8, "pools.nvme.slots": 16, "nats.enabled": False, "onboard.wait_s": WAIT_S,
+        "instance.data_dir": str(folder),
+        "pools.host.slots": 8,
+        "pools.nvme.slots": 16,
+        "nats.enabled": False,
+        "onboard.wait_s": WAIT_S,
         **{name.replace("__", "."): value for name, value in flags.items()},
-    }  # fmt: skip
+    }
     return kvbm.open_manager(kvbm.load_settings(flags=given), [namespace], found.block_bytes, layers=layers)
 
 

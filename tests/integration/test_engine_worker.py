@@ -22,9 +22,15 @@ PROMPT_BLOCKS = len(PROMPT) // BLOCK_TOKENS
 def start(folder: Path, name: str = "engine-a") -> EngineProcess:
     """A ready or starting engine on a folder, without a stream."""
     flags = {
-        "instance.id": name, "instance.data_dir": folder / "data", "nats.enabled": "false", "pools.hbm.device": "cpu",
-        "pools.hbm.slots": 48, "pools.host.slots": 64, "pools.nvme.slots": 96, "onboard.wait_s": ANSWER_WAIT_S,
-    }  # fmt: skip
+        "instance.id": name,
+        "instance.data_dir": folder / "data",
+        "nats.enabled": "false",
+        "pools.hbm.device": "cpu",
+        "pools.hbm.slots": 48,
+        "pools.host.slots": 64,
+        "pools.nvme.slots": 96,
+        "onboard.wait_s": ANSWER_WAIT_S,
+    }
     return EngineProcess(name, flags, folder / "logs", {})
 
 

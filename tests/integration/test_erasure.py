@@ -1,4 +1,6 @@
-"""An erasure, proven by searching every file, table, object, message and slot for the tenant's name, namespaces, hashes and bytes."""
+"""An erasure, proven by searching every file, table, object, message and slot for the tenant's name, namespaces, hashes
+and bytes.
+"""
 
 from __future__ import annotations
 
@@ -118,9 +120,12 @@ class Needles:
         self.words = {space.tenant.encode(): "the tenant's name"}
         for value, what in [(bytes(space.id), "the namespace"), *((bytes(block), "a hash") for block in hashes)]:
             for form in (
-                value, value.hex().encode(), value.hex().upper().encode(), base64.b64encode(value)[:21],
+                value,
+                value.hex().encode(),
+                value.hex().upper().encode(),
+                base64.b64encode(value)[:21],
                 base64.urlsafe_b64encode(value)[:21],
-            ):  # fmt: skip
+            ):
                 self.words[form] = what
         for row in rows_of(b"".join(hashes)):
             data = row.tobytes()
@@ -139,7 +144,9 @@ class Needles:
 
 
 class World:
-    """A nats-server, a catalog with SQLite, archive and checkpoints, instances with all tiers, and a store of objects."""
+    """A nats-server, a catalog with SQLite, archive and checkpoints, instances with all tiers, and a store of
+    objects.
+    """
 
     def __init__(self, folder: Path, opened: ExitStack, keys: Path | None = None) -> None:
         """With `keys`, objects are sealed and NVME is encrypted."""
@@ -165,15 +172,22 @@ class World:
         settings = self.settings("catalog", nats__timeout_s=2.0, instance__data_dir=str(folder))
         catalog = CatalogThread(
             ServiceSettings(
-                nats_url=self.server.url, database_url=database, cluster="home",
-                listen="127.0.0.1:0", store_every_s=0.02, connect_s=WAIT_S, liveness_s=10 * WAIT_S, whole_wait_s=0.2,
+                nats_url=self.server.url,
+                database_url=database,
+                cluster="home",
+                listen="127.0.0.1:0",
+                store_every_s=0.02,
+                connect_s=WAIT_S,
+                liveness_s=10 * WAIT_S,
+                whole_wait_s=0.2,
                 checkpoints=str(folder / "checkpoints") if has_files else "",
-                checkpoint_every_s=0.5, archive=str(folder / "archive") if has_files else "",
+                checkpoint_every_s=0.5,
+                archive=str(folder / "archive") if has_files else "",
                 companions=(catalog_companion(settings, self.server.url, Credentials()),),
             ),
             NATIVE,
             NATIVE_INDEX,
-        )  # fmt: skip
+        )
         catalog.start()
         self._opened.callback(catalog.stop)
         return catalog
@@ -182,24 +196,47 @@ class World:
         named = {key.replace("__", "."): value for key, value in flags.items()}
         return load_settings(
             flags={
-                "instance.data_dir": str(self.folder), "instance.cluster": "home", "instance.id": instance,
-                "pools.hbm.slots": 32, "pools.hbm.device": "memory", "pools.host.slots": 48, "pools.nvme.slots": 64,
-                "nats.url": self.server.url, "nats.timeout_s": WAIT_S, "nats.heartbeat_s": 0.2, "snapshots.least_s": 0.3, "erasure.poll_s": 0.2,
-                "journal.keep_s": 3600.0, "journal.segment_bytes": 8192, "journal.capacity_bytes": 1 << 20, "samples.rate": 1.0,
+                "instance.data_dir": str(self.folder),
+                "instance.cluster": "home",
+                "instance.id": instance,
+                "pools.hbm.slots": 32,
+                "pools.hbm.device": "memory",
+                "pools.host.slots": 48,
+                "pools.nvme.slots": 64,
+                "nats.url": self.server.url,
+                "nats.timeout_s": WAIT_S,
+                "nats.heartbeat_s": 0.2,
+                "snapshots.least_s": 0.3,
+                "erasure.poll_s": 0.2,
+                "journal.keep_s": 3600.0,
+                "journal.segment_bytes": 8192,
+                "journal.capacity_bytes": 1 << 20,
+                "samples.rate": 1.0,
                 "catalog.url": "" if instance == "catalog" else self.client.url,
                 "catalog.database": f"sqlite+aiosqlite:///{self.database}",
-                "pools.object.timeout_s": WAIT_S, "pools.object.look_s": 0.5, "gc.grace_s": 3 * WAIT_S, "gc.lease_s": WAIT_S,
-                "onboard.locate_s": WAIT_S, "onboard.wait_s": WAIT_S,
-                "pools.object.keys": "" if self.keys is None else str(self.keys), **named,
+                "pools.object.timeout_s": WAIT_S,
+                "pools.object.look_s": 0.5,
+                "gc.grace_s": 3 * WAIT_S,
+                "gc.lease_s": WAIT_S,
+                "onboard.locate_s": WAIT_S,
+                "onboard.wait_s": WAIT_S,
+                "pools.object.keys": "" if self.keys is None else str(self.keys),
+                **named,
             }
-        )  # fmt: skip
+        )
 
     def instance(self, name: str, spaces: Sequence[Namespace] = (VICTIM, OTHER)) -> Manager:
         sealing = Sealing(keys_of_file(str(self.keys)), K, header_bytes(K)) if self.keys is not None else None
         objects = memory_objects(
-            BLOCK_BYTES, K, self.store, namespaces=list(spaces), look_s=0.5, deadline_s=WAIT_S, envelopes=sealing,
+            BLOCK_BYTES,
+            K,
+            self.store,
+            namespaces=list(spaces),
+            look_s=0.5,
+            deadline_s=WAIT_S,
+            envelopes=sealing,
             name=pool_name(self.store.name, 0, True) if sealing is not None else "",
-        )  # fmt: skip
+        )
         more = {"pools__nvme__folder": str(self.folder / "pod")} if name == "b" else {}
         if self.keys is not None:
             more |= {"pools__nvme__encrypt": True}
@@ -394,9 +431,11 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
     managers["c"] = world.instance("c", [OTHER])
     assert set(managers["c"].held(Tier.NVME)) == set(split_hashes(hashes_of(OTHER, 4)))
     eventually(
-        lambda: set(waits(world.erase(status=number)[2])) <= {"NATS events on the stream"}, "not all are done",
-        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
-    )  # fmt: skip
+        lambda: set(waits(world.erase(status=number)[2])) <= {"NATS events on the stream"},
+        "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]),
+        timeout_s=WAIT_S,
+    )
     asyncio.run(let_age(world.server.url))
     eventually(lambda: world.erase(status=number)[0] == 0, "the stream keeps it", timeout_s=WAIT_S)
 
@@ -434,9 +473,11 @@ def test_the_blocks_of_one_prompt_go_and_the_tenants_other_prompts_stay(world: W
     assert code == 1
     only_age = {"NATS events on the stream"}
     eventually(
-        lambda: set(waits(world.erase(status=number)[2])) <= only_age, "not all are done",
-        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
-    )  # fmt: skip
+        lambda: set(waits(world.erase(status=number)[2])) <= only_age,
+        "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]),
+        timeout_s=WAIT_S,
+    )
     assert gone.in_folder(world.folder) == {}
     assert gone.in_bytes(world.tables()) == set()
     assert not any(gone.in_bytes(name.encode() + bytes(body[0])) for name, body in world.store.objects.items())
@@ -485,9 +526,11 @@ def test_sealed_objects_and_encrypted_blocks_of_an_erased_tenant_go_too(tmp_path
         assert code == 1
         only_age = {"NATS events on the stream"}
         eventually(
-            lambda: set(waits(world.erase(status=number)[2])) <= only_age, "not all are done",
-            state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
-        )  # fmt: skip
+            lambda: set(waits(world.erase(status=number)[2])) <= only_age,
+            "not all are done",
+            state=lambda: waits(world.erase(status=number)[2]),
+            timeout_s=WAIT_S,
+        )
         assert not any(folders[VICTIM.tenant] in name for name in world.store.objects)
         assert any(folders[OTHER.tenant] in name for name in world.store.objects)
         assert victim.in_folder(world.folder) == {}
@@ -509,9 +552,11 @@ def test_what_a_tenant_used_after_an_erasure_goes_with_the_next_one(world: World
         number = world.erase(tenant=VICTIM.tenant)[1]
         numbers.append(number)
         eventually(
-            lambda: set(waits(world.erase(status=numbers[-1])[2])) <= only_age, "not all are done",
-            state=lambda: waits(world.erase(status=numbers[-1])[2]), timeout_s=WAIT_S,
-        )  # fmt: skip
+            lambda: set(waits(world.erase(status=numbers[-1])[2])) <= only_age,
+            "not all are done",
+            state=lambda: waits(world.erase(status=numbers[-1])[2]),
+            timeout_s=WAIT_S,
+        )
         assert manager.match(hashes_of(VICTIM, 1)).depth == 0
         assert not victim.in_folder(world.folder) and not victim.in_bytes(memory_of(manager))
     assert numbers[0] < numbers[1]
@@ -548,9 +593,11 @@ def test_an_answer_that_names_another_tenants_namespaces_has_nothing_of_that_ten
         number = world.erase(tenant=VICTIM.tenant)[1]
         asyncio.run(answer_falsely(world.server.url, "liar", number, [OTHER]))
         eventually(
-            lambda: set(waits(world.erase(status=number)[2])) <= only_age, "not all are done",
-            state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
-        )  # fmt: skip
+            lambda: set(waits(world.erase(status=number)[2])) <= only_age,
+            "not all are done",
+            state=lambda: waits(world.erase(status=number)[2]),
+            timeout_s=WAIT_S,
+        )
 
     def check(prompts: Iterable[int]) -> None:
         names = {summary.id for summary in world.client.namespaces()}
@@ -587,9 +634,11 @@ def test_claims_of_a_namespace_that_nobody_has_told_of_are_erased_on_the_operato
     asyncio.run(answer_falsely(world.server.url, "liar", number, [untold]))  # nobody knows an instance of that name
     word = f"SQL claims of {untold.id.hex()}"
     eventually(
-        lambda: set(waits(world.erase(status=number)[2])) == {word, "NATS events on the stream"}, "not all are done",
-        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
-    )  # fmt: skip
+        lambda: set(waits(world.erase(status=number)[2])) == {word, "NATS events on the stream"},
+        "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]),
+        timeout_s=WAIT_S,
+    )
     said = waits(world.erase(status=number)[2])[word]
     assert f"--namespace {untold.id.hex()}" in said and f"--spare {untold.id.hex()}" in said and "liar" not in said
     assert bytes(untold.id) in world.tables()
@@ -608,9 +657,11 @@ def test_after_an_erasure_prompts_of_others_stay_with_their_engines_and_new_use_
     eventually(lambda: all(depth(world, s, 1) == DEPTH for s in (VICTIM, other)), "the catalog has not all claims")
     number = world.erase(tenant=VICTIM.tenant)[1]
     eventually(
-        lambda: set(waits(world.erase(status=number)[2])) == {"NATS events on the stream"}, "not all are done",
-        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
-    )  # fmt: skip
+        lambda: set(waits(world.erase(status=number)[2])) == {"NATS events on the stream"},
+        "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]),
+        timeout_s=WAIT_S,
+    )
     sent = [world.client.route(other, hashes_of(other, prompt), DEPTH * 16).instance for prompt in range(60)]
     assert sent == ["b"] * 60
     known = {summary.id for summary in world.client.namespaces()}
@@ -628,9 +679,11 @@ def test_after_an_erasure_prompts_of_others_stay_with_their_engines_and_new_use_
     eventually(lambda: VICTIM.tenant.encode() in world.tables(), "SQL has not its fields")
     again = world.erase(tenant=VICTIM.tenant)[1]
     eventually(
-        lambda: set(waits(world.erase(status=again)[2])) == {"NATS events on the stream"}, "not all are done again",
-        state=lambda: waits(world.erase(status=again)[2]), timeout_s=WAIT_S,
-    )  # fmt: skip
+        lambda: set(waits(world.erase(status=again)[2])) == {"NATS events on the stream"},
+        "not all are done again",
+        state=lambda: waits(world.erase(status=again)[2]),
+        timeout_s=WAIT_S,
+    )
     assert not Needles(VICTIM, (1, 2, 3)).in_bytes(world.tables())
 
 
@@ -648,9 +701,11 @@ def test_a_namespace_that_came_after_the_start_is_erased_with_its_tenant_by_its_
     eventually(lambda: late.lora.encode() in world.tables(), "SQL has not its fields")
     number = world.erase(tenant=VICTIM.tenant)[1]
     eventually(
-        lambda: set(waits(world.erase(status=number)[2])) == {"NATS events on the stream"}, "not all are done",
-        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
-    )  # fmt: skip
+        lambda: set(waits(world.erase(status=number)[2])) == {"NATS events on the stream"},
+        "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]),
+        timeout_s=WAIT_S,
+    )
     gone = Needles(late, [1])
     assert gone.in_folder(world.folder) == {} and gone.in_bytes(world.tables()) == set()
     assert not any(late.id.hex() in name for name in world.store.objects)
@@ -681,9 +736,11 @@ def test_a_catalog_that_is_down_is_waited_for_by_name_until_it_returns_or_is_for
     number = world.erase(tenant=VICTIM.tenant)[1]
     place, age = f"{name} SQL, index, files", "NATS events on the stream"
     eventually(
-        lambda: set(waits(world.erase(status=number)[2])) == {place, age}, "it is not the second catalog alone",
-        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
-    )  # fmt: skip
+        lambda: set(waits(world.erase(status=number)[2])) == {place, age},
+        "it is not the second catalog alone",
+        state=lambda: waits(world.erase(status=number)[2]),
+        timeout_s=WAIT_S,
+    )
     code, _, lines = world.erase(status=number)
     assert code == 1 and f"--forget-catalog {name}" in waits(lines)[place]
     assert victim.in_folder(folder)  # it has everything still
@@ -695,7 +752,7 @@ def test_a_catalog_that_is_down_is_waited_for_by_name_until_it_returns_or_is_for
     eventually(lambda: not victim.in_folder(folder), "it has not erased", timeout_s=WAIT_S)
     eventually(
         lambda: not asyncio.run(answered_catalogs(world.server.url))[name].gone, "it has not said so", timeout_s=WAIT_S
-    )  # fmt: skip
+    )
     asyncio.run(let_age(world.server.url))
     eventually(lambda: world.erase(status=number)[0] == 0, "the stream keeps it", timeout_s=WAIT_S)
     back.stop()
@@ -726,7 +783,8 @@ def test_postgres_has_an_erased_tenant_neither_in_its_statistics_nor_in_the_file
 
     mine, their = spaces("initech-payroll", 60), spaces("globex", others)
     files = (
-        "select pg_read_binary_file(pg_relation_filepath(c.oid)) from pg_class c left join pg_index i on i.indexrelid = c.oid"
+        "select pg_read_binary_file(pg_relation_filepath(c.oid)) from pg_class c left join pg_index i on i.indexrelid "
+        "= c.oid"
         " where coalesce(i.indrelid, c.oid) in ('namespaces'::regclass, 'tenants'::regclass)"
     )
     statistics = (
@@ -825,7 +883,8 @@ def test_sealed_objects_in_front_of_the_pool_go_too(tmp_path: Path, redis_url: s
         world.flags = {"pools__object__front": front.url, "pools__object__url": "s3://objects/blocks"}
         world.erase(tenant=VICTIM.tenant)
         assert in_front(VICTIM) == [] and in_front(OTHER) == before
-        # With keys that do not have the tenant nobody can tell which objects are the tenant's: that is said, and names nobody.
+        # With keys that do not have the tenant nobody can tell which objects are the tenant's: that is said, and names
+        # nobody.
         keys.unlink()
         add_key(keys, OTHER.tenant, "1")
         _, number, _ = world.erase(tenant=VICTIM.tenant)
@@ -837,9 +896,16 @@ def test_sealed_objects_in_front_of_the_pool_go_too(tmp_path: Path, redis_url: s
 def lonely(folder: Path, url: str, hold_s: float) -> Iterator[Manager]:
     """A manager that does not wait, when it is closed, for a server that is not there."""
     flags = {
-        "instance.data_dir": str(folder), "instance.id": "a", "pools.hbm.slots": 32, "pools.hbm.device": "memory",
-        "pools.nvme.slots": 32, "nats.url": url, "nats.timeout_s": 2.0, "erasure.hold_s": hold_s, "erasure.poll_s": 0.1,
-    }  # fmt: skip
+        "instance.data_dir": str(folder),
+        "instance.id": "a",
+        "pools.hbm.slots": 32,
+        "pools.hbm.device": "memory",
+        "pools.nvme.slots": 32,
+        "nats.url": url,
+        "nats.timeout_s": 2.0,
+        "erasure.hold_s": hold_s,
+        "erasure.poll_s": 0.1,
+    }
     with open_manager(load_settings(flags=flags), [OTHER], BLOCK_BYTES) as manager:
         yield manager
         eventually(lambda: manager.durable() == manager.applied(), "the journal has not all")
@@ -891,9 +957,15 @@ def test_instances_and_catalogs_with_accounts_of_their_own_can_erase(tmp_path: P
     server = EmbeddedServer.start(tmp_path / "nats", timeout_s=WAIT_S, settings=server_config("home", users))
     seed = str(keys / "catalog.nk")
     flags = {
-        "instance.data_dir": str(tmp_path), "instance.cluster": "home", "nats.url": server.url, "nats.timeout_s": WAIT_S, "erasure.poll_s": 0.2,
-        "snapshots.least_s": 0.3, "pools.hbm.slots": 32, "pools.hbm.device": "memory",
-    }  # fmt: skip
+        "instance.data_dir": str(tmp_path),
+        "instance.cluster": "home",
+        "nats.url": server.url,
+        "nats.timeout_s": WAIT_S,
+        "erasure.poll_s": 0.2,
+        "snapshots.least_s": 0.3,
+        "pools.hbm.slots": 32,
+        "pools.hbm.device": "memory",
+    }
     mine = load_settings(flags=flags | {"instance.id": "a", "nats.nkey_seed": str(keys / "instance-a.nk")})
     of_catalog = load_settings(flags=flags | {"nats.nkey_seed": seed, "instance.id": "catalog"})
     credentials = Credentials(nkey_seed=seed, inbox=catalog_inbox("home"))
@@ -904,9 +976,16 @@ def test_instances_and_catalogs_with_accounts_of_their_own_can_erase(tmp_path: P
         return told[-1][1]
 
     service = ServiceSettings(
-        nats_url=server.url, credentials=credentials, database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}", cluster="home",
-        listen="127.0.0.1:0", store_every_s=0.02, connect_s=WAIT_S, liveness_s=10 * WAIT_S, companions=(catalog_companion(of_catalog, server.url, credentials),),
-    )  # fmt: skip
+        nats_url=server.url,
+        credentials=credentials,
+        database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}",
+        cluster="home",
+        listen="127.0.0.1:0",
+        store_every_s=0.02,
+        connect_s=WAIT_S,
+        liveness_s=10 * WAIT_S,
+        companions=(catalog_companion(of_catalog, server.url, credentials),),
+    )
     try:
         # Before a catalog has made the stream of erasures there are none.
         asyncio.run(ready(server.url, credentials))
@@ -922,9 +1001,11 @@ def test_instances_and_catalogs_with_accounts_of_their_own_can_erase(tmp_path: P
             erase(tenant=VICTIM.tenant)
             number = told[-1][0]
             eventually(
-                lambda: set(waits(erase(status=number))) == {"NATS events on the stream"}, "not all are done",
-                state=lambda: waits(erase(status=number)), timeout_s=WAIT_S,
-            )  # fmt: skip
+                lambda: set(waits(erase(status=number))) == {"NATS events on the stream"},
+                "not all are done",
+                state=lambda: waits(erase(status=number)),
+                timeout_s=WAIT_S,
+            )
             assert set(manager.held(Tier.HBM)) == set(split_hashes(hashes_of(OTHER, 1)))
     finally:
         server.stop()

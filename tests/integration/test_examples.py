@@ -1,4 +1,6 @@
-"""Each program of examples/, run as a user runs it: it ends by itself, prints what it is there to show, and leaves nothing behind."""
+"""Each program of examples/, run as a user runs it: it ends by itself, prints what it is there to show, and leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -94,9 +96,15 @@ def test_an_example_runs_shows_what_it_is_for_and_leaves_nothing_behind(name: st
     ) as short:  # as a user's: the path of a socket has at most 107 bytes
         temporary = Path(short)
         ran = subprocess.run(
-            [sys.executable, str(EXAMPLES / f"{name}.py")], cwd=begun_in, env={**os.environ, "TMPDIR": str(temporary)},
-            capture_output=True, text=True, encoding="utf-8", timeout=TIMEOUT_S, check=False,
-        )  # fmt: skip
+            [sys.executable, str(EXAMPLES / f"{name}.py")],
+            cwd=begun_in,
+            env={**os.environ, "TMPDIR": str(temporary)},
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=TIMEOUT_S,
+            check=False,
+        )
         left = [path.name for folder in (begun_in, temporary) for path in folder.iterdir()]
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = iter(ran.stdout.splitlines())

@@ -73,9 +73,14 @@ def test_all_that_a_cluster_makes_is_its_owners_alone(tmp_path: Path) -> None:
             {"catalog.archive": kept, "catalog.checkpoint_every_s": 0.2, "instance.cluster": "c", "samples.rate": 1.0},
         )
         settings = settings_of(
-            made / "engine", server.url, "c", pools__nvme__slots=32, pools__nvme__folder=str(made / "pod" / "of"),
-            instance__id="one", samples__rate=1.0,
-        )  # fmt: skip
+            made / "engine",
+            server.url,
+            "c",
+            pools__nvme__slots=32,
+            pools__nvme__folder=str(made / "pod" / "of"),
+            instance__id="one",
+            samples__rate=1.0,
+        )
         for _ in range(2):
             manager = opened(settings)
             try:

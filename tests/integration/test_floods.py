@@ -253,7 +253,9 @@ def test_one_caller_that_asks_for_much_leaves_others_half_of_the_time(
     tmp_path: Path,
     kind: str,
 ) -> None:
-    """One connection of batches of 64 long routes, or three of bodies of 8.3 MB; no number of requests is over any limit."""
+    """One connection of batches of 64 long routes, or three of bodies of 8.3 MB; no number of requests is over any
+    limit.
+    """
     publish_instances(nats_url, cluster, [f"instance-{number:03}" for number in range(100)])
     pick = random.Random(3)
     if kind == "batches":
@@ -349,7 +351,9 @@ def test_floods_from_many_addresses_leave_memory_and_honest_callers_alone(
     cluster: str,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Against the same catalog without a flood, and against a twin beside it that nobody floods: so a busy machine slows both."""
+    """Against the same catalog without a flood, and against a twin beside it that nobody floods: so a busy machine
+    slows both.
+    """
     publish_instances(nats_url, cluster)
     twin_folder = tmp_path / "twin"
     twin_folder.mkdir()
@@ -374,10 +378,14 @@ def test_floods_from_many_addresses_leave_memory_and_honest_callers_alone(
                 rate_beside = (honest_beside.answered - beside) / (time.monotonic() - begin_s)
                 found = ended()
             facts = {
-                "rates: quiet, flooded, beside": (quiet_rate, flooded_rate, rate_beside), "quiet RSS": quiet_rss / MIB,
-                "RSS": catalog.rss_bytes() / MIB, "most RSS": catalog.rss_bytes("VmHWM") / MIB,
-                "logged": catalog.log.stat().st_size - logged, "failed": dict(honest.failed), "floods": found,
-            }  # fmt: skip
+                "rates: quiet, flooded, beside": (quiet_rate, flooded_rate, rate_beside),
+                "quiet RSS": quiet_rss / MIB,
+                "RSS": catalog.rss_bytes() / MIB,
+                "most RSS": catalog.rss_bytes("VmHWM") / MIB,
+                "logged": catalog.log.stat().st_size - logged,
+                "failed": dict(honest.failed),
+                "floods": found,
+            }
             print(json.dumps(facts))
             assert catalog.rss_bytes("VmHWM") - quiet_rss <= 64 * MIB, facts
             assert catalog.log.stat().st_size - logged < 100_000, facts

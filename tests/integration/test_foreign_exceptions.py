@@ -28,10 +28,19 @@ from tests.object_stores import place_in
 
 WAIT_S = 120.0
 OF_SYSTEM = [
-    OSError(5, "Input/output error"), ConnectionResetError(104, "reset"), TimeoutError("timed out"), ssl.SSLError(1, "bad"),
-    UnicodeError("label too long"), EOFError("0 bytes"), ValueError("none"), TypeError("none"), RuntimeError("none"),
-    KeyError("none"), AttributeError("none"), IndexError("none"),
-]  # fmt: skip
+    OSError(5, "Input/output error"),
+    ConnectionResetError(104, "reset"),
+    TimeoutError("timed out"),
+    ssl.SSLError(1, "bad"),
+    UnicodeError("label too long"),
+    EOFError("0 bytes"),
+    ValueError("none"),
+    TypeError("none"),
+    RuntimeError("none"),
+    KeyError("none"),
+    AttributeError("none"),
+    IndexError("none"),
+]
 
 
 OF_WAY = OF_SYSTEM[:5]  # what a connection raises on its way
@@ -186,7 +195,7 @@ def test_every_error_of_postgres_while_it_is_opened_is_the_catalogs(monkeypatch:
     asyncio.run(run())
 
 
-# -- nats-py, at each edge where the stream's code calls it ---------------------------------------------------------------
+# -- nats-py, at each edge where the stream's code calls it ------------------------------------------------------------
 
 NOBODY = "nats://127.0.0.1:1"
 
@@ -284,9 +293,12 @@ def test_no_error_of_nats_keeps_a_subscription_a_reader_or_a_connection_from_end
             subscription = await connection.subscribe("a.subject", nothing)
             with pytest.MonkeyPatch.context() as patch:
                 for place, name in (
-                    (subscription, "unsubscribe"), (subscription, "drain"), (reader._pull.subscription, "unsubscribe"),
-                    (connection.client, "publish"), (connection.client, "close"),
-                ):  # fmt: skip
+                    (subscription, "unsubscribe"),
+                    (subscription, "drain"),
+                    (reader._pull.subscription, "unsubscribe"),
+                    (connection.client, "publish"),
+                    (connection.client, "close"),
+                ):
                     patch.setattr(place, name, failing(error))
                 await connection.unsubscribe(subscription)
                 await connection.drain(subscription)
@@ -313,9 +325,20 @@ def test_every_error_of_nats_while_a_server_is_looked_at_is_the_streams(
 
 @pytest.mark.parametrize(
     "greeting",
-    [b"INFO []\r\n", b"INFO 5\r\n", b"INFO {}\r\nHELLO\r\n", b'INFO {"max_payload":"x"}\r\nPONG\r\n', b"INFO {\r\n", b"INFO\r\n", b"INFO \xff\r\n",
-     b"INFO null\r\n", b'INFO {"connect_urls":5}\r\nPONG\r\n', b"x" * 100_000, b"HTTP/1.1 400 Bad Request\r\n\r\n"],
-)  # fmt: skip
+    [
+        b"INFO []\r\n",
+        b"INFO 5\r\n",
+        b"INFO {}\r\nHELLO\r\n",
+        b'INFO {"max_payload":"x"}\r\nPONG\r\n',
+        b"INFO {\r\n",
+        b"INFO\r\n",
+        b"INFO \xff\r\n",
+        b"INFO null\r\n",
+        b'INFO {"connect_urls":5}\r\nPONG\r\n',
+        b"x" * 100_000,
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    ],
+)
 def test_what_greets_as_no_nats_does_is_a_connection_that_is_not_made(greeting: bytes) -> None:
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(greeting)

@@ -1,4 +1,6 @@
-"""Instances that are gone are forgotten: by all catalogs of a database, for good, and without loss to who comes back."""
+"""Instances that are gone are forgotten: by all catalogs of a database, for good, and without loss to who comes
+back.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,15 @@ def settings(nats_url: str, cluster: str, sqlite_url: str) -> ServiceSettings:  
 
 def settings_for(server: str, within: str, database: str, **more: Any) -> ServiceSettings:
     return ServiceSettings(
-        nats_url=server, database_url=database, cluster=within, listen="127.0.0.1:0", store_every_s=0.02,
-        liveness_s=0.6, whole_wait_s=0.0, **more,
-    )  # fmt: skip
+        nats_url=server,
+        database_url=database,
+        cluster=within,
+        listen="127.0.0.1:0",
+        store_every_s=0.02,
+        liveness_s=0.6,
+        whole_wait_s=0.0,
+        **more,
+    )
 
 
 @contextmanager
@@ -156,9 +164,11 @@ def rows_of(settings: ServiceSettings, name: str) -> int:
     async def count(store: SqlStore) -> int:
         found = 0
         for column in (
-            tables.instances.c.id, tables.epochs.c.instance, tables.instance_positions.c.instance,
+            tables.instances.c.id,
+            tables.epochs.c.instance,
+            tables.instance_positions.c.instance,
             tables.absences.c.instance,
-        ):  # fmt: skip
+        ):
             found += len(await store._read(select(column).where(column == name)))
         return found
 
@@ -166,8 +176,11 @@ def rows_of(settings: ServiceSettings, name: str) -> int:
 
 
 def test_who_is_gone_for_forget_s_leaves_memory_sql_metrics_and_answers(
-    nats_url: str, cluster: str, database_url: str, held_time: HeldTime  # noqa: F811
-) -> None:  # fmt: skip
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    database_url: str,
+    held_time: HeldTime,
+) -> None:
     settings = settings_for(nats_url, cluster, database_url, forget_s=1.0)
     with catalog(settings) as running:
         with held_time.held():
@@ -304,9 +317,14 @@ def test_a_catalog_that_has_not_listened_yet_forgets_nobody(settings: ServiceSet
 
 def test_who_comes_back_in_a_later_epoch_is_whole_at_once(settings: ServiceSettings, tmp_path: Path) -> None:
     flags = {
-        "instance.data_dir": str(tmp_path), "instance.cluster": settings.cluster, "instance.id": "a",
-        "nats.url": settings.nats_url, "nats.heartbeat_s": 0.1, "pools.hbm.slots": 16, "pools.hbm.device": "memory",
-    }  # fmt: skip
+        "instance.data_dir": str(tmp_path),
+        "instance.cluster": settings.cluster,
+        "instance.id": "a",
+        "nats.url": settings.nats_url,
+        "nats.heartbeat_s": 0.1,
+        "pools.hbm.slots": 16,
+        "pools.hbm.device": "memory",
+    }
     with catalog(settings) as running:
         with open_manager(load_settings(flags=flags), [SPACE], 64) as manager:
             eventually(lambda: state(running, "a") == "live")
@@ -325,10 +343,15 @@ def test_a_catalog_that_hears_one_that_another_has_forgotten_has_it_speak(
     settings: ServiceSettings, tmp_path: Path
 ) -> None:
     flags = {
-        "instance.data_dir": str(tmp_path), "instance.cluster": settings.cluster, "instance.id": "a",
-        "nats.url": settings.nats_url, "nats.heartbeat_s": 0.1, "pools.hbm.slots": 16, "pools.hbm.device": "memory",
+        "instance.data_dir": str(tmp_path),
+        "instance.cluster": settings.cluster,
+        "instance.id": "a",
+        "nats.url": settings.nats_url,
+        "nats.heartbeat_s": 0.1,
+        "pools.hbm.slots": 16,
+        "pools.hbm.device": "memory",
         "snapshots.least_s": 0.2,
-    }  # fmt: skip
+    }
     fast = msgspec.structs.replace(settings, forget_s=20.0, liveness_s=60.0)
     with catalog(fast) as running, open_manager(load_settings(flags=flags), [SPACE], 64):
         eventually(lambda: is_whole(running, "a") and rows_of(settings, "a") >= 3)

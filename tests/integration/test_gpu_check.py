@@ -1,4 +1,7 @@
-"""`tools/gpu_check.py` without a GPU: its shapes, budget, report and stand-ins, and that it notices what goes wrong. `make gpu-check-dry` runs it."""
+"""`tools/gpu_check.py` without a GPU: its shapes, budget, report and stand-ins, and that it notices what goes wrong.
+
+`make gpu-check-dry` runs it.
+"""
 
 from __future__ import annotations
 
@@ -142,20 +145,44 @@ def report_of(parts: Parts, /, **changed: Any) -> Any:
     report = parts.report
     one = report.Measured(50.0, 0.02, 5)
     copy = report.CopyRow(
-        shape="llama-3-8b", direction="HBM to HOST", way="kvbm kernel", run_bytes=1 << 30, pieces=16384, gb_per_s=one,
-        on_device_gb_per_s=52.0, of_one_copy=0.97, of_link=0.79, sms=132, product_slowdown=report.Measured(1.25, 0.01, 5),
-    )  # fmt: skip
+        shape="llama-3-8b",
+        direction="HBM to HOST",
+        way="kvbm kernel",
+        run_bytes=1 << 30,
+        pieces=16384,
+        gb_per_s=one,
+        on_device_gb_per_s=52.0,
+        of_one_copy=0.97,
+        of_link=0.79,
+        sms=132,
+        product_slowdown=report.Measured(1.25, 0.01, 5),
+    )
     first = report.FirstTokenRow(
-        shape="llama-3-8b", tokens=8192, copied_bytes=1 << 30, copy_ms=one, step_ms=one, from_host_ms=100.0,
-        computed_ms=report.Measured(400.0, 0.01, 3), times=4.0,
-    )  # fmt: skip
+        shape="llama-3-8b",
+        tokens=8192,
+        copied_bytes=1 << 30,
+        copy_ms=one,
+        step_ms=one,
+        from_host_ms=100.0,
+        computed_ms=report.Measured(400.0, 0.01, 3),
+        times=4.0,
+    )
     wait = report.WaitRow(shape="llama-3-8b", what="acquire of 8 blocks", number=one, unit="ms")
     tests = report.TestsRun(selected=128, passed=128, failed=0, skipped=0, seconds=60.0, reasons={}, failures=[])
     fields: dict[str, Any] = {
-        "version": report.VERSION, "dry_run": False, "kvbm": "0.1.0", "commit": "abc", "began": "2026-01-01T00:00:00Z", "seconds": 300.0,
-        "machine": None, "tests": tests, "parts": [report.PartRun(name="tests", outcome="done", seconds=60.0, troubles=[])],
-        "copies": [copy], "first_tokens": [first], "waits": [wait],
-    }  # fmt: skip
+        "version": report.VERSION,
+        "dry_run": False,
+        "kvbm": "0.1.0",
+        "commit": "abc",
+        "began": "2026-01-01T00:00:00Z",
+        "seconds": 300.0,
+        "machine": None,
+        "tests": tests,
+        "parts": [report.PartRun(name="tests", outcome="done", seconds=60.0, troubles=[])],
+        "copies": [copy],
+        "first_tokens": [first],
+        "waits": [wait],
+    }
     return report.Report(**(fields | changed))
 
 
@@ -489,8 +516,10 @@ def test_a_batch_goes_to_the_stream_of_its_thread(parts: Parts, monkeypatch: pyt
     monkeypatch.setattr(parts.devices.ctypes, "CDLL", lambda name: {"libcuda.so.1": driver}[name])
     call = parts.devices.call_batch
     monkeypatch.setattr(
-        parts.devices, "call_batch", lambda entry, copies, order, stream: streams.append((order, stream)) or call(entry, copies, order, stream)
-    )  # fmt: skip
+        parts.devices,
+        "call_batch",
+        lambda entry, copies, order, stream: streams.append((order, stream)) or call(entry, copies, order, stream),
+    )
     source, target = np.arange(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)
     for to_device in (True, False):
         with device.beside(1):
@@ -550,7 +579,10 @@ def test_a_part_that_hangs_is_ended_and_what_it_had_written_counts(
 ) -> None:
     """Its time begins here once it has written, however long this machine takes to start a program."""
     wait, there, program = subprocess.Popen.wait, tmp_path / "there", "import pathlib, sys, time\n"
-    program += f'pathlib.Path(sys.argv[2]).write_text(\'{{"cut": ["b"]}}\'); pathlib.Path({str(there)!r}).touch(); time.sleep(600)\n'
+    program += (
+        f'pathlib.Path(sys.argv[2]).write_text(\'{{"cut": ["b"]}}\'); pathlib.Path({str(there)!r}).touch(); '
+        "time.sleep(600)\n"
+    )
     folder = program_at(tmp_path, program)
 
     def wait_once_it_has_written(process: subprocess.Popen[str], timeout: float | None = None) -> int:

@@ -1,4 +1,6 @@
-"""Loads and stores of a GPU's queue, on a GPU that stands in: what waits for what, what goes beside what, and that bytes are right in any order."""
+"""Loads and stores of a GPU's queue, on a GPU that stands in: what waits for what, what goes beside what, and that
+bytes are right in any order.
+"""
 
 from __future__ import annotations
 
@@ -262,7 +264,7 @@ def test_a_load_never_stands_behind_a_store_nor_behind_a_load_that_has_to_wait(
 def test_a_store_that_the_device_does_not_finish_holds_up_no_load(engine: Engine) -> None:
     engine.queue.gather(1, at(7), engine.rows, at(3))
     engine.ended(1)
-    (stores, _), = engine.gpu.launches  # fmt: skip
+    ((stores, _),) = engine.gpu.launches
     stores.is_held = True
     engine.queue.gather(2, at(7), engine.rows, at(3))
     eventually(lambda: len(engine.gpu.launches) == 2, "the store was not launched")
@@ -295,7 +297,10 @@ _NUMBERS = itertools.count()
 
 
 class Request:
-    """A request: its blocks, and what each holds once all that was launched has run. A block stays as it was computed."""
+    """A request: its blocks, and what each holds once all that was launched has run.
+
+    A block stays as it was computed.
+    """
 
     def __init__(self, holds: dict[int, bytes], is_ready: bool) -> None:
         self.holds = holds
@@ -305,7 +310,9 @@ class Request:
 
 
 class Simulation:
-    """vLLM with asynchronous scheduling, as far as blocks go: a request's last forward is launched before anybody knows that it has ended."""
+    """vLLM with asynchronous scheduling, as far as blocks go: a request's last forward is launched before anybody knows
+    that it has ended.
+    """
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine, self.chance = engine, random.Random(seed)
@@ -344,7 +351,9 @@ class Simulation:
             self.end(one)
 
     def compute(self, request: Request) -> list[int]:
-        """Give a request a block that this step computes, if there is one; the blocks that its last step did not have."""
+        """Give a request a block that this step computes, if there is one; the blocks that its last step did
+        not have.
+        """
         taken = list(request.holds) if request.is_new else []
         request.is_new = False
         if self.free:

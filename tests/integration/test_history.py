@@ -1,4 +1,6 @@
-"""What a journal keeps though nobody needs it: the answer to "why did this block leave" across restarts, and never in the way."""
+"""What a journal keeps though nobody needs it: the answer to "why did this block leave" across restarts, and never in
+the way.
+"""
 
 from __future__ import annotations
 
@@ -261,13 +263,16 @@ def _link_to_itself(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "empty": lambda path: path.write_bytes(b""), "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-9]), "no text": lambda path: path.write_bytes(b"\xff\xfe"),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\x00"), "another": lambda path: path.write_bytes(b"{}"),
-    "a directory": _directory, "unreadable": _link_to_itself, "huge epoch": lambda path: path.write_bytes(
-        b'{"instance":"instance-0","epoch":18446744073709551615}'
-    ),
-}  # fmt: skip
+    "empty": lambda path: path.write_bytes(b""),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-9]),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe"),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\x00"),
+    "another": lambda path: path.write_bytes(b"{}"),
+    "a directory": _directory,
+    "unreadable": _link_to_itself,
+    "huge epoch": lambda path: path.write_bytes(b'{"instance":"instance-0","epoch":18446744073709551615}'),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

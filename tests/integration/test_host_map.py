@@ -45,8 +45,11 @@ def test_another_process_reads_and_writes_the_rows_also_after_the_pool_is_gone()
         memory[2, 17] = 99
         worker = subprocess.Popen(
             [sys.executable, "-c", WORKER, str(os.getpid()), str(pool.fd), str(pool.mapped_bytes)],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         try:
             assert worker.stdout is not None
             assert worker.stdout.readline() == "99\n"

@@ -79,7 +79,8 @@ class Machine:
             folder.mkdir(parents=True)
             (folder / "meminfo").write_text(
                 f"Node {node} MemTotal: 999999999 kB\nNode {node} MemFree: {free // 2048} kB\n"
-                f"Node {node} Active(file): 0 kB\nNode {node} Inactive(file): {free // 2048} kB\nNode {node} HugePages_Free: 7\n"
+                f"Node {node} Active(file): 0 kB\nNode {node} Inactive(file): {free // 2048} kB\nNode {node} "
+                "HugePages_Free: 7\n"
             )
         (self._folder / "node" / "online").write_text(online + "\n")
         for core in range(1024):
@@ -100,8 +101,12 @@ def test_another_process_maps_the_slots_by_their_descriptor_and_sees_the_bytes()
         where = (pool.fd, pool.mapped_bytes, 4 * BLOCK_BYTES, 5 * BLOCK_BYTES)
         child = subprocess.run(
             [sys.executable, "-c", program, *map(str, where)],
-            pass_fds=[pool.fd], capture_output=True, text=True, timeout=250, check=True,
-        )  # fmt: skip
+            pass_fds=[pool.fd],
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=True,
+        )
         assert bytes.fromhex(child.stdout) == run.rows[1].tobytes()
         assert pool.memory is not None
         assert pool.memory[0, :5].tobytes() == b"child"

@@ -1,4 +1,6 @@
-"""What others put into a pod's folder costs a bounded look and one warning: a pipe, a link, a folder, a sparse file, a crowd."""
+"""What others put into a pod's folder costs a bounded look and one warning: a pipe, a link, a folder, a sparse file, a
+crowd.
+"""
 
 from __future__ import annotations
 

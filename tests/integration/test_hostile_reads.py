@@ -1,4 +1,6 @@
-"""Whatever lies where a file of ours should be costs a bounded read and one clear error or warning: never a hang, never MemoryError."""
+"""Whatever lies where a file of ours should be costs a bounded read and one clear error or warning: never a hang, never
+MemoryError.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def outcome(read: Callable[[], object]) -> str:
     return words
 
 
-# -- the readers: each takes a folder, gives the file that is attacked and what reads it --------------------------------
+# -- the readers: each takes a folder, gives the file that is attacked and what reads it -------------------------------
 
 Reader = Callable[[Path], tuple[Path, Callable[[], object]]]
 
@@ -209,9 +211,14 @@ READERS: dict[str, Reader] = {
     "capture": replayed,
 }
 QUIET = {  # may be so without harm
-    ("LOCK of a journal", "sparse"), ("LOCK of a journal", "flipped"), ("NVME pool", "sparse"), ("NVME pool", "flipped"),
-    ("samples of an archive", "sparse"), ("samples of an archive", "flipped"), ("seed", "flipped"),
-}  # fmt: skip
+    ("LOCK of a journal", "sparse"),
+    ("LOCK of a journal", "flipped"),
+    ("NVME pool", "sparse"),
+    ("NVME pool", "flipped"),
+    ("samples of an archive", "sparse"),
+    ("samples of an archive", "flipped"),
+    ("seed", "flipped"),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

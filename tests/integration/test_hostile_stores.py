@@ -1,4 +1,6 @@
-"""What others put under an object's name costs a bounded read, one warning and one miss: bytes without end, keys of another type."""
+"""What others put under an object's name costs a bounded read, one warning and one miss: bytes without end, keys of
+another type.
+"""
 
 from __future__ import annotations
 

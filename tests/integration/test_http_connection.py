@@ -1,4 +1,6 @@
-"""The way in over HTTP: short questions are answered as long ones are, however they come; what no caller of good will sends is bounded."""
+"""The way in over HTTP: short questions are answered as long ones are, however they come; what no caller of good will
+sends is bounded.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ BODIES: Sequence[tuple[str, object]] = [
     ("/v1/route", LOOKUP),
     ("/v1/route", {**LOOKUP, "input_tokens": 1e308}),
     ("/v1/route", {**LOOKUP, "input_tokens": 300, "instances": []}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("path", "asked"), BODIES)
@@ -96,8 +98,10 @@ def test_a_route_names_as_many_as_asked_for_and_counts_the_rest(catalog: Catalog
         wire.send(post("/v1/route", json.dumps({**asked, "instances": NAMES[3:5]}).encode()))
         few = json.loads(wire.answer()[2])
     assert {limit: (len(one["ranked"]), one["more"]) for limit, one in found.items()} == {
-        1: (1, 11), 8: (8, 4), 100: (12, 0),
-    }  # fmt: skip
+        1: (1, 11),
+        8: (8, 4),
+        100: (12, 0),
+    }
     assert {one["instance"] for one in few["ranked"]} == set(NAMES[3:5])
 
 
@@ -152,10 +156,14 @@ def test_trailers_are_read_by_nobody(catalog: CatalogProcess) -> None:
 @pytest.mark.parametrize(
     ("request_line", "status"),
     [
-        (b"POST /v1/lookup HTTP/1.0", 200), (b"POST /v1/lookup?x=1 HTTP/1.1", 200), (b"POST http://x/v1/lookup HTTP/1.1", 200),
-        (b"GET /v1/lookup HTTP/1.1", 405), (b"POST //v1/lookup HTTP/1.1", 404), (b"POST /v1/lookup/ HTTP/1.1", 404),
+        (b"POST /v1/lookup HTTP/1.0", 200),
+        (b"POST /v1/lookup?x=1 HTTP/1.1", 200),
+        (b"POST http://x/v1/lookup HTTP/1.1", 200),
+        (b"GET /v1/lookup HTTP/1.1", 405),
+        (b"POST //v1/lookup HTTP/1.1", 404),
+        (b"POST /v1/lookup/ HTTP/1.1", 404),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_plain_question_goes_the_long_way(catalog: CatalogProcess, request_line: bytes, status: int) -> None:
     body = json.dumps(LOOKUP).encode()
     with Wire(catalog.url) as wire:
@@ -165,9 +173,14 @@ def test_what_is_no_plain_question_goes_the_long_way(catalog: CatalogProcess, re
 
 @pytest.mark.parametrize(
     "headers",
-    [["content-length: 5", "content-length: 6"], ["content-length: 5", "transfer-encoding: chunked"], ["content-length: +5"],
-     ["content-length: 5 5"], ["transfer-encoding: chunked, identity"]],
-)  # fmt: skip
+    [
+        ["content-length: 5", "content-length: 6"],
+        ["content-length: 5", "transfer-encoding: chunked"],
+        ["content-length: +5"],
+        ["content-length: 5 5"],
+        ["transfer-encoding: chunked, identity"],
+    ],
+)
 def test_a_body_of_two_lengths_is_refused(catalog: CatalogProcess, headers: list[str]) -> None:
     with Wire(catalog.url) as wire:
         wire.send(post("/v1/lookup", b"{}   GET /healthz HTTP/1.1\r\n\r\n", *headers, length=False))
@@ -179,8 +192,10 @@ def test_who_may_not_ask_is_told_so_on_either_way(nats_url: str, tmp_path: Path)
     token = add_token(tmp_path / "access.toml", NewToken("scraper", "metrics"), time.time())
     body = json.dumps(LOOKUP).encode()
     asks: list[tuple[list[str], int]] = [
-        ([], 401), ([f"authorization: Bearer {token}"], 403), (["authorization: Bearer x"] * 2, 401),
-    ]  # fmt: skip
+        ([], 401),
+        ([f"authorization: Bearer {token}"], 403),
+        (["authorization: Bearer x"] * 2, 401),
+    ]
     with catalog_process(tmp_path, nats_url, CLUSTER, access={"access": tmp_path / "access.toml"}) as guarded:
         for headers, status in asks:
             with Wire(guarded.url) as wire:

@@ -1,4 +1,6 @@
-"""An exception before any line of a call, as a signal's handler raises one: nothing stays pinned, taken or waited for, and all goes on."""
+"""An exception before any line of a call, as a signal's handler raises one: nothing stays pinned, taken or waited for,
+and all goes on.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +65,12 @@ def files_of(*modules: Any) -> frozenset[str]:
 
 
 def interrupted_at(number: int, files: frozenset[str], call: Callable[[], object]) -> str:
-    """Interrupt a call before the line of these files that comes `number`-th, from 1 on; which it was, "" where it has not so many.
+    """Interrupt a call before the line of these files that comes `number`-th, from 1 on; which it was, "" where it has
+    not so many.
 
-    Lines that begin with `with` or `try` are left out: there a trace function strikes where a lock is not given back, and no signal does.
-    So is the ledger's call that unpins what the line before has taken out, or ends a copy that counts as ended from there on, and the end of a call, which no caller can be told of.
+    Lines that begin with `with` or `try` are left out: there a trace function strikes where a lock is not given back,
+    and no signal does. So is the ledger's call that unpins what the line before has taken out, or ends a copy that
+    counts as ended from there on, and the end of a call, which no caller can be told of.
     """
     count, where = 0, ""
     left_out: dict[tuple[CodeType, int], bool] = {}
@@ -125,9 +129,15 @@ def test_a_close_that_is_interrupted_anywhere_is_done_by_itself_or_by_the_next(t
 def test_an_opening_that_is_interrupted_anywhere_leaves_nothing_open(has_stream: bool, tmp_path: Path) -> None:
     (tmp_path / "pod").mkdir()
     flags = {
-        "instance.data_dir": str(tmp_path / "data"), "nats.enabled": has_stream, "nats.url": "nats://127.0.0.1:1", "nats.timeout_s": 0.01, "pools.hbm.device": "memory",
-        "pools.hbm.slots": 4, "pools.nvme.slots": 4, "pools.nvme.folder": str(tmp_path / "pod"),
-    }  # fmt: skip
+        "instance.data_dir": str(tmp_path / "data"),
+        "nats.enabled": has_stream,
+        "nats.url": "nats://127.0.0.1:1",
+        "nats.timeout_s": 0.01,
+        "pools.hbm.device": "memory",
+        "pools.hbm.slots": 4,
+        "pools.nvme.slots": 4,
+        "pools.nvme.folder": str(tmp_path / "pod"),
+    }
     settings = load_settings(flags=flags)
     before = set(threading.enumerate())
 
@@ -141,9 +151,10 @@ def test_an_opening_that_is_interrupted_anywhere_leaves_nothing_open(has_stream:
         number += 1
         # That its files are locked by nobody shows in the next.
         where = interrupted_at(
-            number, files_of(manager_opening, base),
+            number,
+            files_of(manager_opening, base),
             lambda: managers.append(open_manager(settings, [NAMESPACE], BLOCK_BYTES)),
-        )  # fmt: skip
+        )
         if where:
             assert not managers, f"it has come after {where}"
             eventually(lambda: not ours(), f"a thread goes on after {where}", state=ours)
@@ -159,8 +170,11 @@ def test_a_step_of_a_close_that_fails_keeps_no_other_from_being_done(
     manager = opened(tmp_path)
     OwningEngine(manager).store(1, 2)
     whole: Any = {
-        "wait_ended": manager._offloads, "end": manager._stream, "stop": manager._writer, "close_pools": manager._copies,
-    }[step]  # fmt: skip
+        "wait_ended": manager._offloads,
+        "end": manager._stream,
+        "stop": manager._writer,
+        "close_pools": manager._copies,
+    }[step]
     real, errors = getattr(whole, step), iter([error])
 
     def fail_once(*given: Any) -> Any:

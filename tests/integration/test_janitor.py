@@ -1,4 +1,6 @@
-"""The janitor among real parts: nats-servers, catalogs with SQL, managers, and one store that several clusters share."""
+"""The janitor among real parts: nats-servers, catalogs with SQL, managers, and one store that several clusters
+share.
+"""
 
 from __future__ import annotations
 
@@ -232,9 +234,11 @@ class Watched(MemoryStore):
 
 
 def test_no_object_is_deleted_under_a_reader(tmp_path: Path) -> None:
-    """Two instances read, and put again what is gone, as fast as they can, while the janitor deletes what nobody used for a moment.
+    """Two instances read, and put again what is gone, as fast as they can, while the janitor deletes what nobody used
+    for a moment.
 
-    What they have begun ends within the janitor's grace, which lasts as long as that takes: no clock is held against another.
+    What they have begun ends within the janitor's grace, which lasts as long as that takes: no clock is held against
+    another.
     """
     store = Watched()
     with site(tmp_path, "one", lambda: store) as here:
@@ -270,9 +274,11 @@ def test_no_object_is_deleted_under_a_reader(tmp_path: Path) -> None:
                 late.join(WAIT_S)
             before = dict(store.looks)
             eventually(
-                lambda: len(store.looks) == 2 and all(count >= before.get(one, 0) + 2 for one, count in store.looks.items()),
+                lambda: (
+                    len(store.looks) == 2 and all(count >= before.get(one, 0) + 2 for one, count in store.looks.items())
+                ),
                 "a pool does not look at the tombstones",
-            )  # fmt: skip
+            )
 
         readers = [threading.Thread(target=read, args=[which]) for which in range(2)]
         for reader in readers:
@@ -347,14 +353,16 @@ def test_a_janitor_is_never_given_a_prompt(tmp_path: Path) -> None:
             assert [one.instance for one in ranked] == ["a"]
 
 
-# -- the command --------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["s3", RADOSGW], indirect=True)
 def test_the_command_works_on_a_bucket_and_can_be_interrupted(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is told and done is so in this process, without the grace; what comes from outside, in a process of the command's own."""
+    """What is told and done is so in this process, without the grace; what comes from outside, in a process of the
+    command's own.
+    """
     for name, value in place.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(kvbm.assembly, "run_gc", partial(run_gc, clocks=Skipping().clocks()))

@@ -502,8 +502,9 @@ def test_a_killed_process_has_lost_nothing_it_acknowledged(tmp_path: Path, fsync
 
 
 class ForgetfulDevice(OsDevice):
-    """Knows what a power cut would leave: of each file what it had when it was last synced and any part of what was written
-    since, and only the names whose folder was synced since."""
+    """Knows what a power cut would leave: of each file what it had when it was last synced and any part of what was
+    written since, and only the names whose folder was synced since.
+    """
 
     def __init__(self) -> None:
         self.contents: dict[int, bytes] = {}  # inode → as last synced
@@ -528,7 +529,9 @@ class ForgetfulDevice(OsDevice):
         super().remove(path)
 
     def _freeze(self, path: Path) -> None:
-        """The device still has the name until its folder is synced; the inode's number may serve another file before."""
+        """The device still has the name until its folder is synced; the inode's number may serve another file
+        before.
+        """
         if path.exists():
             inode = path.stat().st_ino
             frozen = next(self._frozen)

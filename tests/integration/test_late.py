@@ -1,4 +1,7 @@
-"""A store that is away when an engine starts: everything asked of it is refused, until it comes. An engine starts without it."""
+"""A store that is away when an engine starts: everything asked of it is refused, until it comes.
+
+An engine starts without it.
+"""
 
 from __future__ import annotations
 
@@ -88,10 +91,15 @@ def test_an_engine_starts_while_its_store_and_its_front_are_away_and_takes_them_
     monkeypatch.setattr("kvbm.assembly.pools.LateStore", partial(LateStore, again_s=0.01))
     namespace = Namespace(model="m", revision="r1", block_tokens=4)
     flags = {
-        "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory", "pools.hbm.slots": 16,
-        "pools.object.url": "s3://bucket", "pools.object.front": "redis://cache", "pools.object.blocks": 1,
+        "instance.data_dir": str(tmp_path),
+        "nats.enabled": False,
+        "pools.hbm.device": "memory",
+        "pools.hbm.slots": 16,
+        "pools.object.url": "s3://bucket",
+        "pools.object.front": "redis://cache",
+        "pools.object.blocks": 1,
         "offload.object": "write_through",
-    }  # fmt: skip
+    }
 
     def prefill(prompt: int) -> None:
         hashes = manager.hash_tokens(np.arange(4, dtype=np.uint32) + prompt, namespace.root(b""), 4)
@@ -104,7 +112,8 @@ def test_an_engine_starts_while_its_store_and_its_front_are_away_and_takes_them_
         prefill(1)  # costs a refusal, and nothing else
         assert [log["name"] for log in logs if log["event"] == "store.away"] == ["s3://bucket", "redis://cache"]
         assert manager.trouble() == (
-            "OBJECT pool s3://bucket: nobody answers; OBJECT pool redis://cache: nobody answers; not used until it answers"
+            "OBJECT pool s3://bucket: nobody answers; OBJECT pool redis://cache: nobody answers; not used until it "
+            "answers"
         )
         may_come.set()
         eventually(lambda: [log["event"] for log in logs].count("store.opened") == 2, "they are not taken")

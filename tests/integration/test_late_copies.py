@@ -1,4 +1,6 @@
-"""A slot in copy belongs to the copy: reads that come late or never, requests that are given up, devices that hold a thread."""
+"""A slot in copy belongs to the copy: reads that come late or never, requests that are given up, devices that hold a
+thread.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ def held_in_nvme(gate: Gate, **more: Any) -> Iterator[Manager]:
 
 
 def leave_late(manager: Manager, prompt: int) -> None:
-    """A request goes on while the copy it has asked for does not end. One that no thread has begun in time is given up instead."""
+    """A request goes on while the copy it has asked for does not end.
+
+    One that no thread has begun in time is given up instead.
+    """
     before = manager.stats().late_slots
 
     def is_late() -> bool:
@@ -390,7 +395,7 @@ def wrap_now(refusing: type[Wrapped], pool: SlotPool, reach: str) -> SlotPool:
     return OutOfReach(inner) if reach == "staged" else inner
 
 
-# -- the end -------------------------------------------------------------------------------------------------------------
+# -- the end -----------------------------------------------------------------------------------------------------------
 
 
 def test_memory_that_a_copy_nobody_can_confirm_may_write_outlives_its_manager(

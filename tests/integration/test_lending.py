@@ -1,4 +1,6 @@
-"""Two instances, a catalog and a nats-server: the second reads from the first's HOST and NVME what it would have computed."""
+"""Two instances, a catalog and a nats-server: the second reads from the first's HOST and NVME what it would have
+computed.
+"""
 
 from __future__ import annotations
 
@@ -56,15 +58,24 @@ class Pair:
         ca = certify(folder, "ca")
         made = {name: certify(folder, name, ca) for name in names}
         return {
-            name: {"transport__key_file": "", "transport__tls_cert": str(one.cert), "transport__tls_key": str(one.key), "transport__tls_ca": str(ca.cert)}
+            name: {
+                "transport__key_file": "",
+                "transport__tls_cert": str(one.cert),
+                "transport__tls_key": str(one.key),
+                "transport__tls_ca": str(ca.cert),
+            }
             for name, one in made.items()
-        }  # fmt: skip
+        }
 
     def settings(self, name: str, **flags: Any) -> Settings:
         usual: dict[str, Any] = {
-            "pools__hbm__device": "cpu", "pools__nvme__slots": 64, "journal__in_memory": False, "pools__nvme__direct": "auto",
-            "transport__listen": "tcp://127.0.0.1:0", "transport__key_file": str(self.key),
-        }  # fmt: skip
+            "pools__hbm__device": "cpu",
+            "pools__nvme__slots": 64,
+            "journal__in_memory": False,
+            "pools__nvme__direct": "auto",
+            "transport__listen": "tcp://127.0.0.1:0",
+            "transport__key_file": str(self.key),
+        }
         return self.site.settings(name, **usual | flags)
 
     def instance(self, name: str, namespaces: tuple[Namespace, ...] = (NAMESPACE,), **flags: Any) -> Manager:
@@ -77,7 +88,9 @@ class Pair:
         self._opened.callback(manager.close)
 
     def is_heard(self, *names: str) -> None:
-        """Wait until the catalog has heard of instances: what the first heartbeat of one tells of reads does not count."""
+        """Wait until the catalog has heard of instances: what the first heartbeat of one tells of reads does
+        not count.
+        """
         eventually(
             lambda: {one.instance for one in self.site.client.instances() if one.state == "live"} >= {*names},
             f"nobody hears of {names}",
@@ -175,7 +188,9 @@ def test_the_second_reads_what_the_first_has_computed(pair: Pair, way: str, tier
 
 
 def test_a_route_prices_what_another_lends_and_computes_what_nobody_does(pair: Pair) -> None:
-    """Blocks are small and computing them is slow, so they are read; the first is busy, so the prompt goes to the second."""
+    """Blocks are small and computing them is slow, so they are read; the first is busy, so the prompt goes to the
+    second.
+    """
     first, second = pair.instance("first"), pair.instance("second")
     hashes = computed(first, Tier.HOST)
     pair.has_found("first")
@@ -327,11 +342,19 @@ OWNER = """
 def test_an_owner_that_is_killed_is_a_miss(pair: Pair, transport: str) -> None:
     settings = pair.settings("owner")
     flags = {
-        "instance.data_dir": settings.instance.data_dir, "instance.cluster": "lend", "instance.id": "owner", "pools.hbm.slots": 64,
-        "pools.hbm.device": "cpu", "pools.host.slots": 64, "nats.url": settings.nats.url, "nats.heartbeat_s": 0.2,
-        "catalog.url": settings.catalog.url, "journal.in_memory": "true", "transport.listen": "tcp://127.0.0.1:0",
+        "instance.data_dir": settings.instance.data_dir,
+        "instance.cluster": "lend",
+        "instance.id": "owner",
+        "pools.hbm.slots": 64,
+        "pools.hbm.device": "cpu",
+        "pools.host.slots": 64,
+        "nats.url": settings.nats.url,
+        "nats.heartbeat_s": 0.2,
+        "catalog.url": settings.catalog.url,
+        "journal.in_memory": "true",
+        "transport.listen": "tcp://127.0.0.1:0",
         "transport.key_file": str(pair.key),
-    }  # fmt: skip
+    }
     command = [sys.executable, "-c", textwrap.dedent(OWNER), *(f"{key}={value}" for key, value in flags.items())]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     try:

@@ -51,10 +51,15 @@ def depth_in(manager: Manager, chain: bytes, *tiers: Tier) -> int:
 def test_a_prompt_of_a_million_tokens_reaches_host_and_nvme_whole(tmp_path: Path, chunked: bool) -> None:
     settings = load_settings(
         flags={
-            "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory",
-            "pools.hbm.slots": PROMPT, "pools.host.slots": PROMPT, "pools.nvme.slots": PROMPT // 4, "pools.nvme.direct": "auto",
+            "instance.data_dir": str(tmp_path),
+            "nats.enabled": False,
+            "pools.hbm.device": "memory",
+            "pools.hbm.slots": PROMPT,
+            "pools.host.slots": PROMPT,
+            "pools.nvme.slots": PROMPT // 4,
+            "pools.nvme.direct": "auto",
         }
-    )  # fmt: skip
+    )
     manager = open_manager(settings, [NAMESPACE], 64)
     try:
         chain = chain_of(1, PROMPT)
@@ -166,11 +171,16 @@ def test_what_finds_host_full_of_pinned_blocks_is_counted() -> None:
 def test_a_long_prompt_starves_no_other_tenant(tmp_path: Path) -> None:
     settings = load_settings(
         flags={
-            "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory",
-            "pools.hbm.slots": PROMPT + CHUNK, "pools.host.slots": PROMPT + CHUNK, "tenants.long.weight": 1,
-            "tenants.short.weight": 1, "offload.threads": 1,
+            "instance.data_dir": str(tmp_path),
+            "nats.enabled": False,
+            "pools.hbm.device": "memory",
+            "pools.hbm.slots": PROMPT + CHUNK,
+            "pools.host.slots": PROMPT + CHUNK,
+            "tenants.long.weight": 1,
+            "tenants.short.weight": 1,
+            "offload.threads": 1,
         }
-    )  # fmt: skip
+    )
     manager = open_manager(settings, [LONG, SHORT], 64)
     try:
         long, short = chain_of(1, PROMPT), chain_of(2, 8)

@@ -1,6 +1,8 @@
-"""What an instance's key draws by heartbeats and frames: no prompt of a tenant that it does not name, and no sight of it.
+"""What an instance's key draws by heartbeats and frames: no prompt of a tenant that it does not name, and no sight of
+it.
 
-The instance that lies has an account of its own on a real server, and sends on its own subjects, each message with other fields forged.
+The instance that lies has an account of its own on a real server, and sends on its own subjects, each message with
+other fields forged.
 """
 
 from __future__ import annotations
@@ -40,20 +42,27 @@ ACME = Namespace(model="m", revision="r", block_tokens=16, tenant="acme")
 BETA = Namespace(model="m", revision="r", block_tokens=16, tenant="beta")
 FORGED: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "the quickest of all": {"prefill_tokens_per_s": 1e12, "queue_tokens_per_s": 1e12, "queued_tokens": 0, "running_requests": 0},
+    "the quickest of all": {
+        "prefill_tokens_per_s": 1e12,
+        "queue_tokens_per_s": 1e12,
+        "queued_tokens": 0,
+        "running_requests": 0,
+    },
     "numbers below nothing": {"queued_tokens": -(1 << 40), "running_requests": -5, "prefill_tokens_per_s": -1.0},
     "much room": {"free_slots": dict.fromkeys(Tier, 1 << 40)},
     "much that was decided": {"published": Offset(1 << 40), "applied": Offset(1 << 50)},
     "a namespace of nobody": {"namespaces": (NamespaceId(secrets.token_bytes(16)),)},
     "fields that are none": {"told": (b"", b"{}", b"\xff" * 100, ACME.canonical()[:-1], b" " + ACME.canonical())},
-    "another tenant's fields": {"told": (Namespace(model="m", revision="r", block_tokens=16, tenant="liar's").canonical(),)},
+    "another tenant's fields": {
+        "told": (Namespace(model="m", revision="r", block_tokens=16, tenant="liar's").canonical(),)
+    },
     "a place to read from": {"lends": {"tcp": "127.0.0.1:1", "zone": "z"}},
     "what it has put": {"put_bytes": {ACME.id: (1 << 40, 1 << 40)}},
     "how large objects are": {"object_blocks": 1 << 40},
     "another run": {"run": "f" * 16},
     "words": {"trouble": "x" * 10_000},
     "a later epoch": {"epoch": Epoch(1 << 40)},
-}  # fmt: skip
+}
 
 
 class World:
@@ -71,10 +80,17 @@ class World:
             for name, tenants in (("acme", ["acme"]), ("beta", ["beta"]), ("all", None))
         }
         service = ServiceSettings(
-            nats_url=self.server.url, credentials=self.credentials("catalog", catalog_inbox("home")),
-            database_url=f"sqlite+aiosqlite:///{folder / 'catalog.db'}", cluster="home", listen="127.0.0.1:0", connect_s=WAIT_S,
-            liveness_s=10 * WAIT_S, whole_wait_s=0.2, access=AccessOptions(file=str(access)), companions=(("look", self._look),),
-        )  # fmt: skip
+            nats_url=self.server.url,
+            credentials=self.credentials("catalog", catalog_inbox("home")),
+            database_url=f"sqlite+aiosqlite:///{folder / 'catalog.db'}",
+            cluster="home",
+            listen="127.0.0.1:0",
+            connect_s=WAIT_S,
+            liveness_s=10 * WAIT_S,
+            whole_wait_s=0.2,
+            access=AccessOptions(file=str(access)),
+            companions=(("look", self._look),),
+        )
         self.service: CatalogService | None = None
         catalog = CatalogThread(service, NATIVE, NATIVE_INDEX).start()
         opened.callback(catalog.stop)
@@ -86,11 +102,17 @@ class World:
             self.clients[name] = opened.enter_context(closing(client))
         settings = load_settings(
             flags={
-                "instance.data_dir": str(folder), "instance.cluster": "home", "instance.id": "a", "nats.url": self.server.url,
-                "nats.timeout_s": WAIT_S, "nats.nkey_seed": str(folder / "keys" / "a.nk"), "nats.heartbeat_s": 0.2,
-                "pools.hbm.slots": 32, "pools.hbm.device": "memory",
+                "instance.data_dir": str(folder),
+                "instance.cluster": "home",
+                "instance.id": "a",
+                "nats.url": self.server.url,
+                "nats.timeout_s": WAIT_S,
+                "nats.nkey_seed": str(folder / "keys" / "a.nk"),
+                "nats.heartbeat_s": 0.2,
+                "pools.hbm.slots": 32,
+                "pools.hbm.device": "memory",
             }
-        )  # fmt: skip
+        )
         opened.enter_context(open_manager(settings, [ACME], 4096))
         eventually(lambda: self.seen("all") == {"a"}, "the instance is not there")
         eventually(lambda: self.route("acme", ACME) == "a", "it serves nobody")
@@ -131,7 +153,9 @@ class World:
             await stream.close()
 
     def publish(self, spaces: Sequence[Namespace], held: Namespace, hashes: bytes) -> None:
-        """Begin an epoch that names these namespaces, and say that blocks of another are held; wait until the catalog has read it."""
+        """Begin an epoch that names these namespaces, and say that blocks of another are held; wait until the catalog
+        has read it.
+        """
         ledger = Ledger((PoolStated(Tier.HBM, 64, 1024),))
         ledger.start(Epoch(1), spaces, [], "engine", "0")
         taken = ledger.allocate(Tier.HBM, len(hashes) // HASH_BYTES)

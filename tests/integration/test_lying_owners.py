@@ -1,4 +1,6 @@
-"""Owners that lie, stop or die while others read from them: a miss and a word why, never wrong rows, and nothing is written afterwards."""
+"""Owners that lie, stop or die while others read from them: a miss and a word why, never wrong rows, and nothing is
+written afterwards.
+"""
 
 from __future__ import annotations
 
@@ -230,7 +232,7 @@ def test_memory_that_could_be_shortened_or_is_too_small_is_not_mapped(site: Lyin
         os.close(unsealed)
 
 
-# -- before they begin ----------------------------------------------------------------------------------------------------
+# -- before they begin -------------------------------------------------------------------------------------------------
 
 
 class Door:
@@ -357,7 +359,7 @@ def test_an_address_where_nobody_listens_is_a_miss(tmp_path: Path) -> None:
         reader.close()
 
 
-# -- owners that stop, and die ----------------------------------------------------------------------------------------------
+# -- owners that stop, and die -----------------------------------------------------------------------------------------
 
 CHILD = """
 import sys, time

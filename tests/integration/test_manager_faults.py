@@ -1,4 +1,6 @@
-"""The manager when something under it breaks: no thread dies, nothing escapes to the engine, no slot is reused or lost."""
+"""The manager when something under it breaks: no thread dies, nothing escapes to the engine, no slot is reused
+or lost.
+"""
 
 from __future__ import annotations
 
@@ -177,9 +179,13 @@ def test_a_request_that_waits_while_the_manager_closes_gets_a_miss() -> None:
 
 def test_closing_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {
-        "instance.data_dir": str(tmp_path), "pools.hbm.slots": 8, "pools.hbm.device": "memory", "pools.nvme.slots": 8,
-        "nats.enabled": False, "onboard.wait_s": 0.1,
-    }  # fmt: skip
+        "instance.data_dir": str(tmp_path),
+        "pools.hbm.slots": 8,
+        "pools.hbm.device": "memory",
+        "pools.nvme.slots": 8,
+        "nats.enabled": False,
+        "onboard.wait_s": 0.1,
+    }
     manager = open_manager(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES)
     serve(manager, 1, 4)
     assert manager.settle(WAIT_S)
@@ -199,7 +205,7 @@ def test_closing_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypat
     release.set()
 
 
-# -- the event writer's thread; its turns are in test_manager_turns.py ---------------------------------------------------
+# -- the event writer's thread; its turns are in test_manager_turns.py -------------------------------------------------
 
 
 def test_a_stop_that_comes_as_the_writer_wakes_is_not_lost() -> None:

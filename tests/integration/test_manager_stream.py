@@ -1,4 +1,6 @@
-"""Managers on a real stream: snapshots that are asked for, a small journal that never fills, and two processes with one name."""
+"""Managers on a real stream: snapshots that are asked for, a small journal that never fills, and two processes with one
+name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The manager driven by hand, in its own time: what it does when its journal refuses, another run has its fence, or a reader asks."""
+"""The manager driven by hand, in its own time: what it does when its journal refuses, another run has its fence, or a
+reader asks.
+"""
 
 from __future__ import annotations
 
@@ -107,9 +109,15 @@ class Driven:
         self.disk = Disk()
         self.now_s = 1000.0
         self.manager: Manager = make_manager(
-            slots, sink=self.disk, retention=self.disk, by_hand=True, clock=lambda: self.now_s, event_bytes=EVENT_BYTES, wait_s=0.0,
+            slots,
+            sink=self.disk,
+            retention=self.disk,
+            by_hand=True,
+            clock=lambda: self.now_s,
+            event_bytes=EVENT_BYTES,
+            wait_s=0.0,
             **named,
-        )  # fmt: skip
+        )
         self.turn()
 
     def turn(self, times: int = 1, runs: int = 8) -> float | None:
@@ -147,7 +155,7 @@ def full() -> OSError:
     return OSError(errno.ENOSPC, "No space left on device")
 
 
-# -- a journal that refuses ---------------------------------------------------------------------------------------------
+# -- a journal that refuses --------------------------------------------------------------------------------------------
 
 
 def test_a_journal_that_refuses_is_told_once_and_what_it_refused_is_written_when_it_takes_again(driven: Driven) -> None:
@@ -277,9 +285,15 @@ def test_a_journal_filled_within_a_turn_takes_the_rest_with_a_snapshot_and_is_em
     journal = Journal.open(tmp_path, InstanceId("test"), NATIVE, JournalOptions("off", 1 << 12, capacity_bytes))
     journal.begin_epoch(Epoch(1))
     manager = make_manager(
-        SMALL, sink=journal, retention=DiskRetention(journal, "", 1.0), snapshots=SnapshotPolicy(1.0, capacity_bytes),
-        by_hand=True, clock=lambda: now_s, offload=(), has_stream=has_stream,
-    )  # fmt: skip
+        SMALL,
+        sink=journal,
+        retention=DiskRetention(journal, "", 1.0),
+        snapshots=SnapshotPolicy(1.0, capacity_bytes),
+        by_hand=True,
+        clock=lambda: now_s,
+        offload=(),
+        has_stream=has_stream,
+    )
     now_s, port, end = 1000.0, manager.publisher_port, Position(Epoch(1), Offset(0))
     for burst in range(5):
         for prompt in range(40):  # their events do not fit into the journal
@@ -337,7 +351,7 @@ def test_frames_lost_by_a_bug_are_followed_by_another_epoch_and_never_by_what_ca
     driven.check()
 
 
-# -- another run ----------------------------------------------------------------------------------------------------------
+# -- another run -------------------------------------------------------------------------------------------------------
 
 
 def test_a_fenced_manager_begins_a_later_epoch_in_the_writers_turn(driven: Driven) -> None:
@@ -397,7 +411,7 @@ def test_a_copy_of_the_last_epoch_is_written_once_the_new_epochs_snapshot_is_dur
     driven.check()
 
 
-# -- snapshots ---------------------------------------------------------------------------------------------------------------
+# -- snapshots ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_snapshot_that_is_asked_for_goes_run_by_run_while_the_engine_goes_on() -> None:
@@ -459,7 +473,7 @@ def test_what_is_published_goes_only_behind_a_snapshot_that_is_whole_and_publish
     assert manager.published() == ended
 
 
-# -- the rest -------------------------------------------------------------------------------------------------------------
+# -- the rest ----------------------------------------------------------------------------------------------------------
 
 
 class Later(Executor):
@@ -546,7 +560,7 @@ def test_all_prompts_or_none_are_sampled_where_the_rate_says_so() -> None:
         assert len(driven.manager.publisher_port.take_samples()) == count
 
 
-# -- everything at once ---------------------------------------------------------------------------------------------------
+# -- everything at once ------------------------------------------------------------------------------------------------
 
 
 class Never(Offsets):

@@ -1,4 +1,6 @@
-"""A miss says why: over HTTP, in batches, in metrics and in words on the command line, of a catalog over real servers."""
+"""A miss says why: over HTTP, in batches, in metrics and in words on the command line, of a catalog over real
+servers.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,9 @@ def test_a_silent_miss_says_why_in_answers_batches_and_metrics(running: Running)
     for field, other in OTHERS.items():
         told = missed_of(client.lookup(other, HASHES))
         assert (told.why, [(one.id, [*one.differs]) for one in told.near]) == (
-            "namespace_unknown", [(SPACE.id.hex(), [field])],
-        )  # fmt: skip
+            "namespace_unknown",
+            [(SPACE.id.hex(), [field])],
+        )
         assert field in told.message and SPACE.id.hex() in told.message
         assert [missed_of(one).why for one in client.lookup_many(other, [HASHES, HASHES])] == ["namespace_unknown"] * 2
     nobody = NamespaceId(bytes(16))
@@ -103,8 +106,10 @@ def test_a_block_that_nobody_holds_says_why_as_a_lookup_does(running: Running) -
         for one in (client, over_nats):
             assert one.block(SPACE, HASHES[:16]).missed is msgspec.UNSET
             for namespace, block in (
-                (SPACE.id, bytes(16)), (OTHERS["revision"].id, HASHES[:16]), (NamespaceId(bytes(16)), HASHES[:16]),
-            ):  # fmt: skip
+                (SPACE.id, bytes(16)),
+                (OTHERS["revision"].id, HASHES[:16]),
+                (NamespaceId(bytes(16)), HASHES[:16]),
+            ):
                 told = one.block(namespace, block).missed
                 assert told == client.lookup(namespace, block).missed and isinstance(told, MissedAnswer)
                 assert told.why == ("not_held" if namespace == SPACE.id else "namespace_unknown")

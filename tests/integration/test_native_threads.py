@@ -1,4 +1,6 @@
-"""A system that gives no native thread: copies take the caller's, what needs one says so and leaves nothing, and the next try has one."""
+"""A system that gives no native thread: copies take the caller's, what needs one says so and leaves nothing, and the
+next try has one.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,13 @@ WAIT_S = 60.0
 
 def opened(folder: Path, **more: Any) -> Manager:
     flags = {
-        "instance.data_dir": str(folder), "nats.enabled": False, "pools.hbm.device": "cpu", "pools.hbm.slots": 16,
-        "pools.host.slots": 16, "pools.host.copy_threads": 3,
-    }  # fmt: skip
+        "instance.data_dir": str(folder),
+        "nats.enabled": False,
+        "pools.hbm.device": "cpu",
+        "pools.hbm.slots": 16,
+        "pools.host.slots": 16,
+        "pools.host.copy_threads": 3,
+    }
     return open_manager(load_settings(flags=flags | more), [NAMESPACE], BLOCK_BYTES)
 
 

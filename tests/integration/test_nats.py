@@ -125,7 +125,7 @@ def offsets_without_repeats(messages: list[StreamMessage]) -> list[int]:
     return found
 
 
-# -- the embedded server ------------------------------------------------------------------------------------------------
+# -- the embedded server -----------------------------------------------------------------------------------------------
 
 
 def test_an_embedded_server_answers_on_the_loopback_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_damaged_address_costs_no_more_than_the_port(tmp_path: Path, left: byt
         server.stop()
 
 
-# -- connections --------------------------------------------------------------------------------------------------------
+# -- connections -------------------------------------------------------------------------------------------------------
 
 
 def failing_connect(url: str, timeout_s: float = WAIT_S) -> str:
@@ -449,7 +449,7 @@ def test_a_lost_connection_fails_what_waits_and_what_comes(tmp_path: Path) -> No
         server.stop()
 
 
-# -- through a server's death -------------------------------------------------------------------------------------------
+# -- through a server's death ------------------------------------------------------------------------------------------
 
 
 def test_a_reader_and_a_watcher_go_on_after_a_kill_and_restart(tmp_path: Path) -> None:
@@ -670,7 +670,7 @@ def test_a_publisher_refuses_impossible_names_at_once(nats_url: str) -> None:
         PublisherThread(MemoryLog(), nats_url, "c", InstanceId("host.1"), PlainOwner("c"))
 
 
-# -- one place, several that want it --------------------------------------------------------------------------------------
+# -- one place, several that want it -----------------------------------------------------------------------------------
 
 
 def headers_in(messages: list[StreamMessage]) -> list[tuple[int, int]]:
@@ -888,9 +888,14 @@ class DroppingStream(NatsStream):
     _arrived: set[int]
 
     async def publish(
-        self, cluster: str, instance: InstanceId, data: bytes, timeout_s: float = 5.0, fence: Fence | None = None,
+        self,
+        cluster: str,
+        instance: InstanceId,
+        data: bytes,
+        timeout_s: float = 5.0,
+        fence: Fence | None = None,
         acked: Position = ORIGIN,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """See `EventLog.publish`."""
         first = decode_header(data).first_offset
         if first in self.lost:
@@ -1055,10 +1060,15 @@ def test_an_owner_hears_of_snapshot_requests_and_of_the_streams_limits_and_its_s
         def take_samples(self) -> list[AccessSample]:
             return [
                 AccessSample(
-                    instance=ONE, cluster=cluster, wall_time_ns=1, namespace=NamespaceId(b"n" * 16), hashes=b"", depth=0,
+                    instance=ONE,
+                    cluster=cluster,
+                    wall_time_ns=1,
+                    namespace=NamespaceId(b"n" * 16),
+                    hashes=b"",
+                    depth=0,
                     rate=1.0,
                 )
-            ]  # fmt: skip
+            ]
 
     owner = Sampling(cluster)
     publisher = PublisherThread(MemoryLog(), nats_url, cluster, ONE, owner, interval_s=0.05)
@@ -1136,7 +1146,7 @@ def test_a_snapshot_renews_the_fence(nats_url: str, cluster: str) -> None:
         publisher.stop(0.0)
 
 
-# -- readers --------------------------------------------------------------------------------------------------------------
+# -- readers -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_reader_whose_server_is_killed_while_it_reads_misses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
@@ -1250,14 +1260,15 @@ def test_a_reader_that_does_not_take_is_sent_no_more_than_it_asked_for(nats_url:
     asyncio.run(work())
 
 
-# -- what users may do ----------------------------------------------------------------------------------------------------
+# -- what users may do -------------------------------------------------------------------------------------------------
 
 
 TWO_USERS = """
 authorization { users: [
   { user: "all", password: "x", permissions: { publish: ">", subscribe: ">" } },
   { user: "one", password: "x", permissions: {
-      publish: { allow: ["kvbm.v1.*.c.i", "kvbm.v1.*.c.*.i", "$JS.API.>"], deny: ["$JS.API.STREAM.UPDATE.>"] }, subscribe: "_INBOX.>" } } ] }
+      publish: { allow: ["kvbm.v1.*.c.i", "kvbm.v1.*.c.*.i", "$JS.API.>"], deny: ["$JS.API.STREAM.UPDATE.>"] },
+      subscribe: "_INBOX.>" } } ] }
 """
 
 
@@ -1337,7 +1348,7 @@ def test_a_message_that_is_too_large_for_the_server_says_what_to_raise() -> None
         asyncio.run(work())
 
 
-# -- a stream that cannot serve -----------------------------------------------------------------------------------------
+# -- a stream that cannot serve ----------------------------------------------------------------------------------------
 
 
 def limit_stream(url: str, **limits: Any) -> None:
@@ -1381,7 +1392,9 @@ def test_a_stream_that_keeps_less_than_an_instance_sends_at_once_is_refused_in_w
 def test_a_stream_that_comes_to_keep_too_little_while_it_is_used_is_not_hammered(
     fresh_nats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own messages push out the instance's fence; the publisher says why it stops, tries now and then, and goes on later."""
+    """Its own messages push out the instance's fence; the publisher says why it stops, tries now and then, and goes on
+    later.
+    """
     monkeypatch.setattr(publisher_reports, "STALLED_S", 0.5)
     frames, fences = MemoryLog(), []
     publisher = PublisherThread(frames, fresh_nats, "c", ONE, PlainOwner("c"), interval_s=0.1)

@@ -1,4 +1,6 @@
-"""A moment without descriptors (EMFILE), or without a place for remarks: what failed is tried again, and no thread ends for it."""
+"""A moment without descriptors (EMFILE), or without a place for remarks: what failed is tried again, and no thread ends
+for it.
+"""
 
 from __future__ import annotations
 

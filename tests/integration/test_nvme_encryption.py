@@ -310,7 +310,9 @@ def test_a_peer_of_the_pod_opens_blocks_with_the_same_keys(tmp_path: Path, keys_
 
 
 def test_the_bytes_of_a_seal_are_those_of_its_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Golden: version 2 of a slot, from a fixed key, salt and block; and what another reader of the drawing makes of it."""
+    """Golden: version 2 of a slot, from a fixed key, salt and block; and what another reader of the drawing makes of
+    it.
+    """
     text = '[tenants.""]\nnames = "{0}"\ncurrent = "1"\nkeys.1 = "{0}"\n'.format("A" * 43 + "=")
     monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
     keys = SlotKeys(KeySource("keys", lambda: parse_keys(text, "keys"), lambda: 0), [SHAPE])

@@ -373,7 +373,7 @@ def test_a_file_that_cannot_be_set_aside_gives_its_blocks_up(tmp_path: Path, mon
     assert [one.name for one in tmp_path.iterdir()] == ["pool"]
 
 
-# -- another size -------------------------------------------------------------------------------------------------------
+# -- another size ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stripes", [1, 3])
@@ -504,7 +504,7 @@ def test_a_kvbm_of_before_takes_the_file_for_damaged_and_starts(tmp_path: Path) 
     assert page[-4:] != int(checksums(np.frombuffer(page[:-4], dtype=np.uint8).reshape(1, -1))[0]).to_bytes(4, "little")
 
 
-# -- generations --------------------------------------------------------------------------------------------------------
+# -- generations -------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_written_before_a_clear_does_not_count(tmp_path: Path, way: dict[str, str]) -> None:
@@ -852,7 +852,7 @@ def test_nobody_reaches_into_its_memory(tmp_path: Path) -> None:
     pool.close()
 
 
-# -- how bytes are moved ------------------------------------------------------------------------------------------------
+# -- how bytes are moved -----------------------------------------------------------------------------------------------
 
 
 def test_a_file_system_without_direct_transfers_is_told_or_refused(
@@ -896,7 +896,7 @@ def test_a_kernel_without_io_uring_is_told_or_refused(tmp_path: Path) -> None:
         _open(tmp_path / "pool", engine=Refused, io="io_uring")  # type: ignore[arg-type]
 
 
-# -- a device that does not answer --------------------------------------------------------------------------------------
+# -- a device that does not answer -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -1013,7 +1013,7 @@ def test_calls_and_a_close_at_once_all_end(
     assert wrong == []
 
 
-# -- stripes ------------------------------------------------------------------------------------------------------------
+# -- stripes -----------------------------------------------------------------------------------------------------------
 
 
 def _stripes(folder: Path, count: int = 3) -> tuple[Path, ...]:
@@ -1153,7 +1153,7 @@ def test_a_file_of_another_version_is_set_aside(tmp_path: Path, version: int, wo
     assert (tmp_path / "pool.aside-1").read_bytes() == content
 
 
-# -- block devices ------------------------------------------------------------------------------------------------------
+# -- block devices -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""The object pool on real servers: answers that are wrong, late or none, two writers at once, and settings that cannot be used."""
+"""The object pool on real servers: answers that are wrong, late or none, two writers at once, and settings that cannot
+be used.
+"""
 
 from __future__ import annotations
 

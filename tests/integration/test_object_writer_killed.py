@@ -86,10 +86,15 @@ class FolderStore:
 def opened(tmp_path: Path, dies_after: int = -1) -> Manager:
     settings = load_settings(
         flags={
-            "instance.id": "a", "instance.data_dir": str(tmp_path / "a"), "nats.enabled": False,
-            "pools.hbm.device": "memory", "pools.hbm.slots": 32, "pools.host.slots": 32, "pools.nvme.slots": 32,
+            "instance.id": "a",
+            "instance.data_dir": str(tmp_path / "a"),
+            "nats.enabled": False,
+            "pools.hbm.device": "memory",
+            "pools.hbm.slots": 32,
+            "pools.host.slots": 32,
+            "pools.nvme.slots": 32,
         }
-    )  # fmt: skip
+    )
     objects = memory_objects(BLOCK_BYTES, K, FolderStore(tmp_path / "store", dies_after))
     return open_manager(settings, [NAMESPACE], BLOCK_BYTES, "test", objects)
 

@@ -1,4 +1,6 @@
-"""Managers on an object pool whose objects hold several blocks: what is put, found, cut to what fits, forgotten; late reads; deaths."""
+"""Managers on an object pool whose objects hold several blocks: what is put, found, cut to what fits, forgotten; late
+reads; deaths.
+"""
 
 from __future__ import annotations
 

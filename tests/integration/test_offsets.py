@@ -25,7 +25,9 @@ def test_a_wait_ends_when_another_epochs_snapshot_is_whole() -> None:
 
 
 class _Looked(Offsets):
-    """Another epoch begins and comes far as soon as one has looked at how far the last one has come, unless that is kept out."""
+    """Another epoch begins and comes far as soon as one has looked at how far the last one has come, unless that is
+    kept out.
+    """
 
     _at = ORIGIN
     _is_watched = False

@@ -1,4 +1,7 @@
-"""Two distributions write the package kvbm: ours, kvbm-ledger, and another one named kvbm. Real wheels, real pip, fresh environments."""
+"""Two distributions write the package kvbm: ours, kvbm-ledger, and another one named kvbm.
+
+Real wheels, real pip, fresh environments.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 OPEN = """
 import kvbm
 try:
-    kvbm.open_manager(kvbm.load_settings(flags={"pools.hbm.slots": 8}), [kvbm.Namespace(model="m", block_tokens=16)], 64)
+    one = kvbm.Namespace(model="m", block_tokens=16)
+    kvbm.open_manager(kvbm.load_settings(flags={"pools.hbm.slots": 8}), [one], 64)
 except kvbm.KvbmError as error:
     print(type(error).__name__, error)
 """
@@ -61,7 +65,9 @@ def our_files() -> dict[str, bytes]:
 
 
 class Environment:
-    """A fresh environment, and the wheels of both distributions. pip, and what kvbm depends on, come from the tests' own."""
+    """A fresh environment, and the wheels of both distributions. pip, and what kvbm depends on, come from the tests'
+    own.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,9 +92,14 @@ class Environment:
         """Run a program outside the checkout."""
         kept = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
         return subprocess.run(
-            list(command), cwd=self.folder, env=kept | {"PYTHONPATH": sysconfig.get_path("purelib")}, capture_output=True,
-            text=True, timeout=180, check=False,
-        )  # fmt: skip
+            list(command),
+            cwd=self.folder,
+            env=kept | {"PYTHONPATH": sysconfig.get_path("purelib")},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
 
     def kvbm(self, *arguments: str, program: str = "kvbm") -> subprocess.CompletedProcess[str]:
         """Run our command."""
@@ -154,7 +165,18 @@ def test_an_environment_with_ours_alone_has_no_conflict() -> None:
 def test_looking_costs_a_start_next_to_nothing() -> None:
     """It must import neither kvbm nor anything that reads every installed distribution."""
     told = subprocess.run(
-        [sys.executable, "-c", "import sys; from kvbm_ledger import conflict; conflict(); print('kvbm' in sys.modules, 'email' in sys.modules)"],
-        cwd=ROOT, capture_output=True, text=True, timeout=180, check=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            (
+                "import sys; from kvbm_ledger import conflict; conflict(); print('kvbm' in sys.modules, "
+                "'email' in sys.modules)"
+            ),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=True,
+    )
     assert told.stdout == "False False\n"

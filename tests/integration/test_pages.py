@@ -1,4 +1,7 @@
-"""Every command and code block of README and docs/ is run as it stands there, or checked where it cannot run here. `tests/pages.py` says how."""
+"""Every command and code block of README and docs/ is run as it stands there, or checked where it cannot run here.
+
+`tests/pages.py` says how.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two catalogs that divide a cluster between them, as processes of their own would: what each reads and stores, and what both together answer."""
+"""Two catalogs that divide a cluster between them, as processes of their own would: what each reads and stores, and
+what both together answer.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +58,14 @@ OF_HIGH = sorted(name for name in NAMES if part_of(name) >= 32)
 @contextmanager
 def served(url: str, cluster: str, folder: Path, parts: str) -> Iterator[CatalogThread]:
     settings = ServiceSettings(
-        nats_url=url, database_url=f"sqlite+aiosqlite:///{folder / 'catalog.db'}", cluster=cluster, listen="127.0.0.1:0",
-        parts=parts_of(parts), checkpoints=str(folder / "checkpoints"), liveness_s=600.0,
-    )  # fmt: skip
+        nats_url=url,
+        database_url=f"sqlite+aiosqlite:///{folder / 'catalog.db'}",
+        cluster=cluster,
+        listen="127.0.0.1:0",
+        parts=parts_of(parts),
+        checkpoints=str(folder / "checkpoints"),
+        liveness_s=600.0,
+    )
     folder.mkdir(exist_ok=True)
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
         yield thread
@@ -254,8 +261,11 @@ def test_a_replica_takes_no_checkpoint_of_other_parts(
     for words, mine in ((LOW, OF_LOW), ("", NAMES)):
         replica = CatalogReplica(
             ReplicaSettings(cluster=cluster, parts=parts_of(words), liveness_s=600.0),
-            lambda: ReadOnlyStream.follow(nats_url, WAIT_S, Credentials()), fetch, NATIVE, NATIVE_INDEX,
-        )  # fmt: skip
+            lambda: ReadOnlyStream.follow(nats_url, WAIT_S, Credentials()),
+            fetch,
+            NATIVE,
+            NATIVE_INDEX,
+        )
         replica.start()
         with closing(replica):
             replica.wait_ready(WAIT_S)
@@ -291,9 +301,17 @@ def test_a_catalog_of_some_parts_waits_for_all_instances_of_its_database(sqlite_
     async def waits(answers: list[Answer], parts: tuple[int, ...]) -> str:
         store = await SqlStore.open(sqlite_url, parts=parts)
         row = InstanceRow(
-            id=InstanceId("gpu-0"), cluster="c", epoch=Epoch(1), first_seen_ns=1, last_frame_ns=1, engine="", version="",
-            topology=(), pools=(), state=InstanceStatus.LIVE,
-        )  # fmt: skip
+            id=InstanceId("gpu-0"),
+            cluster="c",
+            epoch=Epoch(1),
+            first_seen_ns=1,
+            last_frame_ns=1,
+            engine="",
+            version="",
+            topology=(),
+            pools=(),
+            state=InstanceStatus.LIVE,
+        )
         await store.apply(StoreBatch(stream="s", previous=0, stream_sequence=1, instances=(row,)))
         service = cast(Any, SimpleNamespace(store=store))
         try:

@@ -1,4 +1,6 @@
-"""A manager that reads what others lend: whose copies these are, what a stale catalog costs, and what is computed instead."""
+"""A manager that reads what others lend: whose copies these are, what a stale catalog costs, and what is computed
+instead.
+"""
 
 from __future__ import annotations
 

@@ -249,7 +249,9 @@ def test_a_namespaces_proof_counts_on_its_own_connection_alone(site: SocketSite)
 
 
 def test_what_a_reader_proves_to_one_owner_counts_at_no_other(site: SocketSite) -> None:
-    """One that lends, has the key and lacks the root says this owner's nonce to a reader as its own, and hands on what that proves."""
+    """One that lends, has the key and lacks the root says this owner's nonce to a reader as its own, and hands on what
+    that proves.
+    """
     relay = Stranger(site)
     relay.prove()
     relay.say(relay.opening(owner="relay"))

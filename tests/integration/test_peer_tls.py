@@ -1,4 +1,6 @@
-"""Blocks over TCP under TLS: who has a certificate of the instances' CA is served, and nobody else gets a byte or keeps a place."""
+"""Blocks over TCP under TLS: who has a certificate of the instances' CA is served, and nobody else gets a byte or keeps
+a place.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,15 @@ class Folder:
         folder.mkdir()
         lender = NativeLender(20, BLOCK, folder)
         site = NativeSite(
-            "tcp", lender, LentLimits(lease_s=WAIT_S), folder,
-            connections=CONNECTIONS, key=key, tls=tls, handshake_s=handshake_s,
-        )  # fmt: skip
+            "tcp",
+            lender,
+            LentLimits(lease_s=WAIT_S),
+            folder,
+            connections=CONNECTIONS,
+            key=key,
+            tls=tls,
+            handshake_s=handshake_s,
+        )
         site.lender.put(hashes_of(COUNT), blocks_of(COUNT, BLOCK))
         return site
 
@@ -297,7 +305,7 @@ def test_what_passes_on_the_way_tells_nothing(site: NativeSite) -> None:
         assert row[:16].tobytes() not in seen
 
 
-# -- files and settings ---------------------------------------------------------------------------------------------------
+# -- files and settings ------------------------------------------------------------------------------------------------
 
 
 def test_files_that_cannot_be_used_are_said(folder: Folder, tmp_path: Path) -> None:
@@ -333,9 +341,7 @@ def test_without_openssl_3_it_is_one_sentence(folder: Folder, library: str, why:
 
 
 def test_a_key_that_others_can_read_is_refused(folder: Folder) -> None:
-    wanted = TransportSettings(
-        tls_cert=str(folder.good.cert), tls_key=str(folder.good.key), tls_ca=str(folder.ca.cert)
-    )  # fmt: skip
+    wanted = TransportSettings(tls_cert=str(folder.good.cert), tls_key=str(folder.good.key), tls_ca=str(folder.ca.cert))
     assert peer_tls(wanted) is not None
     assert peer_tls(TransportSettings()) is None
     folder.good.key.chmod(0o640)

@@ -1,5 +1,6 @@
-"""A folder that the instances of a pod share: what one wrote the others read, also after it is gone and while it overwrites; what
-is torn, foreign, swapped or flipped is a miss."""
+"""A folder that the instances of a pod share: what one wrote the others read, also after it is gone and while it
+overwrites; what is torn, foreign, swapped or flipped is a miss.
+"""
 
 from __future__ import annotations
 
@@ -258,8 +259,10 @@ def test_slots_that_are_overwritten_while_they_are_read_never_give_wrong_bytes(t
             try:
                 eventually(
                     lambda: stop.is_set() or (min(fetched) > 200 and sum(missed) > 20),
-                    "readers do not meet what writers overwrite", 4 * WAIT_S, lambda: (fetched, missed),
-                )  # fmt: skip
+                    "readers do not meet what writers overwrite",
+                    4 * WAIT_S,
+                    lambda: (fetched, missed),
+                )
             finally:
                 stop.set()
             for thread in running:

@@ -1,4 +1,6 @@
-"""Ports of tests: nobody is given one that another process of tests has, or that the system gives to whoever asks for any."""
+"""Ports of tests: nobody is given one that another process of tests has, or that the system gives to whoever asks for
+any.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from pathlib import Path
 from tests.servers import free_port
 
 ROOT = Path(__file__).parents[2]
-GIVEN = "import json; from tests.servers import free_port; print(json.dumps([free_port() for _ in range(20)]), flush=True); input()"
+GIVEN = (
+    "import json; from tests.servers import free_port; print(json.dumps([free_port() for _ in range(20)]), "
+    "flush=True); input()"
+)
 
 
 def test_no_port_is_given_twice_while_whoever_has_it_runs() -> None:

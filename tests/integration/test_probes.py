@@ -1,8 +1,10 @@
-"""What a tenant can find out of another by asking the catalog: nothing. Status, body and time of "not yours" are those of "not there".
+"""What a tenant can find out of another by asking the catalog: nothing.
 
-Times are taken in process, through the whole ASGI application, because 10,000 samples a pair through sockets would take minutes; a
-smaller suite goes through a real TLS socket. What counts as noise is measured in the same run by a twin: two questions for things that
-are both not there.
+Status, body and time of "not yours" are those of "not there".
+
+Times are taken in process, through the whole ASGI application, because 10,000 samples a pair through sockets would take
+minutes; a smaller suite goes through a real TLS socket. What counts as noise is measured in the same run by a twin: two
+questions for things that are both not there.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ Ask = Callable[[Question], Coroutine[Any, Any, Answered]]
 class Probe(NamedTuple):
     """A way to ask for what is another tenant's, and the same for things that are not there.
 
-    Two of these where a request takes some time; six where it is refused at once, because then a name's place in a hash table shows.
+    Two of these where a request takes some time; six where it is refused at once, because then a name's place in a hash
+    table shows.
 
     Attributes:
         told_apart: what a caller has sent, which answers may echo; replaced before bodies are compared.
@@ -99,19 +102,25 @@ def probes() -> list[Probe]:
         made("lookup of tokens by id", ids, lambda at: posted("/v1/lookup", namespace=ids[at], tokens=TOKENS)),
         made("lookup of tokens by fields", ids, lambda at: posted("/v1/lookup", namespace=spaces[at], tokens=TOKENS)),
         made(
-            "lookup at least", instances,
+            "lookup at least",
+            instances,
             lambda at: posted("/v1/lookup", namespace=ACME.id.hex(), hashes=packed, at_least=[wanted[at]], timeout_s=0),
         ),
-        made("route of hashes by id", ids, lambda at: posted("/v1/route", namespace=ids[at], hashes=packed, input_tokens=43)),
         made(
-            "route of hashes by fields", ids,
+            "route of hashes by id",
+            ids,
+            lambda at: posted("/v1/route", namespace=ids[at], hashes=packed, input_tokens=43),
+        ),
+        made(
+            "route of hashes by fields",
+            ids,
             lambda at: posted("/v1/route", namespace=spaces[at], hashes=packed, input_tokens=43),
         ),
         made("route of tokens by fields", tenants, lambda at: posted("/v1/route", namespace=spaces[at], tokens=TOKENS)),
         made("block", ids, lambda at: Question("GET", f"/v1/blocks/{ids[at]}/{packed[:32]}")),
         made("snapshot", others, lambda at: Question("POST", f"/v1/instances/{others[at]}/snapshot")),
         made("deletion", others, lambda at: Question("DELETE", f"/v1/instances/{others[at]}")),
-    ]  # fmt: skip
+    ]
 
 
 PROBES = probes()
@@ -140,9 +149,13 @@ def site(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
     router = add_token(access, NewToken("acme", "router", ["acme"]), time.time())
     operator = add_token(access, NewToken("ops", "operator"), time.time())
     settings = ServiceSettings(
-        nats_url=nats_url, database_url=f"sqlite+aiosqlite:///{folder / 'catalog.db'}", cluster=within, tenant_secrets=SECRETS,
-        liveness_s=600.0, limits=UNLIMITED,
-    )  # fmt: skip
+        nats_url=nats_url,
+        database_url=f"sqlite+aiosqlite:///{folder / 'catalog.db'}",
+        cluster=within,
+        tenant_secrets=SECRETS,
+        liveness_s=600.0,
+        limits=UNLIMITED,
+    )
 
     async def start() -> tuple[CatalogService, int]:
         service = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
@@ -263,7 +276,9 @@ def test_a_router_hears_that_the_catalog_is_not_ready_and_not_why(
 
 
 def steps(site: Site, question: Question) -> list[str]:
-    """The functions that are called for a question, in their order: what shows in the time an answer takes, on any machine."""
+    """The functions that are called for a question, in their order: what shows in the time an answer takes, on any
+    machine.
+    """
     called: list[str] = []
 
     def note(frame: types.FrameType, event: str, argument: Any) -> None:
@@ -317,7 +332,9 @@ class Compared(NamedTuple):
     twin: float
 
     def is_noise(self, count: int = SAMPLES) -> bool:
-        """However loud the machine is, a difference beyond three times what samples of one kind may differ by is none."""
+        """However loud the machine is, a difference beyond three times what samples of one kind may differ by
+        is none.
+        """
         error = 5 * sign_error(count)
         return abs(self.pair) <= min(max(error, 3 * self.twin), 3 * error)
 
@@ -353,7 +370,10 @@ async def compare(asked: Ask, questions: Sequence[Question], count: int) -> Comp
 
 
 async def compare_again(asked: Ask, questions: Sequence[Question], count: int = SAMPLES) -> bool:
-    """Whether it is noise. What looks like more is measured again with twice the samples: a real difference does not go away."""
+    """Whether it is noise.
+
+    What looks like more is measured again with twice the samples: a real difference does not go away.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -411,9 +431,14 @@ def over_tls(
     access = tmp_path / "access.toml"
     router = add_token(access, NewToken("acme", "router", ["acme"]), time.time())
     settings = ServiceSettings(
-        nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="127.0.0.1:0", tenant_secrets=SECRETS, liveness_s=600.0,
+        nats_url=nats_url,
+        database_url=sqlite_url,
+        cluster=cluster,
+        listen="127.0.0.1:0",
+        tenant_secrets=SECRETS,
+        liveness_s=600.0,
         access=AccessOptions(file=str(access), tls_cert=str(server.cert), tls_key=str(server.key)),
-    )  # fmt: skip
+    )
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread, urllib3.PoolManager(ca_certs=str(ca.cert)) as pool:
         asyncio.run(publish(nats_url, cluster, "of-acme", ACME))
         asyncio.run(publish(nats_url, cluster, "of-beta", BETA))
@@ -422,9 +447,12 @@ def over_tls(
             headers = {"authorization": f"Bearer {router}", "content-type": "application/json"}
             begin_ns = time.perf_counter_ns()
             answer = pool.request(
-                question.method, thread.url + question.path, headers=headers, timeout=WAIT_S,
+                question.method,
+                thread.url + question.path,
+                headers=headers,
+                timeout=WAIT_S,
                 body=None if question.body is None else msgspec.json.encode(question.body),
-            )  # fmt: skip
+            )
             return Answered(answer.status, answer.data, time.perf_counter_ns() - begin_ns)
 
         eventually(lambda: b'"deepest":10' in asked(YOURS).body, "the catalog has not read it")

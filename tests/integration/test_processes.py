@@ -31,7 +31,9 @@ def test_a_request_to_an_engine_that_has_died_is_answered(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory where somebody has put modules of names that every program imports; this file is there once one has run."""
+    """A working directory where somebody has put modules of names that every program imports; this file is there once
+    one has run.
+    """
     mark = tmp_path / "has-run"
     folder = tmp_path / "trap"
     folder.mkdir()
@@ -48,7 +50,10 @@ def test_a_child_imports_nothing_from_the_working_directory(
 ) -> None:
     if flags:  # whoever was kept from the environment keeps its children from it
         monkeypatch.setenv("PYTHONPATH", ":")
-    program = f"import sys; sys.path.append({str(Path(kvbm.__file__).parents[1])!r}); from kvbm.streams.child import python; print(python())"
+    program = (
+        f"import sys; sys.path.append({str(Path(kvbm.__file__).parents[1])!r}); from kvbm.streams.child import "
+        "python; print(python())"
+    )
     asked = [sys.executable, "-P", *flags, "-c", program]
     command = ast.literal_eval(subprocess.run(asked, check=True, capture_output=True, text=True, timeout=60).stdout)
     subprocess.run([*command, *how], check=True, capture_output=True, timeout=60)

@@ -1,4 +1,7 @@
-"""The publisher's thread. What it decides is in tests/unit/test_publisher.py, what a real server makes of it in test_nats.py."""
+"""The publisher's thread.
+
+What it decides is in tests/unit/test_publisher.py, what a real server makes of it in test_nats.py.
+"""
 
 from __future__ import annotations
 

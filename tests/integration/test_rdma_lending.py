@@ -1,4 +1,5 @@
-"""Readers that come to a native server for RDMA, up to the device: who is admitted, who is sent away, and what a lease of slots says.
+"""Readers that come to a native server for RDMA, up to the device: who is admitted, who is sent away, and what a lease
+of slots says.
 
 Queue pairs are numbers here; `make test-rdma` has real ones.
 """

@@ -1,4 +1,5 @@
-"""Who may READ an owner's memory, and that nobody may any more: queue pairs and memory are stand-ins that say what is done to them.
+"""Who may READ an owner's memory, and that nobody may any more: queue pairs and memory are stand-ins that say what is
+done to them.
 
 `make test-rdma` has real ones.
 """

@@ -1,4 +1,6 @@
-"""Readers over RDMA beside another way: when that one serves, and when a connection is made anew. A native owner; the device is a stand-in.
+"""Readers over RDMA beside another way: when that one serves, and when a connection is made anew.
+
+A native owner; the device is a stand-in.
 
 `make test-rdma` has real devices.
 """

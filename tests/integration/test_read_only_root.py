@@ -1,4 +1,6 @@
-"""A container whose root is read-only, whose user has no name and no home: kvbm writes into `instance.data_dir` alone."""
+"""A container whose root is read-only, whose user has no name and no home: kvbm writes into `instance.data_dir`
+alone.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ for folder in ("/", "/tmp", "/var/tmp"):
         pass
 shape = kvbm.KvShape(layers=2, block_tokens=16, kv_heads=2, head_dim=32, dtype="bfloat16")
 namespace = kvbm.Namespace(model="m", revision="r", block_tokens=16, kv_dtype=shape.dtype, layout=shape.describe())
-flags = {"instance.data_dir": sys.argv[1], "pools.hbm.slots": 8, "pools.host.capacity_bytes": 1 << 20, "pools.nvme.capacity_bytes": 1 << 20}
+flags = {"instance.data_dir": sys.argv[1], "pools.hbm.slots": 8}
+flags |= {"pools.host.capacity_bytes": 1 << 20, "pools.nvme.capacity_bytes": 1 << 20}
 with kvbm.open_manager(kvbm.load_settings(flags=flags), [namespace], shape.block_bytes) as manager:
     hashes = manager.hash_tokens(list(range(64)), namespace.root(), 16)
     held = manager.acquire(namespace.id, hashes)
@@ -43,7 +46,8 @@ print("held", held.depth, flush=True)
 CATALOG = """
 import re, subprocess, sys, time, urllib.error, urllib.request
 start = "from kvbm.catalog_cli import catalog_main; raise SystemExit(catalog_main())"
-command = [sys.executable, "-c", start, "serve", "--set", "instance.data_dir=" + sys.argv[1], "--set", "catalog.listen=127.0.0.1:0"]
+command = [sys.executable, "-c", start, "serve"]
+command += ["--set", "instance.data_dir=" + sys.argv[1], "--set", "catalog.listen=127.0.0.1:0"]
 with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as catalog:
     url = re.search(r"http://\\S+", next(line for line in catalog.stderr if line.startswith("kvbm-catalog:")))[0]
     while True:
@@ -64,12 +68,17 @@ def below_a_read_only_root(folder: Path, command: list[str]) -> subprocess.Compl
         pytest.fail("a read-only root needs root and unshare; run as root, apt-get install util-linux")
     script = (
         f'mount --bind "{folder}" "{folder}" && mount -o remount,ro,bind / && cd / && '
-        f'exec unshare --user --map-user={UID} --map-group={UID} env -i PATH=/usr/bin:/bin HOME=/nonexistent TMPDIR=/nonexistent "$@"'
+        f"exec unshare --user --map-user={UID} --map-group={UID} env -i PATH=/usr/bin:/bin HOME=/nonexistent "
+        'TMPDIR=/nonexistent "$@"'
     )
     return subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "bash", "-c", script, "bash", *command],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 @pytest.mark.nightly

@@ -16,8 +16,12 @@ SPACE = kvbm.Namespace(model="m", block_tokens=16)
 
 def settings_of(folder: Path, **more: object) -> kvbm.Settings:
     flags = {
-        "instance.id": "a", "instance.data_dir": str(folder), "nats.enabled": False, "pools.hbm.device": "memory", "pools.hbm.slots": 4,
-    }  # fmt: skip
+        "instance.id": "a",
+        "instance.data_dir": str(folder),
+        "nats.enabled": False,
+        "pools.hbm.device": "memory",
+        "pools.hbm.slots": 4,
+    }
     return kvbm.load_settings(flags=flags | {name.replace("__", "."): value for name, value in more.items()})
 
 
@@ -96,5 +100,7 @@ def test_pools_of_other_sizes_are_tried_on_prompts() -> None:
     prompts = [bytes([number]) * 16 for number in (1, 2, 3, 1, 2, 3)]
     tried = kvbm.what_if(prompts, 16, ["lru"], [2, 3])
     assert {(one.policy, one.capacity): one.hit_blocks for one in tried.results} == {
-        ("lru", 2): 0, ("lru", 3): 3, ("unbounded", 0): 3,
-    }  # fmt: skip
+        ("lru", 2): 0,
+        ("lru", 3): 3,
+        ("unbounded", 0): 3,
+    }

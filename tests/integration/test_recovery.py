@@ -43,7 +43,8 @@ __all__ = ["cluster", "nats_url", "unhurried"]
 ROOT = Path(__file__).parents[2]
 INSTANCE = InstanceId("instance-0")
 
-# Imports once, then forks a manager for each line it reads: (seed, folder) → pid, and "ended" once somebody has killed it.
+# Imports once, then forks a manager for each line it reads: (seed, folder) → pid, and "ended" once somebody has killed
+# it.
 SERVING = """
 import os, random, sys
 import structlog
@@ -68,9 +69,15 @@ for line in sys.stdin:
 
 def settings_at(folder: Path | str, **more: Any) -> Settings:
     flags = {
-        "instance.data_dir": str(folder), "pools.hbm.slots": 24, "pools.hbm.device": "memory", "pools.host.slots": 8,
-        "pools.nvme.slots": 16, "nats.enabled": False, "journal.segment_bytes": 4096, "onboard.wait_s": WAIT_S,
-    }  # fmt: skip
+        "instance.data_dir": str(folder),
+        "pools.hbm.slots": 24,
+        "pools.hbm.device": "memory",
+        "pools.host.slots": 8,
+        "pools.nvme.slots": 16,
+        "nats.enabled": False,
+        "journal.segment_bytes": 4096,
+        "onboard.wait_s": WAIT_S,
+    }
     return load_settings(flags=flags | {key.replace("__", "."): value for key, value in more.items()})
 
 
@@ -218,9 +225,13 @@ def test_an_epoch_killed_inside_its_first_snapshot_loses_nothing(tmp_path: Path)
     last = segments(tmp_path)[-1]
     frame = whole_frames(last)[0]
     begun = Frame(
-        instance=INSTANCE, epoch=frame.epoch, first_offset=frame.first_offset, wall_time_ns=0, digest=0,
+        instance=INSTANCE,
+        epoch=frame.epoch,
+        first_offset=frame.first_offset,
+        wall_time_ns=0,
+        digest=0,
         events=frame.events[:2],
-    )  # fmt: skip
+    )
     last.write_bytes(encode_frame(begun))
     with open_at(tmp_path) as manager:
         assert slots_of(manager) == held
@@ -319,7 +330,7 @@ def test_bytes_that_changed_on_the_device_are_found_at_their_first_read(tmp_path
         assert manager.stats().corrupt_blocks > 0
 
 
-# -- the stream knows better --------------------------------------------------------------------------------------------
+# -- the stream knows better -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
@@ -327,9 +338,12 @@ def test_a_lost_journal_begins_after_the_epoch_the_stream_has_seen(
     tmp_path: Path, nats_url: str, cluster: str, in_memory: bool
 ) -> None:
     more = {
-        "nats__enabled": True, "nats__url": nats_url, "nats__timeout_s": WAIT_S, "instance__cluster": cluster,
+        "nats__enabled": True,
+        "nats__url": nats_url,
+        "nats__timeout_s": WAIT_S,
+        "instance__cluster": cluster,
         "journal__in_memory": in_memory,
-    }  # fmt: skip
+    }
     for life in range(1, 4):
         with open_at(tmp_path / str(life), **more) as manager:
             assert manager.epoch == life
@@ -356,9 +370,12 @@ def test_older_epochs_stay_until_the_new_ones_snapshot_is_on_the_stream(
     tmp_path: Path, nats_url: str, cluster: str
 ) -> None:
     more = {
-        "nats__enabled": True, "nats__url": nats_url, "nats__timeout_s": WAIT_S, "instance__cluster": cluster,
+        "nats__enabled": True,
+        "nats__url": nats_url,
+        "nats__timeout_s": WAIT_S,
+        "instance__cluster": cluster,
         "nats__heartbeat_s": 0.02,
-    }  # fmt: skip
+    }
     fill(tmp_path, **more)
     with open_at(tmp_path, **more) as manager:
         begun = Position(manager.epoch, manager.applied())
@@ -387,9 +404,12 @@ def test_what_one_core_has_written_the_other_recovers(tmp_path: Path) -> None:
 
 def test_a_restart_begins_again_with_a_journal_that_is_full(tmp_path: Path, nobody: str) -> None:
     more = {  # nobody takes what is written, so nothing can be let go
-        "nats__enabled": True, "nats__url": nobody, "nats__timeout_s": 0.2, "journal__capacity_bytes": 4 * 4096,
+        "nats__enabled": True,
+        "nats__url": nobody,
+        "nats__timeout_s": 0.2,
+        "journal__capacity_bytes": 4 * 4096,
         "pools__nvme__slots": 0,
-    }  # fmt: skip
+    }
     manager = open_at(tmp_path, **more)
     folder = journal_folder(settings_at(tmp_path))
     prompts = itertools.count()

@@ -1,4 +1,6 @@
-"""The reference pages that tools/reference.py writes from the code are complete, and what other pages name is on them."""
+"""The reference pages that tools/reference.py writes from the code are complete, and what other pages name is
+on them.
+"""
 
 from __future__ import annotations
 

@@ -56,9 +56,15 @@ def replay(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
 def catalog(url: str, folder: Path, name: str, **more: Any) -> Iterator[CatalogClient]:
     """A ready catalog with its own database and checkpoints."""
     settings = ServiceSettings(
-        nats_url=url, database_url=f"sqlite+aiosqlite:///{folder / name}.db", cluster=CLUSTER, listen="127.0.0.1:0",
-        store_every_s=0.02, whole_wait_s=0.2, liveness_s=600.0, **more,
-    )  # fmt: skip
+        nats_url=url,
+        database_url=f"sqlite+aiosqlite:///{folder / name}.db",
+        cluster=CLUSTER,
+        listen="127.0.0.1:0",
+        store_every_s=0.02,
+        whole_wait_s=0.2,
+        liveness_s=600.0,
+        **more,
+    )
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
         client = CatalogClient(thread.url)
         client.wait_ready(WAIT_S)
@@ -81,9 +87,12 @@ def beat(url: str, *streams: list[Frame]) -> None:
             for frames in streams:
                 last = frames[-1]
                 heartbeat = Heartbeat(
-                    instance=last.instance, cluster=CLUSTER, epoch=last.epoch, published=last.next_offset,
+                    instance=last.instance,
+                    cluster=CLUSTER,
+                    epoch=last.epoch,
+                    published=last.next_offset,
                     wall_time_ns=time.time_ns(),
-                )  # fmt: skip
+                )
                 await stream.send_pulse(heartbeat)
         finally:
             await stream.close()
@@ -242,8 +251,9 @@ def test_a_catalog_rebuilt_from_the_stream_itself_goes_on_behind_what_was_read(
     with catalog(fresh_nats, tmp_path, "again", checkpoints=folder) as again:
         eventually(lambda: has_all(again, ONE, TWO))
         assert [(one.digest, one.suspect) for one in again.instances()] == [
-            (f"{ONE[-1].digest:016x}", False), (f"{TWO[-1].digest:016x}", False),
-        ]  # fmt: skip
+            (f"{ONE[-1].digest:016x}", False),
+            (f"{TWO[-1].digest:016x}", False),
+        ]
 
 
 def test_a_stream_that_has_more_than_the_log_cannot_go_on_from_it(

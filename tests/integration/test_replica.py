@@ -1,4 +1,6 @@
-"""A replica in the caller's process answers as the service does, of the same age, and begins with the service's checkpoint."""
+"""A replica in the caller's process answers as the service does, of the same age, and begins with the service's
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -76,10 +78,17 @@ def settings_of(
     url: str, within: str, database: str, folder: Path | None, liveness_s: float = FOR_EVER_S
 ) -> ServiceSettings:
     return ServiceSettings(
-        nats_url=url, database_url=database, cluster=within, listen="127.0.0.1:0", store_every_s=0.02,
-        liveness_s=liveness_s, ask_again_s=0.5, whole_wait_s=0.2, checkpoints="" if folder is None else str(folder),
+        nats_url=url,
+        database_url=database,
+        cluster=within,
+        listen="127.0.0.1:0",
+        store_every_s=0.02,
+        liveness_s=liveness_s,
+        ask_again_s=0.5,
+        whole_wait_s=0.2,
+        checkpoints="" if folder is None else str(folder),
         checkpoint_every_s=0.2,
-    )  # fmt: skip
+    )
 
 
 @contextmanager
@@ -139,10 +148,12 @@ def differences(site: Site, replica: Catalog, chance: random.Random) -> list[str
     ]
     rows: list[list[object]] = []
     for one in (site.client, replica):
-        rows.append([
-            (row.instance, row.state, row.epoch, row.offset, row.digest, row.suspect, row.excluded, row.held_blocks)
-            for row in one.instances()
-        ])  # fmt: skip
+        rows.append(
+            [
+                (row.instance, row.state, row.epoch, row.offset, row.digest, row.suspect, row.excluded, row.held_blocks)
+                for row in one.instances()
+            ]
+        )
     return found + ([f"instances: service {rows[0]}, replica {rows[1]}"] if rows[0] != rows[1] else [])
 
 
@@ -151,7 +162,9 @@ def differences(site: Site, replica: Catalog, chance: random.Random) -> list[str
 def test_at_the_same_positions_a_replica_answers_as_the_service(
     short_lived: Site, seed: int, native: bool, held_time: HeldTime
 ) -> None:
-    """Blocks come and go, events are lost, instances restart, stop and die; a second replica begins in the middle, with a checkpoint."""
+    """Blocks come and go, events are lost, instances restart, stop and die; a second replica begins in the middle, with
+    a checkpoint.
+    """
     site, chance = short_lived, random.Random(seed)
     backend, new_index = (NATIVE, NATIVE_INDEX) if native else (REFERENCE, ReferenceIndex)
     members = [Member(site.settings.nats_url, str(site.settings.cluster), f"i{at}") for at in range(3)]
@@ -456,9 +469,12 @@ def test_a_replica_is_opened_from_settings(site: Site, tmp_path: Path) -> None:
     writer.create(0, 6)
     writer.publish()
     flags = {
-        "nats.url": site.settings.nats_url, "instance.cluster": site.settings.cluster, "catalog.url": site.client.url,
-        "instance.data_dir": str(tmp_path / "data"), "catalog.liveness_s": FOR_EVER_S,
-    }  # fmt: skip
+        "nats.url": site.settings.nats_url,
+        "instance.cluster": site.settings.cluster,
+        "catalog.url": site.client.url,
+        "instance.data_dir": str(tmp_path / "data"),
+        "catalog.liveness_s": FOR_EVER_S,
+    }
     replica = kvbm.open_replica(kvbm.load_settings(flags=flags))
     asked: Catalog = replica  # as the client is
     asked.wait_ready(WAIT_S)

@@ -1,4 +1,6 @@
-"""Revision or nothing: tiers that outlive the process, or are shared, hold blocks of namespaces that say which weights they are of."""
+"""Revision or nothing: tiers that outlive the process, or are shared, hold blocks of namespaces that say which weights
+they are of.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,15 @@ BLOCKS = 8
 
 def settings_of(folder: Path, **more: Any) -> kvbm.Settings:
     flags = {
-        "instance.data_dir": str(folder), "instance.id": "engine-0", "pools.hbm.slots": 32, "pools.hbm.device": "memory",
-        "pools.host.slots": 64, "pools.nvme.slots": 128, "nats.enabled": False, "onboard.wait_s": 60.0,
-    }  # fmt: skip
+        "instance.data_dir": str(folder),
+        "instance.id": "engine-0",
+        "pools.hbm.slots": 32,
+        "pools.hbm.device": "memory",
+        "pools.host.slots": 64,
+        "pools.nvme.slots": 128,
+        "nats.enabled": False,
+        "onboard.wait_s": 60.0,
+    }
     return kvbm.load_settings(
         environment={}, flags=flags | {key.replace("__", "."): value for key, value in more.items()}
     )

@@ -1,4 +1,6 @@
-"""Runs of blocks by rings, the native ones over a driver that stands in: bytes, waits, lanes, staging, captures, and a device that is lost."""
+"""Runs of blocks by rings, the native ones over a driver that stands in: bytes, waits, lanes, staging, captures, and a
+device that is lost.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rings on a real GPU: graphs captured meanwhile, what a run waits for, memory registered in pieces, and a device that is lost."""
+"""Rings on a real GPU: graphs captured meanwhile, what a run waits for, memory registered in pieces, and a device that
+is lost.
+"""
 
 from __future__ import annotations
 

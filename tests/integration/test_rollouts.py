@@ -1,4 +1,6 @@
-"""Starts over a volume that an earlier start has left in another shape, or whose bookkeeping is damaged: what comes back, and what must not."""
+"""Starts over a volume that an earlier start has left in another shape, or whose bookkeeping is damaged: what comes
+back, and what must not.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ ROOT = Path(__file__).parents[2]
 PROCESS_S = 250.0  # a machine may be slow to import everything
 
 
-# -- the same volume in another shape -----------------------------------------------------------------------------------
+# -- the same volume in another shape ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("core", CORES)
@@ -128,9 +130,14 @@ def test_a_disk_without_room_to_grow_keeps_the_pool_as_it_is(tmp_path: Path) -> 
 def test_an_engine_whose_pool_cannot_be_used_starts_without_it(tmp_path: Path, trouble: str) -> None:
     path = tmp_path / "pool"
     flags = {
-        "instance.data_dir": str(tmp_path / "engine"), "pools.hbm.owner": "engine", "pools.hbm.slots": 8, "pools.host.slots": 8,
-        "pools.nvme.slots": 1 << 40 if trouble == "no room" else 8, "pools.nvme.path": str(path), "nats.enabled": False,
-    }  # fmt: skip
+        "instance.data_dir": str(tmp_path / "engine"),
+        "pools.hbm.owner": "engine",
+        "pools.hbm.slots": 8,
+        "pools.host.slots": 8,
+        "pools.nvme.slots": 1 << 40 if trouble == "no room" else 8,
+        "pools.nvme.path": str(path),
+        "nats.enabled": False,
+    }
     with ExitStack() as opened:
         if trouble == "in use":
             opened.enter_context(open_at(tmp_path / "other", pools__nvme__path=str(path)))
@@ -144,7 +151,7 @@ def test_an_engine_whose_pool_cannot_be_used_starts_without_it(tmp_path: Path, t
             assert manager.pools.slots[Tier.NVME].slots == 8
 
 
-# -- damaged bookkeeping ------------------------------------------------------------------------------------------------
+# -- damaged bookkeeping -----------------------------------------------------------------------------------------------
 
 
 def _lose_segment(folder: Path) -> None:
@@ -219,7 +226,7 @@ def test_a_scan_is_seen_by_a_pods_other_instances(tmp_path: Path) -> None:
             assert data[32 * slot : 32 * slot + 32] == NAMESPACE.id + block
 
 
-# -- what must not come back --------------------------------------------------------------------------------------------
+# -- what must not come back -------------------------------------------------------------------------------------------
 
 
 def test_blocks_that_were_evicted_as_cleared_do_not_come_back(tmp_path: Path) -> None:
@@ -403,7 +410,7 @@ def test_a_process_that_ends_without_closing_ends_its_scan_without_a_trace(tmp_p
         assert salvaged(manager) == before
 
 
-# -- killed on the way --------------------------------------------------------------------------------------------------
+# -- killed on the way -------------------------------------------------------------------------------------------------
 
 # Imports once, then forks a manager for each line it reads: (folder, slots, turns of its salvage) → how that has ended.
 KILLED = """

@@ -47,7 +47,7 @@ from tests.owning_engines import opened as opened_owning
 
 __all__ = ["unhurried"]
 
-# -- a pool that was not there --------------------------------------------------------------------------------------------
+# -- a pool that was not there -----------------------------------------------------------------------------------------
 
 
 def test_a_clear_while_the_engine_ran_without_its_pool_holds(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_journal_restored_from_a_copy_brings_nothing_back_that_was_cleared_sin
         assert salvaged(manager) == {}
 
 
-# -- a start that fails ---------------------------------------------------------------------------------------------------
+# -- a start that fails ------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_journal_is_not_believed_by_the_second_start_either(
@@ -122,7 +122,7 @@ def test_a_damaged_journal_is_not_believed_by_the_second_start_either(
         assert not held(manager).keys() & set(before)
 
 
-# -- copies that a clear overtakes ----------------------------------------------------------------------------------------
+# -- copies that a clear overtakes -------------------------------------------------------------------------------------
 
 
 def test_what_a_clear_has_overtaken_on_its_way_to_a_slot_does_not_come_back(
@@ -155,7 +155,7 @@ def test_what_a_clear_has_overtaken_on_its_way_to_a_slot_does_not_come_back(
         assert not manager.held(Tier.NVME)
 
 
-# -- clears of blocks that are not held -------------------------------------------------------------------------------------
+# -- clears of blocks that are not held --------------------------------------------------------------------------------
 
 
 def test_a_clear_of_a_block_that_the_scan_has_not_found_yet_holds(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_clear_of_a_block_that_has_left_for_room_holds(tmp_path: Path) -> None
         assert not salvaged(manager).keys() & set(split_hashes(hashes_of(1, DEPTH)))
 
 
-# -- killed, and damaged later ----------------------------------------------------------------------------------------------
+# -- killed, and damaged later -----------------------------------------------------------------------------------------
 
 
 def test_a_tail_that_a_killed_grow_has_left_is_never_taken_for_the_pools_own(
@@ -253,7 +253,7 @@ def test_a_clear_has_reached_the_journal_when_it_returns(tmp_path: Path, monkeyp
         assert is_durable
 
 
-# -- an erasure, and slots beyond the end -----------------------------------------------------------------------------------
+# -- an erasure, and slots beyond the end ------------------------------------------------------------------------------
 
 
 def test_an_erasure_is_not_over_while_slots_beyond_the_pools_end_are_there(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_an_erasure_is_not_over_while_slots_beyond_the_pools_end_are_there(tmp_p
         assert pool_path(tmp_path).stat().st_size == manager.pools.slots[Tier.NVME].file_bytes
 
 
-# -- a slot is given back once ----------------------------------------------------------------------------------------------
+# -- a slot is given back once -----------------------------------------------------------------------------------------
 
 
 def test_a_scan_that_breaks_off_gives_no_slot_back_that_it_has_adopted(

@@ -52,8 +52,10 @@ class Site:
     @contextlib.asynccontextmanager
     async def catalog(self, name: str) -> AsyncIterator[CatalogService]:
         settings = ServiceSettings(
-            nats_url=self._url, database_url=f"sqlite+aiosqlite:///{self._folder / name}.db", cluster=self._within,
-        )  # fmt: skip
+            nats_url=self._url,
+            database_url=f"sqlite+aiosqlite:///{self._folder / name}.db",
+            cluster=self._within,
+        )
         service = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
         try:
             await eventually_async(

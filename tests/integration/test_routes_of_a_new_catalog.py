@@ -1,4 +1,6 @@
-"""A catalog that has just begun, or does not hear an instance: who is ranked, who is left out and why, and which loads are guesses."""
+"""A catalog that has just begun, or does not hear an instance: who is ranked, who is left out and why, and which loads
+are guesses.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ FOR_EVER_S = 3600.0  # nobody falls silent
 
 @pytest.fixture
 def begun(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[tuple[Running, Instance, Instance]]:  # noqa: F811
-    """A catalog that knows of two instances, e0 with six blocks and e1 with three, and has heard e1 alone, which is busy."""
+    """A catalog that knows of two instances, e0 with six blocks and e1 with three, and has heard e1 alone, which is
+    busy.
+    """
     e0, e1 = Instance(nats_url, cluster, "e0"), Instance(nats_url, cluster, "e1")
     for one, blocks, queued in ((e0, 6, 0), (e1, 3, 20_000)):
         one.create(0, blocks)

@@ -1,4 +1,6 @@
-"""Encrypted objects: only their tenant's keys open them, under their own name alone, and nothing about them is to be read from outside."""
+"""Encrypted objects: only their tenant's keys open them, under their own name alone, and nothing about them is to be
+read from outside.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A cluster as `docs/operate.md` secures it: TLS, an account for everybody, keys and certificates that change under load."""
+"""A cluster as `docs/operate.md` secures it: TLS, an account for everybody, keys and certificates that change under
+load.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,13 @@ WAIT_S = 120.0
 def kvbm(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     """One of the commands, as people run it."""
     ran = subprocess.run(
-        [sys.executable, "-m", "kvbm", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=2 * WAIT_S, check=False
-    )  # fmt: skip
+        [sys.executable, "-m", "kvbm", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=2 * WAIT_S,
+        check=False,
+    )
     assert ran.returncode == code, (ran.returncode, ran.stdout, ran.stderr)
     return ran
 
@@ -73,8 +80,13 @@ print(json.dumps(ends))
 def kvbm_each(*commands: list[str]) -> list[subprocess.CompletedProcess[str]]:
     """Several commands, one after the other in one process: loading the modules is what costs."""
     ran = subprocess.run(
-        [sys.executable, "-c", DRIVER, json.dumps(commands)], cwd=ROOT, capture_output=True, text=True, timeout=4 * WAIT_S, check=True
-    )  # fmt: skip
+        [sys.executable, "-c", DRIVER, json.dumps(commands)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=4 * WAIT_S,
+        check=True,
+    )
     ended = json.loads(ran.stdout)
     return [subprocess.CompletedProcess(one, *end) for one, end in zip(commands, ended, strict=True)]
 
@@ -117,9 +129,13 @@ class Secured:
 
     def nats(self, stem: str) -> dict[str, object]:
         return {
-            "nats.url": self.url, "nats.nkey_seed": str(self.keys / f"{stem}.nk"), "nats.tls_ca": str(self.trusted),
-            "nats.timeout_s": WAIT_S, "nats.heartbeat_s": 0.2, "instance.cluster": CLUSTER,
-        }  # fmt: skip
+            "nats.url": self.url,
+            "nats.nkey_seed": str(self.keys / f"{stem}.nk"),
+            "nats.tls_ca": str(self.trusted),
+            "nats.timeout_s": WAIT_S,
+            "nats.heartbeat_s": 0.2,
+            "instance.cluster": CLUSTER,
+        }
 
     def settings(self, stem: str, **flags: object) -> Settings:
         return load_settings(flags=self.nats(stem) | {key.replace("__", "."): value for key, value in flags.items()})
@@ -151,9 +167,15 @@ class Engine:
         self, secured: Secured, name: str, store: MemoryStore, number: int, stem: str = "", **flags: object
     ) -> None:
         settings = secured.settings(
-            stem or f"instance-{name}", instance__id=name, instance__data_dir=str(secured.folder / name), pools__hbm__slots=64,
-            pools__hbm__device="cpu", pools__host__slots=64, pools__object__look_s=1.0, **flags,
-        )  # fmt: skip
+            stem or f"instance-{name}",
+            instance__id=name,
+            instance__data_dir=str(secured.folder / name),
+            pools__hbm__slots=64,
+            pools__hbm__device="cpu",
+            pools__host__slots=64,
+            pools__object__look_s=1.0,
+            **flags,
+        )
         objects = memory_objects(BLOCK_BYTES, K, store, deadline_s=WAIT_S)
         self.manager = open_manager(settings, list(TENANTS.values()), BLOCK_BYTES, object_pool=objects)
         self.served = 0
@@ -201,22 +223,29 @@ def serve(manager: Manager, namespace: Namespace, prompt: int) -> None:
     manager.unpin(manager.create(namespace.id, NO_PARENT, 0, hashes, slots))
 
 
-# -- the catalog, and who asks it ---------------------------------------------------------------------------------------
+# -- the catalog, and who asks it --------------------------------------------------------------------------------------
 
 # Who asks is known where the catalog has callers and TLS. Where it has none, the cluster here is asked over plain HTTP.
 HAS_ACCESS = "access" in {field.name for field in msgspec.structs.fields(CatalogSettings)}
 CALLERS = {"router-acme": ("router", "--tenant=acme"), "router-globex": ("router", "--tenant=globex")} | {
-    "engine": ("router", "--all-tenants"), "operator": ("operator",),
-}  # fmt: skip
+    "engine": ("router", "--all-tenants"),
+    "operator": ("operator",),
+}
 
 
 @contextmanager
 def catalog(secured: Secured, database: str) -> Iterator[str]:
     """`kvbm-catalog serve` as a process; gives where it answers."""
     port = free_port()
-    flags = secured.nats("catalog") | serving_flags(secured) | {
-        "instance.data_dir": str(secured.folder / "catalog"), "catalog.database": database, "catalog.listen": f"127.0.0.1:{port}",
-    }  # fmt: skip
+    flags = (
+        secured.nats("catalog")
+        | serving_flags(secured)
+        | {
+            "instance.data_dir": str(secured.folder / "catalog"),
+            "catalog.database": database,
+            "catalog.listen": f"127.0.0.1:{port}",
+        }
+    )
     command = [sys.executable, "-m", "kvbm", "catalog", "serve"]
     command += [word for key, value in flags.items() for word in ("--set", f"{key}={value}")]
     process = start_process(command, secured.folder / "catalog.log", cwd=ROOT)
@@ -232,9 +261,21 @@ def serving_flags(secured: Secured) -> dict[str, object]:
         return {}
     access, made = secured.folder / "access.toml", certify(secured.folder, "catalog", secured.ca)
     commands = [
-        ["catalog", "token", "--access", str(access), "--name", name, "--role", role, *more, "--out", str(secured.folder / f"{name}.token")]
+        [
+            "catalog",
+            "token",
+            "--access",
+            str(access),
+            "--name",
+            name,
+            "--role",
+            role,
+            *more,
+            "--out",
+            str(secured.folder / f"{name}.token"),
+        ]
         for name, (role, *more) in CALLERS.items()
-    ]  # fmt: skip
+    ]
     assert [ran.returncode for ran in kvbm_each(*commands)] == [0] * len(CALLERS)
     return {"catalog.access": str(access), "catalog.tls_cert": str(made.cert), "catalog.tls_key": str(made.key)}
 
@@ -263,7 +304,7 @@ def knows_nothing(router: CatalogClient, namespace: Namespace, prompt: int) -> b
     return not any(one.depth for one in (*answer.instances, *answer.pools))
 
 
-# -- tests --------------------------------------------------------------------------------------------------------------
+# -- tests -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -305,7 +346,8 @@ def test_a_secured_cluster_goes_on_while_keys_and_certificates_change_and_loses_
         start("gpu-4")
         all_go_on(engines)
 
-        # the server's certificate, and who has signed it: clients trust both, the server shows the new one, the old is trusted no more
+        # the server's certificate, and who has signed it: clients trust both, the server shows the new one, the old is
+        # trusted no more
         issuer = certify(secured.folder, "ca-2")
         secured.trust(secured.ca, issuer)
         secured.show(certify(secured.folder, "server-2", issuer))
@@ -314,7 +356,8 @@ def test_a_secured_cluster_goes_on_while_keys_and_certificates_change_and_loses_
         secured.trust(issuer)
         all_go_on(engines)
 
-        # everybody's key; with the old one each connection ends, so that each is made anew with the new key and certificate
+        # everybody's key; with the old one each connection ends, so that each is made anew with the new key and
+        # certificate
         stems = ["catalog", *(f"instance-{name}" for name in engines)]
         old = {stem: (secured.keys / f"{stem}.nk").read_bytes() for stem in stems}
         secured.reload(*(f"--renew={stem}" for stem in stems))
@@ -341,10 +384,14 @@ def test_a_secured_cluster_goes_on_while_keys_and_certificates_change_and_loses_
                 seen(router, TENANTS[tenant], prompt_of(engine, tenant))
         digests_agree(operator, engines)
         verified, told, counted, one, shown, without, of_instance = kvbm_each(
-            replay(secured, "verify", "--json", str(secured.folder / "verify.json")), replay(secured, "state", "--json", "-"),
-            replay(secured, "stat"), replay(secured, "state", "--instance", "gpu-4"), replay(secured, "cat", "--limit", "5"),
-            replay(secured, "verify", stem=""), replay(secured, "verify", stem="instance-gpu-0"),
-        )  # fmt: skip
+            replay(secured, "verify", "--json", str(secured.folder / "verify.json")),
+            replay(secured, "state", "--json", "-"),
+            replay(secured, "stat"),
+            replay(secured, "state", "--instance", "gpu-4"),
+            replay(secured, "cat", "--limit", "5"),
+            replay(secured, "verify", stem=""),
+            replay(secured, "verify", stem="instance-gpu-0"),
+        )
         assert [ran.returncode for ran in (verified, told, counted, one, shown, without, of_instance)] == [0] * 5 + [
             2
         ] * 2
@@ -417,9 +464,17 @@ def digests_agree(operator: CatalogClient, engines: dict[str, Engine]) -> None:
 def gc(secured: Secured, store: MemoryStore, database: str, name: str = "gc-0", stem: str = "janitor-gc-0") -> Report:
     reports: list[Report] = []
     settings = secured.settings(
-        stem, gc__id=name, gc__ttl_s=0.0, gc__young_s=0.0, gc__grace_s=3 * WAIT_S, gc__skew_s=WAIT_S, instance__data_dir=str(secured.folder / "gc"),
-        catalog__database=database, pools__object__look_s=1.0, pools__object__timeout_s=WAIT_S,
-    )  # fmt: skip
+        stem,
+        gc__id=name,
+        gc__ttl_s=0.0,
+        gc__young_s=0.0,
+        gc__grace_s=3 * WAIT_S,
+        gc__skew_s=WAIT_S,
+        instance__data_dir=str(secured.folder / "gc"),
+        catalog__database=database,
+        pools__object__look_s=1.0,
+        pools__object__timeout_s=WAIT_S,
+    )
     assert run_gc(settings, False, reports.append, lambda: store, Skipping().clocks()) == 0
     return reports[0]
 

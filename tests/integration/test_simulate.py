@@ -29,9 +29,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`kvbm simulate …`, to its end."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, "-m", "kvbm", "simulate", *arguments], env=os.environ | {"PYTHONPATH": path}, text=True,
-        timeout=RUN_WAIT_S, stdin=subprocess.DEVNULL, capture_output=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "kvbm", "simulate", *arguments],
+        env=os.environ | {"PYTHONPATH": path},
+        text=True,
+        timeout=RUN_WAIT_S,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
 
 
 def no_progress(what: str, total: int) -> Callable[[int], None]:
@@ -88,9 +93,20 @@ def test_the_command_runs_the_same_requests_without_and_with_fetching(tmp_path: 
     path = tmp_path / "report.json"
     topology = "a/1,a/1,a/2,b/1"
     ended = run(
-        "--fetch", "--topology", topology, "--policy", "random", "--load", "normal", "--requests", "300",
-        "--pools", "hbm=300,host=900,nvme=900,object=100", "--json", str(path),
-    )  # fmt: skip
+        "--fetch",
+        "--topology",
+        topology,
+        "--policy",
+        "random",
+        "--load",
+        "normal",
+        "--requests",
+        "300",
+        "--pools",
+        "hbm=300,host=900,nvme=900,object=100",
+        "--json",
+        str(path),
+    )
     assert ended.returncode == 0, ended.stderr
     report = msgspec.json.decode(path.read_bytes(), type=FetchReport)
     assert (report.instances, ",".join(report.topology), report.link_bytes_per_s) == (4, topology, None)
@@ -122,10 +138,15 @@ def test_a_trace_of_ones_own_hits_exactly_what_it_repeats(tmp_path: Path) -> Non
     """Two prompts, each asked five times, in Mooncake's format: everything but the first time and the partial block."""
     trace, path = tmp_path / "own.jsonl", tmp_path / "report.json"
     lines = [
-        {"timestamp": 3000 * turn + 1500 * prompt, "input_length": 512 * 4 + 100, "output_length": 5,
-         "hash_ids": [10 * prompt + index for index in range(4)] + [1000 + 10 * turn + prompt]}
-        for turn in range(5) for prompt in range(2)
-    ]  # fmt: skip
+        {
+            "timestamp": 3000 * turn + 1500 * prompt,
+            "input_length": 512 * 4 + 100,
+            "output_length": 5,
+            "hash_ids": [10 * prompt + index for index in range(4)] + [1000 + 10 * turn + prompt],
+        }
+        for turn in range(5)
+        for prompt in range(2)
+    ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     ended = run("--trace", str(trace), "--instances", "2", "--pools", "hbm=64,host=64", "--json", str(path))
     assert ended.returncode == 0, ended.stderr
@@ -137,7 +158,9 @@ def test_a_trace_of_ones_own_hits_exactly_what_it_repeats(tmp_path: Path) -> Non
 
 
 def recorded_or_generated() -> tuple[list[TraceRequest], str]:
-    """The beginning of the recorded conversation trace where it is at hand, else a generated workload of that length."""
+    """The beginning of the recorded conversation trace where it is at hand, else a generated workload of that
+    length.
+    """
     if not RECORDED.exists():
         return generate(1, RECORDED_LINES), "generated: the recorded trace is not beside the project"
     requests = []

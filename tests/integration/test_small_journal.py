@@ -18,10 +18,14 @@ SLOTS, RUN = 20_000, 500
 def test_a_journal_too_small_for_the_slots_is_told_and_goes_on_taking_events(tmp_path: Path) -> None:
     settings = load_settings(
         flags={
-            "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.slots": SLOTS, "pools.hbm.device": "memory",
-            "journal.capacity_bytes": 1 << 18, "journal.segment_bytes": 1 << 16,
+            "instance.data_dir": str(tmp_path),
+            "nats.enabled": False,
+            "pools.hbm.slots": SLOTS,
+            "pools.hbm.device": "memory",
+            "journal.capacity_bytes": 1 << 18,
+            "journal.segment_bytes": 1 << 16,
         }
-    )  # fmt: skip
+    )
     with capture_logs() as remarks:
         manager = open_manager(settings, [NAMESPACE], BLOCK_BYTES, "test")
     with manager:

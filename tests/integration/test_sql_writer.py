@@ -1,4 +1,6 @@
-"""Rows on their way to a real SQL file: what has not reached it is not lost with an older copy of it, nor with the stream's old end."""
+"""Rows on their way to a real SQL file: what has not reached it is not lost with an older copy of it, nor with the
+stream's old end.
+"""
 
 from __future__ import annotations
 
@@ -65,18 +67,28 @@ class World:
 
     def _writer(self, begun: Numbering) -> SqlWriter:
         return SqlWriter(
-            self.store, self.stream, self.sequencer, self.rows, begun, asyncio.Lock(), Degraded(),
+            self.store,
+            self.stream,
+            self.sequencer,
+            self.rows,
+            begun,
+            asyncio.Lock(),
+            Degraded(),
             lambda known, namespaces: Sequencer(NATIVE_INDEX(1), _native.scan_frames, known, namespaces),
             WriterOptions("c", every_s=0.005),
-        )  # fmt: skip
+        )
 
     async def say(self, event: InstanceStarted | BlocksCreated | BlocksEvicted, name: InstanceId = ONE) -> None:
         """Publish one event and have it read."""
         offset = self.offsets[name]
         frame = Frame(
-            instance=name, epoch=Epoch(1), first_offset=Offset(offset), wall_time_ns=1000 + offset, digest=0,
+            instance=name,
+            epoch=Epoch(1),
+            first_offset=Offset(offset),
+            wall_time_ns=1000 + offset,
+            digest=0,
             events=(event,),
-        )  # fmt: skip
+        )
         self.offsets[name] += 1
         await self.stream.publish("c", name, encode_frame(frame))
         await self.read()
@@ -479,7 +491,9 @@ def test_what_is_told_again_goes_with_the_next_batch_where_another_catalog_has_s
 
 
 def lying_start(monkeypatch: pytest.MonkeyPatch, what: str) -> InstanceStarted:
-    """What an instance may say whose kvbm is not ours: a text of 3,000 mixed characters, more than a row of PostgreSQL's B-tree has."""
+    """What an instance may say whose kvbm is not ours: a text of 3,000 mixed characters, more than a row of
+    PostgreSQL's B-tree has.
+    """
     dice = random.Random(1)
     long = "".join(chr(dice.randrange(0x4E00, 0x9FFF)) for _ in range(3000))
     started = InstanceStarted(epoch=Epoch(1), pools=(POOL,), namespaces=(SPACE,))

@@ -1,6 +1,7 @@
 """Stores behind a server that fails: every fault ends in the right word, within the deadline.
 
-A store is patient, so that a busy machine changes no number of requests. Where time runs out, nothing but that is asked of the call.
+A store is patient, so that a busy machine changes no number of requests. Where time runs out, nothing but that is asked
+of the call.
 """
 
 from __future__ import annotations
@@ -257,9 +258,9 @@ def test_a_close_ends_what_is_under_way(broken: Broken) -> None:
 @only_s3
 def test_a_store_without_conditional_puts_is_asked_first(broken: Broken) -> None:
     broken.breaks(Fault("status", 501, "NotImplemented", header="if-none-match"))
-    assert [answer and answer.trouble for answer in broken.store.put([Put("new", b"x"), Put("name", b"x")], WAIT_S)] == [
-        None, Trouble.TAKEN
-    ]  # fmt: skip
+    assert [
+        answer and answer.trouble for answer in broken.store.put([Put("new", b"x"), Put("name", b"x")], WAIT_S)
+    ] == [None, Trouble.TAKEN]
     broken.breaks(Fault("status", 501, "NotImplemented", header="if-none-match"))
     assert broken.store.put([Put("newer", b"x")], WAIT_S) == [None]
     assert [asked.method for asked in broken.server.asked] == ["HEAD", "PUT"]  # it is told once
@@ -546,9 +547,7 @@ def test_an_option_of_a_redis_url_that_is_none_is_refused_by_its_name(redis_url:
 @pytest.mark.objects
 def test_a_redis_that_was_demoted_loses_our_connections_at_its_first_refusal() -> None:
     redis = needed("redis", "redis")
-    with (
-        redis_server() as url, redis.Redis.from_url(url) as admin, closing(redis_place(url).open()) as store
-    ):  # fmt: skip
+    with redis_server() as url, redis.Redis.from_url(url) as admin, closing(redis_place(url).open()) as store:
         assert store.put([Put("name", b"x")], WAIT_S) == [None]
         assert store.replace("lease", b"y", None, WAIT_S) is None
 

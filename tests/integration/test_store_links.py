@@ -1,4 +1,6 @@
-"""What opens a store also moves its bytes: private CAs, proxies, and rights that are missing, with both clients of each technology."""
+"""What opens a store also moves its bytes: private CAs, proxies, and rights that are missing, with both clients of each
+technology.
+"""
 
 from __future__ import annotations
 

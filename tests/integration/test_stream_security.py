@@ -186,7 +186,8 @@ def test_a_client_shows_a_certificate_where_the_server_wants_one(mutual_url: str
 def test_a_clients_certificate_changes_without_a_restart_of_anybody(certificates: Certificates, tmp_path: Path) -> None:
     ca, cert, key = tmp_path / "clients.pem", tmp_path / "cert.pem", tmp_path / "key.pem"
     tls = (
-        f"tls {{ cert_file: {json.dumps(str(certificates.server.cert))}, key_file: {json.dumps(str(certificates.server.key))}, "
+        f"tls {{ cert_file: {json.dumps(str(certificates.server.cert))}, key_file: "
+        f"{json.dumps(str(certificates.server.key))}, "
         f"ca_file: {json.dumps(str(ca))}, verify: true }}"
     )
     ca.write_bytes(certificates.ca.cert.read_bytes())
@@ -862,9 +863,14 @@ def test_the_command_prints_accounts_a_manager_and_a_catalog_live_by(
     server = started(tmp_path / "nats", settings=printed)
     catalog = Credentials(nkey_seed=str(keys / "catalog.nk"), inbox=catalog_inbox(CLUSTER))
     flags = {
-        "instance.data_dir": str(tmp_path / "data"), "instance.id": "a", "instance.cluster": CLUSTER, "pools.hbm.slots": 16,
-        "pools.hbm.device": "memory", "nats.url": server.url, "nats.nkey_seed": str(keys / "instance-a.nk"),
-    }  # fmt: skip
+        "instance.data_dir": str(tmp_path / "data"),
+        "instance.id": "a",
+        "instance.cluster": CLUSTER,
+        "pools.hbm.slots": 16,
+        "pools.hbm.device": "memory",
+        "nats.url": server.url,
+        "nats.nkey_seed": str(keys / "instance-a.nk"),
+    }
 
     async def ready() -> None:
         await (await NatsStream.connect(server.url, WAIT_S, credentials=catalog)).close()
@@ -952,13 +958,17 @@ MAY_WRITE = {
 }
 MAY_CALL = {
     "a": {f"{JS_API}.STREAM.INFO.KVBM"}
-    | {f"{BORROWED_API}.{call}" for call in ("STREAM.INFO.KVBM", "STREAM.INFO.KVBM_PULSE", f"DIRECT.GET.KVBM.{events_subject('c', 'a')}")},
+    | {
+        f"{BORROWED_API}.{call}"
+        for call in ("STREAM.INFO.KVBM", "STREAM.INFO.KVBM_PULSE", f"DIRECT.GET.KVBM.{events_subject('c', 'a')}")
+    },
     "catalog": {f"{JS_API}.INFO"}
     | {
         f"{JS_API}.{call}"
         for stream in (STREAM, PULSE, ERASURES)
         for call in (
-            *(f"STREAM.{what}.{stream}" for what in ("INFO", "CREATE", "MSG.GET")), f"CONSUMER.CREATE.{stream}",
+            *(f"STREAM.{what}.{stream}" for what in ("INFO", "CREATE", "MSG.GET")),
+            f"CONSUMER.CREATE.{stream}",
             *(f"CONSUMER.{what}.{stream}.one" for what in ("DELETE", "MSG.NEXT")),
             *(f"DIRECT.GET.{stream}.{events_subject('c', name)}" for name in "ab"),
         )
@@ -971,11 +981,12 @@ MAY_CALL = {
     "replica": {f"{JS_API}.STREAM.INFO.KVBM"}
     | {
         f"{BORROWED_API}.{call}.{stream}"
-        for call in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET") for stream in (STREAM, PULSE)
+        for call in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET")
+        for stream in (STREAM, PULSE)
     },
     "operator": {f"{JS_API}.STREAM.INFO.KVBM", f"{BORROWED_API}.STREAM.MSG.GET.KVBM"}
     | {f"{BORROWED_API}.STREAM.INFO.{stream}" for stream in (STREAM, PULSE, ERASURES)},
-}  # fmt: skip
+}
 MAY_HEAR = {
     "a": {f"{SNAPSHOTS_PREFIX}.c.a"},
     "catalog": {f"{prefix}.c.{name}" for prefix in (SAMPLES_PREFIX, ROUTES_PREFIX) for name in "ab"},
@@ -1037,7 +1048,9 @@ def test_a_probe_answers_whoever_has_a_key(
 
 
 def test_headers_reach_no_other_subject(secured: Secured) -> None:
-    """Traces and schedules name subjects that the server writes to; a rollup and a batch act on more than one message."""
+    """Traces and schedules name subjects that the server writes to; a rollup and a batch act on more than one
+    message.
+    """
     make_streams(secured)
 
     async def work() -> None:
@@ -1094,7 +1107,7 @@ def test_what_threats_says_of_an_instances_and_of_the_catalogs_key_is_so(secured
     asyncio.run(work())
 
 
-# -- a server that refuses what a reader asks for ------------------------------------------------------------------------
+# -- a server that refuses what a reader asks for ----------------------------------------------------------------------
 
 
 async def _begun_in_vain(stream: NatsStream) -> int:

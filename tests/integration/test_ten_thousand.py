@@ -1,4 +1,6 @@
-"""`tools/ten_thousand.py`, with hundreds for some seconds: nobody is left out or suspect, and the catalog's memory is flat."""
+"""`tools/ten_thousand.py`, with hundreds for some seconds: nobody is left out or suspect, and the catalog's memory is
+flat.
+"""
 
 from __future__ import annotations
 

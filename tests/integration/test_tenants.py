@@ -34,11 +34,17 @@ def prefill(manager: Manager, namespace: Namespace, prompt: int, blocks: int = 4
 def test_a_loud_tenant_leaves_a_quiet_one_its_share_of_every_tier_and_stays_within_its_quota(tmp_path: Path) -> None:
     settings = load_settings(
         flags={
-            "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory",
-            "pools.hbm.slots": 16, "pools.host.slots": 32, "pools.nvme.slots": 64,
-            "tenants.quiet.weight": 1, "tenants.loud.weight": 3, "tenants.loud.nvme_bytes": 24 * BLOCK_BYTES,
+            "instance.data_dir": str(tmp_path),
+            "nats.enabled": False,
+            "pools.hbm.device": "memory",
+            "pools.hbm.slots": 16,
+            "pools.host.slots": 32,
+            "pools.nvme.slots": 64,
+            "tenants.quiet.weight": 1,
+            "tenants.loud.weight": 3,
+            "tenants.loud.nvme_bytes": 24 * BLOCK_BYTES,
         }
-    )  # fmt: skip
+    )
     manager = open_manager(settings, [QUIET, LOUD], BLOCK_BYTES)
     try:
         quiet = [prefill(manager, QUIET, prompt) for prompt in range(2)]
@@ -61,9 +67,13 @@ def test_a_loud_tenant_leaves_a_quiet_one_its_share_of_every_tier_and_stays_with
 
 def test_a_restart_counts_what_nvme_has_kept_for_whose_it_is(tmp_path: Path) -> None:
     flags = {
-        "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory",
-        "pools.hbm.slots": 16, "pools.nvme.slots": 64, "tenants.loud.nvme_bytes": 8 * BLOCK_BYTES,
-    }  # fmt: skip
+        "instance.data_dir": str(tmp_path),
+        "nats.enabled": False,
+        "pools.hbm.device": "memory",
+        "pools.hbm.slots": 16,
+        "pools.nvme.slots": 64,
+        "tenants.loud.nvme_bytes": 8 * BLOCK_BYTES,
+    }
     for life in range(2):
         manager = open_manager(load_settings(flags=flags), [QUIET, LOUD], BLOCK_BYTES)
         try:
@@ -82,11 +92,16 @@ def test_a_restart_counts_what_nvme_has_kept_for_whose_it_is(tmp_path: Path) -> 
 def test_a_namespace_declared_after_the_start_counts_for_its_tenant_in_every_tier(tmp_path: Path) -> None:
     settings = load_settings(
         flags={
-            "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory",
-            "pools.hbm.slots": 16, "pools.host.slots": 32, "pools.nvme.slots": 64,
-            "tenants.loud.host_bytes": 8 * BLOCK_BYTES, "tenants.loud.nvme_bytes": 8 * BLOCK_BYTES,
+            "instance.data_dir": str(tmp_path),
+            "nats.enabled": False,
+            "pools.hbm.device": "memory",
+            "pools.hbm.slots": 16,
+            "pools.host.slots": 32,
+            "pools.nvme.slots": 64,
+            "tenants.loud.host_bytes": 8 * BLOCK_BYTES,
+            "tenants.loud.nvme_bytes": 8 * BLOCK_BYTES,
         }
-    )  # fmt: skip
+    )
     adapter = Namespace(model="m", revision="r1", block_tokens=4, tenant="loud", lora="adapter")
     manager = open_manager(settings, [QUIET], BLOCK_BYTES)
     try:
@@ -121,9 +136,13 @@ def test_names_that_clients_choose_make_no_heartbeat_large(tmp_path: Path) -> No
 
 def test_blocks_that_nvme_kept_of_a_namespace_declared_after_the_start_count_for_its_tenant(tmp_path: Path) -> None:
     flags = {
-        "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory",
-        "pools.hbm.slots": 16, "pools.nvme.slots": 64, "tenants.loud.nvme_bytes": 8 * BLOCK_BYTES,
-    }  # fmt: skip
+        "instance.data_dir": str(tmp_path),
+        "nats.enabled": False,
+        "pools.hbm.device": "memory",
+        "pools.hbm.slots": 16,
+        "pools.nvme.slots": 64,
+        "tenants.loud.nvme_bytes": 8 * BLOCK_BYTES,
+    }
     for life in range(3):
         manager = open_manager(load_settings(flags=flags), [QUIET], BLOCK_BYTES)
         try:

@@ -1,4 +1,6 @@
-"""A system that gives no more threads or processes (`ulimit -u`, a container's pids limit): whatever cannot be started leaves nothing half open."""
+"""A system that gives no more threads or processes (`ulimit -u`, a container's pids limit): whatever cannot be started
+leaves nothing half open.
+"""
 
 from __future__ import annotations
 
@@ -83,9 +85,15 @@ def ours() -> Callable[[], list[str]]:
 def opened(folder: Path, **more: Any) -> Manager:
     """One with whatever starts threads: a journal, NVME in a pod's folder, loans and objects."""
     flags = {
-        "instance.data_dir": str(folder / "data"), "nats.enabled": False, "pools.hbm.device": "cpu", "pools.hbm.slots": 16,
-        "pools.host.slots": 16, "pools.nvme.slots": 16, "pools.nvme.folder": str(folder / "pod"), "transport.listen": "host",
-    }  # fmt: skip
+        "instance.data_dir": str(folder / "data"),
+        "nats.enabled": False,
+        "pools.hbm.device": "cpu",
+        "pools.hbm.slots": 16,
+        "pools.host.slots": 16,
+        "pools.nvme.slots": 16,
+        "pools.nvme.folder": str(folder / "pod"),
+        "transport.listen": "host",
+    }
     return open_manager(load_settings(flags=flags | more), [NAMESPACE], BLOCK_BYTES)
 
 

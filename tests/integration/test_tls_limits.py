@@ -1,4 +1,6 @@
-"""TLS together with limits: what a stranger costs before the handshake is done, and how long he may take; who does not read."""
+"""TLS together with limits: what a stranger costs before the handshake is done, and how long he may take; who does not
+read.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ class Site(NamedTuple):
     def ask(self, path: str) -> urllib3.BaseHTTPResponse:
         with urllib3.PoolManager(ca_certs=self.ca) as pool:
             return pool.request(
-                "GET", self.catalog.url + path, headers={"authorization": f"Bearer {self.token}"}, timeout=END_WAIT_S, retries=False
-            )  # fmt: skip
+                "GET",
+                self.catalog.url + path,
+                headers={"authorization": f"Bearer {self.token}"},
+                timeout=END_WAIT_S,
+                retries=False,
+            )
 
     def refused(self, why: str) -> int:
         line = f'kvbm_catalog_refusals_total{{why="{why}"}} '

@@ -86,9 +86,27 @@ def test_namespaces_have_ids_and_roots(lender: NativeLender):
 def test_what_is_not_native_is_refused(lender: NativeLender):
     with pytest.raises(TypeError, match="LedgerLock"):
         _native.LendingServer(
-            lender.ledger, object(), lender.host, lender.pool.kept_checksums, -1, 0, None, "i", tcp_host="127.0.0.1", key=KEY  # type: ignore[arg-type]
-        )  # fmt: skip
+            lender.ledger,
+            object(),
+            lender.host,
+            lender.pool.kept_checksums,
+            -1,
+            0,
+            None,
+            "i",
+            tcp_host="127.0.0.1",
+            key=KEY,  # type: ignore[arg-type]
+        )
     with pytest.raises(TypeError, match="Ledger"):
         _native.LendingServer(
-            object(), lender.lock, lender.host, lender.pool.kept_checksums, -1, 0, None, "i", tcp_host="127.0.0.1", key=KEY  # type: ignore[arg-type]
-        )  # fmt: skip
+            object(),
+            lender.lock,
+            lender.host,
+            lender.pool.kept_checksums,
+            -1,
+            0,
+            None,
+            "i",
+            tcp_host="127.0.0.1",
+            key=KEY,  # type: ignore[arg-type]
+        )

@@ -1,4 +1,6 @@
-"""A question goes a short way or a long one, and nobody can tell from the answer which: whatever its headers and its body say."""
+"""A question goes a short way or a long one, and nobody can tell from the answer which: whatever its headers and its
+body say.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,39 @@ CLUSTER = "two-ways"
 NAMES = [f"instance-{number:02}" for number in range(5)]
 HASHES = "".join(f"{number:032x}" for number in range(1, 17))
 PATHS = {
-    "/v1/lookup": prompt_batches.LOOKUP, "/v1/route": prompt_batches.ROUTE, "/v1/presence": prompt_batches.PRESENCE,
+    "/v1/lookup": prompt_batches.LOOKUP,
+    "/v1/route": prompt_batches.ROUTE,
+    "/v1/presence": prompt_batches.PRESENCE,
     "/v1/find": prompt_batches.FIND,
-}  # fmt: skip
+}
 TYPES = ["application/json", CONTENT_TYPE, CONTENT_TYPE.upper(), f"{CONTENT_TYPE}; v=1", "text/plain", ""]
 ODD: list[Any] = [
-    None, True, 0, -1, 1, 2**31, 2**63, 2**64, 1.5, 1e308, -0.0, "", "zz", "a\x00b", "\u202e", "0" * 31, "0" * 32, HASHES, [], {}, [[]],
-    [0] * 300, ["0" * 32], {"a": 1}, [None],
-]  # fmt: skip
+    None,
+    True,
+    0,
+    -1,
+    1,
+    2**31,
+    2**63,
+    2**64,
+    1.5,
+    1e308,
+    -0.0,
+    "",
+    "zz",
+    "a\x00b",
+    "\u202e",
+    "0" * 31,
+    "0" * 32,
+    HASHES,
+    [],
+    {},
+    [[]],
+    [0] * 300,
+    ["0" * 32],
+    {"a": 1},
+    [None],
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +66,10 @@ def catalog(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 class Questions:
-    """Random ones, from good to senseless. What changes what is answered next, a route that is remembered, is not among them."""
+    """Random ones, from good to senseless.
+
+    What changes what is answered next, a route that is remembered, is not among them.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

@@ -1,4 +1,7 @@
-"""HOST in a rank's process: mapped and registered with CUDA while the engine starts, once, and never in a step. On a GPU that stands in."""
+"""HOST in a rank's process: mapped and registered with CUDA while the engine starts, once, and never in a step.
+
+On a GPU that stands in.
+"""
 
 from __future__ import annotations
 
@@ -192,17 +195,31 @@ def engine(tmp_path: Path) -> tuple[Any, dict[str, Any]]:
     names = {name: None for name in ("quantization", "quantization_config", "hf_overrides", "multimodal_config")}
     config = SimpleNamespace(
         model_config=SimpleNamespace(
-            model="org/model", revision="0" * 40, seed=0, max_model_len=64, dtype="float32", model_weights="",
-            hf_config=SimpleNamespace(to_dict=dict), **names,
+            model="org/model",
+            revision="0" * 40,
+            seed=0,
+            max_model_len=64,
+            dtype="float32",
+            model_weights="",
+            hf_config=SimpleNamespace(to_dict=dict),
+            **names,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, prefill_context_parallel_size=1, decode_context_parallel_size=1,
-            data_parallel_size=1, data_parallel_index=0, nnodes_within_dp=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            data_parallel_size=1,
+            data_parallel_index=0,
+            nnodes_within_dp=1,
         ),
-        load_config=SimpleNamespace(load_format="auto"), attention_config=None, lora_config=None,
-        speculative_config=None, additional_config={},
-    )  # fmt: skip
+        load_config=SimpleNamespace(load_format="auto"),
+        attention_config=None,
+        lora_config=None,
+        speculative_config=None,
+        additional_config={},
+    )
     extra = {"pools.host.slots": ROWS, "pools.nvme.slots": 8, "instance.data_dir": str(tmp_path / "data")}
     return config, extra
 

@@ -1,4 +1,6 @@
-"""The scheduler's half of the vLLM connector over a real manager; the engine is a script that moves bytes as workers would."""
+"""The scheduler's half of the vLLM connector over a real manager; the engine is a script that moves bytes as workers
+would.
+"""
 
 from __future__ import annotations
 
@@ -453,8 +455,10 @@ def test_what_the_catalog_said_is_counted_against_what_came_and_why_not_the_rest
         (name,) = names_of(one, prompt, 0, 11)
     del store.objects[name]
     for locator, predicted, delivered, why in (
-        (KnowsAll(), 12, 8, "unread"), (Unanswered(), 0, 0, "unanswered"), (Nowhere(), 0, 0, ""),
-    ):  # fmt: skip
+        (KnowsAll(), 12, 8, "unread"),
+        (Unanswered(), 0, 0, "unanswered"),
+        (Nowhere(), 0, 0, ""),
+    ):
         folder, objects = tmp_path / type(locator).__name__, memory_objects(BLOCK_BYTES, blocks=4, store=store)
         manager, namespaces = opened(folder, FULL, 64, 0, objects)
         with manager, capture_logs() as remarks:
@@ -470,8 +474,9 @@ def test_what_the_catalog_said_is_counted_against_what_came_and_why_not_the_rest
         assert "predicted_blocks" not in again  # it lay in HOST
         told = [one for one in remarks if one["event"] == "request.found"]
         assert [(one["predicted_blocks"], one["delivered_blocks"], one["why"]) for one in told] == [
-            (predicted, delivered, why), (12, 12, ""),
-        ]  # fmt: skip
+            (predicted, delivered, why),
+            (12, 12, ""),
+        ]
         assert all(one["log_level"] == "debug" for one in told)
 
 

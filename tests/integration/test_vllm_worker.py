@@ -1,4 +1,6 @@
-"""A worker's half over real tensors on the CPU and a real HOST: what arrives, what is answered, and what happens when it cannot be."""
+"""A worker's half over real tensors on the CPU and a real HOST: what arrives, what is answered, and what happens when
+it cannot be.
+"""
 
 from __future__ import annotations
 

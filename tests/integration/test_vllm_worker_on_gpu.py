@@ -1,4 +1,6 @@
-"""A worker's half on a GPU that stands in: HOST is registered at the start, and a step's copies wait for no forward that they need not wait for."""
+"""A worker's half on a GPU that stands in: HOST is registered at the start, and a step's copies wait for no forward
+that they need not wait for.
+"""
 
 from __future__ import annotations
 

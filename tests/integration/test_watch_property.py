@@ -1,7 +1,8 @@
-"""Whoever begins with what the catalog answers and applies its feed has the catalog's view at the end, whatever happens meanwhile.
+"""Whoever begins with what the catalog answers and applies its feed has the catalog's view at the end, whatever happens
+meanwhile.
 
-Random workloads from a seed: blocks come, go, move and are claimed; snapshots are taken, events lost, instances restarted, stopped, killed and
-forgotten; the client's connection ends at random, and the catalog is restarted.
+Random workloads from a seed: blocks come, go, move and are claimed; snapshots are taken, events lost, instances
+restarted, stopped, killed and forgotten; the client's connection ends at random, and the catalog is restarted.
 """
 
 from __future__ import annotations
@@ -90,8 +91,10 @@ class Follower:
             seen = set(self.blocks.holders(SPACE.id.hex(), block.hex()))
             seen_pools = set(self.blocks.pools(SPACE.id.hex(), block.hex()))
             if told != seen or pools != seen_pools:
-                found.append(f"{block.hex()[:4]}: answers {sorted(told | {(p, '') for p in pools})}, "
-                             f"feed {sorted(seen | {(p, '') for p in seen_pools})}")  # fmt: skip
+                found.append(
+                    f"{block.hex()[:4]}: answers {sorted(told | {(p, '') for p in pools})}, "
+                    f"feed {sorted(seen | {(p, '') for p in seen_pools})}"
+                )
         suspect = {one.instance for one in self.client.instances() if one.suspect}
         seen_suspect = {one.instance for one in self.client.instances() if self.blocks.is_suspect(one.instance)}
         return found + ([f"suspect {suspect}, feed {seen_suspect}"] if suspect != seen_suspect else [])
@@ -121,10 +124,16 @@ def test_a_lookup_and_its_feed_are_the_lookup_at_the_end(
 ) -> None:
     chance = random.Random(seed)
     settings = ServiceSettings(
-        nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="127.0.0.1:0", store_every_s=0.02,
-        liveness_s=1.0, ask_again_s=0.5, whole_wait_s=0.1,
+        nats_url=nats_url,
+        database_url=sqlite_url,
+        cluster=cluster,
+        listen="127.0.0.1:0",
+        store_every_s=0.02,
+        liveness_s=1.0,
+        ask_again_s=0.5,
+        whole_wait_s=0.1,
         limits=LimitSettings(watch_bytes=chance.choice([1 << 16, 16 << 20])),
-    )  # fmt: skip
+    )
     members = [Member(nats_url, cluster, f"i{at}") for at in range(3)]
     dead: set[str] = set()
     with catalog(settings, native) as url:
@@ -155,9 +164,14 @@ def test_what_is_lost_joined_midway_or_forgotten_comes_to_the_same(
 ) -> None:
     time_held = hold_catalogs(monkeypatch)
     settings = ServiceSettings(
-        nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="127.0.0.1:0",
-        liveness_s=1.0, ask_again_s=60.0, whole_wait_s=0.1,
-    )  # fmt: skip
+        nats_url=nats_url,
+        database_url=sqlite_url,
+        cluster=cluster,
+        listen="127.0.0.1:0",
+        liveness_s=1.0,
+        ask_again_s=60.0,
+        whole_wait_s=0.1,
+    )
     lost, joined, gone = (Member(nats_url, cluster, name) for name in ("lost", "joined", "gone"))
     alive = {lost, joined, gone}
     with catalog(settings, True) as url, time_held.held() as hold:
@@ -215,9 +229,12 @@ def test_a_client_that_was_away_for_long_is_told_so_and_comes_to_the_same(
 ) -> None:
     chance = random.Random(7)
     settings = ServiceSettings(
-        nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="127.0.0.1:0",
+        nats_url=nats_url,
+        database_url=sqlite_url,
+        cluster=cluster,
+        listen="127.0.0.1:0",
         limits=LimitSettings(watch_bytes=1 << 16),
-    )  # fmt: skip
+    )
     member = Member(nats_url, cluster, "i0")
     with catalog(settings, True) as url:
         follower = Follower(url)

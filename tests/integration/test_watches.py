@@ -1,4 +1,6 @@
-"""Feeds of changes over real NATS and real HTTP: who is told what, when a feed ends, and what hostile clients come to."""
+"""Feeds of changes over real NATS and real HTTP: who is told what, when a feed ends, and what hostile clients
+come to.
+"""
 
 from __future__ import annotations
 
@@ -191,7 +193,7 @@ def test_a_suspect_instance_is_told_and_so_is_its_healing(running: Running) -> N
         take_until(watch, lambda event: event == healed)
 
 
-# -- hostile clients, and healthy ones that look like them -----------------------------------------------------------------
+# -- hostile clients, and healthy ones that look like them -------------------------------------------------------------
 
 
 class Site:
@@ -201,9 +203,15 @@ class Site:
         self, url: str, name: str, database: str, access: str = "", liveness_s: float = FOR_EVER_S, **limits: object
     ) -> None:
         self.settings = ServiceSettings(
-            nats_url=url, database_url=database, cluster=name, listen="127.0.0.1:0", access=AccessOptions(file=access),
-            store_every_s=0.02, liveness_s=liveness_s, limits=msgspec.convert(limits, LimitSettings),
-        )  # fmt: skip
+            nats_url=url,
+            database_url=database,
+            cluster=name,
+            listen="127.0.0.1:0",
+            access=AccessOptions(file=access),
+            store_every_s=0.02,
+            liveness_s=liveness_s,
+            limits=msgspec.convert(limits, LimitSettings),
+        )
         self.thread = CatalogThread(self.settings, NATIVE, NATIVE_INDEX)
 
     def __enter__(self) -> Running:

@@ -1,4 +1,6 @@
-"""How old blocks become: both twins count the same of any events, and what they count is what a script of a few blocks says."""
+"""How old blocks become: both twins count the same of any events, and what they count is what a script of a few blocks
+says.
+"""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ UNFIT = {
     "an unknown coding": lambda: ENCODE(ROWS, ONE, len(Coding)),
     "more lengths than rows": lambda: DECODE(CODING, np.zeros(2, np.uint32), CODING, ROWS, ONE),
     "a row to fill that is not there": lambda: DECODE(CODING, LENGTH, CODING, ROWS, ONE + 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", UNFIT)

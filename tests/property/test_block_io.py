@@ -125,8 +125,9 @@ def test_native_and_plain_engines_write_and_read_the_same_bytes(tmp_path: Path, 
     random = np.random.default_rng(block_bytes)
     files = [[os.open(tmp_path / f"{kind}{number}", os.O_RDWR | os.O_CREAT) for number in range(3)] for kind in "np"]
     engines: list[Any] = [
-        BlockIo(files[0], 50, block_bytes, "threads"), PlainBlockIo(os, files[1], 50, block_bytes),
-    ]  # fmt: skip
+        BlockIo(files[0], 50, block_bytes, "threads"),
+        PlainBlockIo(os, files[1], 50, block_bytes),
+    ]
     slots, at = random.permutation(50)[:20], random.permutation(20)
     order = b"".join(run.hashes[16 * row : 16 * row + 16] for row in at.tolist())
     sums = np.ascontiguousarray(run.proof.checksums[at])

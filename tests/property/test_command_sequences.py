@@ -1,5 +1,6 @@
-"""Arbitrary command sequences: the journal replays to the live state, snapshots heal readers, frames re-encode to themselves, and
-an overflow ends all that without touching the engine."""
+"""Arbitrary command sequences: the journal replays to the live state, snapshots heal readers, frames re-encode to
+themselves, and an overflow ends all that without touching the engine.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ def test_no_slot_is_ever_lost_or_given_twice(script: list[tuple[Any, ...]], evic
 
 
 def slots_are_whole(ledger: Ledger) -> None:
-    """Every slot is free, allocated, held or orphaned, and only one of them; only what is held can be kept or evictable."""
+    """Every slot is free, allocated, held or orphaned, and only one of them; only what is held can be kept or
+    evictable.
+    """
     for pool in POOLS[:3]:
         state = ledger._tiers[pool.tier]
         held = [h.slot for h in ledger.residencies.held[pool.tier].values()]

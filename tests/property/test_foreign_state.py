@@ -1,4 +1,6 @@
-"""What is made of an engine's messages equals what the engine holds, whatever is lost, repeated or restarted on the way."""
+"""What is made of an engine's messages equals what the engine holds, whatever is lost, repeated or restarted on the
+way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The catalog's index is the union of what its instances hold and what its pools are claimed to hold, whatever they do."""
+"""The catalog's index is the union of what its instances hold and what its pools are claimed to hold, whatever
+they do.
+"""
 
 from __future__ import annotations
 
@@ -218,11 +220,14 @@ def test_answers_are_those_of_a_cluster_without_what_is_excluded(
     exclusions: list[tuple[int, int, bool]],
     pods: set[Tier],
 ) -> None:
-    """Whatever happens before and after: the index says what counting blocks without these residencies gives, and forgets nothing."""
+    """Whatever happens before and after: the index says what counting blocks without these residencies gives, and
+    forgets nothing.
+    """
     cluster = Cluster(twin)
     excluded: set[InstanceId] = set()
     script = [*script, *((which, ("cut",)) for which in range(len(INSTANCES)))]
-    # The ledgers declare their own pools; what others can read is told anew, in an epoch that takes_snapshot what there is.
+    # The ledgers declare their own pools; what others can read is told anew, in an epoch that takes_snapshot what there
+    # is.
     for at, (which, command) in enumerate(script):
         cluster.run(which, command)
         for when, whose, is_excluded in exclusions:

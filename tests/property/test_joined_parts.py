@@ -1,4 +1,6 @@
-"""Catalogs of parts of a cluster, joined, answer as one of the whole: who has a prefix, who should serve it, who holds a block."""
+"""Catalogs of parts of a cluster, joined, answer as one of the whole: who has a prefix, who should serve it, who holds
+a block.
+"""
 
 from __future__ import annotations
 
@@ -92,9 +94,14 @@ class Part:
 
     def hear(self, instance: InstanceId, queued: int, tokens_per_s: float) -> None:
         heartbeat = Heartbeat(
-            instance=instance, cluster="c", epoch=Epoch(1), published=Offset(0), wall_time_ns=0, queued_tokens=queued,
+            instance=instance,
+            cluster="c",
+            epoch=Epoch(1),
+            published=Offset(0),
+            wall_time_ns=0,
+            queued_tokens=queued,
             prefill_tokens_per_s=tokens_per_s,
-        )  # fmt: skip
+        )
         self.router.hear(instance, LastHeartbeat(heartbeat, self._clock[0]))
         self.index.report_queued(instance, queued)
 
@@ -130,10 +137,21 @@ class Part:
             return locate(self.index, namespace, SequenceHash(block))
 
     def route(
-        self, namespace: Any, hashes: bytes, input_tokens: int, at_least: Any = (), wait_s: float = 1.0, timeout_s: Any = None,
-        limit: int = 8, instances: Any = None, latency: Any = "standard", deadline_s: Any = None, phase: Any = "both",
-        remember: bool = True, elsewhere: CandidateLoad | None = None,
-    ) -> RouteAnswer:  # fmt: skip
+        self,
+        namespace: Any,
+        hashes: bytes,
+        input_tokens: int,
+        at_least: Any = (),
+        wait_s: float = 1.0,
+        timeout_s: Any = None,
+        limit: int = 8,
+        instances: Any = None,
+        latency: Any = "standard",
+        deadline_s: Any = None,
+        phase: Any = "both",
+        remember: bool = True,
+        elsewhere: CandidateLoad | None = None,
+    ) -> RouteAnswer:
         task = RoutingTask(namespace, hashes, input_tokens, 16, "", latency, deadline_s, phase)
         others = None
         if elsewhere is not None:
@@ -288,7 +306,9 @@ def _fields(answer: LookupAnswer) -> dict[str, Any]:
 @pytest.mark.parametrize("lenders", [0, 16])
 @pytest.mark.parametrize("seed", range(12))
 def test_a_prompt_goes_where_the_whole_sends_it(seed: int, lenders: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole catalog and those of parts hear the same heartbeats and have sent the same prompts to the same instances all along."""
+    """The whole catalog and those of parts hear the same heartbeats and have sent the same prompts to the same
+    instances all along.
+    """
     pick = random.Random(seed)
     cluster = Cluster(pick, monkeypatch)
     for instance in NAMES:
@@ -567,13 +587,18 @@ def peer_of(name: str, depth: int, distance: int) -> PeerHolding:
 
 def test_what_can_be_read_of_several_parts_is_the_nearest_of_all_and_the_deepest() -> None:
     here = FindAnswer(
-        namespace=SPACE.hex(), blocks=9, pools=[PoolHolding(pool="s3", depth=2), PoolHolding(pool="az", depth=7)],
+        namespace=SPACE.hex(),
+        blocks=9,
+        pools=[PoolHolding(pool="s3", depth=2), PoolHolding(pool="az", depth=7)],
         peers=[peer_of("a", 2, 0), peer_of("b", 3, 2), peer_of("twice", 1, 1)],
-    )  # fmt: skip
+    )
     there = FindAnswer(
-        namespace=SPACE.hex(), blocks=9, pools=[PoolHolding(pool="s3", depth=5)], view_age_s=3.0,
+        namespace=SPACE.hex(),
+        blocks=9,
+        pools=[PoolHolding(pool="s3", depth=5)],
+        view_age_s=3.0,
         peers=[peer_of("c", 2, 1), peer_of("deep", 9, 3), peer_of("twice", 1, 1)],
-    )  # fmt: skip
+    )
     joined = joined_finds([here, there], 4)
     assert [(one.pool, one.depth) for one in joined.pools] == [("az", 7), ("s3", 5)]
     assert [one.instance for one in joined.peers] == ["a", "c", "twice", "deep"]

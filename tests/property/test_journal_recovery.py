@@ -86,9 +86,13 @@ class Writing:
         if not self._events:
             return
         frame = Frame(
-            instance=INSTANCE, epoch=self.fold.epoch, first_offset=self._offset, wall_time_ns=0, digest=self.fold.digest,
+            instance=INSTANCE,
+            epoch=self.fold.epoch,
+            first_offset=self._offset,
+            wall_time_ns=0,
+            digest=self.fold.digest,
             events=tuple(self._events),
-        )  # fmt: skip
+        )
         self.journal.append(FrameBytes(frame.epoch, frame.first_offset, frame.next_offset, NATIVE.encode_frame(frame)))
         self._events, self._offset = [], frame.next_offset
         self.held_at[frame.next_offset] = self.held()

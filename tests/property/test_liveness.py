@@ -1,4 +1,6 @@
-"""Heartbeats that only go on are taken by the short way as `Liveness.step` would take them, after whatever has happened."""
+"""Heartbeats that only go on are taken by the short way as `Liveness.step` would take them, after whatever has
+happened.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,16 @@ def drawn(rng: random.Random, sent: int) -> Input:
         is_odd = rng.random() < 0.03
         return HeartbeatReceived(
             Heartbeat(
-                instance=name, cluster="c", epoch=Epoch(rng.choice([1, 2, 3]) if is_odd else 2), published=Offset(sent),
-                wall_time_ns=sent - rng.randrange(2), run=rng.choice(RUNS) if is_odd else "x",
-                stopping=is_odd and rng.random() < 0.3, namespaces=(NamespaceId(b"n" * 16),) if rng.random() < 0.9 else (),
+                instance=name,
+                cluster="c",
+                epoch=Epoch(rng.choice([1, 2, 3]) if is_odd else 2),
+                published=Offset(sent),
+                wall_time_ns=sent - rng.randrange(2),
+                run=rng.choice(RUNS) if is_odd else "x",
+                stopping=is_odd and rng.random() < 0.3,
+                namespaces=(NamespaceId(b"n" * 16),) if rng.random() < 0.9 else (),
             )
-        )  # fmt: skip
+        )
     if kind < 0.85:
         epoch = Epoch(rng.choice([1, 2, 2, 2, 2, 2, 3]))
         return StreamProgress(

@@ -1,4 +1,6 @@
-"""The native fold and scan are their specifications: same residencies, digests, flags, anomalies, refusals and words."""
+"""The native fold and scan are their specifications: same residencies, digests, flags, anomalies, refusals and
+words.
+"""
 
 from __future__ import annotations
 
@@ -125,9 +127,14 @@ def small_events(draw: st.DrawFn) -> Event:
         case 6 | 7 | 8:
             source = draw(small_tiers | st.just(InstanceId("peer")))
             return BlocksMigrated(
-                namespace=namespace, source=source, target=tier, kept=draw(st.booleans()),
-                cause=MigrateCause.OFFLOAD, hashes=run, slots=slots,
-            )  # fmt: skip
+                namespace=namespace,
+                source=source,
+                target=tier,
+                kept=draw(st.booleans()),
+                cause=MigrateCause.OFFLOAD,
+                hashes=run,
+                slots=slots,
+            )
         case 9 | 10 | 11:
             return BlocksEvicted(namespace=namespace, tier=tier, reason=EvictReason.TTL, hashes=run)
         case 12 | 13 | 14 | 15:
@@ -153,7 +160,7 @@ def test_pools_are_kept_as_they_were_listed(listed: list[PoolStated]):
     fold_both(True, [InstanceStarted(epoch=Epoch(1), pools=tuple(listed))])
 
 
-# -- what instances do ---------------------------------------------------------------------------------------------------
+# -- what instances do -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -185,14 +192,32 @@ def test_every_rule_is_met():
         strict |= set(fold_both(True, history))
         lenient |= set(fold_both(False, history))
     assert strict == {
-        "epoch-not-newer", "already-stopped", "created-twice", "evicted-unheld", "migrated-unheld", "migrated-twice",
-        "moved-nowhere", "repeated-in-run", "foreign-namespace", "slot-outside", "slot-reused", "snapshot-added",
-        "moved-silently", "snapshot-went-back", "snapshot-incomplete", "snapshot-withdrew",
-    }  # fmt: skip
-    assert lenient == {
-        "created-twice", "evicted-unheld", "moved-silently", "slot-reused", "snapshot-added", "snapshot-incomplete",
+        "epoch-not-newer",
+        "already-stopped",
+        "created-twice",
+        "evicted-unheld",
+        "migrated-unheld",
+        "migrated-twice",
+        "moved-nowhere",
+        "repeated-in-run",
+        "foreign-namespace",
+        "slot-outside",
+        "slot-reused",
+        "snapshot-added",
+        "moved-silently",
+        "snapshot-went-back",
+        "snapshot-incomplete",
         "snapshot-withdrew",
-    }  # fmt: skip
+    }
+    assert lenient == {
+        "created-twice",
+        "evicted-unheld",
+        "moved-silently",
+        "slot-reused",
+        "snapshot-added",
+        "snapshot-incomplete",
+        "snapshot-withdrew",
+    }
     assert fold_both(True, [SnapshotEnded(tier=Tier.HBM, snapshot=1, count=0)]) == ["not-started"]
 
 
@@ -212,9 +237,14 @@ def random_event(rng: random.Random) -> Event:
         case number if number < 20:
             source, target = rng.choice([(Tier.HBM, Tier.HOST), (Tier.HOST, Tier.HBM), (Tier.HBM, Tier.HBM)])
             return BlocksMigrated(
-                namespace=namespace, source=source, target=target, kept=rng.random() < 0.5, cause=MigrateCause.FETCH,
-                hashes=hashes, slots=slots,
-            )  # fmt: skip
+                namespace=namespace,
+                source=source,
+                target=target,
+                kept=rng.random() < 0.5,
+                cause=MigrateCause.FETCH,
+                hashes=hashes,
+                slots=slots,
+            )
         case number if number < 26:
             return BlocksEvicted(namespace=namespace, tier=tier, reason=EvictReason.QUOTA, hashes=hashes)
         case number if number < 33:
@@ -248,14 +278,18 @@ def test_thousands_of_blocks_come_and_go_alike():
     assert native.memory_bytes > 28 * native.count()
 
 
-# -- whole frames --------------------------------------------------------------------------------------------------------
+# -- whole frames ------------------------------------------------------------------------------------------------------
 
 
 def frame_of(events: Sequence[Event], epoch: int = 1) -> Frame:
     return Frame(
-        instance=InstanceId("i"), epoch=Epoch(epoch), first_offset=Offset(7), wall_time_ns=5, digest=9,
+        instance=InstanceId("i"),
+        epoch=Epoch(epoch),
+        first_offset=Offset(7),
+        wall_time_ns=5,
+        digest=9,
         events=tuple(events),
-    )  # fmt: skip
+    )
 
 
 def folded(fold: Any, data: bytes, at: int, first: int) -> tuple[Any, ...]:
@@ -306,7 +340,7 @@ def test_what_is_no_event_is_refused():
         fold.count(9)  # type: ignore[arg-type]
 
 
-# -- scans ---------------------------------------------------------------------------------------------------------------
+# -- scans -------------------------------------------------------------------------------------------------------------
 
 
 def with_checksum(data: bytes) -> bytes:
@@ -357,9 +391,13 @@ def test_a_hostile_frame_ends_both_scans_in_the_same_words(good: Frame, frame: F
 def test_the_largest_numbers_are_scanned_as_they_are():
     most = 2**64 - 1
     frame = Frame(
-        instance=InstanceId("i"), epoch=Epoch(most), first_offset=Offset(most), wall_time_ns=most, digest=most,
+        instance=InstanceId("i"),
+        epoch=Epoch(most),
+        first_offset=Offset(most),
+        wall_time_ns=most,
+        digest=most,
         events=(InstanceStopped(reason=StopReason.FENCED),) * 2,
-    )  # fmt: skip
+    )
     (ours,), error = _native.scan_frames(encode_frame(frame))
     assert error is None and ours == codec.scan_frames(encode_frame(frame))[0][0]
     assert (ours.next_offset, ours.event_count) == (most + 2, 2)

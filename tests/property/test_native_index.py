@@ -396,12 +396,14 @@ def test_equals_come_by_name_whatever_a_table_is_hashed_with(life: int) -> None:
         )
 
 
-# -- many holders, many blocks -------------------------------------------------------------------------------------------
+# -- many holders, many blocks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (2, 3))])
 def test_a_prefix_that_a_crowd_holds_is_told_as_the_reference_does(seed: int) -> None:
-    """Sets of many holders, who leave the prefix at few places or many; pools that go on with it; some have died since."""
+    """Sets of many holders, who leave the prefix at few places or many; pools that go on with it; some have
+    died since.
+    """
     twins, chance = Twins(), random.Random(seed)
     crowd = [InstanceId(f"one of many {number}") for number in range(50)]
     prefix, space = [SequenceHash(bytes([number]) * 16) for number in range(90)], SPACES[0]
@@ -440,7 +442,10 @@ def test_a_prefix_that_a_crowd_holds_is_told_as_the_reference_does(seed: int) ->
 
 
 def test_a_table_that_grows_and_shrinks_under_a_sweep_loses_nothing() -> None:
-    """So many blocks that a shard has pages, and moves while a sweep is somewhere in it. The model is a set for each instance."""
+    """So many blocks that a shard has pages, and moves while a sweep is somewhere in it.
+
+    The model is a set for each instance.
+    """
     index, chance, space = _native.ClusterIndex(1 << 24), random.Random(5), SPACES[0]
     held: dict[InstanceId, set[int]] = {name: set() for name in WILD}
     passes, audits, most = 0, 0, 0
@@ -480,7 +485,9 @@ def test_a_table_that_grows_and_shrinks_under_a_sweep_loses_nothing() -> None:
 
 
 def test_a_shard_that_moves_while_the_sweep_is_in_it_is_swept_from_its_beginning() -> None:
-    """What a death has left must not slip by, for its numbers are given to others when the sweep has been everywhere."""
+    """What a death has left must not slip by, for its numbers are given to others when the sweep has been
+    everywhere.
+    """
     index, chance, space = _native.ClusterIndex(1 << 24), random.Random(6), SPACES[0]
     dead, alive = WILD[:2]
 
@@ -568,11 +575,13 @@ def test_a_checkpoint_written_while_numbers_change_hands_has_nobodys_blocks_unde
         turning.join()
 
 
-# -- a checkpoint and what came since ------------------------------------------------------------------------------------
+# -- a checkpoint and what came since ----------------------------------------------------------------------------------
 
 
 def busy_stream(seed: int, events: int) -> list[bytes]:
-    """Frames of three instances with many blocks: legal but for snapshots that are given up, with restarts and claims."""
+    """Frames of three instances with many blocks: legal but for snapshots that are given up, with restarts and
+    claims.
+    """
     chance = random.Random(seed)
     held: dict[tuple[InstanceId, Tier], dict[bytes, None]] = {(name, tier): {} for name in WILD for tier in Tier}
     snapshots: Counter[tuple[InstanceId, Tier]] = Counter()

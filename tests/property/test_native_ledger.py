@@ -206,7 +206,9 @@ class Twins:
                 self.pinned.append((hottest, own))
 
     def lend_some(self, namespace: NamespaceId, hashes: bytes, coldest: Tier) -> None:
-        """What is lent is of the namespace, in the hottest tier that may be lent from, and ends where there is none; then it is pinned."""
+        """What is lent is of the namespace, in the hottest tier that may be lent from, and ends where there is none;
+        then it is pinned.
+        """
         tiers = [tier for tier in LENT_TIERS if tier <= coldest]
         before = [[self.native.holds(tier, held, namespace) for tier in tiers] for held in split_hashes(hashes)]
         lent = self.lend(namespace, hashes, coldest)

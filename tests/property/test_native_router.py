@@ -42,9 +42,11 @@ class Both:
 
     def __init__(self, pick: random.Random) -> None:
         settings = RoutingSettings(
-            hold_s=pick.choice([1.0, 30.0]), prefill_by_instance={NAMES[0]: 2e4, NAMES[1]: 1.0}, half_life_s=20.0,
+            hold_s=pick.choice([1.0, 30.0]),
+            prefill_by_instance={NAMES[0]: 2e4, NAMES[1]: 1.0},
+            half_life_s=20.0,
             tier_weights={"HOST": 1.5},
-        )  # fmt: skip
+        )
         self.indexes = [twin.index() for twin in (REFERENCE, NATIVE)]
         self.routers: list[Router[Any]] = [index.router(settings) for index in self.indexes]
         self.groups: list[list[Any]] = [[router.candidates() for _ in range(3)] for router in self.routers]
@@ -72,11 +74,17 @@ class Both:
     ) -> list[Ranking]:
         return [
             router.route(
-                now_s, task, [groups[at] for at in serving],
-                None if visible is None else [groups[at] for at in visible], limit, noted, elsewhere, lent,
+                now_s,
+                task,
+                [groups[at] for at in serving],
+                None if visible is None else [groups[at] for at in visible],
+                limit,
+                noted,
+                elsewhere,
+                lent,
             )
             for router, groups in zip(self.routers, self.groups, strict=True)
-        ]  # fmt: skip
+        ]
 
     def reads(self, instance: InstanceId, reader: Reader | None) -> None:
         for router in self.routers:
@@ -93,10 +101,16 @@ def shared_route(pick: random.Random, instance: InstanceId, family: int) -> Shar
     whole = chain(family, 0, blocks)
     hashes = b"".join(whole[16 * depth - 16 : 16 * depth] for depth in marked_depths(first, blocks).tolist())
     return SharedRoute(
-        pick.choice(["", "router", "other"]), pick.random() < 0.3, instance, pick.choice([0, 900, 10**7, 10**30]),
-        pick.choice([0, 900, 10**7, -3]), pick.choice([SPACE, SPACE, OTHER]), first, blocks,
+        pick.choice(["", "router", "other"]),
+        pick.random() < 0.3,
+        instance,
+        pick.choice([0, 900, 10**7, 10**30]),
+        pick.choice([0, 900, 10**7, -3]),
+        pick.choice([SPACE, SPACE, OTHER]),
+        first,
+        blocks,
         hashes + pick.choice([b"", b"", b"", bytes(16)]),
-    )  # fmt: skip
+    )
 
 
 def lent_of(pick: random.Random) -> Lent | None:
@@ -108,10 +122,14 @@ def lent_of(pick: random.Random) -> Lent | None:
         begin = pick.choice([0, 0, 3, 20])
         runs.append(
             LentRun(
-                instance=pick.choice([name, name, "a stranger " + name]), begin=begin, end=begin + pick.choice([1, 7, 30, 60, 3000]),
-                place=place_of(pick), host=pick.choice(["", "h1", "h2"]), tcp=pick.random() < 0.7,
+                instance=pick.choice([name, name, "a stranger " + name]),
+                begin=begin,
+                end=begin + pick.choice([1, 7, 30, 60, 3000]),
+                place=place_of(pick),
+                host=pick.choice(["", "h1", "h2"]),
+                tcp=pick.random() < 0.7,
             )
-        )  # fmt: skip
+        )
     links = PeerLinks()
     for _ in range(pick.choice([0, 30])):
         took_us = pick.choice([0, 1, 500, 10**7])
@@ -160,11 +178,16 @@ def step(both: Both, pick: random.Random, now_s: float) -> None:
                 index.claim("pool", SPACE, claimed)
         case 5 | 6:
             heartbeat = Heartbeat(
-                instance=instance, cluster="c", epoch=Epoch(1), published=Offset(0), wall_time_ns=0,
-                queued_tokens=pick.choice([0, 100, 40_000, 300_000, 10**30, -5]), running_requests=pick.choice([0, 3, 64, 10**25]),
+                instance=instance,
+                cluster="c",
+                epoch=Epoch(1),
+                published=Offset(0),
+                wall_time_ns=0,
+                queued_tokens=pick.choice([0, 100, 40_000, 300_000, 10**30, -5]),
+                running_requests=pick.choice([0, 3, 64, 10**25]),
                 prefill_tokens_per_s=pick.choice([0.0, 1e3, 2.5e4, 1e9, math.nan, math.inf, -1.0]),
                 queue_tokens_per_s=pick.choice([0.0, 1e3, 2.5e4, 1e9]),
-            )  # fmt: skip
+            )
             for router in both.routers:
                 router.hear(instance, LastHeartbeat(heartbeat, now_s))
         case 7:
@@ -186,10 +209,15 @@ def step(both: Both, pick: random.Random, now_s: float) -> None:
 def task_of(pick: random.Random) -> RoutingTask:
     blocks = pick.choice([0, 1, 5, 30, 60])
     return RoutingTask(
-        pick.choice([SPACE, SPACE, SPACE, OTHER]), chain(pick.randrange(4), 0, blocks), blocks * 16 + pick.choice([0, 7, 10**9]), 16,
-        pick.choice(["", "router", "other"]), pick.choice(["standard", "standard", "interactive", "batch"]),
-        pick.choice([None, None, 0.5, 20.0]), pick.choice(["both", "prefill", "decode"]),
-    )  # fmt: skip
+        pick.choice([SPACE, SPACE, SPACE, OTHER]),
+        chain(pick.randrange(4), 0, blocks),
+        blocks * 16 + pick.choice([0, 7, 10**9]),
+        16,
+        pick.choice(["", "router", "other"]),
+        pick.choice(["standard", "standard", "interactive", "batch"]),
+        pick.choice([None, None, 0.5, 20.0]),
+        pick.choice(["both", "prefill", "decode"]),
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -256,9 +256,13 @@ def test_a_corrupt_frame_says_both_checksums():
 
 def frame_of(*events: object, instance: str = "i", epoch: int = 1, first_offset: int = 0) -> Frame:
     return Frame(
-        instance=InstanceId(instance), epoch=Epoch(epoch), first_offset=Offset(first_offset), wall_time_ns=0, digest=0,
+        instance=InstanceId(instance),
+        epoch=Epoch(epoch),
+        first_offset=Offset(first_offset),
+        wall_time_ns=0,
+        digest=0,
         events=events,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def created(**changes: object) -> BlocksCreated:

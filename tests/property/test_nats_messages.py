@@ -1,4 +1,6 @@
-"""What a NATS server sends is taken apart by the native code as by the specification in Python, whatever comes and however it is cut."""
+"""What a NATS server sends is taken apart by the native code as by the specification in Python, whatever comes and
+however it is cut.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Messages between a lender and its readers: Python and C++ write the same bytes and refuse the same, whatever comes."""
+"""Messages between a lender and its readers: Python and C++ write the same bytes and refuse the same, whatever
+comes.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,20 @@ messages = st.one_of(
     st.builds(Prove, thirty_two),
     st.builds(Open, handles, sixteen, thirty_two),
     st.builds(lambda handle, size: Opened(handle, size > 0, size), handles, u32),
-    st.builds(lambda slots, stride, more: ArenaShape(slots * stride + more, slots, stride), *[st.integers(1, 1 << 30)] * 2, u16),
-    st.builds(Ask, u32, handles, st.sampled_from(Transport), u32, st.lists(sixteen, min_size=1, max_size=5).map(b"".join)),
+    st.builds(
+        lambda slots, stride, more: ArenaShape(slots * stride + more, slots, stride),
+        *[st.integers(1, 1 << 30)] * 2,
+        u16,
+    ),
+    st.builds(
+        Ask, u32, handles, st.sampled_from(Transport), u32, st.lists(sixteen, min_size=1, max_size=5).map(b"".join)
+    ),
     st.builds(grant_of, u32, u64, u32, lent_tiers, u32),
     st.builds(Busy, u32, u32),
     st.builds(Gone, u32, st.sampled_from(GoneReason)),
     st.builds(End, u64, handles, st.lists(sixteen, max_size=5).map(b"".join)),
     st.builds(Bye, st.text(max_size=100)),
-)  # fmt: skip
+)
 
 
 def decode(data: bytes) -> Message:

@@ -1,6 +1,7 @@
 """A run whose start and parent contradict each other.
 
-No ledger records one, `verify` names one that is in a stream, and what is held does not depend on it. Both folds and ledgers alike.
+No ledger records one, `verify` names one that is in a stream, and what is held does not depend on it. Both folds and
+ledgers alike.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from tests.readable import main, verify
 
 PARENT = SequenceHash(b"\xab" * 16)
 CONTRADICTIONS = [
-    (NO_PARENT, 7, "start is 7, and there is no parent"), (PARENT, 0, "start is 0, and there is a parent, abababab"),
-]  # fmt: skip
+    (NO_PARENT, 7, "start is 7, and there is no parent"),
+    (PARENT, 0, "start is 0, and there is a parent, abababab"),
+]
 LEDGERS: dict[str, Callable[[], LedgerProtocol]] = {
-    "native": lambda: _native.Ledger(POOLS), "reference": lambda: Ledger(POOLS),
-}  # fmt: skip
+    "native": lambda: _native.Ledger(POOLS),
+    "reference": lambda: Ledger(POOLS),
+}
 
 
 @pytest.mark.parametrize("core", LEDGERS)
@@ -48,7 +51,8 @@ def test_a_ledger_refuses_it_and_nothing_has_changed(
     with pytest.raises(LedgerError) as refused:
         ledger.create(NAMESPACE, Tier.HBM, parent, start, chain(0, blocks), taken.slots)
     assert str(refused.value) == (
-        f"blocks to create in HBM: {why}; give NO_PARENT with start 0, and the hash of the block before with a later start"
+        f"blocks to create in HBM: {why}; give NO_PARENT with start 0, and the hash of the block before with a later "
+        "start"
     )
     assert (ledger.applied, ledger.digest, ledger.counts(Tier.HBM)) == before
     ledger.create(NAMESPACE, Tier.HBM, *((parent, 7) if start == 0 else (parent, 0)), chain(0, blocks), taken.slots)
@@ -71,16 +75,24 @@ def test_what_a_ledger_records_has_a_parent_if_and_only_if_it_begins_no_chain(co
 
 def placed(parent: SequenceHash, start: int, number: int) -> BlocksCreated:
     return BlocksCreated(
-        namespace=NAMESPACE, tier=Tier.HBM, parent=parent, start=start, hashes=chain(number, 3)[-16:], slots=pack_slots([number]),
-    )  # fmt: skip
+        namespace=NAMESPACE,
+        tier=Tier.HBM,
+        parent=parent,
+        start=start,
+        hashes=chain(number, 3)[-16:],
+        slots=pack_slots([number]),
+    )
 
 
 def written(path: Path, cuts: list[int]) -> list[Event]:
     """A stream as an engine of before would have left it: the second and fourth run contradict themselves."""
     events: list[Event] = [
-        InstanceStarted(epoch=Epoch(1), pools=POOLS, namespaces=NAMESPACES), placed(NO_PARENT, 0, 0), placed(NO_PARENT, 7, 2),
-        placed(PARENT, 3, 4), placed(PARENT, 0, 6),
-    ]  # fmt: skip
+        InstanceStarted(epoch=Epoch(1), pools=POOLS, namespaces=NAMESPACES),
+        placed(NO_PARENT, 0, 0),
+        placed(NO_PARENT, 7, 2),
+        placed(PARENT, 3, 4),
+        placed(PARENT, 0, 6),
+    ]
     fold, made = Residencies(), list[Recorded]()
     for event in events:
         fold.evolve(event)
@@ -100,8 +112,9 @@ def test_verify_names_each_by_its_offset_and_goes_on_as_if_nothing_were_wrong(tm
     written(tmp_path / "a.kvbm", cuts)
     report = verified(tmp_path / "a.kvbm")
     assert [(one.kind, one.rule, one.offset) for one in report.findings] == [
-        ("illegal-event", MISPLACED, 2), ("illegal-event", MISPLACED, 4),
-    ]  # fmt: skip
+        ("illegal-event", MISPLACED, 2),
+        ("illegal-event", MISPLACED, 4),
+    ]
     assert report.findings[0].message == (
         "BlocksCreated breaks start-contradicts-parent: HBM: start is 7, and there is no parent"
     )

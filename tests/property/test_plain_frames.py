@@ -1,4 +1,6 @@
-"""Runs of plain frames against the sequencer that takes every message by itself: the same stream leaves the same of both."""
+"""Runs of plain frames against the sequencer that takes every message by itself: the same stream leaves the same of
+both.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A good stream verifies; one seeded defect gives one finding of the right name at the right place, and never a second."""
+"""A good stream verifies; one seeded defect gives one finding of the right name at the right place, and never a
+second.
+"""
 
 from __future__ import annotations
 
@@ -107,8 +109,11 @@ def test_a_missing_frame_is_named_with_its_offsets(tmp_path: Path, seed: int) ->
     rest = frames[:number] + frames[number + 1 :]
     finding = only_finding(verify_bytes(tmp_path, packed(rest)))
     assert (finding.kind, finding.instance, finding.epoch, finding.offset) == (
-        "missing-frame", lost.instance, lost.epoch, lost.first_offset,
-    )  # fmt: skip
+        "missing-frame",
+        lost.instance,
+        lost.epoch,
+        lost.first_offset,
+    )
     assert finding.byte == starts(rest)[followed[number] - 1]
     assert f"{len(lost.events):,} event" in finding.message
 
@@ -224,7 +229,9 @@ class SkippedRun(NamedTuple):
 
 
 def skippable(capture: Capture) -> Iterator[SkippedRun]:
-    """Statements of snapshots that take_snapshot something known, whose last block is still held when the snapshot ends."""
+    """Statements of snapshots that take_snapshot something known, whose last block is still held when the snapshot
+    ends.
+    """
     last_ended: dict[tuple[Tier, int], int] = {}
     for index in reversed(range(len(capture.recorded))):
         event = capture.recorded[index].event
@@ -319,9 +326,13 @@ def test_frames_of_an_epoch_that_is_over_are_counted_and_do_not_count(tmp_path: 
     old = epochs(capture)[0]
     last = max(number for number, frame in enumerate(frames) if frame.epoch == old)
     zombie = Frame(
-        instance=capture.instance, epoch=old, first_offset=frames[last].next_offset, wall_time_ns=1,
-        digest=frames[last].digest, events=(SnapshotEnded(tier=Tier.HBM, snapshot=99, count=0),),
-    )  # fmt: skip
+        instance=capture.instance,
+        epoch=old,
+        first_offset=frames[last].next_offset,
+        wall_time_ns=1,
+        digest=frames[last].digest,
+        events=(SnapshotEnded(tier=Tier.HBM, snapshot=99, count=0),),
+    )
     at = random.Random(seed).randint(last + 2, len(frames))
     good = verify_bytes(tmp_path, packed(frames))
     report = verify_bytes(tmp_path, packed([*frames[:at], zombie, *frames[at:]]))
@@ -436,8 +447,9 @@ def test_damaged_neighbours_are_a_finding_each(tmp_path: Path, seed: int) -> Non
         data[at[number + 1] - 1] ^= 1
     report = verify_bytes(tmp_path, bytes(data))
     assert [(finding.kind, finding.byte) for finding in report.findings] == [
-        ("corrupt-frame", at[4]), ("corrupt-frame", at[5]),
-    ]  # fmt: skip
+        ("corrupt-frame", at[4]),
+        ("corrupt-frame", at[5]),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -451,5 +463,6 @@ def test_a_damaged_frame_explains_no_other_instances_hole_around_it(tmp_path: Pa
     data = packed(begin) + broken + packed(two[number + 1 :]) + packed(one[damaged + 1 :])
     report = verify_bytes(tmp_path, data)
     assert [(finding.kind, finding.instance, finding.offset) for finding in report.findings] == [
-        ("corrupt-frame", "one", lost.first_offset), ("missing-frame", "two", two[number].first_offset),
-    ]  # fmt: skip
+        ("corrupt-frame", "one", lost.first_offset),
+        ("missing-frame", "two", two[number].first_offset),
+    ]

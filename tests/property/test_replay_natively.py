@@ -1,4 +1,7 @@
-"""Replay answers natively in the same words as with the specification's fold. Its other tests ask with both: `tests/both_folds.py`."""
+"""Replay answers natively in the same words as with the specification's fold.
+
+Its other tests ask with both: `tests/both_folds.py`.
+"""
 
 from __future__ import annotations
 

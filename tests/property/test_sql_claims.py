@@ -1,4 +1,6 @@
-"""Claims written thousands to a statement leave the tables that a statement for each block would leave, on both databases."""
+"""Claims written thousands to a statement leave the tables that a statement for each block would leave, on both
+databases.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Claim(NamedTuple):
 
 
 def claim_row_by_row(table: dict[Key, Claim], runs: Sequence[ClaimRun]) -> None:
-    """What a table holds once each block of some runs was inserted, brought up to date or deleted, one after the other."""
+    """What a table holds once each block of some runs was inserted, brought up to date or deleted, one after
+    the other.
+    """
     for run in runs:
         pool, by, at_ns = (
             run.pool.replace("\0", "\ufffd"),
@@ -65,10 +69,14 @@ def drawn_runs(chance: random.Random, count: int, withdrawn: float) -> list[Clai
         at_ns = chance.choice((now_ns,) * 20 + (0, LARGEST, (1 << 64) - 1))
         runs.append(
             ClaimRun(
-                pool=chance.choice(POOLS), namespace=chance.choice(SPACES), instance=chance.choice(INSTANCES), at_ns=at_ns,
-                hashes=b"".join(chance.choices(BLOCKS, k=chance.randrange(8))), withdrawn=chance.random() < withdrawn,
+                pool=chance.choice(POOLS),
+                namespace=chance.choice(SPACES),
+                instance=chance.choice(INSTANCES),
+                at_ns=at_ns,
+                hashes=b"".join(chance.choices(BLOCKS, k=chance.randrange(8))),
+                withdrawn=chance.random() < withdrawn,
             )
-        )  # fmt: skip
+        )
     return runs
 
 

@@ -1,4 +1,6 @@
-"""RDMA needs a device, which machines of developers and CI lack: `make test-rdma` runs these in a VM that has one in software."""
+"""RDMA needs a device, which machines of developers and CI lack: `make test-rdma` runs these in a VM that has one in
+software.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-# The VM's processor is emulated: without what kvbm/__init__.py imports, which nothing here needs, the run is half a minute shorter.
+# The VM's processor is emulated: without what kvbm/__init__.py imports, which nothing here needs, the run is half a
+# minute shorter.
 if "kvbm" not in sys.modules:
     package = ModuleType("kvbm")
     package.__path__ = [str(Path(__file__).parents[2] / "kvbm")]

@@ -1,4 +1,7 @@
-"""Owners in processes of their own and readers of theirs, over RDMA. What proves a connection is not here: two words stand in for it."""
+"""Owners in processes of their own and readers of theirs, over RDMA.
+
+What proves a connection is not here: two words stand in for it.
+"""
 
 from __future__ import annotations
 
@@ -238,7 +241,9 @@ class OwnerHandle:
 
 @contextmanager
 def owner_process(folder: Path, owner_device: str, reader_device: Device) -> Iterator[OwnerHandle]:
-    """An owner forked from this process, which spares it the imports: on a machine that is emulated they take half a minute."""
+    """An owner forked from this process, which spares it the imports: on a machine that is emulated they take half a
+    minute.
+    """
     block_bytes_of(range(MISSING_FROM))
     address = str(folder / "owner.sock")
     listener = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,5 @@
-"""Two managers as engines open them, one on each device: what one has in HOST the other reads over RDMA, and over TCP where that is not to be.
+"""Two managers as engines open them, one on each device: what one has in HOST the other reads over RDMA, and over TCP
+where that is not to be.
 
 The catalog is not here: the reader believes what the owner's own heartbeats say of where it lends.
 """
@@ -67,12 +68,22 @@ class Pair:
     def _manager(self, name: str, device: str) -> EngineHbmManager:
         settings = load_settings(
             flags={
-                "instance.data_dir": str(self._folder), "instance.id": name, "nats.enabled": False, "journal.in_memory": True,
-                "pools.hbm.owner": "engine", "pools.hbm.slots": 8192, "pools.host.slots": 64, "pools.host.huge_pages": "off",
-                "catalog.url": "http://127.0.0.1:9", "onboard.wait_s": 5.0, "onboard.locate_s": 5.0,
-                "transport.listen": "tcp://10.77.0.1:0", "transport.key_file": str(self.key), "transport.rdma": device,
+                "instance.data_dir": str(self._folder),
+                "instance.id": name,
+                "nats.enabled": False,
+                "journal.in_memory": True,
+                "pools.hbm.owner": "engine",
+                "pools.hbm.slots": 8192,
+                "pools.host.slots": 64,
+                "pools.host.huge_pages": "off",
+                "catalog.url": "http://127.0.0.1:9",
+                "onboard.wait_s": 5.0,
+                "onboard.locate_s": 5.0,
+                "transport.listen": "tcp://10.77.0.1:0",
+                "transport.key_file": str(self.key),
+                "transport.rdma": device,
             }
-        )  # fmt: skip
+        )
         manager = open_engine_manager(settings, [NAMESPACE], BLOCK_BYTES, "test")
         self._opened.callback(manager.close)
         return manager

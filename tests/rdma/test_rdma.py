@@ -274,7 +274,9 @@ def test_a_stranger_that_says_something_else_is_hung_up_on(owner: OwnerHandle) -
 def test_what_has_not_drained_stays_in_quarantine_until_its_queue_pair_is_destroyed(
     owner: OwnerHandle, reader_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every queue pair of this device drains, so that it did not is said in its place; what may be destroyed is real."""
+    """Every queue pair of this device drains, so that it did not is said in its place; what may be destroyed is
+    real.
+    """
     quarantine = Quarantine(most=1)
     reader = owner.reader(quarantine=quarantine)
     assert read(reader, 0, rows_for(1)).trouble == ""

@@ -1,21 +1,25 @@
-"""Text scenarios of the ledger: commands behind "> ", the results (=) and the events (offset) they cause below. Both ledgers play them.
+"""Text scenarios of the ledger: commands behind "> ", the results (=) and the events (offset) they cause below.
+
+Both ledgers play them.
 
 `pytest tests/scenarios --rewrite` writes what happens now into the files; review the diff like code.
 
-    > pools HBM=4 HOST=4 NVME=4 OBJECT     begins epoch 1 with these pools;  > pools s3fifo HBM=4  evicts by another policy
-    > prefill A 3 [as r]                   match, pin, allocate, create three blocks of prompt A; r names its pinned slots
+    > pools HBM=4 HOST=4 NVME=4 OBJECT     begins epoch 1 with these pools
+    > pools s3fifo HBM=4                   … and evicts by another policy
+    > prefill A 3 [as r]                   match, pin, allocate, create three blocks of prompt A; r: its pinned slots
     > finish r                             unpin
     > copy 1 HBM HOST A 3                  begin copy 1 of three blocks;  > arrive 1 [mask] [moved] [pinned]  ends it
     > keep HBM A 3 10 [50]                 keep three blocks until second 10, priority 0 or as given;  > expire 10
     > allocate HBM 2 / release HBM 0 1 / pin HBM 0 / unpin HBM 0 / create HBM A 0:2 in 0 1
     > evict HOST A 2 / missing A 1 / claim janitor A 2 / match A 3 / holders A 3 / counts HBM / shares HBM
-    > snapshot / step 2                       begin a snapshot / state a run of at most two blocks
+    > snapshot / step 2                    begin a snapshot / state a run of at most two blocks
     > stop / restart 2                     end the stream / begin epoch 2 in place
     > recover 7 NVME A0@3 on HBM=2 NVME=4  begin epoch 7 after a crash, in which NVME has kept A0 in slot 3
-    > tenants a=2,NVME=4 b=1               the next pools are shared: weight 2 and a quota of 4 slots; a/A is prompt A of tenant a
+    > tenants a=2,NVME=4 b=1               the next pools are shared: weight 2, a quota of 4 slots; a/A: prompt A of a
     > pools room=1 HBM=4                   1 MiB for events that wait
 
-Where a number of blocks stands, 1:3 stands for the blocks 1 and 2. Long runs and many events are shown by their ends, with … between.
+Where a number of blocks stands, 1:3 stands for the blocks 1 and 2. Long runs and many events are shown by their ends,
+with … between.
 """
 
 from __future__ import annotations

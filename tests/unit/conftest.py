@@ -1,4 +1,7 @@
-"""What makes a test a unit test: no thread, no process, no connection, no waiting. What needs one belongs into tests/integration."""
+"""What makes a test a unit test: no thread, no process, no connection, no waiting.
+
+What needs one belongs into tests/integration.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ def native_stems() -> frozenset[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether a path in a page leads somewhere: from the root or from kvbm/; of native/ a stem; alone any file of that name."""
+    """Whether a path in a page leads somewhere: from the root or from kvbm/; of native/ a stem; alone any file of that
+    name.
+    """
     if re.fullmatch(r"native/\w+", name) and not (ROOT / name).exists():
         return name.removeprefix("native/") in native_stems()
     if "/" not in name:

@@ -22,8 +22,14 @@ from kvbm.streams.base import AccessSample, Fence, StreamMessage, fence_data
 from kvbm.streams.fence_records import encode_fence, encode_told
 
 SAMPLE = AccessSample(
-    instance=InstanceId("one"), cluster="c", wall_time_ns=1, namespace=NamespaceId(bytes(16)), hashes=bytes(16), depth=0, rate=1.0
-)  # fmt: skip
+    instance=InstanceId("one"),
+    cluster="c",
+    wall_time_ns=1,
+    namespace=NamespaceId(bytes(16)),
+    hashes=bytes(16),
+    depth=0,
+    rate=1.0,
+)
 DAY_NS = 86_400 * 10**9
 
 
@@ -282,8 +288,13 @@ VICTIM, OTHER = NamespaceId(b"v" * 16), NamespaceId(b"o" * 16)
 def block_message(sequence: int, namespace: NamespaceId) -> StreamMessage:
     event = BlocksCreated(namespace=namespace, tier=Tier.HBM, hashes=bytes(namespace))
     frame = Frame(
-        instance=InstanceId("one"), epoch=Epoch(1), first_offset=Offset(sequence - 1), wall_time_ns=sequence, digest=0, events=(event,)
-    )  # fmt: skip
+        instance=InstanceId("one"),
+        epoch=Epoch(1),
+        first_offset=Offset(sequence - 1),
+        wall_time_ns=sequence,
+        digest=0,
+        events=(event,),
+    )
     return StreamMessage(sequence, "kvbm.v1.events.c.one", encode_frame(frame))
 
 

@@ -1,4 +1,6 @@
-"""The ledger without slots: every frame it cuts is legal for the strict reference fold, also through snapshots and epochs."""
+"""The ledger without slots: every frame it cuts is legal for the strict reference fold, also through snapshots and
+epochs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A source in hand-made time: how it is driven, when its engine counts as alive, and what a publisher without sense may cost."""
+"""A source in hand-made time: how it is driven, when its engine counts as alive, and what a publisher without sense may
+cost.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +55,21 @@ class Driven:
         state = new_state(can_replay=can_replay)
         self.source = BridgedSource("a", self.wire, state, can_replay, 5.0, lambda: self.now_s)
         ledger = HeldLedger(
-            InstanceId("a"), [PoolStated(tier, 0, 0) for tier in (Tier.HBM, Tier.HOST, Tier.NVME)], NATIVE_FOLD,
-            NATIVE.encode_frame, Said(),
-        )  # fmt: skip
+            InstanceId("a"),
+            [PoolStated(tier, 0, 0) for tier in (Tier.HBM, Tier.HOST, Tier.NVME)],
+            NATIVE_FOLD,
+            NATIVE.encode_frame,
+            Said(),
+        )
         self.instance = BridgedInstance(
-            Names(InstanceId("a"), "c", "run"), ledger, Limits(1.0, 1 << 26, most_bytes), lambda: self.now_s, lambda: 1,
-            self.source, Epoch(1),
-        )  # fmt: skip
+            Names(InstanceId("a"), "c", "run"),
+            ledger,
+            Limits(1.0, 1 << 26, most_bytes),
+            lambda: self.now_s,
+            lambda: 1,
+            self.source,
+            Epoch(1),
+        )
         self.source.instance = self.instance
 
     def turn(self, *happened: Input, after_s: float = 0.0) -> None:

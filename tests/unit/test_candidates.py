@@ -75,9 +75,15 @@ class World:
     ) -> None:
         self.beats += 1
         heartbeat = Heartbeat(
-            instance=instance, cluster="c", epoch=Epoch(max(1, self.epochs[instance])), published=Offset(0), wall_time_ns=self.beats,
-            namespaces=spaces, told=told, stopping=stopping,
-        )  # fmt: skip
+            instance=instance,
+            cluster="c",
+            epoch=Epoch(max(1, self.epochs[instance])),
+            published=Offset(0),
+            wall_time_ns=self.beats,
+            namespaces=spaces,
+            told=told,
+            stopping=stopping,
+        )
         self.liveness.step(self.now_s, HeartbeatReceived(heartbeat))
         believed = self.liveness.last(instance)
         if believed is not None and believed.heartbeat == heartbeat and self.sequencer.hear_namespaces(heartbeat):

@@ -1,4 +1,6 @@
-"""A client of the catalog whose system's CAs cannot be read says so, instead of trusting nobody for as long as it lives."""
+"""A client of the catalog whose system's CAs cannot be read says so, instead of trusting nobody for as long as it
+lives.
+"""
 
 from __future__ import annotations
 

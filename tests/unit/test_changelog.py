@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
-MOST_LINES, MOST_COLUMNS = 40, 200
+MOST_LINES, MOST_COLUMNS = 40, 120
 
 
 def anchors(page: Path) -> set[str]:

@@ -1,4 +1,6 @@
-"""Claims of a pool that forgets follow what it has, whatever it drops, and an instance remembers no more than it may."""
+"""Claims of a pool that forgets follow what it has, whatever it drops, and an instance remembers no more than
+it may.
+"""
 
 from __future__ import annotations
 

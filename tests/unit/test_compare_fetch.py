@@ -39,7 +39,9 @@ class Told:
 
 
 def run_told(asked: Sequence[Request], to: Sequence[int], cluster: Cluster) -> tuple[Outcome, FetchingRun]:
-    """Requests at instances that are told, whose blocks take BLOCK_S; the partial block's one token takes BLOCK_S / 512."""
+    """Requests at instances that are told, whose blocks take BLOCK_S; the partial block's one token takes BLOCK_S /
+    512.
+    """
 
     def policy(_: object) -> Policy:
         return Told(to)
@@ -52,9 +54,10 @@ def cluster(blocks_per_s: float, count: int = 2, latency_s: float = 0.25, **slot
     """Instances that are read from at so many blocks a second."""
     tiers = {Tier[name.upper()]: value for name, value in slots.items()}
     return Cluster(
-        {Tier.HBM: 100, Tier.HOST: 100} | tiers, [("rack", str(at)) for at in range(count)],
+        {Tier.HBM: 100, Tier.HOST: 100} | tiers,
+        [("rack", str(at)) for at in range(count)],
         Link(latency_s, blocks_per_s * BLOCK_BYTES),
-    )  # fmt: skip
+    )
 
 
 PARTIAL_S = BLOCK_S / 512
@@ -187,8 +190,11 @@ def test_a_comparison_has_a_row_without_and_one_with_for_each_policy() -> None:
     )
     report = compare_fetch(options, cluster_of(POOLS, 4, None, "10"))
     assert [(row.policy, row.fetch) for row in report.rows] == [
-        ("kvbm", False), ("kvbm", True), ("random", False), ("random", True),
-    ]  # fmt: skip
+        ("kvbm", False),
+        ("kvbm", True),
+        ("random", False),
+        ("random", True),
+    ]
     for row in report.rows:
         assert (row.against_without == 1.0) == (not row.fetch)
         assert (row.tokens_by_source["peer"] > 0) == row.fetch

@@ -1,4 +1,6 @@
-"""Waiting for completions where the device is gone: the completion queue is a stand-in, what is waited on a real descriptor."""
+"""Waiting for completions where the device is gone: the completion queue is a stand-in, what is waited on a real
+descriptor.
+"""
 
 from __future__ import annotations
 

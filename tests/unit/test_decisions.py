@@ -1,4 +1,6 @@
-"""The pages of decisions: few, each with its reasons and what was not taken; every number that anybody cites is there."""
+"""The pages of decisions: few, each with its reasons and what was not taken; every number that anybody cites is
+there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a NATS server sends is read as nats-py reads it, however it is cut, and messages go straight to who has asked for that."""
+"""What a NATS server sends is read as nats-py reads it, however it is cut, and messages go straight to who has asked
+for that.
+"""
 
 from __future__ import annotations
 
@@ -110,10 +112,18 @@ def test_who_cannot_take_a_message_does_not_end_the_connection(new_messages: New
 @pytest.mark.parametrize(
     "data",
     [
-        b"MSG a\r\n", b"MSG a x 1\r\n", b"MSG a 1 2 3 4\r\n", b"HMSG a 1 5 2\r\nxx\r\n", b"HMSG a 1 -1 2\r\nxx\r\n", b"MSG a 1 -5\r\n",
-        b"MSG a 1 1000000000\r\n", b"MSG a 1 1_0\r\n", b"WHAT\r\n", b"x" * 5000,
+        b"MSG a\r\n",
+        b"MSG a x 1\r\n",
+        b"MSG a 1 2 3 4\r\n",
+        b"HMSG a 1 5 2\r\nxx\r\n",
+        b"HMSG a 1 -1 2\r\nxx\r\n",
+        b"MSG a 1 -5\r\n",
+        b"MSG a 1 1000000000\r\n",
+        b"MSG a 1 1_0\r\n",
+        b"WHAT\r\n",
+        b"x" * 5000,
     ],
-)  # fmt: skip
+)
 def test_what_no_server_says_is_refused(data: bytes, new_messages: NewMessages) -> None:
     with pytest.raises(ProtocolError):
         asyncio.run(DirectParser(Client(), new_messages()).parse(data))  # type: ignore[arg-type]
@@ -137,8 +147,11 @@ def test_a_status_is_told_from_headers() -> None:
     assert status_in(b"NATS/1.0\r\nStatus: 5\r\n\r\n") is None and status_in(b"") is None
     idle = status_in(b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 7\r\nNats-Last-Stream: 9\r\n\r\n")
     assert idle == {
-        "Status": "100", "Description": "Idle Heartbeat", "Nats-Last-Consumer": "7", "Nats-Last-Stream": "9",
-    }  # fmt: skip
+        "Status": "100",
+        "Description": "Idle Heartbeat",
+        "Nats-Last-Consumer": "7",
+        "Nats-Last-Stream": "9",
+    }
     assert status_in(b"NATS/1.0 503\r\n\r\n") == {"Status": "503", "Description": ""}
     fence = fence_in(b"NATS/1.0\r\nKvbm-Fence: 3:1:run\r\n\r\n")
     assert fence is not None and (fence.sequence, fence.epoch, fence.run) == (3, 1, "run")

@@ -16,7 +16,10 @@ FOLDERS = {path.name: f"{folder}/" for folder in _FOLDERS for path in (TESTS / f
 
 
 def named() -> list[tuple[str, str]]:
-    """Files as the text names them, each with the tests that it names behind it on that line; "" for the file, and for a test alone."""
+    """Files as the text names them, each with the tests that it names behind it on that line;
+
+    "" for the file, and for a test alone.
+    """
     found = []
     for line in TEXT.splitlines():
         file = ""

@@ -388,9 +388,13 @@ def test_a_catalog_waits_for_everybody_it_knows() -> None:
 def test_a_catalog_reads_on_to_the_streams_end_since_it_last_waited_for_somebody() -> None:
     stream = SimpleNamespace(end=10)
     service = SimpleNamespace(
-        sequencer=SimpleNamespace(sequence=5), writer=SimpleNamespace(stored=5), lag=SimpleNamespace(messages=lambda: 1),
-        stream=stream, archive=None, checkpointer=None,
-    )  # fmt: skip
+        sequencer=SimpleNamespace(sequence=5),
+        writer=SimpleNamespace(stored=5),
+        lag=SimpleNamespace(messages=lambda: 1),
+        stream=stream,
+        archive=None,
+        checkpointer=None,
+    )
 
     async def last_sequence() -> int:
         return stream.end

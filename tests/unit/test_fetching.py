@@ -133,8 +133,9 @@ def test_links_begin_by_distance_and_are_learned_and_fade() -> None:
     known = Links()
     assert known.link(0.0, "a", "memory") == MEMORY_LINK == assumed_link("memory", 3)
     assert [known.link(0.0, "a", "tcp", far).bytes_per_s for far in (0, 1, 2, 3, 9)] == [
-        *(one.bytes_per_s for one in TCP_LINKS), TCP_LINKS[-1].bytes_per_s,
-    ]  # fmt: skip
+        *(one.bytes_per_s for one in TCP_LINKS),
+        TCP_LINKS[-1].bytes_per_s,
+    ]
     assert known.link(0.0, "pool", OBJECTS).bytes_per_s == 0.5e9
     for _ in range(20):
         known.measured(0.0, "a", "tcp", 1 << 30, 10.0)

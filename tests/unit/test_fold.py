@@ -1,4 +1,6 @@
-"""The fold's rules, by name: strict refuses and changes nothing, lenient applies what makes sense and lists the rest."""
+"""The fold's rules, by name: strict refuses and changes nothing, lenient applies what makes sense and lists the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +58,14 @@ def migrated(
     hashes: bytes, slots: list[int], source: Tier | InstanceId = HBM, target: Tier = HOST, kept: bool = True
 ) -> BlocksMigrated:
     return BlocksMigrated(
-        namespace=MINE, source=source, target=target, kept=kept, cause=MigrateCause.OFFLOAD, hashes=hashes,
+        namespace=MINE,
+        source=source,
+        target=target,
+        kept=kept,
+        cause=MigrateCause.OFFLOAD,
+        hashes=hashes,
         slots=pack_slots(slots),
-    )  # fmt: skip
+    )
 
 
 def listed(
@@ -71,7 +78,8 @@ def ended(snapshot_: int, count: int, tier: Tier = HBM) -> SnapshotEnded:
     return SnapshotEnded(tier=tier, snapshot=snapshot_, count=count)
 
 
-# An instance in step: its first snapshot was empty, blocks 1 and 2 are in HBM slots 0 and 1, block 2 in HOST slot 3 as well.
+# An instance in step: its first snapshot was empty, blocks 1 and 2 are in HBM slots 0 and 1, block 2 in HOST slot 3 as
+# well.
 BEFORE: list[Event] = [
     started(),
     ended(1, 0),
@@ -165,9 +173,15 @@ def test_lenient_withdraws_what_a_snapshot_left_out_and_says_so() -> None:
 
 def test_legal_events_have_no_anomalies_in_either_mode() -> None:
     events = [
-        *BEFORE, migrated(blocks(1), [0], kept=False), evicted(blocks(2)), listed(2, blocks(1, 2), [0, 3], HOST),
-        created(blocks(4), [0]), ended(2, 2, HOST), *STOPPED, started(2),
-    ]  # fmt: skip
+        *BEFORE,
+        migrated(blocks(1), [0], kept=False),
+        evicted(blocks(2)),
+        listed(2, blocks(1, 2), [0, 3], HOST),
+        created(blocks(4), [0]),
+        ended(2, 2, HOST),
+        *STOPPED,
+        started(2),
+    ]
     strict, lenient = Residencies(strict=True), Residencies(strict=False)
     for event in events:
         delta = strict.evolve(event)
@@ -207,8 +221,10 @@ def test_claims_pass_through_and_are_held_by_nobody() -> None:
 def test_a_new_epoch_withdraws_everything() -> None:
     delta = fold(BEFORE).evolve(started(2))
     assert sorted((change.tier, change.hash) for change in delta.withdrawn) == [
-        (HBM, block(1)), (HBM, block(2)), (HOST, block(2)),
-    ]  # fmt: skip
+        (HBM, block(1)),
+        (HBM, block(2)),
+        (HOST, block(2)),
+    ]
 
 
 def test_a_snapshot_in_the_midst_of_events_counts_what_was_gained_since_it_began() -> None:

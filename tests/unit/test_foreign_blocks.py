@@ -187,7 +187,9 @@ def test_a_long_chain_comes_in_runs():
     commands = told.tell(stored_event(long))
     assert [len(one.hashes) // 16 for one in commands[1:]] == [MAX_RUN_BLOCKS, MAX_RUN_BLOCKS, 452]
     assert [told.fold.places[block][1] for block in long.hashes()] == list(range(2500))
-    assert all(told.fold.places[block][0] == before for before, block in zip(long.hashes(), long.hashes()[1:], strict=False))  # fmt: skip
+    assert all(
+        told.fold.places[block][0] == before for before, block in zip(long.hashes(), long.hashes()[1:], strict=False)
+    )
 
 
 def test_messages_of_another_rank_count_for_nothing():

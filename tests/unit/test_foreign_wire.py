@@ -1,4 +1,7 @@
-"""Bytes of vLLM's and SGLang's publishers: what they say, and what is refused. Fuzzed: nothing but ForeignEventError is ever raised."""
+"""Bytes of vLLM's and SGLang's publishers: what they say, and what is refused.
+
+Fuzzed: nothing but ForeignEventError is ever raised.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,10 @@ def test_maps_say_what_they_say():
     batch = decode_batch(payload(stored_event(PROMPT), removed_event([1, 2], "CPU"), CLEARED, rank=3), Kind.VLLM)
     assert batch.rank == 3
     assert batch.events == [
-        Stored(PROMPT.keys(), None, list(range(8)), 4, (), "GPU"), Removed([1, 2], "CPU"), Cleared(),
-    ]  # fmt: skip
+        Stored(PROMPT.keys(), None, list(range(8)), 4, (), "GPU"),
+        Removed([1, 2], "CPU"),
+        Cleared(),
+    ]
 
 
 def test_arrays_of_older_engines_say_the_same():
@@ -69,8 +74,9 @@ def test_extra_keys_become_what_a_client_writes():
     assert isinstance(said, Stored)
     assert said.lora == "l"
     assert said.extra == [
-        extra_key("s", [Media("image", 2)]), extra_key(media=[Media("image", -2)], embeds=[b"digest"])
-    ]  # fmt: skip
+        extra_key("s", [Media("image", 2)]),
+        extra_key(media=[Media("image", -2)], embeds=[b"digest"]),
+    ]
     event["extra_keys"] = [["l"], ["l"]]
     assert only(event) == said._replace(extra=())
 
@@ -78,7 +84,14 @@ def test_extra_keys_become_what_a_client_writes():
 def test_salts_of_both_engines_become_the_same_bytes():
     ours = salted("s", 2)
     vllm = only(stored_event(PROMPT._replace(salt="s")))
-    event = {"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": list(range(8)), "block_size": 4, "lora_id": None}  # fmt: skip
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [1, 2],
+        "parent_block_hash": None,
+        "token_ids": list(range(8)),
+        "block_size": 4,
+        "lora_id": None,
+    }
     sglang = only(event | {"cache_salt": "s"}, Kind.SGLANG)
     assert isinstance(vllm, Stored)
     assert isinstance(sglang, Stored)
@@ -89,7 +102,14 @@ def test_salts_of_both_engines_become_the_same_bytes():
 
 
 def test_tokens_ahead_count_as_part_of_their_block():
-    pairs = {"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": [(at, at + 1) for at in range(8)], "block_size": 4, "lora_id": None}  # fmt: skip
+    pairs = {
+        "type": "BlockStored",
+        "block_hashes": [1, 2],
+        "parent_block_hash": None,
+        "token_ids": [(at, at + 1) for at in range(8)],
+        "block_size": 4,
+        "lora_id": None,
+    }
     said = only(pairs, Kind.SGLANG)
     ahead = only(stored_event(PROMPT, lookahead_token_ids=[8]) | {"block_hashes": [1, 2], "extra_keys": None})
     assert isinstance(said, Stored)
@@ -120,9 +140,7 @@ def test_tokens_ahead_count_as_part_of_their_block():
     ],
 )
 def test_an_event_that_makes_no_sense_is_refused_alone(change: dict[str, Any], reason: Refusal):
-    refused, removed = decode_batch(
-        payload(stored_event(PROMPT) | change, removed_event([1])), Kind.VLLM
-    ).events  # fmt: skip
+    refused, removed = decode_batch(payload(stored_event(PROMPT) | change, removed_event([1])), Kind.VLLM).events
     assert isinstance(refused, Refused)
     assert refused.reason == reason
     assert not refused.is_loss
@@ -137,8 +155,17 @@ def test_an_event_that_may_have_removed_blocks_is_a_loss(event: Any):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\xc1", b"\x93", payload(stored_event(PROMPT))[:-3], msgspec.msgpack.encode([1.0, 5]), b"\x91" * 5000, bytes(MAX_BATCH_BYTES + 1)]
-)  # fmt: skip
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x93",
+        payload(stored_event(PROMPT))[:-3],
+        msgspec.msgpack.encode([1.0, 5]),
+        b"\x91" * 5000,
+        bytes(MAX_BATCH_BYTES + 1),
+    ],
+)
 def test_bytes_that_are_no_batch_are_refused(data: bytes):
     with pytest.raises(ForeignEventError) as caught:
         decode_batch(data, Kind.VLLM)
@@ -155,10 +182,15 @@ def test_a_million_blocks_in_one_event_are_read_and_more_are_refused():
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8) | st.binary(max_size=40),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=40),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=20,
-)  # fmt: skip
+)
 fields = st.sampled_from([*sorted(stored_event(PROMPT)), "cache_salt", "ownership", "lookahead_token_ids"])
 
 

@@ -52,13 +52,20 @@ def test_a_damaged_pulse_is_refused_and_not_fatal(kind: str) -> None:
 @pytest.mark.parametrize(
     "much",
     [
-        {"instance": "i" * 256}, {"cluster": "c" * 256}, {"run": "r" * 129}, {"lends": {"tcp": "x" * 8193}},
-        {"lends": {"x" * 8193: ""}}, {"lends": dict.fromkeys(map(str, range(1025)), "")},
-        {"namespaces": (NamespaceId(bytes(16)),) * 1025}, {"transfers": (Transfer(),) * 1025},
-        {"transfers": (Transfer("t" * 256),)}, {"put_bytes": {NamespaceId(b"%016d" % at): (1, 1) for at in range(1025)}},
-        {"told": (b"",) * 1025}, {"told": (b"{}", bytes(MAX_FIELDS_BYTES + 1))},
+        {"instance": "i" * 256},
+        {"cluster": "c" * 256},
+        {"run": "r" * 129},
+        {"lends": {"tcp": "x" * 8193}},
+        {"lends": {"x" * 8193: ""}},
+        {"lends": dict.fromkeys(map(str, range(1025)), "")},
+        {"namespaces": (NamespaceId(bytes(16)),) * 1025},
+        {"transfers": (Transfer(),) * 1025},
+        {"transfers": (Transfer("t" * 256),)},
+        {"put_bytes": {NamespaceId(b"%016d" % at): (1, 1) for at in range(1025)}},
+        {"told": (b"",) * 1025},
+        {"told": (b"{}", bytes(MAX_FIELDS_BYTES + 1))},
     ],
-)  # fmt: skip
+)
 def test_a_pulse_that_has_more_of_something_than_it_may_is_refused(much: dict[str, Any]) -> None:
     said = msgspec.structs.replace(heartbeat(), **much)
     subject = f"kvbm.v1.pulse.{said.cluster}.{said.instance}"

@@ -36,9 +36,7 @@ def test_claims_of_an_older_epoch_joined_mid_stream_go_to_the_pool_that_sql_know
     index.claim("shared", SPACE, BLOCK)
     sequencer = twin.sequencer(index, known=[known])
     event = BlocksEvicted(namespace=SPACE, tier=Tier.OBJECT, reason=EvictReason.CORRUPT, hashes=BLOCK)
-    frame = Frame(
-        instance=ONE, epoch=Epoch(1), first_offset=Offset(5), wall_time_ns=1, events=(event,), digest=0
-    )  # fmt: skip
+    frame = Frame(instance=ONE, epoch=Epoch(1), first_offset=Offset(5), wall_time_ns=1, events=(event,), digest=0)
     sequencer.step(0.0, [StreamMessage(1, "kvbm.v1.events.c.one", encode_frame(frame))])
     assert not index.anomalies()
     assert not index.holders(SPACE, BLOCK)

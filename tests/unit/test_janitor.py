@@ -1,4 +1,6 @@
-"""The janitor as a state machine: what it withdraws, deletes, claims and leaves alone, whoever dies, sleeps or has a wrong clock."""
+"""The janitor as a state machine: what it withdraws, deletes, claims and leaves alone, whoever dies, sleeps or has a
+wrong clock.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def old_and_new(world: World) -> tuple[bytes, bytes]:
     return old, new
 
 
-# -- time and quota -----------------------------------------------------------------------------------------------------
+# -- time and quota ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_older_than_its_time_is_withdrawn_then_named_then_deleted_after_the_grace() -> None:
@@ -240,9 +242,7 @@ def test_shared_blocks_that_make_up_for_claims_without_an_object_in_the_numbers_
     assert all(world.cluster.holds(run) for run in objects)
 
 
-def test_where_the_store_does_not_tell_who_shares_what_an_object_loses_the_claim_that_names_it_and_the_next_run_the_others() -> (
-    None
-):
+def test_without_word_of_who_shares_an_object_the_claim_that_names_it_goes_first_and_the_others_next() -> None:
     world = World()
     shared, (old, busy) = parting(2)
     world.put(old)
@@ -257,7 +257,7 @@ def test_where_the_store_does_not_tell_who_shares_what_an_object_loses_the_claim
     assert world.cluster.holds(busy) and world.cluster.holds_none(old[len(shared) :])
 
 
-# -- a claim during the grace -------------------------------------------------------------------------------------------
+# -- a claim during the grace ------------------------------------------------------------------------------------------
 
 
 def test_what_is_claimed_during_the_grace_stays_and_is_claimed_whole() -> None:
@@ -298,7 +298,7 @@ def test_a_list_that_is_none_names_nothing() -> None:
     assert decode_list(b"") == []
 
 
-# -- repair -------------------------------------------------------------------------------------------------------------
+# -- repair ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_object_that_nobody_claims_is_claimed_once_it_is_old_enough() -> None:
@@ -412,7 +412,7 @@ def folder_of(world: World, blocks: int):  # type: ignore[no-untyped-def]
     return memory_objects(BLOCK_BYTES, blocks, world.store)
 
 
-# -- sealed objects, whose names tell nothing ----------------------------------------------------------------------------
+# -- sealed objects, whose names tell nothing --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -464,7 +464,7 @@ def test_a_janitor_without_a_tenants_keys_leaves_its_objects_and_claims_alone(ke
     assert world.cluster.times == claims and len(world.objects()) == 2
 
 
-# -- death at each step -------------------------------------------------------------------------------------------------
+# -- death at each step ------------------------------------------------------------------------------------------------
 
 
 def effects_of_a_run() -> int:
@@ -547,7 +547,7 @@ def test_what_a_list_names_and_the_store_does_not_tell_of_stays_in_the_list() ->
     assert world.kept() == set()
 
 
-# -- several clusters ---------------------------------------------------------------------------------------------------
+# -- several clusters --------------------------------------------------------------------------------------------------
 
 
 def test_what_another_cluster_used_lately_stays_and_goes_once_that_one_is_gone_for_long() -> None:
@@ -593,7 +593,7 @@ def test_what_a_cluster_says_it_used_is_never_later_than_the_store_knows_and_non
     assert UsedBy([]).last_ns("1/a") == 0
 
 
-# -- one at a time ------------------------------------------------------------------------------------------------------
+# -- one at a time -----------------------------------------------------------------------------------------------------
 
 
 def test_of_two_janitors_the_second_ends_with_one_sentence_and_touches_nothing() -> None:
@@ -696,7 +696,7 @@ def test_a_lease_whose_bytes_are_nonsense_is_nobodys() -> None:
     assert lease is not None and lease.holder == ""
 
 
-# -- clocks -------------------------------------------------------------------------------------------------------------
+# -- clocks ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ahead_s", [31.0, -31.0, 1e9])
@@ -748,7 +748,7 @@ def test_the_grace_is_the_janitors_own_time_whatever_the_stores_clock_does() -> 
     assert sum(effect.seconds for effect in run.did(Pause)) == pytest.approx(RULES.grace_s)
 
 
-# -- trouble ------------------------------------------------------------------------------------------------------------
+# -- trouble -----------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_deleted_while_the_catalog_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -784,7 +784,7 @@ def test_a_listing_that_breaks_off_ends_the_run_before_anything_was_withdrawn() 
     assert len(world.cluster.said) == said
 
 
-# -- words --------------------------------------------------------------------------------------------------------------
+# -- words -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_tells_the_same_and_changes_nothing() -> None:

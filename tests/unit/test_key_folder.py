@@ -147,9 +147,15 @@ def test_only_the_owner_reads_the_folder(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
     assert {path.name for path in folder.iterdir()} == {
-        "accounts.json", "catalog.nk", "catalog.next.nk", "instance-gpu-0.nk", "instance-gpu-1.nk", "instance-gpu-2.nk",
-        "janitor-gc-0.nk", "operator-ops.nk",
-    }  # fmt: skip
+        "accounts.json",
+        "catalog.nk",
+        "catalog.next.nk",
+        "instance-gpu-0.nk",
+        "instance-gpu-1.nk",
+        "instance-gpu-2.nk",
+        "janitor-gc-0.nk",
+        "operator-ops.nk",
+    }
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def at(epoch: int, offset: int) -> Position:
     return Position(Epoch(epoch), Offset(offset))
 
 
-# -- the stream's end ---------------------------------------------------------------------------------------------------
+# -- the stream's end --------------------------------------------------------------------------------------------------
 
 
 def test_a_view_is_as_young_as_the_question_whose_answer_is_read() -> None:
@@ -60,7 +60,7 @@ def test_a_reader_that_stays_behind_by_more_than_is_remembered_is_as_old_as_it_i
     assert 200 <= view.age_s(999.0) <= 400
 
 
-# -- instances ----------------------------------------------------------------------------------------------------------
+# -- instances ---------------------------------------------------------------------------------------------------------
 
 
 class Read:
@@ -102,7 +102,9 @@ def test_who_says_it_has_decided_what_is_never_read_is_behind_after_a_while_thou
 
 
 def test_who_is_not_heard_is_behind_at_once_when_it_is_heard_again_until_its_events_are_read() -> None:
-    """A stream without a leader takes neither events nor heartbeats; the first heartbeat after it says nothing of the time between."""
+    """A stream without a leader takes neither events nor heartbeats; the first heartbeat after it says nothing of the
+    time between.
+    """
     read = Read()
     read.places = {ONE: at(1, 13)}
     read.on_heartbeat(0.0, 1, 13)
@@ -127,7 +129,9 @@ def test_who_comes_back_after_it_was_left_out_is_behind_from_its_first_word_on()
 
 
 def test_an_old_heartbeat_that_is_heard_late_does_not_count_as_of_now() -> None:
-    """The stream of pulses keeps the last of everyone, and gives it to a reader that begins anew, perhaps for the first time."""
+    """The stream of pulses keeps the last of everyone, and gives it to a reader that begins anew, perhaps for the first
+    time.
+    """
     read = Read()
     read.places = {ONE: at(1, 100)}
     read.on_heartbeat(0.0, 1, 50)
@@ -172,7 +176,7 @@ def test_what_another_life_had_decided_is_not_waited_for() -> None:
     assert backlog.age_s(60.0, ONE) < 4.0 and not backlog.behind
 
 
-# -- how much is not read -----------------------------------------------------------------------------------------------
+# -- how much is not read ----------------------------------------------------------------------------------------------
 
 
 def test_while_nobody_says_where_the_stream_ends_it_is_not_known_how_much_is_unread(

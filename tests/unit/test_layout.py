@@ -60,7 +60,10 @@ def test_no_test_is_skipped_for_want_of_a_package_or_a_program() -> None:
 
 
 def test_no_test_module_imports_another() -> None:
-    """What two need lies in a module beside the folders, or is a fixture. A program for a child may import the module it stands in."""
+    """What two need lies in a module beside the folders, or is a fixture.
+
+    A program for a child may import the module it stands in.
+    """
     found = []
     for path in TEST_FILES:
         own, text = ".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text()

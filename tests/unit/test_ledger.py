@@ -100,7 +100,7 @@ def slots_are_whole(ledger: Ledger) -> None:
         assert sorted([*held, *free, *state.allocated, *state.orphaned]) == list(range(state.pool.slots))
 
 
-# -- the states of a slot -----------------------------------------------------------------------------------------------
+# -- the states of a slot ----------------------------------------------------------------------------------------------
 
 
 def test_a_slot_goes_from_free_to_allocated_to_held_and_back() -> None:
@@ -213,7 +213,7 @@ def test_a_tier_without_slots_has_nothing_to_evict() -> None:
         make_ledger().evict(OBJECT, blocks(1), EvictReason.CLEARED)
 
 
-# -- what a durable slot waits for --------------------------------------------------------------------------------------
+# -- what a durable slot waits for -------------------------------------------------------------------------------------
 
 
 def test_a_slot_that_dies_with_the_process_waits_for_nothing() -> None:
@@ -264,7 +264,7 @@ def test_a_durable_slot_withdrawn_while_it_was_pinned_waits_for_that_withdrawal(
     assert (again.slots, again.after) == (held[:4], ledger.applied)
 
 
-# -- copies -------------------------------------------------------------------------------------------------------------
+# -- copies ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_copy_is_cut_to_what_fits_and_leaves_out_what_is_there_or_coming() -> None:
@@ -341,7 +341,7 @@ def test_a_copy_to_the_object_pool_is_a_claim() -> None:
     assert not ledger.residencies.held[OBJECT]
 
 
-# -- the life of the stream ---------------------------------------------------------------------------------------------
+# -- the life of the stream --------------------------------------------------------------------------------------------
 
 
 def test_an_epoch_begins_with_a_snapshot_of_what_was_kept() -> None:
@@ -422,7 +422,7 @@ def test_what_was_found_in_a_pool_of_cluster_reach_is_claimed_by_who_found_it() 
         ledger.claim(HBM, NAMESPACE.id, blocks(1), InstanceId("finder"))
 
 
-# -- what an engine asks ------------------------------------------------------------------------------------------------
+# -- what an engine asks -----------------------------------------------------------------------------------------------
 
 
 def test_a_match_says_where_each_block_is_and_pins_only_when_asked() -> None:
@@ -460,7 +460,7 @@ def test_a_ledger_that_cannot_be_made_is_refused(eviction: str, event_bytes: int
         Ledger([PoolStated(HBM, 4, 64)], eviction, event_bytes)
 
 
-# -- what is kept -------------------------------------------------------------------------------------------------------
+# -- what is kept ------------------------------------------------------------------------------------------------------
 
 
 def test_kept_blocks_are_not_evictable_until_their_time_has_come() -> None:
@@ -561,7 +561,7 @@ def test_what_cannot_be_kept_is_refused(tier: Tier, until_s: float, priority: in
         make_ledger().keep(tier, blocks(1), until_s, priority)
 
 
-# -- an overflow --------------------------------------------------------------------------------------------------------
+# -- an overflow -------------------------------------------------------------------------------------------------------
 
 
 def overflow(ledger: Ledger) -> int:
@@ -669,7 +669,7 @@ def test_what_an_epoch_begins_with_is_never_an_overflow() -> None:
     assert not ledger.overflowed
 
 
-# -- who goes first -----------------------------------------------------------------------------------------------------
+# -- who goes first ----------------------------------------------------------------------------------------------------
 
 
 def test_the_deepest_block_of_a_prompt_goes_first() -> None:
@@ -709,7 +709,7 @@ def test_keeping_a_block_again_and_again_is_one_use() -> None:
     assert ledger.held(HBM) == blocks(3)
 
 
-# -- another epoch in place ---------------------------------------------------------------------------------------------
+# -- another epoch in place --------------------------------------------------------------------------------------------
 
 
 def test_another_epoch_restates_all_that_is_held_and_records_again() -> None:
@@ -728,8 +728,11 @@ def test_another_epoch_restates_all_that_is_held_and_records_again() -> None:
     for event in events:
         reader.evolve(event)
     assert {tier: set(reader.held[tier]) for tier in Tier} == {
-        HBM: {block(5), block(6)}, HOST: {block(9)}, NVME: set(), OBJECT: set(),
-    }  # fmt: skip
+        HBM: {block(5), block(6)},
+        HOST: {block(9)},
+        NVME: set(),
+        OBJECT: set(),
+    }
     assert all(reader.is_whole(tier) for tier in (HBM, HOST, NVME))
     assert reader.digest == ledger.digest == recomputed_digest(ledger.residencies)
     copy = begin(ledger, HBM, NVME, blocks(5))  # durable tiers take blocks again

@@ -1,4 +1,6 @@
-"""Who lends, and who of them is named to an instance that asks: near, alive, not itself, and with the most blocks among them."""
+"""Who lends, and who of them is named to an instance that asks: near, alive, not itself, and with the most blocks among
+them.
+"""
 
 from __future__ import annotations
 
@@ -128,8 +130,13 @@ def test_of_very_many_holders_near_ones_are_found(site: Site) -> None:
 
 def test_what_a_stranger_writes_of_where_it_lends_is_bounded(site: Site) -> None:
     wrong = [
-        {"tcp": "x" * 301}, {"unix": "/s"}, {"host": "h", "unix": "/s\n"}, {"host": "h"}, {"rdma": "gid"}, {"host": "h\0", "unix": "/s"},
-    ]  # fmt: skip
+        {"tcp": "x" * 301},
+        {"unix": "/s"},
+        {"host": "h", "unix": "/s\n"},
+        {"host": "h"},
+        {"rdma": "gid"},
+        {"host": "h\0", "unix": "/s"},
+    ]
     with capture_logs() as logs:
         for number, words in enumerate(wrong):
             assert address_of(words) is None

@@ -34,9 +34,13 @@ class Site:
         self.told: list[tuple[InstanceId, Reader | None]] = []
         self.lenders = Lenders(self, lambda one: self.places.get(one, ()))
         self.lent = LentBlocks(
-            self.index, lambda *told: self.told.append(told), self, self.lenders,
-            lambda one: self.pools.get(one, ()), is_part,
-        )  # fmt: skip
+            self.index,
+            lambda *told: self.told.append(told),
+            self,
+            self.lenders,
+            lambda one: self.pools.get(one, ()),
+            is_part,
+        )
 
     def is_live(self, instance: InstanceId) -> bool:
         return instance not in self.dead

@@ -492,7 +492,9 @@ def test_who_has_had_its_share_is_told_so_on_the_long_way() -> None:
 
 
 def test_probes_are_nobody_who_asks_beside_a_router() -> None:
-    """A lone router takes nine tenths of the loop, and somebody looks each tenth of a second whether the catalog is well."""
+    """A lone router takes nine tenths of the loop, and somebody looks each tenth of a second whether the catalog is
+    well.
+    """
     work, answered = Work(), []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

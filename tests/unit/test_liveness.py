@@ -68,13 +68,16 @@ class Watch:
             self.step(now_s, Ticked())
 
 
-def beat(
-    instance: InstanceId, wall_time_ns: int, epoch: int = 1, run: str = "", stopping: bool = False
-) -> Heartbeat:  # fmt: skip
+def beat(instance: InstanceId, wall_time_ns: int, epoch: int = 1, run: str = "", stopping: bool = False) -> Heartbeat:
     return Heartbeat(
-        instance=instance, cluster="c", epoch=Epoch(epoch), published=Offset(0), wall_time_ns=wall_time_ns, run=run,
+        instance=instance,
+        cluster="c",
+        epoch=Epoch(epoch),
+        published=Offset(0),
+        wall_time_ns=wall_time_ns,
+        run=run,
         stopping=stopping,
-    )  # fmt: skip
+    )
 
 
 def five(liveness_s: float = 4.0) -> Watch:
@@ -118,8 +121,13 @@ def test_one_that_is_known_and_not_heard_yet_may_serve_until_it_is_silent() -> N
     watch.run(4.0, 6.0, [A, B, C])
     assert watch.liveness.candidates() == [A, B, C]
     assert {one: watch.liveness.why_left_out(one) for one in watch.liveness.instances()} == {
-        A: "", B: "", C: "", D: "silent", E: "stopped", "f": "silent",
-    }  # fmt: skip
+        A: "",
+        B: "",
+        C: "",
+        D: "silent",
+        E: "stopped",
+        "f": "silent",
+    }
 
 
 def test_a_load_that_was_told_long_ago_is_a_guess_and_says_how_old_it_is() -> None:
@@ -488,11 +496,13 @@ def test_while_the_catalog_does_not_hear_itself_nobody_is_excluded_for_silence(
         assert not newly or now_s - own_s < 2.0
 
 
-# -- lives --------------------------------------------------------------------------------------------------------------
+# -- lives -------------------------------------------------------------------------------------------------------------
 
 
 def test_another_life_of_a_smaller_epoch_is_heard_and_its_older_self_is_not() -> None:
-    """The journal and the stream were lost: what begins again with epoch 1 is no zombie of epoch 5, but the other way round."""
+    """The journal and the stream were lost: what begins again with epoch 1 is no zombie of epoch 5, but the other way
+    round.
+    """
     watch = Watch()
     watch.step(0.0, StreamProgress(A, Epoch(5), False, "old", 0))
     watch.follow(0.0, B, C, D)

@@ -113,7 +113,7 @@ def test_a_header_is_found_by_its_name_alone() -> None:
     assert header(b"NATS/1.0\r\nKvbm-Status: 2", b"Kvbm-Status") == b""
 
 
-# -- subjects, and what they stand for ----------------------------------------------------------------------------------
+# -- subjects, and what they stand for ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,9 @@ def test_a_request_and_its_message_say_the_same(
 
 
 @pytest.mark.parametrize(
-    ("method", "target"), [("GET", "/metrics"), ("DELETE", "/v1/instances/a"), ("POST", "/v1/instances/a/snapshot"), ("GET", "/v1/lookup")]
-)  # fmt: skip
+    ("method", "target"),
+    [("GET", "/metrics"), ("DELETE", "/v1/instances/a"), ("POST", "/v1/instances/a/snapshot"), ("GET", "/v1/lookup")],
+)
 def test_what_only_an_operator_asks_has_no_message(method: str, target: str) -> None:
     assert message_of(method, target, None) is None
 

@@ -32,10 +32,15 @@ def body(long: bool = True, **fields: object) -> bytearray:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"hashes": "00" * 16 * 9000, "input_tokens": 5}, {"hashes": ["00" * 16] * 9000}, {"hashes": ""}, {"hashes": []}, {},
-        {"hashes": None, "tokens": None}, {"at_least": [{"instance": "a", "epoch": 1, "offset": 2}] * 9, "timeout_s": 2},
+        {"hashes": "00" * 16 * 9000, "input_tokens": 5},
+        {"hashes": ["00" * 16] * 9000},
+        {"hashes": ""},
+        {"hashes": []},
+        {},
+        {"hashes": None, "tokens": None},
+        {"at_least": [{"instance": "a", "epoch": 1, "offset": 2}] * 9, "timeout_s": 2},
     ],
-)  # fmt: skip
+)
 def test_a_long_request_is_read_as_a_short_one(fields: dict[str, object]) -> None:
     assert decode_request(body(**fields), RouteRequest, NATIVE.read_number_list) == msgspec.json.decode(
         body(**fields), type=RouteRequest
@@ -56,16 +61,23 @@ def test_tokens_become_an_array(tokens: list[int], indent: int | None, read: Rea
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"tokens": [1, -1]}, LayoutError), ({"tokens": [1 << 32]}, LayoutError), ({"tokens": [1 << 70]}, OverflowError),
-        ({"tokens": [[1, 2], [3]]}, msgspec.DecodeError), ({"tokens": [1.5]}, msgspec.ValidationError),
-        ({"tokens": "1,2"}, msgspec.ValidationError), ({"tokens": {"1": 2}}, msgspec.ValidationError),
-        ({"tokens": [1] * (MAX_TOKENS + 1)}, LimitError), ({"hashes": ["a"] * (MAX_HASHES + 1)}, LimitError),
-        ({"hashes": [1]}, msgspec.ValidationError), ({"surprise": 1}, msgspec.ValidationError),
-        ({"namespace": {"model": "m" * (1 << 20), "block_tokens": 1}}, LimitError), ({"namespace": 1}, msgspec.ValidationError),
+        ({"tokens": [1, -1]}, LayoutError),
+        ({"tokens": [1 << 32]}, LayoutError),
+        ({"tokens": [1 << 70]}, OverflowError),
+        ({"tokens": [[1, 2], [3]]}, msgspec.DecodeError),
+        ({"tokens": [1.5]}, msgspec.ValidationError),
+        ({"tokens": "1,2"}, msgspec.ValidationError),
+        ({"tokens": {"1": 2}}, msgspec.ValidationError),
+        ({"tokens": [1] * (MAX_TOKENS + 1)}, LimitError),
+        ({"hashes": ["a"] * (MAX_HASHES + 1)}, LimitError),
+        ({"hashes": [1]}, msgspec.ValidationError),
+        ({"surprise": 1}, msgspec.ValidationError),
+        ({"namespace": {"model": "m" * (1 << 20), "block_tokens": 1}}, LimitError),
+        ({"namespace": 1}, msgspec.ValidationError),
         ({"at_least": [{"instance": "a", "epoch": 1, "offset": 2}] * 10_000}, LimitError),
         ({"at_least": [{"instance": "a", "epoch": 1, "offset": 2}] * 300}, msgspec.ValidationError),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused(
     fields: dict[str, object], error: type[Exception], read: ReadNumberList
 ) -> None:
@@ -74,9 +86,38 @@ def test_what_makes_no_sense_is_refused(
 
 
 ODD = (
-    "", " ", ",", "1", "12", "4294967295", "4294967296", "99999999999999999999999", "-1", "-0", "0", "00", "01", "1.0", "1.5", "1e3", "null",
-    "true", '"1"', "[1]", "1 2", "\n7\t", "\r", "x", "0x1", "+1", "\u0661", "1,", ",1", "]", "}",
-)  # fmt: skip
+    "",
+    " ",
+    ",",
+    "1",
+    "12",
+    "4294967295",
+    "4294967296",
+    "99999999999999999999999",
+    "-1",
+    "-0",
+    "0",
+    "00",
+    "01",
+    "1.0",
+    "1.5",
+    "1e3",
+    "null",
+    "true",
+    '"1"',
+    "[1]",
+    "1 2",
+    "\n7\t",
+    "\r",
+    "x",
+    "0x1",
+    "+1",
+    "\u0661",
+    "1,",
+    ",1",
+    "]",
+    "}",
+)
 
 
 @READS

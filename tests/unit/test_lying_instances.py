@@ -1,6 +1,8 @@
-"""A lying frame, a lying heartbeat, fence, sample and answer: each message an instance may send, with each field forged (tests/lies.py).
+"""A lying frame, a lying heartbeat, fence, sample and answer: each message an instance may send, with each field forged
+(tests/lies.py).
 
-Whatever it says, what is known of other instances and tenants stays right, the catalog goes on, and little is said about it.
+Whatever it says, what is known of other instances and tenants stays right, the catalog goes on, and little is said
+about it.
 """
 
 from __future__ import annotations
@@ -144,9 +146,16 @@ class World:
     def beat(self, instance: InstanceId, space: Namespace) -> None:
         self.beats += 1
         said = msgspec.structs.replace(
-            lies.honest_heartbeat(instance), wall_time_ns=self.beats, namespaces=(space.id,), told=(space.canonical(),),
-            published=Offset(len(self.sent[instance])), applied=Offset(len(self.sent[instance])), put_bytes={}, transfers=(), lends={},
-        )  # fmt: skip
+            lies.honest_heartbeat(instance),
+            wall_time_ns=self.beats,
+            namespaces=(space.id,),
+            told=(space.canonical(),),
+            published=Offset(len(self.sent[instance])),
+            applied=Offset(len(self.sent[instance])),
+            put_bytes={},
+            transfers=(),
+            lends={},
+        )
         self.heartbeats.on_heartbeat(said)
 
     def liar(self) -> InstanceId:
@@ -163,7 +172,9 @@ class World:
         return self.sequencer.index
 
     def view(self, routes: bool = True) -> list[Any]:
-        """All that is known of the honest: residencies, claims, rows, namespaces, what they are seen to be, and where prompts go."""
+        """All that is known of the honest: residencies, claims, rows, namespaces, what they are seen to be, and where
+        prompts go.
+        """
         sequencer = self.sequencer
         held = {
             key: {one for one in holders if one.is_pool or one.name in HONEST}
@@ -171,11 +182,17 @@ class World:
         }
         known = [
             (
-                self.index.view(one), sequencer.rows(one), sequencer.declared(one), sequencer.ownership(one), sequencer.is_waiting(one),
-                sequencer.troubles.by_instance.get(one), self.heartbeats.liveness.state(one), sequencer.unreadable(one),
+                self.index.view(one),
+                sequencer.rows(one),
+                sequencer.declared(one),
+                sequencer.ownership(one),
+                sequencer.is_waiting(one),
+                sequencer.troubles.by_instance.get(one),
+                self.heartbeats.liveness.state(one),
+                sequencer.unreadable(one),
             )
             for one in HONEST
-        ]  # fmt: skip
+        ]
         spaces = [sequencer.namespaces().get(space.id) for space in HONEST.values()]
         found = [{key: one for key, one in held.items() if one}, known, spaces]
         return [*found, self.routes(), self.seen()] if routes else found
@@ -284,7 +301,9 @@ def test_a_frame_with_forged_fields_draws_no_prompt_of_others() -> None:
 
 
 def test_an_instance_of_a_pool_says_of_its_claims_what_it_likes_and_of_nothing_else(tmp_path: Path) -> None:
-    """A pool is of all who share it: who lies there costs reads that find nothing, and blocks that are computed anew (docs/threats.md)."""
+    """A pool is of all who share it: who lies there costs reads that find nothing, and blocks that are computed anew
+    (docs/threats.md).
+    """
     world = World(NATIVE)
     liar = world.liar()
     taken = lies.evicted(tier=Tier.OBJECT, count=2, hashes=HELD[A][:32])
@@ -298,7 +317,7 @@ def test_an_instance_of_a_pool_says_of_its_claims_what_it_likes_and_of_nothing_e
     world.goes_on(tmp_path)
 
 
-# -- fences --------------------------------------------------------------------------------------------------------------
+# -- fences ------------------------------------------------------------------------------------------------------------
 
 
 @each_twin
@@ -324,7 +343,7 @@ def test_a_fence_with_a_forged_field_is_its_senders_alone(twin: Twin, tmp_path: 
     assert not much_said(remarks)
 
 
-# -- heartbeats ----------------------------------------------------------------------------------------------------------
+# -- heartbeats --------------------------------------------------------------------------------------------------------
 
 
 def _heartbeats() -> Iterator[Lie]:
@@ -370,7 +389,7 @@ def test_a_heartbeat_with_a_forged_field_changes_nothing_of_others_and_draws_no_
     assert not much_said(remarks)
 
 
-# -- samples -------------------------------------------------------------------------------------------------------------
+# -- samples -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_sample_with_a_forged_field_is_refused_or_stands_in_no_erasures_way() -> None:
@@ -392,7 +411,7 @@ def test_a_sample_with_a_forged_field_is_refused_or_stands_in_no_erasures_way() 
     assert not much_said(remarks)
 
 
-# -- answers to erasures ---------------------------------------------------------------------------------------------------
+# -- answers to erasures -----------------------------------------------------------------------------------------------
 
 
 def test_an_answer_with_a_forged_field_speaks_for_nobody_else_and_the_table_can_be_read() -> None:
@@ -408,8 +427,12 @@ def test_an_answer_with_a_forged_field_speaks_for_nobody_else_and_the_table_can_
     honest = {one.name: report.encoded(one) for one in (waits, catalog)}
     answer = msgspec.structs.replace(
         lies.honest_answer(InstanceId("liar")),
-        progress={number: report.Progress(places=(report.Place(name="HOST", waits="x"),), namespaces=(erasure.namespace_digest(BETA.id),))},
-    )  # fmt: skip
+        progress={
+            number: report.Progress(
+                places=(report.Place(name="HOST", waits="x"),), namespaces=(erasure.namespace_digest(BETA.id),)
+            )
+        },
+    )
     for lie in lies.forged_messages(answer):
         answers = report.answers_of({**honest, "liar": lie.data})
         assert {one.name for one in answers} - {"liar"} == {"a", "catalog:1"}, lie
@@ -430,7 +453,7 @@ def test_an_answer_with_a_forged_field_speaks_for_nobody_else_and_the_table_can_
     assert not Matcher(record.erasures[0]).namespace(BETA.id)
 
 
-# -- all of them ---------------------------------------------------------------------------------------------------------
+# -- all of them -------------------------------------------------------------------------------------------------------
 
 
 def test_each_message_that_an_instance_may_send_is_forged() -> None:

@@ -1,4 +1,6 @@
-"""Why nothing was found for a prompt: the reason, what is known instead, within what a caller may know, and as a number in batches."""
+"""Why nothing was found for a prompt: the reason, what is known instead, within what a caller may know, and as a number
+in batches.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +86,9 @@ def test_an_unknown_id_is_told_with_ids_that_are_known() -> None:
     site = Site(SPACE)
     answer = site.missed(EMBEDDED, NamespaceId(bytes(16)))
     assert (answer.why, [(one.id, one.model, one.differs) for one in answer.near]) == (
-        "namespace_unknown", [(SPACE.id.hex(), "m", {})],
-    )  # fmt: skip
+        "namespace_unknown",
+        [(SPACE.id.hex(), "m", {})],
+    )
     site.named.add(NamespaceId(bytes(16)))  # by an instance whose fields of it were not kept
     assert site.missed(EMBEDDED, NamespaceId(bytes(16))).why == "not_held"
 
@@ -141,7 +144,13 @@ def test_only_an_answer_without_anything_has_a_reason() -> None:
 @each_twin
 def test_a_batch_has_the_reasons_number_where_nothing_was_found(twin: Twin) -> None:
     index = twin.index()
-    index.apply(frame_bytes(ONE, InstanceStarted(epoch=Epoch(1), pools=(POOL,)), BlocksCreated(namespace=SPACE.id, tier=Tier.HBM, hashes=HASHES)))  # fmt: skip
+    index.apply(
+        frame_bytes(
+            ONE,
+            InstanceStarted(epoch=Epoch(1), pools=(POOL,)),
+            BlocksCreated(namespace=SPACE.id, tier=Tier.HBM, hashes=HASHES),
+        )
+    )
     prompts = [HASHES, bytes(32), HASHES[16:], b"\xff" * 16]
     asked = PromptBatch(LOOKUP, 3, SPACE.id, [(hashes, 0) for hashes in prompts])
     for why in WHYS:
@@ -151,7 +160,10 @@ def test_a_batch_has_the_reasons_number_where_nothing_was_found(twin: Twin) -> N
         assert [one.missed for one in read] == [msgspec.UNSET, missed(why), msgspec.UNSET, missed(why)]
         assert [bool(one.instances) for one in read] == [True, False, True, False]
         assert index.prompts_missed() == before + 2
-    assert [one.missed for one in decode_lookups(answers_head(LOOKUP, 4, 0.0) + index.encode_prefixes(SPACE.id, prompts, 3), asked)] == [msgspec.UNSET] * 4  # fmt: skip
+    assert [
+        one.missed
+        for one in decode_lookups(answers_head(LOOKUP, 4, 0.0) + index.encode_prefixes(SPACE.id, prompts, 3), asked)
+    ] == [msgspec.UNSET] * 4
     assert missed_of(0) is missed_of(200) is msgspec.UNSET  # of a newer kvbm
     assert [number_in(missed(why)) for why in WHYS] == [1, 2, 3, 4, 5]
 

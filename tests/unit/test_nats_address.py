@@ -45,9 +45,17 @@ def test_what_asks_survives_being_written(asks: tuple[str, str | None], is_tls: 
 
 
 WRONG = [
-    "nats://user:12/hunter2@h", "nats://user:hunter2/x@h", "nats://user:hunter2?x@h", "nats://user:12?hunter2@h", "nats://user:12#hunter2@h",
-    "nats://user:hunter2,x@h", "http://user:hunter2@h", "nats://user:hunter2@h:port", "nats://user:hunter2@", "nats://user:hunter2@[h",
-]  # fmt: skip
+    "nats://user:12/hunter2@h",
+    "nats://user:hunter2/x@h",
+    "nats://user:hunter2?x@h",
+    "nats://user:12?hunter2@h",
+    "nats://user:12#hunter2@h",
+    "nats://user:hunter2,x@h",
+    "http://user:hunter2@h",
+    "nats://user:hunter2@h:port",
+    "nats://user:hunter2@",
+    "nats://user:hunter2@[h",
+]
 
 
 @pytest.mark.parametrize("url", WRONG)

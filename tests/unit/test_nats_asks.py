@@ -1,4 +1,6 @@
-"""Questions of one subscription: a few are answered as they are read, the rest wait their turn, and too many are dropped."""
+"""Questions of one subscription: a few are answered as they are read, the rest wait their turn, and too many are
+dropped.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which blocks make whole objects: chains that grow block by block, fork, are forgotten; objects that wait for their blocks."""
+"""Which blocks make whole objects: chains that grow block by block, fork, are forgotten; objects that wait for their
+blocks.
+"""
 
 from __future__ import annotations
 

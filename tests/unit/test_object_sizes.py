@@ -1,4 +1,7 @@
-"""What a pool has is counted in whole objects: whoever reads it can have no part of one. Both twins; and who says how large objects are."""
+"""What a pool has is counted in whole objects: whoever reads it can have no part of one.
+
+Both twins; and who says how large objects are.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,9 @@ def reaches(index: ClusterIndex, asked: bytes) -> dict[str, tuple[int, int]]:
 
 @each_twin
 @pytest.mark.parametrize("is_marked", [True, False])
-@pytest.mark.parametrize(("claimed", "asked", "wanted"), [(24, 20, 16), (24, 24, 24), (13, 24, 8), (5, 24, 0), (16, 5, 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("claimed", "asked", "wanted"), [(24, 20, 16), (24, 24, 24), (13, 24, 8), (5, 24, 0), (16, 5, 0)]
+)
 def test_a_pool_has_whole_objects_or_nothing(
     twin: Twin, is_marked: bool, claimed: int, asked: int, wanted: int
 ) -> None:
@@ -123,12 +128,32 @@ def test_the_smallest_size_that_was_told_counts_and_only_in_its_namespace(twin: 
 
 
 NAMES = {
-    "": 0, "s3://bucket": 0, "blocks=4": 0, "s3://b#sealed": 0, "s3://b#blocks=4": 4, "s3://b#blocks=4,sealed": 4,
-    "s3://b#sealed,blocks=4": 4, "s3://b#x#blocks=4": 4, "s3://b#blocks=4#x": 0, "s3://b#blocks=": 0, "s3://b#blocks=04": 0,
-    "s3://b#blocks=0": 0, "s3://b#blocks=-4": 0, "s3://b#blocks=+4": 0, "s3://b#blocks=4_0": 0, "s3://b#blocks= 4": 0,
-    "s3://b#blocks=9999999": 9_999_999, "s3://b#blocks=10000000": 0, "s3://b#blocks=\u0664": 0, "s3://b#Blocks=4": 0,
-    "s3://b#myblocks=4": 0, "s3://b#blocks=x,blocks=4": 4, "#blocks=4": 4, "s3://b#": 0, "s3://b#,": 0,
-}  # fmt: skip
+    "": 0,
+    "s3://bucket": 0,
+    "blocks=4": 0,
+    "s3://b#sealed": 0,
+    "s3://b#blocks=4": 4,
+    "s3://b#blocks=4,sealed": 4,
+    "s3://b#sealed,blocks=4": 4,
+    "s3://b#x#blocks=4": 4,
+    "s3://b#blocks=4#x": 0,
+    "s3://b#blocks=": 0,
+    "s3://b#blocks=04": 0,
+    "s3://b#blocks=0": 0,
+    "s3://b#blocks=-4": 0,
+    "s3://b#blocks=+4": 0,
+    "s3://b#blocks=4_0": 0,
+    "s3://b#blocks= 4": 0,
+    "s3://b#blocks=9999999": 9_999_999,
+    "s3://b#blocks=10000000": 0,
+    "s3://b#blocks=\u0664": 0,
+    "s3://b#Blocks=4": 0,
+    "s3://b#myblocks=4": 0,
+    "s3://b#blocks=x,blocks=4": 4,
+    "#blocks=4": 4,
+    "s3://b#": 0,
+    "s3://b#,": 0,
+}
 
 
 @each_twin

@@ -36,7 +36,7 @@ def drained(queue: Offloader) -> bytes:
     return b"".join(taken)
 
 
-# -- the queue ----------------------------------------------------------------------------------------------------------
+# -- the queue ---------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_that_are_created_one_by_one_leave_in_long_runs() -> None:
@@ -111,7 +111,7 @@ def test_a_full_queue_skips_and_says_so() -> None:
     assert drained(queue) == hashes(0, 100)
 
 
-# -- long prompts -------------------------------------------------------------------------------------------------------
+# -- long prompts ------------------------------------------------------------------------------------------------------
 
 PROMPT = 62_500
 
@@ -225,7 +225,7 @@ def test_whatever_is_offered_in_whatever_pieces_goes_once_at_least_and_is_counte
     assert {*gone, *last} == wanted
 
 
-# -- the budget of a device's endurance ---------------------------------------------------------------------------------
+# -- the budget of a device's endurance --------------------------------------------------------------------------------
 
 
 def test_a_budget_is_spent_and_earned_again() -> None:
@@ -255,7 +255,7 @@ def test_a_clock_that_goes_back_earns_nothing() -> None:
     assert budget.left_bytes(101.0) == 1000
 
 
-# -- memory to go through -----------------------------------------------------------------------------------------------
+# -- memory to go through ----------------------------------------------------------------------------------------------
 
 
 def test_offloads_never_have_the_lanes_that_requests_need() -> None:
@@ -291,7 +291,9 @@ def test_blocks_larger_than_the_arena_get_two_lanes_all_the_same() -> None:
 
 
 def test_a_run_of_objects_is_shortened_by_whole_objects() -> None:
-    """Its last object waits already, with other blocks before it: half an object would join the next run to a wrong one."""
+    """Its last object waits already, with other blocks before it: half an object would join the next run to a wrong
+    one.
+    """
     runs = ChainRuns(64 * HASH_BYTES, unit_blocks=2)
     runs.add(ChainRun(hashes(1, 2) + hashes(5, 2), 0))
     assert runs.add(ChainRun(hashes(3, 2) + hashes(5, 2), 2)) == 2

@@ -1,4 +1,6 @@
-"""What a stranger's first commands rest on: the distribution's name in every hint, and build dependencies that are named."""
+"""What a stranger's first commands rest on: the distribution's name in every hint, and build dependencies that are
+named.
+"""
 
 from __future__ import annotations
 

@@ -24,8 +24,14 @@ GOOD, MISSING, CORRUPT = ReadOutcome.GOOD, ReadOutcome.MISSING, ReadOutcome.CORR
 
 
 def peer(
-    name: str = "a", depth: int = 4, host: str = "here", unix: str = "/s", tcp: str = "a:1", far: int = 0, rdma: str = ""
-) -> PeerHolding:  # fmt: skip
+    name: str = "a",
+    depth: int = 4,
+    host: str = "here",
+    unix: str = "/s",
+    tcp: str = "a:1",
+    far: int = 0,
+    rdma: str = "",
+) -> PeerHolding:
     lends = PeerAddress(host, unix, tcp, rdma).words()
     return PeerHolding(instance=name, depth=depth, tiers={}, distance=far, suspect=False, lends=lends)
 
@@ -141,8 +147,10 @@ def test_what_fails_by_tcp_after_rdma_was_passed_over_counts_against_tcp() -> No
 def test_memory_is_used_on_one_machine_and_tcp_beyond_it() -> None:
     network = Network()
     assert network.ways(peer(), peer("b", host="there"), peer("c", tcp="", host="there"), peer("d", unix="")) == [
-        ("a", MEMORY), ("b", TCP), ("d", TCP),
-    ]  # fmt: skip
+        ("a", MEMORY),
+        ("b", TCP),
+        ("d", TCP),
+    ]
     assert Network(transports=[MEMORY]).ways(peer("b", host="there")) == []
     sources = network.peers.sources(SPACE.id, [peer(), peer("b", host="there", far=1)])
     assert [one.link for one in sources] == [MEMORY_LINK, TCP_LINKS[1]]

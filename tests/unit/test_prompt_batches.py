@@ -49,24 +49,41 @@ ONE, TWO = b"\x11" * HASH_BYTES, b"\x22" * HASH_BYTES
 ASKED = PromptBatch(LOOKUP, 8, SPACE, [(ONE + TWO, 0), (b"", 0)])
 ROUTED = PromptBatch(ROUTE, 1, SPACE, [(ONE, 20)])
 FOUND = LookupAnswer(
-    namespace=SPACE.hex(), blocks=2, deepest=2, excluded=[], more=3, pools=[PoolHolding(pool="s3", depth=1)],
+    namespace=SPACE.hex(),
+    blocks=2,
+    deepest=2,
+    excluded=[],
+    more=3,
+    pools=[PoolHolding(pool="s3", depth=1)],
     instances=[InstanceHolding(instance="i-0", depth=2, tiers={"HBM": 1, "NVME": 1}, reach=2, suspect=True)],
-)  # fmt: skip
+)
 NOTHING = LookupAnswer(namespace=SPACE.hex(), blocks=0, deepest=0, instances=[], pools=[], excluded=[])
 RANKED = RankedInstance(
-    instance="i-0", cost_s=2.0, queueing_s=0.5, recompute_s=1.0, balance_s=0.25, fetch_s=0.25, depth=1, missing_tokens=4,
-    fetch_blocks=0, suspect=False, ttft_s=1.5, admitted=False,
-)  # fmt: skip
+    instance="i-0",
+    cost_s=2.0,
+    queueing_s=0.5,
+    recompute_s=1.0,
+    balance_s=0.25,
+    fetch_s=0.25,
+    depth=1,
+    missing_tokens=4,
+    fetch_blocks=0,
+    suspect=False,
+    ttft_s=1.5,
+    admitted=False,
+)
 CHOSEN = RouteAnswer(instance="i-0", namespace=SPACE.hex(), blocks=1, ranked=[RANKED], more=7, admitted=False)
 
 LOOKED_FOR = PromptBatch(PRESENCE, 8, SPACE, [(ONE + TWO, 0), (b"", 0)])
 HELD = PresenceAnswer(
-    namespace=SPACE.hex(), blocks=2, more=3,
+    namespace=SPACE.hex(),
+    blocks=2,
+    more=3,
     holders=[
         BlocksHeld(name="i-0", kind="instance", tier="NVME", suspect=True, held="03"),
         BlocksHeld(name="s3", kind="pool", tier="OBJECT", suspect=False, held="02"),
     ],
-)  # fmt: skip
+)
 NONE_HELD = PresenceAnswer(namespace=SPACE.hex(), blocks=0, holders=[])
 
 GOLDEN_QUESTION = (
@@ -94,14 +111,24 @@ GOLDEN_PRESENCE = (
 
 ASKED_FOR = PromptBatch(FIND, 4, SPACE, [(ONE + TWO, 1)], ("me", "zone-a", "host-1"))
 THERE = FindAnswer(
-    namespace=SPACE.hex(), blocks=2, pools=[PoolHolding(pool="s3", depth=2)],
+    namespace=SPACE.hex(),
+    blocks=2,
+    pools=[PoolHolding(pool="s3", depth=2)],
     peers=[
         PeerHolding(
-            instance="i-0", depth=1, tiers={"HOST": 1}, distance=1, suspect=True, lends={"host": "h", "unix": "/s", "tcp": "a:1"}
+            instance="i-0",
+            depth=1,
+            tiers={"HOST": 1},
+            distance=1,
+            suspect=True,
+            lends={"host": "h", "unix": "/s", "tcp": "a:1"},
         )
     ],
-)  # fmt: skip
-GOLDEN_FIND = "00000000 00000000 0200 0000 08000000 01000000 01000000 01 01 03 692d30 680a2f730a613a31 00000000 02000000 00000000 00 02 02 7333"
+)
+GOLDEN_FIND = (
+    "00000000 00000000 0200 0000 08000000 01000000 01000000 01 01 03 692d30 680a2f730a613a31 00000000 "
+    "02000000 00000000 00 02 02 7333"
+)
 
 
 def test_the_bytes_are_those_that_are_documented() -> None:
@@ -197,12 +224,21 @@ def test_a_changed_byte_of_addresses_is_refused_or_another_answer(at: int, chang
 @pytest.mark.parametrize(
     ("at", "data", "why"),
     [
-        (0, b"KVB2", "does not begin"), (4, b"\5", "does not begin"), (4, b"\4", "limit is 8; give 1 to 4"), (5, b"\1", "does not begin"), (12, b"\1", "does not begin"),
-        (6, b"\0\0", "limit is 0"), (6, b"\1\4", "limit is 1025"), (8, b"\0\0", "0 prompts"),
-        (8, (MOST_PROMPTS + 1).to_bytes(4, "little"), "257 prompts"), (8, b"\3", "at most 65536"), (8, b"\0\1", "sizes of"),
-        (32, b"\xff\xff\xff\xff", "at most 65536"), (36, b"\1", "0 where it is no route"),
+        (0, b"KVB2", "does not begin"),
+        (4, b"\5", "does not begin"),
+        (4, b"\4", "limit is 8; give 1 to 4"),
+        (5, b"\1", "does not begin"),
+        (12, b"\1", "does not begin"),
+        (6, b"\0\0", "limit is 0"),
+        (6, b"\1\4", "limit is 1025"),
+        (8, b"\0\0", "0 prompts"),
+        (8, (MOST_PROMPTS + 1).to_bytes(4, "little"), "257 prompts"),
+        (8, b"\3", "at most 65536"),
+        (8, b"\0\1", "sizes of"),
+        (32, b"\xff\xff\xff\xff", "at most 65536"),
+        (36, b"\1", "0 where it is no route"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said(at: int, data: bytes, why: str) -> None:
     body = bytearray(encode_batch(ASKED))
     body[at : at + len(data)] = data

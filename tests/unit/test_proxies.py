@@ -21,14 +21,25 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("url", "no_proxy", "proxy"),
     [
-        ("http://catalog:7700", "", PROXY), ("https://catalog:7700", "", "http://tls-proxy:3129"), ("http://10.0.0.7:7700", "", PROXY),
-        ("http://catalog:7700", "catalog", ""), ("http://catalog:7700", "catalog:7700", ""), ("http://catalog.kv.svc:7700", ".svc", ""),
-        ("http://catalog.kv.svc:7700", "a, svc ,b", ""), ("http://catalog:7700", "*", ""), ("http://10.0.0.7:7700", "10.0.0.0/8", ""),
-        ("http://10.0.0.7:7700", "192.168.0.0/16", PROXY), ("http://[fd00::7]:7700", "fd00::/8", ""), ("http://catalog:7700", "log", PROXY),
-        *((f"{scheme}://{host}:7700", "", "") for scheme in ("http", "https") for host in ("127.0.0.1", "127.0.1.1", "localhost", "[::1]", "0.0.0.0",
-          "a.localhost")),
+        ("http://catalog:7700", "", PROXY),
+        ("https://catalog:7700", "", "http://tls-proxy:3129"),
+        ("http://10.0.0.7:7700", "", PROXY),
+        ("http://catalog:7700", "catalog", ""),
+        ("http://catalog:7700", "catalog:7700", ""),
+        ("http://catalog.kv.svc:7700", ".svc", ""),
+        ("http://catalog.kv.svc:7700", "a, svc ,b", ""),
+        ("http://catalog:7700", "*", ""),
+        ("http://10.0.0.7:7700", "10.0.0.0/8", ""),
+        ("http://10.0.0.7:7700", "192.168.0.0/16", PROXY),
+        ("http://[fd00::7]:7700", "fd00::/8", ""),
+        ("http://catalog:7700", "log", PROXY),
+        *(
+            (f"{scheme}://{host}:7700", "", "")
+            for scheme in ("http", "https")
+            for host in ("127.0.0.1", "127.0.1.1", "localhost", "[::1]", "0.0.0.0", "a.localhost")
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("large", [False, True])
 def test_an_address_is_asked_through_the_proxy_that_the_environment_names(
     url: str, no_proxy: str, proxy: str, large: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,7 @@
-"""What people read of us: pages, the help of commands and of metrics. No class of ours is named there, unless in code marks."""
+"""What people read of us: pages, the help of commands and of metrics.
+
+No class of ours is named there, unless in code marks.
+"""
 
 from __future__ import annotations
 

@@ -78,9 +78,13 @@ class Driven:
     """A publisher of run "me" that is stepped by hand, and what the stream's fence is."""
 
     def __init__(
-        self, frames: MemoryLog, epoch: int = 1, message_bytes: int = 1 << 18, window_bytes: int = 4 << 20,
+        self,
+        frames: MemoryLog,
+        epoch: int = 1,
+        message_bytes: int = 1 << 18,
+        window_bytes: int = 4 << 20,
         window_messages: int = 512,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.publisher = Publisher(
             frames, Epoch(epoch), "me", PublisherOptions(1.0, window_bytes, window_messages, message_bytes), lambda: 0.0
         )
@@ -126,11 +130,13 @@ def frames_of(count: int, epoch: int = 1) -> list[FrameBytes]:
 SIZE = len(make_frame(0).data)
 
 
-# -- messages -----------------------------------------------------------------------------------------------------------
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_fence_set_after_its_own_is_anothers_whatever_its_epoch() -> None:
-    """The stream was lost and made anew, an instance that remembers nothing has begun there with epoch 1; then the old self thaws."""
+    """The stream was lost and made anew, an instance that remembers nothing has begun there with epoch 1; then the old
+    self thaws.
+    """
     driven = Driven(log_of(*frames_of(3, epoch=5)), epoch=5)
     driven.begin()
     effects = driven.find_again(Fence(Epoch(1), "new", 1), Tail(position(1, 2), position(1, 2)))
@@ -322,7 +328,7 @@ def test_a_small_frame_before_a_large_one_does_not_keep_it_back() -> None:
     assert the(driven.step(Ticked(), LINGER_S), Publish).through.offset == 2
 
 
-# -- what goes wrong ----------------------------------------------------------------------------------------------------
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
 def test_from_a_refused_message_on_all_is_sent_again_after_a_wait_and_late_acks_count_for_nothing() -> None:
@@ -427,7 +433,7 @@ def test_a_fence_that_is_not_acknowledged_in_time_ends_in_a_new_connection() -> 
     assert of_kind(driven.wait(effects), Connect)
 
 
-# -- the fence ----------------------------------------------------------------------------------------------------------
+# -- the fence ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("happened", [SnapshotBegan(), Begun(Epoch(2))])
@@ -576,7 +582,7 @@ def test_one_that_is_shut_out_in_the_middle_stops_at_once() -> None:
     assert driven.publisher.published == ORIGIN
 
 
-# -- everything at once -------------------------------------------------------------------------------------------------
+# -- everything at once ------------------------------------------------------------------------------------------------
 
 
 class World:
@@ -591,9 +597,12 @@ class World:
         self.fence: Fence | None = None
         self.pulse: Heartbeat | None = None
         options = PublisherOptions(
-            0.2, self.random.choice((1000, 4000, 4 << 20)), self.random.choice((1, 3, 512)),
-            self.random.choice((1, 300, 2000, 1 << 18)), ack_wait_s=1.0,
-        )  # fmt: skip
+            0.2,
+            self.random.choice((1000, 4000, 4 << 20)),
+            self.random.choice((1, 3, 512)),
+            self.random.choice((1, 300, 2000, 1 << 18)),
+            ack_wait_s=1.0,
+        )
         self.publisher = Publisher(self.log, Epoch(1), "me", options, self.random.random)
         self.is_calm = False
         self.appended: list[FrameBytes] = []
@@ -815,7 +824,7 @@ def test_after_other_runs_have_come_and_gone_the_last_epoch_is_whole(seed: int) 
     assert world.contiguous() == world.publisher.published
 
 
-# -- a stream that is away ----------------------------------------------------------------------------------------------
+# -- a stream that is away ---------------------------------------------------------------------------------------------
 
 
 def test_a_stream_that_is_away_is_asked_again_soon_by_the_same_connection_and_heartbeats_go_on() -> None:

@@ -12,8 +12,14 @@ ONE, OTHER = NamespaceId(bytes([1]) * 16), NamespaceId(bytes([2]) * 16)
 
 def beat(instance: InstanceId, put: dict[NamespaceId, tuple[int, int]], total: tuple[int, int] = (0, 0)) -> Heartbeat:
     return Heartbeat(
-        instance=instance, cluster="c", epoch=Epoch(1), published=Offset(0), wall_time_ns=0, put_bytes=put, put_total=total
-    )  # fmt: skip
+        instance=instance,
+        cluster="c",
+        epoch=Epoch(1),
+        published=Offset(0),
+        wall_time_ns=0,
+        put_bytes=put,
+        put_total=total,
+    )
 
 
 def test_the_total_of_an_instance_does_not_shrink_with_the_namespaces_it_tells_of() -> None:

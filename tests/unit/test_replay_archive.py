@@ -63,7 +63,9 @@ def gone_back(seed: int, frames: list[Frame]) -> list[list[Frame]]:
 
 
 def write_archive(folder: Path, seed: int, file_bytes: int = 3000) -> tuple[int, int]:
-    """An archive of two instances, mixed, in several files; how many different frames and how many instances' epochs it has."""
+    """An archive of two instances, mixed, in several files; how many different frames and how many instances' epochs it
+    has.
+    """
     pick = random.Random(seed)
     streams = [make_capture(seed, 80).frames(), make_capture(seed + 500, 80, instance="two").frames()]
     waiting = [gone_back(seed, frames) for frames in streams]
@@ -179,7 +181,7 @@ def test_an_epoch_whose_beginning_was_let_go_is_trusted_from_the_end_of_its_firs
         assert findings == ([("digest-mismatch", before + 1)] if first == 4 else [])
 
 
-# -- lives ----------------------------------------------------------------------------------------------------------------
+# -- lives -------------------------------------------------------------------------------------------------------------
 
 
 def with_fences(capture: Capture, *lives: tuple[str, list[Frame]]) -> list[StreamMessage]:

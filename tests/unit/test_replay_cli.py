@@ -61,7 +61,10 @@ def test_a_finding_is_a_sentence_with_file_byte_instance_epoch_and_offset(
     assert main(["verify", str(capture)]) == 1
     verdict, sentence = capsys.readouterr().out.splitlines()
     assert verdict.startswith("FAILED: 1 finding in 1 instance, ")
-    place = f"corrupt-frame at {capture} byte {at[3]:,}, instance one epoch {FRAMES[3].epoch} offset {FRAMES[3].first_offset}: "
+    place = (
+        f"corrupt-frame at {capture} byte {at[3]:,}, instance one epoch {FRAMES[3].epoch} offset "
+        f"{FRAMES[3].first_offset}: "
+    )
     assert sentence.strip().startswith(place)
 
 
@@ -272,6 +275,10 @@ def test_a_frame_inside_damage_is_found_again_by_its_magic() -> None:
     second = lengths[0] + 100
     third = second + lengths[1] + 64
     assert found == [
-        (0, "ScannedFrame"), (lengths[0], "Damage"), (second, "ScannedFrame"), (second + lengths[1], "Damage"), (third, "ScannedFrame"),
+        (0, "ScannedFrame"),
+        (lengths[0], "Damage"),
+        (second, "ScannedFrame"),
+        (second + lengths[1], "Damage"),
+        (third, "ScannedFrame"),
         (third + lengths[2], "Damage"),
-    ]  # fmt: skip
+    ]

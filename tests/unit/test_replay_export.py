@@ -40,9 +40,14 @@ def row_of(frame: Frame, offset: int, event: Event) -> dict[str, Any]:
         ("tier", "source", "target", "reason", "cause", "kept", "namespace", "parent", "start", "snapshot", "count")
     )
     row |= {
-        "instance": frame.instance, "epoch": frame.epoch, "offset": offset, "wall_time_ns": frame.wall_time_ns,
-        "event": type(event).__name__, "blocks": [], "slots": [],
-    }  # fmt: skip
+        "instance": frame.instance,
+        "epoch": frame.epoch,
+        "offset": offset,
+        "wall_time_ns": frame.wall_time_ns,
+        "event": type(event).__name__,
+        "blocks": [],
+        "slots": [],
+    }
     if isinstance(event, BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesListed):
         row["namespace"], row["blocks"] = event.namespace, list(split_hashes(event.hashes))
         row["count"] = len(row["blocks"])
@@ -89,9 +94,13 @@ def more_kinds() -> Frame:
     stopped = InstanceStopped(reason=StopReason.OVERFLOW)
     last = FRAMES[-1]
     return Frame(
-        instance=last.instance, epoch=last.epoch, first_offset=last.next_offset, wall_time_ns=5, digest=0,
+        instance=last.instance,
+        epoch=last.epoch,
+        first_offset=last.next_offset,
+        wall_time_ns=5,
+        digest=0,
         events=(fetched, child, stopped),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("decode", [decode_columns, columns.decode_columns])

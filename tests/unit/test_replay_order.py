@@ -73,20 +73,35 @@ def test_a_trimmed_source_begins_where_it_begins_and_has_no_hole_before() -> Non
     assert steps([(3, 7), (3, 8)], is_trimmed=True) == ["begins 3:7", "3:7", "3:8"]
     assert steps([(3, 0), (3, 1)], is_trimmed=True) == ["3:0", "3:1"]
     assert steps([(3, 7), (3, 6), (3, 7), (4, 1)], is_trimmed=True) == [
-        "repeat 3:7", "begins 3:6", "3:6", "3:7", "missing 4:0-1", "4:1",
-    ]  # fmt: skip
+        "repeat 3:7",
+        "begins 3:6",
+        "3:6",
+        "3:7",
+        "missing 4:0-1",
+        "4:1",
+    ]
 
 
 def test_a_trimmed_source_whose_first_message_was_lost_and_sent_again_begins_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert steps([(3, 1), (3, 2), (3, 0), (3, 1), (3, 2), (3, 3)], is_trimmed=True) == [
-        "3:0", "3:1", "3:2", "repeat 3:1", "repeat 3:2", "3:3",
-    ]  # fmt: skip
+        "3:0",
+        "3:1",
+        "3:2",
+        "repeat 3:1",
+        "repeat 3:2",
+        "3:3",
+    ]
     monkeypatch.setattr(order_module, "BEGIN_BYTES", 2 * len(make_frame(0).data))
     assert steps([(3, 1), (3, 2), (3, 3), (3, 0), (3, 4)], is_trimmed=True) == [
-        "begins 3:1", "3:1", "3:2", "3:3", "repeat 3:0", "3:4",
-    ]  # fmt: skip
+        "begins 3:1",
+        "3:1",
+        "3:2",
+        "3:3",
+        "repeat 3:0",
+        "3:4",
+    ]
 
 
 def test_other_bytes_and_other_cuts_for_known_offsets_are_conflicts() -> None:

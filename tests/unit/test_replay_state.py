@@ -143,17 +143,36 @@ def test_stat_tells_how_old_blocks_were_when_they_were_wanted_again_and_when_the
     offset, frames = 0, []
     for at_s, *events in (
         (0, InstanceStarted(epoch=Epoch(1)), BlocksCreated(namespace=space, tier=Tier.HBM, hashes=hashes)),
-        (1, BlocksMigrated(namespace=space, source=Tier.HBM, target=Tier.NVME, kept=True, cause=MigrateCause.OFFLOAD, hashes=hashes)),
+        (
+            1,
+            BlocksMigrated(
+                namespace=space, source=Tier.HBM, target=Tier.NVME, kept=True, cause=MigrateCause.OFFLOAD, hashes=hashes
+            ),
+        ),
         (30, BlocksEvicted(namespace=space, tier=Tier.HBM, reason=EvictReason.CAPACITY, hashes=hashes)),
-        (61, BlocksMigrated(namespace=space, source=Tier.NVME, target=Tier.HBM, kept=True, cause=MigrateCause.ONBOARD, hashes=hashes[:32])),
+        (
+            61,
+            BlocksMigrated(
+                namespace=space,
+                source=Tier.NVME,
+                target=Tier.HBM,
+                kept=True,
+                cause=MigrateCause.ONBOARD,
+                hashes=hashes[:32],
+            ),
+        ),
         (5001, BlocksEvicted(namespace=space, tier=Tier.NVME, reason=EvictReason.CAPACITY, hashes=hashes)),
-    ):  # fmt: skip
+    ):
         frames.append(
             Frame(
-                instance=InstanceId("i"), epoch=Epoch(1), first_offset=Offset(offset),
-                wall_time_ns=BEGIN_NS + int(at_s) * SECOND_NS, events=tuple(events), digest=0,
+                instance=InstanceId("i"),
+                epoch=Epoch(1),
+                first_offset=Offset(offset),
+                wall_time_ns=BEGIN_NS + int(at_s) * SECOND_NS,
+                events=tuple(events),
+                digest=0,
             )
-        )  # fmt: skip
+        )
         offset += len(events)
     (stat,) = stats_of(open_source(write(tmp_path, frames))).instances
     hbm, nvme = stat.ages["HBM"], stat.ages["NVME"]

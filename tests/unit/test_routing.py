@@ -52,9 +52,14 @@ def ask(*numbers: int, extra_tokens: int = 0) -> RoutingTask:
 
 def beat(instance: InstanceId, at_s: float = 0.0, queued: int = 0, **more: object) -> LastHeartbeat:
     heartbeat = Heartbeat(
-        instance=instance, cluster="c", epoch=Epoch(1), published=Offset(0), wall_time_ns=0, queued_tokens=queued,
+        instance=instance,
+        cluster="c",
+        epoch=Epoch(1),
+        published=Offset(0),
+        wall_time_ns=0,
+        queued_tokens=queued,
         **more,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
     return LastHeartbeat(heartbeat, at_s)
 
 

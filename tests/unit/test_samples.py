@@ -11,9 +11,14 @@ from kvbm.streams.base import AccessSample
 
 def sample(number: int) -> AccessSample:
     return AccessSample(
-        instance=InstanceId("instance-0"), cluster="test", wall_time_ns=number, namespace=NamespaceId(b"n" * 16),
-        hashes=bytes([number]) * 32, depth=1, rate=0.1,
-    )  # fmt: skip
+        instance=InstanceId("instance-0"),
+        cluster="test",
+        wall_time_ns=number,
+        namespace=NamespaceId(b"n" * 16),
+        hashes=bytes([number]) * 32,
+        depth=1,
+        rate=0.1,
+    )
 
 
 def test_samples_come_back_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:

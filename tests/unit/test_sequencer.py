@@ -1,4 +1,6 @@
-"""The sequencer and the row collector: what is applied, ignored, waited for and given up on, and which rows follow from it."""
+"""The sequencer and the row collector: what is applied, ignored, waited for and given up on, and which rows follow from
+it.
+"""
 
 from __future__ import annotations
 
@@ -706,7 +708,9 @@ def test_a_start_ends_the_troubles_of_the_epoch_before(twin: Twin) -> None:
 
 @each_twin
 def test_an_old_epochs_lost_end_is_forgotten_when_the_newer_one_is_said_to_be_published(twin: Twin) -> None:
-    """A restarted instance whose old tail was never published: the old hole must not stand for what the new epoch sends."""
+    """A restarted instance whose old tail was never published: the old hole must not stand for what the new epoch
+    sends.
+    """
     old, f = five_frames()
     reader = Reader(twin.sequencer())
     reader.read(f[0], f[1], at_end=True)
@@ -854,7 +858,7 @@ def test_an_instance_whose_index_wants_a_snapshot_is_in_trouble_after_a_restore(
     assert two.sequencer.troubles.by_instance[ONE].reasons() == ["no completed snapshot"]
 
 
-# -- lives ----------------------------------------------------------------------------------------------------------------
+# -- lives -------------------------------------------------------------------------------------------------------------
 
 
 def life(reader: Reader, epoch: int, run: str, log: tuple[tuple[int, str], ...] = ()) -> Changes:
@@ -1057,7 +1061,7 @@ def test_a_fence_that_is_none_is_poison_and_changes_nothing(twin: Twin, data: by
     assert reader.in_step(instance) and reader.sequencer.counters.poison == 1
 
 
-# -- frames of a newer kvbm -----------------------------------------------------------------------------------------------
+# -- frames of a newer kvbm --------------------------------------------------------------------------------------------
 
 
 def newer(frame: Frame, version: int = VERSION + 1) -> bytes:
@@ -1322,9 +1326,14 @@ def test_namespaces_go_with_the_last_who_declares_them() -> None:
 
 def pulse_of(name: str, used: Sequence[Namespace] = (), told: Sequence[Namespace] = ()) -> Heartbeat:
     return Heartbeat(
-        instance=InstanceId(name), cluster="c", epoch=Epoch(1), published=Offset(0), wall_time_ns=0,
-        namespaces=tuple(one.id for one in used), told=tuple(one.canonical() for one in told),
-    )  # fmt: skip
+        instance=InstanceId(name),
+        cluster="c",
+        epoch=Epoch(1),
+        published=Offset(0),
+        wall_time_ns=0,
+        namespaces=tuple(one.id for one in used),
+        told=tuple(one.canonical() for one in told),
+    )
 
 
 def telling(most: int) -> Reader:

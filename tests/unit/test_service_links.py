@@ -1,4 +1,6 @@
-"""What Kubernetes puts into the environment of pods beside a Service whose name begins with "kvbm" is no setting; what we mistype is."""
+"""What Kubernetes puts into the environment of pods beside a Service whose name begins with "kvbm" is no setting; what
+we mistype is.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,15 @@ def links(service: str, port: int, host: str = "10.0.0.7") -> dict[str, str]:
     name = service.upper().replace("-", "_")
     at = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     return {
-        f"{name}_SERVICE_HOST": host, f"{name}_SERVICE_PORT": str(port), f"{name}_SERVICE_PORT_HTTP_API": str(port), f"{name}_PORT": at,
-        f"{name}_PORT_{port}_TCP": at, f"{name}_PORT_{port}_TCP_PROTO": "tcp", f"{name}_PORT_{port}_TCP_PORT": str(port),
+        f"{name}_SERVICE_HOST": host,
+        f"{name}_SERVICE_PORT": str(port),
+        f"{name}_SERVICE_PORT_HTTP_API": str(port),
+        f"{name}_PORT": at,
+        f"{name}_PORT_{port}_TCP": at,
+        f"{name}_PORT_{port}_TCP_PROTO": "tcp",
+        f"{name}_PORT_{port}_TCP_PORT": str(port),
         f"{name}_PORT_{port}_TCP_ADDR": host,
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +50,18 @@ def test_variables_of_a_service_are_no_settings_and_said_once(service: str, host
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("KVBM_CATALOG_LISTEN", "127.0.0.1:7700"), ("KVBM_CATALOG_PORT", "7700"), ("KVBM_CATALOG__PORT", "tcp://10.0.0.7:7700"),
-        ("KVBM_PORT", "7700"), ("KVBM_CATALOG__SERVICE_PORT", "7700"), ("KVBM_CATALOG_SERVICE_HOST", "catalog"), ("KVBM_NATS_URL", "nats://10.0.0.7:4222"),
-        ("KVBM_TRANSPORT_LISTEN", "tcp://10.0.0.7:7711"), ("KVBM_SERVICE_PORT", "seven"), ("KVBM_CATALOG_PORT", "http://10.0.0.7:7700"),
+        ("KVBM_CATALOG_LISTEN", "127.0.0.1:7700"),
+        ("KVBM_CATALOG_PORT", "7700"),
+        ("KVBM_CATALOG__PORT", "tcp://10.0.0.7:7700"),
+        ("KVBM_PORT", "7700"),
+        ("KVBM_CATALOG__SERVICE_PORT", "7700"),
+        ("KVBM_CATALOG_SERVICE_HOST", "catalog"),
+        ("KVBM_NATS_URL", "nats://10.0.0.7:4222"),
+        ("KVBM_TRANSPORT_LISTEN", "tcp://10.0.0.7:7711"),
+        ("KVBM_SERVICE_PORT", "seven"),
+        ("KVBM_CATALOG_PORT", "http://10.0.0.7:7700"),
     ],
-)  # fmt: skip
+)
 def test_a_setting_that_is_mistyped_is_refused_beside_them(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"environment {name}: "):
         load_settings(environment=links("kvbm-nats", 4222) | {name: value})

@@ -1,4 +1,6 @@
-"""What catalogs tell each other of their routes: bounded, whole on the other side, and nothing of what is wrong with it is believed."""
+"""What catalogs tell each other of their routes: bounded, whole on the other side, and nothing of what is wrong with it
+is believed.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,19 @@ def hashes_of(blocks: int) -> bytes:
 
 def best(depth: int = 0, missing: int = 0, fetch_blocks: int = 0) -> RankedInstance:
     return RankedInstance(
-        instance="i-1", cost_s=1.0, queueing_s=0.0, recompute_s=1.0, balance_s=0.0, fetch_s=0.0, depth=depth,
-        missing_tokens=missing, fetch_blocks=fetch_blocks, suspect=False, ttft_s=1.0, admitted=True,
-    )  # fmt: skip
+        instance="i-1",
+        cost_s=1.0,
+        queueing_s=0.0,
+        recompute_s=1.0,
+        balance_s=0.0,
+        fetch_s=0.0,
+        depth=depth,
+        missing_tokens=missing,
+        fetch_blocks=fetch_blocks,
+        suspect=False,
+        ttft_s=1.0,
+        admitted=True,
+    )
 
 
 class Hearer:
@@ -128,13 +140,32 @@ def with_field(at: int, value: Any) -> tuple[Any, ...]:
         *(
             msgspec.msgpack.encode([1, [WIRE, with_field(at, value)]])
             for at, value in [
-                (0, "c" * 513), (0, 7), (0, b"\xff"), (1, 1), (2, ""), (2, "i" * 256), (3, -1), (3, 1 << 25), (3, 1 << 63), (3, math.nan),
-                (4, -1), (4, 1 << 60), (5, b"n" * 15), (5, b"n" * 17), (6, -1), (6, MAX_HASHES + 1), (7, MAX_HASHES + 1), (8, "h" * 32),
-                (8, None), (9, -1.0), (9, math.nan), (9, "0"),
+                (0, "c" * 513),
+                (0, 7),
+                (0, b"\xff"),
+                (1, 1),
+                (2, ""),
+                (2, "i" * 256),
+                (3, -1),
+                (3, 1 << 25),
+                (3, 1 << 63),
+                (3, math.nan),
+                (4, -1),
+                (4, 1 << 60),
+                (5, b"n" * 15),
+                (5, b"n" * 17),
+                (6, -1),
+                (6, MAX_HASHES + 1),
+                (7, MAX_HASHES + 1),
+                (8, "h" * 32),
+                (8, None),
+                (9, -1.0),
+                (9, math.nan),
+                (9, "0"),
             ]
         ),
     ],
-)  # fmt: skip
+)
 def test_a_message_with_anything_wrong_is_refused_as_a_whole(message: bytes) -> None:
     other = Hearer()
     other.shared.hear(7.0, message)

@@ -29,12 +29,14 @@ BLOBS = "https://acct.blob.core.windows.net"
         (
             "UseDevelopmentStorage=true",
             Key(
-                "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==", "",
-                "devstoreaccount1", "http://127.0.0.1:10000/devstoreaccount1",
+                "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==",
+                "",
+                "devstoreaccount1",
+                "http://127.0.0.1:10000/devstoreaccount1",
             ),
         ),
     ],
-)  # fmt: skip
+)
 def test_all_that_a_connection_string_says_counts(said: str, key: Key) -> None:
     assert key_of_string(said) == key
 
@@ -65,12 +67,22 @@ def test_what_the_environment_says_has_no_white_space_at_its_ends(monkeypatch: p
     [
         ("az://acct/blocks/a/b", "", Key(), Place("acct", "blocks", "a/b", BLOBS)),
         ("az://blocks/a", "http://h:1/acct/", Key(), Place("acct", "blocks", "a", "http://h:1/acct")),
-        ("az://acct/blocks/a", "", Key("k", "", "acct", "http://h:1/acct"), Place("acct", "blocks", "a", "http://h:1/acct")),
+        (
+            "az://acct/blocks/a",
+            "",
+            Key("k", "", "acct", "http://h:1/acct"),
+            Place("acct", "blocks", "a", "http://h:1/acct"),
+        ),
         ("az://blocks/a", "", Key("k", "", "acct", "http://h:1/acct"), Place("acct", "blocks", "a", "http://h:1/acct")),
         ("az://blocks", "", Key("k", "", "acct", BLOBS), Place("acct", "blocks", "", BLOBS)),
-        ("az://blocks/a", "http://h:1/acct", Key("k", "", "acct", BLOBS), Place("acct", "blocks", "a", "http://h:1/acct")),
+        (
+            "az://blocks/a",
+            "http://h:1/acct",
+            Key("k", "", "acct", BLOBS),
+            Place("acct", "blocks", "a", "http://h:1/acct"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_url_means_the_settings_endpoint_then_the_connection_strings_then_azures(
     url: str, endpoint: str, key: Key, place: Place
 ) -> None:

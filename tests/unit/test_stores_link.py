@@ -1,4 +1,6 @@
-"""How a store is reached is decided once, for both clients: whom they trust, which proxy they ask, how long they wait."""
+"""How a store is reached is decided once, for both clients: whom they trust, which proxy they ask, how long
+they wait.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,14 @@ def test_the_environment_says_which_proxy_and_nobody_asks_one_for_what_is_here(
 
 def test_names_of_this_machine_are_here_and_others_are_not() -> None:
     assert [is_here(host) for host in ("localhost", "127.0.0.1", "::1", "a.localhost", "store", "10.0.0.1", "")] == [
-        True, True, True, True, False, False, False
-    ]  # fmt: skip
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_the_first_that_names_who_is_trusted_counts(tmp_path: Path) -> None:
@@ -116,7 +124,10 @@ def test_a_file_that_names_nobody_is_refused_by_its_name(tmp_path: Path, held: b
     "words",
     [
         "Error performing PUT https://a.blob.core.windows.net/c/x?sv=1&sig=SECRET in 3ms - HTTP error",
-        "HTTPSConnectionPool(host='a'): Max retries exceeded with url: /c?restype=container&sig=SECRET (Caused by …)\nsig=SECRET",
+        (
+            "HTTPSConnectionPool(host='a'): Max retries exceeded with url: /c?restype=container&sig=SECRET (Caused by "
+            "…)\nsig=SECRET"
+        ),
         "builder error for url (https://a/c?sig=SECRET)",
     ],
 )

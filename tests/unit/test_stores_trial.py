@@ -1,4 +1,6 @@
-"""A store that was opened is tried: a small object goes there, comes back and is deleted, or a sentence says which of them failed."""
+"""A store that was opened is tried: a small object goes there, comes back and is deleted, or a sentence says which of
+them failed.
+"""
 
 from __future__ import annotations
 

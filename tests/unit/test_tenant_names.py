@@ -19,9 +19,14 @@ GROUP = Namespace(model="m", revision="r", block_tokens=16)
 def request(tenant: str | None = None) -> Any:
     params = None if tenant is None else {"kvbm.tenant": tenant}
     return SimpleNamespace(
-        request_id=str(tenant), kv_transfer_params=params, lora_request=None, num_prompt_tokens=16, mm_features=[],
-        prompt_embeds=None, cache_salt=None,
-    )  # fmt: skip
+        request_id=str(tenant),
+        kv_transfer_params=params,
+        lora_request=None,
+        num_prompt_tokens=16,
+        mm_features=[],
+        prompt_embeds=None,
+        cache_salt=None,
+    )
 
 
 def test_tenants_that_settings_do_not_name_are_bounded_and_others_are_not() -> None:

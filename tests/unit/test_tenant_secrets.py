@@ -81,10 +81,16 @@ def test_a_file_that_cannot_be_used_is_refused_at_the_start_and_changes_nothing_
     write(path, '[tenants.acme]\nsecret = "old"\n')
     secrets = opened(path, times)
     for bad in (
-        "", "x", "[tenants]\nacme = 3", '[tenants.acme]\nsecret = "a"\nnext = "b"', '[tenants.acme]\nsecrets = "a"',
-        '[tenants.acme]\nsecret = "a"\nnext = "b"\nnext_from = 2026-12-01T04:00:00', '[tenants.acme]\nsecret = ""',
-        '[tenants.acme]\nsecret = "a"\nnext = ""\nnext_from = 2026-12-01T04:00:00Z', f"tenants = {'[' * 100_000}",
-    ):  # fmt: skip
+        "",
+        "x",
+        "[tenants]\nacme = 3",
+        '[tenants.acme]\nsecret = "a"\nnext = "b"',
+        '[tenants.acme]\nsecrets = "a"',
+        '[tenants.acme]\nsecret = "a"\nnext = "b"\nnext_from = 2026-12-01T04:00:00',
+        '[tenants.acme]\nsecret = ""',
+        '[tenants.acme]\nsecret = "a"\nnext = ""\nnext_from = 2026-12-01T04:00:00Z',
+        f"tenants = {'[' * 100_000}",
+    ):
         write(path, bad)
         times.go_on(2.0)
         assert secrets["acme"] == "old"

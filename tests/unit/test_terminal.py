@@ -22,9 +22,11 @@ from kvbm.terminal import as_json, plain, say_error
 from tests.captures import make_capture, packed
 from tests.readable import main as replay
 
-# Clears the screen, sets a title, a CSI of one character, turns the order of what follows, hides, ends the line, and ends in the sky.
+# Clears the screen, sets a title, a CSI of one character, turns the order of what follows, hides, ends the line, and
+# ends in the sky.
 HOSTILE = "a\x1b[2J\x1b]0;b\x07\x9b8m\x7f\u202ec\u2066d\u200be\u2028f\r\nall is gone\tg\U000e0041\ue000"
-SHOWN = r"a\x1b[2J\x1b]0;b\x07\x9b8m\x7f\u202ec\u2066d\u200be\u2028f\x0d\x0aall is gone\x09g\U000e0041\ue000"  # what is left
+# What is left
+SHOWN = r"a\x1b[2J\x1b]0;b\x07\x9b8m\x7f\u202ec\u2066d\u200be\u2028f\x0d\x0aall is gone\x09g\U000e0041\ue000"
 
 
 def is_plain(text: str) -> bool:

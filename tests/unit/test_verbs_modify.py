@@ -1,4 +1,7 @@
-"""Where pyverbs' C structs are taken to lie: objects that are made otherwise are refused. No device; `make test-rdma` has real ones."""
+"""Where pyverbs' C structs are taken to lie: objects that are made otherwise are refused.
+
+No device; `make test-rdma` has real ones.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ class Base:
 
 
 class QP(Base):
-    """As pyverbs' has, a pointer behind what it inherits; here to bytes, whose head has a count, a type, a size and a hash that is not known."""
+    """As pyverbs' has, a pointer behind what it inherits; here to bytes, whose head has a count, a type, a size and a
+    hash that is not known.
+    """
 
     __slots__ = ("struct",)
     qp_num = 0x1234

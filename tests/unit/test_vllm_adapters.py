@@ -1,4 +1,6 @@
-"""What is loaded under an adapter's number: known once all ranks have said so, and suspected for good once one says otherwise."""
+"""What is loaded under an adapter's number: known once all ranks have said so, and suspected for good once one says
+otherwise.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a rank says of the weights it has loaded, and which loads it refuses for them. vLLM itself: tests/engines/vllm/test_weights.py."""
+"""What a rank says of the weights it has loaded, and which loads it refuses for them. vLLM itself:
+tests/engines/vllm/test_weights.py.
+"""
 
 from __future__ import annotations
 

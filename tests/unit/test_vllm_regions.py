@@ -159,7 +159,8 @@ def test_words_of_states_say_what_they_are_made_of() -> None:
         return layout_words(config, 1, 1)
 
     assert words(STATE).endswith(
-        "layers=1 state tokens=4 heads=1 dtype=uint8 page=256 recurrence=gdn shapes=((3,8),(2,4,4)) dtypes=(bfloat16,float32)"
+        "layers=1 state tokens=4 heads=1 dtype=uint8 page=256 recurrence=gdn shapes=((3,8),(2,4,4)) "
+        "dtypes=(bfloat16,float32)"
         " replicated=False"
     )
     others = (

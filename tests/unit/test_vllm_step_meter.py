@@ -1,4 +1,6 @@
-"""What a scheduler measures of its engine's prompts, for engines that plan a step after the one before, or while it runs."""
+"""What a scheduler measures of its engine's prompts, for engines that plan a step after the one before, or while it
+runs.
+"""
 
 from __future__ import annotations
 

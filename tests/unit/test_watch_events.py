@@ -215,7 +215,7 @@ def test_another_catalog_that_does_not_know_an_instance_takes_it_out() -> None:
     assert watched.held([1]) == []
 
 
-# -- requests and events as bytes ----------------------------------------------------------------------------------------
+# -- requests and events as bytes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Which files of a folder are the model: what else lies there makes no other revision, and what an engine loads does."""
+"""Which files of a folder are the model: what else lies there makes no other revision, and what an engine loads
+does.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,28 @@ def model(tmp_path: Path) -> Path:
 
 
 BESIDE = [
-    ".cache/huggingface/download/x.safetensors", ".git/lfs/objects/x.bin", "original/consolidated.00.pth", "optimizer.pt", "optimizer.bin",
-    "training_args.bin", "scheduler.pt", "scaler.pt", "rng_state_0.pth", "pytorch_model.bin", "checkpoint-500/model.safetensors",
-    "checkpoint-500/config.json", "global_step10/mp_rank_00_model_states.pt", "onnx/model.bin", "consolidated.00.pth", "model.gguf", "metal/model.bin",
-    "left-over.safetensors", ".hidden.safetensors", "README.txt", "runs/events.bin",
-]  # fmt: skip
+    ".cache/huggingface/download/x.safetensors",
+    ".git/lfs/objects/x.bin",
+    "original/consolidated.00.pth",
+    "optimizer.pt",
+    "optimizer.bin",
+    "training_args.bin",
+    "scheduler.pt",
+    "scaler.pt",
+    "rng_state_0.pth",
+    "pytorch_model.bin",
+    "checkpoint-500/model.safetensors",
+    "checkpoint-500/config.json",
+    "global_step10/mp_rank_00_model_states.pt",
+    "onnx/model.bin",
+    "consolidated.00.pth",
+    "model.gguf",
+    "metal/model.bin",
+    "left-over.safetensors",
+    ".hidden.safetensors",
+    "README.txt",
+    "runs/events.bin",
+]
 
 
 @DIGESTS

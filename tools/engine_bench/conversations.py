@@ -1,4 +1,6 @@
-"""A scripted workload: conversations of several turns that begin with one of a few system prompts, continued as Zipf's law has it."""
+"""A scripted workload: conversations of several turns that begin with one of a few system prompts, continued as Zipf's
+law has it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A vLLM engine in a child process: it obeys commands that come over a pipe, and times itself.
 
-Frontend, scheduler and worker are in that one process, so its CPU time is all there is, and a step can be driven from outside.
+Frontend, scheduler and worker are in that one process, so its CPU time is all there is, and a step can be driven from
+outside.
 """
 
 from __future__ import annotations
@@ -132,10 +133,11 @@ class Engine:
         self._ask("forget")
 
     def connect(self, is_connected: bool) -> None:
-        """Have the connector take part from now on, or have the engine run as if it had none; its own prefix cache is empty then.
+        """Have the connector take part from now on, or have the engine run as if it had none; its own prefix cache is
+        empty then.
 
-        Two processes with the same engine differ by more in speed than the connector costs, by where their memory came to lie. So what
-        is compared is one process with itself.
+        Two processes with the same engine differ by more in speed than the connector costs, by where their memory came
+        to lie. So what is compared is one process with itself.
         """
         self._ask("connect", is_connected)
 

@@ -23,8 +23,8 @@ class Served(NamedTuple):
 class LruCache:
     """Blocks by their chained hashes, the least recently used first to go.
 
-    Within a request the deepest block counts as used first and the prompt's beginning as used last, as in vLLM's own prefix cache: without
-    its beginning the rest of a chain is of no use.
+    Within a request the deepest block counts as used first and the prompt's beginning as used last, as in vLLM's own
+    prefix cache: without its beginning the rest of a chain is of no use.
     """
 
     def __init__(self, slots: int) -> None:
@@ -60,7 +60,8 @@ def chain_of(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
 def hit_tokens(requests: Sequence[Served], slots: int, block_tokens: int) -> list[int]:
     """Tokens of each prompt that an LRU would have had, one request after the other.
 
-    A prompt's last token is always computed, because its output is wanted; the KV of the last generated token is never computed.
+    A prompt's last token is always computed, because its output is wanted; the KV of the last generated token is never
+    computed.
     """
     cache = LruCache(slots)
     found = []

@@ -11,7 +11,10 @@ _Z = statistics.NormalDist().inv_cdf(0.975)
 
 
 class Interval(NamedTuple):
-    """A mean, and how far from it the truth may be with 95 % confidence. `half` is infinite of fewer than three values."""
+    """A mean, and how far from it the truth may be with 95 % confidence.
+
+    `half` is infinite of fewer than three values.
+    """
 
     mean: float
     half: float

@@ -1,4 +1,7 @@
-"""What every engine imports, imported once: engines are forked from a process that has it. Only imports; nothing here starts a thread."""
+"""What every engine imports, imported once: engines are forked from a process that has it.
+
+Only imports; nothing here starts a thread.
+"""
 
 from __future__ import annotations
 

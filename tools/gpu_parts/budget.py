@@ -40,7 +40,10 @@ class Budget:
         self._until = until
 
     def turn(self, name: str, now: float) -> Turn | None:
-        """The turn of the next part, by its weight among those left; None: too little is left to begin it. Raises ValueError: another is next."""
+        """The turn of the next part, by its weight among those left;
+
+        None: too little is left to begin it. Raises ValueError: another is next.
+        """
         share = self._left.pop(0)
         if share.name != name:
             raise ValueError(f"{name} asks for its turn, {share.name} is next")

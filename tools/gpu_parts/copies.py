@@ -1,4 +1,6 @@
-"""HBM ↔ HOST: runs of a prompt's blocks by each way of kvbm's pool, beside contiguous copies and what vLLM queues for them."""
+"""HBM ↔ HOST: runs of a prompt's blocks by each way of kvbm's pool, beside contiguous copies and what vLLM queues for
+them.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +208,9 @@ class Moves:
 
 
 def rates(device: Device, moves: Moves, steps: Steps) -> None:
-    """A row for each way and direction, into the part's findings: the ways whose bytes are right, one after the other in turn."""
+    """A row for each way and direction, into the part's findings: the ways whose bytes are right, one after the other
+    in turn.
+    """
     ways = [way for way in moves.ways() if steps.step(f"{way}: bytes compared", _bound(moves.check, way))]
     for direction in (OUT, IN):
         steps.step(f"{direction}: rates", _bound(_rates, device, moves, direction, ways, steps))
@@ -272,7 +276,9 @@ def _profile(device: Device, moves: Moves, row: CopyRow) -> None:
 
 
 def slowdown(device: Device, plan: CopyPlan, move: Callable[[], None]) -> Measured:
-    """Time of matrix products while `move` is done again and again in another thread, over their time alone, in turn."""
+    """Time of matrix products while `move` is done again and again in another thread, over their time alone, in
+    turn.
+    """
     shape = (plan.product, plan.product)
     left, right = (torch.randn(shape, device=device.torch_device, dtype=torch.bfloat16) for _ in range(2))
     result = torch.empty_like(left)

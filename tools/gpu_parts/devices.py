@@ -52,7 +52,10 @@ class Batch(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """What a device did for some work. `busy_s`: while at least one kernel or copy ran. `sms`: that the widest launch reaches."""
+    """What a device did for some work.
+
+    `busy_s`: while at least one kernel or copy ran. `sms`: that the widest launch reaches.
+    """
 
     busy_s: float
     sms: int
@@ -217,7 +220,10 @@ def link_of(answer: str) -> Link:
 
 
 def profile_of(trace: dict[str, Any], sms: int) -> Profile | None:
-    """From a trace as torch's profiler exports it: events of kernels and copies, with `ts` and `dur` in µs. None: it has no such event."""
+    """From a trace as torch's profiler exports it: events of kernels and copies, with `ts` and `dur` in µs.
+
+    None: it has no such event.
+    """
     spans: list[tuple[float, float]] = []
     widest = 0
     for event in trace.get("traceEvents", []):

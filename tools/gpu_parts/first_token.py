@@ -1,8 +1,10 @@
-"""The first token of a prompt whose KV lies in HOST: its blocks are copied and its last tokens computed; beside computing all of it.
+"""The first token of a prompt whose KV lies in HOST: its blocks are copied and its last tokens computed; beside
+computing all of it.
 
-What is computed is one layer of each kind with random numbers: its matrix products and its attention. Left out are norms, activations,
-the recurrence of recurrent layers, what ranks tell each other, embedding and logits, and a token's experts are one product. All of it makes
-computing look faster than it is, and so the copy look worse. Attention is the quickest that torch has; an engine's own may be quicker.
+What is computed is one layer of each kind with random numbers: its matrix products and its attention. Left out are
+norms, activations, the recurrence of recurrent layers, what ranks tell each other, embedding and logits, and a token's
+experts are one product. All of it makes computing look faster than it is, and so the copy look worse. Attention is the
+quickest that torch has; an engine's own may be quicker.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ SMALL = TokenPlan(lengths=(128, 256, 512), samples=2)
 
 
 def measure(shape: Shape, device: Device, plan: TokenPlan, moves: Moves, tokens: int) -> FirstTokenRow:
-    """One length. The copy goes over the run's slots and rows as often as the prompt has runs; HOST's part is larger than any cache."""
+    """One length.
+
+    The copy goes over the run's slots and rows as often as the prompt has runs; HOST's part is larger than any cache.
+    """
     runs = max(1, round(tokens / moves.plan.run_tokens))
     move = moves.move("kvbm auto", IN)
 
@@ -70,7 +75,9 @@ def measure(shape: Shape, device: Device, plan: TokenPlan, moves: Moves, tokens:
 
 
 def _model_ms(shape: Shape, device: Device, plan: TokenPlan, rows: int, tokens: int) -> Measured:
-    """All layers of the last `rows` tokens of a prompt: those of a step one after the other, those of a prompt by one of each kind."""
+    """All layers of the last `rows` tokens of a prompt: those of a step one after the other, those of a prompt by one
+    of each kind.
+    """
     whole: list[float] = [0.0] * plan.samples
     for layer in shape.layers:
         repeat = layer.alike if rows < tokens else 1
@@ -88,7 +95,9 @@ def _model_ms(shape: Shape, device: Device, plan: TokenPlan, rows: int, tokens: 
 
 
 def layer_work(layer: Layer, device: Device, rows: int, tokens: int) -> Callable[[], object]:
-    """One layer of the last `rows` of so many tokens, with tensors of its own; what it returns is its attention's output, or its last product's."""
+    """One layer of the last `rows` of so many tokens, with tensors of its own; what it returns is its attention's
+    output, or its last product's.
+    """
     made = {wide: _random(device, rows, wide) for wide in {wide for wide, _ in layer.products}}
     weights = [(wide, _random(device, out, wide)) for wide, out in layer.products]
     attend = None if layer.attention is None else _attention(layer.attention, device, rows, tokens)
@@ -126,7 +135,10 @@ def _attention(attention: Attention, device: Device, rows: int, tokens: int) -> 
 
 
 def quickest(attend: Callable[[SDPBackend], object], device: Device) -> SDPBackend:
-    """Of the fused attentions that take these sizes. Raises RuntimeError: none does; the message says why each refuses."""
+    """Of the fused attentions that take these sizes.
+
+    Raises RuntimeError: none does; the message says why each refuses.
+    """
     took_s: dict[SDPBackend, float] = {}
     refused = []
     for backend in FUSED:

@@ -15,7 +15,10 @@ _WORDS = 600  # of an error, at most
 
 
 class Steps:
-    """Steps of a part. One that fails is noted, and the others go on; once the time is up, those left are noted as cut."""
+    """Steps of a part.
+
+    One that fails is noted, and the others go on; once the time is up, those left are noted as cut.
+    """
 
     def __init__(self, path: Path, until: float) -> None:
         """Begin; `until` is on `time.time`'s clock."""

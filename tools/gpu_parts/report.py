@@ -25,7 +25,8 @@ class Machine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         device: the GPU's name, or the CPU's in a dry run.
-        sms: multiprocessors. link: such as "PCIe 5 x16". link_gb_per_s: what that carries each way, before packets; None: unknown.
+        sms: multiprocessors. link: such as "PCIe 5 x16". link_gb_per_s: what that carries each way, before packets;
+            None: unknown.
     """
 
     device: str
@@ -42,7 +43,10 @@ class Machine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TestsRun(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The tests that a machine without a GPU skips. `reasons` counts why some were skipped here; `failures` names those that failed."""
+    """The tests that a machine without a GPU skips.
+
+    `reasons` counts why some were skipped here; `failures` names those that failed.
+    """
 
     selected: int
     passed: int
@@ -58,7 +62,8 @@ class CopyRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         direction: "HBM to HOST" or "HOST to HBM".
-        way: "one copy" of as many contiguous bytes (cudaMemcpyAsync), "swap" as vLLM queues it, or "kvbm" with a way of its HBM pool.
+        way: "one copy" of as many contiguous bytes (cudaMemcpyAsync), "swap" as vLLM queues it, or "kvbm" with a way of
+            its HBM pool.
         pieces: copies that the run consists of, by tensor and slot.
         on_device_gb_per_s: by the device's own busy time alone, where a profile had it.
         of_one_copy, of_link: `gb_per_s` over that of "one copy" in this direction, and over the link's.
@@ -84,7 +89,8 @@ class FirstTokenRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         copy_ms: its blocks into HBM. step_ms: the last block's tokens through all layers, over all of the prompt.
-        from_host_ms: both. computed_ms: one layer of each kind, times as many as there are. times: the one over the other.
+        from_host_ms: both. computed_ms: one layer of each kind, times as many as there are. times: the one over the
+            other.
     """
 
     shape: str
@@ -110,7 +116,8 @@ class PartRun(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How a part went.
 
     Attributes:
-        outcome: "done", "failed" (something in it did; the rest is there), "cut" (its time was up) or "left out" (no time was left).
+        outcome: "done", "failed" (something in it did; the rest is there), "cut" (its time was up) or "left out" (no
+            time was left).
         troubles: what failed, or was not reached, a sentence each.
     """
 
@@ -207,7 +214,11 @@ def _lines(report: Report) -> Iterator[str]:
     if report.tests is not None:
         tests = report.tests
         reasons = "; ".join(f"{count} skipped: {reason}" for reason, count in sorted(tests.reasons.items()))
-        yield f"| tests that need a GPU or Triton | {tests.passed} of {tests.selected} passed, {tests.failed} failed | {reasons} |"
+        yield (
+            f"| tests that need a GPU or Triton | {tests.passed} of {tests.selected} passed, {tests.failed} failed "
+            "| "
+            f"{reasons} |"
+        )
     for row in report.copies:
         beside = [
             _of(row.of_one_copy, "of one copy") if row.way != ONE_COPY else "",
@@ -227,7 +238,10 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"| {wait.shape}, a whole manager: {wait.what} | {_number(wait.number, 2)} {wait.unit} | |"
     for part in report.parts:
         if part.outcome != "done":
-            yield f"| {part.name} | **{part.outcome}** after {part.seconds:.0f} s | {'; '.join(part.troubles).replace('|', '/')} |"
+            yield (
+                f"| {part.name} | **{part.outcome}** after {part.seconds:.0f} s | "
+                f"{'; '.join(part.troubles).replace('|', '/')} |"
+            )
 
 
 def _of(share: float | None, what: str) -> str:

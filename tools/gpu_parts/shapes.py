@@ -12,8 +12,8 @@ class Attention(NamedTuple):
 
     Attributes:
         heads, kv_heads: of queries; of keys and values. dim: of a key.
-        latent: 0, or how many numbers of a token's latent vector are its value (MLA): prompts are computed with keys and values
-            made of it, a single step on the latent vectors themselves.
+        latent: 0, or how many numbers of a token's latent vector are its value (MLA): prompts are computed with keys
+            and values made of it, a single step on the latent vectors themselves.
     """
 
     heads: int
@@ -42,7 +42,8 @@ class Shape(NamedTuple):
     Attributes:
         source: where its numbers are published.
         ranks: GPUs that share the model; everything below is of one.
-        kv_layers: layers that keep KV. parts: tensors' worth of it a token and layer, 2 of keys and values, 1 of a latent vector.
+        kv_layers: layers that keep KV. parts: tensors' worth of it a token and layer, 2 of keys and values, 1 of a
+            latent vector.
         kv_heads, dim: of a part.
         block_tokens: of a block, as vLLM chooses it.
         state_layers, state_bytes: recurrent layers, and bytes of one's state at a block boundary.
@@ -150,8 +151,8 @@ _QWEN3_32B = Shape(
     block_tokens=16,
     layers=(_dense(64, 5120, 25600, Attention(64, 8, 128)),),
 )
-# 128 heads, keys of 128 + 64, values of 128, latent vectors of 512 + 64, which every rank keeps whole. Of 256 experts of 2,048 a token
-# uses 8 and a shared one: as many products as the dense FFN of 18,432 of its first three layers.
+# 128 heads, keys of 128 + 64, values of 128, latent vectors of 512 + 64, which every rank keeps whole. Of 256 experts
+# of 2,048 a token uses 8 and a shared one: as many products as the dense FFN of 18,432 of its first three layers.
 _DEEPSEEK_V3 = Shape(
     "deepseek-v3-tp8",
     "DeepSeek-V3 (MLA), TP 8",
@@ -178,9 +179,9 @@ _DEEPSEEK_V3 = Shape(
         ),
     ),
 )
-# 12 of 48 layers are attention, with a gate as wide as its queries; 36 are gated delta nets. Of 512 experts of 512 a token uses 10 and a
-# shared one. A state: 32 heads of 128 × 128, and 3 steps of a convolution over 2 × 16 × 128 + 32 × 128; vLLM makes attention's blocks as
-# large as that (mamba_utils.py, gated_delta_net_state_shape): 544 tokens.
+# 12 of 48 layers are attention, with a gate as wide as its queries; 36 are gated delta nets. Of 512 experts of 512 a
+# token uses 10 and a shared one. A state: 32 heads of 128 × 128, and 3 steps of a convolution over 2 × 16 × 128 + 32 ×
+# 128; vLLM makes attention's blocks as large as that (mamba_utils.py, gated_delta_net_state_shape): 544 tokens.
 _EXPERTS = ((2048, 2 * 11 * 512), (11 * 512, 2048))
 _QWEN3_NEXT = Shape(
     "qwen3-next-80b",

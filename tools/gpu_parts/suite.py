@@ -24,7 +24,10 @@ def marked_files(folder: Path) -> list[str]:
 
 
 def run(folder: Path, timeout_s: float) -> TestsRun:
-    """Run them in this folder. Raises RuntimeError: pytest ran none, or did not end by itself; the message has its last words."""
+    """Run them in this folder.
+
+    Raises RuntimeError: pytest ran none, or did not end by itself; the message has its last words.
+    """
     results = folder / "results.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", MARKS, f"--junitxml={results}"]
     began = time.monotonic()

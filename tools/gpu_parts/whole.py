@@ -1,4 +1,6 @@
-"""A whole manager over a model's tensors: what an engine waits for that acquires and offloads, and what its graphs and streams see of it."""
+"""A whole manager over a model's tensors: what an engine waits for that acquires and offloads, and what its graphs and
+streams see of it.
+"""
 
 from __future__ import annotations
 
@@ -225,7 +227,10 @@ def _few(engine: Engine, plan: WholePlan, add: Add) -> None:
 
 
 def _captures(engine: Engine, plan: WholePlan, add: Add) -> None:
-    """Graphs captured in torch's default mode while blocks are loaded again and again. Raises RuntimeError: one failed."""
+    """Graphs captured in torch's default mode while blocks are loaded again and again.
+
+    Raises RuntimeError: one failed.
+    """
     hashes = engine.prompt(engine.shape.blocks(plan.lengths[0]))
     engine.store(hashes)
     values = torch.randn((256, 256), device=engine.device.torch_device)

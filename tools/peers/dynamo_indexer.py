@@ -1,8 +1,9 @@
-"""Dynamo's standalone indexer (`python -m dynamo.indexer`), fed with vLLM's KV events over ZMQ, one publisher an instance.
+"""Dynamo's standalone indexer (`python -m dynamo.indexer`), fed with vLLM's KV events over ZMQ, one publisher an
+instance.
 
-The messages are encoded before the clock runs. A step is one message: what an engine evicted, then what it stored, with token ids,
-from which the indexer makes the hashes it is queried by. It is known when a query shows the last chain of every instance. This
-process publishes meanwhile. The queues are as long as vLLM's; no replay socket is offered.
+The messages are encoded before the clock runs. A step is one message: what an engine evicted, then what it stored, with
+token ids, from which the indexer makes the hashes it is queried by. It is known when a query shows the last chain of
+every instance. This process publishes meanwhile. The queues are as long as vLLM's; no replay socket is offered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Dynamo's RadixTree (`ai-dynamo-runtime`), as its router uses it: JSON events in, overlap scores out.
 
-Runs in that package's own environment. A block has two hashes there: `block_hash`, which names it in events, and `tokens_hash`,
-which queries walk. `scores` is {(worker, rank): depth}. A chain is withdrawn from its end, as engines do: the tree drops what is below a
-block that nobody holds, and is then told of blocks it no longer knows.
+Runs in that package's own environment. A block has two hashes there: `block_hash`, which names it in events, and
+`tokens_hash`, which queries walk. `scores` is {(worker, rank): depth}. A chain is withdrawn from its end, as engines
+do: the tree drops what is below a block that nobody holds, and is then told of blocks it no longer knows.
 """
 
 from __future__ import annotations

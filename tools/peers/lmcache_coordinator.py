@@ -1,8 +1,8 @@
 """LMCache's coordinator (`python -m lmcache.v1.mp_coordinator`), fed as its HTTP event source is fed: `POST /events`.
 
-The bodies are encoded before the clock runs and sent by this process one after the other, on one connection that is kept; a body is
-one batch of 256 entries, all `store` or all `delete`. In it is what the coordinator does in production: HTTP, JSON and validation,
-event gate, all its views. Not in it: a second copy of the events anywhere, it keeps none.
+The bodies are encoded before the clock runs and sent by this process one after the other, on one connection that is
+kept; a body is one batch of 256 entries, all `store` or all `delete`. In it is what the coordinator does in production:
+HTTP, JSON and validation, event gate, all its views. Not in it: a second copy of the events anywhere, it keeps none.
 """
 
 from __future__ import annotations

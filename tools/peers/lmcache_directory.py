@@ -1,7 +1,9 @@
-"""LMCache's KeyDirectory (`lmcache.v1.mp_coordinator.views.key_directory`), the coordinator's map from key to placements.
+"""LMCache's KeyDirectory (`lmcache.v1.mp_coordinator.views.key_directory`), the coordinator's map from key to
+placements.
 
-Runs in that package's own environment. Its wire is the JSON of `CacheEventsRequest`, which its Kafka and HTTP sources decode to
-batches for `consume`; a batch is all `store` or all `delete`. The event gate between the two is left out, in its favour.
+Runs in that package's own environment. Its wire is the JSON of `CacheEventsRequest`, which its Kafka and HTTP sources
+decode to batches for `consume`; a batch is all `store` or all `delete`. The event gate between the two is left out, in
+its favour.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """LMCache's L1 manager (`lmcache.v1.distributed.l1_manager.L1Manager`), which books the blocks of its own CPU memory.
 
-Runs in that package's own environment. `register` is reserve_write and finish_write of a run, then reserve_read and finish_read; room
-for it comes from its allocator, which is in it. Deleting what a sample booked is not.
+Runs in that package's own environment. `register` is reserve_write and finish_write of a run, then reserve_read and
+finish_read; room for it comes from its allocator, which is in it. Deleting what a sample booked is not.
 """
 
 from __future__ import annotations

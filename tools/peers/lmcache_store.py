@@ -1,10 +1,11 @@
-"""LMCache's storage backends on one machine: `LocalCPUBackend`, `LocalDiskBackend`, and `RemoteBackend` over its fs connector.
+"""LMCache's storage backends on one machine: `LocalCPUBackend`, `LocalDiskBackend`, and `RemoteBackend` over its fs
+connector.
 
 Runs in that package's own environment. Each is made as `storage_backend.CreateStorageBackends` makes it and called as
-`StorageManager` calls it. With the CPU backend a put is an allocation of its memory, a copy of the block into it and the submit; a get
-is a look-up and a copy out. With disk and fs the blocks lie in its CPU memory before the clock runs, as they do once they were put
-there, and come back to that memory; both go past the page cache (`use_odirect`, and for fs without the chunk's metadata in the file,
-which rules that out). Nothing of it checks bytes.
+`StorageManager` calls it. With the CPU backend a put is an allocation of its memory, a copy of the block into it and
+the submit; a get is a look-up and a copy out. With disk and fs the blocks lie in its CPU memory before the clock runs,
+as they do once they were put there, and come back to that memory; both go past the page cache (`use_odirect`, and for
+fs without the chunk's metadata in the file, which rules that out). Nothing of it checks bytes.
 """
 
 from __future__ import annotations

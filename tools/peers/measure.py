@@ -1,7 +1,7 @@
 """One side of a comparison in a process of its own: it is told on stdin what to do and answers in JSON on stdout.
 
-The same code measures us and every peer; a driver says only how its side is called. It runs in the peers' environments too, so
-it needs the standard library and numpy alone.
+The same code measures us and every peer; a driver says only how its side is called. It runs in the peers' environments
+too, so it needs the standard library and numpy alone.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ class Pool(Protocol):
         """What a step needs (hashes, requests), made before the clock runs."""
 
     def live(self, prepared: Any) -> object:
-        """Match and pin, allocate (evicting), create, unpin. Measured. The same without the match when nothing is reused."""
+        """Match and pin, allocate (evicting), create, unpin.
+
+        Measured. The same without the match when nothing is reused.
+        """
 
     def settle(self) -> None:
         """Take away what waits for other threads in production (events); not measured."""
@@ -82,7 +85,10 @@ class Service(Protocol):
         """What happens to messages before the clock runs."""
 
     def take_in(self) -> bool:
-        """Take in what was laid ready. Measured. Returns whether the last of every instance is known, at the end of patience."""
+        """Take in what was laid ready.
+
+        Measured. Returns whether the last of every instance is known, at the end of patience.
+        """
 
     def depth(self, chain: Part, instance: int) -> int:
         """How many blocks of a chain, from its start, an instance has, as the service says when it is asked."""
@@ -95,7 +101,9 @@ class Service(Protocol):
 
 
 class Store(Protocol):
-    """Something that keeps blocks' bytes. Blocks are numbers from 0 on, each of them one row of the memory the store is filled from.
+    """Something that keeps blocks' bytes.
+
+    Blocks are numbers from 0 on, each of them one row of the memory the store is filled from.
 
     What a transfer ends in differs: see the drivers. Both sides of a row have the same ends.
     """
@@ -244,7 +252,10 @@ class DirectoryBench:
         return _timed(self._directory.apply, self._mail, self._blocks)
 
     def share(self, live: int) -> dict[str, int]:
-        """Make the residencies that queries ask for, and check one answer in a hundred. Raises ValueError: it is wrong."""
+        """Make the residencies that queries ask for, and check one answer in a hundred.
+
+        Raises ValueError: it is wrong.
+        """
         self._chains = shared_chains(live)
         self._tell(sharing(self._chains))
         for chain in range(0, self._chains, 100):
@@ -268,7 +279,10 @@ class DirectoryBench:
         return {"wall_s": clock.wall_s, "cpu_s": clock.cpu_s, "units": count, "us": [ns / 1e3 for ns in times]}
 
     def memory(self, live: int, replacements: int) -> dict[str, float]:
-        """RSS a live block, and after the whole set was replaced so many times. For a fresh process: it counts growth."""
+        """RSS a live block, and after the whole set was replaced so many times.
+
+        For a fresh process: it counts growth.
+        """
         self._chains = live_chains(live)
         gc.collect()
         before = resident_bytes()
@@ -348,7 +362,9 @@ class WireBench:
         return {"blocks": self._chains * CHAIN_BLOCKS, "seconds": seconds}
 
     def prepare(self, steps: int) -> None:
-        """Lay the messages of the next sample ready: at most the whole live set, so that what was told is there afterwards."""
+        """Lay the messages of the next sample ready: at most the whole live set, so that what was told is there
+        afterwards.
+        """
         steps = min(steps, self._chains)
         self._lay_ready(replacing(self._chains, self._next, steps))
         self._next += steps
@@ -356,8 +372,10 @@ class WireBench:
     def apply(self) -> dict[str, float]:
         """Have what was laid ready taken in.
 
-        Returns: the sample, in block events of chains that arrived; whether its end was seen (`ended`); how many chains it told
-        and how many of these are `found` afterwards; how many it withdrew and how many of these are `stale`: still there.
+        Returns: the sample, in block events of chains that arrived; whether its end was seen (`ended`); how many chains
+            it told
+        and how many of these are `found` afterwards; how many it withdrew and how many of these are `stale`: still
+        there.
         """
         cpu_s = self._service.cpu_s()
         with _frozen():
@@ -376,7 +394,10 @@ class WireBench:
         self._service.lay_ready([message for step in self._steps for message in self._service.mail(step)])
 
     def _counted(self, every: int = 1) -> dict[str, float]:
-        """What the service has of the steps, or of some. A chain that was lost counts nothing, neither does one that is stale."""
+        """What the service has of the steps, or of some.
+
+        A chain that was lost counts nothing, neither does one that is stale.
+        """
         steps = self._steps[::every]
         created = [(step.created, step.instance) for step in steps if step.created is not None]
         withdrawn = [(step.withdrawn, step.instance) for step in steps if step.withdrawn is not None]

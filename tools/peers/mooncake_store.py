@@ -1,9 +1,10 @@
-"""Mooncake's store (`mooncake.store.MooncakeDistributedStore`) on one machine: its master, and one client whose memory is the store.
+"""Mooncake's store (`mooncake.store.MooncakeDistributedStore`) on one machine: its master, and one client whose memory
+is the store.
 
-Runs in that package's own environment. A put is `batch_put_from` out of a registered buffer, a get `batch_get_into` another; client
-and master are processes of their own that speak over loopback, and the bytes are copied within the client (`MC_STORE_MEMCPY`), which is
-what one machine has. `register` is a put session's start and end, which reserve and commit without a byte, and `batch_is_exist`.
-Nothing of it checks bytes.
+Runs in that package's own environment. A put is `batch_put_from` out of a registered buffer, a get `batch_get_into`
+another; client and master are processes of their own that speak over loopback, and the bytes are copied within the
+client (`MC_STORE_MEMCPY`), which is what one machine has. `register` is a put session's start and end, which reserve
+and commit without a byte, and `batch_is_exist`. Nothing of it checks bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Our side over the wire: from JetStream into the index, as the catalog does it, by what `kvbm bench ingest` measures.
 
-A message is one frame of 256 block events; all of them lie on a nats-server of its own before the clock runs. Reading, scanning,
-sequencing, applying and comparing digests is in it, in this one process; the server's own work and SQL are not.
+A message is one frame of 256 block events; all of them lie on a nats-server of its own before the clock runs. Reading,
+scanning, sequencing, applying and comparing digests is in it, in this one process; the server's own work and SQL are
+not.
 """
 
 from __future__ import annotations

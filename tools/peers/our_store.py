@@ -1,8 +1,9 @@
 """Our side of the stores: a ledger that says where blocks are, and the pools that hold them.
 
-HOST: a put allocates slots, copies the blocks in and creates them; a get matches and copies out. NVME: blocks lie in a HOST pool
-before the clock runs and come back to it; a put allocates, writes past the page cache and creates, with a checksum for each block, and
-a get matches, reads and holds every block to its checksum. `register` is allocate, create, match and unpin by the manager.
+HOST: a put allocates slots, copies the blocks in and creates them; a get matches and copies out. NVME: blocks lie in a
+HOST pool before the clock runs and come back to it; a put allocates, writes past the page cache and creates, with a
+checksum for each block, and a get matches, reads and holds every block to its checksum. `register` is allocate, create,
+match and unpin by the manager.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _FRAME_BLOCKS = 256
 _POOL = PoolStated(tier=Tier.HBM, slots=POOL_SLOTS, block_bytes=1 << 20)
 
 
-# -- what a side is called by: the two classes that change when another index or ledger is to be measured ------------------
+# -- what a side is called by: the two classes that change when another index or ledger is to be measured --------------
 
 
 class Index:
@@ -69,7 +69,7 @@ class Slots:
         self._ledger.take_frames(InstanceId("bench"), 0)
 
 
-# -- the same as peers see it ---------------------------------------------------------------------------------------------
+# -- the same as peers see it ------------------------------------------------------------------------------------------
 
 
 class OurStreams:
@@ -86,7 +86,9 @@ class OurStreams:
         ]
 
     def mail(self, step: Step, form: str) -> list[bytes]:
-        """Frames of 256 blocks, half created and half evicted, in runs of 16 ("runs", "cut") or 1 ("singles"); or of one event."""
+        """Frames of 256 blocks, half created and half evicted, in runs of 16 ("runs", "cut") or 1 ("singles"); or of
+        one event.
+        """
         stream = self._streams[step.instance]
         run = RUN_BLOCKS if form in ("runs", "cut") else 1
         created = [] if step.created is None else _runs(step.created, run)

@@ -1,4 +1,7 @@
-"""A peer's service as a process of its own, and its HTTP API. For drivers in the peers' environments: the standard library alone."""
+"""A peer's service as a process of its own, and its HTTP API.
+
+For drivers in the peers' environments: the standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Program:
-    """A process of its own. What it prints goes where this process's stdout goes. It ends with this process, however that ends."""
+    """A process of its own.
+
+    What it prints goes where this process's stdout goes. It ends with this process, however that ends.
+    """
 
     def __init__(self, command: list[str]) -> None:
         prctl = ctypes.CDLL(None).prctl

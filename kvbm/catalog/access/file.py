@@ -17,7 +17,8 @@
     role = "router"
     tenants = ["acme"]
 
-`kvbm-catalog token` writes such files. Two tokens of one name may be good at the same time: that is how one replaces the other.
+`kvbm-catalog token` writes such files. Two tokens of one name may be good at the same time: that is how one replaces
+the other.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _MOST_BYTES = 4 << 20
 _NAME = re.compile(r"[A-Za-z0-9_.:/@*-]{1,256}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HEAD = (
-    "# Who may ask the catalog. Written by `kvbm-catalog token`, which keeps entries and drops remarks. It holds hashes, no tokens.\n"
+    "# Who may ask the catalog. Written by `kvbm-catalog token`, which keeps entries and drops remarks. It holds "
+    "hashes, no tokens.\n"
     "# Without its last line it is not whole, and nobody reads it.\n"
 )
 _END = "\n# That is all.\n"
@@ -114,11 +116,13 @@ def read_entries(path: Path, of_others: bool = False) -> list[Entry]:
             found = os.fstat(file.fileno())
             if found.st_mode & 0o022:
                 raise ConfigError(
-                    f"{_where(path)} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}); run: chmod 600 {path}"
+                    f"{_where(path)} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}); run: chmod 600 "
+                    f"{path}"
                 )
             if (user := stranger(found)) is not None and not of_others:
                 raise ConfigError(
-                    f"{_where(path)} belongs to user {user}, who could let anybody ask; run: chown root {path}, or chown it to who runs the "
+                    f"{_where(path)} belongs to user {user}, who could let anybody ask; run: chown root {path}, or "
+                    "chown it to who runs the "
                     "catalog"
                 )
             if found.st_size > _MOST_BYTES:
@@ -126,14 +130,17 @@ def read_entries(path: Path, of_others: bool = False) -> list[Entry]:
             data = file.read(_MOST_BYTES)
     except OSError as error:
         raise ConfigError(
-            f"{_where(path)} cannot be read ({error.strerror}); make one with: kvbm-catalog token --access {path} --name NAME "
+            f"{_where(path)} cannot be read ({error.strerror}); make one with: kvbm-catalog token --access {path} "
+            "--name NAME "
             "--role operator"
         ) from None
     return _parse(data, _where(path))
 
 
 def add_token(path: Path, wanted: NewToken, now_s: float) -> str:
-    """Make a token, and put its hash into the file, which is made if it is not there, for its owner alone. Returns the token.
+    """Make a token, and put its hash into the file, which is made if it is not there, for its owner alone.
+
+    Returns the token.
 
     What has run out is taken out on the way. Other processes that do the same at the same time wait for each other.
 
@@ -152,7 +159,8 @@ def add_token(path: Path, wanted: NewToken, now_s: float) -> str:
         older = [one for one in entries if one.sha256 and one.name == wanted.name]
         if older and wanted.replace_s is None:
             raise ConfigError(
-                f"{_where(path)} has {len(older)} token(s) of {wanted.name!r} already; retire them with --replace SECONDS, the time both "
+                f"{_where(path)} has {len(older)} token(s) of {wanted.name!r} already; retire them with --replace "
+                "SECONDS, the time both "
                 "are good, or give another --name"
             )
         if older:

@@ -1,4 +1,5 @@
-"""What one caller may ask of the catalog, so that none ruins another's answers: requests a second, bytes in flight, waits.
+"""What one caller may ask of the catalog, so that none ruins another's answers: requests a second, bytes in flight,
+waits.
 
 A caller is known by its name where it has one, else by its address (IPv6: its /64). Memory for callers is bounded too.
 """
@@ -51,7 +52,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of a catalog. The settings `catalog.limits` say what each means; a test holds names and defaults together."""
+    """The limits of a catalog.
+
+    The settings `catalog.limits` say what each means; a test holds names and defaults together.
+    """
 
     sockets: int = 1024
     sockets_per_peer: int = 512
@@ -72,7 +76,10 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LimitError(Exception):
-    """A request that is over a limit: its HTTP status and what its body says. A retry after `retry_after_s` can help."""
+    """A request that is over a limit: its HTTP status and what its body says.
+
+    A retry after `retry_after_s` can help.
+    """
 
     def __init__(self, status: int, code: str, message: str, what_to_do: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -82,7 +89,9 @@ class LimitError(Exception):
 
 
 class Buckets:
-    """A token bucket for each caller. The one that was not heard for longest is forgotten first; it would be full again.
+    """A token bucket for each caller.
+
+    The one that was not heard for longest is forgotten first; it would be full again.
 
     Args:
         per_s: what comes back in a second; 0 for no limit.
@@ -144,7 +153,8 @@ class Room:
     """So much of something for all callers, and a part of it for each.
 
     Args:
-        kept: of it, for callers that have no more than a quarter of this much: who fills the rest does not keep them out.
+        kept: of it, for callers that have no more than a quarter of this much: who fills the rest does not keep them
+            out.
     """
 
     def __init__(self, most: int, most_each: int, kept: int = 0) -> None:
@@ -211,7 +221,9 @@ class Room:
         return self._by_caller.get(key, 0) + amount <= self._kept // 4
 
     def _serve(self) -> None:
-        """Give room to those who wait, in their order: nobody overtakes one of its own, nor a large one that waits for all."""
+        """Give room to those who wait, in their order: nobody overtakes one of its own, nor a large one that waits for
+        all.
+        """
         is_full, left, behind = False, [], set()
         for one in self._waiting:
             if one.has_room.done():
@@ -230,7 +242,10 @@ class Room:
 
 
 class Over(NamedTuple):
-    """That a caller asks too much: what of, as `telemetry.metrics.REFUSALS` has it, and when it may ask again. False: it does not."""
+    """That a caller asks too much: what of, as `telemetry.metrics.REFUSALS` has it, and when it may ask again.
+
+    False: it does not.
+    """
 
     why: str
     wait_s: float
@@ -248,7 +263,8 @@ class Limits:
     Attributes:
         refusals: what was refused, by the kinds of `telemetry.metrics.REFUSALS`.
         work: what callers take of the loop's time.
-        stepping: held while a step of something long is done. reading: held while time is left to others after a part of a long body.
+        stepping: held while a step of something long is done. reading: held while time is left to others after a part
+            of a long body.
     """
 
     def __init__(
@@ -266,9 +282,10 @@ class Limits:
         self.requests = Buckets(settings.requests_per_s, settings.burst)
         self.refusing = Buckets(settings.requests_per_s / 10, settings.requests_per_s / 10)
         self.bodies = Room(
-            settings.body_bytes, max(MAX_BODY_BYTES, settings.body_bytes // 2),
+            settings.body_bytes,
+            max(MAX_BODY_BYTES, settings.body_bytes // 2),
             min(settings.body_bytes // 4, max(0, settings.body_bytes - MAX_BODY_BYTES)),
-        )  # fmt: skip
+        )
         self.waits = Room(settings.waits, max(1, settings.waits // 4))
         self.remarks = Seldom(clock=clock)
         self.large = asyncio.Lock()  # held while a large request is parsed and hashed
@@ -284,7 +301,10 @@ class Limits:
     def refusal(self, over: Over) -> LimitError:
         """What who asks too much is told."""
         if over.why == "too_much_work":
-            message = f"answers to this caller have taken more than {self.settings.loop_share:.0%} of the catalog's time, and others ask too"
+            message = (
+                f"answers to this caller have taken more than {self.settings.loop_share:.0%} of the catalog's "
+                "time, and others ask too"
+            )
             remedy = "ask again after the seconds of the header retry-after, or have catalog.limits.loop_share raised"
         else:
             message = f"more than {self.settings.requests_per_s:g} requests a second"
@@ -379,7 +399,8 @@ class Exchange:
 
     Attributes:
         key: of the caller.
-        body: what was read; emptied when the request is over, because an error that tells of it may live until it is collected.
+        body: what was read; emptied when the request is over, because an error that tells of it may live until it is
+            collected.
     """
 
     body: bytearray | None = None
@@ -422,7 +443,10 @@ class Exchange:
             await asyncio.sleep(2 * took_s if limits.work.is_shared(limits.clock(), self.key) else 0)
 
     async def pace(self) -> None:
-        """After each part of a body: while others ask, more time is left to them than it has taken. Long bodies share that time."""
+        """After each part of a body: while others ask, more time is left to them than it has taken.
+
+        Long bodies share that time.
+        """
         took_s, self._unpaced_s = self._unpaced_s, 0.0
         limits = self._limits
         if self._body_bytes > SMALL_BODY_BYTES and limits.work.is_shared(limits.clock(), self.key):
@@ -439,7 +463,8 @@ class Exchange:
         return message
 
     async def reserve(self) -> None:
-        """Take the room that the body says it needs, before any of it is read: else some requests could fill it that all lack the rest.
+        """Take the room that the body says it needs, before any of it is read: else some requests could fill it that
+        all lack the rest.
 
         Who finds none waits for it, and reads nothing until then. Raises LimitError.
         """
@@ -451,7 +476,10 @@ class Exchange:
         self._held += over
 
     def hold(self, size: int) -> None:
-        """The request is as large as this here, if it was not larger before; a small one needs no room. Raises LimitError."""
+        """The request is as large as this here, if it was not larger before; a small one needs no room.
+
+        Raises LimitError.
+        """
         over = size - SMALL_BODY_BYTES - self._held
         if over <= 0:
             return
@@ -460,7 +488,10 @@ class Exchange:
         self._held += over
 
     async def send(self, message: Message) -> None:
-        """A part of the answer. Before the last one, what the caller still sends is read and dropped, so that it gets to read it."""
+        """A part of the answer.
+
+        Before the last one, what the caller still sends is read and dropped, so that it gets to read it.
+        """
         if message["type"] == "http.response.start":
             self._started = True
             if self._more:
@@ -499,10 +530,13 @@ class Exchange:
         """Held while the request waits for `at_least`. Raises LimitError: too many do."""
         if why := self._limits.waits.take(self.key, 1):
             raise LimitError(
-                429 if why == "caller" else 503, "too_many_waits",
-                "too many requests wait for at_least" if why == "all" else "too many requests of this caller wait for at_least",
+                429 if why == "caller" else 503,
+                "too_many_waits",
+                "too many requests wait for at_least"
+                if why == "all"
+                else "too many requests of this caller wait for at_least",
                 "ask again soon, with fewer such requests at a time, or have catalog.limits.waits raised",
-            )  # fmt: skip
+            )
         try:
             yield
         finally:
@@ -549,11 +583,13 @@ class Exchange:
 
 def _no_room(why: str) -> LimitError:
     return LimitError(
-        429 if why == "caller" else 503, "too_many_bytes",
+        429 if why == "caller" else 503,
+        "too_many_bytes",
         "requests that are being read have no room for this one"
-        if why == "all" else "requests of this caller that are being read have no room for this one",
+        if why == "all"
+        else "requests of this caller that are being read have no room for this one",
         "ask again soon, with fewer long requests at a time, or have catalog.limits.body_bytes raised",
-    )  # fmt: skip
+    )
 
 
 def cost_of(body_bytes: int, answer_bytes: int) -> int:
@@ -610,7 +646,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _body_headers(scope: Scope) -> tuple[bool, bool, int]:
-    """Whether a body comes, whether the caller waits for our word before it sends it, and how long it says it is (0: it does not)."""
+    """Whether a body comes, whether the caller waits for our word before it sends it, and how long it says it is (0: it
+    does not).
+    """
     has_body, expects, length = False, False, 0
     for name, value in scope["headers"]:
         if name == b"content-length":

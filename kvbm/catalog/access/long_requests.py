@@ -1,4 +1,5 @@
-"""Long requests, parsed in bounded memory: a list of a million Python numbers would take 40 MB, of positions or short texts more.
+"""Long requests, parsed in bounded memory: a list of a million Python numbers would take 40 MB, of positions or short
+texts more.
 
 What is in a long request stays text until its length is known; tokens become an array a piece at a time.
 """
@@ -34,8 +35,8 @@ def decode_request(body: bytes | bytearray, kind: type[R], read: ReadNumberList)
     Args:
         read: reads its tokens.
 
-    Raises: msgspec.MsgspecError, UnicodeDecodeError, RecursionError: as `msgspec.json.decode`. LayoutError, OverflowError: a token is
-        none. LimitError: something is too long.
+    Raises: msgspec.MsgspecError, UnicodeDecodeError, RecursionError: as `msgspec.json.decode`. LayoutError,
+        OverflowError: a token is none. LimitError: something is too long.
     """
     if len(body) <= LARGE_BODY_BYTES:
         return msgspec.json.decode(body, type=kind)
@@ -44,9 +45,11 @@ def decode_request(body: bytes | bytearray, kind: type[R], read: ReadNumberList)
     rest = {name: part for name, part in parts.items() if memoryview(part).nbytes}
     if sum(memoryview(part).nbytes for part in rest.values()) > _MOST_OTHER_BYTES:
         raise LimitError(
-            422, "invalid_request", f"what is neither hashes nor tokens has more than {_MOST_OTHER_BYTES} bytes",
+            422,
+            "invalid_request",
+            f"what is neither hashes nor tokens has more than {_MOST_OTHER_BYTES} bytes",
             f"give at most {MAX_POSITIONS} positions, and names of ordinary length",
-        )  # fmt: skip
+        )
     asked = msgspec.json.decode(msgspec.json.encode(rest), type=kind)
     long: dict[str, Any] = {}
     if hashes.nbytes > _MOST_HASH_BYTES:

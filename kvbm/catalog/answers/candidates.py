@@ -1,4 +1,5 @@
-"""Which instances prompts of a namespace may be sent to: sets that are kept as instances come, go and declare what they serve.
+"""Which instances prompts of a namespace may be sent to: sets that are kept as instances come, go and declare what they
+serve.
 
 So a question names a few sets, and nothing is asked of each instance.
 """
@@ -67,7 +68,10 @@ def model_of(namespace: Namespace) -> Namespace:
 
 
 class CandidateSets(Generic[C]):
-    """See the module. The sets are the router's own. Belongs to the loop of what it reads; it is up to date as of `refresh`."""
+    """See the module.
+
+    The sets are the router's own. Belongs to the loop of what it reads; it is up to date as of `refresh`.
+    """
 
     def __init__(self, router: Router[C], liveness: Liveness, declarations: Declarations) -> None:
         self._router, self._liveness, self._declarations = router, liveness, declarations
@@ -79,7 +83,8 @@ class CandidateSets(Generic[C]):
         """Instances that may serve a namespace: they run its model, have named it, or have said that they name none.
 
         Args:
-            fields: the namespace's; None: those that are known. Where none are, those alone serve it that have named it.
+            fields: the namespace's; None: those that are known. Where none are, those alone serve it that have named
+                it.
         """
         if fields is None:
             fields = self._declarations.namespaces().get(namespace)
@@ -171,9 +176,11 @@ class CandidateSets(Generic[C]):
         known = self._declarations.namespaces()
         fields = [known[namespace] for namespace in declared if namespace in known]
         return _Place(
-            self._declarations.declares_nothing(instance), frozenset(map(model_of, fields)),
-            frozenset(one.tenant for one in fields), frozenset(one for one in declared if one not in known),
-        )  # fmt: skip
+            self._declarations.declares_nothing(instance),
+            frozenset(map(model_of, fields)),
+            frozenset(one.tenant for one in fields),
+            frozenset(one for one in declared if one not in known),
+        )
 
     def _each_set(self, instance: InstanceId, place: _Place, change: Callable[[C, InstanceId], None]) -> None:
         if place.is_undeclared:

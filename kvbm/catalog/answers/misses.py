@@ -1,4 +1,5 @@
-"""Why nothing was found for a prompt, for its answer and counted by reason: a wrong namespace would look like a cold one.
+"""Why nothing was found for a prompt, for its answer and counted by reason: a wrong namespace would look like a cold
+one.
 
 What a caller may not know of is never named, and is told of like what does not exist.
 """
@@ -52,9 +53,14 @@ class Misses:
         return answer if why is None else self.reasoned(answer, "lookup", caller, asked, why)
 
     def lookups(
-        self, index: ClusterIndex, key: NamespaceId, prompts: Sequence[bytes], limit: int, caller: Caller,
+        self,
+        index: ClusterIndex,
+        key: NamespaceId,
+        prompts: Sequence[bytes],
+        limit: int,
+        caller: Caller,
         asked: NamespaceId,
-    ) -> bytes:  # fmt: skip
+    ) -> bytes:
         """The answers to lookups in the binary form, with the reason's number where nothing was found.
 
         Args:
@@ -66,9 +72,14 @@ class Misses:
         return self._lookups(index, key, prompts, limit, caller, asked)
 
     def _lookups(
-        self, index: ClusterIndex, key: NamespaceId, prompts: Sequence[bytes], limit: int, caller: Caller,
+        self,
+        index: ClusterIndex,
+        key: NamespaceId,
+        prompts: Sequence[bytes],
+        limit: int,
+        caller: Caller,
         asked: NamespaceId,
-    ) -> bytes:  # fmt: skip
+    ) -> bytes:
         """Those of prompts that either all have blocks or are one."""
         why, before = self.why(caller, asked, len(prompts[0]) if prompts else 1), index.prompts_missed()
         answers = index.encode_prefixes(key, prompts, limit, number_of(why))
@@ -133,17 +144,23 @@ class Misses:
     def explained(
         self, question: str, caller: Caller, asked: Namespace | NamespaceId, why: MissedWhy, times: int = 1
     ) -> MissedAnswer:
-        """The reason as an answer tells it. It is counted, so many times, and a namespace nobody has named is a remark."""
+        """The reason as an answer tells it.
+
+        It is counted, so many times, and a namespace nobody has named is a remark.
+        """
         self.counts[question, why] += times
         if why != "namespace_unknown":
             return missed(why)
         answer = missed(why, self._near(caller, asked))
         name = asked.id if isinstance(asked, Namespace) else asked
         self._remarks.warn(
-            "namespace.unknown", question=question, caller=caller.name, namespace=name.hex(),
+            "namespace.unknown",
+            question=question,
+            caller=caller.name,
+            namespace=name.hex(),
             near=[f"{one.id} has {differences(one)}" for one in answer.near],
             what_to_do="whoever asks gives the fields that the engines have, as /v1/namespaces tells them",
-        )  # fmt: skip
+        )
         return answer
 
     def _near(self, caller: Caller, asked: Namespace | NamespaceId) -> list[NearNamespace]:

@@ -23,7 +23,8 @@ class ApiError(Exception):
     """A request that fails: its status as of HTTP, and what its body says.
 
     Attributes:
-        refused: what it counts as, by the kinds of `telemetry.metrics.REFUSALS`; "" where it was not refused for its size.
+        refused: what it counts as, by the kinds of `telemetry.metrics.REFUSALS`; "" where it was not refused for its
+            size.
     """
 
     def __init__(self, status: int, code: str, message: str, what_to_do: str) -> None:

@@ -1,4 +1,6 @@
-"""What a catalog answers: who has a prefix, who should serve it, who holds a block, what is known of each instance, and how old all that is."""
+"""What a catalog answers: who has a prefix, who should serve it, who holds a block, what is known of each instance, and
+how old all that is.
+"""
 
 from __future__ import annotations
 
@@ -93,16 +95,27 @@ class Queries:
         self.transfers = Transfers(self._lent.links.measured)
         self._objects, self.ages = ObjectSizes(self._index, sequencer), AgesHeard()
         heartbeats.listeners += [
-            self._router.hear, self._lenders.hear, self._lent.hear, self.transfers.hear, self._objects.hear, self.ages.hear,
-        ]  # fmt: skip
+            self._router.hear,
+            self._lenders.hear,
+            self._lent.hear,
+            self.transfers.hear,
+            self._objects.hear,
+            self.ages.hear,
+        ]
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def lookup(
-        self, asked: Namespace | NamespaceId, hashes: bytes, caller: Caller = EMBEDDED, limit: int = LIMIT,
+        self,
+        asked: Namespace | NamespaceId,
+        hashes: bytes,
+        caller: Caller = EMBEDDED,
+        limit: int = LIMIT,
         only: Sequence[InstanceId] | None = None,
-    ) -> LookupAnswer:  # fmt: skip
-        """Who has how much of a prefix, as far as the caller may know of it. Arguments as `kvbm.catalog.index.lookup.lookup`.
+    ) -> LookupAnswer:
+        """Who has how much of a prefix, as far as the caller may know of it.
+
+        Arguments as `kvbm.catalog.index.lookup.lookup`.
 
         Args:
             asked: the namespace as the caller has given it.
@@ -110,16 +123,25 @@ class Queries:
         return self.misses.lookup(self.holdings(asked, hashes, caller, limit, only), caller, asked)
 
     def holdings(
-        self, asked: Namespace | NamespaceId, hashes: bytes, caller: Caller, limit: int, only: Sequence[InstanceId] | None
-    ) -> LookupAnswer:  # fmt: skip
+        self,
+        asked: Namespace | NamespaceId,
+        hashes: bytes,
+        caller: Caller,
+        limit: int,
+        only: Sequence[InstanceId] | None,
+    ) -> LookupAnswer:
         """As `lookup`, without a reason where nothing is found: for who asks again and again."""
         key, shown = self._keyed(asked, caller)
         return self._index.lookup(key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
 
     def presence(
-        self, asked: Namespace | NamespaceId, hashes: bytes, caller: Caller = EMBEDDED, limit: int = LIMIT,
+        self,
+        asked: Namespace | NamespaceId,
+        hashes: bytes,
+        caller: Caller = EMBEDDED,
+        limit: int = LIMIT,
         only: Sequence[InstanceId] | None = None,
-    ) -> PresenceAnswer:  # fmt: skip
+    ) -> PresenceAnswer:
         """Who has which of some blocks, as far as the caller may know of it. Arguments as `lookup`."""
         key, shown = self._keyed(asked, caller)
         found = presence(self._index, key, hashes, limit, only, shown, self.view_age_s(), self._backlog.behind)
@@ -192,8 +214,8 @@ class Queries:
     ) -> Ranking:
         """The instances that may serve a prompt, best first; the first is noted as chosen. Empty when there are none.
 
-        A caller of some tenants sees the order, and of the cost what its own prompt makes: what waits at an instance, and what was
-        routed there, is of all tenants. For a namespace it may not know of there is nobody.
+        A caller of some tenants sees the order, and of the cost what its own prompt makes: what waits at an instance,
+        and what was routed there, is of all tenants. For a namespace it may not know of there is nobody.
 
         Args:
             fields: of the prompt's namespace, when they are known.
@@ -234,8 +256,13 @@ class Queries:
         return Ranking([self._suspected_if_behind(one, one.instance) for one in shown], ranking.more, ranking.together)
 
     def left_out(
-        self, task: RoutingTask, asked: Namespace | NamespaceId, caller: Caller, limit: int, only: Collection[InstanceId] | None
-    ) -> dict[str, str]:  # fmt: skip
+        self,
+        task: RoutingTask,
+        asked: Namespace | NamespaceId,
+        caller: Caller,
+        limit: int,
+        only: Collection[InstanceId] | None,
+    ) -> dict[str, str]:
         """As `lookup.left_out`, of a prompt that is routed."""
         key, may_know = self._keyed(asked, caller)[0], partial(self.visibility.instance, caller)
         return left_out(self._index, self._liveness, key, task.hashes, limit, only, may_know)
@@ -313,7 +340,9 @@ class Queries:
     # -- how old the view is ------------------------------------------------------------------------------------------
 
     def view_age_s(self) -> float:
-        """How old the view is that answers rest on; 0 while everybody's silence counts and the stream is read to its end."""
+        """How old the view is that answers rest on; 0 while everybody's silence counts and the stream is read to its
+        end.
+        """
         now_s = time.monotonic()
         age_s = max(self._liveness.freshness(now_s).age_s, self._confirmation.age_s(now_s))
         return round(age_s, 3) if age_s >= self._liveness_s / 2 else 0.0
@@ -325,7 +354,8 @@ class Queries:
         if behind:
             most_s = max(self._backlog.age_s(time.monotonic(), name) for name in behind)
             found.append(
-                f"{len(behind)} instances may have decided what is not read, for {most_s:.1f} s: {', '.join(behind[:5])}"
+                f"{len(behind)} instances may have decided what is not read, for {most_s:.1f} s: "
+                f"{', '.join(behind[:5])}"
             )
         return found
 
@@ -374,7 +404,9 @@ class Queries:
     def instance_page(
         self, caller: Caller, after: str = "", limit: int = 0, names: Collection[str] = ()
     ) -> InstancesAnswer:
-        """The instances the caller may know of, by name. A caller of some tenants sees who they are and whether they serve, no numbers.
+        """The instances the caller may know of, by name.
+
+        A caller of some tenants sees who they are and whether they serve, no numbers.
 
         Args:
             after: only those whose names come behind this.
@@ -480,8 +512,23 @@ def _without_load(ranked: RankedInstance) -> RankedInstance:
 
 
 def _without_counts(summary: InstanceSummary) -> InstanceSummary:
-    """Who an instance is and whether it serves: numbers of blocks, events and requests are of all tenants, and so are words of trouble."""
+    """Who an instance is and whether it serves: numbers of blocks, events and requests are of all tenants, and so are
+    words of trouble.
+    """
     return msgspec.structs.replace(
-        summary, offset=0, published=None, applied=None, digest="0" * 16, suspicions=[], snapshot_asked_s=None, trouble="", run="",
-        topology=[], pools=[], held_blocks={}, queued_tokens=None, running_requests=None, free_slots=None,
-    )  # fmt: skip
+        summary,
+        offset=0,
+        published=None,
+        applied=None,
+        digest="0" * 16,
+        suspicions=[],
+        snapshot_asked_s=None,
+        trouble="",
+        run="",
+        topology=[],
+        pools=[],
+        held_blocks={},
+        queued_tokens=None,
+        running_requests=None,
+        free_slots=None,
+    )

@@ -21,9 +21,15 @@ class NobodyServesError(ApiError):
 
 
 def routing_task(
-    namespace: Namespace | NamespaceId, fields: Namespace | None, hashes: bytes, input_tokens: int, key: str = "",
-    latency: str = "standard", deadline_s: float | None = None, phase: str = "both",
-) -> RoutingTask:  # fmt: skip
+    namespace: Namespace | NamespaceId,
+    fields: Namespace | None,
+    hashes: bytes,
+    input_tokens: int,
+    key: str = "",
+    latency: str = "standard",
+    deadline_s: float | None = None,
+    phase: str = "both",
+) -> RoutingTask:
     """What the router is asked. Raises ApiError: more hashes than the prompt has full blocks.
 
     Args:
@@ -35,9 +41,11 @@ def routing_task(
     block_tokens = fields.block_tokens if fields is not None else input_tokens // blocks if blocks else 1
     if blocks * block_tokens > input_tokens:
         raise ApiError(
-            422, "too_many_hashes", f"{blocks} full blocks of {block_tokens} tokens are more than {input_tokens} tokens",
+            422,
+            "too_many_hashes",
+            f"{blocks} full blocks of {block_tokens} tokens are more than {input_tokens} tokens",
             "give the whole prompt's length as input_tokens, and hashes of full blocks only",
-        )  # fmt: skip
+        )
     return RoutingTask(id_of(namespace), hashes, input_tokens, max(1, block_tokens), key, latency, deadline_s, phase)
 
 
@@ -94,12 +102,14 @@ def answer_of(
     if not ranked:
         is_unknown = missed is not None and missed.why == "namespace_unknown"
         raise NobodyServesError(
-            503, "no_instance",
-            f"no live instance serves this namespace{f': {missed.message}' if missed is not None and is_unknown else ''}",
+            503,
+            "no_instance",
+            "no live instance serves this "
+            f"namespace{f': {missed.message}' if missed is not None and is_unknown else ''}",
             "ask with the fields that the engines have, see /v1/namespaces"
             if is_unknown
             else "start an instance, or see /v1/instances for what is known of each",
-        )  # fmt: skip
+        )
     return RouteAnswer(
         instance=ranked[0].instance,
         namespace=task.namespace.hex(),

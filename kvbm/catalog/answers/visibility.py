@@ -1,7 +1,8 @@
 """What of the cluster a caller may know of: the namespaces of its tenants, and the instances that serve one of them.
 
-What a caller may not know of takes the same way as what does not exist: it is not among the caller's own, which is all that is looked
-at, and what is asked of the index then is a namespace that nobody has. So neither answers nor their times tell the two apart.
+What a caller may not know of takes the same way as what does not exist: it is not among the caller's own, which is all
+that is looked at, and what is asked of the index then is a namespace that nobody has. So neither answers nor their
+times tell the two apart.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Visibility:
     def key(self, caller: Caller, asked: Namespace | NamespaceId) -> NamespaceId:
         """What to ask the index for: the namespace, or else `NOWHERE`.
 
-        An id tells no tenant. One whose fields no instance has declared is nobody's, but for callers of all tenants; fields are their
-        tenant's, whether an instance has declared them or not.
+        An id tells no tenant. One whose fields no instance has declared is nobody's, but for callers of all tenants;
+        fields are their tenant's, whether an instance has declared them or not.
         """
         if isinstance(asked, Namespace):
             namespace = asked.id
@@ -77,7 +78,9 @@ class Visibility:
         return dict(islice(found, most))
 
     def instance(self, caller: Caller, instance: InstanceId) -> bool:
-        """Whether a caller may know of an instance: one that has named a namespace of its tenants, whose fields are known."""
+        """Whether a caller may know of an instance: one that has named a namespace of its tenants, whose fields are
+        known.
+        """
         if caller.sees_all:
             return True
         declared, known = self._declarations.declared(instance), self._by_tenant()

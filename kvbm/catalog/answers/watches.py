@@ -1,8 +1,8 @@
 """Who watches what: feeds of changes, each within what its caller may know of.
 
-A watch of blocks reads the change log at its own speed and keeps its place in it; one that is so slow that the log has gone on without it
-is told what it has missed, and goes on from now. So what a slow client costs does not grow. A watch of a prefix asks the index again
-when something has changed, and tells the answer when that is another one.
+A watch of blocks reads the change log at its own speed and keeps its place in it; one that is so slow that the log has
+gone on without it is told what it has missed, and goes on from now. So what a slow client costs does not grow. A watch
+of a prefix asks the index again when something has changed, and tells the answer when that is another one.
 """
 
 from __future__ import annotations
@@ -307,9 +307,13 @@ class BlocksWatch:
         else:
             self._told[instance] = state
         change = InstanceChange(
-            instance=instance, what="state", epoch=self._cluster.epoch(instance), excluded=state.excluded,
-            hidden=list(state.hidden), suspect=state.suspect,
-        )  # fmt: skip
+            instance=instance,
+            what="state",
+            epoch=self._cluster.epoch(instance),
+            excluded=state.excluded,
+            hidden=list(state.hidden),
+            suspect=state.suspect,
+        )
         return [Told(change, None)]
 
     # -- what the caller may know of ----------------------------------------------------------------------------------
@@ -421,10 +425,12 @@ class Watches:
         """
         if why := self._room.take(key, 1):
             raise LimitError(
-                429 if why == "caller" else 503, "too_many_watches",
+                429 if why == "caller" else 503,
+                "too_many_watches",
                 "this caller watches too much" if why == "caller" else "too many callers watch",
-                "close a feed, or have catalog.limits.watches and watches_per_caller raised", 5.0,
-            )  # fmt: skip
+                "close a feed, or have catalog.limits.watches and watches_per_caller raised",
+                5.0,
+            )
         watch: Watching
         if asked.hashes is None:
             watch = BlocksWatch(self._cluster, asked, caller)
@@ -437,9 +443,13 @@ class Feed:
     """One watch as server-sent events."""
 
     def __init__(
-        self, watches: Watches, log: ChangeLog, watch: Watching, judge: Callable[[], Caller | None],
+        self,
+        watches: Watches,
+        log: ChangeLog,
+        watch: Watching,
+        judge: Callable[[], Caller | None],
         give_back: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._watches, self._log, self._watch, self._judge = watches, log, watch, judge
         self._give_back: Callable[[], None] | None = give_back
 

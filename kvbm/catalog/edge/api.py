@@ -71,7 +71,9 @@ R = TypeVar("R", bound=LookupRequest)
 
 
 class Surface(NamedTuple):
-    """What callers can ask of a service: an ASGI application for all of it, and what answers short questions without it, in limits."""
+    """What callers can ask of a service: an ASGI application for all of it, and what answers short questions without
+    it, in limits.
+    """
 
     app: FastAPI
     at_once: AtOnce
@@ -94,9 +96,13 @@ def create_surface(
     """
     limits = Limits(service.settings.limits, refusals=refusals)
     app = FastAPI(
-        title="kvbm catalog", version=version or "0", docs_url=None, redoc_url=None, openapi_url=None,
+        title="kvbm catalog",
+        version=version or "0",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
         redirect_slashes=False,  # a redirect would name the host that the caller has written, and http
-    )  # fmt: skip
+    )
     access = access or Access()
     metrics = CatalogMetrics(service.numbers, limits.refusals)
     answers = PromptAnswers(service, metrics)
@@ -121,9 +127,14 @@ class _Api:
     """The handlers, one for each path of `_ROUTES`."""
 
     def __init__(
-        self, service: CatalogService, version: str, troubles: Callable[[], str], refusals: Counter[str],
-        metrics: CatalogMetrics, answers: PromptAnswers,
-    ) -> None:  # fmt: skip
+        self,
+        service: CatalogService,
+        version: str,
+        troubles: Callable[[], str],
+        refusals: Counter[str],
+        metrics: CatalogMetrics,
+        answers: PromptAnswers,
+    ) -> None:
         self._service, self._version, self._troubles = service, version, troubles
         self._visible = service.queries.visibility
         self._metrics, self._refusals = metrics, refusals
@@ -196,9 +207,11 @@ class _Api:
         names, text = asked.getlist("name"), asked.get("limit", str(MAX_INSTANCES))
         if unknown or len(names) > MAX_POSITIONS or not _is_count(text, MAX_INSTANCES):
             raise ApiError(
-                422, "bad_page", f"{request.url.query[:200]!r} is no page of instances",
+                422,
+                "bad_page",
+                f"{request.url.query[:200]!r} is no page of instances",
                 f"give limit=1 to {MAX_INSTANCES}, after=NAME, and name=NAME at most {MAX_POSITIONS} times",
-            )  # fmt: skip
+            )
         return _json(self._service.queries.instance_page(_caller(request), asked.get("after", ""), int(text), names))
 
     async def ask_snapshot(self, request: Request) -> Response:
@@ -209,8 +222,11 @@ class _Api:
             raise ApiError(503, "not_asked", str(error), "ask again when the stream is back; /readyz says so") from None
         if heard is None:
             raise ApiError(
-                404, "instance_unknown", f"no instance {instance!r} was ever heard of", "see /v1/instances for their names"
-            )  # fmt: skip
+                404,
+                "instance_unknown",
+                f"no instance {instance!r} was ever heard of",
+                "see /v1/instances for their names",
+            )
         return _json(SnapshotAnswer(instance=instance, heard=heard))
 
     async def forget(self, request: Request) -> Response:
@@ -230,9 +246,11 @@ class _Api:
         after, text = asked.get("after", ""), asked.get("limit", str(MAX_INSTANCES))
         if set(asked.keys()) - {"after", "limit"} or not _is_count(text, MAX_INSTANCES):
             raise ApiError(
-                422, "bad_page", f"{request.url.query[:200]!r} is no page of namespaces",
+                422,
+                "bad_page",
+                f"{request.url.query[:200]!r} is no page of namespaces",
                 f"give limit=1 to {MAX_INSTANCES} and after=ID",
-            )  # fmt: skip
+            )
         return _json(
             self._service.queries.namespace_page(
                 _caller(request), _one_hash("after", after) if after else b"", int(text)
@@ -243,11 +261,15 @@ class _Api:
         ready = self._readiness(_caller(request))
         return _json(
             {
-                "service": "kvbm-catalog", "version": self._version, "ready": ready.ready, "reason": ready.reason,
+                "service": "kvbm-catalog",
+                "version": self._version,
+                "ready": ready.ready,
+                "reason": ready.reason,
                 **({"degraded": ready.degraded} if isinstance(ready, ReadyAnswer) else {}),
-                "instances": self._service.queries.instance_count(), "api": "/openapi.json",
+                "instances": self._service.queries.instance_count(),
+                "api": "/openapi.json",
             }
-        )  # fmt: skip
+        )
 
     async def healthz(self, request: Request) -> Response:
         return Response(b"ok\n", media_type="text/plain")
@@ -340,7 +362,10 @@ def _is_binary(request: Request) -> bool:
 
 
 def _check_one_type(request: Request) -> None:
-    """Refuse what says twice what its body is; the body is read by then, so that the connection goes on. Raises ApiError."""
+    """Refuse what says twice what its body is; the body is read by then, so that the connection goes on.
+
+    Raises ApiError.
+    """
     if content_type(request.scope["headers"]) is None:
         raise ApiError(400, "two_content_types", "the request has more than one Content-Type header", "send one")
 
@@ -368,9 +393,11 @@ async def _body(request: Request) -> bytearray:
 
 def _too_large() -> ApiError:
     return ApiError(
-        413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes",
+        413,
+        "body_too_large",
+        f"the body has more than {MAX_BODY_BYTES} bytes",
         f"give at most {MAX_HASHES} hashes, best as one hex string",
-    )  # fmt: skip
+    )
 
 
 def _exchange(request: Request) -> Exchange:
@@ -451,13 +478,19 @@ _EXAMPLE_HASHES = ["00112233445566778899aabbccddeeff", "ffeeddccbbaa998877665544
 _EXAMPLE_LOOKUP = {"namespace": _EXAMPLE_ID, "hashes": _EXAMPLE_HASHES}
 _EXAMPLE_FIELDS = {"namespace": {"model": "tiny", "block_tokens": 16}, "tokens": [1, 2, 3, 4] * 8}
 _EXAMPLE_WAIT = _EXAMPLE_LOOKUP | {
-    "at_least": [{"instance": "instance-0", "epoch": 3, "offset": 1200}], "timeout_s": 0.5,
-}  # fmt: skip
+    "at_least": [{"instance": "instance-0", "epoch": 3, "offset": 1200}],
+    "timeout_s": 0.5,
+}
 
 _ROUTES = (
     _Route(
-        path="/v1/lookup", handler="lookup", method="POST", takes=LookupRequest, gives=LookupAnswer,
-        summary="Who has how much of a prefix?", errors=(400, 408, 413, 422, 503, 504),
+        path="/v1/lookup",
+        handler="lookup",
+        method="POST",
+        takes=LookupRequest,
+        gives=LookupAnswer,
+        summary="Who has how much of a prefix?",
+        errors=(400, 408, 413, 422, 503, 504),
         examples={
             "hashes": {"value": _EXAMPLE_LOOKUP},
             "tokens": {"summary": "a namespace whose secret the catalog knows", "value": _EXAMPLE_FIELDS},
@@ -465,23 +498,47 @@ _ROUTES = (
         },
     ),
     _Route(
-        path="/v1/route", handler="route", method="POST", takes=RouteRequest, gives=RouteAnswer,
-        summary="Which instance should serve this prompt, and why?", errors=(400, 408, 413, 422, 503, 504),
+        path="/v1/route",
+        handler="route",
+        method="POST",
+        takes=RouteRequest,
+        gives=RouteAnswer,
+        summary="Which instance should serve this prompt, and why?",
+        errors=(400, 408, 413, 422, 503, 504),
         examples={"hashes": {"value": _EXAMPLE_LOOKUP | {"input_tokens": 40}}},
     ),
     _Route(
-        path="/v1/presence", handler="presence", method="POST", takes=PresenceRequest, gives=PresenceAnswer,
-        summary="Which of these blocks are held, and by whom? There may be holes.", errors=(400, 408, 413, 422, 503, 504),
+        path="/v1/presence",
+        handler="presence",
+        method="POST",
+        takes=PresenceRequest,
+        gives=PresenceAnswer,
+        summary="Which of these blocks are held, and by whom? There may be holes.",
+        errors=(400, 408, 413, 422, 503, 504),
         examples={"hashes": {"value": _EXAMPLE_LOOKUP}},
     ),
     _Route(
-        path="/v1/find", handler="find", method="POST", takes=FindRequest, gives=FindAnswer,
-        summary="What of these blocks can be read from pools, and from which live instances?", errors=(400, 408, 413, 422, 503, 504),
-        examples={"hashes": {"value": _EXAMPLE_LOOKUP | {"first": 1, "asker": "instance-0", "topology": ["zone-a", "host-17"]}}},
+        path="/v1/find",
+        handler="find",
+        method="POST",
+        takes=FindRequest,
+        gives=FindAnswer,
+        summary="What of these blocks can be read from pools, and from which live instances?",
+        errors=(400, 408, 413, 422, 503, 504),
+        examples={
+            "hashes": {
+                "value": _EXAMPLE_LOOKUP | {"first": 1, "asker": "instance-0", "topology": ["zone-a", "host-17"]}
+            }
+        },
     ),
     _Route(
-        path="/v1/watch", handler="watch", method="POST", takes=WatchRequest, media_type=EVENTS,
-        summary="A feed of changes of a namespace, an instance or a prefix, as server-sent events.", errors=(400, 408, 413, 422, 503),
+        path="/v1/watch",
+        handler="watch",
+        method="POST",
+        takes=WatchRequest,
+        media_type=EVENTS,
+        summary="A feed of changes of a namespace, an instance or a prefix, as server-sent events.",
+        errors=(400, 408, 413, 422, 503),
         examples={
             "namespace": {"value": {"namespace": _EXAMPLE_ID}},
             "instance": {"value": {"instance": "instance-0", "after": None}},
@@ -489,38 +546,67 @@ _ROUTES = (
         },
     ),
     _Route(
-        path="/v1/blocks/{namespace}/{hash}", handler="block", gives=BlockAnswer, summary="Who holds a block?",
+        path="/v1/blocks/{namespace}/{hash}",
+        handler="block",
+        gives=BlockAnswer,
+        summary="Who holds a block?",
         errors=(422, 503),
     ),
     _Route(
-        path="/v1/instances", handler="instances", gives=InstancesAnswer,
-        summary="Instances, by name: at most `limit` of them (1 to 1,000), behind `after`, or those of a `name`.", errors=(422,),
-        asks={"after": {"type": "string"}, "limit": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANCES, "default": MAX_INSTANCES},
-              "name": {"type": "array", "items": {"type": "string"}, "maxItems": MAX_POSITIONS}},
+        path="/v1/instances",
+        handler="instances",
+        gives=InstancesAnswer,
+        summary="Instances, by name: at most `limit` of them (1 to 1,000), behind `after`, or those of a `name`.",
+        errors=(422,),
+        asks={
+            "after": {"type": "string"},
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANCES, "default": MAX_INSTANCES},
+            "name": {"type": "array", "items": {"type": "string"}, "maxItems": MAX_POSITIONS},
+        },
     ),
     _Route(
-        path="/v1/instances/{instance}/snapshot", handler="ask_snapshot", method="POST", gives=SnapshotAnswer,
-        summary="Ask an instance to take a snapshot of what it holds.", errors=(404, 503),
+        path="/v1/instances/{instance}/snapshot",
+        handler="ask_snapshot",
+        method="POST",
+        gives=SnapshotAnswer,
+        summary="Ask an instance to take a snapshot of what it holds.",
+        errors=(404, 503),
     ),
     _Route(
-        path="/v1/instances/{instance}", handler="forget", method="DELETE", gives=ForgottenAnswer,
-        summary="Forget an instance that is gone. For operators.", errors=(403, 404, 409, 503),
+        path="/v1/instances/{instance}",
+        handler="forget",
+        method="DELETE",
+        gives=ForgottenAnswer,
+        summary="Forget an instance that is gone. For operators.",
+        errors=(403, 404, 409, 503),
     ),
     _Route(
-        path="/v1/checkpoint", handler="checkpoint", media_type=CHECKPOINT, errors=(404, 429),
+        path="/v1/checkpoint",
+        handler="checkpoint",
+        media_type=CHECKPOINT,
+        errors=(404, 429),
         summary="The newest checkpoint of the index, for a replica to begin with. For callers of all tenants.",
     ),
     _Route(
-        path="/v1/namespaces", handler="namespaces", gives=NamespacesAnswer, errors=(422,),
-        summary="Namespaces with known fields, by id: at most `limit` of them (1 to 1,000) and some MiB, behind `after`.",
-        asks={"after": {"type": "string"}, "limit": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANCES, "default": MAX_INSTANCES}},
+        path="/v1/namespaces",
+        handler="namespaces",
+        gives=NamespacesAnswer,
+        errors=(422,),
+        summary="Namespaces with known fields, by id: at most `limit` of them (1 to 1,000) and some MiB, behind "
+        "`after`.",
+        asks={
+            "after": {"type": "string"},
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANCES, "default": MAX_INSTANCES},
+        },
     ),
     _Route(path="/healthz", handler="healthz", summary="Whether the process answers.", media_type="text/plain"),
-    _Route(path="/readyz", handler="readyz", gives=ReadyAnswer, summary="Whether answers are complete; 503 until then."),
+    _Route(
+        path="/readyz", handler="readyz", gives=ReadyAnswer, summary="Whether answers are complete; 503 until then."
+    ),
     _Route(path="/metrics", handler="metrics", summary="Prometheus metrics.", media_type="text/plain"),
     _Route(path="/openapi.json", handler="openapi", summary="This description."),
     _Route(path="/", handler="status", summary="What this is."),
-)  # fmt: skip
+)
 
 _ERROR_WORDS = {
     400: "The body is not JSON.",
@@ -549,11 +635,13 @@ def openapi(version: str = "") -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {
-            "title": "kvbm catalog", "version": version or "0", "description": "Where the cluster's KV-cache blocks lie.",
+            "title": "kvbm catalog",
+            "version": version or "0",
+            "description": "Where the cluster's KV-cache blocks lie.",
         },
         "paths": paths,
         "components": {"schemas": components},
-    }  # fmt: skip
+    }
 
 
 def _operation(route: _Route) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Listens for questions over NATS for as long as the catalog runs: to whom, from when on, and again after a lost connection.
+"""Listens for questions over NATS for as long as the catalog runs: to whom, from when on, and again after a lost
+connection.
 
-Until the catalog is ready it takes only the question whether it is: those of a queue group share what comes, and a question that a
-catalog takes which has not read enough is one that another could have answered.
+Until the catalog is ready it takes only the question whether it is: those of a queue group share what comes, and a
+question that a catalog takes which has not read enough is one that another could have answered.
 """
 
 from __future__ import annotations

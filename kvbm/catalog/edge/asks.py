@@ -30,7 +30,8 @@ _SHORT = {verb: path for path in PATHS if (verb := path.decode().rpartition("/")
 class Asks:
     """Answers questions. Belongs to one asyncio loop.
 
-    A caller that goes on asking when it is refused is not listened to for `MUTE_S`: a message that the server does not bring costs nothing.
+    A caller that goes on asking when it is refused is not listened to for `MUTE_S`: a message that the server does not
+    bring costs nothing.
 
     Attributes:
         under_way: tasks of questions that are not answered at once.
@@ -86,8 +87,16 @@ class Asks:
         if await self._is_over(line, ask, caller, key):
             return
         if asked is None:
-            await _answer(line, ask, 404, _error("not_found", f"nothing is asked with {ask.verb[:40]!r} and this body",
-                          "see docs/route.md for the questions over NATS"))  # fmt: skip
+            await _answer(
+                line,
+                ask,
+                404,
+                _error(
+                    "not_found",
+                    f"nothing is asked with {ask.verb[:40]!r} and this body",
+                    "see docs/route.md for the questions over NATS",
+                ),
+            )
             return
         await self._begin(line, ask, asked, key)
 
@@ -128,9 +137,10 @@ class Asks:
         if why:
             self._limits.refusals["too_many_waits"] += 1
             error = _error(
-                "too_many_waits", "too many long questions are under way",
+                "too_many_waits",
+                "too many long questions are under way",
                 "ask again soon, with fewer long questions at a time",
-            )  # fmt: skip
+            )
             await _answer(line, ask, 429 if why == "caller" else 503, error)
             return
 
@@ -159,11 +169,20 @@ class Asks:
         if asked.method == "POST":
             headers.append((b"content-length", b"%d" % len(asked.body)))
         return {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
-            "method": asked.method, "path": asked.path, "raw_path": asked.path.encode(), "query_string": asked.query,
-            "root_path": "", "headers": headers, "client": (self._host, 0), "server": ("catalog", 0),
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": asked.method,
+            "path": asked.path,
+            "raw_path": asked.path.encode(),
+            "query_string": asked.query,
+            "root_path": "",
+            "headers": headers,
+            "client": (self._host, 0),
+            "server": ("catalog", 0),
             "state": {NATS_CALLER: ask.caller},
-        }  # fmt: skip
+        }
 
 
 class _Collected:
@@ -216,7 +235,8 @@ def _fitting(line: AskLine, status: int, kind: str, body: bytes) -> tuple[int, s
     if len(body) <= line.max_answer_bytes:
         return status, kind, body
     error = _error(
-        "answer_too_large", f"the answer has {len(body)} bytes; NATS takes {line.max_answer_bytes}",
+        "answer_too_large",
+        f"the answer has {len(body)} bytes; NATS takes {line.max_answer_bytes}",
         "ask for less with limit, or over HTTP, or have max_payload raised at nats-server",
-    )  # fmt: skip
+    )
     return 413, JSON_TYPE, msgspec.json.encode(error)

@@ -28,9 +28,11 @@ from kvbm.core.answers import FindRequest, LookupRequest, PresenceRequest, Route
 
 MOST_BYTES = SMALL_BODY_BYTES  # of a body in JSON
 PATHS: dict[bytes, type[LookupRequest]] = {
-    b"/v1/lookup": LookupRequest, b"/v1/route": RouteRequest, b"/v1/presence": PresenceRequest,
+    b"/v1/lookup": LookupRequest,
+    b"/v1/route": RouteRequest,
+    b"/v1/presence": PresenceRequest,
     b"/v1/find": FindRequest,
-}  # fmt: skip
+}
 JSON_TYPE = b"application/json"
 BINARY_TYPE = prompt_batches.CONTENT_TYPE.encode()
 
@@ -83,7 +85,9 @@ class AtOnce:
         self._access, self._limits, self._answers, self._count = access, limits, answers, count
 
     def hold(self, question: ShortQuestion, length: int) -> Held | None:
-        """Take room for a body, for `give_back`. None: it is too long, there is no room, or whoever asks may not ask this.
+        """Take room for a body, for `give_back`.
+
+        None: it is too long, there is no room, or whoever asks may not ask this.
 
         Who sends nothing but headers would else take the room of those who may ask.
         """

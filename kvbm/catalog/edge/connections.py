@@ -1,8 +1,9 @@
 """The connections of a catalog: how many there are, of whom, and how long each may take.
 
-uvicorn has no deadline for a header and no bound on sockets. Here every connection is in one of five stages, and one look a second ends
-those that have been in theirs too long. When there are too many, those of the peer with most go, first those that never asked. Those on
-which a caller with a name was answered go last: strangers from many addresses do not end them.
+uvicorn has no deadline for a header and no bound on sockets. Here every connection is in one of five stages, and one
+look a second ends those that have been in theirs too long. When there are too many, those of the peer with most go,
+first those that never asked. Those on which a caller with a name was answered go last: strangers from many addresses do
+not end them.
 """
 
 from __future__ import annotations
@@ -187,8 +188,11 @@ class Connections:
         self.refusals["connection_slow"] += self.handshakes.look()
         idle_s = settings.idle_s + 2 * LOOK_S
         for stage, most_s in (
-            (Stage.HEADER, settings.header_s), (Stage.BODY, _BODY_S), (Stage.IDLE, idle_s), (Stage.KNOWN, idle_s),
-        ):  # fmt: skip
+            (Stage.HEADER, settings.header_s),
+            (Stage.BODY, _BODY_S),
+            (Stage.IDLE, idle_s),
+            (Stage.KNOWN, idle_s),
+        ):
             for peer in list(self._peers.values()):
                 while (first := next(iter(peer.stages[stage]), None)) is not None and now_s >= first.since_s + most_s:
                     if stage in (Stage.HEADER, Stage.BODY):
@@ -260,12 +264,16 @@ def room_for_sockets(wanted: int, may_raise: bool) -> int:
 
 
 def small_tls_buffers() -> None:
-    """asyncio gives each TLS connection 256 KiB to read into, before its handshake: 1,024 strangers would have 256 MiB."""
+    """asyncio gives each TLS connection 256 KiB to read into, before its handshake: 1,024 strangers would have
+    256 MiB.
+    """
     sslproto.SSLProtocol.max_size = _READ_BYTES
 
 
 def unsent_bytes(transport: asyncio.Transport) -> int:
-    """What of answers waits here. asyncio's TLS hands all of an answer to the socket's transport, and counts only what comes after."""
+    """What of answers waits here. asyncio's TLS hands all of an answer to the socket's transport, and counts only what
+    comes after.
+    """
     within = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
     return transport.get_write_buffer_size() + (within.get_write_buffer_size() if within is not None else 0)
 

@@ -1,4 +1,6 @@
-"""A feed as the answer to an HTTP request: piece by piece, at the speed of its reader, and over as soon as that is gone."""
+"""A feed as the answer to an HTTP request: piece by piece, at the speed of its reader, and over as soon as that is
+gone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Before any handler: who asks, and whether one of that role may ask this at all. What is not listed is for operators alone."""
+"""Before any handler: who asks, and whether one of that role may ask this at all.
+
+What is not listed is for operators alone.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +43,12 @@ _BLOCKS = re.compile(r"/v1/blocks/[^/]*/[^/]*")
 
 UNKNOWN = ErrorAnswer(
     error=ErrorDetail(
-        code="not_known", message="the catalog does not know who asks",
-        what_to_do="set catalog.token to the file of a token that is good now (Authorization: Bearer), or show a certificate it knows",
+        code="not_known",
+        message="the catalog does not know who asks",
+        what_to_do="set catalog.token to the file of a token that is good now (Authorization: Bearer), or show a "
+        "certificate it knows",
     )
-)  # fmt: skip
+)
 _FORBIDDEN = ErrorAnswer(
     error=ErrorDetail(
         code="not_allowed", message="the caller's role may not ask this", what_to_do="ask with the token of an operator"
@@ -52,8 +57,8 @@ _FORBIDDEN = ErrorAnswer(
 
 
 class Gate:
-    """An ASGI application before another: puts the caller into the scope as `kvbm.caller`, and how to ask again who it is as
-    `kvbm.judge`, or answers 401 or 403.
+    """An ASGI application before another: puts the caller into the scope as `kvbm.caller`, and how to ask again who it
+    is as `kvbm.judge`, or answers 401 or 403.
 
     Args:
         count: told each request's caller, "" for none, and its status class: "passed", "unknown" or "forbidden".
@@ -120,7 +125,10 @@ def authorization(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 
 def content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """What the header says that the body is, b"" without it; None where there are two, of which none counts before the other."""
+    """What the header says that the body is, b"" without it;
+
+    None where there are two, of which none counts before the other.
+    """
     found = [value for name, value in headers if name == b"content-type"]
     return None if len(found) > 1 else (found or [b""])[0]
 

@@ -1,7 +1,8 @@
-"""TLS handshakes, so many at a time: each takes some 100 KB before anybody has said who asks, and what was taken once stays the process's.
+"""TLS handshakes, so many at a time: each takes some 100 KB before anybody has said who asks, and what was taken once
+stays the process's.
 
-Who has no turn waits in the socket, which costs nothing. Turns go to the address that has fewest; while somebody waits, a handshake that
-takes long ends, first of the address that has most.
+Who has no turn waits in the socket, which costs nothing. Turns go to the address that has fewest; while somebody waits,
+a handshake that takes long ends, first of the address that has most.
 """
 
 from __future__ import annotations
@@ -60,8 +61,10 @@ class Handshakes:
         now_s = self._clock()
         slow = [
             (len(active), -since_s, end)
-            for active in self._active.values() for since_s, end in active.values() if now_s >= since_s + SLOW_S
-        ]  # fmt: skip
+            for active in self._active.values()
+            for since_s, end in active.values()
+            if now_s >= since_s + SLOW_S
+        ]
         slow.sort(key=lambda one: one[:2], reverse=True)
         for _, _, end in slow[:wanted]:
             end()

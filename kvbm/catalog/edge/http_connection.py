@@ -1,4 +1,6 @@
-"""One HTTP connection of the catalog: uvicorn's httptools protocol, read in small pieces, bounded, and short-cut for short questions."""
+"""One HTTP connection of the catalog: uvicorn's httptools protocol, read in small pieces, bounded, and short-cut for
+short questions.
+"""
 
 from __future__ import annotations
 
@@ -175,9 +177,9 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _parse(self, data: bytes) -> None:
         """Take requests apart. Raises HttpParserError.
 
-        The parser leaves behind the header of a request that wishes for another protocol (`Upgrade: h2c`, which Java's clients send with every
-        request), and takes its body for the next request. We speak no other, and who ignores the wish answers the request (RFC 9110, 7.8): another
-        parser reads the header without it, and goes on.
+        The parser leaves behind the header of a request that wishes for another protocol (`Upgrade: h2c`, which Java's
+        clients send with every request), and takes its body for the next request. We speak no other, and who ignores
+        the wish answers the request (RFC 9110, 7.8): another parser reads the header without it, and goes on.
         """
         while data:
             try:

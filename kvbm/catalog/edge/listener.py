@@ -1,7 +1,8 @@
-"""Where the catalog takes connections: what may stay, at a bounded pace, on any event loop, also when the process has no files left.
+"""Where the catalog takes connections: what may stay, at a bounded pace, on any event loop, also when the process has
+no files left.
 
-asyncio's own server would try again for each place of its backlog without files, log each, and start as many times again a second later;
-uvloop's asks nobody whom it takes.
+asyncio's own server would try again for each place of its backlog without files, log each, and start as many times
+again a second later; uvloop's asks nobody whom it takes.
 """
 
 from __future__ import annotations
@@ -112,7 +113,10 @@ class Listener:
         await loop.connect_accepted_socket(lambda: self._make(connection), connection.sock, **tls)
 
     def _shed(self, error: OSError) -> bool:
-        """Take a connection with the file that is kept for this, and close it: else it would be offered for ever. Whether it could."""
+        """Take a connection with the file that is kept for this, and close it: else it would be offered for ever.
+
+        Whether it could.
+        """
         self._connections.refusals["no_files"] += 1
         self._connections.remarks.warn("catalog.connections_refused", why=os.strerror(error.errno or 0))
         if self._reserve is None:

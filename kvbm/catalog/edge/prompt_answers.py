@@ -28,9 +28,11 @@ _NO_SECRET = secrets.token_hex(16)  # of no tenant
 _LOOKUPS_OF_A_REQUEST = 8  # in a batch, that cost as much as a request
 _LOOKUPS_AT_ONCE, _HASHES_AT_ONCE = 64, 8192  # of a batch, in one step
 _KINDS: dict[type[LookupRequest], int] = {
-    LookupRequest: prompt_batches.LOOKUP, RouteRequest: prompt_batches.ROUTE, PresenceRequest: prompt_batches.PRESENCE,
+    LookupRequest: prompt_batches.LOOKUP,
+    RouteRequest: prompt_batches.ROUTE,
+    PresenceRequest: prompt_batches.PRESENCE,
     FindRequest: prompt_batches.FIND,
-}  # fmt: skip
+}
 _encode = msgspec.json.Encoder().encode
 R = TypeVar("R", bound=LookupRequest)
 
@@ -43,7 +45,10 @@ class BatchAnswers(NamedTuple):
 
 
 class PromptAnswers:
-    """Lookups, routes, questions of presence and of what can be read, of one running service. Belongs to its loop; every method raises ApiError."""
+    """Lookups, routes, questions of presence and of what can be read, of one running service.
+
+    Belongs to its loop; every method raises ApiError.
+    """
 
     def __init__(self, service: CatalogService, metrics: CatalogMetrics) -> None:
         self._service, self._metrics = service, metrics
@@ -71,7 +76,8 @@ class PromptAnswers:
         return lambda: packed_hashes(given)
 
     def lookup(self, caller: Caller, asked: LookupRequest, namespace: Namespace | NamespaceId, hashes: bytes) -> bytes:
-        """Who has how much of a prompt; where presence is asked for, who has which of its blocks, and of a find, what can be read from where.
+        """Who has how much of a prompt; where presence is asked for, who has which of its blocks, and of a find, what
+        can be read from where.
 
         Args:
             asked: its hashes and tokens are not looked at.
@@ -126,7 +132,8 @@ class PromptAnswers:
             asked = prompt_batches.decode_batch(body)
             if asked.kind != _KINDS[kind]:
                 raise LayoutError(
-                    "lookups go to /v1/lookup, routes to /v1/route, questions of presence to /v1/presence, and what can be read to /v1/find"
+                    "lookups go to /v1/lookup, routes to /v1/route, questions of presence to /v1/presence, and what "
+                    "can be read to /v1/find"
                 )
         except LayoutError as error:
             raise ApiError(422, "bad_batch", str(error), "see docs/route.md for the binary form") from None
@@ -163,7 +170,9 @@ class PromptAnswers:
             )
 
     def _fields(self, caller: Caller, namespace: Namespace | NamespaceId) -> Namespace | None:
-        """The fields of the namespace that is asked for: as they are given, or as an instance has told them to this caller's tenants."""
+        """The fields of the namespace that is asked for: as they are given, or as an instance has told them to this
+        caller's tenants.
+        """
         return namespace if isinstance(namespace, Namespace) else self._visible.fields(caller, namespace)
 
     def _hashing_of_tokens(self, caller: Caller, asked: LookupRequest, tokens: list[int]) -> Callable[[], bytes]:
@@ -175,9 +184,11 @@ class PromptAnswers:
         fields = self._fields(caller, namespace)
         if fields is None:
             raise ApiError(
-                422, "namespace_unknown", f"no instance has told the fields of namespace {id_of(namespace).hex()}",
+                422,
+                "namespace_unknown",
+                f"no instance has told the fields of namespace {id_of(namespace).hex()}",
                 "give the namespace's fields instead of its id, or hashes instead of tokens",
-            )  # fmt: skip
+            )
         try:
             check_hashable(fields)
         except HashSchemeError as error:
@@ -189,15 +200,18 @@ class PromptAnswers:
             secret = _NO_SECRET  # hashed as others are, and found nowhere: whose secrets are known here is not told
         if secret is None:
             raise ApiError(
-                422, "tokens_not_hashable",
+                422,
+                "tokens_not_hashable",
                 f"tokens cannot be hashed here: the catalog does not know the secret of tenant {fields.tenant!r}",
                 "hash them where the secret is and give hashes, or set catalog.tenant_secrets",
-            )  # fmt: skip
+            )
         if fields.block_tokens > MAX_TOKENS:  # more than C++ may be able to say
             return bytes
         hash_tokens, block_tokens, root = (
-            self._service.backend.sequence_hashes, fields.block_tokens, fields.root(secret.encode()),
-        )  # fmt: skip
+            self._service.backend.sequence_hashes,
+            fields.block_tokens,
+            fields.root(secret.encode()),
+        )
 
         def hashed() -> bytes:
             try:

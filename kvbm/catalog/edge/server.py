@@ -80,7 +80,9 @@ def run(
 
     def started(url: str) -> None:
         gc.collect()
-        gc.freeze()  # a full collection waits for a quarter more objects than there are: without all the modules', garbage goes early
+        # A full collection waits for a quarter more objects than there are: without all the modules', garbage goes
+        # early
+        gc.freeze()
         on_started(url)
 
     _run(_serve(settings, backend, new_index, started, _stop_on_signals, make_stream), settings)
@@ -176,12 +178,18 @@ def _run(serving: Coroutine[Any, Any, None], settings: ServiceSettings) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Takes connections by itself, and leaves signals to whoever runs it: uvicorn would raise them again before the service could close."""
+    """Takes connections by itself, and leaves signals to whoever runs it: uvicorn would raise them again before the
+    service could close.
+    """
 
     def __init__(
-        self, config: uvicorn.Config, connections: Connections, at_once: AtOnce, on_started: Callable[[], None],
+        self,
+        config: uvicorn.Config,
+        connections: Connections,
+        at_once: AtOnce,
+        on_started: Callable[[], None],
         on_stopping: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(config)
         self._connections, self._at_once = connections, at_once
         self._on_started, self._on_stopping = on_started, on_stopping
@@ -313,7 +321,9 @@ async def _end_on_failure(service: CatalogService, server: uvicorn.Server) -> No
 
 
 def _give_memory_back() -> None:
-    """Have the C library give back each large buffer when it is freed; by itself it would keep those of long requests."""
+    """Have the C library give back each large buffer when it is freed; by itself it would keep those of long
+    requests.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, 256 << 10)
 
@@ -357,7 +367,10 @@ def _bind(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def bind_path(path: Path) -> Iterator[socket.socket]:
-    """A unix socket that only its owner may open; the path is free again afterwards. One that nobody listens on is taken over."""
+    """A unix socket that only its owner may open; the path is free again afterwards.
+
+    One that nobody listens on is taken over.
+    """
     with socket.socket(socket.AF_UNIX) as listener:
         try:
             make_folder(path.parent)
@@ -371,7 +384,8 @@ def bind_path(path: Path) -> Iterator[socket.socket]:
             listener.listen(_BACKLOG)
         except OSError as error:
             raise CatalogError(
-                f"the catalog cannot listen on the unix socket {path} ({error.strerror or error}); choose another catalog.unix_socket, "
+                f"the catalog cannot listen on the unix socket {path} ({error.strerror or error}); choose another "
+                "catalog.unix_socket, "
                 "a path of fewer than 108 bytes where no file is"
             ) from None
         own = path.stat().st_ino

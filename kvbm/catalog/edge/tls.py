@@ -22,9 +22,10 @@ log = Remarks()
 class ServerTls:
     """A context whose certificate, key and CA are those of the files as they are now.
 
-    Files are looked at when a client connects, and by `follow`, at most once in `LOOK_S`, and read once they have stayed as they are for
-    as long. A new set is tried in a context of its own, and takes the old one's place in one step; one whose parts do not belong together
-    leaves the old one, is told once, and shows in `trouble`. Connections that are open go on. TLS 1.3 alone, without tickets: each connection shows its certificate.
+    Files are looked at when a client connects, and by `follow`, at most once in `LOOK_S`, and read once they have
+    stayed as they are for as long. A new set is tried in a context of its own, and takes the old one's place in one
+    step; one whose parts do not belong together leaves the old one, is told once, and shows in `trouble`. Connections
+    that are open go on. TLS 1.3 alone, without tickets: each connection shows its certificate.
 
     Attributes:
         context: for the server; it never changes.
@@ -82,7 +83,9 @@ class ServerTls:
         return found
 
     async def follow(self) -> None:
-        """Look for as long as the catalog serves: who connects after a quiet time is shown what is there, not what was."""
+        """Look for as long as the catalog serves: who connects after a quiet time is shown what is there, not
+        what was.
+        """
         while True:
             await asyncio.sleep(max(LOOK_S, LEAST_LOOK_S))
             self.look()
@@ -108,7 +111,8 @@ def _new_context(options: AccessOptions) -> ssl.SSLContext:
         context.load_cert_chain(options.tls_cert, options.tls_key, password=_no_password)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ConfigError(
-            f"catalog.tls_cert {options.tls_cert} and catalog.tls_key {options.tls_key} do not belong together, or are no PEM without "
+            f"catalog.tls_cert {options.tls_cert} and catalog.tls_key {options.tls_key} do not belong together, or are "
+            "no PEM without "
             f"password ({_reason(error)})"
         ) from None
     if options.tls_client_ca:

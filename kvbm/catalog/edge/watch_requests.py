@@ -17,9 +17,11 @@ def decode_watch(body: bytes | bytearray) -> WatchAsked:
     """Raises ApiError: it asks for nothing that can be watched."""
     if len(body) > LARGE_BODY_BYTES:
         raise ApiError(
-            413, "body_too_large", f"the body has more than {LARGE_BODY_BYTES} bytes",
+            413,
+            "body_too_large",
+            f"the body has more than {LARGE_BODY_BYTES} bytes",
             f"give at most {MAX_WATCHED_HASHES} hashes, best as one hex string",
-        )  # fmt: skip
+        )
     try:
         asked = msgspec.json.decode(body, type=WatchRequest)
     except msgspec.ValidationError as error:
@@ -28,16 +30,19 @@ def decode_watch(body: bytes | bytearray) -> WatchAsked:
         raise ApiError(400, "not_json", f"the body is not JSON: {error}", "send a JSON object") from None
     if asked.namespace is None and (asked.instance is None or asked.hashes is not None):
         raise ApiError(
-            422, "nothing_to_watch", "the request names nothing that can be watched",
+            422,
+            "nothing_to_watch",
+            "the request names nothing that can be watched",
             "give a namespace, an instance or both, or a namespace and hashes",
-        )  # fmt: skip
+        )
     hashes = packed_hashes(asked.hashes) if asked.hashes is not None else None
     if hashes is not None and not 0 < len(hashes) // HASH_BYTES <= MAX_WATCHED_HASHES:
         raise ApiError(
-            422, "too_many_hashes" if hashes else "bad_hash",
+            422,
+            "too_many_hashes" if hashes else "bad_hash",
             f"a prefix of {len(hashes) // HASH_BYTES} hashes; 1 to {MAX_WATCHED_HASHES} are watched",
             "give the first blocks of the prompt",
-        )  # fmt: skip
+        )
     namespace: Namespace | NamespaceId | None = None
     if asked.namespace is not None:
         namespace = (

@@ -1,9 +1,9 @@
 """The archive: every frame of the stream as files for `kvbm-replay`, and the samples that were heard.
 
-    00000000000000000001.kvbm     whole frames as they came, and fences between them (`streams/fence_records.py`), named by the first
-                                  message's sequence; about 64 MiB each
+    00000000000000000001.kvbm     whole frames as they came, and fences between them (`streams/fence_records.py`), named
+                                  by the first message's sequence; about 64 MiB each
     r0002-00000000000000000001.kvbm   the same after the stream's store was replaced: its sequences began anew
-    POSITION                      where writing stands; what files hold beyond it was torn off, and is cut and read again
+    POSITION                      where writing stands; what files hold beyond it was torn off; it is cut and read anew
     samples/2026-11-21.samples    accesses, as kvbm.streams.access_samples describes
 
 Names sort in stream order. `ArchiveFiles` writes, without thread or loop; `Archive` follows a stream and drives it.
@@ -77,7 +77,9 @@ class ArchivePosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArchiveFiles:
-    """The files of one archive. One thread at a time. Every method raises CatalogError when the folder does not take it.
+    """The files of one archive.
+
+    One thread at a time. Every method raises CatalogError when the folder does not take it.
 
     After such an error the same call may be made again: what it had half written is cut off first.
 
@@ -115,7 +117,8 @@ class ArchiveFiles:
         """The sequence to read the stream after, given what it is and has.
 
         Args:
-            created: when its store was made; another one than before begins a generation, and so does one that has lost its end.
+            created: when its store was made; another one than before begins a generation, and so does one that has lost
+                its end.
         """
         here = self.position
         if here.created and (here.created != created or here.sequence > last_sequence):
@@ -128,7 +131,10 @@ class ArchiveFiles:
         return self.position.sequence
 
     def append(self, messages: Sequence[StreamMessage]) -> None:
-        """Write messages in stream order. Of a call that failed and is made again, those that were written are left out."""
+        """Write messages in stream order.
+
+        Of a call that failed and is made again, those that were written are left out.
+        """
         if messages and messages[0].sequence <= self.position.sequence and not self._has_failed:
             self._begin_generation()  # the reader has begun anew: another store
         self._has_failed = True
@@ -195,7 +201,10 @@ class ArchiveFiles:
             raise self._failed(error) from error
 
     def erase(self, meant: Meant) -> int:
-        """Take frames and samples out of all files; gives how many. What comes next begins a file: POSITION names none that is rewritten."""
+        """Take frames and samples out of all files; gives how many.
+
+        What comes next begins a file: POSITION names none that is rewritten.
+        """
         self.sync()
         self._close_file()
         taken_out = 0
@@ -272,7 +281,8 @@ class ArchiveFiles:
             version = msgspec.json.decode(body, type=_Versioned).version
             if version > VERSION:
                 raise CatalogError(
-                    f"the archive {self._folder} is of a newer kvbm, version {version}; this one writes version {VERSION}: upgrade"
+                    f"the archive {self._folder} is of a newer kvbm, version {version}; this one writes version "
+                    f"{VERSION}: upgrade"
                     " it, or give --archive another folder"
                 )
             position = msgspec.json.decode(body, type=ArchivePosition)
@@ -320,7 +330,9 @@ class ArchiveFiles:
         _write_all(self._file, data)
 
     def _drop_half(self) -> None:
-        """What a failed write has left goes when the file is opened again; try at once, for a full disk wants every byte."""
+        """What a failed write has left goes when the file is opened again; try at once, for a full disk wants every
+        byte.
+        """
         if self._file >= 0:
             with suppress(OSError):
                 os.ftruncate(self._file, self.position.bytes)
@@ -353,7 +365,9 @@ def _parse(name: str) -> tuple[int, int]:
 
 
 class Archive:
-    """Follows a stream by a reader of its own and keeps its frames and samples. One asyncio loop; files are written by one thread.
+    """Follows a stream by a reader of its own and keeps its frames and samples.
+
+    One asyncio loop; files are written by one thread.
 
     Trouble with the folder or the stream is noted and waited out: it never stops the catalog.
     """
@@ -425,7 +439,10 @@ class Archive:
             writing.cancel()
 
     async def erase(self, meant: Meant) -> int:
-        """Take frames and samples out of all files; gives how many. Raises CatalogError: the folder does not take it."""
+        """Take frames and samples out of all files; gives how many.
+
+        Raises CatalogError: the folder does not take it.
+        """
         return await self._run((await self._open()).erase, meant)
 
     async def close(self) -> None:

@@ -30,7 +30,8 @@ class Meant(NamedTuple):
 def rewrite_frames(path: Path, meant: Meant) -> int:
     """Take frames out of a file of whole frames and fences, and say so in their place; gives how many.
 
-    What is damaged goes, too, for nobody knows what it names, and so does what no archive has written that far into a file.
+    What is damaged goes, too, for nobody knows what it names, and so does what no archive has written that far into a
+    file.
 
     Raises: OSError: the folder refuses; the file is as it was.
     """
@@ -74,9 +75,13 @@ def _record_at(data: memoryview, at: int) -> int:
 
 def _in_its_place(frame: Frame, number: int) -> ErasedRecord:
     return ErasedRecord(
-        instance=frame.instance, epoch=frame.epoch, first_offset=frame.first_offset, event_count=len(frame.events),
-        wall_time_ns=frame.wall_time_ns, number=number,
-    )  # fmt: skip
+        instance=frame.instance,
+        epoch=frame.epoch,
+        first_offset=frame.first_offset,
+        event_count=len(frame.events),
+        wall_time_ns=frame.wall_time_ns,
+        number=number,
+    )
 
 
 def rewrite_samples(path: Path, meant: Meant) -> int:

@@ -3,8 +3,8 @@
     00000000000000004711-1f2e3d4c.index    what the index wrote, the sequencer's state as its note
     00000000000000004711-1f2e3d4c.json     its manifest, written last: without it the other file is nothing
 
-The number is the stream sequence the state stands at. Blocks in the file may be newer, up to the manifest's `settled`: whoever loads it
-reads the stream from the number on and compares digests only after `settled`.
+The number is the stream sequence the state stands at. Blocks in the file may be newer, up to the manifest's `settled`:
+whoever loads it reads the stream from the number on and compares digests only after `settled`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Checkpointing(Protocol):
     """An index that writes itself to a file while it is in use. The native one."""
 
     def write_checkpoint(self, path: str, note: bytes = b"") -> tuple[int, int, int]:
-        """Bytes, blocks and frames before. Any thread. The file is not empty once the index's front, and so the note's moment, is taken.
+        """Bytes, blocks and frames before.
+
+        Any thread. The file is not empty once the index's front, and so the note's moment, is taken.
 
         Raises: CheckpointError.
         """
@@ -95,7 +97,8 @@ class Writing:
         self.sequence = state.sequence
         self._folder, self._index, self._stream = folder, index, stream
         self._note = msgspec.msgpack.encode(state)
-        self.name = f"{state.sequence:020}-{time.time_ns():016x}{secrets.token_hex(2)}"  # of two at one place the later is the newer
+        # Of two at one place the later is the newer
+        self.name = f"{state.sequence:020}-{time.time_ns():016x}{secrets.token_hex(2)}"
         self._part = folder / f"{self.name}{_INDEX}{_PART}"
         self._size = (0, 0)
 
@@ -124,9 +127,15 @@ class Writing:
             settled: what has been applied by now.
         """
         manifest = Manifest(
-            version=_VERSION, stream=self._stream, sequence=self.sequence, settled=settled.sequence,
-            fingerprint=settled.fingerprint, bytes=self._size[0], blocks=self._size[1], wall_time_ns=time.time_ns(),
-        )  # fmt: skip
+            version=_VERSION,
+            stream=self._stream,
+            sequence=self.sequence,
+            settled=settled.sequence,
+            fingerprint=settled.fingerprint,
+            bytes=self._size[0],
+            blocks=self._size[1],
+            wall_time_ns=time.time_ns(),
+        )
         body = msgspec.json.encode(manifest)
         final, part = self._folder / f"{self.name}{_MANIFEST}", self._folder / f"{self.name}{_MANIFEST}{_PART}"
         try:
@@ -161,9 +170,10 @@ async def load_newest(
 
     Args:
         fits: whether a checkpoint may be used of a stream of this name in SQL.
-        stored: SQL's position; a later checkpoint is of no use, because rows between the two would be lost. None: there is no SQL.
-        holds: whether the stream's history is still the one of a mark; a checkpoint that knows of messages the stream has lost may
-            hold blocks that nobody will speak of again.
+        stored: SQL's position; a later checkpoint is of no use, because rows between the two would be lost. None: there
+            is no SQL.
+        holds: whether the stream's history is still the one of a mark; a checkpoint that knows of messages the stream
+            has lost may hold blocks that nobody will speak of again.
     """
     await asyncio.to_thread(warn_exposed, "checkpoints", folder)
     for path, manifest in await asyncio.to_thread(lambda: list(_manifests(folder))):
@@ -172,9 +182,13 @@ async def load_newest(
         is_ahead = stored is not None and manifest.sequence > stored
         if is_ahead or not await holds(Mark(manifest.settled, manifest.fingerprint)):
             log.info(
-                "checkpoint.passed_over", path=str(path), sequence=manifest.sequence, settled=manifest.settled,
-                stored=stored, why="ahead of SQL" if is_ahead else "the stream has lost messages it knows of",
-            )  # fmt: skip
+                "checkpoint.passed_over",
+                path=str(path),
+                sequence=manifest.sequence,
+                settled=manifest.settled,
+                stored=stored,
+                why="ahead of SQL" if is_ahead else "the stream has lost messages it knows of",
+            )
             continue
         loaded = await asyncio.to_thread(_load, path.with_suffix(_INDEX), manifest, new_index(capacity))
         if loaded is not None:
@@ -233,9 +247,15 @@ class Checkpointer:
     """
 
     def __init__(
-        self, folder: Path, index: Checkpointing, sequencer: Sequencer, applying: asyncio.Lock, stream: Callable[[], str],
-        degraded: Degraded, every_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        index: Checkpointing,
+        sequencer: Sequencer,
+        applying: asyncio.Lock,
+        stream: Callable[[], str],
+        degraded: Degraded,
+        every_s: float,
+    ) -> None:
         self.written = 0
         self.last: Manifest | None = None
         self._folder, self._index, self._sequencer = folder, index, sequencer
@@ -253,7 +273,10 @@ class Checkpointer:
         return open_newest(self._folder)
 
     async def write_alone(self) -> bool:
-        """Write one now and remove all others, which may name what was erased since. False: the folder did not take it."""
+        """Write one now and remove all others, which may name what was erased since.
+
+        False: the folder did not take it.
+        """
         async with self._writing:  # one under way would name it, and come later
             name = await self._write(with_frames=False)  # frames that wait may name it
             if not name:
@@ -266,7 +289,10 @@ class Checkpointer:
             return True
 
     async def write(self) -> None:
-        """Write one, unless nothing was read since the last. Trouble is noted; the next try is after the usual pause."""
+        """Write one, unless nothing was read since the last.
+
+        Trouble is noted; the next try is after the usual pause.
+        """
         async with self._writing:
             if self.last is None or self.last.sequence != self._sequencer.sequence:
                 await self._write()
@@ -287,9 +313,12 @@ class Checkpointer:
         self.written += 1
         self._degraded.clear("checkpoints")
         log.info(
-            "checkpoint.written", sequence=self.last.sequence, settled=self.last.settled, blocks=self.last.blocks,
+            "checkpoint.written",
+            sequence=self.last.sequence,
+            settled=self.last.settled,
+            blocks=self.last.blocks,
             bytes=self.last.bytes,
-        )  # fmt: skip
+        )
         return writing.name
 
 

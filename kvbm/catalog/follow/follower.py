@@ -1,6 +1,8 @@
-"""Follows the stream: reads messages, has the sequencer apply them, tells what has changed, and knows how far it has come.
+"""Follows the stream: reads messages, has the sequencer apply them, tells what has changed, and knows how far it has
+come.
 
-`StreamFollower` is ready once the stream was read up to its end as of the start and live instances are whole, or had time to be.
+`StreamFollower` is ready once the stream was read up to its end as of the start and live instances are whole, or had
+time to be.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class StreamFollower:
         whole_wait_s: how long readiness waits for live instances to be whole, once the stream was read.
 
     Attributes:
-        is_ready: the stream was read up to its end as of the start, and live instances were whole then, or had time to be.
+        is_ready: the stream was read up to its end as of the start, and live instances were whole then, or had time to
+            be.
     """
 
     def __init__(
@@ -139,7 +142,10 @@ class StreamFollower:
         if self.is_ready:
             return ""
         if self.is_caught_up:
-            return f"the stream is read; waiting for snapshots of suspect instances: {', '.join(sorted(self._requests.unhealed())[:5])}"
+            return (
+                "the stream is read; waiting for snapshots of suspect instances: "
+                f"{', '.join(sorted(self._requests.unhealed())[:5])}"
+            )
         return f"reading the stream: at message {self._sequencer.sequence} of {self._lag.start_end}"
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -1,12 +1,15 @@
-"""Forgets instances that are gone: for long (`catalog.forget_s`), or because an operator says so. Decision 084 has the reasons.
+"""Forgets instances that are gone: for long (`catalog.forget_s`), or because an operator says so.
 
-SQL comes first: one transaction removes an instance's rows and keeps a *mark*, the sequence of its last message. Then memory lets go of it.
-The mark is why nobody brings the instance back from what was said before: a catalog that reads the stream anew passes over messages up to
-it, and a batch cut before it stores no rows of the instance. Its claims are in SQL by then, and stay. A message after it makes the instance known again, as one that was never seen.
+Decision 084 has the reasons.
 
-Several catalogs of one database learn of marks from there. One that hears the instance does not follow: it asks it for a snapshot, whose
-messages end the mark for everybody. One whose database was restored from an older copy forgets there again what it has marks of.
-A mark goes once the stream holds nothing up to it, and no heartbeat of before.
+SQL comes first: one transaction removes an instance's rows and keeps a *mark*, the sequence of its last message. Then
+memory lets go of it. The mark is why nobody brings the instance back from what was said before: a catalog that reads
+the stream anew passes over messages up to it, and a batch cut before it stores no rows of the instance. Its claims are
+in SQL by then, and stay. A message after it makes the instance known again, as one that was never seen.
+
+Several catalogs of one database learn of marks from there. One that hears the instance does not follow: it asks it for
+a snapshot, whose messages end the mark for everybody. One whose database was restored from an older copy forgets there
+again what it has marks of. A mark goes once the stream holds nothing up to it, and no heartbeat of before.
 """
 
 from __future__ import annotations
@@ -150,7 +153,8 @@ class Forgetting:
             await asyncio.sleep(_STORE_LOOK_S)
         if not await self._forget([instance], "by name"):
             raise NotForgottenError(
-                f"instance {instance!r} has spoken just now, or another catalog has read further; ask again in a moment",
+                f"instance {instance!r} has spoken just now, or another catalog has read further; ask again in a "
+                "moment",
                 "not_now",
             )
 
@@ -166,7 +170,8 @@ class Forgetting:
             sequencer.known_namespaces.tell(unused)  # SQL may have their rows no more
             raise
         if claimed is None:
-            return  # another catalog has stored what this one has not read; rows that are left are found at the next start
+            # Another catalog has stored what this one has not read; rows that are left are found at the next start
+            return
         async with self._applying:
             gone = (unused & sequencer.known_namespaces.undeclared()) - claimed
             sequencer.forget_namespaces(gone)
@@ -195,7 +200,8 @@ class Forgetting:
         listened_s = self._heartbeats.liveness.listened_s(now_s)
         if listened_s < liveness_s:
             return (
-                f"the catalog has listened to heartbeats for {listened_s:.1f} s without a break, and a live instance is heard "
+                f"the catalog has listened to heartbeats for {listened_s:.1f} s without a break, and a live instance "
+                "is heard "
                 f"within {liveness_s:g} s; ask again in {liveness_s:g} s"
             )
         if (unread := self._lag.messages()) or self._lag.confirmation.age_s(now_s) >= CONFIRMED_S:
@@ -261,9 +267,10 @@ class Forgetting:
         if followed:
             log.info("instances.forgotten", instances=followed, why="by another catalog")
         lost = [
-            mark for name, mark in sequencer.forgotten.items()
+            mark
+            for name, mark in sequencer.forgotten.items()
             if name not in marks and name not in sequencer.followed and mark.stream == stream
-        ]  # fmt: skip
+        ]
         for at in range(0, len(lost), MOST_AT_ONCE):
             await self._store.forget(lost[at : at + MOST_AT_ONCE], read)
 

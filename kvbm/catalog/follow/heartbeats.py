@@ -1,7 +1,8 @@
-"""Follows heartbeats: what they and the stream show of each instance's life goes to `liveness`, and what that decides into the index.
+"""Follows heartbeats: what they and the stream show of each instance's life goes to `liveness`, and what that decides
+into the index.
 
-It also sends pulses of the catalog's own, finds the instances that have decided what is not read (`lag`), and names those whose
-heartbeats count for nothing.
+It also sends pulses of the catalog's own, finds the instances that have decided what is not read (`lag`), and names
+those whose heartbeats count for nothing.
 """
 
 from __future__ import annotations
@@ -107,9 +108,13 @@ class HeartbeatFollower:
         """Send pulses of the catalog's own, for ever: while they come back, silence is the silence of others."""
         while True:
             pulse = Heartbeat(
-                instance=self.own_name, cluster=self.own_cluster, epoch=Epoch(1), published=Offset(0),
-                wall_time_ns=time.time_ns(), run=self._own_run,
-            )  # fmt: skip
+                instance=self.own_name,
+                cluster=self.own_cluster,
+                epoch=Epoch(1),
+                published=Offset(0),
+                wall_time_ns=time.time_ns(),
+                run=self._own_run,
+            )
             self._sent_pulses[pulse.wall_time_ns] = time.monotonic()
             if len(self._sent_pulses) > _SENT_PULSES:
                 del self._sent_pulses[next(iter(self._sent_pulses))]
@@ -149,7 +154,9 @@ class HeartbeatFollower:
                 self.backlog.on_heartbeat(now_s, self._sent_after_s, name, decided, read)
 
     def look(self) -> None:
-        """Take note of the time: who has fallen silent by now, whose heartbeats count for nothing, and who is behind."""
+        """Take note of the time: who has fallen silent by now, whose heartbeats count for nothing, and who is
+        behind.
+        """
         self.step(Ticked())
         self._name_ignored()
         self._find_behind()
@@ -200,8 +207,10 @@ class HeartbeatFollower:
             self._sequencer.index.exclude(effect.instance, excluded)
             log.info(
                 "instance.excluded" if excluded else "instance.returned",
-                instance=effect.instance, epoch=effect.epoch, why=why,
-            )  # fmt: skip
+                instance=effect.instance,
+                epoch=effect.epoch,
+                why=why,
+            )
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -239,8 +248,10 @@ class HeartbeatFollower:
         for instance, heartbeat in ignored.items():
             owner = self._sequencer.ownership(instance)
             why = (
-                f"instance {instance} is ignored as run {heartbeat.run} of epoch {heartbeat.epoch}: on the stream its place "
-                f"is that of run {owner.run or 'unknown'}, epoch {self._sequencer.position(instance).epoch}; stop one of "
+                f"instance {instance} is ignored as run {heartbeat.run} of epoch {heartbeat.epoch}: on the stream its "
+                "place "
+                f"is that of run {owner.run or 'unknown'}, epoch {self._sequencer.position(instance).epoch}; stop one "
+                "of "
                 "the two, or give one another instance.id"
             )
             self._degraded.note(f"instance {instance}", why)

@@ -5,21 +5,22 @@ A reader's place in an instance's stream is (epoch, next offset). A frame that a
     epoch below the known one        stale    ignored
     before the next offset           repeat   ignored: a publisher that lost an acknowledgement sends again
     the next offset                  applied
-    beyond the next offset           out of order: kept in the reorder buffer; a publisher that goes back sends what is missing,
-                                     0 1 3 4 2 3 4
+    beyond the next offset           out of order: kept in the reorder buffer; a publisher that goes back sends what is
+                                     missing, 0 1 3 4 2 3 4
     epoch above, from offset 0       applied  the epoch before is over
     epoch above, from later          applied  a mid-stream join: its start is no longer, or not yet, on the stream
-    a frame of a newer version       unreadable: neither it nor what follows it in its epoch is applied; the next epoch is
+    a frame of a newer version       unreadable: neither it nor what follows it in its epoch is applied; the next one is
 
-Numbers of epochs are only as good as somebody's memory: a journal, a stream or both may be lost, and two processes may each begin an epoch
-of one number. So an epoch is identified by its number and the run of the process that began it. Which life is the newer one is known from
-the fences, which lie in the stream among the events: a fence names the run whose events follow, and the runs that began the epochs they
-are of. Where these contradict what was read (`is_other_life`), what was read is of another life: nothing of it is held any more, and
-whatever epoch comes next is entered.
+Numbers of epochs are only as good as somebody's memory: a journal, a stream or both may be lost, and two processes may
+each begin an epoch of one number. So an epoch is identified by its number and the run of the process that began it.
+Which life is the newer one is known from the fences, which lie in the stream among the events: a fence names the run
+whose events follow, and the runs that began the epochs they are of. Where these contradict what was read
+(`is_other_life`), what was read is of another life: nothing of it is held any more, and whatever epoch comes next is
+entered.
 
-A hole in front of the reorder buffer is a *gap* once the instance's heartbeat has reported what is missing as published, and the reader
-has been at the stream's end since. Then reading goes on behind the hole, and the instance is suspect until a snapshot has ended. The same
-happens when a frame's digest differs from the index's.
+A hole in front of the reorder buffer is a *gap* once the instance's heartbeat has reported what is missing as
+published, and the reader has been at the stream's end since. Then reading goes on behind the hole, and the instance is
+suspect until a snapshot has ended. The same happens when a frame's digest differs from the index's.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ from kvbm.streams.base import (
 from kvbm.streams.holders import holder_after
 
 REMARKS = 20  # of one event in ten seconds: whoever may write to the stream can give cause for any number
-HOLE_MOST_S = 30.0  # a hole that no heartbeat explains, for its instance has died, is given up after this long at the stream's end
+# A hole that no heartbeat explains, for its instance has died, is given up after this long at the stream's end
+HOLE_MOST_S = 30.0
 MOST_NUMBER = (1 << 63) - 1  # of an epoch, an offset and a time in nanoseconds: what SQL keeps
 AFTER_MESSAGES = 1 << 63  # the sequence of what is found at the end of a step: it comes after each of its messages
 
@@ -100,7 +102,10 @@ class Unreadable(msgspec.Struct, frozen=True):
 
     def reason(self) -> str:
         """Why nothing is known of the instance, and what to do."""
-        return f"epoch {self.epoch} has frames of version {self.version}; this catalog reads up to {VERSION}: upgrade the catalog"
+        return (
+            f"epoch {self.epoch} has frames of version {self.version}; this catalog reads up to {VERSION}: upgrade "
+            "the catalog"
+        )
 
 
 class Counters(msgspec.Struct, kw_only=True):
@@ -110,7 +115,8 @@ class Counters(msgspec.Struct, kw_only=True):
         digest_divergence: instances whose residencies an audit found to be others than what was applied.
         gaps_repaired, digest_repaired: after which the instance was whole again.
         foreign: frames that name another instance than their subject; they are refused with the rest of their message.
-        newer: frames of a newer version than this kvbm reads, and those that follow one in its epoch; they are not applied.
+        newer: frames of a newer version than this kvbm reads, and those that follow one in its epoch; they are not
+            applied.
         strays: messages that name a fence of a history that is gone; see `kvbm.streams.holders`.
         lives: fences that showed that what was read of an instance is of another life.
         forgotten: instances that were gone for long, or that an operator had forgotten.
@@ -218,7 +224,8 @@ class Common(NamedTuple):
 
     Attributes:
         held: what frames are applied to.
-        unsettled: those that may have a hole, as something is in their buffer, or reported and not read; each adds itself.
+        unsettled: those that may have a hole, as something is in their buffer, or reported and not read; each adds
+            itself.
         remarks: on what messages say.
     """
 
@@ -281,11 +288,22 @@ class InstanceSequence:
         """What a checkpoint keeps."""
         trouble = self._troubles.by_instance.get(self._id)
         return SequenceState(
-            row=self.row, epoch=self.position.epoch, offset=self.position.offset, epoch_row=self._epoch_row,
-            declared=tuple(self.names.started), declared_none=self.names.named_none, is_lost=self._is_lost, joined_midstream=self.joined_midstream,
-            trouble=None if trouble is None else msgspec.structs.replace(trouble), run=self.run, holder=self.fence,
-            life=self._life, unreadable=self.unreadable, spoke=self.spoke, buffered=self.buffer.state(),
-        )  # fmt: skip
+            row=self.row,
+            epoch=self.position.epoch,
+            offset=self.position.offset,
+            epoch_row=self._epoch_row,
+            declared=tuple(self.names.started),
+            declared_none=self.names.named_none,
+            is_lost=self._is_lost,
+            joined_midstream=self.joined_midstream,
+            trouble=None if trouble is None else msgspec.structs.replace(trouble),
+            run=self.run,
+            holder=self.fence,
+            life=self._life,
+            unreadable=self.unreadable,
+            spoke=self.spoke,
+            buffered=self.buffer.state(),
+        )
 
     def restore(self, state: SequenceState, buffered: Iterable[tuple[ScannedFrame, bytes, Mark]] = ()) -> None:
         """Go on from a checkpoint, with the frames that were in the reorder buffer."""
@@ -309,9 +327,12 @@ class InstanceSequence:
         self.position, self.run = Position(stored.epoch, stored.next_offset), stored.run
         self.spoke = changes.cursor.sequence
         self._epoch_row = EpochRow(
-            instance=self._id, epoch=stored.epoch, started_ns=self.row.last_frame_ns, next_offset=stored.next_offset,
+            instance=self._id,
+            epoch=stored.epoch,
+            started_ns=self.row.last_frame_ns,
+            next_offset=stored.next_offset,
             run=stored.run,
-        )  # fmt: skip
+        )
         if self.row.state is InstanceStatus.LIVE:
             self._join(stored.epoch, self.row.last_frame_ns, changes)
 
@@ -345,10 +366,14 @@ class InstanceSequence:
     def _begin_life(self, fence: Fence, changes: Changes) -> None:
         """Nothing that was read of the instance is so any more; its next frame is entered, whatever its epoch."""
         self._remarks.warn(
-            "instance.life_begun", instance=self._id, epoch=fence.epoch, run=fence.run,
-            other_epoch=self.position.epoch, other_run=self.run,
+            "instance.life_begun",
+            instance=self._id,
+            epoch=fence.epoch,
+            run=fence.run,
+            other_epoch=self.position.epoch,
+            other_run=self.run,
             why="its journal, the stream's end or both were lost; what was read before is of another life",
-        )  # fmt: skip
+        )
         self.pass_holes(changes)
         self._end_epoch(self.row.last_frame_ns, changes)
         self._counters.lives += 1
@@ -401,14 +426,19 @@ class InstanceSequence:
             self._put_in_buffer(frame, data, changes.cursor.mark)
 
     def goes_on(self, named: Fence | None) -> bool:
-        """Whether frames of a message that names this fence may be plain: nothing is to be decided about any but what they hold.
+        """Whether frames of a message that names this fence may be plain: nothing is to be decided about any but what
+        they hold.
 
         What `name_fence` and `receive` would do with them is then no more than to apply them.
         """
         return bool(
-            self.position.epoch and not self.buffer and not self._is_lost and self.unreadable is None
-            and holder_after(named, self.fence) is self.fence and self._id not in self._troubles.by_instance
-        )  # fmt: skip
+            self.position.epoch
+            and not self.buffer
+            and not self._is_lost
+            and self.unreadable is None
+            and holder_after(named, self.fence) is self.fence
+            and self._id not in self._troubles.by_instance
+        )
 
     def diverge(self) -> None:
         """After the last frame the index has another digest than the frame."""
@@ -455,9 +485,12 @@ class InstanceSequence:
         self.position = Position(frame.epoch, frame.first_offset)
         self.run = run_of(self.fence, frame.epoch)
         self.row = msgspec.structs.replace(
-            row, epoch=frame.epoch, run=self.run, first_seen_ns=row.first_seen_ns or frame.wall_time_ns,
+            row,
+            epoch=frame.epoch,
+            run=self.run,
+            first_seen_ns=row.first_seen_ns or frame.wall_time_ns,
             state=InstanceStatus.LIVE,
-        )  # fmt: skip
+        )
         self._epoch_row = EpochRow(instance=row.id, epoch=frame.epoch, started_ns=frame.wall_time_ns, run=self.run)
         if frame.first_offset:
             self._join(frame.epoch, frame.wall_time_ns, changes)
@@ -491,7 +524,10 @@ class InstanceSequence:
     # -- holes and gaps -----------------------------------------------------------------------------------------------
 
     def judge(self, now_s: float, gap_wait_s: float, changes: Changes) -> bool:
-        """Find a gap, now that the reader is at the stream's end. Returns whether nothing is in the buffer, nor reported and not read."""
+        """Find a gap, now that the reader is at the stream's end.
+
+        Returns whether nothing is in the buffer, nor reported and not read.
+        """
         self._find_gap(now_s, gap_wait_s, changes)
         return not self.buffer and self._reports.is_empty
 
@@ -528,9 +564,13 @@ class InstanceSequence:
             self._resume(changes)
         changes.gaps.append(Gap(self._id, expected, None if resumed is None else Position(published.epoch, resumed)))
         self._remarks.warn(
-            "stream.gap_found", instance=self._id, epoch=expected.epoch, expected=expected.offset,
-            published=published.offset, resumed=resumed,
-        )  # fmt: skip
+            "stream.gap_found",
+            instance=self._id,
+            epoch=expected.epoch,
+            expected=expected.offset,
+            published=published.offset,
+            resumed=resumed,
+        )
 
     def pass_holes(self, changes: Changes) -> None:
         """Apply all that is in the reorder buffer: claims among it outlive the epoch."""
@@ -612,9 +652,13 @@ class InstanceSequence:
         if pool is None:
             return
         run = ClaimRun(
-            pool=pool, namespace=claims.namespace, hashes=claims.hashes, instance=self._id,
-            at_ns=min(wall_time_ns, MOST_NUMBER), withdrawn=claims.withdrawn,
-        )  # fmt: skip
+            pool=pool,
+            namespace=claims.namespace,
+            hashes=claims.hashes,
+            instance=self._id,
+            at_ns=min(wall_time_ns, MOST_NUMBER),
+            withdrawn=claims.withdrawn,
+        )
         changes.claims.append((changes.at, run))
 
     def _note_start(self, frame: ScannedFrame, event: InstanceStarted, changes: Changes) -> None:
@@ -622,9 +666,14 @@ class InstanceSequence:
         self._heal()  # it holds nothing, and its snapshot follows by itself
         self.names.start(namespace.id for namespace in event.namespaces)
         self.row = msgspec.structs.replace(
-            self.row, epoch=event.epoch, engine=event.engine, version=event.version, topology=event.topology,
-            pools=event.pools, state=InstanceStatus.LIVE,
-        )  # fmt: skip
+            self.row,
+            epoch=event.epoch,
+            engine=event.engine,
+            version=event.version,
+            topology=event.topology,
+            pools=event.pools,
+            state=InstanceStatus.LIVE,
+        )
         for namespace in event.namespaces:
             changes.namespaces.append(
                 (changes.at, NamespaceRow(id=namespace.id, fields=namespace, first_seen_ns=frame.wall_time_ns))

@@ -70,9 +70,13 @@ class KnownNamespaces:
         if refused:
             self._unswept = max(0, self._unswept - refused)
             self._remarks.warn(
-                "namespaces.too_many", refused=refused, known=len(self.by_id), bytes=self._bytes,
-                what_to_do="find who declares so many; instances serve theirs, but the catalog can neither show nor hash for them",
-            )  # fmt: skip
+                "namespaces.too_many",
+                refused=refused,
+                known=len(self.by_id),
+                bytes=self._bytes,
+                what_to_do="find who declares so many; instances serve theirs, but the catalog can neither show nor "
+                "hash for them",
+            )
 
     def take(self, changes: Changes, counters: Counters) -> None:
         """Know those that a step has found; rows of those for which there is no room are given out to nobody."""
@@ -130,14 +134,19 @@ class KnownNamespaces:
     # -- what is known ------------------------------------------------------------------------------------------------
 
     def undeclared(self) -> set[NamespaceId]:
-        """Those that no instance names. There are none while what an instance that runs declares is not known: its start was not read."""
+        """Those that no instance names.
+
+        There are none while what an instance that runs declares is not known: its start was not read.
+        """
         for followed in self._instances:
             if followed.joined_midstream and not followed.names.started and followed.row.state is InstanceStatus.LIVE:
                 return set()
         return self.by_id.keys() - self._declared()
 
     def behind(self, count: int) -> list[NamespaceId]:
-        """Those that became known behind the first `count`, in order; it is for who has seen these, and no removal since."""
+        """Those that became known behind the first `count`, in order; it is for who has seen these, and no removal
+        since.
+        """
         newest = list(islice(reversed(self.by_id), max(0, len(self.by_id) - count)))
         return newest[::-1]
 

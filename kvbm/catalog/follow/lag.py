@@ -24,9 +24,10 @@ _KEPT = 64  # reports of one instance that are not read yet; beyond them the new
 class Confirmation:
     """Since when it is not known that the whole stream was read.
 
-    The stream's leader is asked where the stream ends. Once so much is read, the view is as young as that question, whatever the
-    reader has heard since. While nobody answers, or what the answer names is not read, the view grows old: it does not matter why.
-    A stream that ends before what is read is another one, or has lost its end, and confirms nothing.
+    The stream's leader is asked where the stream ends. Once so much is read, the view is as young as that question,
+    whatever the reader has heard since. While nobody answers, or what the answer names is not read, the view grows old:
+    it does not matter why. A stream that ends before what is read is another one, or has lost its end, and confirms
+    nothing.
 
     Times are of one clock that only grows.
     """
@@ -36,7 +37,10 @@ class Confirmation:
         self._asked: deque[tuple[float, int]] = deque()
 
     def answered(self, asked_s: float, end: int, sequence: int) -> None:
-        """A question asked at a time is answered: the stream ended there. The last message that was read then had that sequence."""
+        """A question asked at a time is answered: the stream ended there.
+
+        The last message that was read then had that sequence.
+        """
         if end < sequence or (self._asked and end < self._asked[-1][1]):
             self._asked.clear()
         if end < sequence:
@@ -95,7 +99,8 @@ class StreamLag:
         return None if now_s - self._answered_s >= UNANSWERED_S else self.messages()
 
     def seconds(self, now_s: float, newest_s: float) -> float:
-        """For how long what is read is behind: 0 once all is read, and while nobody says where the stream ends, since when that is so.
+        """For how long what is read is behind: 0 once all is read, and while nobody says where the stream ends, since
+        when that is so.
 
         Args:
             newest_s: age of the newest frame that was read.
@@ -118,10 +123,11 @@ class _Reports:
 
 
 class Backlog:
-    """As of when each instance is known: the time of its last heartbeat after which everything decided before it was read.
+    """As of when each instance is known: the time of its last heartbeat after which everything decided before it was
+    read.
 
-    It does not matter why that is long ago: events may be stuck in a journal, in a publisher, in a server that takes nothing, or with
-    the reader; or the heartbeats themselves do not come, and nobody knows what it has decided since.
+    It does not matter why that is long ago: events may be stuck in a journal, in a publisher, in a server that takes
+    nothing, or with the reader; or the heartbeats themselves do not come, and nobody knows what it has decided since.
 
     Args:
         patience_s: an instance known as of longer ago is behind.

@@ -20,7 +20,8 @@ class MessageApplier:
 
     Args:
         applying: held while messages are applied.
-        on_changes: told each change before anything else can run, so that nobody sees positions without what led to them.
+        on_changes: told each change before anything else can run, so that nobody sees positions without what led to
+            them.
         applier: how runs are applied; None: the best way the index has.
     """
 

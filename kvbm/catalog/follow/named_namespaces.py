@@ -1,7 +1,8 @@
 """Which namespaces an instance has said that it serves: by its start, and by its heartbeats.
 
-Four things are told apart. It has named these. It has named some, and they were erased: it serves nothing until it names one again. Its start was
-read and names none, nor does a heartbeat: it has declared nothing. Nothing was read or heard: it is not known yet what it serves.
+Four things are told apart. It has named these. It has named some, and they were erased: it serves nothing until it
+names one again. Its start was read and names none, nor does a heartbeat: it has declared nothing. Nothing was read or
+heard: it is not known yet what it serves.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ class Reported(NamedTuple):
 class PublishedReports:
     """The report that counts, of one instance.
 
-    A heartbeat speaks of one epoch alone: whether all of an older one was published, or never will be, is not in it. A newer
-    epoch than the one that is read takes the place of what was reported of the older, whose end nobody will send any more.
-    What another life reported of an epoch does not count: nobody will send that.
+    A heartbeat speaks of one epoch alone: whether all of an older one was published, or never will be, is not in it. A
+    newer epoch than the one that is read takes the place of what was reported of the older, whose end nobody will send
+    any more. What another life reported of an epoch does not count: nobody will send that.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The SQL rows of what a sequencer has read, gathered until they are given out in a batch.
 
-Rows are gathered of messages that SQL does not have yet. While the database is away for too long they are dropped, and whoever drops
-them reads them again from where SQL stands.
+Rows are gathered of messages that SQL does not have yet. While the database is away for too long they are dropped, and
+whoever drops them reads them again from where SQL stands.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class RowCollector:
         self.may_lack_claims = True
 
     def drop_rows(self) -> None:
-        """Gather none any more: SQL has been away for too long. Whoever calls this reads them again from where SQL stands."""
+        """Gather none any more: SQL has been away for too long.
+
+        Whoever calls this reads them again from where SQL stands.
+        """
         self._is_behind = True
         self._forget()
 
@@ -83,8 +86,9 @@ class RowCollector:
         self._epochs = [row for row in self._epochs if row.instance != instance]
 
     def add_namespaces(self, namespaces: Mapping[NamespaceId, Namespace], seen_ns: int) -> None:
-        """Give out the rows of these namespaces as well, with the next message: SQL may have lost them, and no start that names them comes
-        again, or a heartbeat has told of them."""
+        """Give out the rows of these namespaces as well, with the next message: SQL may have lost them, and no start
+        that names them comes again, or a heartbeat has told of them.
+        """
         self._has_extra_rows = True
         self._gather(NamespaceRow(id=name, fields=fields, first_seen_ns=seen_ns) for name, fields in namespaces.items())
 
@@ -101,7 +105,9 @@ class RowCollector:
         self._claims_bytes += sum(len(run.hashes) for run in earlier)
 
     def take_rows(self, other: RowCollector, followed: Set[InstanceId]) -> None:
-        """Add what another has gathered and not given out; it has read the same stream. They are given out with the next message.
+        """Add what another has gathered and not given out; it has read the same stream.
+
+        They are given out with the next message.
 
         Args:
             followed: the instances whose rows are known here.

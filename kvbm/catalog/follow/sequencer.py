@@ -1,11 +1,14 @@
-"""Stream → index: messages in stream order, each instance's frames in its own. A state machine: no thread, clock or socket.
+"""Stream → index: messages in stream order, each instance's frames in its own.
 
-A message is a fence, or frames of one instance. One that names a fence of a lost history is a stray: it is ignored, and logged. What each
-frame is to its instance, and when a hole becomes a gap, `instance_sequence` decides. A step returns what it changed, also the SQL rows
-that follow from it; `row_collector` gathers these. `troubles` has everyone a snapshot would heal.
+A state machine: no thread, clock or socket.
 
-An instance that was forgotten is one that was never seen. Of it a mark stays for a while: the sequence up to which its messages count for
-nothing, should they be read again. A later message ends it.
+A message is a fence, or frames of one instance. One that names a fence of a lost history is a stray: it is ignored, and
+logged. What each frame is to its instance, and when a hole becomes a gap, `instance_sequence` decides. A step returns
+what it changed, also the SQL rows that follow from it; `row_collector` gathers these. `troubles` has everyone a
+snapshot would heal.
+
+An instance that was forgotten is one that was never seen. Of it a mark stays for a while: the sequence up to which its
+messages count for nothing, should they be read again. A later message ends it.
 """
 
 from __future__ import annotations
@@ -113,8 +116,8 @@ class Sequencer:
         """Go on from a checkpoint; the index has been loaded from it.
 
         Args:
-            settled: sequence that had been applied when the checkpoint was whole. Blocks in it may be newer than `state`, so until
-                then digests are not compared.
+            settled: sequence that had been applied when the checkpoint was whole. Blocks in it may be newer than
+                `state`, so until then digests are not compared.
         """
         self._cursor = StreamCursor(Mark(state.sequence, state.fingerprint))
         self.newest_wall_ns, self._settled = state.newest_wall_ns, settled
@@ -123,7 +126,9 @@ class Sequencer:
         self.known_namespaces.add(state.namespaces)
 
     def restore_positions(self, mark: Mark, positions: Iterable[InstancePosition]) -> Changes:
-        """Go on from where SQL stands: nothing is known to be held, and every instance that has not stopped is joined mid-stream."""
+        """Go on from where SQL stands: nothing is known to be held, and every instance that has not stopped is joined
+        mid-stream.
+        """
         self._cursor = StreamCursor(mark)
         changes = Changes(self._cursor, self._settled)
         for position in positions:
@@ -168,7 +173,8 @@ class Sequencer:
         return followed is not None and followed.goes_on(message.fence)
 
     def plain_run(self, messages: Sequence[StreamMessage], at: int) -> PlainRun:
-        """Messages from `at` on, some MiB at most, of which `step` would do no more than apply them if their frames are plain.
+        """Messages from `at` on, some MiB at most, of which `step` would do no more than apply them if their frames are
+        plain.
 
         `ClusterIndex.apply_plain` applies them; then, before anything else is applied, `take_plain` takes note of it.
         """
@@ -220,7 +226,10 @@ class Sequencer:
         return followed.position
 
     def hear_namespaces(self, heartbeat: Heartbeat) -> bool:
-        """Take note of the namespaces that a heartbeat names and tells of. Whether the instance names others than before."""
+        """Take note of the namespaces that a heartbeat names and tells of.
+
+        Whether the instance names others than before.
+        """
         if not heartbeat.namespaces and not heartbeat.told and heartbeat.instance not in self._sequences:
             return False
         told = self.known_namespaces.hear(heartbeat.told, self.counters)
@@ -246,7 +255,9 @@ class Sequencer:
         self.index.drop(instance)
 
     def expect(self, mark: ForgottenRow) -> None:
-        """Messages of an instance that was forgotten may come again; those up to the mark's sequence count for nothing."""
+        """Messages of an instance that was forgotten may come again; those up to the mark's sequence count for
+        nothing.
+        """
         self._forgotten[mark.instance] = mark
         if mark.declared is not None and mark.instance not in self._sequences:
             self._known[mark.instance] = mark.declared
@@ -262,7 +273,9 @@ class Sequencer:
         self.troubles.note(instance).digests += 1
 
     def pass_holes(self) -> Changes:
-        """Go on behind every hole, whatever may still come: for who reads to the end of something and wants all that is there."""
+        """Go on behind every hole, whatever may still come: for who reads to the end of something and wants all that is
+        there.
+        """
         changes = Changes(self._cursor, self._settled)
         for followed in self._sequences.values():
             followed.pass_holes(changes)
@@ -282,7 +295,9 @@ class Sequencer:
         return self._cursor.mark
 
     def safe_mark(self) -> Mark:
-        """The place before the first message that has a frame in a reorder buffer: who begins there reads that one again."""
+        """The place before the first message that has a frame in a reorder buffer: who begins there reads that one
+        again.
+        """
         buffered = [mark for followed in self._unsettled.values() for mark in followed.buffer.marks()]
         return min([self.mark, *buffered], key=lambda mark: mark.sequence)
 
@@ -348,7 +363,10 @@ class Sequencer:
         return frozenset() if followed is None else followed.names.all
 
     def declares_nothing(self, instance: InstanceId) -> bool:
-        """Whether an instance's start was read and names no namespace, nor does a heartbeat. One of whom nothing is known does not."""
+        """Whether an instance's start was read and names no namespace, nor does a heartbeat.
+
+        One of whom nothing is known does not.
+        """
         followed = self._sequences.get(instance)
         return followed is not None and followed.names.declares_nothing
 
@@ -389,7 +407,10 @@ class Sequencer:
             followed = self._follow(instance, cluster)
             if is_stray(message.fence, followed.fence):
                 self.counters.strays += 1
-                why = f"it is of run {message.fence.run}, which had fence {message.fence.sequence} in a history that is gone"
+                why = (
+                    f"it is of run {message.fence.run}, which had fence {message.fence.sequence} in a history that "
+                    "is gone"
+                )
                 self._refuse(message, why, 0)
                 return
             followed.name_fence(message.fence, changes)

@@ -1,7 +1,9 @@
-"""Asks instances for snapshots. `SnapshotAsker` decides when: a state machine without thread, clock and socket. `SnapshotRequests` drives it.
+"""Asks instances for snapshots.
 
-An instance that is suspect for something a snapshot can heal is asked at once, and again while it stays so. Several catalogs may
-ask: the instance serves at most one snapshot in `snapshots.least_s`, and one serves every reader.
+`SnapshotAsker` decides when: a state machine without thread, clock and socket. `SnapshotRequests` drives it.
+
+An instance that is suspect for something a snapshot can heal is asked at once, and again while it stays so. Several
+catalogs may ask: the instance serves at most one snapshot in `snapshots.least_s`, and one serves every reader.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class SnapshotAsker:
     """Decides whom to ask. `now_s` is the same clock everywhere.
 
     Args:
-        again_s: between two requests for the same suspicion; up to a quarter more, so that replicas do not ask together.
+        again_s: between two requests for the same suspicion; up to a quarter more, so that replicas do not ask
+            together.
         chance: gives numbers from 0 to 1.
     """
 
@@ -135,7 +138,10 @@ class SnapshotRequests:
         return [name for name in self._sequencer.troubles.by_instance if state(name) is LifeState.LIVE]
 
     async def ask(self, instance: InstanceId) -> bool | None:
-        """Ask an instance for a snapshot. Whether it took the request; None when there is no such instance. Raises StreamError."""
+        """Ask an instance for a snapshot.
+
+        Whether it took the request; None when there is no such instance. Raises StreamError.
+        """
         cluster = self._heartbeats.cluster_of(instance)
         if cluster is None:
             return None
@@ -162,7 +168,9 @@ class SnapshotRequests:
                 pass
 
     async def find_unended(self) -> None:
-        """Find instances that are not whole though nothing of them was missed: their first snapshot has not ended, or not well."""
+        """Find instances that are not whole though nothing of them was missed: their first snapshot has not ended, or
+        not well.
+        """
         sequencer, index = self._sequencer, self._sequencer.index
         before: dict[InstanceId, Epoch] = {}
         while True:

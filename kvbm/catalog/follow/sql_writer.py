@@ -1,7 +1,8 @@
 """Gathered rows → SQL, at SQL's own speed: the index never waits for the database.
 
-While the database is away rows wait, up to a limit. Beyond it they are dropped, and once the database is back a second sequencer reads
-them again from where SQL stands, over an index that holds nothing. The same helps when a database was restored from an older copy.
+While the database is away rows wait, up to a limit. Beyond it they are dropped, and once the database is back a second
+sequencer reads them again from where SQL stands, over an index that holds nothing. The same helps when a database was
+restored from an older copy.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ async def numbering(
 ) -> Numbering:
     """Name of the stream in SQL, and its place. Another store is another stream, so the name has the time it was made.
 
-    A stream that no longer holds the message at the stored place has lost its end, and its sequences name other messages from there
-    on: it gets a name of its own too, and the newest of these counts. Raises CatalogError, StreamError.
+    A stream that no longer holds the message at the stored place has lost its end, and its sequences name other
+    messages from there on: it gets a name of its own too, and the newest of these counts. Raises CatalogError,
+    StreamError.
 
     Args:
         stream: is asked for that message; None: nobody can be, and a stream that reaches the place is believed.
@@ -107,7 +109,8 @@ class WriterOptions(NamedTuple):
         cluster: the one that is followed; None for all. parts: of it, those that are.
         every_s: pause between two transactions.
         waiting_bytes: of rows that may wait for the database.
-        claims_every_s: how often claims are counted: another catalog may have stored some that the stream has lost since.
+        claims_every_s: how often claims are counted: another catalog may have stored some that the stream has lost
+            since.
     """
 
     cluster: str | None = None
@@ -218,10 +221,11 @@ class SqlWriter:
         self.bound()
 
     def on_reader(self) -> None:
-        """The connection was lost meanwhile: before anything is stored, look whether the stream still has what SQL stands at.
+        """The connection was lost meanwhile: before anything is stored, look whether the stream still has what SQL
+        stands at.
 
-        Another catalog may have stored messages that this one has not read and the stream has lost since. Rows of the messages that
-        have their sequences now would be taken for stored.
+        Another catalog may have stored messages that this one has not read and the stream has lost since. Rows of the
+        messages that have their sequences now would be taken for stored.
         """
         self._is_unchecked = True
         self._stream_is_back.set()
@@ -280,8 +284,9 @@ class SqlWriter:
     async def _look_at_name(self) -> None:
         """While nothing is to be stored, look whether another catalog has given this stream a later name.
 
-        Under the old one nobody is forgotten, and what others forget is not heard of. The name of another server's stream tells nothing: its
-        catalog and this one would drive each other on. Raises CatalogError: it has, or the database does not answer.
+        Under the old one nobody is forgotten, and what others forget is not heard of. The name of another server's
+        stream tells nothing: its catalog and this one would drive each other on. Raises CatalogError: it has, or the
+        database does not answer.
         """
         name, first = self.name, _first_name(self.name)
         counted = (await self._store.positions()).keys() - await self._store.streams_over()
@@ -345,9 +350,12 @@ class SqlWriter:
         self._batch = None
         if applied.outcome is BatchOutcome.MISSING:
             log.warning(
-                "database.replaced", stream=batch.stream, position=applied.position, expected=batch.previous,
+                "database.replaced",
+                stream=batch.stream,
+                position=applied.position,
+                expected=batch.previous,
                 what_to_do="nothing: rows are read again from there as far as the stream has them",
-            )  # fmt: skip
+            )
             self._unstored += [*batch.claims, *self._rows.waiting_claims()]
             self._drop_rows("the database was restored or replaced")
             return False
@@ -379,8 +387,8 @@ class SqlWriter:
         Args:
             claims: of a batch under the old name, which SQL refuses.
 
-        Raises CatalogError where this catalog has not: its name is looked up in a while. Two that read different servers would
-        drive each other on.
+        Raises CatalogError where this catalog has not: its name is looked up in a while. Two that read different
+        servers would drive each other on.
         """
         self._unstored += claims
         if name != self.name:
@@ -445,16 +453,18 @@ class SqlWriter:
     def _still_held(self, claims: Sequence[ClaimRun]) -> list[ClaimRun]:
         """Of what waited for SQL, what the index still has so.
 
-        A batch whose answer was lost may be stored, as may one of another catalog; SQL then stands behind what these claims come from,
-        and what has withdrawn them since is not read again.
+        A batch whose answer was lost may be stored, as may one of another catalog; SQL then stands behind what these
+        claims come from, and what has withdrawn them since is not read again.
         """
         index = self._sequencer.index
         kept = []
         for run in claims:
             blocks = [
-                block for block in split_hashes(run.hashes)
-                if any(holder.is_pool and holder.name == run.pool for holder in index.holders(run.namespace, block)) != run.withdrawn
-            ]  # fmt: skip
+                block
+                for block in split_hashes(run.hashes)
+                if any(holder.is_pool and holder.name == run.pool for holder in index.holders(run.namespace, block))
+                != run.withdrawn
+            ]
             if blocks:
                 kept.append(msgspec.structs.replace(run, hashes=b"".join(blocks)))
         return kept

@@ -13,7 +13,8 @@ class Trouble(msgspec.Struct, kw_only=True):
     """What was found of an instance that a snapshot will heal, counted by kind.
 
     Attributes:
-        gaps: events were missed. digests: its frames, or an audit, have another digest. joins: its epoch was joined mid-stream.
+        gaps: events were missed. digests: its frames, or an audit, have another digest. joins: its epoch was joined
+            mid-stream.
         unended: it has needed a completed snapshot for long, and none has ended.
     """
 
@@ -30,9 +31,11 @@ class Trouble(msgspec.Struct, kw_only=True):
     def reasons(self) -> list[str]:
         """In words."""
         words = {
-            "events missed": self.gaps, "digest differs": self.digests, "joined midway": self.joins,
+            "events missed": self.gaps,
+            "digest differs": self.digests,
+            "joined midway": self.joins,
             "no completed snapshot": self.unended,
-        }  # fmt: skip
+        }
         return [reason for reason, count in words.items() if count]
 
 

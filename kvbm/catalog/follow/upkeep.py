@@ -1,4 +1,6 @@
-"""Upkeep of the index, a little at a time: memory of the dead is freed, and what memory holds is compared with what was applied."""
+"""Upkeep of the index, a little at a time: memory of the dead is freed, and what memory holds is compared with what was
+applied.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ class IndexUpkeep:
             if found.differing or found.damaged:
                 self._on_damage()
                 log.warning(
-                    "index.damaged", instances=sorted(found.differing), entries=found.damaged, blocks=found.blocks,
+                    "index.damaged",
+                    instances=sorted(found.differing),
+                    entries=found.damaged,
+                    blocks=found.blocks,
                     what_to_do="nothing: their snapshots repair it; if it comes back, check the machine's memory",
-                )  # fmt: skip
+                )
             await asyncio.sleep(AUDIT_PAUSE_S if found.is_whole else AUDIT_EVERY_S)

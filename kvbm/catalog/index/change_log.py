@@ -1,7 +1,8 @@
 """What has changed in the index lately: a ring bounded in bytes, which any number of readers follow at their own speed.
 
-Frames are kept as the bytes that were applied, and taken apart when the first reader comes to them: while nobody reads, a frame costs an
-object and a count. A reader keeps the serial of the entry it has read last; whose next entry is gone has missed something.
+Frames are kept as the bytes that were applied, and taken apart when the first reader comes to them: while nobody reads,
+a frame costs an object and a count. A reader keeps the serial of the entry it has read last; whose next entry is gone
+has missed something.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Entry:
     Attributes:
         serial: grows by one with each entry.
         sequence: of the stream's message that was being applied, or was last.
-        safe: whoever reads the stream after this sequence meets everything that follows the entry; below `sequence` while frames are in
-            a reorder buffer.
+        safe: whoever reads the stream after this sequence meets everything that follows the entry; below `sequence`
+            while frames are in a reorder buffer.
         data, at, skip: the frame, and how many of its events were applied before.
         claims: of pools, by name.
     """
@@ -78,9 +79,18 @@ class Entry:
     )
 
     def __init__(
-        self, serial: int, sequence: int, safe: int, kind: Kind, instance: InstanceId, data: bytes = b"", at: int = 0,
-        skip: int = 0, claims: Sequence[PoolClaims] = (), epoch: Epoch = _NO_EPOCH,
-    ) -> None:  # fmt: skip
+        self,
+        serial: int,
+        sequence: int,
+        safe: int,
+        kind: Kind,
+        instance: InstanceId,
+        data: bytes = b"",
+        at: int = 0,
+        skip: int = 0,
+        claims: Sequence[PoolClaims] = (),
+        epoch: Epoch = _NO_EPOCH,
+    ) -> None:
         self.serial, self.sequence, self.safe = serial, sequence, safe
         self.kind, self.instance, self.epoch = kind, instance, epoch
         self.data, self.at, self.skip, self.claims = data, at, skip, claims
@@ -119,7 +129,8 @@ class Place(NamedTuple):
     """A place in a catalog's log, and in the stream.
 
     Attributes:
-        sequence: whoever reads the stream after it meets all that follows. serial, run: of the log. stream: its name in this catalog's SQL.
+        sequence: whoever reads the stream after it meets all that follows. serial, run: of the log. stream: its name in
+            this catalog's SQL.
     """
 
     sequence: int
@@ -150,7 +161,8 @@ class ChangeLog:
         most_bytes: of the frames and claims it keeps, about.
 
     Attributes:
-        run: of this log; another one when the stream's sequences began anew, because entries of before are of another history.
+        run: of this log; another one when the stream's sequences began anew, because entries of before are of another
+            history.
         bytes: of what it keeps.
     """
 
@@ -182,9 +194,16 @@ class ChangeLog:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def add(
-        self, sequence: int, kind: Kind, instance: InstanceId, data: bytes = b"", at: int = 0, skip: int = 0,
-        claims: Sequence[PoolClaims] = (), epoch: Epoch = _NO_EPOCH,
-    ) -> None:  # fmt: skip
+        self,
+        sequence: int,
+        kind: Kind,
+        instance: InstanceId,
+        data: bytes = b"",
+        at: int = 0,
+        skip: int = 0,
+        claims: Sequence[PoolClaims] = (),
+        epoch: Epoch = _NO_EPOCH,
+    ) -> None:
         """Something has changed the index."""
         if sequence < self._sequence:
             self._begin_anew()
@@ -241,7 +260,8 @@ class ChangeLog:
         """A place as a client is told it.
 
         Args:
-            in_clear: the client may know how many messages the whole cluster sends; then other catalogs can read the place, too.
+            in_clear: the client may know how many messages the whole cluster sends; then other catalogs can read the
+                place, too.
         """
         return place.text() if in_clear else self._sealed.seal(place.sequence, place.serial, place.run)
 
@@ -264,7 +284,8 @@ class ChangeLog:
     def find(self, place: Place) -> int | None:
         """The serial to go on after; None: what follows the place is not all here.
 
-        A place of another catalog, or of before this one was restarted, is found by its sequence; then some entries may come again.
+        A place of another catalog, or of before this one was restarted, is found by its sequence; then some entries may
+        come again.
         """
         if place.run == self.run:
             first = self._entries[0].serial if self._entries else self._last + 1

@@ -1,7 +1,7 @@
 """Who holds what in the whole cluster: what an index answers, and the protocol of its two implementations.
 
-The native one (`kvbm._native.ClusterIndex`) serves; `kvbm.reference.cluster_index.ReferenceIndex` says what it must do. Both are fed frames and
-keep no slots: where in its pool an instance has a block is its own affair.
+The native one (`kvbm._native.ClusterIndex`) serves; `kvbm.reference.cluster_index.ReferenceIndex` says what it must do.
+Both are fed frames and keep no slots: where in its pool an instance has a block is its own affair.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class InstanceDepth(NamedTuple):
     Attributes:
         depth: blocks it holds from the first on, in any tier, without a hole.
         by_tier: blocks of that run by the hottest tier that holds each, indexed by Tier.
-        reach: where the run ends when the instance's cluster pools go on, with whole objects, where its own tiers end; at least `depth`.
+        reach: where the run ends when the instance's cluster pools go on, with whole objects, where its own tiers end;
+            at least `depth`.
         suspect: events of it were missed and no snapshot has ended since, or residencies of it were refused.
     """
 
@@ -55,8 +56,8 @@ class Prefixes(NamedTuple):
 
     Attributes:
         deepest: the largest depth of all instances and pools.
-        instances, pools: those that have, or reach, at least the first block. One that is excluded counts by what others can read
-            without it, and when that is not the first block, it is left out.
+        instances, pools: those that have, or reach, at least the first block. One that is excluded counts by what
+            others can read without it, and when that is not the first block, it is left out.
         more: instances that have the first block and were not wanted, because others are better.
     """
 
@@ -70,7 +71,9 @@ NOBODY = Prefixes(0, [], [])
 
 
 class LendableRun(NamedTuple):
-    """The longest run of a prompt's blocks that an instance could lend: `begin` to before `end`, counted in the prompt."""
+    """The longest run of a prompt's blocks that an instance could lend: `begin` to before `end`, counted in the
+    prompt.
+    """
 
     instance: InstanceId
     begin: int
@@ -107,14 +110,15 @@ class InstanceView(NamedTuple):
 
     Attributes:
         suspect: see InstanceDepth; true when any of `partial`, `waiting` and `missed` is.
-        partial: residencies of it were refused at the index's capacity, so some are missing here; a snapshot heals it only once there
-            is room.
+        partial: residencies of it were refused at the index's capacity, so some are missing here; a snapshot heals it
+            only once there is room.
         digest: of what it holds, also when that is excluded.
         pools: as its start declared them; empty when no start was seen.
         counts: blocks held by tier, cluster pools left out; excluded ones count.
         excluded: see `ClusterIndex.exclude`.
         waiting: later events than the next are there already; the next may still come.
-        missed: events were missed, or the epoch has not ended its first snapshot: only a completed snapshot in each tier heals it.
+        missed: events were missed, or the epoch has not ended its first snapshot: only a completed snapshot in each
+            tier heals it.
     """
 
     epoch: Epoch
@@ -135,9 +139,10 @@ class Audit(NamedTuple):
     Attributes:
         is_whole: a pass over the whole table has ended with this call; only then are the others filled.
         blocks: looked at in that pass.
-        differing: instances of whose residencies the table has others than the running digest was made from: memory was damaged, or
-            the index is wrong. A snapshot heals it.
-        damaged: entries whose holders could not be anybody's. They were taken out, and `differing` has those who miss them.
+        differing: instances of whose residencies the table has others than the running digest was made from: memory was
+            damaged, or the index is wrong. A snapshot heals it.
+        damaged: entries whose holders could not be anybody's. They were taken out, and `differing` has those who miss
+            them.
     """
 
     is_whole: bool
@@ -209,8 +214,8 @@ class PlainApplied(NamedTuple):
 
     Attributes:
         messages: applied whole; the next one is not plain, or see `diverged_at`.
-        diverged_at: set when the frames of the next message are applied up to this byte, and after the last of them what its instance
-            holds has another digest than the frame says.
+        diverged_at: set when the frames of the next message are applied up to this byte, and after the last of them
+            what its instance holds has another digest than the frame says.
         frames, events, blocks: applied; a block counts once for each event that names it.
         places: as the run's, in order. claims: in order.
     """
@@ -228,10 +233,14 @@ class ClusterIndex(Protocol):
     """The cluster's residencies and claims. No event is fatal: what contradicts what is known is counted by rule."""
 
     def apply(self, data: bytes, at: int = 0, skip: int = 0) -> Applied:
-        """Fold a frame's events from its `skip`th on. Raises FrameError: it is no good frame; nothing has changed then."""
+        """Fold a frame's events from its `skip`th on.
+
+        Raises FrameError: it is no good frame; nothing has changed then.
+        """
 
     def apply_plain(self, messages: list[tuple[int, bytes]], places: list[StreamPlace]) -> PlainApplied:
-        """Apply messages in order, up to the first that is not plain as a whole, or whose digest differs: see `plain_frames`.
+        """Apply messages in order, up to the first that is not plain as a whole, or whose digest differs: see
+        `plain_frames`.
 
         Args:
             messages: each with the number of its instance's place.
@@ -260,9 +269,10 @@ class ClusterIndex(Protocol):
     def exclude(self, instance: InstanceId, excluded: bool) -> None:
         """Leave the instance's residencies out of every answer, or no longer.
 
-        They are not forgotten: events go on being folded, and digest and counts are as ever. What others can read without it
-        stays in the answers: residencies in tiers whose pool has reach `pod`, and claims. A pool nobody has declared counts as one
-        of reach `instance`. Holds until it is called again, or the instance is dropped; checkpoints do not keep it.
+        They are not forgotten: events go on being folded, and digest and counts are as ever. What others can read
+        without it stays in the answers: residencies in tiers whose pool has reach `pod`, and claims. A pool nobody has
+        declared counts as one of reach `instance`. Holds until it is called again, or the instance is dropped;
+        checkpoints do not keep it.
         """
 
     def agrees(self, instance: InstanceId, digest: int) -> bool:
@@ -278,38 +288,55 @@ class ClusterIndex(Protocol):
         """A pool of cluster reach no longer holds blocks, in whatever tier it was claimed to."""
 
     def claims(self, first: int = 0, pages: int = 64) -> tuple[int | None, list[tuple[str, NamespaceId, bytes]]]:
-        """A stretch of the claims: pool, namespace, packed hashes in no order; and where the next begins, None after the last.
+        """A stretch of the claims: pool, namespace, packed hashes in no order; and where the next begins, None after
+        the last.
 
         Every block that is claimed from the first call to the last is in one stretch.
         """
 
     def forget_namespace(self, namespace: NamespaceId) -> None:
-        """Nobody holds or claims blocks of it any more, and checkpoints are not to know its id. What comes later is of a new one."""
+        """Nobody holds or claims blocks of it any more, and checkpoints are not to know its id.
+
+        What comes later is of a new one.
+        """
 
     def size_objects(self, namespace: NamespaceId, blocks: int) -> None:
-        """An object holds so many of a namespace's blocks, in pools whose name does not say it (`core.layout.named_blocks`).
+        """An object holds so many of a namespace's blocks, in pools whose name does not say it
+        (`core.layout.named_blocks`).
 
-        The smallest that was told counts: what one sender says wrongly makes nothing seem less than it is while another says it right.
-        Where nobody has said it, each block counts by itself. Soft: checkpoints do not keep it.
+        The smallest that was told counts: what one sender says wrongly makes nothing seem less than it is while another
+        says it right. Where nobody has said it, each block counts by itself. Soft: checkpoints do not keep it.
         """
 
     def namespaces(self) -> list[NamespaceId]:
-        """The namespaces that blocks were held or claimed of; ids of nobody may stand in the place of forgotten ones."""
+        """The namespaces that blocks were held or claimed of; ids of nobody may stand in the place of forgotten
+        ones.
+        """
 
     def sweep(self, pages: int = 256) -> bool:
-        """Free the memory of what instances that died, or snapshots that ended, have left; a piece of it. Whether more is left."""
+        """Free the memory of what instances that died, or snapshots that ended, have left; a piece of it.
+
+        Whether more is left.
+        """
 
     def audit(self, pages: int = 64) -> Audit:
-        """Compute the digests anew from the table, a piece at a time while events are applied, and compare at the end of each pass.
+        """Compute the digests anew from the table, a piece at a time while events are applied, and compare at the end
+        of each pass.
 
         `agrees` compares what was done with what frames report; this compares what memory holds with what was done.
         """
 
     def report_queued(self, instance: InstanceId, tokens: int) -> None:
-        """How many tokens wait at an instance: among equals the least busy comes first. Soft: 0 for one that was dropped or loaded."""
+        """How many tokens wait at an instance: among equals the least busy comes first.
+
+        Soft: 0 for one that was dropped or loaded.
+        """
 
     def report_lent_tiers(self, instance: InstanceId, tiers: int) -> None:
-        """In which tiers others may read what an instance holds: bit t for tier t. Soft: none of one that was dropped or loaded."""
+        """In which tiers others may read what an instance holds: bit t for tier t.
+
+        Soft: none of one that was dropped or loaded.
+        """
 
     def lent(self, namespace: NamespaceId, hashes: bytes, most: int, whole: bool) -> list[LendableRun]:
         """Who could lend which of these blocks: of each instance that lends its longest run, the first of equals.
@@ -319,7 +346,8 @@ class ClusterIndex(Protocol):
             most: only that many: those that end deepest, then those that begin first, then by name.
             whole: blocks behind one that nobody holds are looked at, too.
 
-        Where holders change so often that some four million would be looked at, the native index stops there: hashes may repeat.
+        Where holders change so often that some four million would be looked at, the native index stops there: hashes
+        may repeat.
         """
 
     def prefixes(
@@ -332,15 +360,16 @@ class ClusterIndex(Protocol):
     ) -> Prefixes:
         """Who has how much of a prefix.
 
-        What a pool has is counted in whole objects, which begin at multiples of their size: nobody can read a part of one.
+        What a pool has is counted in whole objects, which begin at multiples of their size: nobody can read a part of
+        one.
 
         Args:
             hashes: packed, in prompt order, from the prompt's first block or the first of an object on.
-            best: only that many instances: the deepest first, then those that reach furthest, then those where least waits, then by
-                name. 0 for all, in no order. Pools come the deepest first, then by name.
+            best: only that many instances: the deepest first, then those that reach furthest, then those where least
+                waits, then by name. 0 for all, in no order. Pools come the deepest first, then by name.
             only: instances to look at; None for all.
-            hottest: what instances hold in hotter tiers does not count. HBM is never lent, so who asks what can be read of an instance
-                gives HOST: a block is not hidden then by being in HBM too.
+            hottest: what instances hold in hotter tiers does not count. HBM is never lent, so who asks what can be read
+                of an instance gives HOST: a block is not hidden then by being in HBM too.
         """
 
     def presence(
@@ -349,15 +378,25 @@ class ClusterIndex(Protocol):
         """Which of these blocks are held, and by whom. Each counts by itself, so there may be holes.
 
         Args:
-            best: only that many instances, those with the most blocks first, equals by name; 0 for all. Pools are named always, by name.
+            best: only that many instances, those with the most blocks first, equals by name; 0 for all. Pools are named
+                always, by name.
             only: as `prefixes`.
         """
 
     def lookup(
-        self, namespace: NamespaceId, hashes: bytes, limit: int, only: Sequence[InstanceId] | None, shown: str, view_age_s: float,
+        self,
+        namespace: NamespaceId,
+        hashes: bytes,
+        limit: int,
+        only: Sequence[InstanceId] | None,
+        shown: str,
+        view_age_s: float,
         behind: Collection[InstanceId],
-    ) -> LookupAnswer:  # fmt: skip
-        """`prefixes` as the answer to a question; `kvbm.catalog.index.lookup.lookup` says what is in it, and what the arguments are."""
+    ) -> LookupAnswer:
+        """`prefixes` as the answer to a question;
+
+        `kvbm.catalog.index.lookup.lookup` says what is in it, and what the arguments are.
+        """
 
     def encode_prefixes(self, namespace: NamespaceId, prompts: Sequence[bytes], best: int, missed: int = 0) -> bytes:
         """`prefixes` of several prompts, as answers to lookups in the binary form (`core.prompt_batches`), best first.
@@ -365,7 +404,8 @@ class ClusterIndex(Protocol):
         Args:
             prompts: packed hashes of each.
             best: as `prefixes`, at least 1.
-            missed: the number of the reason that is told where nothing is found, 0 to 255; `prompts_missed` counts these.
+            missed: the number of the reason that is told where nothing is found, 0 to 255; `prompts_missed` counts
+                these.
         """
 
     def prompts_missed(self) -> int:

@@ -1,7 +1,8 @@
-"""What an entry of the change log says to who watches: its frame's events as block changes, within what the watcher may know of.
+"""What an entry of the change log says to who watches: its frame's events as block changes, within what the watcher may
+know of.
 
-A snapshot's end withdraws what the snapshot did not list. That is told as such where all of the snapshot's lists were told; else the
-watcher has missed something of the instance.
+A snapshot's end withdraws what the snapshot did not list. That is told as such where all of the snapshot's lists were
+told; else the watcher has missed something of the instance.
 """
 
 from __future__ import annotations
@@ -95,9 +96,11 @@ class EntryReader:
         for one in entry.claims:
             if one.pool and one.hashes and self.may_see(one.namespace):
                 change = BlockChange(
-                    what="lost" if one.withdrawn else "gained", tier=one.tier.name if one.tier is not None else "",
-                    namespace=one.namespace.hex(), hashes=one.hashes.hex(),
-                )  # fmt: skip
+                    what="lost" if one.withdrawn else "gained",
+                    tier=one.tier.name if one.tier is not None else "",
+                    namespace=one.namespace.hex(),
+                    hashes=one.hashes.hex(),
+                )
                 yield from _packed(InstanceId(one.pool), 0, [change], is_pool=True)
 
     def forget(self, instance: InstanceId) -> None:

@@ -1,7 +1,8 @@
 """Which live instances lend their blocks, and which of them could be read from for some blocks: the nearest first.
 
-Who lends says so in its heartbeats. A question is answered by one or two walks of the index: one for the deepest of all, and where there are
-more than it names, another that looks at the nearest lenders alone. So what is rare is found wherever it is, and what many have is found near.
+Who lends says so in its heartbeats. A question is answered by one or two walks of the index: one for the deepest of
+all, and where there are more than it names, another that looks at the nearest lenders alone. So what is rare is found
+wherever it is, and what many have is found near.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Lenders:
         return None if known is None else (*known, HOST_ALONE.items() <= self._words[instance].items())
 
     def find(self, index: ClusterIndex, wanted: Wanted, may_know: Callable[[InstanceId], bool]) -> list[PeerHolding]:
-        """Live instances that lend blocks, from the first that is wanted on: nearest first, and the one with the most of them in any case.
+        """Live instances that lend blocks, from the first that is wanted on: nearest first, and the one with the most
+        of them in any case.
 
         Args:
             may_know: whether who asks may know of an instance.
@@ -115,13 +117,20 @@ class Lenders:
         peers = [
             self._holding(one, wanted.topology)
             for name, one in holders.items()
-            if one.depth and name != wanted.asker and name in self._known and self._lends(one)
-            and self._liveness.is_live(name) and may_know(name)
-        ]  # fmt: skip
+            if one.depth
+            and name != wanted.asker
+            and name in self._known
+            and self._lends(one)
+            and self._liveness.is_live(name)
+            and may_know(name)
+        ]
         return nearest_and_deepest(peers, wanted.limit)
 
     def _lends(self, one: InstanceDepth) -> bool:
-        """Whether it lends what it holds. Who lends HOST alone is named only where all of it lies there: which block does not is not known here."""
+        """Whether it lends what it holds.
+
+        Who lends HOST alone is named only where all of it lies there: which block does not is not known here.
+        """
         return not (HOST_ALONE.items() <= self._words[one.instance].items() and one.by_tier[Tier.NVME])
 
     def _holding(self, one: InstanceDepth, topology: Sequence[str]) -> PeerHolding:

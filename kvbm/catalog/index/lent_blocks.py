@@ -1,7 +1,7 @@
 """What a route is told of blocks that instances lend: who lends which run of the prompt, and what reading it costs.
 
-The index knows which instances lend, and the router which of them read; both are told when heartbeats say so. While nobody lends, a route
-costs nothing more.
+The index knows which instances lend, and the router which of them read; both are told when heartbeats say so. While
+nobody lends, a route costs nothing more.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class LentBlocks:
         """By what candidates are priced; None: nothing is lent, or nobody reads.
 
         Args:
-            own: as of `runs`. elsewhere: what other catalogs' instances are said to lend of the prompt. blocks: of the prompt.
+            own: as of `runs`. elsewhere: what other catalogs' instances are said to lend of the prompt. blocks: of the
+                prompt.
         """
         if not self._readers or not (own or elsewhere):
             return None

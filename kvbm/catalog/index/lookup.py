@@ -92,7 +92,8 @@ def left_out(
     only: Collection[InstanceId] | None,
     may_know: Callable[[InstanceId], bool],
 ) -> dict[str, str]:
-    """Instances that have a prompt's first block, as far as is known, and may not be sent it, or whose blocks do not count, and why.
+    """Instances that have a prompt's first block, as far as is known, and may not be sent it, or whose blocks do not
+    count, and why.
 
     Args:
         hashes: packed, of its full blocks.

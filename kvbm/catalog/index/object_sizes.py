@@ -1,6 +1,8 @@
-"""How many blocks the objects of pools hold, as instances say it in their heartbeats; the index counts what pools hold by it.
+"""How many blocks the objects of pools hold, as instances say it in their heartbeats; the index counts what pools hold
+by it.
 
-A pool's name says it where it is not what the blocks' shape gives (`core.layout.pool_name`); then no heartbeat is needed.
+A pool's name says it where it is not what the blocks' shape gives (`core.layout.pool_name`); then no heartbeat is
+needed.
 """
 
 from __future__ import annotations

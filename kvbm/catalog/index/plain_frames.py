@@ -1,9 +1,10 @@
-"""Plain frames, applied many at a time: those that go on exactly where their instance stands, and change nothing but blocks.
+"""Plain frames, applied many at a time: those that go on exactly where their instance stands, and change nothing but
+blocks.
 
-Nearly all frames are plain, and the sequencer has nothing to decide about them. So a run of messages of them is one call of the index,
-which the native one makes without the interpreter, in a thread of its own: questions are answered meanwhile. Positions are known
-after the call, when everything in it has been applied. The first message that is not plain as a whole ends a run, and the sequencer
-takes it by itself.
+Nearly all frames are plain, and the sequencer has nothing to decide about them. So a run of messages of them is one
+call of the index, which the native one makes without the interpreter, in a thread of its own: questions are answered
+meanwhile. Positions are known after the call, when everything in it has been applied. The first message that is not
+plain as a whole ends a run, and the sequencer takes it by itself.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class Applier(Protocol):
     """Applies runs, one at a time."""
 
     async def apply(self, run: PlainRun, take: Callable[[PlainApplied], None]) -> None:
-        """Apply a run, and call `take` with what it has done, even when the task is cancelled. Other tasks go on meanwhile."""
+        """Apply a run, and call `take` with what it has done, even when the task is cancelled.
+
+        Other tasks go on meanwhile.
+        """
 
     def close(self) -> None:
         """End what it has begun. Idempotent."""
@@ -160,9 +164,12 @@ def apply_plain(
             claims += [PlainClaims(number, frame.wall_time_ns, one) for one in applied.claims]
             before = reached[at]
             reached[at] = PlaceReached(
-                Offset(frame.first_offset + len(frame.events)), frame.digest,
-                max(before.wall_time_ns, frame.wall_time_ns), number, before.frames + 1,
-            )  # fmt: skip
+                Offset(frame.first_offset + len(frame.events)),
+                frame.digest,
+                max(before.wall_time_ns, frame.wall_time_ns),
+                number,
+                before.frames + 1,
+            )
             if not index.agrees(place.instance, frame.digest):
                 return PlainApplied(number, end.end, frames, events, blocks, reached, claims)
         if plain is None:

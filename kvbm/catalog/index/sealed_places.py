@@ -1,7 +1,8 @@
 """Places in the change log as callers of some tenants are told them: without how much the whole cluster says.
 
-A place counts the messages of all tenants. Such a caller gets it encrypted under a key of this process: it can give it back here, and read
-nothing in it. The 16 bytes in front are a keyed hash of what follows, so one place has one text, and a text that was made up is none.
+A place counts the messages of all tenants. Such a caller gets it encrypted under a key of this process: it can give it
+back here, and read nothing in it. The 16 bytes in front are a keyed hash of what follows, so one place has one text,
+and a text that was made up is none.
 """
 
 from __future__ import annotations

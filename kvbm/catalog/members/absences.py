@@ -1,8 +1,10 @@
-"""For how long instances are gone: in time in which the catalog itself has listened. A state machine: no thread, clock or socket.
+"""For how long instances are gone: in time in which the catalog itself has listened.
 
-Time in which the catalog was away, cut off or frozen counts for nobody: who was heard in it is not known. What was counted before is kept in
-SQL and goes on, so that a catalog that is restarted every day forgets as well. At a start nobody is forgotten before the catalog has listened
-for a while, however long somebody was gone before: he may be back.
+A state machine: no thread, clock or socket.
+
+Time in which the catalog was away, cut off or frozen counts for nobody: who was heard in it is not known. What was
+counted before is kept in SQL and goes on, so that a catalog that is restarted every day forgets as well. At a start
+nobody is forgotten before the catalog has listened for a while, however long somebody was gone before: he may be back.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ class Absences:
         self._last_s: float | None = None  # when it listened last; None: it did not
 
     def load(self, instances: Iterable[InstanceId], rows: Iterable[AbsenceRow]) -> None:
-        """Take what SQL has: everyone that it knows, and how long some of these are gone. Who is heard is here again."""
+        """Take what SQL has: everyone that it knows, and how long some of these are gone.
+
+        Who is heard is here again.
+        """
         for instance in instances:
             self._absences.setdefault(instance, _Absence(self.listened_s, 0))
         for row in rows:

@@ -1,4 +1,6 @@
-"""How old blocks become, as instances tell it in their heartbeats: all together, by tier, counted since the catalog began."""
+"""How old blocks become, as instances tell it in their heartbeats: all together, by tier, counted since the catalog
+began.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ class AgesHeard:
         self._last: dict[InstanceId, tuple[str, tuple[TierAges, ...]]] = {}  # of whose run, and what it said
 
     def hear(self, instance: InstanceId, last: LastHeartbeat) -> None:
-        """Take note of a heartbeat that is believed. Of the first that is heard of a run nothing counts: it may be long at it."""
+        """Take note of a heartbeat that is believed.
+
+        Of the first that is heard of a run nothing counts: it may be long at it.
+        """
         said = last.heartbeat.ages
         if not _is_whole(said):
             return
@@ -50,7 +55,10 @@ def _grown(before: TierAges, now: TierAges) -> TierAges:
         return min(max(0, count - then), _MOST)
 
     return TierAges(
-        tuple(map(more, before.wanted, now.wanted)), tuple(map(more, before.evicted, now.evicted)),
-        more(before.wanted_s, now.wanted_s), more(before.evicted_s, now.evicted_s), more(before.reused, now.reused),
+        tuple(map(more, before.wanted, now.wanted)),
+        tuple(map(more, before.evicted, now.evicted)),
+        more(before.wanted_s, now.wanted_s),
+        more(before.evicted_s, now.evicted_s),
+        more(before.reused, now.reused),
         more(before.unused, now.unused),
-    )  # fmt: skip
+    )

@@ -1,7 +1,7 @@
 """Who is alive: which instances' residencies answers leave out, decided from heartbeats and the stream.
 
-A state machine without clock and socket: `Liveness.step(now_s, input)` gives effects. All times are the catalog's own, monotonic;
-a sender's clock is never looked at.
+A state machine without clock and socket: `Liveness.step(now_s, input)` gives effects. All times are the catalog's own,
+monotonic; a sender's clock is never looked at.
 
     unheard ──new pulse──► live ◄──────────new pulse──────────┐
        │                    │ not heard for liveness_s         │
@@ -10,30 +10,35 @@ a sender's clock is never looked at.
 An instance is excluded while one of these holds, and returned when none does:
 
 - *stopped*: the stream has its clean stop, and no start of a later epoch. At once.
-- *restarted*: a heartbeat, also a kept one, is of a later epoch than the stream has given yet. What the index knows is of a process
-  that is gone, so it stays left out until the stream has the start, however alive the instance is.
-- *newer*: a newer kvbm writes frames of its epoch that this one cannot read, so what it holds is not known, however alive it is.
-- *silent*: not heard for `liveness_s`; or it was excluded when the stream began another epoch, in which it was not heard yet.
+- *restarted*: a heartbeat, also a kept one, is of a later epoch than the stream has given yet. What the index knows is
+  of a process that is gone, so it stays left out until the stream has the start, however alive the instance is.
+- *newer*: a newer kvbm writes frames of its epoch that this one cannot read, so what it holds is not known, however
+  alive it is.
+- *silent*: not heard for `liveness_s`; or it was excluded when the stream began another epoch, in which it was not
+  heard yet.
 
-An instance is *awaited* while it is unheard, not silent yet, and known from the stream: its next heartbeat is on its way, as after a catalog's
-own start. It may be sent prompts as one that is live, with a load that nobody knows.
+An instance is *awaited* while it is unheard, not silent yet, and known from the stream: its next heartbeat is on its
+way, as after a catalog's own start. It may be sent prompts as one that is live, with a load that nobody knows.
 
-An instance is *gone* while it is stopped, silent or unheard. Who is gone for long is forgotten; see `kvbm.catalog.follow.forgetting`.
+An instance is *gone* while it is stopped, silent or unheard. Who is gone for long is forgotten; see
+`kvbm.catalog.follow.forgetting`.
 
-An instance differs from an older self by its run, not by its epoch alone: the fences in the stream name the run that has its place
-(`StreamProgress.run`), and `StreamProgress.life` grows when they show that what was read before is of another life; all heartbeats of that
-one are forgotten then. A heartbeat of another run than the holder's that claims no later epoch is ignored, and whoever is ignored for
-`liveness_s` is named by `ignored`: nobody is left out of the view silently.
+An instance differs from an older self by its run, not by its epoch alone: the fences in the stream name the run that
+has its place (`StreamProgress.run`), and `StreamProgress.life` grows when they show that what was read before is of
+another life; all heartbeats of that one are forgotten then. A heartbeat of another run than the holder's that claims no
+later epoch is ignored, and whoever is ignored for `liveness_s` is named by `ignored`: nobody is left out of the view
+silently.
 
-Silence counts only while the catalog gets its own pulses: it sends pulses of its own, and when they do not come back by the same server
-(for half of `liveness_s`), then it is the catalog that is cut off. Nobody is excluded then, and when they come again,
-everybody has a whole `liveness_s` anew. When most fall silent together the view is kept as well: see `_is_kept`. `freshness` says how
-old the kept view is.
+Silence counts only while the catalog gets its own pulses: it sends pulses of its own, and when they do not come back by
+the same server (for half of `liveness_s`), then it is the catalog that is cut off. Nobody is excluded then, and when
+they come again, everybody has a whole `liveness_s` anew. When most fall silent together the view is kept as well: see
+`_is_kept`. `freshness` says how old the kept view is.
 
-The stream of pulses keeps the last one of every instance, also of the dead, and gives it to each new reader. So a pulse counts as
-life only if the catalog has got a pulse of its own before (the stream has one order: what comes after its own pulse was sent after it), or if
-another pulse of that instance came before it. One that is given twice counts once. After a reconnection the last pulse of one that died
-meanwhile counts as heard when it comes: it is excluded `liveness_s` after that.
+The stream of pulses keeps the last one of every instance, also of the dead, and gives it to each new reader. So a pulse
+counts as life only if the catalog has got a pulse of its own before (the stream has one order: what comes after its own
+pulse was sent after it), or if another pulse of that instance came before it. One that is given twice counts once.
+After a reconnection the last pulse of one that died meanwhile counts as heard when it comes: it is excluded
+`liveness_s` after that.
 """
 
 from __future__ import annotations
@@ -97,7 +102,8 @@ class Ticked(NamedTuple):
 class StreamProgress(NamedTuple):
     """How far an instance was read on the stream: its epoch, and whether its clean stop was read.
 
-    For each instance the stream moved on, and for each one that a checkpoint has brought. The same again changes nothing.
+    For each instance the stream moved on, and for each one that a checkpoint has brought. The same again changes
+    nothing.
 
     Attributes:
         run: of the process that has its place on the stream; "" when no fence was read.
@@ -205,8 +211,8 @@ class Liveness(Roster):
 
     Attributes:
         zombies: heartbeats of an epoch that is over, ignored.
-        double_ids: heartbeats of a second run that claims the epoch of one that is alive, ignored. The first heard is believed
-            while it is heard; the server's fence sees to it that only one of them publishes.
+        double_ids: heartbeats of a second run that claims the epoch of one that is alive, ignored. The first heard is
+            believed while it is heard; the server's fence sees to it that only one of them publishes.
     """
 
     def __init__(self, liveness_s: float = LIVENESS_S) -> None:
@@ -257,7 +263,9 @@ class Liveness(Roster):
                 assert_never(what)
 
     def renew(self, now_s: float, heartbeat: Heartbeat) -> bool:
-        """Take a heartbeat that only goes on: nothing but the time it came changes, and nothing is to be done. False: `step` has to take it.
+        """Take a heartbeat that only goes on: nothing but the time it came changes, and nothing is to be done.
+
+        False: `step` has to take it.
 
         What `step` would do with it is the same; nearly all heartbeats are such.
         """
@@ -336,7 +344,10 @@ class Liveness(Roster):
         return now_s - self._members[next(iter(self._waited))].since_s < self._liveness_s / 2
 
     def load_age_s(self, now_s: float, instance: InstanceId) -> float | None:
-        """How old what is known of an instance's load is: 0 while that is fresh; None: nothing was heard, or one knows not since when."""
+        """How old what is known of an instance's load is: 0 while that is fresh;
+
+        None: nothing was heard, or one knows not since when.
+        """
         member = self._members.get(instance)
         if member is None or member.pulse is None or member.heard_s is None:
             return None
@@ -344,7 +355,9 @@ class Liveness(Roster):
         return round(age_s, 3) if age_s >= self._liveness_s / 2 else 0.0
 
     def candidates(self) -> list[InstanceId]:
-        """Instances a prompt may be routed to, by name: those that `may_serve`; when nobody is heard, those known and not stopped."""
+        """Instances a prompt may be routed to, by name: those that `may_serve`; when nobody is heard, those known and
+        not stopped.
+        """
         if self._present:
             return sorted(self.serving())
         return sorted(
@@ -352,7 +365,9 @@ class Liveness(Roster):
         )
 
     def ignored(self, now_s: float) -> dict[InstanceId, Heartbeat]:
-        """Instances in whose name heartbeats have come for `liveness_s` that count for nothing, and the last of them."""
+        """Instances in whose name heartbeats have come for `liveness_s` that count for nothing, and the last of
+        them.
+        """
         self._ignored = {
             instance: ignored
             for instance, ignored in self._ignored.items()
@@ -397,7 +412,8 @@ class Liveness(Roster):
         last = member.pulse.heartbeat if member.pulse is not None else None
         if last == heartbeat:
             return []
-        # a later epoch that was announced, never came to the stream and is silent now, was given up: the stream's goes on
+        # a later epoch that was announced, never came to the stream and is silent now, was given up: the stream's goes
+        # on
         is_given_up = member.is_silent and heartbeat.epoch == member.read_epoch and not member.is_stopped
         is_holder = heartbeat.run == member.holder
         takes_back = (
@@ -549,8 +565,8 @@ class Liveness(Roster):
     def _judge(self, now_s: float) -> list[Effect]:
         """Exclude those who are silent, unless most fell silent with them.
 
-        When what kept most of them silent is over, they are heard one after the other, as each has its next heartbeat: for half of `liveness_s`
-        after the first of them are no longer most, the rest is still kept.
+        When what kept most of them silent is over, they are heard one after the other, as each has its next heartbeat:
+        for half of `liveness_s` after the first of them are no longer most, the rest is still kept.
         """
         heard = sorted(
             self._basis(member)
@@ -570,12 +586,14 @@ class Liveness(Roster):
         return effects
 
     def _is_kept(self, member: _Member, heard: list[float], quiet_until: int) -> bool:
-        """Whether so many fell silent with this instance that something between them and the server is the likelier reason.
+        """Whether so many fell silent with this instance that something between them and the server is the likelier
+        reason.
 
-        These are the instances quiet for half of `liveness_s`, whose silence began within one `liveness_s` of this one's; they are
-        most when they are at least LEAST_MASS and more than half of those that were heard then or since. It ends when they are heard
-        again, or half of `liveness_s` after so many others are that they are no longer most. One that died before or after them, alone, is not kept.
-        An instance that was never heard fell silent with nobody: it is kept only while nobody at all is heard.
+        These are the instances quiet for half of `liveness_s`, whose silence began within one `liveness_s` of this
+        one's; they are most when they are at least LEAST_MASS and more than half of those that were heard then or
+        since. It ends when they are heard again, or half of `liveness_s` after so many others are that they are no
+        longer most. One that died before or after them, alone, is not kept. An instance that was never heard fell
+        silent with nobody: it is kept only while nobody at all is heard.
 
         Args:
             heard: since when those who were heard and are not excluded are silent, sorted.

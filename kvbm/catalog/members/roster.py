@@ -16,8 +16,8 @@ class Roster:
     """See the module. `Liveness` keeps it; belongs to its thread.
 
     Attributes:
-        changes: the instances of which something has changed that decides who may be sent prompts, the last of all; `changes_counted` counts
-            them.
+        changes: the instances of which something has changed that decides who may be sent prompts, the last of all;
+            `changes_counted` counts them.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,10 @@ class Roster:
         return bool(self._excluded) or len(self._live) < len(self._present)
 
     def why_left_out(self, instance: InstanceId) -> str:
-        """Why an instance's blocks do not count, or no prompt is sent there though it is heard; "" where neither is so."""
+        """Why an instance's blocks do not count, or no prompt is sent there though it is heard;
+
+        "" where neither is so.
+        """
         is_stopping = instance in self._present and instance not in self._live
         return self._excluded.get(instance, STOPPING if is_stopping else "")
 

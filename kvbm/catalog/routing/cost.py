@@ -5,13 +5,14 @@
     balance_s    B * (its share of what was routed lately against the mean's)
     fetch_s      bringing what is held elsewhere than in HBM to HBM
 
-W is what a second of work is worth against a second of this prompt's waiting. Work that could have been spared is waited for by all who come
-after it, until the queue is empty: nobody when instances are idle, everybody when even the least busy has a queue. So
+W is what a second of work is worth against a second of this prompt's waiting. Work that could have been spared is
+waited for by all who come after it, until the queue is empty: nobody when instances are idle, everybody when even the
+least busy has a queue. So
 
     W = work_weight + crowding_weight * (least_s + own_crowding * (own_s - least_s))
 
-where own_s is the queue of the instance and least_s that of the least busy one. A prompt being decoded elsewhere than it was prefilled
-costs what it must wait for there: `decode_cost`.
+where own_s is the queue of the instance and least_s that of the least busy one. A prompt being decoded elsewhere than
+it was prefilled costs what it must wait for there: `decode_cost`.
 
 P and Q are measured by the instance and believed only within 4 x what the catalog's settings expect, either way.
 """
@@ -24,7 +25,9 @@ from typing import NamedTuple
 import msgspec
 
 MEASURED_WITHIN = 4.0
-"""A rate that an instance reports counts as at most so many times the expected one, and at least its so-many-th part."""
+"""A rate that an instance reports counts as at most so many times the expected one, and at least its so-many-th
+part.
+"""
 
 MOST_WEIGHT = 1_000.0
 CLASS_WEIGHTS = {"interactive": 0.5, "standard": 1.0, "batch": 2.0}
@@ -142,7 +145,9 @@ def prefill_cost(
 def decode_cost(
     settings: RoutingSettings, cluster: ClusterNumbers, instance: InstanceNumbers, running_requests: int
 ) -> Cost:
-    """The cost where the prompt is only decoded: it waits for no prefill, and what is missing is brought, which `fetch_s` has."""
+    """The cost where the prompt is only decoded: it waits for no prefill, and what is missing is brought, which
+    `fetch_s` has.
+    """
     waiting_s = settings.decode_request_s * running_requests
     return Cost(waiting_s, 0.0, _balance_s(settings, cluster, instance), instance.fetch_s, waiting_s + instance.fetch_s)
 

@@ -1,6 +1,7 @@
 """Where prompts that were routed are noted: at some of their depths, which stand for all.
 
-The first 256 are noted each; beyond those the depth that is found is less than 1 % too small, and that of the same prompt is exact.
+The first 256 are noted each; beyond those the depth that is found is less than 1 % too small, and that of the same
+prompt is exact.
 """
 
 from __future__ import annotations

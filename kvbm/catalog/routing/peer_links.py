@@ -1,7 +1,8 @@
-"""What reading from another instance costs, by how far apart the two stand: learned from what instances tell of their reads.
+"""What reading from another instance costs, by how far apart the two stand: learned from what instances tell of their
+reads.
 
-Until there are reads, and again when they are old, it is what `core.fetching` assumes. A read counts only within bounds: whoever may send
-heartbeats may say anything.
+Until there are reads, and again when they are old, it is what `core.fetching` assumes. A read counts only within
+bounds: whoever may send heartbeats may say anything.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class PeerLinks:
         """An instance tells of a read.
 
         Args:
-            read: of bounded numbers, as `Transfers` lets through. All ways between machines are one: the best of them was taken.
+            read: of bounded numbers, as `Transfers` lets through. All ways between machines are one: the best of them
+                was taken.
         """
         transport = MEMORY if read.transport == MEMORY else TCP
         apart = min(max(0, read.distance), MOST_DISTANCE)

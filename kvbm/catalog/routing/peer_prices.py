@@ -1,4 +1,5 @@
-"""What a candidate of a route would read from other instances, and how long that takes: readable twin of `native/src/peer_prices.cpp`.
+"""What a candidate of a route would read from other instances, and how long that takes: readable twin of
+`native/src/peer_prices.cpp`.
 
 It is decided as the instance itself will decide it, by `core.fetching`: by its own time, whatever others wait for.
 """
@@ -74,9 +75,10 @@ def _chosen(lent: Lent, instance: InstanceId, reader: Reader, depth: int) -> lis
     found = sorted(
         Usable(is_tcp, min(distance(reader.place, run.place), MOST_DISTANCE), -run.end, at)
         for at, run in enumerate(lent.runs)
-        if run.instance != instance and run.begin <= depth < run.end
+        if run.instance != instance
+        and run.begin <= depth < run.end
         and (is_tcp := _is_over_tcp(reader, run)) is not None
-    )  # fmt: skip
+    )
     chosen, others = found[:MAX_PEERS], found[MAX_PEERS:]
     if others:
         deepest = min(others, key=lambda one: one.before)

@@ -1,4 +1,6 @@
-"""Carries `SharedRoutes` between the catalogs of a cluster: a few times in a hundredth of a second while there is something to tell."""
+"""Carries `SharedRoutes` between the catalogs of a cluster: a few times in a hundredth of a second while there is
+something to tell.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _MOST_RECEIVED_BYTES = 2 * MOST_MESSAGE_BYTES
 
 
 class RouteSharing:
-    """Tells and listens, for ever. One asyncio loop. What is lost is missed by others' costs until the next heartbeats, and by nothing else.
+    """Tells and listens, for ever.
+
+    One asyncio loop. What is lost is missed by others' costs until the next heartbeats, and by nothing else.
 
     Args:
         cluster: of the catalogs that share. name: this one's, by which it knows its own messages.

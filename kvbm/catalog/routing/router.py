@@ -1,12 +1,13 @@
 """Which instance should serve a prompt: what is asked, and the protocol of the two implementations that answer.
 
-The native one (`kvbm._native.Router`, beside the native index) serves; `kvbm.reference.router.ReferenceRouter` says what it must do. What a cost is
-made of stands in `routing.cost`; here its numbers come from: the index, the instances' heartbeats, and what is remembered of routes. An
-instance's speed is what its heartbeats say, within bounds; no number of whoever asks changes it.
+The native one (`kvbm._native.Router`, beside the native index) serves; `kvbm.reference.router.ReferenceRouter` says
+what it must do. What a cost is made of stands in `routing.cost`; here its numbers come from: the index, the instances'
+heartbeats, and what is remembered of routes. An instance's speed is what its heartbeats say, within bounds; no number
+of whoever asks changes it.
 
-What was routed is remembered for each caller apart: nobody's routes change what others are answered, only heartbeats do. Prompts that are only
-decoded are remembered apart from those that are prefilled. All of it is bounded: in tokens a route may add, in callers and instances, and in
-bytes.
+What was routed is remembered for each caller apart: nobody's routes change what others are answered, only heartbeats
+do. Prompts that are only decoded are remembered apart from those that are prefilled. All of it is bounded: in tokens a
+route may add, in callers and instances, and in bytes.
 """
 
 from __future__ import annotations
@@ -151,7 +152,10 @@ class Router(Protocol[C]):
         """How an instance reads what others lend; None: it does not."""
 
     def forget(self, instance: InstanceId) -> None:
-        """Nothing was heard of the instance, and nothing was routed to it. It must be in no set of candidates any more."""
+        """Nothing was heard of the instance, and nothing was routed to it.
+
+        It must be in no set of candidates any more.
+        """
 
     def candidates(self) -> C:
         """An empty set of instances."""
@@ -190,5 +194,6 @@ class Router(Protocol[C]):
 
         Args:
             now_s: when it was made, on the clock of the pulses.
-        Returns: False, and nothing is remembered, where no heartbeat of the instance came, or the hashes are too few or too many.
+        Returns: False, and nothing is remembered, where no heartbeat of the instance came, or the hashes are too few or
+            too many.
         """

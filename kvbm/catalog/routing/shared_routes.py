@@ -1,9 +1,11 @@
-"""Routes that the catalogs of a cluster tell each other, so that no two send to one idle instance: what is told, and what is believed of it.
+"""Routes that the catalogs of a cluster tell each other, so that no two send to one idle instance: what is told, and
+what is believed of it.
 
-A message is MessagePack, an array: a version and up to `MOST_ROUTES` routes, each an array of what `SharedRoute` has and of how long ago it
-was made, in seconds. Hashes are those of blocks that the instance did not have, as far as routing looks at them; no token is told. What is
-told is bounded in routes and in bytes of hashes: a route beyond the latter is told without, as load alone. Whoever may send such messages
-may send anything, so each number is held to what a route of this catalog could have.
+A message is MessagePack, an array: a version and up to `MOST_ROUTES` routes, each an array of what `SharedRoute` has
+and of how long ago it was made, in seconds. Hashes are those of blocks that the instance did not have, as far as
+routing looks at them; no token is told. What is told is bounded in routes and in bytes of hashes: a route beyond the
+latter is told without, as load alone. Whoever may send such messages may send anything, so each number is held to what
+a route of this catalog could have.
 """
 
 from __future__ import annotations
@@ -86,9 +88,13 @@ class SharedRoutes:
         """A prompt was sent to an instance: the others are to know."""
         first = max(0, best.depth - best.fetch_blocks)  # what is fetched may come from a pool
         route = SharedRoute(
-            task.caller, task.phase == "decode", InstanceId(best.instance), min(task.input_tokens, MAX_INPUT_TOKENS),
-            best.missing_tokens, task.namespace,
-        )  # fmt: skip
+            task.caller,
+            task.phase == "decode",
+            InstanceId(best.instance),
+            min(task.input_tokens, MAX_INPUT_TOKENS),
+            best.missing_tokens,
+            task.namespace,
+        )
         hashes = self._hashes(now_s, first, task.hashes)
         if hashes:
             route = route._replace(first=first, blocks=len(task.hashes) // HASH_BYTES, hashes=hashes)
@@ -112,7 +118,10 @@ class SharedRoutes:
         return (_encode(_Message(VERSION, tuple(routes))), len(routes)) if routes else (b"", 0)
 
     def hear(self, now_s: float, data: bytes) -> None:
-        """Another catalog's message came: its routes count from here on. What is wrong with it costs nobody anything."""
+        """Another catalog's message came: its routes count from here on.
+
+        What is wrong with it costs nobody anything.
+        """
         try:
             routes = _decoder.decode(data).routes
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -122,9 +131,16 @@ class SharedRoutes:
             if part_of(told.instance) not in self._parts:
                 continue
             route = SharedRoute(
-                told.caller, told.is_decode, InstanceId(told.instance), told.input_tokens, told.missing_tokens,
-                NamespaceId(told.namespace), told.first, told.blocks, told.hashes,
-            )  # fmt: skip
+                told.caller,
+                told.is_decode,
+                InstanceId(told.instance),
+                told.input_tokens,
+                told.missing_tokens,
+                NamespaceId(told.namespace),
+                told.first,
+                told.blocks,
+                told.hashes,
+            )
             if self._take(now_s - min(told.age_s, MOST_AGE_S), route):
                 self.received += 1
             else:

@@ -1,4 +1,6 @@
-"""What instances tell of their reads from one another: how quick they were, by transport and by how far apart the two stand."""
+"""What instances tell of their reads from one another: how quick they were, by transport and by how far apart the two
+stand.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ _MOST_BYTES = 1 << 40  # of one read; more is no size
 
 
 class Transfers:
-    """Counts reads since the start. One thread; what a heartbeat says is its instance's word, and chooses no label of its own."""
+    """Counts reads since the start.
+
+    One thread; what a heartbeat says is its instance's word, and chooses no label of its own.
+    """
 
     def __init__(self, measured: Callable[[float, Transfer], object] = lambda now_s, read: None) -> None:
         """
@@ -32,7 +37,8 @@ class Transfers:
     def hear(self, instance: InstanceId, last: LastHeartbeat) -> None:
         """Take note of a heartbeat that is believed.
 
-        The stream keeps the last one of each instance and gives it out again, so one counts once, and the first that is heard does not.
+        The stream keeps the last one of each instance and gives it out again, so one counts once, and the first that is
+        heard does not.
         """
         before, now = self._heard.get(instance), last.heartbeat.wall_time_ns
         self._heard[instance] = now

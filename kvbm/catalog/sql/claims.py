@@ -1,11 +1,13 @@
 """The claims of a batch → SQL, thousands to a statement, in the order of the key, so that neighbours share a page.
 
-A claim that SQL has is written again only when it is newer by more than `used_ns`: blocks that are read again and again would else be rows that
-are written again and again. What SQL tells of a block's last use is never late and at most so much early; `gc` reckons with it.
+A claim that SQL has is written again only when it is newer by more than `used_ns`: blocks that are read again and again
+would else be rows that are written again and again. What SQL tells of a block's last use is never late and at most so
+much early; `gc` reckons with it.
 
-SQLite has one statement, which takes hashes as one value and the rest as JSON. PostgreSQL is asked first what it has, by keys in order,
-and what it lacks is copied to it: `ON CONFLICT` costs twice as much for each row. That is right because claims have one writer at a time:
-whoever writes some holds a lock of the whole database until its transaction ends.
+SQLite has one statement, which takes hashes as one value and the rest as JSON. PostgreSQL is asked first what it has,
+by keys in order, and what it lacks is copied to it: `ON CONFLICT` costs twice as much for each row. That is right
+because claims have one writer at a time: whoever writes some holds a lock of the whole database until its transaction
+ends.
 """
 
 from __future__ import annotations
@@ -126,10 +128,18 @@ async def _claim_in_postgres(connection: AsyncConnection, part: NetClaims, used_
         await _copy(connection, part.where(lacks))
     if old:
         left = part.where(_among(part.claimed, old))
-        await connection.exec_driver_sql(_POSTGRES_RENEW, (
-            left.pool, left.namespace, split_hashes(left.claimed.tobytes()), [left.names[by] for by in left.by.tolist()],
-            left.first_ns.tolist(), left.last_ns.tolist(), used_ns,
-        ))  # fmt: skip
+        await connection.exec_driver_sql(
+            _POSTGRES_RENEW,
+            (
+                left.pool,
+                left.namespace,
+                split_hashes(left.claimed.tobytes()),
+                [left.names[by] for by in left.by.tolist()],
+                left.first_ns.tolist(),
+                left.last_ns.tolist(),
+                used_ns,
+            ),
+        )
 
 
 def _among(hashes: np.ndarray, found: bytes) -> np.ndarray:

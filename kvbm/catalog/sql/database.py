@@ -3,9 +3,9 @@
 Two catalogs that start at once migrate one after the other: an advisory lock on Postgres, the write lock on SQLite.
 Every wait is bounded, so a database that does not answer becomes one sentence.
 
-Nothing here lasts on a Postgres connection for longer than a transaction, neither a setting nor a prepared statement, so a pooler such as
-PgBouncer may give each transaction another connection. An answer that the server takes no writes any more ends all connections: the
-next one looks for the new primary.
+Nothing here lasts on a Postgres connection for longer than a transaction, neither a setting nor a prepared statement,
+so a pooler such as PgBouncer may give each transaction another connection. An answer that the server takes no writes
+any more ends all connections: the next one looks for the new primary.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ log = Remarks()
 _FORMS = "give sqlite:///path/catalog.db or postgresql://user:password@host:5432/database"
 _ESCAPES = "in a user or password write @ as %40, / as %2F, : as %3A and % as %25"
 _PORT = 5432
-# SQLSTATE of a server that is no primary (any more), or not for long: read_only_sql_transaction, admin_shutdown, crash_shutdown,
-# cannot_connect_now
+# SQLSTATE of a server that is no primary (any more), or not for long: read_only_sql_transaction, admin_shutdown,
+# crash_shutdown, cannot_connect_now
 _NO_PRIMARY = ("25006", "57P01", "57P02", "57P03")
 
 
 def parse_url(url: str | Path) -> URL:
     """The URL with the driver kvbm uses; libpq's `sslmode` becomes asyncpg's `ssl`.
 
-    Several hosts may stand with commas between, as libpq has them: the first that fits `target_session_attrs` is taken, by default
-    one that can be written to.
+    Several hosts may stand with commas between, as libpq has them: the first that fits `target_session_attrs` is taken,
+    by default one that can be written to.
 
     Args:
         url: a path is that of an SQLite file, whatever characters it has; in a text they would mean something.
@@ -100,7 +100,10 @@ def parse_url(url: str | Path) -> URL:
 
 
 def _with_hosts(url: str) -> URL:
-    """`make_url`, for libpq's several hosts, too: postgresql://user:password@one:5432,two:5432/database. Raises ArgumentError, ValueError."""
+    """`make_url`, for libpq's several hosts, too: postgresql://user:password@one:5432,two:5432/database.
+
+    Raises ArgumentError, ValueError.
+    """
     parts = urlsplit(url)
     who, at, hosts = parts.netloc.rpartition("@")
     if "," not in hosts:
@@ -128,7 +131,8 @@ def shown(url: URL) -> str:
     hosts, ports = (_listed(url, key) for key in ("host", "port"))
     if not hosts:
         return bare
-    return f"{bare} on {', '.join(map(':'.join, zip(hosts, ports, strict=True))) if len(hosts) == len(ports) else ', '.join(hosts)}"
+    with_ports = map(":".join, zip(hosts, ports, strict=True)) if len(hosts) == len(ports) else hosts
+    return f"{bare} on {', '.join(with_ports)}"
 
 
 def _listed(url: URL, key: str) -> list[str]:
@@ -209,7 +213,10 @@ async def open_database(url: str | Path, connect_timeout_s: float) -> AsyncEngin
 
 
 def _close_to_others(file: Path) -> None:
-    """Make an SQLite file its owner's alone, before SQLite makes it; the files beside it take its mode. Raises CatalogError."""
+    """Make an SQLite file its owner's alone, before SQLite makes it; the files beside it take its mode.
+
+    Raises CatalogError.
+    """
     try:
         make_plain(file)
     except PermissionError:
@@ -235,7 +242,8 @@ class DatabaseView(NamedTuple):
         shown: its URL, without password.
         server: kind and version.
         is_there: false for an SQLite file that a catalog would make, in `folder`.
-        schema: its revision, "" for an empty database. `head`: the newest this kvbm knows. `is_newer`: it does not know the schema.
+        schema: its revision, "" for an empty database. `head`: the newest this kvbm knows. `is_newer`: it does not know
+            the schema.
         unwritable: "" when a row could be written (it was taken back), else why not.
         round_trip_s: of the smallest question.
     """
@@ -252,7 +260,10 @@ class DatabaseView(NamedTuple):
 
 
 async def look(url: str | Path, timeout_s: float) -> DatabaseView:
-    """What a database is, without migrating or making it. Raises CatalogError, MissingExtraError: as `open_database`."""
+    """What a database is, without migrating or making it.
+
+    Raises CatalogError, MissingExtraError: as `open_database`.
+    """
     parsed = parse_url(url)
     scripts = _scripts()
     head = scripts.get_current_head() or ""
@@ -344,7 +355,9 @@ def _engine(
 
 
 async def _connect_in_turn(*, host: Any = None, port: Any = None, **options: Any) -> Any:
-    """A connection to the first of several hosts that fits, each with its part of the time: a host that is silent leaves some to the next."""
+    """A connection to the first of several hosts that fits, each with its part of the time: a host that is silent
+    leaves some to the next.
+    """
     import asyncpg
 
     many = list(zip(host, port, strict=True)) if isinstance(host, list) and isinstance(port, list) else []
@@ -374,7 +387,9 @@ def _bound_waits(lock_timeout_s: float, statement_timeout_s: float, connection: 
 
 
 def _leave_no_primary(context: ExceptionContext) -> None:
-    """End every connection once a server says that it is no primary, or says nothing: nobody else cuts them for long."""
+    """End every connection once a server says that it is no primary, or says nothing: nobody else cuts them for
+    long.
+    """
     error = context.original_exception
     if isinstance(error, TimeoutError) or getattr(error, "sqlstate", None) in _NO_PRIMARY:
         context.is_disconnect = True

@@ -42,9 +42,9 @@ async def claimed(engine: AsyncEngine, namespaces: Sequence[NamespaceId], of: Ca
 async def erase_rows(engine: AsyncEngine, namespaces: Sequence[NamespaceId], tenants: Sequence[str]) -> int:
     """Delete what names them, and have the database write nothing of it back; gives how many rows.
 
-    SQLite overwrites what it deletes and is written anew. PostgreSQL writes the tables with names anew, with their indexes, frees the rows of
-    claims for others to overwrite, and makes its statistics of what is left. Its write-ahead log, its backups and the free space of its
-    other files are its operator's.
+    SQLite overwrites what it deletes and is written anew. PostgreSQL writes the tables with names anew, with their
+    indexes, frees the rows of claims for others to overwrite, and makes its statistics of what is left. Its write-ahead
+    log, its backups and the free space of its other files are its operator's.
 
     Raises: CatalogError: the database does not answer, or refuses.
     """
@@ -92,8 +92,8 @@ async def _rewrite(engine: AsyncEngine) -> None:
             if (await connection.execute(select(table.primary_key.columns[0]).limit(1))).first() is not None:
                 await connection.exec_driver_sql(f"ANALYZE {table.name}")
                 continue
-            # ANALYZE keeps the statistics of a table that has become empty, with its most common values; a column that is given a type
-            # loses them
+            # ANALYZE keeps the statistics of a table that has become empty, with its most common values; a column that
+            # is given a type loses them
             types = ", ".join(
                 f"ALTER COLUMN {column.name} TYPE {column.type.compile(connection.dialect)}" for column in table.columns
             )
@@ -101,7 +101,10 @@ async def _rewrite(engine: AsyncEngine) -> None:
 
 
 async def _say(connection: Any, statement: str) -> None:
-    """Outside of a transaction, and as one message: a pooler may give the next one another connection. Raises CatalogError."""
+    """Outside of a transaction, and as one message: a pooler may give the next one another connection.
+
+    Raises CatalogError.
+    """
     import asyncpg
 
     try:

@@ -41,13 +41,19 @@ class NetClaims(NamedTuple):
     def where(self, rows: slice | np.ndarray) -> NetClaims:
         """Some of what is claimed."""
         return self._replace(
-            withdrawn=self.withdrawn[:0], claimed=self.claimed[rows], by=self.by[rows], first_ns=self.first_ns[rows],
+            withdrawn=self.withdrawn[:0],
+            claimed=self.claimed[rows],
+            by=self.by[rows],
+            first_ns=self.first_ns[rows],
             last_ns=self.last_ns[rows],
-        )  # fmt: skip
+        )
 
 
 def net_claims(runs: Sequence[ClaimRun]) -> list[NetClaims]:
-    """Runs in the order of the stream → what stands after the last one, by pool and namespace, in order. Raises LayoutError: half a hash."""
+    """Runs in the order of the stream → what stands after the last one, by pool and namespace, in order.
+
+    Raises LayoutError: half a hash.
+    """
     grouped: dict[tuple[str, NamespaceId], list[ClaimRun]] = {}
     for run in runs:
         hash_count(run.hashes)

@@ -1,7 +1,7 @@
 """Rows that a database refuses for what they hold: a batch is cut until they are found, and the rest of it is stored.
 
-Whoever may write to the stream may write anything, and what is read has bounds. Where a bound has been forgotten, one row must not keep
-all others out for ever: the batch would come again, and be refused again, also after a restart.
+Whoever may write to the stream may write anything, and what is read has bounds. Where a bound has been forgotten, one
+row must not keep all others out for ever: the batch would come again, and be refused again, also after a restart.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def is_refused_data(error: BaseException) -> bool:
 async def write_leaving_out(
     connection: AsyncConnection, rows: Sequence[R], write: Callable[[Sequence[R]], Awaitable[None]]
 ) -> list[tuple[R, BaseException]]:
-    """Write rows within the connection's transaction, in halves where the database refuses some; what it refuses alone is left out.
+    """Write rows within the connection's transaction, in halves where the database refuses some; what it refuses alone
+    is left out.
 
     Returns: those that were left out, and what was said of each. Raises: whatever else `write` raises.
     """

@@ -1,4 +1,7 @@
-"""The rows that a projection of the stream brings to SQL, and the batch they go in. Values alone: no database library is needed for them."""
+"""The rows that a projection of the stream brings to SQL, and the batch they go in.
+
+Values alone: no database library is needed for them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ class InstanceStatus(Enum):
 
 
 class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance as its newest epoch declares it. A row of an older epoch of one run's than the stored one changes nothing.
+    """An instance as its newest epoch declares it.
+
+    A row of an older epoch of one run's than the stored one changes nothing.
 
     Attributes:
         run: of the process that began the epoch, as in `Fence`; "" when it is not known.
@@ -102,7 +107,8 @@ class ForgottenRow(msgspec.Struct, frozen=True, kw_only=True):
         stream, sequence: messages of the instance up to here count for nothing; a later one makes it known again.
         until_ns: it is needed until this wall time at least.
         pulse_ns: time that its last heartbeat bears, which the stream may still keep; 0: none was heard.
-        declared: as it was known, for the pools of one that goes on in the epoch in which it was forgotten; None: not known.
+        declared: as it was known, for the pools of one that goes on in the epoch in which it was forgotten; None: not
+            known.
     """
 
     instance: InstanceId
@@ -130,15 +136,17 @@ class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
     """What the projection changed between two positions of a stream.
 
     Attributes:
-        stream: the stream's name: <whose>@<which>. Of those of one <whose> the last to begin counts, and the others are over.
+        stream: the stream's name: <whose>@<which>. Of those of one <whose> the last to begin counts, and the others are
+            over.
         previous: the position the projection stood at, 0 before the first message.
         stream_sequence: the position after the batch, above `previous`.
         fingerprint: of the message there, as in `Mark`; None: not known.
         instances, epochs, namespaces, positions: rows as they are now; one a key is enough, of several the last counts.
         claims: in stream order, for a block may be claimed and withdrawn in one batch.
-        has_extra_rows: there are rows that come from no message after `previous`. extra_claims: so many of the claims, the first.
-            Another catalog that has stored the same messages has not stored these.
-        spoke: of each of `instances`, the sequence of its last message: rows of one that was forgotten after it change nothing.
+        has_extra_rows: there are rows that come from no message after `previous`. extra_claims: so many of the claims,
+            the first. Another catalog that has stored the same messages has not stored these.
+        spoke: of each of `instances`, the sequence of its last message: rows of one that was forgotten after it change
+            nothing.
     """
 
     stream: str

@@ -4,8 +4,8 @@ A batch and the stream position it reaches are stored together or not at all, so
 once. Its first statement moves the position's row from `previous` to `stream_sequence`: the row's lock lets one replica
 at a time write, and a replica whose `previous` no longer holds learns that and writes nothing.
 
-A stream that was replaced, or has lost its end, is counted under another name. The first batch under that name ends those before it:
-a replica that has not noticed yet must not write older rows over newer ones.
+A stream that was replaced, or has lost its end, is counted under another name. The first batch under that name ends
+those before it: a replica that has not noticed yet must not write older rows over newer ones.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ class ClaimChunk(NamedTuple):
 
 
 class ClaimTimes(NamedTuple):
-    """Some claimed blocks of one pool and namespace; `hashes` is packed and ascending, `last_ns` when each was last claimed."""
+    """Some claimed blocks of one pool and namespace;
+
+    `hashes` is packed and ascending, `last_ns` when each was last claimed.
+    """
 
     namespace: NamespaceId
     hashes: bytes
@@ -133,7 +136,8 @@ class SqlStore:
         """The store at a URL, its schema brought up to date.
 
         Args:
-            url: sqlite:///path or postgresql://user:password@host:port/database, with or without kvbm's drivers; a path is an SQLite file's.
+            url: sqlite:///path or postgresql://user:password@host:port/database, with or without kvbm's drivers; a path
+                is an SQLite file's.
             used_s: a claim that is there already is written again where it is newer by more than this.
             parts: of other instances than those in these nothing is read; catalogs of other parts may write them.
         Raises:
@@ -197,9 +201,11 @@ class SqlStore:
             namespaces = map(_namespace_values, reversed(batch.namespaces))
             positions = [msgspec.structs.asdict(row) for row in batch.positions if row.instance not in hidden]
             for table, rows in (
-                ("instances", _last(instances, "id")), ("epochs", _last(epochs, "instance", "epoch")),
-                ("namespaces", _last(namespaces, "id")), ("instance_positions", _last(positions, "instance")),
-            ):  # fmt: skip
+                ("instances", _last(instances, "id")),
+                ("epochs", _last(epochs, "instance", "epoch")),
+                ("namespaces", _last(namespaces, "id")),
+                ("instance_positions", _last(positions, "instance")),
+            ):
                 if refused is None:
                     await self._upsert(connection, table, rows)
                 else:
@@ -221,17 +227,23 @@ class SqlStore:
             self.refused_rows += sum(row.rows for row in refused)
             first = refused[0]
             self._remarks.warn(
-                "rows.refused", stream=batch.stream, position=batch.stream_sequence, rows=sum(row.rows for row in refused),
-                table=first.table, key=first.key[:_SHOWN], why=first.why.partition("\n")[0][:_SHOWN],
+                "rows.refused",
+                stream=batch.stream,
+                position=batch.stream_sequence,
+                rows=sum(row.rows for row in refused),
+                table=first.table,
+                key=first.key[:_SHOWN],
+                why=first.why.partition("\n")[0][:_SHOWN],
                 what_to_do="find who writes that: another program, or an instance that lies; everything else is stored",
-            )  # fmt: skip
+            )
 
     async def forget(self, marks: Sequence[ForgottenRow], read: int) -> bool:
         """Remove every row of some instances but their claims, and keep their marks, in one transaction.
 
         Args:
             marks: of one stream, at least one.
-            read: whoever calls has read the stream up to here. Where SQL is ahead of that, another catalog may know more.
+            read: whoever calls has read the stream up to here. Where SQL is ahead of that, another catalog may know
+                more.
         Returns: False when nothing was done: SQL is ahead, or counts the stream under another name.
         """
         return await _to_its_end(self._forget(marks, read))
@@ -243,9 +255,11 @@ class SqlStore:
                 if not await _hold_position(connection, stream, read):
                     return False
                 for column in (
-                    tables.instances.c.id, tables.epochs.c.instance, tables.instance_positions.c.instance,
+                    tables.instances.c.id,
+                    tables.epochs.c.instance,
+                    tables.instance_positions.c.instance,
                     tables.absences.c.instance,
-                ):  # fmt: skip
+                ):
                     for at in range(0, len(names), _ASKED_ROWS):
                         await connection.execute(delete(column.table).where(column.in_(names[at : at + _ASKED_ROWS])))
                 await self._upsert(connection, "forgotten", _last(map(_forgotten_values, marks), "instance"))
@@ -258,9 +272,10 @@ class SqlStore:
 
         Args:
             stream, read: as in `forget`.
-            followed: the instances of which whoever calls knows what they declare. Where SQL has others, it keeps the rows.
-        Returns: those of which blocks are claimed. None where SQL is ahead of `read`, or counts the stream under another name:
-            then nothing was done.
+            followed: the instances of which whoever calls knows what they declare. Where SQL has others, it keeps the
+                rows.
+        Returns: those of which blocks are claimed. None where SQL is ahead of `read`, or counts the stream under
+            another name: then nothing was done.
         """
         return await _to_its_end(self._forget_namespaces(stream, read, sorted(names), frozenset(followed)))
 
@@ -296,7 +311,9 @@ class SqlStore:
                     await connection.execute(delete(table).where(table.c.stream == stream, table.c.instance.in_(names)))
 
     async def note_absences(self, gone: Sequence[AbsenceRow], here: Sequence[InstanceId]) -> None:
-        """Keep for how long some are gone, never less than is stored, unless they were here since, or were forgotten meanwhile."""
+        """Keep for how long some are gone, never less than is stored, unless they were here since, or were forgotten
+        meanwhile.
+        """
         column = tables.absences.c.instance
         with database_errors(f"{self._where} does not answer"):
             async with self._engine.begin() as connection:
@@ -475,9 +492,11 @@ class SqlStore:
 
 
 async def _to_its_end(transaction: Coroutine[Any, Any, R]) -> R:
-    """The outcome of a transaction, which goes on where whoever waits for it is cancelled, and is waited for a little then.
+    """The outcome of a transaction, which goes on where whoever waits for it is cancelled, and is waited for a little
+    then.
 
-    A connection of SQLite that is given up in the middle of a transaction keeps the database locked until somebody collects it.
+    A connection of SQLite that is given up in the middle of a transaction keeps the database locked until somebody
+    collects it.
     """
     task = asyncio.ensure_future(transaction)
     try:
@@ -520,7 +539,10 @@ async def _move_position(connection: AsyncConnection, batch: StoreBatch, first: 
 
 
 async def _hold_position(connection: AsyncConnection, stream: str, read: int) -> bool:
-    """Keep the position's row locked until this transaction ends. False: SQL is ahead of `read`, or the stream is over."""
+    """Keep the position's row locked until this transaction ends.
+
+    False: SQL is ahead of `read`, or the stream is over.
+    """
     table = tables.positions
     held = await connection.execute(
         update(table)
@@ -533,7 +555,10 @@ async def _hold_position(connection: AsyncConnection, stream: str, read: int) ->
 
 
 async def _hidden(connection: AsyncConnection, batch: StoreBatch) -> set[InstanceId]:
-    """The batch's instances that were forgotten after all that it has of them. The marks of others end: they have spoken since."""
+    """The batch's instances that were forgotten after all that it has of them.
+
+    The marks of others end: they have spoken since.
+    """
     table = tables.forgotten
     names = sorted(
         {row.id for row in batch.instances}

@@ -1,8 +1,8 @@
 """The catalog's tables: what SQL holds of the cluster.
 
 Who runs and ran, what may share blocks, what the pools of cluster reach are claimed to hold, and how far the projection
-has come. Residencies of volatile tiers are not here: the index in memory has them and a snapshot restores them. No foreign
-keys: a claim may name an instance or a namespace whose start was never seen.
+has come. Residencies of volatile tiers are not here: the index in memory has them and a snapshot restores them. No
+foreign keys: a claim may name an instance or a namespace whose start was never seen.
 
 A change here needs a migration beside it; a test compares the two.
 """

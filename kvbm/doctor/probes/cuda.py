@@ -18,9 +18,10 @@ _DISPLAY = "0x03"  # PCI class of graphics and 3D controllers
 def probe(driver: Any = None) -> dict[str, Any]:
     """What was found.
 
-    Keys: `cards` NVIDIA cards on the PCI bus, `module` version of the kernel's module, `library` and `error` what went wrong, `version`
-    the newest CUDA of the driver (13020 is 13.2), `devices` each with name, total_bytes, free_bytes, compute_mode (0: any process),
-    capability, `pinned` "" or why memory of the host could not be pinned.
+    Keys: `cards` NVIDIA cards on the PCI bus, `module` version of the kernel's module, `library` and `error` what went
+        wrong, `version`
+    the newest CUDA of the driver (13020 is 13.2), `devices` each with name, total_bytes, free_bytes, compute_mode (0:
+    any process), capability, `pinned` "" or why memory of the host could not be pinned.
 
     Args:
         driver: the driver's library; None for the machine's.

@@ -1,4 +1,6 @@
-"""What a disk is and can do, at a folder, a file or a block device. Run as a script with one JSON argument; prints JSON.
+"""What a disk is and can do, at a folder, a file or a block device.
+
+Run as a script with one JSON argument; prints JSON.
 
 Files are made without a name, or lose it at once, so nothing is left whatever happens. A block device is only read.
 """
@@ -27,9 +29,10 @@ _SYNC_S = 0.4
 def probe(path: str, is_file: bool, speed: bool, syncs: bool) -> dict[str, Any]:
     """What was found; keys that could not be found out are absent.
 
-    `kind` file, folder, device or absent; `folder` the nearest that is there; `mount` and `system` of the file system; `number` of the
-    device (major:minor), `rotational`; `free_bytes`, `total_bytes`, `held_bytes` of it what the file, or the folder's files, take; `write`, `direct` "" or the name of an
-    error; `write_bytes_s`, `read_bytes_s`; `sync_s` sorted.
+    `kind` file, folder, device or absent; `folder` the nearest that is there; `mount` and `system` of the file system;
+    `number` of the device (major:minor), `rotational`; `free_bytes`, `total_bytes`, `held_bytes` of it what the file,
+    or the folder's files, take; `write`, `direct` "" or the name of an error; `write_bytes_s`, `read_bytes_s`; `sync_s`
+    sorted.
 
     Args:
         is_file: the path is a file or device, else a folder.
@@ -209,7 +212,9 @@ def _device(path: str, speed: bool) -> dict[str, Any]:
 
 
 def _mount(folder: Path) -> dict[str, Any]:
-    """Mount point and kind of the file system a folder is on: the longest mount point above it, the last mounted there."""
+    """Mount point and kind of the file system a folder is on: the longest mount point above it, the last
+    mounted there.
+    """
     place, best, system = os.path.realpath(folder), "", ""
     for fields, kind in _mounts():
         point = fields[4]

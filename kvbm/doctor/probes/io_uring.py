@@ -1,4 +1,7 @@
-"""Whether this process may use io_uring: set one up, send a no-op through it, register a buffer. Run as a script; prints JSON."""
+"""Whether this process may use io_uring: set one up, send a no-op through it, register a buffer.
+
+Run as a script; prints JSON.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ _REGISTERED_BYTES = 1 << 20
 
 
 def probe() -> dict[str, Any]:
-    """What works, as far as it goes: `setup`, `nop`, `register` are "" or the name of an error; `disabled` is the sysctl or -1."""
+    """What works, as far as it goes: `setup`, `nop`, `register` are "" or the name of an error;
+
+    `disabled` is the sysctl or -1.
+    """
     found: dict[str, Any] = {"setup": "", "nop": "", "register": "", "disabled": _disabled()}
     try:
         libc = ctypes.CDLL(None, use_errno=True)

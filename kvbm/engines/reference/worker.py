@@ -241,7 +241,10 @@ class Worker:
 
 
 def main(settings: Settings, worker: WorkerSettings) -> int:
-    """Serve on standard input and output until told to stop. Returns 2 with one sentence on standard error when it cannot start."""
+    """Serve on standard input and output until told to stop.
+
+    Returns 2 with one sentence on standard error when it cannot start.
+    """
     try:
         served = Worker(settings, worker, sys.stdout)
     except KvbmError as error:
@@ -256,7 +259,10 @@ def main(settings: Settings, worker: WorkerSettings) -> int:
 
 
 def _read_commands(descriptor: int, commands: queue.SimpleQueue[bytes | None]) -> None:
-    """Lines as they come, then None. Reads the descriptor, because a thread inside sys.stdin aborts the process at its end."""
+    """Lines as they come, then None.
+
+    Reads the descriptor, because a thread inside sys.stdin aborts the process at its end.
+    """
     rest = b""
     while piece := os.read(descriptor, _READ_BYTES):
         *lines, rest = (rest + piece).split(b"\n")

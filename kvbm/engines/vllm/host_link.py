@@ -1,4 +1,6 @@
-"""HOST in a rank's process: found, mapped and registered with CUDA in a thread beside the engine's start, never in a step."""
+"""HOST in a rank's process: found, mapped and registered with CUDA in a thread beside the engine's start, never in a
+step.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ _CLOSING_S = 30.0
 
 
 def leave_host(meeting: Meeting, share: HostShare, pin_s: float) -> None:
-    """Say to all ranks where HOST is, and how long they may take to register it. Raises PoolError: it cannot be said."""
+    """Say to all ranks where HOST is, and how long they may take to register it.
+
+    Raises PoolError: it cannot be said.
+    """
     meeting.leave(_WORD, {"share": share, "pin_s": pin_s})
 
 
@@ -58,7 +63,10 @@ class HostLink:
             _warn_not_found(error)
 
     def settle(self) -> bool:
-        """Wait until HOST is as it will be, in bounded time; whether it is. The engine's start waits here, so that no request does."""
+        """Wait until HOST is as it will be, in bounded time; whether it is.
+
+        The engine's start waits here, so that no request does.
+        """
         if self._thread.ident is None:
             return False
         if not self._mapped.wait(_FIND_S):
@@ -76,14 +84,20 @@ class HostLink:
         return True
 
     def memory_of(self, share: HostShare) -> np.ndarray:
-        """The memory that a plan names; mapped now, and not registered, where the thread has another or none yet. Raises PoolError."""
+        """The memory that a plan names; mapped now, and not registered, where the thread has another or none yet.
+
+        Raises PoolError.
+        """
         if self._mapped.is_set() and self._share == share and self._memory is not None:
             return self._memory
         self._is_late.set()
         return map_host(share.pid, share.fd, share.mapped_bytes, pins=False)
 
     def close(self) -> None:
-        """End the thread and let go of HOST. Idempotent. It stays registered until its last view is gone: a copy that never ends has one."""
+        """End the thread and let go of HOST.
+
+        Idempotent. It stays registered until its last view is gone: a copy that never ends has one.
+        """
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join(_CLOSING_S)

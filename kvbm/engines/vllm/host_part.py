@@ -1,7 +1,8 @@
-"""HOST on a host that the scheduler is not on: as many rows as the scheduler's pool has, of the parts of the ranks there.
+"""HOST on a host that the scheduler is not on: as many rows as the scheduler's pool has, of the parts of the ranks
+there.
 
-The first rank of that host takes the memory, in a thread of its own, because that may last while the engine serves. Rows there have no
-ledger: the scheduler's says what each row holds, on all hosts at once.
+The first rank of that host takes the memory, in a thread of its own, because that may last while the engine serves.
+Rows there have no ledger: the scheduler's says what each row holds, on all hosts at once.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ class HashScheme(NamedTuple):
 
     @classmethod
     def of(cls, algorithm: str, environment: Mapping[str, str]) -> HashScheme:
-        """The scheme of an engine. vLLM seeds hashes that are not cryptographic at random, unless PYTHONHASHSEED is set."""
+        """The scheme of an engine. vLLM seeds hashes that are not cryptographic at random, unless PYTHONHASHSEED is
+        set.
+        """
         seed = environment.get("PYTHONHASHSEED")
         if seed is None and not algorithm.startswith("sha256"):
             return cls(algorithm, randomness.randbits(63), is_lasting=False)
@@ -99,7 +101,8 @@ class Identity:
             ranks: how a block is spread over them.
             layers: of each pipeline stage the names of its layers, by KV group, where there are several stages.
             machine: as `facts.machine_words` says it.
-            resolved: what the ranks' vLLM has resolved, as `resolved.find_resolved` gives it; None: unknown, so nothing is shared.
+            resolved: what the ranks' vLLM has resolved, as `resolved.find_resolved` gives it; None: unknown, so nothing
+                is shared.
             environment: of the process; PYTHONHASHSEED counts.
         """
         scheme = HashScheme.of(vllm_config.cache_config.prefix_caching_hash_algo, environment)
@@ -113,7 +116,8 @@ class Identity:
         if resolved is None:
             log.warning(
                 "identity.unresolved",
-                notice="a rank has not said which attention backend and layout it has, so blocks are useless to other engines and"
+                notice="a rank has not said which attention backend and layout it has, so blocks are useless to other "
+                "engines and"
                 " after a restart; report it, with what stands before this line",
             )
             resolved = [randomness.token_hex(16)]
@@ -161,7 +165,9 @@ class Identity:
         return known
 
     def named(self, tenants: Iterable[str]) -> list[Namespace]:
-        """The namespaces to open a manager with: those without a tenant first, then those of the tenants settings name."""
+        """The namespaces to open a manager with: those without a tenant first, then those of the tenants
+        settings name.
+        """
         names = dict.fromkeys(["", *tenants, *self._secrets])
         names.pop(_OTHERS, None)
         return [namespace for tenant in names for namespace in self.namespaces(tenant)]
@@ -196,15 +202,18 @@ class Identity:
                 "tenant.refused",
                 request=request.request_id,
                 given=repr(named)[:_TENANT_CHARACTERS],
-                notice=f'kv_transfer_params["{TENANT_KEY}"] is no text of 1 to {_TENANT_CHARACTERS} printable characters;'
+                notice=f'kv_transfer_params["{TENANT_KEY}"] is no text of 1 to {_TENANT_CHARACTERS} printable '
+                "characters;"
                 " such requests count as of no tenant",
             )
         return ""
 
     def lora_of(self, request: Any, weights: str = "") -> str:
-        """The adapter a request is computed with, "" for none: its name, and the digest of its weights as the engine has them.
+        """The adapter a request is computed with, "" for none: its name, and the digest of its weights as the engine
+        has them.
 
-        vLLM's hashes have the adapter's name and path in them; this keeps apart what other hosts, other days or another load have there.
+        vLLM's hashes have the adapter's name and path in them; this keeps apart what other hosts, other days or another
+        load have there.
         """
         adapter = request.lora_request
         return "" if adapter is None else f"{adapter.lora_name}:{weights}"

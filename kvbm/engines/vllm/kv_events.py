@@ -39,7 +39,10 @@ def kinds_of(kv_cache_config: Any) -> Sequence[Kind]:
 
 
 def extra_keys_of(request: Any, begin: int, end: int, block_tokens: int) -> Sequence[Any] | None:
-    """What vLLM's hashes of a request's blocks are made of besides tokens, as its events have it; None where that is nothing."""
+    """What vLLM's hashes of a request's blocks are made of besides tokens, as its events have it;
+
+    None where that is nothing.
+    """
     found, image = [], 0
     for at in range(begin, end):
         keys, image = generate_block_hash_extra_keys(request, at * block_tokens, (at + 1) * block_tokens, image)

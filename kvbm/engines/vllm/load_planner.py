@@ -1,7 +1,7 @@
 """Loads: what a request's prompt finds in HOST and colder tiers, and the jobs of workers that bring it into HBM.
 
-`matched` says how many tokens can be loaded, or "ask again" while blocks are on their way to HOST. `begin` makes the job once vLLM has
-made room; the rows of HOST stay pinned until all ranks have answered it.
+`matched` says how many tokens can be loaded, or "ask again" while blocks are on their way to HOST. `begin` makes the
+job once vLLM has made room; the rows of HOST stay pinned until all ranks have answered it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class LoadPlanner:
         self._has_holes = len(groups) > 1 or not groups[0].keeps_all  # a part of what is loaded may be of no use
         self._whole = sum(group.keeps_all for group in groups)  # they come first
         self._has_states = any(group.is_state for group in groups)
-        # of the one group, whose reach is known once its blocks have come: it is asked for the block behind a prefix, too
+        # of the one group, whose reach is known once its blocks have come: it is asked for the block behind a prefix,
+        # too
         self._behind = int(len(groups) == 1 and groups[0].keeps_all and groups[0].has_draft)
         self._touches = touches
         self._says_found = (
@@ -180,7 +181,9 @@ class LoadPlanner:
         self._jobs.append(Job(self._next_job(), b"", b"", request_id, "the load could not be planned"))
 
     def hits_of_last(self) -> Mapping[Tier, int]:
-        """Blocks by tier of the load planned last, in its first group; empty without one, or where it could not be planned."""
+        """Blocks by tier of the load planned last, in its first group; empty without one, or where it could not be
+        planned.
+        """
         load = self._loads.get(self._jobs[-1].id) if self._jobs else None
         return load.runs[0][2].hits if load is not None else {}
 
@@ -207,7 +210,10 @@ class LoadPlanner:
             state.refused = True
 
     def _settled(self, state: RequestState, ask: Ask) -> int | None:
-        """The answer once nothing of it is under way. What has come short is asked for again, as far as it then reaches."""
+        """The answer once nothing of it is under way.
+
+        What has come short is asked for again, as far as it then reaches.
+        """
         if not ask.done:
             self.is_asked_again = True
             return None
@@ -259,7 +265,8 @@ class LoadPlanner:
     def _look(
         self, state: RequestState, computed_tokens: int, limit_tokens: int, elsewhere: Sequence[bytes] | None = None
     ) -> Ask:
-        """Begin to bring to HOST what reaches farthest, up to a number of tokens; or to ask for what the own tiers lack.
+        """Begin to bring to HOST what reaches farthest, up to a number of tokens; or to ask for what the own tiers
+        lack.
 
         Args:
             elsewhere: by group, what lies beyond the own tiers, from `computed_tokens` on; None where nobody was asked.
@@ -294,7 +301,9 @@ class LoadPlanner:
         return ask
 
     def _tell(self, state: RequestState, ask: Ask) -> None:
-        """Count what was said to be there for a request against what has come, once for each run that is over, and remark it."""
+        """Count what was said to be there for a request against what has come, once for each run that is over, and
+        remark it.
+        """
         for group, begin, acquiring in ask.runs:
             if acquiring.is_told:
                 continue
@@ -306,11 +315,16 @@ class LoadPlanner:
                 self._numbers.add_of("undelivered_blocks", acquiring.why, acquiring.predicted - acquiring.depth)
             if self._says_found:
                 log.debug(
-                    "request.found", request=state.request.request_id, group=group.id, first_block=begin,
-                    asked_blocks=len(acquiring.hashes) // HASH_BYTES - acquiring.first, predicted_blocks=acquiring.predicted,
-                    delivered_blocks=acquiring.depth, hits={tier.name: count for tier, count in acquiring.hits.items()},
+                    "request.found",
+                    request=state.request.request_id,
+                    group=group.id,
+                    first_block=begin,
+                    asked_blocks=len(acquiring.hashes) // HASH_BYTES - acquiring.first,
+                    predicted_blocks=acquiring.predicted,
+                    delivered_blocks=acquiring.depth,
+                    hits={tier.name: count for tier, count in acquiring.hits.items()},
                     why=acquiring.why,
-                )  # fmt: skip
+                )
 
     def _beyond(self, state: RequestState, computed_tokens: int, limit_tokens: int) -> list[tuple[NamespaceId, bytes]]:
         """The blocks to ask for beyond the own tiers, by group, from `computed_tokens` on."""
@@ -323,7 +337,8 @@ class LoadPlanner:
     def _reach(
         self, state: RequestState, computed_tokens: int, limit_tokens: int, elsewhere: Sequence[bytes] = ()
     ) -> tuple[int, int]:
-        """The most tokens for which every group has what it needs, in its own tiers or elsewhere; at least `computed_tokens`.
+        """The most tokens for which every group has what it needs, in its own tiers or elsewhere; at least
+        `computed_tokens`.
 
         Returns: them, and the tokens up to which groups that keep all blocks have them.
         """
@@ -371,7 +386,10 @@ class LoadPlanner:
 
 
 def _hits_of(hits: Mapping[Tier, int], blocks: int) -> dict[Tier, int]:
-    """Hits of the first blocks of a run, by tier, where not all of it is loaded. What lies behind is taken for the coldest: it is used least."""
+    """Hits of the first blocks of a run, by tier, where not all of it is loaded.
+
+    What lies behind is taken for the coldest: it is used least.
+    """
     found: dict[Tier, int] = {}
     for tier in sorted(hits):
         found[tier] = max(0, min(hits[tier], blocks - sum(found.values())))

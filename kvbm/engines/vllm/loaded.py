@@ -1,7 +1,9 @@
-"""What a rank has loaded: the digest of each adapter's weights as they are in memory, and whether the model's own were changed.
+"""What a rank has loaded: the digest of each adapter's weights as they are in memory, and whether the model's own were
+changed.
 
-Files say what might have been loaded, at some moment; only the process that loads knows. So this listens where vLLM loads: at the one
-method that reads an adapter, and at those that change the model's weights in place. It runs in each worker's process.
+Files say what might have been loaded, at some moment; only the process that loads knows. So this listens where vLLM
+loads: at the one method that reads an adapter, and at those that change the model's weights in place. It runs in each
+worker's process.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ class LoadedWeights:
 
     @classmethod
     def listening(cls, vllm_config: Any) -> LoadedWeights:
-        """One that hears of all that this process loads from now on. Raises ImportError, AttributeError: a vLLM that loads otherwise."""
+        """One that hears of all that this process loads from now on.
+
+        Raises ImportError, AttributeError: a vLLM that loads otherwise.
+        """
         loaded = cls(vllm_config)
         _listen()
         _engines.add(loaded)
@@ -259,5 +264,6 @@ def _weights_changed(config: Any, how: str) -> None:
     concerned = [engine for engine in _engines if engine.is_of(config)] or list(_engines)
     for engine in concerned:
         engine.changed = engine.changed or (
-            f"the model's weights were changed in place ({how}), and no name says which they are now; start the engine again"
+            f"the model's weights were changed in place ({how}), and no name says which they are now; start the engine "
+            "again"
         )

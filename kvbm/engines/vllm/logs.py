@@ -1,4 +1,6 @@
-"""kvbm's remarks among vLLM's own, in its format and by its level (VLLM_LOGGING_LEVEL), unless the process has set structlog up otherwise."""
+"""kvbm's remarks among vLLM's own, in its format and by its level (VLLM_LOGGING_LEVEL), unless the process has set
+structlog up otherwise.
+"""
 
 from __future__ import annotations
 

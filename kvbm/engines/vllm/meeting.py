@@ -1,7 +1,8 @@
 """Where the processes of one engine leave word for each other while it starts, when vLLM has no call for it yet.
 
-A folder below the system's for temporary files, named after vLLM's id of the engine, its owner's alone. Words are small and plain, and
-nothing is done on a word alone: what a worker says decides a namespace, and where HOST is, each plan says again.
+A folder below the system's for temporary files, named after vLLM's id of the engine, its owner's alone. Words are small
+and plain, and nothing is done on a word alone: what a worker says decides a namespace, and where HOST is, each plan
+says again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Meeting:
         self._lock_fd: int | None = None
 
     def claim(self) -> bool:
-        """Have the folder for this engine alone, by the scheduler, until `release`; False, and a warning: another engine has it.
+        """Have the folder for this engine alone, by the scheduler, until `release`;
+
+        False, and a warning: another engine has it.
 
         A device that knows no locks gives it to everybody.
         """
@@ -60,9 +63,12 @@ class Meeting:
             if not isinstance(error, BlockingIOError):
                 return True
             log.warning(
-                "engine_id.shared", why="another engine on this host runs with the same engine_id, and their processes may take each"
-                " other's words for their own", remedy="give each engine an engine_id of its own, or none",
-            )  # fmt: skip
+                "engine_id.shared",
+                why="another engine on this host runs with the same engine_id, and their processes "
+                "may take each"
+                " other's words for their own",
+                remedy="give each engine an engine_id of its own, or none",
+            )
             return False
         self._lock_fd = fd
         return True
@@ -76,7 +82,10 @@ class Meeting:
             os.close(fd)
 
     def leave(self, name: str, word: Any) -> None:
-        """Put a word there, in place of an older one. Raises PoolError: the folder is another's, or cannot be written."""
+        """Put a word there, in place of an older one.
+
+        Raises PoolError: the folder is another's, or cannot be written.
+        """
         try:
             with contextlib.suppress(FileExistsError):
                 self._folder.mkdir(mode=FOLDER_MODE)

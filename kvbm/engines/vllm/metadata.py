@@ -1,7 +1,8 @@
 """What the scheduler's half tells the workers at each step, and what they answer. Pickled by vLLM, so plain and small.
 
-A job is one run of blocks between the engine's paged tensors and rows of HOST. Its columns are packed: 4 little-endian bytes a number.
-Every rank carries out every job on its own part of the rows and answers once; a job is over when all ranks have.
+A job is one run of blocks between the engine's paged tensors and rows of HOST. Its columns are packed: 4 little-endian
+bytes a number. Every rank carries out every job on its own part of the rows and answers once; a job is over when all
+ranks have.
 """
 
 from __future__ import annotations
@@ -101,11 +102,12 @@ class Answers:
     """What the ranks have finished since they last answered.
 
     Attributes:
-        stored: job → rank's part → how it ended. Ranks that hold the same KV as another answer for no part and store nothing.
+        stored: job → rank's part → how it ended. Ranks that hold the same KV as another answer for no part and store
+            nothing.
         loaded: load job → how many ranks are over with it, well or not.
         failed: load job → why it failed on some rank.
-        refused: why a rank cannot take part at all, "" when it can: its tensors are not what the scheduler was told, or HOST
-            cannot be mapped, or its weights are not those it was started with.
+        refused: why a rank cannot take part at all, "" when it can: its tensors are not what the scheduler was told, or
+            HOST cannot be mapped, or its weights are not those it was started with.
         adapters: rank → what it has done with adapters, in its order.
         hosts: host → where HOST is there; said by its first rank.
     """

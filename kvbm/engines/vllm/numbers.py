@@ -13,8 +13,10 @@ COUNTERS = {
     "failed_stores": "Stores that a rank could not carry out; their blocks stay in HBM alone.",
     "stores_skipped": "Blocks not stored because HOST had no slot for them.",
     "states_unwanted": "States of recurrent layers that were offered and not stored, by `offload.states`.",
-    "states_lost": "States of recurrent layers that were offered too late to be stored: their request had ended or lost its blocks.",
-    "predicted_blocks": "Blocks that own tiers, the pod's folder or the catalog were said to have, of requests for which some had to be fetched.",
+    "states_lost": "States of recurrent layers that were offered too late to be stored: their request had ended or "
+    "lost its blocks.",
+    "predicted_blocks": "Blocks that own tiers, the pod's folder or the catalog were said to have, of requests for "
+    "which some had to be fetched.",
     "delivered_blocks": "Blocks of `predicted_blocks` that came to HOST, or lay there.",
     "unanswered_finds": "Requests for which the catalog was asked and did not answer in time.",
     "late_acquires": "Requests that did not wait for all their blocks to reach HOST.",
@@ -27,7 +29,8 @@ COUNTERS_BY_TIER = {
     "hit_blocks": "Blocks that requests got from a tier instead of computing them.",
 }
 COUNTERS_BY_WHY = {
-    "undelivered_blocks": "Blocks of `predicted_blocks` that did not come: late, slower (than computing them), no_room (in HOST), unread, cleared.",
+    "undelivered_blocks": "Blocks of `predicted_blocks` that did not come: late, slower (than computing them), no_room "
+    "(in HOST), unread, cleared.",
 }
 GAUGES = {
     "acquiring_requests": "Requests whose blocks are on their way to HOST.",
@@ -43,7 +46,8 @@ class Numbers:
     """Counts since they were last taken.
 
     Attributes:
-        data: name → a counter's sum, a gauge's last value, a time's list; of a counter by tier or reason, that → sum. Only what was counted.
+        data: name → a counter's sum, a gauge's last value, a time's list; of a counter by tier or reason, that → sum.
+            Only what was counted.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """States of recurrent layers that vLLM offers: each once, at the step that computes it, unpinned.
 
-A block table does not say where they lie: vLLM drops the states between boundaries and moves others. So it hands out, at each step,
-which block holds the state behind which token of which request.
+A block table does not say where they lie: vLLM drops the states between boundaries and moves others. So it hands out,
+at each step, which block holds the state behind which token of which request.
 """
 
 from __future__ import annotations

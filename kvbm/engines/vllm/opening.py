@@ -1,4 +1,6 @@
-"""From vLLM's configuration to what serves it: whether it is served, by what settings, with which names and shape of blocks."""
+"""From vLLM's configuration to what serves it: whether it is served, by what settings, with which names and shape of
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,8 @@ def open_scheduler(
         stages: what each says, from the first on.
         kv_transfer_config: vLLM's, of this connector.
         meeting: where the ranks have said what they resolved.
-    Raises: ConfigError, LayoutError, PoolError, JournalError, StreamError, MissingExtraError: what cannot be used, and what to do.
+    Raises: ConfigError, LayoutError, PoolError, JournalError, StreamError, MissingExtraError: what cannot be used, and
+        what to do.
     """
     kv_cache_config = served.kv_cache_config
     settings = _settings(served, kv_transfer_config)
@@ -117,9 +120,14 @@ def open_scheduler(
     host = manager.pools.slots[Tier.HOST]
     assert isinstance(host, HostPool)
     share = HostShare(
-        os.getpid(), host.fd, host.mapped_bytes, host.slots, ranks, huge_pages=settings.pools.host.huge_pages,
+        os.getpid(),
+        host.fd,
+        host.mapped_bytes,
+        host.slots,
+        ranks,
+        huge_pages=settings.pools.host.huge_pages,
         token=secrets.token_hex(16),
-    )  # fmt: skip
+    )
     try:
         leave_host(meeting, share, settings.pools.host.pin_s)
     except PoolError as error:  # the first plan says it too
@@ -242,8 +250,9 @@ def _chunk_tokens(spec: Any) -> int | None:
 
 
 def _suited(settings: Settings, groups: list[Group]) -> Settings:
-    """Settings for an engine of this kind: what a window has left behind makes holes in objects, but for those of one block, and in
-    what other instances would be asked for."""
+    """Settings for an engine of this kind: what a window has left behind makes holes in objects, but for those of one
+    block, and in what other instances would be asked for.
+    """
     wanted = settings.pools.object
     if len(groups) == 1 and groups[0].keeps_all:
         return settings
@@ -270,7 +279,8 @@ def _of_hosts(settings: Settings, hosts: int) -> Settings:
             "pool.left_out",
             tier="NVME and OBJECT",
             hosts=hosts,
-            notice="an engine whose ranks are on several hosts keeps blocks in the memory of each host, and nowhere else",
+            notice="an engine whose ranks are on several hosts keeps blocks in the memory of each host, and nowhere "
+            "else",
         )
     settings = _without_peers(
         settings, "an engine whose ranks are on several hosts has parts of its blocks on each of them"

@@ -9,7 +9,8 @@ MODULE = "kvbm.engines.vllm"  # which says in one sentence what keeps the connec
 def register() -> None:
     """Tell vLLM's connector factory where `KvbmConnector` is. Nothing of it is imported before it is used.
 
-    The entry point `vllm.general_plugins` in pyproject.toml names it. Harmless when called again, in any process, and without vLLM.
+    The entry point `vllm.general_plugins` in pyproject.toml names it. Harmless when called again, in any process, and
+    without vLLM.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -1,8 +1,9 @@
 """What vLLM's prefix cache holds, as it changes: which blocks are in HBM, for the stream.
 
-vLLM keeps a map from a block's hash to the blocks that have it, one or several. The events it publishes lose bytes of the hashes and say
-nothing unless they were asked for, so this listens where they come from: at the map, and at the call that fills it, which knows
-the request and with it the chain. Only the first block with a hash and the last one speak; those between are counted.
+vLLM keeps a map from a block's hash to the blocks that have it, one or several. The events it publishes lose bytes of
+the hashes and say nothing unless they were asked for, so this listens where they come from: at the map, and at the call
+that fills it, which knows the request and with it the chain. Only the first block with a hash and the last one speak;
+those between are counted.
 """
 
 from __future__ import annotations
@@ -157,7 +158,9 @@ class PrefixCacheWatch:
         return is_reset
 
     def _tell_stored(self, request: Any, begin: int, end: int, fresh: list[bytes]) -> None:
-        """Tell of blocks that one call has put into the map: all of one request and group, in the order of its chain."""
+        """Tell of blocks that one call has put into the map: all of one request and group, in the order of its
+        chain.
+        """
         self.flush()
         known = self._groups.get(int.from_bytes(fresh[0][-_GROUP_BYTES:], "big"))
         if known is None:
@@ -210,7 +213,10 @@ class PrefixCacheWatch:
                 self._tell_stored(state.request, 0, count, fresh)
 
     def _note_origin(self, request: Any, blocks: Sequence[Any], begin: int, end: int, group: int) -> None:
-        """Remember what a request with an adapter fills blocks with. One that builds on blocks of other weights fills no pure ones."""
+        """Remember what a request with an adapter fills blocks with.
+
+        One that builds on blocks of other weights fills no pure ones.
+        """
         state = self._state_of(request)
         origin = state.origin
         for block in blocks[state.verified.get(group, 0) : begin]:

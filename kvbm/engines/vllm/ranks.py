@@ -1,7 +1,7 @@
 """How the KV of a block is spread over the ranks of one engine, and where each rank's part lies in a row of HOST.
 
-A part is what one rank holds of a block and no other rank has to keep. A row of HOST is the parts of all ranks of a host, in the order of
-pipeline stages and, within a stage, of ranks.
+A part is what one rank holds of a block and no other rank has to keep. A row of HOST is the parts of all ranks of a
+host, in the order of pipeline stages and, within a stage, of ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Place(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """The ranks of one engine, in vLLM's order: stages, then ranks of prefill context parallelism, then those of tensor parallelism.
+    """The ranks of one engine, in vLLM's order: stages, then ranks of prefill context parallelism, then those of tensor
+    parallelism.
 
     Attributes:
         stages: of pipeline parallelism, from the first layers on.

@@ -1,8 +1,8 @@
 """How far a prompt's prefix reaches that can be loaded, from what is held of each KV group. Pure.
 
-A prefix counts as far as every group has what the tokens behind it need: a group of full attention all of its blocks, one of a sliding
-window those that the window still reads, one of recurrent layers the state at that very boundary. One with layers of a draft model has to have
-the block behind the prefix besides.
+A prefix counts as far as every group has what the tokens behind it need: a group of full attention all of its blocks,
+one of a sliding window those that the window still reads, one of recurrent layers the state at that very boundary. One
+with layers of a draft model has to have the block behind the prefix besides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Held(Protocol):
 
 
 class LookedUp:
-    """A `Held` that is looked up as far as it is asked for: of a window or a state that is little, at the end of a prompt.
+    """A `Held` that is looked up as far as it is asked for: of a window or a state that is little, at the end of a
+    prompt.
 
     Args:
         look: (begin, end) → what is held of those blocks.

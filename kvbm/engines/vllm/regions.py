@@ -1,10 +1,12 @@
-"""vLLM's KVCacheConfig → where the bytes of one block lie in the one allocation that holds the KV of a rank, without a tensor.
+"""vLLM's KVCacheConfig → where the bytes of one block lie in the one allocation that holds the KV of a rank, without a
+tensor.
 
-vLLM places a layer's page of block b at `offset + layer * layer_stride + b * block_stride`. Pages lie whole, or split into heads when
-heads are outside of blocks or layers. KV groups of a hybrid model overlay each other: a block id belongs to one group at a time, so
-equal bytes count once, and every group's block is as large as all of them together.
+vLLM places a layer's page of block b at `offset + layer * layer_stride + b * block_stride`. Pages lie whole, or split
+into heads when heads are outside of blocks or layers. KV groups of a hybrid model overlay each other: a block id
+belongs to one group at a time, so equal bytes count once, and every group's block is as large as all of them together.
 
-Only attributes of vLLM's classes are used, and their names: the scheduler, which has no tensors, sizes HOST's rows by this.
+Only attributes of vLLM's classes are used, and their names: the scheduler, which has no tensors, sizes HOST's rows by
+this.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 
 from kvbm.core.errors import LayoutError
 
-# The kinds of KV that are served, by the names of vLLM's classes: a block of them is whole once its tokens are computed, and says nothing
-# of other blocks. A state is a block too: all that recurrent layers remember behind its last token. Whatever is not here is refused, a
-# new class too.
+# The kinds of KV that are served, by the names of vLLM's classes: a block of them is whole once its tokens are
+# computed, and says nothing of other blocks. A state is a block too: all that recurrent layers remember behind its last
+# token. Whatever is not here is refused, a new class too.
 _KINDS = {
     "FullAttentionSpec": "full",
     "MLAAttentionSpec": "mla",
@@ -27,7 +29,8 @@ _KINDS = {
 }
 # Kinds that are known and not served.
 _REFUSED = {
-    "RSWASpec": "what a request generates is computed under a window, so its blocks are others than those of a prompt with the same tokens",
+    "RSWASpec": "what a request generates is computed under a window, so its blocks are others than those of a prompt "
+    "with the same tokens",
     "SinkFullAttentionSpec": "vLLM 0.32 cannot schedule such a model",
     "CrossAttentionSpec": "its blocks are of the encoder's input, which no hash of the prompt covers",
     "EncoderOnlyAttentionSpec": "it keeps no KV",
@@ -178,14 +181,18 @@ def why_group_not_served(index: int, group: LayerGroup) -> str:
             why = _REFUSED.get(name, f"served are {', '.join(_KINDS)}")
             return f"KV group {index} has layers of kind {name}; {why}"
         if is_state(spec) and (mode := getattr(spec, "mamba_cache_mode", None)) != _ALIGNED:
-            return f'KV group {index} keeps its states in mode {mode!r}, so none is left behind at a block boundary; served is "{_ALIGNED}"'
+            return (
+                f"KV group {index} keeps its states in mode {mode!r}, so none is left behind at a block boundary; "
+                f'served is "{_ALIGNED}"'
+            )
     if getattr(group, "host_resident", False):
         return f"KV group {index} lies in the host's memory (HiSparse)"
     return ""
 
 
 def served_groups(config: CacheConfig) -> list[int]:
-    """vLLM's indices of the groups that a prefix is made of; what the others hold is a request's own, and is filled anew for each.
+    """vLLM's indices of the groups that a prefix is made of; what the others hold is a request's own, and is filled
+    anew for each.
 
     Source: vLLM's `KVCacheConfig.prefix_cacheable_group_ids`.
     """
@@ -212,7 +219,9 @@ def is_state(spec: Any) -> bool:
 
 
 def tokens_of(spec: Any, decode: int) -> int:
-    """Tokens of a group's block. Where ranks of decode context parallelism share its tokens, each has `block_size` of them.
+    """Tokens of a group's block.
+
+    Where ranks of decode context parallelism share its tokens, each has `block_size` of them.
 
     Source: vLLM's `resolve_dcp_kv_block_size`.
     """
@@ -226,7 +235,10 @@ def specs_of(spec: Any) -> Iterator[Any]:
 
 
 def layer_specs(config: CacheConfig) -> Mapping[str, Any]:
-    """The kind of each layer of the groups that a prefix is made of. Raises LayoutError: one that is not served, in words."""
+    """The kind of each layer of the groups that a prefix is made of.
+
+    Raises LayoutError: one that is not served, in words.
+    """
     specs: dict[str, Any] = {}
     for tensor in served_tensors(config):
         if getattr(tensor, "host_resident", False):
@@ -262,13 +274,16 @@ def _placed(tensor: PlacedLayers, spec: Any, blocks: int) -> Iterator[Region]:
             )
     else:
         raise LayoutError(
-            f"vLLM places {layers} layers of {heads} heads and {page} bytes a block at strides of {layer_stride} a layer and"
+            f"vLLM places {layers} layers of {heads} heads and {page} bytes a block at strides of {layer_stride} a "
+            "layer and"
             f" {block_stride} a block ({blocks} blocks); that is no layout kvbm knows"
         )
 
 
 def _overlaid(found: Iterable[Region], blocks: int) -> Iterator[Region]:
-    """Regions by offset with every byte once: those that reach into one another belong to KV groups that overlay each other."""
+    """Regions by offset with every byte once: those that reach into one another belong to KV groups that overlay each
+    other.
+    """
     ends = -1
     together: list[Region] = []
     for region in found:
@@ -285,13 +300,15 @@ def _merged(together: list[Region]) -> Iterator[Region]:
     strides = {region.stride for region in together}
     if len(strides) > 1:
         raise LayoutError(
-            f"vLLM's KV groups overlay each other with blocks {sorted(strides)} bytes apart, so a block's bytes belong to several of"
+            f"vLLM's KV groups overlay each other with blocks {sorted(strides)} bytes apart, so a block's bytes belong "
+            "to several of"
             " another group; not served"
         )
     ends = max(region.offset + region.bytes for region in together)
     if ends > first.offset + first.stride:
         raise LayoutError(
-            f"vLLM's KV groups overlay each other shifted: a block's {ends - first.offset} bytes do not fit its stride of"
+            f"vLLM's KV groups overlay each other shifted: a block's {ends - first.offset} bytes do not fit its stride "
+            "of"
             f" {first.stride}; not served"
         )
     current = first

@@ -35,10 +35,11 @@ class Group(NamedTuple):
         block_tokens: tokens of a block.
         hash_tokens: tokens that one of vLLM's hashes goes on by; a block's hash is that of its last such piece.
         window_blocks: blocks before a position that attention still reads there; None: all of them.
-        is_state: a block is the state of recurrent layers behind its last token: 1 block of window. Few boundaries have one.
+        is_state: a block is the state of recurrent layers behind its last token: 1 block of window. Few boundaries have
+            one.
         chunk_tokens: attention reads back to a multiple of so many tokens; None: farther.
-        has_draft: it holds layers of a draft model. What those keep of a block's last token depends on the token after it, so a prefix
-            counts only as far as the block behind it is held, too.
+        has_draft: it holds layers of a draft model. What those keep of a block's last token depends on the token after
+            it, so a prefix counts only as far as the block behind it is held, too.
     """
 
     id: int
@@ -126,7 +127,8 @@ class RequestState:
         verified: by vLLM's group: blocks from the first on that are known to be of its own weights.
         stored: by group: blocks from the first on that were looked at for a store. Of states that means nothing.
         states: (group, block) of the states that it has stored or loaded.
-        parts_at: tokens from the first on whose blocks are held while no state is held behind them: a state there would be of use.
+        parts_at: tokens from the first on whose blocks are held while no state is held behind them: a state there would
+            be of use.
         ask: the last answer, while it may still be used.
         due_step: of the scheduler's, in which it is looked at again at the latest.
         is_untold: HBM has blocks of it that nobody was told of, because its adapter was not known.
@@ -188,7 +190,9 @@ class RequestState:
         self._last = [b""] * len(groups)  # vLLM's hash of the last block hashed
 
     def hashes(self, index: int, begin: int, end: int, derive: DerivedHashes) -> bytes:
-        """Our hashes of a group's blocks from `begin` to before `end`, packed; fewer where vLLM has not hashed so far."""
+        """Our hashes of a group's blocks from `begin` to before `end`, packed; fewer where vLLM has not hashed
+        so far.
+        """
         group, digests = self._groups[index], self.request.block_hashes
         first, known = self._first[index], self._hashes[index]
         have = first + len(known) // HASH_BYTES
@@ -225,8 +229,8 @@ class Requests:
     """The engine's requests.
 
     Args:
-        namespaces_of: the namespaces of a request by group, by its tenant, and by the digest of its adapter's weights if it has one; none
-            where nothing of it may be kept.
+        namespaces_of: the namespaces of a request by group, by its tenant, and by the digest of its adapter's weights
+            if it has one; none where nothing of it may be kept.
         adapters: what the workers have loaded.
 
     Attributes:

@@ -1,7 +1,8 @@
 """What a rank's vLLM has resolved for itself, which no configuration says: how its attention reads and writes a block.
 
-Two hosts with one configuration may resolve it differently: another backend is installed, or the GPU is another one. Then equal tokens
-have other bytes. A rank reads it off the layers and tensors it has, and leaves word of it before the scheduler makes the namespaces.
+Two hosts with one configuration may resolve it differently: another backend is installed, or the GPU is another one.
+Then equal tokens have other bytes. A rank reads it off the layers and tensors it has, and leaves word of it before the
+scheduler makes the namespaces.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ def _size(size: Any) -> str:
 
 
 def _order(view: Any) -> list[int]:
-    """A tensor's dimensions from the one that steps farthest to the one that steps least; how far depends on how many blocks there are."""
+    """A tensor's dimensions from the one that steps farthest to the one that steps least; how far depends on how many
+    blocks there are.
+    """
     strides = view.stride()
     return sorted((at for at in range(len(strides)) if view.shape[at] > 1), key=lambda at: (-strides[at], at))
 

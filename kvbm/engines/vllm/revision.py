@@ -34,8 +34,8 @@ def model_of(model_config: Any) -> str:
 def revision_of(model_config: Any, load_config: Any) -> str:
     """The version of the weights an engine computes with.
 
-    A commit of the hub is one; weights in a folder or a file get a digest of what is in them; random weights have their seed's name.
-    Weights that nothing tells apart have the revision that was asked for, and one warning says so.
+    A commit of the hub is one; weights in a folder or a file get a digest of what is in them; random weights have their
+    seed's name. Weights that nothing tells apart have the revision that was asked for, and one warning says so.
 
     Args:
         model_config, load_config: vLLM's.
@@ -63,10 +63,12 @@ def revision_of(model_config: Any, load_config: Any) -> str:
 
 
 def content_digest(path: Path, load_format: str = "auto") -> str:
-    """A digest of the weights that vLLM loads of a folder, or of one file, in a fraction of the time it takes to read them.
+    """A digest of the weights that vLLM loads of a folder, or of one file, in a fraction of the time it takes to read
+    them.
 
-    It covers names and sizes, 64 KiB from the begin, the middle and the end of each file that `model_files` names, 1 KiB of every tensor of
-    safetensors (of at most 8,192 of them), and what config.json says. What it does not see is a change that leaves all of that alone.
+    It covers names and sizes, 64 KiB from the begin, the middle and the end of each file that `model_files` names, 1
+    KiB of every tensor of safetensors (of at most 8,192 of them), and what config.json says. What it does not see is a
+    change that leaves all of that alone.
 
     Returns: 32 hex digits; the same on every host that loads the same.
     """

@@ -26,7 +26,9 @@ class Role(NamedTuple):
         return cls(loads=kv_role != "kv_producer", stores=kv_role != "kv_consumer")
 
     def suited(self, settings: Settings) -> Settings:
-        """Settings without what this role does not do: who stores nothing puts no objects of what it has loaded from nearer."""
+        """Settings without what this role does not do: who stores nothing puts no objects of what it has loaded from
+        nearer.
+        """
         if self.stores:
             return settings
         return replace(settings, offload=replace(settings.offload, object="never"))

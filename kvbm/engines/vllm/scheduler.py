@@ -1,13 +1,16 @@
 """The scheduler's half of the connector: which blocks to load and to store, and when a load is known to succeed.
 
-One thread, vLLM's scheduler, calls everything here; only the manager's own threads work beside it. What is asked of a request:
+One thread, vLLM's scheduler, calls everything here; only the manager's own threads work beside it. What is asked of a
+request:
 
-1. `matched`: vLLM has found so many tokens in its own cache; how many more lie in HOST or can be brought there? What lies colder
-   is brought and verified first, and the answer is "ask again" until it is there, or will not come in time.
-2. `allocated`: vLLM has made room. The load goes to the workers with the next plan; its rows of HOST stay pinned until all have answered.
-3. `plan`, at each step: blocks whose tokens earlier steps have computed are stored, and kept from reuse in HBM until all ranks
-   have answered. States of recurrent layers are kept at the step that offers them, and copied at the next.
-4. `finished`: what was computed and not yet stored is, after the request's end. Then its chain has been used, the beginning last.
+1. `matched`: vLLM has found so many tokens in its own cache; how many more lie in HOST or can be brought there? What
+   lies colder is brought and verified first, and the answer is "ask again" until it is there, or will not come in time.
+2. `allocated`: vLLM has made room. The load goes to the workers with the next plan; its rows of HOST stay pinned until
+   all have answered.
+3. `plan`, at each step: blocks whose tokens earlier steps have computed are stored, and kept from reuse in HBM until
+   all ranks have answered. States of recurrent layers are kept at the step that offers them, and copied at the next.
+4. `finished`: what was computed and not yet stored is, after the request's end. Then its chain has been used, the
+   beginning last.
 
 Nothing here imports vLLM; `connector.py` translates.
 """
@@ -131,7 +134,10 @@ class Scheduler:
         )
 
     def bind(self, pool: Any, block_ids_of: Callable[[str], Sequence[Sequence[int]]]) -> None:
-        """Meet the engine's HBM: its BlockPool, and the block ids of a request by group. Raises AttributeError as PrefixCacheWatch."""
+        """Meet the engine's HBM: its BlockPool, and the block ids of a request by group.
+
+        Raises AttributeError as PrefixCacheWatch.
+        """
         manager = self.manager
         sink = HbmSink(manager.engine_stored, manager.engine_removed, manager.engine_cleared, self._on_watch_broken)
         self._watch = PrefixCacheWatch(pool, self._groups, self.requests.state_of, self._derive, sink)
@@ -188,7 +194,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether an engine without requests should go on stepping: stores wait for the workers, or other hosts are taking their memory."""
+        """Whether an engine without requests should go on stepping: stores wait for the workers, or other hosts are
+        taking their memory.
+        """
         if self.stores.has_work():
             return True
         is_awaited = not (self._is_everywhere or self.refusal or self._asked_hosts_s is None)
@@ -243,7 +251,8 @@ class Scheduler:
     def take_numbers(self) -> dict[str, Any]:
         """What was counted since the last call, as `numbers.Numbers.data`; looked at once a second.
 
-        vLLM asks at each step alone. After the last request's end any step may be the last for long, so nothing is kept back then.
+        vLLM asks at each step alone. After the last request's end any step may be the last for long, so nothing is kept
+        back then.
         """
         now_s = self._clock()
         if now_s < self._report_at_s and self.requests.states:

@@ -23,7 +23,10 @@ def why_not_served(vllm_config: Any, kv_cache_config: Any) -> str:
             not vllm_config.cache_config.enable_prefix_caching,
         ),
         (
-            "its weights may change while it runs (--weight-transfer-config), and blocks in cold tiers would not notice",
+            (
+                "its weights may change while it runs (--weight-transfer-config), and blocks in cold tiers would not "
+                "notice"
+            ),
             vllm_config.weight_transfer_config is not None,
         ),
     ):

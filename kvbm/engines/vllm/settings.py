@@ -1,4 +1,6 @@
-"""Settings of an instance inside vLLM: `kv_connector_extra_config`, the environment, a file, and what suits this engine."""
+"""Settings of an instance inside vLLM: `kv_connector_extra_config`, the environment, a file, and what suits this
+engine.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,23 @@ def settings_of(
     data_parallel_rank: int = 0,
     host: str | None = None,
 ) -> Settings:
-    """The settings of one engine: its own defaults, then the file "config" names, then KVBM_ variables, then the extra config.
+    """The settings of one engine: its own defaults, then the file "config" names, then KVBM_ variables, then the extra
+    config.
 
     Defaults that differ from `Settings`: the engine owns HBM and says its size, there is no stream unless `nats.url` or
-    `nats.enabled` is given, and the instance is named after the host. Each data-parallel rank is an instance of its own, with
-    "-dp<rank>" behind whatever name was given, and behind the names of files for NVME. "{dp}" in any text of the extra config is the
-    rank; a name that has it gets nothing more.
+    `nats.enabled` is given, and the instance is named after the host. Each data-parallel rank is an instance of its
+    own, with "-dp<rank>" behind whatever name was given, and behind the names of files for NVME. "{dp}" in any text of
+    the extra config is the rank; a name that has it gets nothing more.
 
     Args:
         extra: keys of kvbm's settings, dotted or as nested tables.
         environment: variables that begin with KVBM_ count.
         hbm_slots: blocks of the engine's own KV cache.
-        data_parallel_size, data_parallel_rank: of the engine. vLLM makes 1 of the size when ranks are independent, so a rank above 0 counts too.
+        data_parallel_size, data_parallel_rank: of the engine. vLLM makes 1 of the size when ranks are independent, so a
+            rank above 0 counts too.
         host: name of this machine, found out when None.
-    Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, what only the engine can set,
-        or no room for blocks in HOST.
+    Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, what only the
+        engine can set, or no room for blocks in HOST.
     """
     as_given = dict(_flags(extra))
     as_given.pop(UNTESTED_KEY, None)
@@ -58,7 +62,8 @@ def settings_of(
     quiet = load_settings(file, environment, given, own | {"nats.enabled": False}, _SOURCES)
     if not (quiet.pools.host.slots or quiet.pools.host.capacity_bytes):
         raise ConfigError(
-            f'pools.host has no room, and every block that leaves the engine passes through it; set "pools.host.capacity_bytes"'
+            "pools.host has no room, and every block that leaves the engine passes through it; set "
+            '"pools.host.capacity_bytes"'
             f" in {EXTRA}, such as 8589934592 for 8 GiB"
         )
     own |= {"pools.hbm.owner": "engine"}
@@ -109,7 +114,8 @@ def _check_hbm(given: HbmSettings) -> None:
     for name in set(HbmSettings.__struct_fields__) - _OF_COPIES:
         if getattr(given, name) != getattr(default, name):
             raise ConfigError(
-                f"pools.hbm.{name} is {getattr(given, name)!r}, but vLLM owns HBM and says what it has; leave pools.hbm out,"
+                f"pools.hbm.{name} is {getattr(given, name)!r}, but vLLM owns HBM and says what it has; leave "
+                "pools.hbm out,"
                 " and size it with vLLM's --gpu-memory-utilization or --num-gpu-blocks-override"
             )
 

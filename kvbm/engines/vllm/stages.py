@@ -1,7 +1,9 @@
-"""What each pipeline stage says of its blocks. The scheduler has vLLM's KVCacheConfig of the first stage alone, and the others have other layers.
+"""What each pipeline stage says of its blocks.
 
-vLLM asks every worker once, after its tensors are there and before the first request, and gives the scheduler's half all answers (its
-handshake). With one stage nothing is asked: its configuration says it.
+The scheduler has vLLM's KVCacheConfig of the first stage alone, and the others have other layers.
+
+vLLM asks every worker once, after its tensors are there and before the first request, and gives the scheduler's half
+all answers (its handshake). With one stage nothing is asked: its configuration says it.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def all_stages(found: Mapping[int, StageBlocks], count: int) -> tuple[list[Stage
     missing = [index for index in range(count) if index not in found]
     if missing:
         return [], (
-            f"pipeline stage {missing[0]} has not said how its blocks lie; vLLM's MultiConnector asks one connector alone,"
+            f"pipeline stage {missing[0]} has not said how its blocks lie; vLLM's MultiConnector asks one connector "
+            "alone,"
             " so with pipeline parallelism kvbm has to be the only connector"
         )
     stages = [found[index] for index in range(count)]
@@ -89,7 +92,8 @@ def ranks_of(vllm_config: Any, kv_cache_config: Any, stages: Sequence[Stage]) ->
 def interleave_of(vllm_config: Any, kv_cache_config: Any) -> int:
     """Consecutive tokens of a block that one rank of decode context parallelism has; 1 without it.
 
-    vLLM settles it in each worker, where a connector is made, from two options and the block size; a scheduler's configuration is not told.
+    vLLM settles it in each worker, where a connector is made, from two options and the block size; a scheduler's
+    configuration is not told.
     """
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size <= 1:

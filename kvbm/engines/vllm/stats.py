@@ -18,7 +18,9 @@ _COPY_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0
 
 
 class KvbmStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
-    """Numbers of an interval, `data` as `numbers.Numbers.data` has them; those of ranks, the scheduler and later steps add up."""
+    """Numbers of an interval, `data` as `numbers.Numbers.data` has them; those of ranks, the scheduler and later steps
+    add up.
+    """
 
     def reset(self) -> None:
         """Forget all numbers."""
@@ -86,7 +88,10 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-igno
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an interval's numbers. Names that this version does not know are left out: another one's workers count them."""
+        """Add an interval's numbers.
+
+        Names that this version does not know are left out: another one's workers count them.
+        """
         for name, value in transfer_stats_data.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(value)
@@ -107,7 +112,9 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-igno
 
 
 def _unregister_earlier() -> None:
-    """Take the metrics of this process's engine before out of the registry, as vLLM does with its own: two of a name are refused."""
+    """Take the metrics of this process's engine before out of the registry, as vLLM does with its own: two of a name
+    are refused.
+    """
     while _registered:
         try:
             REGISTRY.unregister(_registered.pop())

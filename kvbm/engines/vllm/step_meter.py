@@ -14,12 +14,14 @@ _DECODED = 8  # a request that has so many tokens of a step or fewer decodes: on
 class StepMeter:
     """Prompt tokens a second. One thread; told of each step as it is planned.
 
-    How long a step takes is seen from the plan of the next one, or of the one after that, where the engine plans a step while the one
-    before it runs. So the longer of the two times counts: of a prompt between steps that decode this is its own step's either way. Both
-    times count only while some request goes on from step to step: then nothing was idle in between.
+    How long a step takes is seen from the plan of the next one, or of the one after that, where the engine plans a step
+    while the one before it runs. So the longer of the two times counts: of a prompt between steps that decode this is
+    its own step's either way. Both times count only while some request goes on from step to step: then nothing was idle
+    in between.
 
     Attributes:
-        waits: whether it is to be told of the next step whatever that has; else only of one with `LEAST_TOKENS` more tokens than requests.
+        waits: whether it is to be told of the next step whatever that has; else only of one with `LEAST_TOKENS` more
+            tokens than requests.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""Stores: which computed blocks HOST lacks, the jobs of workers that copy them there, and what their answers make of them.
+"""Stores: which computed blocks HOST lacks, the jobs of workers that copy them there, and what their answers make of
+them.
 
-A block is kept from reuse in HBM until all ranks have answered its job. States of recurrent layers are stored only where vLLM offers them:
-nothing in a request's block table says which block holds the state behind which token.
+A block is kept from reuse in HBM until all ranks have answered its job. States of recurrent layers are stored only
+where vLLM offers them: nothing in a request's block table says which block holds the state behind which token.
 """
 
 from __future__ import annotations
@@ -121,7 +122,10 @@ class StorePlanner:
         return sum(len(run.blocks) for job in self._stores.values() for run in job.runs)
 
     def plan(self, scheduled: Mapping[str, int], tokens: int) -> None:
-        """Begin the stores of a step. In a step of one token a request, only requests that may have filled a block are looked at."""
+        """Begin the stores of a step.
+
+        In a step of one token a request, only requests that may have filled a block are looked at.
+        """
         self._step += 1
         runs: list[_StoreRun] = []
         looked_at = [
@@ -140,10 +144,13 @@ class StorePlanner:
         self._store(runs, storing)
 
     def offered(self, offers: Iterable[Offer], gone: Collection[str]) -> None:
-        """Begin to store states that vLLM offers in this step, once and unpinned. This step computes them, so workers copy them in the next.
+        """Begin to store states that vLLM offers in this step, once and unpinned.
+
+        This step computes them, so workers copy them in the next.
 
         Args:
-            gone: requests that have finished or were preempted since the last step; their blocks may be another's already.
+            gone: requests that have finished or were preempted since the last step; their blocks may be another's
+                already.
         """
         if not self._rules.stores:
             return
@@ -188,7 +195,9 @@ class StorePlanner:
         return uses + 1 if uses and is_parting else uses
 
     def _is_ours(self, state: RequestState, offer: Offer) -> bool:
-        """Whether an offered block is the state of whole blocks of this request, under the hash that vLLM will find it by."""
+        """Whether an offered block is the state of whole blocks of this request, under the hash that vLLM will find it
+        by.
+        """
         group = self._groups[self._states[offer.group]]
         blocks, rest = divmod(offer.tokens, group.block_tokens)
         if rest or not blocks or not offer.block_id or not self._requests.is_known(state):
@@ -198,7 +207,9 @@ class StorePlanner:
         return bool(digests) and self._pool.blocks[offer.block_id].block_hash == key
 
     def look_in(self, state: RequestState, steps: int) -> None:
-        """Look at a request again after so many steps: before, one that computes a token a step cannot have filled a block."""
+        """Look at a request again after so many steps: before, one that computes a token a step cannot have filled a
+        block.
+        """
         due_step = self._step + steps
         if due_step != state.due_step:
             state.due_step = due_step
@@ -213,7 +224,9 @@ class StorePlanner:
             self._refresh(state)
 
     def has_work(self) -> bool:
-        """Whether stores wait for the workers: an engine without requests should go on stepping, and blocks will come free."""
+        """Whether stores wait for the workers: an engine without requests should go on stepping, and blocks will come
+        free.
+        """
         if not self._stores:
             return False
         oldest = next(iter(self._stores.values()))
@@ -281,7 +294,9 @@ class StorePlanner:
     def _begin_stores(
         self, state: RequestState, index: int, begin: int, ids: Sequence[int], uses: int, runs: list[_StoreRun]
     ) -> None:
-        """Begin to store what HOST lacks of a chain, in as many runs as it is torn into by what HOST has or is nowhere."""
+        """Begin to store what HOST lacks of a chain, in as many runs as it is torn into by what HOST has or is
+        nowhere.
+        """
         group, namespace = self._groups[index], state.namespaces[index].id
         held = self._manager.holders(state.hashes(index, begin, begin + len(ids), self._derive))
         digests: Sequence[bytes] = ()
@@ -313,7 +328,10 @@ class StorePlanner:
                 at += 1
 
     def _cached(self, state: RequestState, group: Group, digest: bytes, block_id: int) -> Any:
-        """The block that holds this hash; None where vLLM has none, or another in its place, or one of other weights."""
+        """The block that holds this hash;
+
+        None where vLLM has none, or another in its place, or one of other weights.
+        """
         key = digest + group.id.to_bytes(4, "big")
         block = self._pool.blocks[block_id] if block_id else None
         if block is None or block.block_hash != key:
@@ -336,7 +354,10 @@ class StorePlanner:
         (self._jobs if jobs is None else jobs).append(job)
 
     def _refresh(self, state: RequestState) -> None:
-        """Its chains and states were used, the beginning last; said once all of it lies in HOST. Of a window's chain that is no help."""
+        """Its chains and states were used, the beginning last; said once all of it lies in HOST.
+
+        Of a window's chain that is no help.
+        """
         stores = self._stores.get(state.last_store)
         ranges = [
             (index, 0, state.stored[index])

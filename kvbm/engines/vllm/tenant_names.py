@@ -1,4 +1,7 @@
-"""The namespaces of requests, each declared before its first use. Clients choose tenants' names, so those that settings do not name are bounded."""
+"""The namespaces of requests, each declared before its first use.
+
+Clients choose tenants' names, so those that settings do not name are bounded.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from kvbm.remarks import Remarks
 log = Remarks()
 
 _MOST_KNOWN = 4096  # tenants and adapters kept at hand
-MOST_UNNAMED = 65_536  # tenants, with each adapter of theirs, that settings do not name: about 2 KB each for as long as the process lives
+# Tenants, with each adapter of theirs, that settings do not name: about 2 KB each for as long as the process lives
+MOST_UNNAMED = 65_536
 
 
 class TenantNames:
@@ -23,14 +27,18 @@ class TenantNames:
         group_ids: of the engine's groups, in their order: vLLM's number of each.
         declare: tells the manager of namespaces.
         tenants: those that settings name; as theirs count those that have a secret.
-        most_unnamed: other tenants, with each adapter of theirs, that are served; requests of more are computed, and nothing of them is
-            stored, loaded or looked up.
+        most_unnamed: other tenants, with each adapter of theirs, that are served; requests of more are computed, and
+            nothing of them is stored, loaded or looked up.
     """
 
     def __init__(
-        self, identity: Identity, group_ids: Sequence[int], declare: Callable[[Sequence[Namespace]], object], tenants: Collection[str],
+        self,
+        identity: Identity,
+        group_ids: Sequence[int],
+        declare: Callable[[Sequence[Namespace]], object],
+        tenants: Collection[str],
         most_unnamed: int = MOST_UNNAMED,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._identity, self._group_ids, self._declare = identity, group_ids, declare
         self._tenants, self._most_unnamed = {"", *tenants}, most_unnamed
         self._known: dict[tuple[str, str, str], list[GroupNamespace]] = {}
@@ -66,8 +74,11 @@ class TenantNames:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "tenant.too_many", unnamed=len(self._unnamed),
-                notice="requests have named more tenants than an engine serves beside those of settings; nothing of further ones is kept"
-                " until it restarts: name those that count in [tenants], and let the gateway, not clients, choose kvbm.tenant",
-            )  # fmt: skip
+                "tenant.too_many",
+                unnamed=len(self._unnamed),
+                notice="requests have named more tenants than an engine serves beside those of settings; nothing of "
+                "further ones is kept"
+                " until it restarts: name those that count in [tenants], and let the gateway, not clients, choose "
+                "kvbm.tenant",
+            )
         return False

@@ -1,4 +1,7 @@
-"""Which minor versions of vLLM were tested with this kvbm. Another one may hash tokens or lay KV out in a way that nobody has looked at."""
+"""Which minor versions of vLLM were tested with this kvbm.
+
+Another one may hash tokens or lay KV out in a way that nobody has looked at.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ _MINOR = re.compile(r"(\d+\.\d+)(\.|rc|a|b|$|\+)")
 
 
 def vllm_version() -> str:
-    """What vLLM's package calls itself; where that is no version, as in one built from a checkout, what it was installed as.
+    """What vLLM's package calls itself; where that is no version, as in one built from a checkout, what it was
+    installed as.
 
     Raises: ModuleNotFoundError: there is no vLLM.
     """
@@ -49,7 +53,8 @@ def why_untested(named: str, allowed: object = None) -> str:
     if minor in TESTED or allowed == (minor or named):
         return ""
     return (
-        f"vLLM {named} was not tested with this kvbm; {', '.join(TESTED)} was: pip install 'kvbm-ledger[vllm]' brings it, and"
+        f"vLLM {named} was not tested with this kvbm; {', '.join(TESTED)} was: pip install 'kvbm-ledger[vllm]' brings "
+        "it, and"
         f' "{UNTESTED_KEY}": "{minor or named}" in kv_connector_extra_config goes on at your own risk'
     )
 

@@ -1,11 +1,11 @@
 """Which blocks, by vLLM's hashes, lie in HOST and NVME: for those who listen to vLLM's KV events. Pure.
 
-vLLM's hashes of a block are known while a request stores or loads it, and ours cannot be turned back into them. So blocks that an earlier
-run has left are told of once they were used. Whether a block is still held is looked at in turn, a thousand at each step: that it
-is gone is told late.
+vLLM's hashes of a block are known while a request stores or loads it, and ours cannot be turned back into them. So
+blocks that an earlier run has left are told of once they were used. Whether a block is still held is looked at in turn,
+a thousand at each step: that it is gone is told late.
 
-Blocks of several tenants, or of an adapter before and after it was loaded anew, are different ones of ours under one hash of vLLM's: the first
-of them that a tier gains is told, and the last that it loses.
+Blocks of several tenants, or of an adapter before and after it was loaded anew, are different ones of ours under one
+hash of vLLM's: the first of them that a tier gains is told, and the last that it loses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Run(NamedTuple):
         parent: vLLM's hash of the block before them, b"" for none.
         tokens: of all of them.
         lora: number and name of the request's adapter.
-        extra_keys: for each block what vLLM's hash has of the request besides tokens, as a salt or an image; None where it has nothing.
+        extra_keys: for each block what vLLM's hash has of the request besides tokens, as a salt or an image; None where
+            it has nothing.
     """
 
     group: Group

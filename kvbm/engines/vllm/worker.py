@@ -1,7 +1,7 @@
 """The worker's half: one rank's tensors ↔ its part of HOST's rows, as the scheduler's half plans.
 
-A call never raises and, `finish` in an idle step and `flush` aside, never waits: copies run in a queue of their own. Whatever fails is
-answered in words. Owner thread only.
+A call never raises and, `finish` in an idle step and `flush` aside, never waits: copies run in a queue of their own.
+Whatever fails is answered in words. Owner thread only.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ class Worker:
             self.refuse(str(error))
 
     def settle_host(self) -> bool:
-        """Wait, in bounded time, until HOST is mapped and registered with CUDA; whether it is. For the engine's start."""
+        """Wait, in bounded time, until HOST is mapped and registered with CUDA; whether it is.
+
+        For the engine's start.
+        """
         return self._link is None or self._link.settle()
 
     def begin_step(self, step: int) -> None:
@@ -134,9 +137,11 @@ class Worker:
                 self.refuse(str(error))
 
     def begin(self, plan: Plan) -> None:
-        """Begin what a step plans: on a GPU behind the forwards that may touch its blocks, and behind none of those launched since.
+        """Begin what a step plans: on a GPU behind the forwards that may touch its blocks, and behind none of those
+        launched since.
 
-        A load goes behind what the scheduler's half names, a store behind all forwards before this step's, which compute its blocks.
+        A load goes behind what the scheduler's half names, a store behind all forwards before this step's, which
+        compute its blocks.
         """
         self.begin_step(plan.step)
         if plan.host is not None:
@@ -212,7 +217,10 @@ class Worker:
         return ended
 
     def suspend(self) -> None:
-        """The engine is about to give its KV's memory away (sleep mode). What is under way ends first; until `resume` nothing is copied."""
+        """The engine is about to give its KV's memory away (sleep mode).
+
+        What is under way ends first; until `resume` nothing is copied.
+        """
         self._suspended = "the engine sleeps, and its KV's memory is not there"
         if not self.flush():
             self.refuse(f"{len(self._pending)} copies had not ended when the engine gave its KV's memory away")
@@ -261,7 +269,10 @@ class Worker:
             self._link = HostLink(self._meeting, new_registrar)
 
     def _take(self, first: HostShare, others: Sequence[HostShare]) -> None:
-        """Learn where this rank's part of HOST is, and map it. The first rank of another host than the scheduler's takes the memory there."""
+        """Learn where this rank's part of HOST is, and map it.
+
+        The first rank of another host than the scheduler's takes the memory there.
+        """
         ranks = first.ranks
         if self._rank >= ranks.ranks:
             self.refuse(f"the scheduler knows {ranks.ranks} ranks")
@@ -279,11 +290,13 @@ class Worker:
         try:
             if ranks.interleave != self._interleave:
                 raise LayoutError(
-                    f"this rank keeps {self._interleave} tokens in a row of each block, the scheduler was told {ranks.interleave}"
+                    f"this rank keeps {self._interleave} tokens in a row of each block, the scheduler was told "
+                    f"{ranks.interleave}"
                 )
             if self._queue is not None and self._place.bytes != self._part_bytes:
                 raise LayoutError(
-                    f"a block has {self._part_bytes} bytes on rank {self._rank}, the scheduler was told {self._place.bytes}"
+                    f"a block has {self._part_bytes} bytes on rank {self._rank}, the scheduler was told "
+                    f"{self._place.bytes}"
                 )
             if share.rows * share.row_bytes > share.mapped_bytes:
                 raise LayoutError(
@@ -412,7 +425,8 @@ def _check_place(name: str, view: torch.Tensor, offset: int, block_stride: int, 
     stride = view.stride(0) * element_bytes * pieces if view.shape[0] > 1 else block_stride
     if rest or not pieces or begin != offset or stride != block_stride:
         raise LayoutError(
-            f"layer {name} has {view.shape[0]} blocks {view.stride(0) * element_bytes} bytes apart from byte {begin} on; vLLM's"
+            f"layer {name} has {view.shape[0]} blocks {view.stride(0) * element_bytes} bytes apart from byte {begin} "
+            "on; vLLM's"
             f" configuration says {blocks}, {block_stride} bytes apart, from byte {offset} on"
         )
 

@@ -1,7 +1,8 @@
-"""Copies by a GPU's copy engines: one asynchronous copy for each segment of each block of a run, given to the driver in one call.
+"""Copies by a GPU's copy engines: one asynchronous copy for each segment of each block of a run, given to the driver in
+one call.
 
-Copy engines take nothing of what the engine computes with, and are at their best with large segments; a kernel is for small ones
-(`ways.py`). Rows must be memory that the device reaches.
+Copy engines take nothing of what the engine computes with, and are at their best with large segments; a kernel is for
+small ones (`ways.py`). Rows must be memory that the device reaches.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class BatchMover:
     """Queues runs on the current stream. Any thread."""
 
     def __init__(self, layout: PagedLayout, device: torch.device, driver: Any) -> None:
-        """Take the driver: libcuda. One without cuMemcpyBatchAsync (before CUDA 12.8) gets one call for each segment."""
+        """Take the driver: libcuda.
+
+        One without cuMemcpyBatchAsync (before CUDA 12.8) gets one call for each segment.
+        """
         self._segments = layout.segments
         self._offsets = np.cumsum([0, *layout.segments.sizes[:-1]]).astype(np.int64)
         self._device = device
@@ -59,7 +63,10 @@ class BatchMover:
         self._copy(there, here, len(slots), _ANY)
 
     def try_out(self, room: torch.Tensor) -> None:
-        """Copy slot 0 into memory of the host that the device reaches. Raises anything: this driver cannot be used so."""
+        """Copy slot 0 into memory of the host that the device reaches.
+
+        Raises anything: this driver cannot be used so.
+        """
         import torch
 
         first = torch.zeros(1, dtype=torch.int64)
@@ -94,9 +101,14 @@ class BatchMover:
         attributes, first, failed = _Attributes(src_access_order=order), ctypes.c_size_t(0), ctypes.c_size_t(0)
         columns = (ctypes.c_void_p(column.ctypes.data) for column in (targets, sources, sizes))
         error = self._driver.cuMemcpyBatchAsync(
-            *columns, ctypes.c_size_t(len(sizes)), ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1),
-            ctypes.byref(failed), stream,
-        )  # fmt: skip
+            *columns,
+            ctypes.c_size_t(len(sizes)),
+            ctypes.byref(attributes),
+            ctypes.byref(first),
+            ctypes.c_size_t(1),
+            ctypes.byref(failed),
+            stream,
+        )
         _check("cuMemcpyBatchAsync", error)
 
 

@@ -1,7 +1,8 @@
 """Runs of blocks copied beside the caller, who asks later which of them are over.
 
-Somebody waits for a scatter; nobody waits for a gather. So they have queues, threads and lanes of their own, and a gather's checksums are
-computed in a third thread: a scatter never stands behind a gather, nor a gather's copy behind checksums.
+Somebody waits for a scatter; nobody waits for a gather. So they have queues, threads and lanes of their own, and a
+gather's checksums are computed in a third thread: a scatter never stands behind a gather, nor a gather's copy behind
+checksums.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _LONGEST_NAP_S = 0.001  # a thread that looks more often keeps the engine's from
 class CopyQueue(Protocol):
     """Gathers and scatters of a place whose blocks lie in segments; scatters go first.
 
-    `slots` and `at` are C-contiguous int64 arrays of one length, `rows` uint8 of (m, block_bytes) as `SegmentCopies` has them. What a
-    run names stays untouched until it has ended. Runs added together name different slots, and different rows.
+    `slots` and `at` are C-contiguous int64 arrays of one length, `rows` uint8 of (m, block_bytes) as `SegmentCopies`
+    has them. What a run names stays untouched until it has ended. Runs added together name different slots, and
+    different rows.
     """
 
     @property
@@ -36,13 +38,18 @@ class CopyQueue(Protocol):
         """Runs added that have not ended."""
 
     def gather(self, id: int, slots: np.ndarray, rows: np.ndarray, at: np.ndarray) -> None:
-        """Begin to fill row at[i] from slots[i]. Raises LayoutError: what it names is not there, or the queue is closed."""
+        """Begin to fill row at[i] from slots[i].
+
+        Raises LayoutError: what it names is not there, or the queue is closed.
+        """
 
     def scatter(self, id: int, slots: np.ndarray, rows: np.ndarray, at: np.ndarray) -> None:
         """Begin to fill slots[i] from row at[i]. Raises as `gather`."""
 
     def ended(self) -> Sequence[tuple[int, np.ndarray | None, float, str]]:
-        """Runs that have ended since the last call: id, a gather's checksums (u32), seconds of copying, why it failed or ""."""
+        """Runs that have ended since the last call: id, a gather's checksums (u32), seconds of copying, why it failed
+        or "".
+        """
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is under way; whether that is so."""

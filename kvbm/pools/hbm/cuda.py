@@ -1,4 +1,6 @@
-"""CUDA's part of HBM copies: streams and events, the ways to move a run, and what of the host's memory a GPU reaches."""
+"""CUDA's part of HBM copies: streams and events, the ways to move a run, and what of the host's memory a GPU
+reaches.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,8 @@ class EngineOrder:
 
     Args:
         slots: of the pool.
-        is_told: whether whoever owns the slots names what touches each of them, so that slots nobody has named were touched by nothing;
-            else such slots may have been touched by what is on the calling thread's current stream.
+        is_told: whether whoever owns the slots names what touches each of them, so that slots nobody has named were
+            touched by nothing; else such slots may have been touched by what is on the calling thread's current stream.
 
     Attributes:
         ring: gives marks of its own, and tells which were passed; None: an engine's events are kept as they are.
@@ -85,7 +87,8 @@ class EngineOrder:
         self._number = self._calls = 0
 
     def recorded(self, work: torch.cuda.Stream | torch.cuda.Event | None) -> Touch:
-        """This work as it is now, or, where no event behind it can be had, all that is on its stream when a copy begins.
+        """This work as it is now, or, where no event behind it can be had, all that is on its stream when a copy
+        begins.
 
         Args:
             work: None: the default stream's.
@@ -174,7 +177,9 @@ class StreamOrder:
         self._stream = torch.cuda.Stream(device, priority=lowest)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Wait, on the device, for the calling thread's stream (the default one, unless it chose) and the engine's events."""
+        """Wait, on the device, for the calling thread's stream (the default one, unless it chose) and the engine's
+        events.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._engine.hold(self._stream)
 
@@ -316,7 +321,8 @@ def open_copies(
     """Copies between tensors on a GPU and rows on the host.
 
     Args:
-        way: as `mover_of` has it; "ring": pieces are packed in a ring on the device and copied whole; "auto": that, where it can be had.
+        way: as `mover_of` has it; "ring": pieces are packed in a ring on the device and copied whole; "auto": that,
+            where it can be had.
         rings: makes rings.
         ring_bytes: of the GPU's memory, for those of each direction.
     Raises: ConfigError: the way is unknown, or needs what is not there.
@@ -391,9 +397,11 @@ def open_queue(
     rings: NewRing | None = None,
     ring_bytes: int = RING_BYTES,
 ) -> ThreadedQueue:
-    """Copies beside the caller; each run waits, on the device, for its mark: what the caller's current stream had when that was made.
+    """Copies beside the caller; each run waits, on the device, for its mark: what the caller's current stream had when
+    that was made.
 
-    Loads and stores share nothing: a ring, or a lane with its stream and staging, and the marks that are waited for are one side's own.
+    Loads and stores share nothing: a ring, or a lane with its stream and staging, and the marks that are waited for are
+    one side's own.
     """
 
     def mark() -> torch.cuda.Event:
@@ -447,7 +455,10 @@ def _ring_queue(
     mark: Callable[[], torch.cuda.Event],
     aside: Callable[[], AbstractContextManager[Any]],
 ) -> ThreadedQueue:
-    """A ring for each side, whose runs come one after the other. Raises RuntimeError, LayoutError: a ring cannot be had."""
+    """A ring for each side, whose runs come one after the other.
+
+    Raises RuntimeError, LayoutError: a ring cannot be had.
+    """
     loads, stores = (_ring_lane(layout, device, copies, rings, ring_bytes) for _ in range(2))
 
     def has_passed(event: torch.cuda.Event) -> bool:
@@ -492,9 +503,10 @@ def mover_of(
     """The way bytes leave a GPU and come back.
 
     Args:
-        way: "kernel": a launch that reads and writes pinned rows itself; "batch": copy engines, one copy a segment; "memcpy": a launch on
-            the device, then asynchronous copies; "torch": the same without Triton, one indexed copy a tensor; "auto": "batch" where
-            segments are large (`ways`), else "kernel" where Triton is, else "torch".
+        way: "kernel": a launch that reads and writes pinned rows itself; "batch": copy engines, one copy a segment;
+            "memcpy": a launch on the device, then asynchronous copies; "torch": the same without Triton, one indexed
+            copy a tensor; "auto": "batch" where segments are large (`ways`), else "kernel" where Triton is, else
+            "torch".
     Raises: ConfigError: the way is unknown, or needs Triton or CUDA's driver, which is not there.
     """
     if way not in WAYS:
@@ -598,7 +610,9 @@ def _pinned_half(blocks: int, block_bytes: int, run_blocks: int, copies: NewSegm
 
 
 def _blocks_first(paged: PagedTensor) -> torch.Tensor:
-    """A tensor as [slots, …] in the order of a block, its elements as integers of their size, for not every dtype can be indexed."""
+    """A tensor as [slots, …] in the order of a block, its elements as integers of their size, for not every dtype can
+    be indexed.
+    """
     tensor = paged.tensor
     assert isinstance(tensor, torch.Tensor)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -606,7 +620,9 @@ def _blocks_first(paged: PagedTensor) -> torch.Tensor:
 
 
 def _consecutive(at: torch.Tensor, rows: np.ndarray) -> list[tuple[int, int]]:
-    """Half-open ranges of entries whose rows follow one another without a gap: torch copies others by a detour that does not wait."""
+    """Half-open ranges of entries whose rows follow one another without a gap: torch copies others by a detour that
+    does not wait.
+    """
     if not rows.flags.c_contiguous:
         return [(entry, entry + 1) for entry in range(len(at))]
     breaks = (np.flatnonzero(np.diff(at.numpy()) != 1) + 1).tolist()

@@ -1,10 +1,11 @@
 """Copies between an accelerator's slots and rows of host memory, each run on a queue of its own, ordered by marks.
 
-A run goes straight to or from the rows when the device reaches them (pinned memory), in one launch; else through staging of bounded
-size, in two halves, so that the device fills one while a CPU empties the other. A call returns when its mark was passed:
+A run goes straight to or from the rows when the device reaches them (pinned memory), in one launch; else through
+staging of bounded size, in two halves, so that the device fills one while a CPU empties the other. A call returns when
+its mark was passed:
 - a gather into staging gives up after the deadline, and its lane is never used again: what comes late reaches nobody;
-- any other copy writes into rows or slots that others would get next (safety rule 6), so it holds them until the device confirms;
-  meanwhile the pool refuses further calls.
+- any other copy writes into rows or slots that others would get next (safety rule 6), so it holds them until the device
+  confirms; meanwhile the pool refuses further calls.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class Mover(Protocol):
     """Queues copies between slots on the device and rows at an address that the device reaches."""
 
     def gather(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
-        """Row at[i] becomes slots[i]. Both int64 on the host, unchanged until the copy is over; `address` is the device's for `rows`."""
+        """Row at[i] becomes slots[i].
+
+        Both int64 on the host, unchanged until the copy is over; `address` is the device's for `rows`.
+        """
 
     def scatter(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
         """slots[i] becomes row at[i]."""
@@ -93,7 +97,10 @@ class DeviceTimeoutError(PoolError):
 
 
 class DeviceCopies:
-    """Gathers and scatters of any run on a few lanes. Of several lanes gathers leave one free: nobody waits for them, requests wait for scatters."""
+    """Gathers and scatters of any run on a few lanes.
+
+    Of several lanes gathers leave one free: nobody waits for them, requests wait for scatters.
+    """
 
     def __init__(
         self,
@@ -110,7 +117,8 @@ class DeviceCopies:
             copies: makes the CPU's part, with its checksums.
             device_address: the device's address of rows; None where it does not reach them.
             deadline_s: how long a call waits for the device, or for a lane, before that is trouble.
-            run_blocks: blocks of one launch at most, where no staging says less; the halves have room for their indexes.
+            run_blocks: blocks of one launch at most, where no staging says less; the halves have room for their
+                indexes.
         """
         self._mover = mover
         self._copies = copies
@@ -126,11 +134,16 @@ class DeviceCopies:
         self._held = 0  # copies that the device has not confirmed within the deadline
 
     def gather(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None) -> np.ndarray:
-        """Fill rows from slots; the CRC-32C of what arrived. Raises RuntimeError, PoolError: the device failed, or does not answer."""
+        """Fill rows from slots; the CRC-32C of what arrived.
+
+        Raises RuntimeError, PoolError: the device failed, or does not answer.
+        """
         return self.fetch(slots, rows, at)()
 
     def fetch(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None) -> Callable[[], np.ndarray]:
-        """As `gather`, but for the checksums: what is returned gives them, in any thread, while the rows are as they are."""
+        """As `gather`, but for the checksums: what is returned gives them, in any thread, while the rows are as they
+        are.
+        """
         if not len(slots):
             return partial(np.empty, 0, dtype=np.uint32)
         where = np.arange(len(slots)) if at is None else at
@@ -144,7 +157,8 @@ class DeviceCopies:
         def empty(half: Half, begin: int, end: int, mark: Mark) -> None:
             if not _passed(mark, self._deadline_s):
                 raise DeviceTimeoutError(
-                    f"HBM pool: {end - begin} blocks did not arrive within {self._deadline_s:g} s; the device does not answer"
+                    f"HBM pool: {end - begin} blocks did not arrive within {self._deadline_s:g} s; the device does not "
+                    "answer"
                 )
             sums[begin:end] = half.copies.gather(np.arange(end - begin), rows, where[begin:end])
 
@@ -220,7 +234,10 @@ class DeviceCopies:
 
     @contextmanager
     def _lane(self, gathers: bool = False) -> Iterator[Lane]:
-        """A lane to oneself, behind what the engine has queued. It comes back only once the device has nothing left to do for it."""
+        """A lane to oneself, behind what the engine has queued.
+
+        It comes back only once the device has nothing left to do for it.
+        """
         with self._lock:
             held, left = self._held, self._lanes_left
         if held or not left:

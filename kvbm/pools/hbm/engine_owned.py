@@ -61,5 +61,6 @@ class EngineHbm:
 
     def _refuse(self, count: int, done: str) -> NoReturn:
         raise PoolError(
-            f'HBM pool: pools.hbm.owner is "engine", so {count} blocks cannot be {done} here; the engine copies its blocks itself'
+            f'HBM pool: pools.hbm.owner is "engine", so {count} blocks cannot be {done} here; the engine copies its '
+            "blocks itself"
         )

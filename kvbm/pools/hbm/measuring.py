@@ -1,4 +1,7 @@
-"""How fast a GPU moves blocks of some size of segments, by each way: what `ways.py` decides by. It takes some 30 MiB of the GPU."""
+"""How fast a GPU moves blocks of some size of segments, by each way: what `ways.py` decides by.
+
+It takes some 30 MiB of the GPU.
+"""
 
 from __future__ import annotations
 

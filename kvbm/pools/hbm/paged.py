@@ -1,11 +1,12 @@
 """An engine's paged KV: tensors in any stride order → the byte segments that one slot's block consists of.
 
-An engine keeps KV as one or more tensors a layer, each with a dimension that counts slots. A block of ours is contiguous: layer by
-layer, in a layer tensor by tensor as given, in a tensor the dimensions in the order of their strides, widest first, and the slot's
-own left out; so a slot's bytes keep the order in which they lie in the engine's memory. Elements are opaque bytes.
+An engine keeps KV as one or more tensors a layer, each with a dimension that counts slots. A block of ours is
+contiguous: layer by layer, in a layer tensor by tensor as given, in a tensor the dimensions in the order of their
+strides, widest first, and the slot's own left out; so a slot's bytes keep the order in which they lie in the engine's
+memory. Elements are opaque bytes.
 
-One segment is `bytes` consecutive bytes that slot s has at `address + s * stride`. Segments are found once, from shapes and strides;
-where a tensor ends and the next goes on without a gap they are one.
+One segment is `bytes` consecutive bytes that slot s has at `address + s * stride`. Segments are found once, from shapes
+and strides; where a tensor ends and the next goes on without a gap they are one.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class PagedTensor(NamedTuple):
 
     Attributes:
         tensor: the engine's own; a view of a larger one will do.
-        dims: a name for each of its dimensions, such as ("kv", "slots", "tokens", "heads", "dim"). One is "slots"; the others tell
-            layouts of equal sizes apart.
+        dims: a name for each of its dimensions, such as ("kv", "slots", "tokens", "heads", "dim"). One is "slots"; the
+            others tell layouts of equal sizes apart.
         part: what of its layer it holds, such as "keys", where a layer has more tensors than one.
     """
 
@@ -72,7 +73,8 @@ class PagedLayout(NamedTuple):
     Attributes:
         slots, block_bytes: of the pool that the tensors make.
         segments: of one slot.
-        layout: the order of a block's bytes in words, for a namespace's `layout` field: blocks of other words are not ours.
+        layout: the order of a block's bytes in words, for a namespace's `layout` field: blocks of other words are not
+            ours.
     """
 
     slots: int
@@ -98,8 +100,8 @@ def paged_layout(layers: Sequence[Sequence[PagedTensor]]) -> PagedLayout:
 
     Args:
         layers: the tensors of each layer; one that holds all layers is one layer.
-    Raises: LayoutError: a tensor whose slots have no constant stride or share bytes, tensors with other slots or in one another, a
-        part without a name; the message names the tensor by layer and part.
+    Raises: LayoutError: a tensor whose slots have no constant stride or share bytes, tensors with other slots or in one
+        another, a part without a name; the message names the tensor by layer and part.
     """
     if not layers or not all(layers):
         raise LayoutError(f"paged KV of {len(layers)} layers; each needs at least one tensor")
@@ -134,7 +136,9 @@ def paged_layout(layers: Sequence[Sequence[PagedTensor]]) -> PagedLayout:
 
 
 def block_order(paged: PagedTensor) -> list[int]:
-    """A tensor's dimensions in the order they have in a block, slots first: `tensor.permute` of them, contiguous, is our blocks."""
+    """A tensor's dimensions in the order they have in a block, slots first: `tensor.permute` of them, contiguous, is
+    our blocks.
+    """
     slot_dim, inner = _dims(paged, "this tensor")
     return [paged.dims.index(dim.name) for dim in (slot_dim, *inner)]
 
@@ -159,7 +163,8 @@ def _dims(paged: PagedTensor, name: str) -> tuple[_Dim, list[_Dim]]:
     for dim in sorted((dim for dim in dims if dim.size > 1), key=lambda dim: dim.stride_bytes):
         if dim.stride_bytes < span:
             raise LayoutError(
-                f'{name}: dimension "{dim.name}" steps {dim.stride_bytes} bytes over {span} bytes of the dimensions inside it'
+                f'{name}: dimension "{dim.name}" steps {dim.stride_bytes} bytes over {span} bytes of the dimensions '
+                "inside it"
                 f" ({_sizes(names, shape)}, strides {list(strides)} of {element_bytes} bytes); slots would share bytes"
             )
         span += (dim.size - 1) * dim.stride_bytes
@@ -191,7 +196,10 @@ def _pieces(address: int, element_bytes: int, slot_dim: _Dim, inner: list[_Dim],
 
 
 def _refuse_shared(pieces: list[_Piece], slots: int) -> None:
-    """Refuse pieces of which two share bytes. Where the extents of pieces reach into one another, they must step alike."""
+    """Refuse pieces of which two share bytes.
+
+    Where the extents of pieces reach into one another, they must step alike.
+    """
     ends = 0
     group: list[_Piece] = []
     for piece in [*sorted(pieces), _Piece(1 << 63, 1, 1)]:
@@ -206,7 +214,8 @@ def _refuse_shared_in(group: list[_Piece]) -> None:
     strides = {piece.stride for piece in group}
     if len(strides) > 1:
         raise LayoutError(
-            f"paged KV: tensors lie in one another with slots {sorted(strides)} bytes apart; they would share bytes, or take"
+            f"paged KV: tensors lie in one another with slots {sorted(strides)} bytes apart; they would share bytes, "
+            "or take"
             " turns in a way that has no constant stride"
         )
     if not group:
@@ -217,7 +226,8 @@ def _refuse_shared_in(group: list[_Piece]) -> None:
     for (begin, size), (following, _) in itertools.pairwise(phases):
         if begin + size > following:
             raise LayoutError(
-                f"paged KV: two tensors share bytes of their slots ({size} bytes at {begin} and at {following % stride} of"
+                f"paged KV: two tensors share bytes of their slots ({size} bytes at {begin} and at "
+                f"{following % stride} of"
                 f" every {stride}); give each byte once"
             )
 
@@ -248,11 +258,14 @@ def _sizes(names: Sequence[str], shape: Sequence[int]) -> str:
 
 
 class SegmentCopies(Protocol):
-    """Copies between slots that lie in segments and rows. Any thread; all bytes of a run move in one call, without the GIL.
+    """Copies between slots that lie in segments and rows.
 
-    `slots` and `at` are C-contiguous int64 arrays, `rows` uint8 of (m, block_bytes): the bytes of a row side by side, the rows any
-    distance apart, so a part of each row of a pool will do. Row at[i] belongs to slots[i], row i where `at` is None. Each raises
-    LayoutError before a byte moves: a slot or row outside, rows of another size or in one another.
+    Any thread; all bytes of a run move in one call, without the GIL.
+
+    `slots` and `at` are C-contiguous int64 arrays, `rows` uint8 of (m, block_bytes): the bytes of a row side by side,
+    the rows any distance apart, so a part of each row of a pool will do. Row at[i] belongs to slots[i], row i where
+    `at` is None. Each raises LayoutError before a byte moves: a slot or row outside, rows of another size or in one
+    another.
     """
 
     def gather(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None = None) -> np.ndarray:
@@ -315,7 +328,8 @@ class ReferenceCopies:
         apart, inside = rows.strides
         if (len(rows) and self._block_bytes > 1 and inside != 1) or (len(rows) > 1 and apart < self._block_bytes):
             raise LayoutError(
-                f"rows lie {apart} bytes apart, their bytes {inside}; the bytes of a row must lie side by side, and in no other row"
+                f"rows lie {apart} bytes apart, their bytes {inside}; the bytes of a row must lie side by side, and in "
+                "no other row"
             )
         for what, indexes, end in (("slot", slots, self._slots), ("row", where, len(rows))):
             if len(indexes) and (int(indexes.min()) < 0 or int(indexes.max()) >= end):

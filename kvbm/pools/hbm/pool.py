@@ -45,18 +45,19 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 class HbmPool:
-    """Slots in a uint8 tensor of its own, or in the tensors an engine keeps its KV in, which a block then gathers from all layers.
+    """Slots in a uint8 tensor of its own, or in the tensors an engine keeps its KV in, which a block then gathers from
+    all layers.
 
     The engine writes the tensors itself, so nothing is verified here; every block that is read gets its checksum, which
     travels with it from then on.
 
-    On CUDA a copy runs on streams of its own: it starts after the work that `order_after` named for its slots, and for slots without any
-    after everything on the calling thread's current stream (the default one, unless the thread chose another); it is over when the
-    call returns.
+    On CUDA a copy runs on streams of its own: it starts after the work that `order_after` named for its slots, and for
+    slots without any after everything on the calling thread's current stream (the default one, unless the thread chose
+    another); it is over when the call returns.
 
     Attributes:
-        layout: the order of a block's bytes in words, for a namespace's `layout` field; "" for a tensor of its own, whose inside is
-            the engine's affair.
+        layout: the order of a block's bytes in words, for a namespace's `layout` field; "" for a tensor of its own,
+            whose inside is the engine's affair.
         is_told: whether the slots lie on a GPU, and `touched` names all that touches them: a copy waits for that alone.
     """
 
@@ -127,7 +128,8 @@ class HbmPool:
 
         Args:
             layers: the tensors of each layer, all on one device; `PagedTensor` says how they are described.
-            way: how bytes leave a GPU: "ring", "kernel", "batch", "memcpy", "torch", or "auto", as `kvbm.pools.hbm.cuda.open_copies` says.
+            way: how bytes leave a GPU: "ring", "kernel", "batch", "memcpy", "torch", or "auto", as
+                `kvbm.pools.hbm.cuda.open_copies` says.
             rings, ring_bytes, is_told: as of the class.
         Raises: LayoutError: tensors that make no pool; the message names the first. ConfigError: the way cannot be had.
         """
@@ -144,7 +146,10 @@ class HbmPool:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The pool's own slots, (slots, block_bytes) uint8; the engine may keep views. Raises PoolError: they are the engine's."""
+        """The pool's own slots, (slots, block_bytes) uint8; the engine may keep views.
+
+        Raises PoolError: they are the engine's.
+        """
         if self._tensor is None:
             raise PoolError("HBM pool: its slots lie in the engine's own tensors; compute in those")
         return self._tensor
@@ -160,15 +165,16 @@ class HbmPool:
         return self._order is not None
 
     def order_after(self, work: torch.cuda.Stream | torch.cuda.Event) -> None:
-        """Copies that begin from now on wait for this work of the engine's too, on the device; the caller does not wait.
+        """Copies that begin from now on wait for this work of the engine's too, on the device; the caller does not
+        wait.
 
-        For an engine that computes on other streams than the default one. A block may be read, and a released slot written, once the
-        work that last touched it was given here, or to `touched`; `Manager.create`, `unpin` and `release` do so. On a CPU nothing is
-        waited for.
+        For an engine that computes on other streams than the default one. A block may be read, and a released slot
+        written, once the work that last touched it was given here, or to `touched`; `Manager.create`, `unpin` and
+        `release` do so. On a CPU nothing is waited for.
 
         Args:
-            work: a stream, for all that is on it now; or an event that was recorded behind the work. Of what has no torch stream,
-                `torch.cuda.ExternalStream(pointer)`.
+            work: a stream, for all that is on it now; or an event that was recorded behind the work. Of what has no
+                torch stream, `torch.cuda.ExternalStream(pointer)`.
         Raises: ArgumentTypeError: it is neither.
         """
         touch = self.recorded(work)
@@ -199,7 +205,8 @@ class HbmPool:
         return self._order.recorded(work)
 
     def touched(self, slots: Sequence[int], touch: Touch | None) -> None:
-        """Copies from and into these slots wait for this from now on, and of others those that nobody has named anything for.
+        """Copies from and into these slots wait for this from now on, and of others those that nobody has named
+        anything for.
 
         Args:
             touch: as `recorded` gave it.
@@ -325,7 +332,9 @@ def device_of(layers: Sequence[Sequence[PagedTensor]]) -> torch.device:
 
 
 def _aligned_rows(slots: int, block_bytes: int) -> np.ndarray:
-    """Zeroed rows that begin at a page, in huge pages where they are to be had: a disk reads into them as they are, in few pieces."""
+    """Zeroed rows that begin at a page, in huge pages where they are to be had: a disk reads into them as they are, in
+    few pieces.
+    """
     memory = mmap.mmap(-1, slots * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,8 +1,9 @@
-"""Runs of blocks between a GPU's slots and rows of the host by rings: what takes one for a run, waits for its end, and says what became of it.
+"""Runs of blocks between a GPU's slots and rows of the host by rings: what takes one for a run, waits for its end, and
+says what became of it.
 
-A ring copies one run at a time, straight to and from rows that the device reaches; others go through staging that it reaches, in parts,
-the next on the link while a CPU copies the last. Loads and offloads have rings of their own, and of each a small one for short runs: so
-neither waits for the other, nor a few blocks for a gigabyte.
+A ring copies one run at a time, straight to and from rows that the device reaches; others go through staging that it
+reaches, in parts, the next on the link while a CPU copies the last. Loads and offloads have rings of their own, and of
+each a small one for short runs: so neither waits for the other, nor a few blocks for a gigabyte.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _SMALL_SHARE = 8  # of the memory of a direction, its small ring has this part
 class Ring(Protocol):
     """A run at a time between slots and rows of the host that the device reaches.
 
-    `slots` and `at` are C-contiguous int64 arrays of one length, `rows` uint8 of (m, block_bytes). `events` and `streams` are handles of the
-    driver's: a run begins, on the device, behind those events and behind all that is queued on those streams now.
+    `slots` and `at` are C-contiguous int64 arrays of one length, `rows` uint8 of (m, block_bytes). `events` and
+    `streams` are handles of the driver's: a run begins, on the device, behind those events and behind all that is
+    queued on those streams now.
     """
 
     @property
@@ -64,13 +66,21 @@ class Ring(Protocol):
         """Carry the run on; whether it is over. Raises RuntimeError: it has ended, and not all of it is there."""
 
     def checksums(self) -> np.ndarray | None:
-        """CRC-32C of each row of the last gather, u32; None where none were wanted, before it has ended, and once they were taken."""
+        """CRC-32C of each row of the last gather, u32;
+
+        None where none were wanted, before it has ended, and once they were taken.
+        """
 
     def settle(self) -> None:
-        """Wait until the run under way has ended, if there is one, whatever becomes of it: one call, which nothing interrupts."""
+        """Wait until the run under way has ended, if there is one, whatever becomes of it: one call, which nothing
+        interrupts.
+        """
 
     def mark(self, events: list[int], streams: list[int]) -> int:
-        """An event of the ring's own, behind these as they are now. Raises RuntimeError: none can be had; a stream is captured."""
+        """An event of the ring's own, behind these as they are now.
+
+        Raises RuntimeError: none can be had; a stream is captured.
+        """
 
     def drop_mark(self, mark: int) -> None:
         """Nobody will wait for it any more."""
@@ -83,7 +93,10 @@ class Ring(Protocol):
 
 
 class NewRing(Protocol):
-    """Makes a ring for a pool's segments, with so much memory of the device of this number. Raises RuntimeError, LayoutError: none is to be had."""
+    """Makes a ring for a pool's segments, with so much memory of the device of this number.
+
+    Raises RuntimeError, LayoutError: none is to be had.
+    """
 
     def __call__(
         self,
@@ -110,7 +123,9 @@ class After(NamedTuple):
 
 
 class Outliving:
-    """CUDA's memory whose destructor runs only where it is let go: on a device that was lost it would end the process."""
+    """CUDA's memory whose destructor runs only where it is let go: on a device that was lost it would end the
+    process.
+    """
 
     def __init__(self, kept: Any) -> None:
         self._kept = kept
@@ -124,7 +139,8 @@ class Outliving:
 
 
 class Half(NamedTuple):
-    """Half of a lane's staging: rows that the device reaches, and the same as a place that CPU threads copy from and to.
+    """Half of a lane's staging: rows that the device reaches, and the same as a place that CPU threads copy from and
+    to.
 
     Attributes:
         rows: (blocks, block_bytes) uint8.
@@ -154,9 +170,10 @@ class Lane(NamedTuple):
 class RingCopies:
     """Gathers and scatters by rings. As `copy_queue.Copies`; any thread.
 
-    A call returns when the device has confirmed all of it. A gather into staging gives up after the deadline, and its lane serves
-    nobody before the device has confirmed it: what comes late reaches nobody. Any other copy writes into rows or slots that others would get next (safety rule 6), so it
-    holds them for as long as it takes; meanwhile further calls are refused.
+    A call returns when the device has confirmed all of it. A gather into staging gives up after the deadline, and its
+    lane serves nobody before the device has confirmed it: what comes late reaches nobody. Any other copy writes into
+    rows or slots that others would get next (safety rule 6), so it holds them for as long as it takes; meanwhile
+    further calls are refused.
     """
 
     def __init__(
@@ -184,7 +201,10 @@ class RingCopies:
         self._is_lost = False
 
     def gather(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None) -> np.ndarray:
-        """Fill rows from slots; the CRC-32C of what arrived. Raises RuntimeError, PoolError: the device failed, or does not answer."""
+        """Fill rows from slots; the CRC-32C of what arrived.
+
+        Raises RuntimeError, PoolError: the device failed, or does not answer.
+        """
         if not len(slots):
             return np.empty(0, dtype=np.uint32)
         run_bytes = len(slots) * rows.shape[1]
@@ -230,7 +250,8 @@ class RingCopies:
                 empty(*full)
             if not lane.ring.advance(self._deadline_s):
                 raise DeviceTimeoutError(
-                    f"HBM pool: {end - begin} blocks did not arrive within {self._deadline_s:g} s; the device does not answer"
+                    f"HBM pool: {end - begin} blocks did not arrive within {self._deadline_s:g} s; the device does not "
+                    "answer"
                 )
             full = half, begin, end
         assert full is not None
@@ -322,7 +343,10 @@ class _Lanes:
         return self._lanes[0].ring.reaches(rows)
 
     def take(self, run_bytes: int, taken: list[Lane]) -> None:
-        """Wait for a lane, as long as for the device, and put it into `taken`. Raises DeviceTimeoutError, PoolError: the pool is closed."""
+        """Wait for a lane, as long as for the device, and put it into `taken`.
+
+        Raises DeviceTimeoutError, PoolError: the pool is closed.
+        """
         if not self._lanes:
             raise PoolError("HBM pool: it is closed")
         index = len(self._lanes) - 1 if run_bytes <= SHORT_BYTES else 0

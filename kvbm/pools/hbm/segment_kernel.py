@@ -1,4 +1,7 @@
-"""One launch that copies all chunks of all blocks of a run, in Triton. Import it only where Triton is: it comes with torch for CUDA."""
+"""One launch that copies all chunks of all blocks of a run, in Triton.
+
+Import it only where Triton is: it comes with torch for CUDA.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ def _copy_chunks(  # type: ignore[no-untyped-def]
 
 
 class SegmentKernel:
-    """Copies between segments and rows of any memory that the device reaches. Launches are queued on the current stream."""
+    """Copies between segments and rows of any memory that the device reaches.
+
+    Launches are queued on the current stream.
+    """
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
         """Cut the segments into chunks; their table goes to the device."""
@@ -60,7 +66,10 @@ class SegmentKernel:
         self._table(min(self._align, 8))
 
     def gather(self, slots: torch.Tensor, at: torch.Tensor, rows_address: int, row_stride: int) -> None:
-        """Fill the rows `at` from slots. Both are int64 on the device, of one length; the rows begin `row_stride` bytes apart."""
+        """Fill the rows `at` from slots.
+
+        Both are int64 on the device, of one length; the rows begin `row_stride` bytes apart.
+        """
         self._launch(slots, at, rows_address, row_stride, True)
 
     def scatter(self, slots: torch.Tensor, at: torch.Tensor, rows_address: int, row_stride: int) -> None:

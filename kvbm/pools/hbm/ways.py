@@ -1,7 +1,8 @@
-"""Which way a run goes, by the size of a block's segments: a kernel where they are small, copy engines where they are large.
+"""Which way a run goes, by the size of a block's segments: a kernel where they are small, copy engines where they are
+large.
 
-Where the two meet depends on the GPU and its bus, so it is measured there once and kept in a file. Without a measurement the
-defaults hold, which are a guess: they have been measured on no GPU.
+Where the two meet depends on the GPU and its bus, so it is measured there once and kept in a file. Without a
+measurement the defaults hold, which are a guess: they have been measured on no GPU.
 """
 
 from __future__ import annotations

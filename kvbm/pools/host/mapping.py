@@ -1,4 +1,6 @@
-"""The HOST pool's memory in another process of this machine: an engine's worker, which copies between it and its own tensors."""
+"""The HOST pool's memory in another process of this machine: an engine's worker, which copies between it and its own
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def map_host(pid: int, fd: int, mapped_bytes: int, pins: bool = True) -> np.ndar
         pid: of the process that has the pool; it may be this one.
         fd: `HostPool.fd` there.
         mapped_bytes: `HostPool.mapped_bytes` there.
-        pins: where this process uses CUDA, all of it is registered before this returns; else that is the caller's affair (`pinning.py`).
+        pins: where this process uses CUDA, all of it is registered before this returns; else that is the caller's
+            affair (`pinning.py`).
     Raises: PoolError: there is no such memory, it is smaller, or this process may not open it.
     """
     memory = np.frombuffer(_map(pid, fd, mapped_bytes), dtype=np.uint8)

@@ -1,6 +1,8 @@
-"""Registers HOST's memory with CUDA piece by piece, within a bound on time, so that a GPU copies to and from it without a detour.
+"""Registers HOST's memory with CUDA piece by piece, within a bound on time, so that a GPU copies to and from it without
+a detour.
 
-CUDA walks over every page, and whoever calls it meanwhile may wait. So it belongs to an engine's start, in a thread beside it.
+CUDA walks over every page, and whoever calls it meanwhile may wait. So it belongs to an engine's start, in a thread
+beside it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ class CudaRegistrar:
         self._device = device
 
     def begin(self) -> None:
-        """As `Registrar.begin`. An engine may capture graphs meanwhile, which calls of other threads would end: unless they are relaxed."""
+        """As `Registrar.begin`.
+
+        An engine may capture graphs meanwhile, which calls of other threads would end: unless they are relaxed.
+        """
         import torch
 
         torch.cuda.set_device(self._device)
@@ -107,7 +112,10 @@ class Pinning:
         return self.pinned_bytes == self._bytes
 
     def run(self, is_wanted: Callable[[], bool]) -> None:
-        """Register piece after piece, until `is_wanted` is false. What cannot be registered is said once, and left as it is."""
+        """Register piece after piece, until `is_wanted` is false.
+
+        What cannot be registered is said once, and left as it is.
+        """
         began_s = report_s = self._clock()
         try:
             self._registrar.begin()
@@ -136,7 +144,8 @@ class Pinning:
                 of=wanted_bytes,
                 why=self.why,
                 elapsed_s=elapsed_s,
-                notice="copies to and from the GPU take a detour; raise the limit of locked memory (ulimit -l) or pools.host.pin_s",
+                notice="copies to and from the GPU take a detour; raise the limit of locked memory (ulimit -l) or "
+                "pools.host.pin_s",
             )
 
     def undo(self) -> None:
@@ -147,7 +156,9 @@ class Pinning:
 
 
 def piece_bytes(row_bytes: int, wanted_bytes: int) -> int:
-    """How much is registered at a time: whole pages and whole rows, about a GiB; all of it where those do not meet before 4 GiB."""
+    """How much is registered at a time: whole pages and whole rows, about a GiB; all of it where those do not meet
+    before 4 GiB.
+    """
     for page in _PAGES:
         step = math.lcm(row_bytes, page)
         if step <= _LONGEST_PIECE_BYTES:

@@ -54,12 +54,13 @@ class HostPool:
             copies: what copies rows; as many threads touch the memory.
             huge_pages: "auto": from the system's pool of huge pages where it has enough, else transparent ones, made by
                 request (Linux 6.1) unless the system denies them; "on": from that pool, or not at all; "off".
-            numa_node: the node every page is to be of; -1: where the machine has several, the one this thread runs on, if it has
-                the room.
-            pins: register it with CUDA where this process has that; false where other processes copy, each from a mapping of its own.
-        Raises: LayoutError: below 1 slot or byte. ConfigError: `huge_pages` is no such word. PoolFullError: the machine, its NUMA
-            node or this container's limit lacks the memory. PoolError: huge pages that must be are not there, or no such node
-            is. Nothing was taken.
+            numa_node: the node every page is to be of; -1: where the machine has several, the one this thread runs on,
+                if it has the room.
+            pins: register it with CUDA where this process has that; false where other processes copy, each from a
+                mapping of its own.
+        Raises: LayoutError: below 1 slot or byte. ConfigError: `huge_pages` is no such word. PoolFullError: the
+            machine, its NUMA node or this container's limit lacks the memory. PoolError: huge pages that must be are
+            not there, or no such node is. Nothing was taken.
         """
         check_size("HOST", slots, block_bytes)
         if huge_pages not in HUGE_PAGES:
@@ -85,7 +86,9 @@ class HostPool:
 
     @property
     def fd(self) -> int:
-        """Descriptor of the memory, for other processes to map `mapped_bytes` of; slot i begins at byte i * block_bytes. -1: none."""
+        """Descriptor of the memory, for other processes to map `mapped_bytes` of; slot i begins at byte i *
+        block_bytes. -1: none.
+        """
         return -1 if self._arena is None else self._arena.fd
 
     @property
@@ -95,7 +98,9 @@ class HostPool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page: of the system's pool of huge ones, or of plain ones, which the system may join to transparent huge ones."""
+        """Bytes of a page: of the system's pool of huge ones, or of plain ones, which the system may join to
+        transparent huge ones.
+        """
         return 0 if self._arena is None else self._arena.page_bytes
 
     @property
@@ -189,7 +194,8 @@ def _take(wanted_bytes: int, huge_pages: str, numa_node: int, new_arena: NewAren
         pages = huge_page_pool()
         wanted = -(-wanted_bytes // pages.page_bytes)
         scattered = (
-            f"HOST pool: {wanted} huge pages of {pages.page_bytes} bytes wanted, {pages.free} of {pages.total} free; set"
+            f"HOST pool: {wanted} huge pages of {pages.page_bytes} bytes wanted, {pages.free} of {pages.total} free; "
+            "set"
             f" sysctl vm.nr_hugepages={pages.total - pages.free + wanted}"
         )
         if pages.free >= wanted:
@@ -197,7 +203,8 @@ def _take(wanted_bytes: int, huge_pages: str, numa_node: int, new_arena: NewAren
                 return new_arena("kvbm-host", wanted_bytes, True, False, node, threads), far
             except OSError as error:  # of a limit of this container, say, or of the node alone
                 scattered = (
-                    f"HOST pool: {wanted} huge pages of {pages.page_bytes} bytes wanted, the system refuses them ({error})"
+                    f"HOST pool: {wanted} huge pages of {pages.page_bytes} bytes wanted, the system refuses them "
+                    f"({error})"
                     f" though {pages.free} are free; look at the node's and the container's"
                 )
         if huge_pages == "on":
@@ -214,7 +221,8 @@ def _take(wanted_bytes: int, huge_pages: str, numa_node: int, new_arena: NewAren
                 free_bytes,
             )
         far = (
-            f"HOST pool: {wanted_bytes} bytes wanted, NUMA node {node} has {free_bytes} available, so it lies on other nodes too;"
+            f"HOST pool: {wanted_bytes} bytes wanted, NUMA node {node} has {free_bytes} available, so it lies on other "
+            "nodes too;"
             f" {_REMEDY} there"
         )
         node = -1
@@ -246,7 +254,8 @@ def _bindable(numa_node: int, new_arena: NewArena) -> tuple[int, str]:
             new_arena("kvbm-probe", 1, False, False, node)
     except OSError as error:
         return -1, (
-            f"HOST pool: the system does not let it choose NUMA node {node} ({error}), so it may lie on any; a container needs"
+            f"HOST pool: the system does not let it choose NUMA node {node} ({error}), so it may lie on any; a "
+            "container needs"
             " CAP_SYS_NICE and the node in its cpuset"
         )
     return node, ""
@@ -331,7 +340,8 @@ def register(memory: np.ndarray, whose: str = "HOST pool") -> tuple[bool, str]:
     except RuntimeError as refusal:
         why = str(refusal)
     return False, (
-        f"{whose}: its {memory.nbytes} bytes are not pinned ({why}), so copies to and from the GPU take a detour; raise the limit"
+        f"{whose}: its {memory.nbytes} bytes are not pinned ({why}), so copies to and from the GPU take a detour; "
+        "raise the limit"
         " of locked memory (ulimit -l)"
     )
 

@@ -8,10 +8,13 @@ import numpy as np
 
 
 class RowCopies(Protocol):
-    """Copies and checksums of many rows of one size. Any thread; several at once share the threads. The GIL is released.
+    """Copies and checksums of many rows of one size.
 
-    Rows are 2-D uint8 arrays whose rows have their bytes side by side; the rows themselves may lie any distance apart, so a view
-    such as `staging[:, 64 : 64 + block_bytes]` will do. `at` is a C-contiguous int64 array of row indexes, or None for every row.
+    Any thread; several at once share the threads. The GIL is released.
+
+    Rows are 2-D uint8 arrays whose rows have their bytes side by side; the rows themselves may lie any distance apart,
+    so a view such as `staging[:, 64 : 64 + block_bytes]` will do. `at` is a C-contiguous int64 array of row indexes, or
+    None for every row.
     """
 
     @property
@@ -39,7 +42,9 @@ class RowCopies(Protocol):
 
 
 class Arena(Protocol):
-    """Memory that other processes can map by its file descriptor, every page of it there already. It lives as long as views of it.
+    """Memory that other processes can map by its file descriptor, every page of it there already.
+
+    It lives as long as views of it.
 
     Attributes:
         fd: its memfd, closed with the arena; -1 where the system has none. Sealed: it neither shrinks nor grows.

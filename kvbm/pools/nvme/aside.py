@@ -1,7 +1,8 @@
-"""Files that lay where a pool was to be, and were made for something else: kept beside it under another name, within a bound.
+"""Files that lay where a pool was to be, and were made for something else: kept beside it under another name, within a
+bound.
 
-`nvme.pool` becomes `nvme.pool.aside-1`. Nothing there is ever read again by itself. What kvbm has made is deleted, the oldest first, where
-the bound or a new pool needs its room; of other files none ever is.
+`nvme.pool` becomes `nvme.pool.aside-1`. Nothing there is ever read again by itself. What kvbm has made is deleted, the
+oldest first, where the bound or a new pool needs its room; of other files none ever is.
 """
 
 from __future__ import annotations

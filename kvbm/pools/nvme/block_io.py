@@ -6,7 +6,8 @@ A slot is found in file `slot % len(fds)`, as its slot `slot // len(fds)`:
     slot    0  4096      the block's header as in slot_header.py (magic "KVBS"), its seal if it has one, then zeros
          4096  …         the block's bytes, then nothing up to a multiple of 4,096
 
-The engine holds every header and every byte to what was asked for, in native threads and without the GIL, while the device goes on.
+The engine holds every header and every byte to what was asked for, in native threads and without the GIL, while the
+device goes on.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class BlockEngine(Protocol):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Fill row `at[i]` from slot `slots[i]`, both i64. Once closed everything has FAILED.
 
-        Returns: n `ReadOutcome`, uint8: GOOD, CORRUPT or FAILED; n CRC-32C of the rows, u32, which mean nothing where a row is not GOOD.
+        Returns: n `ReadOutcome`, uint8: GOOD, CORRUPT or FAILED; n CRC-32C of the rows, u32, which mean nothing where a
+            row is not GOOD.
         """
 
     def write(
@@ -73,15 +75,23 @@ class BlockEngine(Protocol):
         checksums: np.ndarray,
         generation: int = 0,
     ) -> np.ndarray:
-        """Put row `at[i]` and its header into slot `slots[i]`, with the pool's generation. Returns n numbers as in `errno`, i32; 0: it is there."""
+        """Put row `at[i]` and its header into slot `slots[i]`, with the pool's generation.
+
+        Returns n numbers as in `errno`, i32; 0: it is there.
+        """
 
     def scan(
         self, slots: np.ndarray, depth: int
     ) -> tuple[np.ndarray, bytes, bytes, np.ndarray, np.ndarray, np.ndarray]:
-        """Read headers alone, `depth` at a time of each file: the columns of `pool.Headers`. Reads and writes of blocks do not wait for it."""
+        """Read headers alone, `depth` at a time of each file: the columns of `pool.Headers`.
+
+        Reads and writes of blocks do not wait for it.
+        """
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse what has not begun, wait for what the device has. False: it still has something, and rows and files must stay.
+        """Refuse what has not begun, wait for what the device has.
+
+        False: it still has something, and rows and files must stay.
 
         Idempotent.
         """
@@ -90,8 +100,8 @@ class BlockEngine(Protocol):
 class OpenEngine(Protocol):
     """Makes an engine over open files, which stay the caller's.
 
-    `io` is "auto", "io_uring" or "threads"; `direct`: the files are open past the page cache, so positions, lengths and memory
-    must be aligned. Raises OSError: io_uring was asked for by name and is refused.
+    `io` is "auto", "io_uring" or "threads"; `direct`: the files are open past the page cache, so positions, lengths and
+    memory must be aligned. Raises OSError: io_uring was asked for by name and is refused.
     """
 
     def __call__(

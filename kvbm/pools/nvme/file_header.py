@@ -8,8 +8,9 @@ All integers are little-endian.
            16  …        JSON: what the stripe was made for, then zeros
          4092  4        CRC-32C of the 4,092 bytes above; of version 3 with every bit turned
 
-A tail, drawn in generations.py, lies behind the slots. A kvbm that knows nothing of tails would clear blocks and not say so there: it takes
-the turned checksum for damage, gives the blocks up and makes the file anew, so that it starts, and nothing it did not write is there.
+A tail, drawn in generations.py, lies behind the slots. A kvbm that knows nothing of tails would clear blocks and not
+say so there: it takes the turned checksum for damage, gives the blocks up and makes the file anew, so that it starts,
+and nothing it did not write is there.
 """
 
 from __future__ import annotations
@@ -133,12 +134,16 @@ def encode_header(path: Path, header: FileHeader, checksums: ChecksumRows) -> by
 
 
 def decode_header(path: Path, page: bytes, checksums: ChecksumRows) -> FileHeader | Damaged:
-    """What the first page of a stripe says. Raises PoolError: it is nobody's, or of a version this kvbm does not read."""
+    """What the first page of a stripe says.
+
+    Raises PoolError: it is nobody's, or of a version this kvbm does not read.
+    """
     if page[: len(MAGIC)] != MAGIC:
         if len(page) == PAGE_BYTES and _proof_of(MAGIC + page[len(MAGIC) :], checksums) is not None:
             return Damaged("the first bytes of the file's header do not match its checksum")
         raise PoolError(
-            f"NVME pool {path}: what is there is no kvbm pool (it begins with {page[:8].hex()}); move it away or set another"
+            f"NVME pool {path}: what is there is no kvbm pool (it begins with {page[:8].hex()}); move it away or set "
+            "another"
             " pools.nvme.path"
         )
     if len(page) < PAGE_BYTES:
@@ -153,14 +158,16 @@ def decode_header(path: Path, page: bytes, checksums: ChecksumRows) -> FileHeade
             f"NVME pool {path}: file version {version} is newer than {VERSION}, the newest this kvbm reads;"
             " upgrade kvbm or set another pools.nvme.path"
             if is_newer
-            else f"NVME pool {path}: file version {version} is none that kvbm writes; remove it (its blocks will be computed again) or"
+            else f"NVME pool {path}: file version {version} is none that kvbm writes; remove it (its blocks will be "
+            "computed again) or"
             " set another pools.nvme.path"
         )
     try:
         return msgspec.json.decode(page[_PREFIX.size : _PREFIX.size + json_bytes], type=FileHeader)
     except msgspec.DecodeError as error:
         raise PoolError(
-            f"NVME pool {path}: the file's header is whole and makes no sense ({error}); move it away or set another pools.nvme.path"
+            f"NVME pool {path}: the file's header is whole and makes no sense ({error}); move it away or set another "
+            "pools.nvme.path"
         ) from error
 
 

@@ -1,11 +1,12 @@
 """Clear generations of an NVME pool: which of its blocks a scan of slots may bring back after the journal was lost.
 
-A slot's header proves which block lies there, not whether it was withdrawn since. So each slot is stamped with the pool's newest
-generation, and each clear begins another: a block counts only if its generation is not older than the last clear of its namespace. That is
-durable before the clear is recorded. A generation is a random number, so those of a record that was lost mean nothing to the next one.
+A slot's header proves which block lies there, not whether it was withdrawn since. So each slot is stamped with the
+pool's newest generation, and each clear begins another: a block counts only if its generation is not older than the
+last clear of its namespace. That is durable before the clear is recorded. A generation is a random number, so those of
+a record that was lost mean nothing to the next one.
 
-The record lies twice in the tail of the pool's first stripe, and a clear writes both before it goes on. So either copy alone says enough:
-a copy that is torn or damaged, or older by one, belongs to a clear that was not recorded yet.
+The record lies twice in the tail of the pool's first stripe, and a clear writes both before it goes on. So either copy
+alone says enough: a copy that is torn or damaged, or older by one, belongs to a clear that was not recorded yet.
 
     tail       0  4096 bytes   copy of the file's header
             4096  28,672       record
@@ -50,7 +51,9 @@ _MOST_GENERATIONS = 256  # that are told apart; blocks of older ones are not bro
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is durable. Generations have places, counted from 1; `marks` are the newest ones, and the last of them is that of today.
+    """What is durable.
+
+    Generations have places, counted from 1; `marks` are the newest ones, and the last of them is that of today.
 
     Attributes:
         sequence: grows with each write.
@@ -58,7 +61,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         floor: place from which on blocks count, of namespaces that are not in `cleared`.
         cleared: the same of namespaces, by id in hexadecimal.
         is_scan_due: a scan was begun, or is to begin, and has not ended.
-        epoch: the last one that began with the pool. An instance that has begun a later one has not had it, and may have cleared then.
+        epoch: the last one that began with the pool. An instance that has begun a later one has not had it, and may
+            have cleared then.
     """
 
     sequence: int
@@ -83,8 +87,13 @@ def raised(record: Record, namespaces: Iterable[NamespaceId] | None) -> Record:
     marks = (*record.marks, _mark(record.marks))
     gone = max(0, floor - record.first, len(marks) - _MOST_GENERATIONS)
     return msgspec.structs.replace(
-        record, sequence=record.sequence + 1, first=record.first + gone, marks=marks[gone:], floor=floor, cleared=cleared
-    )  # fmt: skip
+        record,
+        sequence=record.sequence + 1,
+        first=record.first + gone,
+        marks=marks[gone:],
+        floor=floor,
+        cleared=cleared,
+    )
 
 
 def encode_record(record: Record, checksums: ChecksumRows) -> bytes:
@@ -147,10 +156,12 @@ class Generations:
 
     @contextmanager
     def clearing(self, namespaces: Iterable[NamespaceId] | None = None) -> Iterator[None]:
-        """While blocks of some namespaces, or of all, are withdrawn for good. What was written before this ends is not brought back.
+        """While blocks of some namespaces, or of all, are withdrawn for good.
 
-        A device that refuses does not hold up the clear, which counts all the same for this process: one warning, and the next
-        record that can be written says it.
+        What was written before this ends is not brought back.
+
+        A device that refuses does not hold up the clear, which counts all the same for this process: one warning, and
+        the next record that can be written says it.
         """
         with self._lock:
             self._clears += 1
@@ -186,7 +197,9 @@ class Generations:
             self._try_store()
 
     def forget(self) -> None:
-        """Nothing that lies there now is brought back, and no scan is due: somebody may have cleared it who could not say so here."""
+        """Nothing that lies there now is brought back, and no scan is due: somebody may have cleared it who could not
+        say so here.
+        """
         with self._lock:
             self._record = msgspec.structs.replace(raised(self._record, None), is_scan_due=False)
             if not self._clears:
@@ -223,9 +236,10 @@ class Generations:
             if not self._has_failed:
                 self._has_failed = True
                 log.warning(
-                    "pool.generation_unwritten", why=str(error),
+                    "pool.generation_unwritten",
+                    why=str(error),
                     effect="a scan after a lost journal could bring back what was cleared now; see to the device",
-                )  # fmt: skip
+                )
 
 
 def _mark(known: Iterable[int]) -> int:

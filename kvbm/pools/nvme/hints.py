@@ -1,7 +1,8 @@
-"""Which block each slot of a pod's pool seems to hold: a small file beside the pool's, for the other instances of the pod.
+"""Which block each slot of a pod's pool seems to hold: a small file beside the pool's, for the other instances of the
+pod.
 
-32 bytes a slot, by slot number: namespace id, then hash; zeros where nothing was written. It is a hint and nothing more: written after
-the block, never waited for, and whoever follows it holds the slot to its own header and checksum.
+32 bytes a slot, by slot number: namespace id, then hash; zeros where nothing was written. It is a hint and nothing
+more: written after the block, never waited for, and whoever follows it holds the slot to its own header and checksum.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def hints_path(pool: Path) -> Path:
 
 
 class SlotHints:
-    """The hints of an instance's own pool. Any thread; trouble is one warning, since peers then see less and nothing else.
+    """The hints of an instance's own pool.
+
+    Any thread; trouble is one warning, since peers then see less and nothing else.
 
     Attributes:
         is_new: there was no file of this size; blocks of earlier epochs are not in it.

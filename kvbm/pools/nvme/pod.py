@@ -1,12 +1,14 @@
-"""The NVME pools of a pod's other instances, read from a folder that all of them share, whether their owners run or not.
+"""The NVME pools of a pod's other instances, read from a folder that all of them share, whether their owners run or
+not.
 
     <folder>/<cluster>.<instance>.pool    as pool.py has it, one stripe; written by its owner alone
                                  .slots   which block each slot seems to hold: hints.py
 
-Nobody is asked and nothing is locked. The owner overwrites slots whenever it wants, so a hint only says where to look: a block is what
-its slot's header and checksum prove, in the bytes that were read, and everything else is a miss. Whoever may write into the folder is
-trusted as an instance is; the file modes let in the instances' user alone. All the same nothing there is believed to be short, plain or
-few: a pipe, a link, a file of absurd size and a folder of a million names each cost a bounded look and one warning.
+Nobody is asked and nothing is locked. The owner overwrites slots whenever it wants, so a hint only says where to look:
+a block is what its slot's header and checksum prove, in the bytes that were read, and everything else is a miss.
+Whoever may write into the folder is trusted as an instance is; the file modes let in the instances' user alone. All the
+same nothing there is believed to be short, plain or few: a pipe, a link, a file of absurd size and a folder of a
+million names each cost a bounded look and one warning.
 """
 
 from __future__ import annotations
@@ -275,7 +277,7 @@ class PodFolder:
         if self._hints is not None:
             self._hints.close()
 
-    # -- looking --------------------------------------------------------------------------------------------------------
+    # -- looking -------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         pause_s = POLL_S
@@ -288,7 +290,10 @@ class PodFolder:
             pause_s = max(POLL_S, (self._clock() - began) / _BUSY_SHARE)
 
     def _names(self) -> tuple[list[str], bool]:
-        """Pools of others, and whether there are more than are looked at; those known already come first. Raises OSError."""
+        """Pools of others, and whether there are more than are looked at; those known already come first.
+
+        Raises OSError.
+        """
         with os.scandir(self.folder) as entries:
             names = [entry.name for entry in islice(entries, _ENTRIES_MOST) if self._is_peer(entry.name)]
             is_crowded = next(entries, None) is not None or len(names) > _PEERS_MOST
@@ -321,7 +326,10 @@ class PodFolder:
             peer.hints = None
         at = os.lstat(hints_path(peer.path))
         if stat.S_ISREG(at.st_mode) and at.st_size > peer.declared_slots * HINT_BYTES:
-            why = f"its hints take {at.st_size} bytes, those of {peer.declared_slots} slots take {peer.declared_slots * HINT_BYTES}"
+            why = (
+                f"its hints take {at.st_size} bytes, those of {peer.declared_slots} slots take "
+                f"{peer.declared_slots * HINT_BYTES}"
+            )
             self._refuse(instance, peer, why)
             peer.pool = None  # look again the next time
             return
@@ -365,7 +373,10 @@ class PodFolder:
         peer.hints = None
 
     def _load(self, peer: _Peer) -> None:
-        """Read the hints of a peer anew; opened anew too, since that is when other machines' writes are seen. Raises OSError."""
+        """Read the hints of a peer anew; opened anew too, since that is when other machines' writes are seen.
+
+        Raises OSError.
+        """
         slots = self._room(peer)
         data = read_plain(hints_path(peer.path), slots * HINT_BYTES)
         peer.is_cut = slots < peer.slots
@@ -397,7 +408,7 @@ class PodFolder:
         with self._lock:
             self._tables = tuple((name, peer.table) for name, peer in self._peers.items() if peer.table is not None)
 
-    # -- reading --------------------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _using(self, instance: InstanceId) -> Iterator[_File | None]:

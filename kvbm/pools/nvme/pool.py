@@ -2,7 +2,8 @@
 
 Slot s lies in stripe s % n of n. A stripe is a header, drawn in file_header.py, then its slots, drawn in block_io.py.
 
-A block is proved by its own header, so a slot that was torn, swapped or never written reads as CORRUPT, whoever reads it.
+A block is proved by its own header, so a slot that was torn, swapped or never written reads as CORRUPT, whoever reads
+it.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ class Headers(NamedTuple):
 class NvmePool:
     """Slots of files or devices, each block beside its proof, verified at each read.
 
-    Bytes go past the page cache where the file system can; they survive the process, and what power loss takes is found by the
-    block's checksum. The engine reads before it writes: a request waits for reads only.
+    Bytes go past the page cache where the file system can; they survive the process, and what power loss takes is found
+    by the block's checksum. The engine reads before it writes: a request waits for reads only.
 
     Attributes:
-        opened: "created": every stripe is new and empty, whatever a journal says. "reopened": blocks of earlier epochs are
-            there.
+        opened: "created": every stripe is new and empty, whatever a journal says. "reopened": blocks of earlier epochs
+            are there.
         slots: as many as were wanted; those it had where the disk lacks the room for more.
         room_slots: slots it had before it became smaller, while blocks of those beyond may still be moved; else 0.
         generations: what tells blocks that were cleared from others; None where the device has no room for it.
@@ -100,9 +101,9 @@ class NvmePool:
             shape: any namespace of the pool; LoRA, tenant and hash scheme may differ between blocks of one file.
             open_engine: what moves the blocks.
             aside_bytes: room for files that were made for something else, and are set aside.
-        Raises: LayoutError: below 1 slot or byte, or no path. PoolMismatchError: a stripe has another place or is of another pool; it
-            is left as it is. PoolFullError: a disk lacks the room; nothing is left behind. PoolError: a file is in use,
-            foreign, or cannot be opened; or the options ask for what the machine has not.
+        Raises: LayoutError: below 1 slot or byte, or no path. PoolMismatchError: a stripe has another place or is of
+            another pool; it is left as it is. PoolFullError: a disk lacks the room; nothing is left behind. PoolError:
+            a file is in use, foreign, or cannot be opened; or the options ask for what the machine has not.
         """
         check_size("NVME", slots, block_bytes)
         if not paths:
@@ -182,9 +183,15 @@ class NvmePool:
                 raise PoolError(f"{self}: it is closed; {count} blocks were not written")
             sums = np.ascontiguousarray(proof.checksums, dtype=np.uint32)
             errors = engine.write(
-                indexes, rows, _row_numbers(at, count), proof.namespace, proof.hashes, proof.epoch, sums,
+                indexes,
+                rows,
+                _row_numbers(at, count),
+                proof.namespace,
+                proof.hashes,
+                proof.epoch,
+                sums,
                 self.stamp if proof.generation is None else proof.generation,
-            )  # fmt: skip
+            )
         refused = errors[errors != 0]
         if self.hints is not None and not len(refused):
             self.hints.note(slots, proof.namespace, proof.hashes)
@@ -213,7 +220,10 @@ class NvmePool:
         return ReadResult([_OUTCOMES[outcome] for outcome in outcomes.tolist()], sums)
 
     def written(self, slots: Sequence[int]) -> list[int]:
-        """Those slots whose header is not blank: something was written there since the file was made. Raises PoolError."""
+        """Those slots whose header is not blank: something was written there since the file was made.
+
+        Raises PoolError.
+        """
         stripes, stride = len(self._fds), stride_of(self.block_bytes)
         found = []
         with self._using() as engine, mmap.mmap(-1, PAGE_BYTES) as page:
@@ -241,7 +251,9 @@ class NvmePool:
             return Headers(*engine.scan(np.asarray(slots, dtype=np.int64), depth))
 
     def relocate(self, sources: Sequence[int], targets: Sequence[int], wanted: Sequence[bytes]) -> list[bool]:
-        """Copy slots with their headers and seals, as they lie. For each whether its source was that of the block and it is there now.
+        """Copy slots with their headers and seals, as they lie.
+
+        For each whether its source was that of the block and it is there now.
 
         Args:
             sources: also slots beyond the pool's end.
@@ -283,7 +295,10 @@ class NvmePool:
             self.room_slots = 0
 
     def forget_asides(self) -> int:
-        """Delete files of kvbm's that were set aside, for what is erased may lie there; gives how many. Raises PoolError."""
+        """Delete files of kvbm's that were set aside, for what is erased may lie there; gives how many.
+
+        Raises PoolError.
+        """
         try:
             return sum(aside.give_up_all() for aside in self._asides)
         except OSError as error:
@@ -326,8 +341,8 @@ class NvmePool:
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Refuse new calls, and close and unlock the files once calls under way are over. Idempotent.
 
-        What the device has not ended by then keeps its memory and its files, and these their locks, until the process is gone: a late
-        write must not meet a slot that somebody else uses.
+        What the device has not ended by then keeps its memory and its files, and these their locks, until the process
+        is gone: a late write must not meet a slot that somebody else uses.
         """
         with self._closing:
             self._close(timeout_s)
@@ -348,13 +363,17 @@ class NvmePool:
         if is_over:
             return
         self._notices.append(
-            f"{self}: the device has not ended every transfer within {timeout_s:g} s; its files stay open and locked until this"
+            f"{self}: the device has not ended every transfer within {timeout_s:g} s; its files stay open and locked "
+            "until this"
             " process ends: check the device's health"
         )
         log.warning("pool.left_open", tier="NVME", paths=[str(path) for path in self.paths], waited_s=timeout_s)
 
     def disown(self) -> None:
-        """This process is a forked child: let go of the files, which would stay locked for as long as it lives. No transfer ends here."""
+        """This process is a forked child: let go of the files, which would stay locked for as long as it lives.
+
+        No transfer ends here.
+        """
         self._idle, self._closing = threading.Condition(), threading.RLock()
         if self._engine is None and self._ending is None:
             return
@@ -394,13 +413,15 @@ class NvmePool:
             except OSError as error:
                 if wanted == "on":
                     raise PoolError(
-                        f"NVME pool {path}: its file system refuses direct transfers of {PAGE_BYTES} bytes ({error.strerror});"
+                        f"NVME pool {path}: its file system refuses direct transfers of {PAGE_BYTES} bytes "
+                        f"({error.strerror});"
                         " set pools.nvme.direct to auto, or put the pool on a local device"
                     ) from error
                 for other in self._fds:
                     fcntl.fcntl(other, fcntl.F_SETFL, fcntl.fcntl(other, fcntl.F_GETFL) & ~os.O_DIRECT)
                 self._notices.append(
-                    f"NVME pool {path}: its file system refuses direct transfers ({error.strerror}); bytes go through the page cache"
+                    f"NVME pool {path}: its file system refuses direct transfers ({error.strerror}); bytes go through "
+                    "the page cache"
                 )
                 return False
         return True
@@ -413,10 +434,12 @@ class NvmePool:
         except OSError as error:
             if error.errno == errno.EAGAIN:
                 raise PoolError(
-                    f"{self}: the system gives no thread to move its bytes; raise ulimit -u or the container's pids limit"
+                    f"{self}: the system gives no thread to move its bytes; raise ulimit -u or the container's pids "
+                    "limit"
                 ) from error
             raise PoolError(
-                f"{self}: pools.nvme.io is {io}, and the kernel refuses ({error.strerror}); set it to auto or threads, or allow"
+                f"{self}: pools.nvme.io is {io}, and the kernel refuses ({error.strerror}); set it to auto or threads, "
+                "or allow"
                 " io_uring (sysctl kernel.io_uring_disabled, the container's seccomp profile)"
             ) from error
         if engine.refusal:

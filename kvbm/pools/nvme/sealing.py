@@ -1,4 +1,5 @@
-"""Blocks of NVME that only their tenant's keys open: a block engine around another, which seals what it writes and opens what it reads.
+"""Blocks of NVME that only their tenant's keys open: a block engine around another, which seals what it writes and
+opens what it reads.
 
 What lies in a sealed slot has the size of the block; behind the slot's header, whose version is 2, follows the seal:
 
@@ -11,9 +12,10 @@ What lies in a sealed slot has the size of the block; behind the slot's header, 
     52      8  zero
     60      4  CRC-32C of the 60 bytes above
 
-All integers are little-endian. The block is AES-256-GCM under a key of its own for each salt, HMAC-SHA-256 of the tenant's key and the salt; the
-nonce is the counter, so none comes twice, however much is written. Authenticated with it are namespace, hash, and the seal up to its tag:
-a block does not open in another's place. The tag proves the bytes, so the header's checksum of them is 0.
+All integers are little-endian. The block is AES-256-GCM under a key of its own for each salt, HMAC-SHA-256 of the
+tenant's key and the salt; the nonce is the counter, so none comes twice, however much is written. Authenticated with it
+are namespace, hash, and the seal up to its tag: a block does not open in another's place. The tag proves the bytes, so
+the header's checksum of them is 0.
 """
 
 from __future__ import annotations
@@ -86,12 +88,22 @@ class SealingEngine(Protocol):
         hashes: bytes,
         seals: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """With `seals`, (n, 64) uint8, only blocks with a seal are GOOD, and it is put there; without, only blocks that have none."""
+        """With `seals`, (n, 64) uint8, only blocks with a seal are GOOD, and it is put there; without, only blocks that
+        have none.
+        """
 
     def write(
-        self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes, epoch: int, checksums: np.ndarray,
-        generation: int = 0, seals: np.ndarray | None = None,
-    ) -> np.ndarray: ...  # fmt: skip
+        self,
+        slots: np.ndarray,
+        rows: np.ndarray,
+        at: np.ndarray,
+        namespace: bytes,
+        hashes: bytes,
+        epoch: int,
+        checksums: np.ndarray,
+        generation: int = 0,
+        seals: np.ndarray | None = None,
+    ) -> np.ndarray: ...
     def scan(
         self, slots: np.ndarray, depth: int
     ) -> tuple[np.ndarray, bytes, bytes, np.ndarray, np.ndarray, np.ndarray]: ...
@@ -119,7 +131,8 @@ class SlotKeys:
     Args:
         namespaces: that are known; `declare` tells more.
         look_s: how often to look whether they have changed, in a thread of its own from `start` on.
-    Raises: ConfigError: the keys cannot be used, or the tenant of a namespace has none. MissingExtraError: no cryptography.
+    Raises: ConfigError: the keys cannot be used, or the tenant of a namespace has none. MissingExtraError: no
+        cryptography.
     """
 
     def __init__(self, source: KeySource, namespaces: Iterable[Namespace], look_s: float = _LOOK_S) -> None:
@@ -170,7 +183,10 @@ class SlotKeys:
         return opened
 
     def sealer(self, namespace: bytes, salt: bytes) -> _Sealer:
-        """What seals blocks of a namespace under a salt now. Raises PoolError: nobody has said whose it is, or that one has no keys."""
+        """What seals blocks of a namespace under a salt now.
+
+        Raises PoolError: nobody has said whose it is, or that one has no keys.
+        """
         tenant = self._tenants.get(NamespaceId(namespace))
         if tenant is None:
             raise PoolError(f"namespace {namespace.hex()} is of a tenant that nobody has named; declare it")
@@ -182,7 +198,10 @@ class SlotKeys:
         return _Sealer(keys.current, key)
 
     def opener(self, namespace: bytes, key_id: bytes, salt: bytes) -> AES | None:
-        """What opens a block of a namespace that was sealed with a key; None, and one warning, where that is not here."""
+        """What opens a block of a namespace that was sealed with a key;
+
+        None, and one warning, where that is not here.
+        """
         tenant = self._tenants.get(NamespaceId(namespace))
         keys = None if tenant is None else self._keys.get(tenant)
         key = None if tenant is None or keys is None else self._key(tenant, keys, key_id, salt)
@@ -231,7 +250,8 @@ class SlotKeys:
 
     def _no_keys(self, tenant: str) -> str:
         return (
-            f"pools.nvme.encrypt is set, and {self._source.words} has no keys of tenant {tenant!r}; add them with: kvbm keys FILE"
+            f"pools.nvme.encrypt is set, and {self._source.words} has no keys of tenant {tenant!r}; add them with: "
+            "kvbm keys FILE"
             f" --tenant {tenant or chr(34) * 2}"
         )
 
@@ -293,8 +313,13 @@ class _SealedEngine:
 
         def fetch(begin: int, end: int) -> None:
             outcomes[begin:end], _ = self._engine.read(
-                slots[begin:end], rows, at[begin:end], namespace, hashes[begin * HASH_BYTES : end * HASH_BYTES], seals[begin:end]
-            )  # fmt: skip
+                slots[begin:end],
+                rows,
+                at[begin:end],
+                namespace,
+                hashes[begin * HASH_BYTES : end * HASH_BYTES],
+                seals[begin:end],
+            )
 
         def settle(begin: int, end: int) -> None:
             self._open(rows, at, namespace, hashes, seals, outcomes, sums, range(begin, end))
@@ -333,9 +358,16 @@ class _SealedEngine:
 
         def put(begin: int, end: int) -> None:
             errors[begin:end] = self._engine.write(
-                slots[begin:end], room_at(begin), places[: end - begin], namespace, hashes[begin * HASH_BYTES : end * HASH_BYTES],
-                epoch, none[: end - begin], generation, seals[begin:end],
-            )  # fmt: skip
+                slots[begin:end],
+                room_at(begin),
+                places[: end - begin],
+                namespace,
+                hashes[begin * HASH_BYTES : end * HASH_BYTES],
+                epoch,
+                none[: end - begin],
+                generation,
+                seals[begin:end],
+            )
 
         try:
             self._in_groups(len(slots), seal, put)
@@ -347,9 +379,18 @@ class _SealedEngine:
     # -- sealing and opening ------------------------------------------------------------------------------------------
 
     def _seal(
-        self, sealer: _Sealer, salt: bytes, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes, checksums: np.ndarray,
-        seals: np.ndarray, room: np.ndarray, run: range,
-    ) -> None:  # fmt: skip
+        self,
+        sealer: _Sealer,
+        salt: bytes,
+        rows: np.ndarray,
+        at: np.ndarray,
+        namespace: bytes,
+        hashes: bytes,
+        checksums: np.ndarray,
+        seals: np.ndarray,
+        room: np.ndarray,
+        run: range,
+    ) -> None:
         """Fill `room` with the blocks of a run as they are to lie, and their seals."""
         part = seals[run.start : run.stop]
         fields = part.view(_SEAL)[:, 0]
@@ -369,9 +410,16 @@ class _SealedEngine:
         fields["crc"] = self._checksums(np.ascontiguousarray(part[:, :_PROVED_BYTES]))
 
     def _open(
-        self, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes, seals: np.ndarray, outcomes: np.ndarray,
-        sums: np.ndarray, run: range,
-    ) -> None:  # fmt: skip
+        self,
+        rows: np.ndarray,
+        at: np.ndarray,
+        namespace: bytes,
+        hashes: bytes,
+        seals: np.ndarray,
+        outcomes: np.ndarray,
+        sums: np.ndarray,
+        run: range,
+    ) -> None:
         """Open the rows of a run that were read; what does not open is CORRUPT."""
         part = seals[run.start : run.stop]
         fields = part.view(_SEAL)[:, 0]
@@ -401,7 +449,9 @@ class _SealedEngine:
     def _in_groups(
         self, count: int, begin_with: Callable[[int, int], None], end_with: Callable[[int, int], None]
     ) -> None:
-        """Do two things with each group of a run, in order: the first one in another thread, which is one group ahead at most."""
+        """Do two things with each group of a run, in order: the first one in another thread, which is one group ahead
+        at most.
+        """
         groups = [(begin, min(count, begin + self._group)) for begin in range(0, count, self._group)]
         if len(groups) < 2:
             for begin, end in groups:

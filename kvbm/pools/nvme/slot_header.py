@@ -1,4 +1,6 @@
-"""The specification, for tests and readers alone, of the 64 bytes before a block in a slot of NVME. Native code writes and reads them.
+"""The specification, for tests and readers alone, of the 64 bytes before a block in a slot of NVME.
+
+Native code writes and reads them.
 
 Objects have object_header.py.
 

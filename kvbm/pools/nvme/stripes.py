@@ -1,11 +1,12 @@
 """The files and devices of an NVME pool: found, locked, made, and brought to the shape the pool is wanted in.
 
-A file of ours that is missing or damaged is made anew. One that only has more or fewer slots than are wanted gets the wanted ones, and
-keeps its blocks. One that was made for other blocks, or is nobody's, is set aside under another name. What another manager holds, and a
-device with anything on it that is not ours, is left as it is.
+A file of ours that is missing or damaged is made anew. One that only has more or fewer slots than are wanted gets the
+wanted ones, and keeps its blocks. One that was made for other blocks, or is nobody's, is set aside under another name.
+What another manager holds, and a device with anything on it that is not ours, is left as it is.
 
-A stripe changes its size in steps that may end at any place: its room is reserved, its new tail is written, then its header, then what is
-too much is cut off. Each of them leaves a header that fits the tail, in the first page or, where that is torn, in the copy at the end.
+A stripe changes its size in steps that may end at any place: its room is reserved, its new tail is written, then its
+header, then what is too much is cut off. Each of them leaves a header that fits the tail, in the first page or, where
+that is torn, in the copy at the end.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class StripeFiles:
         resolved = [os.path.realpath(path) for path in self._paths]
         if len(set(resolved)) != len(resolved):
             raise PoolError(
-                f"NVME pool {':'.join(map(str, self._paths))}: a path is named twice; each stripe takes one of its own in pools.nvme.path"
+                f"NVME pool {':'.join(map(str, self._paths))}: a path is named twice; each stripe takes one of its own "
+                "in pools.nvme.path"
             )
         while True:
             with ExitStack() as undo:
@@ -121,7 +123,9 @@ class StripeFiles:
                     return opened
 
     def _try_open(self, undo: ExitStack) -> Opened | None:
-        """The same; None when another manager has made a stripe meanwhile. New ones are made once all others have proved to fit.
+        """The same;
+
+        None when another manager has made a stripe meanwhile. New ones are made once all others have proved to fit.
 
         A stripe that is missing or damaged is made anew; its blocks then read as corrupt, those of the others are kept.
         """
@@ -137,7 +141,8 @@ class StripeFiles:
             if header.pool_id != named[0][1].pool_id:
                 raise PoolMismatchError(
                     f"NVME pool {stripe.path}: it is a stripe of pool {header.pool_id}, {named[0][0].path} is one of"
-                    f" {named[0][1].pool_id}; both are left as they are: name the stripes of one pool in pools.nvme.path"
+                    f" {named[0][1].pool_id}; both are left as they are: name the stripes of one pool in "
+                    "pools.nvme.path"
                 )
         pool_id = named[0][1].pool_id if named else str(uuid.uuid4())
         shape, room_slots = self._settled(named)
@@ -171,8 +176,9 @@ class StripeFiles:
     # -- what is there ------------------------------------------------------------------------------------------------
 
     def _reopen(self, number: int, path: Path) -> Stripe | None:
-        """The stripe that is there, without a header if it is a blank device or was given up. None: there is no file any more, or one
-        that has been emptied, so that its room serves the new one.
+        """The stripe that is there, without a header if it is a blank device or was given up.
+
+        None: there is no file any more, or one that has been emptied, so that its room serves the new one.
         """
         make_folder(path.parent)
         if not path.exists():
@@ -180,7 +186,8 @@ class StripeFiles:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISBLK(mode):
             raise PoolError(
-                f"NVME pool {path}: it is no plain file and no block device; set pools.nvme.path to a device, or to a file in a"
+                f"NVME pool {path}: it is no plain file and no block device; set pools.nvme.path to a device, or to a "
+                "file in a"
                 " folder of it"
             )
         if stat.S_ISREG(mode) and path.stat().st_size == 0:
@@ -208,7 +215,9 @@ class StripeFiles:
             return None
 
     def _give_up(self, number: int, path: Path, fd: int, found: Damaged | _Other) -> None:
-        """A file that cannot be used makes room for a new one: it is set aside, or emptied where nothing of it is worth that."""
+        """A file that cannot be used makes room for a new one: it is set aside, or emptied where nothing of it is worth
+        that.
+        """
         kept = ""
         if isinstance(found, _Other) and found.may_stay:
             kept = self._asides[number].take(path, fd, found.is_ours)
@@ -217,7 +226,8 @@ class StripeFiles:
             return
         if isinstance(found, _Other) and not found.is_ours:
             raise PoolError(
-                f"NVME pool {path}: {found.why}, and there is no room to set it aside (pools.nvme.aside_bytes); move it away or set"
+                f"NVME pool {path}: {found.why}, and there is no room to set it aside (pools.nvme.aside_bytes); move "
+                "it away or set"
                 " another pools.nvme.path"
             )
         self.notices.append(f"NVME pool {path}: {found.why}; its blocks are given up and the stripe starts empty")
@@ -259,7 +269,8 @@ class StripeFiles:
             return _Other(why, is_ours=True, may_stay=found.shape.encrypted or not self._shape.encrypted)
         if found.stripe != number:
             raise PoolMismatchError(
-                f"NVME pool {path}: it is stripe {found.stripe} of {len(self._paths)} and is named as stripe {number}; it is left"
+                f"NVME pool {path}: it is stripe {found.stripe} of {len(self._paths)} and is named as stripe {number}; "
+                "it is left"
                 " as it is: put the paths of pools.nvme.path into the order they were made in"
             )
         return found
@@ -289,13 +300,17 @@ class StripeFiles:
         return ""
 
     def _record_of(self, stripe: Stripe, header: FileHeader) -> Record:
-        """What is known of the pool's generations. Where that is lost, nothing that is there now is brought back by a scan."""
+        """What is known of the pool's generations.
+
+        Where that is lost, nothing that is there now is brought back by a scan.
+        """
         copies = [os.pread(stripe.fd, RECORD_BYTES, header.tail_at + at) for at in RECORDS_AT]
         record = newest_record(copies, self._checksums)
         if record is None:
             record = new_record()
             self.notices.append(
-                f"NVME pool {stripe.path}: the record of what was cleared is lost; a scan brings back nothing that was written before"
+                f"NVME pool {stripe.path}: the record of what was cleared is lost; a scan brings back nothing that was "
+                "written before"
             )
         if any(copy != encode_record(record, self._checksums) for copy in copies):
             write_record(stripe.fd, header.tail_at, record, self._checksums)
@@ -335,7 +350,8 @@ class StripeFiles:
             wanted = msgspec.structs.replace(wanted, has_tail=False)
             self._reserve(wanted.file_bytes, old.stripe, stripe)
             self.notices.append(
-                f"NVME pool {stripe.path}: there is no room for the {TAIL_BYTES} bytes that say what was cleared; without them no scan"
+                f"NVME pool {stripe.path}: there is no room for the {TAIL_BYTES} bytes that say what was cleared; "
+                "without them no scan"
                 " of slots brings blocks back"
             )
         if old == wanted:
@@ -411,7 +427,8 @@ class StripeFiles:
     def _full(self, wanted_bytes: int, number: int, path: Path, free_bytes: int) -> PoolFullError:
         slots = slots_of_stripe(self._shape.slots, number, self._shape.stripes)
         return PoolFullError(
-            f"NVME pool {path}: {wanted_bytes} bytes wanted for {slots} slots of {stride_of(self._shape.block_bytes)} bytes,"
+            f"NVME pool {path}: {wanted_bytes} bytes wanted for {slots} slots of {stride_of(self._shape.block_bytes)} "
+            "bytes,"
             f" {free_bytes} bytes free; lower pools.nvme.slots or capacity_bytes, free the disk, or set another"
             " pools.nvme.path",
             wanted_bytes,
@@ -448,7 +465,9 @@ def rewrite(path: Path, fd: int, header: FileHeader, record: Record, checksums: 
 
 
 def _cut_end(fd: int, header: FileHeader) -> None:
-    """What lies behind a stripe's tail goes: another tail, which a step that did not end has left, would pass for its own. Raises OSError."""
+    """What lies behind a stripe's tail goes: another tail, which a step that did not end has left, would pass for its
+    own. Raises OSError.
+    """
     if stat.S_ISREG(os.fstat(fd).st_mode) and os.fstat(fd).st_size > header.file_bytes:
         os.ftruncate(fd, header.file_bytes)
         os.fsync(fd)

@@ -1,8 +1,8 @@
 """How blocks become smaller without loss, by the type of their elements.
 
-The bytes of KV are not alike: of a bfloat16 the exponent takes few values and the mantissa all of them. So the planes of the elements'
-bytes are told apart, those with something to gain go through a Huffman coder, the rest stays as it is. A block that would not shrink, or
-that a cheap look at a part of it says would not, stays raw.
+The bytes of KV are not alike: of a bfloat16 the exponent takes few values and the mantissa all of them. So the planes
+of the elements' bytes are told apart, those with something to gain go through a Huffman coder, the rest stays as it is.
+A block that would not shrink, or that a cheap look at a part of it says would not, stays raw.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class EncodeBlocks(Protocol):
     """Signature of the native encoder."""
 
     def __call__(self, rows: np.ndarray, at: np.ndarray, coding: int) -> Encoded:
-        """Code the rows `at[0]`, `at[1]`, … of (m, block_bytes) uint8, without the GIL; each by `coding`, or RAW where that gains nothing."""
+        """Code the rows `at[0]`, `at[1]`, … of (m, block_bytes) uint8, without the GIL; each by `coding`, or RAW where
+        that gains nothing.
+        """
 
 
 class DecodeBlocks(Protocol):

@@ -12,11 +12,11 @@ A sealed object is, in bytes:
     40       h + 16  the object's header (object_header.py), AES-256-GCM, its tag behind it
     56 + h   b + 16  the object's encoded blocks, AES-256-GCM, their tag behind them
 
-What both parts are authenticated with is the first 40 bytes and the object's name, so that parts of two objects do not fit together, and
-an object does not fit another's name. The header can be opened without the body.
+What both parts are authenticated with is the first 40 bytes and the object's name, so that parts of two objects do not
+fit together, and an object does not fit another's name. The header can be opened without the body.
 
-An object is named <k>/e/<tag of the tenant>/<HMAC-SHA-256 of namespace and hash>, under the tenant's key of names: who lists the store
-sees how many objects a tenant has and how large they are, and neither which tenant nor which blocks.
+An object is named <k>/e/<tag of the tenant>/<HMAC-SHA-256 of namespace and hash>, under the tenant's key of names: who
+lists the store sees how many objects a tenant has and how large they are, and neither which tenant nor which blocks.
 
 A key seals 2**31 objects at most: beyond, random nonces may meet (NIST SP 800-38D, 8.3). At 4 MiB that is 8 PiB.
 """
@@ -173,7 +173,8 @@ class Sealing:
             return sealing
         return Refusal(
             Trouble.DENIED,
-            f"{self._source.words} has no keys of tenant {known.tenant!r}; write a table [tenants.{toml_text(known.tenant)}]",
+            f"{self._source.words} has no keys of tenant {known.tenant!r}; write a table "
+            f"[tenants.{toml_text(known.tenant)}]",
         )
 
     def of_name(self, name: str) -> ObjectEnvelope | None:
@@ -212,7 +213,8 @@ class Sealing:
         self._lacking = True
         return Refusal(
             Trouble.DENIED,
-            f"an object was sealed with the key {key_id.hex()}, which {self._source.words} does not have among those of tenant"
+            f"an object was sealed with the key {key_id.hex()}, which {self._source.words} does not have among those "
+            "of tenant"
             f" {tenant!r}; add it, or leave what it sealed to the janitor",
         )
 

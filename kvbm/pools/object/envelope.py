@@ -1,4 +1,6 @@
-"""How objects are named, and how header and blocks become the bytes of one: as they are here, encrypted in encryption.py."""
+"""How objects are named, and how header and blocks become the bytes of one: as they are here, encrypted in
+encryption.py.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ class ObjectEnvelope(Protocol):
         """An object as it is put; it may be a view of its header and its encoded blocks, which nobody changes."""
 
     def open_header(self, name: str, body: Body) -> bytes | Refusal:
-        """The header of an object, of which `body` is all or the first `lead_bytes`; b"" when it is none. A refusal: it cannot be told."""
+        """The header of an object, of which `body` is all or the first `lead_bytes`; b"" when it is none.
+
+        A refusal: it cannot be told.
+        """
 
     def open_blocks(self, name: str, body: Body) -> np.ndarray | None:
         """The encoded blocks of an object whose header has been opened; None when they are none."""

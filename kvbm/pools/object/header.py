@@ -1,4 +1,5 @@
-"""What an object begins with: the first bytes of it alone prove which blocks it holds, and the rest of it, block by block, their bytes.
+"""What an object begins with: the first bytes of it alone prove which blocks it holds, and the rest of it, block by
+block, their bytes.
 
 All integers are little-endian; k is `block_count`.
 
@@ -22,8 +23,9 @@ All integers are little-endian; k is `block_count`.
 
 In every version to come magic, version, header_bytes and the checksum at the header's end stay where they are.
 
-Behind it follow the encoded blocks, one behind the other, and nothing more. The same object may be computed twice and differ in
-checksums, lengths and codings: namespace, hashes, k and block_bytes say what it is, the rest proves its own bytes.
+Behind it follow the encoded blocks, one behind the other, and nothing more. The same object may be computed twice and
+differ in checksums, lengths and codings: namespace, hashes, k and block_bytes say what it is, the rest proves its own
+bytes.
 """
 
 from __future__ import annotations

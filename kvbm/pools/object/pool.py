@@ -1,8 +1,10 @@
-"""OBJECT: blocks in a store of objects, k to an object, found by namespace and hash, without slots and without an owner.
+"""OBJECT: blocks in a store of objects, k to an object, found by namespace and hash, without slots and without an
+owner.
 
-An object is named <k>/<namespace id, hex>/<hash of its last block, hex>, so objects of two k never meet. header.py says what is in
-one, encryption.py how it is encrypted and named where a tenant has keys, reader.py how it is proved and decoded. What a pool keeps
-besides blocks lies under ".kvbm/"; names in the janitor's tombstones there are neither put nor got.
+An object is named <k>/<namespace id, hex>/<hash of its last block, hex>, so objects of two k never meet. header.py says
+what is in one, encryption.py how it is encrypted and named where a tenant has keys, reader.py how it is proved and
+decoded. What a pool keeps besides blocks lies under ".kvbm/"; names in the janitor's tombstones there are neither put
+nor got.
 """
 
 from __future__ import annotations
@@ -70,11 +72,11 @@ class ObjectPoolOptions(NamedTuple):
 class BlockObjects:
     """Blocks as objects of a store, an `ObjectPool`.
 
-    A put that finds its name taken reads the header of what is there: the same blocks are a success, also where their bytes differ, for
-    a block computed twice differs in its last bits and each object proves its own bytes.
+    A put that finds its name taken reads the header of what is there: the same blocks are a success, also where their
+    bytes differ, for a block computed twice differs in its last bits and each object proves its own bytes.
 
-    Blocks are coded in the caller's thread while other objects are on their way. Only that thread touches rows: an answer that comes
-    too late changes nothing.
+    Blocks are coded in the caller's thread while other objects are on their way. Only that thread touches rows: an
+    answer that comes too late changes nothing.
 
     Attributes:
         name: the store, the same for every instance that uses it in the same way; claims are kept under it.
@@ -90,7 +92,10 @@ class BlockObjects:
         coder: BlockCoder,
         options: ObjectPoolOptions = ObjectPoolOptions(),  # noqa: B008  # frozen
     ) -> None:
-        """Make the pool. Nothing is asked of the store. Raises LayoutError: below 1 byte, or a k that no header can say."""
+        """Make the pool.
+
+        Nothing is asked of the store. Raises LayoutError: below 1 byte, or a k that no header can say.
+        """
         blocks = options.blocks
         check_size("OBJECT", 1, block_bytes)
         if not 1 <= blocks <= MOST_BLOCKS:
@@ -169,7 +174,8 @@ class BlockObjects:
     ) -> ReadResult:
         """Fill rows with these blocks, each held to its object's header and to its checksum."""
         count = check_chain(self.name, rows, chain, self.block_bytes, self.blocks, at, first)
-        # Blocks [first, first + wanted) of the chain lie in its objects [begin, end), at [lead, lead + count) of their blocks.
+        # Blocks [first, first + wanted) of the chain lie in its objects [begin, end), at [lead, lead + count) of their
+        # blocks.
         begin, end = first // self.blocks, -(-(first + count) // self.blocks) if count else first // self.blocks
         lead, step = first - begin * self.blocks, self.blocks * HASH_BYTES
         envelope = self._envelope(namespace)
@@ -209,14 +215,20 @@ class BlockObjects:
         return self.store.absent(envelope.names(namespace, hashes), min(_ABSENT_WAIT_S, self._deadline_s))
 
     def names(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[str]:
-        """What the objects are named whose last blocks have these hashes. Raises PoolError: they have no names here, for want of keys."""
+        """What the objects are named whose last blocks have these hashes.
+
+        Raises PoolError: they have no names here, for want of keys.
+        """
         envelope = self._envelopes.of(namespace, self._namespaces.get(namespace))
         if isinstance(envelope, Refusal):
             raise PoolError(f"OBJECT pool {self.name}: {envelope.words}")
         return envelope.names(namespace, hashes)
 
     def describe(self, names: Sequence[str]) -> list[Described | Refusal | None]:
-        """What objects hold, by their headers alone, of whatever block_bytes; None for what is not what its name says, or whose keys are not here."""
+        """What objects hold, by their headers alone, of whatever block_bytes;
+
+        None for what is not what its name says, or whose keys are not here.
+        """
         envelopes = [self._envelopes.of_name(name) for name in names]
         mine = [index for index, envelope in enumerate(envelopes) if envelope is not None]
         described: list[Described | Refusal | None] = [None] * len(names)
@@ -230,7 +242,10 @@ class BlockObjects:
         return described
 
     def listed(self, after: str = "") -> Iterator[Listed]:
-        """The objects of this pool whose names sort behind `after`, in the order of names. Raises PoolError: the store refused."""
+        """The objects of this pool whose names sort behind `after`, in the order of names.
+
+        Raises PoolError: the store refused.
+        """
         return self.store.listed(f"{self.blocks}/", self._deadline_s, after)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
@@ -391,7 +406,9 @@ class BlockObjects:
     def _answers(
         self, call: _Call, start: Callable[[slice], Future[list[Answer]]]
     ) -> Iterator[tuple[slice, list[Answer]]]:
-        """Batches of a call's objects with their answers, as they come, until all are there or the deadline has passed."""
+        """Batches of a call's objects with their answers, as they come, until all are there or the deadline has
+        passed.
+        """
         pending: dict[Future[list[Answer]], slice] = {}
         begin = 0
         while begin < call.count or pending:

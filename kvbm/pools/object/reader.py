@@ -80,7 +80,10 @@ class ObjectReader:
         self._checksum_rows, self._coder = checksums, coder
 
     def fill(self, envelope: ObjectEnvelope, wanted: WantedBlocks, found: Sequence[FoundObject]) -> list[str]:
-        """Fill rows from whole objects and set their outcomes. Returns a sentence for each object that cannot be opened."""
+        """Fill rows from whole objects and set their outcomes.
+
+        Returns a sentence for each object that cannot be opened.
+        """
         headers, unopened = self._headers(envelope, found, self._block_bytes)
         for position, (index, name, got) in enumerate(found):
             if position in unopened:

@@ -1,7 +1,9 @@
-"""Names that are about to be deleted, as the janitor writes them into the store for every instance of every cluster to see.
+"""Names that are about to be deleted, as the janitor writes them into the store for every instance of every cluster to
+see.
 
-Whoever has the pool open looks at them every third of the grace or oftener and neither reads nor puts what they name: a read is
-`missing`, a put is refused. A list is text: a line that says what it is, then a name a line. A list that cannot be read names nothing.
+Whoever has the pool open looks at them every third of the grace or oftener and neither reads nor puts what they name: a
+read is `missing`, a put is refused. A list is text: a line that says what it is, then a name a line. A list that cannot
+be read names nothing.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ def read_lists(store: Store, deadline_s: float) -> dict[str, list[str]]:
 
 
 class Tombstones:
-    """The withdrawn names as an instance knows them, looked at where they are needed, so that they are not older than said.
+    """The withdrawn names as an instance knows them, looked at where they are needed, so that they are not older than
+    said.
 
-    Any thread may ask; while one looks the others go by what was known. A pool asks oftener than that by itself, so that hardly a request
-    has to look. A look that fails changes nothing, and is tried again at the next.
+    Any thread may ask; while one looks the others go by what was known. A pool asks oftener than that by itself, so
+    that hardly a request has to look. A look that fails changes nothing, and is tried again at the next.
 
     Args:
         every_s: the oldest an answer may be: a third of the grace.

@@ -63,15 +63,19 @@ def open_azure_store(
     """Connect, and ask once for the container.
 
     Args:
-        url: az://account/container/prefix, or az://container/prefix with an endpoint or a connection string; the prefix may be absent.
-        endpoint: https://account.blob.core.windows.net where it is another one, such as http://127.0.0.1:10000/devstoreaccount1.
-        account_key: "" leaves it to the environment (AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, AZURE_STORAGE_CONNECTION_STRING),
-            then to azure-identity: environment, workload identity, managed identity, az login; renewed as it renews them.
+        url: az://account/container/prefix, or az://container/prefix with an endpoint or a connection string; the prefix
+            may be absent.
+        endpoint: https://account.blob.core.windows.net where it is another one, such as
+            http://127.0.0.1:10000/devstoreaccount1.
+        account_key: "" leaves it to the environment (AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN,
+            AZURE_STORAGE_CONNECTION_STRING), then to azure-identity: environment, workload identity, managed identity,
+            az login; renewed as it renews them.
         ca: file (PEM) of who signs the endpoint's certificate; "" leaves it to `link_to`.
         name: where instances reach one container by different addresses; "" derives it from url and endpoint.
         open_wait_s: how long to wait for the container here.
-    Raises: MissingExtraError: no azure-storage-blob, azure-identity where it is needed, or obstore. ConfigError: a url, connection string
-        or key that is none. PoolError: the container is missing or forbidden. StoreAwayError: it does not answer in time, or is not well.
+    Raises: MissingExtraError: no azure-storage-blob, azure-identity where it is needed, or obstore. ConfigError: a url,
+        connection string or key that is none. PoolError: the container is missing or forbidden. StoreAwayError: it does
+        not answer in time, or is not well.
     """
     key = Key(account_key.strip()) if account_key else key_of_environment()
     place = place_of(url, endpoint, key)
@@ -111,7 +115,10 @@ def open_azure_store(
 
 
 def place_of(url: str, endpoint: str, key: Key = Key()) -> Place:  # noqa: B008 - it never changes
-    """What an az:// URL means, with the endpoint of the settings, else of the connection string. Raises ConfigError: it is none."""
+    """What an az:// URL means, with the endpoint of the settings, else of the connection string.
+
+    Raises ConfigError: it is none.
+    """
     match = _URL.fullmatch(url)
     parts = [part for part in (match["rest"] or "").split("/") if part] if match else []
     if match is not None and endpoint:
@@ -130,7 +137,9 @@ def place_of(url: str, endpoint: str, key: Key = Key()) -> Place:  # noqa: B008 
 
 
 def _account_of(endpoint: str) -> str:
-    """The account an endpoint belongs to: its path's first part where it has one, as emulators do, else its host's first label."""
+    """The account an endpoint belongs to: its path's first part where it has one, as emulators do, else its host's
+    first label.
+    """
     parts = urlsplit(endpoint)
     return parts.path.strip("/").partition("/")[0] or (parts.hostname or "").partition(".")[0]
 
@@ -141,7 +150,10 @@ def _elsewhere(place: Place) -> str:
 
 
 def key_of_environment() -> Key:
-    """How the environment says who one is: a key, a signature, or a connection string. Raises ConfigError: a string that is none."""
+    """How the environment says who one is: a key, a signature, or a connection string.
+
+    Raises ConfigError: a string that is none.
+    """
     key = _variable("AZURE_STORAGE_KEY") or _variable("AZURE_STORAGE_ACCOUNT_KEY")
     if key:
         return Key(key)
@@ -168,7 +180,8 @@ def key_of_string(said: str) -> Key:
         endpoint = f"{scheme}://{account}.blob.{suffix}"
     if not endpoint or not (key or sas) or not urlsplit(endpoint).hostname:
         raise ConfigError(
-            "AZURE_STORAGE_CONNECTION_STRING names no account to be reached; it needs AccountName or BlobEndpoint, and AccountKey or"
+            "AZURE_STORAGE_CONNECTION_STRING names no account to be reached; it needs AccountName or BlobEndpoint, and "
+            "AccountKey or"
             " SharedAccessSignature, with semicolons between"
         )
     account = account or _account_of(endpoint)
@@ -229,7 +242,10 @@ def _why_not(error: Exception | None, place: Place, wait_s: float) -> str:
         return f"{what} does not answer (no answer within {wait_s:g} s); check the address and the network"
     if not isinstance(error, HttpResponseError) or error.status_code is None:
         if isinstance(error, ClientAuthenticationError):
-            return f"no credentials for {what} ({first_line(str(error))}); set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log in"
+            return (
+                f"no credentials for {what} ({first_line(str(error))}); set AZURE_STORAGE_KEY or "
+                "AZURE_STORAGE_SAS_TOKEN, or log in"
+            )
         do = certificate_words(error) or "; check the address and the network"
         return f"{what} does not answer ({type(error).__name__}: {first_line(str(error))}){do}"
     code = getattr(error, "error_code", "") or error.reason
@@ -238,7 +254,8 @@ def _why_not(error: Exception | None, place: Place, wait_s: float) -> str:
             return f"{place.endpoint} has no container {place.container!r}; create it"
         case 401 | 403:
             return (
-                f"{place.endpoint} refuses access to container {place.container!r} ({error.status_code} {code}): it is not"
+                f"{place.endpoint} refuses access to container {place.container!r} ({error.status_code} {code}): it is "
+                "not"
                 " ours, or the key, its rights or this machine's clock are wrong"
             )
         case status:

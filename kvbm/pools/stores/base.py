@@ -1,9 +1,10 @@
 """What a store of objects promises: bytes under names, put once and never changed.
 
-A store knows nothing of blocks. It has no owner and many writers; what lies there proves itself. A call takes a whole run of requests,
-keeps some of them in flight at a time, tries those again that a retry can help, waits with jitter between, and returns when all have
-ended or its deadline has passed, whichever is first. What went wrong is a `Refusal` in its place, never an exception. Calls may come from any thread and never
-touch what they were given after they have returned, except bodies of puts, which the caller must not change.
+A store knows nothing of blocks. It has no owner and many writers; what lies there proves itself. A call takes a whole
+run of requests, keeps some of them in flight at a time, tries those again that a retry can help, waits with jitter
+between, and returns when all have ended or its deadline has passed, whichever is first. What went wrong is a `Refusal`
+in its place, never an exception. Calls may come from any thread and never touch what they were given after they have
+returned, except bodies of puts, which the caller must not change.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Trouble(Enum):
     TAKEN = "taken"  # something has this name already
     DENIED = "denied"  # credentials or policy; a retry does not help
     REFUSED = "refused"  # anything else the store said; a retry has been tried where it could help
-    UNUSABLE = "unusable"  # what has this name is no object of ours: larger than was allowed, or of another type; the store is well
+    # What has this name is no object of ours: larger than was allowed, or of another type; the store is well
+    UNUSABLE = "unusable"
     SILENT = "silent"  # no answer, or not in time
 
 
@@ -127,23 +129,31 @@ class ForgetfulStore(Protocol):
     """What a `Store` that forgets can say besides."""
 
     def absent(self, names: Sequence[str], deadline_s: float) -> list[bool]:
-        """For each name whether nothing has it, for certain: False where the store does not say. To ask is not to use an object."""
+        """For each name whether nothing has it, for certain: False where the store does not say.
+
+        To ask is not to use an object.
+        """
 
 
 class Store(Protocol):
-    """A store of objects. Names are relative to its prefix: ASCII letters, digits, "-", "_", "." and "/", at most 512 bytes.
+    """A store of objects.
+
+    Names are relative to its prefix: ASCII letters, digits, "-", "_", "." and "/", at most 512 bytes.
 
     Attributes:
         name: the same for every instance that uses this store and this prefix; claims are kept under it.
-        forgets: whether it drops objects by itself, for want of memory or after a time: an object that is gone is nothing to warn of,
-            and `absent` works.
+        forgets: whether it drops objects by itself, for want of memory or after a time: an object that is gone is
+            nothing to warn of, and `absent` works.
     """
 
     name: str
     forgets: bool
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
-        """Put objects where nothing has their names; None for each that was put by this call, TAKEN where something was there."""
+        """Put objects where nothing has their names;
+
+        None for each that was put by this call, TAKEN where something was there.
+        """
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
         """Read objects or parts of them."""
@@ -160,13 +170,18 @@ class Store(Protocol):
         """
 
     def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
-        """Change a small object only if its bytes are `expected`, None for none there: for a lease, not for blocks. TAKEN: they are not."""
+        """Change a small object only if its bytes are `expected`, None for none there: for a lease, not for blocks.
+
+        TAKEN: they are not.
+        """
 
     def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
-        """Which conditions of `put` and `replace` the store takes no notice of, in words; none of one on which a lease can rest.
+        """Which conditions of `put` and `replace` the store takes no notice of, in words; none of one on which a lease
+        can rest.
 
         Args:
-            name: of an object to try it on, which nothing has and nobody else uses. It is gone afterwards, where it can be deleted.
+            name: of an object to try it on, which nothing has and nobody else uses. It is gone afterwards, where it can
+                be deleted.
         """
 
     def close(self) -> None:

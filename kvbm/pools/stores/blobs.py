@@ -1,8 +1,9 @@
 """The data plane of stores that speak HTTP: whole runs through obstore, a bounded number of requests in flight.
 
-One thread with an event loop carries every request of a store, because there a request can be dropped the moment its deadline passes.
-Bytes neither cross that thread nor are copied: a put sends from the caller's buffers, a get hands on the buffer that was received into,
-unless it was read in several ranges. The handle (credentials, bucket, region) is that of s3.py and azure.py.
+One thread with an event loop carries every request of a store, because there a request can be dropped the moment its
+deadline passes. Bytes neither cross that thread nor are copied: a put sends from the caller's buffers, a get hands on
+the buffer that was received into, unless it was read in several ranges. The handle (credentials, bucket, region) is
+that of s3.py and azure.py.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "NoS
 _CREDENTIAL_CODES = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId")
 _THERE = ("BlobAlreadyExists", "ConditionNotMet", "PreconditionFailed")
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
-# Of a store that knows no conditional put: 501, or 400 with words of its own about the request. Amazon's 400s of other kinds are none of them.
+# Of a store that knows no conditional put: 501, or 400 with words of its own about the request. Amazon's 400s of other
+# kinds are none of them.
 _NO_CONDITION = (400, 501)
 _NO_CONDITION_CODES = (
     "",
@@ -97,9 +99,11 @@ class BlobStore:
     """See the module; the promises are those of `Store`. Methods: any thread.
 
     Attributes:
-        conditional: false once the store has said or shown that it knows no conditional put; then each put is preceded by a question.
+        conditional: false once the store has said or shown that it knows no conditional put; then each put is preceded
+            by a question.
         remarks: what is worth saying once about the bucket, in sentences.
-        expiry_days: after how many days the bucket's own lifecycle deletes what lies under the prefix; None: it does not, or does not say.
+        expiry_days: after how many days the bucket's own lifecycle deletes what lies under the prefix; None: it does
+            not, or does not say.
     """
 
     def __init__(
@@ -192,7 +196,10 @@ class BlobStore:
         return answer
 
     def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
-        """As `Store.ignored_conditions`. What it shows is heeded from then on: `put` and `replace` ask before they put."""
+        """As `Store.ignored_conditions`.
+
+        What it shows is heeded from then on: `put` and `replace` ask before they put.
+        """
         [answer] = self._run([self._ignored_conditions(name)], deadline_s)
         self._run([self._delete_one(name)], deadline_s)
         return answer
@@ -212,7 +219,10 @@ class BlobStore:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def _run(self, works: Sequence[Coroutine[Any, Any, Answer]], deadline_s: float) -> list[Answer | Refusal]:
-        """What each coroutine gives, SILENT for those that the deadline cut off. The loop runs them; this thread waits."""
+        """What each coroutine gives, SILENT for those that the deadline cut off.
+
+        The loop runs them; this thread waits.
+        """
         with self._lock:
             ended = self._closed
             if not ended:
@@ -242,7 +252,10 @@ class BlobStore:
         self._ending = self._loop.create_task(end())
 
     async def _ask(self, request: Callable[[], Awaitable[Answer]]) -> Answer | _Failure:
-        """One request, again where that can help, with full jitter between. The deadline is the caller's: it cancels."""
+        """One request, again where that can help, with full jitter between.
+
+        The deadline is the caller's: it cancels.
+        """
         attempt = 1
         while True:
             async with self._free:
@@ -286,7 +299,10 @@ class BlobStore:
         return await self._get_range(get)
 
     async def _get_ranges(self, get: Get, wanted: int) -> Got | Refusal:
-        """The parts of one object side by side. The last one goes to the end of what was asked for, should it be longer than expected."""
+        """The parts of one object side by side.
+
+        The last one goes to the end of what was asked for, should it be longer than expected.
+        """
         firsts = range(get.first, get.first + wanted - PART_BYTES + 1, PART_BYTES)
         counts: list[int | None] = [PART_BYTES] * (len(firsts) - 1)
         counts.append(None if get.count is None else get.first + get.count - firsts[-1])
@@ -307,7 +323,10 @@ class BlobStore:
         return Got(body, sizes.pop())
 
     async def _get_range(self, get: Get) -> Got | Refusal:
-        """One range by one request; two where the store has to be asked how long the object is. Too long a body is not received."""
+        """One range by one request; two where the store has to be asked how long the object is.
+
+        Too long a body is not received.
+        """
         name, first, count = get.name, get.first, get.count
         if count == 0:
             return await self._nothing_of(name)
@@ -416,7 +435,9 @@ class BlobStore:
         return answer.refusal()
 
     async def _put_where(self, name: str, body: Body, held: tuple[bytes, str]) -> object:
-        """Put over what has these bytes and this ETag alone; over anything, where the store has shown that it compares none."""
+        """Put over what has these bytes and this ETag alone; over anything, where the store has shown that it compares
+        none.
+        """
         found, tag = held
         answer = await self._put_over(name, body, tag)
         if isinstance(answer, _Failure) and answer.status == 412 and await self._held(name, len(found)) == held:
@@ -430,7 +451,10 @@ class BlobStore:
         )
 
     async def _held(self, name: str, most_bytes: int) -> tuple[bytes, str] | _Failure:
-        """A small object's bytes and ETag, of one answer. None of a larger one's bytes are read, and nothing equals them."""
+        """A small object's bytes and ETag, of one answer.
+
+        None of a larger one's bytes are read, and nothing equals them.
+        """
 
         async def read() -> tuple[bytes, str]:
             answer = await self._obstore.get_async(self._blobs, name)
@@ -466,7 +490,8 @@ def made(name: str, make: Callable[[], Client]) -> Client:
         return make()
     except (BaseError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"OBJECT pool {name}: its client cannot be made ({first_line(str(error))}); correct the URL, the endpoint or the credentials"
+            f"OBJECT pool {name}: its client cannot be made ({first_line(str(error))}); correct the URL, the endpoint "
+            "or the credentials"
         ) from None
 
 
@@ -515,7 +540,10 @@ async def _attempt(request: Callable[[], Awaitable[Answer]]) -> Answer | _Failur
 
 
 def read_failure(error: Exception) -> _Failure:
-    """What an error of the client says about the store. The client has no fields for it; its words begin the same way each time."""
+    """What an error of the client says about the store.
+
+    The client has no fields for it; its words begin the same way each time.
+    """
     text = str(error)
     if _BEYOND.search(text):
         return _Failure(Trouble.REFUSED, "416 InvalidRange", 416, again=False)

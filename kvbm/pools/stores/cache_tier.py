@@ -1,7 +1,9 @@
-"""A cache tier: a fast store that forgets, in front of a backing store that keeps. A put goes to both, a get asks the cache first.
+"""A cache tier: a fast store that forgets, in front of a backing store that keeps.
 
-A put is done once the backing store has it. The cache gets the same bytes in the background: from puts, and from gets that it could not
-answer. Nobody waits for that, and nobody is told when it fails.
+A put goes to both, a get asks the cache first.
+
+A put is done once the backing store has it. The cache gets the same bytes in the background: from puts, and from gets
+that it could not answer. Nobody waits for that, and nobody is told when it fails.
 """
 
 from __future__ import annotations
@@ -155,7 +157,10 @@ class CachedStore:
                 self._lock.notify_all()
 
     def _note(self, refusal: Refusal) -> None:
-        """Leave a cache alone that is in trouble, and report it once each time. What is the matter with one name is no trouble of the cache."""
+        """Leave a cache alone that is in trouble, and report it once each time.
+
+        What is the matter with one name is no trouble of the cache.
+        """
         if refusal.trouble in (Trouble.ABSENT, Trouble.TAKEN):
             return
         if refusal.trouble is Trouble.UNUSABLE:
@@ -163,7 +168,8 @@ class CachedStore:
                 is_new, self._told_unusable = not self._told_unusable, True
             if is_new:
                 self._on_trouble(
-                    f"front of the object pool {self.cache.name}: {refusal.words}; it and others like it are removed there and read"
+                    f"front of the object pool {self.cache.name}: {refusal.words}; it and others like it are removed "
+                    "there and read"
                     " from the backing store; let nobody else write under this prefix"
                 )
             return

@@ -13,7 +13,9 @@ _CLOSE_S = 1.0
 
 
 class LateStore:
-    """A `Store` that is opened again and again until it is there. Until then whatever is asked of it is SILENT. Any thread.
+    """A `Store` that is opened again and again until it is there.
+
+    Until then whatever is asked of it is SILENT. Any thread.
 
     Args:
         away: why it could not be opened.

@@ -1,7 +1,9 @@
-"""How a store is reached, said once: the client that finds it and the one that carries its bytes trust, go around and wait alike.
+"""How a store is reached, said once: the client that finds it and the one that carries its bytes trust, go around and
+wait alike.
 
-Left to themselves they differ. boto3 trusts certifi's list, or AWS_CA_BUNDLE; obstore trusts the system's, or SSL_CERT_FILE. boto3 and
-Azure's client read NO_PROXY without networks, and all of them ask a proxy for what is on this machine.
+Left to themselves they differ. boto3 trusts certifi's list, or AWS_CA_BUNDLE; obstore trusts the system's, or
+SSL_CERT_FILE. boto3 and Azure's client read NO_PROXY without networks, and all of them ask a proxy for what is on this
+machine.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Limits(NamedTuple):
     Attributes:
         requests_in_flight: of one store, over all calls.
         connect_timeout_s: until a connection stands.
-        read_timeout_s: of an answer that does not come, or stops coming; then it is asked again, if the deadline leaves time.
+        read_timeout_s: of an answer that does not come, or stops coming; then it is asked again, if the deadline leaves
+            time.
     """
 
     requests_in_flight: int = 8
@@ -101,7 +104,8 @@ def link_to(url: str, ca: str = "", named: str = "", limits: Limits = LIMITS) ->
     """
     if "@" in urlsplit(url).netloc:
         raise ConfigError(
-            "the store's endpoint has a user or a password in it, which no client takes; leave them out of pools.object.endpoint"
+            "the store's endpoint has a user or a password in it, which no client takes; leave them out of "
+            "pools.object.endpoint"
         )
     trusted = trusted_file(ca, named)
     if trusted and url.startswith("https://"):
@@ -110,9 +114,12 @@ def link_to(url: str, ca: str = "", named: str = "", limits: Limits = LIMITS) ->
 
 
 def trusted_file(ca: str = "", named: str = "", environment: Mapping[str, str] = os.environ) -> str:
-    """The file (PEM) of who is trusted: what was set, what the environment names, the system's list, certifi's; "" for none of them.
+    """The file (PEM) of who is trusted: what was set, what the environment names, the system's list, certifi's;
 
-    A variable that names the system's list says nothing, for many images set all of them so; nor does one that names a folder.
+    "" for none of them.
+
+    A variable that names the system's list says nothing, for many images set all of them so; nor does one that names a
+    folder.
     """
     if ca:
         return ca
@@ -185,7 +192,8 @@ def _certificates(path: str) -> bytes:
         held = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"the file of trusted certificates {path} cannot be read ({error.strerror}); correct pools.object.ca, AWS_CA_BUNDLE,"
+            f"the file of trusted certificates {path} cannot be read ({error.strerror}); correct pools.object.ca, "
+            "AWS_CA_BUNDLE,"
             " REQUESTS_CA_BUNDLE or SSL_CERT_FILE, whichever names it"
         ) from None
     if b"-----BEGIN CERTIFICATE-----" not in held and b"-----BEGIN TRUSTED CERTIFICATE-----" not in held:

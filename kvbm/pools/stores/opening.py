@@ -24,19 +24,22 @@ def open_store(
     open_wait_s: float = OPEN_WAIT_S,
     tries: bool = True,
 ) -> Store:
-    """Open a store, ask once whether it is there, and put, read and delete a small object by the client that carries the bytes.
+    """Open a store, ask once whether it is there, and put, read and delete a small object by the client that carries
+    the bytes.
 
     Credentials come from where each technology looks for them.
 
     Args:
-        url: s3://bucket/prefix, az://account/container/prefix, redis://host:port/database; each technology's file says more.
+        url: s3://bucket/prefix, az://account/container/prefix, redis://host:port/database; each technology's file says
+            more.
         endpoint, region: of s3 and az.
         ca: file (PEM) of who signs the store's certificate; "" leaves it to the environment and the system.
         name: where instances reach one store by different addresses; "" derives it.
         ttl_s: of redis.
         tries: whether the small object is put: whoever changes nothing, or tries by itself, does without.
-    Raises: ConfigError: a url that is none, or what the client cannot use. MissingExtraError: the technology's client is not installed.
-        PoolError: the store is missing or forbidden, or carries no bytes. StoreAwayError: it does not answer in time, or is not well.
+    Raises: ConfigError: a url that is none, or what the client cannot use. MissingExtraError: the technology's client
+        is not installed. PoolError: the store is missing or forbidden, or carries no bytes. StoreAwayError: it does not
+        answer in time, or is not well.
     """
     store = _opened(url, endpoint, region, ca, name, ttl_s, limits, open_wait_s)
     if not tries:

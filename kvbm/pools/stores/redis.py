@@ -1,11 +1,12 @@
 """Valkey and Redis as a store: a cache of cluster reach that forgets by itself.
 
-An object is a string. Requests of one kind travel in pipelines, a few connections side by side, so that a slow answer holds up its own
-connection alone. A listing is a SCAN of the whole database, sorted here, and tells when an object was used last, for when it was put nobody
-knows; neither it nor `absent` counts as a use. Where memory is short the server evicts (`maxmemory-policy allkeys-lru`) or refuses, which is a refusal here.
+An object is a string. Requests of one kind travel in pipelines, a few connections side by side, so that a slow answer
+holds up its own connection alone. A listing is a SCAN of the whole database, sorted here, and tells when an object was
+used last, for when it was put nobody knows; neither it nor `absent` counts as a use. Where memory is short the server
+evicts (`maxmemory-policy allkeys-lru`) or refuses, which is a refusal here.
 
-A cluster is found out when it is opened by any of its nodes. A pipeline is then one for each node that has some of the keys, and a listing
-asks all of them.
+A cluster is found out when it is opened by any of its nodes. A pipeline is then one for each node that has some of the
+keys, and a listing asks all of them.
 """
 
 from __future__ import annotations
@@ -79,10 +80,12 @@ class RedisStore:
         return self._run(names, self._delete_run, deadline_s, [0] * len(names))
 
     def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
-        """As `Store.listed`, of what is there at the end of the scan; `modified_ns` is when an object was used last, to the second.
+        """As `Store.listed`, of what is there at the end of the scan;
 
-        Sizes are of the memory an object takes. With a policy by frequency (`…-lfu`) the server does not know when objects were used; it
-        counts as now.
+        `modified_ns` is when an object was used last, to the second.
+
+        Sizes are of the memory an object takes. With a policy by frequency (`…-lfu`) the server does not know when
+        objects were used; it counts as now.
         """
         names = self._scanned(f"{self._prefix}{prefix}", after, deadline_s)
         for at in range(0, len(names), _PIPELINE):
@@ -195,7 +198,10 @@ class RedisStore:
         return [_refused(one) for one in said]
 
     def _leave_replica(self, said: Sequence[object]) -> None:
-        """End the connections where the server takes no writes any more: it was demoted, and keeps them. The next ones find the new primary."""
+        """End the connections where the server takes no writes any more: it was demoted, and keeps them.
+
+        The next ones find the new primary.
+        """
         from redis.exceptions import ReadOnlyError
 
         pool = getattr(self._client, "connection_pool", None)  # a cluster's client looks by itself
@@ -294,8 +300,8 @@ def open_redis_store(
     """Connect, and ask once.
 
     Args:
-        url: redis://user:password@host:port/database?prefix=kvbm, rediss:// for TLS; further options as redis-py takes them. Of a cluster,
-            any node, and database 0.
+        url: redis://user:password@host:port/database?prefix=kvbm, rediss:// for TLS; further options as redis-py takes
+            them. Of a cluster, any node, and database 0.
         ca: file (PEM) of who signs the server's certificate; "" leaves it to `trusted_file`.
         name: where instances reach one server by different addresses; "" derives it from the url, without its password.
         ttl_s: after which an object is forgotten, 0 for never.
@@ -337,7 +343,8 @@ def _parts(url: str) -> SplitResult:
     except ValueError:
         pass  # a port or an address that is none; a password is read as such where it has a bare "/"
     raise ConfigError(
-        "the store's URL is no redis://host:port/database; correct it: in user and password write / @ : # ? as %2F %40 %3A %23 %3F"
+        "the store's URL is no redis://host:port/database; correct it: in user and password write / @ : # ? as %2F %40 "
+        "%3A %23 %3F"
     )
 
 

@@ -1,4 +1,6 @@
-"""S3: the handle is boto3's (credentials, region, bucket, lifecycle), the bytes go through obstore with the same credentials."""
+"""S3: the handle is boto3's (credentials, region, bucket, lifecycle), the bytes go through obstore with the same
+credentials.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +62,15 @@ def open_s3_store(
         url: s3://bucket/prefix; the prefix may be absent.
         endpoint: of a store that is not Amazon's.
         region: "" leaves it to boto3's chain, and to the bucket where Amazon says.
-        access_key_id, secret_access_key: "" leaves both to boto3's chain: environment, profile, role; renewed as it renews them.
-        ca: file (PEM) of who signs the endpoint's certificate; "" leaves it to AWS_CA_BUNDLE, the profile, and then as `link_to`.
+        access_key_id, secret_access_key: "" leaves both to boto3's chain: environment, profile, role; renewed as it
+            renews them.
+        ca: file (PEM) of who signs the endpoint's certificate; "" leaves it to AWS_CA_BUNDLE, the profile, and then as
+            `link_to`.
         name: where instances reach one store by different addresses; "" derives it from url and endpoint.
         open_wait_s: how long to wait for the bucket here.
-    Raises: MissingExtraError: no boto3 or obstore. ConfigError: a url that is none, or what a client cannot use. PoolError: the bucket is missing, forbidden, in
-        another region. StoreAwayError: it does not answer in time, or is not well.
+    Raises: MissingExtraError: no boto3 or obstore. ConfigError: a url that is none, or what a client cannot use.
+        PoolError: the bucket is missing, forbidden, in another region. StoreAwayError: it does not answer in time, or
+        is not well.
     """
     bucket, prefix = bucket_of(url)
     require_obstore("s3")
@@ -176,7 +181,10 @@ def _named_ca() -> str:
 def s3_client(
     link: Link, endpoint: str = "", region: str = "", access_key_id: str = "", secret_access_key: str = ""
 ) -> S3Client:
-    """A boto3 client: few attempts, short waits, one connection, no checksums that other stores refuse. Raises MissingExtraError."""
+    """A boto3 client: few attempts, short waits, one connection, no checksums that other stores refuse.
+
+    Raises MissingExtraError.
+    """
     try:
         import boto3
     except ModuleNotFoundError as error:
@@ -209,7 +217,9 @@ def s3_client(
 
 
 def _bare_variables() -> tuple[str, str, str | None]:
-    """The credentials of the environment without white space at their ends, where they have some; else none, and the chain chooses."""
+    """The credentials of the environment without white space at their ends, where they have some; else none, and the
+    chain chooses.
+    """
     said = [os.environ.get(name, "") for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")]
     key, secret, token = (one.strip() for one in said)
     return (key, secret, token or None) if key and secret and [key, secret, token] != said else ("", "", None)
@@ -230,14 +240,18 @@ def _look(linked: _Linked, bucket: str, prefix: str, endpoint: str) -> _Bucket:
     region = "us-east-1" if region in ("", "aws-global", None) else region
     days = _expiry_days(client, bucket, prefix)
     remark = (
-        f"bucket {bucket!r} deletes what lies under {prefix!r} after {days} days by its own lifecycle; claims for it last"
+        f"bucket {bucket!r} deletes what lies under {prefix!r} after {days} days by its own lifecycle; claims for it "
+        "last"
         " until somebody misses it, so let the janitor's TTL be shorter"
     )
     return _Bucket(client, linked.link, credentials, own, region, days, (remark,) if days is not None else ())
 
 
 def _expiry_days(client: S3Client, bucket: str, prefix: str) -> int | None:
-    """The fewest days after which a lifecycle rule expires objects under the prefix; None for none, or where nobody tells us."""
+    """The fewest days after which a lifecycle rule expires objects under the prefix;
+
+    None for none, or where nobody tells us.
+    """
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -272,9 +286,15 @@ def _why_not(error: Exception | None, bucket: str, region: str, endpoint: str, w
 
     where = endpoint or "Amazon's endpoint"
     if error is None:
-        return f"bucket {bucket!r} at {where} does not answer (no answer within {wait_s:g} s); check pools.object.endpoint and the network"
+        return (
+            f"bucket {bucket!r} at {where} does not answer (no answer within {wait_s:g} s); check "
+            "pools.object.endpoint and the network"
+        )
     if isinstance(error, NoCredentialsError):
-        return f"no credentials for bucket {bucket!r}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role"
+        return (
+            f"no credentials for bucket {bucket!r}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or "
+            "a role"
+        )
     if not isinstance(error, ClientError):
         why = f"{type(error).__name__}: {first_line(str(error))}"
         do = certificate_words(why) or "; check pools.object.endpoint and the network"

@@ -34,7 +34,10 @@ def try_out(store: Store, wait_s: float) -> tuple[str, ...]:
             raise PoolError(
                 f"OBJECT pool {store.name}: a small object came back with other bytes than were put; use another store"
             )
-        words = f"what is put under {TRIAL_PREFIX!r} to try the store stays there until a janitor comes: it cannot be deleted"
+        words = (
+            f"what is put under {TRIAL_PREFIX!r} to try the store stays there until a janitor comes: it cannot be "
+            "deleted"
+        )
         return (f"{words} ({kept.words})",) if kept is not None else ()
     _raise_away(store, "read", got)
     if unput is None and store.forgets and got.trouble is Trouble.ABSENT:
@@ -43,11 +46,16 @@ def try_out(store: Store, wait_s: float) -> tuple[str, ...]:
         return (f"nothing can be put there ({unput.words}); what is there is read",)
     raise PoolError(
         f"OBJECT pool {store.name}: it opens, and a small object cannot be {'put' if unput is not None else 'read'}"
-        f" ({(unput or got).words}); check the endpoint, the region, and what the credentials may do (put and get under the prefix)"
+        f" ({(unput or got).words}); check the endpoint, the region, and what the credentials may do (put and get "
+        "under the prefix)"
     )
 
 
 def _raise_away(store: Store, step: str, refusal: Refusal | None) -> None:
     if refusal is not None and refusal.trouble is Trouble.SILENT:
-        why = f"it opens, and a small object cannot be {step} ({refusal.words}); check the endpoint, the proxy and the network"
+        why = (
+            f"it opens, and a small object cannot be {step} ({refusal.words}); check the endpoint, the proxy and "
+            "the "
+            "network"
+        )
         raise StoreAwayError(store.name, why, store.forgets)

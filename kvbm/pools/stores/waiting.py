@@ -18,7 +18,10 @@ class Silent(NamedTuple):
 
 
 def within(wait_s: float, work: Callable[[], Answer]) -> Answer | Silent:
-    """What work gives, or why not; what is not done in time goes on behind us. Raises MissingExtraError, if work does."""
+    """What work gives, or why not; what is not done in time goes on behind us.
+
+    Raises MissingExtraError, if work does.
+    """
     ended: list[Answer | Silent] = []
 
     def run() -> None:

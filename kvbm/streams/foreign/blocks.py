@@ -1,8 +1,9 @@
 """What one engine holds, block by block, under its own hashes: events → commands for our stream.
 
-A stored event brings the tokens. They are hashed here, as any client of ours hashes a prompt, and go no further. The engine's hash is
-kept beside ours, because a later event names a parent or a removed block by it alone. Nothing is guessed: what has neither
-tokens behind a known parent nor a known hash is counted and left out, which costs a hit and is never a wrong one.
+A stored event brings the tokens. They are hashed here, as any client of ours hashes a prompt, and go no further. The
+engine's hash is kept beside ours, because a later event names a parent or a removed block by it alone. Nothing is
+guessed: what has neither tokens behind a known parent nor a known hash is counted and left out, which costs a hit and
+is never a wrong one.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ class ForeignBlocks:
         """Hold nothing any more.
 
         Args:
-            forgets: whether what the engine's hashes mean is forgotten as well: another process may mean something else by them.
+            forgets: whether what the engine's hashes mean is forgotten as well: another process may mean something else
+                by them.
         """
         if forgets:
             self._known.clear()

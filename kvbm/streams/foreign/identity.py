@@ -17,7 +17,10 @@ MEDIA: Mapping[str, Tier] = {
     "DISK": Tier.NVME,
     "EXTERNAL": Tier.OBJECT,
 }
-"""An engine's word for a medium → our tier. A word that is not here is refused: it may be anything, and HBM it is not."""
+"""An engine's word for a medium → our tier.
+
+A word that is not here is refused: it may be anything, and HBM it is not.
+"""
 
 
 class Source(NamedTuple):
@@ -64,9 +67,16 @@ class Homes:
             return found
         source = self._source
         namespace = Namespace(
-            model=source.model, block_tokens=block_tokens, revision=source.revision, kv_dtype=UNKNOWN, layout=UNKNOWN,
-            kv_group=group, ranks=UNKNOWN, lora=lora, tenant=source.tenant,
-        )  # fmt: skip
+            model=source.model,
+            block_tokens=block_tokens,
+            revision=source.revision,
+            kv_dtype=UNKNOWN,
+            layout=UNKNOWN,
+            kv_group=group,
+            ranks=UNKNOWN,
+            lora=lora,
+            tenant=source.tenant,
+        )
         self._numbers[lora, group, block_tokens] = len(self.all)
         self.all.append(Home(namespace, namespace.root(source.secret)))
         return len(self.all) - 1

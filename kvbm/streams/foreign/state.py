@@ -1,15 +1,17 @@
 """What to make of one publisher's messages: a state machine without clock, socket or thread.
 
-Messages are numbered from 0 on by the process that sends them; there is no epoch, and what a slow reader does not take is gone. The
-publisher keeps the last of them, 10,000 by default, and sends them again when asked. So
+Messages are numbered from 0 on by the process that sends them; there is no epoch, and what a slow reader does not take
+is gone. The publisher keeps the last of them, 10,000 by default, and sends them again when asked. So
 
     the next number           is applied
-    a later one               there is a hole: the publisher is asked for what is missing, from the last message that was read on
+    a later one               there is a hole: the publisher is asked for what is missing, from the last message that
+                              was read on
     an earlier one            another process: a new epoch, and all of its messages
     after a lost connection   as after a hole, because another process may have the address now
 
-The last message that was read is asked for again, too: the same bytes prove that it is the same process. Where the publisher keeps less than
-is missing, refuses, or is silent, nothing that was held is certain any more: a new epoch begins without it, and goes on with what comes.
+The last message that was read is asked for again, too: the same bytes prove that it is the same process. Where the
+publisher keeps less than is missing, refuses, or is silent, nothing that was held is certain any more: a new epoch
+begins without it, and goes on with what comes.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ class Connected(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Nothing has come for a while: see whether the publisher answers, and whether anything was missed. Silence changes nothing."""
+    """Nothing has come for a while: see whether the publisher answers, and whether anything was missed.
+
+    Silence changes nothing.
+    """
 
 
 class Ticked(NamedTuple):
@@ -290,7 +295,10 @@ class ForeignState:
         yield from self._drain(now_s, applied)
 
     def _drain(self, now_s: float, progress: bool) -> Iterator[Command]:
-        """Go on with the messages that came meanwhile. Before a hole the publisher is asked again, if anything came of the last time."""
+        """Go on with the messages that came meanwhile.
+
+        Before a hole the publisher is asked again, if anything came of the last time.
+        """
         while self._waiting:
             message = self._waiting[0]
             if message.sequence > self.next and progress and self._last is not None:
@@ -342,9 +350,7 @@ class ForeignState:
         """Keep a message for later. Beyond the bound the oldest goes, and is a hole again."""
         self._waiting.append(message)
         self._waiting_bytes += len(message.payload)
-        while len(self._waiting) > MAX_WAITING or (
-            self._waiting_bytes > MAX_WAITING_BYTES and len(self._waiting) > 1
-        ):  # fmt: skip
+        while len(self._waiting) > MAX_WAITING or (self._waiting_bytes > MAX_WAITING_BYTES and len(self._waiting) > 1):
             self._waiting_bytes -= len(self._waiting.popleft().payload)
 
     def _forget_waiting(self) -> None:

@@ -1,7 +1,10 @@
-"""The bytes of vLLM's and SGLang's KV events → what they say. Nothing a publisher sends raises anything but ForeignEventError.
+"""The bytes of vLLM's and SGLang's KV events → what they say.
 
-A message is MessagePack of `[ts, [events], rank]`, in a coming vLLM a map. An event is a map with its name under `type`, from older
-engines an array that begins with it. A hash is an integer of 64 bits, from vLLM on request its 32 bytes.
+Nothing a publisher sends raises anything but ForeignEventError.
+
+A message is MessagePack of `[ts, [events], rank]`, in a coming vLLM a map. An event is a map with its name under
+`type`, from older engines an array that begins with it. A hash is an integer of 64 bits, from vLLM on request its 32
+bytes.
 
 Sources: vllm/distributed/kv_events.py of vLLM 0.32.0; sglang/srt/disaggregation/kv_events.py of SGLang 0.5.23.
 """
@@ -268,11 +271,14 @@ def _stored(event: Any) -> Stored:
     owner, group = getattr(event, "ownership", None), getattr(event, "group_idx", None)
     return Stored(
         keys, event.parent_block_hash, tokens, size, extra, event.medium or "GPU", owner or "", lora, group or 0
-    )  # fmt: skip
+    )
 
 
 def _unpaired(pairs: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Tokens of pages of pairs, each a token and the one after it, and what lies behind the last. Raises ForeignEventError."""
+    """Tokens of pages of pairs, each a token and the one after it, and what lies behind the last.
+
+    Raises ForeignEventError.
+    """
     tokens = [first for first, _ in pairs]
     if any(pair[1] != after for pair, after in zip(pairs, tokens[1:], strict=False)):
         raise ForeignEventError(Refusal.MALFORMED, "pairs of tokens that do not follow each other")

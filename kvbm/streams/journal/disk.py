@@ -13,8 +13,11 @@ MOST_PIECES = 512  # given to one write; the kernel takes 1,024
 
 
 class Device(Protocol):
-    """The writing half of a disk. All raise OSError. What was written is safe from a power cut once its file was synced, and a
-    name once its folder was."""
+    """The writing half of a disk.
+
+    All raise OSError. What was written is safe from a power cut once its file was synced, and a name once its folder
+    was.
+    """
 
     def open(self, path: Path) -> int:
         """A file to append to, made if it is not there."""

@@ -1,8 +1,8 @@
 """The file EPOCH of a journal folder: which epoch has begun there, of which instance, with which durable pool.
 
-It is JSON with its own checksum in it. A file that is damaged in any way is put aside and costs what it said and nothing else: the next
-epoch is above all that segments, stream and catalog know, the pool's blocks are forgotten, and the process's random run tells the new
-life from the old one.
+It is JSON with its own checksum in it. A file that is damaged in any way is put aside and costs what it said and
+nothing else: the next epoch is above all that segments, stream and catalog know, the pool's blocks are forgotten, and
+the process's random run tells the new life from the old one.
 """
 
 from __future__ import annotations
@@ -92,7 +92,11 @@ def _put_aside(path: Path, instance: str, why: str) -> Begun:
             f"{path} is damaged ({why}) and cannot be put aside ({error.strerror}); move it out of the folder"
         ) from None
     log.warning(
-        "journal.epoch_damaged", file=str(path), why=why, kept_as=str(aside), lost="which pool file its blocks lie in",
+        "journal.epoch_damaged",
+        file=str(path),
+        why=why,
+        kept_as=str(aside),
+        lost="which pool file its blocks lie in",
         remedy="the engine starts with what else is known and an empty NVME pool; see to the disk",
-    )  # fmt: skip
+    )
     return Begun(instance)

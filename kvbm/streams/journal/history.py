@@ -1,8 +1,8 @@
 """What an instance's journal needs no more and keeps for those who ask later why a block left.
 
-A segment that is let go is renamed from `.kvbj` to `.kept`: nobody recovers from it, publishes it or counts it as the journal's, and
-`kvbm-replay` reads it before the others. The oldest goes first: when it is too old, when the folder takes more than it may, or when
-the device has no room for what is written.
+A segment that is let go is renamed from `.kvbj` to `.kept`: nobody recovers from it, publishes it or counts it as the
+journal's, and `kvbm-replay` reads it before the others. The oldest goes first: when it is too old, when the folder
+takes more than it may, or when the device has no room for what is written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Retention(NamedTuple):
 
     Attributes:
         keep_s: for how long after its last event; 0 for none at all.
-        max_bytes: the whole folder, history and what the journal needs, takes no more as long as there is history to give up.
+        max_bytes: the whole folder, history and what the journal needs, takes no more as long as there is history to
+            give up.
     """
 
     keep_s: float = 0.0

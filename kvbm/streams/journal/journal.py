@@ -1,13 +1,14 @@
 """An instance's own file of its events: whole frames one after another, in segments named by epoch and first offset.
 
     LOCK                                   held by the one manager that writes here
-    EPOCH                                  the epoch last begun (only grows), and with which durable pool: `streams/journal/epoch_file.py`
+    EPOCH                                  the epoch last begun (only grows), and with which durable pool:
+                                           `streams/journal/epoch_file.py`
     0000000003-00000000000000000000.kvbj   segment: epoch 3 from offset 0
     0000000003-00000000000000004711.kvbj   the next segment of that epoch
     0000000002-00000000000000000000.kept   history: a segment nobody needs any more, see `streams/journal/history.py`
 
-Opening cuts a torn or damaged tail at the last whole frame and keeps what was cut beside the segment as `.damaged`. Frames behind
-damage in the middle of an epoch stay: they are good, but no longer follow what is before them.
+Opening cuts a torn or damaged tail at the last whole frame and keeps what was cut beside the segment as `.damaged`.
+Frames behind damage in the middle of an epoch stay: they are good, but no longer follow what is before them.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class Journal:
 
         Args:
             run: of this process, as in `Fence.run`; `run_of` tells it of the epochs begun by it.
-        Raises: JournalError: another manager has it, it is another instance's, it cannot be written, or it was written by a
-            newer kvbm.
+        Raises: JournalError: another manager has it, it is another instance's, it cannot be written, or it was written
+            by a newer kvbm.
         """
         if options.fsync not in FSYNC_MODES:
             raise JournalError(f"journal.fsync is {options.fsync!r}; use one of {', '.join(FSYNC_MODES)}")
@@ -114,7 +115,8 @@ class Journal:
         except OSError:
             lock_file.close()
             raise JournalError(
-                f"journal folder {folder} is in use by another manager; give each instance its own folder, or stop the other"
+                f"journal folder {folder} is in use by another manager; give each instance its own folder, or stop the "
+                "other"
             ) from None
         warn_exposed("journal", folder)
         journal = cls(folder, instance, backend, lock_file, options, device or OsDevice(), clock, run)
@@ -160,7 +162,9 @@ class Journal:
         return any(segment.damaged_path.exists() for segment, _ in self._segments.of_epoch(epoch))
 
     def was_damaged(self, epoch: Epoch) -> bool:
-        """Whether more of an epoch that is still here was ever cut off than the frame that a crash leaves unfinished."""
+        """Whether more of an epoch that is still here was ever cut off than the frame that a crash leaves
+        unfinished.
+        """
         return any(segment.is_damaged for segment, _ in self._segments.of_epoch(epoch))
 
     def _load(self) -> None:
@@ -176,16 +180,23 @@ class Journal:
         self._history.trim(self._segments.used_bytes)
 
     def fit(self, pools: Iterable[PoolStated]) -> int:
-        """Make sure that snapshots of these pools fit into it, with a warning where its capacity is raised for that; gives the capacity."""
+        """Make sure that snapshots of these pools fit into it, with a warning where its capacity is raised for that;
+        gives the capacity.
+        """
         slots = sum(pool.slots for pool in pools)
         capacity_bytes, least_bytes = self._options.capacity_bytes, least_capacity(slots)
         if capacity_bytes >= least_bytes:
             return capacity_bytes
         log.warning(
-            "journal.too_small", folder=str(self.folder), capacity_bytes=capacity_bytes, needed_bytes=least_bytes, slots=slots,
-            effect="it takes what is needed: a snapshot that does not fit into half of it could never end, nor make room",
+            "journal.too_small",
+            folder=str(self.folder),
+            capacity_bytes=capacity_bytes,
+            needed_bytes=least_bytes,
+            slots=slots,
+            effect="it takes what is needed: a snapshot that does not fit into half of it could never end, nor make "
+            "room",
             remedy="set journal.capacity_bytes to what is needed",
-        )  # fmt: skip
+        )
         with self._writing:
             self._writer.raise_capacity(least_bytes)
         return least_bytes
@@ -197,8 +208,8 @@ class Journal:
 
         Args:
             pool_id: name of the durable pool whose slots its events will speak of, "" for none.
-            snapshot_end: frames that begin before it may exceed the capacity: without its first snapshot an epoch is of no use, and
-                the snapshot is what lets older segments go.
+            snapshot_end: frames that begin before it may exceed the capacity: without its first snapshot an epoch is of
+                no use, and the snapshot is what lets older segments go.
         Raises: JournalError: it is not newer, or no room.
         """
         with self._writing:
@@ -214,7 +225,8 @@ class Journal:
                 self._with_room(lambda: write_file(self._device, self.folder / EPOCH_FILE, [memoryview(data)]))
             except OSError as error:
                 raise JournalError(
-                    f"{self.folder / EPOCH_FILE} cannot be written ({error.strerror}); make room or choose another folder"
+                    f"{self.folder / EPOCH_FILE} cannot be written ({error.strerror}); make room or choose another "
+                    "folder"
                 ) from None
             self._begun, self.epoch = begun, epoch
             self._writer.begin_epoch(epoch, snapshot_end or Offset(0))
@@ -228,12 +240,16 @@ class Journal:
         return self._begun.runs.get(epoch, "")
 
     def roll(self) -> None:
-        """Begin a new segment with the next append, as when a snapshot begins: what is before it can then go as a whole."""
+        """Begin a new segment with the next append, as when a snapshot begins: what is before it can then go as a
+        whole.
+        """
         with self._writing:
             self._writer.roll()
 
     def let_in(self, until: Position) -> bool:
-        """Take frames of an epoch that begin before a position beyond the capacity, as those of its first snapshot; whether that is new."""
+        """Take frames of an epoch that begin before a position beyond the capacity, as those of its first snapshot;
+        whether that is new.
+        """
         with self._writing:
             return self._writer.let_in(until)
 
@@ -245,13 +261,13 @@ class Journal:
         self.append_all([frame])
 
     def append_all(self, frames: Sequence[FrameBytes]) -> int:
-        """Write whole frames with one write and, where every append is synced, one sync; gives how many are durable now, as far
-        as `fsync` promises: the first ones, at least one.
+        """Write whole frames with one write and, where every append is synced, one sync; gives how many are durable
+        now, as far as `fsync` promises: the first ones, at least one.
 
         A device without room gets that of history first.
 
-        Raises: OSError: the device refused, the journal is full (ENOSPC), or closed; nothing of any frame counts then, and it
-            may be tried again. LedgerError: a frame begins before the last one ends; a bug in the caller.
+        Raises: OSError: the device refused, the journal is full (ENOSPC), or closed; nothing of any frame counts then,
+            and it may be tried again. LedgerError: a frame begins before the last one ends; a bug in the caller.
         """
         done = 0
         with self._writing:
@@ -275,17 +291,21 @@ class Journal:
         return self._writer.sync_due(now_s)
 
     def sync(self) -> None:
-        """Bring what was appended to the device. Raises OSError: it did not take it; a later call or append tries again."""
+        """Bring what was appended to the device.
+
+        Raises OSError: it did not take it; a later call or append tries again.
+        """
         with self._writing:
             self._check_open()
             self._with_room(self._writer.settle)
             self._with_room(self._writer.sync)
 
     def truncate(self, published: Position, completed_snapshot: Position) -> int:
-        """Make history of the segments nobody needs: all of whose frames are on the stream and before a completed snapshot. Gives how many.
+        """Make history of the segments nobody needs: all of whose frames are on the stream and before a completed
+        snapshot. Gives how many.
 
-        What may not stay as history is deleted. The segment being written stays. May wait for a sync, because what makes them
-        truncatable has to be on the device first.
+        What may not stay as history is deleted. The segment being written stays. May wait for a sync, because what
+        makes them truncatable has to be on the device first.
 
         Args:
             published: everything before it is on the stream.
@@ -313,9 +333,12 @@ class Journal:
         return len(gone)
 
     def erase_history(self, before: Position) -> bool:
-        """Delete all history, and what was cut from segments that are gone. Whether no segment begins before a position.
+        """Delete all history, and what was cut from segments that are gone.
 
-        The files are unlinked, not overwritten: what their blocks on the device held is there until the device uses them again.
+        Whether no segment begins before a position.
+
+        The files are unlinked, not overwritten: what their blocks on the device held is there until the device uses
+        them again.
 
         Raises: OSError: a file cannot be removed.
         """
@@ -359,7 +382,7 @@ class Journal:
                 if error is not None:
                     raise error
 
-    # -- the end --------------------------------------------------------------------------------------------------------
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close the files and unlock the folder. Idempotent."""
@@ -379,7 +402,9 @@ class Journal:
             self._lock_file.close()
 
     def disown(self) -> None:
-        """This process is a forked child: let go of the files, which would keep the folder locked for as long as it lives."""
+        """This process is a forked child: let go of the files, which would keep the folder locked for as long as it
+        lives.
+        """
         self._writing = threading.RLock()
         self._is_closed = True
         self._lock_file.close()

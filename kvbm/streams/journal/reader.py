@@ -31,8 +31,8 @@ class JournalReader:
     def read_after(self, position: Position, limit_bytes: int) -> list[FrameBytes]:
         """See `FrameLog.read_after`. Reading on where the last call ended costs no search.
 
-        A frame whose header the device has damaged since is left out, with a warning, and so is what follows it up to the next
-        known place: to readers of the stream that is a gap like any other.
+        A frame whose header the device has damaged since is left out, with a warning, and so is what follows it up to
+        the next known place: to readers of the stream that is a gap like any other.
 
         Raises: OSError: the device does not read.
         """
@@ -104,9 +104,12 @@ class _SegmentReader:
             if header is None:
                 skipped = self.segment.start_after(self._at) or size
                 log.warning(
-                    "journal.frame_damaged", segment=str(self.segment.path), at=self._at, left_out=skipped - self._at,
+                    "journal.frame_damaged",
+                    segment=str(self.segment.path),
+                    at=self._at,
+                    left_out=skipped - self._at,
                     remedy="the device changes what it keeps; replace it",
-                )  # fmt: skip
+                )
                 self._at = skipped
                 continue
             if header.next_offset > self.offset:

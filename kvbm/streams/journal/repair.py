@@ -23,8 +23,8 @@ _KEPT_BYTES = 256 << 20  # of a damaged end; a sparse file may be larger than th
 def load_segments(folder: Path, instance: InstanceId, backend: Backend) -> list[Segment]:
     """The segments of a folder, in order, each cut at the end of its last whole frame.
 
-    Raises: JournalError: a segment is another instance's, was written by a newer kvbm, or a file's name is not a segment's.
-        OSError: a file cannot be read and repaired.
+    Raises: JournalError: a segment is another instance's, was written by a newer kvbm, or a file's name is not a
+        segment's. OSError: a file cannot be read and repaired.
     """
     found = []
     files = segment_files(folder)
@@ -78,8 +78,8 @@ def _scan(segment: Segment, until: Offset | None, instance: InstanceId, backend:
 
 
 def _is_more_than_torn(cut: Path, backend: Backend) -> bool:
-    """Whether what was cut off, now or by an opening whose process began no epoch that is whole, was not a crash's work: it does not
-    begin as a frame does, or a good frame lies somewhere behind.
+    """Whether what was cut off, now or by an opening whose process began no epoch that is whole, was not a crash's
+    work: it does not begin as a frame does, or a good frame lies somewhere behind.
     """
     with open(cut, "rb", opener=opener) as file:
         size = min(os.fstat(file.fileno()).st_size, MAX_FRAME_BYTES)
@@ -97,8 +97,8 @@ def _is_more_than_torn(cut: Path, backend: Backend) -> bool:
 
 
 def _is_damaged_header(path: Path, backend: Backend) -> bool:
-    """Whether nobody newer wrote the first frame of a file, though its version says so: it has a size that no frame has, or it is a
-    good one but for its version.
+    """Whether nobody newer wrote the first frame of a file, though its version says so: it has a size that no frame
+    has, or it is a good one but for its version.
     """
     with open(path, "rb", opener=opener) as file:
         head = file.read(12)
@@ -126,6 +126,10 @@ def _cut(segment: Segment, error: FrameError) -> None:
         os.fsync(kept.fileno())
     os.truncate(segment.path, segment.size)
     log.warning(
-        "journal.tail_cut", segment=str(segment.path), at=segment.size, cut_bytes=cut_bytes, kept_as=str(damaged),
+        "journal.tail_cut",
+        segment=str(segment.path),
+        at=segment.size,
+        cut_bytes=cut_bytes,
+        kept_as=str(damaged),
         why=error.detail,
-    )  # fmt: skip
+    )

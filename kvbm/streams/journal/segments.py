@@ -183,7 +183,10 @@ class Segments:
 
 
 def segment_files(folder: Path, suffix: str = SEGMENT_SUFFIX) -> list[tuple[Epoch, Offset, Path]]:
-    """The segments of a journal folder, in order; with KEPT_SUFFIX its history. Raises JournalError: a file's name is not a segment's."""
+    """The segments of a journal folder, in order; with KEPT_SUFFIX its history.
+
+    Raises JournalError: a file's name is not a segment's.
+    """
     found = []
     for path in folder.glob(f"*{suffix}"):
         epoch, _, offset = path.stem.partition("-")
@@ -201,8 +204,8 @@ def segment_path(folder: Path, epoch: Epoch, first_offset: Offset) -> Path:
 def scan_file(
     path: Path, size: int | None, backend: Backend
 ) -> Iterator[tuple[int, list[ScannedFrame], bytes, FrameError | None]]:
-    """A file's good frames, piece by piece: where the piece begins, its frames (placed in it), its bytes, and after the last one
-    why reading ended before the end.
+    """A file's good frames, piece by piece: where the piece begins, its frames (placed in it), its bytes, and after the
+    last one why reading ended before the end.
 
     Args:
         size: read only so far; None for all.

@@ -1,8 +1,8 @@
 """Writes a journal's frames to its last segment, and brings the end of that segment in order after a failure.
 
-A device that fails to sync may have dropped what it was given, and says so only once (Linux marks the pages clean). So frames that
-were not acknowledged are cut off again, and those that were acknowledged for the process's death alone are written once more, to
-a fresh segment, before anything else is taken.
+A device that fails to sync may have dropped what it was given, and says so only once (Linux marks the pages clean). So
+frames that were not acknowledged are cut off again, and those that were acknowledged for the process's death alone are
+written once more, to a fresh segment, before anything else is taken.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class JournalOptions(NamedTuple):
     """How a journal writes and what it may take.
 
     Attributes:
-        fsync: "off" survives a killed process, "always" a power cut as well; of "interval" a power cut takes what was appended
-            in the last `sync_interval_s`, provided somebody calls `sync` when `sync_due` says so.
+        fsync: "off" survives a killed process, "always" a power cut as well; of "interval" a power cut takes what was
+            appended in the last `sync_interval_s`, provided somebody calls `sync` when `sync_due` says so.
         segment_bytes: a segment is closed once it is this large.
         capacity_bytes: what segments may take together, without history; beyond it `append` refuses.
         retention: how much of what is let go stays as history.
@@ -54,8 +54,8 @@ class JournalOptions(NamedTuple):
 def least_capacity(slots: int) -> int:
     """Bytes a journal must be able to hold where an instance has so many slots, or it can never be emptied.
 
-    A snapshot begins when half of it is used, and only a whole one lets older segments go. So it is twice what a snapshot takes at
-    most, and as much again for what happens while it is under way.
+    A snapshot begins when half of it is used, and only a whole one lets older segments go. So it is twice what a
+    snapshot takes at most, and as much again for what happens while it is under way.
     """
     return 4 * _LISTED_BYTES * slots
 
@@ -99,7 +99,9 @@ class SegmentWriter:
         return self._file is not None
 
     def begin_epoch(self, epoch: Epoch, snapshot_end: Offset) -> None:
-        """Begin a new segment with the next append, and let frames in beyond the capacity that begin before `snapshot_end`."""
+        """Begin a new segment with the next append, and let frames in beyond the capacity that begin before
+        `snapshot_end`.
+        """
         self._free_until = Position(epoch, snapshot_end)
         self._rolls = True
 
@@ -115,7 +117,10 @@ class SegmentWriter:
         return True
 
     def append_group(self, frames: Sequence[FrameBytes], done: int) -> int:
-        """Write the frames from `done` on that go to one segment; gives how many. Raises OSError, LedgerError: none counts."""
+        """Write the frames from `done` on that go to one segment; gives how many.
+
+        Raises OSError, LedgerError: none counts.
+        """
         self.settle()
         first = frames[done]
         end = self._segments.end
@@ -202,7 +207,7 @@ class SegmentWriter:
             with suppress(OSError):
                 os.close(file)
 
-    # -- room -----------------------------------------------------------------------------------------------------------
+    # -- room ----------------------------------------------------------------------------------------------------------
 
     def raise_capacity(self, capacity_bytes: int) -> None:
         """Take so much instead of what the options say."""
@@ -218,10 +223,11 @@ class SegmentWriter:
             raise FullError(
                 errno.ENOSPC,
                 f"journal folder {self._folder} holds {self._segments.used_bytes} bytes, and journal.capacity_bytes is "
-                f"{self._options.capacity_bytes}: no room for {len(frame.data)} more until a completed snapshot is published",
+                f"{self._options.capacity_bytes}: no room for {len(frame.data)} more until a completed snapshot is "
+                "published",
             )
 
-    # -- segments -------------------------------------------------------------------------------------------------------
+    # -- segments ------------------------------------------------------------------------------------------------------
 
     def _needs_segment(self, frame: FrameBytes) -> bool:
         segment = self._segments.last
@@ -258,17 +264,23 @@ class SegmentWriter:
         self._unsynced_since_s = None
 
     def _write_again(self, segment: Segment, file: int) -> None:
-        """Write frames since the last good sync to a fresh segment, while the page cache still has them. Raises OSError."""
+        """Write frames since the last good sync to a fresh segment, while the page cache still has them.
+
+        Raises OSError.
+        """
         with open(segment.path, "rb", opener=opener) as source:
             source.seek(segment.synced)
             data = source.read(segment.size - segment.synced)
         frames, error = self._backend.scan_frames(data)
         if error is not None or not frames:
             log.error(
-                "journal.frames_lost", segment=str(segment.path), at=segment.synced, lost_bytes=len(data),
+                "journal.frames_lost",
+                segment=str(segment.path),
+                at=segment.synced,
+                lost_bytes=len(data),
                 why=error.detail if error else "the file is shorter than it was",
                 remedy="replace the device; readers of the stream see a gap and are made whole by a snapshot",
-            )  # fmt: skip
+            )
         instead: list[Segment] = []
         if frames:
             path = segment_path(self._folder, segment.epoch, frames[0].first_offset)

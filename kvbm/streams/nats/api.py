@@ -148,7 +148,10 @@ async def stream_info(connection: NatsConnection, name: str, timeout_s: float) -
 
 
 async def message_at(connection: NatsConnection, name: str, sequence: int, timeout_s: float) -> StreamMessage | None:
-    """The message at a sequence; None: there is none, or it is damaged. The stream's leader is asked: only it must be believed."""
+    """The message at a sequence;
+
+    None: there is none, or it is damaged. The stream's leader is asked: only it must be believed.
+    """
     if sequence < 1:
         return None
     asked = f"$JS.API.STREAM.MSG.GET.{name}"
@@ -164,7 +167,10 @@ async def message_at(connection: NatsConnection, name: str, sequence: int, timeo
 
 
 def ns_of(words: str, asked: str) -> int:
-    """Nanoseconds since 1970 of a time as the server writes it, which leaves out zeros at the end. Raises StreamError."""
+    """Nanoseconds since 1970 of a time as the server writes it, which leaves out zeros at the end.
+
+    Raises StreamError.
+    """
     whole, _, fraction = words.removesuffix("Z").partition(".")
     try:
         return calendar.timegm(time.strptime(whole, "%Y-%m-%dT%H:%M:%S")) * NS + int(fraction[:9].ljust(9, "0"))
@@ -177,7 +183,8 @@ async def store(
 ) -> int:
     """Have a message stored; gives its sequence.
 
-    Raises: FencedError: the last sequence it expects is another. AwayError, StreamError: it was not stored, or nobody knows.
+    Raises: FencedError: the last sequence it expects is another. AwayError, StreamError: it was not stored, or nobody
+        knows.
     """
     ack = decode(await connection.ask(subject, data, timeout_s, headers), PublishAck, subject)
     if ack.error is not None:
@@ -197,11 +204,12 @@ async def last_message(
 ) -> Stored | None:
     """The last message of a subject.
 
-    It is asked for in a way that a permission can bind to the subject. Another replica of the server may answer, a little
-    late: for a fence the next publish finds out, and a tail that lies earlier costs a repeat.
+    It is asked for in a way that a permission can bind to the subject. Another replica of the server may answer, a
+    little late: for a fence the next publish finds out, and a tail that lies earlier costs a repeat.
 
     Args:
-        may_lack: there may be no such stream, and then there is no message; who may not ask its leader takes silence for that.
+        may_lack: there may be no such stream, and then there is no message; who may not ask its leader takes silence
+            for that.
     """
     try:
         found = await connection.ask(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"", timeout_s)

@@ -85,7 +85,9 @@ class NatsAskLine:
 
 
 class _Taker:
-    """Takes the messages of one subscription: a few are answered as they are read; what is more waits, and lets others have a turn."""
+    """Takes the messages of one subscription: a few are answered as they are read; what is more waits, and lets others
+    have a turn.
+    """
 
     def __init__(self, line: NatsAskLine, connection: NatsConnection, taker: AskTaker) -> None:
         self._line, self._connection, self._taker = line, connection, taker

@@ -1,7 +1,8 @@
-"""Reads a stream in order by direct gets, each of which is answered by many messages: for a user who may read and nothing else.
+"""Reads a stream in order by direct gets, each of which is answered by many messages: for a user who may read and
+nothing else.
 
-Who makes a consumer says where it sends, and the server sends there: so to a user who only reads none is lent. A direct get leaves
-nothing on the server, and what it answers reaches the asker alone.
+Who makes a consumer says where it sends, and the server sends there: so to a user who only reads none is lent. A direct
+get leaves nothing on the server, and what it answers reaches the asker alone.
 """
 
 from __future__ import annotations
@@ -165,7 +166,8 @@ class BatchReader:
             self._pauses.end()
         elif left_s <= 0:
             raise AwayError(
-                f"NATS at {shown(self._connections.url)} answers no reads of {self._name} ({batch.why_broken}); if the account is new to "
+                f"NATS at {shown(self._connections.url)} answers no reads of {self._name} ({batch.why_broken}); if the "
+                "account is new to "
                 "it, reload it once more"
             )
         else:
@@ -215,7 +217,9 @@ class BatchReader:
             self._batch = None  # it may be of the other store
 
     async def _check_store(self, connection: NatsConnection, timeout_s: float) -> None:
-        """Begin anew when the store was replaced or has lost its end, because its sequences then name other messages."""
+        """Begin anew when the store was replaced or has lost its end, because its sequences then name other
+        messages.
+        """
         info = await stream_info(connection, self._name, timeout_s)
         is_other = bool(self._created) and info.created != self._created
         is_other = is_other or info.state.last_seq < self._after.sequence

@@ -1,8 +1,8 @@
 """One connection to a NATS server, from its making to its loss; it never comes back.
 
-nats-py carries bytes here and nothing more. Its own reconnection is off, because it sends again, in another order, what it had
-buffered: a lost connection fails the calls in flight at once, and readers make a new one. Its JetStream layer is not used
-either: acks are awaited by a reply inbox of ours, and readers pull by requests of ours.
+nats-py carries bytes here and nothing more. Its own reconnection is off, because it sends again, in another order, what
+it had buffered: a lost connection fails the calls in flight at once, and readers make a new one. Its JetStream layer is
+not used either: acks are awaited by a reply inbox of ours, and readers pull by requests of ours.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ BORROWED_API = "kvbm.v1.api"  # the same for a user whose account has no JetStre
 CLOSE_WAIT_S = 1.0
 REMEDY = "start a nats-server there, or correct the URL"
 
-# What comes out of calls of nats-py: its own errors, the system's, and what it or the loop below it ends in otherwise. uvloop says by RuntimeError that a
-# transport is closed; a server that greets as no NATS does ends in whichever of the others.
+# What comes out of calls of nats-py: its own errors, the system's, and what it or the loop below it ends in otherwise.
+# uvloop says by RuntimeError that a transport is closed; a server that greets as no NATS does ends in whichever of the
+# others.
 _FOREIGN = (
     NatsError,
     OSError,
@@ -91,7 +92,9 @@ class LateError(AwayError):
 
 
 class _Uri(ParseResult):
-    """A server's URL with user and password as they are: nats-py sends them as they are written, with their %40 and %2F."""
+    """A server's URL with user and password as they are: nats-py sends them as they are written, with their %40 and
+    %2F.
+    """
 
     @property
     def username(self) -> str | None:
@@ -107,7 +110,9 @@ class _Uri(ParseResult):
 
 
 class _Client(CheckedClient):
-    """A client that leaves headers alone until somebody looks at them, and gives messages straight to who has asked for that."""
+    """A client that leaves headers alone until somebody looks at them, and gives messages straight to who has asked for
+    that.
+    """
 
     def __init__(self, messages: NatsMessages) -> None:
         super().__init__()
@@ -159,7 +164,10 @@ class _Client(CheckedClient):
         self._transport.write(data)
 
     async def write(self, data: bytes) -> None:
-        """Bytes of the protocol, written at once: nats-py would leave them to a task of its own. Waits while too many are unsent."""
+        """Bytes of the protocol, written at once: nats-py would leave them to a task of its own.
+
+        Waits while too many are unsent.
+        """
         transport = self._transport
         assert transport is not None
         if self._pending:  # these come first
@@ -320,7 +328,10 @@ class NatsConnection:
         if message.headers and message.headers.get("Status") == "503":
             why = "its server needs JetStream (nats-server -js), or the stream has no leader now"
             if self.is_lent:
-                why = "the stream has no leader now, or the account of this user is new: then reload nats-server once more"
+                why = (
+                    "the stream has no leader now, or the account of this user is new: then reload nats-server once "
+                    "more"
+                )
             raise NobodyError(f"nobody answers to {subject} at {self.shown}; {why}")
         return message
 
@@ -350,7 +361,8 @@ class NatsConnection:
 
         Args:
             group: those of one group share the messages.
-            most_waiting, most_waiting_bytes: of messages for `take`; more are dropped. 0: `take` must bound what it keeps.
+            most_waiting, most_waiting_bytes: of messages for `take`; more are dropped. 0: `take` must bound what it
+                keeps.
         """
         try:
             return await self.client.subscribe(
@@ -377,7 +389,10 @@ class NatsConnection:
         return subscription
 
     async def subscribe_to_runs(self, subject: str, taker: RunTaker) -> Subscription:
-        """The same for messages of a stream, which are given in runs; none come before this has returned. Raises StreamError."""
+        """The same for messages of a stream, which are given in runs; none come before this has returned.
+
+        Raises StreamError.
+        """
         subscription = await self.subscribe(subject, _nothing)
         self.client.parser.give_runs(subscription._id, taker)
         return subscription
@@ -428,7 +443,9 @@ class NatsConnection:
             raise self._lost(error_words(error)) from None
 
     async def send_headed(self, subject: str, head: bytes, data: bytes) -> None:
-        """Send without waiting for an answer, and without a look at what the server said of this subject. Raises StreamError: lost.
+        """Send without waiting for an answer, and without a look at what the server said of this subject.
+
+        Raises StreamError: lost.
 
         Args:
             subject: of a message that has come, to which this is the answer.
@@ -458,7 +475,9 @@ class NatsConnection:
         return b"".join((line, head, data, b"\r\n"))
 
     def check(self, subject: str) -> None:
-        """Raises StreamError: the connection is lost, or the server has complained of this subject since the last call."""
+        """Raises StreamError: the connection is lost, or the server has complained of this subject since the
+        last call.
+        """
         if not self.is_open:
             raise self._lost(self._why_lost or "closed")
         subject = self._routed(subject)

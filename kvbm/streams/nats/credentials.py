@@ -46,8 +46,10 @@ class Credentials(NamedTuple):
         return bool(self.tls_ca or self.tls_cert) or (bool(url) and any(server.is_tls for server in servers_of(url)))
 
     def connect_options(self, url: str) -> dict[str, Any]:
-        """What nats-py's `connect` takes for it. Each file is read here, once: what is wrong is said at the start, and a file
-        that is replaced while a connection is made is the old one or the new one.
+        """What nats-py's `connect` takes for it.
+
+        Each file is read here, once: what is wrong is said at the start, and a file that is replaced while a connection
+        is made is the old one or the new one.
 
         Raises: ConfigError: files that cannot be used. MissingExtraError: keys need the package nkeys.
         """
@@ -59,7 +61,8 @@ class Credentials(NamedTuple):
             lines = text.splitlines()
             if _JWT_MARK not in text or _SEED_MARK not in text:
                 raise ConfigError(
-                    f"nats.credentials {self.credentials} has no user's JWT and seed; give a .creds file, as nsc writes it"
+                    f"nats.credentials {self.credentials} has no user's JWT and seed; give a .creds file, as nsc "
+                    "writes it"
                 )
             at = next(index for index, line in enumerate(lines) if _SEED_MARK in line)
             _check_seed("nats.credentials", self.credentials, lines[at + 1] if at + 1 < len(lines) else "")
@@ -97,7 +100,8 @@ class Credentials(NamedTuple):
                 context.load_cert_chain(self.tls_cert, self.tls_key, password=_no_password)
             except (OSError, ValueError) as error:  # ssl.SSLError is an OSError, and a file may have gone
                 raise ConfigError(
-                    f"nats.tls_cert {self.tls_cert} and nats.tls_key {self.tls_key} do not belong together, or are no PEM "
+                    f"nats.tls_cert {self.tls_cert} and nats.tls_key {self.tls_key} do not belong together, or are no "
+                    "PEM "
                     f"without password ({_reason(error)})"
                 ) from None
         return context

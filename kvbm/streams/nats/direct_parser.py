@@ -1,7 +1,8 @@
 """The protocol of NATS as nats-py reads it, but messages of some subscriptions go straight to who takes them.
 
-nats-py puts each message into a queue and has a task of the subscription take it out: a reader of events spends more on that than on all
-that follows. `messages` takes apart what comes, and gives a reader whole runs; all else is nats-py's affair.
+nats-py puts each message into a queue and has a task of the subscription take it out: a reader of events spends more on
+that than on all that follows. `messages` takes apart what comes, and gives a reader whole runs; all else is nats-py's
+affair.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""The record of erasures on NATS, and what everybody answers to it: a stream of its own that keeps the last message of each subject.
+"""The record of erasures on NATS, and what everybody answers to it: a stream of its own that keeps the last message of
+each subject.
 
 KVBM_ERASE  kvbm.v1.erase.<cluster>           what is to be erased, as `kvbm-catalog erase` writes it
-            kvbm.v1.erased.<cluster>.<name>   how far an instance, a catalog or an object pool has come, written by itself
+            kvbm.v1.erased.<cluster>.<name>   how far an instance, a catalog or an object pool has come, by itself
 
-Nothing in it goes by age: an instance may return after a year. What the messages say is bytes here; `kvbm.erasure` has the words.
+Nothing in it goes by age: an instance may return after a year. What the messages say is bytes here; `kvbm.erasure` has
+the words.
 """
 
 from __future__ import annotations
@@ -80,7 +82,10 @@ class ErasureLog:
         return await last_message(self._connection, ERASURES, self._subject, self._timeout_s, may_lack=True)
 
     async def put_record(self, data: bytes, expected: int) -> int:
-        """Replace the record that lies at a sequence, 0 where there is none. Raises FencedError: another was written meanwhile."""
+        """Replace the record that lies at a sequence, 0 where there is none.
+
+        Raises FencedError: another was written meanwhile.
+        """
         headers = expecting(expected, self._subject)
         return await store(self._connection, ERASURES, self._subject, data, headers, self._timeout_s)
 
@@ -108,7 +113,8 @@ class ErasureLog:
     async def events_kept(self) -> EventsKept:
         """What the stream of events still has.
 
-        Its first message may go by age before it is read; then another is the first. One that is damaged cannot be read at all.
+        Its first message may go by age before it is read; then another is the first. One that is damaged cannot be read
+        at all.
         """
         for _ in range(_LOOKS):
             info = await stream_info(self._connection, STREAM, self._timeout_s)

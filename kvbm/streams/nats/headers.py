@@ -18,7 +18,10 @@ _MOST_FENCE_WORDS = 200
 
 
 class Headers(dict[str, str]):
-    """Headers of a message, taken apart when first looked at: readers of events never do. `Status` is never among them."""
+    """Headers of a message, taken apart when first looked at: readers of events never do.
+
+    `Status` is never among them.
+    """
 
     def __init__(self, raw: bytes) -> None:
         super().__init__()

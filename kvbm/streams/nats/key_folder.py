@@ -111,7 +111,8 @@ def _print(folder: Path, cluster: str, named: list[ServerUser], change: Change, 
     remarks, comments = [], []
     if dropped:
         remarks.append(
-            f"{', '.join(dropped)} had an account and has none now: nats-server turns away who is not named; to keep them, name them "
+            f"{', '.join(dropped)} had an account and has none now: nats-server turns away who is not named; to keep "
+            "them, name them "
             "again before it reloads"
         )
     for user in users:
@@ -120,7 +121,8 @@ def _print(folder: Path, cluster: str, named: list[ServerUser], change: Change, 
     unknown = [user.stem for user in users if not is_new and accounts.numbers.get(user.stem, 0) > known]
     if unknown:
         remarks.append(
-            f"there was no spare account for {', '.join(unknown)}: reload nats-server twice, or restart it, because at a reload it "
+            f"there was no spare account for {', '.join(unknown)}: reload nats-server twice, or restart it, because at "
+            "a reload it "
             "lends nothing to an account that is new to it"
         )
     text = server_config(cluster, users, [_account(number) for number in spares])
@@ -154,7 +156,8 @@ def _change_keys(folder: Path, change: Change) -> None:
 def _number(accounts: _Accounts, stems: Sequence[str], spare: int) -> list[int]:
     """Give everybody an account, those first that the server knows; gives the spare ones.
 
-    Who is not named loses its account. It is the last to be given to another, whose events must not meet the old one's imports.
+    Who is not named loses its account. It is the last to be given to another, whose events must not meet the old one's
+    imports.
     """
     left = {stem: number for stem, number in accounts.numbers.items() if stem in stems}
     free = [number for number in range(1, accounts.made + 1) if number not in left.values()]
@@ -184,7 +187,8 @@ def _on_overlap(folder: Path, user: ServerUser, overlap_s: float, now_s: float) 
     until = datetime.datetime.fromtimestamp(until_s, datetime.UTC).strftime("%Y-%m-%dT%H:%MZ")
     when = f"until {until}" if now_s <= until_s else f"still, though it was meant to until {until}"
     return (
-        f"{user.stem} has two keys {when}: when it uses {user.stem}.next.nk, end the other with --retire {user.stem} and reload "
+        f"{user.stem} has two keys {when}: when it uses {user.stem}.next.nk, end the other with --retire {user.stem} "
+        "and reload "
         "nats-server"
     )
 
@@ -209,7 +213,8 @@ def _read_accounts(folder: Path) -> _Accounts:
         return _Accounts()
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({error}); put it back, or remove it, print the accounts and reload nats-server twice"
+            f"{path} cannot be read ({error}); put it back, or remove it, print the accounts and reload nats-server "
+            "twice"
         ) from None
 
 

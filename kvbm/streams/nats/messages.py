@@ -1,7 +1,8 @@
 """The protocol of NATS as a client reads it: bytes as they came, cut anywhere, become messages and lines. No I/O.
 
-What JetStream gives a reader is most of what comes. Messages of watched subscriptions that name their place in the stream are joined to runs,
-so that a reader takes many at a time. `ReadableMessages` says what the native implementation does.
+What JetStream gives a reader is most of what comes. Messages of watched subscriptions that name their place in the
+stream are joined to runs, so that a reader takes many at a time. `ReadableMessages` says what the native implementation
+does.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ MOST_CONTROL_LINE = 4096  # bytes of a line that is no message's, as nats.protoc
 MOST_MESSAGE_BYTES = 128 << 20  # no server takes more than 64 MiB
 _MOST_DIGITS = 18  # of a number in a line
 
-# What is given: a line with its end as it came; a message, as subscription, subject, reply, headers and payload; or a run of messages of a watched
-# subscription, as subscription, the consumer's count of the first, how many it had left after the last, and the messages.
+# What is given: a line with its end as it came; a message, as subscription, subject, reply, headers and payload; or a
+# run of messages of a watched subscription, as subscription, the consumer's count of the first, how many it had left
+# after the last, and the messages.
 Message = tuple[int, bytes, bytes, bytes, bytes]
-# Sequence in the stream, subject, payload, when it was stored in nanoseconds since 1970, and the value of the header Kvbm-Fence.
+# Sequence in the stream, subject, payload, when it was stored in nanoseconds since 1970, and the value of the header
+# Kvbm-Fence.
 Delivered = tuple[int, str, bytes, int, bytes | None]
 Run = tuple[int, int, int, list[Delivered]]
 Item = bytes | Message | Run
@@ -132,10 +135,12 @@ def _words_of(line: bytes) -> tuple[int, bytes, bytes, int, int] | None:
 
 
 def place_in(reply: bytes) -> tuple[int, int, int, int] | None:
-    """Sequence in the stream, the consumer's count, time of storage and what the consumer had left; None: the reply subject says none.
+    """Sequence in the stream, the consumer's count, time of storage and what the consumer had left;
 
-    $JS.ACK.<stream>.<consumer>.<times>.<sequence>.<count>.<time>.<left>; a longer form has domain and account before the stream,
-    and one more part at its end.
+    None: the reply subject says none.
+
+    $JS.ACK.<stream>.<consumer>.<times>.<sequence>.<count>.<time>.<left>; a longer form has domain and account before
+    the stream, and one more part at its end.
     """
     if not reply.startswith(_ACK):
         return None

@@ -1,9 +1,10 @@
-"""Who may do what on the stream: the server's permissions for each user, and the block of its configuration that says so.
+"""Who may do what on the stream: the server's permissions for each user, and the block of its configuration that says
+so.
 
-An instance may write its own subjects and no others; so may a janitor, which is an instance. The catalog makes the streams, reads
-all, and writes only what it alone says. A user of replay reads events and changes nothing. An operator writes what is to be erased.
-A router asks the catalog, under its own name. A replica of the catalog reads events and heartbeats.
-None may delete or purge. Answers travel on inboxes of the user's own, so that nobody reads another's.
+An instance may write its own subjects and no others; so may a janitor, which is an instance. The catalog makes the
+streams, reads all, and writes only what it alone says. A user of replay reads events and changes nothing. An operator
+writes what is to be erased. A router asks the catalog, under its own name. A replica of the catalog reads events and
+heartbeats. None may delete or purge. Answers travel on inboxes of the user's own, so that nobody reads another's.
 """
 
 from __future__ import annotations
@@ -95,13 +96,17 @@ def grant(cluster: str, role: Role, name: str = "") -> str:
     """What to do about a refusal, in words."""
     add = "" if role is Role.CATALOG else f" --{role} {name or 'NAME'}"
     return (
-        f"print the accounts with `kvbm nats-permissions --cluster {cluster} --keys KEYS{add}`, with everybody else named too, and "
+        f"print the accounts with `kvbm nats-permissions --cluster {cluster} --keys KEYS{add}`, with everybody else "
+        "named too, and "
         "reload nats-server"
     )
 
 
 def instance_permissions(cluster: str, instance: str) -> dict[str, Any]:
-    """What the server should let an instance do, as nats-server's configuration has it. Raises ConfigError: an impossible name."""
+    """What the server should let an instance do, as nats-server's configuration has it.
+
+    Raises ConfigError: an impossible name.
+    """
     snapshots = instance_subject(SNAPSHOTS_PREFIX, cluster, instance)
     return {
         "publish": {"allow": [*_lent_to_instance(cluster, instance), f"{JS_API}.STREAM.INFO.{STREAM}"]},
@@ -151,16 +156,19 @@ _PULSE_BATCHES = f"DIRECT.GET.{PULSE}"
 
 
 def _true_subject(subject: str) -> str:
-    """What an instance's subject is in the account of the streams: the server's own `$JS.API` hides one of that name."""
+    """What an instance's subject is in the account of the streams: the server's own `$JS.API` hides one of that
+    name.
+    """
     return subject.replace(BORROWED_API, JS_API, 1) if subject.startswith(BORROWED_API) else subject
 
 
 def catalog_permissions(cluster: str | None) -> dict[str, Any]:
     """What the server should let the catalog of a cluster, or of all, do. Raises ConfigError: an impossible name.
 
-    It makes the streams, and readers of them. It has no business with events and fences, and may not write them; but who is in the
-    account of the streams can have an answer stored under any subject, so its key is trusted with all of them. Its pulses go under a
-    name that is new at each start, and a permission cannot say the beginning of a name: so it may write all pulses, and routes of all catalogs.
+    It makes the streams, and readers of them. It has no business with events and fences, and may not write them; but
+    who is in the account of the streams can have an answer stored under any subject, so its key is trusted with all of
+    them. Its pulses go under a name that is new at each start, and a permission cannot say the beginning of a name: so
+    it may write all pulses, and routes of all catalogs.
     """
     written = (SNAPSHOTS_PREFIX, PULSE_PREFIX, ERASED_PREFIX, ROUTES_PREFIX)
     allowed = [cluster_filter(prefix, cluster) for prefix in written]
@@ -216,13 +224,14 @@ def _rights(cluster: str, user: ServerUser) -> _Rights:
 def server_config(cluster: str, users: Sequence[ServerUser], spares: Sequence[str] = ()) -> str:
     """The block `accounts` of nats-server's configuration: the users of one cluster, and nobody else.
 
-    The streams belong to the catalog's account. Everybody else has an account of its own, for a server answers on whatever
-    subject it is asked to: in one account an instance could have an answer, and with it a frame of its choice, stored as
-    another's. Across accounts an answer finds its asker alone.
+    The streams belong to the catalog's account. Everybody else has an account of its own, for a server answers on
+    whatever subject it is asked to: in one account an instance could have an answer, and with it a frame of its choice,
+    stored as another's. Across accounts an answer finds its asker alone.
 
     Args:
-        spares: accounts without users. nats-server, when it reloads its configuration, lends subjects to an account that it knew
-            before, and forgets to lend them to one that is new. So who is added gets an account that was spare until then.
+        spares: accounts without users. nats-server, when it reloads its configuration, lends subjects to an account
+            that it knew before, and forgets to lend them to one that is new. So who is added gets an account that was
+            spare until then.
     Raises: ConfigError: an impossible name, or a user twice.
     """
     _check_once(users)

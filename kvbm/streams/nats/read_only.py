@@ -1,7 +1,9 @@
-"""A stream that is followed with the rights of a reader: nothing is sent that others hear, nothing is made, nothing is left on the server.
+"""A stream that is followed with the rights of a reader: nothing is sent that others hear, nothing is made, nothing is
+left on the server.
 
-A catalog knows that it hears everybody because its own pulses come back. A reader sends none. In place of a pulse it asks the stream's leader
-where the heartbeats end, and hears "its pulse" once it has read that far: then it has read every heartbeat stored before the question.
+A catalog knows that it hears everybody because its own pulses come back. A reader sends none. In place of a pulse it
+asks the stream's leader where the heartbeats end, and hears "its pulse" once it has read that far: then it has read
+every heartbeat stored before the question.
 """
 
 from __future__ import annotations
@@ -70,7 +72,10 @@ class ReadOnlyStream(NatsStream):
         return reader
 
     async def send_pulse(self, heartbeat: Heartbeat) -> None:
-        """Nothing is sent; `watch_pulses` gives it out once all heartbeats that are stored by now are read. Raises StreamError."""
+        """Nothing is sent;
+
+        `watch_pulses` gives it out once all heartbeats that are stored by now are read. Raises StreamError.
+        """
         info = await stream_info(self._connections.now, PULSE, ASK_END_S)
         state = info.state
         if self._pulses is not None and (info.created != self._created or state.last_seq < self._pulses.reached):

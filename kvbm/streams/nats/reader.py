@@ -32,7 +32,10 @@ READER_IDLE_S = 60  # after this long without a request the server forgets a rea
 
 
 class Pull:
-    """One consumer on the server, and what it has sent. The first thing that goes wrong ends it; then another is made."""
+    """One consumer on the server, and what it has sent.
+
+    The first thing that goes wrong ends it; then another is made.
+    """
 
     def __init__(self, connection: NatsConnection, wake: asyncio.Event) -> None:
         self.connection = connection
@@ -127,7 +130,9 @@ class Pull:
 
 
 class NatsReader:
-    """An `EventReader` by pull requests, without acks. It outlives connections: each new one starts after what was fetched.
+    """An `EventReader` by pull requests, without acks.
+
+    It outlives connections: each new one starts after what was fetched.
 
     Args:
         after: where to begin; None for the last message of each subject, after a lost connection again.
@@ -228,7 +233,9 @@ class NatsReader:
             raise AwayError(f"no answer from NATS at {shown(self._connections.url)} within {timeout_s:g} s") from None
 
     async def _check_store(self, connection: NatsConnection, timeout_s: float) -> None:
-        """Begin anew when the store was replaced or has lost its end, because its sequences then name other messages."""
+        """Begin anew when the store was replaced or has lost its end, because its sequences then name other
+        messages.
+        """
         if self._after is None:
             return
         info = await stream_info(connection, self._name, timeout_s)
@@ -242,7 +249,9 @@ class NatsReader:
         self._created = info.created
 
     async def _is_overwritten(self, connection: NatsConnection, timeout_s: float) -> bool:
-        """Whether another message than the one fetched last has its sequence: the store lost its end and has grown since."""
+        """Whether another message than the one fetched last has its sequence: the store lost its end and has grown
+        since.
+        """
         after = self._after
         if after is None or not after.sequence or after.fingerprint is None:
             return False

@@ -63,7 +63,10 @@ class ServerView(NamedTuple):
 
 
 async def look(url: str, timeout_s: float, credentials: Credentials) -> ServerView:
-    """A server and its stream, which is not made if it is not there. Raises StreamError: no connection, or no answers allowed."""
+    """A server and its stream, which is not made if it is not there.
+
+    Raises StreamError: no connection, or no answers allowed.
+    """
     connection = await NatsConnection.open(url, timeout_s, credentials)
     try:
         async with asyncio.timeout(timeout_s):
@@ -77,9 +80,17 @@ async def look(url: str, timeout_s: float, credentials: Credentials) -> ServerVi
             )
             info = connection.client.server_info
             return ServerView(
-                connection.shown, str(info.get("version", "")), connection.client.max_payload, bool(info.get("tls_required")),
-                sorted(times)[len(times) // 2], has_jetstream, stream, unseen, stored, most,
-            )  # fmt: skip
+                connection.shown,
+                str(info.get("version", "")),
+                connection.client.max_payload,
+                bool(info.get("tls_required")),
+                sorted(times)[len(times) // 2],
+                has_jetstream,
+                stream,
+                unseen,
+                stored,
+                most,
+            )
     except TimeoutError:
         raise StreamError(f"NATS at {connection.shown} did not answer within {timeout_s:g} s; {REMEDY}") from None
     finally:
@@ -89,7 +100,8 @@ async def look(url: str, timeout_s: float, credentials: Credentials) -> ServerVi
 def look_as_anybody(
     url: str, timeout_s: float, credentials: Credentials, cluster: str, instance: str
 ) -> tuple[ServerView, str]:
-    """`look`, and whom the server takes this user for: "instance", "catalog" or "tool", for each has inboxes of its own.
+    """`look`, and whom the server takes this user for: "instance", "catalog" or "tool", for each has inboxes of its
+    own.
 
     Raises: StreamError: no connection, or no answers allowed to any of them. ConfigError: an impossible name.
     """
@@ -97,8 +109,10 @@ def look_as_anybody(
     first: StreamError | None = None
     grant = f"give nats.nkey_seed of a user of cluster {cluster}: an instance's with its instance.id, or the catalog's"
     for role, inbox in (
-        ("catalog", catalog_inbox(cluster)), ("instance", instance_inbox(cluster, instance)), ("tool", INBOX),
-    ):  # fmt: skip
+        ("catalog", catalog_inbox(cluster)),
+        ("instance", instance_inbox(cluster, instance)),
+        ("tool", INBOX),
+    ):
         try:
             left_s = max(0.1, until_s - time.monotonic())
             return asyncio.run(look(url, left_s, credentials._replace(inbox=inbox, grant=grant))), role

@@ -1,7 +1,7 @@
 """The two streams kvbm keeps on a server, and how they are made.
 
 KVBM        kvbm.v1.events.<cluster>.<part>.<instance>   on disk, kept 24 hours, nothing can be deleted or purged
-            kvbm.v1.fence.<cluster>.<part>.<instance>    who may publish the instance's events; the server compares at each publish
+            kvbm.v1.fence.<cluster>.<part>.<instance>    who may publish the instance's events; compared at each publish
 KVBM_PULSE  kvbm.v1.pulse.<cluster>.<part>.<instance>    in memory, the last of each subject
 no stream   kvbm.v1.rounds.<cluster>.<instance>   requests; kvbm.v1.samples.…: told to whoever listens
 """
@@ -87,7 +87,8 @@ async def open_ready(url: str, timeout_s: float, options: StreamOptions, credent
                 await _check_readable(connection, timeout_s)
                 return connection
             events = await ensure_stream(connection, options.config(STREAM), timeout_s)
-            # the leader of a replicated stream refuses a message that names a fence while another that names it is under way
+            # the leader of a replicated stream refuses a message that names a fence while another that names it is
+            # under way
             connection.most_in_flight = 1 if events.config.num_replicas > 1 else 0
             try:
                 await ensure_stream(connection, options.config(PULSE), timeout_s, PULSE_WAIT_S)
@@ -126,12 +127,16 @@ async def ensure_stream(
     if info.error is not None:
         remedy = ""
         if info.error.err_code == _NO_CLUSTER:
-            remedy = f"; nats.replicas is {config['num_replicas']}: set it to 1, or run a cluster of at least so many servers"
+            remedy = (
+                f"; nats.replicas is {config['num_replicas']}: set it to 1, or run a cluster of at least so many "
+                "servers"
+            )
         raise StreamError(f"stream {name} cannot be had at {connection.shown}: {info.error.description}{remedy}")
     most = config.get("max_msgs_per_subject", -1)
     if not set(config["subjects"]) <= set(info.config.subjects) or info.config.max_msgs_per_subject != most:
         raise StreamError(
-            f"stream {name} at {connection.shown} has subjects {info.config.subjects} and keeps {info.config.max_msgs_per_subject} "
+            f"stream {name} at {connection.shown} has subjects {info.config.subjects} and keeps "
+            f"{info.config.max_msgs_per_subject} "
             f"messages a subject; it needs {', '.join(config['subjects'])} and {most}: rename the other stream"
         )
     return info

@@ -83,7 +83,8 @@ def check_keeps(state: StreamState, window_bytes: int, window_messages: int) -> 
         if 0 < most < WINDOWS_KEPT * window:
             least = WINDOWS_KEPT * window
             raise StreamError(
-                f"stream KVBM keeps {key}={most}, and an instance may have {window} on the way: its own messages push out its "
+                f"stream KVBM keeps {key}={most}, and an instance may have {window} on the way: its own messages push "
+                "out its "
                 f"fence, and nothing more is taken; give the stream at least {least} (nats stream edit KVBM "
                 f"--{key.replace('_', '-')}={least})"
             )
@@ -104,19 +105,20 @@ class Publisher:
         WAITING → CONNECTING → FENCING ⇄ SENDING ⇄ PAUSED        each → WAITING when the connection fails
                              ↘ FENCED → CONNECTING               SENDING, FENCING → CONNECTING when the fence is another
 
-    Go-back-N: messages follow each other without waiting, and when one is not stored, everything from it on is sent again. So
-    the stream may hold 0 1 3 4 2 3 4; a reader that puts frames aside loses nothing. Each message says before which position
-    all was acknowledged. A new connection goes on there, because what follows may have holes, and the end of the stream does
-    not show them. The stream's word is believed even when it is less than what was acknowledged once: then it has lost its end,
-    or is another one, and gets again what the log still has.
+    Go-back-N: messages follow each other without waiting, and when one is not stored, everything from it on is sent
+        again. So
+    the stream may hold 0 1 3 4 2 3 4; a reader that puts frames aside loses nothing. Each message says before which
+    position all was acknowledged. A new connection goes on there, because what follows may have holes, and the end of
+    the stream does not show them. The stream's word is believed even when it is less than what was acknowledged once:
+    then it has lost its end, or is another one, and gets again what the log still has.
 
-    An acknowledgement that is late, or the word that the stream is away, costs no connection: fence and end are asked for again on
-    the one that stands, soon and often, because a cluster's stream has a new leader within seconds. How long an acknowledgement may
-    take follows from how long they took.
+    An acknowledgement that is late, or the word that the stream is away, costs no connection: fence and end are asked
+    for again on the one that stands, soon and often, because a cluster's stream has a new leader within seconds. How
+    long an acknowledgement may take follows from how long they took.
 
-    Every connection, snapshot and epoch sets a fence, alone in flight. Behind it no message that an earlier fence let pass can be
-    stored. Where another process owns the instance (`Ownership`), this one is quiet, and takes over with a later epoch only once no
-    new heartbeat of the other has come for three heartbeats' time.
+    Every connection, snapshot and epoch sets a fence, alone in flight. Behind it no message that an earlier fence let
+    pass can be stored. Where another process owns the instance (`Ownership`), this one is quiet, and takes over with a
+    later epoch only once no new heartbeat of the other has come for three heartbeats' time.
 
     Args:
         epoch: the manager's; `Begun` says when it grows. A frame of a later one says so too.
@@ -488,7 +490,9 @@ class Publisher:
         effects.append(Publish(sent.attempt, data, sent.through, self._ownership.fence(), self.confirmed))
 
     def _read(self) -> tuple[list[FrameBytes], bool]:
-        """The next message's frames, consecutive ones of one epoch, so that its last header tells where it ends; is there more?"""
+        """The next message's frames, consecutive ones of one epoch, so that its last header tells where it ends; is
+        there more?
+        """
         found: list[FrameBytes] = []
         for frame in self._frames.read_after(self._cursor, self._message_limit):
             if found and (frame.epoch, frame.first_offset) != (found[-1].epoch, found[-1].next_offset):

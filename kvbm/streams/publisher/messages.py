@@ -196,7 +196,10 @@ class ReportFenced(NamedTuple):
 
 
 class TakeOver(NamedTuple):
-    """Have the manager begin an epoch later than this one: the run that owns the instance is silent. Answer with Begun."""
+    """Have the manager begin an epoch later than this one: the run that owns the instance is silent.
+
+    Answer with Begun.
+    """
 
     epoch: Epoch
 

@@ -27,7 +27,10 @@ class SilentAtTimes(Protocol):
     """What an owner may be that speaks for somebody else."""
 
     def is_silent(self) -> bool:
-        """Whether a sign of life would not be true now: none is sent then, but the last. Called in the publisher's thread."""
+        """Whether a sign of life would not be true now: none is sent then, but the last.
+
+        Called in the publisher's thread.
+        """
 
 
 class OwnerCalls:
@@ -45,8 +48,8 @@ class OwnerCalls:
     def heartbeat(self, confirmed: Position) -> tuple[Heartbeat, str]:
         """The heartbeat to send, and why the owner could not make it, else "".
 
-        Without the owner's, its last one goes out again with what the publisher knows: to the catalog, and to another process
-        that wants the instance, silence means that this process has ended.
+        Without the owner's, its last one goes out again with what the publisher knows: to the catalog, and to another
+        process that wants the instance, silence means that this process has ended.
         """
         made, why = self._call("heartbeat", lambda: self._owner.heartbeat(confirmed))
         if made is not None:
@@ -55,9 +58,13 @@ class OwnerCalls:
         epoch = self._owner.epoch
         published = confirmed.offset if confirmed.epoch == epoch else Offset(0)
         last = self._last or Heartbeat(
-            instance=self._instance, cluster=self._cluster, epoch=epoch, published=published, wall_time_ns=0,
+            instance=self._instance,
+            cluster=self._cluster,
+            epoch=epoch,
+            published=published,
+            wall_time_ns=0,
             run=self._owner.run,
-        )  # fmt: skip
+        )
         known = last.applied if last.epoch == epoch else Offset(0)
         words = f"heartbeat: the manager fails to make it ({why}); the last one is sent again"
         again = msgspec.structs.replace(

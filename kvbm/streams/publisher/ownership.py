@@ -31,8 +31,9 @@ class OtherWriter(NamedTuple):
 class Ownership:
     """Whether this run owns its instance, as far as the stream has shown.
 
-    A fence of a newer epoch, of another run in the same epoch, or set by another run after this run's own, means that another
-    process owns the instance. Only a fence that this run has once replaced means nothing: the server has lost its end.
+    A fence of a newer epoch, of another run in the same epoch, or set by another run after this run's own, means that
+    another process owns the instance. Only a fence that this run has once replaced means nothing: the server has lost
+    its end.
 
     Args:
         run: of this process.
@@ -40,7 +41,8 @@ class Ownership:
         runs: which processes began the log's epochs, as far as it knows.
 
     Attributes:
-        fence_sequence: of the fence that the stream has, as of the last connection; 0: none, or it is another run's to keep.
+        fence_sequence: of the fence that the stream has, as of the last connection; 0: none, or it is another run's to
+            keep.
         fence_epoch: the newest of this run that the stream has had.
         minimum: before it, another run has owned the instance: nobody reads frames of ours from there.
         other_epoch: while another run owns it, the epoch to surpass.
@@ -72,7 +74,8 @@ class Ownership:
         return Fence(self.fence_epoch, self._run, self.fence_sequence)
 
     def epochs_after(self, confirmed: Position, epoch: Epoch) -> EpochRuns:
-        """The epochs that are not on the stream to their end, as far as is known, and who began each: what a fence names.
+        """The epochs that are not on the stream to their end, as far as is known, and who began each: what a fence
+        names.
 
         Args:
             confirmed: the stream holds everything before it.
@@ -83,10 +86,12 @@ class Ownership:
         runs = known | {Epoch(begun): self._run for begun in own[-LOG_EPOCHS:]}
         return tuple(sorted(runs.items()))[-LOG_EPOCHS:]
 
-    # -- what a connection finds ------------------------------------------------------------------------------------------
+    # -- what a connection finds ---------------------------------------------------------------------------------------
 
     def take_found(self, fence: Fence | None) -> None:
-        """Take the fence that the stream has: one of this run's was set, though its acknowledgement may not have come."""
+        """Take the fence that the stream has: one of this run's was set, though its acknowledgement may not
+        have come.
+        """
         if fence is not None and fence.run == self._run:
             self.fence_epoch = max(self.fence_epoch, fence.epoch)
 
@@ -128,7 +133,7 @@ class Ownership:
             self._found = None
         self.fence_epoch = max(self.fence_epoch, fence.epoch)
 
-    # -- another run owns it ----------------------------------------------------------------------------------------------
+    # -- another run owns it -------------------------------------------------------------------------------------------
 
     def lose(self, fence: Fence | None, tail: Tail | None, now_s: float) -> OtherWriter | None:
         """Another run owns the instance. Gives who, unless it was given before."""
@@ -148,7 +153,10 @@ class Ownership:
         return other
 
     def take_heartbeat(self, heartbeat: Heartbeat | None, now_s: float, silence_s: float) -> bool:
-        """Take the last heartbeat on the stream. Whether to take over now, once: the other run was silent for `silence_s`."""
+        """Take the last heartbeat on the stream.
+
+        Whether to take over now, once: the other run was silent for `silence_s`.
+        """
         if heartbeat is not None and heartbeat.run != self._run and heartbeat != self._other_heartbeat:
             is_first = self._other_heartbeat is None
             self._other_heartbeat = heartbeat

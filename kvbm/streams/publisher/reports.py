@@ -44,7 +44,10 @@ class PublisherReports:
 
     @property
     def trouble(self) -> str:
-        """What the stream does not take for a while now, and why nobody gets or reads the heartbeats; "" when all is well."""
+        """What the stream does not take for a while now, and why nobody gets or reads the heartbeats;
+
+        "" when all is well.
+        """
         bugs = [f"stream: {what} fails with a bug ({which}), and is tried again" for what, which in self._bugs.items()]
         return "; ".join(filter(None, (*bugs, self._stall, self._heartbeat, self._refused_pulse)))
 
@@ -84,19 +87,25 @@ class PublisherReports:
         """Another run owns the instance."""
         self._last_logged = ""
         log.error(
-            "instance.fenced", server=self._server, cluster=self._cluster, instance=self._instance,
-            epoch=epoch, other_epoch=other.epoch, other_run=other.run,
+            "instance.fenced",
+            server=self._server,
+            cluster=self._cluster,
+            instance=self._instance,
+            epoch=epoch,
+            other_epoch=other.epoch,
+            other_run=other.run,
             why="another process has this instance's place on the stream; nothing is published from here",
             remedy=f"stop one of the two, or give one another instance.id; once the other has been silent for "
             f"{SILENT_HEARTBEATS} heartbeats, this one begins a later epoch",
-        )  # fmt: skip
+        )
 
     def took_over(self, other_epoch: Epoch) -> None:
         """The other run is silent."""
         log.info("instance.place_free", instance=self._instance, other_epoch=other_epoch)
 
     def heartbeat(self, unreadable: str, failure: str) -> None:
-        """Log, once for as long as it lasts, that no reader can read the heartbeats: the catalog would only see silence.
+        """Log, once for as long as it lasts, that no reader can read the heartbeats: the catalog would only see
+        silence.
 
         Args:
             unreadable: why not; "" when it can be read.
@@ -105,22 +114,32 @@ class PublisherReports:
         is_new = bool(unreadable) and not self._is_unreadable
         self._is_unreadable = bool(unreadable)
         if unreadable:
-            self._heartbeat = f"heartbeat: it cannot be read ({unreadable}); the catalog leaves this instance out of answers until it can"
+            self._heartbeat = (
+                f"heartbeat: it cannot be read ({unreadable}); the catalog leaves this instance out of "
+                "answers until it can"
+            )
         else:
             self._heartbeat = failure
         if is_new:
             log.warning(
-                "heartbeat.unreadable", server=self._server, instance=self._instance, why=unreadable,
-                remedy="the catalog leaves this instance out of answers; correct what the engine reports, or report the bug",
-            )  # fmt: skip
+                "heartbeat.unreadable",
+                server=self._server,
+                instance=self._instance,
+                why=unreadable,
+                remedy="the catalog leaves this instance out of answers; correct what the engine reports, or report "
+                "the bug",
+            )
 
     def pulse_refused(self, why: str) -> None:
         """The stream does not take the heartbeats, on a connection that stands; "": it has taken one."""
         if why and not self._refused_pulse:
             log.warning(
-                "publisher.pulse_refused", server=self._server, instance=self._instance, why=why,
+                "publisher.pulse_refused",
+                server=self._server,
+                instance=self._instance,
+                why=why,
                 remedy="the catalog leaves this instance out of answers until one is taken",
-            )  # fmt: skip
+            )
         self._refused_pulse = (
             f"heartbeat: the stream refuses it ({why}); the catalog leaves this instance out of answers" if why else ""
         )
@@ -128,7 +147,8 @@ class PublisherReports:
     def progress(
         self, now_s: float, confirmed: Position, acks: int, waits_for: str, has_all: Callable[[], bool]
     ) -> None:
-        """Log what is waited for, once for each thing, when nothing was stored for a while though there is something to store.
+        """Log what is waited for, once for each thing, when nothing was stored for a while though there is something to
+        store.
 
         Args:
             acks: messages stored so far.
@@ -138,9 +158,12 @@ class PublisherReports:
             self._progress_acks, self._progress_s = acks, now_s
             if self._stalls:
                 log.info(
-                    "publisher.goes_on", server=self._server, instance=self._instance, epoch=confirmed.epoch,
+                    "publisher.goes_on",
+                    server=self._server,
+                    instance=self._instance,
+                    epoch=confirmed.epoch,
                     offset=confirmed.offset,
-                )  # fmt: skip
+                )
             self._stalls.clear()
             self._stall = ""
             return
@@ -155,13 +178,21 @@ class PublisherReports:
         if waits_for not in self._stalls:
             self._stalls.add(waits_for)
             log.warning(
-                "publisher.stalled", server=self._server, instance=self._instance, waits_for=waits_for,
-                waited_s=round(waited_s, 1), epoch=confirmed.epoch, offset=confirmed.offset, why=self._why,
+                "publisher.stalled",
+                server=self._server,
+                instance=self._instance,
+                waits_for=waits_for,
+                waited_s=round(waited_s, 1),
+                epoch=confirmed.epoch,
+                offset=confirmed.offset,
+                why=self._why,
                 remedy="look whether the server's disk is full, and whether its cluster has a leader of stream KVBM",
-            )  # fmt: skip
+            )
 
     def bug(self, event: str, what: str, error: Exception) -> str:
-        """A bug in the sending path: its traceback is logged once, and it is `trouble` until `what` succeeds. Gives it in words.
+        """A bug in the sending path: its traceback is logged once, and it is `trouble` until `what` succeeds.
+
+        Gives it in words.
 
         Args:
             event: name of the log line.

@@ -175,7 +175,7 @@ class StreamRequests:
         if not ended.cancelled() and (error := ended.exception()) is not None:
             self._reports.fault("publisher.request_failed", error)  # what it asked is asked again
 
-    # -- the connection -------------------------------------------------------------------------------------------------
+    # -- the connection ------------------------------------------------------------------------------------------------
 
     async def _reconnect(self, attempt: int, anew: bool) -> None:
         stream = self._stream
@@ -220,7 +220,7 @@ class StreamRequests:
             )
             return Tail(ORIGIN, ORIGIN)
 
-    # -- requests -------------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     async def _publish(self, message: Publish) -> None:
         stream = self._stream
@@ -279,7 +279,7 @@ class StreamRequests:
         else:
             self._answer(Pulse(heartbeat))
 
-    # -- as long as the connection --------------------------------------------------------------------------------------
+    # -- as long as the connection -------------------------------------------------------------------------------------
 
     async def _follow_state(self, stream: EventStream) -> None:
         while True:

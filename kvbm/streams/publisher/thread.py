@@ -55,8 +55,9 @@ _AGAIN_S = 1.0  # after there was no loop to be had, or a turn has failed
 class PublisherThread:
     """Drives a `Publisher` over NATS from a daemon thread with a loop of its own, and sends heartbeats.
 
-    The stream may be away for ever: the owner does not notice, but that `published` stands still. Whatever a turn raises is logged, is
-    `trouble`, and ends nothing but the connection: what is not known to be stored is sent again on the next.
+    The stream may be away for ever: the owner does not notice, but that `published` stands still. Whatever a turn
+    raises is logged, is `trouble`, and ends nothing but the connection: what is not known to be stored is sent again on
+    the next.
 
     Args:
         frames: the instance's log.
@@ -128,7 +129,10 @@ class PublisherThread:
         self._call(lambda: self._take(SnapshotBegan()))
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """Publish the rest if it can be done in time, send a last heartbeat, end the thread. Gives whether all is published."""
+        """Publish the rest if it can be done in time, send a last heartbeat, end the thread.
+
+        Gives whether all is published.
+        """
         stop_s = time.monotonic() + timeout_s
         self._stop_s = stop_s if self._stop_s is None else min(self._stop_s, stop_s)
         self._call(lambda: self._take(Ticked()))
@@ -155,7 +159,9 @@ class PublisherThread:
                 return
             except Exception as error:  # noqa: BLE001 - an instance without it would leave routing without a word
                 if self._is_over:
-                    return  # the loop wanted a thread to end its resolver's threads with, and Python 3.12 starts none while it ends
+                    # The loop wanted a thread to end its resolver's threads with, and Python 3.12 starts none while it
+                    # ends
+                    return
                 # There is no loop, for want of descriptors say, and nothing has begun.
                 log.warning("publisher.not_begun", why=str(error), remedy="raise ulimit -n; it is tried again")
                 time.sleep(_AGAIN_S)

@@ -92,7 +92,10 @@ class SendWindow:
         return True
 
     def take_whole(self) -> Position | None:
-        """Forget the first messages, as far as all are acknowledged; gives where they end. None: not even the first is."""
+        """Forget the first messages, as far as all are acknowledged; gives where they end.
+
+        None: not even the first is.
+        """
         whole: Position | None = None
         while self._sent and self._sent[0].attempt not in self._in_flight:
             sent = self._sent.popleft()
@@ -115,5 +118,8 @@ class SendWindow:
         return self._round_trips.wait_s(self._late)
 
     def overdue_s(self) -> float:
-        """When the oldest message counts as late. Acks of others show that the stream stores; so they give it time anew."""
+        """When the oldest message counts as late.
+
+        Acks of others show that the stream stores; so they give it time anew.
+        """
         return max(self._sent[0].sent_s, self._acked_s) + self.wait_s()

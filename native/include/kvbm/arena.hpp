@@ -1,7 +1,9 @@
-// Arena: shared memory that other processes can map by its file descriptor, all of it there before the constructor returns.
+// Arena: shared memory that other processes can map by its file descriptor, all of it there before the constructor
+// returns.
 //
-// Life: the constructor maps, binds and touches; the destructor unmaps and closes. The size never changes, and no process that has
-// the descriptor can change it. Core dumps leave it out. Threads: any, once constructed; the bytes are the callers' matter.
+// Life: the constructor maps, binds and touches; the destructor unmaps and closes. The size never changes, and no
+// process that has the descriptor can change it. Core dumps leave it out. Threads: any, once constructed; the bytes are
+// the callers' matter.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +23,8 @@ class Arena {
     unsigned threads = 1;     // that touch the pages
   };
 
-  // Throws std::system_error: the system refuses, and nothing is taken. With a NUMA node it is EPERM where it may not be chosen.
+  // Throws std::system_error: the system refuses, and nothing is taken. With a NUMA node it is EPERM where it may not
+  // be chosen.
   explicit Arena(const Wishes& wishes);
   ~Arena();
   Arena(const Arena&) = delete;

@@ -1,5 +1,6 @@
-// BatchLock: one writer that works in short batches, many readers that ask short questions. A writer that wants in is let in before
-// new readers, and readers that waited for a batch before the next one, so neither starves the other. Any thread; a thread holds it at most once.
+// BatchLock: one writer that works in short batches, many readers that ask short questions. A writer that wants in is
+// let in before new readers, and readers that waited for a batch before the next one, so neither starves the other. Any
+// thread; a thread holds it at most once.
 #pragma once
 
 #include <array>

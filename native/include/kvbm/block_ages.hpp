@@ -1,7 +1,7 @@
-// BlockAges: how old blocks are when they are wanted again and when they are evicted, by tier. Native implementation of ReadableAges in
-// kvbm/core/ages.py, which says what counts.
-// Made for a number of blocks, told of each frame of one instance, asked now and then. One thread at a time. Its table grows with what is
-// held: 16 bytes a cell, of which a quarter to a half are in use.
+// BlockAges: how old blocks are when they are wanted again and when they are evicted, by tier. Native implementation of
+// ReadableAges in kvbm/core/ages.py, which says what counts. Made for a number of blocks, told of each frame of one
+// instance, asked now and then. One thread at a time. Its table grows with what is held: 16 bytes a cell, of which a
+// quarter to a half are in use.
 #pragma once
 
 #include <array>
@@ -29,8 +29,8 @@ struct TierAges {
 
 class BlockAges {
  public:
-  // most: blocks whose ages are followed; of more the newest are not. every: one block of so many is followed, chosen by its hash, and
-  // counts for as many; at least 1.
+  // most: blocks whose ages are followed; of more the newest are not. every: one block of so many is followed, chosen
+  // by its hash, and counts for as many; at least 1.
   BlockAges(std::size_t most, std::uint64_t every) : most_(most), every_(every) {}
 
   // Throws Error: what FrameReader throws; a part of the frame may be taken.
@@ -40,7 +40,8 @@ class BlockAges {
 
  private:
   static constexpr std::size_t kFirstCells = 1024;
-  static constexpr std::uint64_t kUnseen = (std::uint64_t{1} << 63) - 1;  // since when, of a block whose gain was not seen
+  // Since when, of a block whose gain was not seen
+  static constexpr std::uint64_t kUnseen = (std::uint64_t{1} << 63) - 1;
 
   // A block in a tier.
   struct Cell {
@@ -70,11 +71,11 @@ class BlockAges {
   void want_colder(Tier tier, const std::uint8_t* hash, std::uint64_t now_ns) noexcept;
   void lose(Tier tier, const std::uint8_t* hash, bool is_evicted, std::uint64_t now_ns) noexcept;
 
-  const std::size_t most_;                       // blocks that are followed at most
-  const std::uint64_t every_;                    // one of so many is
-  std::size_t size_ = 0;                         // that are
-  std::array<Table, kAgedTiers> tables_{};       // by tier
-  std::array<TierAges, kAgedTiers> counts_{};    // by tier
+  const std::size_t most_;                     // blocks that are followed at most
+  const std::uint64_t every_;                  // one of so many is
+  std::size_t size_ = 0;                       // that are
+  std::array<Table, kAgedTiers> tables_{};     // by tier
+  std::array<TierAges, kAgedTiers> counts_{};  // by tier
 };
 
 }  // namespace kvbm

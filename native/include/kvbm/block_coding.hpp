@@ -1,8 +1,8 @@
-// Lossless coding of KV blocks: a Huffman coder for the plane of the elements' bytes that has something to gain. The coded bytes are
-// kept for long: kvbm/reference/block_coding.py is their specification, tests/golden fixes them.
+// Lossless coding of KV blocks: a Huffman coder for the plane of the elements' bytes that has something to gain. The
+// coded bytes are kept for long: kvbm/reference/block_coding.py is their specification, tests/golden fixes them.
 //
-// Life: BlockEncoder and BlockDecoder hold their scratch memory and are made once for a run of blocks; nothing passes from block to
-// block. Threads: owner only, as many objects as one likes. Calls neither allocate nor throw.
+// Life: BlockEncoder and BlockDecoder hold their scratch memory and are made once for a run of blocks; nothing passes
+// from block to block. Threads: owner only, as many objects as one likes. Calls neither allocate nor throw.
 #pragma once
 
 #include <algorithm>
@@ -39,13 +39,14 @@ constexpr std::size_t encode_slack(std::size_t block_bytes) noexcept { return 64
 using CodeLengths = std::array<std::uint8_t, 256>;
 using SymbolCounts = std::array<std::uint32_t, 256>;
 
-// Lengths of 1 to kMostBits for the symbols that occur, all 0 when only one does. Exact rule: the specification's `code_lengths`.
+// Lengths of 1 to kMostBits for the symbols that occur, all 0 when only one does. Exact rule: the specification's
+// `code_lengths`.
 CodeLengths code_lengths(const SymbolCounts& counts) noexcept;
 
 // A block's bytes and how they are coded.
 struct CodedBlock {
-  std::size_t bytes = 0;          // what was written
-  Coding coding = Coding::kRaw;   // as asked for, or kRaw where that gains nothing
+  std::size_t bytes = 0;         // what was written
+  Coding coding = Coding::kRaw;  // as asked for, or kRaw where that gains nothing
 };
 
 class BlockEncoder {
@@ -61,10 +62,10 @@ class BlockEncoder {
   struct Group {
     std::size_t least_bits(std::size_t slot) const noexcept { return std::min(own_bits, same_bits[slot]); }
 
-    SymbolCounts counts;                       // of their symbols
-    CodeLengths lengths;                       // the best code for those
-    std::size_t own_bits;                      // what they take by it, the table included
-    std::array<std::size_t, 2> same_bits;      // what they take by the table that a slot has
+    SymbolCounts counts;                   // of their symbols
+    CodeLengths lengths;                   // the best code for those
+    std::size_t own_bits;                  // what they take by it, the table included
+    std::array<std::size_t, 2> same_bits;  // what they take by the table that a slot has
   };
   // How a chunk is coded.
   struct Plan {
@@ -74,8 +75,8 @@ class BlockEncoder {
     std::size_t bits;             // what tables and streams take
   };
   struct Slot {
-    CodeLengths lengths{};                    // of the table in it
-    std::array<std::uint32_t, 256> codes{};   // of that: code | length << 16
+    CodeLengths lengths{};                   // of the table in it
+    std::array<std::uint32_t, 256> codes{};  // of that: code | length << 16
   };
 
   std::size_t encode_portable(std::span<const std::uint8_t> block, Coding coding, std::uint8_t* out) noexcept;
@@ -88,8 +89,8 @@ class BlockEncoder {
   std::size_t encode_chunks(std::span<const std::uint8_t> block, std::uint8_t* out) noexcept;
   template <unsigned kBytes, Isa kIsa>
   std::size_t encode_chunk(const std::uint8_t* elements, std::size_t count, std::uint8_t* out) noexcept;
-  // For a chunk whose streams have `most` symbols and are counted: one table for all, or two where that takes less; each the one that a
-  // slot has, or a new one.
+  // For a chunk whose streams have `most` symbols and are counted: one table for all, or two where that takes less;
+  // each the one that a slot has, or a new one.
   Plan plan_of(std::size_t most) const noexcept;
   Group group_of(std::uint8_t streams) const noexcept;
 
@@ -105,22 +106,27 @@ class BlockDecoder {
   // isa: no more than best_isa().
   explicit BlockDecoder(Isa isa = best_isa()) noexcept : isa_(isa) {}
 
-  // Fills `row` from a block's coded bytes and gives its CRC-32C. Returns whether the bytes could be such a block's; when not, the row
-  // holds anything. Bytes no encoder wrote may also give other rows, which their checksum then tells.
-  bool decode(std::span<const std::uint8_t> coded, Coding coding, std::span<std::uint8_t> row, std::uint32_t& checksum) noexcept;
+  // Fills `row` from a block's coded bytes and gives its CRC-32C. Returns whether the bytes could be such a block's;
+  // when not, the row holds anything. Bytes no encoder wrote may also give other rows, which their checksum then tells.
+  bool decode(std::span<const std::uint8_t> coded, Coding coding, std::span<std::uint8_t> row,
+              std::uint32_t& checksum) noexcept;
 
  private:
-  static constexpr std::size_t kStreamRoom = kChunkElements / kStreams + 64;  // symbols of a stream, and what a round writes too far
+  // Symbols of a stream, and what a round writes too far
+  static constexpr std::size_t kStreamRoom = kChunkElements / kStreams + 64;
 
   bool decode_portable(std::span<const std::uint8_t> coded, Coding coding, std::span<std::uint8_t> row,
                        std::uint32_t& checksum) noexcept;
   bool decode_avx2(std::span<const std::uint8_t> coded, Coding coding, std::span<std::uint8_t> row,
                    std::uint32_t& checksum) noexcept;
-  bool decode_as(std::span<const std::uint8_t> coded, Coding coding, std::span<std::uint8_t> row, std::uint32_t& checksum) noexcept;
+  bool decode_as(std::span<const std::uint8_t> coded, Coding coding, std::span<std::uint8_t> row,
+                 std::uint32_t& checksum) noexcept;
   template <unsigned kBytes>
-  bool decode_chunks(std::span<const std::uint8_t> coded, std::span<std::uint8_t> row, std::uint32_t& checksum) noexcept;
+  bool decode_chunks(std::span<const std::uint8_t> coded, std::span<std::uint8_t> row,
+                     std::uint32_t& checksum) noexcept;
   struct Table {
-    // By the next w bits: up to six symbols, how many they are, and their bits. Widths 1 to kMostBits, width w from entry 2**w on.
+    // By the next w bits: up to six symbols, how many they are, and their bits. Widths 1 to kMostBits, width w from
+    // entry 2**w on.
     std::array<std::uint64_t, 2U << kMostBits> entries;
     std::array<std::uint16_t, 1U << kMostBits> ones;  // by the next kMostBits: one symbol and its bits
     bool has_ones;                                    // whether those are filled

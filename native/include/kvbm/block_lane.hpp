@@ -1,5 +1,6 @@
-// Lane: the transfers of one file. Made with its threads not yet running, started once, fed and asked from any thread, stopped once.
-// Its threads share it, so that it lives as long as the last of them: a device that never answers keeps its lane.
+// Lane: the transfers of one file. Made with its threads not yet running, started once, fed and asked from any thread,
+// stopped once. Its threads share it, so that it lives as long as the last of them: a device that never answers keeps
+// its lane.
 #pragma once
 
 #include <sys/uio.h>
@@ -26,24 +27,25 @@ struct Transfer;
 
 // A call and its transfers. Lives on the caller's stack until the last of them has ended.
 struct Call {
-  bool is_write = false;        // else it reads
-  std::mutex mutex;             // guards what follows
+  bool is_write = false;         // else it reads
+  std::mutex mutex;              // guards what follows
   std::condition_variable more;  // something was added to `ended`, and nothing is to be added silently any more
-  Transfer* ended = nullptr;    // transfers the device is done with, the latest first
-  std::size_t silent = 0;       // that may still be added without a word, for who has nothing to do before the last
+  Transfer* ended = nullptr;     // transfers the device is done with, the latest first
+  std::size_t silent = 0;        // that may still be added without a word, for who has nothing to do before the last
 };
 
 // One block on its way. The caller's until it is queued and again once it is in `ended`; between, its lane's.
 struct Transfer {
-  Call* call = nullptr;          // whose
-  Transfer* next = nullptr;      // in whichever list it is
-  Flight* flight = nullptr;      // while it is in flight; after a read, while its bytes are still there and not in the row
-  std::size_t index = 0;         // of the block in its run
-  std::int64_t slot = 0;         // of the pool
-  std::uint64_t position = 0;    // of the slot in its file
-  std::uint8_t* row = nullptr;   // the block's bytes
-  std::int32_t error = 0;        // how it ended: 0, or errno; ENODATA: the device gave or took only a part
-  std::uint32_t tries = 0;       // times it was begun again
+  Call* call = nullptr;      // whose
+  Transfer* next = nullptr;  // in whichever list it is
+  // While it is in flight; after a read, while its bytes are still there and not in the row
+  Flight* flight = nullptr;
+  std::size_t index = 0;        // of the block in its run
+  std::int64_t slot = 0;        // of the pool
+  std::uint64_t position = 0;   // of the slot in its file
+  std::uint8_t* row = nullptr;  // the block's bytes
+  std::int32_t error = 0;       // how it ended: 0, or errno; ENODATA: the device gave or took only a part
+  std::uint32_t tries = 0;      // times it was begun again
   std::array<std::uint8_t, kBlockHeaderBytes> header{};  // to write, or as read
   std::array<std::uint8_t, kSealBytes> seal{};           // likewise; zeros where there is none
 };
@@ -57,13 +59,14 @@ struct TransferQueue {
   Transfer* pop() noexcept;  // nullptr when empty
 };
 
-// Room for one transfer at a time: a page for its header, then the block's pages for those that cannot go to the device from their row.
+// Room for one transfer at a time: a page for its header, then the block's pages for those that cannot go to the device
+// from their row.
 struct Flight {
-  std::uint8_t* room = nullptr;    // `stride` aligned bytes
-  std::array<iovec, 2> pieces{};   // what goes to the kernel
-  std::uint32_t piece_count = 0;   // of them
-  bool is_bounced = false;         // whether the block's bytes are in `room`
-  Transfer* transfer = nullptr;    // what is on its way
+  std::uint8_t* room = nullptr;   // `stride` aligned bytes
+  std::array<iovec, 2> pieces{};  // what goes to the kernel
+  std::uint32_t piece_count = 0;  // of them
+  bool is_bounced = false;        // whether the block's bytes are in `room`
+  Transfer* transfer = nullptr;   // what is on its way
 };
 
 class Lane : public std::enable_shared_from_this<Lane> {
@@ -112,21 +115,21 @@ class Lane : public std::enable_shared_from_this<Lane> {
   std::vector<Flight> flights_;                  // `depth` of them
   std::vector<Transfer*> begun_;                 // ring thread only: scratch, `depth` long
 
-  std::mutex mutex_;                    // guards what follows
-  std::condition_variable changed_;     // for threads without a ring: something may begin, or is to stop
-  std::condition_variable left_;        // for end_stop: a thread has left
-  TransferQueue urgent_;                // reads that wait
-  TransferQueue background_;            // writes that wait
-  std::vector<Flight*> free_;           // flights nobody uses
-  FlightShares shares_;                 // what the device has, and may have
-  Transfer* withheld_ = nullptr;        // ended, and taken for not ended
-  bool is_sleeping_ = false;            // the ring's thread may be waiting, and must be woken
-  bool is_stopping_ = false;            // nothing new begins
-  std::uint32_t running_ = 0;           // threads that have not left
+  std::mutex mutex_;                 // guards what follows
+  std::condition_variable changed_;  // for threads without a ring: something may begin, or is to stop
+  std::condition_variable left_;     // for end_stop: a thread has left
+  TransferQueue urgent_;             // reads that wait
+  TransferQueue background_;         // writes that wait
+  std::vector<Flight*> free_;        // flights nobody uses
+  FlightShares shares_;              // what the device has, and may have
+  Transfer* withheld_ = nullptr;     // ended, and taken for not ended
+  bool is_sleeping_ = false;         // the ring's thread may be waiting, and must be woken
+  bool is_stopping_ = false;         // nothing new begins
+  std::uint32_t running_ = 0;        // threads that have not left
 
-  std::mutex stop_mutex_;               // one end_stop at a time
-  std::vector<std::thread> threads_;    // guarded by it; empty once stopped
-  bool was_left_ = false;               // guarded by it: threads are on their own
+  std::mutex stop_mutex_;             // one end_stop at a time
+  std::vector<std::thread> threads_;  // guarded by it; empty once stopped
+  bool was_left_ = false;             // guarded by it: threads are on their own
 };
 
 }  // namespace kvbm

@@ -1,10 +1,11 @@
 // BlockTable: 128-bit keys → one 32-bit value each. Grows and shrinks by small steps, a shard at a time.
 // Made empty; lives as long as its index. Writers and readers are kept apart by its owner: one writer, or many readers.
 //
-// A bucket is one cache line: three keys and three values, how many entries found it full and went on, and a filter of those. A search
-// goes beyond a bucket only when the filter lets it, so a removal leaves no tombstone and what is not there mostly costs one
-// line. A removal lets an entry that had gone on come back, so churn does not scatter them. Buckets lie in pages of 32 KiB from an arena of huge pages; a shard's buckets are a list of pages, so memory follows the
-// number of entries in steps of a page.
+// A bucket is one cache line: three keys and three values, how many entries found it full and went on, and a filter of
+// those. A search goes beyond a bucket only when the filter lets it, so a removal leaves no tombstone and what is not
+// there mostly costs one line. A removal lets an entry that had gone on come back, so churn does not scatter them.
+// Buckets lie in pages of 32 KiB from an arena of huge pages; a shard's buckets are a list of pages, so memory follows
+// the number of entries in steps of a page.
 #pragma once
 
 #include <array>
@@ -49,9 +50,10 @@ class PageArena {
   static constexpr std::size_t kMappingBytes = std::size_t{8} << 20;
 
   std::vector<void*> mappings_;  // what was mapped, each kMappingBytes
-  std::vector<void*> free_;      // pages given back, not zeroed; room for all pages is kept, so that giving back cannot fail
-  std::size_t next_ = 0;         // bytes of the last mapping handed out
-  std::size_t taken_ = 0;        // pages ever handed out fresh
+  // Pages given back, not zeroed; room for all pages is kept, so that giving back cannot fail
+  std::vector<void*> free_;
+  std::size_t next_ = 0;   // bytes of the last mapping handed out
+  std::size_t taken_ = 0;  // pages ever handed out fresh
 };
 
 class BlockTable {
@@ -89,7 +91,8 @@ class BlockTable {
     return {here, &shard, first};
   }
 
-  // Looks into the bucket asked for last. Whether the search is over, with the key's value or 0; if not, the next bucket is asked for.
+  // Looks into the bucket asked for last. Whether the search is over, with the key's value or 0; if not, the next
+  // bucket is asked for.
   bool step_search(Search& search, BlockKey key, std::uint64_t place, Value& value) const noexcept {
     const auto* const here = static_cast<const Bucket*>(search.bucket);
     value = 0;
@@ -111,8 +114,8 @@ class BlockTable {
     return false;
   }
 
-  // Up to kMostAtOnce keys looked for side by side. values[i]: of keys[i], 0 for none. What was looked at is in the cache
-  // afterwards, so a writer calls it before it works through a batch.
+  // Up to kMostAtOnce keys looked for side by side. values[i]: of keys[i], 0 for none. What was looked at is in the
+  // cache afterwards, so a writer calls it before it works through a batch.
   static constexpr std::size_t kMostAtOnce = 64;
   void find_all(std::span<const BlockKey> keys, std::span<const std::uint64_t> places, Value* values) const noexcept {
     std::array<Search, kMostAtOnce> searches;
@@ -157,7 +160,8 @@ class BlockTable {
     return nullptr;
   }
 
-  // The value of a key that is not in the table yet, to be set to something other than 0 at once. Throws std::bad_alloc.
+  // The value of a key that is not in the table yet, to be set to something other than 0 at once. Throws
+  // std::bad_alloc.
   Value* insert(BlockKey key, std::uint64_t place);
 
   // Removes the entry whose value `find` gave. Other entries may move, but not to another page.
@@ -217,8 +221,8 @@ class BlockTable {
   static constexpr std::uint64_t rank(std::uint64_t place) noexcept { return place % kShards << 32 | place >> 32; }
   static constexpr std::uint64_t kRankEnd = std::uint64_t{kShards} << 32;
 
-  // Calls visit(key, place, value) for each entry whose rank is at least `first` and below what is returned: about a page of them, or
-  // the rest of a shard. An entry that lies where its key does not belong is not visited.
+  // Calls visit(key, place, value) for each entry whose rank is at least `first` and below what is returned: about a
+  // page of them, or the rest of a shard. An entry that lies where its key does not belong is not visited.
   template <class Visit>
   std::uint64_t visit_ranks(std::uint64_t first, Visit&& visit) const {
     const Shard& shard = shards_[first >> 32];
@@ -260,7 +264,8 @@ class BlockTable {
   struct alignas(64) Bucket {
     std::array<BlockKey, kSlots> keys;  // set where the value is not 0
     std::array<Value, kSlots> values;   // 0: free
-    std::uint32_t passed;               // low byte: entries whose search goes beyond this bucket; above it a filter of their places
+    // Low byte: entries whose search goes beyond this bucket; above it a filter of their places
+    std::uint32_t passed;
 
     static std::uint32_t filter_bit(std::uint64_t place) noexcept {
       return 0x100U << (static_cast<std::uint32_t>(place >> 8 & 0xFFFF) * 24 >> 16);
@@ -317,7 +322,9 @@ class BlockTable {
   static std::uint32_t home(const Shard& shard, std::uint64_t place) noexcept {
     return static_cast<std::uint32_t>((place >> 32) * shard.buckets >> 32);
   }
-  static std::uint32_t next(const Shard& shard, std::uint32_t at) noexcept { return at + 1 == shard.buckets ? 0 : at + 1; }
+  static std::uint32_t next(const Shard& shard, std::uint32_t at) noexcept {
+    return at + 1 == shard.buckets ? 0 : at + 1;
+  }
 
   void pull_back(Shard& shard, std::uint32_t at, std::size_t slot) noexcept;
   static Value* put(Shard& shard, BlockKey key, std::uint64_t place) noexcept;

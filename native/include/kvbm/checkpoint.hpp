@@ -1,22 +1,25 @@
 // Checkpoints of a ClusterIndex: written while frames are applied, loaded into an empty index.
 // Functions without state of their own; any thread.
 //
-// A checkpoint is a row of chunks of at most 1 MiB, each with its CRC-32C: first the *front* (caller's note, namespaces, pools,
-// instances, as they are at the beginning), then blocks with their holders, page of the table by page, then the *end*.
+// A checkpoint is a row of chunks of at most 1 MiB, each with its CRC-32C: first the *front* (caller's note,
+// namespaces, pools, instances, as they are at the beginning), then blocks with their holders, page of the table by
+// page, then the *end*.
 //
-//     chunk    magic 4 B, version u16, kind u16, number u32, payload bytes u32, CRC-32C of the 16 bytes before and the payload u32, payload
-//     front    a piece of one stream of fields: note, blocks u64; namespaces; names of pools; instances, each with its name, epoch, flags,
-//              its pools in the caller's words, and for each tier snapshot u32, listed u64, flags, pool u32; counts are u32, texts a
-//              u32 and bytes
+//     chunk    magic 4 B, version u16, kind u16, number u32, payload bytes u32, CRC-32C of the 16 bytes before and the
+//              payload u32, payload
+//     front    a piece of one stream of fields: note, blocks u64; namespaces; names of pools; instances, each with its
+//              name, epoch, flags, its pools in the caller's words, and for each tier snapshot u32, listed u64, flags,
+//              pool u32; counts are u32, texts a u32 and bytes
 //     blocks   sets u32, then each: namespace u32, members u32, each member u32: holder << 3 | is a pool << 2 | tier;
 //              blocks u32, then each: hash 16 B, position of its set u32
 //     end      chunks before it u32, blocks in them u64
 //
 // Version 2; no other is read. Whether an instance is excluded is not kept.
 //
-// The writer goes on meanwhile, so blocks of later pages may be newer than the front. That does no harm to whoever then applies all
-// events from the front's moment on: a block whose holders changed since is changed by those events again, and an instance that
-// began anew since is left out here and comes back by them. Until the moment the checkpoint ended is reached, digests may differ.
+// The writer goes on meanwhile, so blocks of later pages may be newer than the front. That does no harm to whoever then
+// applies all events from the front's moment on: a block whose holders changed since is changed by those events again,
+// and an instance that began anew since is left out here and comes back by them. Until the moment the checkpoint ended
+// is reached, digests may differ.
 #pragma once
 
 #include <cstdint>

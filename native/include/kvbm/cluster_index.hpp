@@ -1,19 +1,21 @@
-// ClusterIndex: who holds what in the whole cluster, folded from frames. Fold and listener in one: native implementation of
-// kvbm/reference/cluster_index.py.
-// Made empty, fed frames, asked at any time. Writers take turns among themselves; each works in short batches under a BatchLock, so any
-// number of readers ask between batches. Every public function may be called from any thread.
+// ClusterIndex: who holds what in the whole cluster, folded from frames. Fold and listener in one: native
+// implementation of kvbm/reference/cluster_index.py. Made empty, fed frames, asked at any time. Writers take turns
+// among themselves; each works in short batches under a BatchLock, so any number of readers ask between batches. Every
+// public function may be called from any thread.
 //
-// A residency is a *holder id* (holder_sets.hpp) in the set of its block's holders. A holder id whose bit in its holder space's
-// `live` mask is off counts for nobody: so an instance's death, and the end of a snapshot for what it has not listed, is a mask that
-// changes. A sweep goes through the table later and takes such ids out; until it has, their numbers are not used again.
-// What answers speak of is a second mask, `visible`: the live ids without those of instances that are excluded. Only questions look
-// at it, so excluding and returning an instance is a few words changed, and costs questions nothing.
+// A residency is a *holder id* (holder_sets.hpp) in the set of its block's holders. A holder id whose bit in its holder
+// space's `live` mask is off counts for nobody: so an instance's death, and the end of a snapshot for what it has not
+// listed, is a mask that changes. A sweep goes through the table later and takes such ids out; until it has, their
+// numbers are not used again. What answers speak of is a second mask, `visible`: the live ids without those of
+// instances that are excluded. Only questions look at it, so excluding and returning an instance is a few words
+// changed, and costs questions nothing.
 //
-// An *audit* proves that the running digests are those of the table. It goes through the blocks in an order that no growth changes (by
-// shard and place), a stretch at a time, and sums the mixes of what it finds, by instance, tier and generation; whatever changes at
-// places it has passed moves these sums as it moves the digests. At the end of a pass both are equal, or memory was damaged.
-// It also notes which holder spaces it meets, or somebody has used since it began. The others, and namespaces that are in none, are of
-// no block: their numbers are free at its end. Senders choose namespaces, so what one instance may bring has a bound until then.
+// An *audit* proves that the running digests are those of the table. It goes through the blocks in an order that no
+// growth changes (by shard and place), a stretch at a time, and sums the mixes of what it finds, by instance, tier and
+// generation; whatever changes at places it has passed moves these sums as it moves the digests. At the end of a pass
+// both are equal, or memory was damaged. It also notes which holder spaces it meets, or somebody has used since it
+// began. The others, and namespaces that are in none, are of no block: their numbers are free at its end. Senders
+// choose namespaces, so what one instance may bring has a bound until then.
 #pragma once
 
 #include <array>
@@ -38,11 +40,11 @@ namespace kvbm {
 
 // One pool as an instance's start declares it, as far as the index needs it.
 struct DeclaredPool {
-  Tier tier;          // its tier
-  bool is_cluster;    // whether it is everybody's: then its blocks are claims, and their holder is the pool
-  std::string name;   // of a cluster pool
-  std::string words{};  // the whole declaration, in bytes of the caller's that the index keeps and gives back
-  bool is_pod = false;  // whether others read it without its owner: then it is never excluded
+  Tier tier;                      // its tier
+  bool is_cluster;                // whether it is everybody's: then its blocks are claims, and their holder is the pool
+  std::string name;               // of a cluster pool
+  std::string words{};            // the whole declaration, in bytes of the caller's that the index keeps and gives back
+  bool is_pod = false;            // whether others read it without its owner: then it is never excluded
   std::uint64_t block_bytes = 0;  // of each block
 };
 
@@ -60,17 +62,19 @@ inline constexpr std::size_t kAnomalyCount = 7;
 
 // How far one instance has a prefix; InstanceDepth of kvbm/catalog/index/cluster_index.py.
 struct InstanceDepth {
-  std::uint32_t instance;                              // its number
-  std::uint32_t incarnation;                           // of that number: it was another's before
-  std::uint32_t depth;                                 // blocks from the first on, in any tier, without a hole
-  std::array<std::uint32_t, kTierCount> by_tier;       // of those, by the hottest tier that holds each
-  std::uint32_t reach;                                 // where the run ends with its cluster pools
-  std::uint32_t queued;                                // tokens that wait there, as was reported
-  std::uint32_t rank;                                  // its place among all names, in their order: between equals the name decides
-  bool is_suspect;                                     // events of it were missed
+  std::uint32_t instance;                         // its number
+  std::uint32_t incarnation;                      // of that number: it was another's before
+  std::uint32_t depth;                            // blocks from the first on, in any tier, without a hole
+  std::array<std::uint32_t, kTierCount> by_tier;  // of those, by the hottest tier that holds each
+  std::uint32_t reach;                            // where the run ends with its cluster pools
+  std::uint32_t queued;                           // tokens that wait there, as was reported
+  // Its place among all names, in their order: between equals the name decides
+  std::uint32_t rank;
+  bool is_suspect;  // events of it were missed
 };
 
-// What an answer tells of each instance: all, or all but whether it is suspect, which is not asked of those that nobody is told of.
+// What an answer tells of each instance: all, or all but whether it is suspect, which is not asked of those that nobody
+// is told of.
 enum class Told : std::uint8_t { kAll, kDepths };
 
 // How many blocks of a prefix, from the first on, a cluster pool is claimed to hold.
@@ -103,15 +107,16 @@ struct BlockHolder {
 
 // The blocks of a question that one holder has in one tier; Presence of kvbm/catalog/index/cluster_index.py.
 struct Presence {
-  BlockHolder holder;              // who, and where
-  bool is_suspect;                 // events of the instance were missed
-  std::vector<std::uint8_t> held;  // a bit for each block that was asked for, the first in the lowest bit of the first byte
+  BlockHolder holder;  // who, and where
+  bool is_suspect;     // events of the instance were missed
+  // A bit for each block that was asked for, the first in the lowest bit of the first byte
+  std::vector<std::uint8_t> held;
 };
 
 // Who has which of some blocks.
 struct PresenceAnswer {
   std::vector<Presence> rows;  // instances, those with the most of them first, then pools
-  std::uint32_t more = 0;        // instances that have some and were not wanted
+  std::uint32_t more = 0;      // instances that have some and were not wanted
 };
 
 // A run of claims, or of their withdrawal, in an applied frame.
@@ -132,16 +137,17 @@ struct AppliedFrame {
 
 // The state of an instance.
 struct InstanceState {
-  std::uint64_t epoch = 0;                                // its epoch
-  std::uint64_t digest = 0;                               // of what it holds
-  bool is_stopped = false;                                // it ended cleanly
-  bool is_suspect = false;                                // events were missed, wait, or were refused
-  bool is_partial = false;                                // residencies were refused at the cap
-  bool is_excluded = false;                               // answers leave out what only it can read
-  bool is_waiting = false;                                // later events than the next are there already
-  bool is_missed = false;                                 // events were missed and no snapshot has ended since
-  std::array<std::uint64_t, kTierCount> counts{};         // blocks held by tier
-  std::array<bool, kTierCount> is_listed{};               // tiers that it declared or holds blocks in, cluster pools left out
+  std::uint64_t epoch = 0;                         // its epoch
+  std::uint64_t digest = 0;                        // of what it holds
+  bool is_stopped = false;                         // it ended cleanly
+  bool is_suspect = false;                         // events were missed, wait, or were refused
+  bool is_partial = false;                         // residencies were refused at the cap
+  bool is_excluded = false;                        // answers leave out what only it can read
+  bool is_waiting = false;                         // later events than the next are there already
+  bool is_missed = false;                          // events were missed and no snapshot has ended since
+  std::array<std::uint64_t, kTierCount> counts{};  // blocks held by tier
+  // Tiers that it declared or holds blocks in, cluster pools left out
+  std::array<bool, kTierCount> is_listed{};
 
   bool operator==(const InstanceState&) const = default;
 };
@@ -175,31 +181,33 @@ struct IndexMemory {
 };
 
 // How many of what senders name there may be; kvbm/reference/cluster_index.py has them too.
-inline constexpr std::size_t kMostSpaces = 1 << 20;       // namespaces
-inline constexpr std::size_t kMostSpacesOfOne = 1 << 16;  // those that one instance has brought, and those that it holds blocks of
-inline constexpr std::uint32_t kMostPoolsOfOne = 64;      // cluster pools that one instance has brought
+inline constexpr std::size_t kMostSpaces = 1 << 20;  // namespaces
+// Those that one instance has brought, and those that it holds blocks of
+inline constexpr std::size_t kMostSpacesOfOne = 1 << 16;
+inline constexpr std::uint32_t kMostPoolsOfOne = 64;  // cluster pools that one instance has brought
 
 class ClusterIndex {
  public:
   static constexpr std::uint32_t kNone = 0xFFFFFFFF;  // no such instance, pool or namespace
 
   // capacity: residencies and claims at most; more are refused and counted.
-  // secret: what blinds keys; random in production, so that no sender can aim at a bucket or at another namespace's block.
+  // secret: what blinds keys; random in production, so that no sender can aim at a bucket or at another namespace's
+  // block.
   explicit ClusterIndex(std::uint64_t capacity, std::array<std::uint64_t, 3> secret = random_secret());
 
   static std::array<std::uint64_t, 3> random_secret();
 
   // -- following instances --
 
-  // The number of an instance; made when it is new. The number of one that was dropped may become another name's then: its incarnation
-  // has grown, and its holder ids are used again only once the table has none of them.
+  // The number of an instance; made when it is new. The number of one that was dropped may become another name's then:
+  // its incarnation has grown, and its holder ids are used again only once the table has none of them.
   std::uint32_t instance(std::string_view name);
   std::uint32_t find_instance(std::string_view name) const;
   std::string instance_name(std::uint32_t instance) const;
   std::size_t instance_count() const;
 
-  // Folds the events of a frame from `skip` on. The frame has been checked; an InstanceStarted in it is folded by `starts`.
-  // starts: the pools of each InstanceStarted of the frame, in order, skipped ones included.
+  // Folds the events of a frame from `skip` on. The frame has been checked; an InstanceStarted in it is folded by
+  // `starts`. starts: the pools of each InstanceStarted of the frame, in order, skipped ones included.
   AppliedFrame apply(std::uint32_t instance, Bytes data, std::size_t at, std::uint32_t skip,
                      std::span<const std::vector<DeclaredPool>> starts);
   // The same for events that were read already, all of one frame, none to be skipped.
@@ -207,29 +215,33 @@ class ClusterIndex {
                      std::span<const std::vector<DeclaredPool>> starts);
 
   // Enters an epoch whose start was not seen: nothing is held, all of it is suspect.
-  // pools: what its start declared, when that is known. likely: the best guess for the names of its claims' pools otherwise.
+  // pools: what its start declared, when that is known. likely: the best guess for the names of its claims' pools
+  // otherwise.
   void begin_blind(std::uint32_t instance, std::uint64_t epoch, const std::vector<DeclaredPool>* pools,
                    std::span<const DeclaredPool> likely);
   void miss(std::uint32_t instance);
   void wait(std::uint32_t instance, bool is_waiting);
   bool agrees(std::uint32_t instance, std::uint64_t digest);
-  // Leaves what the instance has in tiers that only it can read out of answers, or no longer. Holds until told otherwise or dropped.
+  // Leaves what the instance has in tiers that only it can read out of answers, or no longer. Holds until told
+  // otherwise or dropped.
   void exclude(std::uint32_t instance, bool is_excluded);
   void drop(std::uint32_t instance);
   void claim(std::string_view pool, const NamespaceId& id, Bytes hashes);
   void unclaim(std::string_view pool, const NamespaceId& id, Bytes hashes);
 
-  // Another, random id takes the place of a namespace's: answers and checkpoints know it no more. What is said of it later is of a
-  // new namespace. Blocks that somebody still holds of it stay, where nobody finds them.
+  // Another, random id takes the place of a namespace's: answers and checkpoints know it no more. What is said of it
+  // later is of a new namespace. Blocks that somebody still holds of it stay, where nobody finds them.
   void forget_namespace(const NamespaceId& id);
 
-  // The namespaces blocks are held or claimed of, or were since the last audit but one; in the place of forgotten ones stand random ids.
+  // The namespaces blocks are held or claimed of, or were since the last audit but one; in the place of forgotten ones
+  // stand random ids.
   std::vector<NamespaceId> namespaces() const;
 
   // Claims of blocks whose rank is at least `first`, of up to this many pages of the table.
   ClaimPart claims(std::uint64_t first, std::size_t pages) const;
 
-  // Tells how many blocks an object holds of a namespace's blocks, in pools whose name does not say it. The smallest that was told counts.
+  // Tells how many blocks an object holds of a namespace's blocks, in pools whose name does not say it. The smallest
+  // that was told counts.
   void size_objects(const NamespaceId& id, std::uint32_t blocks);
 
   // Tells the bytes of blocks of an instance's pools, which checkpoints have only in their caller's words.
@@ -245,8 +257,8 @@ class ClusterIndex {
   bool sweep(std::size_t pages);
   bool needs_sweep() const;
 
-  // Goes on with the audit for up to this many pages of the table, and ends at the end of a pass. Namespaces that nobody has blocks of
-  // are gone then, unless a checkpoint is being written.
+  // Goes on with the audit for up to this many pages of the table, and ends at the end of a pass. Namespaces that
+  // nobody has blocks of are gone then, unless a checkpoint is being written.
   AuditPart audit(std::size_t pages);
 
   // Blocks of one object, as the name of a pool says, as in "s3://bucket/kv#blocks=4,sealed"; 0: it does not.
@@ -255,16 +267,17 @@ class ClusterIndex {
   // -- asking --
 
   // What a cluster pool has of a prefix is whole objects: who reads it can have no part of one.
-  // best: how many instances, the deepest first, then those that reach furthest, then those where least waits, then by name; 0 for all, in no
-  // order. only: the instances to look at, sorted; none for all. hottest: what instances hold in hotter tiers does not
-  // count.
+  // best: how many instances, the deepest first, then those that reach furthest, then those where least waits, then by
+  // name; 0 for all, in no order. only: the instances to look at, sorted; none for all. hottest: what instances hold in
+  // hotter tiers does not count.
   void prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer,
                 const std::vector<std::uint32_t>* only = nullptr, Told told = Told::kAll, Tier hottest = Tier{}) const;
-  // Who could lend which of these blocks: of each instance its longest run, the first of equals; those that end deepest, then those that
-  // begin first, then by name. most: how many. is_whole: blocks behind one that nobody holds are looked at, too.
+  // Who could lend which of these blocks: of each instance its longest run, the first of equals; those that end
+  // deepest, then those that begin first, then by name. most: how many. is_whole: blocks behind one that nobody holds
+  // are looked at, too.
   void lent(const NamespaceId& id, Bytes hashes, std::size_t most, bool is_whole, std::vector<LendableRun>& runs) const;
-  // Which of these blocks are held, and by whom, each by itself. best: how many instances, those with the most blocks first, ties in no
-  // order; 0 for all. Pools are named always. only: as prefixes.
+  // Which of these blocks are held, and by whom, each by itself. best: how many instances, those with the most blocks
+  // first, ties in no order; 0 for all. Pools are named always. only: as prefixes.
   void presence(const NamespaceId& id, Bytes hashes, std::size_t best, PresenceAnswer& answer,
                 const std::vector<std::uint32_t>* only = nullptr) const;
   // is_excluded: those that answers leave out instead.
@@ -275,7 +288,8 @@ class ClusterIndex {
   // The pools of an instance in its caller's words; empty when no start was seen.
   std::vector<std::string> declared_pools(std::uint32_t instance) const;
   // Bytes of a block by tier, of instances by number; 0 where no start has told.
-  void block_bytes(std::span<const std::uint32_t> instances, std::vector<std::array<std::uint64_t, kTierCount>>& bytes) const;
+  void block_bytes(std::span<const std::uint32_t> instances,
+                   std::vector<std::array<std::uint64_t, kTierCount>>& bytes) const;
   // Number of the cluster pool that an instance's claims in a tier belong to, or kNone.
   std::uint32_t pool_of(std::uint32_t instance, Tier tier) const;
   std::string pool_name(std::uint32_t pool) const;
@@ -297,20 +311,23 @@ class ClusterIndex {
   friend class PresenceScan;
   friend class LentWalk;
 
-  static constexpr std::size_t kBatchBlocks = 64;  // blocks applied under one hold of the lock
+  static constexpr std::size_t kBatchBlocks = 64;    // blocks applied under one hold of the lock
   static constexpr std::size_t kFreedAtOnce = 1024;  // numbers looked at under one hold of the lock
   static constexpr std::uint8_t kGenerations = 4;
   static constexpr std::uint16_t kAllVisible = 0xFFFF;
-  static constexpr std::uint64_t kPoolKind = std::uint64_t{1} << 63;  // in a key of holder_space_numbers_: the holder is a pool
-  static constexpr std::size_t kMostSized = 65536;  // namespaces of whose objects the size is kept; kvbm/reference/cluster_index.py has it too
+  // In a key of holder_space_numbers_: the holder is a pool
+  static constexpr std::uint64_t kPoolKind = std::uint64_t{1} << 63;
+  // Namespaces of whose objects the size is kept; kvbm/reference/cluster_index.py has it too
+  static constexpr std::size_t kMostSized = 65536;
 
   struct Namespace {
-    NamespaceId id;                         // its public name
-    BlockKey salt;                          // secret: a block's key is its hash xor this
+    NamespaceId id;                                 // its public name
+    BlockKey salt;                                  // secret: a block's key is its hash xor this
     std::vector<std::uint32_t> pool_holder_spaces;  // holder spaces of cluster pools
-    std::uint32_t holder_spaces = 0;        // how many there are of it, of dead instances left out
-    std::uint32_t maker = kNone;            // number of the instance that brought it; kNone where it came from elsewhere
-    bool is_free = false;                   // nobody's: the number waits for another
+    std::uint32_t holder_spaces = 0;                // how many there are of it, of dead instances left out
+    // Number of the instance that brought it; kNone where it came from elsewhere
+    std::uint32_t maker = kNone;
+    bool is_free = false;  // nobody's: the number waits for another
   };
 
   // A holder in one namespace.
@@ -326,23 +343,23 @@ class ClusterIndex {
 
   // One tier of one instance.
   struct TierFold {
-    std::uint64_t listed = 0;                               // blocks the snapshot has listed
-    std::uint32_t snapshot = 0;                             // the snapshot last begun
-    bool is_open = false;                                   // it has begun and not ended
-    bool is_whole = false;                                  // nothing was missed since a snapshot ended
-    bool is_declared = false;                               // the start named a pool in this tier
-    bool is_cluster = false;                                // and it is the cluster's
-    bool is_pod = false;                                    // or others of the pod can read it
-    bool is_partial = false;                                // residencies were refused
-    bool has_refused = false;                               // the same, since the snapshot began
-    std::uint8_t generation = 0;                            // of what is gained or listed now
-    std::uint8_t live = 1;                                  // bit g: residencies of generation g count
-    std::uint8_t dirty = 0;                                 // bit g: dead, and the sweep has not been everywhere since
-    std::uint32_t pool = kNone;                             // number of the cluster pool, where its name is known
-    std::uint64_t block_bytes = 0;                          // as the start named them
-    std::array<std::uint64_t, kGenerations> counts{};       // residencies, by generation
-    std::array<std::uint64_t, kGenerations> digests{};      // sums of their mixes, by generation
-    std::array<std::uint64_t, kGenerations> audited{};      // the same of those that the audit has passed
+    std::uint64_t listed = 0;                           // blocks the snapshot has listed
+    std::uint32_t snapshot = 0;                         // the snapshot last begun
+    bool is_open = false;                               // it has begun and not ended
+    bool is_whole = false;                              // nothing was missed since a snapshot ended
+    bool is_declared = false;                           // the start named a pool in this tier
+    bool is_cluster = false;                            // and it is the cluster's
+    bool is_pod = false;                                // or others of the pod can read it
+    bool is_partial = false;                            // residencies were refused
+    bool has_refused = false;                           // the same, since the snapshot began
+    std::uint8_t generation = 0;                        // of what is gained or listed now
+    std::uint8_t live = 1;                              // bit g: residencies of generation g count
+    std::uint8_t dirty = 0;                             // bit g: dead, and the sweep has not been everywhere since
+    std::uint32_t pool = kNone;                         // number of the cluster pool, where its name is known
+    std::uint64_t block_bytes = 0;                      // as the start named them
+    std::array<std::uint64_t, kGenerations> counts{};   // residencies, by generation
+    std::array<std::uint64_t, kGenerations> digests{};  // sums of their mixes, by generation
+    std::array<std::uint64_t, kGenerations> audited{};  // the same of those that the audit has passed
   };
 
   struct Instance {
@@ -362,15 +379,15 @@ class ClusterIndex {
     std::uint16_t visible = kAllVisible;     // the bits of `HolderSpace::live` that answers may speak of
     std::array<TierFold, kTierCount> tiers;  // what it holds
     std::vector<std::uint32_t> holder_spaces;  // its holder spaces of this incarnation
-    std::uint32_t made_spaces = 0;           // namespaces that it has brought, whoever uses them
-    std::uint32_t made_pools = 0;            // cluster pools that it has brought
-    std::vector<std::string> declared;       // its pools in the caller's words, as the start has them
+    std::uint32_t made_spaces = 0;             // namespaces that it has brought, whoever uses them
+    std::uint32_t made_pools = 0;              // cluster pools that it has brought
+    std::vector<std::string> declared;         // its pools in the caller's words, as the start has them
   };
 
   struct Pool {
-    std::string name;           // its name
-    std::uint64_t claims = 0;   // blocks claimed
-    std::uint32_t blocks = 0;   // of one of its objects, where the name says it; else 0
+    std::string name;          // its name
+    std::uint64_t claims = 0;  // blocks claimed
+    std::uint32_t blocks = 0;  // of one of its objects, where the name says it; else 0
   };
 
   enum class Work : std::uint8_t { kCreate, kState, kEvict, kClaim, kUnclaim };
@@ -388,7 +405,7 @@ class ClusterIndex {
 
   // What to do to a set: holder ids from first_removed to last_removed leave it, `added` joins it unless it is 0.
   struct SetChange {
-    HolderValue value;   // the set as it is
+    HolderValue value;       // the set as it is
     HolderId first_removed;  // with last_removed below it, nothing leaves
     HolderId last_removed;
     HolderId added;
@@ -446,7 +463,8 @@ class ClusterIndex {
       used_[holder_space] = 1;
     }
   }
-  // Frees some of the numbers of holder spaces and namespaces that the audit's pass has found nothing of. False once there are no more.
+  // Frees some of the numbers of holder spaces and namespaces that the audit's pass has found nothing of. False once
+  // there are no more.
   bool free_some();
   // owners: gains the instance whose it was.
   void free_holder_space(std::uint32_t number, std::vector<std::uint32_t>& owners);
@@ -471,7 +489,9 @@ class ClusterIndex {
   HolderValue cleaned(HolderValue value);
 
   // -- under lock_, shared or not --
-  bool is_live(HolderId id) const noexcept { return (holder_spaces_[kvbm::holder_space_of(id)].live >> (id & 15) & 1) != 0; }
+  bool is_live(HolderId id) const noexcept {
+    return (holder_spaces_[kvbm::holder_space_of(id)].live >> (id & 15) & 1) != 0;
+  }
   bool is_visible(HolderId id) const noexcept {
     return (holder_spaces_[kvbm::holder_space_of(id)].visible >> (id & 15) & 1) != 0;
   }
@@ -486,7 +506,9 @@ class ClusterIndex {
   std::uint32_t find_space(const NamespaceId& id) const noexcept;
   // Blocks of one object of a pool, in a namespace; 1 where nobody has said it.
   std::uint32_t object_blocks(std::uint32_t pool, std::uint32_t space) const noexcept;
-  void count(IndexAnomaly anomaly, std::uint64_t times = 1) noexcept { anomalies_[static_cast<std::size_t>(anomaly)] += times; }
+  void count(IndexAnomaly anomaly, std::uint64_t times = 1) noexcept {
+    anomalies_[static_cast<std::size_t>(anomaly)] += times;
+  }
 
   // With a secret: ids are anybody's to choose, and of a known hash many could be made that meet.
   struct IdHash {
@@ -504,17 +526,17 @@ class ClusterIndex {
   };
   using Numbers = std::unordered_map<std::string, std::uint32_t, NameHash, NameEqual>;
 
-  const std::uint64_t capacity_;   // residencies and claims at most
-  std::mt19937_64 salts_;          // secrets of namespaces
-  mutable std::mutex writer_;      // held by the one who changes anything, frame by frame
-  mutable BatchLock lock_;         // held shared to read, exclusively to change what readers see
+  const std::uint64_t capacity_;  // residencies and claims at most
+  std::mt19937_64 salts_;         // secrets of namespaces
+  mutable std::mutex writer_;     // held by the one who changes anything, frame by frame
+  mutable BatchLock lock_;        // held shared to read, exclusively to change what readers see
 
-  BlockTable table_;                    // (namespace, hash) → who holds it
-  HolderSets sets_;                     // the sets of holders
-  std::vector<Namespace> spaces_;       // by number
-  std::vector<Instance> instances_;     // by number
-  std::vector<Pool> pools_;             // by number
-  std::vector<HolderSpace> holder_spaces_;  // by number; 0 is nobody's
+  BlockTable table_;                                                      // (namespace, hash) → who holds it
+  HolderSets sets_;                                                       // the sets of holders
+  std::vector<Namespace> spaces_;                                         // by number
+  std::vector<Instance> instances_;                                       // by number
+  std::vector<Pool> pools_;                                               // by number
+  std::vector<HolderSpace> holder_spaces_;                                // by number; 0 is nobody's
   std::unordered_map<NamespaceId, std::uint32_t, IdHash> space_numbers_;  // by id
   Numbers instance_numbers_;                                              // by name
   std::vector<std::uint32_t> by_name_;                                    // instances in the order of their names
@@ -522,32 +544,33 @@ class ClusterIndex {
   std::unordered_map<NamespaceId, std::uint32_t, IdHash> object_blocks_;  // as was told, by namespace
   // By kind and holder in the high half, and namespace in the low one.
   std::unordered_map<std::uint64_t, std::uint32_t> holder_space_numbers_;
-  std::vector<std::uint32_t> free_holder_spaces_;                          // numbers to use again
-  std::vector<std::uint32_t> free_spaces_;                                 // the same of namespaces
-  std::vector<std::uint32_t> dropped_;                                     // instances that were dropped, and may be followed again
+  std::vector<std::uint32_t> free_holder_spaces_;  // numbers to use again
+  std::vector<std::uint32_t> free_spaces_;         // the same of namespaces
+  // Instances that were dropped, and may be followed again
+  std::vector<std::uint32_t> dropped_;
 
-  std::uint64_t frames_ = 0;                                // applied
-  std::uint64_t residencies_ = 0;                           // live ones of all instances
-  std::uint64_t claims_ = 0;                                // (pool, tier, block) claimed
-  std::array<std::uint64_t, kAnomalyCount> anomalies_{};    // by rule
+  std::uint64_t frames_ = 0;                              // applied
+  std::uint64_t residencies_ = 0;                         // live ones of all instances
+  std::uint64_t claims_ = 0;                              // (pool, tier, block) claimed
+  std::array<std::uint64_t, kAnomalyCount> anomalies_{};  // by rule
 
   // The namespace and holder space of the run added last, which the next run mostly has too.
-  NamespaceId last_id_{};                  // the namespace
-  std::uint32_t last_instance_ = kNone;    // the instance; kNone when there was none, or it has died since
-  std::uint32_t last_space_ = 0;           // number of the namespace
-  std::uint32_t last_holder_space_ = 0;    // of the two
+  NamespaceId last_id_{};                // the namespace
+  std::uint32_t last_instance_ = kNone;  // the instance; kNone when there was none, or it has died since
+  std::uint32_t last_space_ = 0;         // number of the namespace
+  std::uint32_t last_holder_space_ = 0;  // of the two
 
   // The batch.
   std::vector<Piece> pieces_;     // what it consists of
   std::size_t piece_blocks_ = 0;  // blocks in it
 
   // The set change made last, which the next block of a run mostly makes too.
-  SetChange last_change_{};         // what it was
-  HolderValue last_result_ = 0;     // what it gave
-  std::uint64_t last_frees_ = 0;    // sets_.frees() then: results of before a free may be gone
-  std::uint64_t last_deaths_ = 0;   // deaths_ then: results hold no holder ids that were dead
-  std::uint64_t deaths_ = 0;        // counts changes of live masks from on to off
-  std::vector<HolderId> scratch_;   // holder ids of the set being made
+  SetChange last_change_{};        // what it was
+  HolderValue last_result_ = 0;    // what it gave
+  std::uint64_t last_frees_ = 0;   // sets_.frees() then: results of before a free may be gone
+  std::uint64_t last_deaths_ = 0;  // deaths_ then: results hold no holder ids that were dead
+  std::uint64_t deaths_ = 0;       // counts changes of live masks from on to off
+  std::vector<HolderId> scratch_;  // holder ids of the set being made
 
   // Deaths that the table has not forgotten yet.
   struct DeadGeneration {
@@ -573,7 +596,8 @@ class ClusterIndex {
   std::uint64_t audited_damaged_ = 0;  // of them: holders that cannot be anybody's
   std::size_t unused_at_ = 0;          // holder spaces below this number have been freed, or are used
   std::size_t unused_space_at_ = 0;    // the same of namespaces
-  std::vector<std::uint8_t> used_;     // by number of a holder space that was there when the pass began: it was met or used since
+  // By number of a holder space that was there when the pass began: it was met or used since
+  std::vector<std::uint8_t> used_;
   mutable std::uint32_t checkpoints_ = 0;  // being written: they name namespaces by number; under writer_
 };
 

@@ -1,6 +1,6 @@
 // Frames: events ↔ bytes. Native implementation of kvbm/core/codec.py, whose docstring draws the layout.
-// FrameReader: made over the bytes of one frame, `next` until it is empty, gone before those bytes. It allocates nothing.
-// FrameWriter: made for one frame, events added, written once; the events' bytes stay the caller's until then.
+// FrameReader: made over the bytes of one frame, `next` until it is empty, gone before those bytes. It allocates
+// nothing. FrameWriter: made for one frame, events added, written once; the events' bytes stay the caller's until then.
 // Both belong to one thread at a time. What a reader reads to its end, a writer writes to the same bytes again.
 #pragma once
 
@@ -18,21 +18,21 @@ namespace kvbm {
 inline constexpr std::uint16_t kFrameVersion = 2;  // the newest that is read; the lowest that suffices is written
 inline constexpr std::size_t kMaxFrameBytes = std::size_t{1} << 26;  // a length beyond this is damage, not a frame
 inline constexpr std::size_t kMaxFrameNamespaces = 255;
-inline constexpr std::size_t kFrameHeaderBytes = 48;    // before the instance's name
-inline constexpr std::size_t kFrameChecksumBytes = 4;   // after the events
+inline constexpr std::size_t kFrameHeaderBytes = 48;   // before the instance's name
+inline constexpr std::size_t kFrameChecksumBytes = 4;  // after the events
 inline constexpr std::size_t kMaxNameBytes = 255;
 
 // What a frame says of itself before its events.
 struct FrameHeader {
-  std::string_view instance;        // UTF-8, points into the frame
-  std::uint64_t epoch = 0;          // the instance's incarnation
-  std::uint64_t first_offset = 0;   // offset of the first event
-  std::uint64_t wall_time_ns = 0;   // when the frame was cut, Unix time
-  std::uint64_t digest = 0;         // of the instance's residencies after the last event
-  std::uint32_t event_count = 0;    // events in the frame
-  std::uint32_t frame_bytes = 0;    // the whole frame, checksum included
-  std::uint16_t version = 1;        // of the format
-  std::uint8_t namespace_count = 0; // entries of the namespace table
+  std::string_view instance;         // UTF-8, points into the frame
+  std::uint64_t epoch = 0;           // the instance's incarnation
+  std::uint64_t first_offset = 0;    // offset of the first event
+  std::uint64_t wall_time_ns = 0;    // when the frame was cut, Unix time
+  std::uint64_t digest = 0;          // of the instance's residencies after the last event
+  std::uint32_t event_count = 0;     // events in the frame
+  std::uint32_t frame_bytes = 0;     // the whole frame, checksum included
+  std::uint16_t version = 1;         // of the format
+  std::uint8_t namespace_count = 0;  // entries of the namespace table
 };
 
 // The header of the frame at a position, without proof that the rest is good.
@@ -71,20 +71,20 @@ class FrameReader {
   void read(InstanceStopped& event);
   void finish();
 
-  Bytes data_;                        // the caller's buffer
-  std::size_t at_;                    // where the frame begins in data_
-  FrameHeader header_;                // its header
-  std::size_t position_;              // next byte to read, in data_
-  std::size_t end_;                   // where the checksum begins, in data_
-  Bytes table_;                       // namespace ids, packed
-  std::uint32_t events_read_ = 0;     // events returned so far
-  std::uint32_t namespaces_seen_ = 0; // table entries used so far, when they are used in order
-  std::uint16_t version_ = 1;         // the lowest that suffices for the events so far
-  bool in_order_ = true;              // whether the events have used the table in order so far
+  Bytes data_;                         // the caller's buffer
+  std::size_t at_;                     // where the frame begins in data_
+  FrameHeader header_;                 // its header
+  std::size_t position_;               // next byte to read, in data_
+  std::size_t end_;                    // where the checksum begins, in data_
+  Bytes table_;                        // namespace ids, packed
+  std::uint32_t events_read_ = 0;      // events returned so far
+  std::uint32_t namespaces_seen_ = 0;  // table entries used so far, when they are used in order
+  std::uint16_t version_ = 1;          // the lowest that suffices for the events so far
+  bool in_order_ = true;               // whether the events have used the table in order so far
 };
 
-// The pieces a frame is written from, for who keeps events encoded while they wait. The pieces of one frame follow each other:
-// write_head, write_event for each event, write_checksum, into exactly frame_bytes() bytes.
+// The pieces a frame is written from, for who keeps events encoded while they wait. The pieces of one frame follow each
+// other: write_head, write_event for each event, write_checksum, into exactly frame_bytes() bytes.
 
 // Encoded size of an event. Throws Error: kLayout, when a run is empty or its slots do not count as its hashes.
 std::size_t event_bytes(const Event& event);
@@ -92,9 +92,11 @@ std::size_t event_bytes(const Event& event);
 const NamespaceId* namespace_of(const Event& event) noexcept;
 // The lowest version of a frame that suffices for an event.
 std::uint16_t frame_version(const Event& event) noexcept;
-// Writes event_bytes(event) bytes; namespace_index is its namespace's place in the frame's table. Returns where they end.
+// Writes event_bytes(event) bytes; namespace_index is its namespace's place in the frame's table. Returns where they
+// end.
 std::uint8_t* write_event(const Event& event, std::uint8_t namespace_index, std::uint8_t* out) noexcept;
-// Bytes of a frame whose events have body_bytes. Throws Error: kLayout, when the name does not fit or the frame is too long.
+// Bytes of a frame whose events have body_bytes. Throws Error: kLayout, when the name does not fit or the frame is too
+// long.
 std::size_t frame_bytes(const FrameHeader& header, std::size_t namespaces, std::size_t body_bytes);
 // Writes header, name and namespace table; `out` is the whole frame. Returns where the events go.
 std::uint8_t* write_head(const FrameHeader& header, std::size_t event_count, std::span<const NamespaceId> namespaces,
@@ -109,7 +111,8 @@ class FrameWriter {
   // Throws Error: kLayout, when the name's length does not fit.
   explicit FrameWriter(const FrameHeader& header, std::size_t event_count = 0);
 
-  // Adds an event. Throws Error: kLayout, when a run is empty, its slots do not count as its hashes, or a limit is passed.
+  // Adds an event. Throws Error: kLayout, when a run is empty, its slots do not count as its hashes, or a limit is
+  // passed.
   void add(const Event& event);
 
   // Bytes the frame will have. Throws Error: kLayout, when there is no event or the frame is too long.

@@ -1,6 +1,6 @@
-// Frames as columns: a whole buffer of frames as a few arrays. Native implementation of kvbm/core/columns.py, which says what the fields mean.
-// FrameColumns: made empty, filled once by decode_columns, then read or taken apart; one thread at a time. Names and starts
-// point into the buffer that was read.
+// Frames as columns: a whole buffer of frames as a few arrays. Native implementation of kvbm/core/columns.py, which
+// says what the fields mean. FrameColumns: made empty, filled once by decode_columns, then read or taken apart; one
+// thread at a time. Names and starts point into the buffer that was read.
 #pragma once
 
 #include <cstddef>
@@ -33,22 +33,22 @@ static_assert(sizeof(FrameRow) == 56 && std::is_trivially_copyable_v<FrameRow>);
 
 // One event, as EVENT_ROW.
 struct EventRow {
-  std::uint8_t kind;             // as in the frame
-  std::uint8_t tier;             // for BlocksMigrated the target
-  std::uint8_t source;           // of BlocksMigrated, when a tier
-  std::uint8_t code;             // reason or cause
-  std::uint8_t has_slots;        // 0 or 1
-  std::uint8_t kept;             // 0 or 1
-  std::uint8_t unused[2];        // zero
-  std::uint64_t offset;          // in the stream
-  std::uint64_t first_block;     // its rows of `hashes` and `slots` begin here
-  std::uint32_t frame;           // row of `frames`
-  std::uint32_t count;           // its blocks; what SnapshotEnded counted
-  std::uint32_t namespace_row;   // row of `namespaces`
-  std::uint32_t start;           // of BlocksCreated
-  std::uint32_t snapshot;        // of ResidenciesListed and SnapshotEnded
-  std::uint32_t other;           // row of `names` or of `starts`
-  SequenceHash parent;           // of BlocksCreated
+  std::uint8_t kind;            // as in the frame
+  std::uint8_t tier;            // for BlocksMigrated the target
+  std::uint8_t source;          // of BlocksMigrated, when a tier
+  std::uint8_t code;            // reason or cause
+  std::uint8_t has_slots;       // 0 or 1
+  std::uint8_t kept;            // 0 or 1
+  std::uint8_t unused[2];       // zero
+  std::uint64_t offset;         // in the stream
+  std::uint64_t first_block;    // its rows of `hashes` and `slots` begin here
+  std::uint32_t frame;          // row of `frames`
+  std::uint32_t count;          // its blocks; what SnapshotEnded counted
+  std::uint32_t namespace_row;  // row of `namespaces`
+  std::uint32_t start;          // of BlocksCreated
+  std::uint32_t snapshot;       // of ResidenciesListed and SnapshotEnded
+  std::uint32_t other;          // row of `names` or of `starts`
+  SequenceHash parent;          // of BlocksCreated
 };
 static_assert(sizeof(EventRow) == 64 && std::is_trivially_copyable_v<EventRow>);
 

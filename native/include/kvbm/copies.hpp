@@ -47,8 +47,8 @@ class Copies {
                                                              Tier target, Bytes hashes);
   // Blocks of a copy in flight. Throws Error: kLedger, when it is not.
   std::size_t blocks(std::uint64_t id) const;
-  // arrived: one for each block. Returns for each block the target slot that holds it, or kNoSlot; valid until the next end.
-  // Throws std::bad_alloc: the copy is in flight still, or has ended, and has no pins or slots any more.
+  // arrived: one for each block. Returns for each block the target slot that holds it, or kNoSlot; valid until the next
+  // end. Throws std::bad_alloc: the copy is in flight still, or has ended, and has no pins or slots any more.
   std::span<const std::uint32_t> end(Recorder& recorder, std::uint64_t id, std::span<const std::uint8_t> arrived,
                                      MigrateCause cause, bool kept, bool pinned);
   std::size_t in_flight() const noexcept { return copies_.size(); }

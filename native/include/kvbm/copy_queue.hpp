@@ -1,10 +1,11 @@
-// CopyQueue: runs of blocks gathered and scattered in a thread of its own, scatters first, for a caller that may not wait.
+// CopyQueue: runs of blocks gathered and scattered in a thread of its own, scatters first, for a caller that may not
+// wait.
 //
-// Life: made over a table and a copier that outlive it, with its thread; close() or the destructor ends the thread once the slice
-// under way is over, and what is left of its runs is never copied. After fork() the child has no thread: nothing ends there.
-// Threads: close() and the destructor from one, when no other call is under way; the others from any; the copies run in its own. What a run names stays there until it has ended or the
-// queue is closed.
-// Native implementation of kvbm/pools/hbm/copy_queue.py's ThreadedQueue.
+// Life: made over a table and a copier that outlive it, with its thread; close() or the destructor ends the thread once
+// the slice under way is over, and what is left of its runs is never copied. After fork() the child has no thread:
+// nothing ends there. Threads: close() and the destructor from one, when no other call is under way; the others from
+// any; the copies run in its own. What a run names stays there until it has ended or the queue is closed. Native
+// implementation of kvbm/pools/hbm/copy_queue.py's ThreadedQueue.
 #pragma once
 
 #include <chrono>
@@ -34,7 +35,7 @@ class CopyQueue {
     std::uint32_t* checksums;             // room for each block's CRC-32C, which makes it a gather; null: a scatter
   };
   struct Ended {
-    std::uint64_t id;              // the run's
+    std::uint64_t id;               // the run's
     std::chrono::nanoseconds busy;  // time spent on it
   };
 
@@ -62,26 +63,26 @@ class CopyQueue {
  private:
   // A run with what is left of it.
   struct Part {
-    Run run;                            // as added
-    std::size_t done = 0;               // its first blocks, copied
-    std::chrono::nanoseconds busy{0};   // time spent on those
+    Run run;                           // as added
+    std::size_t done = 0;              // its first blocks, copied
+    std::chrono::nanoseconds busy{0};  // time spent on those
   };
 
   void work() noexcept;
   // Copies the next blocks of a run, as many as one slice has.
   void copy_slice(Part& part) const noexcept;
 
-  const SegmentTable& table_;        // where the slots lie
-  RowCopier& copier_;                // whose threads help
-  mutable std::mutex lock_;          // over what follows
-  std::condition_variable work_;     // there is a run, or the end
-  std::condition_variable idle_;     // nothing is under way any more
-  std::deque<Part> scatters_;        // not ended, by age
-  std::deque<Part> gathers_;         // not ended, by age
-  std::vector<Ended> ended_;         // not asked for yet
-  bool closed_ = false;              // the thread leaves
-  const pid_t process_ = getpid();   // whose thread it is
-  std::thread thread_;               // last, so that it starts when all else is there
+  const SegmentTable& table_;       // where the slots lie
+  RowCopier& copier_;               // whose threads help
+  mutable std::mutex lock_;         // over what follows
+  std::condition_variable work_;    // there is a run, or the end
+  std::condition_variable idle_;    // nothing is under way any more
+  std::deque<Part> scatters_;       // not ended, by age
+  std::deque<Part> gathers_;        // not ended, by age
+  std::vector<Ended> ended_;        // not asked for yet
+  bool closed_ = false;             // the thread leaves
+  const pid_t process_ = getpid();  // whose thread it is
+  std::thread thread_;              // last, so that it starts when all else is there
 };
 
 }  // namespace kvbm

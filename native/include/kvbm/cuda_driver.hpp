@@ -1,6 +1,7 @@
 // CudaDriver: the functions of NVIDIA's driver that we call, found at run time: kvbm is built and runs without it.
-// Immutable once made; any thread. Everything else of CUDA that another library of the process does goes on beside it: calls are made
-// in the device's primary context, which torch uses too, and which is left again after each (`InContext`).
+// Immutable once made; any thread. Everything else of CUDA that another library of the process does goes on beside it:
+// calls are made in the device's primary context, which torch uses too, and which is left again after each
+// (`InContext`).
 #pragma once
 
 #include <cstddef>
@@ -26,8 +27,8 @@ inline constexpr unsigned kCuStreamNonBlocking = 1;
 inline constexpr unsigned kCuEventDisableTiming = 2;
 inline constexpr int kCuCaptureRelaxed = 2;
 inline constexpr int kCuMultiprocessors = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-inline constexpr int kCuMemoryType = 2;     // CU_POINTER_ATTRIBUTE_…
-inline constexpr int kCuDevicePointer = 3;  // likewise
+inline constexpr int kCuMemoryType = 2;        // CU_POINTER_ATTRIBUTE_…
+inline constexpr int kCuDevicePointer = 3;     // likewise
 inline constexpr int kCuRangeBegin = 11;
 inline constexpr int kCuRangeSize = 12;
 inline constexpr unsigned kCuHostMemory = 1;
@@ -67,8 +68,9 @@ struct CudaDriver {
   CuResult (*cuMemcpyHtoDAsync_v2)(CuAddress target, const void* source, std::size_t bytes, CuStream stream);
   CuResult (*cuMemcpyDtoHAsync_v2)(void* target, CuAddress source, std::size_t bytes, CuStream stream);
   // Since CUDA 12.8; null where the driver is older.
-  CuResult (*cuMemcpyBatchAsync)(CuAddress* targets, CuAddress* sources, std::size_t* sizes, std::size_t count, CuCopyAttributes* attributes,
-                                 std::size_t* first, std::size_t attribute_count, std::size_t* failed, CuStream stream);
+  CuResult (*cuMemcpyBatchAsync)(CuAddress* targets, CuAddress* sources, std::size_t* sizes, std::size_t count,
+                                 CuCopyAttributes* attributes, std::size_t* first, std::size_t attribute_count,
+                                 std::size_t* failed, CuStream stream);
   CuResult (*cuStreamCreateWithPriority)(CuStream* stream, unsigned flags, int priority);
   CuResult (*cuStreamDestroy_v2)(CuStream stream);
   CuResult (*cuStreamIsCapturing)(CuStream stream, int* status);
@@ -77,8 +79,9 @@ struct CudaDriver {
   CuResult (*cuEventDestroy_v2)(CuEvent event);
   CuResult (*cuEventRecord)(CuEvent event, CuStream stream);
   CuResult (*cuEventQuery)(CuEvent event);
-  CuResult (*cuLaunchKernel)(CuFunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                             unsigned block_z, unsigned shared_bytes, CuStream stream, void** parameters, void** extra);
+  CuResult (*cuLaunchKernel)(CuFunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                             unsigned block_y, unsigned block_z, unsigned shared_bytes, CuStream stream,
+                             void** parameters, void** extra);
   CuResult (*cuGetErrorName)(CuResult result, const char** name);
 
   // The error's name, such as "CUDA_ERROR_OUT_OF_MEMORY", or its number.
@@ -96,11 +99,12 @@ class CudaError : public std::runtime_error {
   CuResult result_;  // the call's
 };
 
-// Loads and initialises it, once for each file: it is never unloaded. Throws std::runtime_error: it is not there, lacks a function, or
-// does not start.
+// Loads and initialises it, once for each file: it is never unloaded. Throws std::runtime_error: it is not there, lacks
+// a function, or does not start.
 const CudaDriver& cuda_driver(const std::string& library = "libcuda.so.1");
 
-// Whether after such a result nothing that the device had to do will be done any more: the device, or its context, is gone for good.
+// Whether after such a result nothing that the device had to do will be done any more: the device, or its context, is
+// gone for good.
 bool means_lost(CuResult result) noexcept;
 
 // For its life the calling thread is in a context, and its calls are allowed while another thread captures a graph.

@@ -1,15 +1,15 @@
 // DeviceRing: runs of an engine's blocks ↔ pinned rows of the host, by way of a small ring of the GPU's own memory.
 //
-// A run is cut into lots. A lot to the host is packed into the ring by a bounded launch on a stream of the highest priority, and the copy
-// engines carry its contiguous bytes to the rows; a lot from the host goes the same way back. A launch moves bytes some twenty times as
-// fast as the link, so it is over soon and the engine computes on; but it begins only where a multiprocessor is free, which may be when a
-// kernel of the engine's ends. So the ring holds more than a link carries meanwhile. Checksums are computed while the next lots are on the
-// link.
+// A run is cut into lots. A lot to the host is packed into the ring by a bounded launch on a stream of the highest
+// priority, and the copy engines carry its contiguous bytes to the rows; a lot from the host goes the same way back. A
+// launch moves bytes some twenty times as fast as the link, so it is over soon and the engine computes on; but it
+// begins only where a multiprocessor is free, which may be when a kernel of the engine's ends. So the ring holds more
+// than a link carries meanwhile. Checksums are computed while the next lots are on the link.
 //
-// Life: made for one pool's tensors, with all memory, streams and events it will ever use: no call allocates any of the device's. A run
-// begins, and `advance` carries it on until the device has confirmed its last byte. A destructor that comes before that leaves what the
-// device may still write, to nobody; the same where the device is lost.
-// Threads: any, one at a time; mark, drop_mark, has_passed_event and reaches at any time.
+// Life: made for one pool's tensors, with all memory, streams and events it will ever use: no call allocates any of the
+// device's. A run begins, and `advance` carries it on until the device has confirmed its last byte. A destructor that
+// comes before that leaves what the device may still write, to nobody; the same where the device is lost. Threads: any,
+// one at a time; mark, drop_mark, has_passed_event and reaches at any time.
 #pragma once
 
 #include <array>
@@ -36,7 +36,8 @@ struct RingOptions {
   unsigned programs = 0;                 // of a launch; 0: half as many as the GPU has multiprocessors
 };
 
-// What a run waits for, on the device: it begins behind these events, and behind all that is queued on these streams now.
+// What a run waits for, on the device: it begins behind these events, and behind all that is queued on these streams
+// now.
 struct RunOrder {
   std::span<const CuEvent> events;
   std::span<const CuStream> streams;
@@ -62,8 +63,8 @@ class DeviceRing {
   // Waits until the run under way has ended, if there is one, whatever becomes of it; as long as the device takes.
   void settle() noexcept;
 
-  // An event of the ring's own, behind these; to be given back by drop_mark once nobody waits for it anew. So whoever gave an event may
-  // record it again. Throws std::runtime_error.
+  // An event of the ring's own, behind these; to be given back by drop_mark once nobody waits for it anew. So whoever
+  // gave an event may record it again. Throws std::runtime_error.
   CuEvent mark(const RunOrder& after);
   void drop_mark(CuEvent mark) noexcept;
 
@@ -73,18 +74,18 @@ class DeviceRing {
   // Whether the device reaches all of this memory of the host's: whether it is registered with CUDA, as one piece.
   bool reaches(const void* begin, std::uint64_t bytes) const noexcept;
 
-  // Begins to fill row at[i], or row i where `at` is empty, from slots[i]. What is named stays untouched until the run has ended.
-  // checksums: of as many as there are slots, each row's CRC-32C, computed with the copier; or empty.
-  // Throws std::runtime_error: one is under way, or the device refuses; nothing has begun then.
-  void gather(std::span<const std::int64_t> slots, BlockRows<std::uint8_t> rows, std::span<const std::int64_t> at, const RunOrder& after,
-              std::span<std::uint32_t> checksums, RowCopier* copier);
+  // Begins to fill row at[i], or row i where `at` is empty, from slots[i]. What is named stays untouched until the run
+  // has ended. checksums: of as many as there are slots, each row's CRC-32C, computed with the copier; or empty. Throws
+  // std::runtime_error: one is under way, or the device refuses; nothing has begun then.
+  void gather(std::span<const std::int64_t> slots, BlockRows<std::uint8_t> rows, std::span<const std::int64_t> at,
+              const RunOrder& after, std::span<std::uint32_t> checksums, RowCopier* copier);
 
   // Begins to fill slots[i] from row at[i]. As gather.
-  void scatter(std::span<const std::int64_t> slots, BlockRows<const std::uint8_t> rows, std::span<const std::int64_t> at,
-               const RunOrder& after);
+  void scatter(std::span<const std::int64_t> slots, BlockRows<const std::uint8_t> rows,
+               std::span<const std::int64_t> at, const RunOrder& after);
 
-  // Carries the run on; whether it has ended. Throws std::runtime_error: it has ended, and not all of it is there: the device refused a
-  // part, and has confirmed the others; or it is lost.
+  // Carries the run on; whether it has ended. Throws std::runtime_error: it has ended, and not all of it is there: the
+  // device refused a part, and has confirmed the others; or it is lost.
   bool advance(std::chrono::nanoseconds timeout);
 
  private:
@@ -94,7 +95,7 @@ class DeviceRing {
     std::uint64_t offset;   // in a block
     std::uint64_t bytes;    // of it
   };
-  struct Place {  // in the bytes of a run
+  struct Place {              // in the bytes of a run
     std::uint64_t block = 0;  // of the run
     std::uint64_t piece = 0;  // of that block
     std::uint64_t byte = 0;   // of the run
@@ -105,7 +106,7 @@ class DeviceRing {
     std::vector<std::size_t> sizes;
   };
   class Sums;
-  struct Part {  // a place of the ring, for one lot at a time
+  struct Part {                 // a place of the ring, for one lot at a time
     CuAddress begin = 0;        // of the ring
     CuEvent is_half = nullptr;  // behind the first of the lot's two steps
     CuEvent is_over = nullptr;  // behind the second
@@ -113,8 +114,8 @@ class DeviceRing {
 
   void open();
   void close() noexcept;
-  void begin(std::span<const std::int64_t> slots, std::uint8_t* rows, std::uint64_t row_stride, std::span<const std::int64_t> at,
-             const RunOrder& after, bool gathers);
+  void begin(std::span<const std::int64_t> slots, std::uint8_t* rows, std::uint64_t row_stride,
+             std::span<const std::int64_t> at, const RunOrder& after, bool gathers);
   void wait_for(const RunOrder& after);
   void require_no_capture(std::span<const CuStream> streams) const;
   Place after_lot(const Place& begin) const noexcept;
@@ -162,20 +163,21 @@ class DeviceRing {
   const int process_;              // that made it: a forked child has nothing of it
 
   // The run under way.
-  bool under_way_ = false;                  // there is one
-  bool gathers_ = false;                    // to the host
-  bool is_lost_ = false;                    // the device is
-  std::string why_;                         // it failed; "" while it has not
-  std::uint64_t blocks_ = 0;                // of it
-  std::uint8_t* rows_ = nullptr;            // row 0
-  std::uint64_t row_stride_ = 0;            // from a row to the next
-  std::span<const std::int64_t> at_;        // rows of its blocks; empty: in order
-  bool has_sums_ = false;                   // its checksums are wanted
-  Stretches stretches_;                     // of the lot that is queued
-  std::map<CuAddress, CuAddress> ranges_;   // of the rows' memory, as it was registered: begin → end
-  Place next_;                              // where the next lot begins
-  std::uint64_t lots_ = 0;                  // queued so far
-  std::vector<std::pair<std::size_t, std::uint64_t>> flying_;  // lots that are not confirmed, oldest first: their part, the run's byte behind them
+  bool under_way_ = false;                 // there is one
+  bool gathers_ = false;                   // to the host
+  bool is_lost_ = false;                   // the device is
+  std::string why_;                        // it failed; "" while it has not
+  std::uint64_t blocks_ = 0;               // of it
+  std::uint8_t* rows_ = nullptr;           // row 0
+  std::uint64_t row_stride_ = 0;           // from a row to the next
+  std::span<const std::int64_t> at_;       // rows of its blocks; empty: in order
+  bool has_sums_ = false;                  // its checksums are wanted
+  Stretches stretches_;                    // of the lot that is queued
+  std::map<CuAddress, CuAddress> ranges_;  // of the rows' memory, as it was registered: begin → end
+  Place next_;                             // where the next lot begins
+  std::uint64_t lots_ = 0;                 // queued so far
+  // Lots that are not confirmed, oldest first: their part, the run's byte behind them
+  std::vector<std::pair<std::size_t, std::uint64_t>> flying_;
 };
 
 }  // namespace kvbm

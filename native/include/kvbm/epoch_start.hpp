@@ -45,11 +45,11 @@ class WireInteger {
 
 // One pool, as an instance's start declares it.
 struct PoolStated {
-  Tier tier;                          // class of medium
-  WireInteger slots;                  // how many blocks fit
-  WireInteger block_bytes;            // bytes of one block
-  Reach reach = Reach::kInstance;     // who can read it without the owner
-  std::string name;                   // of a pool of cluster reach; UTF-8
+  Tier tier;                       // class of medium
+  WireInteger slots;               // how many blocks fit
+  WireInteger block_bytes;         // bytes of one block
+  Reach reach = Reach::kInstance;  // who can read it without the owner
+  std::string name;                // of a pool of cluster reach; UTF-8
 };
 
 // An InstanceStarted, as far as a fold needs it. Its MessagePack is decoded by the caller.

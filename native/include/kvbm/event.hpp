@@ -1,6 +1,6 @@
 // Events as columns: the native form of kvbm/core/events.py.
-// An event is a view: its spans point into the frame it was read from, or into the caller's buffers, and are valid only as
-// long as those bytes are. Values without identity; any thread that may read the bytes may read the event.
+// An event is a view: its spans point into the frame it was read from, or into the caller's buffers, and are valid only
+// as long as those bytes are. Values without identity; any thread that may read the bytes may read the event.
 #pragma once
 
 #include <array>
@@ -53,23 +53,23 @@ struct InstanceStarted {
 
 // Blocks are full, immutable and addressable.
 struct BlocksCreated {
-  NamespaceId namespace_id;          // whose blocks
-  Tier tier;                         // where they are
-  std::uint32_t start = 0;           // position of the run's first block in its chain, in blocks
-  SequenceHash parent = kNoParent;   // hash of the block before the run, or kNoParent
-  Bytes hashes;                      // packed, 16 bytes a block, never empty
-  Bytes slots;                       // packed little-endian u32, one a block, or empty
+  NamespaceId namespace_id;         // whose blocks
+  Tier tier;                        // where they are
+  std::uint32_t start = 0;          // position of the run's first block in its chain, in blocks
+  SequenceHash parent = kNoParent;  // hash of the block before the run, or kNoParent
+  Bytes hashes;                     // packed, 16 bytes a block, never empty
+  Bytes slots;                      // packed little-endian u32, one a block, or empty
 };
 
 // Bytes have arrived in another tier, or from another instance.
 struct BlocksMigrated {
-  NamespaceId namespace_id;            // whose blocks
+  NamespaceId namespace_id;                     // whose blocks
   std::variant<Tier, std::string_view> source;  // the tier, or the instance (UTF-8, 1 to 255 bytes), they came from
-  Tier target;                         // where they are now
-  bool kept;                           // whether the source tier still holds them
-  MigrateCause cause;                  // why they moved
-  Bytes hashes;                        // packed, never empty
-  Bytes slots;                         // in the target tier, or empty
+  Tier target;                                  // where they are now
+  bool kept;                                    // whether the source tier still holds them
+  MigrateCause cause;                           // why they moved
+  Bytes hashes;                                 // packed, never empty
+  Bytes slots;                                  // in the target tier, or empty
 };
 
 // Residencies are withdrawn.
@@ -91,9 +91,9 @@ struct ResidenciesListed {
 
 // What this tier neither listed nor gained since the snapshot began is not held.
 struct SnapshotEnded {
-  Tier tier;            // the tier
+  Tier tier;               // the tier
   std::uint32_t snapshot;  // the snapshot
-  std::uint32_t count;  // blocks the snapshot listed in this tier
+  std::uint32_t count;     // blocks the snapshot listed in this tier
 };
 
 // The instance ended cleanly.
@@ -101,12 +101,13 @@ struct InstanceStopped {
   StopReason reason;  // why
 };
 
-using Event = std::variant<InstanceStarted, BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesListed, SnapshotEnded,
-                           InstanceStopped>;
+using Event = std::variant<InstanceStarted, BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesListed,
+                           SnapshotEnded, InstanceStopped>;
 inline constexpr std::size_t kEvicted = 3;  // number of BlocksEvicted in Event
 static_assert(std::is_same_v<std::variant_alternative_t<kEvicted, Event>, BlocksEvicted>);
 
-// 64 well-mixed bits of one residency; a digest is their sum modulo 2**64. Native implementation of residency_mix in kvbm/core/fold.py.
+// 64 well-mixed bits of one residency; a digest is their sum modulo 2**64. Native implementation of residency_mix in
+// kvbm/core/fold.py.
 inline std::uint64_t residency_mix(Tier tier, const std::uint8_t* hash) noexcept {
   constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
   const auto finalise = [](std::uint64_t value) {  // as SplitMix64 does

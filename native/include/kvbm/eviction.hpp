@@ -1,7 +1,6 @@
-// EvictionPolicy: the order in which a tier's blocks are given up. Native implementation of kvbm/core/policy.py, which says what
-// each call means.
-// Made over the slots of one pool, told of every block that enters and leaves, gone before the slots. Owner thread only; calls
-// neither allocate nor throw.
+// EvictionPolicy: the order in which a tier's blocks are given up. Native implementation of kvbm/core/policy.py, which
+// says what each call means. Made over the slots of one pool, told of every block that enters and leaves, gone before
+// the slots. Owner thread only; calls neither allocate nor throw.
 #pragma once
 
 #include <array>
@@ -19,8 +18,9 @@
 
 namespace kvbm {
 
-inline constexpr const char* kOthers = "*";                  // the tenant that stands for all who have no share of their own
-inline constexpr std::uint32_t kNoQuota = 0xFFFF'FFFF;       // a tier without one
+// The tenant that stands for all who have no share of their own
+inline constexpr const char* kOthers = "*";
+inline constexpr std::uint32_t kNoQuota = 0xFFFF'FFFF;  // a tier without one
 
 // What one tenant may have of an instance's pools.
 struct Share {
@@ -91,10 +91,10 @@ class Ghosts {
  private:
   void unlink(std::uint32_t entry) noexcept;
 
-  LargeArray<Slot> entries_;   // hash and links of each; of a ghost nothing else is known
-  HashIndex index_;            // hash → entry
-  SlotList order_;             // the oldest first
-  SlotList spare_;             // entries in no use
+  LargeArray<Slot> entries_;  // hash and links of each; of a ghost nothing else is known
+  HashIndex index_;           // hash → entry
+  SlotList order_;            // the oldest first
+  SlotList spare_;            // entries in no use
 };
 
 // Evicts what was used once before what was used again: S3-FIFO (Yang et al., SOSP 2023).
@@ -118,19 +118,20 @@ class S3Fifo final : public EvictionPolicy {
   void forget(std::uint32_t slot) noexcept;
   void hold_back(Slot& slot, bool is_held_back) noexcept;
 
-  std::span<Slot> slots_;        // of the pool
-  std::size_t small_slots_;      // the small queue's share
-  SlotList small_;               // blocks that came, in order
-  SlotList main_;                // those that came back or were used again
-  Ghosts ghosts_;                // hashes of those that left from small_, as many as main has slots
-  std::size_t held_back_ = 0;    // blocks of both queues that may not be evicted
-  std::size_t main_free_ = 0;    // blocks of main_ that may
+  std::span<Slot> slots_;      // of the pool
+  std::size_t small_slots_;    // the small queue's share
+  SlotList small_;             // blocks that came, in order
+  SlotList main_;              // those that came back or were used again
+  Ghosts ghosts_;              // hashes of those that left from small_, as many as main has slots
+  std::size_t held_back_ = 0;  // blocks of both queues that may not be evicted
+  std::size_t main_free_ = 0;  // blocks of main_ that may
 };
 
 // A policy for each share of a pool: who is farthest above its share gives up first.
 class FairShares final : public EvictionPolicy {
  public:
-  // shares: there is at least one. share_of: by namespace index; what lies beyond it belongs to the last share. Both outlive this.
+  // shares: there is at least one. share_of: by namespace index; what lies beyond it belongs to the last share. Both
+  // outlive this.
   FairShares(std::string_view eviction, std::span<Slot> slots, std::uint64_t seed, std::span<const Share> shares,
              const std::vector<std::uint32_t>& share_of);
 
@@ -145,10 +146,10 @@ class FairShares final : public EvictionPolicy {
   // The next `victims` are for so many blocks of a share, which count as held there.
   void expect(std::uint32_t share, std::size_t coming) noexcept { parts_[share].coming = coming; }
   // As `victims`, of one share alone.
-  bool victims_of(std::uint32_t share, std::span<std::uint32_t> out) noexcept { return parts_[share].policy->victims(out); }
-  ShareCounts counts(std::uint32_t share) const noexcept {
-    return {parts_[share].held, parts_[share].policy->size()};
+  bool victims_of(std::uint32_t share, std::span<std::uint32_t> out) noexcept {
+    return parts_[share].policy->victims(out);
   }
+  ShareCounts counts(std::uint32_t share) const noexcept { return {parts_[share].held, parts_[share].policy->size()}; }
 
  private:
   // One share.

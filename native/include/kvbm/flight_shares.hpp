@@ -1,5 +1,5 @@
-// FlightShares: how many transfers of a file may be in flight, and whose. Made once for a file, then told what begins and ends.
-// No clock and no lock inside: the owner of a lane's mutex calls it.
+// FlightShares: how many transfers of a file may be in flight, and whose. Made once for a file, then told what begins
+// and ends. No clock and no lock inside: the owner of a lane's mutex calls it.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,12 @@ class FlightShares {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  // After a read has ended another is likely for so long: a prompt is read in several runs, and a burst of writes would meet the next.
-  // Offloads lose little by it, for what they keep nearly fills a device.
+  // After a read has ended another is likely for so long: a prompt is read in several runs, and a burst of writes would
+  // meet the next. Offloads lose little by it, for what they keep nearly fills a device.
   static constexpr auto kQuiet = std::chrono::milliseconds(50);
 
-  // A read that comes waits for the writes the device has, so what matters of those is their bytes. A device is kept busy by these
-  // many, however large its blocks are: more only wait in its queue, where no read gets past them.
+  // A read that comes waits for the writes the device has, so what matters of those is their bytes. A device is kept
+  // busy by these many, however large its blocks are: more only wait in its queue, where no read gets past them.
   static constexpr std::size_t kIdleBytes = std::size_t{16} << 20;  // of writes in flight, when nobody reads
   static constexpr std::size_t kBusyBytes = std::size_t{2} << 20;   // when somebody does
 
@@ -27,8 +27,8 @@ class FlightShares {
         idle_limit_(at_most(depth - depth / 4, kIdleBytes, block_bytes)),
         busy_limit_(at_most(static_cast<std::uint32_t>(offload_share * depth), kBusyBytes, block_bytes)) {}
 
-  // Writes leave a quarter of the flights free for a read that comes; while reads are in flight, and shortly after, they have
-  // only their share.
+  // Writes leave a quarter of the flights free for a read that comes; while reads are in flight, and shortly after,
+  // they have only their share.
   bool may_write(Time now) const noexcept {
     const bool has_reads = reads_ > 0 || (was_read_ && now - last_read_ < kQuiet);
     return writes_ < (has_reads ? std::min(busy_limit_, idle_limit_) : idle_limit_);

@@ -1,12 +1,13 @@
 // Fold: the events of one instance → what it holds, and the digest of that. Native implementation of kvbm/core/fold.py.
-// The one place that says what an event changes. A ledger applies the events it decides, as it records them; replay and recovery
-// apply those they read. The two differ in the table of a tier: TierSlots for a ledger, ResidencyTable for a reader.
-// Made with empty tables, given events in order, dropped. One thread at a time.
+// The one place that says what an event changes. A ledger applies the events it decides, as it records them; replay and
+// recovery apply those they read. The two differ in the table of a tier: TierSlots for a ledger, ResidencyTable for a
+// reader. Made with empty tables, given events in order, dropped. One thread at a time.
 //
 // A listener is told what changed: on_begun(residencies dropped), on_gained(table, position), on_lost(table, position),
 // on_claimed(blocks), on_unclaimed(blocks), and, where events may be illegal, on_anomaly(rule, detail).
 // `owner` is the number of an event's namespace, if it has one, in namespaces().
-// `where` gives the position of a block that an event names: where(table, index in the run, hash, mix), or the table's kNone.
+// `where` gives the position of a block that an event names: where(table, index in the run, hash, mix), or the table's
+// kNone.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +37,8 @@ enum class Legality : bool { kKnown, kUnknown };
 // `where` for who knows no more of a block than its hash.
 struct FindByHash {
   template <class Table>
-  std::uint32_t operator()(const Table& table, std::size_t, const std::uint8_t* hash, std::uint64_t mix) const noexcept {
+  std::uint32_t operator()(const Table& table, std::size_t, const std::uint8_t* hash,
+                           std::uint64_t mix) const noexcept {
     return table.find(hash, mix);
   }
 };
@@ -47,7 +49,9 @@ class Fold {
   using Tables = std::array<std::unique_ptr<Table>, kTierCount>;
 
   // tables: by tier, empty; nullptr where there is nothing to hold. pools: known before the first start.
-  explicit Fold(Tables tables, std::vector<PoolStated> pools = {}) : tables_(std::move(tables)) { set_pools(std::move(pools)); }
+  explicit Fold(Tables tables, std::vector<PoolStated> pools = {}) : tables_(std::move(tables)) {
+    set_pools(std::move(pools));
+  }
 
   // The epoch last begun, 0 before the first.
   const WireInteger& epoch() const noexcept { return epoch_; }
@@ -146,13 +150,13 @@ class Fold {
   template <Legality kLegality, class Where, class Listener>
   void withdraw(Tier tier, Bytes hashes, Where&& where, Listener& listener);
   template <class Listener>
-  void gain(Table& here, const std::uint8_t* hash, std::uint64_t mix, std::uint32_t owner, std::optional<std::uint32_t> slot,
-            std::uint32_t snapshot, Listener& listener);
+  void gain(Table& here, const std::uint8_t* hash, std::uint64_t mix, std::uint32_t owner,
+            std::optional<std::uint32_t> slot, std::uint32_t snapshot, Listener& listener);
   template <class Listener>
   void lose(Table& here, std::uint32_t position, std::uint64_t mix, Listener& listener);
   template <class Listener>
-  void take_snapshot(Tier tier, std::uint32_t position, std::uint32_t owner, std::optional<std::uint32_t> slot, bool is_twice,
-               Listener& listener);
+  void take_snapshot(Tier tier, std::uint32_t position, std::uint32_t owner, std::optional<std::uint32_t> slot,
+                     bool is_twice, Listener& listener);
   template <class Listener>
   void vacate(Tier tier, std::uint32_t slot, Listener& listener);
   // Whether a snapshot begins here.
@@ -164,20 +168,20 @@ class Fold {
   void check_slots(Tier tier, Bytes hashes, Bytes slots);
   void check_snapshot_number(Tier tier, std::uint32_t number) const;
 
-  WireInteger epoch_;                          // the epoch last begun, 0 before the first
-  std::vector<PoolStated> pools_;              // its pools
-  std::array<bool, kTierCount> is_cluster_{};  // whose blocks are claims
-  bool stopped_ = false;                       // it has ended cleanly
-  std::uint64_t digest_ = 0;                   // sum of the mixes of all residencies
-  Tables tables_;                              // what each tier holds
+  WireInteger epoch_;                           // the epoch last begun, 0 before the first
+  std::vector<PoolStated> pools_;               // its pools
+  std::array<bool, kTierCount> is_cluster_{};   // whose blocks are claims
+  bool stopped_ = false;                        // it has ended cleanly
+  std::uint64_t digest_ = 0;                    // sum of the mixes of all residencies
+  Tables tables_;                               // what each tier holds
   std::array<Snapshot, kTierCount> snapshots_;  // by tier
-  NamespaceTable namespaces_;                  // of what is held
-  std::vector<std::uint64_t> mixes_;           // of the run at hand
-  std::optional<Tier> mixed_;                  // the tier they are for, while they are those of the event at hand
-  std::vector<std::uint32_t> seen_;            // scratch for finding what a run repeats: open addressing of index + 1
+  NamespaceTable namespaces_;                   // of what is held
+  std::vector<std::uint64_t> mixes_;            // of the run at hand
+  std::optional<Tier> mixed_;                   // the tier they are for, while they are those of the event at hand
+  std::vector<std::uint32_t> seen_;             // scratch for finding what a run repeats: open addressing of index + 1
 };
 
-// -- the work of each event --------------------------------------------------------------------------------------------
+// -- the work of each event -------------------------------------------------------------------------------------------
 
 template <class Table>
 template <class Listener>
@@ -256,15 +260,16 @@ void Fold<Table>::apply(const SnapshotEnded& event, std::uint32_t, Where&&, List
   Snapshot& snapshot = snapshot_of(tier);
   if constexpr (kLegality == Legality::kUnknown) {
     if (!snapshot.is_open || snapshot.listed != event.count) {
-      listener.on_anomaly("snapshot-incomplete", words(tier_name(tier), " snapshot ", event.snapshot, " listed ", snapshot.listed,
-                                                    " blocks here, ", event.count, " at its source"));
+      listener.on_anomaly("snapshot-incomplete",
+                          words(tier_name(tier), " snapshot ", event.snapshot, " listed ", snapshot.listed,
+                                " blocks here, ", event.count, " at its source"));
       return;
     }
     if (Table* const here = table(tier)) {
       for (const std::uint32_t at : here->in_order([&](const auto& one) { return one.snapshot != event.snapshot; })) {
         if (snapshot.is_whole && event.count != 0) {
-          listener.on_anomaly("snapshot-withdrew", words(tier_name(tier), " snapshot ", event.snapshot, " had not listed ",
-                                                      shortened(here->hash_of(at))));
+          listener.on_anomaly("snapshot-withdrew", words(tier_name(tier), " snapshot ", event.snapshot,
+                                                         " had not listed ", shortened(here->hash_of(at))));
         }
         lose(*here, at, residency_mix(tier, here->hash_of(at)), listener);
       }
@@ -351,16 +356,16 @@ void Fold<Table>::lose(Table& here, std::uint32_t position, std::uint64_t mix, L
 
 template <class Table>
 template <class Listener>
-void Fold<Table>::take_snapshot(Tier tier, std::uint32_t position, std::uint32_t owner, std::optional<std::uint32_t> slot,
-                          bool is_twice, Listener& listener) {
+void Fold<Table>::take_snapshot(Tier tier, std::uint32_t position, std::uint32_t owner,
+                                std::optional<std::uint32_t> slot, bool is_twice, Listener& listener) {
   Table& here = *table(tier);
   if (is_twice) {
     listener.on_anomaly("created-twice", words(tier_name(tier), " already holds ", shortened(here.hash_of(position))));
   }
   const std::optional<std::uint32_t> before = here.slot_of(position);
   if (slot != before || here.owner_of(position) != owner) {
-    listener.on_anomaly("moved-silently", words(tier_name(tier), " held ", shortened(here.hash_of(position)), " in slot ",
-                                                slot_text(before), ", not ", slot_text(slot)));
+    listener.on_anomaly("moved-silently", words(tier_name(tier), " held ", shortened(here.hash_of(position)),
+                                                " in slot ", slot_text(before), ", not ", slot_text(slot)));
     if (slot && slot != before) {
       vacate(tier, *slot, listener);
     }
@@ -443,7 +448,7 @@ void Fold<Table>::mix(Tier tier, Bytes hashes) {
   }
 }
 
-// -- what is illegal ---------------------------------------------------------------------------------------------------
+// -- what is illegal --------------------------------------------------------------------------------------------------
 
 template <class Table>
 void Fold<Table>::check(const InstanceStarted&, const EpochStart& start) const {
@@ -496,14 +501,15 @@ void Fold<Table>::check(const ResidenciesListed& event) {
     const std::uint32_t position = here.find(hash, mixes_[index]);
     if (position == Table::kNone) {
       if (is_whole(tier)) {
-        refuse("snapshot-added", words(tier_name(tier), " snapshot states ", shortened(hash), ", which it does not hold"));
+        refuse("snapshot-added",
+               words(tier_name(tier), " snapshot states ", shortened(hash), ", which it does not hold"));
       }
       continue;
     }
     const std::optional<std::uint32_t> slot = slot_if_any(event.slots, index);
     if (here.slot_of(position) != slot || namespaces_[here.owner_of(position)] != event.namespace_id) {
-      refuse("moved-silently", words(tier_name(tier), " snapshot states ", shortened(hash), " in slot ", slot_text(slot),
-                                     "; it is in slot ", slot_text(here.slot_of(position))));
+      refuse("moved-silently", words(tier_name(tier), " snapshot states ", shortened(hash), " in slot ",
+                                     slot_text(slot), "; it is in slot ", slot_text(here.slot_of(position))));
     }
   }
   check_slots(tier, event.hashes, event.slots);
@@ -545,8 +551,8 @@ void Fold<Table>::check_held(const char* rule, Tier tier, Bytes hashes, const Na
     }
     const NamespaceId& owner = namespaces_[here->owner_of(position)];
     if (std::memcmp(owner.data(), id.data(), id.size()) != 0) {
-      refuse("foreign-namespace", words(shortened(hash), " belongs to namespace ", shortened(owner.data()), ", not ",
-                                        shortened(id.data())));
+      refuse("foreign-namespace",
+             words(shortened(hash), " belongs to namespace ", shortened(owner.data()), ", not ", shortened(id.data())));
     }
   }
 }
@@ -581,8 +587,7 @@ void Fold<Table>::check_slots(Tier tier, Bytes hashes, Bytes slots) {
     }
     const std::uint32_t other = here.find_slot(slot);
     if (other != Table::kNone && std::memcmp(here.hash_of(other), hash_at(hashes, index), kHashBytes) != 0) {
-      refuse("slot-reused",
-             words(tier_name(tier), " slot ", slot, " still holds ", shortened(here.hash_of(other))));
+      refuse("slot-reused", words(tier_name(tier), " slot ", slot, " still holds ", shortened(here.hash_of(other))));
     }
   }
 }
@@ -602,7 +607,7 @@ void Fold<Table>::check(const SnapshotEnded& event) const {
   const std::uint64_t listed = event.snapshot == snapshot.number ? snapshot.listed : 0;
   if (listed != event.count) {
     refuse("snapshot-incomplete", words(tier_name(event.tier), " snapshot ", event.snapshot, " listed ", listed,
-                                     " blocks, its end says ", event.count));
+                                        " blocks, its end says ", event.count));
   }
   if (event.count == 0 && event.snapshot > snapshot.number) {
     return;
@@ -618,7 +623,7 @@ void Fold<Table>::check(const SnapshotEnded& event) const {
   }
   if (unlisted > 0) {
     refuse("snapshot-withdrew", words(tier_name(event.tier), " snapshot ", event.snapshot, " skipped ", unlisted,
-                                   " held blocks, the first ", shortened(here.hash_of(first))));
+                                      " held blocks, the first ", shortened(here.hash_of(first))));
   }
 }
 

@@ -1,6 +1,6 @@
 // HashIndex: sequence hash → number of the record that holds it, by open addressing in one array that never grows.
-// Made for a number of entries, lives as long as the records; the hashes themselves lie in the records, so a cell has 8 bytes.
-// Owner thread only. Nothing allocates after construction and nothing throws.
+// Made for a number of entries, lives as long as the records; the hashes themselves lie in the records, so a cell has 8
+// bytes. Owner thread only. Nothing allocates after construction and nothing throws.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,9 @@ class HashIndex {
  public:
   // entries: how many it can hold at once. seed: makes the cells a hash falls on unknown to who chooses hashes.
   HashIndex(std::size_t entries, std::uint64_t seed)
-      : cells_(std::bit_ceil(kCellsAnEntry * std::max<std::size_t>(1, entries))), mask_(static_cast<std::uint32_t>(cells_.size() - 1)), seed_(seed) {}
+      : cells_(std::bit_ceil(kCellsAnEntry * std::max<std::size_t>(1, entries))),
+        mask_(static_cast<std::uint32_t>(cells_.size() - 1)),
+        seed_(seed) {}
 
   std::uint32_t tag(const std::uint8_t* hash) const noexcept { return hash_tag(hash, seed_); }
 
@@ -105,9 +107,9 @@ class HashIndex {
   // Most searches then end at their first cell, so that the processor guesses right where they end.
   static constexpr std::size_t kCellsAnEntry = 4;
 
-  LargeArray<Cell> cells_;   // a power of two
-  std::uint32_t mask_;       // cells_.size() - 1
-  std::uint64_t seed_;       // part of every tag
+  LargeArray<Cell> cells_;  // a power of two
+  std::uint32_t mask_;      // cells_.size() - 1
+  std::uint64_t seed_;      // part of every tag
 };
 
 }  // namespace kvbm

@@ -1,5 +1,5 @@
-// HeaderScan: reads pages at many places of one file, some at a time, and hands each to who asked. Made, run once by one thread, gone.
-// Reads that the device never ends keep the thread that runs it.
+// HeaderScan: reads pages at many places of one file, some at a time, and hands each to who asked. Made, run once by
+// one thread, gone. Reads that the device never ends keep the thread that runs it.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,8 @@ class HeaderScan {
     std::size_t index;       // whose
     std::uint64_t position;  // in the file
   };
-  // What was read: how many bytes, or minus errno. Called by the thread that runs the scan, or by several with indexes of their own.
+  // What was read: how many bytes, or minus errno. Called by the thread that runs the scan, or by several with indexes
+  // of their own.
   using Settle = std::function<void(std::size_t index, const std::uint8_t* page, std::int64_t result)>;
 
   // depth: pages at a time. by_ring: over io_uring where the kernel gives one; else threads of its own call pread.

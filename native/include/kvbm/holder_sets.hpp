@@ -1,10 +1,11 @@
-// HolderSets: who holds a block, as one 32-bit value. Most blocks have one holder, and then the value is its holder id; other sets
-// are kept once each, however many blocks have them, and the value is the set's number. So neighbours in a chain, which mostly have
-// the same holders, are equal by one comparison.
-// Made empty; lives as long as its index. Writers and readers are kept apart by its owner.
+// HolderSets: who holds a block, as one 32-bit value. Most blocks have one holder, and then the value is its holder id;
+// other sets are kept once each, however many blocks have them, and the value is the set's number. So neighbours in a
+// chain, which mostly have the same holders, are equal by one comparison. Made empty; lives as long as its index.
+// Writers and readers are kept apart by its owner.
 //
-// A holder id says who holds a block where: bits 4 and up are the number of the *holder space* (a holder in one namespace), bits 2
-// and 3 the tier, bits 0 and 1 the generation. In order, a set has all ids of a holder space side by side.
+// A holder id says who holds a block where: bits 4 and up are the number of the *holder space* (a holder in one
+// namespace), bits 2 and 3 the tier, bits 0 and 1 the generation. In order, a set has all ids of a holder space side by
+// side.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +19,8 @@
 
 namespace kvbm {
 
-using HolderId = std::uint32_t;        // 0 is nobody's
-using HolderValue = std::uint32_t; // 0: nobody; below kSetBit: one holder id; else a set
+using HolderId = std::uint32_t;     // 0 is nobody's
+using HolderValue = std::uint32_t;  // 0: nobody; below kSetBit: one holder id; else a set
 
 inline constexpr std::uint32_t kSetBit = 0x80000000;
 inline constexpr std::uint32_t kMaxHolderSpaces = kSetBit >> 4;
@@ -47,7 +48,8 @@ class HolderSets {
   // The holder ids of one holder space, in order.
   std::span<const HolderId> ids_of_holder_space(const HolderValue& value, std::uint32_t holder_space) const noexcept;
 
-  // A value for these holder ids, which are in order and distinct; the caller owns one reference to it. Throws std::bad_alloc.
+  // A value for these holder ids, which are in order and distinct; the caller owns one reference to it. Throws
+  // std::bad_alloc.
   HolderValue intern(std::span<const HolderId> holder_ids);
 
   // One more block has this value; one fewer.
@@ -78,9 +80,9 @@ class HolderSets {
   static constexpr std::size_t kCellsPerSlab = 1024;
 
   struct Cell {
-    std::uint32_t references = 0;   // blocks that have the set; of a free cell, the next free one
-    std::uint32_t hash = 0;         // of its holder ids
-    std::uint32_t count = 0;        // holder ids; 0 in a free cell
+    std::uint32_t references = 0;    // blocks that have the set; of a free cell, the next free one
+    std::uint32_t hash = 0;          // of its holder ids
+    std::uint32_t count = 0;         // holder ids; 0 in a free cell
     HolderId inline_ids[kInline]{};  // the holder ids, or from the second on the address of their array
 
     const HolderId* holder_ids() const noexcept {

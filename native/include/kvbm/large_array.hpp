@@ -1,5 +1,6 @@
-// LargeArray: a vector whose storage asks for huge pages when it is large. Tables that are read at random places spend more time
-// on finding pages than on reading them otherwise. Grows and lives as std::vector does; threads as std::vector.
+// LargeArray: a vector whose storage asks for huge pages when it is large. Tables that are read at random places spend
+// more time on finding pages than on reading them otherwise. Grows and lives as std::vector does; threads as
+// std::vector.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// LastTouches: the last step whose forward may touch each block of an engine's HBM. Native implementation of the class of the same
-// name in kvbm/engines/vllm/forwards.py, which says what each call means.
-// Made for a number of blocks, told of each step and of who leaves, asked before a load. Owner thread only. It grows with what requests have.
+// LastTouches: the last step whose forward may touch each block of an engine's HBM. Native implementation of the class
+// of the same name in kvbm/engines/vllm/forwards.py, which says what each call means. Made for a number of blocks, told
+// of each step and of who leaves, asked before a load. Owner thread only. It grows with what requests have.
 #pragma once
 
 #include <cstddef>
@@ -30,9 +30,9 @@ class LastTouches {
   std::int64_t of(std::span<const std::uint32_t> blocks) const noexcept;
 
  private:
-  std::int64_t step_ = 0;                // planned last
-  std::vector<std::int64_t> steps_;      // by block: the step that was planned last when nobody had it any more
-  std::vector<std::uint32_t> holders_;   // by block: how often requests have it
+  std::int64_t step_ = 0;               // planned last
+  std::vector<std::int64_t> steps_;     // by block: the step that was planned last when nobody had it any more
+  std::vector<std::uint32_t> holders_;  // by block: how often requests have it
   std::unordered_map<std::string, std::vector<std::uint32_t>> held_;  // request → its blocks, as it got them
 };
 

@@ -1,6 +1,6 @@
-// LeaseTable: what one connection has borrowed, by lease. A lease ends by its reader's word, by time, or with the table; its blocks are
-// given back then, once. How much is lent at a time is bounded by the Lender.
-// Life: that of the connection. Its thread only.
+// LeaseTable: what one connection has borrowed, by lease. A lease ends by its reader's word, by time, or with the
+// table; its blocks are given back then, once. How much is lent at a time is bounded by the Lender. Life: that of the
+// connection. Its thread only.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,8 @@ class LeaseTable {
   // counter: of leases, shared by the tables of a server.
   explicit LeaseTable(std::atomic<std::uint32_t>& counter) noexcept : counter_(counter) {}
 
-  // A lease of blocks until a time. Returns its id, which is never 0: the epoch, and in its low 32 bits a number of its own.
+  // A lease of blocks until a time. Returns its id, which is never 0: the epoch, and in its low 32 bits a number of its
+  // own.
   std::uint64_t add(Loan loan, SteadyTime ends) {
     std::uint64_t id = 0;
     while (id == 0 || leases_.contains(id)) {
@@ -81,8 +82,8 @@ class LeaseTable {
     SteadyTime ends;  // by itself
   };
 
-  std::atomic<std::uint32_t>& counter_;                  // next number
-  std::map<std::uint64_t, Lease> leases_;                // by id
+  std::atomic<std::uint32_t>& counter_;                     // next number
+  std::map<std::uint64_t, Lease> leases_;                   // by id
   std::set<std::pair<SteadyTime, std::uint64_t>> by_time_;  // (ends, id), the first to end first
 };
 

@@ -1,10 +1,10 @@
-// Ledger: decides commands into events. Native implementation of kvbm/reference/ledger.py, which says what each command means; this one is what
-// production runs. Made with an instance's pools, started once, restarted for each later epoch, asked until the process ends.
-// Owner's lock around every call: no lock inside, no threads. Tables are sized at construction; a command on blocks that are
-// neither kept nor copied allocates nothing once its scratch and the waiting frames have grown to what they need.
-// What it decides becomes events, which a Recorder folds as replay and recovery fold them. Who gets slots, copies and snapshots are
-// parts of their own: SlotAllocator, Copies, Snapshots.
-// A view that a command returns is valid until the next command, and must be copied before it is given to one.
+// Ledger: decides commands into events. Native implementation of kvbm/reference/ledger.py, which says what each command
+// means; this one is what production runs. Made with an instance's pools, started once, restarted for each later epoch,
+// asked until the process ends. Owner's lock around every call: no lock inside, no threads. Tables are sized at
+// construction; a command on blocks that are neither kept nor copied allocates nothing once its scratch and the waiting
+// frames have grown to what they need. What it decides becomes events, which a Recorder folds as replay and recovery
+// fold them. Who gets slots, copies and snapshots are parts of their own: SlotAllocator, Copies, Snapshots. A view that
+// a command returns is valid until the next command, and must be copied before it is given to one.
 #pragma once
 
 #include <array>
@@ -28,8 +28,10 @@
 
 namespace kvbm {
 
-inline constexpr std::size_t kLeastEventBytes = std::size_t{1} << 20;     // less room would overflow at the first large command
-inline constexpr std::uint8_t kNotHeld = 0xFF;                            // in place of a tier, of a block that none holds
+// Less room would overflow at the first large command
+inline constexpr std::size_t kLeastEventBytes = std::size_t{1} << 20;
+// In place of a tier, of a block that none holds
+inline constexpr std::uint8_t kNotHeld = 0xFF;
 inline constexpr std::size_t kDefaultEventBytes = std::size_t{64} << 20;
 
 // What the ledger has to know of a pool.
@@ -55,8 +57,8 @@ struct Match {
 class Ledger {
  public:
   // shares: of tenants; without any, all blocks are alike.
-  // Throws Error: kLedger, when there is no such policy, too little room for events, a pool of cluster reach with slots, or shares
-  // that make no sense.
+  // Throws Error: kLedger, when there is no such policy, too little room for events, a pool of cluster reach with
+  // slots, or shares that make no sense.
   Ledger(std::span<const Pool> pools, std::string_view eviction = "lru", std::size_t event_bytes = kDefaultEventBytes,
          std::vector<Share> shares = {});
 
@@ -69,7 +71,8 @@ class Ledger {
   bool has_overflowed() const noexcept { return recorder_.has_overflowed(); }
 
   // -- the life of the stream; all throw Error: kLedger, kIllegalEvent
-  // started: the InstanceStarted of the epoch, of `namespaces` namespaces. recovered: by tier, in the order to be listed.
+  // started: the InstanceStarted of the epoch, of `namespaces` namespaces. recovered: by tier, in the order to be
+  // listed.
   void start(std::uint64_t epoch, Bytes started, std::size_t namespaces,
              std::span<const std::vector<Recovered>, kTierCount> recovered);
   // Another epoch begins in place, with a completed snapshot of what is held. Returns the offset after the snapshot.
@@ -83,7 +86,8 @@ class Ledger {
   // Tiers hotter than `hottest` are not looked at; what is found in it is pinned, if asked for.
   // namespace_id: whose blocks count, or nullptr for everybody's; so in what follows.
   Match match(Bytes hashes, bool pinned, Tier hottest = Tier::kHbm, const NamespaceId* namespace_id = nullptr);
-  // The longest run of a namespace's blocks that are in HOST, else in NVME, and in no tier colder than `coldest`; each is pinned there.
+  // The longest run of a namespace's blocks that are in HOST, else in NVME, and in no tier colder than `coldest`; each
+  // is pinned there.
   Match lend(const NamespaceId& namespace_id, Bytes hashes, Tier coldest = Tier::kNvme);
   // One byte for each block: the hottest tier that holds it and is not hotter than `hottest`, or kNotHeld.
   Bytes holders(Bytes hashes, Tier hottest = Tier::kHbm, const NamespaceId* namespace_id = nullptr);
@@ -98,15 +102,16 @@ class Ledger {
   std::optional<Allocation> allocate(Tier tier, std::size_t count, const NamespaceId* namespace_id = nullptr);
   void release(Tier tier, Bytes slots);
   // Returns the slot that holds each block, packed.
-  Bytes create(const NamespaceId& namespace_id, Tier tier, const SequenceHash& parent, std::uint64_t start, Bytes hashes,
-               Bytes slots);
+  Bytes create(const NamespaceId& namespace_id, Tier tier, const SequenceHash& parent, std::uint64_t start,
+               Bytes hashes, Bytes slots);
   std::size_t evict(Tier tier, Bytes hashes, EvictReason reason);
   void forget(Tier tier, const NamespaceId& namespace_id, Bytes hashes, EvictReason reason);
   // finder: the instance that found the blocks there, 1 to 255 bytes.
   void claim(Tier tier, const NamespaceId& namespace_id, Bytes hashes, std::string_view finder);
   // Blocks that were found in allocated slots. Returns how many the tier has gained; the slots of others are nobody's.
   std::size_t adopt(const NamespaceId& namespace_id, Tier tier, Bytes hashes, Bytes slots, std::string_view finder);
-  std::size_t keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority, const NamespaceId* namespace_id = nullptr);
+  std::size_t keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority,
+                   const NamespaceId* namespace_id = nullptr);
   std::size_t expire(double now_s);
 
   // -- copies
@@ -131,7 +136,8 @@ class Ledger {
   TierCounts counts(Tier tier) const { return tier_slots(tier).counts(); }
 
   // -- tenants
-  // Says whose a namespace is, and counts its blocks there from now on, as gained anew: the last one first, so that it leaves first.
+  // Says whose a namespace is, and counts its blocks there from now on, as gained anew: the last one first, so that it
+  // leaves first.
   void assign(const NamespaceId& namespace_id, std::string_view tenant) {
     allocator_.assign(recorder_, namespace_id, tenant);
   }
@@ -143,25 +149,25 @@ class Ledger {
   TierSlots* find_tier(Tier tier) const noexcept { return recorder_.fold().table(tier); }
   TierSlots& tier_slots(Tier tier) const;
   std::span<TierSlots* const> not_hotter_than(Tier hottest) const noexcept;
-  // Finds the longest run in some tiers, hottest first, with each block's place in the scratch that a Match is made of. Returns its depth.
-  // pinned: what is found will be pinned.
+  // Finds the longest run in some tiers, hottest first, with each block's place in the scratch that a Match is made of.
+  // Returns its depth. pinned: what is found will be pinned.
   std::size_t find_run(std::span<TierSlots* const> tiers, Bytes hashes, const NamespaceId* namespace_id, bool pinned);
   Match match_of(std::size_t depth) const noexcept;
   // Slots a command returns, or works on, as many as it needs.
   std::span<std::uint32_t> slot_numbers(std::size_t count);
-  void create_run(const TierSlots& tier, const NamespaceId& namespace_id, const SequenceHash& parent, std::uint64_t start,
-                  Bytes hashes, Bytes slots);
+  void create_run(const TierSlots& tier, const NamespaceId& namespace_id, const SequenceHash& parent,
+                  std::uint64_t start, Bytes hashes, Bytes slots);
 
-  std::uint64_t seed_;                        // for positions in hash tables
-  SlotAllocator allocator_;                   // who gets slots
-  Recorder recorder_;                         // events, and what their fold holds
-  Snapshots snapshots_;                       // snapshots
-  Copies copies_;                             // in flight
-  std::vector<TierSlots*> hottest_first_;     // tiers with slots
-  DistinctHashes distinct_;                   // of runs to evict
-  std::vector<std::uint8_t> tier_bytes_;      // scratch: tiers a command returns
-  std::vector<std::uint32_t> slot_numbers_;   // scratch: see above
-  std::vector<std::uint8_t> chosen_hashes_;   // scratch: hashes a command returns
+  std::uint64_t seed_;                       // for positions in hash tables
+  SlotAllocator allocator_;                  // who gets slots
+  Recorder recorder_;                        // events, and what their fold holds
+  Snapshots snapshots_;                      // snapshots
+  Copies copies_;                            // in flight
+  std::vector<TierSlots*> hottest_first_;    // tiers with slots
+  DistinctHashes distinct_;                  // of runs to evict
+  std::vector<std::uint8_t> tier_bytes_;     // scratch: tiers a command returns
+  std::vector<std::uint32_t> slot_numbers_;  // scratch: see above
+  std::vector<std::uint8_t> chosen_hashes_;  // scratch: hashes a command returns
 };
 
 }  // namespace kvbm

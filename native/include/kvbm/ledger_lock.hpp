@@ -1,11 +1,13 @@
 // LedgerLock: the lock around a ledger, which Python's threads and the core's own both take.
 //
-// Life: made with its ledger and free; after fork() the child makes it anew, for whoever had it may not be there. Threads: any. A
-// thread has it at most once, and gives it back itself. Not fair: whoever comes while it is free gets it.
+// Life: made with its ledger and free; after fork() the child makes it anew, for whoever had it may not be there.
+// Threads: any. A thread has it at most once, and gives it back itself. Not fair: whoever comes while it is free gets
+// it.
 //
-// The core's threads take it with `lock` and never need the GIL while they have it. A thread of Python needs the GIL to go on, so it
-// must not wait for it with the lock in hand: it waits with `wait_free`, which takes nothing, then tries again with the GIL. So whoever
-// waits for the lock has not got the GIL, and whoever has the lock waits for nothing that a waiter has.
+// The core's threads take it with `lock` and never need the GIL while they have it. A thread of Python needs the GIL to
+// go on, so it must not wait for it with the lock in hand: it waits with `wait_free`, which takes nothing, then tries
+// again with the GIL. So whoever waits for the lock has not got the GIL, and whoever has the lock waits for nothing
+// that a waiter has.
 #pragma once
 
 #include <atomic>
@@ -33,7 +35,8 @@ class LedgerLock {
 
   // How a wait for a free lock ended.
   enum class Wait : std::uint8_t { kFree, kTimeout, kSignal };
-  // Waits until it was free for a moment, which it may not be any more; at most so long, for ever where it is negative. Takes nothing.
+  // Waits until it was free for a moment, which it may not be any more; at most so long, for ever where it is negative.
+  // Takes nothing.
   Wait wait_free(std::int64_t timeout_ns) noexcept;
 
   bool is_locked() const noexcept { return state_.load(std::memory_order_relaxed) != kFree; }

@@ -1,7 +1,7 @@
 // Blocks lent to another instance: a Lender takes pins from a ledger, a Loan gives them back, once.
 //
-// Life: a Lender is made over a ledger and its lock, which outlive it, and outlives its loans. Threads: a Lender's any; a Loan's its
-// owner's. None of them needs the GIL.
+// Life: a Lender is made over a ledger and its lock, which outlive it, and outlives its loans. Threads: a Lender's any;
+// a Loan's its owner's. None of them needs the GIL.
 #pragma once
 
 #include <atomic>
@@ -82,11 +82,11 @@ class Lender {
   void give_back(std::span<const std::uint8_t> tiers, std::span<const std::uint32_t> slots) noexcept;
   void unpin(std::span<const std::uint8_t> tiers, std::span<const std::uint32_t> slots);  // under the lock
 
-  Ledger& ledger_;                             // under lock_
-  LedgerLock& lock_;                           // that of its owner
-  const std::size_t most_blocks_;              // see above
-  std::atomic<std::size_t> lent_blocks_{0};    // those of loans; changed under the lock
-  std::atomic<std::uint64_t> refused_{0};      // see above
+  Ledger& ledger_;                           // under lock_
+  LedgerLock& lock_;                         // that of its owner
+  const std::size_t most_blocks_;            // see above
+  std::atomic<std::size_t> lent_blocks_{0};  // those of loans; changed under the lock
+  std::atomic<std::uint64_t> refused_{0};    // see above
 };
 
 }  // namespace kvbm

@@ -1,5 +1,5 @@
-// NamespaceTable: namespace ids as small numbers, so that a residency needs 4 bytes to say whose its block is. Lives as long as its
-// fold. Owner thread only; only a new id allocates.
+// NamespaceTable: namespace ids as small numbers, so that a residency needs 4 bytes to say whose its block is. Lives as
+// long as its fold. Owner thread only; only a new id allocates.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,8 @@ class NamespaceTable {
 
   // The number of an id, a new one if need be. Throws std::bad_alloc; nothing has changed then.
   std::uint32_t intern(const NamespaceId& id) {
-    if (last_ < ids_.size() && std::memcmp(ids_[last_].data(), id.data(), id.size()) == 0) {  // requests that follow each other often share theirs
+    // Requests that follow each other often share theirs
+    if (last_ < ids_.size() && std::memcmp(ids_[last_].data(), id.data(), id.size()) == 0) {
       return last_;
     }
     if (ids_.size() == ids_.capacity()) {
@@ -51,9 +52,9 @@ class NamespaceTable {
     std::size_t operator()(const NamespaceId& id) const noexcept { return residency_mix(Tier::kHbm, id.data()); }
   };
 
-  std::vector<NamespaceId> ids_;                                    // by number
-  std::unordered_map<NamespaceId, std::uint32_t, Hash> numbers_;    // the other way
-  std::uint32_t last_ = 0;                                          // the number given last
+  std::vector<NamespaceId> ids_;                                  // by number
+  std::unordered_map<NamespaceId, std::uint32_t, Hash> numbers_;  // the other way
+  std::uint32_t last_ = 0;                                        // the number given last
 };
 
 }  // namespace kvbm

@@ -39,16 +39,17 @@ class NatsScan {
   const NatsMessage& message() const noexcept { return message_; }  // after kMessage
   std::string_view line() const noexcept { return line_; }          // after kLine, its end included
   std::size_t at() const noexcept { return at_; }                   // bytes that were taken
-  std::size_t needed() const noexcept { return needed_; }           // after kPart: of the rest, before it is worth a look; 0: not known
+  // After kPart: of the rest, before it is worth a look; 0: not known
+  std::size_t needed() const noexcept { return needed_; }
 
  private:
   Found find_message(std::size_t end, bool has_headers) noexcept;
 
-  std::string_view data_;    // all of it
-  std::size_t at_ = 0;       // what was taken
-  std::size_t needed_ = 0;   // see `needed`
-  NatsMessage message_{};    // see `message`
-  std::string_view line_;    // see `line`
+  std::string_view data_;   // all of it
+  std::size_t at_ = 0;      // what was taken
+  std::size_t needed_ = 0;  // see `needed`
+  NatsMessage message_{};   // see `message`
+  std::string_view line_;   // see `line`
 };
 
 // What JetStream says in a reply subject; none: it is another one.

@@ -1,7 +1,9 @@
-// OpenSsl: the functions of the system's OpenSSL that the peer transport uses, found by their names when TLS is first asked for.
+// OpenSsl: the functions of the system's OpenSSL that the peer transport uses, found by their names when TLS is first
+// asked for.
 //
-// Life: the library stays mapped until the process ends, because it may have begun things of its own. Immutable; any thread.
-// They are declared here as OpenSSL 3 has them, so that neither its headers nor the library are needed where nobody asks for TLS.
+// Life: the library stays mapped until the process ends, because it may have begun things of its own. Immutable; any
+// thread. They are declared here as OpenSSL 3 has them, so that neither its headers nor the library are needed where
+// nobody asks for TLS.
 #pragma once
 
 #include <cstddef>

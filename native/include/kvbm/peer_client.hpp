@@ -1,9 +1,9 @@
 // PeerClient: reads blocks that one other instance lends, over a few connections that it keeps.
 //
-// Life: made without a connection; the first read makes one. close(), and the destructor, end reads under way and wait for them.
-// After fork() the child must not destroy it, and reads nothing through it: its connections are the parent's.
-// Threads: any; reads that find all connections in use wait for one until their deadline.
-// Trouble is an outcome, never an exception. When read() returns, nobody writes the rows any more, whatever has happened.
+// Life: made without a connection; the first read makes one. close(), and the destructor, end reads under way and wait
+// for them. After fork() the child must not destroy it, and reads nothing through it: its connections are the parent's.
+// Threads: any; reads that find all connections in use wait for one until their deadline. Trouble is an outcome, never
+// an exception. When read() returns, nobody writes the rows any more, whatever has happened.
 #pragma once
 
 #include <condition_variable>
@@ -70,18 +70,18 @@ class PeerClient {
   void leave_place() noexcept;
   void read_on_streams(Reading& reading);
 
-  const pid_t process_ = getpid();                      // whose connections they are
-  const PeerTarget target_;                             // whom
-  const unsigned streams_;                              // connections at most
-  RowCopier& copier_;                                   // copies from a mapping
-  SharedMapping mapping_;                               // of the owner's memory
-  std::mutex lock_;                                     // over what follows
-  std::condition_variable changed_;                     // a place is free, or a read has ended
-  std::vector<std::unique_ptr<ReaderConnection>> idle_;   // connections nobody uses; the last is the one used last
-  std::vector<ReaderConnection*> in_use_;                 // to be shut when all ends
-  unsigned places_ = 0;                                 // taken: of connections that are in use or being made
-  unsigned reading_ = 0;                                // reads under way
-  bool is_closed_ = false;                              // since close()
+  const pid_t process_ = getpid();                       // whose connections they are
+  const PeerTarget target_;                              // whom
+  const unsigned streams_;                               // connections at most
+  RowCopier& copier_;                                    // copies from a mapping
+  SharedMapping mapping_;                                // of the owner's memory
+  std::mutex lock_;                                      // over what follows
+  std::condition_variable changed_;                      // a place is free, or a read has ended
+  std::vector<std::unique_ptr<ReaderConnection>> idle_;  // connections nobody uses; the last is the one used last
+  std::vector<ReaderConnection*> in_use_;                // to be shut when all ends
+  unsigned places_ = 0;                                  // taken: of connections that are in use or being made
+  unsigned reading_ = 0;                                 // reads under way
+  bool is_closed_ = false;                               // since close()
 };
 
 }  // namespace kvbm

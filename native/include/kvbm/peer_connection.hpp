@@ -1,7 +1,8 @@
 // PeerConnection: what an owner says to one reader, from HELLO to BYE. See kvbm/transport/wire.py for the messages.
 //
-// Life: made over a connected socket, run once in a thread of its own; when `run` returns nothing of it is lent any more. Its thread only.
-// It waits for the peer without using the CPU, and for everything else within a time. What a peer says wrongly ends the connection.
+// Life: made over a connected socket, run once in a thread of its own; when `run` returns nothing of it is lent any
+// more. Its thread only. It waits for the peer without using the CPU, and for everything else within a time. What a
+// peer says wrongly ends the connection.
 #pragma once
 
 #include <array>
@@ -21,7 +22,7 @@ namespace kvbm {
 
 // What a connection's thread tells the one that accepts. Any thread.
 struct PeerPresence {
-  std::atomic<bool> is_proved{false};                  // the peer has proved itself
+  std::atomic<bool> is_proved{false};                    // the peer has proved itself
   std::atomic<SteadyTime::duration::rep> idle_since{0};  // its time; 0: it is served or has a lease
 };
 
@@ -39,9 +40,9 @@ class PeerConnection {
   };
   // Blocks of a run that are to be sent as bytes.
   struct Outgoing {
-    Loan loan;                                // pinned
-    std::optional<StagingLanes::Lane> lane;   // those of NVME, in their order
-    std::vector<std::uint32_t> checksums;     // of each block
+    Loan loan;                               // pinned
+    std::optional<StagingLanes::Lane> lane;  // those of NVME, in their order
+    std::vector<std::uint32_t> checksums;    // of each block
   };
 
   SteadyTime in_ms(std::uint32_t ms) const noexcept { return PeerSocket::Clock::now() + std::chrono::milliseconds(ms); }
@@ -80,25 +81,25 @@ class PeerConnection {
   void expire_leases() noexcept;
   void report(const NamespaceId& namespace_id, Tier tier, const std::uint8_t* hash);
 
-  PeerOwner& owner_;                                        // what it shares
-  PeerPresence& presence_;                                  // see above
-  const bool is_unix_;                                      // see above
-  bool is_awaiting_ = false;                                // no message has begun
-  LeaseTable leases_;                                       // that the reader has
-  PeerSocket socket_;                                       // what it is said over
-  PeerNonce nonce_{};                                       // of this owner
-  PeerNonce reader_{};                                      // of the reader
-  bool has_shaken_ = false;                                 // the reader has proved itself
-  bool has_arena_ = false;                                  // the reader has the descriptor
-  std::uint64_t rdma_ = 0;                                  // number of its RDMA_HELLO, which was answered; 0: none was
-  bool has_queue_pair_ = false;                             // that answer was READY: leases of slots are of use to it
+  PeerOwner& owner_;             // what it shares
+  PeerPresence& presence_;       // see above
+  const bool is_unix_;           // see above
+  bool is_awaiting_ = false;     // no message has begun
+  LeaseTable leases_;            // that the reader has
+  PeerSocket socket_;            // what it is said over
+  PeerNonce nonce_{};            // of this owner
+  PeerNonce reader_{};           // of the reader
+  bool has_shaken_ = false;      // the reader has proved itself
+  bool has_arena_ = false;       // the reader has the descriptor
+  std::uint64_t rdma_ = 0;       // number of its RDMA_HELLO, which was answered; 0: none was
+  bool has_queue_pair_ = false;  // that answer was READY: leases of slots are of use to it
   std::array<std::optional<Opened>, kMostPeerHandles> opened_;  // by handle
-  std::size_t checkable_ = 0;                               // blocks of the last bytes sent, whose END has not come
-  std::vector<std::uint8_t> in_;                            // bytes received
-  std::size_t in_begin_ = 0;                                // of them, where the next message begins
-  std::size_t in_end_ = 0;                                  // of them, how many there are
-  std::size_t in_used_ = 0;                                 // bytes of the message that was handed out
-  std::vector<std::uint8_t> out_;                           // a message to send
+  std::size_t checkable_ = 0;                                   // blocks of the last bytes sent, whose END has not come
+  std::vector<std::uint8_t> in_;                                // bytes received
+  std::size_t in_begin_ = 0;                                    // of them, where the next message begins
+  std::size_t in_end_ = 0;                                      // of them, how many there are
+  std::size_t in_used_ = 0;                                     // bytes of the message that was handed out
+  std::vector<std::uint8_t> out_;                               // a message to send
 };
 
 }  // namespace kvbm

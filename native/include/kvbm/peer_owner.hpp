@@ -1,5 +1,6 @@
 // What the connections of one lending server share: whose blocks it lends, from which memory, and what was counted.
-// Life: made by the server, which outlives its connections' threads or leaves all of it to them. Threads: any; each class says how.
+// Life: made by the server, which outlives its connections' threads or leaves all of it to them. Threads: any; each
+// class says how.
 #pragma once
 
 #include <array>
@@ -27,34 +28,35 @@
 namespace kvbm {
 
 struct LendingOptions {
-  std::string instance;                    // its id
-  std::string unix_path;                   // where it listens for processes of this user; empty: nowhere
-  std::string tcp_host;                    // where it listens for other machines; empty: nowhere
-  std::uint16_t tcp_port = 0;              // 0: a free one
-  std::vector<std::uint8_t> key;           // what readers over tcp must have, at least kLeastKeyBytes; with `tls` it may be empty
-  std::shared_ptr<PeerTls> tls;            // what tcp connections are secured with; nullptr: bytes go as they are
-  std::uint32_t most_connections = 64;     // at a time, at least 1
-  std::size_t most_blocks = 16'384;        // lent at a time, at least 1
-  std::uint32_t most_lease_ms = 10'000;    // a lease lasts as long as its reader would wait, and no longer than this
-  std::uint32_t most_send_ms = 30'000;     // likewise of bytes that are being sent
-  std::uint32_t handshake_ms = 2'000;      // until a peer is known, and for what is left of any message that has begun
-  std::uint32_t retry_ms = 10;             // what BUSY says
-  std::size_t lane_bytes = 32 << 20;       // of a lane for blocks from NVME; at least one block
-  std::uint32_t lanes = 2;                 // of them
+  std::string instance;        // its id
+  std::string unix_path;       // where it listens for processes of this user; empty: nowhere
+  std::string tcp_host;        // where it listens for other machines; empty: nowhere
+  std::uint16_t tcp_port = 0;  // 0: a free one
+  // What readers over tcp must have, at least kLeastKeyBytes; with `tls` it may be empty
+  std::vector<std::uint8_t> key;
+  std::shared_ptr<PeerTls> tls;          // what tcp connections are secured with; nullptr: bytes go as they are
+  std::uint32_t most_connections = 64;   // at a time, at least 1
+  std::size_t most_blocks = 16'384;      // lent at a time, at least 1
+  std::uint32_t most_lease_ms = 10'000;  // a lease lasts as long as its reader would wait, and no longer than this
+  std::uint32_t most_send_ms = 30'000;   // likewise of bytes that are being sent
+  std::uint32_t handshake_ms = 2'000;    // until a peer is known, and for what is left of any message that has begun
+  std::uint32_t retry_ms = 10;           // what BUSY says
+  std::size_t lane_bytes = 32 << 20;     // of a lane for blocks from NVME; at least one block
+  std::uint32_t lanes = 2;               // of them
 };
 
 inline constexpr std::size_t kLeastKeyBytes = 16;
-inline constexpr std::size_t kMostAdmitted = 65'536;    // namespaces
-inline constexpr std::size_t kMostCorrupt = 1'024;      // blocks that wait for who evicts them
+inline constexpr std::size_t kMostAdmitted = 65'536;  // namespaces
+inline constexpr std::size_t kMostCorrupt = 1'024;    // blocks that wait for who evicts them
 
 // HOST's memory. Row i is slot i.
 struct LentHost {
-  const std::uint8_t* rows = nullptr;         // of all slots, one after another
-  const std::uint32_t* checksums = nullptr;   // CRC-32C of what each slot holds
-  std::uint32_t slots = 0;                    // of the pool
-  std::size_t block_bytes = 0;                // of a row
-  std::size_t mapped_bytes = 0;               // of the descriptor
-  int fd = -1;                                // of the memory, -1: none, so that it is not lent as memory
+  const std::uint8_t* rows = nullptr;        // of all slots, one after another
+  const std::uint32_t* checksums = nullptr;  // CRC-32C of what each slot holds
+  std::uint32_t slots = 0;                   // of the pool
+  std::size_t block_bytes = 0;               // of a row
+  std::size_t mapped_bytes = 0;              // of the descriptor
+  int fd = -1;                               // of the memory, -1: none, so that it is not lent as memory
 };
 
 // Namespaces that may be opened, each with the root that its readers prove. Any thread.
@@ -126,25 +128,25 @@ class StagingLanes {
   std::size_t lane_bytes() const noexcept { return lane_bytes_; }
 
  private:
-  const std::size_t lane_bytes_;       // of each
-  std::mutex mutex_;                   // guards what follows
-  std::condition_variable changed_;    // one was given back
-  std::vector<std::uint8_t*> free_;    // mapped and nobody's
-  std::uint32_t left_;                 // that were never mapped
+  const std::size_t lane_bytes_;     // of each
+  std::mutex mutex_;                 // guards what follows
+  std::condition_variable changed_;  // one was given back
+  std::vector<std::uint8_t*> free_;  // mapped and nobody's
+  std::uint32_t left_;               // that were never mapped
 };
 
 // Since the start, but for `connections`. Any thread.
 struct LendingCounts {
-  std::atomic<std::uint32_t> connections{0};   // now
-  std::atomic<std::uint64_t> accepted{0};      // connections
-  std::atomic<std::uint64_t> refused{0};       // of them: too many, or their peer did not prove itself
-  std::atomic<std::uint64_t> broken{0};        // of them: ended by what their peer said
-  std::atomic<std::uint64_t> lent_blocks{0};   // as memory, or for READs over RDMA
-  std::atomic<std::uint64_t> sent_blocks{0};   // as bytes
-  std::atomic<std::uint64_t> sent_bytes{0};    // of those
-  std::atomic<std::uint64_t> expired{0};       // leases that time has ended
-  std::atomic<std::uint64_t> busy{0};          // questions that were answered so
-  std::atomic<std::uint64_t> gone{0};          // likewise
+  std::atomic<std::uint32_t> connections{0};     // now
+  std::atomic<std::uint64_t> accepted{0};        // connections
+  std::atomic<std::uint64_t> refused{0};         // of them: too many, or their peer did not prove itself
+  std::atomic<std::uint64_t> broken{0};          // of them: ended by what their peer said
+  std::atomic<std::uint64_t> lent_blocks{0};     // as memory, or for READs over RDMA
+  std::atomic<std::uint64_t> sent_blocks{0};     // as bytes
+  std::atomic<std::uint64_t> sent_bytes{0};      // of those
+  std::atomic<std::uint64_t> expired{0};         // leases that time has ended
+  std::atomic<std::uint64_t> busy{0};            // questions that were answered so
+  std::atomic<std::uint64_t> gone{0};            // likewise
   std::atomic<std::uint64_t> corrupt_blocks{0};  // found here
 };
 
@@ -156,19 +158,19 @@ struct PeerOwner {
         lender(ledger, lock, options.most_blocks),
         lanes(std::max(options.lane_bytes, host_memory.block_bytes), options.lanes) {}
 
-  const LendingOptions options;            // as given
-  const LentHost host;                     // HOST's memory
-  BlockIo* const nvme;                     // what reads NVME; nullptr: it is not lent
-  Lender lender;                           // takes pins
-  AdmittedNamespaces namespaces;           // that may be opened
-  CorruptBlocks corrupt;                   // found by readers or here
-  StagingLanes lanes;                      // for NVME
-  RdmaRequests rdma;                       // of readers, for who makes queue pairs
-  LendingCounts counts;                    // what was counted
-  OwnedFd arena;                           // HOST's memory, to be read only; -1: it is not lent as memory
-  std::atomic<std::uint32_t> leases{0};    // number of the next
-  std::atomic<bool> is_closing{false};     // nothing is granted any more
-  std::atomic<bool> is_fenced{false};      // nothing is granted while it is
+  const LendingOptions options;          // as given
+  const LentHost host;                   // HOST's memory
+  BlockIo* const nvme;                   // what reads NVME; nullptr: it is not lent
+  Lender lender;                         // takes pins
+  AdmittedNamespaces namespaces;         // that may be opened
+  CorruptBlocks corrupt;                 // found by readers or here
+  StagingLanes lanes;                    // for NVME
+  RdmaRequests rdma;                     // of readers, for who makes queue pairs
+  LendingCounts counts;                  // what was counted
+  OwnedFd arena;                         // HOST's memory, to be read only; -1: it is not lent as memory
+  std::atomic<std::uint32_t> leases{0};  // number of the next
+  std::atomic<bool> is_closing{false};   // nothing is granted any more
+  std::atomic<bool> is_fenced{false};    // nothing is granted while it is
 };
 
 }  // namespace kvbm

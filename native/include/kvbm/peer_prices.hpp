@@ -1,5 +1,6 @@
-// PeerPrices: what a candidate of a route would read from other instances, and how long that takes. Native implementation of
-// kvbm/catalog/routing/peer_prices.py, to the last bit. Made once by a router and begun anew for each question. One thread.
+// PeerPrices: what a candidate of a route would read from other instances, and how long that takes. Native
+// implementation of kvbm/catalog/routing/peer_prices.py, to the last bit. Made once by a router and begun anew for each
+// question. One thread.
 #pragma once
 
 #include <array>
@@ -12,7 +13,8 @@
 
 namespace kvbm {
 
-inline constexpr std::size_t kFarthest = 8;  // distances beyond it count as it; MOST_DISTANCE of kvbm/catalog/routing/transfers.py
+// Distances beyond it count as it; MOST_DISTANCE of kvbm/catalog/routing/transfers.py
+inline constexpr std::size_t kFarthest = 8;
 
 // Where an instance stands, in numbers made of its words; Reader of kvbm/catalog/routing/router.py.
 struct PeerPlace {
@@ -32,7 +34,7 @@ struct PeerRun {
   std::uint32_t begin = 0;  // first block
   std::uint32_t end = 0;    // behind the last
   PeerPlace place{};
-  std::uint32_t slot = 0;   // of the router, or kNone of it
+  std::uint32_t slot = 0;  // of the router, or kNone of it
 };
 
 // What a transfer costs at one distance.
@@ -44,18 +46,18 @@ struct PeerLink {
 
 // Lent of kvbm/catalog/routing/router.py.
 struct LentBlocks {
-  std::vector<PeerRun> runs{};                     // the deepest first
+  std::vector<PeerRun> runs{};                   // the deepest first
   std::array<PeerLink, kFarthest + 1> memory{};  // by distance
   std::array<PeerLink, kFarthest + 1> tcp{};     // the same
 };
 
 // What is read of a prompt, and from whom.
 struct PeerPrice {
-  bool has_peers = false;          // somebody lends what is needed
-  std::uint32_t end = 0;           // behind the last block that is read; 0: none is
-  double seconds = 0;              // until all are there
-  std::uint32_t peer_blocks = 0;   // that come from peers
-  std::int32_t peer = -1;          // place in `runs` of the one most come from, the nearest of equals; -1: none
+  bool has_peers = false;         // somebody lends what is needed
+  std::uint32_t end = 0;          // behind the last block that is read; 0: none is
+  double seconds = 0;             // until all are there
+  std::uint32_t peer_blocks = 0;  // that come from peers
+  std::int32_t peer = -1;         // place in `runs` of the one most come from, the nearest of equals; -1: none
 };
 
 class PeerPrices {
@@ -65,8 +67,8 @@ class PeerPrices {
   bool is_needed(std::uint32_t depth) const noexcept { return depth < deepest_; }
 
   // What a candidate would read that has `depth` blocks and reaches `reach` by its object pool.
-  PeerPrice price(const PeerReader& reader, std::uint32_t slot, std::uint32_t depth, std::uint32_t reach, const PeerLink& object,
-                  double block_compute_s);
+  PeerPrice price(const PeerReader& reader, std::uint32_t slot, std::uint32_t depth, std::uint32_t reach,
+                  const PeerLink& object, double block_compute_s);
 
  private:
   static constexpr std::size_t kPeers = kMostSources - 1;  // that are asked of at most
@@ -107,7 +109,7 @@ class PeerPrices {
   std::vector<Usable> usable_;        // to one candidate
   std::vector<Known> known_;          // of this question, in `kept_` of them
   std::size_t kept_ = 0;
-  std::size_t next_ = 0;              // that gives way, when as many are kept as may be
+  std::size_t next_ = 0;  // that gives way, when as many are kept as may be
 };
 
 }  // namespace kvbm

@@ -1,5 +1,5 @@
-// RdmaRequests: readers that want to READ over RDMA, between their connections' threads and who makes queue pairs, which is Python. What
-// is said, kvbm/transport/rdma_hello.py knows; here it is bytes.
+// RdmaRequests: readers that want to READ over RDMA, between their connections' threads and who makes queue pairs,
+// which is Python. What is said, kvbm/transport/rdma_hello.py knows; here it is bytes.
 //
 // Life: that of the server's PeerOwner; nobody may ask before `open`, and nobody waits after `close`. Any thread.
 #pragma once
@@ -19,8 +19,8 @@
 
 namespace kvbm {
 
-inline constexpr std::uint8_t kRdmaHelloKind = 12;      // of a message, beside those of peer_wire.hpp
-inline constexpr std::size_t kRdmaHelloBytes = 28;      // of its body
+inline constexpr std::uint8_t kRdmaHelloKind = 12;       // of a message, beside those of peer_wire.hpp
+inline constexpr std::size_t kRdmaHelloBytes = 28;       // of its body
 inline constexpr std::size_t kMostRdmaReadyBytes = 256;  // of the answer, head and all
 
 class RdmaRequests {
@@ -28,15 +28,16 @@ class RdmaRequests {
   // A namespace that is open on the reader's connection, and as it was admitted.
   using Opening = std::pair<NamespaceId, std::uint64_t>;
   struct Request {
-    std::uint64_t number = 0;          // of the connection
-    std::vector<std::uint8_t> hello;   // what the reader said; empty: its connection is over
+    std::uint64_t number = 0;         // of the connection
+    std::vector<std::uint8_t> hello;  // what the reader said; empty: its connection is over
   };
 
   // Somebody answers from now on.
   void open();
   bool is_open() const;
 
-  // Waits until a reader's RDMA_HELLO is answered: what to send to it; empty: nobody has, in time. number: set to the connection's.
+  // Waits until a reader's RDMA_HELLO is answered: what to send to it; empty: nobody has, in time. number: set to the
+  // connection's.
   std::vector<std::uint8_t> ask(Bytes hello, std::vector<Opening> openings, SteadyTime deadline, std::uint64_t& number);
   // The connection of a reader that was answered is over.
   void leave(std::uint64_t number);
@@ -57,13 +58,13 @@ class RdmaRequests {
     std::vector<std::uint8_t> ready;  // the answer; empty: not there yet
   };
 
-  mutable std::mutex mutex_;                    // guards what follows
-  std::condition_variable asked_;               // a request, or the end
-  std::condition_variable answered_;            // an answer, or the end
-  std::map<std::uint64_t, Waiting> waiting_;    // by number
-  std::vector<Request> requests_;               // not taken yet
-  std::uint64_t next_ = 1;                      // number
-  bool is_open_ = false;                        // see `open`
+  mutable std::mutex mutex_;                  // guards what follows
+  std::condition_variable asked_;             // a request, or the end
+  std::condition_variable answered_;          // an answer, or the end
+  std::map<std::uint64_t, Waiting> waiting_;  // by number
+  std::vector<Request> requests_;             // not taken yet
+  std::uint64_t next_ = 1;                    // number
+  bool is_open_ = false;                      // see `open`
 };
 
 }  // namespace kvbm

@@ -1,5 +1,5 @@
-// AllSignalsMasked: threads that are begun while it lives take no signals, which are for the threads of whoever embeds us.
-// Its thread only.
+// AllSignalsMasked: threads that are begun while it lives take no signals, which are for the threads of whoever embeds
+// us. Its thread only.
 #pragma once
 
 #include <pthread.h>

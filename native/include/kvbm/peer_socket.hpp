@@ -40,8 +40,8 @@ class OwnedFd {
 };
 
 // A unix socket at a path, for this user alone; what is left there by a process that is gone is replaced.
-// Throws std::system_error: EADDRINUSE where somebody listens there or no socket lies there, ENAMETOOLONG above 107 bytes, and what the
-// system says of the folder.
+// Throws std::system_error: EADDRINUSE where somebody listens there or no socket lies there, ENAMETOOLONG above 107
+// bytes, and what the system says of the folder.
 OwnedFd listen_unix(const std::string& path);
 // Throws std::system_error. `port` 0 takes a free one; it is set to the port taken.
 OwnedFd listen_tcp(const std::string& host, std::uint16_t& port);
@@ -66,14 +66,15 @@ class PeerSocket {
   // idle: called before each wait; says when the wait must be over so that it is called again.
   PeerSocket(int fd, std::function<std::optional<SteadyTime>()> idle) : fd_(fd), idle_(std::move(idle)) {}
 
-  // Speaks TLS from now on. Throws PeerGoneError, and Error: kPeerWire, where the peer does not speak it, or has no certificate that counts:
-  // nothing can be said any more then, but for what is said to who has said nothing of TLS.
+  // Speaks TLS from now on. Throws PeerGoneError, and Error: kPeerWire, where the peer does not speak it, or has no
+  // certificate that counts: nothing can be said any more then, but for what is said to who has said nothing of TLS.
   void secure(PeerTls& tls, SteadyTime deadline);
-  // Sends no more, and throws away what still comes until the peer hangs up: else the system may throw away what was said to it.
+  // Sends no more, and throws away what still comes until the peer hangs up: else the system may throw away what was
+  // said to it.
   void drain(SteadyTime deadline) noexcept;
 
-  // Fills `out` with at least `least` of its bytes, at most all; returns how many. Throws PeerGoneError: the peer has closed, or the
-  // time is over.
+  // Fills `out` with at least `least` of its bytes, at most all; returns how many. Throws PeerGoneError: the peer has
+  // closed, or the time is over.
   std::size_t receive(std::span<std::uint8_t> out, std::size_t least, std::optional<SteadyTime> deadline);
 
   // Sends all pieces, which it changes; `passed` rides along with the first byte unless it is -1. Throws PeerGoneError.
@@ -86,10 +87,10 @@ class PeerSocket {
   std::size_t receive_tls(std::span<std::uint8_t> out, std::size_t least, std::optional<SteadyTime> deadline);
   void send_tls(std::span<iovec> pieces, SteadyTime deadline);
 
-  int fd_;                                             // not owned
-  std::function<std::optional<SteadyTime>()> idle_;    // see above
-  std::unique_ptr<TlsSession> tls_;                    // nullptr: bytes go as they are
-  bool has_shut_ = false;                              // this side reads no more, which looks like the end of the other
+  int fd_;                                           // not owned
+  std::function<std::optional<SteadyTime>()> idle_;  // see above
+  std::unique_ptr<TlsSession> tls_;                  // nullptr: bytes go as they are
+  bool has_shut_ = false;                            // this side reads no more, which looks like the end of the other
 };
 
 }  // namespace kvbm

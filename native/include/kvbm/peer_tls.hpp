@@ -1,8 +1,9 @@
 // TLS 1.3 between instances, by the system's OpenSSL: each side shows a certificate that one authority has signed.
 //
-// PeerTls: an instance's certificate and whom it trusts; made once, shared by its connections. Any thread. Files that are replaced are read
-// anew by the next connection; what cannot be used then is left, and those before stay in use.
-// TlsSession: one connection over a socket it does not own; one thread at a time. It never waits: who calls waits as a step says.
+// PeerTls: an instance's certificate and whom it trusts; made once, shared by its connections. Any thread. Files that
+// are replaced are read anew by the next connection; what cannot be used then is left, and those before stay in use.
+// TlsSession: one connection over a socket it does not own; one thread at a time. It never waits: who calls waits as a
+// step says.
 #pragma once
 
 #include <array>
@@ -21,11 +22,12 @@ namespace kvbm {
 struct OpenSsl;
 
 struct TlsOptions {
-  std::string cert;                           // file (PEM) with this instance's certificate, and those between it and the authority's
-  std::string key;                            // file (PEM) with the certificate's key
-  std::string ca;                             // file (PEM) of who signs all instances' certificates
-  std::string library = "libssl.so.3";        // OpenSSL's
-  std::uint64_t rekey_bytes = 32ULL << 30;    // sent under one key; AES-GCM is safe for ten times as many
+  // File (PEM) with this instance's certificate, and those between it and the authority's
+  std::string cert;
+  std::string key;                          // file (PEM) with the certificate's key
+  std::string ca;                           // file (PEM) of who signs all instances' certificates
+  std::string library = "libssl.so.3";      // OpenSSL's
+  std::uint64_t rekey_bytes = 32ULL << 30;  // sent under one key; AES-GCM is safe for ten times as many
 };
 
 // What became of a call.
@@ -51,7 +53,8 @@ class PeerTls {
   // Throws Error: kConfig: there is no OpenSSL 3, or a file cannot be used.
   explicit PeerTls(TlsOptions options);
 
-  // A connection over a connected stream socket, with the files as they are now. Throws Error: kConfig, there is no memory.
+  // A connection over a connected stream socket, with the files as they are now. Throws Error: kConfig, there is no
+  // memory.
   std::unique_ptr<TlsSession> session(PeerRole role, int fd);
 
  private:
@@ -59,9 +62,10 @@ class PeerTls {
   struct Context;
   struct Stamp {
     std::int64_t changed_ns;  // when it was last written, or its owner, rights or times set
-    bool is_settled;          // long ago: within a tick of the clock it can be written again without another stamp, so it is read once more
-    std::uint64_t file;       // its number in its file system
-    std::int64_t bytes;       // its size
+    // Long ago: within a tick of the clock it can be written again without another stamp, so it is read once more
+    bool is_settled;
+    std::uint64_t file;  // its number in its file system
+    std::int64_t bytes;  // its size
     bool operator==(const Stamp&) const = default;
   };
   using Stamps = std::array<Stamp, 3>;  // of cert, key and ca
@@ -70,11 +74,11 @@ class PeerTls {
   std::shared_ptr<const Context> load() const;
   std::shared_ptr<const Context> latest();
 
-  const TlsOptions options_;                 // as given
-  std::shared_ptr<const OpenSsl> ssl_;       // OpenSSL
-  std::mutex mutex_;                         // over what follows
-  Stamps loaded_;                            // of the files that were last looked into
-  std::shared_ptr<const Context> context_;   // of those that could last be used
+  const TlsOptions options_;                // as given
+  std::shared_ptr<const OpenSsl> ssl_;      // OpenSSL
+  std::mutex mutex_;                        // over what follows
+  Stamps loaded_;                           // of the files that were last looked into
+  std::shared_ptr<const Context> context_;  // of those that could last be used
 };
 
 class TlsSession {

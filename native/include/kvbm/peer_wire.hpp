@@ -1,9 +1,9 @@
-// What instances say to one another when one lends blocks to another: version 1. Native implementation of kvbm/transport/wire.py,
-// which says what each message means.
+// What instances say to one another when one lends blocks to another: version 1. Native implementation of
+// kvbm/transport/wire.py, which says what each message means.
 //
-// A message is a head of 8 bytes and a body; all numbers are little-endian. A head is judged before its body is awaited, so a stranger
-// can announce no more than a message of its kind may have. What was decoded points into the bytes it was read from.
-// Pure functions and values; any thread.
+// A message is a head of 8 bytes and a body; all numbers are little-endian. A head is judged before its body is
+// awaited, so a stranger can announce no more than a message of its kind may have. What was decoded points into the
+// bytes it was read from. Pure functions and values; any thread.
 #pragma once
 
 #include <array>
@@ -21,16 +21,16 @@
 namespace kvbm {
 
 inline constexpr std::uint8_t kPeerVersion = 1;
-inline constexpr std::size_t kPeerHeadBytes = 8;         // u32 length of what follows it, u8 version, u8 kind, u16 zero
-inline constexpr std::size_t kMostPeerHashes = 8'192;    // of one ASK, GRANT or END
-inline constexpr std::uint32_t kMostPeerHandles = 64;    // namespaces open on one connection
-inline constexpr std::size_t kMostPeerNameBytes = 255;   // of an instance id
+inline constexpr std::size_t kPeerHeadBytes = 8;        // u32 length of what follows it, u8 version, u8 kind, u16 zero
+inline constexpr std::size_t kMostPeerHashes = 8'192;   // of one ASK, GRANT or END
+inline constexpr std::uint32_t kMostPeerHandles = 64;   // namespaces open on one connection
+inline constexpr std::size_t kMostPeerNameBytes = 255;  // of an instance id
 inline constexpr std::size_t kMostPeerWordsBytes = 1'024;  // of a BYE
 inline constexpr std::size_t kPeerProofBytes = 32;
-inline constexpr std::uint8_t kPeerMemory = 1;           // bits of PeerHello::transports
+inline constexpr std::uint8_t kPeerMemory = 1;  // bits of PeerHello::transports
 inline constexpr std::uint8_t kPeerTcp = 2;
 inline constexpr std::uint8_t kPeerRdma = 4;
-inline constexpr std::uint8_t kPeerKeyAsked = 1;         // bit of PeerHello::flags
+inline constexpr std::uint8_t kPeerKeyAsked = 1;  // bit of PeerHello::flags
 
 using PeerNonce = std::array<std::uint8_t, 32>;
 using PeerProof = std::array<std::uint8_t, kPeerProofBytes>;
@@ -64,9 +64,9 @@ struct PeerProve {
   PeerProof proof;  // peer_key_proof
 };
 struct PeerOpen {
-  std::uint32_t handle;     // the reader's choice, below kMostPeerHandles
+  std::uint32_t handle;      // the reader's choice, below kMostPeerHandles
   NamespaceId namespace_id;  // what is opened
-  PeerProof proof;          // peer_open_proof
+  PeerProof proof;           // peer_open_proof
 };
 struct PeerOpened {
   std::uint32_t handle;       // of the PeerOpen
@@ -98,7 +98,7 @@ struct PeerBusy {
   std::uint32_t retry_ms;  // when to ask again
 };
 struct PeerGone {
-  std::uint32_t request;   // of the PeerAsk
+  std::uint32_t request;  // of the PeerAsk
   PeerGoneReason reason;  // why there is nothing
 };
 struct PeerEnd {
@@ -111,8 +111,8 @@ struct PeerBye {
 };
 
 // In the order of PeerKind, from 1 on.
-using PeerMessage = std::variant<PeerHello, PeerProve, PeerOpen, PeerOpened, PeerArena, PeerAsk, PeerGrant, PeerBusy, PeerGone, PeerEnd,
-                                 PeerBye>;
+using PeerMessage = std::variant<PeerHello, PeerProve, PeerOpen, PeerOpened, PeerArena, PeerAsk, PeerGrant, PeerBusy,
+                                 PeerGone, PeerEnd, PeerBye>;
 
 struct PeerHead {
   PeerKind kind;
@@ -125,15 +125,16 @@ PeerHead decode_peer_head(std::span<const std::uint8_t, kPeerHeadBytes> head);
 // The body of a message, all of it. Throws Error: kPeerWire.
 PeerMessage decode_peer_body(PeerKind kind, Bytes body);
 
-// Appends a message, head and all. What a BYE cannot say becomes '?', and its end is cut. Throws Error: kPeerWire, and appends nothing, when
-// decoding it would.
+// Appends a message, head and all. What a BYE cannot say becomes '?', and its end is cut. Throws Error: kPeerWire, and
+// appends nothing, when decoding it would.
 void encode_peer_message(const PeerMessage& message, std::vector<std::uint8_t>& out);
 
 // What shows that both have the key: HMAC-SHA256(key, "kvbm-peer-1", role, both nonces, the owner's instance id).
-PeerProof peer_key_proof(Bytes key, PeerRole role, const PeerNonce& reader, const PeerNonce& owner, std::string_view owner_id) noexcept;
+PeerProof peer_key_proof(Bytes key, PeerRole role, const PeerNonce& reader, const PeerNonce& owner,
+                         std::string_view owner_id) noexcept;
 
-// What shows that a reader has a namespace's root, to this owner alone: HMAC-SHA256(root, "kvbm-open-1", both nonces, the namespace, the
-// owner's instance id).
+// What shows that a reader has a namespace's root, to this owner alone: HMAC-SHA256(root, "kvbm-open-1", both nonces,
+// the namespace, the owner's instance id).
 PeerProof peer_open_proof(Bytes root, const PeerNonce& reader, const PeerNonce& owner, const NamespaceId& namespace_id,
                           std::string_view owner_id) noexcept;
 

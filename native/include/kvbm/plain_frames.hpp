@@ -1,6 +1,6 @@
-// Plain frames: those that go on exactly where their instance stands, in the epoch it is in, and change nothing but blocks. They are
-// nearly all frames there are. Here whole runs of messages of them are applied at once; whatever is not plain ends a run and is left to
-// kvbm/catalog/follow/sequencer.py, which decides about it.
+// Plain frames: those that go on exactly where their instance stands, in the epoch it is in, and change nothing but
+// blocks. They are nearly all frames there are. Here whole runs of messages of them are applied at once; whatever is
+// not plain ends a run and is left to kvbm/catalog/follow/sequencer.py, which decides about it.
 #pragma once
 
 #include <condition_variable>
@@ -20,14 +20,14 @@ namespace kvbm {
 
 // Where an instance stands in its stream, and what a run has done to it.
 struct StreamPlace {
-  std::uint32_t instance;         // its number in the index; ClusterIndex::kNone: none of its frames is plain
-  std::string name;               // its name, as frames have it
-  std::uint64_t epoch;            // its epoch
-  std::uint64_t offset;           // of its next event
-  std::uint64_t digest = 0;       // in the last frame that was applied
-  std::uint64_t wall_time_ns = 0; // of the newest frame that was applied
-  std::size_t last = 0;           // the message that brought the last of them
-  std::uint64_t frames = 0;       // how many were applied
+  std::uint32_t instance;          // its number in the index; ClusterIndex::kNone: none of its frames is plain
+  std::string name;                // its name, as frames have it
+  std::uint64_t epoch;             // its epoch
+  std::uint64_t offset;            // of its next event
+  std::uint64_t digest = 0;        // in the last frame that was applied
+  std::uint64_t wall_time_ns = 0;  // of the newest frame that was applied
+  std::size_t last = 0;            // the message that brought the last of them
+  std::uint64_t frames = 0;        // how many were applied
 };
 
 // A message of a stream.
@@ -45,8 +45,9 @@ struct PlainClaims {
 
 // What a run has done.
 struct PlainApplied {
-  std::size_t messages = 0;         // applied whole
-  bool is_diverged = false;         // the next message's frames up to `end` are applied; after the last of them the index's digest differs
+  std::size_t messages = 0;  // applied whole
+  // The next message's frames up to `end` are applied; after the last of them the index's digest differs
+  bool is_diverged = false;
   std::size_t end = 0;              // a position in that message
   std::uint64_t frames = 0;         // applied
   std::uint64_t events = 0;         // in them
@@ -54,12 +55,12 @@ struct PlainApplied {
   std::vector<PlainClaims> claims;  // in order
 };
 
-// Applies messages in order, up to the first that is not plain as a whole, or the first frame after which the index's digest is another
-// than the frame's. Places are moved on. Any thread; the index's writers take turns frame by frame.
+// Applies messages in order, up to the first that is not plain as a whole, or the first frame after which the index's
+// digest is another than the frame's. Places are moved on. Any thread; the index's writers take turns frame by frame.
 PlainApplied apply_plain(ClusterIndex& index, std::span<const StreamMessage> messages, std::span<StreamPlace> places);
 
-// A thread that applies one run at a time, so that who fetches messages answers questions meanwhile. It never needs the interpreter.
-// `begin`, `finish` and `close` belong to one thread.
+// A thread that applies one run at a time, so that who fetches messages answers questions meanwhile. It never needs the
+// interpreter. `begin`, `finish` and `close` belong to one thread.
 class ApplyThread {
  public:
   explicit ApplyThread(ClusterIndex& index);
@@ -70,11 +71,12 @@ class ApplyThread {
   // A file descriptor that becomes readable when the run has ended; `finish` makes it unreadable again.
   int ended_file() const noexcept { return ended_; }
 
-  // Begins a run. What messages and places lie in must stay as it is until `finish`. Throws Error: kLayout: a run is under way, or it is
-  // closed.
+  // Begins a run. What messages and places lie in must stay as it is until `finish`. Throws Error: kLayout: a run is
+  // under way, or it is closed.
   void begin(std::span<const StreamMessage> messages, std::span<StreamPlace> places);
 
-  // Waits for the run's end, and gives what it has done. Throws what applying has thrown; Error: kLayout: no run was begun.
+  // Waits for the run's end, and gives what it has done. Throws what applying has thrown; Error: kLayout: no run was
+  // begun.
   PlainApplied finish();
 
   // Ends the thread, after the run under way. Idempotent.
@@ -85,17 +87,17 @@ class ApplyThread {
 
   void work();
 
-  ClusterIndex& index_;                       // what runs are applied to
-  int ended_ = -1;                            // an eventfd
-  std::mutex lock_;                           // guards what follows
-  std::condition_variable changed_;           // the state has changed
-  State state_ = State::kIdle;                // of the run
-  bool is_closing_ = false;                   // no further run
-  std::span<const StreamMessage> messages_;   // of the run
-  std::span<StreamPlace> places_;             // of the run
-  PlainApplied applied_;                      // what it has done
-  std::exception_ptr thrown_;                 // instead
-  std::thread thread_;                        // last: it uses all of the above
+  ClusterIndex& index_;                      // what runs are applied to
+  int ended_ = -1;                           // an eventfd
+  std::mutex lock_;                          // guards what follows
+  std::condition_variable changed_;          // the state has changed
+  State state_ = State::kIdle;               // of the run
+  bool is_closing_ = false;                  // no further run
+  std::span<const StreamMessage> messages_;  // of the run
+  std::span<StreamPlace> places_;            // of the run
+  PlainApplied applied_;                     // what it has done
+  std::exception_ptr thrown_;                // instead
+  std::thread thread_;                       // last: it uses all of the above
 };
 
 }  // namespace kvbm

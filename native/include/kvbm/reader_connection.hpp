@@ -1,8 +1,9 @@
-// ReaderConnection: one connection of a reader to an instance that lends blocks: who is there, what is open, one question at a time.
+// ReaderConnection: one connection of a reader to an instance that lends blocks: who is there, what is open, one
+// question at a time.
 //
-// Life: the constructor connects, proves and hears; the destructor hangs up, also where a forked child still has the descriptor. Calls throw PeerTrouble and Error (kPeerWire); the connection is
-// of no use afterwards.
-// Threads: one at a time; shut() any thread.
+// Life: the constructor connects, proves and hears; the destructor hangs up, also where a forked child still has the
+// descriptor. Calls throw PeerTrouble and Error (kPeerWire); the connection is of no use afterwards. Threads: one at a
+// time; shut() any thread.
 #pragma once
 
 #include <array>
@@ -21,13 +22,14 @@ namespace kvbm {
 // Whom a reader reads from, and as whom. Immutable.
 struct PeerTarget {
   PeerTransport transport = PeerTransport::kTcp;  // how bytes come
-  std::string address;                // path of a unix socket where bytes come by memory; else an IP address in digits
-  std::uint16_t port = 0;             // with an IP address
-  std::string reader;                 // our instance id
-  std::string owner;                  // whoever else answers is refused; empty: anyone may
-  std::vector<std::uint8_t> key;      // shared with the owner; needed over tcp without tls
+  std::string address;            // path of a unix socket where bytes come by memory; else an IP address in digits
+  std::uint16_t port = 0;         // with an IP address
+  std::string reader;             // our instance id
+  std::string owner;              // whoever else answers is refused; empty: anyone may
+  std::vector<std::uint8_t> key;  // shared with the owner; needed over tcp without tls
   std::shared_ptr<PeerTls> tls = nullptr;  // what tcp connections are secured with; nullptr: bytes come as they are
-  std::uint32_t handshake_ms = 2'000;      // until it is connected, and again until each is known, whatever a read's deadline
+  // Until it is connected, and again until each is known, whatever a read's deadline
+  std::uint32_t handshake_ms = 2'000;
 };
 
 // A namespace as it is open on a connection.
@@ -66,16 +68,16 @@ class ReaderConnection {
   void prove(const PeerTarget& target, PeerMoment deadline);
   PeerMessage answer(PeerMoment deadline);
 
-  ReaderSocket socket_;                               // the connection
-  PeerTransport transport_;                         // how bytes come
-  SharedMapping& shared_;                           // where mappings are kept
-  std::shared_ptr<const PeerMapping> mapping_;      // the owner's memory, once it has come
-  PeerNonce ours_;                                  // of our HELLO
-  PeerNonce theirs_{};                              // of the owner's
-  std::string owner_;                               // its instance id, as it says
-  std::map<NamespaceId, PeerOpening> open_;         // what is open
-  std::uint32_t next_handle_ = 0;                   // the first that was not used
-  std::uint32_t next_request_ = 1;                  // of the next question
+  ReaderSocket socket_;                         // the connection
+  PeerTransport transport_;                     // how bytes come
+  SharedMapping& shared_;                       // where mappings are kept
+  std::shared_ptr<const PeerMapping> mapping_;  // the owner's memory, once it has come
+  PeerNonce ours_;                              // of our HELLO
+  PeerNonce theirs_{};                          // of the owner's
+  std::string owner_;                           // its instance id, as it says
+  std::map<NamespaceId, PeerOpening> open_;     // what is open
+  std::uint32_t next_handle_ = 0;               // the first that was not used
+  std::uint32_t next_request_ = 1;              // of the next question
 };
 
 }  // namespace kvbm

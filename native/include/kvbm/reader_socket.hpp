@@ -1,8 +1,8 @@
 // ReaderSocket: messages and bytes over a socket, each with a moment after which nobody waits any more.
 //
-// Life: made connected; moved, not copied; the destructor closes. Calls throw PeerTrouble when the other side is gone, refuses or is too
-// late, and Error: kPeerWire, when it does not keep to the protocol; the socket is of no use afterwards.
-// Threads: one at a time; shut() any thread, while the owner has not ended it.
+// Life: made connected; moved, not copied; the destructor closes. Calls throw PeerTrouble when the other side is gone,
+// refuses or is too late, and Error: kPeerWire, when it does not keep to the protocol; the socket is of no use
+// afterwards. Threads: one at a time; shut() any thread, while the owner has not ended it.
 #pragma once
 
 #include <chrono>
@@ -59,7 +59,8 @@ class ReaderSocket {
   // address: of IPv4 or IPv6, in digits.
   static ReaderSocket to_tcp(const std::string& address, std::uint16_t port, PeerMoment deadline);
 
-  // Speaks TLS from now on. Throws PeerTrouble where the other side does not, refuses ours, or has no certificate that counts.
+  // Speaks TLS from now on. Throws PeerTrouble where the other side does not, refuses ours, or has no certificate that
+  // counts.
   void secure(PeerTls& tls, PeerMoment deadline);
 
   bool is_unix() const noexcept { return is_unix_; }
@@ -93,12 +94,12 @@ class ReaderSocket {
   // What has come is no TLS: throws PeerTrouble, with what it is.
   [[noreturn]] void refuse_plain(PeerMoment deadline);
 
-  PeerDescriptor fd_;                      // the socket
-  bool is_unix_;                           // descriptors may come with messages
-  std::vector<std::uint8_t> body_;         // of the last message
-  std::vector<std::uint8_t> out_;          // of the message that is sent
-  std::vector<PeerDescriptor> came_;       // with the last message
-  std::unique_ptr<TlsSession> tls_;        // nullptr: bytes go as they are
+  PeerDescriptor fd_;                 // the socket
+  bool is_unix_;                      // descriptors may come with messages
+  std::vector<std::uint8_t> body_;    // of the last message
+  std::vector<std::uint8_t> out_;     // of the message that is sent
+  std::vector<PeerDescriptor> came_;  // with the last message
+  std::unique_ptr<TlsSession> tls_;   // nullptr: bytes go as they are
 };
 
 }  // namespace kvbm

@@ -1,6 +1,6 @@
-// Recorder: the events a ledger has decided, from their fold to the frames they wait in. Made with a ledger, started once,
-// restarted for each later epoch. Owner thread only. An event that does not fit into the room for waiting events ends the stream,
-// which is an overflow: later ones are folded and not recorded.
+// Recorder: the events a ledger has decided, from their fold to the frames they wait in. Made with a ledger, started
+// once, restarted for each later epoch. Owner thread only. An event that does not fit into the room for waiting events
+// ends the stream, which is an overflow: later ones are folded and not recorded.
 #pragma once
 
 #include <cstddef>
@@ -38,12 +38,13 @@ class Recorder {
   // Whether a tier takes nothing any more, because nothing about it would be durable.
   bool is_closed(Tier tier) const noexcept { return overflowed_ && is_durable(tier); }
 
-  // An epoch begins at offset 0: nothing is held until it is listed. event: of `namespaces` namespaces, encoded_bytes long.
+  // An epoch begins at offset 0: nothing is held until it is listed. event: of `namespaces` namespaces, encoded_bytes
+  // long.
   void begin(std::uint64_t epoch, const InstanceStarted& event, std::size_t encoded_bytes, std::size_t namespaces);
   // The encoded size of an event, not a start, that may be recorded now. Throws Error: kLayout, kIllegalEvent.
   std::size_t admit(const Event& event) const;
-  // Folds an admitted event, a legal One, and lets it wait, or overflows. namespace_index: of its namespace, if it has one.
-  // where: as Fold takes it. counted: whether the event counts against the room for those that wait.
+  // Folds an admitted event, a legal One, and lets it wait, or overflows. namespace_index: of its namespace, if it has
+  // one. where: as Fold takes it. counted: whether the event counts against the room for those that wait.
   template <class One, class Where = FindByHash>
   void record(const Event& event, std::size_t encoded_bytes, std::uint32_t namespace_index, Where&& where = {},
               bool counted = true) {

@@ -1,6 +1,6 @@
-// ResidencyTable: what one tier of an instance holds, for who reads its events. Made empty, told of each residency gained and
-// lost, dropped. It grows with what is held, and one thread at a time uses it. PositionIndex is its part; a residency keeps its
-// position until it is withdrawn. A ledger, whose pools have a fixed size, uses TierSlots instead.
+// ResidencyTable: what one tier of an instance holds, for who reads its events. Made empty, told of each residency
+// gained and lost, dropped. It grows with what is held, and one thread at a time uses it. PositionIndex is its part; a
+// residency keeps its position until it is withdrawn. A ledger, whose pools have a fixed size, uses TierSlots instead.
 #pragma once
 
 #include <algorithm>
@@ -18,11 +18,11 @@ namespace kvbm {
 
 // One residency.
 struct Residency {
-  SequenceHash hash;                  // the block
-  std::uint32_t slot = 0;             // where, if it has a slot
-  std::uint32_t snapshot = 0;         // the snapshot of its tier when it was last gained or listed
-  std::uint32_t owner = 0;            // index of its namespace; kNoSlotBit when it has no slot; kGone for none at all
-  std::uint32_t sequence = 0;         // rises with each one gained; set by the table
+  SequenceHash hash;           // the block
+  std::uint32_t slot = 0;      // where, if it has a slot
+  std::uint32_t snapshot = 0;  // the snapshot of its tier when it was last gained or listed
+  std::uint32_t owner = 0;     // index of its namespace; kNoSlotBit when it has no slot; kGone for none at all
+  std::uint32_t sequence = 0;  // rises with each one gained; set by the table
 };
 
 // Open addressing from a hash of a key to the position of its residency. The keys themselves are the residencies'.
@@ -49,7 +49,8 @@ class PositionIndex {
   static constexpr std::uint8_t kEmpty = 0;
   static constexpr std::uint8_t kErased = 1;
   static std::uint8_t tag_of(std::uint64_t hash) noexcept;
-  // Where a key is looked for first. The number of places is no power of two, so that memory follows what is held closely.
+  // Where a key is looked for first. The number of places is no power of two, so that memory follows what is held
+  // closely.
   std::size_t home_of(std::uint64_t hash) const noexcept { return ((hash & 0xFFFFFFFF) * tags_.size()) >> 32; }
   std::size_t after(std::size_t at) const noexcept { return at + 1 == tags_.size() ? 0 : at + 1; }
 
@@ -65,7 +66,7 @@ class ResidencyTable {
   static constexpr std::uint32_t kNone = PositionIndex::kNone;
   static constexpr std::uint32_t kGone = 0xFFFFFFFF;
   static constexpr std::uint32_t kNoSlotBit = 0x80000000;
-  static constexpr bool kMixesFirst = true;   // its lines are far away: a run's are asked for together
+  static constexpr bool kMixesFirst = true;    // its lines are far away: a run's are asked for together
   static constexpr bool kKeepsBlocks = false;  // an epoch begins with nothing
 
   // next_sequence: where counting begins; only tests begin elsewhere than at 0.
@@ -86,7 +87,9 @@ class ResidencyTable {
               std::uint32_t snapshot);
   void erase(std::uint32_t position, std::uint64_t mix) noexcept;
   // It was listed in a snapshot.
-  void set_snapshot(std::uint32_t position, std::uint32_t snapshot) noexcept { residencies_[position].snapshot = snapshot; }
+  void set_snapshot(std::uint32_t position, std::uint32_t snapshot) noexcept {
+    residencies_[position].snapshot = snapshot;
+  }
   void clear();
   std::size_t count() const noexcept { return by_hash_.count(); }
   // All positions, in the order they were gained.
@@ -118,12 +121,12 @@ class ResidencyTable {
   void reindex();
   void renumber();
 
-  Tier tier_;                            // for the mixes
-  std::uint32_t next_sequence_;          // of the residency gained next
-  std::uint32_t first_gone_ = kNone;     // a position with nothing in it; each names the next in its `slot`
-  std::vector<Residency> residencies_;   // by position
-  PositionIndex by_hash_;                // hash → position
-  std::vector<std::uint32_t> by_slot_;   // slot → position or kNone, for the low slots
+  Tier tier_;                           // for the mixes
+  std::uint32_t next_sequence_;         // of the residency gained next
+  std::uint32_t first_gone_ = kNone;    // a position with nothing in it; each names the next in its `slot`
+  std::vector<Residency> residencies_;  // by position
+  PositionIndex by_hash_;               // hash → position
+  std::vector<std::uint32_t> by_slot_;  // slot → position or kNone, for the low slots
   std::unordered_map<std::uint32_t, std::uint32_t> by_high_slot_;  // the same for slots too high for so few blocks
 };
 
@@ -194,9 +197,8 @@ inline void PositionIndex::prefetch(std::uint64_t hash) const noexcept {
 }
 
 inline std::uint32_t ResidencyTable::find(const std::uint8_t* hash, std::uint64_t mix) const noexcept {
-  return by_hash_.find(mix, [&](std::uint32_t position) {
-    return same_hash(residencies_[position].hash.data(), hash);
-  });
+  return by_hash_.find(mix,
+                       [&](std::uint32_t position) { return same_hash(residencies_[position].hash.data(), hash); });
 }
 
 inline std::uint32_t ResidencyTable::find_slot(std::uint32_t slot) const noexcept {
@@ -233,7 +235,7 @@ inline void ResidencyTable::vacate(std::uint32_t slot) noexcept {
 }
 
 inline void ResidencyTable::insert(const std::uint8_t* hash, std::uint64_t mix, std::uint32_t owner,
-                            std::optional<std::uint32_t> slot, std::uint32_t snapshot) {
+                                   std::optional<std::uint32_t> slot, std::uint32_t snapshot) {
   if (next_sequence_ == kNone) {
     renumber();
   }

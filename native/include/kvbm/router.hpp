@@ -1,7 +1,7 @@
 // Router: which instance should serve a prompt, beside the index that knows who has it. Native implementation of
 // kvbm/reference/router.py; costs are those of kvbm/catalog/routing/cost.py, to the last bit.
-// One question looks at every candidate once, in flat arrays: at ten thousand of them that takes less than asking for it over a socket.
-// One thread; the index is asked under its own lock.
+// One question looks at every candidate once, in flat arrays: at ten thousand of them that takes less than asking for
+// it over a socket. One thread; the index is asked under its own lock.
 #pragma once
 
 #include <array>
@@ -40,16 +40,16 @@ struct RouterSettings {
   double prefill_tokens_per_s = 0;
   double decode_request_s = 0;
   double batch_wait_s = 0;
-  double heard_late_s = 0;                       // of routing.py
-  double measured_within = 0;                    // of routing/cost.py
-  double most_weight = 0;                        // the same
-  std::array<double, 3> class_weights{};         // the same, by LatencyClass
-  std::array<WeighedLink, kTierCount> links{};   // by tier
-  WeighedLink between{};                         // from one instance to another
-  std::int64_t most_tokens = 0;                  // that a route may add
-  std::int64_t most_input_tokens = 0;            // of a prompt
-  std::int64_t most_queued = 0;                  // that a heartbeat may report
-  std::size_t most_callers = 0;                  // whose routes are remembered
+  double heard_late_s = 0;                                        // of routing.py
+  double measured_within = 0;                                     // of routing/cost.py
+  double most_weight = 0;                                         // the same
+  std::array<double, 3> class_weights{};                          // the same, by LatencyClass
+  std::array<WeighedLink, kTierCount> links{};                    // by tier
+  WeighedLink between{};                                          // from one instance to another
+  std::int64_t most_tokens = 0;                                   // that a route may add
+  std::int64_t most_input_tokens = 0;                             // of a prompt
+  std::int64_t most_queued = 0;                                   // that a heartbeat may report
+  std::size_t most_callers = 0;                                   // whose routes are remembered
   std::unordered_map<std::string, double> prefill_by_instance{};  // where it is not prefill_tokens_per_s
 };
 
@@ -82,11 +82,11 @@ struct SharedRoute {
 
 // What the last heartbeat of an instance says of its load.
 struct ReportedLoad {
-  double at_s;                   // when it came
-  std::int64_t queued_tokens;    // that wait there
-  std::int64_t running_requests; // that it decodes
-  double prefill_tokens_per_s;   // as measured; 0 for none
-  double queue_tokens_per_s;     // the same
+  double at_s;                    // when it came
+  std::int64_t queued_tokens;     // that wait there
+  std::int64_t running_requests;  // that it decodes
+  double prefill_tokens_per_s;    // as measured; 0 for none
+  double queue_tokens_per_s;      // the same
 };
 
 // RankedInstance of kvbm/core/answers.py.
@@ -136,9 +136,11 @@ class Router {
 
   // A heartbeat came.
   void hear(std::string_view instance, const ReportedLoad& load);
-  // Where an instance stands and how large its blocks are, so that it can read what others lend. The default: it reads nothing.
+  // Where an instance stands and how large its blocks are, so that it can read what others lend. The default: it reads
+  // nothing.
   void reads(std::string_view instance, PeerReader reader);
-  // Nothing is known of an instance, and nothing was routed to it. It must have left all sets of candidates: its slot becomes another's.
+  // Nothing is known of an instance, and nothing was routed to it. It must have left all sets of candidates: its slot
+  // becomes another's.
   void forget(std::string_view instance);
 
   void add(Candidates& candidates, std::string_view instance);
@@ -152,13 +154,15 @@ class Router {
   };
   // serving: a candidate is in one of these; visible: and in one of these, if it is given.
   // limit: at most so many are told. is_noted: the first is remembered as chosen, if it is admitted.
-  // elsewhere: candidates that others rank; prices are those among all together. lent: what can be read from other instances, if anything.
+  // elsewhere: candidates that others rank; prices are those among all together. lent: what can be read from other
+  // instances, if anything.
   Ranking route(double now_s, const RouteTask& task, std::span<const Candidates* const> serving,
                 const std::vector<const Candidates*>* visible, std::size_t limit, bool is_noted = true,
                 const CandidateNumbers& elsewhere = {}, LentBlocks* lent = nullptr);
 
   // Remembers another catalog's route as an own one. now_s: when it was made.
-  // Returns: false where no heartbeat of the instance came, or the hashes are too few or too many; nothing is remembered then.
+  // Returns: false where no heartbeat of the instance came, or the hashes are too few or too many; nothing is
+  // remembered then.
   bool take(double now_s, const SharedRoute& route);
 
   // A number made of a name: the same everywhere.
@@ -172,21 +176,22 @@ class Router {
   static constexpr double kMostRecent = 1e15;
   static constexpr double kSameTimeS = 0.05;              // routes so close to each other are remembered as one
   static constexpr std::size_t kRememberedRoutes = 1024;  // of an instance; older ones cannot matter for long
-  static constexpr double kLookS = 5.0;                   // between two looks at what is remembered of instances nobody asks for
+  // Between two looks at what is remembered of instances nobody asks for
+  static constexpr double kLookS = 5.0;
 
   // One instance.
   struct Slot {
-    std::string name;                // its id; empty when the slot is free
-    double expected = 0;             // tokens it should prefill in a second
-    double tokens_per_s = 0;         // as believed
-    double queue_tokens_per_s = 0;   // the same, of its queue
-    double at_s = 0;                 // when its last heartbeat came
-    std::int64_t queued = 0;         // tokens, as that says
-    std::int64_t running = 0;        // requests, as that says
-    bool is_heard = false;           // a heartbeat has come
-    PeerReader reader{};             // what it can read from others
-    std::uint64_t salt = 0;          // its number in `soon_`
-    std::uint64_t word = 0;          // decides among equals
+    std::string name;               // its id; empty when the slot is free
+    double expected = 0;            // tokens it should prefill in a second
+    double tokens_per_s = 0;        // as believed
+    double queue_tokens_per_s = 0;  // the same, of its queue
+    double at_s = 0;                // when its last heartbeat came
+    std::int64_t queued = 0;        // tokens, as that says
+    std::int64_t running = 0;       // requests, as that says
+    bool is_heard = false;          // a heartbeat has come
+    PeerReader reader{};            // what it can read from others
+    std::uint64_t salt = 0;         // its number in `soon_`
+    std::uint64_t word = 0;         // decides among equals
   };
 
   // What one caller has routed to one instance and is not known to have begun.
@@ -198,15 +203,17 @@ class Router {
 
   // What one caller routed, by slot.
   struct Caller {
-    std::uint64_t salt = 0;                           // its number in `soon_`
-    double last_s = 0;                                // when time last passed
-    bool has_last = false;                            // it ever has
-    std::vector<double> recent{};                     // tokens, decaying
+    std::uint64_t salt = 0;                            // its number in `soon_`
+    double last_s = 0;                                 // when time last passed
+    bool has_last = false;                             // it ever has
+    std::vector<double> recent{};                      // tokens, decaying
     std::vector<std::unique_ptr<InFlight>> flights{};  // where there are any
-    std::list<std::string>::iterator turn{};          // in `turns_`
+    std::list<std::string>::iterator turn{};           // in `turns_`
 
     double recent_at(std::uint32_t slot) const noexcept { return slot < recent.size() ? recent[slot] : 0.0; }
-    InFlight* flights_at(std::uint32_t slot) const noexcept { return slot < flights.size() ? flights[slot].get() : nullptr; }
+    InFlight* flights_at(std::uint32_t slot) const noexcept {
+      return slot < flights.size() ? flights[slot].get() : nullptr;
+    }
     void decay(double now_s, double half_life_s);
     void drop(std::uint32_t slot) noexcept;
   };
@@ -216,9 +223,9 @@ class Router {
     double queueing_s;
     double tokens_per_s;
     double recent_s;
-    double recent;            // tokens
-    std::uint32_t depth;      // it has, or will soon have
-    std::uint32_t held;       // its place in `answer_`, or kNone
+    double recent;        // tokens
+    std::uint32_t depth;  // it has, or will soon have
+    std::uint32_t held;   // its place in `answer_`, or kNone
     std::int64_t running;
   };
 
@@ -227,7 +234,7 @@ class Router {
     double cost_s;
     double recent;
     std::uint64_t tie;
-    std::uint32_t at;    // which candidate
+    std::uint32_t at;  // which candidate
     bool is_admitted;
 
     bool operator<(const Place& other) const noexcept {
@@ -258,17 +265,18 @@ class Router {
   Load load_of(double now_s, const RouteTask& task, Caller& caller, std::uint32_t slot, double& least_s) const;
   double work_weight(double own_s, LatencyClass latency) const noexcept;
   RankedInstance price(const RouteTask& task, std::size_t at);
-  void price_beyond(const RouteTask& task, const Load& load, std::uint32_t reach, std::uint64_t object_bytes, RankedInstance& one);
+  void price_beyond(const RouteTask& task, const Load& load, std::uint32_t reach, std::uint64_t object_bytes,
+                    RankedInstance& one);
   std::uint64_t hbm_bytes(std::uint32_t slot) const;
   std::uint64_t tie(const RouteTask& task, const RankedInstance& one) const noexcept;
   // A prompt was sent to an instance; its blocks are in `chain_`.
   void note(double now_s, Caller& caller, std::uint32_t slot, std::int64_t input_tokens, std::int64_t missing_tokens);
 
-  const ClusterIndex& index_;       // who has what
-  const RouterSettings settings_;   // what the cost is made of
-  SoonHeld soon_;                   // what was routed where, by blocks
-  std::vector<Slot> slots_;         // instances
-  std::vector<std::uint32_t> free_;  // slots to use again
+  const ClusterIndex& index_;                             // who has what
+  const RouterSettings settings_;                         // what the cost is made of
+  SoonHeld soon_;                                         // what was routed where, by blocks
+  std::vector<Slot> slots_;                               // instances
+  std::vector<std::uint32_t> free_;                       // slots to use again
   std::unordered_map<std::string, std::uint32_t> names_;  // to slots
   std::uint64_t names_made_ = 1;                          // counts slots that were given a name
   std::unordered_map<std::string, Caller> callers_;       // by what they are remembered as
@@ -278,21 +286,21 @@ class Router {
   std::vector<SeenAs> seen_;                              // by the index's number
 
   // Of the question under way; kept, so that asking allocates nothing.
-  Chain chain_;                          // the prompt's blocks
-  PrefixAnswer answer_;                  // who has it
-  std::vector<std::uint32_t> held_;      // by slot: place in `answer_` + 1, or 0
-  std::vector<std::uint32_t> numbers_;   // of the index, where bytes of blocks are wanted
+  Chain chain_;                                               // the prompt's blocks
+  PrefixAnswer answer_;                                       // who has it
+  std::vector<std::uint32_t> held_;                           // by slot: place in `answer_` + 1, or 0
+  std::vector<std::uint32_t> numbers_;                        // of the index, where bytes of blocks are wanted
   std::vector<std::array<std::uint64_t, kTierCount>> bytes_;  // of a block, by place in `numbers_`
-  PeerPrices peers_;                     // what is read from other instances
-  std::vector<std::uint32_t> bytes_at_;  // by place in `answer_`: place in `bytes_` + 1, or 0
-  std::vector<Load> loads_;              // by candidate
-  std::vector<std::uint32_t> wanted_;    // slots, by candidate
-  std::vector<std::uint64_t> asked_;     // by slot: the question it was made a candidate of last
-  std::uint64_t questions_ = 0;          // so far
-  std::vector<Place> order_;             // candidates
-  std::vector<RankedInstance> ranked_;   // the answer
-  double least_s_ = 0;                   // the shortest wait
-  double mean_recent_s_ = 0;             // of what was routed lately
+  PeerPrices peers_;                                          // what is read from other instances
+  std::vector<std::uint32_t> bytes_at_;                       // by place in `answer_`: place in `bytes_` + 1, or 0
+  std::vector<Load> loads_;                                   // by candidate
+  std::vector<std::uint32_t> wanted_;                         // slots, by candidate
+  std::vector<std::uint64_t> asked_;                          // by slot: the question it was made a candidate of last
+  std::uint64_t questions_ = 0;                               // so far
+  std::vector<Place> order_;                                  // candidates
+  std::vector<RankedInstance> ranked_;                        // the answer
+  double least_s_ = 0;                                        // the shortest wait
+  double mean_recent_s_ = 0;                                  // of what was routed lately
 };
 
 }  // namespace kvbm

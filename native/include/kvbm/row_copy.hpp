@@ -1,9 +1,9 @@
 // RowCopier: copies and checksums many rows of one size, split over threads that it keeps.
 //
-// Life: made with its threads; they sleep until a run comes; the destructor ends them, and no run may be under way then. After
-// fork() the child has none of the threads: its runs are copied by their caller.
-// Threads: any; runs of several callers are under way at once, the oldest is helped first, and every caller works on its own.
-// A call returns when the last byte is in place. Calls neither allocate nor throw.
+// Life: made with its threads; they sleep until a run comes; the destructor ends them, and no run may be under way
+// then. After fork() the child has none of the threads: its runs are copied by their caller. Threads: any; runs of
+// several callers are under way at once, the oldest is helped first, and every caller works on its own. A call returns
+// when the last byte is in place. Calls neither allocate nor throw.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,8 @@ struct RowsOf {
   const std::int64_t* at = nullptr;  // row of each entry of the run; null: 0, 1, 2, …
 
   Byte* operator[](std::size_t entry) const noexcept {
-    return base + stride * (at == nullptr ? static_cast<std::ptrdiff_t>(entry) : static_cast<std::ptrdiff_t>(at[entry]));
+    return base +
+           stride * (at == nullptr ? static_cast<std::ptrdiff_t>(entry) : static_cast<std::ptrdiff_t>(at[entry]));
   }
 };
 using TargetRows = RowsOf<std::uint8_t>;
@@ -29,7 +30,8 @@ using SourceRows = RowsOf<const std::uint8_t>;
 
 class RowCopier {
  public:
-  // threads: that work on one run, its caller among them; 0: as many as help on this machine. Where the system gives fewer, fewer work.
+  // threads: that work on one run, its caller among them; 0: as many as help on this machine. Where the system gives
+  // fewer, fewer work.
   explicit RowCopier(unsigned threads);
   ~RowCopier();
   RowCopier(const RowCopier&) = delete;
@@ -44,8 +46,8 @@ class RowCopier {
   void copy(const TargetRows& target, const SourceRows& source, std::size_t count, std::size_t row_bytes,
             std::span<std::uint32_t> checksums) noexcept;
 
-  // As copy, but the checksums are of the target's own bytes once they are there: of a source that others may write meanwhile, they tell
-  // whether what arrived is what was meant.
+  // As copy, but the checksums are of the target's own bytes once they are there: of a source that others may write
+  // meanwhile, they tell whether what arrived is what was meant.
   void copy_verified(const TargetRows& target, const SourceRows& source, std::size_t row_bytes,
                      std::span<std::uint32_t> checksums) noexcept;
 

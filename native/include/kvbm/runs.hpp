@@ -30,7 +30,9 @@ inline std::size_t slot_count(Bytes slots) {
   return slots.size() / kSlotBytes;
 }
 
-inline const std::uint8_t* hash_at(Bytes hashes, std::size_t index) noexcept { return hashes.data() + index * kHashBytes; }
+inline const std::uint8_t* hash_at(Bytes hashes, std::size_t index) noexcept {
+  return hashes.data() + index * kHashBytes;
+}
 
 inline std::uint32_t slot_at(Bytes slots, std::size_t index) noexcept {
   std::uint32_t slot = 0;

@@ -20,19 +20,19 @@ using BlockCounts = std::array<std::uint64_t, 4>;
 
 // One whole frame.
 struct ScannedFrame {
-  FrameHeader header;              // what it says of itself
-  std::size_t at = 0;              // where it begins in the buffer
-  BlockCounts blocks{};            // blocks its events cover
-  std::vector<Bytes> starts;       // MessagePack of each InstanceStarted in it, which only Python can prove
-  std::string flaw;                // why it cannot be part of a stream, "" when it can; a start's epoch is not looked at
+  FrameHeader header;         // what it says of itself
+  std::size_t at = 0;         // where it begins in the buffer
+  BlockCounts blocks{};       // blocks its events cover
+  std::vector<Bytes> starts;  // MessagePack of each InstanceStarted in it, which only Python can prove
+  std::string flaw;           // why it cannot be part of a stream, "" when it can; a start's epoch is not looked at
   std::size_t end() const noexcept { return at + header.frame_bytes; }
 };
 
 // What was read, and why reading ended early if it did.
 struct FrameScan {
-  std::vector<ScannedFrame> frames;   // in order, without gaps
-  std::optional<Error> error;         // of the frame that begins where the last good one ends
-  std::vector<Bytes> starts;          // of that frame, those before its first fault
+  std::vector<ScannedFrame> frames;  // in order, without gaps
+  std::optional<Error> error;        // of the frame that begins where the last good one ends
+  std::vector<Bytes> starts;         // of that frame, those before its first fault
 };
 
 // Reads a frame to its end. Throws Error as FrameReader does; `starts` has those before the fault then.

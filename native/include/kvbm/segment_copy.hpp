@@ -1,7 +1,7 @@
-// SegmentTable: blocks that lie in pieces (an engine's tensors, one or more a layer) ↔ rows, each whole, any distance apart.
-// Made once from a pool's tensors, which outlive it and whose bytes it never owns; then immutable. Any thread may copy through it at
-// once, each with a RowCopier, as long as no two touch the same slot or row and one of them writes.
-// Native implementation of kvbm/pools/hbm/paged.py's ReferenceCopies.
+// SegmentTable: blocks that lie in pieces (an engine's tensors, one or more a layer) ↔ rows, each whole, any distance
+// apart. Made once from a pool's tensors, which outlive it and whose bytes it never owns; then immutable. Any thread
+// may copy through it at once, each with a RowCopier, as long as no two touch the same slot or row and one of them
+// writes. Native implementation of kvbm/pools/hbm/paged.py's ReferenceCopies.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,8 @@ struct BlockRows {
 
 class SegmentTable {
  public:
-  // Segments in the order they have in a block. Throws Error: kLayout, without slots or segments, or for a segment without bytes.
+  // Segments in the order they have in a block. Throws Error: kLayout, without slots or segments, or for a segment
+  // without bytes.
   SegmentTable(std::vector<Segment> segments, std::uint64_t slots);
 
   std::uint64_t slots() const noexcept { return slots_; }
@@ -60,10 +61,10 @@ class SegmentTable {
   void each_run(std::span<const std::int64_t> slots, std::span<const std::int64_t> at, std::uint64_t row_stride,
                 const Move& move) const noexcept;
 
-  std::vector<Segment> segments_;    // in the order of a block
-  std::vector<Stretch> stretches_;   // all of them, in order
-  std::uint64_t slots_;              // how many blocks lie there
-  std::uint64_t block_bytes_ = 0;    // the sum of the segments' bytes
+  std::vector<Segment> segments_;   // in the order of a block
+  std::vector<Stretch> stretches_;  // all of them, in order
+  std::uint64_t slots_;             // how many blocks lie there
+  std::uint64_t block_bytes_ = 0;   // the sum of the segments' bytes
 };
 
 }  // namespace kvbm

@@ -47,11 +47,11 @@ class Sha256 {
   std::array<std::uint8_t, 32> finish() noexcept;
 
  private:
-  Sha256Compress compress_;                                // the variant in use
-  std::array<std::uint32_t, 8> state_ = kSha256Initial;    // the eight working words
-  std::array<std::uint8_t, kSha256ChunkBytes> chunk_;      // the bytes of a chunk not yet whole
-  std::size_t held_ = 0;                                   // how many bytes of chunk_ are set
-  std::uint64_t total_bytes_ = 0;                          // bytes fed so far
+  Sha256Compress compress_;                              // the variant in use
+  std::array<std::uint32_t, 8> state_ = kSha256Initial;  // the eight working words
+  std::array<std::uint8_t, kSha256ChunkBytes> chunk_;    // the bytes of a chunk not yet whole
+  std::size_t held_ = 0;                                 // how many bytes of chunk_ are set
+  std::uint64_t total_bytes_ = 0;                        // bytes fed so far
 };
 
 }  // namespace kvbm

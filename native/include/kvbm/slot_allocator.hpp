@@ -1,5 +1,5 @@
-// SlotAllocator: who gets a tier's slots: free ones first, then those of blocks that give way, within tenants' shares and quotas.
-// Part of a ledger, whose recorder it is given with each command. Owner thread only.
+// SlotAllocator: who gets a tier's slots: free ones first, then those of blocks that give way, within tenants' shares
+// and quotas. Part of a ledger, whose recorder it is given with each command. Owner thread only.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,9 @@ namespace kvbm {
 
 // Slots to write.
 struct Allocation {
-  Bytes slots;          // packed; valid until the next command
-  std::uint64_t after;  // offset that must be durable before they are overwritten; 0 for a tier that dies with the process
+  Bytes slots;  // packed; valid until the next command
+  // Offset that must be durable before they are overwritten; 0 for a tier that dies with the process
+  std::uint64_t after;
 };
 
 class SlotAllocator {
@@ -32,15 +33,18 @@ class SlotAllocator {
   std::span<const Share> shares() const noexcept { return shares_; }
   // By namespace index, as `FairShares` takes it; stays where it is.
   const std::vector<std::uint32_t>* share_numbers() const noexcept { return share_of_.get(); }
-  // Says whose a namespace is, and counts its blocks there from now on, as gained anew: the last one first, so that it leaves first.
+  // Says whose a namespace is, and counts its blocks there from now on, as gained anew: the last one first, so that it
+  // leaves first.
   void assign(Recorder& recorder, const NamespaceId& namespace_id, std::string_view tenant);
   // The number of the share a namespace belongs to; there are shares.
   std::uint32_t share_of(Recorder& recorder, const NamespaceId& namespace_id) const;
-  // What is left of a quota, below 0 beyond it; the pool's size where there is none. arriving: blocks of the share on their way.
+  // What is left of a quota, below 0 beyond it; the pool's size where there is none. arriving: blocks of the share on
+  // their way.
   std::int64_t quota_left(const TierSlots& tier, std::uint32_t share, std::size_t arriving) const noexcept;
 
   // namespace_id: whose blocks will be written, or nullptr. nullopt when too few slots can be had.
-  std::optional<Allocation> allocate(Recorder& recorder, TierSlots& tier, std::size_t count, const NamespaceId* namespace_id);
+  std::optional<Allocation> allocate(Recorder& recorder, TierSlots& tier, std::size_t count,
+                                     const NamespaceId* namespace_id);
   // Has a share's own blocks give way, of which there are so many.
   void withdraw_own(Recorder& recorder, TierSlots& tier, std::uint32_t share, std::size_t count);
   // Withdraws held blocks, a run of one namespace an event.

@@ -1,5 +1,5 @@
-// Slot: what the ledger knows of one slot of a pool, and lists of slots linked through it. Values without threads: who owns
-// the slots owns the lists. Nothing here allocates or throws.
+// Slot: what the ledger knows of one slot of a pool, and lists of slots linked through it. Values without threads: who
+// owns the slots owns the lists. Nothing here allocates or throws.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@ namespace kvbm {
 inline constexpr std::uint32_t kNoSlot = kNoEntry;
 inline constexpr std::uint8_t kNotKept = 0xFF;
 
-// Whose a slot's bytes are: nobody's, whoever's it was allocated for, a copy's that writes to it, a held block's, or a block's that
-// was withdrawn while pinned. `creating` is a mark that only lasts within a `create`.
+// Whose a slot's bytes are: nobody's, whoever's it was allocated for, a copy's that writes to it, a held block's, or a
+// block's that was withdrawn while pinned. `creating` is a mark that only lasts within a `create`.
 enum class SlotState : std::uint8_t { kFree, kAllocated, kCreating, kReceiving, kHeld, kOrphaned };
 
 // Which of an eviction policy's queues a block stands in.

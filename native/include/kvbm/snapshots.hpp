@@ -1,5 +1,5 @@
-// Snapshots: an instance says what it holds, run by run between other commands, in snapshots; a whole one at once when an epoch begins.
-// Part of a ledger, whose recorder it is given with each command. Owner thread only.
+// Snapshots: an instance says what it holds, run by run between other commands, in snapshots; a whole one at once when
+// an epoch begins. Part of a ledger, whose recorder it is given with each command. Owner thread only.
 #pragma once
 
 #include <cstddef>
@@ -37,8 +37,8 @@ class Snapshots {
 
   // False when a snapshot is under way already, or after an overflow.
   bool begin(const Recorder& recorder);
-  // States up to `limit` blocks more. Whether the snapshot goes on. Throws Error: kLedger, limit is 0; kIllegalEvent. Memory that runs out
-  // in its middle ends the snapshot.
+  // States up to `limit` blocks more. Whether the snapshot goes on. Throws Error: kLedger, limit is 0; kIllegalEvent.
+  // Memory that runs out in its middle ends the snapshot.
   bool step(Recorder& recorder, std::size_t limit);
 
  private:
@@ -59,11 +59,11 @@ class Snapshots {
   void state_run(Recorder& recorder, const TierSlots& tier, bool counted);
   void end_snapshot(Recorder& recorder, const TierSlots& tier, std::uint32_t count, bool counted);
 
-  std::vector<TierSlots*> tiers_;           // those with slots
-  std::uint32_t snapshot_ = 0;              // the snapshot begun last
-  std::deque<SnapshotLeft> left_;           // tiers it has not ended in
-  std::vector<std::uint8_t> run_hashes_;    // scratch: hashes of one event
-  std::vector<std::uint32_t> run_slots_;    // scratch: their slots
+  std::vector<TierSlots*> tiers_;         // those with slots
+  std::uint32_t snapshot_ = 0;            // the snapshot begun last
+  std::deque<SnapshotLeft> left_;         // tiers it has not ended in
+  std::vector<std::uint8_t> run_hashes_;  // scratch: hashes of one event
+  std::vector<std::uint32_t> run_slots_;  // scratch: their slots
 };
 
 }  // namespace kvbm

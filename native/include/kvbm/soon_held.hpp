@@ -34,8 +34,8 @@ class SoonHeld {
   // What stands for a prompt's blocks.
   void chain(const NamespaceId& id, Bytes hashes, Chain& chain) const;
 
-  // The same of the blocks behind `first` alone, of a prompt of so many. hashes: of those at the depths where it is noted.
-  // Returns: false where there are not as many.
+  // The same of the blocks behind `first` alone, of a prompt of so many. hashes: of those at the depths where it is
+  // noted. Returns: false where there are not as many.
   bool marked(const NamespaceId& id, std::uint32_t first, std::uint32_t blocks, Bytes hashes, Chain& chain) const;
 
   // A number for a name that nobody outside can know. Callers and instances have numbers of two kinds.
@@ -44,8 +44,8 @@ class SoonHeld {
   // Whether anything is held.
   bool is_empty(double now_s) const noexcept { return now_s >= last_s_; }
 
-  // How far an instance will soon have the chain. salt: the caller's and the instance's numbers, summed. held: how far it has it now;
-  // never less is answered.
+  // How far an instance will soon have the chain. salt: the caller's and the instance's numbers, summed. held: how far
+  // it has it now; never less is answered.
   std::uint32_t depth(double now_s, const Chain& chain, std::uint64_t salt, std::uint32_t held) const;
 
   // Asks memory for the first place that `depth` looks at.
@@ -60,8 +60,8 @@ class SoonHeld {
  private:
   // An entry: the word of a block, the caller's and the instance's numbers, mixed.
   struct Set {
-    std::array<std::uint64_t, kWays> tags;   // 0 for none
-    std::array<double, kWays> until_s;       // on the clock of its owner
+    std::array<std::uint64_t, kWays> tags;    // 0 for none
+    std::array<double, kWays> until_s;        // on the clock of its owner
     std::array<std::uint16_t, kWays> owners;  // callers
   };
 
@@ -76,15 +76,16 @@ class SoonHeld {
   // Whether the caller has used more than its share of the table.
   bool is_crowding(double now_s, std::uint16_t owner, std::size_t entries);
 
-  const double hold_s_;                                          // for how long an entry counts
-  const std::size_t mask_;                                       // sets, less one
-  const std::unique_ptr<Set[], Free> sets_;                      // the table; memory that nobody has written to costs nothing
-  const std::array<std::uint64_t, 3> odd_;                             // secret: nobody can aim at others' entries
-  const std::array<std::uint64_t, 2> key_;                             // secret, of names
-  double last_s_;                                                // nothing is held any more from then on
-  double window_s_;                                              // when shares began to be counted
-  std::unordered_map<std::uint16_t, std::size_t> used_;          // caller to entries noted in this window
-  std::unordered_map<std::uint16_t, std::size_t> used_before_;   // and in the one before
+  const double hold_s_;     // for how long an entry counts
+  const std::size_t mask_;  // sets, less one
+  // The table; memory that nobody has written to costs nothing
+  const std::unique_ptr<Set[], Free> sets_;
+  const std::array<std::uint64_t, 3> odd_;                      // secret: nobody can aim at others' entries
+  const std::array<std::uint64_t, 2> key_;                      // secret, of names
+  double last_s_;                                               // nothing is held any more from then on
+  double window_s_;                                             // when shares began to be counted
+  std::unordered_map<std::uint16_t, std::size_t> used_;         // caller to entries noted in this window
+  std::unordered_map<std::uint16_t, std::size_t> used_before_;  // and in the one before
 };
 
 }  // namespace kvbm

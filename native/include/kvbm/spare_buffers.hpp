@@ -1,4 +1,5 @@
-// Large buffers that were used before: a fresh page costs a fault and is cleared first, which takes longer than filling it.
+// Large buffers that were used before: a fresh page costs a fault and is cleared first, which takes longer than filling
+// it.
 //
 // Life: whoever takes a buffer owns it, and may give it back or not. Threads: any; each call takes the lock.
 #pragma once
@@ -23,7 +24,8 @@ class SpareBuffers {
   // most_bytes: kept of what is given; the one that was given first goes first.
   explicit SpareBuffers(std::size_t most_bytes) noexcept : most_bytes_(most_bytes) {}
 
-  // One of at least so many bytes with anything in them, and of no more than twice as many when it was used before. Throws bad_alloc.
+  // One of at least so many bytes with anything in them, and of no more than twice as many when it was used before.
+  // Throws bad_alloc.
   Buffer take(std::size_t least_bytes) {
     {
       const std::lock_guard held(lock_);

@@ -1,6 +1,7 @@
-// TierSlots: the slots of one pool, who each belongs to, and which block lies where. Made once with a pool's size, lives as long
-// as its ledger, which alone calls it and has checked what it asks: owner thread only. It is the table of the ledger's fold, where
-// a residency's position is its slot. Only `keep`, `expire` and `held` allocate. Not to be moved: the policy points into the slots.
+// TierSlots: the slots of one pool, who each belongs to, and which block lies where. Made once with a pool's size,
+// lives as long as its ledger, which alone calls it and has checked what it asks: owner thread only. It is the table of
+// the ledger's fold, where a residency's position is its slot. Only `keep`, `expire` and `held` allocate. Not to be
+// moved: the policy points into the slots.
 //
 //   free ──take──► allocated ──insert──► held ──erase, vacate──► free, or orphaned while pinned ──unpin──► free
 //                      └──give_back──► free
@@ -28,17 +29,18 @@ inline constexpr std::uint8_t kHighestPriority = 100;  // of a kept block: never
 
 // How a pool's slots are used right now.
 struct TierCounts {
-  std::uint32_t slots;      // in the pool
-  std::size_t free;         // nobody's
-  std::size_t held;         // blocks held
-  std::size_t evictable;    // of those, neither pinned nor kept
-  std::size_t allocated;    // given out to be written, a copy's among them
+  std::uint32_t slots;    // in the pool
+  std::size_t free;       // nobody's
+  std::size_t held;       // blocks held
+  std::size_t evictable;  // of those, neither pinned nor kept
+  std::size_t allocated;  // given out to be written, a copy's among them
 };
 
 class TierSlots {
  public:
   // eviction: name of a policy that exists. seed: for the positions in hash tables; nothing it changes can be seen.
-  // shares, share_of: of tenants, as `FairShares` takes them; all blocks are alike where there are none. Both outlive this.
+  // shares, share_of: of tenants, as `FairShares` takes them; all blocks are alike where there are none. Both outlive
+  // this.
   TierSlots(Tier tier, std::uint32_t slots, std::string_view eviction, std::uint64_t seed,
             std::span<const Share> shares = {}, const std::vector<std::uint32_t>* share_of = nullptr);
 
@@ -76,7 +78,8 @@ class TierSlots {
 
   // -- slots that hold no block yet
   std::size_t free_count() const noexcept { return free_count_ + size() - unused_; }
-  // Takes out.size() free slots, of which there must be enough. Returns the offset after which what they held was withdrawn.
+  // Takes out.size() free slots, of which there must be enough. Returns the offset after which what they held was
+  // withdrawn.
   std::uint64_t take(std::span<std::uint32_t> out) noexcept;
   // A slot that was allocated, and holds no block, is nobody's again.
   void give_back(std::uint32_t slot) noexcept;
@@ -99,8 +102,8 @@ class TierSlots {
   const std::uint8_t* hash_of(std::uint32_t slot) const noexcept { return slots_[slot].hash.data(); }
   std::uint32_t owner_of(std::uint32_t slot) const noexcept { return slots_[slot].namespace_index; }
   std::optional<std::uint32_t> slot_of(std::uint32_t slot) const noexcept { return slot; }
-  // A slot holds a block from now on: one that was allocated, or a `create` has indexed, or had the block before `clear`. What the
-  // policy is told follows with `enter`.
+  // A slot holds a block from now on: one that was allocated, or a `create` has indexed, or had the block before
+  // `clear`. What the policy is told follows with `enter`.
   void insert(const std::uint8_t* hash, std::uint64_t, std::uint32_t owner, std::optional<std::uint32_t> slot,
               std::uint32_t) noexcept {
     Slot& block = slots_[*slot];
@@ -123,8 +126,8 @@ class TierSlots {
   }
   // It was listed in a snapshot. Nothing to do: `gained` tells what came since one began.
   void set_snapshot(std::uint32_t, std::uint32_t) noexcept {}
-  // An epoch begins: nothing is held until it is listed again, by `insert`. Blocks stay where they are, in the index, and as they
-  // are pinned and kept.
+  // An epoch begins: nothing is held until it is listed again, by `insert`. Blocks stay where they are, in the index,
+  // and as they are pinned and kept.
   void clear() noexcept;
   std::size_t count() const noexcept { return held_; }
   // Held slots in the order their blocks were gained.
@@ -138,7 +141,8 @@ class TierSlots {
   }
   // A `create` marks what it looks at as `creating`, so that it finds what it was given twice, and takes the mark back.
   void mark(std::uint32_t slot, SlotState state) noexcept { slots_[slot].state = state; }
-  // `find` gives this slot for the hash from now on, though it is not held yet; the slot that had it already, if one has.
+  // `find` gives this slot for the hash from now on, though it is not held yet; the slot that had it already, if one
+  // has.
   std::uint32_t index(std::uint32_t slot, std::uint32_t tag, const std::uint8_t* hash) noexcept {
     const std::uint32_t holder =
         index_.find_or_insert(tag, hash, slot, [this](std::uint32_t at) { return slots_[at].hash.data(); });
@@ -160,8 +164,8 @@ class TierSlots {
   void pin(std::uint32_t slot) noexcept;
   // A pinned slot loses one.
   void unpin(std::uint32_t slot) noexcept;
-  // `unpin` in two steps: a pin less in number alone, whether it was the last; then what follows from the last. `count_pin` takes
-  // the first back.
+  // `unpin` in two steps: a pin less in number alone, whether it was the last; then what follows from the last.
+  // `count_pin` takes the first back.
   bool discount_pin(std::uint32_t slot) noexcept { return --slots_[slot].pins == 0; }
   void count_pin(std::uint32_t slot) noexcept { ++slots_[slot].pins; }
   void settle_unpinned(std::uint32_t slot) noexcept;
@@ -182,7 +186,9 @@ class TierSlots {
   // A held block leaves its share; `enter_share` follows, once its namespace is another's. There are shares.
   void leave_share(std::uint32_t slot) noexcept { fair_->lose(slot); }
   // … and enters that of its namespace, pinned and kept as it is.
-  void enter_share(std::uint32_t slot) noexcept { fair_->gain(slot, slots_[slot].pins > 0 || slots_[slot].priority != kNotKept); }
+  void enter_share(std::uint32_t slot) noexcept {
+    fair_->gain(slot, slots_[slot].pins > 0 || slots_[slot].priority != kNotKept);
+  }
   // How a share is used; there are shares.
   ShareCounts counts_of(std::uint32_t share) const noexcept { return fair_->counts(share); }
 
@@ -196,8 +202,8 @@ class TierSlots {
   void release(std::uint32_t slot) noexcept;
   void push_free(std::uint32_t slot) noexcept;
 
-  using InTime = std::tuple<double, std::uint32_t>;                  // (until_s, slot)
-  using InRank = std::tuple<std::uint8_t, double, std::uint32_t>;    // (priority, until_s, slot)
+  using InTime = std::tuple<double, std::uint32_t>;                // (until_s, slot)
+  using InRank = std::tuple<std::uint8_t, double, std::uint32_t>;  // (priority, until_s, slot)
 
   Tier tier_;                               // of the pool
   LargeArray<Slot> slots_;                  // by number
@@ -205,18 +211,19 @@ class TierSlots {
   HashIndex arriving_;                      // hash → slot a copy brings it to
   std::unique_ptr<EvictionPolicy> policy_;  // which block is given up first
   FairShares* fair_ = nullptr;              // the same, where there are shares
-  std::vector<std::uint32_t> free_;         // a ring of slots that were used and are free, next to be taken at free_first_
-  std::size_t free_first_ = 0;              // place in free_
-  std::size_t free_count_ = 0;              // how many of free_
-  std::uint32_t unused_ = 0;                // slots from here on were never used
-  std::size_t allocated_ = 0;               // how many slots are allocated or receiving
-  std::size_t receiving_ = 0;               // how many are receiving
-  std::size_t held_ = 0;                    // how many are held
-  std::vector<std::uint64_t> held_bits_;    // a bit for each slot: whether it is held
-  std::uint64_t gained_ = 0;                // blocks gained so far
-  std::set<InTime> kept_in_time_;           // kept slots, the first to expire first
-  std::set<InRank> kept_in_rank_;           // the same, the first to be given up first
-  std::size_t yielding_ = 0;                // of those, how many may be given up
+  // A ring of slots that were used and are free, next to be taken at free_first_
+  std::vector<std::uint32_t> free_;
+  std::size_t free_first_ = 0;            // place in free_
+  std::size_t free_count_ = 0;            // how many of free_
+  std::uint32_t unused_ = 0;              // slots from here on were never used
+  std::size_t allocated_ = 0;             // how many slots are allocated or receiving
+  std::size_t receiving_ = 0;             // how many are receiving
+  std::size_t held_ = 0;                  // how many are held
+  std::vector<std::uint64_t> held_bits_;  // a bit for each slot: whether it is held
+  std::uint64_t gained_ = 0;              // blocks gained so far
+  std::set<InTime> kept_in_time_;         // kept slots, the first to expire first
+  std::set<InRank> kept_in_rank_;         // the same, the first to be given up first
+  std::size_t yielding_ = 0;              // of those, how many may be given up
 };
 
 }  // namespace kvbm

@@ -1,6 +1,6 @@
-// WaitingEvents: events from being recorded until they are taken as frames. Each is encoded once, into the body of the frame it
-// will be in; the cutting rule is that of `cut_frames` in kvbm/core/codec.py. Bodies are kept for reuse: once as many have been
-// filled as ever wait at a time, nothing allocates. Owner thread only.
+// WaitingEvents: events from being recorded until they are taken as frames. Each is encoded once, into the body of the
+// frame it will be in; the cutting rule is that of `cut_frames` in kvbm/core/codec.py. Bodies are kept for reuse: once
+// as many have been filled as ever wait at a time, nothing allocates. Owner thread only.
 #pragma once
 
 #include <cstddef>
@@ -14,24 +14,25 @@
 
 namespace kvbm {
 
-inline constexpr std::size_t kFrameEventBytes = std::size_t{64} << 10;  // a frame is cut once its events reach this size
+// A frame is cut once its events reach this size
+inline constexpr std::size_t kFrameEventBytes = std::size_t{64} << 10;
 
 // A frame but for its head and its checksum.
 struct FrameBody {
-  std::vector<std::uint8_t> bytes;       // encoded events, and room for more
-  std::size_t used = 0;                  // bytes of them that are set
-  std::size_t estimated_bytes = 0;       // what decides where the frame ends
-  std::uint64_t first_offset = 0;        // of its first event
-  std::uint32_t event_count = 0;         // events in it
-  std::uint64_t digest = 0;              // after its last event
-  std::vector<NamespaceId> namespaces;   // in the order its events first use them
+  std::vector<std::uint8_t> bytes;      // encoded events, and room for more
+  std::size_t used = 0;                 // bytes of them that are set
+  std::size_t estimated_bytes = 0;      // what decides where the frame ends
+  std::uint64_t first_offset = 0;       // of its first event
+  std::uint32_t event_count = 0;        // events in it
+  std::uint64_t digest = 0;             // after its last event
+  std::vector<NamespaceId> namespaces;  // in the order its events first use them
 };
 
 class WaitingEvents {
  public:
-  // Adds the event at an offset. encoded_bytes: event_bytes(event). namespace_index: of its namespace in the ledger's table, if
-  // it has one. started_namespaces: how many an InstanceStarted names.
-  // What follows is `set_digest`. Throws std::bad_alloc; nothing has changed then.
+  // Adds the event at an offset. encoded_bytes: event_bytes(event). namespace_index: of its namespace in the ledger's
+  // table, if it has one. started_namespaces: how many an InstanceStarted names. What follows is `set_digest`. Throws
+  // std::bad_alloc; nothing has changed then.
   void add(const Event& event, std::size_t encoded_bytes, std::uint32_t namespace_index, std::uint64_t offset,
            std::size_t started_namespaces = 0);
   // The digest after the event added last.
@@ -52,10 +53,10 @@ class WaitingEvents {
   // The next body to be used, empty.
   FrameBody& spare();
 
-  std::vector<FrameBody> bodies_;    // those that wait, then spare ones
-  std::size_t used_ = 0;             // how many wait
-  std::uint64_t frames_begun_ = 0;   // so far
-  std::vector<Place> places_;        // by namespace index
+  std::vector<FrameBody> bodies_;   // those that wait, then spare ones
+  std::size_t used_ = 0;            // how many wait
+  std::uint64_t frames_begun_ = 0;  // so far
+  std::vector<Place> places_;       // by namespace index
 };
 
 }  // namespace kvbm

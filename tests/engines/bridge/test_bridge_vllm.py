@@ -1,6 +1,8 @@
-"""Real vLLM processes without kvbm, a bridge, a nats-server and a catalog: what the catalog says is what the engines have.
+"""Real vLLM processes without kvbm, a bridge, a nats-server and a catalog: what the catalog says is what the engines
+have.
 
-`make test-bridge` runs it. Engines run in the environment of `make test-engines-quick`, everything else in that of `make setup`.
+`make test-bridge` runs it. Engines run in the environment of `make test-engines-quick`, everything else in that of
+`make setup`.
 """
 
 from __future__ import annotations
@@ -39,9 +41,16 @@ MODELS = ROOT / "build" / "engines" / "bridge-models"
 BLOCK_TOKENS = 32
 MODEL = "tiny-llama"
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}  # fmt: skip
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 MAKE_MODEL = """
 import sys
 from pathlib import Path
@@ -59,9 +68,14 @@ class Prompt(NamedTuple):
     @property
     def namespace(self) -> Namespace:
         return Namespace(
-            model=MODEL, block_tokens=BLOCK_TOKENS, revision=UNKNOWN, kv_dtype=UNKNOWN, layout=UNKNOWN, ranks=UNKNOWN,
+            model=MODEL,
+            block_tokens=BLOCK_TOKENS,
+            revision=UNKNOWN,
+            kv_dtype=UNKNOWN,
+            layout=UNKNOWN,
+            ranks=UNKNOWN,
             lora=Path(self.lora).name if self.lora else "",
-        )  # fmt: skip
+        )
 
     def hashes(self) -> bytes:
         """As a router makes them of tokens, salt and adapter."""
@@ -79,15 +93,23 @@ class Engine:
     def __init__(self, model: Path, log: Path, ports: tuple[int, int], blocks: int, buffer: int = 10_000) -> None:
         self.ports, self.blocks = ports, blocks
         setup = {
-            "model": str(model), "endpoint": f"tcp://*:{ports[0]}", "replay": f"tcp://*:{ports[1]}", "hwm": 2, "buffer": buffer,
+            "model": str(model),
+            "endpoint": f"tcp://*:{ports[0]}",
+            "replay": f"tcp://*:{ports[1]}",
+            "hwm": 2,
+            "buffer": buffer,
             "blocks": blocks,
-        }  # fmt: skip
+        }
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | ENVIRONMENT
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                [str(ENGINE_PYTHON), str(Path(__file__).parent / "vllm_engine.py"), json.dumps(setup)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=log.parent,
-            )  # fmt: skip
+                [str(ENGINE_PYTHON), str(Path(__file__).parent / "vllm_engine.py"), json.dumps(setup)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                cwd=log.parent,
+            )
 
     def wait_ready(self) -> None:
         assert self._read() == {"ready": False}, "this engine has kvbm in it"
@@ -213,9 +235,13 @@ def site(tmp_path: Path, model: tuple[Path, Path]) -> Iterator[Site]:
     cluster = f"bridge-{uuid.uuid4().hex[:8]}"
     with nats_server() as server:
         settings = ServiceSettings(
-            nats_url=server.url, database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}", cluster=cluster,
-            listen="127.0.0.1:0", store_every_s=0.02, liveness_s=60.0,
-        )  # fmt: skip
+            nats_url=server.url,
+            database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}",
+            cluster=cluster,
+            listen="127.0.0.1:0",
+            store_every_s=0.02,
+            liveness_s=60.0,
+        )
         with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
             client = CatalogClient(thread.url, WAIT_S / 2)
             client.wait_ready(WAIT_S)

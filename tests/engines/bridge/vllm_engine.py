@@ -1,4 +1,5 @@
-"""A vLLM without kvbm that publishes KV events: run by the engines' own Python, obeys lines of JSON, answers each with one.
+"""A vLLM without kvbm that publishes KV events: run by the engines' own Python, obeys lines of JSON, answers each with
+one.
 
 It writes down every batch that it hands to its publisher. It imports nothing of this repository.
 """
@@ -46,14 +47,30 @@ def started(setup: dict[str, Any]) -> Any:
     from vllm.config.kv_events import KVEventsConfig
 
     events = KVEventsConfig(
-        enable_kv_cache_events=True, publisher="zmq", endpoint=setup["endpoint"], replay_endpoint=setup["replay"],
-        hwm=setup["hwm"], buffer_steps=setup["buffer"],
-    )  # fmt: skip
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=setup["endpoint"],
+        replay_endpoint=setup["replay"],
+        hwm=setup["hwm"],
+        buffer_steps=setup["buffer"],
+    )
     return LLM(
-        model=setup["model"], skip_tokenizer_init=True, enforce_eager=True, kv_cache_memory_bytes=64 << 20,
-        num_gpu_blocks_override=setup["blocks"], max_model_len=512, max_num_batched_tokens=512, max_num_seqs=4, dtype="float32",
-        block_size=32, enable_lora=True, max_lora_rank=8, max_loras=2, kv_events_config=events, disable_log_stats=False,
-    )  # fmt: skip
+        model=setup["model"],
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        kv_cache_memory_bytes=64 << 20,
+        num_gpu_blocks_override=setup["blocks"],
+        max_model_len=512,
+        max_num_batched_tokens=512,
+        max_num_seqs=4,
+        dtype="float32",
+        block_size=32,
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras=2,
+        kv_events_config=events,
+        disable_log_stats=False,
+    )
 
 
 def obey(llm: Any, command: dict[str, Any]) -> Any:

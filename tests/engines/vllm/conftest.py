@@ -1,4 +1,6 @@
-"""Real vLLM engines for the tests below this folder, which run with --engines: `make test-engines-quick`, `make test-engines`."""
+"""Real vLLM engines for the tests below this folder, which run with --engines: `make test-engines-quick`, `make
+test-engines`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Ranks that share the tokens of a block (decode context parallelism), and ranks that compute a prompt together (prefill context parallelism).
+"""Ranks that share the tokens of a block (decode context parallelism), and ranks that compute a prompt together
+(prefill context parallelism).
 
-vLLM's attention for a CPU can do neither. So its own configuration, scheduler, block pool, allocation and aggregator run here with the
-connector and a worker for each rank, and only the model is in script: it writes of each token what must be found at its place again.
+vLLM's attention for a CPU can do neither. So its own configuration, scheduler, block pool, allocation and aggregator
+run here with the connector and a worker for each rank, and only the model is in script: it writes of each token what
+must be found at its place again.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class Sizes(NamedTuple):
         return BLOCK_TOKENS * self.decode
 
     def decode_rank(self, rank: int) -> int:
-        """Which share of a block's tokens a rank has: groups lie over ranks of prefill first, then over those of tensor parallelism."""
+        """Which share of a block's tokens a rank has: groups lie over ranks of prefill first, then over those of tensor
+        parallelism.
+        """
         prefill, tensor = divmod(rank, self.tensor)
         return (tensor * self.prefill + prefill) % self.decode
 
@@ -76,7 +80,10 @@ CASES = {
 
 
 def config_of(model: str, sizes: Sizes, folder: Path) -> Any:
-    """vLLM's, of such an engine. Prefill context parallelism needs a runner of models that is not there on a CPU, so it is put in here."""
+    """vLLM's, of such an engine.
+
+    Prefill context parallelism needs a runner of models that is not there on a CPU, so it is put in here.
+    """
     alone = {"decode_context_parallel_size": sizes.decode} if sizes.prefill == 1 else {}
     config = EngineArgs(
         model=model,
@@ -185,7 +192,9 @@ class Engine:
         self.hasher = get_request_block_hasher(hash_tokens, function)
 
     def ask(self, name: str, tokens: list[int]) -> int:
-        """Compute a prompt and one token after it; gives how many of its tokens were not computed, once the KV of all was found right."""
+        """Compute a prompt and one token after it; gives how many of its tokens were not computed, once the KV of all
+        was found right.
+        """
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         params.update_from_generation_config({}, None)
         request = Request(name, tokens, params, None, block_hasher=self.hasher)
@@ -285,7 +294,9 @@ def test_over_the_volume_of_ranks_that_share_tokens_otherwise_an_engine_starts_c
 
 
 def test_a_rank_that_shares_tokens_otherwise_than_the_scheduler_was_told_takes_no_part(llama, tmp_path):
-    """As with NixlConnector beside kvbm: vLLM then gives workers another interleave than the scheduler's configuration has."""
+    """As with NixlConnector beside kvbm: vLLM then gives workers another interleave than the scheduler's configuration
+    has.
+    """
     engine = Engine(llama, CASES["two share tokens"], tmp_path / "a")
     engine.ranks[1].worker._interleave = BLOCK_TOKENS
     tokens = prompt(4, 300)

@@ -1,4 +1,6 @@
-"""What docs/vllm.md tells a user to paste runs in a real engine until a hit is measured; places, addresses and NVME's size are this machine's."""
+"""What docs/vllm.md tells a user to paste runs in a real engine until a hit is measured; places, addresses and NVME's
+size are this machine's.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Here(NamedTuple):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Where S3's client looks for credentials; and, whatever a block says of it, kvbm waits for bytes for as long as a busy machine takes."""
+        """Where S3's client looks for credentials; and, whatever a block says of it, kvbm waits for bytes for as long
+        as a busy machine takes.
+        """
         return {
             "KVBM_ONBOARD__WAIT_S": "60",
             "KVBM_ONBOARD__LOCATE_S": "30",
@@ -160,7 +164,9 @@ def with_a_catalog(here: Here, block: Any) -> None:
 
 
 def beside_another(here: Here, block: Any) -> None:
-    """The page names NIXL's connector, which needs a GPU. vLLM's example, which keeps whole prompts in files, stands in for it."""
+    """The page names NIXL's connector, which needs a GPU. vLLM's example, which keeps whole prompts in files, stands in
+    for it.
+    """
     connectors = block["kv_connector_extra_config"]["connectors"]
     assert connectors[1]["kv_connector"] == "NixlConnector"
     (here.folder / "files").mkdir()

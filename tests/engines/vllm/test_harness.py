@@ -1,4 +1,6 @@
-"""The suite itself: wrong KV shows, engines that lie are rejected, crashes and hangs are told, and models are what they are meant to be."""
+"""The suite itself: wrong KV shows, engines that lie are rejected, crashes and hangs are told, and models are what they
+are meant to be.
+"""
 
 from __future__ import annotations
 

@@ -132,9 +132,11 @@ def test_vllms_own_layers_say_what_they_have_resolved(model: Path) -> None:
         size = 8 * page.page_size_bytes
         stride, block = (size, page.page_size_bytes) if layout.name.startswith("L") else (page.page_size_bytes, 0)
         placed = KVCacheTensor(
-            size=len(layers) * size, layers=list(layers), layer_stride=stride,
+            size=len(layers) * size,
+            layers=list(layers),
+            layer_stride=stride,
             block_stride=block or len(layers) * page.page_size_bytes,
-        )  # fmt: skip
+        )
         made = KVCacheConfig(8, [placed], groups)
         made.kv_cache_layout = layout.name
         return resolved_of(config, made, allocate_kv_cache(made, torch.device("cpu"), layout, [kernel_tokens]))

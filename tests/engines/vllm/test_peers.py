@@ -1,4 +1,6 @@
-"""Two engines of one machine, without a store between them: one answers with blocks that lie in the other's host memory."""
+"""Two engines of one machine, without a store between them: one answers with blocks that lie in the other's host
+memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How far a prefix reaches is what vLLM's own cache says of the same blocks, for every kind of KV group that is served."""
+"""How far a prefix reaches is what vLLM's own cache says of the same blocks, for every kind of KV group that is
+served.
+"""
 
 from __future__ import annotations
 

@@ -40,9 +40,13 @@ EIGHT_BITS = FullAttentionSpec(
     block_size=16, num_kv_heads=2, head_size=8, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR
 )
 SCALED = FullAttentionSpec(  # each token's scales lie behind its numbers
-    block_size=16, num_kv_heads=2, head_size=8, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD,
+    block_size=16,
+    num_kv_heads=2,
+    head_size=8,
+    dtype=torch.uint8,
+    kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD,
     state_content_bytes=2 * (8 + 4),
-)  # fmt: skip
+)
 
 
 def config_of(layout: KVCacheLayout, groups: list[list[KVCacheSpec]]) -> KVCacheConfig:

@@ -1,4 +1,6 @@
-"""docs/vllm-models.md says of every architecture of vLLM's registry what its KV groups, made by vLLM's own code, say."""
+"""docs/vllm-models.md says of every architecture of vLLM's registry what its KV groups, made by vLLM's own
+code, say.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""An engine that starts over the volume of an earlier one, in another shape or with damaged bookkeeping: it starts, answers right, and hits what
-could be kept."""
+"""An engine that starts over the volume of an earlier one, in another shape or with damaged bookkeeping: it starts,
+answers right, and hits what could be kept.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A model with recurrent states: a prefix is loaded as far as its blocks and the state at its very boundary are held, and never further."""
+"""A model with recurrent states: a prefix is loaded as far as its blocks and the state at its very boundary are held,
+and never further.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,10 @@ def test_a_prompt_is_read_back_from_each_tier(engine, truth):
 
 
 def test_where_prompts_part_a_state_is_left_for_the_next(engine, truth):
-    """The first prompt leaves a state at its end alone. The second one, which shares a part of it, is computed; the third one hits."""
+    """The first prompt leaves a state at its end alone.
+
+    The second one, which shares a part of it, is computed; the third one hits.
+    """
     stem = truth.prompt("parting", 330)
     scenarios.ask(engine, truth, [stem], [0])
     for shared in (200, 128):
@@ -80,7 +85,9 @@ def test_where_prompts_part_a_state_is_left_for_the_next(engine, truth):
 
 @pytest.mark.parametrize("drops", [40, pytest.param(200, marks=[FULL])])
 def test_whatever_is_lost_a_hit_reaches_as_far_as_blocks_and_a_state_are_held(engines, truth, tmp_path, drops):
-    """Blocks and states are dropped at random; the hit is what trying every length over what is left gives, and the answer is right."""
+    """Blocks and states are dropped at random; the hit is what trying every length over what is left gives, and the
+    answer is right.
+    """
     chosen = random.Random("drops")
     stem = truth.prompt("drops", 256, output_tokens=2)
     asks = [truth.prompt(f"drops-{at}", 270 + 40 * at, stem.tokens[: 64 * at], output_tokens=2) for at in range(5)]
@@ -165,7 +172,9 @@ def test_pressure_with_evictions(engines, truth, tmp_path, setup):
 
 
 def test_preempted_requests_lose_no_state_and_win_none(engines, truth, tmp_path):
-    """What is computed again after a preemption is rounded otherwise, so only what is asked afterwards is held to the truth."""
+    """What is computed again after a preemption is rounded otherwise, so only what is asked afterwards is held to the
+    truth.
+    """
     asks = [truth.prompt(f"preempted-{at}", 100) for at in range(6)]
     longer = [ask._replace(output_tokens=100) for ask in asks]
     with engines.running(setup_of(engines, tmp_path / "a", ALL, DENSE, hbm_blocks=34, context_tokens=256)) as engine:

@@ -1,4 +1,6 @@
-"""What a catalog knows of two engines, through their events alone: all tiers of both, at work, after crashes and after silence."""
+"""What a catalog knows of two engines, through their events alone: all tiers of both, at work, after crashes and after
+silence.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SMALL = {"hbm_blocks": 60, "context_tokens": 512}
 
 
 class Two(NamedTuple):
-    """A cluster and two engines in it: `a` has room for everything, `b`, whose core is a process of its own, has not."""
+    """A cluster and two engines in it: `a` has room for everything, `b`, whose core is a process of its own,
+    has not.
+    """
 
     cluster: Cluster
     a: Engine

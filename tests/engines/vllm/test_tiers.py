@@ -1,4 +1,6 @@
-"""Blocks come back from every tier, across restarts, from another engine's files and objects; and only where they should."""
+"""Blocks come back from every tier, across restarts, from another engine's files and objects; and only where they
+should.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""kvbm's use of vLLM against the one that is installed, and against those whose folders KVBM_TEST_VLLM_FOLDERS names, with colons between."""
+"""kvbm's use of vLLM against the one that is installed, and against those whose folders KVBM_TEST_VLLM_FOLDERS names,
+with colons between.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Weights that change while the engine runs: adapters loaded anew under an old name, models loaded in place. No block may outlive them."""
+"""Weights that change while the engine runs: adapters loaded anew under an old name, models loaded in place.
+
+No block may outlive them.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,9 @@ def test_an_adapter_loaded_in_place_gets_no_old_blocks(engines, llama, adapted, 
 def test_an_adapter_whose_files_change_behind_the_engines_back_gets_no_old_blocks(
     engines, llama, adapted, versions, tmp_path
 ):
-    """vLLM holds one adapter here, so another one's request makes it forget the first, which it then reads again from other files."""
+    """vLLM holds one adapter here, so another one's request makes it forget the first, which it then reads again from
+    other files.
+    """
     other = models.adapter(tmp_path / "other", 9)
     filler = with_adapter(adapted.prompts("filler", 1, 100), 50, other)
     options = ADAPTERS | {"max_cpu_loras": 1}
@@ -137,7 +142,9 @@ def test_files_that_change_after_the_load_are_not_taken_for_what_was_loaded(
 
 
 def test_blocks_that_vllm_itself_mixes_are_not_kept(engines, llama, adapted, versions, tmp_path):
-    """Without a reset vLLM goes on with the old adapter's blocks in HBM; what it builds on them must not reach a colder tier."""
+    """Without a reset vLLM goes on with the old adapter's blocks in HBM; what it builds on them must not reach a colder
+    tier.
+    """
     with engines.running(with_kvbm(llama, tmp_path / "a", NVME, options=ADAPTERS)) as engine:
         first = versions(1, 1)
         engine.ask("load_adapter", *first[0].lora)

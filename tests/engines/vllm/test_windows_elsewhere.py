@@ -1,4 +1,6 @@
-"""Windows and states come from another engine's objects and files; what is lost there shortens a hit, and answers stay right."""
+"""Windows and states come from another engine's objects and files; what is lost there shortens a hit, and answers stay
+right.
+"""
 
 from __future__ import annotations
 

@@ -56,8 +56,10 @@ class BurstResult(NamedTuple):
         """The whole in one line, and a line a difference."""
         word = "FAILED" if self.differences else "ok"
         line = (
-            f"{word}: {self.blocks:,} blocks created in {self.burst_s:.1f} s ({self.events:,} events of runs), nats-server killed "
-            f"{self.kills} times, published {self.published_s:.1f} s later, digests equal and nothing lost {self.whole_s:.1f} s later"
+            f"{word}: {self.blocks:,} blocks created in {self.burst_s:.1f} s ({self.events:,} events of runs), "
+            "nats-server killed "
+            f"{self.kills} times, published {self.published_s:.1f} s later, digests equal and nothing lost "
+            f"{self.whole_s:.1f} s later"
         )
         return "\n".join([line, *(f"  DIFFERS {difference}" for difference in self.differences)])
 
@@ -91,9 +93,7 @@ def run_burst(folder: Path, burst: Burst, slow: float = 1.0) -> BurstResult:
             catalog.start()
         verdict = system.checker.check(4 * WHOLE_S * slow)
         differences = verdict.differences + system.checker.verify(system.nats.url, "stream")
-        return BurstResult(
-            burst.blocks, killer.done, after - before, burst_s, published_s, verdict.wait_s, differences
-        )  # fmt: skip
+        return BurstResult(burst.blocks, killer.done, after - before, burst_s, published_s, verdict.wait_s, differences)
     finally:
         system.close()
 

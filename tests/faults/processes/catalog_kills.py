@@ -1,6 +1,8 @@
-"""Two catalogs under a steady rate of lookups, killed with -9 again and again: does every client have an answer, the right one, no older than it says?
+"""Two catalogs under a steady rate of lookups, killed with -9 again and again: does every client have an answer, the
+right one, no older than it says?
 
-Askers are processes of their own. Some prompts never change; another grows all the time, and who asks for it learns how old the answer is.
+Askers are processes of their own. Some prompts never change; another grows all the time, and who asks for it learns how
+old the answer is.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class Asked:
     """What one asker has seen.
 
     Attributes:
-        retried: lookups that another catalog answered than the one asked first. failed: those that none answered, in words.
+        retried: lookups that another catalog answered than the one asked first. failed: those that none answered, in
+            words.
         wrong: answers about prompts that do not change, in words. old: answers that say they are old.
     """
 
@@ -97,8 +100,14 @@ class Result(NamedTuple):
     def sentences(self) -> list[str]:
         """The same in words."""
         return [
-            f"{self.kills} kills in {self.seconds:.0f} s; {self.asked:,} lookups, {self.asked / self.seconds:,.0f} a second",
-            f"retried at the other catalog: {self.retried:,}; failed after that: {len(self.failed)}; wrong: {len(self.wrong)}",
+            (
+                f"{self.kills} kills in {self.seconds:.0f} s; {self.asked:,} lookups, {self.asked / self.seconds:,.0f} "
+                "a second"
+            ),
+            (
+                f"retried at the other catalog: {self.retried:,}; failed after that: {len(self.failed)}; wrong: "
+                f"{len(self.wrong)}"
+            ),
             f"ages checked: {self.ages:,}; older than they said: {len(self.older)}; said to be old: {self.told_old:,}",
             f"a lookup takes {self.p50_ms:.2f} ms (p50), {self.p99_ms:.1f} ms (p99), {self.most_ms:.0f} ms (longest)",
             *[f"    {one}" for one in (*self.failed[:3], *self.wrong[:3], *self.older[:3])],
@@ -111,9 +120,12 @@ class Catalog:
     def __init__(self, folder: Path, nats: str, within: str) -> None:
         self.url, self._folder = f"http://127.0.0.1:{free_port()}", folder
         given = {
-            "nats.url": nats, "instance.cluster": within, "instance.data_dir": folder / "data",
-            "catalog.listen": self.url.removeprefix("http://"), "catalog.checkpoint_every_s": 1,
-        }  # fmt: skip
+            "nats.url": nats,
+            "instance.cluster": within,
+            "instance.data_dir": folder / "data",
+            "catalog.listen": self.url.removeprefix("http://"),
+            "catalog.checkpoint_every_s": 1,
+        }
         self._command = [
             sys.executable,
             "-m",
@@ -148,7 +160,8 @@ class Instances:
 
     Attributes:
         origin_s: when the first prompt began to grow.
-        begun_s: of each growing prompt, when each of its blocks began to be published. stored_s: when it was on the stream.
+        begun_s: of each growing prompt, when each of its blocks began to be published. stored_s: when it was on the
+            stream.
     """
 
     def __init__(self, nats: str, within: str) -> None:
@@ -271,7 +284,9 @@ def _asker(urls: str, rate: float, origin_s: float, seed: int, begun: Semaphore,
 
 
 def kill_catalogs(nats: str, within: str, folder: Path, kills: int, rate: float, askers: int, seed: int) -> Result:
-    """Run two catalogs, `rate` lookups a second of `askers` processes together, and kill one of the two `kills` times."""
+    """Run two catalogs, `rate` lookups a second of `askers` processes together, and kill one of the two `kills`
+    times.
+    """
     dice, begin_s = random.Random(seed), 0.0
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as opened:
@@ -308,10 +323,16 @@ def _result(kills: int, seconds: float, found: list[Asked], instances: Instances
     times_ms = sorted(time_ms for one in found for time_ms in one.times_ms)
     ages = [seen for one in found for seen in one.seen]
     return Result(
-        kills=kills, seconds=seconds, asked=len(times_ms) + sum(len(one.failed) for one in found),
+        kills=kills,
+        seconds=seconds,
+        asked=len(times_ms) + sum(len(one.failed) for one in found),
         retried=sum(one.retried for one in found),
-        failed=[words for one in found for words in one.failed], wrong=[words for one in found for words in one.wrong],
-        older=[words for seen in ages if (words := instances.trouble(seen))], ages=len(ages),
-        told_old=sum(one.old for one in found), p50_ms=times_ms[len(times_ms) // 2], p99_ms=times_ms[len(times_ms) * 99 // 100],
+        failed=[words for one in found for words in one.failed],
+        wrong=[words for one in found for words in one.wrong],
+        older=[words for seen in ages if (words := instances.trouble(seen))],
+        ages=len(ages),
+        told_old=sum(one.old for one in found),
+        p50_ms=times_ms[len(times_ms) // 2],
+        p99_ms=times_ms[len(times_ms) * 99 // 100],
         most_ms=times_ms[-1],
-    )  # fmt: skip
+    )

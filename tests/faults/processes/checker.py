@@ -1,4 +1,6 @@
-"""Whether everybody agrees: each instance's ledger, the catalogs' answers, SQL, and the replay of archive and journal."""
+"""Whether everybody agrees: each instance's ledger, the catalogs' answers, SQL, and the replay of archive and
+journal.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,11 @@ class Checker:
     """Compares what the parties say.
 
     Attributes:
-        allowed: kinds of findings that `kvbm-replay verify` may name from now on, by source: what the loop itself has just done.
-            What was named and allowed once stays so.
+        allowed: kinds of findings that `kvbm-replay verify` may name from now on, by source: what the loop itself has
+            just done. What was named and allowed once stays so.
         explained: how many findings were allowed.
-        wants_snapshots: messages may be hidden that nobody read before: what was read is right, but a later reader misses them, until
-            the instances have listed again what they hold.
+        wants_snapshots: messages may be hidden that nobody read before: what was read is right, but a later reader
+            misses them, until the instances have listed again what they hold.
     """
 
     def __init__(
@@ -130,7 +132,8 @@ class Checker:
             if line.startswith(("kvbm_catalog_anomalies_total{", "kvbm_catalog_digest_divergence_total")):
                 name, _, value = line.rpartition(" ")
                 counted[name] = float(value)
-        # a process that has just begun repeats events since before its checkpoint was whole, and so meets some of them twice
+        # a process that has just begun repeats events since before its checkpoint was whole, and so meets some of them
+        # twice
         before = self._anomalies.get((catalog.name, catalog.pid()), counted)
         more = {name: value for name, value in counted.items() if value > before.get(name, 0.0)}
         if more and ANOMALIES not in self.allowed.get("index", set()):
@@ -168,9 +171,10 @@ class Checker:
     def _rows_differ(self, states: dict[str, Any]) -> Iterable[str]:
         try:
             instances, epochs, positions = self._postgres.rows(
-                "SELECT id, epoch, state FROM instances", "SELECT * FROM epochs ORDER BY instance, epoch",
+                "SELECT id, epoch, state FROM instances",
+                "SELECT * FROM epochs ORDER BY instance, epoch",
                 "SELECT * FROM instance_positions",
-            )  # fmt: skip
+            )
         except (OSError, asyncpg.PostgresError) as error:
             yield f"SQL: {error!r}"
             return
@@ -184,9 +188,14 @@ class Checker:
             own = [row for row in epochs if row["instance"] == name]
             last = own[-1] if own else None
             if last is None or (last["epoch"], last["next_offset"], last["digest"]) != (
-                state["epoch"], state["applied"], state["digest"],
-            ):  # fmt: skip
-                yield f"SQL: instance {name} is at {state['epoch']}:{state['applied']} {state['digest']}, its epoch says {last}"
+                state["epoch"],
+                state["applied"],
+                state["digest"],
+            ):
+                yield (
+                    f"SQL: instance {name} is at {state['epoch']}:{state['applied']} {state['digest']}, its epoch "
+                    f"says {last}"
+                )
             if any(row["ended_ns"] is None for row in own[:-1]):
                 yield f"SQL: instance {name} has epochs that never ended before its last one"
 
@@ -200,8 +209,10 @@ class Checker:
         for name, state in states.items():
             one = told.get(name)
             if one is None or (one["epoch"], one["offset"], one["digest"]) != (
-                state["epoch"], state["applied"], state["digest"],
-            ):  # fmt: skip
+                state["epoch"],
+                state["applied"],
+                state["digest"],
+            ):
                 says = one and f"{one['epoch']}:{one['offset']} {one['digest']}"
                 found.append(
                     f"{what}: {name} is at {state['epoch']}:{state['applied']} {state['digest']}, its replay {says}"
@@ -211,7 +222,8 @@ class Checker:
             for tier, held in state["held"].items():
                 if tiers.get(tier, set()) != held:
                     found.append(
-                        f"{what}: {name} holds {len(held)} blocks in {tier}, its replay other {len(tiers.get(tier, ()))}"
+                        f"{what}: {name} holds {len(held)} blocks in {tier}, its replay other "
+                        f"{len(tiers.get(tier, ()))}"
                     )
         return found + self.verify(source, what)
 
@@ -248,9 +260,13 @@ def _instances_differ(catalog: CatalogParty, states: dict[str, Any]) -> Iterable
     told = {one["instance"]: one for one in answer["instances"]}
     for name, state in states.items():
         true = {
-            "state": "live", "epoch": state["epoch"], "offset": state["applied"], "digest": state["digest"],
-            "suspect": False, "partial": False,
-        }  # fmt: skip
+            "state": "live",
+            "epoch": state["epoch"],
+            "offset": state["applied"],
+            "digest": state["digest"],
+            "suspect": False,
+            "partial": False,
+        }
         one = told.get(name, {})
         says = {key: one.get(key) for key in true}
         if says != true:

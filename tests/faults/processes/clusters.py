@@ -1,4 +1,6 @@
-"""Clusters of processes that share one object store: each has a nats-server, a catalog with its database, and instances."""
+"""Clusters of processes that share one object store: each has a nats-server, a catalog with its database, and
+instances.
+"""
 
 from __future__ import annotations
 
@@ -103,16 +105,30 @@ class Cluster:
     def instances(self, *names: str, rate: float = 0.0, **settings: object) -> list[ToldWorker]:
         """Start instances, all at once, and wait until they serve."""
         flags = {
-            "instance.cluster": self.name, "instance.data_dir": self.folder, "pools.hbm.device": "memory", "pools.hbm.slots": 256,
-            "nats.url": self.nats.url, "nats.heartbeat_s": 0.2, "catalog.url": self.client.url, "onboard.locate_s": 60.0,
-            "onboard.wait_s": 60.0, **self._shared(_STORE_S), **{key.replace("__", "."): value for key, value in settings.items()},
-        }  # fmt: skip
+            "instance.cluster": self.name,
+            "instance.data_dir": self.folder,
+            "pools.hbm.device": "memory",
+            "pools.hbm.slots": 256,
+            "nats.url": self.nats.url,
+            "nats.heartbeat_s": 0.2,
+            "catalog.url": self.client.url,
+            "onboard.locate_s": 60.0,
+            "onboard.wait_s": 60.0,
+            **self._shared(_STORE_S),
+            **{key.replace("__", "."): value for key, value in settings.items()},
+        }
         started = [
             ToldWorker(
-                name, self.folder / "logs", number, rate, {"instance.id": name} | flags, self.wrong, self.place.environment
+                name,
+                self.folder / "logs",
+                number,
+                rate,
+                {"instance.id": name} | flags,
+                self.wrong,
+                self.place.environment,
             )
             for number, name in enumerate(names)
-        ]  # fmt: skip
+        ]
         self.workers |= dict(zip(names, started, strict=True))
         for worker in started:
             worker.expect(WAIT_S, "start")
@@ -207,9 +223,13 @@ class Cluster:
         """
         given = {"grace_s": 2 * store_s, **_GC, **rules}
         flags = {
-            "instance.cluster": self.name, "instance.data_dir": self.folder / "janitor", "nats.url": self.nats.url,
-            "catalog.database": self._database, **self._shared(store_s), **{f"gc.{key}": value for key, value in given.items()},
-        }  # fmt: skip
+            "instance.cluster": self.name,
+            "instance.data_dir": self.folder / "janitor",
+            "nats.url": self.nats.url,
+            "catalog.database": self._database,
+            **self._shared(store_s),
+            **{f"gc.{key}": value for key, value in given.items()},
+        }
         command = [
             sys.executable,
             "-m",
@@ -228,9 +248,12 @@ class Cluster:
 
     def _shared(self, store_s: float) -> dict[str, object]:
         return {
-            "pools.object.url": self.place.url, "pools.object.endpoint": self.place.endpoint, "pools.object.region": "us-east-1",
-            "pools.object.timeout_s": store_s, "pools.object.look_s": 0.5,
-        }  # fmt: skip
+            "pools.object.url": self.place.url,
+            "pools.object.endpoint": self.place.endpoint,
+            "pools.object.region": "us-east-1",
+            "pools.object.timeout_s": store_s,
+            "pools.object.look_s": 0.5,
+        }
 
 
 def is_durable(worker: ToldWorker) -> bool:

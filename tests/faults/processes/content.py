@@ -27,7 +27,9 @@ def prompt_hashes(family: int, branch: int, depth: int = STEM_BLOCKS + LEAF_BLOC
 
 
 def rows_of(hashes: bytes) -> np.ndarray:
-    """The bytes these blocks must have, (n, BLOCK_BYTES) uint8; every 16 of them are others, so that half a block shows."""
+    """The bytes these blocks must have, (n, BLOCK_BYTES) uint8; every 16 of them are others, so that half a block
+    shows.
+    """
     rows: np.ndarray = np.frombuffer(hashes, dtype=np.uint8).reshape(-1, 1, HASH_BYTES) + _PIECES
     return rows.reshape(-1, BLOCK_BYTES)
 

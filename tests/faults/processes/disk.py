@@ -16,8 +16,8 @@ _DETACH = 2  # MNT_DETACH
 class Disk:
     """A folder whose room can be taken away and given back.
 
-    As root a tmpfs of its own, filled with a file: writes fail with ENOSPC. Otherwise the file size limit of the processes
-    that write there, set below what their files have: writes fail with EFBIG.
+    As root a tmpfs of its own, filled with a file: writes fail with ENOSPC. Otherwise the file size limit of the
+    processes that write there, set below what their files have: writes fail with EFBIG.
 
     Attributes:
         kind: "tmpfs" or "limit".
@@ -86,7 +86,10 @@ def flip_bits(path: Path, dice: random.Random, count: int, among_last: int = 0) 
 
 
 def tear(path: Path, dice: random.Random, among_last: int) -> str:
-    """Cut a file within its last bytes, as a write that did not get through; or leave zeros there. Says what was done."""
+    """Cut a file within its last bytes, as a write that did not get through; or leave zeros there.
+
+    Says what was done.
+    """
     size = path.stat().st_size
     at = dice.randrange(max(0, size - among_last), size)
     with open(path, "r+b") as file:

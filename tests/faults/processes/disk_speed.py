@@ -31,13 +31,17 @@ class Speed(NamedTuple):
 
 
 def speed_alone(folder: Path) -> Speed:
-    """Of nothing but reads and of nothing but writes, 1 MiB at a time, as `kvbm doctor` finds them. 0 for what it could not find out."""
+    """Of nothing but reads and of nothing but writes, 1 MiB at a time, as `kvbm doctor` finds them. 0 for what it could
+    not find out.
+    """
     found = probe(str(folder), is_file=False, speed=True, syncs=False)
     return Speed(found.get("read_bytes_s", 0.0), found.get("write_bytes_s", 0.0))
 
 
 def speed_of_mix(folder: Path, file_bytes: int, block_bytes: int, read_share: float, seconds: float) -> Speed | None:
-    """Of reads and writes at once, blocks in random order, many at a time, as fio does them; None where there is no fio.
+    """Of reads and writes at once, blocks in random order, many at a time, as fio does them;
+
+    None where there is no fio.
 
     Args:
         file_bytes: of the file they are in, all of it written before.
@@ -51,10 +55,21 @@ def speed_of_mix(folder: Path, file_bytes: int, block_bytes: int, read_share: fl
         except FioError:
             return None
         command = [
-            fio.path, "--name=mix", f"--filename={file}", "--rw=randrw", f"--rwmixread={round(100 * read_share)}",
-            f"--bs={block_bytes}", f"--size={file_bytes}", f"--iodepth={_DEPTH}", f"--ioengine={fio.engine}",
-            f"--direct={int(fio.direct)}", "--time_based", f"--runtime={seconds:g}", "--randrepeat=0", "--output-format=json",
-        ]  # fmt: skip
+            fio.path,
+            "--name=mix",
+            f"--filename={file}",
+            "--rw=randrw",
+            f"--rwmixread={round(100 * read_share)}",
+            f"--bs={block_bytes}",
+            f"--size={file_bytes}",
+            f"--iodepth={_DEPTH}",
+            f"--ioengine={fio.engine}",
+            f"--direct={int(fio.direct)}",
+            "--time_based",
+            f"--runtime={seconds:g}",
+            "--randrepeat=0",
+            "--output-format=json",
+        ]
         said = subprocess.run(
             command, env=os.environ | _HUGE_PAGES, capture_output=True, text=True, timeout=seconds + 60.0, check=True
         ).stdout

@@ -27,7 +27,8 @@ def inject(url: str, kind: str, dice: random.Random, subjects: Sequence[str]) ->
     """Publish messages of one kind. Says what was done.
 
     Args:
-        kind: "repeat" (recent ones again), "late" (old ones again), "reorder" (old ones in any order), "poison", "foreign".
+        kind: "repeat" (recent ones again), "late" (old ones again), "reorder" (old ones in any order), "poison",
+            "foreign".
         subjects: of the instances.
     """
     return asyncio.run(_inject(url, kind, dice, subjects))

@@ -1,4 +1,6 @@
-"""A NATS cluster of three under load, its stream's leader killed again and again: who is back when, and does everybody agree?"""
+"""A NATS cluster of three under load, its stream's leader killed again and again: who is back when, and does everybody
+agree?
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,10 @@ class Kill(NamedTuple):
 
     Attributes:
         leader_s: from the kill until there was another leader, of the stream and of the cluster.
-        publishers_s, reader_s: from then on until the last instance had something new on the stream, and the catalog had read
-            something new of each.
-        goodput_s: from then on until events of a second were 80 % of those before the kill; None: not within ten seconds.
+        publishers_s, reader_s: from then on until the last instance had something new on the stream, and the catalog
+            had read something new of each.
+        goodput_s: from then on until events of a second were 80 % of those before the kill; None: not within ten
+            seconds.
         oldest_s: the greatest age of the view that an answer told.
         untold: answers that were older than HONEST_S, and said neither so nor that the instance is suspect.
         differences: empty when everybody agreed at the end.
@@ -59,7 +62,8 @@ class Kill(NamedTuple):
         goodput = f"{self.goodput_s:.1f} s" if self.goodput_s is not None else "not within 10 s"
         return (
             f"{self.number:3} at {self.rate:g} runs/s: new leader after {self.leader_s:.1f} s; then publishers back in "
-            f"{self.publishers_s:.1f} s, reader in {self.reader_s:.1f} s, 80 % of the goodput in {goodput}; oldest view told "
+            f"{self.publishers_s:.1f} s, reader in {self.reader_s:.1f} s, 80 % of the goodput in {goodput}; oldest "
+            "view told "
             f"{self.oldest_s:.1f} s, {self.untold} stale answers untold"
         )
 
@@ -69,10 +73,16 @@ class _Instance:
 
     def __init__(self, folder: Path, name: str, url: str) -> None:
         flags = {
-            "instance.id": name, "instance.cluster": CLUSTER, "instance.data_dir": str(folder), "nats.url": url,
-            "nats.replicas": 3, "nats.heartbeat_s": 0.5, "pools.hbm.device": "memory", "pools.hbm.slots": _SLOTS,
+            "instance.id": name,
+            "instance.cluster": CLUSTER,
+            "instance.data_dir": str(folder),
+            "nats.url": url,
+            "nats.replicas": 3,
+            "nats.heartbeat_s": 0.5,
+            "pools.hbm.device": "memory",
+            "pools.hbm.slots": _SLOTS,
             "snapshots.least_s": 2,
-        }  # fmt: skip
+        }
         self.manager: Manager = open_manager(load_settings(flags=flags), [NAMESPACE], 16)
         self.name = name
         self.rate = 0.0
@@ -129,9 +139,12 @@ class LeaderKills:
         try:
             self.nats = self._opened.enter_context(NatsCluster(folder / "nats"))
             settings = {
-                "instance.cluster": CLUSTER, "catalog.liveness_s": LIVENESS_S, "nats.replicas": 3, "nats.timeout_s": 10,
+                "instance.cluster": CLUSTER,
+                "catalog.liveness_s": LIVENESS_S,
+                "nats.replicas": 3,
+                "nats.timeout_s": 10,
                 "snapshots.least_s": 2,
-            }  # fmt: skip
+            }
             catalog, self.client = start_catalog_process(folder / "catalog", self.nats.url, settings)
             self._opened.callback(catalog.stop)
             self._opened.callback(self.client.close)
@@ -153,7 +166,9 @@ class LeaderKills:
         self._opened.close()
 
     def kill(self, number: int, rate: float, *, victim: str | None = None) -> Kill:
-        """Load, kill the leader (or another server), wait until all are back, start it again, stop the load, compare."""
+        """Load, kill the leader (or another server), wait until all are back, start it again, stop the load,
+        compare.
+        """
         for instance in self.instances:
             instance.rate = rate
         self._log, self._oldest_s, self._untold = [], 0.0, 0
@@ -186,9 +201,16 @@ class LeaderKills:
         for instance in self.instances:
             instance.pause()
         return Kill(
-            number, rate, leader_s - killed_s, publishers_s, reader_s, goodput_s, self._oldest_s, self._untold,
+            number,
+            rate,
+            leader_s - killed_s,
+            publishers_s,
+            reader_s,
+            goodput_s,
+            self._oldest_s,
+            self._untold,
             self.differences(),
-        )  # fmt: skip
+        )
 
     def differences(self) -> list[str]:
         """What the catalog does not know as the instances have it, once it had time for it. They must be paused."""

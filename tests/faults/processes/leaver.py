@@ -1,6 +1,9 @@
-"""A process that leaves with its manager open, in the way it is told: `python -m tests.faults.processes.leaver FOLDER WAYS [NATS]`.
+"""A process that leaves with its manager open, in the way it is told: `python -m tests.faults.processes.leaver FOLDER
+WAYS [NATS]`.
 
-WAYS: one, or several with "+" between them, each with a manager of its own; all but the last are such as the process survives. It serves prompts from threads that know of no end, so that copies, offloads and the publisher are under way when it leaves.
+WAYS: one, or several with "+" between them, each with a manager of its own; all but the last are such as the process
+survives. It serves prompts from threads that know of no end, so that copies, offloads and the publisher are under way
+when it leaves.
 """
 
 from __future__ import annotations
@@ -67,22 +70,31 @@ def open_one(folder: Path, nats: str) -> Manager:
     """A manager with pools in memory, on disk and, if wanted, a stream."""
     settings = load_settings(
         flags={
-            "instance.data_dir": str(folder), "instance.id": "leaver", "pools.hbm.slots": 64, "pools.hbm.device": "cpu",
-            "pools.host.slots": 128, "pools.nvme.slots": 512, "nats.enabled": nats != "none",
-            "nats.url": "" if nats in ("none", "embedded") else nats, "offload.threads": 2,
+            "instance.data_dir": str(folder),
+            "instance.id": "leaver",
+            "pools.hbm.slots": 64,
+            "pools.hbm.device": "cpu",
+            "pools.host.slots": 128,
+            "pools.nvme.slots": 512,
+            "nats.enabled": nats != "none",
+            "nats.url": "" if nats in ("none", "embedded") else nats,
+            "offload.threads": 2,
         }
-    )  # fmt: skip
+    )
     return open_manager(settings, [SPACE], SHAPE.block_bytes)
 
 
 def leave(way: str, manager: Manager) -> None:
     """Leave in a way."""
     forks: dict[str, Callable[[], None]] = {
-        "fork": lambda: _fork(lambda: sys.exit(9), 9), "fork_os_exit": lambda: _fork(lambda: os._exit(9), 9),
-        "fork_fall_off": lambda: _fork(lambda: None, 9), "multiprocessing_fork": lambda: _multiprocessing("fork"),
-        "multiprocessing_spawn": lambda: _multiprocessing("spawn"), "fork_close": lambda: _fork(manager.close, 9),
+        "fork": lambda: _fork(lambda: sys.exit(9), 9),
+        "fork_os_exit": lambda: _fork(lambda: os._exit(9), 9),
+        "fork_fall_off": lambda: _fork(lambda: None, 9),
+        "multiprocessing_fork": lambda: _multiprocessing("fork"),
+        "multiprocessing_spawn": lambda: _multiprocessing("spawn"),
+        "fork_close": lambda: _fork(manager.close, 9),
         "fork_while_locked": lambda: _fork_while_locked(manager),
-    }  # fmt: skip
+    }
     match way:
         case "fall_off":
             return

@@ -1,4 +1,7 @@
-"""Lends some blocks from a native server until it is killed: lending_owner.py UNIX TCP FOLDER. Says its TCP address once it lends."""
+"""Lends some blocks from a native server until it is killed: lending_owner.py UNIX TCP FOLDER.
+
+Says its TCP address once it lends.
+"""
 
 from __future__ import annotations
 

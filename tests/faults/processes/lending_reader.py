@@ -1,6 +1,7 @@
 """Reads blocks of an owner over and over, until it is killed: lending_reader.py memory|tcp ADDRESS.
 
-Says "reads" after the first read. It ends with 1 where a block that counts as good has other bytes than those of its hash.
+Says "reads" after the first read. It ends with 1 where a block that counts as good has other bytes than those of its
+hash.
 """
 
 from __future__ import annotations

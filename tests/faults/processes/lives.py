@@ -1,7 +1,8 @@
-"""Lives of one instance on one folder: each a process that opens a manager, holds what it recovered to the journal, serves, and is killed.
+"""Lives of one instance on one folder: each a process that opens a manager, holds what it recovered to the journal,
+serves, and is killed.
 
-A life is forked, so that hundreds of them take minutes. It says what it has found in lines of JSON on a pipe; who kills it reads
-them. The fold it compares with is made from the journal's files by the specification, not by what recovers.
+A life is forked, so that hundreds of them take minutes. It says what it has found in lines of JSON on a pipe; who kills
+it reads them. The fold it compares with is made from the journal's files by the specification, not by what recovers.
 """
 
 from __future__ import annotations
@@ -68,9 +69,14 @@ class Load(NamedTuple):
         """Of a manager on this folder."""
         hbm, host, nvme = self.slots
         flags = {
-            "instance.data_dir": str(folder), "pools.hbm.slots": hbm, "pools.hbm.device": self.device,
-            "pools.host.slots": host, "pools.nvme.slots": nvme, "nats.enabled": False, "journal.segment_bytes": 1 << 16,
-        }  # fmt: skip
+            "instance.data_dir": str(folder),
+            "pools.hbm.slots": hbm,
+            "pools.hbm.device": self.device,
+            "pools.host.slots": host,
+            "pools.nvme.slots": nvme,
+            "nats.enabled": False,
+            "journal.segment_bytes": 1 << 16,
+        }
         if ("encrypt", True) in self.nvme:
             flags["pools.object.keys"] = str(folder / "keys.toml")
         return load_settings(flags=flags | {f"pools.nvme.{name}": value for name, value in self.nvme})
@@ -109,7 +115,10 @@ class Folded(NamedTuple):
 
 
 def folded(settings: Settings) -> Folded:
-    """The strict fold of every frame that is whole. Raises AssertionError, IllegalEventError: the journal contradicts itself."""
+    """The strict fold of every frame that is whole.
+
+    Raises AssertionError, IllegalEventError: the journal contradicts itself.
+    """
     epochs: dict[Epoch, Residencies] = {}
     ends: dict[Epoch, int] = {}
     for _, _, path in segment_files(journal_folder(settings)):
@@ -230,7 +239,9 @@ class Life:
             self._fail()
 
     def _let_copies_follow(self, manager: Manager) -> None:
-        """An engine computes while its blocks are copied; one that only made more of them would find its own offloads skipped."""
+        """An engine computes while its blocks are copied; one that only made more of them would find its own offloads
+        skipped.
+        """
         until_s = time.monotonic() + _AHEAD_S
         while self._load.ahead and manager._offloader.waiting_blocks > self._load.ahead and time.monotonic() < until_s:
             time.sleep(0.001)
@@ -250,12 +261,18 @@ class Life:
         assert not stats.corrupt_blocks, f"{stats.corrupt_blocks} blocks were corrupt"
         assert not stats.quarantined_slots, "a pool broke its promise"
         self._line(
-            created=stats.created_blocks, verified=stats.verified_reads, hits=sum(stats.hit_blocks.values()),
-            written=stats.offloaded_blocks[Tier.NVME], skipped=stats.skipped_offloads, late=stats.late_copies,
-            failed=stats.failed_copies, rss=_rss_bytes(), serving_s=time.monotonic() - self._serving_from_s,
+            created=stats.created_blocks,
+            verified=stats.verified_reads,
+            hits=sum(stats.hit_blocks.values()),
+            written=stats.offloaded_blocks[Tier.NVME],
+            skipped=stats.skipped_offloads,
+            late=stats.late_copies,
+            failed=stats.failed_copies,
+            rss=_rss_bytes(),
+            serving_s=time.monotonic() - self._serving_from_s,
             serving_reads=stats.verified_reads - before.verified_reads,
             serving_writes=stats.offloaded_blocks[Tier.NVME] - before.offloaded_blocks[Tier.NVME],
-        )  # fmt: skip
+        )
 
     def _line(self, **fields: Any) -> None:
         try:
@@ -322,7 +339,10 @@ class Begun:
         return next((line[field] for line in reversed(self.lines) if field in line), None)
 
     def end(self, how: signal.Signals) -> None:
-        """Kill it, or ask it to end cleanly; returns when it is gone and has been read. Raises AssertionError: see `read`."""
+        """Kill it, or ask it to end cleanly; returns when it is gone and has been read.
+
+        Raises AssertionError: see `read`.
+        """
         try:
             os.kill(self.pid, how)
             alive = self.wait(time.monotonic() + 2 * WAIT_S, "ended")
@@ -358,7 +378,8 @@ class Killed(NamedTuple):
     def sentence(self) -> str:
         """In one line."""
         return (
-            f"ok: {self.points} kills, {self.opening} of them while it opened; {self.recovered} blocks recovered, {self.served} served "
+            f"ok: {self.points} kills, {self.opening} of them while it opened; {self.recovered} blocks recovered, "
+            f"{self.served} served "
             f"from NVME at once, {self.written} written; 0 wrong bytes, every fold as recovered"
         )
 
@@ -402,10 +423,11 @@ class Churned(NamedTuple):
     """What became of an instance at full speed, killed and restarted.
 
     Attributes:
-        reached: what NVME read and wrote, all of it compared, while engines were served: not while lives opened and ended.
+        reached: what NVME read and wrote, all of it compared, while engines were served: not while lives opened and
+            ended.
         alone: what the disk does of one kind, one transfer at a time; the better of before and after.
-        mix: what it does of both kinds at once, of as many reads among them, as fio finds it on a file of NVME's size: before the
-            lives, between two of them, and after; the median of it. None without fio.
+        mix: what it does of both kinds at once, of as many reads among them, as fio finds it on a file of NVME's size:
+            before the lives, between two of them, and after; the median of it. None without fio.
         served_share: of the seconds, how many engines were served.
         digest: the manager's at its clean end, and the journal's fold's.
         growth_bytes: by how much the memory of a life grew after its first third, at most.
@@ -434,15 +456,25 @@ class Churned(NamedTuple):
     def sentence(self) -> str:
         """In one line."""
         reached, alone = self.reached, self.alone
-        fio = "" if self.mix is None else (
-            f", together {reached.both / self.mix.both:.0%} of what fio does in this mix ({_mb(self.mix.reads)} + {_mb(self.mix.writes)} MB/s)"
-        )  # fmt: skip
+        fio = (
+            ""
+            if self.mix is None
+            else (
+                f", together {reached.both / self.mix.both:.0%} of what fio does in this mix ({_mb(self.mix.reads)} + "
+                f"{_mb(self.mix.writes)} MB/s)"
+            )
+        )
         return (
-            f"ok: {self.seconds:.0f} s, {self.lives} lives, {self.kills} kills; {self.created} blocks created, {self.hits} hits, "
-            f"{self.verified} verified reads of NVME, {self.written} written to it; while served ({self.served_share:.0%} of the time) "
-            f"{_mb(reached.reads)} MB/s read, {_of(reached.reads, alone.reads)}, and {_mb(reached.writes)} MB/s written, "
-            f"{_of(reached.writes, alone.writes)}{fio}; {self.skipped} offloads skipped, {self.late} late, {self.failed} failed; "
-            f"{self.recovered} recovered, {self.served} of them served at once; 0 wrong bytes, digest {self.digest} as the journal "
+            f"ok: {self.seconds:.0f} s, {self.lives} lives, {self.kills} kills; {self.created} blocks created, "
+            f"{self.hits} hits, "
+            f"{self.verified} verified reads of NVME, {self.written} written to it; while served "
+            f"({self.served_share:.0%} of the time) "
+            f"{_mb(reached.reads)} MB/s read, {_of(reached.reads, alone.reads)}, and {_mb(reached.writes)} MB/s "
+            "written, "
+            f"{_of(reached.writes, alone.writes)}{fio}; {self.skipped} offloads skipped, {self.late} late, "
+            f"{self.failed} failed; "
+            f"{self.recovered} recovered, {self.served} of them served at once; 0 wrong bytes, digest {self.digest} as "
+            "the journal "
             f"folds; memory {self.rss_bytes >> 20} MiB, grew {self.growth_bytes >> 20} MiB"
         )
 
@@ -459,8 +491,14 @@ def _of(bytes_s: float, alone_bytes_s: float) -> str:
 
 
 CHURN = Load(
-    block_bytes=1 << 20, prompts=240, depth=16, skew=0.0, slots=(384, 192, 1536), engines=4, ahead=96,
-)  # fmt: skip
+    block_bytes=1 << 20,
+    prompts=240,
+    depth=16,
+    skew=0.0,
+    slots=(384, 192, 1536),
+    engines=4,
+    ahead=96,
+)
 FLAT_BYTES = 48 << 20  # what a life may grow by after its first third and still be called flat
 
 
@@ -508,10 +546,20 @@ def churn(
         int(_total(lives, field)) for field in ("created", "hits", "verified", "written", "skipped", "late", "failed")
     ]
     return Churned(
-        elapsed_s, len(lives), kills, *counts, Speed(reads / serving_s, writes / serving_s), disk.alone, disk.mix,
-        serving_s / elapsed_s, int(_total(lives, "recovered")), int(_total(lives, "served")),
-        max(life.said("rss") or 0 for life in lives), growth_bytes, last.said("digest"),
-    )  # fmt: skip
+        elapsed_s,
+        len(lives),
+        kills,
+        *counts,
+        Speed(reads / serving_s, writes / serving_s),
+        disk.alone,
+        disk.mix,
+        serving_s / elapsed_s,
+        int(_total(lives, "recovered")),
+        int(_total(lives, "served")),
+        max(life.said("rss") or 0 for life in lives),
+        growth_bytes,
+        last.said("digest"),
+    )
 
 
 class _Disk:

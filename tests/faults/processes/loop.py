@@ -142,9 +142,16 @@ class System:
     def new_worker(self, name: str, instance: str) -> WorkerParty:
         """Another process with a data folder of its own, not started yet."""
         worker = WorkerParty(
-            name, instance, self.options.folder, self.hub, self.nats, self.options.disk,
-            self.options.seed * 1000 + 100 * len(self.workers), self.options.rate, self._worker_settings,
-        )  # fmt: skip
+            name,
+            instance,
+            self.options.folder,
+            self.hub,
+            self.nats,
+            self.options.disk,
+            self.options.seed * 1000 + 100 * len(self.workers),
+            self.options.rate,
+            self._worker_settings,
+        )
         self._opened.callback(worker.close)
         return worker
 
@@ -157,8 +164,12 @@ class System:
         for party in self.parties():
             disk = getattr(party, "disk", None)
             if disk is not None and disk.kind == "tmpfs":
-                shutil.copytree(disk.folder, self.options.folder / "kept" / party.name, dirs_exist_ok=True,
-                                ignore=shutil.ignore_patterns("filler"))  # fmt: skip
+                shutil.copytree(
+                    disk.folder,
+                    self.options.folder / "kept" / party.name,
+                    dirs_exist_ok=True,
+                    ignore=shutil.ignore_patterns("filler"),
+                )
 
     def close(self) -> None:
         """End every process and every disk."""
@@ -215,7 +226,8 @@ class CrashLoop:
         ]
         if died:
             return self._note(Fault(number, kind, what, fault_s, 0.0, died))
-        # folding the archives costs the more the longer the run; what a fault adds to their findings is looked for at once
+        # folding the archives costs the more the longer the run; what a fault adds to their findings is looked for at
+        # once
         archives = number % ARCHIVES_EVERY == 0 or bool(self._system.checker.allowed)
         verdict = self._system.checker.check(WHOLE_S * self._system.options.slow, archives)
         return self._note(Fault(number, kind, what, fault_s, verdict.wait_s, verdict.differences))
@@ -463,10 +475,16 @@ class CrashLoop:
         if restarted:
             worker.disk.free(0)
             worker.start()
-        return f"disk of {worker.name} full for {hold_s:.1f} s, {served} prompts served meanwhile, burst: {has_burst}, killed: {restarted}"
+        return (
+            f"disk of {worker.name} full for {hold_s:.1f} s, {served} prompts served meanwhile, burst: "
+            f"{has_burst}, "
+            f"killed: {restarted}"
+        )
 
     def full_journal(self) -> str:
-        """More events than the journal may keep while the stream takes none: an epoch ends, and another begins by itself."""
+        """More events than the journal may keep while the stream takes none: an epoch ends, and another begins by
+        itself.
+        """
         worker = self._worker()
         worker.to_nats.cut()
         try:

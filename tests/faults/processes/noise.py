@@ -1,7 +1,8 @@
-"""The bytes that blocks must have, made and compared at the speed of memory: a block is a stretch of seeded noise that its hash names.
+"""The bytes that blocks must have, made and compared at the speed of memory: a block is a stretch of seeded noise that
+its hash names.
 
-Two blocks begin at different bytes of a 512, or in different noise. So no sector of 512 bytes of any block equals one of another
-block or of another place, wherever sectors, pages and blocks were confused, moved, or left from earlier.
+Two blocks begin at different bytes of a 512, or in different noise. So no sector of 512 bytes of any block equals one
+of another block or of another place, wherever sectors, pages and blocks were confused, moved, or left from earlier.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Noise:
     @staticmethod
     @cache
     def of(block_bytes: int, blocks: int) -> Noise:
-        """The one of this size; made once in a process, and before it forks where its children are to have it for nothing."""
+        """The one of this size; made once in a process, and before it forks where its children are to have it for
+        nothing.
+        """
         return Noise(block_bytes, blocks)
 
     def block(self, number: int) -> np.ndarray:
@@ -44,13 +47,17 @@ class Noise:
             memory[slot] = self.block(number)
 
     def check(self, hashes: bytes, memory: np.ndarray, slots: Sequence[int], where: str) -> None:
-        """Hold every byte of slots to their blocks. Raises AssertionError: how many are wrong, in which block, from where on."""
+        """Hold every byte of slots to their blocks.
+
+        Raises AssertionError: how many are wrong, in which block, from where on.
+        """
         for number, slot in zip(_numbers(hashes), slots, strict=True):
             wanted, found = self.block(number), memory[slot]
             if not np.array_equal(found, wanted):
                 wrong = np.flatnonzero(found != wanted)
                 raise AssertionError(
-                    f"wrong bytes in {where}: {len(wrong)} of block {number} in slot {slot}, from {wrong[0]} to {wrong[-1]}"
+                    f"wrong bytes in {where}: {len(wrong)} of block {number} in slot {slot}, from {wrong[0]} to "
+                    f"{wrong[-1]}"
                 )
 
 

@@ -237,9 +237,15 @@ class CatalogParty(Party):
     """A `kvbm-catalog serve`, with its own folder for checkpoints and archive."""
 
     def __init__(
-        self, name: str, folder: Path, hub: ProxyHub, nats: NatsParty, postgres: PostgresParty, disk: bool,
+        self,
+        name: str,
+        folder: Path,
+        hub: ProxyHub,
+        nats: NatsParty,
+        postgres: PostgresParty,
+        disk: bool,
         settings: Mapping[str, object],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
         self.folder = folder / name
         self.disk = Disk(self.folder, 4 * DISK_BYTES) if disk else None
@@ -329,9 +335,17 @@ class WorkerParty(Party):
     """A manager process."""
 
     def __init__(
-        self, name: str, instance: str, folder: Path, hub: ProxyHub, nats: NatsParty, disk: bool, seed: int, rate: float,
+        self,
+        name: str,
+        instance: str,
+        folder: Path,
+        hub: ProxyHub,
+        nats: NatsParty,
+        disk: bool,
+        seed: int,
+        rate: float,
         settings: Mapping[str, object],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.instance = name, instance
         self.folder = folder / name
         self.disk = Disk(self.folder, DISK_BYTES) if disk else None

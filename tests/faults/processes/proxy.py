@@ -1,4 +1,5 @@
-"""A TCP proxy of ours between two processes: cuts, stalls, swallows, delays and slows what passes, each direction by itself.
+"""A TCP proxy of ours between two processes: cuts, stalls, swallows, delays and slows what passes, each direction by
+itself.
 
 All proxies of a hub live in one thread with a loop of its own; every public method may be called from any other thread.
 """
@@ -22,7 +23,8 @@ class Rules(NamedTuple):
 
     Attributes:
         stall: nothing is read: the sender's buffers fill, and all of it arrives late.
-        swallow: read and thrown away, as a network that drops packets; the connection is useless afterwards and ends when healed.
+        swallow: read and thrown away, as a network that drops packets; the connection is useless afterwards and ends
+            when healed.
         delay_s: how long each piece waits.
         bytes_per_s: 0 for no limit.
     """
@@ -93,7 +95,9 @@ class _Connection:
 
 
 class Proxy:
-    """One port in front of another. "up" is from the client to the target, "down" the way back. `ProxyHub.open` makes it.
+    """One port in front of another.
+
+    "up" is from the client to the target, "down" the way back. `ProxyHub.open` makes it.
 
     Attributes:
         port: where clients connect.

@@ -26,9 +26,15 @@ class ToldWorker(Child):
     """
 
     def __init__(
-        self, name: str, logs: Path, seed: int, rate: float, flags: Mapping[str, object], wrong: list[dict[str, Any]],
+        self,
+        name: str,
+        logs: Path,
+        seed: int,
+        rate: float,
+        flags: Mapping[str, object],
+        wrong: list[dict[str, Any]],
         environment: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         command = [sys.executable, "-m", "tests.faults.processes.worker", str(seed), str(rate)]
         command += [f"{key}={value}" for key, value in flags.items()]
         super().__init__(name, command, logs, {"PYTHONPATH": str(ROOT), **(environment or {})}, spoken=True)

@@ -5,11 +5,11 @@
 With RATE 0 it serves nothing before it is told to.
 
 In:
-    {"op": "pause"} {"op": "resume"}          stop and go on serving prompts; a pause is answered when nothing moves any more
+    {"op": "pause"} {"op": "resume"}          stop and go on serving prompts; a pause is answered when nothing moves
     {"op": "status"}                          offsets, digest, counters
     {"op": "state"}                           the same, and what each tier holds
     {"op": "clock", "offset_s": 3600}         step the wall clock that frames and heartbeats are stamped with
-    {"op": "take_snapshot"}                         a snapshot
+    {"op": "take_snapshot"}                   a snapshot
     {"op": "serve", "family": 1, "branch": 2} one prompt; answered with its depth, by tier, before anything was computed
     {"op": "burst", "blocks": 100000}         create so many blocks as fast as it goes
     {"op": "stop"}                            a clean end; so is the end of the input
@@ -129,13 +129,20 @@ class Worker:
         offset, digest = manager.digest()
         stats, published = manager.stats(), manager.published()
         return {
-            "epoch": manager.epoch, "applied": offset, "digest": f"{digest:016x}", "durable": manager.durable(),
-            "published": [published.epoch, published.offset], "served": self._served, "wrong": self._wrong,
-            "short": self._short, "corrupt": stats.corrupt_blocks, "trouble": stats.trouble,
+            "epoch": manager.epoch,
+            "applied": offset,
+            "digest": f"{digest:016x}",
+            "durable": manager.durable(),
+            "published": [published.epoch, published.offset],
+            "served": self._served,
+            "wrong": self._wrong,
+            "short": self._short,
+            "corrupt": stats.corrupt_blocks,
+            "trouble": stats.trouble,
             "verified": stats.verified_reads,
             "counts": {tier.name: counts.held for tier, counts in stats.pools.items()},
             "hits": {tier.name: count for tier, count in stats.hit_blocks.items()},
-        }  # fmt: skip
+        }
 
     def _serve(self) -> None:
         """One prompt, as an engine serves it; now and then something is cleared instead."""

@@ -1,4 +1,5 @@
-"""The engine of the NVME pool over a simulated disk: `kvbm.pools.nvme.block_io.BlockEngine` in plain Python, without threads.
+"""The engine of the NVME pool over a simulated disk: `kvbm.pools.nvme.block_io.BlockEngine` in plain Python, without
+threads.
 
 Its bytes on disk are those of the native engine; tests/property/test_block_io.py holds the two together.
 """

@@ -75,10 +75,14 @@ def spoil_index(faults: Faults, rng: random.Random) -> Undo:
         return NOTHING
     data = assembly.NATIVE.encode_frame(
         Frame(
-            instance=instance, epoch=position.epoch, first_offset=Offset(position.offset), wall_time_ns=0, digest=0,
+            instance=instance,
+            epoch=position.epoch,
+            first_offset=Offset(position.offset),
+            wall_time_ns=0,
+            digest=0,
             events=(BlocksEvicted(namespace=namespace, tier=tier, reason=EvictReason.CLEARED, hashes=block),),
         )
-    )  # fmt: skip
+    )
     index.apply(data)
     known_there = APPLIED_AHEAD.get(id(index), {}).get(instance, position)
     faults.cluster.checker.spoil(sequencer, instance, max(Position(*position), known_there))

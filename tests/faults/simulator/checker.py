@@ -1,7 +1,7 @@
 """What must hold, held against the run while it goes on and when it has settled.
 
-The shadow is the history every ledger wrote: digests by (instance, epoch, offset), taken where frames reach the journal. The
-catalog may be behind it or suspect; it may never be sure of something else.
+The shadow is the history every ledger wrote: digests by (instance, epoch, offset), taken where frames reach the
+journal. The catalog may be behind it or suspect; it may never be sure of something else.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ class Checker:
         owner = self._fences.get(name)
         if owner is not None and stored.by not in (owner, "foreign") and not stored.by.startswith("copy"):
             fence = self.cluster.server.last.get(fence_subject(*subject_names(stored.subject)))
-            # Else the server has lost the owner's fence and an older one counts again, or a stream that was made anew has given it
-            # the number that another had in the stream before.
+            # Else the server has lost the owner's fence and an older one counts again, or a stream that was made anew
+            # has given it the number that another had in the stream before.
             is_owners = fence is not None and fence.by == owner
             if is_owners and not (
                 self.cluster.server.is_another and stored.named is not None and stored.named.sequence == fence.sequence
@@ -253,7 +253,8 @@ class Checker:
     def too_large(self, heartbeat: Heartbeat, size: int) -> None:
         """No heartbeat is larger than a server takes, whatever clients choose."""
         raise Violation(
-            f"a heartbeat of {heartbeat.instance} with {len(heartbeat.namespaces)} namespaces has {size} bytes; the server takes "
+            f"a heartbeat of {heartbeat.instance} with {len(heartbeat.namespaces)} namespaces has {size} bytes; the "
+            "server takes "
             f"{self.cluster.server.max_payload_bytes}"
         )
 
@@ -375,7 +376,8 @@ class Checker:
         )
 
     def _unpublished(self, instance: InstanceId) -> str:
-        """Every epoch's events are on the stream to the end, also of those that are over, unless their journal was damaged.
+        """Every epoch's events are on the stream to the end, also of those that are over, unless their journal was
+        damaged.
 
         Of an instance that ran on several machines nobody asks it: who was shut out keeps its tail to itself.
         """
@@ -445,14 +447,18 @@ class Checker:
         return ""
 
     def _unforgotten(self, service: CatalogService, live: dict[InstanceId, Node]) -> str:
-        """Who is gone for good is known to no catalog and not to SQL, where the gone are forgotten soon; so catalogs agree."""
+        """Who is gone for good is known to no catalog and not to SQL, where the gone are forgotten soon; so catalogs
+        agree.
+        """
         if self.cluster.forget_s > SETTLED_IN_S:
             return ""
         known = {
-            "the sequencer": service.sequencer.instances(), "liveness": service.heartbeats.liveness.instances(),
-            "the index": service.index.instances(), "SQL": self.cluster.store.instance_rows,
+            "the sequencer": service.sequencer.instances(),
+            "liveness": service.heartbeats.liveness.instances(),
+            "the index": service.index.instances(),
+            "SQL": self.cluster.store.instance_rows,
             "SQL's positions": self.cluster.store.position_rows,
-        }  # fmt: skip
+        }
         for where, names in known.items():
             if gone := sorted(set(names) - live.keys()):
                 return f"{where} still knows {gone}, gone for good"
@@ -503,7 +509,10 @@ class Checker:
         cold.step(0.0, [stored.message for stored in server.messages], at_end=True)
         for instance in sequencer.instances():
             if cold.position(instance) != sequencer.position(instance):
-                return f"read anew, {instance} is at {tuple(cold.position(instance))}, not {tuple(sequencer.position(instance))}"
+                return (
+                    f"read anew, {instance} is at {tuple(cold.position(instance))}, not "
+                    f"{tuple(sequencer.position(instance))}"
+                )
         cold.pass_holes()  # of one that is gone, whose heartbeats had told this one that what is missing will not come
         claims, again = (
             {pool: count for pool, count in one.claim_counts().items() if count} for one in (index, cold_index)

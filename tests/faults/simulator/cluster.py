@@ -1,4 +1,7 @@
-"""The simulated cluster: machines, managers with their engines, the catalog. All of it production code but what it stands on."""
+"""The simulated cluster: machines, managers with their engines, the catalog.
+
+All of it production code but what it stands on.
+"""
 
 from __future__ import annotations
 
@@ -174,7 +177,8 @@ class Node:
         nap_s: what a step of a pool takes. hangs: none of them ends.
         keys: what its last process has read of them, where it reads keys.
         engine: that of its last process, where that owns HBM.
-        signals: how probable a signal is in a call of its engines; closing_signals: how many of them have a handler that closes.
+        signals: how probable a signal is in a call of its engines; closing_signals: how many of them have a handler
+            that closes.
     """
 
     def __init__(
@@ -229,9 +233,14 @@ class Node:
         while True:
             try:
                 manager = open_it(
-                    self.settings, NAMESPACES[:1], BLOCK_BYTES, "simulated", self.cluster.objects, process.clock.wall_ns,
+                    self.settings,
+                    NAMESPACES[:1],
+                    BLOCK_BYTES,
+                    "simulated",
+                    self.cluster.objects,
+                    process.clock.wall_ns,
                     core=self.core,
-                )  # fmt: skip
+                )
                 break
             except (KvbmError, OSError, RuntimeError) as error:
                 if isinstance(error, RuntimeError) and NO_THREAD not in str(error):
@@ -293,9 +302,11 @@ class Node:
                 if tier == Tier.NVME:
                     self.cluster.checker.overwrites(self, process, list(slots[begin:end]))
                 part = Proof(
-                    proof.namespace, proof.epoch, proof.hashes[begin * HASH_BYTES : end * HASH_BYTES],
+                    proof.namespace,
+                    proof.epoch,
+                    proof.hashes[begin * HASH_BYTES : end * HASH_BYTES],
                     np.ascontiguousarray(proof.checksums[begin:end]),
-                )  # fmt: skip
+                )
                 write(slots[begin:end], rows, part, places[begin:end])
                 if tier == Tier.NVME:
                     self.cluster.checker.has_put(self, list(slots[begin:end]), part.hashes)
@@ -338,7 +349,10 @@ class Node:
         manager.close(2.0)
 
     def _leave(self, process: Process, manager: Any, since_s: float) -> None:
-        """The process ends once its manager is closed, and comes back. What nobody has closed by then is closed as interpreters do it."""
+        """The process ends once its manager is closed, and comes back.
+
+        What nobody has closed by then is closed as interpreters do it.
+        """
         world = self.world
         if not process.alive:
             return
@@ -605,13 +619,15 @@ class Cluster:
             ),
             onboard=OnboardSettings(wait_s=rng.choice((0.01, 0.05, 1.0)), threads=2),
             journal=JournalSettings(
-                fsync=rng.choice(("off", "interval", "always")), segment_bytes=rng.choice((4 << 10, 16 << 10)),
-                capacity_bytes=rng.choice((128 << 10, 1 << 20)), waiting_bytes=1 << 20,
+                fsync=rng.choice(("off", "interval", "always")),
+                segment_bytes=rng.choice((4 << 10, 16 << 10)),
+                capacity_bytes=rng.choice((128 << 10, 1 << 20)),
+                waiting_bytes=1 << 20,
                 in_memory=in_memory,
             ),
             nats=NatsSettings(url="nats://sim:4222", window_bytes=rng.choice(windows)),
             snapshots=SnapshotsSettings(least_s=rng.choice((1.0, 4.0))),
-        )  # fmt: skip
+        )
         if self.peers is not None:
             settings = self._with_peers(settings)
         return settings if self._owners is None or not drawn_owner(self._owners) else self._owning(settings), core
@@ -624,23 +640,33 @@ class Cluster:
         return replace(settings, pools=replace(pools, hbm=hbm, host=host))
 
     def _with_peers(self, settings: Settings) -> Settings:
-        """An instance that has room to lend from and says soon that it does; now and then it has another secret than the others."""
+        """An instance that has room to lend from and says soon that it does; now and then it has another secret than
+        the others.
+        """
         rng, replace = self.world.rng, msgspec.structs.replace
         host = HostSettings(slots=rng.choice((0, 6, 6, 10, 16)))
         secrets = {"other": "wrong" if rng.random() < 0.1 else "right"}
         return replace(
-            settings, pools=replace(settings.pools, host=host), catalog=CatalogSettings(tenant_secrets=secrets),
-            onboard=replace(settings.onboard, wait_s=rng.choice((0.05, 0.5, 1.0))), nats=replace(settings.nats, heartbeat_s=0.1),
-        )  # fmt: skip
+            settings,
+            pools=replace(settings.pools, host=host),
+            catalog=CatalogSettings(tenant_secrets=secrets),
+            onboard=replace(settings.onboard, wait_s=rng.choice((0.05, 0.5, 1.0))),
+            nats=replace(settings.nats, heartbeat_s=0.1),
+        )
 
     def catalog_settings(self, machine: Machine) -> ServiceSettings:
         return ServiceSettings(
-            nats_url="nats://sim:4222", database_url="sqlite://", cluster=CLUSTER, store_every_s=0.5, capacity=1 << 20,
-            claims_every_s=15.0, forget_s=self.forget_s,
+            nats_url="nats://sim:4222",
+            database_url="sqlite://",
+            cluster=CLUSTER,
+            store_every_s=0.5,
+            capacity=1 << 20,
+            claims_every_s=15.0,
+            forget_s=self.forget_s,
             checkpoints=str(machine.disk.folder / "checkpoints") if self.has_checkpoints else "",
             checkpoint_every_s=self.checkpoint_every_s,
             archive=str(machine.disk.folder / "archive") if self.has_archive else "",
-        )  # fmt: skip
+        )
 
     def begin(self) -> None:
         self._real_store = service_module.SqlStore

@@ -1,7 +1,7 @@
 """A machine's disk: real files on tmpfs, reached through stand-ins for `os` and `open` that know of faults.
 
-A process that is killed leaves everything it wrote; a power cut takes what was not synced, at any byte. A write may fail, stop in
-the middle because the room is gone, or be the last thing its process does.
+A process that is killed leaves everything it wrote; a power cut takes what was not synced, at any byte. A write may
+fail, stop in the middle because the room is gone, or be the last thing its process does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class Disk:
         self.open_files.get(process, {}).pop(fd, None)
 
     def release(self, process: Process) -> None:
-        """The kernel closes what a dead process had open. What was closed past the stand-in of `os` may be somebody else's by now."""
+        """The kernel closes what a dead process had open.
+
+        What was closed past the stand-in of `os` may be somebody else's by now.
+        """
         self.unsynced.clear()  # a file that is closed is written
         for fd, inode in self.open_files.pop(process, {}).items():
             try:

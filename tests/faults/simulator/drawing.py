@@ -1,7 +1,7 @@
 """When faults come, and which of them together.
 
-Two faults meet when the second begins while the first still works, or what it has left is being mended: that is what draws of
-single moments seldom give, and what machines do, since one fault often brings the next.
+Two faults meet when the second begins while the first still works, or what it has left is being mended: that is what
+draws of single moments seldom give, and what machines do, since one fault often brings the next.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def _any(rng: random.Random, end_s: float) -> list[Fault]:
 
 
 def _meeting(rng: random.Random, at_s: float, end_s: float, kinds: Sequence[str]) -> list[Fault]:
-    """One fault of each kind, in any order, each begun while the last one works or shortly after it; mostly of one instance."""
+    """One fault of each kind, in any order, each begun while the last one works or shortly after it; mostly of one
+    instance.
+    """
     victim = rng.getrandbits(16) if rng.random() < 0.7 else None
     faults: list[Fault] = []
     for kind in rng.sample(list(kinds), len(kinds)):

@@ -1,7 +1,7 @@
 """Puts stand-ins where production modules reach for threads, time, files, chance and NATS; takes them away again.
 
-Production code has no hooks for the simulator. What it imports by name is replaced in its module, what it bound as a default
-argument is replaced there.
+Production code has no hooks for the simulator. What it imports by name is replaced in its module, what it bound as a
+default argument is replaced there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What goes wrong: each fault begins at a moment and is undone later, with chances of its own.
 
-Whether one fault is left out does not change what the others draw, so a failing run can be made smaller by leaving faults out.
-When they come, and which of them together, is drawn in `drawing`.
+Whether one fault is left out does not change what the others draw, so a failing run can be made smaller by leaving
+faults out. When they come, and which of them together, is drawn in `drawing`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Faults:
             if node.instance == instance and node.is_running and manager is not None and process is not None:
                 node.spawn(process, manager.take_snapshot, "stir")
 
-    # -- what kinds of faults ask ---------------------------------------------------------------------------------------
+    # -- what kinds of faults ask --------------------------------------------------------------------------------------
 
     def node(self, rng: random.Random, running: bool = True) -> Node | None:
         """An instance for a fault to happen to. `running`: one that works."""

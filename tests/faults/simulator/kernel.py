@@ -1,8 +1,9 @@
 """Virtual time for production code: processes, threads, an asyncio loop and clocks, all driven from one queue.
 
-Threads of the code under test are greenlets, its asyncio tasks run on `Loop`. Nothing here waits for real time or runs beside
-something else: whoever would block gives way to the queue, so one seed is one order of events. A process is a set of threads and
-tasks that die together; killing one never runs a line of it again, freezing one keeps its work until it is thawed.
+Threads of the code under test are greenlets, its asyncio tasks run on `Loop`. Nothing here waits for real time or runs
+beside something else: whoever would block gives way to the queue, so one seed is one order of events. A process is a
+set of threads and tasks that die together; killing one never runs a line of it again, freezing one keeps its work until
+it is thawed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Killed(BaseException):
 
 
 class Violation(BaseException):
-    """Something that must never be. No `except` of the code under test can hide it: the world ends with the first one."""
+    """Something that must never be.
+
+    No `except` of the code under test can hide it: the world ends with the first one.
+    """
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -93,7 +97,8 @@ class Shortages:
 
 
 class Signal:
-    """A signal that comes in the middle of a call of an engine's thread, where that waits, takes a lock or looks at a clock.
+    """A signal that comes in the middle of a call of an engine's thread, where that waits, takes a lock or looks at a
+    clock.
 
     Args:
         points: of such places that it lets pass.
@@ -266,7 +271,10 @@ class World:
             callback()
 
     def die(self, process: Process) -> None:
-        """Kill the process whose thread calls this. Does not return; only the loop, which cannot stop, raises Killed."""
+        """Kill the process whose thread calls this.
+
+        Does not return; only the loop, which cannot stop, raises Killed.
+        """
         current = greenlet.getcurrent()
         self.kill(process)
         if current is self.hub:
@@ -308,7 +316,10 @@ class World:
 
 
 class Loop(asyncio.AbstractEventLoop):
-    """What asyncio needs of a loop, on the world's queue. One for all processes: a handle belongs to who scheduled it."""
+    """What asyncio needs of a loop, on the world's queue.
+
+    One for all processes: a handle belongs to who scheduled it.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -351,7 +362,10 @@ class Loop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
-        """At once: what is handed to an executor here is short and touches files alone. Its first call needs a thread."""
+        """At once: what is handed to an executor here is short and touches files alone.
+
+        Its first call needs a thread.
+        """
         future, process = self.create_future(), self._world.current
         late = process.executors.setdefault(executor, [])
         if late is not _HAS_THREAD:
@@ -389,7 +403,7 @@ class Loop(asyncio.AbstractEventLoop):
 _HAS_THREAD: list[Callable[[], object]] = []  # of an executor: nothing waits for one
 
 
-# -- what the code under test takes for threading, time and concurrent.futures ------------------------------------------
+# -- what the code under test takes for threading, time and concurrent.futures -----------------------------------------
 
 
 def _signal_here(world: World) -> Signal | None:
@@ -419,7 +433,10 @@ class Waiter:
         self._timer: Handle | None = None
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Give way until fired; False when it was the timeout. Raises what a signal's handler does that comes meanwhile."""
+        """Give way until fired;
+
+        False when it was the timeout. Raises what a signal's handler does that comes meanwhile.
+        """
         world = self._world
         if self._greenlet is world.hub:
             raise SimulatorError("the loop would block")
@@ -813,7 +830,10 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any], **_: Any) -> Any:
 
 
 class CoroutineRunner:
-    """Stands for `asyncio.Runner`. A loop needs descriptors; to end its resolver, if that was asked, it needs a thread."""
+    """Stands for `asyncio.Runner`.
+
+    A loop needs descriptors; to end its resolver, if that was asked, it needs a thread.
+    """
 
     def __enter__(self) -> CoroutineRunner:
         INSTALLED.world.current.shortages.check_descriptor("a loop")

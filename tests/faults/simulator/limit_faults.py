@@ -1,4 +1,7 @@
-"""What runs out on a machine: threads, descriptors, undisturbed calls and names. Kinds of faults beside those of `faults`, for runs with limits."""
+"""What runs out on a machine: threads, descriptors, undisturbed calls and names.
+
+Kinds of faults beside those of `faults`, for runs with limits.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,9 @@ def signals(faults: Faults, rng: random.Random) -> Undo:
 
 
 def signal_closes(faults: Faults, rng: random.Random) -> Undo:
-    """A signal's handler closes the manager in the middle of a call of it (SIGTERM); the process leaves once it is closed, and comes back."""
+    """A signal's handler closes the manager in the middle of a call of it (SIGTERM); the process leaves once it is
+    closed, and comes back.
+    """
     node = faults.node(rng)
     if node is None or node.process is None:
         return NOTHING

@@ -1,7 +1,9 @@
-"""Where threads, descriptors, memory for names and uninterrupted calls run out: what is simulated for that, and what must hold.
+"""Where threads, descriptors, memory for names and uninterrupted calls run out: what is simulated for that, and what
+must hold.
 
-`Limits` has what is drawn for a run of that kind, and what such a run measures. `Signalled` is a manager as an engine's thread calls it whose
-calls signals interrupt: their handlers raise, or close the manager. Such an engine knows what it holds, and gives it back.
+`Limits` has what is drawn for a run of that kind, and what such a run measures. `Signalled` is a manager as an engine's
+thread calls it whose calls signals interrupt: their handlers raise, or close the manager. Such an engine knows what it
+holds, and gives it back.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class Limits:
 
     Attributes:
         secret: of the tenant, as files have it.
-        has_pods: machines keep their NVME in folders of pods, which other instances may join. has_keys: they read keys from files.
+        has_pods: machines keep their NVME in folders of pods, which other instances may join. has_keys: they read keys
+            from files.
         keys: how many each tenant has there; the last is the one to seal with.
         reached: how often what runs out did, by what it was.
     """
@@ -114,7 +117,9 @@ class Limits:
             Workers.replace_stuck = replace_stuck  # type: ignore[method-assign]
 
     def settings(self, settings: Settings, folder: Path) -> Settings:
-        """The settings of an instance on one machine: with a file of secrets, perhaps with its NVME in a folder of a pod."""
+        """The settings of an instance on one machine: with a file of secrets, perhaps with its NVME in a folder of a
+        pod.
+        """
         replace, wanted = msgspec.structs.replace, settings.pools
         if not wanted.host.slots:
             wanted = replace(wanted, host=replace(wanted.host, slots=8))  # there is something to load from
@@ -133,7 +138,10 @@ class Limits:
         )
 
     def write_secret(self, folder: Path) -> Path:
-        """Write the file of secrets of one machine. Another secret has another length: clocks of file systems are no part of a run."""
+        """Write the file of secrets of one machine.
+
+        Another secret has another length: clocks of file systems are no part of a run.
+        """
         path = folder / "secrets.toml"
         path.write_text(f'[tenants.{TENANT}]\nsecret = "{self.secret}"\n')
         return path
@@ -155,7 +163,10 @@ class Limits:
         return "".join(f"[tenants.{json.dumps(one.tenant)}]\n{entry}" for one in WITH_KEYS)
 
     def _read_keys(self, node: Node) -> None:
-        """Have a process read keys as its pools do, again and again; what they seal is no part of the run. In a thread of its own."""
+        """Have a process read keys as its pools do, again and again; what they seal is no part of the run.
+
+        In a thread of its own.
+        """
         source = keys_of_file(str(node.machine.disk.folder / "keys.toml"))
         while True:
             try:
@@ -282,7 +293,10 @@ class Signalled:
     # -- after a signal -----------------------------------------------------------------------------------------------
 
     def give_back(self) -> None:
-        """The engine gives up what it was doing. A call that was interrupted has done nothing, so what it holds is known."""
+        """The engine gives up what it was doing.
+
+        A call that was interrupted has done nothing, so what it holds is known.
+        """
         pinned, allocated = list(self._pinned.elements()), sorted(self._allocated)
         self._pinned.clear()
         self._allocated.clear()
@@ -332,14 +346,20 @@ def held(manager: Any) -> str:
     if stats.copies_in_flight or manager._copies.running:
         return f"{stats.copies_in_flight} copies have not ended"
     if stats.waiting_requests or stats.late_slots or stats.quarantined_slots:
-        return f"{stats.waiting_requests} requests wait, {stats.late_slots} slots are late, {stats.quarantined_slots} in quarantine"
+        return (
+            f"{stats.waiting_requests} requests wait, {stats.late_slots} slots are late, {stats.quarantined_slots} "
+            "in quarantine"
+        )
     manager._ledger.expire(float("inf"))  # what engines keep is theirs
     for tier in manager.pools.slots:
         counts = manager._ledger.counts(tier)
         if counts.held != counts.evictable:
             return f"{counts.held - counts.evictable} blocks in {tier.name} are pinned"
         if counts.allocated or counts.free + counts.held != counts.slots:
-            return f"{counts.slots - counts.free - counts.held} slots of {tier.name} are nobody's ({counts.allocated} allocated)"
+            return (
+                f"{counts.slots - counts.free - counts.held} slots of {tier.name} are nobody's ({counts.allocated} "
+                "allocated)"
+            )
     return ""
 
 

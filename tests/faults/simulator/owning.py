@@ -1,14 +1,15 @@
-"""Engines that own HBM: an instance of `kvbm.open_engine_manager`, its requests and its workers, as the vLLM connector uses it.
+"""Engines that own HBM: an instance of `kvbm.open_engine_manager`, its requests and its workers, as the vLLM connector
+uses it.
 
-An engine keeps its prefix cache itself and says what it gains and loses there. Requests find what HBM lacks with `begin_acquire`, ask again
-and again, are aborted, or have it copied from HOST's rows; what was computed is stored there by workers that take their time, fail in part, and
-write whatever they like into rows that are theirs. Meanwhile the cache is reset, HOST and NVME are cleared, and whatever else happens in a run
-happens.
+An engine keeps its prefix cache itself and says what it gains and loses there. Requests find what HBM lacks with
+`begin_acquire`, ask again and again, are aborted, or have it copied from HOST's rows; what was computed is stored there
+by workers that take their time, fail in part, and write whatever they like into rows that are theirs. Meanwhile the
+cache is reset, HOST and NVME are cleared, and whatever else happens in a run happens.
 
-It must hold that no call but `clear` and `end_store` waits; that rows are a store's own until it has ended, and a request's until it gives them
-back; that what a request is given has its bytes; that a request is over at its deadline; that it gets nothing of what was cleared while it
-waited; that the manager knows what HBM holds; that no start brings back from NVME what a durable clear has withdrawn; and that in the end nothing is held
-for anybody.
+It must hold that no call but `clear` and `end_store` waits; that rows are a store's own until it has ended, and a
+request's until it gives them back; that what a request is given has its bytes; that a request is over at its deadline;
+that it gets nothing of what was cleared while it waited; that the manager knows what HBM holds; that no start brings
+back from NVME what a durable clear has withdrawn; and that in the end nothing is held for anybody.
 """
 
 from __future__ import annotations
@@ -276,7 +277,10 @@ class OwningEngine:
             self._agree("cleared", self._insist(call, self._manager.engine_cleared), count)
 
     def _agree(self, what: str, known: int | None, held: int) -> None:
-        """What the manager says that it knew is what HBM held. None: a signal came in the middle, and nobody knows what it has done."""
+        """What the manager says that it knew is what HBM held.
+
+        None: a signal came in the middle, and nobody knows what it has done.
+        """
         if known is not None and known != held:
             raise Violation(f"{self._process} {what} blocks of which HBM held {held}; the manager knew of {known}")
 
@@ -363,7 +367,10 @@ def unended(node: Node) -> str:
     if engine.stores:
         return f"{len(engine.stores)} stores have not ended"
     if copies.open or copies.coming or copies.stores or copies._cancelled:
-        return f"copies are remembered that have ended: {copies.open or copies.stores or copies._cancelled or copies.coming}"
+        return (
+            "copies are remembered that have ended: "
+            f"{copies.open or copies.stores or copies._cancelled or copies.coming}"
+        )
     known, held = set(manager.held(Tier.HBM)), engine.hbm.keys()
     if known != held:
         return f"HBM holds {len(held - known)} blocks that the manager does not know of, and lacks {len(known - held)}"

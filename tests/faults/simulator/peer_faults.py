@@ -1,4 +1,6 @@
-"""What goes wrong between instances that read from each other: kinds of faults beside those of `faults`, for runs with peers."""
+"""What goes wrong between instances that read from each other: kinds of faults beside those of `faults`, for runs with
+peers.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def stale_answers(faults: Faults, rng: random.Random) -> Undo:
 
 
 def clear_lenders(faults: Faults, rng: random.Random) -> Undo:
-    """Instances drop all they have in HOST and NVME, again and again, whoever reads it, and others come into these slots."""
+    """Instances drop all they have in HOST and NVME, again and again, whoever reads it, and others come into these
+    slots.
+    """
     world, is_over = faults.cluster.world, False
 
     def clear(node: Node, manager: Any) -> None:

@@ -1,11 +1,13 @@
-"""Instances that read each other's blocks: what lends and what reads is production code, the way between the two is simulated.
+"""Instances that read each other's blocks: what lends and what reads is production code, the way between the two is
+simulated.
 
-An owner is a manager's ledger behind the readable `Leases`, in threads of its own process; a reader is `LocalReader`, in the manager's table of
-`Peers`. They stand for the native server and the native client. Between grant and copy, and amid each row, time goes on: the owner evicts,
-clears, uses a slot again, closes, dies, or comes back at its address; the reader freezes, gives up or dies.
+An owner is a manager's ledger behind the readable `Leases`, in threads of its own process; a reader is `LocalReader`,
+in the manager's table of `Peers`. They stand for the native server and the native client. Between grant and copy, and
+amid each row, time goes on: the owner evicts, clears, uses a slot again, closes, dies, or comes back at its address;
+the reader freezes, gives up or dies.
 
-What a reader counts as arrived is held to the bytes it must have, and what it finds corrupt to a cause: while a lease lasts, and nobody
-flipped a bit, the bytes of its slots are those of its blocks.
+What a reader counts as arrived is held to the bytes it must have, and what it finds corrupt to a cause: while a lease
+lasts, and nobody flipped a bit, the bytes of its slots are those of its blocks.
 """
 
 from __future__ import annotations
@@ -268,7 +270,9 @@ class SimReader:
 
 
 class _Question:
-    """What an owner is asked, and its answer: pinned from when it is given until the reader has begun a lease, or does not come."""
+    """What an owner is asked, and its answer: pinned from when it is given until the reader has begun a lease, or does
+    not come.
+    """
 
     def __init__(self, world: World, namespace: NamespaceId, hashes: bytes) -> None:
         self.namespace, self.hashes = namespace, hashes
@@ -277,7 +281,8 @@ class _Question:
 
 
 class SimLending:
-    """What a manager's native server does: it lends blocks of HOST and NVME under the ledger's lock, each question in a thread of the owner.
+    """What a manager's native server does: it lends blocks of HOST and NVME under the ledger's lock, each question in a
+    thread of the owner.
 
     It is `Lender` to `Leases`, and `Server` to `Exchange`.
 
@@ -405,7 +410,9 @@ class SimLending:
         self.leases.expire(self.world.now)
 
     def _lent(self, question: _Question, tiers: list[Tier], slots: list[int]) -> Lent | None:
-        """A run that is pinned, with its bytes: of NVME as they are read now, to before the first block that cannot be."""
+        """A run that is pinned, with its bytes: of NVME as they are read now, to before the first block that
+        cannot be.
+        """
         if not slots:
             return None
         count, hashes = len(slots), split_hashes(question.hashes)
@@ -502,7 +509,10 @@ def open_lending(
 
 
 def flipped_rows(network: PeerNetwork, rng: random.Random) -> int:
-    """Flip a bit in some HOST slots that lend now; how many. Not where an engine owns HBM, whose workers take HOST's memory as it is."""
+    """Flip a bit in some HOST slots that lend now; how many.
+
+    Not where an engine owns HBM, whose workers take HOST's memory as it is.
+    """
     count = 0
     for machine in sorted(network.lent):
         lending = network.lent[machine]

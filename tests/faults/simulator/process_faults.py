@@ -151,7 +151,10 @@ def twin(faults: Faults, rng: random.Random) -> Undo:
 
 
 def forget(faults: Faults, rng: random.Random) -> Undo:
-    """An instance goes, for a while or for good. Operators have it forgotten as soon as a catalog takes it for gone, or time does."""
+    """An instance goes, for a while or for good.
+
+    Operators have it forgotten as soon as a catalog takes it for gone, or time does.
+    """
     node = faults.node(rng)
     if node is None or node.process is None:
         return NOTHING

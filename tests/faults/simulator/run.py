@@ -229,11 +229,22 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
             trace.update(f"{world.now} {world.steps} {cluster.server.last_sequence} {violation}".encode())
             peers = cluster.peers
             outcome = Outcome(
-                seed, violation, world.steps, cluster.operations, len(faults.happened), checker.checks,
-                cluster.server.last_sequence, world.now, trace.hexdigest()[:16], planned,
-                met(faults.happened, how.together), peers.arrived if peers else 0, peers.fetched if peers else 0,
-                cluster.owning + (Counter() if limits is None else limits.reached), list(story),
-            )  # fmt: skip
+                seed,
+                violation,
+                world.steps,
+                cluster.operations,
+                len(faults.happened),
+                checker.checks,
+                cluster.server.last_sequence,
+                world.now,
+                trace.hexdigest()[:16],
+                planned,
+                met(faults.happened, how.together),
+                peers.arrived if peers else 0,
+                peers.fetched if peers else 0,
+                cluster.owning + (Counter() if limits is None else limits.reached),
+                list(story),
+            )
             cluster.end()
             for opened in leaving._open.keys() - open_before:  # the dead are not closed when the interpreter ends
                 del leaving._open[opened]

@@ -1,8 +1,8 @@
 """A JetStream server in memory, and the connections to it, as far as kvbm uses them and as badly as they may behave.
 
 Server   what survives a restart: the stream of events and fences, in order of sequence. Pulses are kept in memory.
-Link     one connection: in order, with a delay, until it breaks. What was under way towards the server when it broke may
-         still be stored, up to some message; replies are lost.
+Link     one connection: in order, with a delay, until it breaks. What was under way towards the server when it broke
+         may still be stored, up to some message; replies are lost.
 SimStream the `EventStream` that production code gets instead of `NatsStream`.
 """
 
@@ -284,7 +284,9 @@ class Server:
         self.last = {stored.subject: stored for stored in kept}
 
     def recreate(self) -> None:
-        """Another stream has the name: it is empty, its sequences begin with 1, and whoever read the old one is told."""
+        """Another stream has the name: it is empty, its sequences begin with 1, and whoever read the old one is
+        told.
+        """
         self._replace([])
         self.first_sequence, self.last_sequence, self.synced = 1, 0, 0
         self._streams += 1

@@ -1,4 +1,6 @@
-"""What goes wrong with the stream and its server: it is away, loses, refuses, repeats, or holds what nobody of ours has written."""
+"""What goes wrong with the stream and its server: it is away, loses, refuses, repeats, or holds what nobody of ours has
+written.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def _server_down(faults: Faults, lose_tail: bool) -> Undo:
 
 
 def recreate_stream(faults: Faults, rng: random.Random) -> Undo:
-    """The stream begins anew, empty, while instances go on: deleted and made again, or its server comes back without its files."""
+    """The stream begins anew, empty, while instances go on: deleted and made again, or its server comes back without
+    its files.
+    """
     server = faults.cluster.server
     if not server.is_up:
         server.recreate()  # it had been down, and comes back so
@@ -88,7 +92,9 @@ def drop_acks(faults: Faults, rng: random.Random) -> Undo:
 
 
 def late_copies(faults: Faults, rng: random.Random) -> Undo:
-    """Messages that were sent once arrive again, later, as a socket or a proxy may deliver them: with the fence they named."""
+    """Messages that were sent once arrive again, later, as a socket or a proxy may deliver them: with the fence they
+    named.
+    """
     server = faults.cluster.server
     recent = [stored for stored in list(server.messages)[-60:] if stored.fence is None and stored.by != "foreign"]
     if not recent:
@@ -100,8 +106,13 @@ def late_copies(faults: Faults, rng: random.Random) -> Undo:
         def again(stored: object = stored, fence_subject: str = fence_subject) -> None:
             if server.is_up and not server.takes_nothing and stored.named is not None:  # type: ignore[attr-defined]
                 server.publish(
-                    stored.subject, fence_subject, stored.data, stored.named, stored.acked, stored.by  # type: ignore[attr-defined]
-                )  # fmt: skip
+                    stored.subject,
+                    fence_subject,
+                    stored.data,
+                    stored.named,
+                    stored.acked,
+                    stored.by,  # type: ignore[attr-defined]
+                )
 
         faults.world.after(rng.expovariate(1.0), faults.world.nature, again)
     return None

@@ -21,9 +21,16 @@ from kvbm.streams.base import START, Mark
 from tests.faults.simulator.kernel import World
 
 _TABLES = (
-    "places", "over", "instance_rows", "epoch_rows", "namespace_rows", "position_rows", "claim_rows", "absence_rows",
+    "places",
+    "over",
+    "instance_rows",
+    "epoch_rows",
+    "namespace_rows",
+    "position_rows",
+    "claim_rows",
+    "absence_rows",
     "forgotten_rows",
-)  # fmt: skip
+)
 _BACKUPS = 5
 
 

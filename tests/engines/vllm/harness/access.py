@@ -8,7 +8,8 @@ import torch
 
 from tests.engines.vllm.harness.words import Group
 
-GARBAGE = 0x4B  # as float32 13,323,083: far from any KV, yet 0 times it is 0, which NaN would not be where blocks are partly filled
+# As float32 13,323,083: far from any KV, yet 0 times it is 0, which NaN would not be where blocks are partly filled
+GARBAGE = 0x4B
 
 
 class TestAccess:
@@ -25,7 +26,9 @@ class TestAccess:
         return bytes_overwritten
 
     def load_into_model(self, folder: str) -> None:
-        """Load weights into the model itself, as a trainer does; of the norms alone, as a CPU's backend keep the others elsewhere."""
+        """Load weights into the model itself, as a trainer does; of the norms alone, as a CPU's backend keep the others
+        elsewhere.
+        """
         from pathlib import Path
 
         from safetensors.torch import load_file

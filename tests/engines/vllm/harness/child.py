@@ -186,7 +186,10 @@ class Served:
         return True
 
     def forget(self, with_connector: bool, wait_s: float) -> bool:
-        """Empty the engine's own prefix cache, and the connector's where asked; False when blocks were in use all the time."""
+        """Empty the engine's own prefix cache, and the connector's where asked;
+
+        False when blocks were in use all the time.
+        """
         deadline = time.monotonic() + wait_s
         while not self._llm.reset_prefix_cache(reset_connector=with_connector):
             if time.monotonic() > deadline:
@@ -259,7 +262,9 @@ def _answer(output: Any) -> Answer:
 
 
 def _let_platform(setup: Setup) -> None:
-    """Have the CPU platform take asynchronous scheduling and forked processes; by itself it forbids the one and spawns the others."""
+    """Have the CPU platform take asynchronous scheduling and forked processes; by itself it forbids the one and spawns
+    the others.
+    """
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
@@ -276,7 +281,9 @@ def _let_platform(setup: Setup) -> None:
 
 
 def _let_stages_begin() -> None:
-    """Have later pipeline stages make the tensors they take over from the one before; vLLM does that in a warm-up, which engines here leave out."""
+    """Have later pipeline stages make the tensors they take over from the one before; vLLM does that in a warm-up,
+    which engines here leave out.
+    """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     gather = GPUModelRunner.sync_and_gather_intermediate_tensors

@@ -1,4 +1,6 @@
-"""What engines tell their events to: a nats-server and a catalog with an archive, real processes that tests kill and start again."""
+"""What engines tell their events to: a nats-server and a catalog with an archive, real processes that tests kill and
+start again.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,9 @@ class Cluster:
     # -- agreement ----------------------------------------------------------------------------------------------------
 
     def agree(self, *engines: Engine) -> list[Holding]:
-        """Wait until the catalog says of each engine what its ledger says, and the ledger of HBM what vLLM's prefix cache holds."""
+        """Wait until the catalog says of each engine what its ledger says, and the ledger of HBM what vLLM's prefix
+        cache holds.
+        """
         deadline_s = time.monotonic() + WAIT_S
         for engine in engines:
             engine.offload(WAIT_S)
@@ -184,7 +188,9 @@ class Cluster:
         return found
 
     def verify(self, *engines: Path) -> None:
-        """`kvbm-replay verify` finds nothing in the archive, nor in the journal of each instance's folder; both hold events."""
+        """`kvbm-replay verify` finds nothing in the archive, nor in the journal of each instance's folder; both hold
+        events.
+        """
         for source in (self.archive, *(folder / "instances" / folder.name / "journal" for folder in engines)):
             answer = replay("verify", source)
             assert answer["findings"] == [], source

@@ -1,4 +1,6 @@
-"""What tests ask of the engine core and of the instance in it, called in the core's process: plain values in and out."""
+"""What tests ask of the engine core and of the instance in it, called in the core's process: plain values in
+and out.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,9 @@ def hashes(core: Any, tokens: list[int], salt: str) -> tuple[str, str]:
 
 
 def held_of(core: Any, tokens: list[int]) -> list[tuple[bool, int, list[bool]]]:
-    """Of each KV group whether it has states, the tokens of a block, and which whole blocks of a prompt a tier holds."""
+    """Of each KV group whether it has states, the tokens of a block, and which whole blocks of a prompt a tier
+    holds.
+    """
     half, found = _half(core), []
     with _asked(core, tokens) as state:
         for index, group in enumerate(half._groups):
@@ -157,7 +161,9 @@ def held_of(core: Any, tokens: list[int]) -> list[tuple[bool, int, list[bool]]]:
 
 
 def object_names(core: Any, tokens: list[int]) -> list[tuple[int, int | None, list[str]]]:
-    """Of each KV group the tokens of a block, how many blocks are read back (None: all), and what the objects of a prompt's blocks are named."""
+    """Of each KV group the tokens of a block, how many blocks are read back (None: all), and what the objects of a
+    prompt's blocks are named.
+    """
     half, found = _half(core), []
     with _asked(core, tokens) as state:
         for index, group in enumerate(half._groups):
@@ -168,7 +174,9 @@ def object_names(core: Any, tokens: list[int]) -> list[tuple[int, int | None, li
 
 
 def drop_some(core: Any, seed: str, share: float) -> int:
-    """Withdraw a share of all blocks, drawn at random, from every tier that holds them; gives how many residencies that were."""
+    """Withdraw a share of all blocks, drawn at random, from every tier that holds them; gives how many residencies that
+    were.
+    """
     manager, chosen = _manager(core), random.Random(seed)
     blocks = sorted({bytes(one) for tier in manager.pools.slots for one in manager.held(tier)})
     lost = b"".join(block for block in blocks if chosen.random() < share)

@@ -1,4 +1,7 @@
-"""An engine with data-parallel ranks: each is a core in processes of its own, as in vLLM's server. It obeys fewer commands than `child.Served`."""
+"""An engine with data-parallel ranks: each is a core in processes of its own, as in vLLM's server.
+
+It obeys fewer commands than `child.Served`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ class ServedByCores:
         self._engine = self._loop.run_until_complete(made())
 
     def generate_on(self, asks: Sequence[tuple[int, Sequence[int]]], output_tokens: int) -> list[tuple[list[int], int]]:
-        """Prompts, one after another, each by its rank: what was generated, and how many of the prompt's tokens were cached."""
+        """Prompts, one after another, each by its rank: what was generated, and how many of the prompt's tokens were
+        cached.
+        """
         return [self._loop.run_until_complete(self._one(rank, tokens, output_tokens)) for rank, tokens in asks]
 
     async def _one(self, rank: int, tokens: Sequence[int], output_tokens: int) -> tuple[list[int], int]:

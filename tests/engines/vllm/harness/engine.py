@@ -131,7 +131,9 @@ class Engine:
         return answers
 
     def forget(self, with_connector: bool = False, wait_s: float = SETTLE_WAIT_S) -> None:
-        """Empty the engine's prefix cache and overwrite all device KV with garbage: what comes next has to be computed or loaded."""
+        """Empty the engine's prefix cache and overwrite all device KV with garbage: what comes next has to be computed
+        or loaded.
+        """
         self.settle(wait_s)
         self.begin("forget", with_connector, wait_s)
         assert self.answer(ANSWER_WAIT_S), f"blocks were in use for {wait_s:.0f} s after the last request"
@@ -145,7 +147,10 @@ class Engine:
         assert self.answer(ANSWER_WAIT_S), f"the engine was still at work {wait_s:.0f} s after the last request"
 
     def offload(self, wait_s: float = SETTLE_WAIT_S) -> None:
-        """Wait until all that was computed has reached every tier it goes to. The engine goes on meanwhile: copies end in its steps."""
+        """Wait until all that was computed has reached every tier it goes to.
+
+        The engine goes on meanwhile: copies end in its steps.
+        """
         deadline = time.monotonic() + wait_s
         self.settle(wait_s)
         while not self.in_core("settled", 0.02):

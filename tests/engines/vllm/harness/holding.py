@@ -1,4 +1,6 @@
-"""What an engine holds, by its instance's ledger and by vLLM's own prefix cache: called in the core's process, plain values out."""
+"""What an engine holds, by its instance's ledger and by vLLM's own prefix cache: called in the core's process, plain
+values out.
+"""
 
 from __future__ import annotations
 

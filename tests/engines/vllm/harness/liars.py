@@ -53,7 +53,9 @@ class EmptyHanded(KVConnectorBase_V1, SupportsHMA):
 
 
 class WrongBlocks(EmptyHanded):
-    """Claims every whole block of every prompt, and loads blocks that look as good as any: those of the first prompt it saw."""
+    """Claims every whole block of every prompt, and loads blocks that look as good as any: those of the first prompt it
+    saw.
+    """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)

@@ -1,7 +1,8 @@
-"""Tiny models with random weights, float32, made on the spot: a Llama, a Gemma 3 with sliding windows, a Qwen3-Next with states.
+"""Tiny models with random weights, float32, made on the spot: a Llama, a Gemma 3 with sliding windows, a Qwen3-Next
+with states.
 
-Weights are larger than training would begin with, so that attention is sharp, logits lie apart and what a prompt said hundreds of tokens
-ago still shows in the output: a wrong block must be seen. `test_harness.py` measures that.
+Weights are larger than training would begin with, so that attention is sharp, logits lie apart and what a prompt said
+hundreds of tokens ago still shows in the output: a wrong block must be seen. `test_harness.py` measures that.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 512
-STATES = {  # how a model with states is run: its kernels take no float32, and states in it are the same however a prompt is cut
+# How a model with states is run: its kernels take no float32, and states in it are the same however a prompt is cut
+STATES = {
     "dtype": "bfloat16",
     "mamba_ssm_cache_dtype": "float32",
 }
@@ -33,7 +35,9 @@ def llama(folder: Path, seed: int = 7) -> None:
 
 
 def gemma(folder: Path) -> None:
-    """Six layers, every third with full attention, the others with a sliding window: vLLM makes several KV cache groups of them."""
+    """Six layers, every third with full attention, the others with a sliding window: vLLM makes several KV cache groups
+    of them.
+    """
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -50,7 +54,10 @@ def gemma(folder: Path) -> None:
 
 
 def qwen_next(folder: Path) -> None:
-    """Four layers, three with a recurrent state and one with full attention: vLLM makes a KV cache group of each. Made for bfloat16."""
+    """Four layers, three with a recurrent state and one with full attention: vLLM makes a KV cache group of each.
+
+    Made for bfloat16.
+    """
     import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -95,7 +102,10 @@ def llama_of_words(folder: Path) -> None:
 
 
 def adapter(folder: Path, seed: int) -> str:
-    """A LoRA adapter for the Llama: random weights, so large that keys and values are others with it. Over what was in the folder."""
+    """A LoRA adapter for the Llama: random weights, so large that keys and values are others with it.
+
+    Over what was in the folder.
+    """
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,6 @@
-"""What goes wrong on purpose: functions that break a part of kvbm in the process an engine is made in (`Setup.patches`)."""
+"""What goes wrong on purpose: functions that break a part of kvbm in the process an engine is made in
+(`Setup.patches`).
+"""
 
 from __future__ import annotations
 
@@ -165,7 +167,9 @@ def _break_queues(kind: Any) -> None:
 
 
 def flip_bits(data: np.ndarray, every: int) -> np.ndarray:
-    """Bytes with a bit flipped in every so many: the highest but one of a float32, so that it shows wherever nobody checks."""
+    """Bytes with a bit flipped in every so many: the highest but one of a float32, so that it shows wherever nobody
+    checks.
+    """
     flipped = data.copy()
     flipped[3::every] ^= 0x40
     return flipped
@@ -203,7 +207,9 @@ class _MixedUp:
 
 
 def _mix_up_states(other: Any) -> None:
-    """Put the rows of `other(planner, state, group's index, block)` in the place of a state's, where there is another and HOST has it."""
+    """Put the rows of `other(planner, state, group's index, block)` in the place of a state's, where there is another
+    and HOST has it.
+    """
     from kvbm.engines.vllm.load_planner import LoadPlanner
 
     begin = LoadPlanner.begin

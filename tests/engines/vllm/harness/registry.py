@@ -1,8 +1,9 @@
-"""What kvbm makes of every architecture of vLLM's registry: docs/vllm-models.md, which `python -m tests.engines.vllm.harness.registry` writes, or
-another file that it is given.
+"""What kvbm makes of every architecture of vLLM's registry: docs/vllm-models.md, which `python -m
+tests.engines.vllm.harness.registry` writes, or another file that it is given.
 
-An architecture is built on the meta device, without weights, from the defaults of its configuration in transformers with few layers; vLLM's
-own code makes KV groups of its layers. What cannot be built so is sorted by what vLLM's registry says of its class.
+An architecture is built on the meta device, without weights, from the defaults of its configuration in transformers
+with few layers; vLLM's own code makes KV groups of its layers. What cannot be built so is sorted by what vLLM's
+registry says of its class.
 """
 
 from __future__ import annotations
@@ -82,8 +83,14 @@ def page_of(found: list[Verdict]) -> str:
             others[one.facts].append(one.name)
     lines = [
         "# Models of vLLM",
-        f"What kvbm serves of the {len(found)} architectures in the registry of vLLM {'.'.join(__version__.split('.')[:2])}. Written by a program that builds them, and held to it by a test",
-        "(`tests/engines/vllm/test_registry.py`). [vLLM](vllm.md#what-is-not-served) says which engines are not served, whatever their model.",
+        (
+            f"What kvbm serves of the {len(found)} architectures in the registry of vLLM "
+            f"{'.'.join(__version__.split('.')[:2])}. Written by a program that builds them, and held to it by a test"
+        ),
+        (
+            "(`tests/engines/vllm/test_registry.py`). [vLLM](vllm.md#what-is-not-served) says which engines are not "
+            "served, whatever their model."
+        ),
         "",
         "Models with recurrent states alone need `--enable-prefix-caching`: vLLM switches it off for them.",
         "",
@@ -96,7 +103,10 @@ def page_of(found: list[Verdict]) -> str:
     lines += [
         "",
         "## Not built on this machine, so by what vLLM says of their kind",
-        "Their configuration has no defaults that make a model, or they need a GPU's kernels or packages that are not installed where this page is made. An engine says at",
+        (
+            "Their configuration has no defaults that make a model, or they need a GPU's kernels or packages that are "
+            "not installed where this page is made. An engine says at"
+        ),
         "its start whether it is served (`connector.not_serving`).",
         "",
         "| kind | architectures |",
@@ -152,9 +162,14 @@ def _built(name: str, kind: str) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(values))
         arguments = EngineArgs(
-            model=folder, skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, dtype="bfloat16",
-            max_model_len=_CONTEXT_TOKENS, enable_prefix_caching=True,
-        )  # fmt: skip
+            model=folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            enforce_eager=True,
+            dtype="bfloat16",
+            max_model_len=_CONTEXT_TOKENS,
+            enable_prefix_caching=True,
+        )
         config = arguments.create_engine_config()
     config.cache_config.kv_cache_layout = KVCacheLayout.LBNHC.name
     config.cache_config.num_gpu_blocks_override = _BLOCKS

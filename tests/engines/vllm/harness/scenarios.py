@@ -1,7 +1,7 @@
 """What must hold of an engine with a connector, however it is set up. Each leaves the engine as it likes.
 
-They ask nothing of the connector but answers that are right and hits where there must be some, so that a connector that lies can be put
-through the same checks.
+They ask nothing of the connector but answers that are right and hits where there must be some, so that a connector that
+lies can be put through the same checks.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def forgotten_everywhere(engine: Engine, truth: Truth, seed: str) -> None:
 
 
 def pressure(engine: Engine, truth: Truth, seed: str, prompts: int = 24, rounds: int = 4) -> int:
-    """Many prompts, more than there is room for, in any order and several at a time; gives how many tokens were not computed."""
+    """Many prompts, more than there is room for, in any order and several at a time; gives how many tokens were not
+    computed.
+    """
     chosen = random.Random(seed)
     stems = truth.prompts(seed, 4, 128)
     asks = [truth.prompt(f"{seed}/{at}", 200 + 16 * (at % 7), after=stems[at % 4].tokens) for at in range(prompts)]

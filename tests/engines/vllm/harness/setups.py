@@ -16,7 +16,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {"qwen-next": STATES}  # of vLLM, for
 
 
 def connector(folder: Path, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The `kv_transfer_config` of an instance with its files in a folder; settings as kvbm's, dotted. None leaves a key out."""
+    """The `kv_transfer_config` of an instance with its files in a folder; settings as kvbm's, dotted.
+
+    None leaves a key out.
+    """
     extra = {
         "instance.data_dir": str(folder),
         "instance.id": folder.name,

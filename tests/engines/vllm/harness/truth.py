@@ -56,7 +56,8 @@ class Truth:
             wrong = difference(answer, right)
             if wrong:
                 raise WrongAnswerError(
-                    f"request {at} of {len(asks)}, {len(ask.tokens)} tokens of which {answer.cached_tokens} came from a cache: {wrong}"
+                    f"request {at} of {len(asks)}, {len(ask.tokens)} tokens of which {answer.cached_tokens} came from "
+                    f"a cache: {wrong}"
                 )
 
     def close(self) -> None:
@@ -76,8 +77,9 @@ class Truth:
 def difference(answer: Answer, right: Answer) -> str:
     """Where an answer differs from the right one, "" when it does not.
 
-    The chosen token's log probability and those of the likeliest tokens are compared at each position. Of two tokens that are equally
-    likely either may be the last of the likeliest, so a token that only one of both names must be as likely as the other's last.
+    The chosen token's log probability and those of the likeliest tokens are compared at each position. Of two tokens
+    that are equally likely either may be the last of the likeliest, so a token that only one of both names must be as
+    likely as the other's last.
     """
     if answer.finish != "length":
         return f"it ended by {answer.finish!r}"

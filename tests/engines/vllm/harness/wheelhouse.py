@@ -18,7 +18,8 @@ _OURS = ("kvbm", "_editable_skbc_kvbm")  # how what this environment has of kvbm
 
 
 def pack_ours(folder: Path) -> Path:
-    """kvbm-ledger's wheel for this Python: this checkout's sources, the native module in use, and what pyproject.toml says.
+    """kvbm-ledger's wheel for this Python: this checkout's sources, the native module in use, and what pyproject.toml
+    says.
 
     That the real ones have the same in them is what `make wheels-check` is for.
     """

@@ -30,7 +30,9 @@ class Ask(NamedTuple):
 
     @property
     def reusable_tokens(self) -> int:
-        """How many of the prompt's tokens a cache of whole blocks can answer for: never the last, whose output is wanted."""
+        """How many of the prompt's tokens a cache of whole blocks can answer for: never the last, whose output is
+        wanted.
+        """
         return (len(self.tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -64,7 +66,8 @@ class Setup:
         requests: at most so many at a time.
         ranks: of tensor parallelism.
         stages: of pipeline parallelism.
-        hosts: that the ranks are on, all of them this machine: of each but the first, vLLM's workers have a parent of their own, as if on another.
+        hosts: that the ranks are on, all of them this machine: of each but the first, vLLM's workers have a parent of
+            their own, as if on another.
         cores: data-parallel ranks; with several the engine obeys what `data_parallel` says.
         core: "inside" the process that asks, or in a "process" of its own, with another one for each worker.
         start: "fork", which is quick, or "spawn" as vLLM does it by itself, for a core of its own.
