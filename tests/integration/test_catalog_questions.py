@@ -141,13 +141,15 @@ def test_json_is_what_the_catalog_answers(asked: Asked) -> None:
 def test_a_route_is_not_remembered_unless_it_is_sent(asked: Asked) -> None:
     def waits() -> float:
         return (
-            msgspec.json.decode(asked("route", HASHES.hex(), "--input-tokens", "100000", "--json")[1], type=RouteAnswer)
+            msgspec.json.decode(
+                asked("route", HASHES.hex(), "--input-tokens", "16000000", "--json")[1], type=RouteAnswer
+            )
             .ranked[0]
             .queueing_s
         )
 
     assert [waits(), waits()] == [0.0, 0.0]
-    asked("route", HASHES.hex(), "--input-tokens", "100000", "--send")
+    asked("route", HASHES.hex(), "--input-tokens", "16000000", "--send")
     assert waits() > 0
 
 
