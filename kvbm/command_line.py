@@ -18,7 +18,7 @@ import structlog
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.files import replace_file
-from kvbm.telemetry.remarks import PlainFormatter, StandardError, for_terminals, stamp
+from kvbm.telemetry.stderr_log import PlainFormatter, StandardError, for_terminals, stamp
 from kvbm.terminal import say_error
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -92,7 +92,7 @@ def read_settings(config: Path | None, sets: Sequence[str]) -> Settings:
 
 
 def configure_logs(level: int = logging.INFO) -> None:
-    """Remarks for people go to standard error; standard output carries answers only."""
+    """SafeLog for people go to standard error; standard output carries answers only."""
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

@@ -21,9 +21,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700

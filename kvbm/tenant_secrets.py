@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from kvbm.core.errors import ConfigError
 from kvbm.files import read_small, settled_stamp, stamp
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _LOOK_S = 1.0  # between two looks at the file
 _FIELDS = {"secret", "next", "next_from"}

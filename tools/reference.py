@@ -400,7 +400,7 @@ class Logged(NamedTuple):
 
 
 def logged() -> list[Logged]:
-    """Every `log.LEVEL("noun.verb_past", …)` of the package, and what `Seldom.warn` logs now and then."""
+    """Every `log.LEVEL("noun.verb_past", …)` of the package, and what `RateLimitedLog.warn` logs now and then."""
     found: dict[tuple[str, str, str], Logged] = {}
     for file in sorted((ROOT / "kvbm").rglob("*.py")):
         module = str(file.relative_to(ROOT))

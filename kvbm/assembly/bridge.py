@@ -30,17 +30,17 @@ from kvbm.core.errors import ConfigError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import UNKNOWN, Epoch, InstanceId, Reach, Tier
 from kvbm.manager.publisher_port import Publishing
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.foreign.identity import Source
 from kvbm.streams.foreign.state import ForeignState
 from kvbm.streams.foreign.wire import Kind, decode_batch
 from kvbm.streams.nats.permissions import Role
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.publisher.thread import PublisherThread
-from kvbm.telemetry.remarks import to_standard_error
+from kvbm.telemetry.stderr_log import to_standard_error
 from kvbm.tenant_secrets import TenantSecrets
 
-log = Remarks()
+log = SafeLog()
 
 _ASKERS = 16  # of the stream, at the start
 _MOST_JOURNAL_BYTES = 256 << 20  # of one source, while the stream takes nothing

@@ -33,11 +33,11 @@ from kvbm.janitor.holdings import parse
 from kvbm.pools.object.encryption import SEALED_FOLDER
 from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.opening import open_store
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.erasures import ErasureLog
 
-log = Remarks()
+log = SafeLog()
 
 T = TypeVar("T")
 _ASK_S = 1.0  # between two looks at what the others answer

@@ -28,7 +28,7 @@ from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.base import Store
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
 from kvbm.streams.nats.permissions import Role
 from kvbm.streams.nats.stream import NatsStream
@@ -36,7 +36,7 @@ from kvbm.streams.nats.stream import NatsStream
 if TYPE_CHECKING:
     from kvbm.janitor.report import Report
 
-log = Remarks()
+log = SafeLog()
 
 _STALLED_S = 6.0  # a little after this a publisher says what it waits for
 _POLL_S = 0.02

@@ -15,10 +15,10 @@ from kvbm.core.results import Recovered
 from kvbm.manager.recovery import Kept, recover
 from kvbm.manager.salvage import SalvagePlan
 from kvbm.pools.nvme.pool import NvmePool
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.journal.journal import Journal
 
-log = Remarks()
+log = SafeLog()
 
 
 class Watched(Protocol):

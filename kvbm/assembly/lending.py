@@ -28,7 +28,7 @@ from kvbm.manager.base import BlockManager
 from kvbm.manager.transfer import Pools
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.nvme.pool import NvmePool
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.transport.native import PeerTls
 from kvbm.transport.peers import Peers
 from kvbm.transport.rdma_lending import RdmaLending
@@ -36,7 +36,7 @@ from kvbm.transport.server import Lending, LendingOptions, LendingSource
 from kvbm.verbs.device import Device
 from kvbm.verbs.forked import leave_to_parent
 
-log = Remarks()
+log = SafeLog()
 
 _LOOK_S = 1.0
 _CLOSE_S = 5.0

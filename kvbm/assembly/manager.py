@@ -66,7 +66,7 @@ from kvbm.manager.transfer import Pools
 from kvbm.pools.base import ObjectPool
 from kvbm.pools.hbm.paged import PagedTensor
 from kvbm.pools.nvme.pool import NvmePool
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.journal.history import Retention
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.journal.writer import JournalOptions
@@ -79,7 +79,7 @@ from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.publisher.ownership import unknown_runs
 from kvbm.streams.publisher.thread import PublisherThread
 from kvbm.streams.server import shared_server
-from kvbm.telemetry.remarks import to_standard_error
+from kvbm.telemetry.stderr_log import to_standard_error
 from kvbm.terminal import say
 from kvbm_ledger import conflict
 
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from kvbm.catalog.routing.cost import RoutingSettings
     from kvbm.catalog.service import Companion
 
-log = Remarks()
+log = SafeLog()
 
 M = TypeVar("M", bound=BlockManager)
 _LEAST_QUEUE_BLOCKS = 8192

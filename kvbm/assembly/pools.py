@@ -31,9 +31,9 @@ from kvbm.pools.stores.late import LateStore
 from kvbm.pools.stores.link import LIMITS, Limits
 from kvbm.pools.stores.opening import open_store
 from kvbm.pools.tenant_keys import KeySource, keys_of_command, keys_of_file
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 
 def instance_folder(settings: Settings) -> Path:

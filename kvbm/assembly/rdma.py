@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from kvbm.core.errors import VerbsError
 from kvbm.core.ids import InstanceId, Namespace
 from kvbm.pools.host.pool import HostPool
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.transport.rdma_lending import RdmaLending, RdmaServer
 from kvbm.transport.rdma_owner import RdmaOwner
 from kvbm.verbs.device import Device
 from kvbm.verbs.ports import Port, ports
 
-log = Remarks()
+log = SafeLog()
 
 AUTO = "auto"
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvbm.bridge.source import BridgedSource
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _LOOK_S = 0.02  # between two looks at what publishers and readers have said
 _CLOSE_S = 5.0

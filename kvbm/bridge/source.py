@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from kvbm.bridge.instance import BridgedInstance
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.foreign.events import Refusal
 from kvbm.streams.foreign.state import AskReplay, BeginEpoch, Check, Command, ForeignState, Input, Ticked
 
-log = Remarks()
+log = SafeLog()
 
 CHECK_S = 1.0  # without a message before the publisher is asked whether anything was missed
 TURN_MESSAGES = 256  # of one source before others have their turn

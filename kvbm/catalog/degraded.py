@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 
 class Degraded:

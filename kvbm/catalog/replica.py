@@ -35,7 +35,7 @@ from kvbm.catalog.follow.snapshots import SnapshotRequests
 from kvbm.catalog.follow.upkeep import IndexUpkeep
 from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex, PlainApplied
 from kvbm.catalog.index.plain_frames import PlainRun
-from kvbm.catalog.members.absences import FORGET_S, Absences
+from kvbm.catalog.members.downtime import FORGET_S, Downtime
 from kvbm.catalog.members.liveness import LIVENESS_S
 from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.core.answers import (
@@ -61,10 +61,10 @@ from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
 from kvbm.core.parts import ALL_PARTS, has_parts, words_of
 from kvbm.core.questions import checked_limit, checked_names, checked_peers, checked_place, id_of
 from kvbm.core.token_questions import TokenQuestions
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import EventReader, EventStream, Heartbeat, Position, StreamMessage, still_holds
 
-log = Remarks()
+log = SafeLog()
 A = TypeVar("A")
 
 BEGIN_WAIT_S = 300.0  # a checkpoint may have some GB
@@ -477,7 +477,7 @@ class CatalogReplica(TokenQuestions):
     async def _forget(self, view: _View) -> None:
         """Forget who is gone for long, for ever: of whoever comes back the stream says everything again."""
         pause_s = min(FORGET_LOOK_S, self._settings.forget_s / 20)
-        absences = Absences(self._settings.forget_s, most_step_s=2 * pause_s)
+        absences = Downtime(self._settings.forget_s, most_step_s=2 * pause_s)
         liveness, sequencer = view.heartbeats.liveness, view.sequencer
         while True:
             await asyncio.sleep(pause_s)

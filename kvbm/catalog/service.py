@@ -34,7 +34,7 @@ from kvbm.catalog.follow.sql_writer import CLAIMS_EVERY_S, Numbering, SqlWriter,
 from kvbm.catalog.follow.upkeep import IndexUpkeep
 from kvbm.catalog.index.change_log import ChangeLog, RecordedIndex
 from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex
-from kvbm.catalog.members.absences import FORGET_S
+from kvbm.catalog.members.downtime import FORGET_S
 from kvbm.catalog.members.liveness import LIVENESS_S
 from kvbm.catalog.put_bytes import PutBytes, put_bytes
 from kvbm.catalog.routing.cost import RoutingSettings
@@ -45,7 +45,7 @@ from kvbm.core.backend import Backend
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import InstanceId
 from kvbm.core.parts import ALL_PARTS, words_of
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import EventReader, EventStream, Mark, still_holds
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.messages import NewMessages, ReadableMessages
@@ -53,7 +53,7 @@ from kvbm.streams.nats.stream import NatsStream
 from kvbm.telemetry.metrics import CatalogNumbers
 from kvbm.tenant_secrets import TenantSecrets
 
-log = Remarks()
+log = SafeLog()
 
 CLOSE_WAIT_S = 5.0
 LAST_CHECKPOINT_S = 8.0
@@ -293,7 +293,7 @@ class CatalogService:
             stream_end=state.last_sequence,
             reading_after=begun.after.sequence,
             residencies=begun.sequencer.index.residency_count(),
-            blind=len(begun.sequencer.troubles.by_instance),
+            blind=len(begun.sequencer.suspicions.by_instance),
         )
         return service
 
@@ -373,7 +373,7 @@ class CatalogService:
             archive_lost=self.archive.lost if self.archive is not None else 0,
             samples=self.archive.samples if self.archive is not None else 0,
             samples_lost=self.archive.samples_lost if self.archive is not None else 0,
-            suspect=len(self.sequencer.troubles.by_instance),
+            suspect=len(self.sequencer.suspicions.by_instance),
             behind=len(backlog.behind),
             behind_s=max((backlog.age_s(time.monotonic(), name) for name in backlog.behind), default=0.0),
             excluded=len(self.heartbeats.liveness.excluded()),

@@ -21,9 +21,9 @@ from kvbm.config.settings import Settings, SettingsGroup, SourceSettings, Tenant
 from kvbm.core.checks import kind_of
 from kvbm.core.errors import ArgumentTypeError, ConfigError
 from kvbm.files import read_small
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 ENVIRONMENT_PREFIX = "KVBM_"
 _PLACE = re.compile(r"(tcp|udp|sctp)://(\d+(\.\d+){3}|\[[0-9a-fA-F:.]+\]):\d+")

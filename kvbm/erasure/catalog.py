@@ -26,7 +26,7 @@ from kvbm.erasure import record as records
 from kvbm.erasure import report
 from kvbm.erasure.record import DamagedRecordError, Erasure, Matcher, Record
 from kvbm.erasure.report import CATALOG, INSTANCE, OBJECTS, Answer, Place, Progress
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import AccessSample
 from kvbm.streams.nats.api import Stored
 from kvbm.streams.nats.erasures import EventsKept
@@ -34,7 +34,7 @@ from kvbm.streams.nats.erasures import EventsKept
 if TYPE_CHECKING:
     from kvbm.catalog.service import CatalogService
 
-log = Remarks()
+log = SafeLog()
 
 _STEP_S = 1.0  # between two looks while something is under way
 _LEAVE_S = 2.0

@@ -30,10 +30,10 @@ from kvbm.erasure.record import Erasure, Matcher, Record
 from kvbm.erasure.report import Place, Progress
 from kvbm.files import read_small, write_new
 from kvbm.manager.erasing import HeldRun, Wiped
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
 
-log = Remarks()
+log = SafeLog()
 
 DONE_FILE = "ERASED"
 _DoneAt = Annotated[int, msgspec.Meta(gt=0)]

@@ -13,11 +13,11 @@ from kvbm.core.errors import ErasureError
 from kvbm.core.ids import MAX_TEXT_BYTES, NamespaceId
 from kvbm.core.names import kind_of_name
 from kvbm.erasure.record import Erasure
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.terminal import as_json as json_of
 from kvbm.terminal import plain
 
-log = Remarks()
+log = SafeLog()
 
 INSTANCE, CATALOG, OBJECTS = "instance", "catalog", "objects"
 _MOST_PLACES = 64  # of one answer; instances have a few

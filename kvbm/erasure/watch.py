@@ -16,10 +16,10 @@ from kvbm.erasure import record as records
 from kvbm.erasure import report
 from kvbm.erasure.instance import InstanceErasures
 from kvbm.erasure.report import INSTANCE, Answer
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.nats.api import Stored
 
-log = Remarks()
+log = SafeLog()
 
 _BUSY_S = 0.2  # between two steps while something is under way
 _AGAIN_S = 2.0  # after the stream did not answer

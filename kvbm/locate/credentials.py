@@ -15,9 +15,9 @@ from typing import NamedTuple
 from kvbm.core.errors import ConfigError
 from kvbm.files import settled_stamp
 from kvbm.locate.nats_proof import NO_NATS_CREDENTIALS, NatsCredentials
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 LOOK_S = 1.0
 _MOST_TOKEN_BYTES = 4096

@@ -72,9 +72,9 @@ from kvbm.locate.readiness import POLL_S, Readiness
 from kvbm.locate.requests import Carrier, Request
 from kvbm.locate.transport import Transport
 from kvbm.locate.watching import CatalogWatch
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 TIMEOUT_S = 5.0
 _MOST_NAME = 128  # characters of an instance's

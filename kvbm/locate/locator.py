@@ -17,9 +17,9 @@ from kvbm.locate.base import NOTHING_FOUND, Found
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
 from kvbm.locate.joined import joined_bits
 from kvbm.locate.parts import catalogs_at
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 BACK_OFF_FIRST_S = 0.5
 BACK_OFF_MOST_S = 5.0

@@ -16,9 +16,9 @@ from kvbm.locate.nats_bytes import Message, header
 from kvbm.locate.nats_proof import NatsProof, target_of
 from kvbm.locate.nats_wire import LateError, LostError, NobodyError, Question, Wire
 from kvbm.locate.requests import NOT_READY, AwayError, Request, closed, error_code
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 CONNECTIONS = 16  # kept; one for each question under way
 _TRIES = 3

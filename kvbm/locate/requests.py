@@ -12,9 +12,9 @@ import msgspec
 
 from kvbm.core.answers import ErrorAnswer
 from kvbm.core.errors import CatalogClosedError, CatalogError
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 UNIX = "unix:"
 _START = "start it with kvbm-catalog serve, or correct catalog.url"

@@ -14,9 +14,9 @@ from kvbm.core.errors import CatalogError
 from kvbm.core.watch_events import WatchEnded, WatchEvent, WatchRequest
 from kvbm.locate.requests import Request
 from kvbm.locate.transport import Transport
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 QUIET_S = 15.0  # the catalog says something every 5 s
 BACK_OFF_FIRST_S = 0.1

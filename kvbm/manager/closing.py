@@ -15,9 +15,9 @@ from kvbm.manager.loads import Loads
 from kvbm.manager.offload_driver import OffloadDriver
 from kvbm.manager.offload_queue import Offloader
 from kvbm.manager.publisher_port import PublisherPort
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _HURRIED_S = 0.1  # each step is given after an exception
 

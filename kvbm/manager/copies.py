@@ -27,9 +27,9 @@ from kvbm.manager.transfer import Moved, Pools, RemoteSource, move
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.nvme.pool import NvmePool
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _WITHDRAWN_FOR = {ReadOutcome.CORRUPT: EvictReason.CORRUPT, ReadOutcome.MISSING: EvictReason.MISSING}
 

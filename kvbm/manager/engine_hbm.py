@@ -41,9 +41,9 @@ from kvbm.manager.chain_runs import ChainRun
 from kvbm.manager.finding import Finding
 from kvbm.manager.offload_queue import Skipped
 from kvbm.pools.base import Proof
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _CLEAR_WAIT_S = 2.0  # for a clear to be durable
 _CLEARED_BLOCKS = 8192  # withdrawn at a time, so that nobody waits long for the lock

@@ -22,11 +22,11 @@ from kvbm.manager.ledger_stream import LedgerStream
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.publisher_port import PublisherPort
 from kvbm.manager.snapshot_policy import BeginSnapshot, Effect, Input, SnapshotPolicy, Stored, Ticked, WakeAt
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import ORIGIN, Position
 from kvbm.streams.journal.writer import FullError
 
-log = Remarks()
+log = SafeLog()
 
 RUNS_A_TURN = 8  # of a snapshot, before what they recorded is written
 BACKOFF_FIRST_S = 0.1

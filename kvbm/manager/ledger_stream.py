@@ -16,10 +16,10 @@ from kvbm.core.errors import LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.manager.snapshot_policy import Began, Dropped, Ended, Input
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
 
-log = Remarks()
+log = SafeLog()
 
 _EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
 

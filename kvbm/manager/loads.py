@@ -46,10 +46,10 @@ from kvbm.manager.options import ManagerOptions
 from kvbm.manager.stats import Counters
 from kvbm.manager.transfer import Moved, RemoteSource
 from kvbm.pools.base import ReadOutcome
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Load
 
-log = Remarks()
+log = SafeLog()
 
 _NOWHERE = 0xFF  # as the ledger's `holders`
 _LOAD_BLOCKS = 64  # a longer segment is brought by several copies: at a time, and each is there when it is there

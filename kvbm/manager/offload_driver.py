@@ -19,9 +19,9 @@ from kvbm.manager.offload_queue import Offloader, OffloadRequest, Skipped
 from kvbm.manager.options import ManagerOptions
 from kvbm.manager.stats import Counters
 from kvbm.manager.transfer import Moved
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _YIELD_S = 0.05  # an offload begins this much later at most, because requests wait for bytes
 

@@ -14,14 +14,14 @@ from kvbm.core.results import TierCounts
 from kvbm.manager.base import BlockManager
 from kvbm.manager.loads import Prefix, Waiter
 from kvbm.pools.hbm.pool import HbmPool
-from kvbm.remarks import Remarks, Seldom
+from kvbm.safe_log import RateLimitedLog, SafeLog
 
 if TYPE_CHECKING:
     import torch
 
     from kvbm.pools.hbm.cuda import Touch
 
-log = Remarks()
+log = SafeLog()
 
 
 class Manager(BlockManager):
@@ -210,8 +210,8 @@ class Manager(BlockManager):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _shortages(self) -> Seldom:
-        return Seldom()
+    def _shortages(self) -> RateLimitedLog:
+        return RateLimitedLog()
 
     def _tell_short(self, wanted: int, counts: TierCounts) -> None:
         """Why there are no slots, in numbers, not each time."""

@@ -8,10 +8,10 @@ from kvbm.core.backend import Fold, NewFold
 from kvbm.core.errors import FrameError, IllegalEventError
 from kvbm.core.ids import Epoch, Tier, split_hashes
 from kvbm.core.results import Recovered
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.journal.journal import Journal
 
-log = Remarks()
+log = SafeLog()
 
 
 class Kept(NamedTuple):

@@ -34,9 +34,9 @@ from kvbm.manager.offsets import Offsets
 from kvbm.manager.transfer import Pools
 from kvbm.manager.workers import Workers
 from kvbm.pools.nvme.pool import Headers, NvmePool
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _RUN_SLOTS = 4096  # scanned at once
 _LOOK_S = 1.0  # between two looks at whether the scan is to end

@@ -8,9 +8,9 @@ import threading
 import numpy as np
 
 from kvbm.pools.host.pool import register, unregister
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _ALIGNMENT_BYTES = 4096  # what direct I/O wants
 

@@ -9,9 +9,9 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _IDLE_S = 5.0  # a thread without work for so long ends; another comes when there is work
 

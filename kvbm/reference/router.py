@@ -35,7 +35,7 @@ from kvbm.core.answers import MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.core.ties import tie_word
 from kvbm.core.topology import ASSUMED_BLOCK_BYTES, TIER_LINKS
-from kvbm.reference.soon_held import Chain, SoonHeld
+from kvbm.reference.routed_blocks import Chain, RoutedBlocks
 
 _MOST_RECENT = 1e15
 _SAME_TIME_S = 0.05  # routes so close to each other are remembered as one
@@ -154,7 +154,7 @@ class ReferenceRouter:
     def __init__(self, index: ClusterIndex, settings: RoutingSettings | None = None) -> None:
         self.settings = settings or RoutingSettings()
         self._index = index
-        self._soon = SoonHeld(self.settings.hold_s)
+        self._soon = RoutedBlocks(self.settings.hold_s)
         self._pulses: dict[InstanceId, LastHeartbeat] = {}
         self._readers: dict[InstanceId, Reader] = {}
         self._callers: OrderedDict[str, _Caller] = OrderedDict()  # who has asked last is last

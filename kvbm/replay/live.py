@@ -11,8 +11,8 @@ from kvbm.core.errors import StreamError
 from kvbm.replay.scan import CORRUPT, TORN, Damage, scan
 from kvbm.replay.source import FramePlace, Located, SourceError
 from kvbm.streams.base import EVENTS_PREFIX, EventReader, StreamMessage, fence_of, is_fence, subject_names
+from kvbm.streams.fence_owner import FenceOwners
 from kvbm.streams.fence_records import FenceRecord
-from kvbm.streams.holders import Holders
 from kvbm.streams.nats.connection import shown
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.stream import NatsStream
@@ -49,7 +49,7 @@ class StreamSource:
 
     def _read(self, backend: Backend, follows: bool) -> Iterator[Located]:
         order = self.done = 0
-        holders = Holders()
+        holders = FenceOwners()
         with asyncio.Runner() as runner:
             stream = runner.run(self._connect(waits=follows))
             try:
@@ -98,7 +98,7 @@ class StreamSource:
             )
         return messages
 
-    def _frames(self, message: StreamMessage, holders: Holders, backend: Backend, order: int) -> Iterator[Located]:
+    def _frames(self, message: StreamMessage, holders: FenceOwners, backend: Backend, order: int) -> Iterator[Located]:
         data, group = message.data, message.subject.rpartition(".")[0]
         counts, fence = holders.take(message)
         if not counts:  # here as in the catalog

@@ -21,9 +21,9 @@ from threading import Thread, current_thread, main_thread
 from types import FrameType
 from typing import Protocol
 
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 LEAVE_S = 10.0  # all of it together is given so long to close, a part of which each takes
 STEP_S = 2.0

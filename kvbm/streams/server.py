@@ -26,10 +26,10 @@ from urllib.parse import urlsplit
 from kvbm.core.errors import MissingExtraError, StreamError
 from kvbm.core.quoting import nats_text
 from kvbm.files import make_folder, opener, read_small, warn_exposed, write_new
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.child import spawn
 
-log = Remarks()
+log = SafeLog()
 
 START_WAIT_S = 60.0  # one that cannot start says so at once; one on a busy machine or a slow disk is waited for
 STOP_WAIT_S = 10.0

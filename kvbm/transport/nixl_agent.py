@@ -17,11 +17,11 @@ from contextlib import suppress
 import msgspec
 
 from kvbm.core.errors import MissingExtraError, NixlError
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.transport import nixl_process
 from kvbm.transport.nixl_process import Failed, Join, Joined, Lend, Lent, Message, Ready, find_nixl, receive, send
 
-log = Remarks()
+log = SafeLog()
 
 _END_S = 1.0
 # UCX speaks on its standard output otherwise, and complains of variables for transports that are not in use.

@@ -14,14 +14,14 @@ import time
 from typing import NamedTuple
 
 from kvbm.core.errors import KvbmError
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.transport.lending import Memory
 from kvbm.transport.nixl_agent import NixlProcess
 from kvbm.transport.nixl_hello import NO_MEMORY, LentMemory, NixlReady, Status
 from kvbm.transport.nixl_process import Lent
 from kvbm.transport.rdma_hello import is_hung_up
 
-log = Remarks()
+log = SafeLog()
 
 _LEND_S = 5.0
 

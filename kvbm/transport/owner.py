@@ -16,12 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvbm.core.errors import KvbmError, PeerWireError
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.transport.lending import Leases
 from kvbm.transport.session import Identity, OwnerSession, Reply
 from kvbm.transport.wire import HEAD_BYTES, Bye, Kind, Message, decode_body, decode_head, encode
 
-log = Remarks()
+log = SafeLog()
 
 _HANDSHAKE_S = 2.0
 _NO_MORE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

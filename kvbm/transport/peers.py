@@ -22,10 +22,10 @@ from kvbm.core.ids import InstanceId, Namespace, NamespaceId, hash_count
 from kvbm.core.peer_address import PeerAddress, address_of
 from kvbm.core.reads import ReadOutcome, ReadResult
 from kvbm.core.topology import Link
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.transport.base import PeerRead, PeerReader, failed_read
 
-log = Remarks()
+log = SafeLog()
 
 MEMORY, RDMA, TCP = "memory", "rdma", "tcp"
 MOST_READERS = 32

@@ -13,12 +13,12 @@ from typing import Protocol
 
 from kvbm.core.errors import PeerWireError, VerbsError
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.transport.rdma_hello import NO_MEMORY, NOWHERE, RdmaReady, Status, decode_hello, encode_ready
 from kvbm.transport.rdma_owner import Admission, RdmaOwner
 from kvbm.verbs.queue_pair import RemoteEnd
 
-log = Remarks()
+log = SafeLog()
 
 _WAIT_S = 60.0  # the thread waits so long at a time
 _CLOSE_S = 2.0

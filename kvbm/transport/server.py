@@ -22,10 +22,10 @@ import numpy as np
 from kvbm.core.backend import LedgerProtocol, LockProtocol
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.ids import InstanceId, NamespaceId, SequenceHash, Tier
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.transport.native import PeerTls
 
-log = Remarks()
+log = SafeLog()
 
 LEAST_KEY_BYTES = 16
 _CLOSE_S = 5.0

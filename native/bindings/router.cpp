@@ -105,7 +105,7 @@ SharedRoute shared_of(nb::handle given) {
   const std::int64_t first = whole(given.attr("first"));
   const std::int64_t blocks = whole(given.attr("blocks"));
   SharedRoute route{};
-  if (id.size() != route.id.size() || first < 0 || blocks < 0 || blocks > SoonHeld::kMostBlocks) {
+  if (id.size() != route.id.size() || first < 0 || blocks < 0 || blocks > RoutedBlocks::kMostBlocks) {
     throw Error(ErrorCode::kLayout, "a route has a namespace of 16 bytes, and at most 65,536 blocks");
   }
   std::memcpy(route.id.data(), id.c_str(), id.size());
@@ -134,7 +134,7 @@ LentBlocks lent_of(nb::handle given) {
   LentBlocks lent;
   for (const nb::handle run : given.attr("runs")) {
     const auto block = [&run](const char* name) {
-      return static_cast<std::uint32_t>(std::clamp<std::int64_t>(whole(run.attr(name)), 0, SoonHeld::kMostBlocks));
+      return static_cast<std::uint32_t>(std::clamp<std::int64_t>(whole(run.attr(name)), 0, RoutedBlocks::kMostBlocks));
     };
     lent.runs.push_back({.instance = nb::cast<std::string>(run.attr("instance")),
                          .begin = block("begin"),

@@ -179,14 +179,14 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "runs_whatever_fence_they_name": SourceMutant(
         "a message that names another fence is no plain one",
         _SEQUENCE,
-        "            and holder_after(named, self.fence) is self.fence\n",
+        "            and owner_after(named, self.fence) is self.fence\n",
         "",
         test="tests/property/test_plain_frames.py::test_runs_leave_what_single_messages_leave",
     ),
     "runs_heal_nobody": SourceMutant(
         "an instance in trouble is looked at frame by frame",
         _SEQUENCE,
-        "            and self._id not in self._troubles.by_instance\n",
+        "            and self._id not in self._suspicions.by_instance\n",
         "",
         test="tests/property/test_plain_frames.py::test_runs_leave_what_single_messages_leave",
     ),
@@ -649,10 +649,10 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "signs_of_life_after_a_renumbering": SourceMutant(
         "a message is a sign of life also in a stream whose sequences began anew",
-        "kvbm/catalog/members/absences.py",
+        "kvbm/catalog/members/downtime.py",
         "        elif spoke and spoke != known.spoke:\n",
         "        elif spoke > known.spoke:\n",
-        test="tests/unit/test_absences.py::test_a_message_is_a_sign_of_life_also_in_a_stream_whose_sequences_began_anew",
+        test="tests/unit/test_downtime.py::test_a_message_is_a_sign_of_life_also_in_a_stream_whose_sequences_began_anew",
     ),
     # -- chosen by somebody who knew no test ---------------------------------------------------------------------------
     "given_up_acquire_still_counts_as_waiting": SourceMutant(

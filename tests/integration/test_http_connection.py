@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from kvbm.catalog.access.file import NewToken, add_token
-from kvbm.catalog.edge.at_once import MOST_BYTES
+from kvbm.catalog.edge.fast_path import MOST_BYTES
 from kvbm.catalog.edge.http_connection import MAX_HEADER_BYTES, READ_BYTES
 from kvbm.catalog.edge.server import bind_path
 from kvbm.core.answers import LookupAnswer, PresenceAnswer

@@ -31,7 +31,7 @@ from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.nvme.sealing import SlotKeys
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.tenant_keys import add_key, keys_of_command, keys_of_file
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.memory import MemoryLog, MemoryStream
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.publisher import thread as publisher_thread
@@ -139,7 +139,7 @@ def test_hints_that_were_not_synced_are_synced_later(
 
 @pytest.fixture
 def nobody_hears(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remarks cannot be made."""
+    """SafeLog cannot be made."""
 
     def refuse(*_: object) -> Any:
         raise ValueError("I/O operation on closed file")
@@ -152,7 +152,7 @@ def test_a_remark_that_cannot_be_made_is_lost() -> None:
     for level in ("debug", "info", "warning", "error", "exception"):
         with pytest.raises(ValueError, match="closed file"):
             getattr(structlog.get_logger(), level)("it.happened")
-        getattr(Remarks(), level)("it.happened", why="nothing")
+        getattr(SafeLog(), level)("it.happened", why="nothing")
 
 
 def test_every_module_makes_its_remarks_so() -> None:

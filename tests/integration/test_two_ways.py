@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.catalog.edge.at_once import MOST_BYTES
+from kvbm.catalog.edge.fast_path import MOST_BYTES
 from kvbm.core import prompt_batches
 from kvbm.core.ids import NamespaceId
 from kvbm.core.prompt_batches import CONTENT_TYPE, PromptBatch, encode_batch

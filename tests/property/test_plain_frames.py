@@ -188,7 +188,7 @@ class Read:
             "state": sequencer.state(),
             "safe": sequencer.safe_mark(),
             "rows": {name: sequencer.rows(name) for name in sequencer.followed},
-            "troubles": {name: trouble.reasons() for name, trouble in sequencer.troubles.by_instance.items()},
+            "troubles": {name: trouble.reasons() for name, trouble in sequencer.suspicions.by_instance.items()},
             "views": {name: index.view(name) for name in NAMES},
             "anomalies": index.anomalies(),
             "held": held_of(index, KEYS),

@@ -32,8 +32,8 @@ from kvbm.catalog.access.limits import (
 from kvbm.catalog.access.metered import Metered
 from kvbm.catalog.answers.prompts import ApiError, decode_prompt
 from kvbm.catalog.edge.api import _body
-from kvbm.catalog.edge.at_once import AtOnce, ShortQuestion
 from kvbm.catalog.edge.connections import Connection, Connections, Stage
+from kvbm.catalog.edge.fast_path import FastPath, ShortQuestion
 from kvbm.catalog.edge.handshakes import Handshakes
 from kvbm.config import load_settings
 from kvbm.core.answers import MAX_POSITIONS, PositionWanted
@@ -41,7 +41,7 @@ from kvbm.core.backend import REFERENCE
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.locate.http import CatalogClient
-from kvbm.remarks import Seldom
+from kvbm.safe_log import RateLimitedLog
 from kvbm.workload.catalog_view import wait_applied
 
 
@@ -232,7 +232,7 @@ def test_who_may_not_ask_takes_no_room_by_saying_that_a_body_comes(tmp_path: Pat
     token = add_token(tmp_path / "callers.toml", NewToken("router", "router"), 1.0)
     metrics = add_token(tmp_path / "callers.toml", NewToken("scraper", "metrics"), 1.0)
     limits = Limits(LimitSettings())
-    at_once = AtOnce(Access(str(tmp_path / "callers.toml")), limits, cast(Any, None), lambda *_: None)
+    at_once = FastPath(Access(str(tmp_path / "callers.toml")), limits, cast(Any, None), lambda *_: None)
 
     def asked(authorization: str | None) -> ShortQuestion:
         return ShortQuestion(b"/v1/route", True, "10.0.0.1", authorization, None)
@@ -262,7 +262,7 @@ def test_hashes_that_are_larger_than_their_body_need_room() -> None:
 
 def test_a_remark_comes_once_in_a_while_and_says_how_many_did_not() -> None:
     now_s = [0.0]
-    seldom = Seldom(10.0, lambda: now_s[0])
+    seldom = RateLimitedLog(10.0, lambda: now_s[0])
     with capture_logs() as logs:
         for second in range(21):
             now_s[0] = float(second)
@@ -404,7 +404,7 @@ class Work:
         self.now_s += took_s
         self.worked_s += took_s
 
-    def at_once(self, took_s: dict[str, float]) -> AtOnce:
+    def at_once(self, took_s: dict[str, float]) -> FastPath:
         """Answers that take so long, by the namespace that is asked for."""
 
         class Everybody:
@@ -425,13 +425,13 @@ class Work:
                 self.do(took_s[caller.name])
                 return b"{}"
 
-        return AtOnce(cast(Access, Everybody()), self.limits, cast(Any, Answers()), lambda *_: None)
+        return FastPath(cast(Access, Everybody()), self.limits, cast(Any, Answers()), lambda *_: None)
 
 
 LOOKUP = msgspec.json.encode({"namespace": "00" * 16, "hashes": ""})
 
 
-def asks(at_once: AtOnce, name: str) -> bool:
+def asks(at_once: FastPath, name: str) -> bool:
     question = ShortQuestion(b"/v1/lookup", False, "10.0.0.1", name, None)
     return at_once.answer(question, LOOKUP) is not None
 

@@ -38,7 +38,7 @@ from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Tier, split_hashes
 from kvbm.erasure import report
 from kvbm.erasure.record import Matcher, Record, Subject, with_erasure
-from kvbm.remarks import Seldom
+from kvbm.safe_log import RateLimitedLog
 from kvbm.streams.base import (
     EventReader,
     EventStream,
@@ -74,7 +74,7 @@ def still() -> float:
 @pytest.fixture(autouse=True)
 def _still(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (broadcast, heartbeats):
-        monkeypatch.setattr(module, "refusals", Seldom(most=REMARKS, clock=still))
+        monkeypatch.setattr(module, "refusals", RateLimitedLog(most=REMARKS, clock=still))
 
 
 class World:
@@ -187,7 +187,7 @@ class World:
                 sequencer.declared(one),
                 sequencer.ownership(one),
                 sequencer.is_waiting(one),
-                sequencer.troubles.by_instance.get(one),
+                sequencer.suspicions.by_instance.get(one),
                 self.heartbeats.liveness.state(one),
                 sequencer.unreadable(one),
             )
@@ -231,7 +231,7 @@ class World:
             self.beat(instance, space)
             assert self.index.prefixes(space.id, NEW).deepest == 4
             assert sequencer.position(instance) == (1, len(self.sent[instance]))
-            assert not self.sequencer.troubles.by_instance.get(instance)
+            assert not self.sequencer.suspicions.by_instance.get(instance)
         batch = self.rows.take_batch(sequencer.safe_mark(), sequencer.rows)
         if batch is not None:
             assert {row.id for row in batch.instances} <= self.names()

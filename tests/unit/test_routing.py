@@ -28,7 +28,7 @@ from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, MAX_TOKENS, RankedIn
 from kvbm.core.events import BlocksCreated, Event, InstanceStarted, InstanceStopped, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
 from kvbm.core.topology import ASSUMED_BLOCK_BYTES, TIER_LINKS
-from kvbm.reference.soon_held import WAYS, SoonHeld
+from kvbm.reference.routed_blocks import WAYS, RoutedBlocks
 from kvbm.streams.base import Heartbeat
 from tests.indexes import REFERENCE, Twin, each_twin, frame_bytes
 
@@ -197,7 +197,7 @@ def test_a_routed_prompt_counts_as_soon_to_be_held_for_a_while(twin: Twin) -> No
 
 
 @each_twin
-def test_soon_held_blocks_extend_held_ones(twin: Twin) -> None:
+def test_routed_blocks_extend_held_ones(twin: Twin) -> None:
     cluster = Cluster(twin, A)
     cluster.hold(A, Tier.HBM, 1, 2)
     cluster.route(0.0, ask(1, 2, 3, 4))
@@ -429,7 +429,7 @@ def test_routes_are_remembered_of_so_many_callers_and_forgotten_when_they_no_lon
 
 
 def test_long_prompts_are_found_again_and_cost_a_bounded_table_few_entries() -> None:
-    soon, pick = SoonHeld(30.0), random.Random(1)
+    soon, pick = RoutedBlocks(30.0), random.Random(1)
     for blocks in (1, 255, 256, 257, 1000, 8191, MAX_HASHES):
         prompt = pick.randbytes(16 * blocks)
         before = soon.entries(0.0)
@@ -444,7 +444,7 @@ def test_long_prompts_are_found_again_and_cost_a_bounded_table_few_entries() -> 
 
 
 def test_many_instances_are_found_as_few_are() -> None:
-    soon, names = SoonHeld(30.0), [f"i{number}" for number in range(60)]
+    soon, names = RoutedBlocks(30.0), [f"i{number}" for number in range(60)]
     chain = soon.chain(SPACE, random.Random(1).randbytes(16 * 300))
     for name in names[::2]:
         soon.note(0.0, "", name, chain)
@@ -454,7 +454,7 @@ def test_many_instances_are_found_as_few_are() -> None:
 
 
 def test_a_caller_that_fills_the_table_pushes_out_nobody_elses_routes() -> None:
-    soon, pick = SoonHeld(30.0, sets=1 << 10), random.Random(1)
+    soon, pick = RoutedBlocks(30.0, sets=1 << 10), random.Random(1)
     prompts = [pick.randbytes(16 * 100) for _ in range(10)]
     for prompt in prompts:
         soon.note(0.0, "router", "a", soon.chain(SPACE, prompt))

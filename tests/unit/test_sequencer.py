@@ -289,11 +289,11 @@ def test_a_lost_end_is_found_once_however_often_it_is_looked_for(twin: Twin) -> 
     reader.read(*f[:-1])
     reader.sequencer.on_heartbeat(0.0, instance.heartbeat())
     assert len(reader.read(now_s=2.0, at_end=True).gaps) == 1
-    found = reader.sequencer.troubles.found
+    found = reader.sequencer.suspicions.found
     for now_s in (3.0, 50.0):
         reader.sequencer.on_heartbeat(now_s, instance.heartbeat())
         assert not reader.read(now_s=now_s + 1.5, at_end=True).gaps
-    assert (reader.sequencer.counters.gaps, reader.sequencer.troubles.found) == (1, found)
+    assert (reader.sequencer.counters.gaps, reader.sequencer.suspicions.found) == (1, found)
 
 
 @each_twin
@@ -669,17 +669,17 @@ def test_a_gap_is_a_trouble_until_a_snapshot_and_counts_as_repaired_then(twin: T
     instance, f = five_frames()
     reader = Reader(twin.sequencer())
     reader.read(f[0], f[1], f[3], f[4])
-    assert not reader.sequencer.troubles.by_instance  # the hole may still be filled
+    assert not reader.sequencer.suspicions.by_instance  # the hole may still be filled
     assert reader.sequencer.is_waiting(ONE)
     reader.sequencer.on_heartbeat(0.0, instance.heartbeat())
     reader.read(now_s=2.0, at_end=True)
-    assert {name: trouble.reasons() for name, trouble in reader.sequencer.troubles.by_instance.items()} == {
+    assert {name: trouble.reasons() for name, trouble in reader.sequencer.suspicions.by_instance.items()} == {
         ONE: ["events missed"]
     }
     reader.read(instance.create(6))
-    assert reader.sequencer.troubles.by_instance
+    assert reader.sequencer.suspicions.by_instance
     reader.read(instance.snapshot())
-    assert not reader.sequencer.troubles.by_instance
+    assert not reader.sequencer.suspicions.by_instance
     assert reader.sequencer.counters.gaps_repaired == reader.sequencer.counters.gaps == 1
 
 
@@ -688,11 +688,11 @@ def test_a_divergence_is_a_trouble_until_a_snapshot_and_counts_as_repaired_then(
     instance, f = five_frames()
     reader = Reader(twin.sequencer())
     reader.read(*f[:4], msgspec.structs.replace(f[4], digest=f[4].digest ^ 1))
-    assert reader.sequencer.troubles.by_instance[ONE].reasons() == ["digest differs"]
+    assert reader.sequencer.suspicions.by_instance[ONE].reasons() == ["digest differs"]
     reader.sequencer.suspicion(ONE)
-    assert reader.sequencer.troubles.by_instance[ONE].found == 2
+    assert reader.sequencer.suspicions.by_instance[ONE].found == 2
     reader.read(instance.snapshot())
-    assert not reader.sequencer.troubles.by_instance
+    assert not reader.sequencer.suspicions.by_instance
     assert reader.sequencer.counters.digest_repaired == 2
 
 
@@ -701,9 +701,9 @@ def test_a_start_ends_the_troubles_of_the_epoch_before(twin: Twin) -> None:
     _, f = five_frames()
     reader = Reader(twin.sequencer())
     reader.read(*f[2:])
-    assert reader.sequencer.troubles.by_instance[ONE].reasons() == ["joined midway"]
+    assert reader.sequencer.suspicions.by_instance[ONE].reasons() == ["joined midway"]
     reader.read(*Instance(epoch=2).frames)
-    assert not reader.sequencer.troubles.by_instance
+    assert not reader.sequencer.suspicions.by_instance
 
 
 @each_twin
@@ -745,12 +745,12 @@ def test_an_epoch_that_was_never_restated_after_sql_alone_is_suspect_until_its_s
     later.sequencer.restore_positions(Mark(5), batch.positions)
     later.sequence = 5
     assert later.sequencer.position(ONE) == (1, instance.ledger.applied)
-    assert later.is_suspect() and later.sequencer.troubles.by_instance[ONE].reasons() == ["joined midway"]
+    assert later.is_suspect() and later.sequencer.suspicions.by_instance[ONE].reasons() == ["joined midway"]
     later.read(instance.create(6))
     assert later.sequencer.counters.gaps == later.sequencer.counters.holes == 0
     later.read(instance.snapshot())
     assert later.depth(1, 2, 3, 4) == 4
-    assert not later.is_suspect() and not later.sequencer.troubles.by_instance
+    assert not later.is_suspect() and not later.sequencer.suspicions.by_instance
 
 
 @each_twin
@@ -764,7 +764,7 @@ def test_an_instance_that_sql_says_has_stopped_is_not_asked_to_restate(twin: Twi
     assert batch is not None
     later = Reader(twin.sequencer(known=batch.instances), stored=6)
     later.sequencer.restore_positions(Mark(6), batch.positions)
-    assert not later.sequencer.troubles.by_instance
+    assert not later.sequencer.suspicions.by_instance
 
 
 @each_twin
@@ -843,7 +843,7 @@ def test_a_hole_that_goes_through_a_checkpoint_is_filled_or_becomes_a_gap(twin: 
         gaps = two.read(at_end=True, now_s=2.0).gaps
         assert bool(gaps) is not goes_back
         assert two.in_step(instance) is goes_back
-        assert bool(two.sequencer.troubles.by_instance) is not goes_back
+        assert bool(two.sequencer.suspicions.by_instance) is not goes_back
 
 
 @each_twin
@@ -855,7 +855,7 @@ def test_an_instance_whose_index_wants_a_snapshot_is_in_trouble_after_a_restore(
     one.index.miss(ONE)  # an audit found it between the state and the checkpoint's front
     two = Reader(twin.sequencer(one.index))
     two.sequencer.restore(state, settled=5)
-    assert two.sequencer.troubles.by_instance[ONE].reasons() == ["no completed snapshot"]
+    assert two.sequencer.suspicions.by_instance[ONE].reasons() == ["no completed snapshot"]
 
 
 # -- lives -------------------------------------------------------------------------------------------------------------
@@ -1088,7 +1088,7 @@ def test_an_epoch_with_a_newer_frame_is_unreadable_and_the_next_one_is_read(twin
     assert reader.read(now_s=60.0, at_end=True).gaps == []  # no endless gaps
     counters = reader.sequencer.counters
     assert (counters.newer, counters.poison, counters.gaps, counters.holes) == (3, 0, 0, 0)
-    assert reader.sequencer.troubles.by_instance == {}  # nobody asks for a snapshot that cannot be read
+    assert reader.sequencer.suspicions.by_instance == {}  # nobody asks for a snapshot that cannot be read
     assert reader.sequencer.position(ONE) == read
     reader.read(*later.frames, later.create(4))
     assert reader.sequencer.unreadable(ONE) is None
@@ -1159,9 +1159,9 @@ def test_a_checkpoint_keeps_what_is_unreadable_and_an_upgraded_catalog_asks_for_
     monkeypatch.setattr(instance_sequence, "VERSION", VERSION + 1)
     upgraded = Reader(restored())
     assert upgraded.sequencer.unreadable(ONE) is None
-    assert upgraded.sequencer.troubles.by_instance[ONE].reasons() == ["no completed snapshot"]
+    assert upgraded.sequencer.suspicions.by_instance[ONE].reasons() == ["no completed snapshot"]
     upgraded.read(one.create(3), one.snapshot())
-    assert upgraded.sequencer.troubles.by_instance == {}
+    assert upgraded.sequencer.suspicions.by_instance == {}
     assert upgraded.sequencer.index.agrees(ONE, one.frames[-1].digest)
 
 
@@ -1194,7 +1194,7 @@ def test_a_later_message_of_a_forgotten_instance_makes_it_known_again(twin: Twin
     reader.sequencer.forget(mark_at(5, row))
     reader.read(instance.create(7))  # goes on in its epoch
     assert reader.sequencer.forgotten == {} and reader.is_suspect() and reader.depth(7) == 1
-    assert list(reader.sequencer.troubles.by_instance) == [ONE]  # a snapshot is asked for
+    assert list(reader.sequencer.suspicions.by_instance) == [ONE]  # a snapshot is asked for
     assert reader.sequencer.instance_row(ONE) is not None and row is not None
     view = reader.index.view(ONE)
     assert view is not None and view.pools == POOLS  # what its start had declared

@@ -1,4 +1,4 @@
-"""Remarks inside vLLM's process go to vLLM's logger."""
+"""SafeLog inside vLLM's process go to vLLM's logger."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ import msgspec
 from kvbm.catalog.access.file import Entry, Role, hashed, read_entries
 from kvbm.core.errors import ConfigError
 from kvbm.files import Watched
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 LOOK_S = 1.0
 AT_ONCE_BYTES = 32 << 10  # of a file that is read within the loop, some milliseconds

@@ -20,7 +20,7 @@ import msgspec
 
 from kvbm.catalog.access.metered import Metered
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
-from kvbm.remarks import Seldom
+from kvbm.safe_log import RateLimitedLog
 
 MAX_BODY_BYTES = 12 << 20
 # Of a body, or of its beginning, that counts for no room: as much as a socket may have here anyway.
@@ -287,7 +287,7 @@ class Limits:
             min(settings.body_bytes // 4, max(0, settings.body_bytes - MAX_BODY_BYTES)),
         )
         self.waits = Room(settings.waits, max(1, settings.waits // 4))
-        self.remarks = Seldom(clock=clock)
+        self.remarks = RateLimitedLog(clock=clock)
         self.large = asyncio.Lock()  # held while a large request is parsed and hashed
 
     def over(self, key: str) -> Over:

@@ -19,7 +19,7 @@ from kvbm.catalog.index.cluster_index import ClusterIndex
 from kvbm.core.answers import BlockAnswer, LookupAnswer, MissedAnswer, MissedWhy, NearNamespace, PresenceAnswer
 from kvbm.core.ids import Namespace, NamespaceId
 from kvbm.core.missed import differences, missed, number_of
-from kvbm.remarks import Seldom
+from kvbm.safe_log import RateLimitedLog
 
 A = TypeVar("A", LookupAnswer, PresenceAnswer, BlockAnswer)
 _LOOKED_AT = 64  # namespaces of one model that are compared with what was asked for
@@ -45,7 +45,7 @@ class Misses:
         self._declarations, self._visibility, self._is_named = declarations, visibility, is_named
         self._by_model: dict[str, list[NamespaceId]] = {}
         self._known_seen = self._removals_seen = 0
-        self._remarks = Seldom(most=_MOST_REMARKS)
+        self._remarks = RateLimitedLog(most=_MOST_REMARKS)
 
     def lookup(self, answer: LookupAnswer, caller: Caller, asked: Namespace | NamespaceId) -> LookupAnswer:
         """The answer, with a reason where nothing was found."""

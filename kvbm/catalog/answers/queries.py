@@ -473,7 +473,7 @@ class Queries:
 
     def _suspicions(self, instance: InstanceId) -> list[str]:
         """Why an instance is suspect, in words."""
-        view, trouble = self._index.view(instance), self._sequencer.troubles.by_instance.get(instance)
+        view, trouble = self._index.view(instance), self._sequencer.suspicions.by_instance.get(instance)
         if (unreadable := self._sequencer.unreadable(instance)) is not None:
             return [unreadable.reason()]
         if view is None:

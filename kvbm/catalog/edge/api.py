@@ -26,9 +26,9 @@ except ImportError:
 from kvbm.catalog.access.callers import Access, Caller
 from kvbm.catalog.access.limits import BODY_WAIT_S, LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
 from kvbm.catalog.answers.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, without_prompt
-from kvbm.catalog.edge.at_once import BINARY_TYPE, AtOnce
 from kvbm.catalog.edge.checkpoint_response import CONTENT_TYPE as CHECKPOINT
 from kvbm.catalog.edge.checkpoint_response import CheckpointResponse
+from kvbm.catalog.edge.fast_path import BINARY_TYPE, FastPath
 from kvbm.catalog.edge.feed_response import CONTENT_TYPE as EVENTS
 from kvbm.catalog.edge.feed_response import FeedResponse
 from kvbm.catalog.edge.gate import CALLER, JUDGE, UNKNOWN, Gate, content_type
@@ -76,7 +76,7 @@ class Surface(NamedTuple):
     """
 
     app: FastAPI
-    at_once: AtOnce
+    at_once: FastPath
     limits: Limits
 
 
@@ -120,7 +120,7 @@ def create_surface(
         count=api.count_request,
         within=lambda judged: Limited(judged, limits),
     )
-    return Surface(app, AtOnce(access, limits, answers, api.count_request), limits)
+    return Surface(app, FastPath(access, limits, answers, api.count_request), limits)
 
 
 class _Api:

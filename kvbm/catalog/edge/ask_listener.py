@@ -14,11 +14,11 @@ from collections.abc import Callable
 from kvbm.catalog.edge.asks import Asks
 from kvbm.core.asks import READY, ask_subject
 from kvbm.core.errors import StreamError
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import AskLine, AskSource
 from kvbm.streams.nats.connection import RefusedError
 
-log = Remarks()
+log = SafeLog()
 
 LOOK_S = 0.2
 _CONNECT_S = 5.0

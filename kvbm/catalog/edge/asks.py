@@ -9,15 +9,15 @@ import msgspec
 
 from kvbm.catalog.access.callers import Access, Caller
 from kvbm.catalog.access.limits import LARGE_BODY_BYTES, Limits, Room, is_limited, key_of
-from kvbm.catalog.edge.at_once import BINARY_TYPE, MOST_BYTES, PATHS, Answered, AtOnce, ShortQuestion
+from kvbm.catalog.edge.fast_path import BINARY_TYPE, MOST_BYTES, PATHS, Answered, FastPath, ShortQuestion
 from kvbm.catalog.edge.gate import NATS_CALLER, UNKNOWN, App, Message
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
 from kvbm.core.asks import JSON_TYPE, RETRY_HEADER, Asked, is_caller, request_of
 from kvbm.core.errors import StreamError
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Ask, AskLine
 
-log = Remarks()
+log = SafeLog()
 
 MUTE_S = 1.0
 _MOST_LONG = 256  # questions under way that are not answered at once
@@ -42,7 +42,7 @@ class Asks:
     """
 
     def __init__(
-        self, app: App, at_once: AtOnce, access: Access, limits: Limits, host: str, on_muted: Callable[[], None]
+        self, app: App, at_once: FastPath, access: Access, limits: Limits, host: str, on_muted: Callable[[], None]
     ) -> None:
         self._app, self._at_once, self._access, self._limits, self._host = app, at_once, access, limits, host
         self._on_muted = on_muted

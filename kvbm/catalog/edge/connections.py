@@ -22,7 +22,7 @@ from typing import Any
 
 from kvbm.catalog.access.limits import Buckets, LimitSettings, peer_key
 from kvbm.catalog.edge.handshakes import Handshakes
-from kvbm.remarks import Seldom
+from kvbm.safe_log import RateLimitedLog
 
 LOOK_S = 1.0
 _BODY_S = 30.0  # the handler gives up on a body before that
@@ -101,7 +101,7 @@ class Connections:
         self._taken = Buckets(settings.connects_per_s, 4 * settings.connects_per_s)
         self._stuck: OrderedDict[Connection, None] = OrderedDict()
         self._unsent = 0
-        self.remarks = Seldom(clock=clock)
+        self.remarks = RateLimitedLog(clock=clock)
         self.handshakes = Handshakes(clock=clock)
 
     def __len__(self) -> int:
@@ -278,12 +278,12 @@ def unsent_bytes(transport: asyncio.Transport) -> int:
     return transport.get_write_buffer_size() + (within.get_write_buffer_size() if within is not None else 0)
 
 
-class SeldomFilter(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Lets each message of a logger through once in a while: callers can cause them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._remarks = Seldom()
+        self._remarks = RateLimitedLog()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is logged."""

@@ -13,8 +13,8 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvbm.catalog.access.limits import UNIX_HOST
-from kvbm.catalog.edge.at_once import BINARY_TYPE, NOTHING_HELD, PATHS, Answered, AtOnce, ShortQuestion
 from kvbm.catalog.edge.connections import Connection, Connections, Stage, unsent_bytes
+from kvbm.catalog.edge.fast_path import BINARY_TYPE, NOTHING_HELD, PATHS, Answered, FastPath, ShortQuestion
 from kvbm.catalog.edge.gate import PEER, authorization, content_type
 
 MAX_HEADER_BYTES = 32 << 10
@@ -38,7 +38,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     _buffer = memoryview(bytearray(READ_BYTES))
 
-    def __init__(self, connections: Connections, connection: Connection, at_once: AtOnce, **of_uvicorn: Any) -> None:
+    def __init__(self, connections: Connections, connection: Connection, at_once: FastPath, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self._connections, self._connection, self._at_once = connections, connection, at_once
         self.parser = self._new_parser()

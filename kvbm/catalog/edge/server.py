@@ -23,7 +23,7 @@ from kvbm.core.backend import Backend
 from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError
 from kvbm.core.parts import ALL_PARTS
 from kvbm.files import make_folder
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import AskSource, EventStream
 
 try:
@@ -37,27 +37,27 @@ from kvbm.catalog.access.callers import Access, check_exposed
 from kvbm.catalog.edge.api import Surface, create_surface
 from kvbm.catalog.edge.ask_listener import AskListener
 from kvbm.catalog.edge.asks import Asks
-from kvbm.catalog.edge.at_once import AtOnce
 from kvbm.catalog.edge.connections import (
     Connection,
     Connections,
-    SeldomFilter,
+    RateLimitFilter,
     room_for_sockets,
     small_tls_buffers,
 )
+from kvbm.catalog.edge.fast_path import FastPath
 from kvbm.catalog.edge.http_connection import HttpConnection
 from kvbm.catalog.edge.listener import Listener
 from kvbm.catalog.edge.tls import ServerTls
 from kvbm.catalog.index.cluster_index import NewIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
 
-log = Remarks()
+log = SafeLog()
 
 STOP_WAIT_S = 15.0
 _GRACE_S = 3
 _BACKLOG = 2048
 _MALLOC_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc
-_SELDOM = SeldomFilter()
+_SELDOM = RateLimitFilter()
 
 
 def run(
@@ -186,7 +186,7 @@ class _Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         connections: Connections,
-        at_once: AtOnce,
+        at_once: FastPath,
         on_started: Callable[[], None],
         on_stopping: Callable[[], None],
     ) -> None:

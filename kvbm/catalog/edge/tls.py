@@ -14,9 +14,9 @@ from pathlib import Path
 from kvbm.catalog.access.callers import LEAST_LOOK_S, LOOK_S, AccessOptions
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.files import Watched, read_small
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 
 class ServerTls:

@@ -31,13 +31,13 @@ from kvbm.catalog.threads import run_in
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.parts import ALL_PARTS, part_of
 from kvbm.files import make_folder, open_plain, opener, read_small, warn_exposed, write_new
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.access_samples import SUFFIX, encode_sample, whole_bytes
 from kvbm.streams.base import AccessSample, EventStream, StreamMessage, is_fence, mark_of
+from kvbm.streams.fence_owner import FenceOwners
 from kvbm.streams.fence_records import VERSION, encode_fence, encode_told
-from kvbm.streams.holders import Holders
 
-log = Remarks()
+log = SafeLog()
 
 FILE_BYTES = 64 << 20
 SYNC_BYTES = 16 << 20  # POSITION is moved on at least after so much
@@ -96,7 +96,7 @@ class ArchiveFiles:
         self._file = -1
         self._synced = ArchivePosition()
         self._has_failed = False  # the last `append`
-        self._holders = Holders()
+        self._holders = FenceOwners()
         self._kept: tuple[Sequence[StreamMessage], list[bytes]] | None = None
 
     @classmethod

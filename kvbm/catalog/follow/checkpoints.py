@@ -26,10 +26,10 @@ from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex
 from kvbm.catalog.threads import in_thread
 from kvbm.core.errors import CatalogError, CheckpointError
 from kvbm.files import make_folder, open_plain, read_small, warn_exposed, write_new
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Mark
 
-log = Remarks()
+log = SafeLog()
 
 KEPT = 2
 ORPHAN_S = 3600.0  # a file without a manifest is no longer being written after this

@@ -20,10 +20,10 @@ from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.follow.snapshots import SnapshotRequests
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import EventReader, Position
 
-log = Remarks()
+log = SafeLog()
 
 FETCH_WAIT_S = 0.25
 RETRY_S = 0.1

@@ -34,10 +34,10 @@ from kvbm.catalog.sql.rows import InstanceStatus
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.core.parts import ALL_PARTS
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import EventStream, Heartbeat, Notice, Position
 
-log = Remarks()
+log = SafeLog()
 
 OWN_CLUSTER = "_catalogs"  # of the pulses of a catalog that follows all clusters
 _SENT_PULSES = 256

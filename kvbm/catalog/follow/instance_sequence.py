@@ -33,7 +33,7 @@ import msgspec
 from kvbm.catalog.follow.named_namespaces import NamedNamespaces
 from kvbm.catalog.follow.published_reports import PublishedReports
 from kvbm.catalog.follow.reorder_buffer import BufferedState, ReorderBuffer
-from kvbm.catalog.follow.troubles import Trouble, Troubles
+from kvbm.catalog.follow.suspicions import Suspicion, Suspicions
 from kvbm.catalog.index.cluster_index import Applied, Claims, ClusterIndex
 from kvbm.catalog.sql.rows import (
     ClaimRun,
@@ -47,7 +47,7 @@ from kvbm.catalog.sql.rows import (
 from kvbm.core.codec import VERSION, ScannedFrame
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
-from kvbm.remarks import Seldom
+from kvbm.safe_log import RateLimitedLog
 from kvbm.streams.base import (
     ORIGIN,
     START,
@@ -60,7 +60,7 @@ from kvbm.streams.base import (
     mark_of,
     run_of,
 )
-from kvbm.streams.holders import holder_after
+from kvbm.streams.fence_owner import owner_after
 
 REMARKS = 20  # of one event in ten seconds: whoever may write to the stream can give cause for any number
 # A hole that no heartbeat explains, for its instance has died, is given up after this long at the stream's end
@@ -117,7 +117,7 @@ class Counters(msgspec.Struct, kw_only=True):
         foreign: frames that name another instance than their subject; they are refused with the rest of their message.
         newer: frames of a newer version than this kvbm reads, and those that follow one in its epoch; they are not
             applied.
-        strays: messages that name a fence of a history that is gone; see `kvbm.streams.holders`.
+        strays: messages that name a fence of a history that is gone; see `kvbm.streams.fence_owner`.
         lives: fences that showed that what was read of an instance is of another life.
         forgotten: instances that were gone for long, or that an operator had forgotten.
         namespaces_refused: namespaces that starts or heartbeats have told of and that are not kept: there are too many.
@@ -209,7 +209,7 @@ class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
     declared: tuple[NamespaceId, ...]
     joined_midstream: bool = msgspec.field(name="is_blind")
     is_lost: bool
-    trouble: Trouble | None
+    trouble: Suspicion | None
     run: str = ""
     holder: Fence | None = None
     life: int = 0
@@ -231,9 +231,9 @@ class Common(NamedTuple):
 
     held: ClusterIndex
     counters: Counters
-    troubles: Troubles
+    suspicions: Suspicions
     unsettled: dict[InstanceId, InstanceSequence]
-    remarks: Seldom
+    remarks: RateLimitedLog
 
 
 class InstanceSequence:
@@ -263,7 +263,7 @@ class InstanceSequence:
         self.subjects: set[str] = set()
         self.buffer = ReorderBuffer()
         self._id, self._known = row.id, known
-        self._index, self._counters, self._troubles, self._unsettled, self._remarks = common
+        self._index, self._counters, self._suspicions, self._unsettled, self._remarks = common
         self._life = 0  # grows when a fence shows that what was read is of another one
         self._epoch_row = EpochRow(instance=row.id, epoch=Epoch(0), started_ns=0)
         self.joined_midstream = False
@@ -286,7 +286,7 @@ class InstanceSequence:
 
     def state(self) -> SequenceState:
         """What a checkpoint keeps."""
-        trouble = self._troubles.by_instance.get(self._id)
+        trouble = self._suspicions.by_instance.get(self._id)
         return SequenceState(
             row=self.row,
             epoch=self.position.epoch,
@@ -318,9 +318,9 @@ class InstanceSequence:
             self._put_in_buffer(frame, data, before)
         self._is_lost |= state.unreadable is not None  # this kvbm can read what comes next; a snapshot lists the rest
         if state.trouble is not None:
-            self._troubles.restore(self._id, state.trouble)
+            self._suspicions.restore(self._id, state.trouble)
         elif (view := self._index.view(self._id)) is not None and view.missed and not view.stopped:
-            self._troubles.note(self._id).unended += 1  # the index has learned of it since the state was taken
+            self._suspicions.note(self._id).unended += 1  # the index has learned of it since the state was taken
 
     def restore_position(self, stored: InstancePosition, changes: Changes) -> None:
         """Go on from the position in SQL: nothing is known to be held, and a live instance is joined mid-stream."""
@@ -347,7 +347,7 @@ class InstanceSequence:
 
     def name_fence(self, named: Fence, changes: Changes) -> None:
         """Take the fence that a message of events names."""
-        fence = holder_after(named, self.fence)
+        fence = owner_after(named, self.fence)
         if fence is not None and fence is not self.fence:
             if self.fence is None or fence.run != self.fence.run:
                 self.take_fence(fence, changes)
@@ -436,15 +436,15 @@ class InstanceSequence:
             and not self.buffer
             and not self._is_lost
             and self.unreadable is None
-            and holder_after(named, self.fence) is self.fence
-            and self._id not in self._troubles.by_instance
+            and owner_after(named, self.fence) is self.fence
+            and self._id not in self._suspicions.by_instance
         )
 
     def diverge(self) -> None:
         """After the last frame the index has another digest than the frame."""
         self._counters.digest_mismatches += 1
         self._index.miss(self._id)
-        self._troubles.note(self._id).digests += 1
+        self._suspicions.note(self._id).digests += 1
         epoch, offset = self.position
         self._remarks.warn("digest.diverged", instance=self._id, epoch=epoch, offset=offset)
 
@@ -459,7 +459,7 @@ class InstanceSequence:
         self._hole_since_s = None
         self._is_lost = False
         changes.lacks_claims = True
-        self._troubles.take(self._id)  # no snapshot can heal it
+        self._suspicions.take(self._id)  # no snapshot can heal it
         self._index.wait(self._id, False)
         self._index.miss(self._id)
         changes.advanced[self._id] = self.position
@@ -499,7 +499,7 @@ class InstanceSequence:
         """Join an epoch mid-stream: its start was not read."""
         self._counters.blind_starts += 1
         changes.lacks_claims = True
-        self._troubles.note(self._id).joins += 1
+        self._suspicions.note(self._id).joins += 1
         self.joined_midstream = True
         run, known = self.run, self._known
         if known is not None and (known.epoch, known.run) in ((epoch, run), (epoch, "")) and known.pools:
@@ -556,7 +556,7 @@ class InstanceSequence:
             self.position = Position(published.epoch, Offset(0))
         resumed = self.buffer.first_offset()
         self._index.miss(self._id)
-        self._troubles.note(self._id).gaps += 1
+        self._suspicions.note(self._id).gaps += 1
         if resumed is None:
             self._is_lost = True
         else:
@@ -613,7 +613,7 @@ class InstanceSequence:
         self.advance(Position(frame.epoch, frame.next_offset), frame.digest, frame.wall_time_ns, changes)
         if changes.cursor.sequence > changes.settled and not self._index.agrees(instance, frame.digest):
             self.diverge()
-        elif instance in self._troubles.by_instance:
+        elif instance in self._suspicions.by_instance:
             view = self._index.view(instance)
             if view is not None and not view.missed:
                 self._heal()
@@ -628,7 +628,7 @@ class InstanceSequence:
         changes.changed[self._id] = changes.at
 
     def _heal(self) -> None:
-        trouble = self._troubles.take(self._id)
+        trouble = self._suspicions.take(self._id)
         if trouble is not None:
             self._counters.gaps_repaired += trouble.gaps
             self._counters.digest_repaired += trouble.digests

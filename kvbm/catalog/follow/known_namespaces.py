@@ -8,7 +8,7 @@ from itertools import islice
 from kvbm.catalog.follow.instance_sequence import Changes, Counters, InstanceSequence
 from kvbm.catalog.sql.rows import InstanceStatus
 from kvbm.core.ids import Namespace, NamespaceId, namespace_id_of, namespace_in
-from kvbm.remarks import Seldom
+from kvbm.safe_log import RateLimitedLog
 
 MOST = 65_536  # of all instances together
 MOST_BYTES = 64 << 20  # of their fields
@@ -43,7 +43,7 @@ class KnownNamespaces:
         self._bytes = 0
         self._unswept = 0  # so many more are refused before it is looked again for some that nobody names
         self._ids: list[NamespaceId] | None = None
-        self._remarks = Seldom()
+        self._remarks = RateLimitedLog()
         self.add(namespaces)
 
     # -- input --------------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import InstanceId
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import EventReader, EventStream, Position
 
-log = Remarks()
+log = SafeLog()
 
 ASK_END_S = 0.5
 ASK_END_WAIT_S = 1.0

@@ -4,7 +4,7 @@ A state machine: no thread, clock or socket.
 
 A message is a fence, or frames of one instance. One that names a fence of a lost history is a stray: it is ignored, and
 logged. What each frame is to its instance, and when a hole becomes a gap, `instance_sequence` decides. A step returns
-what it changed, also the SQL rows that follow from it; `row_collector` gathers these. `troubles` has everyone a
+what it changed, also the SQL rows that follow from it; `row_collector` gathers these. `suspicions` has everyone a
 snapshot would heal.
 
 An instance that was forgotten is one that was never seen. Of it a mark stays for a while: the sequence up to which its
@@ -32,7 +32,7 @@ from kvbm.catalog.follow.instance_sequence import (
     Unreadable,
 )
 from kvbm.catalog.follow.known_namespaces import KnownNamespaces
-from kvbm.catalog.follow.troubles import Troubles
+from kvbm.catalog.follow.suspicions import Suspicions
 from kvbm.catalog.index.cluster_index import ClusterIndex, PlainApplied, StreamPlace
 from kvbm.catalog.index.plain_frames import RUN_BYTES, PlainRun
 from kvbm.catalog.sql.rows import ForgottenRow, InstancePosition, InstanceRow, InstanceRows
@@ -41,9 +41,9 @@ from kvbm.core.checks import is_longer
 from kvbm.core.codec import NewerFrame, ScannedFrame, newer_frame
 from kvbm.core.errors import NewerFrameError, StreamError
 from kvbm.core.ids import MAX_NAME_BYTES, Epoch, InstanceId, Namespace, NamespaceId
-from kvbm.remarks import Seldom
+from kvbm.safe_log import RateLimitedLog
 from kvbm.streams.base import ORIGIN, START, Heartbeat, Mark, Position, StreamMessage, fence_of, is_fence, subject_names
-from kvbm.streams.holders import is_stray
+from kvbm.streams.fence_owner import is_stray
 
 KEPT_BYTES = 16 << 20  # of frames in reorder buffers, in a checkpoint; what is more is left out, and becomes a gap
 GAP_WAIT_S = 1.0  # what a heartbeat reports as published must be here by then when the reader is at the stream's end
@@ -81,7 +81,7 @@ class Sequencer:
     ) -> None:
         self.index = index
         self.counters = Counters()
-        self.troubles = Troubles()
+        self.suspicions = Suspicions()
         self.newest_wall_ns = 0
         self.on_run: Callable[[Sequence[StreamMessage], PlainRun, PlainApplied], None] | None = None
         self._scan_frames = scan_frames
@@ -92,7 +92,7 @@ class Sequencer:
         self.known_namespaces = KnownNamespaces(namespaces, self._sequences.values())
         self._forgotten: dict[InstanceId, ForgottenRow] = {}
         self._cursor = StreamCursor()
-        self._common = Common(index, self.counters, self.troubles, {}, Seldom(most=REMARKS))
+        self._common = Common(index, self.counters, self.suspicions, {}, RateLimitedLog(most=REMARKS))
         self._unsettled = self._common.unsettled  # perhaps also some that had a hole
         self._settled = 0  # up to this sequence the index may be ahead of what was read, and digests prove nothing
 
@@ -251,7 +251,7 @@ class Sequencer:
         for subject in followed.subjects if followed is not None else ():
             del self._by_subject[subject]
         self._known.pop(instance, None)
-        self.troubles.take(instance)
+        self.suspicions.take(instance)
         self.index.drop(instance)
 
     def expect(self, mark: ForgottenRow) -> None:
@@ -270,7 +270,7 @@ class Sequencer:
     def suspicion(self, instance: InstanceId) -> None:
         """What the index holds of an instance has another digest than it should, as an audit of the index has found."""
         self.index.miss(instance)
-        self.troubles.note(instance).digests += 1
+        self.suspicions.note(instance).digests += 1
 
     def pass_holes(self) -> Changes:
         """Go on behind every hole, whatever may still come: for who reads to the end of something and wants all that is

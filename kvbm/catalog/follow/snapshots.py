@@ -19,10 +19,10 @@ from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.members.liveness import LifeState
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import Epoch, InstanceId
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import EventStream
 
-log = Remarks()
+log = SafeLog()
 
 ASK_AGAIN_S = 10.0
 STEP_S = 0.1
@@ -119,7 +119,7 @@ class SnapshotRequests:
         self._stream, self._sequencer, self._heartbeats, self._again_s = stream, sequencer, heartbeats, again_s
         self._has_begun = False
         self._is_wanted = asyncio.Event()  # somebody has become suspect
-        self._found = 0  # troubles, as of the last look
+        self._found = 0  # suspicions, as of the last look
 
     def begin(self) -> None:
         """The stream is read up to its end as of the start: ask from now on."""
@@ -128,14 +128,14 @@ class SnapshotRequests:
 
     def look(self) -> None:
         """Ask at once if there is a new trouble."""
-        if self._sequencer.troubles.found != self._found:
-            self._found = self._sequencer.troubles.found
+        if self._sequencer.suspicions.found != self._found:
+            self._found = self._sequencer.suspicions.found
             self._is_wanted.set()
 
     def unhealed(self) -> list[InstanceId]:
         """Live instances that a snapshot would make whole."""
         state = self._heartbeats.liveness.state
-        return [name for name in self._sequencer.troubles.by_instance if state(name) is LifeState.LIVE]
+        return [name for name in self._sequencer.suspicions.by_instance if state(name) is LifeState.LIVE]
 
     async def ask(self, instance: InstanceId) -> bool | None:
         """Ask an instance for a snapshot.
@@ -155,7 +155,7 @@ class SnapshotRequests:
                 view = self._sequencer.index.view
                 suspicions = {
                     instance: Suspicion(trouble.found, once=(seen := view(instance)) is not None and seen.partial)
-                    for instance, trouble in self._sequencer.troubles.by_instance.items()
+                    for instance, trouble in self._sequencer.suspicions.by_instance.items()
                 }
                 for instance in self.asker.step(time.monotonic(), suspicions, self._can_serve):
                     task = asyncio.create_task(self._ask(instance), name=f"catalog-ask-{instance}")
@@ -178,12 +178,12 @@ class SnapshotRequests:
             now = {
                 instance: view.epoch
                 for instance in index.instances()
-                if instance not in sequencer.troubles.by_instance and (view := index.view(instance)) is not None
+                if instance not in sequencer.suspicions.by_instance and (view := index.view(instance)) is not None
                 if view.missed and not view.stopped and not view.waiting
             }
             for instance, epoch in now.items():
                 if before.get(instance) == epoch:
-                    sequencer.troubles.note(instance).unended += 1
+                    sequencer.suspicions.note(instance).unended += 1
                     self._is_wanted.set()
             before = now
 
@@ -197,5 +197,5 @@ class SnapshotRequests:
             taken = False
             log.debug("snapshot.not_asked", instance=instance, why=str(error))
         self.asker.answered(time.monotonic(), instance, bool(taken))
-        trouble = self._sequencer.troubles.by_instance.get(instance)
+        trouble = self._sequencer.suspicions.by_instance.get(instance)
         log.info("snapshot.asked", instance=instance, heard=bool(taken), reasons=trouble.reasons() if trouble else [])

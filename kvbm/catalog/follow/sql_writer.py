@@ -27,11 +27,11 @@ from kvbm.catalog.threads import in_thread
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, split_hashes
 from kvbm.core.parts import ALL_PARTS, scope_name
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import START, EventStream, Mark, StreamMessage, StreamState, still_holds
 from kvbm.streams.nats.setup import STREAM
 
-log = Remarks()
+log = SafeLog()
 
 WAITING_BYTES = 64 << 20  # of rows that wait for the database
 RETRY_FIRST_S = 0.1

@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Callable
 
 from kvbm.catalog.follow.sequencer import Sequencer
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 SWEEP_EVERY_S = 1.0
 SWEEP_PAGES = 64  # of the index between two other things

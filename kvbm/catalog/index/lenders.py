@@ -17,7 +17,7 @@ from kvbm.core.answers import PeerHolding
 from kvbm.core.ids import InstanceId, NamespaceId, Tier
 from kvbm.core.peer_address import HOST_ALONE, PeerAddress, address_of, nearest_and_deepest
 from kvbm.core.topology import distance
-from kvbm.remarks import Seldom
+from kvbm.safe_log import RateLimitedLog
 
 LOOKED_AT = 256  # instances a walk names
 _NEAR_KEPT = 128  # places whose nearest lenders are remembered
@@ -63,7 +63,7 @@ class Lenders:
         self._words: dict[InstanceId, dict[str, str]] = {}  # as the last heartbeat has them
         self._known: dict[InstanceId, tuple[PeerAddress, Place]] = {}
         self._near: dict[Place, list[InstanceId]] = {}
-        self._remarks = Seldom(most=20)  # a heartbeat may name another place each time
+        self._remarks = RateLimitedLog(most=20)  # a heartbeat may name another place each time
 
     def hear(self, instance: InstanceId, last: LastHeartbeat) -> None:
         """Take note of a heartbeat that is believed."""

@@ -18,12 +18,12 @@ from kvbm.core.codec import decode_frame
 from kvbm.core.errors import FrameError, LayoutError
 from kvbm.core.events import InstanceStarted, InstanceStopped
 from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
 if TYPE_CHECKING:
     from kvbm.core.codec import Frame
 
-log = Remarks()
+log = SafeLog()
 
 RUN_BYTES = 1 << 20  # of messages in a run, about
 THREAD_BYTES = 16 << 10  # a run of fewer is applied at once: handing it over would take longer

@@ -11,11 +11,11 @@ from kvbm.catalog.members.liveness import is_catalog
 from kvbm.catalog.routing.shared_routes import MOST_MESSAGE_BYTES, SharedRoutes
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import InstanceId
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Broadcast
 from kvbm.streams.nats.connection import RefusedError
 
-log = Remarks()
+log = SafeLog()
 
 TELL_EVERY_S = 0.005
 _TRY_AGAIN_S = 30.0  # after the server has refused

@@ -55,7 +55,7 @@ class SharedRoute(NamedTuple):
         instance: where it was sent.
         input_tokens: of the prompt. missing_tokens: what the instance must compute of it.
         first: blocks of it that the instance had, or would soon have, anyway. blocks: full ones of the prompt.
-        hashes: packed, of the blocks at `soon_held.marked_depths(first, blocks)`.
+        hashes: packed, of the blocks at `routed_blocks.marked_depths(first, blocks)`.
     """
 
     caller: str

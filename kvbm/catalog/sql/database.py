@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from kvbm.core.errors import CatalogError, MissingExtraError
 from kvbm.files import make_folder, make_plain, narrow, warn_exposed
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
 try:
     from alembic import command
@@ -54,7 +54,7 @@ _DRIVERS = {
     "postgresql": "postgresql+asyncpg",
     "postgresql+asyncpg": "postgresql+asyncpg",
 }
-log = Remarks()
+log = SafeLog()
 
 _FORMS = "give sqlite:///path/catalog.db or postgresql://user:password@host:5432/database"
 _ESCAPES = "in a user or password write @ as %40, / as %2F, : as %3A and % as %25"

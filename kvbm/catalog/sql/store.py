@@ -57,10 +57,10 @@ from kvbm.catalog.sql.rows import (
     StoreBatch,
 )
 from kvbm.catalog.threads import in_thread
-from kvbm.remarks import Remarks, Seldom
+from kvbm.safe_log import RateLimitedLog, SafeLog
 from kvbm.streams.base import START, Mark
 
-log = Remarks()
+log = SafeLog()
 
 CHUNK_ROWS = 1 << 16  # hashes of one chunk that `claims` yields: 1 MiB
 _WRITE_ROWS = 5000  # rows handed to a driver at once
@@ -125,7 +125,7 @@ class SqlStore:
         self._engine, self._parts = engine, parts
         self._used_ns = int(used_s * 1_000_000_000)
         self.refused_rows = 0
-        self._remarks = Seldom(most=_REMARKS)  # an instance can have each batch refused in part
+        self._remarks = RateLimitedLog(most=_REMARKS)  # an instance can have each batch refused in part
         self._where = shown(engine.url)
         self._upserts = _upserts(engine.dialect.name == "sqlite")
 

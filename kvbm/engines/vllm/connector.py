@@ -43,12 +43,12 @@ from kvbm.engines.vllm.stages import StageBlocks, all_stages
 from kvbm.engines.vllm.stats import KvbmPromMetrics, KvbmStats
 from kvbm.engines.vllm.tested import check_tested
 from kvbm.engines.vllm.worker import Worker
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
 if TYPE_CHECKING:
     import torch
 
-log = Remarks()
+log = SafeLog()
 
 _IDLE_WAIT_S = 0.002  # in a step without model work, copies under way are waited for so long
 _IDLE_ASK_S = 0.0005  # and so long before a request that has to wait for bytes is looked at again

@@ -16,9 +16,9 @@ from kvbm.engines.vllm.meeting import Meeting
 from kvbm.engines.vllm.metadata import HostShare
 from kvbm.pools.host.mapping import map_host
 from kvbm.pools.host.pinning import Pinning, Registrar
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _WORD = "host"
 _WORD_S = 3600.0  # for the scheduler's word: an engine's start, with all the graphs it captures

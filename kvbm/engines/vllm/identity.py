@@ -15,9 +15,9 @@ from kvbm.engines.vllm.ranks import Ranks
 from kvbm.engines.vllm.regions import specs_of, tokens_of
 from kvbm.engines.vllm.resolved import backends_of
 from kvbm.engines.vllm.revision import model_of, revision_of
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 TENANT_KEY = "kvbm.tenant"  # in a request's kv_transfer_params
 _TENANT_CHARACTERS = 128

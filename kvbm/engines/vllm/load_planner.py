@@ -20,9 +20,9 @@ from kvbm.engines.vllm.roles import Role
 from kvbm.engines.vllm.tier_events import TierEvents
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.engine_hbm import EngineHbmManager
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 
 class _Load(NamedTuple):

@@ -18,9 +18,9 @@ from functools import wraps
 from typing import Any
 
 from kvbm.engines.vllm.adapters import Loaded
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _MOST_FILES = 1024  # of an adapter's folder that are looked at
 _IN_PLACE = (

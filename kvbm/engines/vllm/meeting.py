@@ -22,9 +22,9 @@ import msgspec
 
 from kvbm.core.errors import PoolError
 from kvbm.files import FOLDER_MODE, open_plain, read_plain
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _MOST_BYTES = 16 << 20  # of a word: what a model with thousands of layers has resolved
 _NAP_S = 0.05

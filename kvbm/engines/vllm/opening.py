@@ -34,10 +34,10 @@ from kvbm.engines.vllm.tenant_names import TenantNames
 from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.object.pool import BlockObjects
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.tenant_secrets import TenantSecrets
 
-log = Remarks()
+log = SafeLog()
 
 ENGINE = "vllm"
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.weights import config_words, model_files
 
-log = Remarks()
+log = SafeLog()
 
 _PIECE_BYTES = 64 << 10  # from the begin, the middle and the end of each file
 _TENSOR_BYTES = 1 << 10  # from the middle of a tensor

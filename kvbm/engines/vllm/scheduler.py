@@ -40,9 +40,9 @@ from kvbm.engines.vllm.step_meter import LEAST_TOKENS, StepMeter
 from kvbm.engines.vllm.store_planner import StorePlanner, StoreRules
 from kvbm.engines.vllm.tier_events import ExtraKeys, TierEvents
 from kvbm.manager.engine_hbm import EngineHbmManager
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _HOSTS_S = 30.0  # an engine without requests goes on stepping for so long until all hosts have HOST
 _REPORT_S = 1.0  # between two looks at the manager's counters

@@ -23,9 +23,9 @@ from kvbm.engines.vllm.ranks import Ranks
 from kvbm.engines.vllm.requests import Group, Requests, RequestState
 from kvbm.engines.vllm.tier_events import Run, TierEvents
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _IN_HOST = bytes([Tier.HOST])
 _SHORT_STEPS = 4  # until another look at a request whose blocks found no room in HOST

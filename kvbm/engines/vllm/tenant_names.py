@@ -11,9 +11,9 @@ from typing import Any
 from kvbm.core.ids import Namespace
 from kvbm.engines.vllm.identity import Identity
 from kvbm.engines.vllm.requests import GroupNamespace
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 _MOST_KNOWN = 4096  # tenants and adapters kept at hand
 # Tenants, with each adapter of theirs, that settings do not name: about 2 KB each for as long as the process lives

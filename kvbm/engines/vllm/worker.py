@@ -29,12 +29,12 @@ from kvbm.pools.hbm.paged import SLOTS, PagedTensor, paged_layout
 from kvbm.pools.hbm.rings import RING_BYTES
 from kvbm.pools.host.mapping import map_host
 from kvbm.pools.host.pinning import CudaRegistrar, Registrar
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
 if TYPE_CHECKING:
     import torch
 
-log = Remarks()
+log = SafeLog()
 
 _FLUSH_S = 60.0
 

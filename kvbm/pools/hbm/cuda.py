@@ -24,9 +24,9 @@ from kvbm.pools.hbm.measuring import NewMover, rate_on
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout, PagedTensor, block_order
 from kvbm.pools.hbm.rings import RING_BYTES, After, NewRing, Ring, RingCopies, ring_sizes
 from kvbm.pools.hbm.ways import Ways, known_ways, measure_ways
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 WAYS = ("auto", "ring", "kernel", "batch", "memcpy", "torch")
 

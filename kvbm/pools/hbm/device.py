@@ -24,12 +24,12 @@ import numpy as np
 
 from kvbm.core.errors import PoolError
 from kvbm.pools.hbm.paged import NewSegmentCopies, SegmentCopies
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
 if TYPE_CHECKING:
     import torch
 
-log = Remarks()
+log = SafeLog()
 
 _SHORTEST_NAP_S = 20e-6
 _LONGEST_NAP_S = 1e-3

@@ -21,9 +21,9 @@ import numpy as np
 from kvbm.core.errors import PoolError
 from kvbm.pools.hbm.device import DeviceTimeoutError, row_copies
 from kvbm.pools.hbm.paged import NewSegmentCopies, SegmentCopies
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 RING_BYTES = 128 << 20  # of a GPU's memory, for each direction
 SHORT_BYTES = 32 << 20  # of a run that goes by a direction's small ring

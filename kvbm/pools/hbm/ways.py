@@ -15,9 +15,9 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.files import make_folder, read_small, replace_file
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)  # bytes of a segment that are measured
 NEVER = 1 << 62

@@ -14,9 +14,9 @@ import numpy as np
 
 from kvbm.core.errors import PoolError
 from kvbm.pools.host.pool import register, unregister
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 
 def map_host(pid: int, fd: int, mapped_bytes: int, pins: bool = True) -> np.ndarray:

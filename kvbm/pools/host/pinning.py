@@ -18,9 +18,9 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 PIECE_BYTES = 1 << 30
 _LONGEST_PIECE_BYTES = 4 << 30

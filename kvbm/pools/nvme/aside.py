@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.files import read_plain
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 DEFAULT_ASIDE_BYTES = 64 << 30
 

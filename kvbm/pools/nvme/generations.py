@@ -34,9 +34,9 @@ from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId
 from kvbm.pools.nvme.block_io import PAGE_BYTES
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 RECORD_BYTES = 7 * PAGE_BYTES
 RECORDS_AT = (PAGE_BYTES, PAGE_BYTES + RECORD_BYTES)  # in the tail

@@ -18,9 +18,9 @@ import numpy as np
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import HASH_BYTES, NamespaceId
 from kvbm.files import open_plain
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 HINT_BYTES = 2 * HASH_BYTES
 

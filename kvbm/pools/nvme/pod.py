@@ -37,9 +37,9 @@ from kvbm.pools.nvme.file_header import Damaged, FileShape, decode_header, shape
 from kvbm.pools.nvme.hints import HINT_BYTES, SlotHints, hints_path
 from kvbm.pools.nvme.pool import CLOSE_S
 from kvbm.pools.run import all_failed, check_rows
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 POLL_S = 1.0  # the folder is looked at no more often, and less often where a look takes long
 _BUSY_SHARE = 0.1  # of the time, for looking

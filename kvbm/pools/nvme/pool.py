@@ -33,9 +33,9 @@ from kvbm.pools.nvme.hints import SlotHints
 from kvbm.pools.nvme.slot_header import HEADER_BYTES
 from kvbm.pools.nvme.stripes import StripeFiles, rewrite, write_record
 from kvbm.pools.run import all_failed, check_proof, check_rows, check_size, check_slots
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 CLOSE_S = 5.0  # a device that takes longer to end what it has is given up
 

@@ -37,12 +37,12 @@ from kvbm.pools.base import ReadOutcome
 from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockEngine, OpenEngine
 from kvbm.pools.nvme.slot_header import SEAL_BYTES
 from kvbm.pools.tenant_keys import KEY_ID_BYTES, KeySource, TenantKeys, digest
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.algorithms import AES
 
-log = Remarks()
+log = SafeLog()
 
 _SALT_BYTES = 16
 _TAG_BYTES = 16

@@ -16,9 +16,9 @@ import msgspec
 from kvbm.core.backend import Checksum
 from kvbm.core.errors import JournalError
 from kvbm.files import read_small
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 
-log = Remarks()
+log = SafeLog()
 
 EPOCH_FILE = "EPOCH"
 _MOST_ASIDE = 9

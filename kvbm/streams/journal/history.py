@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.journal.disk import Device
 
-log = Remarks()
+log = SafeLog()
 
 KEPT_SUFFIX = ".kept"
 DAMAGED_SUFFIX = ".damaged"

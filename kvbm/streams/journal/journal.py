@@ -27,7 +27,7 @@ from kvbm.core.errors import JournalError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.files import make_folder, opener, warn_exposed
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
 from kvbm.streams.journal.disk import Device, OsDevice, write_file
 from kvbm.streams.journal.epoch_file import EPOCH_FILE, Begun, read_begun
@@ -37,7 +37,7 @@ from kvbm.streams.journal.repair import load_segments
 from kvbm.streams.journal.segments import SEGMENT_SUFFIX, Segments, scan_file, segment_files
 from kvbm.streams.journal.writer import FSYNC_MODES, FullError, JournalOptions, SegmentWriter, least_capacity
 
-log = Remarks()
+log = SafeLog()
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 

@@ -10,11 +10,11 @@ from kvbm.core.codec import FrameBytes, FrameHeader, decode_header
 from kvbm.core.errors import FrameError
 from kvbm.core.ids import Offset
 from kvbm.files import opener
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
 from kvbm.streams.journal.segments import Segment, Segments
 
-log = Remarks()
+log = SafeLog()
 
 _READ_BYTES = 256 << 10
 _MOST_HEADER_BYTES = 48 + 255  # with the longest name

@@ -11,10 +11,10 @@ from kvbm.core.codec import FRAME_OVERHEAD_BYTES, MAGIC, MAX_FRAME_BYTES, VERSIO
 from kvbm.core.errors import FrameError, JournalError, NewerFrameError, TornFrameError
 from kvbm.core.ids import InstanceId, Offset
 from kvbm.files import opener
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.journal.segments import Segment, scan_file, segment_files
 
-log = Remarks()
+log = SafeLog()
 
 _COPY_BYTES = 4 << 20  # copied at once
 _KEPT_BYTES = 256 << 20  # of a damaged end; a sparse file may be larger than the disk

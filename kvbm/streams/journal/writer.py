@@ -19,13 +19,13 @@ from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError
 from kvbm.core.ids import Epoch, Offset
 from kvbm.files import opener
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import ORIGIN, Position
 from kvbm.streams.journal.disk import MOST_PIECES, Device, write_all, write_file
 from kvbm.streams.journal.history import Retention
 from kvbm.streams.journal.segments import Segment, Segments, scan_file, segment_path
 
-log = Remarks()
+log = SafeLog()
 
 FSYNC_MODES = ("off", "interval", "always")
 SYNC_INTERVAL_S = 1.0

@@ -11,13 +11,13 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from kvbm.core.asks import GROUP, JSON_TYPE, STATUS_HEADER, TYPE_HEADER, caller_and_verb
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Ask, AskTaker
 from kvbm.streams.nats.connection import NatsConnection
 from kvbm.streams.nats.credentials import INBOX, Credentials
 from kvbm.streams.nats.headers import HEADERS_BEGIN, Headers
 
-log = Remarks()
+log = SafeLog()
 
 _MOST_WAITING = 1024  # questions of one caller that were read and not looked at; more are dropped, and time out
 _WAITING_BYTES = 4 << 20  # of these, beside one message of the largest size

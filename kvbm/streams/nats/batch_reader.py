@@ -17,14 +17,14 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from kvbm.core.errors import StreamError
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import START, AwayError, Mark, StreamMessage, mark_of
 from kvbm.streams.nats.api import message_at, ns_of, stream_info
 from kvbm.streams.nats.connection import JS_API, NatsConnection, RefusedError, shown
 from kvbm.streams.nats.headers import Headers, fence_in
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, Pauses, SharedConnection
 
-log = Remarks()
+log = SafeLog()
 
 BATCH_MESSAGES = 1000
 BATCH_BYTES = 8 << 20

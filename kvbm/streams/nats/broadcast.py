@@ -12,13 +12,13 @@ import msgspec
 from nats.aio.msg import Msg
 
 from kvbm.core.errors import StreamError
-from kvbm.remarks import Remarks, Seldom
+from kvbm.safe_log import RateLimitedLog, SafeLog
 from kvbm.streams.access_samples import refused
 from kvbm.streams.base import AccessSample, Notice, subject_names
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
 
-log = Remarks()
-refusals = Seldom(most=20)  # whoever may tell something can tell any number of things that are none
+log = SafeLog()
+refusals = RateLimitedLog(most=20)  # whoever may tell something can tell any number of things that are none
 
 LISTEN_WAIT_S = 30.0  # for a connection
 

@@ -25,14 +25,14 @@ from nats.errors import MaxPayloadError, NoServersError, ProtocolError, SlowCons
 
 from kvbm.core.errors import ConfigError, MissingExtraError, StreamError
 from kvbm.core.nats_address import servers_of
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import AwayError
 from kvbm.streams.nats.credentials import CheckedClient, Credentials, NoTlsError
 from kvbm.streams.nats.direct_parser import DirectParser, RunTaker, Taker
 from kvbm.streams.nats.headers import HEADERS_BEGIN, Headers
 from kvbm.streams.nats.messages import NatsMessages, NewMessages, ReadableMessages
 
-log = Remarks()
+log = SafeLog()
 
 JS_API = "$JS.API"
 BORROWED_API = "kvbm.v1.api"  # the same for a user whose account has no JetStream, and is lent that of another account

@@ -13,10 +13,10 @@ from nats.aio.client import Client
 from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
 
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.nats.messages import Delivered, NatsMessages, Run
 
-log = Remarks()
+log = SafeLog()
 
 
 class Taker(Protocol):

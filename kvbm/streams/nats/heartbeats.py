@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from kvbm.core.errors import StreamError
-from kvbm.remarks import Remarks, Seldom
+from kvbm.safe_log import RateLimitedLog, SafeLog
 from kvbm.streams.base import Heartbeat, StreamMessage, subject_names
 from kvbm.streams.nats.reader import PULL_EXPIRES_S, NatsReader
 from kvbm.streams.nats.setup import PULSE, PULSE_WAIT_S, ensure_stream
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
 from kvbm.streams.pulse_words import heartbeat_of
 
-log = Remarks()
-refusals = Seldom(most=20)  # whoever may send heartbeats can send any number that are none
+log = SafeLog()
+refusals = RateLimitedLog(most=20)  # whoever may send heartbeats can send any number that are none
 
 
 async def watch_heartbeats(connections: SharedConnection, subjects: tuple[str, ...]) -> AsyncIterator[Heartbeat]:

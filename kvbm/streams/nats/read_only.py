@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import InstanceId
 from kvbm.core.parts import ALL_PARTS
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import PULSE_PREFIX, START, Heartbeat, Mark, Notice, part_filters, read_subjects
 from kvbm.streams.nats.api import stream_info
 from kvbm.streams.nats.batch_reader import LOOK_S, BatchReader
@@ -27,7 +27,7 @@ from kvbm.streams.nats.setup import PULSE, STREAM, StreamOptions, open_ready
 from kvbm.streams.nats.shared import RECONNECT_MOST_S, SharedConnection
 from kvbm.streams.nats.stream import NatsStream
 
-log = Remarks()
+log = SafeLog()
 
 EVENTS_LOOK_S = 0.02  # between two looks for events, for who has no consumer to be told of them
 ASK_END_S = 1.0

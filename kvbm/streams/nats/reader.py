@@ -13,7 +13,7 @@ from typing import Any
 from nats.aio.subscription import Subscription
 
 from kvbm.core.errors import StreamError
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import START, AwayError, Mark, StreamMessage, mark_of
 from kvbm.streams.nats.api import NS, ConsumerReply, ask_until, message_at, stream_info
 from kvbm.streams.nats.connection import NatsConnection, RefusedError, shown
@@ -21,7 +21,7 @@ from kvbm.streams.nats.headers import fence_named, status_in
 from kvbm.streams.nats.messages import Delivered
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, Pauses, SharedConnection
 
-log = Remarks()
+log = SafeLog()
 
 PULL_MESSAGES = 2000
 PULL_BYTES = 16 << 20

@@ -13,14 +13,14 @@ import time
 from typing import Any, NamedTuple
 
 from kvbm.core.errors import StreamError
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import EVENTS_PREFIX, FENCE_PREFIX, PULSE_PREFIX, AwayError
 from kvbm.streams.nats.api import NOT_ENABLED, NS, StreamInfo, request
 from kvbm.streams.nats.connection import JS_API, NatsConnection
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.messages import NewMessages, ReadableMessages
 
-log = Remarks()
+log = SafeLog()
 
 STREAM = "KVBM"
 PULSE = "KVBM_PULSE"

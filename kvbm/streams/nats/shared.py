@@ -7,12 +7,12 @@ import random
 from typing import Protocol
 
 from kvbm.core.errors import StreamError
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.nats.connection import NatsConnection, shown
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.setup import StreamOptions, open_ready
 
-log = Remarks()
+log = SafeLog()
 
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MOST_S = 0.5  # a cluster's new leader is found soon after it was chosen

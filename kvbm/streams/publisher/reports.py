@@ -7,12 +7,12 @@ import traceback
 from collections.abc import Callable
 
 from kvbm.core.ids import Epoch, InstanceId
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
 from kvbm.streams.publisher.machine import SILENT_HEARTBEATS
 from kvbm.streams.publisher.messages import Acked, Disconnected, FenceSet, Input, Refused, ReportFenced
 
-log = Remarks()
+log = SafeLog()
 
 STALLED_S = 5.0  # after this long without progress it is logged what is waited for
 OWNER_WARNING_S = 60.0  # a call of the owner that fails again is logged again after this time

@@ -12,7 +12,7 @@ import msgspec
 
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import Epoch, InstanceId
-from kvbm.remarks import Remarks
+from kvbm.safe_log import SafeLog
 from kvbm.streams.base import (
     ORIGIN,
     AccessSample,
@@ -47,7 +47,7 @@ from kvbm.streams.publisher.reports import RUNNING, PublisherReports
 from kvbm.streams.publisher.requests import OpenStream, StreamRequests, Target
 from kvbm.streams.pulse_words import encoded_heartbeat
 
-log = Remarks()
+log = SafeLog()
 
 _AGAIN_S = 1.0  # after there was no loop to be had, or a turn has failed
 

@@ -20,7 +20,7 @@ import numpy as np
 
 import kvbm.catalog.service as service_module
 from kvbm import assembly
-from kvbm.catalog.members.absences import FORGET_S
+from kvbm.catalog.members.downtime import FORGET_S
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.config import (
     CatalogSettings,

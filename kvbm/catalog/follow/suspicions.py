@@ -9,7 +9,7 @@ import msgspec
 from kvbm.core.ids import InstanceId
 
 
-class Trouble(msgspec.Struct, kw_only=True):
+class Suspicion(msgspec.Struct, kw_only=True):
     """What was found of an instance that a snapshot will heal, counted by kind.
 
     Attributes:
@@ -39,8 +39,8 @@ class Trouble(msgspec.Struct, kw_only=True):
         return [reason for reason, count in words.items() if count]
 
 
-class Troubles:
-    """The troubles of all instances.
+class Suspicions:
+    """The suspicions of all instances.
 
     Attributes:
         found: how many were found since the start; it only grows.
@@ -48,22 +48,22 @@ class Troubles:
 
     def __init__(self) -> None:
         self.found = 0
-        self._by_instance: dict[InstanceId, Trouble] = {}
+        self._by_instance: dict[InstanceId, Suspicion] = {}
 
     @property
-    def by_instance(self) -> Mapping[InstanceId, Trouble]:
+    def by_instance(self) -> Mapping[InstanceId, Suspicion]:
         """Everyone a snapshot would heal, and why. Read only."""
         return self._by_instance
 
-    def note(self, instance: InstanceId) -> Trouble:
+    def note(self, instance: InstanceId) -> Suspicion:
         """Something was found; the caller counts it in what this returns."""
         self.found += 1
-        return self._by_instance.setdefault(instance, Trouble())
+        return self._by_instance.setdefault(instance, Suspicion())
 
-    def restore(self, instance: InstanceId, trouble: Trouble) -> None:
+    def restore(self, instance: InstanceId, trouble: Suspicion) -> None:
         """Take over what a checkpoint has of an instance."""
         self._by_instance[instance] = trouble
 
-    def take(self, instance: InstanceId) -> Trouble | None:
+    def take(self, instance: InstanceId) -> Suspicion | None:
         """Forget the trouble of an instance: a snapshot has healed it, or no snapshot can."""
         return self._by_instance.pop(instance, None)

@@ -14,8 +14,8 @@ import structlog
 
 from kvbm.command_line import configure_logs
 from kvbm.engines.vllm.logs import log_with_vllm
-from kvbm.remarks import Remarks
-from kvbm.telemetry.remarks import to_standard_error
+from kvbm.safe_log import SafeLog
+from kvbm.telemetry.stderr_log import to_standard_error
 
 
 class FullDisk(StringIO):
@@ -72,18 +72,18 @@ def test_who_would_remark_on_every_request_can_ask_first_whether_anybody_reads_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     structlog.reset_defaults()
-    assert Remarks().says_debug()  # they print everything
+    assert SafeLog().says_debug()  # they print everything
     configure_logs(logging.INFO)
-    assert not Remarks().says_debug()
+    assert not SafeLog().says_debug()
     configure_logs(logging.DEBUG)
-    assert Remarks().says_debug()
+    assert SafeLog().says_debug()
     structlog.reset_defaults()
     log_with_vllm()
     engines = logging.getLogger("vllm")
     monkeypatch.setattr(engines, "level", engines.level)
     engines.setLevel(logging.INFO)
-    assert not Remarks().says_debug()
+    assert not SafeLog().says_debug()
     engines.setLevel(logging.DEBUG)
-    assert Remarks().says_debug()
+    assert SafeLog().says_debug()
     structlog.configure(wrapper_class=structlog.BoundLogger)  # it cannot tell
-    assert Remarks().says_debug()
+    assert SafeLog().says_debug()

@@ -1,5 +1,5 @@
-// SoonHeld: which blocks instances will soon hold, because prompts were routed to them lately. Native implementation of
-// kvbm/reference/soon_held.py, which says why; a table of fixed size, whatever is routed. One thread.
+// RoutedBlocks: which blocks instances will soon hold, because prompts were routed to them lately. Native implementation of
+// kvbm/reference/routed_blocks.py, which says why; a table of fixed size, whatever is routed. One thread.
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@ struct Chain {
   std::vector<std::uint64_t> words;   // a number for each, of its hash and namespace
 };
 
-class SoonHeld {
+class RoutedBlocks {
  public:
   static constexpr std::size_t kWays = 4;
   static constexpr std::size_t kSets = 1U << 17;
@@ -29,7 +29,7 @@ class SoonHeld {
   static constexpr std::uint32_t kMostBlocks = 65'536;
 
   // sets: a power of two; each has kWays entries.
-  explicit SoonHeld(double hold_s, std::size_t sets = kSets);
+  explicit RoutedBlocks(double hold_s, std::size_t sets = kSets);
 
   // What stands for a prompt's blocks.
   void chain(const NamespaceId& id, Bytes hashes, Chain& chain) const;

@@ -29,7 +29,7 @@ def is_stray(named: Fence | None, holder: Fence | None) -> bool:
     return named is not None and holder is not None and named.run != holder.run and named.sequence == holder.sequence
 
 
-def holder_after(named: Fence | None, holder: Fence | None) -> Fence | None:
+def owner_after(named: Fence | None, holder: Fence | None) -> Fence | None:
     """Who owns the instance once a message that is no stray was taken; the same object when it says nothing new."""
     if named is None or holder is None:
         return named or holder
@@ -38,7 +38,7 @@ def holder_after(named: Fence | None, holder: Fence | None) -> Fence | None:
     return holder._replace(sequence=named.sequence) if named.sequence > holder.sequence else holder
 
 
-class Holders:
+class FenceOwners:
     """Who owns each instance, for a reader of messages in stream order that keeps nothing else of fences."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Holders:
             return True, None
         if is_stray(message.fence, before):
             return False, None
-        after = holder_after(message.fence, before)
+        after = owner_after(message.fence, before)
         if after is not None:
             self._holders[key] = after
         return True, None if before is None or after is None or after.run == before.run else after

@@ -72,7 +72,7 @@ class Answered(NamedTuple):
     caller: Caller
 
 
-class AtOnce:
+class FastPath:
     """Answers short questions about prompts and blocks. Belongs to one asyncio loop.
 
     Args:

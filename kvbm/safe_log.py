@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 
-class Remarks:
+class SafeLog:
     """Those of one module. A remark that cannot be made is lost. Any thread."""
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ REMARK_EVERY_S = 10.0
 _MOST_KINDS = 64
 
 
-class Seldom:
-    """Remarks that come a few times in a while each, however often there is cause: of what others can cause as often as
+class RateLimitedLog:
+    """SafeLog that come a few times in a while each, however often there is cause: of what others can cause as often as
     they like.
 
     Args:
@@ -73,7 +73,7 @@ class Seldom:
     ) -> None:
         self._every_s, self._clock, self._most = every_s, clock, most
         self._said: dict[str, tuple[float, int]] = {}  # event → since when it counts, and how often there was cause
-        self._log = Remarks()
+        self._log = SafeLog()
 
     def due(self, event: str) -> int | None:
         """None where it was said often enough just now; else how often it was not said before."""
@@ -88,13 +88,13 @@ class Seldom:
         return max(0, causes - self._most)
 
     def info(self, event: str, **fields: object) -> None:
-        """`Remarks.info`, if it is due."""
+        """`SafeLog.info`, if it is due."""
         more = self.due(event)
         if more is not None:
             self._log.info(event, **fields, **_unsaid(more))
 
     def warn(self, event: str, **fields: object) -> None:
-        """`Remarks.warning`, if it is due."""
+        """`SafeLog.warning`, if it is due."""
         more = self.due(event)
         if more is not None:
             self._log.warning(event, **fields, **_unsaid(more))

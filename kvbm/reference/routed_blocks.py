@@ -41,7 +41,7 @@ class Chain(NamedTuple):
     words: _Words
 
 
-class SoonHeld:
+class RoutedBlocks:
     """Remembers for `hold_s` what was routed where, for each caller apart. One thread.
 
     When the table is full the oldest entries go first: a caller's own, and others' only while it has used less than an

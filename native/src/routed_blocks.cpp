@@ -1,4 +1,4 @@
-#include "kvbm/soon_held.hpp"
+#include "kvbm/routed_blocks.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -21,12 +21,12 @@ constexpr std::uint64_t kFactor = 0xD6E8FEB86659FD93;
 // Depths at which a chain is noted: all at first, then 128 between each two powers of two.
 std::vector<std::uint32_t> made_marks() {
   std::vector<std::uint32_t> depths;
-  for (std::uint32_t depth = 1; depth <= SoonHeld::kExactBlocks; ++depth) {
+  for (std::uint32_t depth = 1; depth <= RoutedBlocks::kExactBlocks; ++depth) {
     depths.push_back(depth);
   }
-  while (depths.back() < SoonHeld::kMostBlocks) {
+  while (depths.back() < RoutedBlocks::kMostBlocks) {
     const std::uint32_t first = depths.back();
-    const std::uint32_t step = 2 * first / SoonHeld::kExactBlocks;
+    const std::uint32_t step = 2 * first / RoutedBlocks::kExactBlocks;
     for (std::uint32_t depth = first + step; depth <= 2 * first; depth += step) {
       depths.push_back(depth);
     }
@@ -68,7 +68,7 @@ Halves halves_of(const std::uint8_t* bytes) noexcept {
 
 }  // namespace
 
-SoonHeld::SoonHeld(double hold_s, std::size_t sets)
+RoutedBlocks::RoutedBlocks(double hold_s, std::size_t sets)
     : hold_s_(hold_s),
       mask_(sets - 1),
       sets_(static_cast<Set*>(std::calloc(sets, sizeof(Set)))),
@@ -82,7 +82,7 @@ SoonHeld::SoonHeld(double hold_s, std::size_t sets)
   wish_for_huge_pages(sets_.get(), sets * sizeof(Set));
 }
 
-void SoonHeld::chain(const NamespaceId& id, Bytes hashes, Chain& chain) const {
+void RoutedBlocks::chain(const NamespaceId& id, Bytes hashes, Chain& chain) const {
   mark_depths(0, static_cast<std::uint32_t>(hashes.size() / kHashBytes), chain.depths);
   const Halves space = halves_of(id.data());
   const std::uint64_t own = (space.low ^ space.high) * odd_[2];
@@ -93,7 +93,7 @@ void SoonHeld::chain(const NamespaceId& id, Bytes hashes, Chain& chain) const {
   }
 }
 
-bool SoonHeld::marked(const NamespaceId& id, std::uint32_t first, std::uint32_t blocks, Bytes hashes,
+bool RoutedBlocks::marked(const NamespaceId& id, std::uint32_t first, std::uint32_t blocks, Bytes hashes,
                       Chain& chain) const {
   mark_depths(first, blocks, chain.depths);
   if (hashes.size() != chain.depths.size() * kHashBytes) {
@@ -109,7 +109,7 @@ bool SoonHeld::marked(const NamespaceId& id, std::uint32_t first, std::uint32_t 
   return true;
 }
 
-std::uint64_t SoonHeld::salt_of(std::string_view kind, std::string_view name) const {
+std::uint64_t RoutedBlocks::salt_of(std::string_view kind, std::string_view name) const {
   Sha256 sum(sha256_compress());
   sum.update({reinterpret_cast<const std::uint8_t*>(key_.data()), sizeof key_});
   sum.update({reinterpret_cast<const std::uint8_t*>(kind.data()), kind.size()});
@@ -117,25 +117,25 @@ std::uint64_t SoonHeld::salt_of(std::string_view kind, std::string_view name) co
   return halves_of(sum.finish().data()).low;
 }
 
-std::size_t SoonHeld::first_mark(const Chain& chain, std::uint32_t held) const noexcept {
+std::size_t RoutedBlocks::first_mark(const Chain& chain, std::uint32_t held) const noexcept {
   return static_cast<std::size_t>(std::upper_bound(chain.depths.begin(), chain.depths.end(), held) -
                                   chain.depths.begin());
 }
 
-void SoonHeld::fetch(std::uint64_t word) const noexcept {
+void RoutedBlocks::fetch(std::uint64_t word) const noexcept {
   const Set& set = sets_[word & mask_];
   __builtin_prefetch(&set);
   __builtin_prefetch(reinterpret_cast<const char*>(&set) + sizeof(Set) - 1);
 }
 
-void SoonHeld::ask(const Chain& chain, std::uint64_t salt, std::uint32_t held) const noexcept {
+void RoutedBlocks::ask(const Chain& chain, std::uint64_t salt, std::uint32_t held) const noexcept {
   if (const std::size_t at = first_mark(chain, held); at < chain.words.size()) {
     fetch(mixed(chain.words[at] + salt));
   }
 }
 
 // Looks at marks ever farther apart, then halves what is left between the last two.
-std::uint32_t SoonHeld::depth(double now_s, const Chain& chain, std::uint64_t salt, std::uint32_t held) const {
+std::uint32_t RoutedBlocks::depth(double now_s, const Chain& chain, std::uint64_t salt, std::uint32_t held) const {
   std::size_t first = first_mark(chain, held);
   std::size_t at = first;
   std::size_t step = 1;
@@ -156,7 +156,7 @@ std::uint32_t SoonHeld::depth(double now_s, const Chain& chain, std::uint64_t sa
   return first != 0 ? std::max(held, chain.depths[first - 1]) : held;
 }
 
-bool SoonHeld::holds(double now_s, std::uint64_t word) const noexcept {
+bool RoutedBlocks::holds(double now_s, std::uint64_t word) const noexcept {
   word = mixed(word);
   const Set& set = sets_[word & mask_];
   for (std::size_t way = 0; way < kWays; ++way) {
@@ -167,7 +167,7 @@ bool SoonHeld::holds(double now_s, std::uint64_t word) const noexcept {
   return false;
 }
 
-void SoonHeld::note(double now_s, std::uint64_t caller, std::uint64_t instance, const Chain& chain) {
+void RoutedBlocks::note(double now_s, std::uint64_t caller, std::uint64_t instance, const Chain& chain) {
   if (chain.depths.empty()) {
     return;
   }
@@ -207,7 +207,7 @@ void SoonHeld::note(double now_s, std::uint64_t caller, std::uint64_t instance, 
   }
 }
 
-std::size_t SoonHeld::entries(double now_s) const noexcept {
+std::size_t RoutedBlocks::entries(double now_s) const noexcept {
   std::size_t count = 0;
   for (std::size_t at = 0; at <= mask_; ++at) {
     for (const double until_s : sets_[at].until_s) {
@@ -217,7 +217,7 @@ std::size_t SoonHeld::entries(double now_s) const noexcept {
   return count;
 }
 
-bool SoonHeld::is_crowding(double now_s, std::uint16_t owner, std::size_t entries) {
+bool RoutedBlocks::is_crowding(double now_s, std::uint16_t owner, std::size_t entries) {
   if (now_s >= window_s_ + hold_s_) {
     const bool is_next = now_s < window_s_ + 2 * hold_s_;
     used_before_ = is_next ? std::move(used_) : std::unordered_map<std::uint16_t, std::size_t>();

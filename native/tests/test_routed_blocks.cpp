@@ -1,4 +1,4 @@
-#include "kvbm/soon_held.hpp"
+#include "kvbm/routed_blocks.hpp"
 
 #include <algorithm>
 
@@ -11,23 +11,23 @@ namespace {
 
 constexpr NamespaceId kSpace{1, 2, 3};
 
-std::uint64_t caller(const SoonHeld& soon, const char* name) { return soon.salt_of("caller ", name); }
-std::uint64_t instance(const SoonHeld& soon, const char* name) { return soon.salt_of("instance ", name); }
+std::uint64_t caller(const RoutedBlocks& soon, const char* name) { return soon.salt_of("caller ", name); }
+std::uint64_t instance(const RoutedBlocks& soon, const char* name) { return soon.salt_of("instance ", name); }
 
-std::uint32_t depth(const SoonHeld& soon, double now_s, const char* who, const char* where, Bytes hashes) {
+std::uint32_t depth(const RoutedBlocks& soon, double now_s, const char* who, const char* where, Bytes hashes) {
   Chain chain;
   soon.chain(kSpace, hashes, chain);
   return soon.depth(now_s, chain, caller(soon, who) + instance(soon, where), 0);
 }
 
-void note(SoonHeld& soon, double now_s, const char* who, const char* where, Bytes hashes) {
+void note(RoutedBlocks& soon, double now_s, const char* who, const char* where, Bytes hashes) {
   Chain chain;
   soon.chain(kSpace, hashes, chain);
   soon.note(now_s, caller(soon, who), instance(soon, where), chain);
 }
 
 void long_prompts_are_found_again_and_cost_few_entries() {
-  SoonHeld soon(30.0);
+  RoutedBlocks soon(30.0);
   Random random(1);
   for (const std::size_t blocks : {1, 255, 256, 257, 1000, 8191, 65'536}) {
     const auto hashes = random.bytes(blocks * kHashBytes);
@@ -48,7 +48,7 @@ void long_prompts_are_found_again_and_cost_few_entries() {
 }
 
 void a_caller_that_fills_the_table_pushes_out_nobody_elses_routes() {
-  SoonHeld soon(30.0, 1U << 10);
+  RoutedBlocks soon(30.0, 1U << 10);
   Random random(1);
   std::vector<std::vector<std::uint8_t>> prompts;
   for (int prompt = 0; prompt < 10; ++prompt) {
@@ -58,7 +58,7 @@ void a_caller_that_fills_the_table_pushes_out_nobody_elses_routes() {
   for (int flood = 0; flood < 100; ++flood) {
     note(soon, 1.0, "flood", "a", random.bytes(5000 * kHashBytes));
   }
-  CHECK(soon.entries(1.0) <= (1U << 10) * SoonHeld::kWays);
+  CHECK(soon.entries(1.0) <= (1U << 10) * RoutedBlocks::kWays);
   std::size_t found = 0;
   for (const auto& prompt : prompts) {
     found += depth(soon, 2.0, "router", "a", prompt);
