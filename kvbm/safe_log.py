@@ -1,6 +1,6 @@
-"""Where remarks are made: structlog's words, and none of them ever ends who makes it.
+"""Logging that never raises: structlog's, and a line that cannot be written is dropped.
 
-What a process does with remarks is its own choice, so anything may come of one: a disk that is full, a stream that is
+What a process does with log lines is its own choice, so anything may come of one: a disk that is full, a stream that is
 closed, a traceback that wants to read source files while there are no descriptors. A thread that ends for that leaves
 its work undone for good.
 """
@@ -17,7 +17,7 @@ import structlog
 
 
 class SafeLog:
-    """Those of one module. A remark that cannot be made is lost. Any thread."""
+    """The log of one module. Any thread."""
 
     def __init__(self) -> None:
         self._log: Any = structlog.get_logger()  # as the process has set structlog up by the time of the first remark
@@ -61,8 +61,8 @@ _MOST_KINDS = 64
 
 
 class RateLimitedLog:
-    """SafeLog that come a few times in a while each, however often there is cause: of what others can cause as often as
-    they like.
+    """A log whose lines are each written a few times in a while, however often there is cause: for what others can
+    cause as often as they like.
 
     Args:
         most: of one event, in `every_s`.

@@ -35,7 +35,7 @@ from kvbm.catalog.follow.snapshots import SnapshotRequests
 from kvbm.catalog.follow.upkeep import IndexUpkeep
 from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex, PlainApplied
 from kvbm.catalog.index.plain_frames import PlainRun
-from kvbm.catalog.members.downtime import FORGET_S, Downtime
+from kvbm.catalog.members.downtime import FORGET_S, Downtimes
 from kvbm.catalog.members.liveness import LIVENESS_S
 from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.core.answers import (
@@ -477,7 +477,7 @@ class CatalogReplica(TokenQuestions):
     async def _forget(self, view: _View) -> None:
         """Forget who is gone for long, for ever: of whoever comes back the stream says everything again."""
         pause_s = min(FORGET_LOOK_S, self._settings.forget_s / 20)
-        absences = Downtime(self._settings.forget_s, most_step_s=2 * pause_s)
+        absences = Downtimes(self._settings.forget_s, most_step_s=2 * pause_s)
         liveness, sequencer = view.heartbeats.liveness, view.sequencer
         while True:
             await asyncio.sleep(pause_s)

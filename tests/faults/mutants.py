@@ -29,7 +29,7 @@ from kvbm import assembly
 from kvbm.catalog.follow.instance_sequence import InstanceSequence, StreamCursor
 from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.index.plain_frames import apply_plain
-from kvbm.catalog.members.downtime import Downtime
+from kvbm.catalog.members.downtime import Downtimes
 from kvbm.catalog.members.liveness import Liveness, Return
 from kvbm.core.codec import decode_header
 from kvbm.core.errors import TornFrameError
@@ -587,7 +587,7 @@ def _excluded_never_returned(stack: ExitStack) -> None:
 
 
 def _forgets_nobody(stack: ExitStack) -> None:
-    _swap(stack, Downtime, "due", lambda self, most: [])
+    _swap(stack, Downtimes, "due", lambda self, most: [])
 
 
 def _forgets_in_sql_alone(stack: ExitStack) -> None:

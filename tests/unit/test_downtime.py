@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.catalog.members.downtime import LISTEN_FIRST_S, Downtime
+from kvbm.catalog.members.downtime import LISTEN_FIRST_S, Downtimes
 from kvbm.catalog.sql.rows import AbsenceRow
 from kvbm.core.ids import InstanceId
 
@@ -12,7 +12,7 @@ FORGET_S = 7 * DAY_S
 
 
 def listen(
-    absences: Downtime, begin_s: float, end_s: float, step_s: float = 5.0, here: tuple[InstanceId, ...] = ()
+    absences: Downtimes, begin_s: float, end_s: float, step_s: float = 5.0, here: tuple[InstanceId, ...] = ()
 ) -> None:
     now_s = begin_s
     while now_s <= end_s:
@@ -22,14 +22,14 @@ def listen(
         now_s += step_s
 
 
-def gone_for(unheard_s: float) -> Downtime:
-    absences = Downtime(FORGET_S)
+def gone_for(unheard_s: float) -> Downtimes:
+    absences = Downtimes(FORGET_S)
     absences.load([A], [AbsenceRow(instance=A, unheard_s=int(unheard_s))])
     return absences
 
 
 def test_who_is_gone_for_forget_s_is_due_and_who_is_here_is_not() -> None:
-    absences = Downtime(100.0, first_s=10.0)
+    absences = Downtimes(100.0, first_s=10.0)
     listen(absences, 0.0, 95.0, here=(B,))
     assert absences.due(10) == []
     listen(absences, 100.0, 105.0, here=(B,))
@@ -50,7 +50,7 @@ def test_a_catalog_that_was_away_for_a_week_forgets_nobody_before_it_has_listene
 
 
 def test_a_message_is_a_sign_of_life_also_in_a_stream_whose_sequences_began_anew() -> None:
-    absences = Downtime(FORGET_S)
+    absences = Downtimes(FORGET_S)
     for now_s, spoke in ((0.0, 500), (5.0, 3), (10.0, 3)):  # 3: the number says no more than that it is another history
         absences.listen(now_s, True)
         absences.note(A, True, spoke)
@@ -69,7 +69,7 @@ def test_one_long_gone_is_not_forgotten_in_the_first_minute_and_not_when_it_is_b
 
 
 def test_time_in_which_the_catalog_is_cut_off_or_frozen_counts_for_nobody() -> None:
-    absences = Downtime(100.0, first_s=10.0, most_step_s=10.0)
+    absences = Downtimes(100.0, first_s=10.0, most_step_s=10.0)
     listen(absences, 0.0, 50.0)
     for second in range(51, 500):
         absences.listen(float(second), False)
@@ -81,7 +81,7 @@ def test_time_in_which_the_catalog_is_cut_off_or_frozen_counts_for_nobody() -> N
 
 
 def test_a_message_is_a_sign_of_life() -> None:
-    absences = Downtime(100.0, first_s=10.0)
+    absences = Downtimes(100.0, first_s=10.0)
     absences.listen(0.0, True)
     absences.note(A, True, 7)
     for second in range(1, 90):
@@ -91,7 +91,7 @@ def test_a_message_is_a_sign_of_life() -> None:
 
 
 def test_the_count_outlasts_restarts_and_returns_end_it() -> None:
-    absences = Downtime(100.0, first_s=10.0)
+    absences = Downtimes(100.0, first_s=10.0)
     listen(absences, 0.0, 60.0)
     gone, here = absences.rows(30.0)
     assert {row.instance: row.unheard_s for row in gone} == {A: 60, B: 60} and here == []
@@ -102,7 +102,7 @@ def test_the_count_outlasts_restarts_and_returns_end_it() -> None:
     assert absences.rows(30.0)[1] == [A]
     absences.stored(*absences.rows(30.0))
     assert absences.rows(30.0)[1] == []
-    again = Downtime(100.0, first_s=10.0)
+    again = Downtimes(100.0, first_s=10.0)
     again.load([A, B], gone)
     assert again.unheard_s(B) == 60.0
     listen(again, 0.0, 40.0)
@@ -111,7 +111,7 @@ def test_the_count_outlasts_restarts_and_returns_end_it() -> None:
 
 
 def test_the_longest_gone_are_first() -> None:
-    absences = Downtime(10.0, first_s=1.0)
+    absences = Downtimes(10.0, first_s=1.0)
     absences.listen(0.0, True)
     absences.note(B, True, 0)
     absences.listen(5.0, True)

@@ -22,7 +22,7 @@ from kvbm.catalog.follow.heartbeats import HeartbeatFollower
 from kvbm.catalog.follow.lag import StreamLag
 from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.follow.sql_writer import SqlWriter
-from kvbm.catalog.members.downtime import Downtime
+from kvbm.catalog.members.downtime import Downtimes
 from kvbm.catalog.members.liveness import LifeState
 from kvbm.catalog.sql.rows import ForgottenRow
 from kvbm.catalog.sql.store import SqlStore
@@ -82,7 +82,7 @@ class Forgetting:
         forget_s: float,
     ) -> None:
         self.pause_s = min(PAUSE_S, max(0.1, forget_s / 20))
-        self.absences = Downtime(forget_s, most_step_s=2 * self.pause_s)
+        self.absences = Downtimes(forget_s, most_step_s=2 * self.pause_s)
         self._store, self._stream, self._sequencer, self._writer = store, stream, sequencer, writer
         self._heartbeats, self._lag, self._applying, self._let_go_of = heartbeats, lag, applying, let_go
         self._cluster, self._forget_s = cluster, forget_s

@@ -26,7 +26,7 @@ class _Absence(NamedTuple):
     spoke: int
 
 
-class Downtime:
+class Downtimes:
     """Counts absences. `now_s` is on one clock that only grows.
 
     Args:
