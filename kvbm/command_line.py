@@ -92,7 +92,7 @@ def read_settings(config: Path | None, sets: Sequence[str]) -> Settings:
 
 
 def configure_logs(level: int = logging.INFO) -> None:
-    """SafeLog for people go to standard error; standard output carries answers only."""
+    """Log lines for people go to standard error; standard output carries answers only."""
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

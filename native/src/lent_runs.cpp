@@ -12,7 +12,7 @@ namespace kvbm {
 
 namespace {
 
-// FenceOwners that one walk looks at: hashes may repeat, so holders may change with every block
+// Holders that one walk looks at: hashes may repeat, so holders may change with every block
 constexpr std::size_t kMostVisited = 4U << 20U;
 constexpr std::size_t kLeastKept = 4096;  // runs before those that are not an instance's longest are dropped
 

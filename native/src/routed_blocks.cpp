@@ -94,7 +94,7 @@ void RoutedBlocks::chain(const NamespaceId& id, Bytes hashes, Chain& chain) cons
 }
 
 bool RoutedBlocks::marked(const NamespaceId& id, std::uint32_t first, std::uint32_t blocks, Bytes hashes,
-                      Chain& chain) const {
+                          Chain& chain) const {
   mark_depths(first, blocks, chain.depths);
   if (hashes.size() != chain.depths.size() * kHashBytes) {
     return false;

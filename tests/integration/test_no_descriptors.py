@@ -139,7 +139,7 @@ def test_hints_that_were_not_synced_are_synced_later(
 
 @pytest.fixture
 def nobody_hears(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SafeLog cannot be made."""
+    """Log lines cannot be written."""
 
     def refuse(*_: object) -> Any:
         raise ValueError("I/O operation on closed file")

@@ -306,7 +306,7 @@ class Twins:
         self.held(tier)
 
     def look(self, hashes: bytes, hottest: Tier, namespace: NamespaceId | None) -> None:
-        """FenceOwners are those that `match` and `holds` name."""
+        """Holders are those that `match` and `holds` name."""
         holders = self.holders(hashes, hottest, namespace)
         found = self.match(hashes, False, hottest, namespace)
         assert holders.startswith(found.tiers) and holders[found.depth : found.depth + 1] in (b"", bytes([NOT_HELD]))

@@ -1,4 +1,4 @@
-"""SafeLog inside vLLM's process go to vLLM's logger."""
+"""Log lines inside vLLM's process go to vLLM's logger."""
 
 from __future__ import annotations
 

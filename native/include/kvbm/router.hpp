@@ -274,7 +274,7 @@ class Router {
 
   const ClusterIndex& index_;                             // who has what
   const RouterSettings settings_;                         // what the cost is made of
-  RoutedBlocks soon_;                                         // what was routed where, by blocks
+  RoutedBlocks soon_;                                     // what was routed where, by blocks
   std::vector<Slot> slots_;                               // instances
   std::vector<std::uint32_t> free_;                       // slots to use again
   std::unordered_map<std::string, std::uint32_t> names_;  // to slots
