@@ -124,9 +124,7 @@ def leave(way: str, manager: Manager) -> None:
         case _:
             forks[way]()
             serve(manager, 1)  # the parent's is as it was
-            eventually(
-                lambda: not manager.trouble(), "the parent has trouble", state=manager.trouble
-            )  # a busy disk has some
+            eventually(lambda: not manager.trouble(), "the parent has trouble")  # a busy disk may have some for a while
             for path in locked_files(manager):
                 with path.open("ab") as file, suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
