@@ -19,8 +19,9 @@
 
 namespace kvbm::fuzz {
 
-// Made before a call, asked after it: bytes the program has asked the allocator for in between, freed or not. A count
-// in the input that sizes an allocation shows here long before it would hurt.
+// Made before a call, asked after it: bytes its thread has asked the allocator for in between, freed or not. A count in
+// the input that sizes an allocation shows here long before it would hurt. Other threads do not count: libFuzzer has one
+// that watches the memory, and begins it, on a busy machine, while the first inputs run.
 class MemoryMeter {
  public:
   MemoryMeter() noexcept : before_(asked()) {}
@@ -39,7 +40,7 @@ class MemoryMeter {
 
  private:
   static std::size_t& asked() noexcept {
-    static std::size_t bytes = 0;  // since the hooks were installed
+    static thread_local std::size_t bytes = 0;  // since the hooks were installed
     return bytes;
   }
 
