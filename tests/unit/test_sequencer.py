@@ -1155,7 +1155,7 @@ def test_a_checkpoint_keeps_what_is_unreadable_and_an_upgraded_catalog_asks_for_
 
     same = restored()
     assert same.unreadable(ONE) == reader.sequencer.unreadable(ONE)
-    assert same.troubles.by_instance == {}
+    assert same.suspicions.by_instance == {}
     monkeypatch.setattr(instance_sequence, "VERSION", VERSION + 1)
     upgraded = Reader(restored())
     assert upgraded.sequencer.unreadable(ONE) is None
