@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvbm.bench.virtual_time.block_pool import ColderPool
+from kvbm.bench.virtual_time.instance_model import InstanceModel, Request
+from kvbm.bench.virtual_time.policies import POLICIES, KvbmRouting, Policy
+from kvbm.bench.virtual_time.workloads import LOADS, WORKLOADS, check_workload, workload
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import Tier
-from kvbm.workload.block_pool import ColderPool
-from kvbm.workload.instance_model import InstanceModel, Request
-from kvbm.workload.policies import POLICIES, KvbmRouting, Policy
-from kvbm.workload.reports import check_report_path, write_report
+from kvbm.reports import check_report_path, write_report
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS, TraceRequest, full_blocks, read_trace
-from kvbm.workload.workloads import LOADS, WORKLOADS, check_workload, workload
 
 DECODE_TOKEN_S = 0.03
 PREFILL_TOKENS_PER_S = 10_000.0
