@@ -31,6 +31,8 @@ TESTS = (
     "tests/golden",
     "tests/property/test_native_twins.py",
 )  # bytes and hashes fixed for all, and the borders of each native call
+# Without conftest.py, which wants servers, Hypothesis has the profile that a slow machine does not fail.
+_PYTEST = ("pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "--hypothesis-profile=ci")
 PACKAGES = ("kvbm", "kvbm_ledger")
 LEFT_OUT = ("kvbm/bench",)  # what measures and compares runs from a checkout
 _LEFT_OUT_COMMANDS = (["bench", "hash"], ["simulate", "--policy", "all"], ["simulate", "--fetch"])
@@ -290,7 +292,7 @@ def _try(python: Python, wheel: Path, demo: bool) -> None:
         for command in (
             [str(programs / "kvbm"), "--version"],
             [str(programs / "python"), "-c", _HIT],
-            [str(programs / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", *TESTS],
+            [str(programs / "python"), "-m", *_PYTEST, *TESTS],
             [str(programs / "kvbm"), "simulate", "--requests", "50", "--instances", "2"],
             *([[str(programs / "kvbm"), "demo"]] if demo else []),
         ):
