@@ -149,11 +149,12 @@ fuzz-short: setup  ## … over the inputs of native/fuzz/corpus alone, the same 
 docs: setup  ## the documentation, into build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# Benchmarks run what is shipped: the wheel, in an environment of its own.
+# Benchmarks run what is shipped: the wheel, in an environment of its own. Wheels leave the benchmarks out: those of this checkout are linked in.
 $(BENCH_STAMP): $(WHEELS_STAMP) | $(BIN)/python
 	$(BIN)/python -m venv --clear $(BENCH)
 	$(BENCH)/bin/pip install --quiet -c constraints.txt --upgrade pip
 	$(BENCH)/bin/pip install --quiet $(PINNED) "$$($(BIN)/python tools/wheels.py which)[demo]"
+	ln -s $(CURDIR)/kvbm/bench "$$($(BENCH)/bin/python -Pc 'import kvbm; print(*kvbm.__path__)')/bench"
 	touch $@
 
 bench: $(BENCH_STAMP)  ## what one core of this machine does with the wheel: `kvbm bench all`

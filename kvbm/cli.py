@@ -41,8 +41,8 @@ from kvbm.locate.parts import PartedCatalog
 from kvbm.terminal import say
 
 if TYPE_CHECKING:
+    from kvbm.bench.virtual_time.compare_policies import CompareOptions
     from kvbm.streams.nats.credentials import Credentials
-    from kvbm.workload.compare_policies import CompareOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,7 +159,9 @@ def _add_simulate(commands: Commands) -> None:
         "with --fetch hbm=1000,host=4000, and object=SLOTS of a store that all share)",
     )
     simulate.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    policies = simulate.add_argument_group("compare ways of routing, in virtual time, without bytes and servers")
+    policies = simulate.add_argument_group(
+        "compare ways of routing, in virtual time, without bytes and servers; needs a checkout"
+    )
     policies.add_argument(
         "--policy",
         type=_names,
@@ -189,8 +191,13 @@ def _add_simulate(commands: Commands) -> None:
         metavar="TOKENS,…",
         help="tokens each instance prefills in a second (default 10000 each)",
     )
+    _add_fetch(simulate)
+
+
+def _add_fetch(simulate: argparse.ArgumentParser) -> None:
+    """The group of options of `kvbm simulate --fetch`."""
     fetch = simulate.add_argument_group(
-        "read blocks from other instances' HOST and NVME, in virtual time, without bytes and servers"
+        "read blocks from other instances' HOST and NVME, in virtual time, without bytes and servers; needs a checkout"
     )
     fetch.add_argument(
         "--fetch",
@@ -227,7 +234,7 @@ def _add_engine(commands: Commands) -> None:
     engine = add_command(
         commands,
         "engine",
-        "run the reference engine as a process: requests in and answers out as JSON lines",
+        "run the demo's engine, a small transformer, as a process: requests in and answers out as JSON lines",
         "kvbm engine --set pools.hbm.slots=256 --set pools.nvme.slots=1024 --set instance.id=engine-a",
     )
     engine.add_argument("--threads", type=_thread_count, default=1, metavar="N", help="torch threads (default 1)")
@@ -244,7 +251,7 @@ def _add_bench(commands: Commands) -> None:
     bench = add_command(
         commands,
         "bench",
-        "measure the native core, the pools, and the line from instance to catalog, on this machine",
+        "measure the native core, the pools, and the line from instance to catalog, on this machine; needs a checkout",
         "kvbm bench index --live 1000000 --live 10000000 --replacements 10 --json index.json",
     )
     bench.add_argument(
@@ -501,7 +508,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             from kvbm.workload.processes import CATALOG_MODULES, STORE_MODULES, require_modules
 
             require_modules("kvbm demo", ("torch", "boto3", *CATALOG_MODULES, *STORE_MODULES), "demo")
-            from kvbm.workload import demo
+            from kvbm.demo import run as demo
 
             return demo.main(arguments.json, arguments.keep)
         case "simulate":
@@ -528,6 +535,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             say(f"tenant {arguments.tenant!r} has a new current key {arguments.name!r} in {arguments.file}")
             return 0
         case "bench":
+            _require_checkout("kvbm bench")
             from kvbm.bench import BenchOptions, FetchOptions, ObjectsOptions, PoolsOptions, run_bench
 
             live = tuple(arguments.live or (1_000_000,))
@@ -563,8 +571,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             return _print_permissions(arguments)
         case "engine":
             settings = settings_of(arguments)  # first, because torch takes seconds to load
-            from kvbm.engines.reference.worker import WorkerSettings
-            from kvbm.engines.reference.worker import main as serve
+            from kvbm.demo.engine.worker import WorkerSettings
+            from kvbm.demo.engine.worker import main as serve
 
             worker = WorkerSettings(threads=arguments.threads, weights_path=arguments.weights)
             return serve(settings, worker)
@@ -573,11 +581,24 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             return 0
 
 
+def _require_checkout(what: str) -> None:
+    """Refuse a command whose modules wheels leave out. Raises ConfigError: this kvbm was installed from a wheel."""
+    from kvbm.workload.processes import is_installed
+
+    if not is_installed("kvbm.bench"):
+        raise ConfigError(
+            f"{what} runs from a checkout of the repository, after `make setup` there; an installed wheel leaves out "
+            "what measures "
+            "and compares"
+        )
+
+
 def _compare_policies(arguments: argparse.Namespace) -> int:
     """`kvbm simulate --policy`."""
-    from kvbm.workload import compare_policies
+    _require_checkout("kvbm simulate --policy")
+    from kvbm.bench.virtual_time import compare_policies
+    from kvbm.bench.virtual_time.workloads import WORKLOADS
     from kvbm.workload.simulate import parse_pools
-    from kvbm.workload.workloads import WORKLOADS
 
     pools = parse_pools("hbm=4000" if arguments.pools is None else arguments.pools)
     if set(pools) != {"hbm"}:
@@ -590,7 +611,8 @@ def _compare_policies(arguments: argparse.Namespace) -> int:
 
 def _compare_fetch(arguments: argparse.Namespace) -> int:
     """`kvbm simulate --fetch`."""
-    from kvbm.workload import compare_fetch
+    _require_checkout("kvbm simulate --fetch")
+    from kvbm.bench.virtual_time import compare_fetch
     from kvbm.workload.simulate import parse_pools
 
     pools = parse_pools("hbm=1000,host=4000" if arguments.pools is None else arguments.pools, compare_fetch.POOL_TIERS)
@@ -601,9 +623,9 @@ def _compare_fetch(arguments: argparse.Namespace) -> int:
 
 def _compare_options(arguments: argparse.Namespace, workloads: tuple[str, ...]) -> CompareOptions:
     """What `--policy` and `--fetch` have in common. `workloads`: where none is named."""
-    from kvbm.workload.compare_policies import PREFILL_TOKENS_PER_S, CompareOptions
-    from kvbm.workload.policies import POLICIES
-    from kvbm.workload.workloads import WORKLOADS
+    from kvbm.bench.virtual_time.compare_policies import PREFILL_TOKENS_PER_S, CompareOptions
+    from kvbm.bench.virtual_time.policies import POLICIES
+    from kvbm.bench.virtual_time.workloads import WORKLOADS
 
     if arguments.instances < 1:
         raise ConfigError(f"--instances {arguments.instances}: at least 1 is needed")

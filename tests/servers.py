@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvbm.bench.postgres import readable_by_all
 from kvbm.core.errors import MissingExtraError
 from kvbm.streams.server import EmbeddedServer
 
@@ -144,6 +143,10 @@ def postgres(*, durable: bool = False) -> Iterator[str]:
     try:
         options = _ordinary_user()
         if options:  # Postgres refuses to run as root
+            from kvbm.bench.postgres import (
+                readable_by_all,
+            )  # wheels leave it out, and the check of a GPU loads this file over one
+
             folder.chmod(0o755)
             binaries = readable_by_all(binaries, folder)
         data, log = folder / "data", folder / "log"

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from peers.workload import POOL_SLOTS
 
+from kvbm.bench.measure import noise_of
 from kvbm.workload.processes import machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -462,8 +463,8 @@ def sampled(
         their_median,
         our_median,
         _better(unit, their_median, our_median),
-        _noise(theirs),
-        _noise(ours),
+        noise_of(theirs),
+        noise_of(ours),
         their_cpu,
         our_cpu,
         their_work / our_work,
@@ -481,11 +482,6 @@ def _nanoseconds_each(sample: dict[str, Any]) -> float:
 
 def _better(unit: str, theirs: float, ours: float) -> float:
     return ours / theirs if unit.endswith("/s") else theirs / ours
-
-
-def _noise(values: list[float]) -> float:
-    low, _, high = statistics.quantiles(values, n=4)
-    return (high - low) / 2 / statistics.median(values)
 
 
 def losses(title: str, samples: list[dict[str, Any]]) -> list[str]:

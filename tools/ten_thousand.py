@@ -31,6 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kvbm import _native
+from kvbm.bench.measure import processor_s, resident_mib
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Offset, Tier
@@ -208,22 +209,17 @@ class Watch:
 
     def __init__(self, catalog: Child, client: CatalogClient) -> None:
         self._pid, self._client, self._began_s = catalog.process.pid, client, time.monotonic()
-        self._before = (self._began_s, self._ticks())
+        self._before = (self._began_s, processor_s(self._pid))
 
     def look(self) -> Look:
         """The catalog now."""
-        now_s, ticks = time.monotonic(), self._ticks()
-        before_s, before = self._before
-        share = (ticks - before) / os.sysconf("SC_CLK_TCK") / max(1e-9, now_s - before_s)
-        status = Path(f"/proc/{self._pid}/status").read_text()
-        rss_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+        now_s, used_s = time.monotonic(), processor_s(self._pid)
+        before_s, used_before_s = self._before
+        share = (used_s - used_before_s) / max(1e-9, now_s - before_s)
+        rss_mib = resident_mib(self._pid)
         numbers = _parsed(self._client.metrics())
-        self._before = (time.monotonic(), self._ticks())  # looking is not counted
-        return Look(now_s - self._began_s, rss_kib / 1024, share, numbers)
-
-    def _ticks(self) -> int:
-        fields = Path(f"/proc/{self._pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return int(fields[11]) + int(fields[12])
+        self._before = (time.monotonic(), processor_s(self._pid))  # looking is not counted
+        return Look(now_s - self._began_s, rss_mib, share, numbers)
 
 
 def _parsed(metrics: str) -> dict[str, float]:

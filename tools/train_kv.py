@@ -2,7 +2,7 @@
 
     python tools/train_kv.py --steps 300 --blocks 512 --to kv.npy
 
-The model is the reference engine's; it learns the bytes of kvbm's own sources for a minute or two on the CPU, then
+The model is that of the demo's engine; it learns the bytes of kvbm's own sources for a minute or two on the CPU, then
 reads text that was held out. Its keys (after RoPE) and values go to the file as bfloat16: (blocks, block_bytes) uint8.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kvbm.workload.trained_kv import trained_kv
+from kvbm.bench.trained_kv import trained_kv
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,11 @@ TESTS = (
     "tests/golden",
     "tests/property/test_native_twins.py",
 )  # bytes and hashes fixed for all, and the borders of each native call
+# Without conftest.py, which wants servers, Hypothesis has the profile that a slow machine does not fail.
+_PYTEST = ("pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "--hypothesis-profile=ci")
+PACKAGES = ("kvbm", "kvbm_ledger")
+LEFT_OUT = ("kvbm/bench",)  # what measures and compares runs from a checkout
+_LEFT_OUT_COMMANDS = (["bench", "hash"], ["simulate", "--policy", "all"], ["simulate", "--fetch"])
 STABLE_FROM = (3, 12)  # nanobind's stable ABI begins there
 _NEEDED = """
 import os, sys, sysconfig
@@ -216,6 +222,7 @@ def _built(tag: str, python: Python, dist: Path, here: bool) -> Path:
         environment,
     )
     (wheel,) = repaired.glob("kvbm_ledger-*.whl")
+    check_contents(wheel)
     return Path(shutil.copy2(wheel, dist))
 
 
@@ -225,6 +232,24 @@ def needed_glibc(wheel: str) -> tuple[int, int]:
     if not found:
         raise WheelsError(f"{wheel} does not say what glibc it needs: auditwheel found it fits no manylinux platform")
     return min(found)
+
+
+def check_contents(wheel: Path) -> None:
+    """Check that a wheel holds every module of the packages but those of `LEFT_OUT`, and no other. Raises WheelsError.
+
+    Its metadata, the extension, libraries of the system and migrations are not looked at.
+    """
+    left_out = tuple(f"{folder}/" for folder in LEFT_OUT)
+    ours = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    wanted = {name for name in ours if not name.startswith(left_out)}
+    with zipfile.ZipFile(wheel) as opened:
+        names = [name for name in opened.namelist() if not name.startswith("kvbm/migrations/")]
+    if measured := sorted(name for name in names if name.startswith(left_out)):
+        raise WheelsError(f"{wheel.name} holds {measured[0]}, which wheels leave out: see [tool.scikit-build]")
+    found = {name for name in names if name.endswith(".py")}
+    for which, others in (("lacks", wanted - found), ("holds, and this checkout does not,", found - wanted)):
+        if others:
+            raise WheelsError(f"{wheel.name} {which} {', '.join(sorted(others)[:3])}; run: make wheels")
 
 
 # -- trying ------------------------------------------------------------------------------------------------------------
@@ -247,6 +272,7 @@ def try_wheels(dist: Path, demo: bool, most_glibc: tuple[int, int] | None = None
             raise WheelsError(
                 f"{wheel} needs glibc {_dotted(needs)}, more than {_dotted(most_glibc)}: build on an older system"
             )
+        check_contents(dist / wheel)
     for python in fitting:
         _try(python, wheel_of(dist, python.version), demo and python is fitting[0])
 
@@ -274,11 +300,13 @@ def _try(python: Python, wheel: Path, demo: bool) -> None:
         for command in (
             [str(programs / "kvbm"), "--version"],
             [str(programs / "python"), "-c", _HIT],
-            [str(programs / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", *TESTS],
+            [str(programs / "python"), "-m", *_PYTEST, *TESTS],
             [str(programs / "kvbm"), "simulate", "--requests", "50", "--instances", "2"],
             *([[str(programs / "kvbm"), "demo"]] if demo else []),
         ):
             _run(command, environment, Path(folder))
+        for words in _LEFT_OUT_COMMANDS:
+            _refused([str(programs / "kvbm"), *words], environment, Path(folder))
     what = (
         f"installed with [{extra}] in a fresh environment, tested and used in the "
         f"simulation{' and the demo' if demo else ''}"
@@ -303,12 +331,28 @@ def _pip(environment: Path, command: str, *arguments: str) -> None:
 
 def _run(command: list[str], environment: Path | None = None, folder: Path | None = None) -> None:
     """Run a command quietly, with the environment's programs first. Raises WheelsError, with its last words."""
+    ran = _ran(command, environment, folder)
+    if ran.returncode:
+        words = "\n  ".join(ran.stdout.strip().splitlines()[-25:])
+        raise WheelsError(f"this command returned {ran.returncode}: {' '.join(command)}\n  {words}")
+
+
+def _refused(command: list[str], environment: Path, folder: Path) -> None:
+    """Run a command that an installed wheel refuses in one sentence. Raises WheelsError: it does not."""
+    ran = _ran(command, environment, folder)
+    if ran.returncode != 2 or "from a checkout" not in ran.stdout or len(ran.stdout.strip().splitlines()) != 1:
+        raise WheelsError(
+            f"{' '.join(command)} returned {ran.returncode}, not 2 and where it runs: {ran.stdout[-500:]}"
+        )
+
+
+def _ran(command: list[str], environment: Path | None, folder: Path | None) -> subprocess.CompletedProcess[str]:
     variables = {
         key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     }
     if environment is not None:
         variables["PATH"] = f"{environment / 'bin'}{os.pathsep}{variables.get('PATH', os.defpath)}"
-    ran = subprocess.run(
+    return subprocess.run(
         command,
         cwd=folder or ROOT,
         env=variables,
@@ -320,9 +364,6 @@ def _run(command: list[str], environment: Path | None = None, folder: Path | Non
         timeout=900,
         check=False,
     )
-    if ran.returncode:
-        words = "\n  ".join(ran.stdout.strip().splitlines()[-25:])
-        raise WheelsError(f"this command returned {ran.returncode}: {' '.join(command)}\n  {words}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from kvbm.assembly import NATIVE_LEDGER
+from kvbm.bench import measure
 from kvbm.bench.asking import Asker, post
 from kvbm.bench.measure import Found, Row, percentile, row_of
 from kvbm.core.answers import LIMIT, LookupRequest, RouteRequest
@@ -242,9 +243,5 @@ def held(client: CatalogClient) -> int:
 
 
 def until(condition: Callable[[], bool], otherwise: str, every_s: float = 0.1) -> None:
-    """Wait for something. Raises TimeoutError: it has not come."""
-    deadline_s = time.monotonic() + _WAIT_S
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"{otherwise} within {_WAIT_S:g} s")
-        time.sleep(every_s)
+    """Wait for something of a catalog. Raises TimeoutError: it has not come."""
+    measure.until(condition, otherwise, _WAIT_S, every_s)

@@ -7,7 +7,6 @@ nats-server.
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 import time
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ import numpy as np
 
 from kvbm.assembly import NATIVE_LEDGER
 from kvbm.bench.asking import Asker, post
-from kvbm.bench.measure import Found, Row, percentile, row_of
+from kvbm.bench.measure import Found, Row, percentile, processor_s, resident_mib, row_of
 from kvbm.core.answers import LookupRequest, RouteRequest
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Offset, Tier
@@ -63,7 +62,7 @@ def bench_many(samples: int, seed: int, instances: int = INSTANCES) -> Found:
         pid = catalog.process.pid
         shares = [_share_of_a_core(pid, _QUIET_S) for _ in range(samples)]
         rows, numbers = _ask(client.url, shared, samples)
-        rss_mib = _rss_mib(pid)
+        rss_mib = resident_mib(pid)
     residencies = instances * (SHARED_BLOCKS + OWN_BLOCKS)
     beside = rss_mib - residencies * 31 / (1 << 20)
     rows += [
@@ -172,16 +171,6 @@ def _wait_until_all_live(client: CatalogClient, instances: int) -> None:
 
 def _share_of_a_core(pid: int, seconds: float) -> float:
     """Processor time of a process, all its threads, while that time passes."""
-    began_s, before = time.monotonic(), _ticks(pid)
+    began_s, before_s = time.monotonic(), processor_s(pid)
     time.sleep(seconds)
-    return (_ticks(pid) - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - began_s)
-
-
-def _ticks(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return int(fields[11]) + int(fields[12])
-
-
-def _rss_mib(pid: int) -> float:
-    line = next(one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("VmRSS"))
-    return int(line.split()[1]) / 1024
+    return (processor_s(pid) - before_s) / (time.monotonic() - began_s)

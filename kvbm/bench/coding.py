@@ -15,9 +15,9 @@ import numpy as np
 
 from kvbm.assembly import CODER, NATIVE
 from kvbm.bench.measure import Found, Row, rate
+from kvbm.bench.trained_kv import trained_kv
 from kvbm.core.errors import MissingExtraError
 from kvbm.pools.object.coding import Coding
-from kvbm.workload.trained_kv import trained_kv
 
 _GOALS = {"bf16_ratio": "≥ 1.42", "encode_gb_per_s": "≥ 1.2", "decode_gb_per_s": "≥ 2.5"}
 _OBJECT_BYTES = 4 << 20  # of blocks coded in one call, as a pool does
@@ -73,8 +73,8 @@ def bench_coding(samples: int, seed: int, options: CodingOptions, step: Callable
             _Kv("of a model trained here", trained.blocks.reshape(-1, trained.blocks[0].size * _STREAM_BLOCKS), planes)
         )
         notes.append(
-            f"coding: the model is the reference engine's, {list(trained.shape)} a block, trained for {options.steps} "
-            "steps on kvbm's"
+            f"coding: the model is that of the demo's engine, {list(trained.shape)} a block, trained for "
+            f"{options.steps} steps on kvbm's"
             f" sources (loss {trained.losses[0]:.1f} → {trained.losses[-1]:.1f} nats a byte), its KV of text that was "
             "held out"
         )

@@ -1,4 +1,6 @@
-"""Measuring: samples with a warm-up, medians, percentiles, noise, CPU time beside wall time."""
+"""Measuring: samples with a warm-up, medians, percentiles, noise, CPU time beside wall time, and what a process
+uses.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -74,12 +77,17 @@ def rate(what: str, unit: str, units: float, works: Sequence[Callable[[], object
     return row_of(what, unit, [units / sample.wall_s / scale for sample in samples], samples)
 
 
+def noise_of(values: Sequence[float]) -> float | None:
+    """Half the distance of the quartiles over the median; None where that is 0."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return (high - low) / 2 / middle if middle else None
+
+
 def row_of(what: str, unit: str, values: Sequence[float], samples: Sequence[Sample] = ()) -> Row:
     """The median of values, with their noise."""
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     wall = sum(sample.wall_s for sample in samples)
     cpu = sum(sample.cpu_s for sample in samples) / wall if wall else None
-    return Row(what=what, unit=unit, value=middle, noise=(high - low) / 2 / middle if middle else None, cpu=cpu)
+    return Row(what=what, unit=unit, value=statistics.median(values), noise=noise_of(values), cpu=cpu)
 
 
 def difference_of(what: str, unit: str, values: Sequence[float]) -> Row:
@@ -99,7 +107,28 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def until(condition: Callable[[], bool], otherwise: str, wait_s: float, every_s: float) -> None:
+    """Wait for something. Raises TimeoutError: it has not come within the time; `otherwise` says what has not."""
+    deadline_s = time.monotonic() + wait_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{otherwise} within {wait_s:g} s")
+        time.sleep(every_s)
+
+
 def resident_bytes() -> int:
     """Memory of this process that is in RAM now."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_mib(pid: int) -> float:
+    """Memory of another process that is in RAM now."""
+    line = next(one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+
+def processor_s(pid: int) -> float:
+    """Processor time that another process has used, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

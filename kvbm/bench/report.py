@@ -22,9 +22,9 @@ from kvbm.bench.ledger import bench_ledger
 from kvbm.bench.measure import Found, Row
 from kvbm.bench.pools import PoolsOptions, bench_pools
 from kvbm.bench.replay import bench_replay
+from kvbm.reports import check_report_path, write_report
 from kvbm.terminal import say
 from kvbm.workload.processes import CATALOG_MODULES, require_modules
-from kvbm.workload.reports import check_report_path, write_report
 
 
 class BenchOptions(NamedTuple):

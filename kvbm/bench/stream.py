@@ -23,7 +23,7 @@ import numpy as np
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
 from kvbm.bench.instance import BLOCK_BYTES, NAMESPACE, RUN_BLOCKS, create_run, fill
-from kvbm.bench.measure import Row, percentile, row_of
+from kvbm.bench.measure import Row, percentile, row_of, until
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.config import load_settings
 from kvbm.core.answers import PositionWanted
@@ -123,7 +123,7 @@ def _restart(
     client.wait_ready(_WAIT_S)
     for number in range(_HOLDERS):
         _start_instance(folder, url, f"holder-{number}", live // _HOLDERS, 20.0, opened)
-    _until(lambda: _held(client) >= live)
+    until(lambda: _held(client) >= live, "the catalog has not read what was published", _WAIT_S, 0.01)
     time.sleep(3 * 5.0)  # so that a checkpoint of all of it exists
     held = _held(client)
     child.kill()
@@ -269,19 +269,11 @@ def _until_state(client: CatalogClient, instance: str, state: str) -> None:
         found = client.instance(instance)
         return found is not None and found.state == state
 
-    _until(is_so)
+    until(is_so, f"instance {instance} is not {state}", _WAIT_S, 0.01)
 
 
 def _held(client: CatalogClient) -> int:
     return sum(sum(found.held_blocks.values()) for found in client.instances())
-
-
-def _until(is_so: Callable[[], bool], timeout_s: float = _WAIT_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"what the benchmark waits for has not come within {timeout_s:g} s")
-        time.sleep(0.01)
 
 
 async def _settled(is_so: Callable[[], bool]) -> None:

@@ -383,10 +383,16 @@ class Residencies:
             self._check_held("migrated-unheld", event.source, event.hashes, event.namespace)
         self._check_gain("migrated-twice", event.target, event.hashes, event.slots)
 
-    def _check_held(self, rule: str, tier: Tier, hashes: bytes, namespace: NamespaceId) -> None:
+    @staticmethod
+    def _blocks_of_run(tier: Tier, hashes: bytes) -> list[SequenceHash]:
+        """The blocks of a run. Raises IllegalEventError: it names one twice."""
         blocks = split_hashes(hashes)
         if len(set(blocks)) != len(blocks):
             raise IllegalEventError("repeated-in-run", f"a run in {tier.name} names a block twice")
+        return blocks
+
+    def _check_held(self, rule: str, tier: Tier, hashes: bytes, namespace: NamespaceId) -> None:
+        blocks = self._blocks_of_run(tier, hashes)
         if self.is_cluster(tier):
             return
         for block in blocks:
@@ -398,9 +404,7 @@ class Residencies:
                 raise IllegalEventError("foreign-namespace", detail)
 
     def _check_gain(self, rule: str, tier: Tier, hashes: bytes, slots: bytes) -> None:
-        blocks = split_hashes(hashes)
-        if len(set(blocks)) != len(blocks):
-            raise IllegalEventError("repeated-in-run", f"a run in {tier.name} names a block twice")
+        blocks = self._blocks_of_run(tier, hashes)
         if self.is_cluster(tier):
             return
         for block in blocks:

@@ -26,8 +26,8 @@ from kvbm.doctor.nixl import judge_nixl, look_at_nixl
 from kvbm.doctor.peers import judge_peers
 from kvbm.doctor.plan import Plan, Wanted, plan_of
 from kvbm.doctor.rdma import judge_rdma, look_at_rdma
+from kvbm.reports import check_report_path, write_report
 from kvbm.terminal import as_json, plain
-from kvbm.workload.reports import check_report_path, write_report
 
 _STYLES = {Result.OK: "green", Result.WARNING: "yellow", Result.PROBLEM: "bold red", Result.UNUSED: "dim"}
 _TABLE_WIDTH = 110

@@ -1,1 +1,1 @@
-"""What we run the system with: traces, generators, simulation, demo."""
+"""What the system is run with: traces, generators, the simulation, child processes, the probe."""

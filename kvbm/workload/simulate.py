@@ -35,11 +35,11 @@ from kvbm.locate.http import CatalogClient
 from kvbm.manager.loads import Prefix
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
+from kvbm.reports import check_report_path, write_report
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.catalog_view import counter, wait_applied, wait_live
 from kvbm.workload.generator import generate
 from kvbm.workload.processes import CATALOG_MODULES, START_WAIT_S, machine, require_modules, start_catalog
-from kvbm.workload.reports import check_report_path, write_report
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS, TraceRequest, full_blocks, read_trace
 
 BLOCK_BYTES = 64  # synthetic: the block's hash, four times

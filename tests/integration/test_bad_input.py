@@ -619,7 +619,7 @@ import os, sys, time
 class Blocker:
     names = set(os.environ.get("BLOCKED_MODULES", "").split(","))
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.names:
+        if name in self.names or name.partition(".")[0] in self.names:
             time.sleep(float(os.environ.get("BLOCKED_S", "0")))
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Blocker())
@@ -665,6 +665,19 @@ def test_what_is_not_installed_is_named_with_its_pip_line(
     names: tuple[str, ...], command: list[str], words: tuple[str, ...], tmp_path: Path
 ) -> None:
     check([Case(command, words)], tmp_path, blocked(tmp_path, *names), run)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["bench", "hash"], ["bench", "all"], ["simulate", "--policy", "all"], ["simulate", "--fetch"]],
+    ids=" ".join,
+)
+def test_what_wheels_leave_out_says_that_it_needs_a_checkout(command: list[str], tmp_path: Path) -> None:
+    words = (
+        f"kvbm {' '.join(command[:1] if command[0] == 'bench' else command[:2])} runs from a checkout",
+        "make setup",
+    )
+    check([Case(command, words)], tmp_path, blocked(tmp_path, "kvbm.bench"), run)
 
 
 def test_the_core_install_serves_from_memory_pools(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`kvbm demo` as it is run by a newcomer, once, and every number its report promises.
 
 `make check` runs the demo itself, which fails where one of its own checks does (`Report.failures` in
-`kvbm/workload/demo.py`).
+`kvbm/demo/run.py`).
 """
 
 from __future__ import annotations

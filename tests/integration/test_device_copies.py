@@ -154,7 +154,7 @@ def test_a_copy_that_writes_what_others_would_get_holds_it_until_the_device_conf
     thread = threading.Thread(target=scatter)
     thread.start()
     try:
-        eventually(lambda: moving._held == 1, "the copy is not held")
+        eventually(lambda: moving._held.count == 1, "the copy is not held")
         assert not ended.wait(2 * SHORT_S)
         with pytest.raises(DeviceTimeoutError, match="not confirmed 1 earlier"):
             moving.gather(np.array([1]), rows_of(1), None)

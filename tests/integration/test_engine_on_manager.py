@@ -1,4 +1,4 @@
-"""The reference engine on the real manager: KV that comes back from any tier gives exactly the tokens recomputing
+"""The demo's engine on the real manager: KV that comes back from any tier gives exactly the tokens recomputing
 gives.
 """
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvbm import KvShape, Manager, Namespace, Tier, load_settings, open_manager
-from kvbm.engines.reference import Engine, ModelShape, Request, Weights
+from kvbm.demo.engine import Engine, ModelShape, Request, Weights
 from kvbm.locate.base import Nowhere
 from tests.managers import KnowsAll
 from tests.object_pools import memory_objects

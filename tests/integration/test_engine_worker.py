@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.workload.processes import EngineProcess
+from kvbm.demo.engine_process import EngineProcess
 from tests.eventually import eventually
 
 START_WAIT_S = 200.0  # it imports torch

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import kvbm
+from kvbm.demo.engine_process import EngineProcess
 from kvbm.streams.child import python
-from kvbm.workload.processes import Child, EngineProcess, start_object_store
+from kvbm.workload.processes import Child, start_object_store
 
 
 def test_a_request_to_an_engine_that_has_died_is_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

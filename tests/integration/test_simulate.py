@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 import kvbm
+from kvbm.bench.virtual_time.compare_fetch import FetchReport
 from kvbm.cli import main
-from kvbm.workload.compare_fetch import FetchReport
 from kvbm.workload.generator import generate
 from kvbm.workload.simulate import Report, arrivals_of, ideal_hit_ratio, simulate
 from kvbm.workload.trace import TraceRequest, read_trace

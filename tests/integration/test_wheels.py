@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,44 @@ def test_the_glibc_a_wheel_needs_is_read_from_its_name() -> None:
     assert wheels.needed_glibc("a-1-cp311-cp311-manylinux_2_17_x86_64.manylinux2014_x86_64.whl") == (2, 17)
     with pytest.raises(wheels.WheelsError, match="no manylinux platform"):
         wheels.needed_glibc("kvbm_ledger-0.1.0-cp312-abi3-linux_x86_64.whl")
+
+
+def wheel_with(folder: Path, names: Iterable[str]) -> Path:
+    path = folder / "kvbm_ledger-0.1.0-cp312-abi3-manylinux_2_34_x86_64.whl"
+    with zipfile.ZipFile(path, "w") as made:
+        for name in names:
+            made.writestr(name, "")
+    return path
+
+
+def modules() -> set[str]:
+    """Every module of this checkout's packages, as a wheel names it."""
+    return {
+        str(path.relative_to(wheels.ROOT)) for name in wheels.PACKAGES for path in (wheels.ROOT / name).rglob("*.py")
+    }
+
+
+def test_a_wheel_holds_all_modules_but_those_that_measure_and_compare(tmp_path: Path) -> None:
+    measured = {name for name in modules() if name.startswith("kvbm/bench/")}
+    shipped = modules() - measured
+    assert {"kvbm/bench/report.py", "kvbm/bench/virtual_time/policies.py"} <= measured
+    wheels.check_contents(wheel_with(tmp_path, {*shipped, "kvbm/py.typed", "kvbm/migrations/versions/0001_first.py"}))
+    for names, words in (
+        ({*shipped, "kvbm/bench/report.py"}, "holds kvbm/bench/report.py, which wheels leave out"),
+        (modules(), "which wheels leave out"),
+        (shipped - {"kvbm/cli.py"}, "lacks kvbm/cli.py"),
+        ({*shipped, "kvbm/engines/gone.py"}, "holds, and this checkout does not, kvbm/engines/gone.py"),
+    ):
+        with pytest.raises(wheels.WheelsError, match=words):
+            wheels.check_contents(wheel_with(tmp_path, names))
+
+
+def test_a_command_of_the_wheel_that_should_be_refused_must_say_where_it_runs(tmp_path: Path) -> None:
+    says = "import sys; print('it runs from a checkout'); raise SystemExit(int(sys.argv[1]))"
+    wheels._refused([sys.executable, "-c", says, "2"], tmp_path, tmp_path)
+    for command in ([sys.executable, "-c", says, "0"], [sys.executable, "-c", "raise SystemExit(2)"]):
+        with pytest.raises(wheels.WheelsError, match="not 2 and where it runs"):
+            wheels._refused(command, tmp_path, tmp_path)
 
 
 def test_a_python_that_only_seems_to_be_on_the_path_is_passed_over(

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.bench.virtual_time.compare_fetch import cluster_of, compare_fetch, main, parse_link, run_fetch
+from kvbm.bench.virtual_time.compare_policies import CompareOptions, Outcome, requests_of
+from kvbm.bench.virtual_time.fetch_run import LOT, Cluster, FetchingRun
+from kvbm.bench.virtual_time.instance_model import Request
+from kvbm.bench.virtual_time.policies import BLOCK_BYTES, Policy
+from kvbm.bench.virtual_time.workloads import workload
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import Tier
 from kvbm.core.topology import TIER_LINKS, Link
-from kvbm.workload.compare_fetch import cluster_of, compare_fetch, main, parse_link, run_fetch
-from kvbm.workload.compare_policies import CompareOptions, Outcome, requests_of
-from kvbm.workload.fetch_run import LOT, Cluster, FetchingRun
-from kvbm.workload.instance_model import Request
-from kvbm.workload.policies import BLOCK_BYTES, Policy
-from kvbm.workload.workloads import workload
 
 SPEEDS = (10_000.0,) * 4
 POOLS = {"hbm": 800, "host": 3_000}

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.core.errors import ConfigError
-from kvbm.workload.block_pool import BlockPool
-from kvbm.workload.compare_policies import (
+from kvbm.bench.virtual_time.block_pool import BlockPool
+from kvbm.bench.virtual_time.compare_policies import (
     CompareOptions,
     Comparison,
     compare,
@@ -18,10 +17,11 @@ from kvbm.workload.compare_policies import (
     requests_of,
     run_policy,
 )
-from kvbm.workload.instance_model import InstanceModel, Request
-from kvbm.workload.policies import POLICIES, DynamoCost, LlmdScore, Policy, PrefixAndLoad
+from kvbm.bench.virtual_time.instance_model import InstanceModel, Request
+from kvbm.bench.virtual_time.policies import POLICIES, DynamoCost, LlmdScore, Policy, PrefixAndLoad
+from kvbm.bench.virtual_time.workloads import LOADS, WORKLOADS, workload
+from kvbm.core.errors import ConfigError
 from kvbm.workload.trace import TraceRequest, full_blocks
-from kvbm.workload.workloads import LOADS, WORKLOADS, workload
 
 
 def request(*blocks: int, number: int = 0, at_s: float = 0.0, output_tokens: int = 10) -> Request:

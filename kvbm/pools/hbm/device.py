@@ -96,6 +96,45 @@ class DeviceTimeoutError(PoolError):
     """The device did not answer in time. A retry can help once it does."""
 
 
+class HeldCopies:
+    """Counts copies that the device has not confirmed within the deadline; each keeps its rows and slots until it has.
+
+    Args:
+        deadline_s: how long a copy is waited for without a word.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        """How many there are now."""
+        with self._lock:
+            return self._count
+
+    def wait(self, confirmed: Callable[[float], bool]) -> None:
+        """Wait until a copy is confirmed. Raises what `confirmed` raises: the device failed, and writes no more.
+
+        Args:
+            confirmed: waits for so many seconds at most, and says whether it is.
+        """
+        if confirmed(self._deadline_s):
+            return
+        with self._lock:
+            self._count += 1
+        log.warning(
+            "hbm.copy_held", waited_s=self._deadline_s, why="the device does not answer; the copy keeps its slots"
+        )
+        try:
+            while not confirmed(self._deadline_s):
+                pass
+        finally:
+            with self._lock:
+                self._count -= 1
+
+
 class DeviceCopies:
     """Gathers and scatters of any run on a few lanes.
 
@@ -129,9 +168,9 @@ class DeviceCopies:
         for lane in lanes:
             self._lanes.put(lane)
         self._gathers = threading.Semaphore(max(1, len(lanes) - 1))  # lanes that gathers may have
-        self._lock = threading.Lock()  # guards the two counts below
+        self._lock = threading.Lock()  # guards the count below
         self._lanes_left = len(lanes)
-        self._held = 0  # copies that the device has not confirmed within the deadline
+        self._held = HeldCopies(deadline_s)
 
     def gather(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None) -> np.ndarray:
         """Fill rows from slots; the CRC-32C of what arrived.
@@ -238,8 +277,9 @@ class DeviceCopies:
 
         It comes back only once the device has nothing left to do for it.
         """
+        held = self._held.count
         with self._lock:
-            held, left = self._held, self._lanes_left
+            left = self._lanes_left
         if held or not left:
             raise DeviceTimeoutError(
                 f"HBM pool: the device has not confirmed {held} earlier copies, {left} lanes are left; look at the GPU"
@@ -280,19 +320,7 @@ class DeviceCopies:
 
     def _hold(self, mark: Mark) -> None:
         """Wait until the device has passed a mark. Raises RuntimeError: it failed, and writes no more."""
-        if _passed(mark, self._deadline_s):
-            return
-        with self._lock:
-            self._held += 1
-        log.warning(
-            "hbm.copy_held", waited_s=self._deadline_s, why="the device does not answer; the copy keeps its slots"
-        )
-        try:
-            while not _passed(mark, self._deadline_s):
-                pass
-        finally:
-            with self._lock:
-                self._held -= 1
+        self._held.wait(partial(_passed, mark))
 
 
 def row_copies(copies: NewSegmentCopies, rows: np.ndarray) -> SegmentCopies:

@@ -1,4 +1,4 @@
-"""HBM: slots in the engine's tensors on the accelerator, or on the CPU for tests and the reference engine."""
+"""HBM: slots in the engine's tensors on the accelerator, or on the CPU for tests and the demo's engine."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvbm.core.errors import PoolError
-from kvbm.pools.hbm.device import DeviceTimeoutError, row_copies
+from kvbm.pools.hbm.device import DeviceTimeoutError, HeldCopies, row_copies
 from kvbm.pools.hbm.paged import NewSegmentCopies, SegmentCopies
 from kvbm.safe_log import SafeLog
 
@@ -197,7 +197,7 @@ class RingCopies:
         self._copies = copies
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
-        self._held = 0  # runs that the device has not confirmed within the deadline
+        self._held = HeldCopies(deadline_s)
         self._is_lost = False
 
     def gather(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None) -> np.ndarray:
@@ -278,9 +278,7 @@ class RingCopies:
         Args:
             gives_up: a run may still fill the lane's own memory then, which nobody is given before it has ended.
         """
-        with self._lock:
-            held = self._held
-        if held:
+        if held := self._held.count:
             raise DeviceTimeoutError(f"HBM pool: the GPU has not confirmed {held} earlier copies; look at it")
         if self._is_lost:
             raise PoolError("HBM pool: the GPU is lost; nothing is copied any more")
@@ -304,19 +302,7 @@ class RingCopies:
 
     def _end(self, ring: Ring) -> None:
         """Wait until the device has confirmed the run."""
-        if ring.advance(self._deadline_s):
-            return
-        with self._lock:
-            self._held += 1
-        log.warning(
-            "hbm.copy_held", waited_s=self._deadline_s, why="the device does not answer; the copy keeps its slots"
-        )
-        try:
-            while not ring.advance(self._deadline_s):
-                pass
-        finally:
-            with self._lock:
-                self._held -= 1
+        self._held.wait(ring.advance)
 
     def _say_lost(self) -> None:
         with self._lock:

@@ -24,6 +24,7 @@ import numpy as np
 import structlog
 
 from kvbm.assembly import NATIVE, journal_folder, open_manager
+from kvbm.bench.measure import resident_bytes
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import FrameError
 from kvbm.core.fold import Residencies
@@ -268,7 +269,7 @@ class Life:
             skipped=stats.skipped_offloads,
             late=stats.late_copies,
             failed=stats.failed_copies,
-            rss=_rss_bytes(),
+            rss=resident_bytes(),
             serving_s=time.monotonic() - self._serving_from_s,
             serving_reads=stats.verified_reads - before.verified_reads,
             serving_writes=stats.offloaded_blocks[Tier.NVME] - before.offloaded_blocks[Tier.NVME],
@@ -353,10 +354,6 @@ class Begun:
             os.waitpid(self.pid, 0)
             os.close(self._pipe)
         assert how == signal.SIGKILL or self.said("ended"), "it did not end cleanly"
-
-
-def _rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Killed(NamedTuple):

@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
+from kvbm.bench.virtual_time.instance_model import InstanceModel, Request
 from kvbm.catalog.index.cluster_index import ClusterIndex, InstanceDepth, InstanceView, Prefixes
 from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.catalog.routing.cost import RoutingSettings
@@ -26,7 +27,6 @@ from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Tie
 from kvbm.core.topology import ASSUMED_BLOCK_BYTES
 from kvbm.reference.router import ReferenceRouter
 from kvbm.streams.base import Heartbeat
-from kvbm.workload.instance_model import InstanceModel, Request
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS
 
 HEARTBEAT_S = 1.0

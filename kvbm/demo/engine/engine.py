@@ -1,4 +1,4 @@
-"""Continuous batching of greedy requests over a block manager: the scheduler of the reference engine."""
+"""Continuous batching of greedy requests over a block manager: the scheduler of the demo's engine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import NamespaceId, SequenceHash
-from kvbm.engines.reference.blocks import BlockManager, HeldPrefix, PagedPool, pool_view
-from kvbm.engines.reference.model import DecodeInput, Model
-from kvbm.engines.reference.requests import Finished, Request, RequestRefusedError, block_count, refusal
-from kvbm.engines.reference.sequence import Sequence
-from kvbm.engines.reference.weights import Weights
+from kvbm.demo.engine.blocks import BlockManager, HeldPrefix, PagedPool, pool_view
+from kvbm.demo.engine.model import DecodeInput, Model
+from kvbm.demo.engine.requests import Finished, Request, RequestRefusedError, block_count, refusal
+from kvbm.demo.engine.sequence import Sequence
+from kvbm.demo.engine.weights import Weights
 from kvbm.manager.load_meter import LoadMeter
 
 __all__ = ["BlockManager", "Engine", "Finished", "HeldPrefix", "PagedPool", "Request", "RequestRefusedError"]

@@ -1,4 +1,4 @@
-"""The reference engine over a block manager: the same tokens whatever was reused, batched or preempted.
+"""The demo's engine over a block manager: the same tokens whatever was reused, batched or preempted.
 
 `new_manager` is the only place that names a manager; what it gives here is a stand-in that keeps blocks in HBM alone.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier, split_hashes
-from kvbm.engines.reference import Engine, Finished, ModelShape, Request, Weights
+from kvbm.demo.engine import Engine, Finished, ModelShape, Request, Weights
 
 torch.set_num_threads(1)
 

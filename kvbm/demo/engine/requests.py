@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import Tier
-from kvbm.engines.reference.weights import ModelShape
+from kvbm.demo.engine.weights import ModelShape
 
 RefusalReason = Literal["empty-prompt", "no-new-tokens", "unknown-token", "too-long", "never-fits", "starved"]
 

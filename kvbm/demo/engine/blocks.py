@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import NamespaceId, SequenceHash, Tier
-from kvbm.engines.reference.weights import ModelShape
+from kvbm.demo.engine.weights import ModelShape
 
 
 class HeldPrefix(Protocol):

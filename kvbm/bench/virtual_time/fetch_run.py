@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from kvbm.bench.virtual_time.block_pool import ColderPool
+from kvbm.bench.virtual_time.compare_policies import HBM, Comparison
+from kvbm.bench.virtual_time.instance_model import InstanceModel, Request
+from kvbm.bench.virtual_time.policies import BLOCK_BYTES, Policy
 from kvbm.config import OnboardSettings
 from kvbm.core.fetching import LOT_BLOCKS, OBJECTS, LeftAlone, Links, Source, assumed_link, plan
 from kvbm.core.ids import Tier
 from kvbm.core.topology import TIER_LINKS, Link, distance
-from kvbm.workload.block_pool import ColderPool
-from kvbm.workload.compare_policies import HBM, Comparison
-from kvbm.workload.instance_model import InstanceModel, Request
-from kvbm.workload.policies import BLOCK_BYTES, Policy
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS
 
 PEER = "peer"

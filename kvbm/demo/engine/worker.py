@@ -1,4 +1,4 @@
-"""The reference engine as a process: JSON lines in, JSON lines out. `kvbm engine` runs it; `kvbm demo` drives two.
+"""The demo's engine as a process: JSON lines in, JSON lines out. `kvbm engine` runs it; `kvbm demo` drives two.
 
 In, one object a line:
     {"op": "submit", "id": "r1", "tokens": [..], "max_new_tokens": 16, "reuse": true}
@@ -27,9 +27,9 @@ from kvbm.config import Settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.ids import Namespace, Tier
 from kvbm.core.layout import KvShape
-from kvbm.engines.reference.engine import Engine
-from kvbm.engines.reference.requests import Finished, Request
-from kvbm.engines.reference.weights import ModelShape, Weights
+from kvbm.demo.engine.engine import Engine
+from kvbm.demo.engine.requests import Finished, Request
+from kvbm.demo.engine.weights import ModelShape, Weights
 from kvbm.manager.owned_hbm import Manager
 from kvbm.terminal import say_error
 from kvbm.weights import weights_digest

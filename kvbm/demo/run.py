@@ -1,8 +1,8 @@
 """The whole line once, on embedded defaults: real KV from a running model through tiers, events, catalog and replay.
 
-Two reference engines in processes of their own, a nats-server, the catalog on SQLite and a local object store. One
-engine reads a prompt's blocks from the other's HOST. Dialogues with shared system prompts are routed by the catalog;
-one engine is killed in the middle and comes back. At the end everything is recomputed without reuse, and every event,
+Two small engines in processes of their own, a nats-server, the catalog on SQLite and a local object store. One engine
+reads a prompt's blocks from the other's HOST. Dialogues with shared system prompts are routed by the catalog; one
+engine is killed in the middle and comes back. At the end everything is recomputed without reuse, and every event,
 digest and token is compared.
 """
 
@@ -27,22 +27,22 @@ from rich.table import Table
 from kvbm.assembly import NATIVE, NATIVE_FOLD
 from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.core.ids import InstanceId, Tier
-from kvbm.engines.reference.worker import WorkerSettings
+from kvbm.demo.engine.worker import WorkerSettings
+from kvbm.demo.engine_process import EngineProcess
 from kvbm.files import make_folder
 from kvbm.locate.http import CatalogClient
 from kvbm.replay.opening import open_source
 from kvbm.replay.verify import Verified, verify
+from kvbm.reports import check_report_path, write_report
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.catalog_view import counter, wait_applied, wait_live
 from kvbm.workload.generator import Dialogue, generate_dialogues
 from kvbm.workload.processes import (
-    EngineProcess,
     ProcessError,
     machine,
     start_catalog,
     start_object_store,
 )
-from kvbm.workload.reports import check_report_path, write_report
 
 BUCKET = "kvbm-demo"
 ENGINES = ("engine-a", "engine-b")

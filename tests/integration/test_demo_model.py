@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvbm.core.errors import ConfigError, LayoutError
-from kvbm.engines.reference import DecodeInput, Model, ModelShape, Weights
+from kvbm.demo.engine import DecodeInput, Model, ModelShape, Weights
 
 torch.set_num_threads(1)
 
@@ -245,11 +245,11 @@ def test_without_torch_the_import_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "from kvbm.core.errors import MissingExtraError\n"
-        "try:\n    import kvbm.engines.reference\n"
+        "try:\n    import kvbm.demo.engine\n"
         "except MissingExtraError as error:\n    print(error.extra, error, sep='|')\n"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=180)
     assert (
         found.stdout.strip()
-        == "engine|the reference engine needs torch; install it with: pip install 'kvbm-ledger[engine]'"
+        == "engine|the demo's engine needs torch; install it with: pip install 'kvbm-ledger[engine]'"
     )

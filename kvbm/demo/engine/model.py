@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvbm.core.errors import LayoutError
-from kvbm.engines.reference.weights import ModelShape, Weights
+from kvbm.demo.engine.weights import ModelShape, Weights
 
 __all__ = ["DecodeInput", "Model", "ModelShape", "Weights"]
 

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from kvbm.bench.virtual_time.block_pool import BlockPool, ColderPool
 from kvbm.core.ids import Tier
 from kvbm.manager.load_meter import LoadMeter
-from kvbm.workload.block_pool import BlockPool, ColderPool
 
 
 class Request(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, SequenceHash, Tier
-from kvbm.engines.reference.requests import Finished, Request, RequestRefusedError
+from kvbm.demo.engine.requests import Finished, Request, RequestRefusedError
 
 
 @dataclass(eq=False)

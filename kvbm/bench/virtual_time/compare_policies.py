@@ -18,14 +18,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvbm.bench.measure import percentile
+from kvbm.bench.virtual_time.block_pool import ColderPool
+from kvbm.bench.virtual_time.instance_model import InstanceModel, Request
+from kvbm.bench.virtual_time.policies import POLICIES, KvbmRouting, Policy
+from kvbm.bench.virtual_time.workloads import LOADS, WORKLOADS, check_workload, workload
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import Tier
-from kvbm.workload.block_pool import ColderPool
-from kvbm.workload.instance_model import InstanceModel, Request
-from kvbm.workload.policies import POLICIES, KvbmRouting, Policy
-from kvbm.workload.reports import check_report_path, write_report
+from kvbm.reports import check_report_path, write_report
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS, TraceRequest, full_blocks, read_trace
-from kvbm.workload.workloads import LOADS, WORKLOADS, check_workload, workload
 
 DECODE_TOKEN_S = 0.03
 PREFILL_TOKENS_PER_S = 10_000.0
@@ -299,8 +300,8 @@ def rows_of(name: str, load: str, seeds: Sequence[int], outcomes: dict[str, list
             requests=len(runs[0].ttft_s),
             hit_ratio=statistics.mean(run.hits / max(1, run.blocks) for run in runs),
             mean_ttft_s=statistics.mean(statistics.mean(run.ttft_s) for run in runs),
-            p50_ttft_s=statistics.mean(_quantile(run.ttft_s, 0.5) for run in runs),
-            p99_ttft_s=statistics.mean(_quantile(run.ttft_s, 0.99) for run in runs),
+            p50_ttft_s=statistics.mean(percentile(run.ttft_s, 0.5) for run in runs),
+            p99_ttft_s=statistics.mean(percentile(run.ttft_s, 0.99) for run in runs),
             load_max_over_mean=statistics.mean(max_over_mean(run.prompt_blocks) for run in runs),
             load_max_over_mean_requests=statistics.mean(max_over_mean(run.requests) for run in runs),
         )
@@ -310,10 +311,6 @@ def rows_of(name: str, load: str, seeds: Sequence[int], outcomes: dict[str, list
     for row in rows:
         row.against_best = row.mean_ttft_s / best_s if best_s else 1.0
     return rows
-
-
-def _quantile(ascending: Sequence[float], share: float) -> float:
-    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]
 
 
 def max_over_mean(values: Sequence[int]) -> float:

@@ -15,11 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvbm.core.errors import ConfigError
-from kvbm.core.fetching import TCP_LINKS
-from kvbm.core.ids import Tier
-from kvbm.core.topology import Link
-from kvbm.workload.compare_policies import (
+from kvbm.bench.virtual_time.compare_policies import (
     COMPUTED,
     HBM,
     CompareOptions,
@@ -30,10 +26,14 @@ from kvbm.workload.compare_policies import (
     requests_of,
     rows_of,
 )
-from kvbm.workload.fetch_run import PEER, Cluster, FetchingRun
-from kvbm.workload.instance_model import Request
-from kvbm.workload.policies import POLICIES
-from kvbm.workload.reports import check_report_path, write_report
+from kvbm.bench.virtual_time.fetch_run import PEER, Cluster, FetchingRun
+from kvbm.bench.virtual_time.instance_model import Request
+from kvbm.bench.virtual_time.policies import POLICIES
+from kvbm.core.errors import ConfigError
+from kvbm.core.fetching import TCP_LINKS
+from kvbm.core.ids import Tier
+from kvbm.core.topology import Link
+from kvbm.reports import check_report_path, write_report
 
 POOL_TIERS = ("hbm", "host", "nvme", "object")
 SOURCES = (HBM, Tier.HOST.name, Tier.NVME.name, PEER, Tier.OBJECT.name, COMPUTED)

@@ -1,4 +1,4 @@
-"""KV of a small transformer trained here: the reference engine's model, on the bytes of kvbm's own sources.
+"""KV of a small transformer trained here: the model of the demo's engine, on the bytes of kvbm's own sources.
 
 What a coder gains depends on how keys and values are distributed, and those of random weights are not distributed as
 those of a model that has learned something. A minute on a CPU is enough for a model that has.
@@ -18,7 +18,7 @@ from kvbm.core.errors import MissingExtraError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvbm.engines.reference import ModelShape, Weights
+    from kvbm.demo.engine import ModelShape, Weights
 
 _BATCH, _WINDOW = 8, 128  # sequences a step, tokens of each
 _PROMPT = 1024  # tokens of a sequence whose KV is kept
@@ -53,7 +53,7 @@ def trained_kv(
         import torch
     except ModuleNotFoundError as error:
         raise MissingExtraError("torch", "engine") from error
-    from kvbm.engines.reference import Model, ModelShape, Weights
+    from kvbm.demo.engine import Model, ModelShape, Weights
 
     shape = ModelShape(vocab=256, layers=4, width=256, heads=4, kv_heads=2, head_dim=64, ffn_width=640)
     text = np.frombuffer(_text(), dtype=np.uint8)
@@ -86,7 +86,7 @@ def _train(
     import torch
     from torch.nn import functional
 
-    from kvbm.engines.reference import Weights
+    from kvbm.demo.engine import Weights
 
     drawn = Weights.random(shape, seed)
     scale = {"embedding": 0.02 * shape.width**0.5 / 8, "query": 1 / 3}  # of a random model's sharp gains
@@ -123,7 +123,7 @@ def _forward(weights: Weights, tokens: Tensor) -> Tensor:
     import torch
     from torch.nn import functional
 
-    from kvbm.engines.reference.model import NORM_EPSILON, _rotate
+    from kvbm.demo.engine.model import NORM_EPSILON, _rotate
 
     shape = weights.shape
     sequences, length = tokens.shape
