@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvbm.assembly.manager import database_url, make_data_dir, open_manager, stream_credentials
+from kvbm.assembly.manager import open_manager
 from kvbm.assembly.native import CODER, NATIVE
 from kvbm.assembly.pools import key_source, open_object_store
+from kvbm.assembly.services import database_url, make_data_dir, stream_credentials
 from kvbm.config import HbmSettings, PoolsSettings, Settings, check_gc, check_settings
 from kvbm.core.errors import ConfigError, KvbmError, MissingExtraError, StreamError
 from kvbm.core.events import JANITOR

@@ -24,7 +24,7 @@ log = Remarks()
 
 STREAM = "KVBM"
 PULSE = "KVBM_PULSE"
-ERASURES = "KVBM_ERASE"  # made by whoever erases and by catalogs: `streams/nats/erasures.py`
+ERASURES = "KVBM_ERASE"  # made by whoever erases and by catalogs: `kvbm/erasure/stream.py`
 MAX_AGE_S = 24 * 3600
 PULSE_WAIT_S = 1.5  # to see the stream of heartbeats; the events do not wait for it any longer
 
