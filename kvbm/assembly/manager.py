@@ -25,7 +25,7 @@ from kvbm.core.errors import (
 )
 from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import InstanceId, Namespace, Reach, Tier
-from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, Share, WriteBudget
+from kvbm.core.policy import NO_OFFLOAD, OFFLOAD_POLICIES, OffloadPolicy, Share, WriteBudget
 from kvbm.erasure.start import WatchedErasures
 from kvbm.erasure.watch import WatchOptions
 from kvbm.locate.base import Locator, Nowhere
@@ -318,7 +318,7 @@ def _offloader(
     names = {Tier.HOST: settings.offload.host, Tier.NVME: settings.offload.nvme, Tier.OBJECT: settings.offload.object}
     there = {tier: True for tier in pools.slots} | ({Tier.OBJECT: True} if pools.object is not None else {})
     policies: dict[Tier, OffloadPolicy] = {
-        tier: OFFLOAD_POLICIES[name]() for tier, name in names.items() if tier in there and name != "never"
+        tier: OFFLOAD_POLICIES[name]() for tier, name in names.items() if tier in there and name != NO_OFFLOAD
     }
     fair = FairQueue(
         {tenant: share.weight for tenant, share in settings.tenants.items()}, {n.id: n.tenant for n in namespaces}
