@@ -249,6 +249,7 @@ def _wait_until_heard(manager: Manager, timeout_s: float) -> None:
             why = manager.trouble() or "no answer"
             raise StreamError(
                 f"the janitor's instance {manager.instance} said within {timeout_s:g} s nothing that the stream has stored ({why}). "
-                "Nothing was changed"
+                "Nothing was changed",
+                timeout_s=timeout_s,
             )
         time.sleep(_POLL_S)

@@ -91,7 +91,8 @@ class StreamSource:
         if not messages and not reader.at_end and not follows:
             raise StreamError(
                 f"the stream at {self.name} sent nothing for {self._timeout_s:g} s, {self.done:,} of {self.total:,} messages "
-                "were read; try again, or raise --timeout"
+                "were read; try again, or raise --timeout",
+                timeout_s=self._timeout_s,
             )
         return messages
 

@@ -95,7 +95,9 @@ async def open_ready(url: str, timeout_s: float, options: StreamOptions, credent
                 log.warning("stream.pulses_away", server=connection.shown, why=str(error))
     except TimeoutError:
         await connection.close()
-        raise AwayError(f"JetStream at {connection.shown} did not answer within {timeout_s:g} s") from None
+        raise AwayError(
+            f"JetStream at {connection.shown} did not answer within {timeout_s:g} s", timeout_s=timeout_s
+        ) from None
     except BaseException:
         await connection.close()
         raise
