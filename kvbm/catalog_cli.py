@@ -231,7 +231,8 @@ def _make_token(arguments: argparse.Namespace) -> int:
 
 
 def _erase(arguments: argparse.Namespace) -> int:
-    from kvbm.assembly.erasure import EraseOptions, read_hashes, run_erase
+    from kvbm.assembly.erasure import run_erase
+    from kvbm.erasure.command import EraseOptions, read_hashes
     from kvbm.erasure.report import Line, as_json, as_words
 
     if arguments.hashes and arguments.namespace is None:

@@ -332,9 +332,7 @@ def exposed(roots: Sequence[Path], shown: int = 3) -> Exposed:
 
 
 def warn_exposed(what: str, *roots: Path) -> None:
-    """One warning where others may read or write something of ours that an older kvbm, or somebody's command, has left
-    so.
-    """
+    """One warning where others may read or write something of ours: a copy, or somebody's command, has left it so."""
     found = exposed(roots)
     if found.entries:
         log.warning(

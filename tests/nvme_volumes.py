@@ -16,7 +16,8 @@ from kvbm.assembly import journal_folder, open_manager
 from kvbm.config import Settings, load_settings
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import InstanceId, Namespace, SequenceHash, Tier, split_hashes
-from kvbm.manager import engine_hbm, erasing, salvage
+from kvbm.erasure import manager as erasable
+from kvbm.manager import engine_hbm, salvage
 from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.salvage import Salvage
 from kvbm.pools.base import ReadOutcome
@@ -118,7 +119,7 @@ def unhurried() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stripes, "LOCK_WAIT_S", WAIT_S)  # the lock of a process that is gone goes with its last transfer
         patch.setattr(salvage, "_DURABLE_WAIT_S", WAIT_S)
-        patch.setattr(erasing, "_DURABLE_WAIT_S", WAIT_S)
+        patch.setattr(erasable, "_DURABLE_WAIT_S", WAIT_S)
         patch.setattr(engine_hbm, "_CLEAR_WAIT_S", WAIT_S)
         yield
 

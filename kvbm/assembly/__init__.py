@@ -1,17 +1,8 @@
 """Settings → managers, catalogs and janitors. The only place that joins technologies to protocols."""
 
+from kvbm.assembly.catalog import run_catalog
 from kvbm.assembly.janitor import janitor_id, run_gc
-from kvbm.assembly.manager import (
-    catalog_client,
-    catalog_clients,
-    catalog_credentials,
-    journal_folder,
-    kvbm_version,
-    open_engine_manager,
-    open_manager,
-    run_catalog,
-    stream_credentials,
-)
+from kvbm.assembly.manager import open_engine_manager, open_manager
 from kvbm.assembly.native import (
     CODER,
     NATIVE,
@@ -32,9 +23,11 @@ from kvbm.assembly.native import (
     last_touches,
     segment_copies,
 )
-from kvbm.assembly.pools import instance_folder, nvme_paths, open_objects, pod_file
+from kvbm.assembly.pools import instance_folder, journal_folder, nvme_paths, open_objects, pod_file
 from kvbm.assembly.recorded import RecordedEvent, RecordedLog, open_log, what_if
 from kvbm.assembly.replica import open_replica
+from kvbm.assembly.services import catalog_client, catalog_clients, catalog_credentials, stream_credentials
+from kvbm.assembly.start import kvbm_version
 
 __all__ = [
     "CODER",

@@ -12,14 +12,9 @@ from typing import Any
 
 import msgspec
 
-from kvbm.assembly.manager import (
-    ask_stream,
-    epoch_in_catalog,
-    kvbm_version,
-    nats_url,
-    stream_credentials,
-)
 from kvbm.assembly.native import NATIVE, NATIVE_FOLD
+from kvbm.assembly.services import nats_url, stream_credentials
+from kvbm.assembly.start import ask_stream, epoch_in_catalog, kvbm_version
 from kvbm.bridge.held import HeldLedger, Said
 from kvbm.bridge.instance import BridgedInstance, Limits, Names
 from kvbm.bridge.run import run_sources

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvbm.assembly.manager import database_url, make_data_dir, open_manager, stream_credentials
+from kvbm.assembly.manager import open_manager
 from kvbm.assembly.native import CODER, NATIVE
 from kvbm.assembly.pools import key_source, open_object_store
+from kvbm.assembly.services import database_url, make_data_dir, stream_credentials
 from kvbm.config import HbmSettings, PoolsSettings, Settings, check_gc, check_settings
 from kvbm.core.errors import ConfigError, KvbmError, MissingExtraError, StreamError
 from kvbm.core.events import JANITOR
@@ -251,6 +252,7 @@ def _wait_until_heard(manager: Manager, timeout_s: float) -> None:
             raise StreamError(
                 f"the janitor's instance {manager.instance} said within {timeout_s:g} s nothing that the stream has "
                 f"stored ({why}). "
-                "Nothing was changed"
+                "Nothing was changed",
+                timeout_s=timeout_s,
             )
         time.sleep(_POLL_S)

@@ -22,7 +22,7 @@ log = SafeLog()
 
 
 class Watched(Protocol):
-    """What is to be erased, and what may not be held."""
+    """Which blocks of an earlier process may be held."""
 
     def kept(self, found: Sequence[Recovered]) -> list[Recovered]: ...
     def keeps_run(self, namespace: NamespaceId, hashes: bytes) -> np.ndarray: ...

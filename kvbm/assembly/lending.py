@@ -60,8 +60,8 @@ class LentNamespaces:
     Args:
         declared: the namespaces that are known now.
         on_withdrawn: called once a namespace's root counts no more.
-        is_fenced: whether nothing may be granted: another has taken the instance's place, or what was to be erased is
-            not known yet.
+        is_fenced: whether nothing may be granted: another has taken the instance's place, or tiers that outlive a
+            process are held back.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Exchange(NamedTuple):
             lending.server,
             lambda: namespaces if peers is None else peers.declared(),
             self.roots,
-            lambda: manager.publisher_port.fenced_by is not None or manager.erasing.is_held_back,
+            lambda: manager.publisher_port.fenced_by is not None or manager.parts.lasting.held_back,
             (lambda: None) if lending.rdma is None else lending.rdma.revoke,
         )
         opened.callback(lending.close)

@@ -41,6 +41,11 @@ def instance_folder(settings: Settings) -> Path:
     return Path(settings.instance.data_dir) / "instances" / settings.instance.id
 
 
+def journal_folder(settings: Settings) -> Path:
+    """Where an instance keeps its journal."""
+    return instance_folder(settings) / "journal"
+
+
 def open_pools(
     settings: Settings,
     namespaces: Sequence[Namespace],

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from kvbm.assembly.manager import journal_folder, nats_url, stream_credentials
 from kvbm.assembly.native import NATIVE, NATIVE_FOLD
+from kvbm.assembly.pools import journal_folder
+from kvbm.assembly.services import nats_url, stream_credentials
 from kvbm.config import Settings
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.errors import ConfigError

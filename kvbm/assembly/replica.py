@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.assembly.manager import catalog_clients, routing_settings, stream_credentials
+from kvbm.assembly.catalog import routing_settings
 from kvbm.assembly.native import NATIVE, NATIVE_INDEX, NATIVE_MESSAGES
+from kvbm.assembly.services import catalog_clients, stream_credentials
 from kvbm.config import Settings, check_settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.parts import parts_of

@@ -95,7 +95,7 @@ def _scan(settings: Settings, slots: int) -> float:
     shutil.rmtree(journal_folder(settings))
     deadline_s = time.monotonic() + _OVER_S
     with open_manager(settings, [_NAMESPACE], _BLOCK_BYTES, engine="bench") as manager:
-        salvage = manager.erasing.salvage
+        salvage = manager.parts.salvage
         while not salvage.is_over:
             if time.monotonic() > deadline_s:
                 raise PoolError(

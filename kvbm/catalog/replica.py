@@ -128,7 +128,8 @@ class CatalogReplica(TokenQuestions):
         except TimeoutError:
             self.close()
             raise StreamError(
-                f"the replica has not begun within {timeout_s:g} s; see the log for what it waits for"
+                f"the replica has not begun within {timeout_s:g} s; see the log for what it waits for",
+                timeout_s=timeout_s,
             ) from None
         except BaseException:
             self.close()

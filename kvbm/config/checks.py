@@ -25,7 +25,7 @@ from kvbm.core.checks import kind_of
 from kvbm.core.errors import ArgumentTypeError, ConfigError
 from kvbm.core.names import NAME_RULE, is_name
 from kvbm.core.parts import parts_of
-from kvbm.core.policy import EVICTION_POLICIES, OFFLOAD_POLICIES
+from kvbm.core.policy import EVICTION_POLICIES, NO_OFFLOAD, OFFLOAD_POLICIES
 from kvbm.core.results import LEAST_EVENT_BYTES
 from kvbm.core.state_admission import STATE_POLICIES
 
@@ -61,7 +61,7 @@ def check_settings(settings: Settings) -> None:
     parts_of(settings.catalog.parts)
     _one_of("journal.fsync", settings.journal.fsync, ("off", "interval", "always"))
     for tier in ("host", "nvme", "object"):
-        _one_of(f"offload.{tier}", getattr(settings.offload, tier), tuple(OFFLOAD_POLICIES))
+        _one_of(f"offload.{tier}", getattr(settings.offload, tier), (*OFFLOAD_POLICIES, NO_OFFLOAD))
     _one_of("offload.states", settings.offload.states, tuple(STATE_POLICIES))
     for key, count in (
         ("offload.threads", settings.offload.threads),

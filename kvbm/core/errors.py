@@ -22,6 +22,7 @@ KvbmError
 │   └── PoolFullError      the device has no room for the pool
 ├── PeerWireError          bytes from another instance that are no message of the protocol
 ├── StreamError            NATS does not answer or refuses
+│   ├── MessageTooLargeError  the server takes no message of that size
 │   └── FencedError        another run or a newer epoch may publish an instance's events now
 ├── CatalogError           the catalog or its database does not answer or refuses
 ├── JanitorError           a janitor may not work, or not go on
@@ -124,7 +125,7 @@ class NewerFrameError(FrameError):
     """The frame was written by a newer kvbm; upgrade this one to read it.
 
     Attributes:
-        version: the frame's version.
+        version: the frame's version. supported: the newest that this kvbm reads.
     """
 
     def __init__(self, at: int, version: int, supported: int) -> None:
@@ -132,6 +133,7 @@ class NewerFrameError(FrameError):
             at, f"frame version {version} is newer than {supported}, the newest this kvbm reads; upgrade kvbm"
         )
         self.version = version
+        self.supported = supported
 
 
 class TornFrameError(FrameError):
@@ -194,7 +196,28 @@ class PeerWireError(KvbmError):
 
 
 class StreamError(KvbmError):
-    """NATS does not answer or refuses. A retry helps once the server is reachable again."""
+    """NATS does not answer or refuses. A retry helps once the server is reachable again.
+
+    Attributes:
+        timeout_s: how long was waited for an answer that did not come; None: there was one, or nothing was waited for.
+    """
+
+    def __init__(self, message: str, *, timeout_s: float | None = None) -> None:
+        super().__init__(message)
+        self.timeout_s = timeout_s
+
+
+class MessageTooLargeError(StreamError):
+    """NATS takes no message that large. A retry does not help; raise `max_payload` there.
+
+    Attributes:
+        message_bytes, most_bytes: the message, and what the server takes.
+    """
+
+    def __init__(self, message: str, message_bytes: int, most_bytes: int) -> None:
+        super().__init__(message)
+        self.message_bytes = message_bytes
+        self.most_bytes = most_bytes
 
 
 class FencedError(StreamError):

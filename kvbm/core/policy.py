@@ -275,13 +275,6 @@ class SecondUse:
         return uses >= 2
 
 
-class Never:
-    """Nothing."""
-
-    def wants(self, uses: int) -> bool:
-        return False
-
-
 class WriteBudget:
     """How much may be written to a device whose endurance is finite: so much a second in the long run.
 
@@ -318,8 +311,8 @@ class WriteBudget:
 OFFLOAD_POLICIES: dict[str, Callable[[], OffloadPolicy]] = {
     "write_through": WriteThrough,
     "second_use": SecondUse,
-    "never": Never,
 }
+NO_OFFLOAD = "never"  # in the place of a policy's name: nothing goes to that tier
 EVICTION_POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {  # name → policy of a pool with so many slots
     "lru": LeastRecentlyUsed,
     "s3fifo": S3Fifo,

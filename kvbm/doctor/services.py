@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.assembly import catalog_credentials
-from kvbm.assembly.manager import database_url
+from kvbm.assembly.services import database_url
 from kvbm.config import NatsSettings, Settings
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import KvbmError, MissingExtraError, StreamError

@@ -12,11 +12,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.catalog.follow.archive import SAMPLES_EVERY_S
-from kvbm.catalog.follow.archive_erasure import Meant
-from kvbm.catalog.sql import erasure as sql_erasure
 from kvbm.catalog.sql.rows import NamespaceRow
 from kvbm.core.codec import RUN_EVENTS, Frame
 from kvbm.core.errors import CatalogError, ErasureError, FencedError, StreamError
@@ -24,12 +23,14 @@ from kvbm.core.events import JANITOR, InstanceStarted
 from kvbm.core.ids import NamespaceId
 from kvbm.erasure import record as records
 from kvbm.erasure import report
+from kvbm.erasure import sql as sql_erasure
+from kvbm.erasure.archive import Meant, rewrite_frames, rewrite_samples
 from kvbm.erasure.record import DamagedRecordError, Erasure, Matcher, Record
 from kvbm.erasure.report import CATALOG, INSTANCE, OBJECTS, Answer, Place, Progress
+from kvbm.erasure.stream import EventsKept
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import AccessSample
 from kvbm.streams.nats.api import Stored
-from kvbm.streams.nats.erasures import EventsKept
 
 if TYPE_CHECKING:
     from kvbm.catalog.service import CatalogService
@@ -43,7 +44,7 @@ _NAMED = 3  # of those that are waited for
 
 
 class Log(Protocol):
-    """What a catalog asks of the stream: `streams.nats.erasures.ErasureLog`."""
+    """What a catalog asks of the stream: `erasure.stream.ErasureLog`."""
 
     async def make(self) -> None: ...
     async def record(self) -> Stored | None: ...
@@ -253,7 +254,10 @@ class CatalogErasures:
             places += [Place(name="SQL", erased="the claims"), Place(name="index", erased="the blocks")]
         if service.archive is not None:
             known = Matcher(erasure, map(erasure.namespace_digest, meant))
-            taken_out = await service.archive.erase(_meant_by(known, erasure.number))
+            gone = _meant_by(known, erasure.number)
+            taken_out = await service.archive.rewrite(
+                partial(rewrite_frames, meant=gone), partial(rewrite_samples, meant=gone)
+            )
             places.append(Place(name="archive", erased=f"{taken_out} frames and samples"))
         if service.checkpointer is not None:
             if not await service.checkpointer.write_alone():

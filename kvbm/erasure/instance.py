@@ -21,15 +21,13 @@ from pathlib import Path
 from typing import Annotated, Protocol
 
 import msgspec
-import numpy as np
 
 from kvbm.core.errors import KvbmError
-from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, split_hashes
-from kvbm.core.results import Recovered
+from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier
+from kvbm.erasure.manager import HeldRun, Wiped
 from kvbm.erasure.record import Erasure, Matcher, Record
 from kvbm.erasure.report import Place, Progress
 from kvbm.files import read_small, write_new
-from kvbm.manager.erasing import HeldRun, Wiped
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
 
@@ -40,7 +38,7 @@ _DoneAt = Annotated[int, msgspec.Meta(gt=0)]
 
 
 class Erasable(Protocol):
-    """What an instance offers: `manager.erasing.Erasing`, which says what each of these does."""
+    """What an instance offers: `erasure.manager.ErasableManager`, which says what each of these does."""
 
     @property
     def is_over(self) -> bool: ...
@@ -92,39 +90,6 @@ class DoneErasures:
             part.replace(self._path)
         except OSError as error:
             log.warning("erasure.done_unwritten", path=str(self._path), why=str(error), effect="it is done once more")
-
-
-class StartErasures:
-    """What a start leaves out of what the journal says NVME has kept: all that is meant by erasures this instance has
-    not done.
-
-    Blocks of namespaces that the engine does not name at its start are left out, too: nobody here can tell whose they
-    are.
-
-    Args:
-        tenants: the namespaces the engine names, and whose each is.
-    """
-
-    def __init__(self, record: Record, done: DoneErasures, tenants: dict[NamespaceId, str]) -> None:
-        self.left_out = 0
-        self._tenants = tenants
-        self._matchers = [Matcher(one) for one in record.erasures if one.number not in done.at_ns]
-
-    def keeps(self, one: Recovered) -> bool:
-        """Whether a block may be held and served."""
-        tenant = self._tenants.get(one.namespace)
-        for matcher in self._matchers:
-            is_meant = tenant is None or matcher.namespace(one.namespace, tenant)
-            if is_meant and matcher.block(one.hash):
-                self.left_out += 1
-                return False
-        return True
-
-    def keeps_run(self, namespace: NamespaceId, hashes: bytes) -> np.ndarray:
-        """The same, for each block of a run of one namespace."""
-        if not self._matchers:
-            return np.ones(len(hashes) // HASH_BYTES, dtype=bool)
-        return np.array([self.keeps(Recovered(one, namespace, 0)) for one in split_hashes(hashes)], dtype=bool)
 
 
 @dataclass

@@ -27,7 +27,7 @@ _STOP_S = 5.0
 
 
 class Log(Protocol):
-    """What an instance asks of the stream: `streams.nats.erasures.ErasureLog`."""
+    """What an instance asks of the stream: `erasure.stream.ErasureLog`."""
 
     async def record(self) -> Stored | None: ...
     async def put_answer(self, name: str, data: bytes) -> None: ...

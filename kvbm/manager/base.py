@@ -26,7 +26,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from kvbm.core.arguments import (
     check_tier,
     checked_hash,
 )
-from kvbm.core.backend import Backend, LedgerProtocol
+from kvbm.core.backend import Backend, ChecksumRows, LedgerProtocol
 from kvbm.core.checks import checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, LayoutError
 from kvbm.core.events import EvictReason
@@ -49,9 +49,9 @@ from kvbm.locate.base import Locator
 from kvbm.manager.claim_watch import RUN_BYTES, ClaimWatch
 from kvbm.manager.closing import Closing
 from kvbm.manager.copies import CopiesInFlight, name_of, slots_held
-from kvbm.manager.erasing import Erasing
 from kvbm.manager.event_writer import RUNS_A_TURN, EventWriter, FrameSink
 from kvbm.manager.host_passage import HostPassage
+from kvbm.manager.journal_retention import JournalRetention
 from kvbm.manager.lasting import LastingNamespaces
 from kvbm.manager.ledger_stream import LedgerStream
 from kvbm.manager.loads import Loads
@@ -77,6 +77,28 @@ _MOST_LOAD = (1 << 63) - 1  # that a heartbeat can say
 _DEFAULTS = ManagerOptions()
 
 
+class ManagerParts(NamedTuple):
+    """What `erasure/manager.py` works on, beside the calls of an engine.
+
+    Attributes:
+        retention: of the journal; None: there is none. used: namespaces that heartbeats name.
+        salvage: brings back blocks that NVME's slots prove.
+        checksums: of rows of blocks. owns_hbm: whether HBM is the manager's, and not the engine's.
+    """
+
+    stream: LedgerStream
+    pools: Pools
+    offsets: Offsets
+    port: PublisherPort
+    retention: JournalRetention | None
+    offloader: Offloader
+    lasting: LastingNamespaces
+    used: UsedNamespaces
+    salvage: Salvage
+    checksums: ChecksumRows
+    owns_hbm: bool
+
+
 class BlockManager:
     """See the module. `Manager` owns HBM; to an `EngineHbmManager` the engine says what it holds there.
 
@@ -92,7 +114,7 @@ class BlockManager:
         run: of this process: random, made at its start. lends: where others can read its blocks, as
             `PeerAddress.words`.
         publisher_port: what a publisher asks and reports, in its own thread.
-        erasing: what an erasure asks.
+        parts: what an erasure works on.
     """
 
     _target: ClassVar[Tier]  # where requests get their blocks
@@ -166,7 +188,7 @@ class BlockManager:
             options,
         )
         self._salvage = Salvage(self._stream, pools, self._offsets, options.salvage, self._loads)
-        self.erasing = Erasing(
+        self.parts = ManagerParts(
             self._stream,
             pools,
             self._offsets,
@@ -175,10 +197,10 @@ class BlockManager:
             offloader,
             self._lasting,
             self._namespaces,
+            self._salvage,
             backend.checksums,
             self._owns_hbm,
         )
-        self.erasing.salvage = self._salvage
         self._passage = HostPassage(self._stream, self._copies, offloader, self._writer, options)
         self._offloads = OffloadDriver(
             self._stream,

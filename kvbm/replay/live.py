@@ -94,7 +94,8 @@ class StreamSource:
             raise StreamError(
                 f"the stream at {self.name} sent nothing for {self._timeout_s:g} s, {self.done:,} of {self.total:,} "
                 "messages "
-                "were read; try again, or raise --timeout"
+                "were read; try again, or raise --timeout",
+                timeout_s=self._timeout_s,
             )
         return messages
 

@@ -1,8 +1,9 @@
 """Frames as they lie → steps in the order of offsets: repeats known as such, frames beyond a hole kept in a reorder
 buffer until it is filled.
 
-A publisher that goes back stores 0 1 3 4 2 3 4, so a hole is one only when it is still there at the end, or when more
-lies beyond it than any publisher has in flight.
+Where a frame lies is the rule of `streams/frame_order.py`, which the catalog follows too. A publisher that goes back
+stores 0 1 3 4 2 3 4, so a hole is one only when it is still there at the end, or when more lies beyond it than any
+publisher has in flight.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.replay.scan import Damage
 from kvbm.replay.source import Located
-from kvbm.streams.base import Fence, is_other_life
+from kvbm.streams.base import ORIGIN, Fence, Position, is_other_life
 from kvbm.streams.fence_records import FenceRecord
+from kvbm.streams.frame_order import Order, order_of
 
 _CHECKSUM = struct.Struct("<I")  # the last bytes of a frame
 _MASK = (1 << 64) - 1
+_BEFORE = (Order.STALE, Order.REPEAT, Order.OVERLAP)
 # Per instance: so much is looked at before a trimmed source is taken to begin at an offset that is not 0.
 BEGIN_BYTES = 8 << 20
 REORDER_BYTES = 64 << 20  # per instance; a publisher's window is far smaller
@@ -195,13 +198,12 @@ class _Order:
 
     def __init__(self, is_trimmed: bool) -> None:
         self._is_trimmed = is_trimmed
-        self._epoch = Epoch(0)  # 0: nothing seen yet
-        self._next = Offset(0)
+        self._place = ORIGIN  # what comes next
         self._last_order = -1
         self._seen: dict[Epoch, _Seen] = {}
         self._unknown: dict[Epoch, list[tuple[Offset, Offset]]] = {}  # holes given up, and what is before the beginning
-        self._buffer: dict[tuple[Epoch, Offset], Next] = {}  # beyond a hole
-        self._heap: list[tuple[Epoch, Offset]] = []  # its keys
+        self._buffer: dict[Position, Next] = {}  # beyond a hole
+        self._heap: list[Position] = []  # its keys
         self._buffer_bytes = 0
         self._late: list[Next] = []  # the end of an older epoch, until it is known whether its publisher went back
         self._runs: dict[Epoch, str] = {}  # which process began an epoch, as fences name it
@@ -209,11 +211,11 @@ class _Order:
     @property
     def epoch(self) -> Epoch:
         """The one that was reached; 0 before the first."""
-        return self._epoch
+        return self._place.epoch
 
     def is_other_life(self, fence: Fence) -> bool:
         """Whether what was seen is not of the log whose events a fence lets follow."""
-        return is_other_life(self._epoch, self._runs.get(self._epoch, ""), fence)
+        return is_other_life(self.epoch, self._runs.get(self.epoch, ""), fence)
 
     def pass_fence(self, fence: Fence) -> None:
         """From here on events are those of this fence."""
@@ -223,8 +225,8 @@ class _Order:
     def follow(self, located: Located, frame: ScannedFrame) -> Next | None:
         """The step of a frame that simply comes next, as nearly all do; None for `take` to judge."""
         if (
-            frame.first_offset != self._next
-            or frame.epoch != self._epoch
+            frame.first_offset != self._place.offset
+            or frame.epoch != self._place.epoch
             or self._buffer
             or self._late
             or not self._seen
@@ -234,14 +236,15 @@ class _Order:
 
     def take(self, located: Located, frame: ScannedFrame) -> Iterator[Step]:
         """The steps that this frame makes possible."""
-        place = (frame.epoch, frame.first_offset)
-        if not self._buffer and self._seen and place == (self._epoch, self._next):
+        order = order_of(frame, self._place)
+        if order is Order.NEXT and not self._buffer and self._seen:
             yield from self._condemn()
             yield self._accept(Next(located, frame))
             return
-        if place < (self._epoch, self._next):
+        if order in _BEFORE:
             yield from self._judge_old(located, frame)
             return
+        place = Position(frame.epoch, frame.first_offset)
         waiting = self._buffer.get(place)
         if waiting is not None:
             yield Repeat(located) if waiting.located.data == located.data else Conflict(located, frame)
@@ -261,7 +264,7 @@ class _Order:
 
     def _accept(self, step: Next) -> Next:
         located, frame = step
-        self._epoch, self._next = frame.epoch, frame.next_offset
+        self._place = Position(frame.epoch, frame.next_offset)
         seen = self._seen.get(frame.epoch)
         if seen is None:
             seen = self._seen[frame.epoch] = _Seen()
@@ -273,7 +276,7 @@ class _Order:
         """A frame before the place that was reached."""
         seen = self._seen.get(frame.epoch) or _Seen()
         if seen.is_same(frame, located.data):
-            if frame.epoch == self._epoch and frame.first_offset == 0:  # the publisher went back over the epoch's start
+            if frame.epoch == self.epoch and frame.first_offset == 0:  # the publisher went back over the epoch's start
                 yield from (Late(late.located) for late in self._late)
                 self._late = []
             yield Repeat(located)
@@ -282,8 +285,8 @@ class _Order:
         ):
             yield Repeat(located)
         elif frame.first_offset > seen.end:
-            yield WentBack(located, frame, self._epoch)
-        elif frame.epoch < self._epoch and frame.first_offset == seen.end:
+            yield WentBack(located, frame, self.epoch)
+        elif frame.epoch < self.epoch and frame.first_offset == seen.end:
             self._late.append(Next(located, frame))
             self._seen.setdefault(frame.epoch, seen).add(frame, located.data)
         else:
@@ -295,7 +298,7 @@ class _Order:
     def _condemn(self) -> Iterator[Step]:
         """What an older epoch wrote while the newer one went on: its publisher had not gone back."""
         late, self._late = self._late, []
-        yield from (WentBack(step.located, step.frame, self._epoch) for step in late)
+        yield from (WentBack(step.located, step.frame, self.epoch) for step in late)
 
     def _drain(self, may_wait: bool = True) -> Iterator[Step]:
         """Go on with frames of the reorder buffer, as far as there is no hole before them."""
@@ -305,16 +308,16 @@ class _Order:
                 return  # what comes before may have been lost at first, and be sent again
             if first:
                 self._unknown[epoch] = [(Offset(0), first)]
-                yield Begins(epoch, first, self._buffer[epoch, first].located)
-            self._epoch, self._next = epoch, first
+                yield Begins(epoch, first, self._buffer[Position(epoch, first)].located)
+            self._place = Position(epoch, first)
         while self._heap:
-            epoch, first = self._heap[0]
-            here = (self._epoch, self._next)
-            if (epoch, first) > here and not (epoch > self._epoch and first == 0):
+            step = self._buffer[self._heap[0]]
+            order = order_of(step.frame, self._place)
+            if order in (Order.BEYOND, Order.MIDSTREAM):
                 return
-            step = self._buffer.pop(heappop(self._heap))
+            del self._buffer[heappop(self._heap)]
             self._buffer_bytes -= len(step.located.data)
-            if (epoch, first) < here:
+            if order in _BEFORE:
                 yield from self._judge_old(*step)
             else:
                 yield from self._condemn()
@@ -326,8 +329,8 @@ class _Order:
             yield from self._drain(may_wait=False)
             return
         epoch, first = self._heap[0]
-        hole_first = self._next if epoch == self._epoch else Offset(0)
+        hole_first = self._place.offset if epoch == self.epoch else Offset(0)
         self._unknown.setdefault(epoch, []).append((hole_first, first))
-        yield Missing(epoch, hole_first, first, self._last_order, self._buffer[epoch, first].located)
-        self._epoch, self._next = epoch, first
+        yield Missing(epoch, hole_first, first, self._last_order, self._buffer[Position(epoch, first)].located)
+        self._place = Position(epoch, first)
         yield from self._drain()

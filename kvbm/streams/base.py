@@ -635,7 +635,7 @@ def cluster_filter(prefix: str, cluster: str | None) -> str:
 
 
 def subject_names(subject: str) -> tuple[str, InstanceId]:
-    """Cluster and instance of a subject, with a part between them, or without: an older kvbm wrote none."""
+    """Cluster and instance of a subject, with a part between them, or without."""
     names = subject.split(".", 3)[3].split(".")
     return names[0], InstanceId(names[-1])
 

@@ -204,7 +204,8 @@ def shared_server(
         if time.monotonic() >= deadline_s:
             raise StreamError(
                 f"another process holds {folder / 'nats.lock'} but no nats-server answered within {timeout_s:g} s; "
-                f"see {folder / 'nats-server.log'}"
+                f"see {folder / 'nats-server.log'}",
+                timeout_s=timeout_s,
             )
         time.sleep(_POLL_S)
 

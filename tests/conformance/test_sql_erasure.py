@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from kvbm.catalog.sql.erasure import claimed, erase_rows, quota_tenants
 from kvbm.catalog.sql.rows import ClaimRun, NamespaceRow, StoreBatch
 from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace
+from kvbm.erasure.sql import claimed, erase_rows, quota_tenants
 
 ACME = Namespace(model="m", block_tokens=16, tenant="acme")
 GLOBEX = Namespace(model="m", block_tokens=16, tenant="globex")

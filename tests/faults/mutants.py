@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import kvbm.assembly.manager
+import kvbm.assembly.start
 import kvbm.catalog.follow.instance_sequence as sequence_module
 import kvbm.manager.base as manager_module
 import kvbm.manager.copies as copies_module
@@ -220,7 +220,7 @@ def _epoch_from_wall_clock(stack: ExitStack) -> None:
         return Epoch(INSTALLED.world.current.clock.wall_ns() // 1_000_000_000)
 
     original = _swap(stack, Journal, "begin_epoch", begin_epoch)
-    _swap(stack, kvbm.assembly.manager, "Epoch", lambda number: now() if number else Epoch(0))
+    _swap(stack, kvbm.assembly.start, "Epoch", lambda number: now() if number else Epoch(0))
 
 
 class _SkippingRecorder(Recorder):

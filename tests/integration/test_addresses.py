@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
-from kvbm.assembly.manager import database_url, nats_url
+from kvbm.assembly.services import database_url, nats_url
 from kvbm.catalog.access.file import NewToken, add_token, read_entries
 from kvbm.catalog.sql.database import parse_url, shown
 from kvbm.catalog.sql.store import SqlStore

@@ -15,7 +15,7 @@ import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, bridge
 from kvbm.assembly.bridge import run_bridge
-from kvbm.assembly.manager import OnStream
+from kvbm.assembly.start import OnStream
 from kvbm.bridge.instance import BridgedInstance
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings

@@ -19,10 +19,9 @@ import numpy as np
 import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, open_manager
-from kvbm.assembly.erasure import EraseOptions, catalog_companion, run_erase
+from kvbm.assembly.erasure import catalog_companion, run_erase
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
-from kvbm.catalog.sql.erasure import erase_rows
 from kvbm.catalog.sql.rows import ClaimRun, NamespaceRow, StoreBatch
 from kvbm.catalog.sql.store import SqlStore
 from kvbm.config import Settings, load_settings
@@ -31,8 +30,12 @@ from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, S
 from kvbm.core.layout import pool_name
 from kvbm.core.names import kept_name
 from kvbm.erasure import report
+from kvbm.erasure import stream as erasures
+from kvbm.erasure.command import EraseOptions
 from kvbm.erasure.record import decoded
 from kvbm.erasure.report import CATALOG, INSTANCE, Answer, Line, Place, Progress, answers_of, encoded
+from kvbm.erasure.sql import erase_rows
+from kvbm.erasure.stream import ErasureLog, record_subject
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
@@ -43,11 +46,9 @@ from kvbm.pools.stores.base import Put
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.tenant_keys import add_key, keys_of_file
 from kvbm.replay.opening import open_source
-from kvbm.streams.nats import erasures
 from kvbm.streams.nats.api import message_at, request
 from kvbm.streams.nats.connection import NatsConnection
 from kvbm.streams.nats.credentials import Credentials, keep_seed
-from kvbm.streams.nats.erasures import ErasureLog, record_subject
 from kvbm.streams.nats.key_folder import Change, print_accounts
 from kvbm.streams.nats.permissions import Role, ServerUser, catalog_inbox, instance_inbox, server_config
 from kvbm.streams.nats.setup import ERASURES, STREAM, STREAMS

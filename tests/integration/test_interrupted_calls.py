@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.assembly import NATIVE_INDEX, open_manager
+from kvbm.assembly import NATIVE_INDEX, open_manager, services, start
 from kvbm.assembly import manager as manager_opening
 from kvbm.assembly.native import NATIVE, OPEN_BLOCK_IO
 from kvbm.catalog.edge import server as catalog_server
@@ -152,7 +152,7 @@ def test_an_opening_that_is_interrupted_anywhere_leaves_nothing_open(has_stream:
         # That its files are locked by nobody shows in the next.
         where = interrupted_at(
             number,
-            files_of(manager_opening, base),
+            files_of(manager_opening, services, start, base),
             lambda: managers.append(open_manager(settings, [NAMESPACE], BLOCK_BYTES)),
         )
         if where:

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 
 import kvbm
 from kvbm.assembly import NATIVE, OPEN_BLOCK_IO
-from kvbm.assembly.manager import OnStream, ask_stream
+from kvbm.assembly.start import OnStream, ask_stream
 from kvbm.config import load_settings
 from kvbm.core.ids import InstanceId, Namespace
 from kvbm.erasure import watch

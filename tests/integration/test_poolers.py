@@ -11,11 +11,11 @@ import asyncpg
 import pytest
 
 from kvbm.catalog.sql.database import look
-from kvbm.catalog.sql.erasure import erase_rows
 from kvbm.catalog.sql.rows import StoreBatch
 from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import NamespaceId
+from kvbm.erasure.sql import erase_rows
 from tests.servers import fresh_database, pgbouncer, postgres
 
 WAIT_S = 120.0

@@ -20,6 +20,7 @@ from kvbm.core.errors import PoolError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Namespace, Tier, split_hashes
 from kvbm.engines.vllm.opening import _opened
+from kvbm.erasure.manager import ErasableManager
 from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
 from kvbm.pools.nvme.generations import RECORDS_AT, TAIL_BYTES
 from kvbm.pools.nvme.pool import NvmePool
@@ -336,7 +337,7 @@ def test_what_an_erasure_has_ended_comes_back_by_no_scan(tmp_path: Path) -> None
     fill(tmp_path)
     lose_journal(tmp_path)
     with scans_wait() as begin, open_at(tmp_path) as manager:
-        manager.erasing.end_salvage()
+        ErasableManager(manager.parts).end_salvage()
         begin()
         assert salvaged(manager) == {}
     lose_journal(tmp_path)
@@ -348,7 +349,7 @@ def test_an_erasure_deletes_files_that_were_set_aside(tmp_path: Path) -> None:
     fill(tmp_path)
     with open_at(tmp_path, Namespace(model="other", revision="r1", block_tokens=16)) as manager:
         assert list(tmp_path.rglob("*.aside-*"))
-        manager.erasing.wipe(Tier.NVME, set(range(16)))
+        ErasableManager(manager.parts).wipe(Tier.NVME, set(range(16)))
         assert not list(tmp_path.rglob("*.aside-*"))
 
 

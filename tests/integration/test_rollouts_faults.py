@@ -15,6 +15,7 @@ from kvbm.assembly import journal_folder
 from kvbm.core.errors import ConfigError, LedgerError, PoolError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Tier, split_hashes
+from kvbm.erasure.manager import ErasableManager
 from kvbm.manager import salvage
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.salvage import Salvage
@@ -102,7 +103,7 @@ def test_a_damaged_journal_is_not_believed_by_the_second_start_either(
     def refused(*_: Any, **__: Any) -> None:
         raise ConfigError("something else is wrong")
 
-    for name in ("open_pools", "_begin_epoch"):
+    for name in ("open_pools", "begin_epoch"):
         with monkeypatch.context() as patch:
             patch.setattr(f"kvbm.assembly.manager.{name}", refused)
             with pytest.raises(ConfigError):
@@ -260,10 +261,10 @@ def test_an_erasure_is_not_over_while_slots_beyond_the_pools_end_are_there(tmp_p
     fill(tmp_path, pools__nvme__slots=20)
     with scans_wait() as begin, open_at(tmp_path, pools__nvme__slots=12) as manager:
         with pytest.raises(PoolError, match="beyond its end"):
-            manager.erasing.wipe(Tier.NVME, set(range(12)))
+            ErasableManager(manager.parts).wipe(Tier.NVME, set(range(12)))
         begin()
         eventually(lambda: manager._salvage.is_over)
-        manager.erasing.wipe(Tier.NVME, set(range(12)))
+        ErasableManager(manager.parts).wipe(Tier.NVME, set(range(12)))
         assert pool_path(tmp_path).stat().st_size == manager.pools.slots[Tier.NVME].file_bytes
 
 

@@ -19,8 +19,8 @@ import redis
 from structlog.testing import capture_logs
 
 from kvbm.assembly import open_manager
-from kvbm.assembly.manager import OnStream, ask_stream
 from kvbm.assembly.pools import open_objects
+from kvbm.assembly.start import OnStream, ask_stream
 from kvbm.config import load_settings
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import CatalogError
@@ -174,8 +174,8 @@ def test_a_start_that_lacks_a_thread_to_ask_its_stream_says_so(
     at: int, told: OnStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the three, one asks, one looks up the name, one ends that."""
-    for name in ("NatsStream", "ErasureLog"):
-        monkeypatch.setattr(f"kvbm.assembly.manager.{name}", ToldStream)
+    for name in ("start.NatsStream", "services.ErasureLog"):
+        monkeypatch.setattr(f"kvbm.assembly.{name}", ToldStream)
     settings = load_settings(flags={"nats.timeout_s": WAIT_S})
     Refusing(at).patch(monkeypatch)
     with capture_logs() as logs:

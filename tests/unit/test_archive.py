@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,11 +14,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbm.catalog.follow.archive import ArchiveFiles
-from kvbm.catalog.follow.archive_erasure import Meant, rewrite_frames, rewrite_samples
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import BlocksCreated
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.erasure.archive import Meant, rewrite_frames, rewrite_samples
 from kvbm.streams.access_samples import encode_sample, read_samples
 from kvbm.streams.base import AccessSample, Fence, StreamMessage, fence_data
 from kvbm.streams.fence_records import encode_fence, encode_told
@@ -310,6 +312,11 @@ def with_blocks(folder: Path) -> ArchiveFiles:
     return archive
 
 
+def erase(archive: ArchiveFiles, frame: Callable[[Frame], bool]) -> int:
+    meant = Meant(frame, lambda _: False, 1)
+    return archive.rewrite(partial(rewrite_frames, meant=meant), partial(rewrite_samples, meant=meant))
+
+
 def test_an_erasure_that_dies_before_the_position_is_moved_costs_no_frame_of_others(tmp_path: Path) -> None:
     archive = with_blocks(tmp_path)
     positions = []
@@ -318,7 +325,7 @@ def test_an_erasure_that_dies_before_the_position_is_moved_costs_no_frame_of_oth
         positions.append((tmp_path / "POSITION").read_bytes())
         return of_victim(found)
 
-    assert archive.erase(Meant(frame, lambda _: False, 1)) == 1
+    assert erase(archive, frame) == 1
     kept = content(tmp_path)
     assert bytes(VICTIM) not in kept and kept.count(bytes(OTHER)) == 3 * block_message(1, OTHER).data.count(
         bytes(OTHER)
@@ -337,7 +344,7 @@ def test_what_an_erasure_that_died_has_half_written_goes_with_the_next(tmp_path:
     left = [tmp_path / f"{1:020}.kvbm.part", tmp_path / "samples" / "2026-11-21.samples.part"]
     for path in left:
         path.write_bytes(VICTIM)
-    archive.erase(Meant(lambda _: False, lambda _: False, 1))
+    erase(archive, lambda _: False)
     assert not any(path.exists() for path in left)
 
 

@@ -20,10 +20,11 @@ from kvbm.core.results import Recovered
 from kvbm.erasure import record as records
 from kvbm.erasure import report
 from kvbm.erasure.catalog import CatalogErasures, proven_tenants
-from kvbm.erasure.instance import DONE_FILE, DoneErasures, InstanceErasures, StartErasures
+from kvbm.erasure.instance import DONE_FILE, DoneErasures, InstanceErasures
+from kvbm.erasure.manager import HeldRun, Wiped
 from kvbm.erasure.record import Matcher, Record, Subject, with_erasure, without
 from kvbm.erasure.report import Answer, Known, Place, Progress
-from kvbm.manager.erasing import HeldRun, Wiped
+from kvbm.erasure.start import StartErasures
 from kvbm.streams.base import Position
 
 ACME = Namespace(model="m", revision="r", block_tokens=16, tenant="acme")

@@ -26,7 +26,6 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from kvbm.catalog.degraded import Degraded
-from kvbm.catalog.follow.archive_erasure import PART, Meant, rewrite_frames, rewrite_samples
 from kvbm.catalog.threads import run_in
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.parts import ALL_PARTS, part_of
@@ -46,6 +45,7 @@ RETRY_S = 1.0
 SAMPLES_EVERY_S = 1.0
 SAMPLES_WAITING = 10_000
 FRAMES = ".kvbm"
+PART = ".part"  # of a file that is being rewritten
 _POSITION = "POSITION"
 _POSITION_BYTES = 64 << 10
 P = ParamSpec("P")
@@ -200,10 +200,13 @@ class ArchiveFiles:
                 os.truncate(path, begin)
             raise self._failed(error) from error
 
-    def erase(self, meant: Meant) -> int:
-        """Take frames and samples out of all files; gives how many.
+    def rewrite(self, frames: Callable[[Path], int], samples: Callable[[Path], int]) -> int:
+        """Have every file rewritten. What comes next begins a file: POSITION names none that is rewritten.
 
-        What comes next begins a file: POSITION names none that is rewritten.
+        Args:
+            frames, samples: rewrite one file, by a file beside it whose name ends with PART; give how much they have
+                taken out of it.
+        Returns: how much was taken out of all.
         """
         self.sync()
         self._close_file()
@@ -216,9 +219,9 @@ class ArchiveFiles:
             for path in (*self._folder.glob(f"*{PART}"), *(self._folder / "samples").glob(f"*{PART}")):
                 path.unlink()  # of a process that died
             for path in sorted(self._folder.glob(f"*{FRAMES}")):
-                taken_out += rewrite_frames(path, meant)
+                taken_out += frames(path)
             for path in sorted((self._folder / "samples").glob(f"*{SUFFIX}")):
-                taken_out += rewrite_samples(path, meant)
+                taken_out += samples(path)
         except OSError as error:
             raise self._failed(error) from error
         return taken_out
@@ -438,12 +441,9 @@ class Archive:
         finally:
             writing.cancel()
 
-    async def erase(self, meant: Meant) -> int:
-        """Take frames and samples out of all files; gives how many.
-
-        Raises CatalogError: the folder does not take it.
-        """
-        return await self._run((await self._open()).erase, meant)
+    async def rewrite(self, frames: Callable[[Path], int], samples: Callable[[Path], int]) -> int:
+        """As `ArchiveFiles.rewrite`. Raises CatalogError: the folder does not take it."""
+        return await self._run((await self._open()).rewrite, frames, samples)
 
     async def close(self) -> None:
         """Sync and close the files."""

@@ -273,10 +273,7 @@ class Checkpointer:
         return open_newest(self._folder)
 
     async def write_alone(self) -> bool:
-        """Write one now and remove all others, which may name what was erased since.
-
-        False: the folder did not take it.
-        """
+        """Write one now and remove all others, which may name what is gone since. False: the folder did not take it."""
         async with self._writing:  # one under way would name it, and come later
             name = await self._write(with_frames=False)  # frames that wait may name it
             if not name:

@@ -1,15 +1,15 @@
 """One instance's stream: which of its frames applies next. A state machine: no thread, clock or socket.
 
-A reader's place in an instance's stream is (epoch, next offset). A frame that arrives is one of these:
+Where a frame lies, seen from the reader's place (epoch, next offset), is the rule of `streams/frame_order.py`. The
+catalog makes of it:
 
-    epoch below the known one        stale    ignored
-    before the next offset           repeat   ignored: a publisher that lost an acknowledgement sends again
-    the next offset                  applied
-    beyond the next offset           out of order: kept in the reorder buffer; a publisher that goes back sends what is
-                                     missing, 0 1 3 4 2 3 4
-    epoch above, from offset 0       applied  the epoch before is over
-    epoch above, from later          applied  a mid-stream join: its start is no longer, or not yet, on the stream
-    a frame of a newer version       unreadable: neither it nor what follows it in its epoch is applied; the next one is
+    STALE, REPEAT        ignored; a repeat of an epoch's start that was joined mid-stream begins it anew
+    NEXT, OVERLAP        applied, as far as its events are new
+    BEYOND               kept in the reorder buffer; a publisher that goes back sends what is missing
+    START                applied: the epoch before is over
+    MIDSTREAM            applied: a mid-stream join
+    of a newer version   unreadable: neither it nor what follows it in its epoch is applied; the next epoch
+                         is
 
 Numbers of epochs are only as good as somebody's memory: a journal, a stream or both may be lost, and two processes may
 each begin an epoch of one number. So an epoch is identified by its number and the run of the process that began it.
@@ -61,6 +61,7 @@ from kvbm.streams.base import (
     run_of,
 )
 from kvbm.streams.fence_owner import owner_after
+from kvbm.streams.frame_order import Order, order_of
 
 REMARKS = 20  # of one event in ten seconds: whoever may write to the stream can give cause for any number
 # A hole that no heartbeat explains, for its instance has died, is given up after this long at the stream's end
@@ -405,25 +406,23 @@ class InstanceSequence:
                 return
             self.unreadable = None
             self._remarks.info("instance.readable", instance=self._id, epoch=frame.epoch)
-        epoch, offset = self.position
-        if frame.epoch < epoch:
-            self._counters.stale += 1
-        elif frame.epoch > epoch:
-            self._enter(frame, changes)
-            self._apply(frame, data, changes)
-        elif frame.next_offset <= offset:
-            if self.joined_midstream and frame.first_offset == 0:  # its publisher went back to the epoch's start
+        match order_of(frame, self.position):
+            case Order.STALE:
+                self._counters.stale += 1
+            case Order.START | Order.MIDSTREAM:
                 self._enter(frame, changes)
                 self._apply(frame, data, changes)
-            else:
+            case Order.REPEAT if self.joined_midstream and frame.first_offset == 0:
+                self._enter(frame, changes)  # its publisher went back to the epoch's start
+                self._apply(frame, data, changes)
+            case Order.REPEAT:
                 self._counters.repeats += 1
-        elif frame.first_offset <= offset:
-            self._apply(frame, data, changes)
-        elif self._is_lost:
-            self._jump(frame.first_offset, changes)
-            self._apply(frame, data, changes)
-        else:
-            self._put_in_buffer(frame, data, changes.cursor.mark)
+            case Order.BEYOND if not self._is_lost:
+                self._put_in_buffer(frame, data, changes.cursor.mark)
+            case order:
+                if order is Order.BEYOND:
+                    self._jump(frame.first_offset, changes)
+                self._apply(frame, data, changes)
 
     def goes_on(self, named: Fence | None) -> bool:
         """Whether frames of a message that names this fence may be plain: nothing is to be decided about any but what
@@ -590,7 +589,7 @@ class InstanceSequence:
             if first > self.position.offset:
                 return
             buffered = self.buffer.pop(first)
-            if buffered.frame.next_offset > self.position.offset:
+            if order_of(buffered.frame, self.position) is not Order.REPEAT:
                 self._apply_events(buffered.frame, buffered.data, changes)
         self._index.wait(self._id, False)
 

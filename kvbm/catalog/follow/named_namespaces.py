@@ -1,6 +1,6 @@
 """Which namespaces an instance has said that it serves: by its start, and by its heartbeats.
 
-Four things are told apart. It has named these. It has named some, and they were erased: it serves nothing until it
+Four things are told apart. It has named these. It has named some, and they were forgotten: it serves nothing until it
 names one again. Its start was read and names none, nor does a heartbeat: it has declared nothing. Nothing was read or
 heard: it is not known yet what it serves.
 """
@@ -22,7 +22,7 @@ class NamedNamespaces:
         started, named_none: as a checkpoint has them.
 
     Attributes:
-        started: those its newest start named, without those that were erased since. named_none: it named none.
+        started: those its newest start named, without those that were forgotten since. named_none: it named none.
         all: these, and those that heartbeats name.
     """
 
@@ -57,7 +57,7 @@ class NamedNamespaces:
         self._join()
         return self.all != before
 
-    def erase(self, names: frozenset[NamespaceId]) -> None:
+    def forget(self, names: frozenset[NamespaceId]) -> None:
         """These are named no more, until they are named again."""
         if self.all.isdisjoint(names):
             return

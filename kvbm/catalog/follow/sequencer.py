@@ -355,7 +355,7 @@ class Sequencer:
         gone = frozenset(names)
         self.known_namespaces.remove(gone)
         for followed in self._sequences.values():
-            followed.names.erase(gone)
+            followed.names.forget(gone)
 
     def declared(self, instance: InstanceId) -> frozenset[NamespaceId]:
         """The namespaces that an instance's newest start or its heartbeats have named; empty when none are known."""

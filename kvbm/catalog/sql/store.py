@@ -149,7 +149,7 @@ class SqlStore:
 
     @property
     def engine(self) -> AsyncEngine:
-        """Its connections, for `sql.erasure`."""
+        """Its connections."""
         return self._engine
 
     async def close(self) -> None:
@@ -700,7 +700,7 @@ def _namespace_values(row: NamespaceRow) -> dict[str, Any]:
 
 
 def _namespace_row(values: dict[str, Any]) -> NamespaceRow | None:
-    """A namespace; None where an older kvbm has taken texts that are longer than one has today."""
+    """A namespace; None where its row has texts that no namespace may have."""
     fields = {name: value for name, value in values.items() if name not in ("id", "first_seen_ns")}
     fields["scheme_seed"] = int(fields["scheme_seed"])
     namespace = NamespaceId(bytes(values["id"]))

@@ -93,7 +93,15 @@ _Move = Callable[["torch.Tensor", "torch.Tensor", np.ndarray, int], None]
 
 
 class DeviceTimeoutError(PoolError):
-    """The device did not answer in time. A retry can help once it does."""
+    """The device did not answer in time. A retry can help once it does.
+
+    Attributes:
+        timeout_s: how long was waited for it; None: an earlier call has, and nothing was waited for now.
+    """
+
+    def __init__(self, message: str, *, timeout_s: float | None = None) -> None:
+        super().__init__(message)
+        self.timeout_s = timeout_s
 
 
 class HeldCopies:
@@ -197,7 +205,8 @@ class DeviceCopies:
             if not _passed(mark, self._deadline_s):
                 raise DeviceTimeoutError(
                     f"HBM pool: {end - begin} blocks did not arrive within {self._deadline_s:g} s; the device does not "
-                    "answer"
+                    "answer",
+                    timeout_s=self._deadline_s,
                 )
             sums[begin:end] = half.copies.gather(np.arange(end - begin), rows, where[begin:end])
 
@@ -310,13 +319,17 @@ class DeviceCopies:
     def _take(self, gathers: bool) -> Lane:
         """Wait for a lane, as long as for the device. Raises DeviceTimeoutError."""
         if gathers and not self._gathers.acquire(timeout=self._deadline_s):
-            raise DeviceTimeoutError(f"HBM pool: no lane for a gather came free within {self._deadline_s:g} s")
+            raise DeviceTimeoutError(
+                f"HBM pool: no lane for a gather came free within {self._deadline_s:g} s", timeout_s=self._deadline_s
+            )
         try:
             return self._lanes.get(timeout=self._deadline_s)
         except queue.Empty:
             if gathers:
                 self._gathers.release()
-            raise DeviceTimeoutError(f"HBM pool: no lane came free within {self._deadline_s:g} s") from None
+            raise DeviceTimeoutError(
+                f"HBM pool: no lane came free within {self._deadline_s:g} s", timeout_s=self._deadline_s
+            ) from None
 
     def _hold(self, mark: Mark) -> None:
         """Wait until the device has passed a mark. Raises RuntimeError: it failed, and writes no more."""

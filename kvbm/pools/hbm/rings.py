@@ -251,7 +251,8 @@ class RingCopies:
             if not lane.ring.advance(self._deadline_s):
                 raise DeviceTimeoutError(
                     f"HBM pool: {end - begin} blocks did not arrive within {self._deadline_s:g} s; the device does not "
-                    "answer"
+                    "answer",
+                    timeout_s=self._deadline_s,
                 )
             full = half, begin, end
         assert full is not None
@@ -339,7 +340,8 @@ class _Lanes:
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_free(index), self._deadline_s):
                 raise DeviceTimeoutError(
-                    f"HBM pool: no ring came free within {self._deadline_s:g} s; the GPU does not answer"
+                    f"HBM pool: no ring came free within {self._deadline_s:g} s; the GPU does not answer",
+                    timeout_s=self._deadline_s,
                 )
             self._taken[index] = True
             taken.append(self._lanes[index])

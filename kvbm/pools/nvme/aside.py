@@ -70,7 +70,7 @@ class Aside:
         return self._delete_oldest(self._kept())
 
     def give_up_all(self) -> int:
-        """Delete every file that kvbm has made, as when what tenants had is erased; gives how many. Raises OSError."""
+        """Delete every file that kvbm has made; gives how many. Raises OSError."""
         ours = [one for one in self._kept() if one.is_ours]
         for one in ours:
             one.path.unlink(missing_ok=True)

@@ -295,10 +295,7 @@ class NvmePool:
             self.room_slots = 0
 
     def forget_asides(self) -> int:
-        """Delete files of kvbm's that were set aside, for what is erased may lie there; gives how many.
-
-        Raises PoolError.
-        """
+        """Delete files of kvbm's that were set aside, whosever blocks lie there; gives how many. Raises PoolError."""
         try:
             return sum(aside.give_up_all() for aside in self._asides)
         except OSError as error:

@@ -199,7 +199,9 @@ class BatchReader:
                     connection.check(f"{JS_API}.DIRECT.GET.{self._name}")  # a refusal is heard at once
                     await self._pause(LOOK_S)
         except TimeoutError:
-            raise AwayError(f"no answer from NATS at {shown(self._connections.url)} within {timeout_s:g} s") from None
+            raise AwayError(
+                f"no answer from NATS at {shown(self._connections.url)} within {timeout_s:g} s", timeout_s=timeout_s
+            ) from None
 
     async def _listen(self, connection: NatsConnection, timeout_s: float) -> None:
         await self._end()

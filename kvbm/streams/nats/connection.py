@@ -23,7 +23,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoServersError, ProtocolError, SlowConsumerError, UnexpectedEOF
 
-from kvbm.core.errors import ConfigError, MissingExtraError, StreamError
+from kvbm.core.errors import ConfigError, MessageTooLargeError, MissingExtraError, StreamError
 from kvbm.core.nats_address import servers_of
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import AwayError
@@ -232,7 +232,9 @@ class NatsConnection:
                 await connection.client.subscribe(f"{connection._inbox}.*", cb=connection._on_answer)
         except TimeoutError:
             await connection.close()
-            raise StreamError(f"no answer from NATS at {connection.shown} within {timeout_s:g} s; {REMEDY}") from None
+            raise StreamError(
+                f"no answer from NATS at {connection.shown} within {timeout_s:g} s; {REMEDY}", timeout_s=timeout_s
+            ) from None
         except _FOREIGN as error:
             await connection.close()
             why = connection._why_lost or error_words(error)
@@ -313,11 +315,15 @@ class NatsConnection:
                     done, _ = await asyncio.wait({answer}, timeout=again_s)
                 message = answer.result()
         except TimeoutError:
-            raise LateError(f"NATS at {self.shown} did not answer to {subject} within {timeout_s:g} s") from None
+            raise LateError(
+                f"NATS at {self.shown} did not answer to {subject} within {timeout_s:g} s", timeout_s=timeout_s
+            ) from None
         except MaxPayloadError:
-            raise StreamError(
+            raise MessageTooLargeError(
                 f"a message of {len(data)} bytes for {subject}; NATS at {self.shown} takes {self.client.max_payload}: "
-                "raise max_payload there"
+                "raise max_payload there",
+                len(data),
+                self.client.max_payload,
             ) from None
         except _FOREIGN as error:
             raise self._lost(error_words(error)) from None
@@ -344,7 +350,9 @@ class NatsConnection:
         try:
             await self.client.flush(math.ceil(timeout_s))
         except TimeoutError:
-            raise LateError(f"NATS at {self.shown} did not answer within {timeout_s:g} s; {REMEDY}") from None
+            raise LateError(
+                f"NATS at {self.shown} did not answer within {timeout_s:g} s; {REMEDY}", timeout_s=timeout_s
+            ) from None
         except _FOREIGN as error:
             raise self._lost(error_words(error)) from None
         return time.perf_counter() - begin_s

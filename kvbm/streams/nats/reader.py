@@ -230,7 +230,9 @@ class NatsReader:
                 self._pull = await self._make_pull(connection, timeout_s)
                 self.begun += 1
         except TimeoutError:
-            raise AwayError(f"no answer from NATS at {shown(self._connections.url)} within {timeout_s:g} s") from None
+            raise AwayError(
+                f"no answer from NATS at {shown(self._connections.url)} within {timeout_s:g} s", timeout_s=timeout_s
+            ) from None
 
     async def _check_store(self, connection: NatsConnection, timeout_s: float) -> None:
         """Begin anew when the store was replaced or has lost its end, because its sequences then name other

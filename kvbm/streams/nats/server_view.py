@@ -92,7 +92,9 @@ async def look(url: str, timeout_s: float, credentials: Credentials) -> ServerVi
                 most,
             )
     except TimeoutError:
-        raise StreamError(f"NATS at {connection.shown} did not answer within {timeout_s:g} s; {REMEDY}") from None
+        raise StreamError(
+            f"NATS at {connection.shown} did not answer within {timeout_s:g} s; {REMEDY}", timeout_s=timeout_s
+        ) from None
     finally:
         await connection.close()
 

@@ -24,7 +24,7 @@ log = SafeLog()
 
 STREAM = "KVBM"
 PULSE = "KVBM_PULSE"
-ERASURES = "KVBM_ERASE"  # made by whoever erases and by catalogs: `streams/nats/erasures.py`
+ERASURES = "KVBM_ERASE"  # made by whoever erases and by catalogs: `kvbm/erasure/stream.py`
 MAX_AGE_S = 24 * 3600
 PULSE_WAIT_S = 1.5  # to see the stream of heartbeats; the events do not wait for it any longer
 
@@ -96,7 +96,9 @@ async def open_ready(url: str, timeout_s: float, options: StreamOptions, credent
                 log.warning("stream.pulses_away", server=connection.shown, why=str(error))
     except TimeoutError:
         await connection.close()
-        raise AwayError(f"JetStream at {connection.shown} did not answer within {timeout_s:g} s") from None
+        raise AwayError(
+            f"JetStream at {connection.shown} did not answer within {timeout_s:g} s", timeout_s=timeout_s
+        ) from None
     except BaseException:
         await connection.close()
         raise

@@ -23,8 +23,8 @@ from typing import Any
 import structlog
 
 import kvbm.assembly.lending
-import kvbm.assembly.manager
 import kvbm.assembly.pools
+import kvbm.assembly.services
 import kvbm.catalog.index.plain_frames
 import kvbm.catalog.service
 import kvbm.core.codec
@@ -230,7 +230,7 @@ def installed(*, logs: bool = False) -> Iterator[None]:
         put(sys.modules[name], "os", Os())
         put(sys.modules[name], "open", open_file)
     put(kvbm.assembly.pools, "OPEN_BLOCK_IO", _open_blocks)
-    put(kvbm.assembly.manager, "ErasureLog", _Erasures)
+    put(kvbm.assembly.services, "ErasureLog", _Erasures)
     put(kvbm.assembly.lending, "NEW_LEDGER_LOCK", Threading().Lock)
     put(kvbm.assembly.lending, "open_peers", open_peers)
     put(kvbm.assembly.lending, "open_lending", open_lending)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from kvbm.catalog.follow.archive import PART
 from kvbm.core.codec import MAGIC, Frame, decode_frame, decode_header
 from kvbm.core.errors import FrameError
 from kvbm.files import open_plain, read_plain
@@ -15,7 +16,6 @@ from kvbm.streams.base import AccessSample
 from kvbm.streams.erased_records import ERASED_MAGIC, ErasedRecord, decode_erased, encode_erased, erased_bytes
 from kvbm.streams.fence_records import FENCE_MAGIC, HEAD_BYTES, decode_fence, record_bytes
 
-PART = ".part"  # of a file that is being rewritten
 _MOST_BYTES = 256 << 20  # of a file of frames, which is about 64 MiB long
 
 

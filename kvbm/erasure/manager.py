@@ -9,20 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import PoolError
 from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId, Tier, pack_slots, split_slots
 from kvbm.core.results import NOT_HELD
-from kvbm.manager.journal_retention import JournalRetention
-from kvbm.manager.lasting import LastingNamespaces
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.offload_queue import Offloader
-from kvbm.manager.offsets import Offsets
-from kvbm.manager.publisher_port import PublisherPort
-from kvbm.manager.salvage import Salvage
-from kvbm.manager.transfer import Pools
-from kvbm.manager.used_namespaces import UsedNamespaces
+from kvbm.manager.base import ManagerParts
 from kvbm.pools.base import Proof
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.streams.base import Position
@@ -57,36 +48,12 @@ class Wiped(NamedTuple):
     zeroed: int
 
 
-class Erasing:
-    """See the module. One thread beside the manager's own; `close` of the manager ends it before any pool.
+class ErasableManager:
+    """See the module. One thread beside the manager's own; it has to end before the manager closes its pools."""
 
-    Args:
-        used: namespaces that heartbeats name.
-        owns_hbm: whether HBM is the manager's and not the engine's.
-
-    Attributes:
-        salvage: what brings back blocks that NVME's slots prove.
-    """
-
-    salvage: Salvage
-
-    def __init__(
-        self,
-        stream: LedgerStream,
-        pools: Pools,
-        offsets: Offsets,
-        port: PublisherPort,
-        retention: JournalRetention | None,
-        offloader: Offloader,
-        lasting: LastingNamespaces,
-        used: UsedNamespaces,
-        checksums: ChecksumRows,
-        owns_hbm: bool,
-    ) -> None:
-        self._stream, self._pools, self._offsets, self._port, self._retention = stream, pools, offsets, port, retention
-        self._offloader, self._lasting, self._used = offloader, lasting, used
-        self._checksums, self._owns_hbm = checksums, owns_hbm
-        self._ledger = stream.ledger
+    def __init__(self, parts: ManagerParts) -> None:
+        self._parts, self._stream, self._ledger, self._pools = parts, parts.stream, parts.stream.ledger, parts.pools
+        self._salvage, self._lasting, self._owns_hbm = parts.salvage, parts.lasting, parts.owns_hbm
 
     @property
     def is_over(self) -> bool:
@@ -109,18 +76,13 @@ class Erasing:
 
     def end_salvage(self) -> None:
         """Nothing that NVME holds now comes back by a scan of its slots, in this process or a later one."""
-        with self.salvage.clearing():
+        with self._salvage.clearing():
             return
 
     def hold_back(self, held_back: bool) -> None:
         """Serve nothing of tiers that outlive the process, or serve it again."""
         with self._stream.lock:
             self._lasting.held_back = held_back
-
-    @property
-    def is_held_back(self) -> bool:
-        """Whether `hold_back` is in force."""
-        return self._lasting.held_back
 
     # -- what is held -------------------------------------------------------------------------------------------------
 
@@ -166,18 +128,18 @@ class Erasing:
 
     def drop_samples(self) -> None:
         """Sampled prompts that were not sent on yet are lost."""
-        self._port.drop_samples()
+        self._parts.port.drop_samples()
 
     def unclaim(self, hashes: bytes) -> None:
         """The object pool has these no more: when they are used anew they are put anew."""
         with self._stream.lock:
-            self._offloader.unclaim(hashes)
+            self._parts.offloader.unclaim(hashes)
 
     def unname(self, namespaces: Iterable[NamespaceId]) -> None:
         """Heartbeats do not name these until they are used again."""
         with self._stream.lock:
             for namespace in namespaces:
-                self._used.forget(namespace)
+                self._parts.used.forget(namespace)
 
     # -- the bytes ----------------------------------------------------------------------------------------------------
 
@@ -213,7 +175,7 @@ class Erasing:
         self._release(tier, [slot for slot in mine if slot not in dirty])
         zeroed = 0
         try:
-            if wanted and self._offsets.wait_durable(epoch, taken.after, _DURABLE_WAIT_S):
+            if wanted and self._parts.offsets.wait_durable(epoch, taken.after, _DURABLE_WAIT_S):
                 zeroed = self._zero(tier, wanted)
                 clean += wanted
         finally:
@@ -224,7 +186,7 @@ class Erasing:
         """What lies beyond the end of a pool that has become smaller goes too. Raises PoolError: not yet."""
         if not nvme.room_slots:
             return
-        if not self.salvage.is_over:
+        if not self._salvage.is_over:
             raise PoolError(f"{nvme}: slots beyond its end are still being moved")
         nvme.trim()
 
@@ -245,7 +207,7 @@ class Erasing:
 
     def _proof(self, rows: np.ndarray) -> Proof:
         """Zeros prove nothing to anybody: they are of no namespace."""
-        return Proof(_NOBODY, Epoch(0), bytes(len(rows) * HASH_BYTES), self._checksums(rows))
+        return Proof(_NOBODY, Epoch(0), bytes(len(rows) * HASH_BYTES), self._parts.checksums(rows))
 
     def _release(self, tier: Tier, slots: Sequence[int]) -> None:
         if slots:
@@ -261,15 +223,15 @@ class Erasing:
 
     def ask_snapshot(self) -> None:
         """Have what is held listed again, which makes what the journal had before needless."""
-        self._port.on_snapshot_asked()
+        self._parts.port.on_snapshot_asked()
 
     def is_durable(self, place: Position) -> bool:
         """Whether all before a place is in the journal."""
-        return self._offsets.is_durable(place.epoch, place.offset)
+        return self._parts.offsets.is_durable(place.epoch, place.offset)
 
     def forget_before(self, place: Position) -> bool:
         """Delete the journal's history; whether the journal has nothing any more from before a place.
 
         Raises OSError.
         """
-        return self._retention is None or self._retention.erase_before(place)
+        return self._parts.retention is None or self._parts.retention.erase_before(place)
