@@ -29,7 +29,7 @@ from kvbm.config import Settings, SourceSettings, check_settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import UNKNOWN, Epoch, InstanceId, Reach, Tier
-from kvbm.manager.publisher_port import Publishing
+from kvbm.manager.record.publisher_port import Publishing
 from kvbm.remarks import Remarks
 from kvbm.streams.foreign.identity import Source
 from kvbm.streams.foreign.state import ForeignState

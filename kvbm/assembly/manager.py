@@ -49,20 +49,20 @@ from kvbm.locate.locator import HttpLocator
 from kvbm.locate.nats_proof import NatsCredentials
 from kvbm.locate.parts import PartedCatalog, catalogs_at
 from kvbm.manager.base import BlockManager
+from kvbm.manager.copies.staging import Staging
+from kvbm.manager.copies.transfer import Pools
 from kvbm.manager.engine_hbm import EngineHbmManager
-from kvbm.manager.event_writer import FrameSink
-from kvbm.manager.fair_queue import FairQueue
-from kvbm.manager.journal_retention import DiskRetention, JournalRetention, MemoryRetention
-from kvbm.manager.lasting import LastingNamespaces
-from kvbm.manager.offload_queue import Offloader, PromptLimits
+from kvbm.manager.offload.fair_queue import FairQueue
+from kvbm.manager.offload.queue import Offloader, PromptLimits
 from kvbm.manager.options import ManagerOptions
 from kvbm.manager.owned_hbm import Manager
-from kvbm.manager.prompt_samples import Samples
-from kvbm.manager.publisher_port import Publishing
-from kvbm.manager.salvage import SalvagePlan
-from kvbm.manager.snapshot_policy import SnapshotPolicy
-from kvbm.manager.staging import Staging
-from kvbm.manager.transfer import Pools
+from kvbm.manager.record.event_writer import FrameSink
+from kvbm.manager.record.journal_retention import DiskRetention, JournalRetention, MemoryRetention
+from kvbm.manager.record.prompt_samples import Samples
+from kvbm.manager.record.publisher_port import Publishing
+from kvbm.manager.record.snapshot_policy import SnapshotPolicy
+from kvbm.manager.recovery.salvage import SalvagePlan
+from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 from kvbm.pools.base import ObjectPool
 from kvbm.pools.hbm.paged import PagedTensor
 from kvbm.pools.nvme.pool import NvmePool
@@ -197,9 +197,9 @@ def _open_manager(
     if not namespaces and engine != JANITOR:
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
     check_settings(settings)
-    lasting = LastingNamespaces(namespaces, all_may=engine == JANITOR)
+    revisioned = RevisionedNamespaces(namespaces, all_may=engine == JANITOR)
     unused = _lasting_tiers(settings, object_pool)
-    if why := lasting.why(unused):
+    if why := revisioned.why(unused):
         log.warning("namespace.unnamed", tiers=unused, notice=why)
     settings = _without_lasting(settings, namespaces, engine)
     core = core or NATIVE_CORE
@@ -227,7 +227,7 @@ def _open_manager(
         # What can be refused has been by now: an epoch that begins and states nothing would hide what NVME kept.
         on_stream = ask_stream(settings, instance, url, credentials) if url else OnStream()
         known = max(on_stream.epoch, epoch_in_catalog(settings, instance))
-        watched = WatchedErasures(settings, on_stream.erasures, lasting, journal is not None)
+        watched = WatchedErasures(settings, on_stream.erasures, revisioned, journal is not None)
         pool_id, plan = _begin_epoch(ledger, exchange.lock, settings, journal, pools, namespaces, engine, known, watched, core)  # fmt: skip
         retention: JournalRetention | None = None
         sink: FrameSink = DiscardingSink()
@@ -241,11 +241,11 @@ def _open_manager(
         samples = Samples(settings.samples.rate) if settings.samples.rate and url else None
         manager = new_manager(
             instance, settings.instance.cluster, ledger, pools, sink, backend,
-            _offloader(settings, pools, namespaces, lasting), locator,
+            _offloader(settings, pools, namespaces, revisioned), locator,
             ManagerOptions(
                 settings.onboard.wait_s, settings.onboard.locate_s, settings.onboard.threads, settings.offload.threads,
                 wall_clock_ns, retention=retention, snapshots=SnapshotPolicy(settings.snapshots.least_s, room_bytes), samples=samples,
-                run=run, has_stream=bool(url), salvage=plan, lock=exchange.lock, budgets=_budgets(settings), lasting=lasting, unused=unused,
+                run=run, has_stream=bool(url), salvage=plan, lock=exchange.lock, budgets=_budgets(settings), revisioned=revisioned, unused=unused,
                 staging=Staging(
                     settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads,
                     pools.object_blocks, pins=pools.has_gpu,
@@ -420,15 +420,15 @@ class WatchedErasures:
 
     Args:
         record: what is to be erased; None: the stream did not say.
-        lasting: the namespaces the engine names, and whose each is.
+        revisioned: the namespaces the engine names, and whose each is.
     """
 
     def __init__(
-        self, settings: Settings, record: Record | None, lasting: LastingNamespaces, has_journal: bool
+        self, settings: Settings, record: Record | None, revisioned: RevisionedNamespaces, has_journal: bool
     ) -> None:
-        self._settings, self._record, self._lasting = settings, record, lasting
+        self._settings, self._record, self._revisioned = settings, record, revisioned
         self._done = DoneErasures(instance_folder(settings) / DONE_FILE if has_journal else None)
-        self._start = StartErasures(record or Record(), self._done, lasting.tenants)
+        self._start = StartErasures(record or Record(), self._done, revisioned.tenants)
         self._recovered = 0
 
     def kept(self, found: Sequence[Recovered]) -> list[Recovered]:
@@ -441,11 +441,11 @@ class WatchedErasures:
 
     def keeps(self, one: Recovered) -> bool:
         """Whether a block that an earlier process left may be held."""
-        return not self._lasting.must_not(one.namespace) and self._start.keeps(one)
+        return not self._revisioned.must_not(one.namespace) and self._start.keeps(one)
 
     def keeps_run(self, namespace: NamespaceId, hashes: bytes) -> np.ndarray:
         """The same, for each block of a run of one namespace."""
-        if self._lasting.must_not(namespace):
+        if self._revisioned.must_not(namespace):
             return np.zeros(len(hashes) // HASH_BYTES, dtype=bool)
         return self._start.keeps_run(namespace, hashes)
 
@@ -656,7 +656,7 @@ def _listed(pools: Pools) -> list[PoolStated]:
 
 
 def _offloader(
-    settings: Settings, pools: Pools, namespaces: Sequence[Namespace], lasting: LastingNamespaces
+    settings: Settings, pools: Pools, namespaces: Sequence[Namespace], revisioned: RevisionedNamespaces
 ) -> Offloader:
     names = {Tier.HOST: settings.offload.host, Tier.NVME: settings.offload.nvme, Tier.OBJECT: settings.offload.object}
     there = {tier: True for tier in pools.slots} | ({Tier.OBJECT: True} if pools.object is not None else {})
@@ -672,7 +672,7 @@ def _offloader(
     return Offloader(
         policies, settings.offload.queue_blocks or every_block, object_blocks=pools.object_blocks, fair=fair,
         engine_hbm=settings.pools.hbm.owner == "engine", limits=PromptLimits(slots, quotas),
-        waiting_objects=max(_LEAST_QUEUE_BLOCKS, every_block // pools.object_blocks), may_last=lasting.may,
+        waiting_objects=max(_LEAST_QUEUE_BLOCKS, every_block // pools.object_blocks), may_last=revisioned.may,
     )  # fmt: skip
 
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_slots
 from kvbm.core.results import Match
-from kvbm.manager.copies import CopiesInFlight
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.loads import InFlightLoad, Loads, PlannedLoad, Waiter
+from kvbm.manager.copies.copies_in_flight import CopiesInFlight
+from kvbm.manager.onboard.loads import InFlightLoad, Loads, PlannedLoad, Waiter
+from kvbm.manager.record.ledger_stream import LedgerStream
 
 Sample = Callable[[NamespaceId, bytes, int], None]  # namespace, hashes and depth of a prompt that was asked for
 

@@ -35,9 +35,9 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slot
 from kvbm.core.results import Copy, Match
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.base import BlockManager
-from kvbm.manager.chain_runs import ChainRun
-from kvbm.manager.finding import Finding
-from kvbm.manager.offload_queue import Skipped
+from kvbm.manager.offload.chain_runs import ChainRun
+from kvbm.manager.offload.queue import Skipped
+from kvbm.manager.onboard.finding import Finding
 from kvbm.pools.base import Proof
 from kvbm.remarks import Remarks
 
@@ -269,7 +269,7 @@ class EngineHbmManager(BlockManager):
             self._stream.require_open()
             run = ChainRun(bytes(count * HASH_BYTES), start)
             if self._offloader.passes_through(namespace, Tier.HOST, run, self._clock()):
-                room = self._passage.room()
+                room = self._transit.room()
             return max(0, min(count, room))
 
     def begin_store(

@@ -12,14 +12,14 @@ from kvbm.core.errors import PoolError
 from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId, Tier, pack_slots, split_slots
 from kvbm.core.results import NOT_HELD
-from kvbm.manager.journal_retention import JournalRetention
-from kvbm.manager.lasting import LastingNamespaces
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.offload_queue import Offloader
-from kvbm.manager.offsets import Offsets
-from kvbm.manager.publisher_port import PublisherPort
-from kvbm.manager.salvage import Salvage
-from kvbm.manager.transfer import Pools
+from kvbm.manager.copies.transfer import Pools
+from kvbm.manager.offload.queue import Offloader
+from kvbm.manager.record.journal_retention import JournalRetention
+from kvbm.manager.record.ledger_stream import LedgerStream
+from kvbm.manager.record.offsets import Offsets
+from kvbm.manager.record.publisher_port import PublisherPort
+from kvbm.manager.recovery.salvage import Salvage
+from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.pools.base import Proof
 from kvbm.pools.nvme.pool import NvmePool
@@ -67,10 +67,10 @@ class Erasing:
 
     def __init__(
         self, stream: LedgerStream, pools: Pools, offsets: Offsets, port: PublisherPort, retention: JournalRetention | None,
-        offloader: Offloader, lasting: LastingNamespaces, used: UsedNamespaces, checksums: ChecksumRows, owns_hbm: bool,
+        offloader: Offloader, revisioned: RevisionedNamespaces, used: UsedNamespaces, checksums: ChecksumRows, owns_hbm: bool,
     ) -> None:  # fmt: skip
         self._stream, self._pools, self._offsets, self._port, self._retention = stream, pools, offsets, port, retention
-        self._offloader, self._lasting, self._used = offloader, lasting, used
+        self._offloader, self._revisioned, self._used = offloader, revisioned, used
         self._checksums, self._owns_hbm = checksums, owns_hbm
         self._ledger = stream.ledger
 
@@ -101,19 +101,19 @@ class Erasing:
     def hold_back(self, held_back: bool) -> None:
         """Serve nothing of tiers that outlive the process, or serve it again."""
         with self._stream.lock:
-            self._lasting.held_back = held_back
+            self._revisioned.held_back = held_back
 
     @property
     def is_held_back(self) -> bool:
         """Whether `hold_back` is in force."""
-        return self._lasting.held_back
+        return self._revisioned.held_back
 
     # -- what is held -------------------------------------------------------------------------------------------------
 
     def tenants(self) -> dict[NamespaceId, str]:
         """The namespaces this process was told of, and whose each is."""
         with self._stream.lock:
-            return dict(self._lasting.tenants)
+            return dict(self._revisioned.tenants)
 
     def held(self, tier: Tier) -> list[HeldRun]:
         """What a tier holds, by namespace; last what is of none that this process was told of: an earlier one left it."""
@@ -155,7 +155,7 @@ class Erasing:
     def unclaim(self, hashes: bytes) -> None:
         """The object pool has these no more: when they are used anew they are put anew."""
         with self._stream.lock:
-            self._offloader.unclaim(hashes)
+            self._offloader.claims.drop(hashes)
 
     def unname(self, namespaces: Iterable[NamespaceId]) -> None:
         """Heartbeats do not name these until they are used again."""

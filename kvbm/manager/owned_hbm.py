@@ -12,7 +12,7 @@ from kvbm.core.errors import ArgumentValueError, KvbmError, LedgerError
 from kvbm.core.ids import HASH_BYTES, SLOT_BYTES, NamespaceId, Tier, split_slots
 from kvbm.core.results import TierCounts
 from kvbm.manager.base import BlockManager
-from kvbm.manager.loads import Prefix, Waiter
+from kvbm.manager.onboard.loads import Prefix, Waiter
 from kvbm.pools.hbm.pool import HbmPool
 from kvbm.remarks import Remarks, Seldom
 

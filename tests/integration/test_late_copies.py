@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-import kvbm.manager.copies
-import kvbm.manager.workers
+import kvbm.manager.copies.copies_in_flight
+import kvbm.manager.copies.workers
 from kvbm.core.ids import HASH_BYTES, Tier
 from kvbm.core.policy import WriteBudget
-from kvbm.manager.offload_queue import Skipped
+from kvbm.manager.copies.staging import Staging
+from kvbm.manager.copies.workers import Workers
+from kvbm.manager.offload.queue import Skipped
 from kvbm.manager.owned_hbm import Manager
-from kvbm.manager.staging import Staging
-from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool
 from tests.eventually import eventually
 from tests.managers import (
@@ -74,7 +74,7 @@ def leave_late(manager: Manager, prompt: int) -> None:
 def test_who_took_the_place_of_a_stuck_thread_is_one_too_many_when_that_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvbm.manager.workers, "_IDLE_S", 3600.0)  # no thread ends for want of work
+    monkeypatch.setattr(kvbm.manager.copies.workers, "_IDLE_S", 3600.0)  # no thread ends for want of work
     workers, going_on, ending = Workers(1, "test"), threading.Event(), threading.Event()
 
     def stuck() -> threading.Thread:
@@ -127,7 +127,7 @@ class Stop(BaseException):
 def test_a_late_copy_counts_to_its_end_wherever_its_request_was_interrupted(
     monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    monkeypatch.setattr(kvbm.manager.workers, "_IDLE_S", 0.01)  # a thread ends when it has nothing to do
+    monkeypatch.setattr(kvbm.manager.copies.workers, "_IDLE_S", 0.01)  # a thread ends when it has nothing to do
     gate, replace, calls = Gate(Tier.NVME, "read"), Workers.replace_stuck, [0]
 
     def interrupted(workers: Workers) -> None:
@@ -396,7 +396,7 @@ def wrap_now(refusing: type[Wrapped], pool: SlotPool, reach: str) -> SlotPool:
 def test_memory_that_a_copy_nobody_can_confirm_may_write_outlives_its_manager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvbm.manager.copies, "_unended", kept := [])
+    monkeypatch.setattr(kvbm.manager.copies.copies_in_flight, "_unended", kept := [])
 
     class Broken(Wrapped):
         breaks = False

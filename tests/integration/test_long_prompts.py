@@ -11,7 +11,7 @@ import pytest
 from kvbm import load_settings, open_manager
 from kvbm.assembly import NATIVE
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, Tier, split_hashes
-from kvbm.manager.offload_queue import Skipped
+from kvbm.manager.offload.queue import Skipped
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
 from kvbm.pools.memory import MemoryPool

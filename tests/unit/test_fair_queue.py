@@ -6,8 +6,8 @@ from collections import Counter
 
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
 from kvbm.core.policy import OTHERS, WriteThrough
-from kvbm.manager.fair_queue import FairQueue
-from kvbm.manager.offload_queue import Offloader, Skipped
+from kvbm.manager.offload.fair_queue import FairQueue
+from kvbm.manager.offload.queue import Offloader, Skipped
 
 A, B, C = (Namespace(model="m", block_tokens=16, tenant=tenant) for tenant in "abc")
 TENANTS = {namespace.id: namespace.tenant for namespace in (A, B, C)}

@@ -6,8 +6,8 @@ import random
 
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, Tier, split_hashes
 from kvbm.core.policy import SecondUse, WriteThrough
-from kvbm.manager.object_groups import Group, Groups, groups_of
-from kvbm.manager.offload_queue import Offloader, Skipped
+from kvbm.manager.objects.object_groups import Group, Groups, groups_of
+from kvbm.manager.offload.queue import Offloader, Skipped
 
 ONE = NamespaceId(b"1" * 16)
 K = 4
@@ -77,7 +77,7 @@ def test_a_prompt_that_was_found_goes_on_from_any_block() -> None:
     one.held.add(Tier.HBM, chain(0, 6))
     one.use(chain(0, 6))
     assert one.objects() == [chain(0, 4)]
-    one.queue.claimed(chain(0, 4))
+    one.queue.claims.add(chain(0, 4))
     one.create(chain(5, 1), 6, chain(6, 7))
     assert one.objects() == [chain(4, 4), chain(8, 4)]
 
@@ -122,10 +122,10 @@ def test_an_object_that_is_claimed_is_not_offered_again_until_it_proves_missing(
     one = Instance(host=False)
     one.create(NO_PARENT, 0, chain(0, 8))
     assert one.objects() == [chain(0, 4), chain(4, 4)]
-    one.queue.claimed(chain(0, 8))
+    one.queue.claims.add(chain(0, 8))
     one.use(chain(0, 8))
     assert one.objects() == []
-    one.queue.unclaim(chain(4, 4))
+    one.queue.claims.drop(chain(4, 4))
     one.use(chain(0, 8))
     assert one.objects() == [chain(4, 4)]
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, Tier, split_hashes
 from kvbm.core.policy import OffloadPolicy, SecondUse, WriteBudget, WriteThrough
-from kvbm.manager.chain_runs import NOWHERE, ChainRun, ChainRuns
-from kvbm.manager.fair_queue import FairQueue
-from kvbm.manager.offload_queue import Offloader, PromptLimits, Skipped
-from kvbm.manager.staging import Staging
+from kvbm.manager.copies.staging import Staging
+from kvbm.manager.offload.chain_runs import NOWHERE, ChainRun, ChainRuns
+from kvbm.manager.offload.fair_queue import FairQueue
+from kvbm.manager.offload.queue import Offloader, PromptLimits, Skipped
 
 ONE, OTHER = NamespaceId(b"1" * 16), NamespaceId(b"2" * 16)
 

@@ -11,7 +11,7 @@ from kvbm.engines.vllm.adapters import Adapters, Origin
 
 if TYPE_CHECKING:
     from kvbm.manager.acquiring import Acquiring
-    from kvbm.manager.finding import Finding
+    from kvbm.manager.onboard.finding import Finding
 
 _ASKS = 3  # an engine that has loaded an adapter says so with its next step
 

@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 
 from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, Tier
 from kvbm.core.results import Copy
-from kvbm.manager.copies import CopiesInFlight
-from kvbm.manager.event_writer import EventWriter
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.offload_queue import Offloader, OffloadRequest, Route, Skipped
+from kvbm.manager.copies.copies_in_flight import CopiesInFlight
+from kvbm.manager.offload.queue import Offloader, OffloadRequest, Route, Skipped
 from kvbm.manager.options import ManagerOptions
+from kvbm.manager.record.event_writer import EventWriter
+from kvbm.manager.record.ledger_stream import LedgerStream
 
 _OTHERS_PART = 8  # of HOST stays free of blocks that only pass through: others' blocks would push them out
 
 
-class HostPassage:
+class HostTransit:
     """See the module. All of it under the lock."""
 
     def __init__(

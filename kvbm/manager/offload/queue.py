@@ -1,6 +1,6 @@
 """Which blocks go to a colder tier next: a bounded queue of requests. No thread, clock or bytes here: `OffloadDriver` drives it.
 
-What waits are runs of hashes (`manager/chain_runs.py`), 16 bytes a block and a little for each run, so a prompt of any length waits as a
+What waits are runs of hashes (`manager/offload/chain_runs.py`), 16 bytes a block and a little for each run, so a prompt of any length waits as a
 whole, in its order from the beginning. The blocks themselves stay where they are; what has left its tier when its turn comes is counted.
 
 A tier that holds fewer blocks than a prompt has gets its beginning: what lies beyond would only push the beginning out. HOST is also the
@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.policy import OTHERS, OffloadPolicy
-from kvbm.manager.chain_runs import NOWHERE, ChainRun, ChainRuns, pieces, stretches
-from kvbm.manager.fair_queue import FairQueue
-from kvbm.manager.object_groups import Group, Groups, groups_of
+from kvbm.manager.objects.object_groups import Group, Groups, groups_of
+from kvbm.manager.objects.own_claims import OwnClaims
+from kvbm.manager.offload.chain_runs import NOWHERE, ChainRun, ChainRuns, pieces, stretches
+from kvbm.manager.offload.fair_queue import FairQueue
 
 _PASSING_S = 2.0  # after which nobody waits any more for room to pass through HOST
 
@@ -99,7 +100,7 @@ class Offloader:
     that a device sees long runs also where an engine creates blocks one by one. Tenants take turns by their weights, and the routes of
     each; in a full queue, who has most for its weight makes room for who has less.
 
-    What goes to OBJECT is whole objects: see `manager/object_groups.py`. Each leaves once the tier it leaves from holds all of it.
+    What goes to OBJECT is whole objects: see `manager/objects/object_groups.py`. Each leaves once the tier it leaves from holds all of it.
 
     Args:
         policies: what each target tier that exists wants.
@@ -114,6 +115,7 @@ class Offloader:
 
     Attributes:
         wanted: set when something waits; for the threads that carry it out, who clear it.
+        claims: objects that are not offered, because they were put.
     """
 
     def __init__(
@@ -121,7 +123,6 @@ class Offloader:
         policies: dict[Tier, OffloadPolicy],
         capacity_blocks: int = 8192,
         run_blocks: int = 64,
-        remembered_claims: int = 1 << 20,
         object_blocks: int = 1,
         fair: FairQueue | None = None,
         engine_hbm: bool = False,
@@ -130,7 +131,7 @@ class Offloader:
         may_last: Callable[[NamespaceId], bool] = lambda _: True,
     ) -> None:
         self._policies = policies
-        self._capacity_blocks, self._remembered_claims = capacity_blocks, remembered_claims
+        self._capacity_blocks = capacity_blocks
         self._object_bytes = object_blocks * HASH_BYTES
         self._limits = limits or PromptLimits()
         self._run_bytes = {
@@ -151,7 +152,7 @@ class Offloader:
         self._reaches: dict[Tier, int | None] = {
             tier: self._reach(OTHERS, tier) for tier in Tier
         }  # of a tenant without a quota
-        self._claims: OrderedDict[SequenceHash, None] = OrderedDict()  # last blocks of objects this instance has put
+        self.claims = OwnClaims(object_blocks)
         self.wanted = threading.Event()
         self.waiting_blocks = 0
         self._waiting_from: Counter[Tier] = Counter()
@@ -299,7 +300,7 @@ class Offloader:
         if not self._policies[Tier.OBJECT].wants(uses):
             return
         self.skip(Skipped.PARTIAL, lost)
-        if not whole or not (unclaimed := self.unclaimed(whole)):
+        if not whole or not (unclaimed := self.claims.lacking(whole)):
             return
         missing = lacking(self._objects_from, unclaimed)
         if not missing:
@@ -315,7 +316,7 @@ class Offloader:
     def _want_object(self, groups: Groups, group: Group, lacking: Lacking) -> None:
         if missing := lacking(self._objects_from, group.hashes):
             self._await(groups, group, missing)
-        elif self.unclaimed(group.hashes):
+        elif self.claims.lacking(group.hashes):
             self._push(Route(group.namespace, self._objects_from, Tier.OBJECT), ChainRun(group.hashes), b"")
 
     def _await(self, groups: Groups, group: Group, missing: bytes) -> None:
@@ -323,25 +324,6 @@ class Offloader:
         given_up = groups.watch(group, missing) if self._objects_from == Tier.HOST else [group]
         for other in given_up:
             self.skip(Skipped.PARTIAL, other.hashes)
-
-    def unclaimed(self, hashes: bytes) -> bytes:
-        """Those objects of a run of whole objects that this instance has not put, as far as it remembers."""
-        if not self._claims:
-            return hashes
-        objects = groups_of(hashes, self._object_bytes // HASH_BYTES)
-        return b"".join(group for group in objects if group[-HASH_BYTES:] not in self._claims)
-
-    def claimed(self, hashes: bytes) -> None:
-        """The object pool holds these whole objects; they are not offered to it again while this is remembered."""
-        for group in groups_of(hashes, self._object_bytes // HASH_BYTES):
-            self._claims[SequenceHash(group[-HASH_BYTES:])] = None
-        while len(self._claims) > self._remembered_claims:
-            self._claims.popitem(last=False)
-
-    def unclaim(self, hashes: bytes) -> None:
-        """The object pool turned out not to hold these blocks."""
-        for block in split_hashes(hashes):
-            self._claims.pop(block, None)
 
     def _targets(self, tier: Tier, again: bool) -> list[tuple[Tier, Tier]]:
         """From where to where blocks of a tier may go, created or arrived there, or used again."""
@@ -366,7 +348,7 @@ class Offloader:
             self.skip(Skipped.BEYOND, lacking(route.target, beyond.hashes))
         if not run.hashes:
             return
-        wanted = self.unclaimed(run.hashes) if route.target == Tier.OBJECT else lacking(route.target, run.hashes)
+        wanted = self.claims.lacking(run.hashes) if route.target == Tier.OBJECT else lacking(route.target, run.hashes)
         if len(wanted) == len(run.hashes):
             self._push_run(route, run, parent)
             return
@@ -432,6 +414,11 @@ class Offloader:
         self._waiting_from[source] += more
         if not self._waiting[tenant]:
             del self._waiting[tenant], self._routes[tenant]
+
+    def room_came(self) -> None:
+        """A copy has ended: what waited for its room may go."""
+        if self.waiting_blocks:
+            self.wanted.set()
 
     def put_back(self, request: OffloadRequest) -> None:
         """What one copy could not carry, for the next one."""

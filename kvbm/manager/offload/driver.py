@@ -9,16 +9,16 @@ from functools import partial
 from kvbm.core.events import MigrateCause
 from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, SequenceHash, Tier, split_hashes
 from kvbm.core.results import Copy
-from kvbm.manager.claim_watch import ClaimWatch
-from kvbm.manager.copies import CopiesInFlight
-from kvbm.manager.event_writer import EventWriter
-from kvbm.manager.host_passage import HostPassage
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.object_groups import groups_of
-from kvbm.manager.offload_queue import Offloader, OffloadRequest, Skipped
+from kvbm.manager.copies.copies_in_flight import CopiesInFlight
+from kvbm.manager.copies.transfer import Moved
+from kvbm.manager.counters import Counters
+from kvbm.manager.objects.claim_watch import ClaimWatch
+from kvbm.manager.objects.object_groups import groups_of
+from kvbm.manager.offload.host_transit import HostTransit
+from kvbm.manager.offload.queue import Offloader, OffloadRequest, Skipped
 from kvbm.manager.options import ManagerOptions
-from kvbm.manager.stats import Counters
-from kvbm.manager.transfer import Moved
+from kvbm.manager.record.event_writer import EventWriter
+from kvbm.manager.record.ledger_stream import LedgerStream
 from kvbm.remarks import Remarks
 
 log = Remarks()
@@ -38,7 +38,7 @@ class OffloadDriver:
         stream: LedgerStream,
         copies: CopiesInFlight,
         offloader: Offloader,
-        passage: HostPassage,
+        transit: HostTransit,
         claims: ClaimWatch,
         writer: EventWriter,
         counters: Counters,
@@ -46,7 +46,7 @@ class OffloadDriver:
         options: ManagerOptions,
     ) -> None:
         self._stream, self._ledger, self._lock = stream, stream.ledger, stream.lock
-        self._copies, self._pools, self._offloader, self._passage = copies, copies.pools, offloader, passage
+        self._copies, self._pools, self._offloader, self._transit = copies, copies.pools, offloader, transit
         self._claims, self._writer, self._counters, self._foreground_idle = claims, writer, counters, foreground_idle
         self._budgets, self._clock, self._wait_s = options.budgets, options.clock, options.wait_s
         self._begun = 0  # requests taken from the queue and not over
@@ -69,7 +69,7 @@ class OffloadDriver:
         if self._stream.closing:
             return False
         with self._lock:
-            request = self._passage.next()
+            request = self._transit.next()
             if request is None:
                 return False
             self._begun += 1
@@ -199,7 +199,7 @@ class OffloadDriver:
 
         The others are skipped, or wait for the next copy where they only share blocks. Under the lock.
         """
-        k, unclaimed = self._pools.object_blocks, self._offloader.unclaimed(request.hashes)
+        k, unclaimed = self._pools.object_blocks, self._offloader.claims.lacking(request.hashes)
         if k == 1:
             return unclaimed
         taken: list[bytes] = []
@@ -223,13 +223,13 @@ class OffloadDriver:
         there = self._copies.arrived(copy, moved.arrived)
         if copy.target == Tier.OBJECT:
             there = self._claimable(copy, there)
-        self._copies.end(copy, there, MigrateCause.OFFLOAD, kept=self._passage.is_kept(copy, there))
+        self._copies.end(copy, there, MigrateCause.OFFLOAD, kept=self._transit.is_kept(copy, there))
         self._copies.settle_trouble(copy, moved)
         arrived = [block for block, ok in zip(split_hashes(copy.hashes), there, strict=True) if ok]
         packed = b"".join(arrived)
         self._counters.offloaded_blocks[copy.target] += len(arrived)
         if copy.target == Tier.OBJECT:
-            self._offloader.claimed(packed)
+            self._offloader.claims.add(packed)
             self._claims.seen(copy.namespace, groups_of(packed, self._pools.object_blocks))
         elif arrived:
             at = request.positions()
