@@ -112,7 +112,7 @@ def make_manager(
     manager = Manager(
         InstanceId(instance), "tests", ledger, pools, sink or MemoryLog(), NATIVE,
         Offloader(
-            {tier: WriteThrough() for tier in there}, queue_blocks, object_blocks=pools.object_blocks, limits=PromptLimits(slots),
+            {tier: WriteThrough() for tier in there}, ledger.lacking, queue_blocks, object_blocks=pools.object_blocks, limits=PromptLimits(slots),
         ),
         locator or Nowhere(),
         ManagerOptions(

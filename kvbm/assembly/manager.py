@@ -241,7 +241,7 @@ def _open_manager(
         samples = Samples(settings.samples.rate) if settings.samples.rate and url else None
         manager = new_manager(
             instance, settings.instance.cluster, ledger, pools, sink, backend,
-            _offloader(settings, pools, namespaces, revisioned), locator,
+            _offloader(settings, pools, revisioned, ledger), locator,
             ManagerOptions(
                 settings.onboard.wait_s, settings.onboard.locate_s, settings.onboard.threads, settings.offload.threads,
                 wall_clock_ns, retention=retention, snapshots=SnapshotPolicy(settings.snapshots.least_s, room_bytes), samples=samples,
@@ -655,22 +655,18 @@ def _listed(pools: Pools) -> list[PoolStated]:
     return listed
 
 
-def _offloader(
-    settings: Settings, pools: Pools, namespaces: Sequence[Namespace], revisioned: RevisionedNamespaces
-) -> Offloader:
+def _offloader(settings: Settings, pools: Pools, revisioned: RevisionedNamespaces, ledger: LedgerProtocol) -> Offloader:
     names = {Tier.HOST: settings.offload.host, Tier.NVME: settings.offload.nvme, Tier.OBJECT: settings.offload.object}
     there = {tier: True for tier in pools.slots} | ({Tier.OBJECT: True} if pools.object is not None else {})
     policies: dict[Tier, OffloadPolicy] = {
         tier: OFFLOAD_POLICIES[name]() for tier, name in names.items() if tier in there and name != "never"
     }
-    fair = FairQueue(
-        {tenant: share.weight for tenant, share in settings.tenants.items()}, {n.id: n.tenant for n in namespaces}
-    )
+    fair = FairQueue({tenant: share.weight for tenant, share in settings.tenants.items()}, revisioned.tenants)
     slots = {tier: pool.slots for tier, pool in pools.slots.items()}
     every_block = max(_LEAST_QUEUE_BLOCKS, slots[Tier.HBM] + 2 * slots.get(Tier.HOST, 0))
     quotas = {share.tenant: share.quota_slots for share in _shares(settings, pools.slots[Tier.HBM].block_bytes)}
     return Offloader(
-        policies, settings.offload.queue_blocks or every_block, object_blocks=pools.object_blocks, fair=fair,
+        policies, ledger.lacking, settings.offload.queue_blocks or every_block, object_blocks=pools.object_blocks, fair=fair,
         engine_hbm=settings.pools.hbm.owner == "engine", limits=PromptLimits(slots, quotas),
         waiting_objects=max(_LEAST_QUEUE_BLOCKS, every_block // pools.object_blocks), may_last=revisioned.may,
     )  # fmt: skip

@@ -146,7 +146,7 @@ class BlockManager:
             backend.checksums, self._owns_hbm,
         )  # fmt: skip
         self.erasing.salvage = self._salvage
-        self._transit = HostTransit(self._stream, self._copies, offloader, self._writer, options)
+        self._transit = HostTransit(self._stream, self._copies, offloader, options.clock)
         self._offloads = OffloadDriver(
             self._stream, self._copies, offloader, self._transit, self._claims, self._writer, self._counters,
             self._loads.nobody_waits, options,

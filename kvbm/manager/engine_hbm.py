@@ -35,8 +35,8 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slot
 from kvbm.core.results import Copy, Match
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.base import BlockManager
+from kvbm.manager.offload.admission import Skipped
 from kvbm.manager.offload.chain_runs import ChainRun
-from kvbm.manager.offload.queue import Skipped
 from kvbm.manager.onboard.finding import Finding
 from kvbm.pools.base import Proof
 from kvbm.remarks import Remarks
@@ -293,7 +293,7 @@ class EngineHbmManager(BlockManager):
             with self._lock:
                 self._stream.require_open()
                 self._stream.expire(self._clock())
-                self._offloader.offer(namespace, Tier.HBM, hashes, uses, self._ledger.lacking, parent, start)
+                self._offloader.offer(namespace, Tier.HBM, hashes, uses, parent, start)
                 wanted = self._wanted_in_host(namespace, hashes, uses, start)
                 copy = self._copies.begin(namespace, Tier.HBM, Tier.HOST, wanted, begun=begun) if wanted else None
                 if copy is not None:
@@ -426,7 +426,7 @@ class EngineHbmManager(BlockManager):
             return b""
         run, beyond = self._offloader.within(namespace, Tier.HOST, ChainRun(hashes, start))
         if beyond.hashes:
-            self._offloader.skip(Skipped.BEYOND, self._ledger.lacking(Tier.HOST, beyond.hashes))
+            self._offloader.skip(Skipped.BEYOND, self._offloader.lacking(Tier.HOST, beyond.hashes))
         return run.hashes
 
     def _end_unended(self, copy: Copy) -> None:
@@ -456,7 +456,7 @@ class EngineHbmManager(BlockManager):
                 self._counters.offloaded_blocks[Tier.HOST] += len(there) // HASH_BYTES
                 positions = dict(zip(blocks, (store.start + at for at in store.at), strict=True))
                 at = [positions[block] for block in split_hashes(there)]
-                self._offloader.offer_arrived(copy.namespace, Tier.HOST, there, at, self._ledger.lacking)
+                self._offloader.offer_arrived(copy.namespace, Tier.HOST, there, at)
         if not all(arrived):
             with suppress(OSError):
                 log.warning(

@@ -164,7 +164,7 @@ class Manager(BlockManager):
                 raise self._named(error, given) from None
             self._namespaces.use(namespace)
             self._counters.created_blocks += len(given) // SLOT_BYTES
-            self._offloader.offer(namespace, Tier.HBM, hashes, 1, self._ledger.lacking, parent, start)
+            self._offloader.offer(namespace, Tier.HBM, hashes, 1, parent, start)
         self._stream.recorded()
         return split_slots(holders)
 

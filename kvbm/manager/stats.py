@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvbm.core.ages import TierAges
 from kvbm.core.ids import Tier
 from kvbm.core.results import ShareCounts, TierCounts
-from kvbm.manager.offload.queue import Skipped
+from kvbm.manager.offload.admission import Skipped
 from kvbm.pools.base import ObjectStats
 from kvbm.transport.peers import PeerStats
 

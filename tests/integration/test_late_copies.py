@@ -23,7 +23,7 @@ from kvbm.core.ids import HASH_BYTES, Tier
 from kvbm.core.policy import WriteBudget
 from kvbm.manager.copies.staging import Staging
 from kvbm.manager.copies.workers import Workers
-from kvbm.manager.offload.queue import Skipped
+from kvbm.manager.offload.admission import Skipped
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool
 from tests.eventually import eventually
@@ -320,7 +320,7 @@ def test_offloads_that_find_no_staging_are_skipped_and_requests_still_have_their
         serve(manager, 2, 4)
         assert gate.entered.wait(WAIT_S)  # one offload has the lane; a thread more would wait for it
         with manager._lock:
-            manager._offloader.offer(NAMESPACE.id, Tier.HBM, hashes_of(2, 4), 1, lambda tier, run: run)
+            manager._offloader.offer(NAMESPACE.id, Tier.HBM, hashes_of(2, 4), 1)
         assert manager.offload_one()
         assert manager.stats().skipped == {Skipped.STAGING: 4}
         prefix = manager.acquire(NAMESPACE.id, hashes_of(1, 4), wait_s=WAIT_S)

@@ -18,7 +18,7 @@ from kvbm.core.policy import WriteBudget
 from kvbm.locate.base import Found
 from kvbm.manager.copies.staging import Staging
 from kvbm.manager.objects.object_groups import groups_of
-from kvbm.manager.offload.queue import Skipped
+from kvbm.manager.offload.admission import Skipped
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import ObjectPool, ObjectStats, Proof, ReadOutcome, ReadResult, SlotPool
 from kvbm.pools.object.pool import BlockObjects

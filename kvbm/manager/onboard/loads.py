@@ -253,7 +253,7 @@ class Loads:
         self._counters.missed_blocks += len(hashes) // HASH_BYTES - depth
         if depth:
             used = hashes[: depth * HASH_BYTES]
-            self._offloader.offer(namespace, Tier.HBM, used, 2, self._ledger.lacking, NO_PARENT, 0)
+            self._offloader.offer(namespace, Tier.HBM, used, 2, NO_PARENT, 0)
 
     # -- where blocks lie ---------------------------------------------------------------------------------------------
 
