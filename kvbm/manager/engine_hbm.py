@@ -5,7 +5,7 @@ routers where a prompt is warm, and no byte of them is ever read here. Between H
 pool's memory that they map (`pools/host/mapping.py`); everything colder is the manager's own affair, as ever.
 
     store     begin_store → workers fill the rows → end_store: checksums first, then the claim
-    acquire   begin_acquire → poll `done` → workers read the rows of `slots` → release
+    acquire   begin_acquire → `poll` → workers read the rows of `slots` → release
 
 Neither call waits: an engine's scheduler asks again at its next step. A store that is never ended keeps its rows, because a worker may
 still write them.

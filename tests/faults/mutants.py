@@ -498,14 +498,14 @@ def _clear_is_in_the_journal_alone(stack: ExitStack) -> None:
 
 
 def _requests_outlive_their_deadline(stack: ExitStack) -> None:
-    def done(self: Any) -> Any:
+    def poll(self: Any) -> Any:
         kept, self.deadline_s = self.deadline_s, float("inf")
         try:
-            return original.fget(self)
+            return original(self)
         finally:
             self.deadline_s = kept
 
-    original = _swap(stack, Acquiring, "done", property(done))
+    original = _swap(stack, Acquiring, "poll", poll)
 
 
 # -- the catalog --------------------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def has_come(asked: Acquiring) -> bool:
 
 
 def ask(asked: Acquiring) -> list[bool]:
-    return [asked.done for _ in range(3)]
+    return [asked.poll() for _ in range(3)]
 
 
 def keep(got: list[Any], call: Callable[..., object], *given: object) -> None:

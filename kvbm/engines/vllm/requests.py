@@ -98,13 +98,12 @@ class Ask(NamedTuple):
     finding: Finding | None = None
     elsewhere: Sequence[bytes] | None = None
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing is on its way to HOST any more."""
+    def poll(self) -> bool:
+        """Go on with what has come. Returns whether nothing is on its way to HOST any more."""
         if self.finding is not None and not self.finding.done:
             return False
         for _, _, acquiring in self.runs:  # noqa: SIM110  # a generator costs more, and this is asked at each step
-            if not acquiring.done:
+            if not acquiring.poll():
                 return False
         return True
 

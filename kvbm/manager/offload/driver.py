@@ -205,11 +205,13 @@ class OffloadDriver:
                     self._offloader.skip(verdict.why, hashes)  # nobody would know of it
                     return None
                 may_blocks = verdict.blocks if isinstance(verdict, Go) else 0
-                self._offloader.skip(Skipped.PARTIAL, objects.partial)
+                if objects.partial:
+                    self._offloader.skip(Skipped.PARTIAL, objects.partial)
                 if objects.later:
                     self._offloader.put_back(request._replace(hashes=objects.later))
-                self._offloader.skip(Skipped.BUDGET, objects.whole[may_blocks * HASH_BYTES :])
-                hashes = objects.whole[: may_blocks * HASH_BYTES]
+                hashes, beyond = objects.whole[: may_blocks * HASH_BYTES], objects.whole[may_blocks * HASH_BYTES :]
+                if beyond:
+                    self._offloader.skip(Skipped.BUDGET, beyond)
             copy = None
             if hashes:
                 copy = self._copies.begin(request.namespace, request.source, request.target, hashes)
