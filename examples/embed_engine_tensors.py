@@ -73,7 +73,7 @@ class Engine:
         for block in hashes[:held]:
             self.cache.move_to_end(block)  # used, so it leaves last
         acquiring = manager.begin_acquire(namespace.id, b"".join(hashes), WAIT_S, first=held)  # what follows our own
-        while not acquiring.done:  # never waits: an engine's scheduler asks again at its next step
+        while not acquiring.poll():  # never waits: an engine's scheduler asks again at its next step
             time.sleep(0.001)
         loaded = hashes[held : held + acquiring.depth]
         for block in hashes[held:]:

@@ -106,8 +106,8 @@ from kvbm.locate.watching import CatalogWatch
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.manager.load_meter import LoadMeter
-from kvbm.manager.loads import Prefix
-from kvbm.manager.offload_queue import Skipped
+from kvbm.manager.offload.admission import Skipped
+from kvbm.manager.onboard.loads import Prefix
 from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.stats import ManagerStats
 from kvbm.pools.base import ObjectStats

@@ -26,18 +26,18 @@ from kvbm.core.ids import (
 )
 from kvbm.core.policy import WriteBudget, WriteThrough
 from kvbm.locate.base import Found, Locator, Nowhere
-from kvbm.manager.event_writer import FrameSink
-from kvbm.manager.journal_retention import JournalRetention
-from kvbm.manager.lasting import LastingNamespaces
-from kvbm.manager.loads import Prefix
-from kvbm.manager.offload_queue import Offloader, PromptLimits
-from kvbm.manager.offsets import Offsets
+from kvbm.manager.copies.staging import Staging
+from kvbm.manager.copies.transfer import Pools
+from kvbm.manager.offload.queue import Offloader, PromptLimits
+from kvbm.manager.onboard.loads import Prefix
 from kvbm.manager.options import ManagerOptions
 from kvbm.manager.owned_hbm import Manager
-from kvbm.manager.prompt_samples import SampleSink
-from kvbm.manager.snapshot_policy import SnapshotPolicy
-from kvbm.manager.staging import Staging
-from kvbm.manager.transfer import Pools
+from kvbm.manager.record.event_writer import FrameSink
+from kvbm.manager.record.journal_retention import JournalRetention
+from kvbm.manager.record.offsets import Offsets
+from kvbm.manager.record.prompt_samples import SampleSink
+from kvbm.manager.record.snapshot_policy import SnapshotPolicy
+from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 from kvbm.pools.base import ObjectPool, PodPool, Proof, SlotPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.reference.ledger import Ledger
@@ -118,6 +118,7 @@ def make_manager(
         NATIVE,
         Offloader(
             {tier: WriteThrough() for tier in there},
+            ledger.lacking,
             queue_blocks,
             object_blocks=pools.object_blocks,
             limits=PromptLimits(slots),
@@ -135,7 +136,7 @@ def make_manager(
             run="a-run",
             has_stream=has_stream,
             budgets=budgets or {},
-            lasting=LastingNamespaces([NAMESPACE], all_may=True),
+            revisioned=RevisionedNamespaces([NAMESPACE], all_may=True),
         ),
     )
     if not by_hand:

@@ -17,9 +17,10 @@ from kvbm.config import Settings, load_settings
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import InstanceId, Namespace, SequenceHash, Tier, split_hashes
 from kvbm.erasure import manager as erasable
-from kvbm.manager import engine_hbm, salvage
+from kvbm.manager import engine_hbm
 from kvbm.manager.owned_hbm import Manager
-from kvbm.manager.salvage import Salvage
+from kvbm.manager.recovery import salvage
+from kvbm.manager.recovery.salvage import Salvage
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.nvme import stripes
 from kvbm.streams.journal.segments import segment_files

@@ -89,7 +89,7 @@ class OwningEngine:
         return self.awaited(acquiring, prompt, first)
 
     def awaited(self, acquiring: Acquiring, prompt: int, first: int = 0) -> Acquiring:
-        eventually(lambda: acquiring.done, "an acquiring is not done")
+        eventually(acquiring.poll, "an acquiring is not done")
         assert len(acquiring.slots) == acquiring.depth == sum(acquiring.hits.values())
         wanted = rows_of(hashes_of(prompt, first + acquiring.depth, start=first))
         assert np.array_equal(self.rows[acquiring.slots], wanted), "wrong bytes in HOST"

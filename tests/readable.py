@@ -9,7 +9,7 @@ from kvbm.assembly.readable import readable_parts
 from kvbm.core.backend import REFERENCE, Backend, NewFold
 from kvbm.core.columns import decode_columns
 from kvbm.core.fold import Residencies
-from kvbm.manager import recovery
+from kvbm.manager.recovery import journal_recovery
 from kvbm.replay import cli, state
 from kvbm.replay import diff as differences
 from kvbm.replay import export as exporting
@@ -55,6 +55,6 @@ def serve(source: Any, connect: Any, to: str, cluster: str, **more: Any) -> serv
 
 def recover(
     journal: Any, tier: Any, slots: int, pool_id: str, fold: NewFold = Residencies, **more: Any
-) -> recovery.Kept:
+) -> journal_recovery.Kept:
     """`recover`."""
-    return recovery.recover(journal, tier, slots, pool_id, fold, **more)
+    return journal_recovery.recover(journal, tier, slots, pool_id, fold, **more)

@@ -1,12 +1,15 @@
-"""What three trips of one block cost in Python: the files of kvbm it crosses, the calls, the threads.
+"""What trips of one block cost in Python: the files of kvbm it crosses, how often it comes back to one, the calls, the
+threads.
 
-python tools/trips.py               create → the catalog's index → its answer; NVME → HBM; create → an object in OBJECT
+python tools/trips.py               create → the catalog's index → its answers; NVME → HBM; create → an object in OBJECT,
+                                    also by way of HOST
 python tools/trips.py --root PATH   the same of another checkout, run by that checkout's own interpreter
 python tools/trips.py --calls       ... and every function with how often each trip calls it
 
 Everything runs in one process, with a nats-server beside it. Each trip is made several times. A call counts as often as
-every one of them made it, less what an idle time of the same length makes: timers drop out. Names are looked for in all
-of kvbm, so the program runs on any arrangement of its modules.
+every one of them made it, less what an idle time of the same length makes: timers drop out. A call from another file
+enters its file; what enters it after the first is a re-entry. Names are looked for in all of kvbm, so the program runs
+on any arrangement of its modules.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ BLOCK_BYTES = 65_536
 TRIPS = 7
 SETTLE_S = 0.5  # a trip is over then, whatever threads take part in it
 
-Call = tuple[str, str, str]  # thread, file, function
+Call = tuple[str, str, str, bool]  # thread, file, function, whether it comes from another file
 
 
 class Trip(NamedTuple):
@@ -58,7 +61,9 @@ class Recorder:
         code = frame.f_code
         if code.co_filename.startswith(self._root):
             thread = re.sub(r"[-_ ]*[0-9a-f]*\d+.*$", "", threading.current_thread().name) or "?"
-            self._calls[thread, code.co_filename[len(self._root) :], code.co_qualname] += 1
+            caller = frame.f_back
+            enters = caller is None or caller.f_code.co_filename != code.co_filename
+            self._calls[thread, code.co_filename[len(self._root) :], code.co_qualname, enters] += 1
 
     @contextmanager
     def on(self) -> Iterator[Counter[Call]]:
@@ -174,9 +179,13 @@ def to_the_catalog(recorder: Recorder, find: Callable[[str], Any], folder: Path)
             answer = client.lookup(namespace, blocks.hash_of(number))
             assert max(found.depth for found in answer.instances) == 1, answer
 
+        def ask_where(number: int) -> None:
+            assert client.route(namespace, blocks.hash_of(number), 16).instance
+
         return [
             Trip("create → the catalog's index", made),
             Trip("lookup → answer (HTTP)", measured(recorder, look)),
+            Trip("route → answer (HTTP)", measured(recorder, ask_where)),
         ]
 
 
@@ -207,13 +216,23 @@ def from_nvme(recorder: Recorder, find: Callable[[str], Any], folder: Path) -> l
             assert prefix.depth == 1, "the block did not reach NVME before the restart"
 
         whole = measured(recorder, bring)
-        readers = {thread for thread, file, _ in whole if "nvme" in file} | {threading.current_thread().name}
+        readers = {thread for thread, file, *_ in whole if "nvme" in file} | {threading.current_thread().name}
         until_read = Counter({call: count for call, count in whole.items() if call[0] in readers})
         return [Trip("NVME → HBM", until_read), Trip("... with its events in the journal", whole)]
 
 
 def to_objects(recorder: Recorder, find: Callable[[str], Any], folder: Path) -> list[Trip]:
-    """create of a block that is put into a store of objects, of a manager that offloads to no other tier."""
+    """create of a block that is put into a store of objects: from HBM, and by way of HOST."""
+    return [
+        Trip("create → OBJECT put", _to_objects(recorder, find, folder / "hbm", {})),
+        Trip(
+            "create → HOST → OBJECT put",
+            _to_objects(recorder, find, folder / "host", {"pools.host.slots": 64, "offload.host": "write_through"}),
+        ),
+    ]
+
+
+def _to_objects(recorder: Recorder, find: Callable[[str], Any], folder: Path, more: dict[str, Any]) -> Counter[Call]:
     import kvbm
 
     store = find("MemoryStore")()
@@ -224,6 +243,7 @@ def to_objects(recorder: Recorder, find: Callable[[str], Any], folder: Path) -> 
         "pools.hbm.device": "cpu",
         "pools.hbm.slots": 64,
         "offload.object": "write_through",
+        **more,
     }
     namespace = kvbm.Namespace(model="trip", revision="1", block_tokens=16)
     with kvbm.open_manager(kvbm.load_settings(flags=flags), [namespace], BLOCK_BYTES, object_pool=objects) as manager:
@@ -231,16 +251,17 @@ def to_objects(recorder: Recorder, find: Callable[[str], Any], folder: Path) -> 
         made = measured(recorder, blocks.create)
         assert len(store.objects) == TRIPS + 1, f"{len(store.objects)} objects of {TRIPS + 1} were put"
     objects.close()
-    return [Trip("create → OBJECT put", made)]
+    return made
 
 
 def table(trips: list[Trip]) -> Iterator[str]:
     """Rows for a page of Markdown."""
-    yield "| trip | files of kvbm | Python calls | threads |"
-    yield "|---|---|---|---|"
+    yield "| trip | files of kvbm | re-entries | Python calls | threads |"
+    yield "|---|---|---|---|---|"
     for trip in trips:
         files, threads = {call[1] for call in trip.calls}, {call[0] for call in trip.calls}
-        yield f"| {trip.name} | {len(files)} | {trip.calls.total()} | {len(threads)} |"
+        again = sum(count for call, count in trip.calls.items() if call[3]) - len(files)
+        yield f"| {trip.name} | {len(files)} | {again} | {trip.calls.total()} | {len(threads)} |"
 
 
 def main() -> int:
@@ -266,8 +287,8 @@ def main() -> int:
     print("\n".join(table(trips)))
     for trip in trips:
         print(f"\n{trip.name}: {', '.join(sorted({call[1] for call in trip.calls}))}")
-        for (thread, file, function), count in sorted(trip.calls.items()) if options.calls else ():
-            print(f"  {count:4}  {thread:16} {file}:{function}")
+        for (thread, file, function, enters), count in sorted(trip.calls.items()) if options.calls else ():
+            print(f"  {count:4}  {thread:16} {'→ ' if enters else '  '}{file}:{function}")
     return 0
 
 

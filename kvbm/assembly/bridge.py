@@ -24,7 +24,7 @@ from kvbm.config import Settings, SourceSettings, check_settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import UNKNOWN, Epoch, InstanceId, Reach, Tier
-from kvbm.manager.publisher_port import Publishing
+from kvbm.manager.record.publisher_port import Publishing
 from kvbm.safe_log import SafeLog
 from kvbm.streams.foreign.identity import Source
 from kvbm.streams.foreign.state import ForeignState

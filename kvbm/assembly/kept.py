@@ -12,8 +12,8 @@ from kvbm.core.backend import NewFold
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import Epoch, NamespaceId, Tier
 from kvbm.core.results import Recovered
-from kvbm.manager.recovery import Kept, recover
-from kvbm.manager.salvage import SalvagePlan
+from kvbm.manager.recovery.journal_recovery import Kept, recover
+from kvbm.manager.recovery.salvage import SalvagePlan
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.safe_log import SafeLog
 from kvbm.streams.journal.journal import Journal

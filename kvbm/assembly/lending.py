@@ -25,7 +25,7 @@ from kvbm.core.ids import InstanceId, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.core.peer_address import HOST_ALONE, PeerAddress
 from kvbm.files import make_folder
 from kvbm.manager.base import BlockManager
-from kvbm.manager.transfer import Pools
+from kvbm.manager.copies.transfer import Pools
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.safe_log import SafeLog

@@ -17,6 +17,7 @@ from kvbm.assembly.services import catalog_credentials, erasure_log, make_data_d
 from kvbm.assembly.start import OnStream, ask_stream, begin_epoch, epoch_in_catalog
 from kvbm.config import JournalSettings, NvmeSettings, ObjectSettings, Settings, check_settings
 from kvbm.core.arguments import check_namespaces
+from kvbm.core.backend import LedgerProtocol
 from kvbm.core.checks import check_plain_int, check_text, kind_of
 from kvbm.core.errors import (
     ArgumentTypeError,
@@ -31,19 +32,19 @@ from kvbm.erasure.watch import WatchOptions
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.locator import HttpLocator
 from kvbm.manager.base import BlockManager
+from kvbm.manager.copies.staging import Staging
+from kvbm.manager.copies.transfer import Pools
 from kvbm.manager.engine_hbm import EngineHbmManager
-from kvbm.manager.event_writer import FrameSink
-from kvbm.manager.fair_queue import FairQueue
-from kvbm.manager.journal_retention import DiskRetention, JournalRetention, MemoryRetention
-from kvbm.manager.lasting import LastingNamespaces
-from kvbm.manager.offload_queue import Offloader, PromptLimits
+from kvbm.manager.offload.fair_queue import FairQueue
+from kvbm.manager.offload.queue import Offloader, PromptLimits
 from kvbm.manager.options import ManagerOptions
 from kvbm.manager.owned_hbm import Manager
-from kvbm.manager.prompt_samples import Samples
-from kvbm.manager.publisher_port import Publishing
-from kvbm.manager.snapshot_policy import SnapshotPolicy
-from kvbm.manager.staging import Staging
-from kvbm.manager.transfer import Pools
+from kvbm.manager.record.event_writer import FrameSink
+from kvbm.manager.record.journal_retention import DiskRetention, JournalRetention, MemoryRetention
+from kvbm.manager.record.prompt_samples import Samples
+from kvbm.manager.record.publisher_port import Publishing
+from kvbm.manager.record.snapshot_policy import SnapshotPolicy
+from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 from kvbm.pools.base import ObjectPool
 from kvbm.pools.hbm.paged import PagedTensor
 from kvbm.safe_log import SafeLog
@@ -162,9 +163,9 @@ def _open_manager(
     if not namespaces and engine != JANITOR:
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
     check_settings(settings)
-    lasting = LastingNamespaces(namespaces, all_may=engine == JANITOR)
+    revisioned = RevisionedNamespaces(namespaces, all_may=engine == JANITOR)
     unused = _lasting_tiers(settings, object_pool)
-    if why := lasting.why(unused):
+    if why := revisioned.why(unused):
         log.warning("namespace.unnamed", tiers=unused, notice=why)
     settings = _without_lasting(settings, namespaces, engine)
     core = core or NATIVE_CORE
@@ -195,7 +196,7 @@ def _open_manager(
         on_stream = ask_stream(settings, instance, url, credentials) if url else OnStream()
         known = max(on_stream.epoch, epoch_in_catalog(settings, instance))
         folder = None if journal is None else instance_folder(settings)
-        watched = WatchedErasures(instance, on_stream.erasures, lasting, folder)
+        watched = WatchedErasures(instance, on_stream.erasures, revisioned, folder)
         pool_id, plan = begin_epoch(
             ledger, exchange.lock, settings, journal, pools, namespaces, engine, known, watched, core
         )
@@ -216,7 +217,7 @@ def _open_manager(
             pools,
             sink,
             backend,
-            _offloader(settings, pools, namespaces, lasting),
+            _offloader(settings, pools, revisioned, ledger),
             locator,
             ManagerOptions(
                 settings.onboard.wait_s,
@@ -232,7 +233,7 @@ def _open_manager(
                 salvage=plan,
                 lock=exchange.lock,
                 budgets=_budgets(settings),
-                lasting=lasting,
+                revisioned=revisioned,
                 unused=unused,
                 staging=Staging(
                     settings.offload.staging_bytes,
@@ -358,29 +359,26 @@ def _listed(pools: Pools) -> list[PoolStated]:
     return listed
 
 
-def _offloader(
-    settings: Settings, pools: Pools, namespaces: Sequence[Namespace], lasting: LastingNamespaces
-) -> Offloader:
+def _offloader(settings: Settings, pools: Pools, revisioned: RevisionedNamespaces, ledger: LedgerProtocol) -> Offloader:
     names = {Tier.HOST: settings.offload.host, Tier.NVME: settings.offload.nvme, Tier.OBJECT: settings.offload.object}
     there = {tier: True for tier in pools.slots} | ({Tier.OBJECT: True} if pools.object is not None else {})
     policies: dict[Tier, OffloadPolicy] = {
         tier: OFFLOAD_POLICIES[name]() for tier, name in names.items() if tier in there and name != NO_OFFLOAD
     }
-    fair = FairQueue(
-        {tenant: share.weight for tenant, share in settings.tenants.items()}, {n.id: n.tenant for n in namespaces}
-    )
+    fair = FairQueue({tenant: share.weight for tenant, share in settings.tenants.items()}, revisioned.tenants)
     slots = {tier: pool.slots for tier, pool in pools.slots.items()}
     every_block = max(_LEAST_QUEUE_BLOCKS, slots[Tier.HBM] + 2 * slots.get(Tier.HOST, 0))
     quotas = {share.tenant: share.quota_slots for share in _shares(settings, pools.slots[Tier.HBM].block_bytes)}
     return Offloader(
         policies,
+        ledger.lacking,
         settings.offload.queue_blocks or every_block,
         object_blocks=pools.object_blocks,
         fair=fair,
         engine_hbm=settings.pools.hbm.owner == "engine",
         limits=PromptLimits(slots, quotas),
         waiting_objects=max(_LEAST_QUEUE_BLOCKS, every_block // pools.object_blocks),
-        may_last=lasting.may,
+        may_last=revisioned.may,
     )
 
 

@@ -11,7 +11,7 @@ from kvbm.config import Settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import InstanceId, Namespace, Reach, Tier
 from kvbm.core.layout import blocks_of_object, pool_name, slots_in
-from kvbm.manager.transfer import Pools
+from kvbm.manager.copies.transfer import Pools
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.hbm.engine_owned import EngineHbm
 from kvbm.pools.hbm.paged import PagedTensor

@@ -20,8 +20,8 @@ from kvbm.core.results import Recovered
 from kvbm.erasure.record import Record, decoded
 from kvbm.erasure.start import WatchedErasures
 from kvbm.locate.parts import catalogs_at
-from kvbm.manager.salvage import SalvagePlan
-from kvbm.manager.transfer import Pools
+from kvbm.manager.copies.transfer import Pools
+from kvbm.manager.recovery.salvage import SalvagePlan
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.safe_log import SafeLog
 from kvbm.streams.journal.journal import Journal

@@ -10,12 +10,12 @@ from typing import NamedTuple, Protocol, assert_never, cast
 from kvbm.bridge.held import HeldLedger
 from kvbm.core.backend import LedgerProtocol
 from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.manager.event_writer import EventWriter
-from kvbm.manager.journal_retention import MemoryRetention
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.offsets import Offsets
-from kvbm.manager.publisher_port import PublisherPort, Publishing
-from kvbm.manager.snapshot_policy import SnapshotPolicy
+from kvbm.manager.record.event_writer import EventWriter
+from kvbm.manager.record.journal_retention import MemoryRetention
+from kvbm.manager.record.ledger_stream import LedgerStream
+from kvbm.manager.record.offsets import Offsets
+from kvbm.manager.record.publisher_port import PublisherPort, Publishing
+from kvbm.manager.record.snapshot_policy import SnapshotPolicy
 from kvbm.streams.base import Heartbeat, Position
 from kvbm.streams.foreign.blocks import Arrived, Emptied, Fact, Gained, Lost, Named
 from kvbm.streams.foreign.state import BeginEpoch

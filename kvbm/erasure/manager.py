@@ -53,7 +53,7 @@ class ErasableManager:
 
     def __init__(self, parts: ManagerParts) -> None:
         self._parts, self._stream, self._ledger, self._pools = parts, parts.stream, parts.stream.ledger, parts.pools
-        self._salvage, self._lasting, self._owns_hbm = parts.salvage, parts.lasting, parts.owns_hbm
+        self._salvage, self._revisioned, self._owns_hbm = parts.salvage, parts.revisioned, parts.owns_hbm
 
     @property
     def is_over(self) -> bool:
@@ -82,14 +82,19 @@ class ErasableManager:
     def hold_back(self, held_back: bool) -> None:
         """Serve nothing of tiers that outlive the process, or serve it again."""
         with self._stream.lock:
-            self._lasting.held_back = held_back
+            self._revisioned.held_back = held_back
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether `hold_back` is in force."""
+        return self._revisioned.held_back
 
     # -- what is held -------------------------------------------------------------------------------------------------
 
     def tenants(self) -> dict[NamespaceId, str]:
         """The namespaces this process was told of, and whose each is."""
         with self._stream.lock:
-            return dict(self._lasting.tenants)
+            return dict(self._revisioned.tenants)
 
     def held(self, tier: Tier) -> list[HeldRun]:
         """What a tier holds, by namespace; last what is of none that this process was told of: an earlier one
@@ -133,7 +138,7 @@ class ErasableManager:
     def unclaim(self, hashes: bytes) -> None:
         """The object pool has these no more: when they are used anew they are put anew."""
         with self._stream.lock:
-            self._parts.offloader.unclaim(hashes)
+            self._parts.offloader.claims.drop(hashes)
 
     def unname(self, namespaces: Iterable[NamespaceId]) -> None:
         """Heartbeats do not name these until they are used again."""

@@ -17,7 +17,7 @@ from kvbm.erasure.manager import ErasableManager
 from kvbm.erasure.record import Matcher, Record
 from kvbm.erasure.watch import ErasureWatch, Log, WatchOptions
 from kvbm.manager.base import ManagerParts
-from kvbm.manager.lasting import LastingNamespaces
+from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 from kvbm.safe_log import SafeLog
 
 log = SafeLog()
@@ -61,16 +61,16 @@ class WatchedErasures:
 
     Args:
         record: what is to be erased; None: the stream did not say.
-        lasting: the namespaces the engine names, and whose each is.
+        revisioned: the namespaces the engine names, and whose each is.
         folder: where the instance keeps its journal; None: it has none.
     """
 
     def __init__(
-        self, instance: InstanceId, record: Record | None, lasting: LastingNamespaces, folder: Path | None
+        self, instance: InstanceId, record: Record | None, revisioned: RevisionedNamespaces, folder: Path | None
     ) -> None:
-        self._instance, self._record, self._lasting = instance, record, lasting
+        self._instance, self._record, self._revisioned = instance, record, revisioned
         self._done = DoneErasures(None if folder is None else folder / DONE_FILE)
-        self._start = StartErasures(record or Record(), self._done, lasting.tenants)
+        self._start = StartErasures(record or Record(), self._done, revisioned.tenants)
         self._recovered = 0
 
     def kept(self, found: Sequence[Recovered]) -> list[Recovered]:
@@ -83,11 +83,11 @@ class WatchedErasures:
 
     def keeps(self, one: Recovered) -> bool:
         """Whether a block that an earlier process left may be held."""
-        return not self._lasting.must_not(one.namespace) and self._start.keeps(one)
+        return not self._revisioned.must_not(one.namespace) and self._start.keeps(one)
 
     def keeps_run(self, namespace: NamespaceId, hashes: bytes) -> np.ndarray:
         """The same, for each block of a run of one namespace."""
-        if self._lasting.must_not(namespace):
+        if self._revisioned.must_not(namespace):
             return np.zeros(len(hashes) // HASH_BYTES, dtype=bool)
         return self._start.keeps_run(namespace, hashes)
 

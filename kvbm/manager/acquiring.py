@@ -11,9 +11,9 @@ from contextlib import suppress
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_slots
 from kvbm.core.results import Match
-from kvbm.manager.copies import CopiesInFlight
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.loads import InFlightLoad, Loads, PlannedLoad, Waiter
+from kvbm.manager.copies.copies_in_flight import CopiesInFlight
+from kvbm.manager.onboard.loads import InFlightLoad, Loads, PlannedLoad, Waiter
+from kvbm.manager.record.ledger_stream import LedgerStream
 
 Sample = Callable[[NamespaceId, bytes, int], None]  # namespace, hashes and depth of a prompt that was asked for
 
@@ -26,8 +26,8 @@ class Acquiring:
     `EngineHbmManager.begin_acquire` makes one; one thread at a time uses it.
 
     Attributes:
-        depth: blocks of the run, from its first on, that lie in HOST now, pinned until `release`; final once done, as
-            all here.
+        depth: blocks of the run, from its first on, that lie in HOST now, pinned until `release`; final once `poll` has
+            said that it is over, as all here.
         hits: how many of them were found in each tier.
         predicted: blocks of the run, from its first on, that were said to be held: by the ledger, the pod's folder, or
             the catalog.
@@ -73,9 +73,11 @@ class Acquiring:
         """The HOST slot of each block."""
         return split_slots(self._slots)
 
-    @property
-    def done(self) -> bool:
-        """Whether it is over: nothing is under way any more, or the time is up. Never waits; ask again."""
+    def poll(self) -> bool:
+        """Go on with what has come, and begin what that makes possible. Never waits; ask again.
+
+        Returns: whether it is over: nothing is under way any more, or the time is up.
+        """
         if self._is_over:
             return True
         is_late = self._clock() >= self.deadline_s
@@ -109,7 +111,7 @@ class Acquiring:
         return True
 
     def release(self) -> None:
-        """Unpin the blocks. Before it is done this gives it up: copies under way end by themselves. Idempotent."""
+        """Unpin the blocks. Before it is over this gives it up: copies under way end by themselves. Idempotent."""
         with self._lock:
             if self._is_released:
                 return

@@ -46,27 +46,28 @@ from kvbm.core.events import EvictReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier, split_hashes
 from kvbm.core.results import HIGHEST_PRIORITY, Match
 from kvbm.locate.base import Locator
-from kvbm.manager.claim_watch import RUN_BYTES, ClaimWatch
 from kvbm.manager.closing import Closing
-from kvbm.manager.copies import CopiesInFlight, name_of, slots_held
-from kvbm.manager.event_writer import RUNS_A_TURN, EventWriter, FrameSink
-from kvbm.manager.host_passage import HostPassage
-from kvbm.manager.journal_retention import JournalRetention
-from kvbm.manager.lasting import LastingNamespaces
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.loads import Loads
-from kvbm.manager.offload_driver import OffloadDriver
-from kvbm.manager.offload_queue import Offloader
-from kvbm.manager.offsets import Offsets
+from kvbm.manager.copies.copies_in_flight import CopiesInFlight, name_of, slots_held
+from kvbm.manager.copies.staging import Staging
+from kvbm.manager.copies.transfer import Pools
+from kvbm.manager.copies.workers import Workers
+from kvbm.manager.counters import Counters
+from kvbm.manager.objects.claim_watch import RUN_BYTES, ClaimWatch
+from kvbm.manager.offload.driver import OffloadDriver
+from kvbm.manager.offload.host_transit import HostTransit
+from kvbm.manager.offload.queue import Offloader
+from kvbm.manager.onboard.loads import Loads
 from kvbm.manager.options import ManagerOptions
-from kvbm.manager.prompt_samples import Sampled
-from kvbm.manager.publisher_port import PublisherPort, Publishing
-from kvbm.manager.salvage import Salvage
-from kvbm.manager.staging import Staging
-from kvbm.manager.stats import Counters, ManagerStats
-from kvbm.manager.transfer import Pools
+from kvbm.manager.record.event_writer import RUNS_A_TURN, EventWriter, FrameSink
+from kvbm.manager.record.journal_retention import JournalRetention
+from kvbm.manager.record.ledger_stream import LedgerStream
+from kvbm.manager.record.offsets import Offsets
+from kvbm.manager.record.prompt_samples import Sampled
+from kvbm.manager.record.publisher_port import PublisherPort, Publishing
+from kvbm.manager.recovery.salvage import Salvage
+from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
+from kvbm.manager.stats import ManagerStats
 from kvbm.manager.used_namespaces import UsedNamespaces
-from kvbm.manager.workers import Workers
 from kvbm.pools.base import NamespaceBytes, ObjectStats
 from kvbm.streams import at_exit as leaving
 from kvbm.streams.base import Heartbeat, Load, Position
@@ -92,7 +93,7 @@ class ManagerParts(NamedTuple):
     port: PublisherPort
     retention: JournalRetention | None
     offloader: Offloader
-    lasting: LastingNamespaces
+    revisioned: RevisionedNamespaces
     used: UsedNamespaces
     salvage: Salvage
     checksums: ChecksumRows
@@ -138,8 +139,8 @@ class BlockManager:
         self._backend, self._offloader, self._ledger = backend, offloader, ledger
         self._wait_s, self._clock, self._wall_clock_ns = options.wait_s, options.clock, options.wall_clock_ns
         self._counters = Counters()
-        self._lasting, self._unused = options.lasting or LastingNamespaces(all_may=True), tuple(options.unused)
-        self._namespaces = UsedNamespaces(fields=self._lasting.fields, begun_with=list(self._lasting.fields))
+        self._revisioned, self._unused = options.revisioned or RevisionedNamespaces(all_may=True), tuple(options.unused)
+        self._namespaces = UsedNamespaces(fields=self._revisioned.fields, begun_with=list(self._revisioned.fields))
         self._samples = options.samples
         self._sampled_below = b"" if options.samples is None else options.samples.below
         self._disowners: list[Callable[[], None]] = []
@@ -163,7 +164,7 @@ class BlockManager:
         )
         self._ages = options.ages
         self._executor = options.executor or Workers(options.load_threads, f"kvbm-onboard-{instance}")
-        self._claims = ClaimWatch(self._stream, pools.object, offloader, options.clock)
+        self._claims = ClaimWatch(self._stream, pools.object, offloader.claims, options.clock)
         self._copies = CopiesInFlight(
             self._stream,
             pools,
@@ -171,7 +172,7 @@ class BlockManager:
             self._offsets,
             _staging(pools, options),
             self._executor,
-            offloader,
+            offloader.room_came,
             self._claims,
             self._counters,
             options.wait_s,
@@ -181,7 +182,7 @@ class BlockManager:
             self._copies,
             offloader,
             locator,
-            self._lasting,
+            self._revisioned,
             self._counters,
             self._claims,
             self._executor,
@@ -195,18 +196,18 @@ class BlockManager:
             self.publisher_port,
             options.retention,
             offloader,
-            self._lasting,
+            self._revisioned,
             self._namespaces,
             self._salvage,
             backend.checksums,
             self._owns_hbm,
         )
-        self._passage = HostPassage(self._stream, self._copies, offloader, self._writer, options)
+        self._transit = HostTransit(self._stream, self._copies, offloader, options.clock)
         self._offloads = OffloadDriver(
             self._stream,
             self._copies,
             offloader,
-            self._passage,
+            self._transit,
             self._claims,
             self._writer,
             self._counters,
@@ -290,7 +291,7 @@ class BlockManager:
         Raises: ArgumentTypeError: not a list of Namespace.
         """
         with self._lock:
-            _declare(check_namespaces(namespaces), self._lasting, self.pools, self._ledger, self._offloader)
+            _declare(check_namespaces(namespaces), self._revisioned, self.pools, self._ledger, self._offloader)
 
     def match(self, hashes: bytes, namespace: NamespaceId | None = None) -> Match:
         """The longest run this instance holds, and where, packed; pins nothing.
@@ -337,7 +338,7 @@ class BlockManager:
         check_tier(tier)
         check_run(hashes)
         _check_reason(reason)
-        with self._salvage.evicting(tier, hashes, reason, list(self._lasting.tenants)), self._lock:
+        with self._salvage.evicting(tier, hashes, reason, list(self._revisioned.tenants)), self._lock:
             self._stream.require_open()
             count = self._ledger.evict(tier, hashes, reason)
         self._stream.recorded()
@@ -444,7 +445,7 @@ class BlockManager:
             return f"{', '.join(map(name_of, silent))}: reads do not end; a miss until they do"
         if self.pools.object is not None and (away := self.pools.object.stats().away):
             return f"{away}; not used until it answers"
-        return self._lasting.why(self._unused)
+        return self._revisioned.why(self._unused)
 
     def applied(self) -> Offset:
         """The offset after the last event decided."""
@@ -590,7 +591,7 @@ class BlockManager:
                 return
         except TypeError:  # what has no hash is refused below
             pass
-        self._lasting.check(namespace)
+        self._revisioned.check(namespace)
 
     def _sample(self, namespace: NamespaceId, hashes: bytes, depth: int) -> None:
         """Offer a prompt, if it is one of those to be sampled."""
@@ -615,7 +616,7 @@ def _staging(pools: Pools, options: ManagerOptions) -> Staging:
 
 def _declare(
     namespaces: Sequence[Namespace],
-    lasting: LastingNamespaces,
+    revisioned: RevisionedNamespaces,
     pools: Pools,
     ledger: LedgerProtocol,
     offloader: Offloader,
@@ -624,7 +625,7 @@ def _declare(
 
     Under the ledger's lock.
     """
-    lasting.add(namespaces)
+    revisioned.add(namespaces)
     pools.declare(namespaces)
     offloader.declare(namespaces)
     for namespace in namespaces:

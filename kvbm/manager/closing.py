@@ -8,13 +8,13 @@ from concurrent.futures import Executor
 from contextlib import suppress
 
 from kvbm.core.ids import InstanceId, Tier
-from kvbm.manager.copies import CopiesInFlight
-from kvbm.manager.event_writer import EventWriter
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.loads import Loads
-from kvbm.manager.offload_driver import OffloadDriver
-from kvbm.manager.offload_queue import Offloader
-from kvbm.manager.publisher_port import PublisherPort
+from kvbm.manager.copies.copies_in_flight import CopiesInFlight
+from kvbm.manager.offload.driver import OffloadDriver
+from kvbm.manager.offload.queue import Offloader
+from kvbm.manager.onboard.loads import Loads
+from kvbm.manager.record.event_writer import EventWriter
+from kvbm.manager.record.ledger_stream import LedgerStream
+from kvbm.manager.record.publisher_port import PublisherPort
 from kvbm.safe_log import SafeLog
 
 log = SafeLog()

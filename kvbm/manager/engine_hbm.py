@@ -7,7 +7,7 @@ engine's workers copy, in rows of the HOST pool's memory that they map (`pools/h
 the manager's own affair, as ever.
 
     store     begin_store → workers fill the rows → end_store: checksums first, then the claim
-    acquire   begin_acquire → poll `done` → workers read the rows of `slots` → release
+    acquire   begin_acquire → `poll` → workers read the rows of `slots` → release
 
 Neither call waits: an engine's scheduler asks again at its next step. A store that is never ended keeps its rows,
 because a worker may still write them.
@@ -37,9 +37,9 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slot
 from kvbm.core.results import Copy, Match
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.base import BlockManager
-from kvbm.manager.chain_runs import ChainRun
-from kvbm.manager.finding import Finding
-from kvbm.manager.offload_queue import Skipped
+from kvbm.manager.offload.admission import Skipped
+from kvbm.manager.offload.chain_runs import ChainRun
+from kvbm.manager.onboard.finding import Finding
 from kvbm.pools.base import Proof
 from kvbm.safe_log import SafeLog
 
@@ -281,7 +281,7 @@ class EngineHbmManager(BlockManager):
             self._stream.require_open()
             run = ChainRun(bytes(count * HASH_BYTES), start)
             if self._offloader.passes_through(namespace, Tier.HOST, run, self._clock()):
-                room = self._passage.room()
+                room = self._transit.room()
             return max(0, min(count, room))
 
     def begin_store(
@@ -307,7 +307,7 @@ class EngineHbmManager(BlockManager):
             with self._lock:
                 self._stream.require_open()
                 self._stream.expire(self._clock())
-                self._offloader.offer(namespace, Tier.HBM, hashes, uses, self._ledger.lacking, parent, start)
+                self._offloader.offer(namespace, Tier.HBM, hashes, uses, parent, start)
                 wanted = self._wanted_in_host(namespace, hashes, uses, start)
                 copy = self._copies.begin(namespace, Tier.HBM, Tier.HOST, wanted, begun=begun) if wanted else None
                 if copy is not None:
@@ -444,7 +444,7 @@ class EngineHbmManager(BlockManager):
             return b""
         run, beyond = self._offloader.within(namespace, Tier.HOST, ChainRun(hashes, start))
         if beyond.hashes:
-            self._offloader.skip(Skipped.BEYOND, self._ledger.lacking(Tier.HOST, beyond.hashes))
+            self._offloader.skip(Skipped.BEYOND, self._offloader.lacking(Tier.HOST, beyond.hashes))
         return run.hashes
 
     def _end_unended(self, copy: Copy) -> None:
@@ -474,7 +474,7 @@ class EngineHbmManager(BlockManager):
                 self._counters.offloaded_blocks[Tier.HOST] += len(there) // HASH_BYTES
                 positions = dict(zip(blocks, (store.start + at for at in store.at), strict=True))
                 at = [positions[block] for block in split_hashes(there)]
-                self._offloader.offer_arrived(copy.namespace, Tier.HOST, there, at, self._ledger.lacking)
+                self._offloader.offer_arrived(copy.namespace, Tier.HOST, there, at)
         if not all(arrived):
             with suppress(OSError):
                 log.warning(

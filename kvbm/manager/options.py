@@ -11,13 +11,13 @@ from kvbm.core.ages import BlockAges
 from kvbm.core.backend import LockProtocol
 from kvbm.core.ids import Tier
 from kvbm.core.policy import WriteBudget
-from kvbm.manager.journal_retention import JournalRetention
-from kvbm.manager.lasting import LastingNamespaces
-from kvbm.manager.offsets import Offsets
-from kvbm.manager.prompt_samples import SampleSink
-from kvbm.manager.salvage import SalvagePlan
-from kvbm.manager.snapshot_policy import SnapshotPolicy
-from kvbm.manager.staging import Staging
+from kvbm.manager.copies.staging import Staging
+from kvbm.manager.record.journal_retention import JournalRetention
+from kvbm.manager.record.offsets import Offsets
+from kvbm.manager.record.prompt_samples import SampleSink
+from kvbm.manager.record.snapshot_policy import SnapshotPolicy
+from kvbm.manager.recovery.salvage import SalvagePlan
+from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 
 
 class ManagerOptions(NamedTuple):
@@ -38,7 +38,7 @@ class ManagerOptions(NamedTuple):
         has_stream: whether a publisher says how far the stream has come.
         staging: memory for copies that need a place between their ends; None: 64 MiB.
         budgets: how much may be written to tiers, for their endurance.
-        lasting: which namespaces may use tiers that outlive the process or are shared; None: all.
+        revisioned: which namespaces may use tiers that outlive the process or are shared; None: all.
         salvage: what NVME holds that is to be brought back.
         lock: around the ledger; None: a `threading.Lock`.
         ages: follows what is recorded; None: nobody counts how old blocks become.
@@ -60,7 +60,7 @@ class ManagerOptions(NamedTuple):
     has_stream: bool = False
     staging: Staging | None = None
     budgets: Mapping[Tier, WriteBudget] = {}
-    lasting: LastingNamespaces | None = None
+    revisioned: RevisionedNamespaces | None = None
     unused: Sequence[str] = ()
     salvage: SalvagePlan = SalvagePlan()
     lock: LockProtocol | None = None

@@ -12,7 +12,7 @@ from kvbm.core.errors import ArgumentValueError, KvbmError, LedgerError
 from kvbm.core.ids import HASH_BYTES, SLOT_BYTES, NamespaceId, Tier, split_slots
 from kvbm.core.results import TierCounts
 from kvbm.manager.base import BlockManager
-from kvbm.manager.loads import Prefix, Waiter
+from kvbm.manager.onboard.loads import Prefix, Waiter
 from kvbm.pools.hbm.pool import HbmPool
 from kvbm.safe_log import RateLimitedLog, SafeLog
 
@@ -170,7 +170,7 @@ class Manager(BlockManager):
                 raise self._named(error, given) from None
             self._namespaces.use(namespace)
             self._counters.created_blocks += len(given) // SLOT_BYTES
-            self._offloader.offer(namespace, Tier.HBM, hashes, 1, self._ledger.lacking, parent, start)
+            self._offloader.offer(namespace, Tier.HBM, hashes, 1, parent, start)
         self._stream.recorded()
         return split_slots(holders)
 

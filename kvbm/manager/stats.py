@@ -1,4 +1,4 @@
-"""What a manager counts, and what it says of itself in numbers."""
+"""What a manager says of itself in numbers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,9 @@ from typing import NamedTuple
 from kvbm.core.ages import TierAges
 from kvbm.core.ids import Tier
 from kvbm.core.results import ShareCounts, TierCounts
-from kvbm.manager.offload_queue import Skipped
+from kvbm.manager.offload.admission import Skipped
 from kvbm.pools.base import ObjectStats
 from kvbm.transport.peers import PeerStats
-
-
-class Counters:
-    """What has been counted since the start.
-
-    Under the manager's lock; the names are those of `ManagerStats`, which says what they mean.
-    """
-
-    def __init__(self) -> None:
-        self.created_blocks = self.missed_blocks = self.corrupt_blocks = self.verified_reads = 0
-        self.failed_copies = self.late_copies = self.peer_hits = self.peer_late_copies = 0
-        self.engine_duplicates = self.engine_surplus = self.engine_stores = self.short_allocations = 0
-        self.hit_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
-        self.offloaded_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
 
 
 class ManagerStats(NamedTuple):

@@ -32,7 +32,7 @@ from kvbm.core.errors import ConfigError
 from kvbm.core.hashing import derived_hashes
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, Tier
 from kvbm.locate.http import CatalogClient
-from kvbm.manager.loads import Prefix
+from kvbm.manager.onboard.loads import Prefix
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
 from kvbm.reports import check_report_path, write_report

@@ -19,8 +19,8 @@ import numpy as np
 import kvbm.assembly.start
 import kvbm.catalog.follow.instance_sequence as sequence_module
 import kvbm.manager.base as manager_module
-import kvbm.manager.copies as copies_module
-import kvbm.manager.workers as workers_module
+import kvbm.manager.copies.copies_in_flight as copies_module
+import kvbm.manager.copies.workers as workers_module
 import kvbm.reference.ledger as ledger_module
 import kvbm.streams.at_exit as leaving
 import kvbm.streams.journal.repair as repair_module
@@ -37,13 +37,13 @@ from kvbm.core.events import MigrateCause, ResidenciesListed, SnapshotEnded
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier
 from kvbm.core.results import Copy
 from kvbm.manager.acquiring import Acquiring
-from kvbm.manager.copies import CopiesInFlight
+from kvbm.manager.copies.copies_in_flight import CopiesInFlight
+from kvbm.manager.copies.transfer import Moved
+from kvbm.manager.copies.workers import Workers
 from kvbm.manager.engine_hbm import EngineHbmManager
-from kvbm.manager.loads import Loads
-from kvbm.manager.offsets import Offsets
-from kvbm.manager.transfer import Moved
+from kvbm.manager.onboard.loads import Loads
+from kvbm.manager.record.offsets import Offsets
 from kvbm.manager.used_namespaces import UsedNamespaces
-from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.nvme.generations import Generations
 from kvbm.pools.nvme.hints import SlotHints
@@ -502,14 +502,14 @@ def _clear_is_in_the_journal_alone(stack: ExitStack) -> None:
 
 
 def _requests_outlive_their_deadline(stack: ExitStack) -> None:
-    def done(self: Any) -> Any:
+    def poll(self: Any) -> Any:
         kept, self.deadline_s = self.deadline_s, float("inf")
         try:
-            return original.fget(self)
+            return original(self)
         finally:
             self.deadline_s = kept
 
-    original = _swap(stack, Acquiring, "done", property(done))
+    original = _swap(stack, Acquiring, "poll", poll)
 
 
 # -- the catalog -------------------------------------------------------------------------------------------------------

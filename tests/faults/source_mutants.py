@@ -48,7 +48,7 @@ _SEQUENCER, _SEQUENCE = "kvbm/catalog/follow/sequencer.py", "kvbm/catalog/follow
 _LIVENESS = "kvbm/catalog/members/liveness.py"
 _SQL_WRITER = "kvbm/catalog/follow/sql_writer.py"
 _SQL_CLAIMS, _NET_CLAIMS = "kvbm/catalog/sql/claims.py", "kvbm/catalog/sql/net_claims.py"
-_COPIES, _INDEX = "kvbm/manager/transfer.py", "native/src/cluster_index.cpp"
+_COPIES, _INDEX = "kvbm/manager/copies/transfer.py", "native/src/cluster_index.cpp"
 _INDEX_UPKEEP = "native/src/index_upkeep.cpp"
 _RECONCILE, _WITHDRAWAL = "kvbm/janitor/reconcile.py", "kvbm/janitor/withdrawal.py"
 _HOLDINGS, _LANE = "kvbm/janitor/holdings.py", "native/src/block_lane.cpp"
@@ -301,7 +301,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "begun_epoch_is_durable": SourceMutant(
         "an epoch's events after its first snapshot are durable when they are, or when a later epoch's snapshot is",
-        "kvbm/manager/offsets.py",
+        "kvbm/manager/record/offsets.py",
         "return self._whole > epoch or self._ends.get(epoch, Offset(0)) >= offset",
         "return self._whole >= epoch or self._ends.get(epoch, Offset(0)) >= offset",
         test="tests/unit/test_offsets.py::test_an_offset_that_never_was_written_counts_once_a_later_snapshot_is_whole",
@@ -541,7 +541,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "replacements_stay": SourceMutant(
         "who took the place of a stuck thread goes when that goes on",
-        "kvbm/manager/workers.py",
+        "kvbm/manager/copies/workers.py",
         'its replacement is one too many."""\n        with self._changed:\n            self._room -= 1\n',
         'its replacement is one too many."""\n        with self._changed:\n            pass\n',
         test="tests/integration/test_late_copies.py::test_who_took_the_place_of_a_stuck_thread_is_one_too_many_when_that_goes_on",
@@ -555,7 +555,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "deferred_is_charged": SourceMutant(
         "a run whose time has not come costs its tenant no turn",
-        "kvbm/manager/offload_queue.py",
+        "kvbm/manager/offload/queue.py",
         "        self._fair.spend(tenant, -blocks)\n",
         "",
         test="tests/unit/test_fair_queue.py::test_a_run_whose_time_has_not_come_costs_its_tenant_no_turn",
@@ -665,7 +665,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "late_reads_of_a_lender_count_as_those_of_its_file": SourceMutant(
         "a late read of an instance that lends counts apart from one of its file",
-        "kvbm/manager/copies.py",
+        "kvbm/manager/copies/copies_in_flight.py",
         "        return lender(InstanceId(copy.source)) if self.is_lent(copy) and isinstance(copy.source, str) else "
         "copy.source\n",
         "        return copy.source\n",
@@ -673,7 +673,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "stop_respects_the_pause_after_a_refusal": SourceMutant(
         "a close within the pause after a refused write tries once more",
-        "kvbm/manager/event_writer.py",
+        "kvbm/manager/record/event_writer.py",
         "if now_s < self._retry_s and published == self._published and not self._stopping:",
         "if now_s < self._retry_s and published == self._published:",
         test="tests/integration/test_manager_turns.py::test_a_close_within_the_pause_after_a_refusal_tries_once_more",

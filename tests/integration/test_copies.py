@@ -14,8 +14,8 @@ from kvbm._native import Arena, BlockIo, RowCopier, checksums
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier, pack_slots
 from kvbm.core.results import Copy
-from kvbm.manager.offsets import Offsets
-from kvbm.manager.transfer import Moved, Pools, RemoteSource, move
+from kvbm.manager.copies.transfer import Moved, Pools, RemoteSource, move
+from kvbm.manager.record.offsets import Offsets
 from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.memory import MemoryPool

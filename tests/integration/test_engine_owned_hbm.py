@@ -182,11 +182,11 @@ def test_a_request_released_before_it_is_done_pins_nothing_and_its_copies_end(tm
         one.store(1, 2)  # HOST has the first two
         gate = gated(one.manager)
         acquiring = one.manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6))
-        assert not acquiring.done
+        assert not acquiring.poll()
         assert gate.entered.wait(WAIT_S)
         assert (one.manager.stats().waiting_requests, pinned(one.manager)) == (1, 2)
         acquiring.release()
-        assert acquiring.done
+        assert acquiring.poll()
         assert (acquiring.depth, acquiring.slots) == (0, [])
         stats = one.manager.stats()
         assert (stats.waiting_requests, stats.late_slots, pinned(one.manager)) == (0, 8, 0)
@@ -205,7 +205,7 @@ def test_what_is_late_is_a_miss_and_what_came_counts(tmp_path: Path) -> None:
         one.store(1, 2)
         gate = gated(one.manager)
         acquiring = one.manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6))
-        assert gate.entered.wait(WAIT_S) and not acquiring.done
+        assert gate.entered.wait(WAIT_S) and not acquiring.poll()
         acquiring.deadline_s = 0.0  # its time is up
         one.awaited(acquiring, 1)
         assert (acquiring.depth, acquiring.hits) == (2, {Tier.HOST: 2})
@@ -225,7 +225,7 @@ def test_requests_for_the_same_blocks_wait_for_one_copy(tmp_path: Path) -> None:
         gate = gated(one.manager)
         three = [one.manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6)) for _ in range(3)]
         assert gate.entered.wait(WAIT_S)
-        assert not any(acquiring.done for acquiring in three)
+        assert not any(acquiring.poll() for acquiring in three)
         assert one.manager.stats().copies_in_flight == 1
         gate.opened.set()
         assert [one.awaited(acquiring, 1).hits for acquiring in three] == [
@@ -250,7 +250,7 @@ def test_who_waits_for_another_that_gives_up_goes_on_by_itself(tmp_path: Path) -
         first = one.manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6))
         second = one.manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6))
         first.release()  # its copy never began
-        assert not second.done  # a copy of its own now
+        assert not second.poll()  # a copy of its own now
         gate.opened.set()
         assert one.awaited(second, 1).hits == {Tier.NVME: 6}
         assert one.awaited(busy, 2).depth == 6
@@ -263,7 +263,7 @@ def test_nobody_waits_for_what_the_engine_itself_is_storing(tmp_path: Path) -> N
         store = one.begin_store(1, 4)
         assert store is not None
         acquiring = one.manager.begin_acquire(NAMESPACE.id, hashes_of(1, 4))
-        assert acquiring.done  # the store ends when the engine takes its next steps
+        assert acquiring.poll()  # the store ends when the engine takes its next steps
         assert acquiring.depth == 0
         one.manager.end_store(store, [True] * 4, one.fill(store))
         assert one.hits(1, 4) == {Tier.HOST: 4}
@@ -287,7 +287,7 @@ def test_neither_beginning_nor_polling_waits_for_whoever_is_asked(tmp_path: Path
         one.manager._loads.locator = locator
         acquiring = one.manager.begin_acquire(NAMESPACE.id, hashes_of(1, 4))
         assert locator.asked.wait(WAIT_S)
-        assert not acquiring.done
+        assert not acquiring.poll()
         acquiring.release()
         late = one.acquired(1, 4, wait_s=0.05)
         assert late.depth == 0
@@ -631,6 +631,7 @@ class Caller:
             self.end(store, 1.0)
         assert self.engine.manager.settle(WAIT_S)
         eventually(lambda: not self.engine.manager.stats().copies_in_flight, "copies do not end")
+        eventually(lambda: not self.engine.manager.stats().late_slots, "late copies do not end")
 
 
 @BOTH_CORES
@@ -675,7 +676,7 @@ def test_hashes_of_another_namespace_find_nothing_and_touch_nothing(tmp_path: Pa
             one.empty_host()
         before = one.manager.stats()
         acquiring = one.manager.begin_acquire(other.id, hashes_of(1, 6))
-        eventually(lambda: acquiring.done, "it waits for what is not its own")
+        eventually(acquiring.poll, "it waits for what is not its own")
         assert (acquiring.depth, acquiring.hits) == (0, {})
         acquiring.release()
         one.manager.refresh(hashes_of(1, 6), other.id)

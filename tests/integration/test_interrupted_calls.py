@@ -27,23 +27,16 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.config import load_settings
 from kvbm.core.errors import LedgerError
 from kvbm.core.ids import InstanceId, Tier
-from kvbm.manager import (
-    acquiring,
-    base,
-    closing,
-    copies,
-    engine_hbm,
-    event_writer,
-    ledger_stream,
-    loads,
-    offload_driver,
-    owned_hbm,
-)
+from kvbm.manager import acquiring, base, closing, engine_hbm, owned_hbm
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.base import BlockManager
+from kvbm.manager.copies.copies_in_flight import copies_in_flight
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
-from kvbm.manager.loads import Prefix
+from kvbm.manager.offload import driver
+from kvbm.manager.onboard import loads
+from kvbm.manager.onboard.loads import Prefix
 from kvbm.manager.owned_hbm import Manager
+from kvbm.manager.record import event_writer, ledger_stream
 from kvbm.pools.nvme import pool as nvme_pool
 from kvbm.pools.nvme.pool import NvmePool
 from tests.eventually import WAIT_S, eventually
@@ -113,7 +106,7 @@ def threads_of_managers() -> list[str]:
 
 
 def test_a_close_that_is_interrupted_anywhere_is_done_by_itself_or_by_the_next(tmp_path: Path) -> None:
-    files = files_of(base, closing, event_writer, ledger_stream, offload_driver)
+    files = files_of(base, closing, event_writer, ledger_stream, driver)
     number, where = 0, "at first"
     while where:
         number += 1
@@ -190,8 +183,8 @@ def test_a_step_of_a_close_that_fails_keeps_no_other_from_being_done(
         again.begin_acquire(NAMESPACE.id, hashes_of(1, 2)).release()
 
 
-ENGINE = files_of(acquiring, base, copies, engine_hbm, ledger_stream, loads)
-OWNER = files_of(base, copies, ledger_stream, loads, owned_hbm)
+ENGINE = files_of(acquiring, base, copies_in_flight, engine_hbm, ledger_stream, loads)
+OWNER = files_of(base, copies_in_flight, ledger_stream, loads, owned_hbm)
 
 
 def begun(tmp_path: Path) -> tuple[EngineHbmManager, OwningEngine]:
@@ -216,7 +209,7 @@ def has_come(asked: Acquiring) -> bool:
 
 
 def ask(asked: Acquiring) -> list[bool]:
-    return [asked.done for _ in range(3)]
+    return [asked.poll() for _ in range(3)]
 
 
 def keep(got: list[Any], call: Callable[..., object], *given: object) -> None:

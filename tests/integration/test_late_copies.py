@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
-import kvbm.manager.copies
-import kvbm.manager.workers
+import kvbm.manager.copies.copies_in_flight
+import kvbm.manager.copies.workers
 from kvbm.core.ids import HASH_BYTES, Tier
 from kvbm.core.policy import WriteBudget
-from kvbm.manager.offload_queue import Skipped
+from kvbm.manager.copies.staging import Staging
+from kvbm.manager.copies.workers import Workers
+from kvbm.manager.offload.admission import Skipped
 from kvbm.manager.owned_hbm import Manager
-from kvbm.manager.staging import Staging
-from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool
 from tests.eventually import eventually
 from tests.managers import (
@@ -79,7 +79,7 @@ def leave_late(manager: Manager, prompt: int) -> None:
 def test_who_took_the_place_of_a_stuck_thread_is_one_too_many_when_that_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvbm.manager.workers, "_IDLE_S", 3600.0)  # no thread ends for want of work
+    monkeypatch.setattr(kvbm.manager.copies.workers, "_IDLE_S", 3600.0)  # no thread ends for want of work
     workers, going_on, ending = Workers(1, "test"), threading.Event(), threading.Event()
 
     def stuck() -> threading.Thread:
@@ -132,7 +132,7 @@ class Stop(BaseException):
 def test_a_late_copy_counts_to_its_end_wherever_its_request_was_interrupted(
     monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    monkeypatch.setattr(kvbm.manager.workers, "_IDLE_S", 0.01)  # a thread ends when it has nothing to do
+    monkeypatch.setattr(kvbm.manager.copies.workers, "_IDLE_S", 0.01)  # a thread ends when it has nothing to do
     gate, replace, calls = Gate(Tier.NVME, "read"), Workers.replace_stuck, [0]
 
     def interrupted(workers: Workers) -> None:
@@ -325,7 +325,7 @@ def test_offloads_that_find_no_staging_are_skipped_and_requests_still_have_their
         serve(manager, 2, 4)
         assert gate.entered.wait(WAIT_S)  # one offload has the lane; a thread more would wait for it
         with manager._lock:
-            manager._offloader.offer(NAMESPACE.id, Tier.HBM, hashes_of(2, 4), 1, lambda tier, run: run)
+            manager._offloader.offer(NAMESPACE.id, Tier.HBM, hashes_of(2, 4), 1)
         assert manager.offload_one()
         assert manager.stats().skipped == {Skipped.STAGING: 4}
         prefix = manager.acquire(NAMESPACE.id, hashes_of(1, 4), wait_s=WAIT_S)
@@ -401,7 +401,7 @@ def wrap_now(refusing: type[Wrapped], pool: SlotPool, reach: str) -> SlotPool:
 def test_memory_that_a_copy_nobody_can_confirm_may_write_outlives_its_manager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvbm.manager.copies, "_unended", kept := [])
+    monkeypatch.setattr(kvbm.manager.copies.copies_in_flight, "_unended", kept := [])
 
     class Broken(Wrapped):
         breaks = False

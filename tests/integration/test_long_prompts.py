@@ -11,7 +11,7 @@ import pytest
 from kvbm import load_settings, open_manager
 from kvbm.assembly import NATIVE
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, Tier, split_hashes
-from kvbm.manager.offload_queue import Skipped
+from kvbm.manager.offload.admission import Skipped
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
 from kvbm.pools.memory import MemoryPool
@@ -190,8 +190,8 @@ def test_a_long_prompt_starves_no_other_tenant(tmp_path: Path) -> None:
                 assert room is not None
                 manager._ledger.create(namespace.id, Tier.HBM, NO_PARENT, 0, chain, room.slots)  # type: ignore[arg-type]
                 manager._ledger.unpin(Tier.HBM, room.slots)
-                manager._offloader.offer(namespace.id, Tier.HBM, chain, 1, manager._ledger.lacking, NO_PARENT, 0)
-            turns = [manager._offloader.next() for _ in range(2)]
+                manager._offloader.offer(namespace.id, Tier.HBM, chain, 1, NO_PARENT, 0)
+            turns = [manager._offloader.next(0.0) for _ in range(2)]
         assert {request.namespace for request in turns if request is not None} == {LONG.id, SHORT.id}
         with manager._lock:
             for request in turns:

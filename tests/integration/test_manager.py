@@ -17,7 +17,7 @@ from kvbm.core.errors import ArgumentValueError, LedgerError, PoolError
 from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import NO_PARENT, Namespace, Tier, split_hashes
-from kvbm.manager.loads import Prefix
+from kvbm.manager.onboard.loads import Prefix
 from kvbm.pools.base import ReadResult
 from kvbm.reference.ledger import Ledger
 from kvbm.streams.base import Position
@@ -125,7 +125,7 @@ def test_trouble_is_told_outside_the_lock(monkeypatch: pytest.MonkeyPatch) -> No
 
     objects = memory_objects(BLOCK_BYTES)
     with make_manager({Tier.HBM: 8}, objects=objects, locator=KnowsAll()) as manager:
-        monkeypatch.setattr("kvbm.manager.copies.log", SlowReader())
+        monkeypatch.setattr("kvbm.manager.copies.copies_in_flight.log", SlowReader())
         serve(manager, 1, 4)
     assert told == [("block.withdrawn", True)]
 

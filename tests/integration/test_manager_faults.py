@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import kvbm.manager.event_writer
+import kvbm.manager.record.event_writer
 import kvbm.pools.nvme.pool
 from kvbm.assembly import open_manager
 from kvbm.config import load_settings
@@ -21,10 +21,10 @@ from kvbm.core.errors import LedgerError
 from kvbm.core.events import InstanceStarted, InstanceStopped, StopReason
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Offset, Tier
-from kvbm.manager.event_writer import EventWriter
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.offsets import Offsets
-from kvbm.manager.publisher_port import PublisherPort
+from kvbm.manager.record.event_writer import EventWriter
+from kvbm.manager.record.ledger_stream import LedgerStream
+from kvbm.manager.record.offsets import Offsets
+from kvbm.manager.record.publisher_port import PublisherPort
 from kvbm.pools.base import ReadResult
 from kvbm.reference.ledger import Ledger
 from kvbm.streams.base import Position
@@ -259,7 +259,7 @@ def test_a_log_on_the_same_full_disk_does_not_end_the_writer(monkeypatch: pytest
 
             return write
 
-    monkeypatch.setattr(kvbm.manager.event_writer, "log", FullLog())
+    monkeypatch.setattr(kvbm.manager.record.event_writer, "log", FullLog())
     with make_manager({Tier.HBM: 4}, sink=Full()) as manager:
         serve(manager, 1, 4)
         eventually(manager.trouble, "the writer has not noticed")

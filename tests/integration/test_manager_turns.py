@@ -20,11 +20,11 @@ from kvbm.core.errors import JournalError
 from kvbm.core.events import Event, InstanceStarted, InstanceStopped, ResidenciesListed, SnapshotEnded, StopReason
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
-from kvbm.manager.journal_retention import DiskRetention
-from kvbm.manager.offsets import Offsets
 from kvbm.manager.owned_hbm import Manager
-from kvbm.manager.prompt_samples import Samples
-from kvbm.manager.snapshot_policy import SnapshotPolicy
+from kvbm.manager.record.journal_retention import DiskRetention
+from kvbm.manager.record.offsets import Offsets
+from kvbm.manager.record.prompt_samples import Samples
+from kvbm.manager.record.snapshot_policy import SnapshotPolicy
 from kvbm.streams.base import ORIGIN, Position, StreamState
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.journal.writer import JournalOptions

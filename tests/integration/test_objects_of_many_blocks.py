@@ -18,10 +18,10 @@ from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.core.policy import WriteBudget
 from kvbm.locate.base import Found
-from kvbm.manager.object_groups import groups_of
-from kvbm.manager.offload_queue import Skipped
+from kvbm.manager.copies.staging import Staging
+from kvbm.manager.objects.object_groups import groups_of
+from kvbm.manager.offload.admission import Skipped
 from kvbm.manager.owned_hbm import Manager
-from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, ObjectStats, Proof, ReadOutcome, ReadResult, SlotPool
 from kvbm.pools.object.pool import BlockObjects
 from kvbm.streams.memory import MemoryLog

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvbm.core.ids import Epoch, Offset
-from kvbm.manager.offsets import Offsets
+from kvbm.manager.record.offsets import Offsets
 from kvbm.streams.base import ORIGIN, Position
 
 ONE, TWO = Epoch(1), Epoch(2)

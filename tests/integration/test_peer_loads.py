@@ -17,7 +17,7 @@ from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Tier, 
 from kvbm.core.peer_address import PeerAddress
 from kvbm.core.reads import ReadOutcome, ReadResult
 from kvbm.locate.base import Found
-from kvbm.manager.copies import lender
+from kvbm.manager.copies.copies_in_flight import lender
 from kvbm.manager.owned_hbm import Manager
 from kvbm.streams.memory import MemoryLog
 from kvbm.transport.base import PeerRead, failed_read

@@ -125,7 +125,7 @@ def test_what_an_older_kvbm_kept_without_a_revision_is_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as older:
-        older.setattr("kvbm.manager.lasting.LastingNamespaces.may", lambda *_: True)
+        older.setattr("kvbm.manager.revisioned_namespaces.RevisionedNamespaces.may", lambda *_: True)
         with kvbm.open_manager(settings_of(tmp_path), [NAMED, UNNAMED], BLOCK_BYTES) as manager:
             hashes = create(manager, UNNAMED, 1)
             assert b"".join(manager.held(kvbm.Tier.NVME)) == hashes

@@ -380,7 +380,7 @@ LEFT = """
 import sys, threading, time
 from pathlib import Path
 from tests import nvme_volumes
-import kvbm.manager.salvage as salvage
+import kvbm.manager.recovery.salvage as salvage
 salvage._RUN_SLOTS = 2
 begins, ends = threading.Event(), threading.Event()
 def read(self, slots, real=salvage.Salvage._read):
@@ -419,8 +419,8 @@ import os, sys, time
 from pathlib import Path
 import structlog
 from tests import nvme_volumes
-from kvbm.manager.salvage import Salvage
-import kvbm.manager.salvage as salvage
+from kvbm.manager.recovery.salvage import Salvage
+import kvbm.manager.recovery.salvage as salvage
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
 salvage._RUN_SLOTS = 2
 salvage._MOVED_BLOCKS = 1

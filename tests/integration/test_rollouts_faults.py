@@ -16,9 +16,9 @@ from kvbm.core.errors import ConfigError, LedgerError, PoolError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Tier, split_hashes
 from kvbm.erasure.manager import ErasableManager
-from kvbm.manager import salvage
-from kvbm.manager.offsets import Offsets
-from kvbm.manager.salvage import Salvage
+from kvbm.manager.record.offsets import Offsets
+from kvbm.manager.recovery import salvage
+from kvbm.manager.recovery.salvage import Salvage
 from kvbm.pools.base import Proof
 from kvbm.pools.nvme import pool as nvme_pool
 from kvbm.pools.nvme import stripes

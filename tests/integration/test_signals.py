@@ -13,8 +13,8 @@ import pytest
 
 from kvbm.core.errors import LedgerError
 from kvbm.core.ids import NO_PARENT, Tier
-from kvbm.manager import loads
 from kvbm.manager.base import BlockManager
+from kvbm.manager.onboard import loads
 from tests.eventually import eventually
 from tests.managers import NAMESPACE, hashes_of, make_manager, serve
 from tests.owning_engines import OwningEngine, opened

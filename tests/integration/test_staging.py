@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvbm.manager.staging import Staging
+from kvbm.manager.copies.staging import Staging
 
 WAIT_S = 60.0
 

@@ -8,8 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbm.core.ids import Tier
-from kvbm.manager import salvage
-from kvbm.manager.workers import Workers
+from kvbm.manager.copies.workers import Workers
+from kvbm.manager.recovery import salvage
 from tests.eventually import eventually
 from tests.managers import NAMESPACE, hashes_of, make_manager, serve
 

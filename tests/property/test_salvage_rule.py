@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId
-from kvbm.manager.salvage import Judged, namespace_runs
+from kvbm.manager.recovery.salvage import Judged, namespace_runs
 
 NOBODY = bytes(HASH_BYTES)
 names = st.sampled_from([NOBODY, *(bytes([n]) * 15 + bytes([last]) for n in (1, 2) for last in (0, 9))])

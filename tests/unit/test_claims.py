@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvbm.core.codec import decode_frame
 from kvbm.core.events import BlocksEvicted, EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier
-from kvbm.manager.claims import Claimed, Claims
+from kvbm.manager.objects.claims import Claimed, Claims
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.base import ORIGIN
 from kvbm.streams.memory import MemoryLog

@@ -8,8 +8,9 @@ import random
 
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, Tier, split_hashes
 from kvbm.core.policy import SecondUse, WriteThrough
-from kvbm.manager.object_groups import Group, Groups, groups_of
-from kvbm.manager.offload_queue import Offloader, Skipped
+from kvbm.manager.objects.object_groups import Group, Groups, groups_of
+from kvbm.manager.offload.admission import Skipped
+from kvbm.manager.offload.queue import Offloader
 
 ONE = NamespaceId(b"1" * 16)
 K = 4
@@ -42,23 +43,23 @@ class Instance:
 
     def __init__(self, host: bool = True, objects: WriteThrough | SecondUse | None = None) -> None:
         policies = {Tier.OBJECT: objects or WriteThrough()} | ({Tier.HOST: WriteThrough()} if host else {})
-        self.queue = Offloader(policies, object_blocks=K)
         self.held = Held()
+        self.queue = Offloader(policies, self.held.lacking, object_blocks=K)
 
     def create(self, parent: bytes, start: int, run: bytes) -> None:
         self.held.add(Tier.HBM, run)
-        self.queue.offer(ONE, Tier.HBM, run, 1, self.held.lacking, parent, start)
+        self.queue.offer(ONE, Tier.HBM, run, 1, parent, start)
 
     def use(self, prompt: bytes) -> None:
-        self.queue.offer(ONE, Tier.HBM, prompt, 2, self.held.lacking, NO_PARENT, 0)
+        self.queue.offer(ONE, Tier.HBM, prompt, 2, NO_PARENT, 0)
 
     def arrive(self, run: bytes) -> None:
-        self.queue.offer(ONE, Tier.HOST, self.held.add(Tier.HOST, run), 1, self.held.lacking)
+        self.queue.offer(ONE, Tier.HOST, self.held.add(Tier.HOST, run), 1)
 
     def objects(self) -> list[bytes]:
         """What leaves for OBJECT now; what leaves for HOST arrives first."""
         found: list[bytes] = []
-        while (request := self.queue.next()) is not None:
+        while (request := self.queue.next(0.0)) is not None:
             if request.target == Tier.HOST:
                 self.arrive(request.hashes)
             else:
@@ -79,7 +80,7 @@ def test_a_prompt_that_was_found_goes_on_from_any_block() -> None:
     one.held.add(Tier.HBM, chain(0, 6))
     one.use(chain(0, 6))
     assert one.objects() == [chain(0, 4)]
-    one.queue.claimed(chain(0, 4))
+    one.queue.claims.add(chain(0, 4))
     one.create(chain(5, 1), 6, chain(6, 7))
     assert one.objects() == [chain(4, 4), chain(8, 4)]
 
@@ -104,7 +105,7 @@ def test_an_object_leaves_when_the_last_of_its_blocks_is_in_host_whatever_their_
         rng = random.Random(seed)
         one = Instance()
         one.create(NO_PARENT, 0, chain(0, 12))
-        while one.queue.next() is not None:
+        while one.queue.next(0.0) is not None:
             pass
         order = split_hashes(chain(0, 12))
         rng.shuffle(order)
@@ -124,10 +125,10 @@ def test_an_object_that_is_claimed_is_not_offered_again_until_it_proves_missing(
     one = Instance(host=False)
     one.create(NO_PARENT, 0, chain(0, 8))
     assert one.objects() == [chain(0, 4), chain(4, 4)]
-    one.queue.claimed(chain(0, 8))
+    one.queue.claims.add(chain(0, 8))
     one.use(chain(0, 8))
     assert one.objects() == []
-    one.queue.unclaim(chain(4, 4))
+    one.queue.claims.drop(chain(4, 4))
     one.use(chain(0, 8))
     assert one.objects() == [chain(4, 4)]
 
@@ -172,22 +173,22 @@ def test_who_waits_already_does_not_wait_twice() -> None:
 
 
 def test_a_run_to_objects_is_never_cut_inside_one() -> None:
-    queue = Offloader({Tier.OBJECT: WriteThrough()}, run_blocks=10, object_blocks=K)
     held = Held()
+    queue = Offloader({Tier.OBJECT: WriteThrough()}, held.lacking, run_blocks=10, object_blocks=K)
     held.add(Tier.HBM, chain(0, 40))
-    queue.offer(ONE, Tier.HBM, chain(0, 40), 1, held.lacking, NO_PARENT, 0)
+    queue.offer(ONE, Tier.HBM, chain(0, 40), 1, NO_PARENT, 0)
     runs = []
-    while (request := queue.next()) is not None:
+    while (request := queue.next(0.0)) is not None:
         runs.append(request.hashes)
     assert runs == [chain(at, 8) for at in range(0, 40, 8)]
 
 
 def test_an_object_larger_than_a_copy_is_carried_by_one_all_the_same() -> None:
-    queue = Offloader({Tier.OBJECT: WriteThrough()}, run_blocks=2, object_blocks=K)
     held = Held()
+    queue = Offloader({Tier.OBJECT: WriteThrough()}, held.lacking, run_blocks=2, object_blocks=K)
     held.add(Tier.HBM, chain(0, 8))
-    queue.offer(ONE, Tier.HBM, chain(0, 8), 1, held.lacking, NO_PARENT, 0)
-    assert [request[:4] for request in (queue.next(), queue.next()) if request is not None] == [
+    queue.offer(ONE, Tier.HBM, chain(0, 8), 1, NO_PARENT, 0)
+    assert [request[:4] for request in (queue.next(0.0), queue.next(0.0)) if request is not None] == [
         (ONE, Tier.HBM, Tier.OBJECT, chain(0, 4)),
         (ONE, Tier.HBM, Tier.OBJECT, chain(4, 4)),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvbm.core.ids import Epoch, Offset
-from kvbm.manager.offsets import Offsets
+from kvbm.manager.record.offsets import Offsets
 
 ONE, TWO, THREE = Epoch(1), Epoch(2), Epoch(3)
 

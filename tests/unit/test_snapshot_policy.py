@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.manager.snapshot_policy import (
+from kvbm.manager.record.snapshot_policy import (
     Asked,
     Began,
     BeginSnapshot,

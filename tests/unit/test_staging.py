@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from kvbm.manager import staging
-from kvbm.manager.staging import Staging
+from kvbm.manager.copies import staging
+from kvbm.manager.copies.staging import Staging
 
 
 def test_what_a_gpu_copies_through_is_registered_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ class LoadPlanner:
     @property
     def acquiring_requests(self) -> int:
         """Requests whose blocks are on their way to HOST."""
-        return sum(1 for state in self._requests.states.values() if state.ask is not None and not state.ask.done)
+        return sum(1 for state in self._requests.states.values() if state.ask is not None and not state.ask.poll())
 
     def matched(self, request: Any, computed_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded from HOST; None: ask again."""
@@ -214,7 +214,7 @@ class LoadPlanner:
 
         What has come short is asked for again, as far as it then reaches.
         """
-        if not ask.done:
+        if not ask.poll():
             self.is_asked_again = True
             return None
         if ask.finding is not None:
@@ -294,7 +294,7 @@ class LoadPlanner:
                     runs.append((group, begin, acquiring))
         tokens = end_tokens - computed_tokens if runs else 0
         ask = Ask(computed_tokens, hashes, self.gained, runs, tokens, elsewhere=elsewhere)
-        if len(runs) == 1 and runs[0][2].done and not runs[0][2].depth:
+        if len(runs) == 1 and runs[0][2].poll() and not runs[0][2].depth:
             self._tell(state, ask)
             runs[0][2].release()
             ask = ask._replace(runs=[], tokens=0)

@@ -11,7 +11,7 @@ from kvbm.engines.vllm.adapters import Adapters, Origin
 
 if TYPE_CHECKING:
     from kvbm.manager.acquiring import Acquiring
-    from kvbm.manager.finding import Finding
+    from kvbm.manager.onboard.finding import Finding
 
 _ASKS = 3  # an engine that has loaded an adapter says so with its next step
 
@@ -99,13 +99,12 @@ class Ask(NamedTuple):
     finding: Finding | None = None
     elsewhere: Sequence[bytes] | None = None
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing is on its way to HOST any more."""
+    def poll(self) -> bool:
+        """Go on with what has come. Returns whether nothing is on its way to HOST any more."""
         if self.finding is not None and not self.finding.done:
             return False
         for _, _, acquiring in self.runs:  # noqa: SIM110  # a generator costs more, and this is asked at each step
-            if not acquiring.done:
+            if not acquiring.poll():
                 return False
         return True
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import greenlet
 import msgspec
 
-import kvbm.manager.workers as workers_module
+import kvbm.manager.copies.workers as workers_module
 import kvbm.pools.nvme.pod as pod_module
 from kvbm.config import Settings
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
+from kvbm.manager.copies.workers import Workers
 from kvbm.manager.used_namespaces import UsedNamespaces
-from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome, ReadResult
 from kvbm.pools.nvme.sealing import SlotKeys
 from kvbm.pools.object.encryption import Sealing

@@ -151,7 +151,7 @@ class OwningEngine:
         begun = self._manager._copies.cancellations
         while True:
             cleared, is_late = self._manager._copies.cancellations > begun, self._clock_s() >= acquiring.deadline_s
-            if self._at_once(call, lambda: acquiring.done, points=3):
+            if self._at_once(call, acquiring.poll, points=3):
                 break
             if is_late:
                 raise Violation(f"a request of {self._process} goes on beyond its deadline")
@@ -313,7 +313,7 @@ class OwningEngine:
         """Nobody is given blocks of another namespace, by whatever hashes."""
         other = next(one.id for one in self._namespaces if one.id != namespace)
         acquiring = self._at_once(plain, self._manager.begin_acquire, other, hashes, 0.0)
-        if not acquiring.done or acquiring.depth:
+        if not acquiring.poll() or acquiring.depth:
             raise Violation(f"{self._process} got {acquiring.depth} blocks of another namespace")
         acquiring.release()
 

@@ -197,7 +197,7 @@ class _MixedUp:
     """The rows of one acquisition under the name of another."""
 
     def __init__(self, right: Any, wrong: Any) -> None:
-        self.hits, self.depth, self.done = right.hits, right.depth, right.done
+        self.hits, self.depth, self.poll = right.hits, right.depth, right.poll
         self.slots = wrong.slots
         self._both = right, wrong
 

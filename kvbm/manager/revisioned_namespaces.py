@@ -14,7 +14,7 @@ from kvbm.core.errors import ArgumentValueError
 from kvbm.core.ids import Namespace, NamespaceId
 
 
-class LastingNamespaces:
+class RevisionedNamespaces:
     """The namespaces of one instance that name a revision. Under the manager's lock.
 
     Args:
@@ -53,7 +53,7 @@ class LastingNamespaces:
                 self.refused.setdefault(namespace.model)
 
     def may(self, namespace: NamespaceId) -> bool:
-        """Whether its blocks may go to lasting tiers, and come from there."""
+        """Whether its blocks may go to such tiers, and come from there."""
         return not self.held_back and (self._all_may or namespace in self._may)
 
     def check(self, namespace: NamespaceId) -> None:

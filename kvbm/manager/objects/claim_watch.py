@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, split_hashes
-from kvbm.manager.claims import Claimed, Claims
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.object_groups import groups_of
-from kvbm.manager.offload_queue import Offloader
+from kvbm.manager.objects.claims import Claimed, Claims
+from kvbm.manager.objects.object_groups import groups_of
+from kvbm.manager.objects.own_claims import OwnClaims
+from kvbm.manager.record.ledger_stream import LedgerStream
 from kvbm.pools.base import ObjectPool
 
 RUN_BYTES = MAX_RUN_BLOCKS * HASH_BYTES
@@ -23,12 +23,13 @@ class ClaimWatch:
 
     Args:
         pool: the object pool; None: there is none.
+        own: what is not put again.
     """
 
     def __init__(
-        self, stream: LedgerStream, pool: ObjectPool | None, offloader: Offloader, clock: Callable[[], float]
+        self, stream: LedgerStream, pool: ObjectPool | None, own: OwnClaims, clock: Callable[[], float]
     ) -> None:
-        self._stream, self._pool, self._offloader, self._clock = stream, pool, offloader, clock
+        self._stream, self._pool, self._own, self._clock = stream, pool, own, clock
         self._claims = Claims() if pool is not None and pool.forgets else None
         self._look_s = self._idle_look_s = 0.0  # not before; not before while nothing is offloaded
 
@@ -45,7 +46,7 @@ class ClaimWatch:
     def lost(self, namespace: NamespaceId, objects: bytes, reason: EvictReason) -> None:
         """Withdraw the claims of whole objects, packed, that could not be read. Under the lock."""
         assert self._pool is not None
-        self._offloader.unclaim(objects)
+        self._own.drop(objects)
         self._stream.ledger.forget(Tier.OBJECT, namespace, objects, reason)
         if self._claims is not None:
             self._claims.drop(Claimed(namespace, hashes) for hashes in groups_of(objects, self._pool.blocks))
@@ -80,7 +81,7 @@ class ClaimWatch:
             if self._stream.ended:
                 return
             claims.drop(objects)
-            self._offloader.unclaim(hashes)
+            self._own.drop(hashes)
             for at in range(0, len(hashes), RUN_BYTES):
                 self._stream.ledger.forget(Tier.OBJECT, namespace, hashes[at : at + RUN_BYTES], EvictReason.MISSING)
         self._stream.recorded()

@@ -17,11 +17,11 @@ from kvbm.core.ages import BlockAges
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import JournalError
 from kvbm.core.ids import Epoch, Offset
-from kvbm.manager.journal_retention import JournalRetention, NoRetention
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.offsets import Offsets
-from kvbm.manager.publisher_port import PublisherPort
-from kvbm.manager.snapshot_policy import BeginSnapshot, Effect, Input, SnapshotPolicy, Stored, Ticked, WakeAt
+from kvbm.manager.record.journal_retention import JournalRetention, NoRetention
+from kvbm.manager.record.ledger_stream import LedgerStream
+from kvbm.manager.record.offsets import Offsets
+from kvbm.manager.record.publisher_port import PublisherPort
+from kvbm.manager.record.snapshot_policy import BeginSnapshot, Effect, Input, SnapshotPolicy, Stored, Ticked, WakeAt
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import ORIGIN, Position
 from kvbm.streams.journal.writer import FullError

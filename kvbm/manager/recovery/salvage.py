@@ -29,10 +29,10 @@ from kvbm.core.errors import KvbmError, PoolError
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, pack_slots, split_hashes, split_slots
 from kvbm.core.results import NOT_HELD, Recovered
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.offsets import Offsets
-from kvbm.manager.transfer import Pools
-from kvbm.manager.workers import Workers
+from kvbm.manager.copies.transfer import Pools
+from kvbm.manager.copies.workers import Workers
+from kvbm.manager.record.ledger_stream import LedgerStream
+from kvbm.manager.record.offsets import Offsets
 from kvbm.pools.nvme.pool import Headers, NvmePool
 from kvbm.safe_log import SafeLog
 

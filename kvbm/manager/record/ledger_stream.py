@@ -15,7 +15,7 @@ from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS
 from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.manager.snapshot_policy import Began, Dropped, Ended, Input
+from kvbm.manager.record.snapshot_policy import Began, Dropped, Ended, Input
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
 

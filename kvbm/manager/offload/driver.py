@@ -5,25 +5,37 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
+from typing import NamedTuple
 
 from kvbm.core.events import MigrateCause
-from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, SequenceHash, Tier, split_hashes
+from kvbm.core.ids import HASH_BYTES, SequenceHash, Tier, split_hashes
 from kvbm.core.results import Copy
-from kvbm.manager.claim_watch import ClaimWatch
-from kvbm.manager.copies import CopiesInFlight
-from kvbm.manager.event_writer import EventWriter
-from kvbm.manager.host_passage import HostPassage
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.object_groups import groups_of
-from kvbm.manager.offload_queue import Offloader, OffloadRequest, Skipped
+from kvbm.manager.copies.copies_in_flight import CopiesInFlight
+from kvbm.manager.copies.transfer import Moved
+from kvbm.manager.counters import Counters
+from kvbm.manager.objects.claim_watch import ClaimWatch
+from kvbm.manager.objects.object_groups import groups_of
+from kvbm.manager.offload.admission import Counts, Go, Leaving, Skip, Skipped, Verdict, Wait, admit
+from kvbm.manager.offload.host_transit import HostTransit
+from kvbm.manager.offload.queue import Offloader, OffloadRequest, Route
 from kvbm.manager.options import ManagerOptions
-from kvbm.manager.stats import Counters
-from kvbm.manager.transfer import Moved
+from kvbm.manager.record.event_writer import EventWriter
+from kvbm.manager.record.ledger_stream import LedgerStream
 from kvbm.safe_log import SafeLog
 
 log = SafeLog()
 
 _YIELD_S = 0.05  # an offload begins this much later at most, because requests wait for bytes
+
+
+class Objects(NamedTuple):
+    """The objects of a request, packed: those that one copy can carry, those not all of which is at the source, and
+    those that share blocks with the first and go with another copy.
+    """
+
+    whole: bytes
+    partial: bytes = b""
+    later: bytes = b""
 
 
 class OffloadDriver:
@@ -38,7 +50,7 @@ class OffloadDriver:
         stream: LedgerStream,
         copies: CopiesInFlight,
         offloader: Offloader,
-        passage: HostPassage,
+        transit: HostTransit,
         claims: ClaimWatch,
         writer: EventWriter,
         counters: Counters,
@@ -46,7 +58,7 @@ class OffloadDriver:
         options: ManagerOptions,
     ) -> None:
         self._stream, self._ledger, self._lock = stream, stream.ledger, stream.lock
-        self._copies, self._pools, self._offloader, self._passage = copies, copies.pools, offloader, passage
+        self._copies, self._pools, self._offloader, self._transit = copies, copies.pools, offloader, transit
         self._claims, self._writer, self._counters, self._foreground_idle = claims, writer, counters, foreground_idle
         self._budgets, self._clock, self._wait_s = options.budgets, options.clock, options.wait_s
         self._begun = 0  # requests taken from the queue and not over
@@ -69,7 +81,7 @@ class OffloadDriver:
         if self._stream.closing:
             return False
         with self._lock:
-            request = self._passage.next()
+            request = self._next()
             if request is None:
                 return False
             self._begun += 1
@@ -127,6 +139,39 @@ class OffloadDriver:
 
     # -- one offload --------------------------------------------------------------------------------------------------
 
+    def _next(self) -> OffloadRequest | None:
+        """The next request that can be carried out now. Under the lock."""
+        passed_over: set[Route] = set()
+        while (request := self._offloader.next(self._clock(), passed_over)) is not None:
+            if not request.passes_host:
+                return request  # admitted once there is memory for it
+            match self._admit(request, request.hashes):
+                case Skip(why):
+                    self._offloader.skip(why, request.hashes)
+                case Wait():
+                    self._offloader.defer(request)
+                    passed_over.add(request.route)
+                case Go():
+                    return request
+        return None
+
+    def _admit(self, request: OffloadRequest, hashes: bytes) -> Verdict:
+        """Whether some blocks of a request may leave now. Under the lock."""
+        passes, is_object, now_s = request.passes_host, request.target == Tier.OBJECT, self._clock()
+        ends_in = tuple(self._offloader.behind_host()) if passes else (request.target,)
+        takes_events = not (self._writer.refusal or self._ledger.overflowed)
+        return admit(
+            Leaving(
+                len(hashes) // HASH_BYTES,
+                self._pools.slots[request.source].block_bytes,
+                ends_in,
+                passes,
+                self._pools.object_blocks if is_object else 1,
+            ),
+            Counts(takes_events, self._transit.room(), self._transit.empties()) if passes else Counts(takes_events),
+            {tier: self._budgets[tier].left_bytes(now_s) for tier in ends_in if tier in self._budgets},
+        )
+
     def _offload(self, request: OffloadRequest) -> None:
         """Carry out a request, as far as journal, memory and budget allow."""
         lane = None
@@ -153,18 +198,21 @@ class OffloadDriver:
         with self._lock:
             if self._stream.closing:
                 return None
-            if request.target in DURABLE_TIERS and (self._writer.refusal or self._ledger.overflowed):
-                self._offloader.skip(Skipped.JOURNAL, request.hashes)  # nobody would know of it
-                return None
-            hashes, budget = request.hashes, self._budgets.get(request.target)
-            block_bytes = self._pools.slots[request.source].block_bytes
-            if request.target == Tier.OBJECT:
-                hashes = self._whole_objects(request)
-            if budget is not None:
-                unit = self._pools.object_blocks if request.target == Tier.OBJECT else 1
-                may_blocks = budget.left_bytes(self._clock()) // (unit * block_bytes) * unit
-                self._offloader.skip(Skipped.BUDGET, hashes[may_blocks * HASH_BYTES :])
-                hashes = hashes[: may_blocks * HASH_BYTES]
+            hashes = request.hashes
+            if not request.passes_host:
+                objects = self._whole_objects(request) if request.target == Tier.OBJECT else Objects(hashes)
+                verdict = self._admit(request, objects.whole)
+                if isinstance(verdict, Skip) and verdict.why == Skipped.JOURNAL:
+                    self._offloader.skip(verdict.why, hashes)  # nobody would know of it
+                    return None
+                may_blocks = verdict.blocks if isinstance(verdict, Go) else 0
+                if objects.partial:
+                    self._offloader.skip(Skipped.PARTIAL, objects.partial)
+                if objects.later:
+                    self._offloader.put_back(request._replace(hashes=objects.later))
+                hashes, beyond = objects.whole[: may_blocks * HASH_BYTES], objects.whole[may_blocks * HASH_BYTES :]
+                if beyond:
+                    self._offloader.skip(Skipped.BUDGET, beyond)
             copy = None
             if hashes:
                 copy = self._copies.begin(request.namespace, request.source, request.target, hashes)
@@ -177,7 +225,8 @@ class OffloadDriver:
                 self._count_left_out(request, hashes, copy)
             if copy is not None:
                 self._copies.begin_run(copy)
-                if budget is not None:
+                if (budget := self._budgets.get(request.target)) is not None:
+                    block_bytes = self._pools.slots[request.source].block_bytes
                     budget.spend(len(copy.hashes) // HASH_BYTES * block_bytes)
             return copy
 
@@ -188,54 +237,52 @@ class OffloadDriver:
             taken.update(split_hashes(one.hashes))
         if copy is not None:
             taken.update(split_hashes(copy.hashes))
-        lacking = split_hashes(self._ledger.lacking(request.target, hashes))
+        lacking = split_hashes(self._offloader.lacking(request.target, hashes))
         left = b"".join(block for block in lacking if block not in taken)
-        gone = self._ledger.lacking(request.source, left)
+        gone = self._offloader.lacking(request.source, left)
         self._offloader.skip(Skipped.GONE, gone)
         self._offloader.skip(Skipped.ROOM, left[len(gone) :])  # so many
 
-    def _whole_objects(self, request: OffloadRequest) -> bytes:
-        """Those objects of a request that one copy can carry now: all of each is at the source, and no two share a
-        block.
+    def _whole_objects(self, request: OffloadRequest) -> Objects:
+        """Which objects of a request one copy can carry now: all of each is at the source, and no two share a block.
 
-        The others are skipped, or wait for the next copy where they only share blocks. Under the lock.
+        Under the lock.
         """
-        k, unclaimed = self._pools.object_blocks, self._offloader.unclaimed(request.hashes)
+        k, unclaimed = self._pools.object_blocks, self._offloader.lacking(Tier.OBJECT, request.hashes)
         if k == 1:
-            return unclaimed
-        taken: list[bytes] = []
+            return Objects(unclaimed)
+        whole: list[bytes] = []
+        partial: list[bytes] = []
         later: list[bytes] = []
         seen: set[SequenceHash] = set()
         for group in groups_of(unclaimed, k):
             blocks = split_hashes(group)
-            if self._ledger.lacking(request.source, group) or len(set(blocks)) < k:
-                self._offloader.skip(Skipped.PARTIAL, group)
+            if self._offloader.lacking(request.source, group) or len(set(blocks)) < k:
+                partial.append(group)
             elif seen.isdisjoint(blocks):
                 seen.update(blocks)
-                taken.append(group)
-            elif group not in taken:
+                whole.append(group)
+            elif group not in whole:
                 later.append(group)
-        if later:
-            self._offloader.put_back(request._replace(hashes=b"".join(later)))
-        return b"".join(taken)
+        return Objects(b"".join(whole), b"".join(partial), b"".join(later))
 
     def _finish(self, request: OffloadRequest, copy: Copy, moved: Moved) -> None:
         """The bytes of an offload are in place, or will never be. Under the lock."""
         there = self._copies.arrived(copy, moved.arrived)
         if copy.target == Tier.OBJECT:
             there = self._claimable(copy, there)
-        self._copies.end(copy, there, MigrateCause.OFFLOAD, kept=self._passage.is_kept(copy, there))
+        self._copies.end(copy, there, MigrateCause.OFFLOAD, kept=self._transit.is_kept(copy, there))
         self._copies.settle_trouble(copy, moved)
         arrived = [block for block, ok in zip(split_hashes(copy.hashes), there, strict=True) if ok]
         packed = b"".join(arrived)
         self._counters.offloaded_blocks[copy.target] += len(arrived)
         if copy.target == Tier.OBJECT:
-            self._offloader.claimed(packed)
+            self._offloader.claims.add(packed)
             self._claims.seen(copy.namespace, groups_of(packed, self._pools.object_blocks))
         elif arrived:
             at = request.positions()
             positions = [at[block] for block in arrived]
-            self._offloader.offer_arrived(copy.namespace, copy.target, packed, positions, self._ledger.lacking)
+            self._offloader.offer_arrived(copy.namespace, copy.target, packed, positions)
 
     def _claimable(self, copy: Copy, stored: list[bool]) -> list[bool]:
         """Which blocks of a copy to OBJECT may be claimed: none of an object of which a block was cleared meanwhile.
@@ -248,6 +295,6 @@ class OffloadDriver:
         assert isinstance(copy.source, Tier)
         claimable: list[bool] = []
         for number, group in enumerate(groups_of(copy.hashes, k)):
-            is_whole = all(stored[number * k : (number + 1) * k]) and not self._ledger.lacking(copy.source, group)
+            is_whole = all(stored[number * k : (number + 1) * k]) and not self._offloader.lacking(copy.source, group)
             claimable += [is_whole] * k
         return claimable

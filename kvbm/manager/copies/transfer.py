@@ -19,7 +19,7 @@ from kvbm.core.errors import PoolError
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, Epoch, InstanceId, Namespace, Tier, split_hashes, split_slots
 from kvbm.core.results import Copy
-from kvbm.manager.offsets import Offsets
+from kvbm.manager.record.offsets import Offsets
 from kvbm.pools.base import ObjectPool, PodPool, Proof, ReadOutcome, ReadResult, SlotPool
 from kvbm.pools.hbm.pool import HbmPool
 from kvbm.pools.nvme.pool import NvmePool

@@ -2,9 +2,9 @@
 
 No thread, clock or bytes here: `OffloadDriver` drives it.
 
-What waits are runs of hashes (`manager/chain_runs.py`), 16 bytes a block and a little for each run, so a prompt of any
-length waits as a whole, in its order from the beginning. The blocks themselves stay where they are; what has left its
-tier when its turn comes is counted.
+What waits are runs of hashes (`manager/offload/chain_runs.py`), 16 bytes a block and a little for each run, so a prompt
+of any length waits as a whole, in its order from the beginning. The blocks themselves stay where they are; what has
+left its tier when its turn comes is counted.
 
 A tier that holds fewer blocks than a prompt has gets its beginning: what lies beyond would only push the beginning out.
 HOST is also the way to what is colder, so it takes as much as the largest tier behind it does.
@@ -15,35 +15,19 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from enum import StrEnum
 from typing import NamedTuple
 
 from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.policy import OTHERS, OffloadPolicy
-from kvbm.manager.chain_runs import NOWHERE, ChainRun, ChainRuns, pieces, stretches
-from kvbm.manager.fair_queue import FairQueue
-from kvbm.manager.object_groups import Group, Groups, groups_of
+from kvbm.manager.objects.object_groups import Group, Groups, groups_of
+from kvbm.manager.objects.own_claims import OwnClaims
+from kvbm.manager.offload.admission import Skipped
+from kvbm.manager.offload.chain_runs import NOWHERE, ChainRun, ChainRuns, pieces, stretches
+from kvbm.manager.offload.fair_queue import FairQueue
 
 _PASSING_S = 2.0  # after which nobody waits any more for room to pass through HOST
 
 Lacking = Callable[[Tier, bytes], bytes]  # which of a run's blocks a tier of this instance does not hold now
-
-
-class Skipped(StrEnum):
-    """Why blocks that a policy wanted in a colder tier were not offloaded.
-
-    Each is offered again when it is next used.
-    """
-
-    QUEUE = "queue"  # too many waited: the copies do not keep up with the engine
-    JOURNAL = "journal"  # it takes no events, so nobody would know of the blocks
-    STAGING = "staging"  # no memory for the copy became free
-    BUDGET = "budget"  # the device or store has been written enough for now
-    PARTIAL = "partial"  # not every block of the object is known or where it would be taken from
-    # So far from its prompt's beginning that the tier, or its tenant's part of it, cannot hold all before it
-    BEYOND = "beyond"
-    GONE = "gone"  # it had left the tier it was to be taken from when its turn came
-    ROOM = "room"  # everything in the tier is pinned or on its way
 
 
 class Route(NamedTuple):
@@ -59,6 +43,7 @@ class OffloadRequest(NamedTuple):
 
     Attributes:
         runs: the same blocks, with their positions.
+        passes_host: whether they only pass through HOST: it cannot hold all that is before them in their prompt.
     """
 
     namespace: NamespaceId
@@ -66,6 +51,7 @@ class OffloadRequest(NamedTuple):
     target: Tier
     hashes: bytes
     runs: tuple[ChainRun, ...] = ()
+    passes_host: bool = False
 
     @property
     def route(self) -> Route:
@@ -107,11 +93,12 @@ class Offloader:
     engine creates blocks one by one. Tenants take turns by their weights, and the routes of each; in a full queue, who
     has most for its weight makes room for who has less.
 
-    What goes to OBJECT is whole objects: see `manager/object_groups.py`. Each leaves once the tier it leaves from holds
-    all of it.
+    What goes to OBJECT is whole objects: see `manager/objects/object_groups.py`. Each leaves once the tier it leaves
+    from holds all of it.
 
     Args:
         policies: what each target tier that exists wants.
+        lacking: the ledger's.
         capacity_blocks: blocks that may wait.
         run_blocks: blocks one copy carries at most, or one object where that is more.
         object_blocks: k, blocks of an object.
@@ -123,14 +110,15 @@ class Offloader:
 
     Attributes:
         wanted: set when something waits; for the threads that carry it out, who clear it.
+        claims: objects that are not offered, because they were put.
     """
 
     def __init__(
         self,
         policies: dict[Tier, OffloadPolicy],
+        lacking: Lacking,
         capacity_blocks: int = 8192,
         run_blocks: int = 64,
-        remembered_claims: int = 1 << 20,
         object_blocks: int = 1,
         fair: FairQueue | None = None,
         engine_hbm: bool = False,
@@ -138,8 +126,8 @@ class Offloader:
         waiting_objects: int = 8192,
         may_last: Callable[[NamespaceId], bool] = lambda _: True,
     ) -> None:
-        self._policies = policies
-        self._capacity_blocks, self._remembered_claims = capacity_blocks, remembered_claims
+        self._policies, self._unheld = policies, lacking
+        self._capacity_blocks = capacity_blocks
         self._object_bytes = object_blocks * HASH_BYTES
         self._limits = limits or PromptLimits()
         self._run_bytes = {
@@ -160,7 +148,7 @@ class Offloader:
         self._reaches: dict[Tier, int | None] = {
             tier: self._reach(OTHERS, tier) for tier in Tier
         }  # of a tenant without a quota
-        self._claims: OrderedDict[SequenceHash, None] = OrderedDict()  # last blocks of objects this instance has put
+        self.claims = OwnClaims(object_blocks)
         self.wanted = threading.Event()
         self.waiting_blocks = 0
         self._waiting_from: Counter[Tier] = Counter()
@@ -176,7 +164,6 @@ class Offloader:
         tier: Tier,
         hashes: bytes,
         uses: int,
-        lacking: Lacking,
         parent: bytes = NO_PARENT,
         start: int | None = None,
     ) -> bool:
@@ -192,19 +179,17 @@ class Offloader:
         for source, target in self._feeds[tier, uses > 1]:
             if self._policies[target].wants(uses):
                 run = ChainRun(hashes, NOWHERE if start is None else start)
-                self._push_chain(Route(namespace, source, target), run, lacking, parent)
+                self._push_chain(Route(namespace, source, target), run, parent)
         if self._groups is not None and self._may_last(namespace):
             if start is not None:
-                self._offer_chain(self._groups, namespace, hashes, uses, lacking, parent, start)
+                self._offer_chain(self._groups, namespace, hashes, uses, parent, start)
             elif tier == self._objects_from:
-                self._offer_arrived(self._groups, hashes, lacking)
+                self._offer_arrived(self._groups, hashes)
         if self._routes:
             self.wanted.set()
         return bool(self._routes)
 
-    def offer_arrived(
-        self, namespace: NamespaceId, tier: Tier, hashes: bytes, positions: Sequence[int], lacking: Lacking
-    ) -> bool:
+    def offer_arrived(self, namespace: NamespaceId, tier: Tier, hashes: bytes, positions: Sequence[int]) -> bool:
         """Blocks have arrived in a tier by a copy: `offer`, of blocks whose positions in their chains are known, or
         NOWHERE.
 
@@ -220,13 +205,19 @@ class Offloader:
             run = ChainRun(hashes[begin * HASH_BYTES : end * HASH_BYTES], positions[begin])
             for source, target in self._feeds[tier, False]:
                 if self._policies[target].wants(1):
-                    self._push_chain(Route(namespace, source, target), run, lacking, b"")
+                    self._push_chain(Route(namespace, source, target), run, b"")
             begin = end
         if self._groups is not None and tier == self._objects_from:
-            self._offer_arrived(self._groups, hashes, lacking)
+            self._offer_arrived(self._groups, hashes)
         if self._routes:
             self.wanted.set()
         return bool(self._routes)
+
+    def lacking(self, tier: Tier, hashes: bytes) -> bytes:
+        """Those blocks of a run that a tier lacks now: that it does not hold, or of OBJECT the whole objects that were
+        not put.
+        """
+        return self.claims.lacking(hashes) if tier == Tier.OBJECT else self._unheld(tier, hashes)
 
     def within(self, namespace: NamespaceId, target: Tier, run: ChainRun) -> tuple[ChainRun, ChainRun]:
         """As much of a run as the target can hold together with all that is before it in its chain, and the rest."""
@@ -295,11 +286,11 @@ class Offloader:
         if self._groups is not None:
             self._groups.forget_waiting()
 
-    def _offer_arrived(self, groups: Groups, hashes: bytes, lacking: Lacking) -> None:
+    def _offer_arrived(self, groups: Groups, hashes: bytes) -> None:
         """Offer the objects that waited for these blocks, and have all of theirs now."""
         for block in split_hashes(hashes):
             for group in groups.arrived(block):
-                self._want_object(groups, group, lacking)
+                self._want_object(groups, group)
 
     def _offer_chain(
         self,
@@ -307,7 +298,6 @@ class Offloader:
         namespace: NamespaceId,
         hashes: bytes,
         uses: int,
-        lacking: Lacking,
         parent: bytes,
         start: int,
     ) -> None:
@@ -316,9 +306,9 @@ class Offloader:
         if not self._policies[Tier.OBJECT].wants(uses):
             return
         self.skip(Skipped.PARTIAL, lost)
-        if not whole or not (unclaimed := self.unclaimed(whole)):
+        if not whole or not (unclaimed := self.lacking(Tier.OBJECT, whole)):
             return
-        missing = lacking(self._objects_from, unclaimed)
+        missing = self.lacking(self._objects_from, unclaimed)
         if not missing:
             self._push_run(Route(namespace, self._objects_from, Tier.OBJECT), ChainRun(unclaimed), b"")
             return
@@ -327,12 +317,12 @@ class Offloader:
             if len(missing) == len(unclaimed):  # nothing is there yet, as after a prefill
                 self._await(groups, group, hashes)
             else:
-                self._want_object(groups, group, lacking)
+                self._want_object(groups, group)
 
-    def _want_object(self, groups: Groups, group: Group, lacking: Lacking) -> None:
-        if missing := lacking(self._objects_from, group.hashes):
+    def _want_object(self, groups: Groups, group: Group) -> None:
+        if missing := self.lacking(self._objects_from, group.hashes):
             self._await(groups, group, missing)
-        elif self.unclaimed(group.hashes):
+        elif self.lacking(Tier.OBJECT, group.hashes):
             self._push(Route(group.namespace, self._objects_from, Tier.OBJECT), ChainRun(group.hashes), b"")
 
     def _await(self, groups: Groups, group: Group, missing: bytes) -> None:
@@ -340,25 +330,6 @@ class Offloader:
         given_up = groups.watch(group, missing) if self._objects_from == Tier.HOST else [group]
         for other in given_up:
             self.skip(Skipped.PARTIAL, other.hashes)
-
-    def unclaimed(self, hashes: bytes) -> bytes:
-        """Those objects of a run of whole objects that this instance has not put, as far as it remembers."""
-        if not self._claims:
-            return hashes
-        objects = groups_of(hashes, self._object_bytes // HASH_BYTES)
-        return b"".join(group for group in objects if group[-HASH_BYTES:] not in self._claims)
-
-    def claimed(self, hashes: bytes) -> None:
-        """The object pool holds these whole objects; they are not offered to it again while this is remembered."""
-        for group in groups_of(hashes, self._object_bytes // HASH_BYTES):
-            self._claims[SequenceHash(group[-HASH_BYTES:])] = None
-        while len(self._claims) > self._remembered_claims:
-            self._claims.popitem(last=False)
-
-    def unclaim(self, hashes: bytes) -> None:
-        """The object pool turned out not to hold these blocks."""
-        for block in split_hashes(hashes):
-            self._claims.pop(block, None)
 
     def _targets(self, tier: Tier, again: bool) -> list[tuple[Tier, Tier]]:
         """From where to where blocks of a tier may go, created or arrived there, or used again."""
@@ -374,7 +345,7 @@ class Offloader:
             return [(Tier.HBM, target) for target in below]
         return [(Tier.HBM, Tier.HOST), *([(Tier.HOST, target) for target in below] if again else [])]
 
-    def _push_chain(self, route: Route, run: ChainRun, lacking: Lacking, parent: bytes) -> None:
+    def _push_chain(self, route: Route, run: ChainRun, parent: bytes) -> None:
         """Let those of a run's blocks wait that the target lacks and can hold; none where its namespace may not last
         there.
         """
@@ -382,10 +353,10 @@ class Offloader:
             return
         run, beyond = self.within(route.namespace, route.target, run)
         if beyond.hashes:
-            self.skip(Skipped.BEYOND, lacking(route.target, beyond.hashes))
+            self.skip(Skipped.BEYOND, self.lacking(route.target, beyond.hashes))
         if not run.hashes:
             return
-        wanted = self.unclaimed(run.hashes) if route.target == Tier.OBJECT else lacking(route.target, run.hashes)
+        wanted = self.lacking(route.target, run.hashes)
         if len(wanted) == len(run.hashes):
             self._push_run(route, run, parent)
             return
@@ -452,6 +423,11 @@ class Offloader:
         if not self._waiting[tenant]:
             del self._waiting[tenant], self._routes[tenant]
 
+    def room_came(self) -> None:
+        """A copy has ended: what waited for its room may go."""
+        if self.waiting_blocks:
+            self.wanted.set()
+
     def put_back(self, request: OffloadRequest) -> None:
         """What one copy could not carry, for the next one."""
         self._push_run(request.route, ChainRun(request.hashes), b"")
@@ -470,7 +446,7 @@ class Offloader:
         if hashes:
             self.skipped[why] += len(hashes) // HASH_BYTES
 
-    def next(self, passed_over: Collection[Route] = ()) -> OffloadRequest | None:
+    def next(self, now_s: float, passed_over: Collection[Route] = ()) -> OffloadRequest | None:
         """What has waited longest on the route whose turn it is, as long a run as a copy may carry;
 
         None when nothing waits.
@@ -493,4 +469,5 @@ class Offloader:
         hashes = b"".join(run.hashes for run in taken)
         self._count(tenant, route.source, -(len(hashes) // HASH_BYTES))
         self._fair.spend(tenant, len(hashes) // HASH_BYTES)
-        return OffloadRequest(route.namespace, route.source, route.target, hashes, taken)
+        passes = any(self.passes_through(route.namespace, route.target, run, now_s) for run in taken)
+        return OffloadRequest(route.namespace, route.source, route.target, hashes, taken, passes)

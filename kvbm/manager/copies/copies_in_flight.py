@@ -17,14 +17,13 @@ import numpy as np
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, SLOT_BYTES, InstanceId, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.results import Copy
-from kvbm.manager.claim_watch import ClaimWatch
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.offload_queue import Offloader
-from kvbm.manager.offsets import Offsets
-from kvbm.manager.staging import Staging
-from kvbm.manager.stats import Counters
-from kvbm.manager.transfer import Moved, Pools, RemoteSource, move
-from kvbm.manager.workers import Workers
+from kvbm.manager.copies.staging import Staging
+from kvbm.manager.copies.transfer import Moved, Pools, RemoteSource, move
+from kvbm.manager.copies.workers import Workers
+from kvbm.manager.counters import Counters
+from kvbm.manager.objects.claim_watch import ClaimWatch
+from kvbm.manager.record.ledger_stream import LedgerStream
+from kvbm.manager.record.offsets import Offsets
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.safe_log import SafeLog
@@ -44,6 +43,7 @@ class CopiesInFlight:
     Args:
         target: the tier that requests wait for blocks in.
         executor: carries out loads; threads of `Workers` are replaced while they are stuck.
+        on_room: called under the lock when a copy has ended, for what waits for its room.
         wait_s: the longest a copy waits until what its slots held is durably withdrawn.
 
     Attributes:
@@ -65,14 +65,14 @@ class CopiesInFlight:
         offsets: Offsets,
         staging: Staging,
         executor: Executor,
-        offloader: Offloader,
+        on_room: Callable[[], None],
         claims: ClaimWatch,
         counters: Counters,
         wait_s: float,
     ) -> None:
         self.target, self.staging, self.pools = target, staging, pools
         self._stream, self._ledger, self._lock = stream, stream.ledger, stream.lock
-        self._offsets, self._executor, self._offloader = offsets, executor, offloader
+        self._offsets, self._executor, self._on_room = offsets, executor, on_room
         self._claims, self._counters, self._wait_s = claims, counters, wait_s
         self.running: dict[int, Copy] = {}
         self.late: dict[int, Copy] = {}
@@ -253,8 +253,7 @@ class CopiesInFlight:
                 self._replaced.discard(copy.id)
                 self._executor.reclaim()
             self._of_peers.discard(copy.id)
-            if self._offloader.waiting_blocks:
-                self._offloader.wanted.set()  # what waited for this room
+            self._on_room()
             is_last = self._left_open and not self.running
             if is_last:
                 self._left_open = False

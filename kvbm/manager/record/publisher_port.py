@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvbm.core.ids import Epoch, InstanceId
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.prompt_samples import SampleSink
-from kvbm.manager.snapshot_policy import Asked, Input, Learned
+from kvbm.manager.record.ledger_stream import LedgerStream
+from kvbm.manager.record.prompt_samples import SampleSink
+from kvbm.manager.record.snapshot_policy import Asked, Input, Learned
 from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Position, StreamState
 
 

@@ -37,14 +37,14 @@ from kvbm.core.ids import (
 )
 from kvbm.core.results import Copy, Match
 from kvbm.locate.base import NOTHING_FOUND, Locator, Nowhere
-from kvbm.manager.claim_watch import ClaimWatch
-from kvbm.manager.copies import CopiesInFlight, lender
-from kvbm.manager.lasting import LastingNamespaces
-from kvbm.manager.ledger_stream import LedgerStream
-from kvbm.manager.offload_queue import Offloader
+from kvbm.manager.copies.copies_in_flight import CopiesInFlight, lender
+from kvbm.manager.copies.transfer import Moved, RemoteSource
+from kvbm.manager.counters import Counters
+from kvbm.manager.objects.claim_watch import ClaimWatch
+from kvbm.manager.offload.queue import Offloader
 from kvbm.manager.options import ManagerOptions
-from kvbm.manager.stats import Counters
-from kvbm.manager.transfer import Moved, RemoteSource
+from kvbm.manager.record.ledger_stream import LedgerStream
+from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 from kvbm.pools.base import ReadOutcome
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Load
@@ -144,7 +144,7 @@ class Loads:
         copies: CopiesInFlight,
         offloader: Offloader,
         locator: Locator,
-        lasting: LastingNamespaces,
+        revisioned: RevisionedNamespaces,
         counters: Counters,
         claims: ClaimWatch,
         executor: Executor,
@@ -152,7 +152,7 @@ class Loads:
     ) -> None:
         self._stream, self._ledger, self._lock = stream, stream.ledger, stream.lock
         self._copies, self._pools, self._target = copies, copies.pools, copies.target
-        self._offloader, self.locator, self._lasting = offloader, locator, lasting
+        self._offloader, self.locator, self._revisioned = offloader, locator, revisioned
         self._counters, self._claims, self._executor = counters, claims, executor
         self._wait_s, self._locate_s, self._threads = options.wait_s, options.locate_s, options.load_threads
         self.looks_beyond = any(one is not None for one in (copies.pools.object, copies.pools.pod, copies.pools.peers))
@@ -261,7 +261,7 @@ class Loads:
         self._counters.missed_blocks += len(hashes) // HASH_BYTES - depth
         if depth:
             used = hashes[: depth * HASH_BYTES]
-            self._offloader.offer(namespace, Tier.HBM, used, 2, self._ledger.lacking, NO_PARENT, 0)
+            self._offloader.offer(namespace, Tier.HBM, used, 2, NO_PARENT, 0)
 
     # -- where blocks lie ---------------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Loads:
                 continue
             tier = Tier(number)
             for first in range(at, end, _LOAD_BLOCKS):
-                if self._is_silent(tier) or (tier in DURABLE_TIERS and not self._lasting.may(waiter.namespace)):
+                if self._is_silent(tier) or (tier in DURABLE_TIERS and not self._revisioned.may(waiter.namespace)):
                     return planned, first
                 wanted = hashes[first * HASH_BYTES : min(first + _LOAD_BLOCKS, end) * HASH_BYTES]
                 self._note_others(wanted, waiter)
@@ -302,7 +302,7 @@ class Loads:
         if not self.looks_beyond:
             return []
         with self._lock:
-            if not self._lasting.may(waiter.namespace):
+            if not self._revisioned.may(waiter.namespace):
                 return []
         segments = self._seen_beyond(waiter, hashes, depth)
         planned: list[PlannedLoad] = []
@@ -349,7 +349,7 @@ class Loads:
     def _beyond(self, namespace: NamespaceId, hashes: bytes) -> bytes:
         found = np.full(len(hashes) // HASH_BYTES, _NOWHERE, dtype=np.uint8)
         with self._lock:
-            may = self._lasting.may(namespace)
+            may = self._revisioned.may(namespace)
         pool, pod = self._pools.object, self._pools.pod
         if may and pool is not None and pool.blocks == 1 and not self._is_silent(Tier.OBJECT):
             claimed = np.frombuffer(self.locator.claimed(pool.name, namespace, hashes, self._locate_s), dtype=np.uint8)
@@ -442,7 +442,7 @@ class Loads:
     def _compute_s(self, namespace: NamespaceId) -> float:
         """How long the engine takes to compute a block; 0: not known."""
         rate = self.load.prefill_tokens_per_s
-        return self._lasting.block_tokens.get(namespace, 0) / rate if rate > 0 else 0.0
+        return self._revisioned.block_tokens.get(namespace, 0) / rate if rate > 0 else 0.0
 
     # -- threads ------------------------------------------------------------------------------------------------------
 

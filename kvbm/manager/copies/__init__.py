@@ -1,0 +1,1 @@
+"""Copies between tiers, and how their bytes move."""

@@ -1,0 +1,1 @@
+"""Objects of several blocks, and what this instance claims of the object pool."""

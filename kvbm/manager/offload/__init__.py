@@ -1,0 +1,1 @@
+"""Which blocks go to a colder tier, when, and how."""
