@@ -40,7 +40,6 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("function", "kvbm/assembly/manager.py:_open_manager"): _WIRING,
     ("function", "kvbm/manager/base.py:BlockManager.__init__"): _WIRING,
     ("function", "kvbm/catalog/service.py:CatalogService.__init__"): _WIRING,
-    ("function", "kvbm/cli.py:_add_simulate"): _FLAGS,
     ("function", "kvbm/cli.py:_add_bench"): _FLAGS,
     ("C++ function", "native/bindings/cluster_index.cpp:bind_cluster_index"): _WIRING,
 }

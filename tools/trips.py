@@ -1,7 +1,7 @@
 """What trips of one block cost in Python: the files of kvbm it crosses, how often it comes back to one, the calls, the
 threads.
 
-python tools/trips.py               create → the catalog's index → its answers; NVME → HBM; create → an object in OBJECT,
+python tools/trips.py               create → the catalog's index → its answers; NVME → HBM; create → an object,
                                     also by way of HOST
 python tools/trips.py --root PATH   the same of another checkout, run by that checkout's own interpreter
 python tools/trips.py --calls       ... and every function with how often each trip calls it

@@ -190,7 +190,7 @@ class Exchange(NamedTuple):
             lending.server,
             lambda: namespaces if peers is None else peers.declared(),
             self.roots,
-            lambda: manager.publisher_port.fenced_by is not None or manager.parts.lasting.held_back,
+            lambda: manager.publisher_port.fenced_by is not None or manager.parts.revisioned.held_back,
             (lambda: None) if lending.rdma is None else lending.rdma.revoke,
         )
         opened.callback(lending.close)
