@@ -30,7 +30,7 @@ from kvbm.core.ids import InstanceId, Tier
 from kvbm.manager import acquiring, base, closing, engine_hbm, owned_hbm
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.base import BlockManager
-from kvbm.manager.copies.copies_in_flight import copies_in_flight
+from kvbm.manager.copies import copies_in_flight
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.manager.offload import driver
 from kvbm.manager.onboard import loads
