@@ -27,6 +27,7 @@ from kvbm.catalog.answers import prompts, routed  # noqa: E402
 from kvbm.catalog.edge import api, prompt_answers  # noqa: E402
 from kvbm.catalog.edge.api import openapi  # noqa: E402
 from kvbm.config import ENVIRONMENT_PREFIX, Settings, SourceSettings, TenantSettings, default_lines  # noqa: E402
+from kvbm.config.bounds import Bounds, bounds_of, shown  # noqa: E402
 from kvbm.core import answers  # noqa: E402
 from kvbm.core.ages import TierAges  # noqa: E402
 from kvbm.engines.vllm import numbers as vllm_numbers  # noqa: E402
@@ -112,13 +113,14 @@ def _sentence(text: str) -> str:
 
 
 class Setting(NamedTuple):
-    """One setting: its key, the kind of its value, its unit ("" where it has none), its default as TOML, its meaning."""
+    """One setting: its key, the kind of its value, its unit ("" where it has none), its default as TOML, its meaning, its bounds."""
 
     key: str
     kind: str
     unit: str
     default: str
     meaning: str
+    allowed: str
 
 
 def settings() -> Iterator[tuple[str, Described, list[Setting]]]:
@@ -140,16 +142,33 @@ def _tables(group: Any, prefix: str) -> Iterator[tuple[str, Described, list[Sett
 
 def _own(group: Any, prefix: str) -> list[Setting]:
     meanings = described(type(group)).meanings
-    kinds = get_type_hints(type(group))
     found = []
     for field in msgspec.structs.fields(type(group)):
         value = getattr(group, field.name)
         if isinstance(value, msgspec.Struct):
             continue
-        kind = _KINDS[getattr(kinds[field.name], "__name__", "")]
+        bounds = bounds_of(type(group))[field.name]
+        kind = _KINDS[bounds.kind.__name__]
         default = json.dumps(value, ensure_ascii=False)
-        found.append(Setting(f"{prefix}{field.name}", kind, _unit(field.name), default, meanings.get(field.name, "")))
+        found.append(
+            Setting(
+                f"{prefix}{field.name}",
+                kind,
+                _unit(field.name),
+                default,
+                meanings.get(field.name, ""),
+                _allowed(bounds),
+            )
+        )
     return found
+
+
+def _allowed(bounds: Bounds) -> str:
+    """What a value may be, as a cell; "" where it may be anything of its kind."""
+    ends = (("at least", bounds.least), ("above", bounds.above), ("at most", bounds.most))
+    words = [f"{word} {shown(end)}" for word, end in ends if end is not None]
+    words[:] = [", ".join(words)] if words else []
+    return " or ".join([*words, *(f"`{json.dumps(one)}`" for one in bounds.choice)])
 
 
 def _unit(name: str) -> str:
@@ -166,12 +185,15 @@ def settings_page() -> str:
                 f"`{one.key}`",
                 one.kind,
                 f"`{one.default}`",
+                one.allowed,
                 _sentence(one.meaning) + (f" In {one.unit}." if one.unit else ""),
             )
             for one in own
         ]
         title = f"`{key}`" if key else "Outermost"
-        parts.append(f"## {title}\n\n{_sentence(group.text)}\n\n{_table(('key', 'kind', 'default', 'meaning'), rows)}")
+        parts.append(
+            f"## {title}\n\n{_sentence(group.text)}\n\n{_table(('key', 'kind', 'default', 'allowed', 'meaning'), rows)}"
+        )
     return _page(
         "Settings",
         "Settings come from a TOML file (`--config`). Environment variables override the file. `--set KEY=VALUE` overrides both. "

@@ -84,7 +84,6 @@ from kvbm.terminal import say
 from kvbm_ledger import conflict
 
 if TYPE_CHECKING:
-    from kvbm.catalog.routing.cost import RoutingSettings
     from kvbm.catalog.service import Companion
 
 log = Remarks()
@@ -288,7 +287,6 @@ def run_catalog(
     Raises: ConfigError, StreamError, CatalogError, MissingExtraError: what does not answer, and what to do.
     """
     from kvbm.catalog.access.callers import AccessOptions
-    from kvbm.catalog.access.limits import LimitSettings
     from kvbm.catalog.edge.server import run
     from kvbm.catalog.service import ServiceSettings
 
@@ -323,9 +321,9 @@ def run_catalog(
                 tls_key=settings.catalog.tls_key,
                 tls_client_ca=settings.catalog.tls_client_ca,
             ),
-            limits=LimitSettings(**msgspec.structs.asdict(settings.catalog.limits)),
+            limits=settings.catalog.limits,
             companions=() if companion is None else (companion(settings, url, credentials),),
-            routing=routing_settings(settings),
+            routing=settings.catalog.routing,
             parts=parts_of(settings.catalog.parts),
             new_messages=NATIVE_MESSAGES,
         )
@@ -337,15 +335,6 @@ def run_catalog(
             lambda at: say(f"kvbm-catalog: {at} {follows}", to=sys.stderr),
         )
     return 0
-
-
-def routing_settings(settings: Settings) -> RoutingSettings:
-    """What a prompt costs at an instance, as `catalog.routing` has it."""
-    from kvbm.catalog.routing.cost import RoutingSettings
-
-    costs = msgspec.structs.asdict(settings.catalog.routing)
-    weights = msgspec.structs.asdict(settings.catalog.routing.tier_weights)
-    return RoutingSettings(**costs | {"tier_weights": {tier.upper(): weight for tier, weight in weights.items()}})
 
 
 def stream_of_catalog(settings: Settings, opened: ExitStack) -> tuple[str, Credentials]:

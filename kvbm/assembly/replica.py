@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.assembly.manager import catalog_clients, routing_settings, stream_credentials
+from kvbm.assembly.manager import catalog_clients, stream_credentials
 from kvbm.assembly.native import NATIVE, NATIVE_INDEX, NATIVE_MESSAGES
 from kvbm.config import Settings, check_settings
 from kvbm.core.errors import ConfigError
@@ -49,7 +49,7 @@ def open_replica(settings: Settings, name: str = "") -> CatalogReplica:
     replica = CatalogReplica(
         ReplicaSettings(
             cluster=settings.instance.cluster, connect_s=connect_s, liveness_s=catalog.liveness_s,
-            forget_s=catalog.forget_s, parts=parts, capacity=catalog.capacity, routing=routing_settings(settings),
+            forget_s=catalog.forget_s, parts=parts, capacity=catalog.capacity, routing=catalog.routing,
         ),
         lambda: ReadOnlyStream.follow(settings.nats.url, connect_s, credentials, NATIVE_MESSAGES),
         fetch if catalog.url else None,

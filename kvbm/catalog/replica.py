@@ -36,7 +36,7 @@ from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex, PlainApplie
 from kvbm.catalog.index.plain_frames import PlainRun
 from kvbm.catalog.members.absences import FORGET_S, Absences
 from kvbm.catalog.members.liveness import LIVENESS_S
-from kvbm.catalog.routing.cost import RoutingSettings
+from kvbm.config.settings import RoutingSettings
 from kvbm.core.answers import (
     LIMIT,
     MAX_HASHES,

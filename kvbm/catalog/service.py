@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeAlias, cast
 import msgspec
 
 from kvbm.catalog.access.callers import AccessOptions
-from kvbm.catalog.access.limits import LimitSettings
 from kvbm.catalog.answers.queries import Queries
 from kvbm.catalog.answers.watches import Cluster, Watches
 from kvbm.catalog.degraded import Degraded
@@ -37,9 +36,9 @@ from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex
 from kvbm.catalog.members.absences import FORGET_S
 from kvbm.catalog.members.liveness import LIVENESS_S
 from kvbm.catalog.put_bytes import PutBytes, put_bytes
-from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.route_sharing import RouteSharing
 from kvbm.catalog.sql.store import SqlStore
+from kvbm.config.settings import LimitSettings, RoutingSettings
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.backend import Backend
 from kvbm.core.errors import KvbmError
