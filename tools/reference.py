@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,13 +26,12 @@ from kvbm import catalog_cli, cli  # noqa: E402
 from kvbm.catalog.answers import prompts, routed  # noqa: E402
 from kvbm.catalog.edge import api, prompt_answers  # noqa: E402
 from kvbm.catalog.edge.api import openapi  # noqa: E402
+from kvbm.catalog.edge.metrics import ROWS  # noqa: E402
 from kvbm.config import ENVIRONMENT_PREFIX, Settings, SourceSettings, TenantSettings, default_lines  # noqa: E402
 from kvbm.config.bounds import Bounds, bounds_of, shown  # noqa: E402
 from kvbm.core import answers  # noqa: E402
-from kvbm.core.ages import TierAges  # noqa: E402
 from kvbm.engines.vllm import numbers as vllm_numbers  # noqa: E402
-from kvbm.telemetry.metrics import CatalogMetrics, CatalogNumbers  # noqa: E402
-from kvbm.telemetry.transfers import BYTES_PER_S, Transferred  # noqa: E402
+from kvbm.telemetry.metrics import CatalogMetrics  # noqa: E402
 from tools.python_page import python_page  # noqa: E402
 
 _NAMES = re.compile(r"^(?P<names>[a-z_]+(?:, [a-z_]+)*): (?P<text>.*)$")
@@ -218,27 +217,13 @@ class Metric(NamedTuple):
 
 
 def catalog_metrics() -> list[Metric]:
-    """What a catalog's /metrics has, from a scrape of numbers that are all 0."""
-    kinds = get_type_hints(CatalogNumbers)
-    filled: dict[str, Any] = {name: 0 for name in kinds}
-    filled |= {
-        "anomalies": {"rule": 0},
-        "residencies": {("instance", "tier"): 0},
-        "claims": {"pool": 0},
-        "index_bytes": {"part": 0},
-        "put_bytes": {"instance": (0, 0)},
-        "namespace_put_bytes": {"namespace": (0, 0)},
-        "transfers": {("transport", 0): Transferred([0] * (len(BYTES_PER_S) + 1))},
-        "misses": {("lookup", "not_held"): 0},
-        "ages": [TierAges()] * 3,
-    }
+    """What a catalog's /metrics has: the rows, and what is counted as requests come, from a scrape without rows."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    metrics = CatalogMetrics(lambda: CatalogNumbers(**filled), {})
+    found = [Metric(row.scraped, row.kind, row.labels, row.help) for row in ROWS]
+    metrics = CatalogMetrics((), None, {})
     metrics.count_request("caller", "passed")
-    text = metrics.exposition().decode()
-    found = []
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(metrics.exposition().decode()):
         if not family.samples or family.name.endswith("_created"):
             continue
         labels = {label: None for sample in family.samples for label in sample.labels if label != "le"}
@@ -279,7 +264,7 @@ def metrics_page() -> str:
     return _page(
         "Metrics",
         "Metrics are in Prometheus' text format. Which of them to watch: [Monitor](../monitor.md).\n\n"
-        "This page is generated from a scrape of the code.",
+        "This page is generated from `kvbm/catalog/edge/metrics.py`, `kvbm/telemetry/metrics.py` and `kvbm/engines/vllm/numbers.py`.",
         "## The catalog\n\nAt `/metrics` of `kvbm-catalog serve`.\n\n" + table(catalog_metrics()),
         "## Inside vLLM\n\nAt `/metrics` of `vllm serve`, with vLLM's labels `engine` and `model_name`. The same numbers are in vLLM's "
         "log line `KV Transfer metrics`.\n\n" + table(vllm_metrics()),
