@@ -30,7 +30,7 @@ from kvbm.catalog.index.cluster_index import (
 )
 from kvbm.catalog.index.lookup import lookup
 from kvbm.catalog.index.plain_frames import apply_plain
-from kvbm.catalog.routing.cost import RoutingSettings
+from kvbm.config.settings import RoutingSettings
 from kvbm.core.answers import LookupAnswer
 from kvbm.core.codec import decode_frame
 from kvbm.core.events import (

@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
 from kvbm.catalog.edge.api import MAX_BODY_BYTES
+from kvbm.catalog.edge.metrics import ROWS
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql.rows import InstanceStatus, StoreBatch
@@ -475,6 +476,8 @@ def test_metrics_parse_and_count(running: Running) -> None:
     assert found["kvbm_catalog_lookup_seconds_count"] == found["kvbm_catalog_route_seconds_count"] == 1
     assert found["kvbm_catalog_ready"] == 1
     assert found["kvbm_catalog_degraded"] == found["kvbm_catalog_digest_mismatches_total"] == 0
+    lines = running.client.metrics().splitlines()
+    assert [row.scraped for row in ROWS if f"# HELP {row.scraped} {row.help}" not in lines] == []
 
 
 def test_no_number_is_named_after_a_tenant(running: Running) -> None:

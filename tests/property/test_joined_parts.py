@@ -18,8 +18,8 @@ from kvbm.catalog.index.lenders import Lenders
 from kvbm.catalog.index.lent_blocks import LentBlocks
 from kvbm.catalog.index.lookup import locate, lookup, presence
 from kvbm.catalog.members.liveness import LastHeartbeat
-from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.router import CandidateNumbers, RoutingTask
+from kvbm.config import RoutingSettings
 from kvbm.core.answers import (
     MOST_LOAD_S,
     BlockAnswer,

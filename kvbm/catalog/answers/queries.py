@@ -26,10 +26,10 @@ from kvbm.catalog.index.lookup import left_out, locate, presence
 from kvbm.catalog.index.object_sizes import ObjectSizes
 from kvbm.catalog.members.ages_heard import AgesHeard
 from kvbm.catalog.members.liveness import Freshness
-from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.router import CandidateNumbers, Ranking, Router, RoutingTask
 from kvbm.catalog.routing.shared_routes import SharedRoutes
 from kvbm.catalog.routing.transfers import Transfers
+from kvbm.config.settings import RoutingSettings
 from kvbm.core.answers import (
     LIMIT,
     MAX_INSTANCES,

@@ -13,8 +13,8 @@ from kvbm.core.events import InstanceStarted, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
 
 if TYPE_CHECKING:
-    from kvbm.catalog.routing.cost import RoutingSettings
     from kvbm.catalog.routing.router import Router
+    from kvbm.config.settings import RoutingSettings
     from kvbm.core.answers import LookupAnswer
 
 
