@@ -11,7 +11,6 @@ from typing import Any, ClassVar, cast
 
 import msgspec
 import pytest
-from starlette.requests import Request
 from structlog.testing import capture_logs
 
 from kvbm.catalog.access.callers import Access, Caller
@@ -43,6 +42,9 @@ from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.locate.http import CatalogClient
 from kvbm.remarks import Seldom
 from kvbm.workload.catalog_view import wait_applied
+from tests.extras import needed
+
+Request = needed("starlette.requests", "catalog").Request
 
 
 def test_limits_are_those_of_the_settings() -> None:
