@@ -178,7 +178,7 @@ REFUSALS = {
     "connection_replaced": "connections ended for others",
     "connection_unread": "connections ended: answers were not taken",
 }
-MISSED_QUESTIONS = ("lookup", "route", "presence", "block", "watch")
+MISSED_QUESTIONS = ("lookup", "route", "presence", "find", "block", "watch")
 _MOST_CALLERS = 1024
 _OTHER_CALLERS = "(others)"
 
@@ -297,7 +297,7 @@ class _Numbers(Collector):
         yield of_namespaces
         missed = CounterMetricFamily(
             "kvbm_catalog_prompts_missed",
-            "Lookups, routes, questions of presence and of blocks, and watches that found nothing, by why: no_full_block, namespace_unknown, hashes_short, excluded, not_held.",
+            "Lookups, routes, questions of presence, of what can be read and of blocks, and watches that found nothing, by why: no_full_block, namespace_unknown, hashes_short, excluded, not_held.",
             labels=["question", "why"],
         )
         for question in MISSED_QUESTIONS:
