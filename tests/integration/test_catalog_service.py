@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import urllib3
 from openapi_spec_validator import validate as validate_openapi
-from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
@@ -42,8 +41,11 @@ from kvbm.reference.ledger import Ledger
 from kvbm.streams.nats.stream import NatsStream
 from tests.catalog_site import HASHES, OTHER, POOLS, SPACE, TOKENS, Instance, Running, run_catalog
 from tests.eventually import WAIT_S, eventually
+from tests.extras import needed
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.servers import free_port, nats_server
+
+text_string_to_metric_families = needed("prometheus_client.parser", "catalog").text_string_to_metric_families
 
 FOR_EVER_S = 3600.0  # whoever was heard once is live for the whole test
 SERVED_S = 5.0  # how long a catalog waits for a position at most

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, cast
 
 import msgspec
 import pytest
-from starlette.requests import Request
 from structlog.testing import capture_logs
 
 from kvbm.catalog.access.callers import Access, Caller
@@ -42,6 +41,9 @@ from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.locate.http import CatalogClient
 from kvbm.safe_log import RateLimitedLog
 from kvbm.workload.catalog_view import wait_applied
+from tests.extras import needed
+
+Request = needed("starlette.requests", "catalog").Request
 
 
 def test_a_bucket_lets_a_burst_through_and_then_the_rate() -> None:

@@ -167,7 +167,7 @@ class Queries:
         pools = self._index.prefixes(key, hashes, 0, ()).pools
         wanted = Wanted(key, hashes[first * HASH_BYTES :], asker, topology, min(limit, MAX_PEERS), only)
         peers = self._lenders.find(self._index, wanted, lambda one: self.visibility.instance(caller, one))
-        return FindAnswer(
+        found = FindAnswer(
             namespace=shown,
             blocks=len(hashes) // HASH_BYTES,
             pools=[
@@ -176,6 +176,7 @@ class Queries:
             peers=[self._suspected_if_behind(one, one.instance) for one in peers],
             view_age_s=self.view_age_s(),
         )
+        return self.misses.find(found, self._index, key, wanted.hashes, caller, asked)
 
     def finds_encoded(self, asked: PromptBatch, caller: Caller = EMBEDDED) -> bytes:
         """The answers to several questions of what can be read, one behind the other in the binary form."""

@@ -19,7 +19,7 @@ from kvbm.telemetry.metrics import COUNTER, GAUGE, HISTOGRAM, Buckets, Labelled,
 from kvbm.telemetry.transfers import BYTES_PER_S
 
 _MOST_NAMESPACES = 64  # clients choose them, so a label for each would be one for every tenant there ever was
-MISSED_QUESTIONS = ("lookup", "route", "presence", "block", "watch")
+MISSED_QUESTIONS = ("lookup", "route", "presence", "find", "block", "watch")
 
 
 def _lag_s(at: CatalogService) -> float:
@@ -377,7 +377,7 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
     MetricRow(
         "prompts_missed",
         COUNTER,
-        "Lookups, routes, questions of presence and of blocks, and watches that found nothing, by why: no_full_block, "
+        "Lookups, routes, questions of presence, of what can be read and of blocks, and watches that found nothing, by why: no_full_block, "
         "namespace_unknown, hashes_short, excluded, not_held.",
         _missed,
         ("question", "why"),
