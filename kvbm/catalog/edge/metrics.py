@@ -377,8 +377,8 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
     MetricRow(
         "prompts_missed",
         COUNTER,
-        "Lookups, routes, questions of presence, of what can be read and of blocks, and watches that found nothing, by why: no_full_block, "
-        "namespace_unknown, hashes_short, excluded, not_held.",
+        "Lookups, routes, questions of presence, of what can be read and of blocks, and watches that found nothing, by "
+        "why: no_full_block, namespace_unknown, hashes_short, excluded, not_held.",
         _missed,
         ("question", "why"),
     ),
