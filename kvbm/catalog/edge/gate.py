@@ -1,17 +1,15 @@
-"""Before any handler: who asks, and whether one of that role may ask this at all.
-
-What is not listed is for operators alone.
-"""
+"""Before any handler: who asks, and the refusals 401 and 403 where `access.judge` says so."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import msgspec
 
 from kvbm.catalog.access.callers import Access, Caller
+from kvbm.catalog.access.judge import PASSED
+from kvbm.catalog.access.limits import JUDGED
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
 
 CALLER = "kvbm.caller"
@@ -24,22 +22,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-_FOR_ALL = frozenset({"/healthz", "/readyz"})
-_FOR_ROUTERS = frozenset(
-    {
-        "/v1/lookup",
-        "/v1/route",
-        "/v1/presence",
-        "/v1/find",
-        "/v1/watch",
-        "/v1/instances",
-        "/v1/namespaces",
-        "/v1/checkpoint",
-        "/openapi.json",
-    }
-)
-_BLOCKS = re.compile(r"/v1/blocks/[^/]*/[^/]*")
 
 UNKNOWN = ErrorAnswer(
     error=ErrorDetail(
@@ -62,7 +44,8 @@ class Gate:
 
     Args:
         count: told each request's caller, "" for none, and its status class: "passed", "unknown" or "forbidden".
-        within: puts an application, and the answers 401 and 403, within limits of the caller.
+        within: puts an application, and the answers 401 and 403, within limits of the caller; it judges the request, as
+            `limits.JUDGED` says.
     """
 
     def __init__(
@@ -70,7 +53,7 @@ class Gate:
         app: App,
         access: Access,
         count: Callable[[str, str], None],
-        within: Callable[[App], App] = lambda judged: judged,
+        within: Callable[[App], App],
     ) -> None:
         self._app, self._access, self._count = app, access, count
         self._judged = within(self._judge)
@@ -91,25 +74,14 @@ class Gate:
         return self._access.caller(_authorization(scope), state.get(PEER))
 
     async def _judge(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, caller = scope["path"], scope[CALLER]
-        if path in _FOR_ALL or (caller is not None and may(caller, path)):
-            self._count(caller.name if caller is not None else "", "passed")
+        caller, outcome = scope[CALLER], scope[JUDGED].outcome
+        self._count("" if caller is None else caller.name, outcome)
+        if outcome == PASSED:
             await self._app(scope, receive, send)
-        elif caller is None:
-            self._count("", "unknown")
+        elif outcome == "unknown":
             await _answer(send, 401, UNKNOWN, [(b"www-authenticate", b"Bearer")])
         else:
-            self._count(caller.name, "forbidden")
             await _answer(send, 403, _FORBIDDEN, [])
-
-
-def may(caller: Caller, path: str) -> bool:
-    """Whether one of the caller's role may ask this."""
-    if caller.role == "operator":
-        return True
-    if caller.role == "metrics":
-        return bool(path == "/metrics")
-    return path in _FOR_ROUTERS or _BLOCKS.fullmatch(path) is not None
 
 
 def _authorization(scope: Scope) -> str | None:
