@@ -18,7 +18,7 @@ from kvbm.catalog.index.cluster_index import (
 )
 from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.catalog.routing.cost import RoutingSettings
-from kvbm.catalog.routing.router import CandidateNumbers, Lent, Ranking, Reader, RoutingTask, SharedRoute
+from kvbm.catalog.routing.router import CandidateNumbers, LentPrefix, Ranking, ReadingInstance, RoutingTask, SharedRoute
 from kvbm.core.ages import TierAges
 from kvbm.core.answers import LookupAnswer
 from kvbm.core.backend import LedgerProtocol, LockProtocol
@@ -398,7 +398,7 @@ class Router:
     """Native implementation of `kvbm.catalog.routing.router.Router`, made by `ClusterIndex.router`."""
 
     def hear(self, instance: InstanceId, pulse: LastHeartbeat) -> None: ...
-    def reads(self, instance: InstanceId, reader: Reader | None) -> None: ...
+    def reads(self, instance: InstanceId, reader: ReadingInstance | None) -> None: ...
     def forget(self, instance: InstanceId) -> None: ...
     def candidates(self) -> Candidates: ...
     def add(self, candidates: Candidates, instance: InstanceId) -> None: ...
@@ -412,7 +412,7 @@ class Router:
         limit: int,
         noted: bool = True,
         elsewhere: CandidateNumbers | None = None,
-        lent: Lent | None = None,
+        lent: LentPrefix | None = None,
     ) -> Ranking: ...
     def take(self, now_s: float, route: SharedRoute) -> bool: ...
 

@@ -17,14 +17,14 @@ from kvbm.streams.foreign.identity import MEDIA, Source
 from kvbm.streams.foreign.state import (
     AskReplay,
     BeginEpoch,
+    BridgeTicked,
     Check,
-    Connected,
+    EngineConnected,
     ForeignState,
-    Message,
+    PublishedMessage,
     Replayed,
     ReplayEnded,
     ReplayRefused,
-    Ticked,
 )
 from kvbm.streams.foreign.wire import Kind, decode_batch
 
@@ -162,11 +162,11 @@ class Engine:
         self.published: list[bytes] = []
         self.life = self._choose.random()
 
-    def work(self) -> Message:
+    def work(self) -> PublishedMessage:
         """Do a few things, publish them in one message."""
         events = [event for _ in range(self._choose.randint(0, 4)) if (event := self._do()) is not None]
         self.published.append(msgspec.msgpack.encode([self.life, events, 0]))
-        return Message(len(self.published) - 1, self.published[-1])
+        return PublishedMessage(len(self.published) - 1, self.published[-1])
 
     def replay(self, start: int) -> list[Replayed]:
         """What it sends again."""
@@ -233,12 +233,12 @@ class Line:
         self._asked: int | None = None
 
     def connect(self) -> None:
-        self._step(Connected())
+        self._step(EngineConnected())
 
     def check(self) -> None:
         self._step(Check())
 
-    def bring(self, message: Message) -> None:
+    def bring(self, message: PublishedMessage) -> None:
         self._step(message)
 
     def answer(self) -> None:
@@ -251,7 +251,7 @@ class Line:
             return
         if self.silent:
             self.now_s += 5.0
-            self._step(Ticked())
+            self._step(BridgeTicked())
             return
         answer = self.engine.replay(asked)
         if self.lost_answers and len(answer) > 2:

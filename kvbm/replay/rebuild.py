@@ -31,7 +31,7 @@ from kvbm.core.backend import Backend
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import InstanceId
 from kvbm.files import read_small
-from kvbm.replay.findings import Finding, damage_finding, damage_text
+from kvbm.replay.findings import ReplayFinding, damage_finding, damage_text
 from kvbm.replay.format import counted, place_text
 from kvbm.replay.order import DamagedBytes
 from kvbm.replay.prefetch import read_ahead
@@ -78,7 +78,7 @@ class Rebuilt(msgspec.Struct, kw_only=True):
     digest_mismatches: int = 0
     suspect: list[InstanceId] = []
     anomalies: dict[str, int] = {}
-    findings: list[Finding] = []
+    findings: list[ReplayFinding] = []
     notes: list[str] = []
 
     def lines(self) -> Iterator[str]:

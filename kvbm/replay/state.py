@@ -9,7 +9,7 @@ import msgspec
 from kvbm.core.backend import Backend, Fold, NewFold
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import InstanceId, Tier, split_hashes
-from kvbm.replay.findings import Finding, undamaged
+from kvbm.replay.findings import ReplayFinding, undamaged
 from kvbm.replay.fold import StreamFold
 from kvbm.replay.format import At, counted, time_text
 from kvbm.replay.order import Begins, LifeBegins, Missing, Next, StreamKey, in_order, life_text
@@ -78,7 +78,7 @@ class States(msgspec.Struct, kw_only=True):
 
     source: str
     instances: list[InstanceState] = []
-    findings: list[Finding] = []
+    findings: list[ReplayFinding] = []
     notes: list[str] = []
 
 

@@ -16,8 +16,8 @@ from kvbm.core.fetching import LOT_BLOCKS, OBJECTS, LeftAlone, Links, Source, as
 from kvbm.core.ids import Tier
 from kvbm.core.topology import TIER_LINKS, Link, distance
 from kvbm.workload.block_pool import ColderPool
-from kvbm.workload.compare_policies import HBM, Comparison
-from kvbm.workload.instance_model import InstanceModel, Request
+from kvbm.workload.compare_policies import HBM, PolicyComparison
+from kvbm.workload.instance_model import InstanceModel, WorkloadRequest
 from kvbm.workload.policies import BLOCK_BYTES, Policy
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS
 
@@ -27,7 +27,7 @@ LOT = max(1, LOT_BLOCKS * 16 // TRACE_BLOCK_TOKENS)  # the tokens of a manager's
 _OWN = (Tier.HOST, Tier.NVME)
 
 
-class Cluster(NamedTuple):
+class FetchCluster(NamedTuple):
     """What instances have, and how far apart they stand.
 
     Attributes:
@@ -50,7 +50,7 @@ class Cluster(NamedTuple):
 class _Reader:
     """What one instance knows of those it reads from, and until when their ways to it are taken."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FetchCluster) -> None:
         self.links = Links(cluster.assumed)
         self.lacking = LeftAlone()
         self.arriving_until_s = self.leaving_until_s = 0.0
@@ -65,7 +65,7 @@ class _Request:
         is_over: it waits no more.
     """
 
-    def __init__(self, reader: int, request: Request, in_hbm: int, expected: int) -> None:
+    def __init__(self, reader: int, request: WorkloadRequest, in_hbm: int, expected: int) -> None:
         self.reader, self.request, self.in_hbm, self.expected = reader, request, in_hbm, expected
         self.found: dict[int, str] = {}
         self.reads = 0
@@ -95,16 +95,16 @@ class _Way(NamedTuple):
         return self.measured_as is not None and self.measured_as[1] == TCP
 
 
-class FetchingRun(Comparison):
+class FetchingRun(PolicyComparison):
     """See the module.
 
     Args:
-        policy, speeds: as `Comparison`.
+        policy, speeds: as `PolicyComparison`.
         fetches: whether instances read from each other.
     """
 
     def __init__(
-        self, policy: Callable[[Sequence[InstanceModel]], Policy], speeds: Sequence[float], cluster: Cluster, fetches: bool
+        self, policy: Callable[[Sequence[InstanceModel]], Policy], speeds: Sequence[float], cluster: FetchCluster, fetches: bool
     ) -> None:  # fmt: skip
         slots = cluster.slots
         self._objects = ColderPool(slots[Tier.OBJECT]) if Tier.OBJECT in slots else None
@@ -117,7 +117,7 @@ class FetchingRun(Comparison):
         self._numbers = {id(instance): number for number, instance in enumerate(self.instances)}
         self._readers = [_Reader(cluster) for _ in self.instances]
 
-    def _bring(self, instance: InstanceModel, request: Request, in_hbm: int, expected: int) -> None:
+    def _bring(self, instance: InstanceModel, request: WorkloadRequest, in_hbm: int, expected: int) -> None:
         coming = _Request(self._numbers[id(instance)], request, in_hbm, expected)
         reads: list[tuple[_Way, int, int]] = []
         end = 0
@@ -241,7 +241,7 @@ class FetchingRun(Comparison):
         if (host := self.instances[number].colder.get(Tier.HOST)) is not None:
             host.put(blocks)
 
-    def _prefilled(self, instance: InstanceModel, request: Request, in_hbm: int, missing: int) -> None:
+    def _prefilled(self, instance: InstanceModel, request: WorkloadRequest, in_hbm: int, missing: int) -> None:
         for pool in instance.colder.values():  # written through, whether computed or fetched
             pool.put(request.blocks)
         super()._prefilled(instance, request, in_hbm, missing)

@@ -65,7 +65,7 @@ class Arrival(NamedTuple):
     hashes: bytes
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class RoutingOutcome(msgspec.Struct, kw_only=True):
     """What one way of routing gave.
 
     Attributes:
@@ -85,7 +85,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     wrong_bytes: int = 0
 
 
-class Report(msgspec.Struct, kw_only=True):
+class SimulationReport(msgspec.Struct, kw_only=True):
     """What `kvbm simulate --json` writes. `hit_ratio` and the like are those of the catalog's routing."""
 
     trace: str = ""
@@ -97,7 +97,7 @@ class Report(msgspec.Struct, kw_only=True):
     hits_by_tier: dict[str, int] = {}
     load_max_over_mean: float = 1.0
     ideal_hit_ratio: float = 0.0
-    routing: dict[str, Outcome] = {}
+    routing: dict[str, RoutingOutcome] = {}
     events: int = 0
     events_per_s: float = 0.0
     block_events_per_s: float = 0.0
@@ -173,7 +173,7 @@ class Simulation:
         self._ttft_s = 0.0
         self._hits = {tier: 0 for tier in Tier}
 
-    def run(self, arrivals: Sequence[Arrival], all_ids: int, advance: Callable[[int], None]) -> Outcome:
+    def run(self, arrivals: Sequence[Arrival], all_ids: int, advance: Callable[[int], None]) -> RoutingOutcome:
         """Everything until the last token."""
         for arrival in arrivals:
             self._until(arrival.at_s)
@@ -182,7 +182,7 @@ class Simulation:
         self._until(float("inf"))
         blocks = sum(instance.prompt_blocks for instance in self.instances)
         hits = sum(self._hits.values())
-        return Outcome(
+        return RoutingOutcome(
             requests=len(arrivals),
             blocks=blocks,
             hit_ratio=round(hits / max(1, blocks), 3),
@@ -426,7 +426,7 @@ def simulate(
     pools_text: str,
     seed: int,
     step: Callable[[str, int], Callable[[int], None]],
-) -> Report:
+) -> SimulationReport:
     """All ways of routing, the catalog's first.
 
     Args:
@@ -436,7 +436,7 @@ def simulate(
     pools = parse_pools(pools_text)
     arrivals = arrivals_of(requests, NAMESPACE.root())
     all_ids = sum(len(request.hash_ids) for request in requests)
-    report = Report(
+    report = SimulationReport(
         trace=name,
         instances=count,
         pools=pools_text,
@@ -471,7 +471,7 @@ def simulate(
 
 
 def _run_catalog(
-    report: Report,
+    report: SimulationReport,
     count: int,
     pools: dict[str, int],
     folder: Path,
@@ -508,7 +508,7 @@ def _run_catalog(
     report.catalog_lag_ms_p99 = round(lags_ms[min(len(lags_ms) - 1, int(0.99 * len(lags_ms)))], 2)
 
 
-def table(report: Report) -> Table:
+def table(report: SimulationReport) -> Table:
     """The report for people."""
     title = f"{report.requests} requests, {report.blocks} full blocks, {report.instances} x {report.pools}"
     result = Table(title=title, title_justify="left")

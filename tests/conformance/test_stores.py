@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pytest
 
-from kvbm.pools.stores.base import ForgetfulStore, Get, Got, Put, Refusal, Store, Trouble
+from kvbm.pools.stores.base import ForgetfulStore, Get, Got, Put, Refusal, Store, StoreTrouble
 from kvbm.pools.stores.blobs import PART_BYTES
 from tests.object_stores import OBJECT_STORES, WAIT_S, Place
 
@@ -32,11 +32,11 @@ def put(store: Store, **bodies: bytes) -> None:
     assert store.put([Put(name, body) for name, body in bodies.items()], DEADLINE_S) == [None] * len(bodies)
 
 
-def troubles(answers: list[Refusal | None]) -> list[Trouble | None]:
+def troubles(answers: list[Refusal | None]) -> list[StoreTrouble | None]:
     return [answer and answer.trouble for answer in answers]
 
 
-def trouble(answer: Got | Refusal) -> Trouble | None:
+def trouble(answer: Got | Refusal) -> StoreTrouble | None:
     return answer.trouble if isinstance(answer, Refusal) else None
 
 
@@ -64,13 +64,13 @@ def test_bodies_of_any_buffer_are_put(store: Store) -> None:
 def test_an_empty_object_is_there(store: Store) -> None:
     put(store, empty=b"")
     assert read(store, Get("empty"), Get("empty", count=0), Get("empty", 5)) == [(b"", 0)] * 3
-    assert troubles(store.put([Put("empty", b"x")], DEADLINE_S)) == [Trouble.TAKEN]
+    assert troubles(store.put([Put("empty", b"x")], DEADLINE_S)) == [StoreTrouble.TAKEN]
 
 
 def test_an_object_is_put_once_and_never_changed(store: Store) -> None:
     put(store, name=b"first")
     answers = store.put([Put("name", b"second"), Put("other", b"x")], DEADLINE_S)
-    assert troubles(answers) == [Trouble.TAKEN, None]
+    assert troubles(answers) == [StoreTrouble.TAKEN, None]
     assert read(store, Get("name")) == [(b"first", 5)]
 
 
@@ -101,7 +101,7 @@ def test_what_is_not_there_is_absent_beside_what_is(store: Store) -> None:
     put(store, there=b"x")
     gets = [Get("missing"), Get("there"), Get("missing", 3, 5), Get("missing", 0, 0), Get("missing", 9)]
     answers = store.get(gets, DEADLINE_S)
-    absent = Trouble.ABSENT
+    absent = StoreTrouble.ABSENT
     assert [trouble(answer) for answer in answers] == [absent, None, absent, absent, absent]
 
 
@@ -127,8 +127,8 @@ def test_deleted_is_gone_and_deleting_what_is_gone_succeeds(store: Store) -> Non
     assert store.delete(["a", "never", "b"], DEADLINE_S) == [None] * 3
     assert store.delete(["a"], DEADLINE_S) == [None]
     assert [trouble(answer) for answer in store.get([Get("a"), Get("b"), Get("c")], DEADLINE_S)] == [
-        Trouble.ABSENT,
-        Trouble.ABSENT,
+        StoreTrouble.ABSENT,
+        StoreTrouble.ABSENT,
         None,
     ]
     put(store, a=b"again")
@@ -196,20 +196,20 @@ def test_a_store_that_forgets_says_what_is_gone_and_nothing_of_what_it_cannot_te
 
 
 def test_a_small_object_is_replaced_only_if_it_is_what_was_expected(store: Store) -> None:
-    def replace(body: bytes, expected: bytes | None) -> Trouble | None:
+    def replace(body: bytes, expected: bytes | None) -> StoreTrouble | None:
         answer = store.replace("lease", body, expected, DEADLINE_S)
         return answer and answer.trouble
 
-    assert replace(b"one", b"zero") is Trouble.TAKEN
+    assert replace(b"one", b"zero") is StoreTrouble.TAKEN
     assert replace(b"one", None) is None
-    assert replace(b"two", None) is Trouble.TAKEN
-    assert replace(b"two", b"zero") is Trouble.TAKEN
+    assert replace(b"two", None) is StoreTrouble.TAKEN
+    assert replace(b"two", b"zero") is StoreTrouble.TAKEN
     assert read(store, Get("lease")) == [(b"one", 3)]
     assert replace(b"two", b"one") is None
-    assert replace(b"three", b"one") is Trouble.TAKEN
+    assert replace(b"three", b"one") is StoreTrouble.TAKEN
     assert read(store, Get("lease")) == [(b"two", 3)]
     store.delete(["lease"], DEADLINE_S)
-    assert replace(b"three", b"two") is Trouble.TAKEN
+    assert replace(b"three", b"two") is StoreTrouble.TAKEN
     assert replace(b"four", None) is None
 
 
@@ -236,7 +236,7 @@ def test_of_many_who_replace_at_once_one_does(place: Place) -> None:
             for thread in threads:
                 thread.join()
             [winner] = [mine for mine, answer in answers.items() if answer is None]
-            assert {answer.trouble for answer in answers.values() if answer} == {Trouble.TAKEN}
+            assert {answer.trouble for answer in answers.values() if answer} == {StoreTrouble.TAKEN}
             assert read(one, Get("lease")) == [(winner, len(winner))]
             held = winner
 

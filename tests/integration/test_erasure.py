@@ -46,7 +46,7 @@ from kvbm.streams.nats.api import message_at, request
 from kvbm.streams.nats.connection import NatsConnection
 from kvbm.streams.nats.credentials import Credentials, keep_seed
 from kvbm.streams.nats.erasures import ErasureLog, record_subject
-from kvbm.streams.nats.key_folder import Change, print_accounts
+from kvbm.streams.nats.key_folder import KeyChange, print_accounts
 from kvbm.streams.nats.permissions import Role, ServerUser, catalog_inbox, instance_inbox, server_config
 from kvbm.streams.nats.setup import ERASURES, STREAM, STREAMS
 from kvbm.streams.nats.stream import NatsStream
@@ -933,7 +933,7 @@ def test_instances_and_catalogs_with_accounts_of_their_own_can_erase(tmp_path: P
 def test_an_instance_called_like_a_catalog_or_a_pool_answers_for_itself_alone(tmp_path: Path) -> None:
     keys, names = tmp_path / "keys", ["catalog-1", "objects-1"]
     wanted = [(Role.INSTANCE, name) for name in names]
-    accounts = print_accounts(keys, "home", wanted, Change(), time.time()).text
+    accounts = print_accounts(keys, "home", wanted, KeyChange(), time.time()).text
     server = EmbeddedServer.start(tmp_path / "nats", timeout_s=WAIT_S, settings=accounts)
 
     async def open_as(stem: str, inbox: str) -> ErasureLog:

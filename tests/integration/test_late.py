@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from kvbm import load_settings, open_manager
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import NO_PARENT, Namespace
-from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store, StoreAwayError, Trouble
+from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store, StoreAwayError, StoreTrouble
 from kvbm.pools.stores.late import LateStore
 from kvbm.pools.stores.memory import MemoryStore
 from tests.eventually import WAIT_S, eventually
@@ -37,7 +37,7 @@ def test_a_store_that_comes_late_refuses_everything_until_then_and_is_used_from_
         assert (late.name, late.forgets) == ("s3://bucket", True)
         answers = [*late.put([Put("a", b"1")], 1.0), *late.get([Get("a")], 1.0), *late.delete(["a"], 1.0)]
         answers.append(late.replace("a", b"1", None, 1.0))
-        assert [one.trouble for one in answers if isinstance(one, Refusal)] == [Trouble.SILENT] * 4
+        assert [one.trouble for one in answers if isinstance(one, Refusal)] == [StoreTrouble.SILENT] * 4
         assert late.absent(["a"], 1.0) == [False]
         with pytest.raises(PoolError):
             late.listed("", 1.0)

@@ -27,7 +27,7 @@ import urllib3
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.access.callers import LOOK_S, Access, AccessOptions
-from kvbm.catalog.access.file import Entry, NewToken, add_token, write_entries
+from kvbm.catalog.access.file import CallerEntry, NewToken, add_token, write_entries
 from kvbm.catalog.access.limits import LimitSettings
 from kvbm.catalog.edge.api import create_surface
 from kvbm.catalog.edge.server import CatalogThread
@@ -208,7 +208,7 @@ def test_an_instance_of_another_tenant_is_in_no_answer(site: Site) -> None:
 def test_whose_token_is_taken_out_while_it_still_sends_or_waits_gets_no_answer(site: Site, tmp_path: Path) -> None:
     file, now_s = tmp_path / "access.toml", [0.0]
     token = add_token(file, NewToken("acme", "router", ["acme"]), time.time())
-    left = Entry("other", "router", frozenset({"acme"}), "0" * 64)
+    left = CallerEntry("other", "router", frozenset({"acme"}), "0" * 64)
     access = Access(str(file), lambda: now_s[0])
     app = create_surface(site.service, "", access).app
 

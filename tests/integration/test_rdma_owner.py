@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvbm.core.errors import VerbsError
-from kvbm.transport.rdma_hello import Status
+from kvbm.transport.rdma_hello import RdmaStatus
 from kvbm.transport.rdma_owner import RdmaOwner
 from kvbm.verbs.queue_pair import RemoteEnd
 from tests.eventually import eventually
@@ -86,7 +86,7 @@ def owner(site: Site) -> RdmaOwner:
 
 def admitted(owner: RdmaOwner, end: RemoteEnd = END) -> int:
     admission = owner.admit(end, True, owner.revoked)
-    assert (admission.ready.status is Status.READY) == bool(admission.number)
+    assert (admission.ready.status is RdmaStatus.READY) == bool(admission.number)
     return admission.number
 
 

@@ -347,7 +347,7 @@ class Limited:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(self._limits, scope, receive, send)
+        exchange = MeteredExchange(self._limits, scope, receive, send)
         scope["kvbm.exchange"] = exchange
         try:
             if over := exchange.over():
@@ -365,7 +365,7 @@ class Limited:
         finally:
             exchange.end()
 
-    async def _refuse(self, exchange: Exchange, over: Over) -> None:
+    async def _refuse(self, exchange: MeteredExchange, over: Over) -> None:
         limits = self._limits
         limits.refusals[over.why] += 1
         limits.remarks.warn("catalog.request_refused", why=over.why, caller=exchange.key)
@@ -374,7 +374,7 @@ class Limited:
         await exchange.answer(limits.refusal(over))
 
 
-class Exchange:
+class MeteredExchange:
     """One request and its answer.
 
     Attributes:

@@ -12,10 +12,10 @@ from kvbm.catalog.access.limits import LARGE_BODY_BYTES, Limits, Room, is_limite
 from kvbm.catalog.edge.at_once import BINARY_TYPE, MOST_BYTES, PATHS, Answered, AtOnce, ShortQuestion
 from kvbm.catalog.edge.gate import NATS_CALLER, UNKNOWN, App, Message
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
-from kvbm.core.asks import JSON_TYPE, RETRY_HEADER, Asked, is_caller, request_of
+from kvbm.core.asks import JSON_TYPE, RETRY_HEADER, HttpAsk, is_caller, request_of
 from kvbm.core.errors import StreamError
 from kvbm.remarks import Remarks
-from kvbm.streams.base import Ask, AskLine
+from kvbm.streams.base import AskLine, CatalogAsk
 
 log = Remarks()
 
@@ -56,7 +56,7 @@ class Asks:
         self._muted = {name: until_s for name, until_s in self._muted.items() if now_s < until_s}
         return set(self._muted)
 
-    def at_once(self, line: AskLine, ask: Ask) -> bool:
+    def at_once(self, line: AskLine, ask: CatalogAsk) -> bool:
         """See `AskTaker.at_once`."""
         path = _SHORT.get(ask.verb)
         caller = None if path is None else self._caller(ask)
@@ -70,7 +70,7 @@ class Asks:
             log.debug("ask.answer_failed", verb=ask.verb, why=str(error))  # who asks will ask again
         return True
 
-    async def take(self, line: AskLine, ask: Ask) -> None:
+    async def take(self, line: AskLine, ask: CatalogAsk) -> None:
         """See `AskTaker.take`."""
         caller = self._caller(ask)
         if caller is None:
@@ -93,17 +93,17 @@ class Asks:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _caller(self, ask: Ask) -> Caller | None:
+    def _caller(self, ask: CatalogAsk) -> Caller | None:
         return self._access.nats_caller(ask.caller) if is_caller(ask.caller) else None
 
-    def _found(self, ask: Ask, caller: Caller, path: bytes) -> Answered | None:
+    def _found(self, ask: CatalogAsk, caller: Caller, path: bytes) -> Answered | None:
         """The answer to a short question; None: it must go the long way, and nothing has changed."""
         is_binary = ask.kind == _BINARY
         if len(ask.body) > (LARGE_BODY_BYTES if is_binary else MOST_BYTES):
             return None
         return self._at_once.answer_to(caller, ShortQuestion(path, is_binary, self._host, None, None), ask.body)
 
-    async def _is_over(self, line: AskLine, ask: Ask, caller: Caller, key: str) -> bool:
+    async def _is_over(self, line: AskLine, ask: CatalogAsk, caller: Caller, key: str) -> bool:
         """Whether the caller asks too much; then it is told, and where it goes on, it is not listened to."""
         limits = self._limits
         if not is_limited(limits.settings, caller.name, self._host):
@@ -121,7 +121,7 @@ class Asks:
         await _answer(line, ask, 429, limits.refusal(over).answer, {RETRY_HEADER: "1"})
         return True
 
-    async def _begin(self, line: AskLine, ask: Ask, asked: Asked, key: str) -> None:
+    async def _begin(self, line: AskLine, ask: CatalogAsk, asked: HttpAsk, key: str) -> None:
         why = self._long.take(key, 1)
         if not why and (why := self._long_bytes.take(key, len(ask.body))):
             self._long.give(key, 1)
@@ -143,7 +143,7 @@ class Asks:
         self.under_way.add(task)
         task.add_done_callback(ended)
 
-    async def _answer_long(self, line: AskLine, ask: Ask, asked: Asked) -> None:
+    async def _answer_long(self, line: AskLine, ask: CatalogAsk, asked: HttpAsk) -> None:
         answer = _Collected(asked.body)
         try:
             await self._app(self._scope(ask, asked), answer.receive, answer.send)
@@ -154,7 +154,7 @@ class Asks:
         more = {RETRY_HEADER: answer.retry_after} if answer.retry_after else None
         await _send(line, ask, answer.status, answer.kind, bytes(answer.body), more)
 
-    def _scope(self, ask: Ask, asked: Asked) -> dict[str, object]:
+    def _scope(self, ask: CatalogAsk, asked: HttpAsk) -> dict[str, object]:
         headers = [(b"host", b"catalog"), (b"content-type", ask.kind.encode("latin-1", "replace")[:200])]
         if asked.method == "POST":
             headers.append((b"content-length", b"%d" % len(asked.body)))
@@ -198,12 +198,14 @@ def _error(code: str, message: str, what_to_do: str) -> ErrorAnswer:
     return ErrorAnswer(error=ErrorDetail(code=code, message=message, what_to_do=what_to_do))
 
 
-async def _answer(line: AskLine, ask: Ask, status: int, error: ErrorAnswer, more: dict[str, str] | None = None) -> None:
+async def _answer(
+    line: AskLine, ask: CatalogAsk, status: int, error: ErrorAnswer, more: dict[str, str] | None = None
+) -> None:
     await _send(line, ask, status, JSON_TYPE, msgspec.json.encode(error), more)
 
 
 async def _send(
-    line: AskLine, ask: Ask, status: int, kind: str, body: bytes, more: dict[str, str] | None = None
+    line: AskLine, ask: CatalogAsk, status: int, kind: str, body: bytes, more: dict[str, str] | None = None
 ) -> None:
     try:
         await line.answer(ask, *_fitting(line, status, kind, body), more)

@@ -32,7 +32,7 @@ import msgspec
 from kvbm.catalog.follow.named_namespaces import NamedNamespaces
 from kvbm.catalog.follow.published_reports import PublishedReports
 from kvbm.catalog.follow.reorder_buffer import BufferedState, ReorderBuffer
-from kvbm.catalog.follow.troubles import Trouble, Troubles
+from kvbm.catalog.follow.troubles import InstanceTrouble, Troubles
 from kvbm.catalog.index.cluster_index import Applied, Claims, ClusterIndex
 from kvbm.catalog.sql.rows import (
     ClaimRun,
@@ -80,7 +80,7 @@ class Gap(NamedTuple):
     resumed: Position | None
 
 
-class Ownership(NamedTuple):
+class PlaceOwnership(NamedTuple):
     """Whose an instance's place on the stream is.
 
     Attributes:
@@ -103,7 +103,7 @@ class Unreadable(msgspec.Struct, frozen=True):
         return f"epoch {self.epoch} has frames of version {self.version}; this catalog reads up to {VERSION}: upgrade the catalog"
 
 
-class Counters(msgspec.Struct, kw_only=True):
+class SequenceCounters(msgspec.Struct, kw_only=True):
     """What was seen since the start. `blocks` counts a block once for each event that names it.
 
     Attributes:
@@ -203,7 +203,7 @@ class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
     declared: tuple[NamespaceId, ...]
     joined_midstream: bool = msgspec.field(name="is_blind")
     is_lost: bool
-    trouble: Trouble | None
+    trouble: InstanceTrouble | None
     run: str = ""
     holder: Fence | None = None
     life: int = 0
@@ -223,7 +223,7 @@ class Common(NamedTuple):
     """
 
     held: ClusterIndex
-    counters: Counters
+    counters: SequenceCounters
     troubles: Troubles
     unsettled: dict[InstanceId, InstanceSequence]
     remarks: Seldom
@@ -267,9 +267,9 @@ class InstanceSequence:
     # -- what is known ------------------------------------------------------------------------------------------------
 
     @property
-    def ownership(self) -> Ownership:
+    def ownership(self) -> PlaceOwnership:
         """Whose the instance's place on the stream is."""
-        return Ownership(self.fence.run if self.fence is not None else self.run, self._life)
+        return PlaceOwnership(self.fence.run if self.fence is not None else self.run, self._life)
 
     def rows(self) -> InstanceRows:
         """Its rows as they are now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from kvbm.catalog.follow.instance_sequence import Changes, Counters, InstanceSequence
+from kvbm.catalog.follow.instance_sequence import Changes, InstanceSequence, SequenceCounters
 from kvbm.catalog.sql.rows import InstanceStatus
 from kvbm.core.ids import Namespace, NamespaceId, namespace_id_of, namespace_in
 from kvbm.remarks import Seldom
@@ -74,7 +74,7 @@ class KnownNamespaces:
                 what_to_do="find who declares so many; instances serve theirs, but the catalog can neither show nor hash for them",
             )  # fmt: skip
 
-    def take(self, changes: Changes, counters: Counters) -> None:
+    def take(self, changes: Changes, counters: SequenceCounters) -> None:
         """Know those that a step has found; rows of those for which there is no room are given out to nobody."""
         if not changes.namespaces:
             return
@@ -83,7 +83,7 @@ class KnownNamespaces:
         counters.namespaces_refused += len(changes.namespaces) - len(kept)
         changes.namespaces = kept
 
-    def hear(self, told: Sequence[bytes], counters: Counters) -> list[NamespaceId]:
+    def hear(self, told: Sequence[bytes], counters: SequenceCounters) -> list[NamespaceId]:
         """Know those that a heartbeat tells of. What is no namespace's fields is left out.
 
         Returns: the ids of those told of, also of those for which there is no room.

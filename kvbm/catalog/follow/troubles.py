@@ -9,7 +9,7 @@ import msgspec
 from kvbm.core.ids import InstanceId
 
 
-class Trouble(msgspec.Struct, kw_only=True):
+class InstanceTrouble(msgspec.Struct, kw_only=True):
     """What was found of an instance that a snapshot will heal, counted by kind.
 
     Attributes:
@@ -45,22 +45,22 @@ class Troubles:
 
     def __init__(self) -> None:
         self.found = 0
-        self._by_instance: dict[InstanceId, Trouble] = {}
+        self._by_instance: dict[InstanceId, InstanceTrouble] = {}
 
     @property
-    def by_instance(self) -> Mapping[InstanceId, Trouble]:
+    def by_instance(self) -> Mapping[InstanceId, InstanceTrouble]:
         """Everyone a snapshot would heal, and why. Read only."""
         return self._by_instance
 
-    def note(self, instance: InstanceId) -> Trouble:
+    def note(self, instance: InstanceId) -> InstanceTrouble:
         """Something was found; the caller counts it in what this returns."""
         self.found += 1
-        return self._by_instance.setdefault(instance, Trouble())
+        return self._by_instance.setdefault(instance, InstanceTrouble())
 
-    def restore(self, instance: InstanceId, trouble: Trouble) -> None:
+    def restore(self, instance: InstanceId, trouble: InstanceTrouble) -> None:
         """Take over what a checkpoint has of an instance."""
         self._by_instance[instance] = trouble
 
-    def take(self, instance: InstanceId) -> Trouble | None:
+    def take(self, instance: InstanceId) -> InstanceTrouble | None:
         """Forget the trouble of an instance: a snapshot has healed it, or no snapshot can."""
         return self._by_instance.pop(instance, None)

@@ -16,13 +16,13 @@ from kvbm.core.errors import KvbmError, PoolError
 from kvbm.core.ids import Namespace, Tier
 from kvbm.engines.vllm.facts import machine_words
 from kvbm.engines.vllm.host_link import leave_host
-from kvbm.engines.vllm.identity import Identity
+from kvbm.engines.vllm.identity import EngineIdentity
 from kvbm.engines.vllm.meeting import Meeting
 from kvbm.engines.vllm.metadata import HostShare
 from kvbm.engines.vllm.regions import is_state, served_groups, specs_of, tokens_of
 from kvbm.engines.vllm.requests import Group
 from kvbm.engines.vllm.resolved import find_resolved
-from kvbm.engines.vllm.roles import Role
+from kvbm.engines.vllm.roles import EngineRole
 from kvbm.engines.vllm.scheduler import Scheduler
 from kvbm.engines.vllm.served import why_not_served
 from kvbm.engines.vllm.settings import settings_of
@@ -40,7 +40,7 @@ log = Remarks()
 ENGINE = "vllm"
 
 
-class Served(NamedTuple):
+class ServedEngine(NamedTuple):
     """An engine that is served, as each of its processes sees it.
 
     Attributes:
@@ -57,7 +57,7 @@ class Served(NamedTuple):
         return int(self.vllm_config.parallel_config.pipeline_parallel_size)
 
 
-def serve(vllm_config: Any, kv_cache_config: Any, is_telling: bool) -> Served | None:
+def serve(vllm_config: Any, kv_cache_config: Any, is_telling: bool) -> ServedEngine | None:
     """What is served; None where this engine cannot be.
 
     Args:
@@ -68,7 +68,7 @@ def serve(vllm_config: Any, kv_cache_config: Any, is_telling: bool) -> Served | 
         blocks = StageBlocks.of(vllm_config, kv_cache_config)
         why = blocks.why
         if not why or vllm_config.parallel_config.pipeline_parallel_size > 1:  # a stage says itself why it is not
-            return Served(vllm_config, kv_cache_config, blocks)
+            return ServedEngine(vllm_config, kv_cache_config, blocks)
     if is_telling:
         tell_not_serving(why)
     return None
@@ -80,7 +80,7 @@ def tell_not_serving(why: str) -> None:
 
 
 def open_scheduler(
-    served: Served, stages: Sequence[StageBlocks], kv_transfer_config: Any, meeting: Meeting
+    served: ServedEngine, stages: Sequence[StageBlocks], kv_transfer_config: Any, meeting: Meeting
 ) -> Scheduler:
     """The scheduler's half over a manager that has begun.
 
@@ -98,9 +98,9 @@ def open_scheduler(
         log.info(
             "groups.left_out", groups=left_out, notice="they are no part of vLLM's prefix caching; it fills them anew"
         )
-    role = Role.of(kv_transfer_config.kv_role)
+    role = EngineRole.of(kv_transfer_config.kv_role)
     settings = role.suited(_suited(settings, groups) if ranks.hosts == 1 else _of_hosts(settings, ranks.hosts))
-    identity = Identity.of(
+    identity = EngineIdentity.of(
         served.vllm_config,
         kv_cache_config,
         layout_of(stages, [group.id for group in groups]),
@@ -138,7 +138,7 @@ def open_scheduler(
     return Scheduler(manager, NATIVE, groups, names.of, ranks, share, align_tokens, rules, role)
 
 
-def copy_settings(served: Served, kv_transfer_config: Any) -> HbmSettings:
+def copy_settings(served: ServedEngine, kv_transfer_config: Any) -> HbmSettings:
     """What a rank's copies on a GPU are told; what cannot be used the scheduler's half refuses."""
     try:
         return _settings(served, kv_transfer_config).pools.hbm
@@ -146,7 +146,7 @@ def copy_settings(served: Served, kv_transfer_config: Any) -> HbmSettings:
         return HbmSettings()
 
 
-def _settings(served: Served, kv_transfer_config: Any) -> Settings:
+def _settings(served: ServedEngine, kv_transfer_config: Any) -> Settings:
     parallel = served.vllm_config.parallel_config
     return settings_of(
         kv_transfer_config.kv_connector_extra_config,

@@ -79,7 +79,7 @@ class GroupNamespace(NamedTuple):
     root: SequenceHash
 
 
-class Ask(NamedTuple):
+class RequestMatch(NamedTuple):
     """What was found for a request when it was asked for.
 
     Attributes:
@@ -175,7 +175,7 @@ class RequestState:
         self.stored = [0] * len(groups)
         self.states: set[tuple[int, int]] = set()
         self.parts_at = 0
-        self.ask: Ask | None = None
+        self.ask: RequestMatch | None = None
         self.due_step = 0
         self.is_looked_at = self.refused = False
         self.last_store = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvbm.core.ids import Namespace
-from kvbm.engines.vllm.identity import Identity
+from kvbm.engines.vllm.identity import EngineIdentity
 from kvbm.engines.vllm.requests import GroupNamespace
 from kvbm.remarks import Remarks
 
@@ -28,7 +28,7 @@ class TenantNames:
     """
 
     def __init__(
-        self, identity: Identity, group_ids: Sequence[int], declare: Callable[[Sequence[Namespace]], object], tenants: Collection[str],
+        self, identity: EngineIdentity, group_ids: Sequence[int], declare: Callable[[Sequence[Namespace]], object], tenants: Collection[str],
         most_unnamed: int = MOST_UNNAMED,
     ) -> None:  # fmt: skip
         self._identity, self._group_ids, self._declare = identity, group_ids, declare

@@ -26,7 +26,7 @@ from kvbm.pools.object.header import MOST_BLOCKS, encode_object_headers, header_
 from kvbm.pools.object.reader import Described, FoundObject, ObjectReader, WantedBlocks
 from kvbm.pools.object.tombstones import Tombstones
 from kvbm.pools.run import all_failed, check_chain, check_objects, check_proof, check_size
-from kvbm.pools.stores.base import ForgetfulStore, Get, Got, Listed, Put, Refusal, Store, Trouble
+from kvbm.pools.stores.base import ForgetfulStore, Get, Got, Listed, Put, Refusal, Store, StoreTrouble
 from kvbm.pools.stores.cache_tier import CachedStore
 
 _BATCH = 4  # objects of a call that go together, coded while others are on their way
@@ -153,7 +153,7 @@ class BlockObjects:
             for index, refusal in enumerate(refusals, batch.start):
                 if refusal is None:
                     new.append(index)
-                elif refusal.trouble is Trouble.TAKEN:
+                elif refusal.trouble is StoreTrouble.TAKEN:
                     taken.append(index)
                 else:
                     call.troubles.append(refusal.words)
@@ -313,9 +313,9 @@ class BlockObjects:
         gone = self._withdrawn(names)
         for index, answer in zip(indexes, answers, strict=True):
             wanted.outcomes[index] = ReadOutcome.FAILED
-            if names[index] in gone or (isinstance(answer, Refusal) and answer.trouble is Trouble.ABSENT):
+            if names[index] in gone or (isinstance(answer, Refusal) and answer.trouble is StoreTrouble.ABSENT):
                 wanted.outcomes[index] = ReadOutcome.MISSING
-            elif isinstance(answer, Refusal) and answer.trouble is Trouble.UNUSABLE:
+            elif isinstance(answer, Refusal) and answer.trouble is StoreTrouble.UNUSABLE:
                 wanted.outcomes[index] = ReadOutcome.CORRUPT
                 self._tell_unusable(answer)
             elif isinstance(answer, Refusal):

@@ -32,7 +32,7 @@ class StoreAwayError(PoolError):
         self.name, self.forgets = name, forgets
 
 
-class Trouble(Enum):
+class StoreTrouble(Enum):
     """Why a store did not do what it was asked, as far as the caller's next step depends on it."""
 
     ABSENT = "absent"  # nothing has this name
@@ -50,7 +50,7 @@ class Refusal(NamedTuple):
         words: for people: status, code and cause in a line, such as "503 SlowDown after 3 attempts".
     """
 
-    trouble: Trouble
+    trouble: StoreTrouble
     words: str
 
 
@@ -94,7 +94,7 @@ class Get(NamedTuple):
         if not self.most_bytes or part_bytes <= self.most_bytes:
             return None
         return Refusal(
-            Trouble.UNUSABLE, f"{self.name} has {part_bytes} bytes, no object here has more than {self.most_bytes}"
+            StoreTrouble.UNUSABLE, f"{self.name} has {part_bytes} bytes, no object here has more than {self.most_bytes}"
         )
 
 

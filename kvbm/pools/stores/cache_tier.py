@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Store, Trouble
+from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Store, StoreTrouble
 
 _WAITING_BYTES = 256 << 20  # of puts that the cache has not taken yet; more are left out
 _CACHE_WAIT_S = 0.5  # for the cache's answers; what it has not answered by then is read from the backing store
@@ -75,7 +75,7 @@ class CachedStore:
                     answers[index] = answer
                     continue
                 self._note(answer)
-                if answer.trouble is Trouble.UNUSABLE:
+                if answer.trouble is StoreTrouble.UNUSABLE:
                     unusable.append(gets[index].name)
             if unusable:  # so that the object itself can have its name there again
                 self.cache.delete(unusable, wait_s)
@@ -156,9 +156,9 @@ class CachedStore:
 
     def _note(self, refusal: Refusal) -> None:
         """Leave a cache alone that is in trouble, and report it once each time. What is the matter with one name is no trouble of the cache."""
-        if refusal.trouble in (Trouble.ABSENT, Trouble.TAKEN):
+        if refusal.trouble in (StoreTrouble.ABSENT, StoreTrouble.TAKEN):
             return
-        if refusal.trouble is Trouble.UNUSABLE:
+        if refusal.trouble is StoreTrouble.UNUSABLE:
             with self._lock:
                 is_new, self._told_unusable = not self._told_unusable, True
             if is_new:

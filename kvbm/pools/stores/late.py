@@ -6,7 +6,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from kvbm.core.errors import PoolError
-from kvbm.pools.stores.base import Body, ForgetfulStore, Get, Got, Listed, Put, Refusal, Store, StoreAwayError, Trouble
+from kvbm.pools.stores.base import (
+    Body,
+    ForgetfulStore,
+    Get,
+    Got,
+    Listed,
+    Put,
+    Refusal,
+    Store,
+    StoreAwayError,
+    StoreTrouble,
+)
 
 AGAIN_S = 5.0  # between two tries to open it
 _CLOSE_S = 1.0
@@ -91,7 +102,7 @@ class LateStore:
             store.close()
 
     def _refusal(self) -> Refusal:
-        return Refusal(Trouble.SILENT, "it has not answered since the start")
+        return Refusal(StoreTrouble.SILENT, "it has not answered since the start")
 
     def _open(self) -> None:
         while not self._closed.wait(self._again_s):

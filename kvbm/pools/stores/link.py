@@ -53,7 +53,7 @@ class Limits(NamedTuple):
 LIMITS = Limits()
 
 
-class Link(NamedTuple):
+class StoreLink(NamedTuple):
     """How one store is reached.
 
     Attributes:
@@ -91,7 +91,7 @@ class Link(NamedTuple):
         return options
 
 
-def link_to(url: str, ca: str = "", named: str = "", limits: Limits = LIMITS) -> Link:
+def link_to(url: str, ca: str = "", named: str = "", limits: Limits = LIMITS) -> StoreLink:
     """The link to an endpoint.
 
     Args:
@@ -106,7 +106,7 @@ def link_to(url: str, ca: str = "", named: str = "", limits: Limits = LIMITS) ->
     trusted = trusted_file(ca, named)
     if trusted and url.startswith("https://"):
         _certificates(trusted)
-    return Link(url, trusted, proxy_for(url), limits)
+    return StoreLink(url, trusted, proxy_for(url), limits)
 
 
 def trusted_file(ca: str = "", named: str = "", environment: Mapping[str, str] = os.environ) -> str:

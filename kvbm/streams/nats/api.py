@@ -27,7 +27,7 @@ _UNDER_WAY = 10164  # so too, where the stream is replicated and has not yet dec
 T = TypeVar("T")
 
 
-class ApiError(msgspec.Struct):
+class JetStreamFault(msgspec.Struct):
     code: int = 0
     err_code: int = 0
     description: str = ""
@@ -52,14 +52,14 @@ class _StreamState(msgspec.Struct):
 
 
 class AnyReply(msgspec.Struct):
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
 class StreamInfo(msgspec.Struct):
     config: StreamConfig = msgspec.field(default_factory=StreamConfig)
     state: _StreamState = msgspec.field(default_factory=_StreamState)
     created: str = ""
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
 class StoredMessage(msgspec.Struct):
@@ -72,7 +72,7 @@ class StoredMessage(msgspec.Struct):
 
 class MessageReply(msgspec.Struct):
     message: StoredMessage | None = None
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
 class AccountLimits(msgspec.Struct):
@@ -82,19 +82,19 @@ class AccountLimits(msgspec.Struct):
 class AccountInfo(msgspec.Struct):
     storage: int = 0
     limits: AccountLimits = msgspec.field(default_factory=AccountLimits)
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
 class ConsumerReply(msgspec.Struct):
     name: str = ""
     num_pending: int = 0
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
 class PublishAck(msgspec.Struct):
     stream: str = ""
     seq: int = 0
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
 class Stored(NamedTuple):

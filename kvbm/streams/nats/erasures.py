@@ -14,7 +14,7 @@ import msgspec
 
 from kvbm.core.errors import StreamError
 from kvbm.streams.base import ERASE_PREFIX, ERASED_PREFIX, cluster_filter, instance_subject, subject_names
-from kvbm.streams.nats.api import NS, ApiError, Stored, last_message, message_at, request, store, stream_info
+from kvbm.streams.nats.api import NS, JetStreamFault, Stored, last_message, message_at, request, store, stream_info
 from kvbm.streams.nats.connection import JS_API, NatsConnection
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.headers import expecting
@@ -38,7 +38,7 @@ class _Subjects(msgspec.Struct):
 
 class _Info(msgspec.Struct):
     state: _Subjects = msgspec.field(default_factory=_Subjects)
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
 class EventsKept(NamedTuple):
