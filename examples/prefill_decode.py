@@ -16,6 +16,7 @@ import hashlib
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -106,8 +107,12 @@ def main() -> None:
         print(f"{p.name}: computed {p.computed_blocks} blocks")
 
         seen = kvbm.PositionWanted(instance=p.manager.instance, epoch=p.manager.epoch, offset=p.manager.applied())
-        answer = catalog.lookup(NAMESPACE, catalog.hashes(NAMESPACE, b"", prompt), at_least=[seen], wait_s=5.0)
+        hashes = catalog.hashes(NAMESPACE, b"", prompt)
+        answer = catalog.lookup(NAMESPACE, hashes, at_least=[seen], wait_s=5.0)
         print("catalog: " + ", ".join(f"{one.depth} blocks at {one.instance}" for one in answer.instances))
+        until_s = time.monotonic() + WAIT_S
+        while not catalog.find(NAMESPACE, hashes, asker=d.manager.instance).peers and time.monotonic() < until_s:
+            time.sleep(0.1)  # P's heartbeats, one a second, say where it lends
 
         d_slots, hits = d.prefill(prompt)
         tokens = d.decode(prompt, d_slots, 4)
