@@ -76,9 +76,9 @@ smoke-objects: setup  ## … of it one test of each store
 
 # The VMs have this machine's files: two of them, each with RDMA devices in software. 70 MB of kernel are downloaded once. Nothing of the
 # usual conftest.py is loaded: the processor is emulated, and imports take long.
-test-rdma: setup  ## reads over RDMA (Soft-RoCE), in a throw-away VM: needs Debian's packages of QEMU and pyverbs, which it names
+test-rdma: setup  ## reads over RDMA (Soft-RoCE), in a throw-away VM: needs Debian's packages of QEMU and pyverbs, all of which it names at once
 	rm -rf build/rdma
-	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --nodes 2 --leader --cpus 1 --mem 1024 --timeout 600 --rw $(CURDIR) -- \
+	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --nodes 2 --leader --cpus 1 --mem 1024 --timeout 600 --rw $(CURDIR) --pyverbs $(BIN)/python -- \
 	  bash tests/rdma/run.sh $(PYTEST_ARGS)
 
 # The engine wants other versions of what kvbm uses, hence its own environment. What setup has compiled is taken from there: the

@@ -17,8 +17,8 @@ from kvbm.catalog.index.cluster_index import (
     StreamPlace,
 )
 from kvbm.catalog.members.liveness import LastHeartbeat
-from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.router import CandidateNumbers, Lent, Ranking, Reader, RoutingTask, SharedRoute
+from kvbm.config.settings import RoutingSettings
 from kvbm.core.ages import TierAges
 from kvbm.core.answers import LookupAnswer
 from kvbm.core.backend import LedgerProtocol, LockProtocol

@@ -5,12 +5,21 @@ from __future__ import annotations
 import datetime
 import ipaddress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from tests.extras import needed
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+else:
+    x509 = needed("cryptography.x509", "crypto")
+    hashes = needed("cryptography.hazmat.primitives.hashes", "crypto")
+    serialization = needed("cryptography.hazmat.primitives.serialization", "crypto")
+    ec = needed("cryptography.hazmat.primitives.asymmetric.ec", "crypto")
+    NameOID = needed("cryptography.x509.oid", "crypto").NameOID
 
 
 class Certificate(NamedTuple):

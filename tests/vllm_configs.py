@@ -5,9 +5,14 @@ go with it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from tests.extras import needed
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = needed("torch", "engine")
 
 # Physical orders of [layer, block, head, token, content].
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")

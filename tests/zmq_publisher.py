@@ -9,9 +9,11 @@ from collections import deque
 from typing import Any
 
 import msgspec
-import zmq
 
+from tests.extras import needed
 from tests.servers import free_port
+
+zmq = needed("zmq", "bridge")
 
 
 class Publisher:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,12 +28,12 @@ from kvbm import catalog_cli, cli  # noqa: E402
 from kvbm.catalog.answers import prompts, routed  # noqa: E402
 from kvbm.catalog.edge import api, prompt_answers  # noqa: E402
 from kvbm.catalog.edge.api import openapi  # noqa: E402
+from kvbm.catalog.edge.metrics import ROWS  # noqa: E402
 from kvbm.config import ENVIRONMENT_PREFIX, Settings, SourceSettings, TenantSettings, default_lines  # noqa: E402
+from kvbm.config.bounds import Bounds, bounds_of, shown  # noqa: E402
 from kvbm.core import answers  # noqa: E402
-from kvbm.core.ages import TierAges  # noqa: E402
 from kvbm.engines.vllm import numbers as vllm_numbers  # noqa: E402
-from kvbm.telemetry.metrics import CatalogMetrics, CatalogNumbers  # noqa: E402
-from kvbm.telemetry.transfers import BYTES_PER_S, Transferred  # noqa: E402
+from kvbm.telemetry.metrics import CatalogMetrics  # noqa: E402
 from tools.python_page import python_page  # noqa: E402
 
 _NAMES = re.compile(r"^(?P<names>[a-z_]+(?:, [a-z_]+)*): (?P<text>.*)$")
@@ -117,8 +117,8 @@ def _sentence(text: str) -> str:
 
 
 class Setting(NamedTuple):
-    """One setting: its key, the kind of its value, its unit ("" where it has none), its default as TOML, its
-    meaning.
+    """One setting: its key, the kind of its value, its unit ("" where it has none), its default as TOML, its meaning,
+    its bounds.
     """
 
     key: str
@@ -126,6 +126,7 @@ class Setting(NamedTuple):
     unit: str
     default: str
     meaning: str
+    allowed: str
 
 
 def settings() -> Iterator[tuple[str, Described, list[Setting]]]:
@@ -147,16 +148,33 @@ def _tables(group: Any, prefix: str) -> Iterator[tuple[str, Described, list[Sett
 
 def _own(group: Any, prefix: str) -> list[Setting]:
     meanings = described(type(group)).meanings
-    kinds = get_type_hints(type(group))
     found = []
     for field in msgspec.structs.fields(type(group)):
         value = getattr(group, field.name)
         if isinstance(value, msgspec.Struct):
             continue
-        kind = _KINDS[getattr(kinds[field.name], "__name__", "")]
+        bounds = bounds_of(type(group))[field.name]
+        kind = _KINDS[bounds.kind.__name__]
         default = json.dumps(value, ensure_ascii=False)
-        found.append(Setting(f"{prefix}{field.name}", kind, _unit(field.name), default, meanings.get(field.name, "")))
+        found.append(
+            Setting(
+                f"{prefix}{field.name}",
+                kind,
+                _unit(field.name),
+                default,
+                meanings.get(field.name, ""),
+                _allowed(bounds),
+            )
+        )
     return found
+
+
+def _allowed(bounds: Bounds) -> str:
+    """What a value may be, as a cell; "" where it may be anything of its kind."""
+    ends = (("at least", bounds.least), ("above", bounds.above), ("at most", bounds.most))
+    words = [f"{word} {shown(end)}" for word, end in ends if end is not None]
+    words[:] = [", ".join(words)] if words else []
+    return " or ".join([*words, *(f"`{json.dumps(one)}`" for one in bounds.choice)])
 
 
 def _unit(name: str) -> str:
@@ -173,12 +191,15 @@ def settings_page() -> str:
                 f"`{one.key}`",
                 one.kind,
                 f"`{one.default}`",
+                one.allowed,
                 _sentence(one.meaning) + (f" In {one.unit}." if one.unit else ""),
             )
             for one in own
         ]
         title = f"`{key}`" if key else "Outermost"
-        parts.append(f"## {title}\n\n{_sentence(group.text)}\n\n{_table(('key', 'kind', 'default', 'meaning'), rows)}")
+        parts.append(
+            f"## {title}\n\n{_sentence(group.text)}\n\n{_table(('key', 'kind', 'default', 'allowed', 'meaning'), rows)}"
+        )
     return _page(
         "Settings",
         "Settings come from a TOML file (`--config`). Environment variables override the file. `--set KEY=VALUE` "
@@ -205,27 +226,13 @@ class Metric(NamedTuple):
 
 
 def catalog_metrics() -> list[Metric]:
-    """What a catalog's /metrics has, from a scrape of numbers that are all 0."""
-    kinds = get_type_hints(CatalogNumbers)
-    filled: dict[str, Any] = {name: 0 for name in kinds}
-    filled |= {
-        "anomalies": {"rule": 0},
-        "residencies": {("instance", "tier"): 0},
-        "claims": {"pool": 0},
-        "index_bytes": {"part": 0},
-        "put_bytes": {"instance": (0, 0)},
-        "namespace_put_bytes": {"namespace": (0, 0)},
-        "transfers": {("transport", 0): Transferred([0] * (len(BYTES_PER_S) + 1))},
-        "misses": {("lookup", "not_held"): 0},
-        "ages": [TierAges()] * 3,
-    }
+    """What a catalog's /metrics has: the rows, and what is counted as requests come, from a scrape without rows."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    metrics = CatalogMetrics(lambda: CatalogNumbers(**filled), {})
+    found = [Metric(row.scraped, row.kind, row.labels, row.help) for row in ROWS]
+    metrics = CatalogMetrics((), None, {})
     metrics.count_request("caller", "passed")
-    text = metrics.exposition().decode()
-    found = []
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(metrics.exposition().decode()):
         if not family.samples or family.name.endswith("_created"):
             continue
         labels = {label: None for sample in family.samples for label in sample.labels if label != "le"}
@@ -266,7 +273,8 @@ def metrics_page() -> str:
     return _page(
         "Metrics",
         "Metrics are in Prometheus' text format. Which of them to watch: [Monitor](../monitor.md).\n\n"
-        "This page is generated from a scrape of the code.",
+        "This page is generated from `kvbm/catalog/edge/metrics.py`, `kvbm/telemetry/metrics.py` and "
+        "`kvbm/engines/vllm/numbers.py`.",
         "## The catalog\n\nAt `/metrics` of `kvbm-catalog serve`.\n\n" + table(catalog_metrics()),
         "## Inside vLLM\n\nAt `/metrics` of `vllm serve`, with vLLM's labels `engine` and `model_name`. The same "
         "numbers are in vLLM's "

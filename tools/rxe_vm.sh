@@ -27,15 +27,17 @@
 #       --accel A     tcg | kvm (default: tcg; kvm only if RXE_VM_ACCEL=kvm or --accel kvm)
 #       --klog FILE   keep the guest's kernel log (default: thrown away; shown when the guest fails to boot)
 #       --prepare     only fetch the kernel and build the initramfs
+#       --pyverbs PY  the command runs this Python, which must be able to load pyverbs
 #   Environment: RXE_VM_CACHE (default ~/.cache/rxe_vm): kernel and initramfs.
 #
-# Exit status 3: QEMU, another tool or the kernel cannot be had; the last line says what to install.
+# Exit status 3: QEMU, another tool, pyverbs or the kernel cannot be had; all that is missing is named at once, and the last line
+# installs it.
 # Needs (apt): python3 qemu-system-x86 busybox-static kmod cpio iproute2 ibverbs-providers
 set -euo pipefail
 INSTALL="apt-get update && apt-get install --no-install-recommends python3 qemu-system-x86 busybox-static kmod cpio iproute2 ibverbs-providers"
 
 CACHE=${RXE_VM_CACHE:-$HOME/.cache/rxe_vm}
-MEM=2048 CPUS=2 TMO=600 NODES=1 ACCEL=${RXE_VM_ACCEL:-tcg} KLOG= PREPARE=0 FS= LEADER=0
+MEM=2048 CPUS=2 TMO=600 NODES=1 ACCEL=${RXE_VM_ACCEL:-tcg} KLOG= PREPARE=0 FS= LEADER=0 PYVERBS=
 RW=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -49,8 +51,9 @@ while [ $# -gt 0 ]; do
     --accel) ACCEL=$2; shift 2;;
     --klog) KLOG=$2; shift 2;;
     --prepare) PREPARE=1; shift;;
+    --pyverbs) PYVERBS=$2; shift 2;;
     --) shift; break;;
-    -h|--help) sed -n '2,37p' "$0"; exit 0;;
+    -h|--help) sed -n '2,39p' "$0"; exit 0;;
     -*) echo "rxe_vm: unknown option $1" >&2; exit 2;;
     *) break;;
   esac
@@ -61,6 +64,22 @@ missing=
 for tool in python3 qemu-system-x86_64 busybox cpio ip rdma /sbin/modprobe /sbin/depmod dpkg apt-get apt-cache; do
   command -v $tool >/dev/null || missing="$missing $tool"
 done
+if [ -n "$PYVERBS" ]; then
+  INSTALL="$INSTALL python3-pyverbs"
+  why=$("$PYVERBS" -c '
+import sys
+from kvbm.core.errors import VerbsError
+from kvbm.verbs.library import load_pyverbs
+try:
+    load_pyverbs()
+except VerbsError as error:
+    sys.exit(str(error))' 2>&1) || { printf 'rxe_vm: %s\n' "$why" >&2; missing="$missing pyverbs"; }
+fi
+KERNEL_PKG=${RXE_VM_KERNEL_PKG:-}
+if [ -z "$KERNEL_PKG" ] && command -v apt-cache >/dev/null; then
+  KERNEL_PKG=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends: linux-image-[0-9]/{print $2; exit}') || true
+  [ -n "$KERNEL_PKG" ] || missing="$missing linux-image-amd64 (of apt's lists)"
+fi
 if [ -n "$missing" ]; then printf 'rxe_vm: not here:%s; install with\n%s\n' "$missing" "$INSTALL" >&2; exit 3; fi
 VIRTIOFSD=${VIRTIOFSD:-}
 for f in /usr/lib/qemu/virtiofsd /usr/libexec/virtiofsd; do [ -z "$VIRTIOFSD" ] && [ -x $f ] && VIRTIOFSD=$f; done
@@ -70,9 +89,7 @@ for f in /usr/lib/qemu/virtiofsd /usr/libexec/virtiofsd; do [ -z "$VIRTIOFSD" ] 
 MODS="crc32_generic virtio_pci virtio_console virtio_rng 9pnet_virtio 9p virtiofs overlay dummy veth sch_netem virtio_net ib_uverbs rdma_ucm ib_umad rdma_rxe"
 prepare() {
   mkdir -p "$CACHE"
-  local pkg
-  pkg=${RXE_VM_KERNEL_PKG:-$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends: linux-image-[0-9]/{print $2; exit}')}
-  [ -n "$pkg" ] || { printf 'rxe_vm: apt knows no linux-image package; install with\n%s\n' "$INSTALL" >&2; exit 3; }
+  local pkg=$KERNEL_PKG
   local kv=${pkg#linux-image-}
   KERNEL=$CACHE/$kv/vmlinux INITRD=$CACHE/$kv/initrd-v7.cpio
   exec 9> "$CACHE/lock"; flock 9  # another run may prepare the same

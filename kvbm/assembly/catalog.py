@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvbm.assembly.native import NATIVE, NATIVE_INDEX, NATIVE_MESSAGES
 from kvbm.assembly.services import database_url, make_data_dir, nats_url, stream_credentials
 from kvbm.config import Settings, check_settings
@@ -20,7 +18,6 @@ from kvbm.streams.nats.permissions import Role
 from kvbm.terminal import say
 
 if TYPE_CHECKING:
-    from kvbm.catalog.routing.cost import RoutingSettings
     from kvbm.catalog.service import Companion
 
 
@@ -35,7 +32,6 @@ def run_catalog(
     Raises: ConfigError, StreamError, CatalogError, MissingExtraError: what does not answer, and what to do.
     """
     from kvbm.catalog.access.callers import AccessOptions
-    from kvbm.catalog.access.limits import LimitSettings
     from kvbm.catalog.edge.server import run
     from kvbm.catalog.service import ServiceSettings
 
@@ -70,9 +66,9 @@ def run_catalog(
                 tls_key=settings.catalog.tls_key,
                 tls_client_ca=settings.catalog.tls_client_ca,
             ),
-            limits=LimitSettings(**msgspec.structs.asdict(settings.catalog.limits)),
+            limits=settings.catalog.limits,
             companions=() if companion is None else (companion(settings, url, credentials),),
-            routing=routing_settings(settings),
+            routing=settings.catalog.routing,
             parts=parts_of(settings.catalog.parts),
             new_messages=NATIVE_MESSAGES,
         )
@@ -84,12 +80,3 @@ def run_catalog(
             lambda at: say(f"kvbm-catalog: {at} {follows}", to=sys.stderr),
         )
     return 0
-
-
-def routing_settings(settings: Settings) -> RoutingSettings:
-    """What a prompt costs at an instance, as `catalog.routing` has it."""
-    from kvbm.catalog.routing.cost import RoutingSettings
-
-    costs = msgspec.structs.asdict(settings.catalog.routing)
-    weights = msgspec.structs.asdict(settings.catalog.routing.tier_weights)
-    return RoutingSettings(**costs | {"tier_weights": {tier.upper(): weight for tier, weight in weights.items()}})

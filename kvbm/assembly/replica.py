@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.assembly.catalog import routing_settings
 from kvbm.assembly.native import NATIVE, NATIVE_INDEX, NATIVE_MESSAGES
 from kvbm.assembly.services import catalog_clients, stream_credentials
 from kvbm.config import Settings, check_settings
@@ -56,7 +55,7 @@ def open_replica(settings: Settings, name: str = "") -> CatalogReplica:
             forget_s=catalog.forget_s,
             parts=parts,
             capacity=catalog.capacity,
-            routing=routing_settings(settings),
+            routing=catalog.routing,
         ),
         lambda: ReadOnlyStream.follow(settings.nats.url, connect_s, credentials, NATIVE_MESSAGES),
         fetch if catalog.url else None,

@@ -167,12 +167,12 @@ async def _repair(folder: Path, url: str, samples: int) -> tuple[list[Row], dict
         await _settled(lambda: service.is_ready and not is_suspect(holder) and not is_suspect(other))
         for _ in range(max(3, samples // 2)):
             await asyncio.sleep(LEAST_S + 0.5)  # the instance serves one snapshot in this time
-            gaps = service.numbers().gaps
+            gaps = service.sequencer.counters.gaps
             lossy.drop = holder
             await _settled(lambda: is_suspect(holder))
             began_s, known_s = time.perf_counter(), 0.0
             while is_suspect(holder):
-                if not known_s and service.numbers().gaps > gaps:
+                if not known_s and service.sequencer.counters.gaps > gaps:
                     known_s = time.perf_counter()
                 asked_s = time.perf_counter()
                 assert not is_suspect(other)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from functools import reduce
 
 from kvbm.core.ids import InstanceId
 from kvbm.streams.base import Heartbeat
@@ -11,30 +11,27 @@ from kvbm.streams.base import Heartbeat
 Sizes = tuple[int, int]  # bytes in memory, and as they lie in the store
 
 
-class PutBytes(NamedTuple):
-    """For `CatalogNumbers`, whose fields have these names.
+def put_by_instance(beats: Iterable[tuple[InstanceId, Heartbeat]]) -> dict[str, Sizes]:
+    """What each instance has put; it grows for as long as its run lasts.
 
-    Attributes:
-        put_bytes: by instance; grows for as long as its run lasts.
-        namespace_put_bytes: by namespace, of those that are told of now.
+    Where a heartbeat tells no total it is the sum of what it tells.
     """
-
-    put_bytes: dict[str, Sizes]
-    namespace_put_bytes: dict[str, Sizes]
-
-
-def put_bytes(beats: Iterable[tuple[InstanceId, Heartbeat]]) -> PutBytes:
-    """The sums of the last heartbeats. Of an instance whose kvbm tells no total it is the sum of what it tells."""
-    found = PutBytes({}, {})
+    found: dict[str, Sizes] = {}
     for instance, beat in beats:
-        total: Sizes = (0, 0)
-        for namespace, sizes in beat.put_bytes.items():
-            name = namespace.hex()
-            total = _sum(total, sizes)
-            found.namespace_put_bytes[name] = _sum(found.namespace_put_bytes.get(name, (0, 0)), sizes)
-        total = beat.put_total if any(beat.put_total) else total
+        total = beat.put_total
+        if not any(total):
+            total = reduce(_sum, beat.put_bytes.values(), (0, 0))
         if any(total):
-            found.put_bytes[instance] = total
+            found[instance] = total
+    return found
+
+
+def put_by_namespace(beats: Iterable[tuple[InstanceId, Heartbeat]]) -> dict[str, Sizes]:
+    """What was put of each namespace that heartbeats tell of now, by its id in hex."""
+    found: dict[str, Sizes] = {}
+    for _, beat in beats:
+        for namespace, sizes in beat.put_bytes.items():
+            found[namespace.hex()] = _sum(found.get(namespace.hex(), (0, 0)), sizes)
     return found
 
 

@@ -37,7 +37,7 @@ from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex, PlainApplie
 from kvbm.catalog.index.plain_frames import PlainRun
 from kvbm.catalog.members.downtime import FORGET_S, Downtimes
 from kvbm.catalog.members.liveness import LIVENESS_S
-from kvbm.catalog.routing.cost import RoutingSettings
+from kvbm.config.settings import RoutingSettings
 from kvbm.core.answers import (
     LIMIT,
     MAX_HASHES,

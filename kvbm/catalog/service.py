@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeAlias, cast
 import msgspec
 
 from kvbm.catalog.access.callers import AccessOptions
-from kvbm.catalog.access.limits import LimitSettings
 from kvbm.catalog.answers.queries import Queries
 from kvbm.catalog.answers.watches import Cluster, Watches
 from kvbm.catalog.degraded import Degraded
@@ -36,10 +35,9 @@ from kvbm.catalog.index.change_log import ChangeLog, RecordedIndex
 from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex
 from kvbm.catalog.members.downtime import FORGET_S
 from kvbm.catalog.members.liveness import LIVENESS_S
-from kvbm.catalog.put_bytes import PutBytes, put_bytes
-from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.route_sharing import RouteSharing
 from kvbm.catalog.sql.store import SqlStore
+from kvbm.config.settings import LimitSettings, RoutingSettings
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.backend import Backend
 from kvbm.core.errors import KvbmError
@@ -50,7 +48,6 @@ from kvbm.streams.base import EventReader, EventStream, Mark, still_holds
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.messages import NewMessages, ReadableMessages
 from kvbm.streams.nats.stream import NatsStream
-from kvbm.telemetry.metrics import CatalogNumbers
 from kvbm.tenant_secrets import TenantSecrets
 
 log = SafeLog()
@@ -350,65 +347,7 @@ class CatalogService:
             parts=words_of(self.settings.parts),
         )
 
-    def numbers(self) -> CatalogNumbers:
-        """What the metrics show."""
-        backlog = self.heartbeats.backlog
-        newest_ns = self.sequencer.newest_wall_ns
-        checkpoint = self.checkpointer.last if self.checkpointer is not None else None
-        return CatalogNumbers(
-            **msgspec.structs.asdict(self.sequencer.counters),
-            snapshots_asked=self.requests.asker.asked,
-            zombies=self.heartbeats.liveness.zombies,
-            double_ids=self.heartbeats.liveness.double_ids,
-            audits=self.upkeep.audits,
-            routes_shared=self.queries.shared.told,
-            routes_unshared=self.queries.shared.untold,
-            routes_received=self.queries.shared.received,
-            routes_refused=self.queries.shared.refused,
-            rows_read_again=self.writer.read_again,
-            rows_refused=self.store.refused_rows,
-            checkpoints=self.checkpointer.written if self.checkpointer is not None else 0,
-            checkpoint_sequence=checkpoint.sequence if checkpoint is not None else 0,
-            archive_sequence=self.archive.sequence if self.archive is not None else 0,
-            archive_lost=self.archive.lost if self.archive is not None else 0,
-            samples=self.archive.samples if self.archive is not None else 0,
-            samples_lost=self.archive.samples_lost if self.archive is not None else 0,
-            suspect=len(self.sequencer.suspicions.by_instance),
-            behind=len(backlog.behind),
-            behind_s=max((backlog.age_s(time.monotonic(), name) for name in backlog.behind), default=0.0),
-            excluded=len(self.heartbeats.liveness.excluded()),
-            ignored=len(self.heartbeats.ignored),
-            gone=len(self.forgetting.absences),
-            watches=len(self.watches),
-            view_age_s=self.queries.view_age_s(),
-            anomalies=self.index.anomalies(),
-            stream_sequence=self.sequencer.sequence,
-            stored_sequence=self.writer.stored,
-            lag_messages=self.lag.known_messages(time.monotonic()),
-            lag_s=self.lag.seconds(time.monotonic(), time.time() - newest_ns / 1e9 if newest_ns else 0.0),
-            ready=self.is_ready,
-            degraded=bool(self.degraded),
-            indexed_blocks=self.index.block_count(),
-            residencies={
-                (instance, tier.name): count
-                for instance in self.index.instances()
-                if (view := self.index.view(instance)) is not None and not view.stopped and not view.excluded
-                for tier, count in view.counts.items()
-            },
-            claims=self.index.claim_counts(),
-            index_bytes=self.index.memory(),
-            transfers=self.queries.transfers.counted(),
-            misses=self.queries.misses.counts,
-            ages=self.queries.ages.counted(),
-            **self._put_bytes()._asdict(),
-        )
-
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _put_bytes(self) -> PutBytes:
-        """What instances say that they have put in the object pool."""
-        beats = ((one, self.heartbeats.liveness.last(one)) for one in self.index.instances())
-        return put_bytes((one, last.heartbeat) for one, last in beats if last is not None)
 
     def _let_go(self, instance: InstanceId) -> None:
         """An instance was forgotten."""

@@ -12,10 +12,11 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin
 
 import msgspec
 
+from kvbm.config.bounds import bounds_of
 from kvbm.config.checks import check_settings
 from kvbm.config.settings import Settings, SettingsGroup, SourceSettings, TenantSettings
 from kvbm.core.checks import kind_of
@@ -87,7 +88,7 @@ def load_settings(
             _put(tree, name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", "."), value, f"environment {name}")
     for key, value in leaves(flags or {}):
         _put(tree, key, value, sources.flags)
-    settings = msgspec.convert(tree, Settings)
+    settings: Settings = _made(Settings, tree)
     check_settings(settings)
     _tell_links(environment or {})
     return settings
@@ -168,11 +169,28 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _known(group: type[SettingsGroup] = Settings, prefix: str = "") -> Iterator[tuple[str, _Known]]:
     defaults = group()
-    for name, kind in get_type_hints(group).items():
-        if isinstance(kind, type) and issubclass(kind, SettingsGroup):
+    for name, (kind, *_) in bounds_of(group).items():
+        if _is_group(kind):
             yield from _known(kind, f"{prefix}{name}.")
         elif not name.startswith("_"):
             yield f"{prefix}{name}", _Known(kind, getattr(defaults, name))
+
+
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, SettingsGroup)
+
+
+def _made(group: Any, tree: Mapping[str, Any]) -> Any:
+    """A table of settings, from values that `_put` has converted."""
+    values = dict(tree)
+    for name in tree.keys() & bounds_of(group).keys():
+        kind = bounds_of(group)[name].kind
+        entry = get_args(kind)[-1] if get_origin(kind) is dict else None
+        if _is_group(kind):
+            values[name] = _made(kind, tree[name])
+        elif _is_group(entry):
+            values[name] = {key: _made(entry, one) for key, one in tree[name].items()}
+    return group(**values)
 
 
 _OPEN_KEY = "catalog.tenant_secrets"  # a table whose keys are the user's own
@@ -187,7 +205,7 @@ _UNITS = {"b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for unit, base in (("b", 1000), ("ib", 1024))
 }
-_TABLE_FIELDS = {table: get_type_hints(kind) for table, kind in _TABLES.items()}
+_TABLE_FIELDS = {table: bounds_of(kind) for table, kind in _TABLES.items()}
 _WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -206,7 +224,7 @@ def _put(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
     if open_name:
         groups, name = _OPEN_KEY.split("."), open_name
     elif entry and field in _TABLE_FIELDS[table]:
-        groups, name, kind = [*table.split("."), entry], field, _TABLE_FIELDS[table][field]
+        groups, name, kind = [*table.split("."), entry], field, _TABLE_FIELDS[table][field].kind
     elif key in _KNOWN and key not in (_OPEN_KEY, *_TABLES):
         *groups, name = key.split(".")
         kind = _KNOWN[key].kind

@@ -1,12 +1,42 @@
-"""Every setting there is: a frozen tree of tables, each with its default. The docstrings say what they mean.
+"""Every setting there is: a frozen tree of tables, each with its default and its bounds.
+
+The docstrings say what they mean.
 
 A key is written `pools.host.slots` in messages and flags, as tables in TOML, and `KVBM_POOLS__HOST__SLOTS` in the
-environment.
+environment. The bounds are checked by `kvbm.config.bounds`; `rule` is the end of a refusal where the bounds alone say
+too little.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
+from msgspec import Meta
+
+from kvbm.core.policy import EVICTION_POLICIES, OFFLOAD_POLICIES
+from kvbm.core.results import LEAST_EVENT_BYTES
+from kvbm.core.state_admission import STATE_POLICIES
+
+LONGEST_S = 1e6
+_STREAM_KEEPS_S = 86_400.0  # as `streams.nats.setup.MAX_AGE_S`
+_MOST_BLOCKS = 1 << 12  # of an object
+_MOST_BLOCK_TOKENS = 1 << 16
+_ODD = "give 1, or in a NATS cluster 3 or 5: of an even number half may not fail"
+_HOLD = f"give 0 to {LONGEST_S:g} seconds, or -1 until the record of erasures was read"
+_FORGET = (
+    f"give a number above {_STREAM_KEEPS_S:g}: so long the stream keeps events, from which a forgotten instance "
+    "would be read again"
+)
+
+Count = Annotated[int, Meta(ge=1)]
+Amount = Annotated[int, Meta(ge=0)]
+PoolSize = Annotated[int, Meta(ge=0, extra={"rule": "it cannot be negative"})]
+Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
+SecondsOrZero = Annotated[float, Meta(ge=0)]
+Weight = Annotated[float, Meta(gt=0)]
+Switch = Literal["auto", "on", "off"]
+OffloadWhen = Annotated[str, Meta(extra={"choice": tuple(OFFLOAD_POLICIES)})]
 
 
 class SettingsGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,12 +72,12 @@ class HbmSettings(SettingsGroup, frozen=True):
         programs: of a launch that packs or unpacks blocks there; 0: half as many as it has multiprocessors.
     """
 
-    slots: int = 0
-    capacity_bytes: int = 0
-    owner: str = "kvbm"
-    device: str = "auto"
-    ring_bytes: int = 128 << 20
-    programs: int = 0
+    slots: PoolSize = 0
+    capacity_bytes: PoolSize = 0
+    owner: Literal["kvbm", "engine"] = "kvbm"
+    device: Literal["auto", "cpu", "cuda", "memory"] = "auto"
+    ring_bytes: Annotated[int, Meta(ge=1 << 20)] = 128 << 20
+    programs: Amount = 0
 
 
 class HostSettings(SettingsGroup, frozen=True):
@@ -63,12 +93,12 @@ class HostSettings(SettingsGroup, frozen=True):
             detour.
     """
 
-    slots: int = 0
-    capacity_bytes: int = 0
-    huge_pages: str = "auto"
-    numa_node: int = -1
-    copy_threads: int = 0
-    pin_s: float = 120.0
+    slots: PoolSize = 0
+    capacity_bytes: PoolSize = 0
+    huge_pages: Switch = "auto"
+    numa_node: Annotated[int, Meta(ge=-1)] = -1
+    copy_threads: Amount = 0
+    pin_s: Seconds = 120.0
 
 
 class NvmeSettings(SettingsGroup, frozen=True):
@@ -92,17 +122,17 @@ class NvmeSettings(SettingsGroup, frozen=True):
             never read again.
     """
 
-    slots: int = 0
-    capacity_bytes: int = 0
+    slots: PoolSize = 0
+    capacity_bytes: PoolSize = 0
     path: str = ""
     folder: str = ""
-    io: str = "auto"
-    direct: str = "auto"
-    depth: int = 32
-    offload_share: float = 0.25
-    write_budget_bytes_s: int = 0
+    io: Literal["auto", "io_uring", "threads"] = "auto"
+    direct: Switch = "auto"
+    depth: Count = 32
+    offload_share: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    write_budget_bytes_s: Amount = 0
     encrypt: bool = False
-    aside_bytes: int = 64 << 30
+    aside_bytes: Amount = 64 << 30
 
 
 class ObjectSettings(SettingsGroup, frozen=True):
@@ -134,16 +164,18 @@ class ObjectSettings(SettingsGroup, frozen=True):
     region: str = ""
     ca: str = ""
     name: str = ""
-    blocks: int = 0
-    compression: str = "auto"
+    blocks: Annotated[
+        int, Meta(ge=0, le=_MOST_BLOCKS, extra={"rule": f"give 1 to {_MOST_BLOCKS}, or 0 for as many as fit 4 MiB"})
+    ] = 0
+    compression: Literal["auto", "off"] = "auto"
     keys: str = ""
     keys_command: str = ""
     front: str = ""
-    ttl_s: int = 0
-    requests: int = 8
-    timeout_s: float = 10.0
-    look_s: float = 20.0
-    write_budget_bytes_s: int = 0
+    ttl_s: Amount = 0
+    requests: Count = 8
+    timeout_s: Seconds = 10.0
+    look_s: Seconds = 20.0
+    write_budget_bytes_s: Amount = 0
 
 
 class PoolsSettings(SettingsGroup, frozen=True):
@@ -153,7 +185,7 @@ class PoolsSettings(SettingsGroup, frozen=True):
     host: HostSettings = HostSettings()
     nvme: NvmeSettings = NvmeSettings()
     object: ObjectSettings = ObjectSettings()
-    eviction: str = "lru"
+    eviction: Annotated[str, Meta(extra={"choice": tuple(EVICTION_POLICIES)})] = "lru"
 
 
 class OffloadSettings(SettingsGroup, frozen=True):
@@ -171,13 +203,13 @@ class OffloadSettings(SettingsGroup, frozen=True):
             once.
     """
 
-    host: str = "write_through"
-    nvme: str = "write_through"
-    object: str = "write_through"
-    states: str = "ends"
-    queue_blocks: int = 0
-    threads: int = 2
-    staging_bytes: int = 64 << 20
+    host: OffloadWhen = "write_through"
+    nvme: OffloadWhen = "write_through"
+    object: OffloadWhen = "write_through"
+    states: Annotated[str, Meta(extra={"choice": tuple(STATE_POLICIES)})] = "ends"
+    queue_blocks: Amount = 0
+    threads: Count = 2
+    staging_bytes: Count = 64 << 20
 
 
 class OnboardSettings(SettingsGroup, frozen=True):
@@ -189,9 +221,9 @@ class OnboardSettings(SettingsGroup, frozen=True):
         threads: onboards at a time.
     """
 
-    wait_s: float = 2.0
-    locate_s: float = 0.25
-    threads: int = 2
+    wait_s: Seconds = 2.0
+    locate_s: Seconds = 0.25
+    threads: Count = 2
 
 
 class JournalSettings(SettingsGroup, frozen=True):
@@ -212,13 +244,13 @@ class JournalSettings(SettingsGroup, frozen=True):
         in_memory: keep it in memory; then nothing outlives the process, and there is no NVME pool.
     """
 
-    fsync: str = "off"
-    sync_interval_s: float = 1.0
-    segment_bytes: int = 64 << 20
-    capacity_bytes: int = 4 << 30
-    keep_s: float = 604800.0
-    max_bytes: int = 0
-    waiting_bytes: int = 64 << 20
+    fsync: Literal["off", "interval", "always"] = "off"
+    sync_interval_s: Seconds = 1.0
+    segment_bytes: Count = 64 << 20
+    capacity_bytes: Count = 4 << 30
+    keep_s: Seconds = 604800.0
+    max_bytes: Amount = 0
+    waiting_bytes: Annotated[int, Meta(ge=LEAST_EVENT_BYTES)] = 64 << 20
     in_memory: bool = False
 
 
@@ -240,11 +272,11 @@ class NatsSettings(SettingsGroup, frozen=True):
 
     url: str = ""
     enabled: bool = True
-    timeout_s: float = 5.0
-    heartbeat_s: float = 1.0
-    window_bytes: int = 4 << 20
-    linger_s: float = 0.002
-    replicas: int = 1
+    timeout_s: Seconds = 5.0
+    heartbeat_s: Seconds = 1.0
+    window_bytes: Count = 4 << 20
+    linger_s: Seconds = 0.002
+    replicas: Annotated[Literal[1, 3, 5], Meta(extra={"rule": _ODD})] = 1
     credentials: str = ""
     nkey_seed: str = ""
     tls_ca: str = ""
@@ -255,13 +287,13 @@ class NatsSettings(SettingsGroup, frozen=True):
 class SnapshotsSettings(SettingsGroup, frozen=True):
     """Snapshots of what is held. `least_s`: snapshots that readers ask for are at least so far apart."""
 
-    least_s: float = 10.0
+    least_s: Seconds = 10.0
 
 
 class SamplesSettings(SettingsGroup, frozen=True):
     """Accesses told to whoever listens, for `kvbm-replay whatif`. `rate`: share of prompts, 0 to 1."""
 
-    rate: float = 0.1
+    rate: Annotated[float, Meta(ge=0, le=1)] = 0.1
 
 
 class TierWeightSettings(SettingsGroup, frozen=True):
@@ -271,9 +303,9 @@ class TierWeightSettings(SettingsGroup, frozen=True):
         host, nvme, object: of a block in this tier.
     """
 
-    host: float = 1.0
-    nvme: float = 1.0
-    object: float = 1.0
+    host: Weight = 1.0
+    nvme: Weight = 1.0
+    object: Weight = 1.0
 
 
 class RoutingSettings(SettingsGroup, frozen=True):
@@ -293,16 +325,16 @@ class RoutingSettings(SettingsGroup, frozen=True):
         hold_s: for this long after a route its blocks count as soon to be held.
     """
 
-    prefill_tokens_per_s: float = 10_000.0
-    work_weight: float = 2.0
-    crowding_weight: float = 4.0
-    own_crowding: float = 0.3
-    balance_s: float = 2.0
-    decode_request_s: float = 0.01
-    batch_wait_s: float = 10.0
-    half_life_s: float = 300.0
-    prior_s: float = 10.0
-    hold_s: float = 30.0
+    prefill_tokens_per_s: Weight = 10_000.0
+    work_weight: Weight = 2.0
+    crowding_weight: Weight = 4.0
+    own_crowding: Weight = 0.3
+    balance_s: Weight = 2.0
+    decode_request_s: Weight = 0.01
+    batch_wait_s: Weight = 10.0
+    half_life_s: Weight = 300.0
+    prior_s: Weight = 10.0
+    hold_s: Weight = 30.0
     tier_weights: TierWeightSettings = TierWeightSettings()
 
 
@@ -333,22 +365,22 @@ class LimitSettings(SettingsGroup, frozen=True):
             of it.
     """
 
-    sockets: int = 1024
-    sockets_per_peer: int = 512
-    connects_per_s: float = 500.0
-    requests_per_s: float = 2000.0
-    burst: int = 4000
+    sockets: Annotated[int, Meta(ge=16)] = 1024
+    sockets_per_peer: Count = 512
+    connects_per_s: Annotated[float, Meta(ge=1)] = 500.0
+    requests_per_s: Annotated[float, Meta(ge=0)] = 2000.0
+    burst: Count = 4000
     loopback: bool = False
-    body_bytes: int = 14 << 20
-    waits: int = 256
-    header_s: float = 10.0
-    idle_s: float = 75.0
-    write_s: float = 20.0
-    unsent_bytes: int = 8 << 20
-    watches: int = 512
-    watches_per_caller: int = 128
-    watch_bytes: int = 16 << 20
-    loop_share: float = 0.5
+    body_bytes: Annotated[int, Meta(ge=12 << 20)] = 14 << 20
+    waits: Annotated[int, Meta(ge=4)] = 256
+    header_s: Annotated[float, Meta(ge=0.1)] = 10.0
+    idle_s: Annotated[float, Meta(ge=1)] = 75.0
+    write_s: Annotated[float, Meta(ge=0.1)] = 20.0
+    unsent_bytes: Annotated[int, Meta(ge=1 << 20)] = 8 << 20
+    watches: Count = 512
+    watches_per_caller: Count = 128
+    watch_bytes: Annotated[int, Meta(ge=1 << 16)] = 16 << 20
+    loop_share: Annotated[float, Meta(ge=0.01, le=1)] = 0.5
 
 
 class TenantSettings(SettingsGroup, frozen=True):
@@ -361,10 +393,10 @@ class TenantSettings(SettingsGroup, frozen=True):
         object_bytes: what it may fill of the object pool; the janitor sees to it. 0: no such limit.
     """
 
-    weight: int = 1
-    host_bytes: int = 0
-    nvme_bytes: int = 0
-    object_bytes: int = 0
+    weight: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
+    host_bytes: Amount = 0
+    nvme_bytes: Amount = 0
+    object_bytes: Amount = 0
 
 
 class CatalogSettings(SettingsGroup, frozen=True):
@@ -405,12 +437,12 @@ class CatalogSettings(SettingsGroup, frozen=True):
     listen: str = "127.0.0.1:7700"
     unix_socket: str = ""
     database: str = ""
-    liveness_s: float = 3.5
-    forget_s: float = 604_800.0
+    liveness_s: Seconds = 3.5
+    forget_s: Annotated[float, Meta(gt=_STREAM_KEEPS_S, extra={"rule": _FORGET})] = 604_800.0
     parts: str = ""
-    capacity: int = 100_000_000
+    capacity: Count = 100_000_000
     checkpoints: str = ""
-    checkpoint_every_s: float = 60.0
+    checkpoint_every_s: Seconds = 60.0
     archive: str = ""
     routing: RoutingSettings = RoutingSettings()
     limits: LimitSettings = LimitSettings()
@@ -456,8 +488,8 @@ class TransportSettings(SettingsGroup, frozen=True):
     tls_ca: str = ""
     rdma: str = ""
     fetch: bool = False
-    connections: int = 64
-    lent_blocks: int = 16_384
+    connections: Annotated[int, Meta(ge=1, le=4096)] = 64
+    lent_blocks: Annotated[int, Meta(ge=1, le=1 << 24)] = 16_384
 
 
 class ErasureSettings(SettingsGroup, frozen=True):
@@ -470,8 +502,8 @@ class ErasureSettings(SettingsGroup, frozen=True):
             are used at once.
     """
 
-    poll_s: float = 5.0
-    hold_s: float = 30.0
+    poll_s: Seconds = 5.0
+    hold_s: Annotated[float, Meta(ge=0, le=LONGEST_S, extra={"choice": (-1.0,), "rule": _HOLD})] = 30.0
 
 
 class GcSettings(SettingsGroup, frozen=True):
@@ -495,14 +527,14 @@ class GcSettings(SettingsGroup, frozen=True):
             the store ignores the conditions of puts on which its lease rests; without it, it does not work there.
     """
 
-    ttl_s: float = 7 * 86_400.0
-    quota_bytes: int = 0
-    grace_s: float = 60.0
-    young_s: float = 60.0
-    skew_s: float = 60.0
-    lease_s: float = 60.0
-    used_s: float = 60.0
-    every_s: float = 0.0
+    ttl_s: SecondsOrZero = 7 * 86_400.0
+    quota_bytes: Amount = 0
+    grace_s: Seconds = 60.0
+    young_s: SecondsOrZero = 60.0
+    skew_s: SecondsOrZero = 60.0
+    lease_s: Annotated[float, Meta(ge=1, le=LONGEST_S)] = 60.0
+    used_s: Annotated[float, Meta(ge=0, le=LONGEST_S)] = 60.0
+    every_s: SecondsOrZero = 0.0
     id: str = ""
     alone: bool = False
 
@@ -535,17 +567,20 @@ class SourceSettings(SettingsGroup, frozen=True):
     endpoint: str = ""
     replay: str = ""
     topic: str = ""
-    kind: str = "vllm"
+    kind: Literal["vllm", "sglang"] = "vllm"
     model: str = ""
     tenant: str = ""
     revision: str = ""
-    block_tokens: int = 0
+    block_tokens: Annotated[
+        int,
+        Meta(ge=0, le=_MOST_BLOCK_TOKENS, extra={"rule": f"give 1 to {_MOST_BLOCK_TOKENS}, or 0 where events say it"}),
+    ] = 0
     pool: str = ""
     topology: tuple[str, ...] = ()
-    ranks: int = 1
+    ranks: Annotated[int, Meta(ge=1, le=256)] = 1
     counts_copies: bool = True
-    blocks: int = 2_000_000
-    silence_s: float = 5.0
+    blocks: Count = 2_000_000
+    silence_s: Seconds = 5.0
     nkey_seed: str = ""
 
 

@@ -308,6 +308,7 @@ class FindAnswer(msgspec.Struct, frozen=True, kw_only=True):
         blocks: asked for.
         pools: those that are claimed to have the first of them, the deepest first.
         peers: instances, the nearest first.
+        missed: where nobody has any, why; else it is left out, also where instances hold some and lend none.
     """
 
     namespace: str
@@ -315,6 +316,7 @@ class FindAnswer(msgspec.Struct, frozen=True, kw_only=True):
     pools: list[PoolHolding]
     peers: list[PeerHolding]
     view_age_s: float = 0.0
+    missed: MissedAnswer | msgspec.UnsetType = msgspec.UNSET
 
 
 class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):

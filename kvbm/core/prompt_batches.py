@@ -208,7 +208,7 @@ def encode_presence(answer: PresenceAnswer) -> bytes:
 
 def encode_find(answer: FindAnswer) -> bytes:
     """The answer to one question of what can be read."""
-    parts = [_ANSWER.pack(0, 0, len(answer.peers) + len(answer.pools), 0)]
+    parts = [_ANSWER.pack(0, 0, len(answer.peers) + len(answer.pools), number_in(answer.missed))]
     for one in answer.peers:
         words = [one.lends.get(word, "") for word in _ADDRESS if word in one.lends or word != "rdma"]
         name, address = one.instance.encode(), "\n".join(words).encode()
@@ -324,8 +324,9 @@ def decode_finds(body: bytes, asked: PromptBatch) -> list[FindAnswer]:
             view_age_s=age_s,
             pools=[PoolHolding(pool=name, depth=row[1]) for row, name, _ in rows if row[4] & POOL],
             peers=[_peer(row, name, address) for row, name, address in rows if not row[4] & POOL],
+            missed=missed_of(why),
         )
-        for (hashes, _), (_, _, rows, _) in zip(asked.prompts, parts, strict=True)
+        for (hashes, _), (_, _, rows, why) in zip(asked.prompts, parts, strict=True)
     ]
 
 

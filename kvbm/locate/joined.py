@@ -17,6 +17,7 @@ from kvbm.core.answers import (
     CandidateLoad,
     FindAnswer,
     LookupAnswer,
+    MissedAnswer,
     PoolHolding,
     PositionWanted,
     PresenceAnswer,
@@ -221,7 +222,14 @@ def joined_finds(answers: Sequence[FindAnswer], limit: int) -> FindAnswer:
         ],
         peers=nearest_and_deepest(peers, limit),
         view_age_s=max(answer.view_age_s for answer in answers),
+        missed=_missed_by_all(answers),
     )
+
+
+def _missed_by_all(answers: Sequence[FindAnswer]) -> MissedAnswer | msgspec.UnsetType:
+    """Why nothing was found; of a catalog that has found nothing and says no reason, an instance holds some of it."""
+    said = [answer.missed for answer in answers]
+    return msgspec.UNSET if msgspec.UNSET in said else joined_missed(said)
 
 
 def joined_presences(answers: Sequence[PresenceAnswer], limit: int) -> PresenceAnswer:

@@ -85,7 +85,9 @@ class HttpLocator:
                     raise
                 self._find_again_s = self._clock() + _OLDER_S
         found = self._client.lookup(namespace, hashes, timeout_s=timeout_s, limit=1)
-        return FindAnswer(namespace=found.namespace, blocks=found.blocks, pools=found.pools, peers=[])
+        return FindAnswer(
+            namespace=found.namespace, blocks=found.blocks, pools=found.pools, peers=[], missed=found.missed
+        )
 
     def _presence(self, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> PresenceAnswer:
         return self._client.presence_many(namespace, [hashes], timeout_s, limit=1)[0]  # the binary form

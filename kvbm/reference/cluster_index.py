@@ -30,7 +30,7 @@ from kvbm.catalog.index.cluster_index import (
 )
 from kvbm.catalog.index.lookup import lookup
 from kvbm.catalog.index.plain_frames import apply_plain
-from kvbm.catalog.routing.cost import RoutingSettings
+from kvbm.config.settings import RoutingSettings
 from kvbm.core.answers import LookupAnswer
 from kvbm.core.codec import decode_frame
 from kvbm.core.events import (
@@ -57,6 +57,7 @@ MOST_SPACES_OF_ONE = 1 << 16  # those that one instance has brought, and those t
 MOST_POOLS_OF_ONE = 64  # cluster pools that one instance has brought
 _MASK = (1 << 64) - 1
 _Key = tuple[NamespaceId, SequenceHash]
+_Claim = tuple[Tier, NamespaceId, SequenceHash]
 
 
 class _TierFold:
@@ -168,6 +169,40 @@ class _NamedSpaces:
                 maker.made_spaces -= 1
 
 
+class _NamedPools:
+    """The cluster pools that were named, what is claimed of each, and which instance has brought it, if one has."""
+
+    def __init__(self) -> None:
+        self.claims: dict[str, set[_Claim]] = {}
+        self._makers: dict[str, _Instance] = {}
+
+    def name(self, entry: _Instance, pools: Iterable[PoolStated]) -> dict[Tier, str]:
+        """Names of the cluster pools of a start by tier, of as many as an instance may bring."""
+        last: dict[Tier, str | None] = {}  # of two pools in one tier the later counts
+        for pool in pools:
+            last[pool.tier] = None
+            if pool.reach == Reach.CLUSTER:
+                name = pool.name or pool.tier.name.lower()
+                last[pool.tier] = name if self._is_brought(entry, name) else None
+        return {tier: name for tier, name in last.items() if name is not None}
+
+    def _is_brought(self, entry: _Instance, name: str) -> bool:
+        if name not in self.claims:
+            if entry.made_pools >= MOST_POOLS_OF_ONE:
+                return False
+            entry.made_pools += 1
+            self.claims[name], self._makers[name] = set(), entry
+        return True
+
+    def keep(self, entries: Iterable[_Instance]) -> None:
+        """Forget those that nobody claims a block of, and that no instance's claims go to."""
+        named = {name for entry in entries for name in entry.pool_names.values()}
+        for name in [name for name, known in self.claims.items() if not known and name not in named]:
+            del self.claims[name]
+            if (maker := self._makers.pop(name, None)) is not None:
+                maker.made_pools -= 1
+
+
 class ReferenceIndex:
     """See `index.ClusterIndex`.
 
@@ -178,7 +213,8 @@ class ReferenceIndex:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._instances: dict[InstanceId, _Instance] = {}
-        self._claims: dict[str, set[tuple[Tier, NamespaceId, SequenceHash]]] = {}
+        self._pools = _NamedPools()
+        self._claims = self._pools.claims
         self._object_blocks: dict[NamespaceId, int] = {}  # as was told
         self._spaces = _NamedSpaces()
         self._anomalies: Counter[str] = Counter()
@@ -238,7 +274,7 @@ class ReferenceIndex:
         names = entry.pool_names
         self._begin(entry, epoch, () if pools is None else pools)
         if pools is None:
-            likely_names = _named(self._claims, entry, likely)
+            likely_names = self._pools.name(entry, likely)
             entry.pool_names = names or likely_names
             entry.pools_known = False
 
@@ -314,6 +350,7 @@ class ReferenceIndex:
         """As `ClusterIndex.audit`; here a call is a pass."""
         claimed = {space for known in self._claims.values() for _, space, _ in known}
         self._spaces.keep(self._instances.values(), claimed)
+        self._pools.keep(self._instances.values())
         differing = [
             name
             for name, entry in self._instances.items()
@@ -481,7 +518,7 @@ class ReferenceIndex:
         entry.spaces = set()
         entry.tiers = {tier: _TierFold() for tier in Tier}
         entry.pools = tuple(pools)
-        entry.pool_names = _named(self._claims, entry, entry.pools)
+        entry.pool_names = self._pools.name(entry, entry.pools)
         entry.pools_known, entry.proven = True, False
 
     def _add(self, entry: _Instance, tier: Tier, namespace: NamespaceId, hashes: bytes, claims: list[Claims]) -> None:
@@ -578,25 +615,6 @@ class ReferenceIndex:
         for block in split_hashes(hashes):
             if (tier, namespace, block) not in known and not self._is_full():
                 known.add((tier, namespace, block))
-
-
-def _named(
-    claims: dict[str, set[tuple[Tier, NamespaceId, SequenceHash]]], entry: _Instance, pools: Iterable[PoolStated]
-) -> dict[Tier, str]:
-    """Names of cluster pools by tier, of as many as an instance may bring.
-
-    The claims of every pool that was ever declared are counted.
-    """
-    last: dict[Tier, str | None] = {}  # of two pools in one tier the later counts
-    for pool in pools:
-        last[pool.tier] = None
-        if pool.reach == Reach.CLUSTER:
-            name = pool.name or pool.tier.name.lower()
-            if name not in claims and entry.made_pools < MOST_POOLS_OF_ONE:
-                claims[name] = set()
-                entry.made_pools += 1
-            last[pool.tier] = name if name in claims else None
-    return {tier: name for tier, name in last.items() if name is not None}
 
 
 def _lendable(

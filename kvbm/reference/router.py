@@ -12,7 +12,6 @@ from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.catalog.routing.cost import (
     ClusterNumbers,
     InstanceNumbers,
-    RoutingSettings,
     admits,
     believed,
     decode_cost,
@@ -31,6 +30,7 @@ from kvbm.catalog.routing.router import (
     RoutingTask,
     SharedRoute,
 )
+from kvbm.config.settings import RoutingSettings
 from kvbm.core.answers import MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.core.ties import tie_word
@@ -292,7 +292,7 @@ class ReferenceRouter:
     def _load(self, now_s: float, task: RoutingTask, caller: _Caller, instance: InstanceId) -> _Load:
         """What the instance has to do."""
         settings, pulse = self.settings, self._pulses.get(instance)
-        expected = settings.prefill_by_instance.get(instance, settings.prefill_tokens_per_s)
+        expected = settings.prefill_tokens_per_s
         tokens_per_s = queue_tokens_per_s = expected
         running = 0
         if pulse is not None:
@@ -396,7 +396,8 @@ class ReferenceRouter:
         if not blocks:
             return 0.0
         size = blocks * self._block_bytes(instance, tier)
-        return TIER_LINKS[tier].seconds(size) * self.settings.tier_weights.get(tier.name, 1.0)
+        weight: float = getattr(self.settings.tier_weights, tier.name.lower())
+        return TIER_LINKS[tier].seconds(size) * weight
 
     def _brought_s(self, instance: InstanceId, blocks: int) -> float:
         """Bringing blocks from another instance: over what is as far as a pool all can reach."""

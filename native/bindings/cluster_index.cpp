@@ -520,9 +520,8 @@ class PythonIndex {
 
   nb::object claim_counts() {
     nb::dict counts;
-    std::uint32_t pool = 0;
-    for (const std::uint64_t count : index_.claim_counts()) {
-      counts[nb::str(index_.pool_name(pool++).c_str())] = count;
+    for (const auto& [pool, count] : index_.claim_counts()) {
+      counts[nb::str(pool.data(), pool.size())] = count;
     }
     return counts;
   }

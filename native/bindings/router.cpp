@@ -35,16 +35,9 @@ RouterSettings settings_of(nb::handle given) {
   const auto routing = nb::module_::import_("kvbm.catalog.routing.router");
   const auto answers = nb::module_::import_("kvbm.core.answers");
   RouterSettings settings;
-  settings.work_weight = real(given, "work_weight");
-  settings.crowding_weight = real(given, "crowding_weight");
-  settings.own_crowding = real(given, "own_crowding");
-  settings.balance_s = real(given, "balance_s");
-  settings.half_life_s = real(given, "half_life_s");
-  settings.prior_s = real(given, "prior_s");
-  settings.hold_s = real(given, "hold_s");
-  settings.prefill_tokens_per_s = real(given, "prefill_tokens_per_s");
-  settings.decode_request_s = real(given, "decode_request_s");
-  settings.batch_wait_s = real(given, "batch_wait_s");
+  for (const auto& [name, number] : kRoutingNumbers) {
+    settings.*number = real(given, name);
+  }
   settings.heard_late_s = real(routing, "HEARD_LATE_S");
   settings.measured_within = real(costs, "MEASURED_WITHIN");
   settings.most_weight = real(costs, "MOST_WEIGHT");
@@ -52,7 +45,8 @@ RouterSettings settings_of(nb::handle given) {
   settings.class_weights = {nb::cast<double>(weights["interactive"]), nb::cast<double>(weights["standard"]),
                             nb::cast<double>(weights["batch"])};
   for (const nb::handle tier : nb::module_::import_("kvbm.core.ids").attr("Tier")) {
-    const nb::object weight = given.attr("tier_weights").attr("get")(tier.attr("name"), 1.0);
+    const nb::object name = tier.attr("name").attr("lower")();
+    const nb::object weight = nb::getattr(given.attr("tier_weights"), name, nb::float_(1.0));  // HBM has none
     const nb::object link = nb::module_::import_("kvbm.core.topology").attr("TIER_LINKS")[tier];
     settings.links[static_cast<std::size_t>(whole(tier))] = link_of(link, nb::cast<double>(nb::float_(weight)));
     settings.between = link_of(link, 1.0);  // the last one's: as far as a pool all can reach
@@ -61,9 +55,6 @@ RouterSettings settings_of(nb::handle given) {
   settings.most_input_tokens = whole(answers.attr("MAX_INPUT_TOKENS"));
   settings.most_queued = whole(routing.attr("MOST_QUEUED"));
   settings.most_callers = static_cast<std::size_t>(whole(routing.attr("MOST_CALLERS")));
-  for (const nb::handle entry : given.attr("prefill_by_instance").attr("items")()) {
-    settings.prefill_by_instance.emplace(nb::cast<std::string>(entry[0]), nb::cast<double>(nb::float_(entry[1])));
-  }
   return settings;
 }
 

@@ -11,7 +11,7 @@ namespace kvbm::bindings {
 
 class PythonRouter {
  public:
-  // settings: RoutingSettings of kvbm.catalog.routing.cost.
+  // settings: RoutingSettings of kvbm.config.settings.
   PythonRouter(const ClusterIndex& index, nb::handle settings);
 
   // pulse: LastHeartbeat of kvbm.catalog.members.liveness.

@@ -181,9 +181,12 @@ class CheckpointWriter {
       for (const auto& space : index_.spaces_) {
         front.bytes(space.id);
       }
-      front.number(static_cast<std::uint32_t>(index_.pools_.size()));
+      number_pools();
+      front.number(pool_count_);
       for (const auto& pool : index_.pools_) {
-        front.text(pool.name);
+        if (!pool.is_free) {
+          front.text(pool.name);
+        }
       }
       front.number(static_cast<std::uint32_t>(index_.instances_.size()));
       for (const auto& instance : index_.instances_) {
@@ -191,7 +194,6 @@ class CheckpointWriter {
         incarnations_.push_back(instance.incarnation);
       }
       spaces_ = index_.spaces_.size();
-      pools_ = index_.pools_.size();
     }
     const Bytes data(front.data());
     for (std::size_t at = 0; at < data.size(); at += kMaxPayloadBytes) {
@@ -199,7 +201,15 @@ class CheckpointWriter {
     }
   }
 
-  static void add_instance(Out& front, const ClusterIndex::Instance& instance) {
+  // Pools in the order of their numbers, those left out that nobody claims or names.
+  void number_pools() {
+    pools_.reserve(index_.pools_.size());
+    for (const auto& pool : index_.pools_) {
+      pools_.push_back(pool.is_free ? ClusterIndex::kNone : pool_count_++);
+    }
+  }
+
+  void add_instance(Out& front, const ClusterIndex::Instance& instance) const {
     const auto flag = [](bool is_set, std::uint8_t bit) { return is_set ? bit : std::uint8_t{0}; };
     front.text(instance.name);
     front.number(instance.epoch);
@@ -217,7 +227,7 @@ class CheckpointWriter {
                                              flag(fold.is_declared, kDeclared) | flag(fold.is_cluster, kCluster) |
                                              flag(fold.is_partial, kPartial) | flag(fold.has_refused, kRefused) |
                                              flag(fold.is_pod, kPod)));
-      front.number(fold.pool);
+      front.number(fold.pool == ClusterIndex::kNone ? fold.pool : pools_[fold.pool]);
     }
   }
 
@@ -251,11 +261,13 @@ class CheckpointWriter {
     std::uint32_t space = 0;
     for (const HolderId holder_id : holder_ids) {
       const ClusterIndex::HolderSpace& holder_space = index_.holder_spaces_[holder_space_of(holder_id)];
-      const bool is_old = holder_space.is_pool ? holder_space.holder < pools_
+      const bool is_old = holder_space.is_pool ? holder_space.holder < pools_.size() &&
+                                                     pools_[holder_space.holder] != ClusterIndex::kNone
                                                : holder_space.holder < incarnations_.size() &&
                                                      incarnations_[holder_space.holder] == holder_space.incarnation;
       if (is_old && holder_space.space < spaces_ && index_.is_live(holder_id)) {
-        members_.push_back(holder_space.holder << 3 | (holder_space.is_pool ? 4U : 0U) |
+        const std::uint32_t holder = holder_space.is_pool ? pools_[holder_space.holder] : holder_space.holder;
+        members_.push_back(holder << 3 | (holder_space.is_pool ? 4U : 0U) |
                            static_cast<std::uint32_t>(tier_of(holder_id)));
         space = holder_space.space;
       }
@@ -328,7 +340,8 @@ class CheckpointWriter {
   const int file_;                                // where to
   std::vector<std::uint32_t> incarnations_;       // of the instances, when the checkpoint began
   std::size_t spaces_ = 0;                        // namespaces then
-  std::size_t pools_ = 0;                         // pools then
+  std::vector<std::uint32_t> pools_;              // by number of a pool then: its place in the front; kNone: nobody's
+  std::uint32_t pool_count_ = 0;                  // in the front
   std::uint32_t number_ = 0;                      // of the next chunk
   std::uint64_t generation_ = 0;                  // counts pages and chunks: what was noted before is forgotten
   std::vector<Memo> memo_;                        // sets of this page, by a hash of their number
@@ -502,10 +515,11 @@ class CheckpointLoader {
       fold.is_pod = (tier_flags & kPod) != 0;
       fold.is_partial = (tier_flags & kPartial) != 0;
       fold.has_refused = (tier_flags & kRefused) != 0;
-      fold.pool = front.number<std::uint32_t>();
-      if (fold.pool != ClusterIndex::kNone && fold.pool >= index_.pools_.size()) {
+      const auto pool = front.number<std::uint32_t>();
+      if (pool != ClusterIndex::kNone && pool >= index_.pools_.size()) {
         front.fail("a pool that does not exist");
       }
+      index_.name_pool(fold, pool);
     }
   }
 

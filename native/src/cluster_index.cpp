@@ -109,24 +109,50 @@ std::uint32_t ClusterIndex::find_pool(std::string_view name) const noexcept {
 }
 
 void ClusterIndex::name_pools(std::uint32_t number, std::span<const DeclaredPool> pools) {
-  std::uint32_t& made = instances_[number].made_pools;
   for (const DeclaredPool& pool : pools) {
-    if (pool.is_cluster && find_pool(pool.name) == kNone && made < kMostPoolsOfOne) {
-      pool_number(pool.name);
-      ++made;
+    if (pool.is_cluster && find_pool(pool.name) == kNone && instances_[number].made_pools < kMostPoolsOfOne) {
+      pool_number(pool.name, number);
     }
   }
 }
 
-std::uint32_t ClusterIndex::pool_number(std::string_view name) {
+std::uint32_t ClusterIndex::pool_number(std::string_view name, std::uint32_t maker) {
   if (const std::uint32_t known = find_pool(name); known != kNone) {
     return known;
   }
   const WriteGuard change(lock_);
-  const auto number = static_cast<std::uint32_t>(pools_.size());
-  pools_.push_back({.name = std::string(name), .claims = 0, .blocks = named_blocks(name)});
+  const bool is_another = checkpoints_ == 0 && !free_pools_.empty();  // a checkpoint under way names pools by number
+  const auto number = is_another ? free_pools_.back() : static_cast<std::uint32_t>(pools_.size());
+  // Whatever needs memory comes first: then nothing is half made
+  if (!is_another && pools_.size() == pools_.capacity()) {
+    pools_.reserve(2 * pools_.size() + 8);
+  }
+  for (std::vector<std::uint32_t>* const numbers : {&free_pools_, &left_pools_, &rested_pools_}) {
+    numbers->reserve(pools_.capacity());
+  }
+  Pool made{.name = std::string(name), .blocks = named_blocks(name), .maker = maker};
   pool_numbers_.emplace(name, number);
+  if (maker != kNone) {
+    made.maker_drops = instances_[maker].drops;
+    ++instances_[maker].made_pools;
+  }
+  if (is_another) {
+    free_pools_.pop_back();
+    pools_[number] = std::move(made);
+  } else {
+    pools_.push_back(std::move(made));
+  }
   return number;
+}
+
+void ClusterIndex::name_pool(TierFold& fold, std::uint32_t pool) noexcept {
+  if (fold.pool != kNone) {
+    --pools_[fold.pool].named;
+  }
+  fold.pool = pool;
+  if (pool != kNone) {
+    ++pools_[pool].named;
+  }
 }
 
 std::string ClusterIndex::pool_name(std::uint32_t pool) const {
@@ -172,7 +198,7 @@ std::uint32_t ClusterIndex::space_of(const NamespaceId& id, std::uint32_t maker)
     return known;
   }
   const WriteGuard change(lock_);
-  const bool is_another = !free_spaces_.empty();
+  const bool is_another = checkpoints_ == 0 && !free_spaces_.empty();  // a checkpoint under way names them by number
   const auto number = is_another ? free_spaces_.back() : static_cast<std::uint32_t>(spaces_.size());
   // Whatever needs memory comes first: then nothing is half made
   if (!is_another && spaces_.size() == spaces_.capacity()) {
@@ -181,14 +207,15 @@ std::uint32_t ClusterIndex::space_of(const NamespaceId& id, std::uint32_t maker)
   free_spaces_.reserve(spaces_.capacity());
   space_numbers_.emplace(id, number);
   Namespace made{.id = id, .salt = {salts_(), salts_()}, .pool_holder_spaces = {}, .maker = maker};
+  if (maker != kNone) {
+    made.maker_drops = instances_[maker].drops;
+    ++instances_[maker].made_spaces;
+  }
   if (is_another) {
     free_spaces_.pop_back();
     spaces_[number] = std::move(made);
   } else {
     spaces_.push_back(std::move(made));
-  }
-  if (maker != kNone) {
-    ++instances_[maker].made_spaces;
   }
   return number;
 }
@@ -271,6 +298,7 @@ std::uint32_t ClusterIndex::holder_space_of_pool(std::uint32_t pool, std::uint32
   spaces_[space].pool_holder_spaces.push_back(made);
   holder_space_numbers_.emplace(key, made);
   ++spaces_[space].holder_spaces;
+  ++pools_[pool].holder_spaces;
   return made;
 }
 
@@ -690,6 +718,7 @@ void ClusterIndex::kill(std::uint32_t number) {
       is_referenced = is_referenced || held != 0;
     }
     is_referenced = is_referenced || fold.dirty != 0;
+    name_pool(fold, kNone);
     fold = TierFold{};
   }
   for (const std::uint32_t holder_space : instance.holder_spaces) {
@@ -728,7 +757,7 @@ void ClusterIndex::exclude(std::uint32_t number, bool is_excluded) {
 void ClusterIndex::declare(Instance& instance, std::span<const DeclaredPool> pools) {
   for (TierFold& fold : instance.tiers) {
     fold.is_declared = fold.is_cluster = fold.is_pod = false;
-    fold.pool = kNone;
+    name_pool(fold, kNone);
     fold.block_bytes = 0;
   }
   for (const DeclaredPool& pool : pools) {
@@ -737,7 +766,7 @@ void ClusterIndex::declare(Instance& instance, std::span<const DeclaredPool> poo
     fold.is_cluster = pool.is_cluster;
     fold.is_pod = pool.is_pod;
     fold.block_bytes = pool.block_bytes;
-    fold.pool = pool.is_cluster ? find_pool(pool.name) : kNone;
+    name_pool(fold, pool.is_cluster ? find_pool(pool.name) : kNone);
     instance.declared.push_back(pool.words);
   }
   instance.pools_known = true;
@@ -767,11 +796,11 @@ void ClusterIndex::begin_blind(std::uint32_t number, std::uint64_t epoch, const 
   // Which tiers are the cluster's is not known, so the rule of thumb holds; the names of the last known start are the
   // best guess.
   for (std::size_t tier = 0; tier < kTierCount; ++tier) {
-    instance.tiers[tier].pool = names[tier];
+    name_pool(instance.tiers[tier], names[tier]);
   }
   if (!has_names) {
     for (const DeclaredPool& pool : likely) {
-      instance.tiers[at_tier(pool.tier)].pool = pool.is_cluster ? find_pool(pool.name) : kNone;
+      name_pool(instance.tiers[at_tier(pool.tier)], pool.is_cluster ? find_pool(pool.name) : kNone);
     }
   }
   instance.pools_known = instance.is_proven = false;
@@ -834,6 +863,8 @@ void ClusterIndex::drop(std::uint32_t number) {
   kill(number);
   instance.is_known = instance.is_stopped = instance.pools_known = instance.is_proven = instance.is_waiting = false;
   instance.epoch = 0;
+  ++instance.drops;
+  instance.made_spaces = instance.made_pools = 0;
   list_dropped(number);
 }
 
@@ -1025,12 +1056,14 @@ std::vector<BlockHolder> ClusterIndex::holders(const NamespaceId& id, const std:
   return found;
 }
 
-std::vector<std::uint64_t> ClusterIndex::claim_counts() const {
+std::vector<std::pair<std::string, std::uint64_t>> ClusterIndex::claim_counts() const {
   const ReadGuard reading(lock_);
-  std::vector<std::uint64_t> counts;
+  std::vector<std::pair<std::string, std::uint64_t>> counts;
   counts.reserve(pools_.size());
   for (const Pool& pool : pools_) {
-    counts.push_back(pool.claims);
+    if (!pool.is_free) {
+      counts.emplace_back(pool.name, pool.claims);
+    }
   }
   return counts;
 }

@@ -196,7 +196,7 @@ void ClusterIndex::begin_audit() {
   audited_blocks_ = audited_damaged_ = 0;
   used_.assign(holder_spaces_.size(), 0);
   unused_at_ = 1;  // 0 is nobody's
-  unused_space_at_ = 0;
+  unused_space_at_ = unused_pool_at_ = 0;
   last_instance_ = kNone;  // so that whoever goes on with a namespace is seen to use it
   for (Instance& instance : instances_) {
     for (TierFold& fold : instance.tiers) {
@@ -223,6 +223,7 @@ void ClusterIndex::end_audit(AuditPart& part) {
 
 bool ClusterIndex::free_some() {
   const std::size_t spaces = checkpoints_ == 0 ? spaces_.size() : 0;  // a checkpoint under way names them by number
+  const std::size_t pools = checkpoints_ == 0 ? pools_.size() : 0;    // the same
   if (unused_at_ < used_.size()) {
     const WriteGuard change(lock_);
     last_instance_ = kNone;
@@ -247,7 +248,16 @@ bool ClusterIndex::free_some() {
          ++unused_space_at_) {
       free_space(static_cast<std::uint32_t>(unused_space_at_));
     }
+  } else if (unused_pool_at_ < pools) {
+    const WriteGuard change(lock_);
+    for (const std::size_t end = std::min(unused_pool_at_ + kFreedAtOnce, pools); unused_pool_at_ < end;
+         ++unused_pool_at_) {
+      free_pool(static_cast<std::uint32_t>(unused_pool_at_));
+    }
   } else {
+    free_pools_.insert(free_pools_.end(), rested_pools_.begin(), rested_pools_.end());
+    rested_pools_.swap(left_pools_);
+    left_pools_.clear();
     used_ = {};
     return false;
   }
@@ -263,6 +273,7 @@ void ClusterIndex::free_holder_space(std::uint32_t number, std::vector<std::uint
   }
   if (there.is_pool != 0) {
     std::erase(spaces_[there.space].pool_holder_spaces, number);
+    --pools_[there.holder].holder_spaces;
   } else {
     owners.push_back(there.holder);
   }
@@ -277,12 +288,26 @@ void ClusterIndex::free_space(std::uint32_t number) {
   if (space.holder_spaces != 0 || space.is_free) {
     return;
   }
-  if (space.maker != kNone) {
+  if (space.maker != kNone && instances_[space.maker].drops == space.maker_drops) {
     --instances_[space.maker].made_spaces;
   }
   space_numbers_.erase(space.id);
   space = {.id = random_id(), .salt = {}, .pool_holder_spaces = {}, .is_free = true};
   free_spaces_.push_back(number);
+}
+
+void ClusterIndex::free_pool(std::uint32_t number) {
+  Pool& pool = pools_[number];
+  if (pool.claims != 0 || pool.holder_spaces != 0 || pool.named != 0 || pool.is_free) {
+    return;
+  }
+  if (pool.maker != kNone && instances_[pool.maker].drops == pool.maker_drops) {
+    --instances_[pool.maker].made_pools;
+  }
+  pool_numbers_.erase(pool.name);
+  // An answer may name it still: its name stays until its number is another's, which is a pass later
+  pool.is_free = true;
+  left_pools_.push_back(number);
 }
 
 }  // namespace kvbm

@@ -60,9 +60,7 @@ std::uint32_t Router::slot_of(std::string_view instance) {
     slots_[slot] = {};
   }
   Slot& made = slots_[slot];
-  const auto own = settings_.prefill_by_instance.find(name);
-  made.expected = own != settings_.prefill_by_instance.end() ? own->second : settings_.prefill_tokens_per_s;
-  made.tokens_per_s = made.queue_tokens_per_s = made.expected;
+  made.tokens_per_s = made.queue_tokens_per_s = settings_.prefill_tokens_per_s;
   made.salt = soon_.salt_of("instance ", name);
   made.word = word_of(name);
   made.name = name;
@@ -84,8 +82,9 @@ void Router::hear(std::string_view instance, const ReportedLoad& load) {
   slot.at_s = load.at_s;
   slot.queued = std::clamp<std::int64_t>(load.queued_tokens, 0, settings_.most_queued);
   slot.running = std::clamp<std::int64_t>(load.running_requests, 0, settings_.most_queued);
-  slot.tokens_per_s = believed(load.prefill_tokens_per_s, slot.expected);
-  slot.queue_tokens_per_s = believed(believed(load.queue_tokens_per_s, slot.tokens_per_s), slot.expected);
+  slot.tokens_per_s = believed(load.prefill_tokens_per_s, settings_.prefill_tokens_per_s);
+  slot.queue_tokens_per_s =
+      believed(believed(load.queue_tokens_per_s, slot.tokens_per_s), settings_.prefill_tokens_per_s);
 }
 
 void Router::reads(std::string_view instance, PeerReader reader) {

@@ -490,12 +490,8 @@ class Model {
 // -- an index against the model ---------------------------------------------------------------------------------------
 
 inline std::map<std::string, std::uint64_t> claim_counts(const ClusterIndex& index) {
-  std::map<std::string, std::uint64_t> counts;
-  std::uint32_t pool = 0;
-  for (const std::uint64_t count : index.claim_counts()) {
-    counts[index.pool_name(pool++)] = count;
-  }
-  return counts;
+  const auto counts = index.claim_counts();
+  return {counts.begin(), counts.end()};
 }
 
 inline void check_states(const ClusterIndex& index, const Model& model) {
@@ -514,9 +510,13 @@ inline void check_states(const ClusterIndex& index, const Model& model) {
   CHECK(index.residency_count() == model.residency_count());
   std::map<std::string, std::uint64_t> claims;
   for (const auto& [name, blocks] : model.claims()) {
-    claims[name] = blocks.size();
+    if (!blocks.empty()) {
+      claims[name] = blocks.size();
+    }
   }
-  CHECK(claim_counts(index) == claims);
+  std::map<std::string, std::uint64_t> counted = claim_counts(index);
+  std::erase_if(counted, [](const auto& pool) { return pool.second == 0; });  // an audit has forgotten some of these
+  CHECK(counted == claims);
 }
 
 inline void check_holders(const ClusterIndex& index, const Model& model, const Key& key) {

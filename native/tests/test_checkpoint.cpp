@@ -426,7 +426,7 @@ void fields_that_contradict_each_other_are_an_error() {
   const Fields blocks = blocks_of(0, {0, 1 << 3, 4}, {1, 2});
   ClusterIndex index(kPlenty, kSecret);
   CHECK(load_checkpoint(index, Chunks().add(1, front).add(2, blocks).end(2)) == "note");
-  CHECK(index.residency_count() == 4 && index.claim_counts() == std::vector<std::uint64_t>{2} &&
+  CHECK(index.residency_count() == 4 && claim_counts(index) == (std::map<std::string, std::uint64_t>{{"pool", 2}}) &&
         index.block_count() == 2);
 
   CHECK(refused(Chunks().add(2, blocks).end(2)));                              // no front
@@ -469,7 +469,7 @@ void blocks_that_are_told_twice_count_once() {
   load_checkpoint(
       index, Chunks().add(1, small_front()).add(2, blocks).add(2, blocks).add(2, blocks_of(0, {2, 4}, {1})).end(7));
   CHECK(index.residency_count() == 7 && index.block_count() == 2 &&
-        index.claim_counts() == std::vector<std::uint64_t>{2});
+        claim_counts(index) == (std::map<std::string, std::uint64_t>{{"pool", 2}}));
   for (const std::uint32_t number : {0, 1}) {
     CHECK(index.recomputed_digest(number) == index.state(number)->digest);
   }
@@ -478,7 +478,7 @@ void blocks_that_are_told_twice_count_once() {
 void a_checkpoint_beyond_capacity_is_loaded_as_far_as_it_goes() {
   ClusterIndex index(5, kSecret);
   load_checkpoint(index, Chunks().add(1, small_front()).add(2, blocks_of(0, {0, 1 << 3, 4}, {1, 2, 3})).end(3));
-  CHECK(index.residency_count() + index.claim_counts()[0] == 5 && index.state(1)->is_partial);
+  CHECK(index.residency_count() + index.claim_counts()[0].second == 5 && index.state(1)->is_partial);
   CHECK(index.anomalies()[static_cast<std::size_t>(IndexAnomaly::kRefusedAtCapacity)] == 4);
 }
 
@@ -506,13 +506,9 @@ void audit_whole(ClusterIndex& index) {
   }
 }
 
-void a_namespace_that_is_forgotten_amid_a_checkpoint_is_no_others_in_it() {
-  ClusterIndex index(kPlenty, kSecret);
-  const std::uint32_t one = index.instance("one");
-  const Buffer hashes = hashes_between(0, 5);
-  apply(index, one,
-        {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes), created(space_id(1), Tier::kHbm, hashes)},
-        {own_pools()});
+// A checkpoint whose front was written before something happened, and whose blocks were written after it.
+template <class Happening>
+Buffer written_around(const ClusterIndex& index, const Happening& happening) {
   std::array<int, 2> pipe{};
   CHECK(::pipe(pipe.data()) == 0);
   // More than a pipe takes: the writer waits behind its front
@@ -523,9 +519,7 @@ void a_namespace_that_is_forgotten_amid_a_checkpoint_is_no_others_in_it() {
     CHECK(::ioctl(pipe[0], FIONREAD, &waiting) == 0);
     std::this_thread::yield();
   }
-  apply(index, one, {evicted(space_id(1), Tier::kHbm, hashes)});
-  audit_whole(index);
-  apply(index, one, {created(space_id(2), Tier::kHbm, hashes)});
+  happening();
   Buffer data(std::size_t{4} << 20);
   std::size_t size = 0;
   std::thread reader([&] {
@@ -539,11 +533,64 @@ void a_namespace_that_is_forgotten_amid_a_checkpoint_is_no_others_in_it() {
   reader.join();
   ::close(pipe[0]);
   data.resize(size);
+  return data;
+}
+
+void a_namespace_that_is_forgotten_amid_a_checkpoint_is_no_others_in_it() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  const Buffer hashes = hashes_between(0, 5);
+  apply(index, one,
+        {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes), created(space_id(1), Tier::kHbm, hashes)},
+        {own_pools()});
+  const Buffer data = written_around(index, [&] {
+    apply(index, one, {evicted(space_id(1), Tier::kHbm, hashes)});
+    audit_whole(index);
+    apply(index, one, {created(space_id(2), Tier::kHbm, hashes)});
+  });
   ClusterIndex loaded(kPlenty, kSecret);
   load_checkpoint(loaded, data);
   CHECK(loaded.holders(space_id(0), hashes.data()).size() == 1 && loaded.holders(space_id(1), hashes.data()).empty());
   audit_whole(index);  // now that none is written
   CHECK(index.namespaces().size() == 2);
+}
+
+// Numbers of namespaces and pools that were forgotten before a checkpoint are nobody's in it, and nobody's until it is
+// written.
+void numbers_that_were_free_before_a_checkpoint_are_nobodys_in_it() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  const std::uint32_t other = index.instance("other");
+  const Buffer hashes = hashes_between(0, 5);
+  apply(index, one, {InstanceStarted{}}, {shared_pools("gone")});
+  apply(index, other,
+        {InstanceStarted{}, created(space_id(0), Tier::kObject, hashes), created(space_id(1), Tier::kHbm, hashes)},
+        {shared_pools("kept")});
+  apply(index, one, {InstanceStarted{}}, {own_pools()});
+  apply(index, other, {evicted(space_id(1), Tier::kHbm, hashes)});
+  for (int pass = 0; pass < 3; ++pass) {
+    audit_whole(index);
+  }
+  CHECK(claim_counts(index) == (std::map<std::string, std::uint64_t>{{"kept", 5}}) && index.namespaces().size() == 1);
+  const std::vector<Event> since{created(space_id(2), Tier::kHbm, hashes), created(space_id(2), Tier::kObject, hashes)};
+  const Buffer data = written_around(index, [&] {
+    index.claim("new", space_id(3), hashes);
+    apply(index, other, since);
+  });
+  ClusterIndex loaded(kPlenty, kSecret);
+  load_checkpoint(loaded, data);
+  CHECK(claim_counts(loaded).size() == 1 && loaded.pool_name(loaded.pool_of(other, Tier::kObject)) == "kept");
+  loaded.claim("new", space_id(3), hashes);
+  apply(loaded, other, since);
+  CHECK(claim_counts(loaded) == (std::map<std::string, std::uint64_t>{{"kept", 10}, {"new", 5}}) &&
+        claim_counts(loaded) == claim_counts(index));
+  CHECK(loaded.residency_count() == 5 && loaded.state(other) == index.state(other));
+  audit_whole(loaded);
+  CHECK(loaded.namespaces().size() == 3);
+  ClusterIndex next(kPlenty, kSecret);
+  apply(index, one, {InstanceStarted{}}, {shared_pools("newer")});  // the number is free now
+  load_checkpoint(next, written(index));
+  CHECK(claim_counts(next) == claim_counts(index) && next.pool_name(next.pool_of(one, Tier::kObject)) == "newer");
 }
 
 }  // namespace
@@ -553,6 +600,8 @@ int main() {
       {{"what was written is loaded", what_was_written_is_loaded},
        {"a namespace that is forgotten amid a checkpoint is no other's in it",
         a_namespace_that_is_forgotten_amid_a_checkpoint_is_no_others_in_it},
+       {"numbers that were free before a checkpoint are nobody's in it",
+        numbers_that_were_free_before_a_checkpoint_are_nobodys_in_it},
        {"what others can read is known after a load, and who was excluded is not",
         what_others_can_read_is_known_after_a_load_and_who_was_excluded_is_not},
        {"a snapshot that a checkpoint cuts makes nothing whole", a_snapshot_that_a_checkpoint_cuts_makes_nothing_whole},

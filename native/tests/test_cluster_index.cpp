@@ -859,6 +859,60 @@ void what_one_instance_may_name_has_bounds() {
   CHECK(index.pool_of(other, Tier::kObject) != ClusterIndex::kNone);
 }
 
+void pools_that_nobody_claims_or_names_are_gone_after_an_audit() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  const Buffer hashes = hashes_between(0, 3);
+  index.claim("stored", space_id(1), hashes);
+  // One after the other, as a name that changes with each start
+  for (std::uint32_t number = 0; number < 2 * kMostPoolsOfOne; ++number) {
+    apply(index, one,
+          {InstanceStarted{}, created(space_id(0), Tier::kObject, hashes), evicted(space_id(0), Tier::kObject, hashes)},
+          {shared_pools(name_of(number))});
+    CHECK(index.pool_of(one, Tier::kObject) != ClusterIndex::kNone &&
+          index.pool_name(index.pool_of(one, Tier::kObject)) == name_of(number));
+    audit_all(index);
+    CHECK(claim_counts(index) == (std::map<std::string, std::uint64_t>{{"stored", 3}, {name_of(number), 0}}));
+  }
+  // What is claimed of a pool stays, whoever has brought it and goes.
+  apply(index, one, {created(space_id(0), Tier::kObject, hashes)});
+  index.drop(one);
+  audit_all(index);
+  CHECK(claim_counts(index).size() == 2 && deepest_held(index, space_id(0), hashes) == 3);
+  index.unclaim(name_of(2 * kMostPoolsOfOne - 1), space_id(0), hashes);
+  index.unclaim("stored", space_id(1), hashes);
+  CHECK(claim_counts(index).size() == 2);
+  audit_all(index);
+  CHECK(claim_counts(index).empty());
+}
+
+void the_number_of_one_that_was_dropped_brings_as_much_as_any_other() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  const Buffer hashes = hashes_between(0, 1);
+  for (std::uint32_t number = 0; number < kMostPoolsOfOne; ++number) {
+    apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kObject, hashes)},
+          {shared_pools(name_of(number))});
+  }
+  apply(index, one, {InstanceStarted{}}, {shared_pools("too many")});
+  CHECK(index.pool_of(one, Tier::kObject) == ClusterIndex::kNone);
+  index.drop(one);
+  CHECK(index.instance("next") == one);
+  for (std::uint32_t number = 0; number < kMostPoolsOfOne; ++number) {
+    apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kObject, hashes)},
+          {shared_pools(name_of(1000 + number))});
+    CHECK(index.pool_of(one, Tier::kObject) != ClusterIndex::kNone);
+  }
+  // What the first had brought goes without making room for the next.
+  for (std::uint32_t number = 0; number < kMostPoolsOfOne; ++number) {
+    index.unclaim(name_of(number), space_id(0), hashes);
+  }
+  audit_all(index);
+  CHECK(claim_counts(index).size() == kMostPoolsOfOne);
+  apply(index, one, {InstanceStarted{}}, {shared_pools("too many")});
+  CHECK(index.pool_of(one, Tier::kObject) == ClusterIndex::kNone);
+}
+
 // -- threads ----------------------------------------------------------------------------------------------------------
 
 void all_at_once_comes_to_what_one_thread_comes_to() {
@@ -1027,5 +1081,9 @@ int main() {
        {"a namespace that is named behind an audit stays", a_namespace_that_is_named_behind_an_audit_stays},
        {"namespaces that somebody uses amid an audit stay", namespaces_that_somebody_uses_amid_an_audit_stay},
        {"what one instance may name has bounds", what_one_instance_may_name_has_bounds},
+       {"pools that nobody claims or names are gone after an audit",
+        pools_that_nobody_claims_or_names_are_gone_after_an_audit},
+       {"the number of one that was dropped brings as much as any other",
+        the_number_of_one_that_was_dropped_brings_as_much_as_any_other},
        {"all at once comes to what one thread comes to", all_at_once_comes_to_what_one_thread_comes_to}});
 }

@@ -13,17 +13,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import pytest
-from alembic import command
-from alembic.autogenerate import compare_metadata
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from sqlalchemy import Connection, func, inspect, select, text
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from kvbm.catalog.sql import database, tables
 from kvbm.catalog.sql import store as sql_store
@@ -46,7 +39,29 @@ from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId,
 from kvbm.core.parts import ALL_PARTS, part_of
 from kvbm.streams.base import Mark
 from tests.eventually import WAIT_S
+from tests.extras import needed
 from tests.servers import free_port, fresh_database
+
+if TYPE_CHECKING:
+    from alembic import command
+    from alembic.autogenerate import compare_metadata
+    from alembic.config import Config
+    from alembic.runtime.migration import MigrationContext
+    from sqlalchemy import Connection, func, inspect, select, text
+    from sqlalchemy.exc import OperationalError
+    from sqlalchemy.ext.asyncio import create_async_engine
+else:
+    command = needed("alembic.command", "catalog")
+    compare_metadata = needed("alembic.autogenerate", "catalog").compare_metadata
+    Config = needed("alembic.config", "catalog").Config
+    MigrationContext = needed("alembic.runtime.migration", "catalog").MigrationContext
+    Connection = needed("sqlalchemy", "catalog").Connection
+    func = needed("sqlalchemy", "catalog").func
+    inspect = needed("sqlalchemy", "catalog").inspect
+    select = needed("sqlalchemy", "catalog").select
+    text = needed("sqlalchemy", "catalog").text
+    OperationalError = needed("sqlalchemy.exc", "catalog").OperationalError
+    create_async_engine = needed("sqlalchemy.ext.asyncio", "catalog").create_async_engine
 
 T = TypeVar("T")
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvbm.assembly import open_manager
 from kvbm.config import load_settings
@@ -17,8 +16,11 @@ from kvbm.core.ids import NO_PARENT, Namespace, Tier
 from kvbm.streams.base import ORIGIN
 from tests.catalog_site import Running, run_catalog
 from tests.eventually import eventually
+from tests.extras import needed
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.object_pools import memory_objects
+
+text_string_to_metric_families = needed("prometheus_client.parser", "catalog").text_string_to_metric_families
 
 SPACE = Namespace(model="m", revision="v1", block_tokens=16)
 BLOCK_BYTES, BLOCKS = 64, 8

@@ -28,11 +28,11 @@ import kvbm.locate.nats
 from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.access.callers import Access, AccessOptions
 from kvbm.catalog.access.file import hashed
-from kvbm.catalog.access.limits import LimitSettings
 from kvbm.catalog.edge.api import create_surface
 from kvbm.catalog.edge.server import CatalogThread, listen_to_asks
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.cli import main
+from kvbm.config import LimitSettings
 from kvbm.core.answers import LookupAnswer, PositionWanted
 from kvbm.core.asks import STATUS_HEADER
 from kvbm.core.errors import CatalogError, CatalogRefusedError, ConfigError

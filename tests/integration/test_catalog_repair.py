@@ -49,6 +49,7 @@ from kvbm.streams.memory import MemoryStream
 from kvbm.streams.nats.reader import NatsReader
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
+from tests.catalog_metrics import metrics_of
 from tests.eventually import WAIT_S, eventually_async
 from tests.held_time import HeldTime, Hold, hold_catalogs
 from tests.nats_fixture import cluster, nats_url, patient  # noqa: F401
@@ -160,7 +161,7 @@ def test_a_gap_is_repaired_by_a_snapshot_the_catalog_asks_for(settings: ServiceS
             await eventually_async(lambda: one.is_whole_in(catalog))
             assert catalog.queries.lookup(SPACE.id, block_hashes(0, 30)).deepest == 30
             assert two.is_whole_in(catalog) and two.snapshots == 0
-            numbers = catalog.numbers()
+            numbers = metrics_of(catalog)
             assert (numbers.gaps, numbers.gaps_repaired, numbers.suspect) == (1, 1, 0)
             assert one.snapshots >= 1 and numbers.snapshots_asked >= 1
 
@@ -222,7 +223,7 @@ def test_claims_that_only_sql_has_are_found_by_counting(settings: ServiceSetting
             await one.publish()
             await claim_in_sql(settings, 100, 105)
             await eventually_async(lambda: catalog.index.claim_counts() == {"pool": 7})
-            assert catalog.numbers().gaps == 0
+            assert metrics_of(catalog).gaps == 0
 
     run(work, settings.nats_url)
 
@@ -273,7 +274,7 @@ def test_an_instance_that_does_not_hear_is_asked_again(settings: ServiceSettings
             one.create(10, 20)
             await one.publish()  # joined midway, and nobody serves snapshots
             await one.beat()
-            await eventually_async(lambda: catalog.numbers().snapshots_asked >= 2)
+            await eventually_async(lambda: metrics_of(catalog).snapshots_asked >= 2)
             (summary,) = catalog.queries.instances()
             assert (summary.suspicions, summary.trouble, summary.run) == (
                 ["joined midway"],
@@ -303,7 +304,7 @@ def test_two_catalogs_are_repaired_by_the_same_snapshots(settings: ServiceSettin
             one.create(20, 30)
             await one.publish()
             await eventually_async(lambda: one.is_whole_in(first) and one.is_whole_in(second))
-            assert first.numbers().gaps_repaired == second.numbers().gaps_repaired == 1
+            assert metrics_of(first).gaps_repaired == metrics_of(second).gaps_repaired == 1
 
     run(work, settings.nats_url)
 
@@ -325,7 +326,7 @@ def test_what_memory_holds_wrongly_is_suspected_and_repaired(monkeypatch: pytest
             await one.publish()
             with capture_logs() as logs:
                 await eventually_async(lambda: one.snapshots > 0 and one.is_whole_in(catalog))
-            numbers = catalog.numbers()
+            numbers = metrics_of(catalog)
             assert (numbers.digest_divergence, numbers.digest_repaired) == (1, 1)
             assert sum(entry["event"] == "index.damaged" for entry in logs) == 1
 
@@ -363,7 +364,7 @@ def test_a_restarted_catalog_goes_on_from_its_checkpoint(settings: ServiceSettin
         wanted = await two.publish()
         await first.follower.wait_for(two.name, wanted, WAIT_S)
         await eventually_async(lambda: one.is_whole_in(first) and two.is_whole_in(first))
-        await eventually_async(lambda: first.numbers().stored_sequence == first.numbers().stream_sequence)
+        await eventually_async(lambda: metrics_of(first).stored_sequence == metrics_of(first).stream_sequence)
         if killed:
             assert first.checkpointer is not None
             await first.checkpointer.write()
@@ -378,7 +379,7 @@ def test_a_restarted_catalog_goes_on_from_its_checkpoint(settings: ServiceSettin
         with capture_logs() as logs:
             async with catalog_on(settings) as second:
                 assert one.is_whole_in(second) and two.is_whole_in(second)
-                assert second.numbers().digest_mismatches == second.numbers().blind_starts == 0
+                assert metrics_of(second).digest_mismatches == metrics_of(second).blind_starts == 0
                 assert second.index.claim_counts() == {"pool": 50}
                 assert one.snapshots == two.snapshots == 0
         (started,) = [entry for entry in logs if entry["event"] == "catalog.started"]
@@ -403,12 +404,12 @@ def test_a_checkpoint_written_while_frames_are_applied_is_exact(settings: Servic
             await one.publish()
         await writing
         await eventually_async(lambda: one.is_whole_in(first))
-        await eventually_async(lambda: first.numbers().stored_sequence == first.numbers().stream_sequence)
+        await eventually_async(lambda: metrics_of(first).stored_sequence == metrics_of(first).stream_sequence)
         await kill(first)
         async with catalog_on(settings) as second:
             assert one.is_whole_in(second)
-            assert second.numbers().digest_mismatches == 0
-            assert second.numbers().anomalies.get("snapshot-incomplete", 0) == 0
+            assert metrics_of(second).digest_mismatches == 0
+            assert second.index.anomalies().get("snapshot-incomplete", 0) == 0
 
     run(work, settings.nats_url)
 
@@ -562,7 +563,9 @@ def test_a_stream_replaced_under_a_running_catalog_is_followed_and_stored(cluste
             two.offload(0, 10)
             await two.publish()
             await eventually_async(lambda: two.is_whole_in(catalog))
-            await eventually_async(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence == 1)
+            await eventually_async(
+                lambda: metrics_of(catalog).stored_sequence == metrics_of(catalog).stream_sequence == 1
+            )
             assert await catalog.store.claim_count() == 10
             await stream.close()
 
@@ -714,7 +717,7 @@ def test_a_catalog_that_was_dead_while_the_server_lost_its_end_reads_the_new_his
                 catalog.checkpointer = None
             end = await lost.publish(lost.one, losing.url, 12)
             await eventually_async(lambda: lost.one.is_whole_in(catalog))
-            await eventually_async(lambda: catalog.numbers().stored_sequence == end)
+            await eventually_async(lambda: metrics_of(catalog).stored_sequence == end)
         if beginning.startswith("position"):
             forget_checkpoints(settings)
         losing.go_back()
@@ -742,7 +745,7 @@ def test_a_running_catalog_whose_server_lost_its_end_reads_the_new_history(
         async with catalog_on(settings) as catalog:
             end = await lost.publish(lost.one, losing.url, 12)
             await eventually_async(lambda: lost.one.is_whole_in(catalog))
-            await eventually_async(lambda: catalog.numbers().stored_sequence == end)
+            await eventually_async(lambda: metrics_of(catalog).stored_sequence == end)
             if not idle:
                 await lose(lost, end)
                 await lost.check(catalog)
@@ -783,7 +786,7 @@ def test_a_catalog_that_was_behind_another_stores_the_new_history(
         slow.reader._pull.why_broken = "the server went away"
         async with catalog_on(msgspec.structs.replace(settings, checkpoints=str(tmp_path / "other"))) as other:
             end = await lost.publish(lost.one, losing.url, 12)
-            await eventually_async(lambda: other.numbers().stored_sequence == end)
+            await eventually_async(lambda: metrics_of(other).stored_sequence == end)
         losing.go_back()
         losing.start()
         await lost.publish_others(losing.url, end)
@@ -809,13 +812,13 @@ def test_the_archive_of_a_catalog_that_was_dead_while_the_server_lost_its_end_be
         losing.keep_copy()
         async with catalog_on(settings) as catalog:
             end = await lost.publish(lost.one, losing.url, 12)
-            await eventually_async(lambda: catalog.numbers().archive_sequence == end)
+            await eventually_async(lambda: metrics_of(catalog).archive_sequence == end)
         losing.go_back()
         losing.start()
         await lost.publish_others(losing.url, end)
         end = await lost.end(losing.url)
         async with catalog_on(settings, ready=False) as catalog:
-            await eventually_async(lambda: catalog.numbers().archive_sequence == end)
+            await eventually_async(lambda: metrics_of(catalog).archive_sequence == end)
         generations = [path.name for path in sorted((tmp_path / "archive").glob("*.kvbm"))]
         assert [name.startswith("r0002-") for name in generations] == [False, True]
         written = (tmp_path / "archive" / generations[1]).read_bytes()
@@ -938,7 +941,7 @@ def test_a_silent_instance_is_excluded_and_comes_back_and_both_are_logged(
                 "one": "silent",
                 "two": "",
             }
-            assert catalog.numbers().excluded == 1
+            assert metrics_of(catalog).excluded == 1
             async with one.alive():
                 await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).deepest == 10)
             one.ledger.stop()
@@ -967,7 +970,7 @@ def test_an_instance_of_a_newer_kvbm_is_left_out_with_that_reason_until_an_epoch
             one.create(20, 30)
             await one.publish()  # in a version that is known
             await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(0, 30)).excluded == ["one"])
-            await eventually_async(lambda: catalog.numbers().newer == 2)
+            await eventually_async(lambda: metrics_of(catalog).newer == 2)
             answer = catalog.queries.lookup(SPACE.id, block_hashes(0, 30))
             assert [(found.instance, found.depth) for found in answer.instances] == [("two", 10)]
             (shown,) = [entry for entry in catalog.queries.instances() if entry.instance == "one"]
@@ -976,13 +979,13 @@ def test_an_instance_of_a_newer_kvbm_is_left_out_with_that_reason_until_an_epoch
                 f"epoch 1 has frames of version {VERSION + 1}; this catalog reads up to {VERSION}: upgrade the catalog"
             )
             assert shown.suspicions == [words]
-            numbers = catalog.numbers()
+            numbers = metrics_of(catalog)
             assert (numbers.excluded, numbers.gaps, numbers.poison, numbers.suspect, one.snapshots) == (1, 0, 0, 0, 0)
             again = Instance(stream, within, "one", epoch=2)
             one.epoch, one.ledger = again.epoch, again.ledger
             one.create(0, 5)
             await one.publish()
-            await eventually_async(lambda: one.is_whole_in(catalog) and not catalog.numbers().excluded)
+            await eventually_async(lambda: one.is_whole_in(catalog) and not metrics_of(catalog).excluded)
             depths = {
                 found.instance: found.depth for found in catalog.queries.lookup(SPACE.id, block_hashes(0, 30)).instances
             }
@@ -1036,7 +1039,7 @@ def test_rows_dropped_while_the_database_was_away_are_read_again(
             one.create(0, 1000)
             one.offload(0, 10)
             await one.publish()
-            await eventually_async(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
+            await eventually_async(lambda: metrics_of(catalog).stored_sequence == metrics_of(catalog).stream_sequence)
             catalog.writer.waiting_bytes = 1000
             with monkeypatch.context() as away:
                 away.setattr(SqlStore, "apply", refuse)
@@ -1049,11 +1052,11 @@ def test_rows_dropped_while_the_database_was_away_are_read_again(
                 one.offload(500, 600)
                 await one.publish()
                 await eventually_async(lambda: one.is_whole_in(catalog))
-            await eventually_async(lambda: catalog.numbers().rows_read_again == 1)
+            await eventually_async(lambda: metrics_of(catalog).rows_read_again == 1)
             one.offload(600, 610)
             await one.publish()
             await eventually_async(lambda: catalog.index.claim_counts() == {"pool": 320})
-            await eventually_async(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
+            await eventually_async(lambda: metrics_of(catalog).stored_sequence == metrics_of(catalog).stream_sequence)
             assert await catalog.store.claim_count() == 320
             (position,) = (await catalog.store.instance_positions()).values()
             assert Position(position.epoch, position.next_offset) == catalog.sequencer.position(one.name)
@@ -1073,7 +1076,7 @@ def test_a_database_restored_from_an_older_copy_is_brought_up_to_date(
                 one.offload(number * 10, number * 10 + 10)
                 await one.publish()
             last = await stream.last_sequence()
-            await eventually_async(lambda: catalog.numbers().stored_sequence == last)
+            await eventually_async(lambda: metrics_of(catalog).stored_sequence == last)
             fourth = await stream.message(last - 6)
             assert fourth is not None
             with sqlite3.connect(tmp_path / "catalog.db") as database:  # as it was after the fourth message
@@ -1083,11 +1086,11 @@ def test_a_database_restored_from_an_older_copy_is_brought_up_to_date(
                 database.execute("DELETE FROM object_claims")
             one.create(100, 110)
             await one.publish()
-            await eventually_async(lambda: catalog.numbers().rows_read_again == 1)
+            await eventually_async(lambda: metrics_of(catalog).rows_read_again == 1)
             await one.publish()
             one.offload(100, 101)
             await one.publish()
-            await eventually_async(lambda: catalog.numbers().stored_sequence == last + 2)
+            await eventually_async(lambda: metrics_of(catalog).stored_sequence == last + 2)
             assert await catalog.store.claim_count() == 61  # what lay in messages 5 to 12
             assert catalog.failure is None
 
@@ -1171,8 +1174,8 @@ def test_the_archive_keeps_every_frame_once_over_restarts(settings: ServiceSetti
                     await stream.publish(one.cluster, one.name, frame.data)
             last = await stream.last_sequence()
             await stream.send_sample(sample)
-            await eventually_async(lambda catalog=catalog, last=last: catalog.numbers().archive_sequence == last)  # type: ignore[misc]
-            await eventually_async(lambda catalog=catalog: catalog.numbers().samples >= 1)  # type: ignore[misc]
+            await eventually_async(lambda catalog=catalog, last=last: metrics_of(catalog).archive_sequence == last)  # type: ignore[misc]
+            await eventually_async(lambda catalog=catalog: metrics_of(catalog).samples >= 1)  # type: ignore[misc]
             if turn == 1:
                 await kill(catalog)
             else:
@@ -1212,7 +1215,7 @@ def test_an_archive_whose_disk_is_full_is_said_and_waited_for(
                 await eventually_async(lambda: one.is_whole_in(catalog))
                 assert catalog.is_ready
             await eventually_async(lambda: not catalog.readiness().degraded)
-            await eventually_async(lambda: catalog.numbers().archive_sequence > 0)
+            await eventually_async(lambda: metrics_of(catalog).archive_sequence > 0)
 
     run(work, settings.nats_url)
 
@@ -1247,7 +1250,7 @@ def test_a_burst_into_a_stopped_catalog_ends_with_equal_digests(settings: Servic
             await instance.publish()
         async with catalog_on(settings) as catalog:
             assert all(instance.is_whole_in(catalog) for instance in instances)
-            numbers = catalog.numbers()
+            numbers = metrics_of(catalog)
             assert numbers.blocks >= blocks
             assert (numbers.gaps, numbers.digest_mismatches, numbers.holes) == (0, 0, 0)
 
@@ -1287,8 +1290,8 @@ def test_a_database_that_hangs_does_not_make_rows_pile_up(
             await eventually_async(lambda: one.is_whole_in(catalog))
             assert catalog.rows.waiting_bytes <= 4000
             answers.set()
-            await eventually_async(lambda: catalog.numbers().rows_read_again == 1)
-            await eventually_async(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
+            await eventually_async(lambda: metrics_of(catalog).rows_read_again == 1)
+            await eventually_async(lambda: metrics_of(catalog).stored_sequence == metrics_of(catalog).stream_sequence)
             assert await catalog.store.claim_count() == 600
 
     run(work, settings.nats_url)
@@ -1309,6 +1312,6 @@ def test_an_instance_whose_first_snapshot_never_ended_is_asked_for_one(settings:
                     else False
                 )
             )
-            await eventually_async(lambda: catalog.numbers().snapshots_asked >= 1)
+            await eventually_async(lambda: metrics_of(catalog).snapshots_asked >= 1)
 
     run(work, settings.nats_url)

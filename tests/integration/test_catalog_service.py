@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import urllib3
 from openapi_spec_validator import validate as validate_openapi
-from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
 from kvbm.catalog.edge.api import MAX_BODY_BYTES
+from kvbm.catalog.edge.metrics import ROWS
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql.rows import InstanceStatus, StoreBatch
@@ -41,8 +41,11 @@ from kvbm.reference.ledger import Ledger
 from kvbm.streams.nats.stream import NatsStream
 from tests.catalog_site import HASHES, OTHER, POOLS, SPACE, TOKENS, Instance, Running, run_catalog
 from tests.eventually import WAIT_S, eventually
+from tests.extras import needed
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.servers import free_port, nats_server
+
+text_string_to_metric_families = needed("prometheus_client.parser", "catalog").text_string_to_metric_families
 
 FOR_EVER_S = 3600.0  # whoever was heard once is live for the whole test
 SERVED_S = 5.0  # how long a catalog waits for a position at most
@@ -475,6 +478,8 @@ def test_metrics_parse_and_count(running: Running) -> None:
     assert found["kvbm_catalog_lookup_seconds_count"] == found["kvbm_catalog_route_seconds_count"] == 1
     assert found["kvbm_catalog_ready"] == 1
     assert found["kvbm_catalog_degraded"] == found["kvbm_catalog_digest_mismatches_total"] == 0
+    lines = running.client.metrics().splitlines()
+    assert [row.scraped for row in ROWS if f"# HELP {row.scraped} {row.help}" not in lines] == []
 
 
 def test_no_number_is_named_after_a_tenant(running: Running) -> None:

@@ -9,15 +9,21 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-import torch
-from torch import Tensor
 
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.demo.engine import Engine, Finished, ModelShape, Request, Weights
+from tests.extras import needed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = needed("torch", "engine")
+    Tensor = needed("torch", "engine").Tensor
 
 torch.set_num_threads(1)
 

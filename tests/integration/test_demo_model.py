@@ -7,15 +7,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-import torch
-from torch import Tensor
-from torch.nn import functional
 
 from kvbm.core.errors import ConfigError, LayoutError
 from kvbm.demo.engine import DecodeInput, Model, ModelShape, Weights
+from tests.extras import needed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import functional
+else:
+    torch = needed("torch", "engine")
+    Tensor = needed("torch", "engine").Tensor
+    functional = needed("torch.nn.functional", "engine")
 
 torch.set_num_threads(1)
 

@@ -17,7 +17,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import boto3
 import nats
 import pytest
 
@@ -38,9 +37,12 @@ from kvbm.streams.nats.credentials import Credentials, keep_seed
 from kvbm.streams.nats.permissions import ServerUser, server_config
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer, shared_server
+from tests.extras import needed
 from tests.faults.processes.disk import Disk as SmallDisk
 from tests.nats_fixture import fresh_nats
 from tests.servers import S3_CREDENTIALS, free_port, nats_server, s3_server
+
+boto3 = needed("boto3", "s3")
 
 __all__ = ["fresh_nats"]
 

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvbm import KvShape, Manager, Namespace, Tier, load_settings, open_manager
 from kvbm.demo.engine import Engine, ModelShape, Request, Weights
 from kvbm.locate.base import Nowhere
+from tests.extras import needed
 from tests.managers import KnowsAll
 from tests.object_pools import memory_objects
+
+torch = needed("torch", "engine")
 
 SHAPE = ModelShape(vocab=97, layers=2, width=48, heads=4, kv_heads=2, head_dim=12, ffn_width=96, max_tokens=512)
 BLOCK_TOKENS, WAIT_S = 4, 60.0

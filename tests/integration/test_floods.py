@@ -23,10 +23,10 @@ import urllib3
 from structlog.testing import capture_logs
 
 from kvbm.catalog.access.file import NewToken, add_token
-from kvbm.catalog.access.limits import LimitSettings
 from kvbm.catalog.edge.api import MAX_BODY_BYTES
 from kvbm.catalog.edge.connections import Connection, Connections
 from kvbm.catalog.edge.listener import Listener
+from kvbm.config import LimitSettings
 from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, MAX_POSITIONS
 from kvbm.core.prompt_batches import CONTENT_TYPE, MOST_ROUTES, ROUTE, PromptBatch, encode_batch
 from tests.floods import (

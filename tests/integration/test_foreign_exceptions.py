@@ -19,7 +19,7 @@ from kvbm.locate.nats_proof import NatsCredentials, NatsProof
 from kvbm.pools.stores import azure, blobs, redis, s3
 from kvbm.pools.stores.base import Get, Put, Refusal
 from kvbm.streams.nats.connection import NatsConnection, _Client
-from kvbm.streams.nats.credentials import Credentials
+from kvbm.streams.nats.credentials import CheckedClient, Credentials
 from kvbm.streams.nats.reader import NatsReader
 from kvbm.streams.nats.server_view import look
 from kvbm.streams.nats.stream import NatsStream
@@ -202,7 +202,18 @@ NOBODY = "nats://127.0.0.1:1"
 
 def of_nats() -> list[BaseException]:
     """What calls of nats-py may end in. Its JetStream layer is not called."""
-    return [*raised_by(nats.errors), *OF_SYSTEM, AssertionError()]
+    return [*raised_by(nats.errors), *OF_WAY[:4], EOFError("0 bytes"), RuntimeError("the handler is closed")]
+
+
+# What only a mistake in our own code raises, once a server has greeted.
+MISTAKES = [
+    ValueError("none"),
+    TypeError("none"),
+    KeyError("none"),
+    IndexError("none"),
+    AttributeError("none"),
+    AssertionError(),
+]
 
 
 def failing(error: BaseException) -> Callable[..., Any]:
@@ -234,7 +245,32 @@ def test_every_error_of_nats_while_a_connection_is_made_is_the_streams(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize("step", ["connect", "subscribe"])
+def test_a_mistake_of_ours_while_a_connection_is_made_is_no_server_that_is_away(
+    nats_url: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+) -> None:
+    async def run() -> None:
+        for error in MISTAKES:
+            monkeypatch.setattr(_Client, step, failing(error))
+            with pytest.raises(type(error)) as caught:
+                await NatsConnection.open(nats_url, WAIT_S, Credentials())
+            assert caught.value is error
+
+    asyncio.run(run())
+
+
+def test_a_mistake_of_ours_while_a_server_greets_is_no_greeting_of_another_server(
+    nats_url: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CheckedClient, "server_info", property(lambda _: {}))  # it cannot be set
+    with pytest.raises(AttributeError, match="no setter"):
+        asyncio.run(NatsConnection.open(nats_url, WAIT_S, Credentials()))
+
+
+EDGES = pytest.mark.parametrize(
     ("call", "edge"),
     [
         ("publish", lambda one: one.ask("a.subject", b"", WAIT_S)),
@@ -247,6 +283,29 @@ def test_every_error_of_nats_while_a_connection_is_made_is_the_streams(
     ],
     ids=["ask", "send", "subscribe", "subscribe-directly", "subscribe-to-runs", "send-headed", "round-trip"],
 )
+
+
+@EDGES
+def test_a_mistake_of_ours_on_a_connection_is_no_connection_that_is_lost(
+    nats_url: str,  # noqa: F811
+    call: str,
+    edge: Callable[[NatsConnection], Any],
+) -> None:
+    async def run() -> None:
+        connection = await NatsConnection.open(nats_url, WAIT_S, Credentials())
+        with pytest.MonkeyPatch.context() as patch:
+            for error in MISTAKES:
+                patch.setattr(connection.client, call, failing(error))
+                with pytest.raises(type(error)) as caught:
+                    await edge(connection)
+                assert caught.value is error
+        await connection.round_trip(WAIT_S)  # as before
+        await connection.close()
+
+    asyncio.run(run())
+
+
+@EDGES
 def test_every_error_of_nats_on_a_connection_is_the_streams(
     nats_url: str,  # noqa: F811
     call: str,

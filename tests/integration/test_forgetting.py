@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import urllib3
-from prometheus_client.parser import text_string_to_metric_families
-from sqlalchemy import delete, insert, select
 
 from kvbm import cli
 from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
@@ -33,9 +31,15 @@ from kvbm.core.ids import InstanceId, Namespace
 from kvbm.core.parts import part_of, parts_of
 from kvbm.locate.http import CatalogClient
 from tests.eventually import WAIT_S, eventually
+from tests.extras import needed
 from tests.held_time import HeldTime, hold_catalogs
 from tests.ledger_instances import HASHES, POOL, SPACE, LedgerInstance
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
+
+text_string_to_metric_families = needed("prometheus_client.parser", "catalog").text_string_to_metric_families
+delete = needed("sqlalchemy", "catalog").delete
+insert = needed("sqlalchemy", "catalog").insert
+select = needed("sqlalchemy", "catalog").select
 
 
 class Running(NamedTuple):

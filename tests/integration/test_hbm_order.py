@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import structlog
-import torch
 
 from kvbm._native import checksums
 from kvbm.assembly import last_touches
@@ -27,7 +26,10 @@ from kvbm.pools.hbm.copy_queue import ThreadedQueue
 from kvbm.pools.hbm.paged import SLOTS, PagedLayout, PagedTensor, ReferenceCopies, SegmentCopies, paged_layout
 from kvbm.pools.hbm.ways import UNMEASURED, Ways
 from tests.eventually import eventually
+from tests.extras import needed
 from tests.gpu_stand_in import LOWEST, Gpu
+
+torch = needed("torch", "engine")
 
 BLOCKS, SEGMENTS, SEGMENT_BYTES, ROWS = 24, 3, 40, 32
 LONG_S = 60.0

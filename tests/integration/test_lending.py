@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch  # noqa: F401 - what it maps once must be there before a test counts
 from structlog.testing import capture_logs
 
 from kvbm.assembly import open_engine_manager, open_manager
@@ -32,10 +31,13 @@ from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.journal.segments import segment_files
 from tests.certificates import certify
 from tests.eventually import WAIT_S, eventually
+from tests.extras import needed
 from tests.journals import whole_frames
 from tests.managers import BLOCK_BYTES, NAMESPACE, check_bytes, hashes_of, serve
 from tests.owning_engines import OwningEngine
 from tests.sites import Site
+
+needed("torch", "engine")  # what it maps once must be there before a test counts
 
 DEPTH = 8
 MEMORY, TCP, TLS = "memory", "tcp", "tcp under TLS"

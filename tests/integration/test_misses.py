@@ -5,19 +5,27 @@ servers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 
 import msgspec
 import pytest
 
+from kvbm.assembly import NATIVE, NATIVE_INDEX
+from kvbm.catalog.index.cluster_index import NewIndex
+from kvbm.catalog.replica import CatalogReplica, ReplicaSettings
 from kvbm.core.answers import LookupAnswer, MissedAnswer, RouteAnswer
+from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.errors import CatalogRefusedError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Namespace, NamespaceId, Reach, Tier
 from kvbm.core.layout import pool_name
 from kvbm.core.watch_events import PrefixDepths, WatchBegun
+from kvbm.locate.base import Catalog
 from kvbm.locate.http import CatalogClient
 from kvbm.locate.watching import CatalogWatch
+from kvbm.reference.cluster_index import ReferenceIndex
+from kvbm.streams.nats.credentials import Credentials
+from kvbm.streams.nats.read_only import ReadOnlyStream
 from tests import catalog_site
 from tests.catalog_site import HASHES, SPACE, Instance, Running, run_catalog
 from tests.eventually import eventually
@@ -115,6 +123,57 @@ def test_a_block_that_nobody_holds_says_why_as_a_lookup_does(running: Running) -
                 assert told.why == ("not_held" if namespace == SPACE.id else "namespace_unknown")
     counted = metrics(running)
     assert (counted["block", "not_held"], counted["block", "namespace_unknown"]) == (2, 4)
+
+
+def test_what_can_be_read_from_nowhere_says_why_as_a_lookup_does_whichever_way_it_is_asked(running: Running) -> None:
+    a = running.instance("a")
+    a.create(0, 5)
+    a.copy(Tier.OBJECT, 0, 2)
+    serve(running, a)
+    settings = running.settings
+    with ExitStack() as opened:
+        over_nats = CatalogClient(f"{settings.nats_url}/{settings.cluster}/any", WAIT_S)
+        opened.callback(over_nats.close)
+        replicas = [
+            opened.enter_context(replica_of(running, *twin))
+            for twin in ((NATIVE, NATIVE_INDEX), (REFERENCE, ReferenceIndex))
+        ]
+        asked: list[Catalog] = [running.client, over_nats, *replicas]
+        for one in asked:
+            in_pool = one.find(SPACE, HASHES)
+            assert in_pool.pools and in_pool.missed is msgspec.UNSET
+            assert one.find(SPACE, HASHES[32:], first=1).missed is msgspec.UNSET  # held, and lent by nobody
+            for namespace, blocks, why in (
+                (SPACE.id, bytes(32), "not_held"),
+                (SPACE.id, b"", "no_full_block"),
+                (OTHERS["revision"], HASHES, "namespace_unknown"),
+                (NamespaceId(bytes(16)), HASHES, "namespace_unknown"),
+            ):
+                told = one.find(namespace, blocks).missed
+                assert isinstance(told, MissedAnswer) and told.why == why
+                assert told == one.lookup(namespace, blocks).missed
+                (batched,) = one.find_many(namespace, [blocks])
+                assert isinstance(batched.missed, MissedAnswer) and batched.missed.why == why
+            assert one.find_many(SPACE, [HASHES])[0].missed is msgspec.UNSET
+    counted = metrics(running)
+    assert (counted["find", "not_held"], counted["find", "namespace_unknown"]) == (4, 8)  # replicas count their own
+
+
+@contextmanager
+def replica_of(running: Running, backend: Backend, new_index: NewIndex) -> Iterator[CatalogReplica]:
+    """Follows what a catalog follows."""
+    settings = running.settings
+    replica = CatalogReplica(
+        ReplicaSettings(cluster=settings.cluster, liveness_s=settings.liveness_s, whole_wait_s=0.2),
+        lambda: ReadOnlyStream.follow(settings.nats_url, WAIT_S, Credentials()),
+        None,
+        backend,
+        new_index,
+    )
+    replica.start(WAIT_S)
+    with closing(replica):
+        replica.wait_ready(WAIT_S)
+        yield replica
 
 
 def test_a_feed_says_why_it_has_nothing_to_tell(running: Running) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from structlog.testing import capture_logs
 
 from kvbm.assembly import RowCopier, copy_queue, open_manager
@@ -22,10 +21,13 @@ from kvbm.pools.hbm.paged import SLOTS, PagedTensor, paged_layout
 from kvbm.pools.nvme import pod as pod_module
 from kvbm.pools.nvme.pod import PodFolder
 from tests.eventually import eventually
+from tests.extras import needed
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve
 from tests.native_threads import no_native_threads
 from tests.owning_engines import OwningEngine
 from tests.owning_engines import opened as engine_opened
+
+torch = needed("torch", "engine")
 
 WAIT_S = 60.0
 

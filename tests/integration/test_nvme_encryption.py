@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import structlog
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvbm._native import BlockIo, checksums
 from kvbm.core.errors import ConfigError, PoolError
@@ -29,7 +28,10 @@ from kvbm.pools.nvme.pool import NvmePool
 from kvbm.pools.nvme.sealing import SlotKeys
 from kvbm.pools.nvme.slot_header import HEADER_BYTES, SEAL_BYTES
 from kvbm.pools.tenant_keys import KeySource, TenantKeys, add_key, keys_of_file, parse_keys
+from tests.extras import needed
 from tests.pool_runs import SHAPE, Run, random_run
+
+AESGCM = needed("cryptography.hazmat.primitives.ciphers.aead", "crypto").AESGCM
 
 SLOTS = 48
 BLOCK_BYTES = 8192

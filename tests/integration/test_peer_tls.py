@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives import serialization
 
 from kvbm import _native
 from kvbm.assembly.peers import peer_tls
@@ -28,8 +27,11 @@ from kvbm.transport.native import PeerTls
 from kvbm.transport.wire import HEAD_BYTES, Bye, Hello, decode_body, decode_head, encode
 from tests.certificates import Certificate, certify
 from tests.eventually import eventually
+from tests.extras import needed
 from tests.lenders import KEY, NAMESPACE, blocks_of, hashes_of
 from tests.native_owner import NativeLender, NativeSite
+
+serialization = needed("cryptography.hazmat.primitives.serialization", "crypto")
 
 BLOCK, COUNT, WAIT_S = 5_000, 8, 60.0
 NOISE = random.Random(6)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
-import asyncpg
 import pytest
 
 from kvbm.catalog.sql.database import look
@@ -16,7 +15,10 @@ from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import NamespaceId
 from kvbm.erasure.sql import erase_rows
+from tests.extras import needed
 from tests.servers import fresh_database, pgbouncer, postgres
+
+asyncpg = needed("asyncpg", "catalog")
 
 WAIT_S = 120.0
 STREAMS = 6

@@ -30,10 +30,10 @@ import urllib3
 from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.access.callers import LOOK_S, Access, AccessOptions
 from kvbm.catalog.access.file import Entry, NewToken, add_token, write_entries
-from kvbm.catalog.access.limits import LimitSettings
 from kvbm.catalog.edge.api import create_surface
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import CatalogService, ServiceSettings
+from kvbm.config import LimitSettings
 from kvbm.core.ids import InstanceId, Namespace
 from kvbm.streams.nats.stream import NatsStream
 from tests.callers import ACME, BETA, SECRETS, TOKENS, Answered, ask, hashes_in, publish

@@ -17,6 +17,7 @@ from kvbm.catalog.routing.router import RoutingTask
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.core.ids import InstanceId
 from kvbm.streams.nats.stream import NatsStream
+from tests.catalog_metrics import metrics_of
 from tests.eventually import eventually_async
 from tests.held_time import HeldTime, hold_catalogs
 from tests.nats_fixture import WAIT_S, cluster, nats_url, patient  # noqa: F401
@@ -104,7 +105,7 @@ def test_two_catalogs_spread_prompts_as_one_does(
         async with Site(nats_url, cluster, tmp_path) as site, site.catalog("a") as a:
             with held_time.held():
                 alone = spread([chosen(a, site.task()) for _ in range(PROMPTS)])
-            assert a.numbers().routes_shared == 0  # there is nobody to tell
+            assert metrics_of(a).routes_shared == 0  # there is nobody to tell
         async with Site(nats_url, f"{cluster}-2", tmp_path) as site, site.catalog("c") as c, site.catalog("d") as d:
             site.opened.enter_context(held_time.held())
             await both_hear(c, d, held_time)
@@ -120,7 +121,7 @@ def test_two_catalogs_spread_prompts_as_one_does(
             even = PROMPTS // INSTANCES
             assert all(abs(count - even) <= 1 for count in spread(together) + alone)
             assert len(alone) == len(set(together)) == INSTANCES
-            numbers = c.numbers(), d.numbers()
+            numbers = metrics_of(c), metrics_of(d)
             assert [one.routes_shared for one in numbers] == [PROMPTS // 2] * 2
             assert [one.routes_received for one in numbers] == [PROMPTS // 2] * 2
             assert [one.routes_refused for one in numbers] == [0, 0]
@@ -171,10 +172,10 @@ def test_a_catalog_that_dies_changes_nothing(
                 return a.heartbeats.peer_until_s < held_time.monotonic()
 
             await eventually_async(is_gone, "b still counts as there")
-            told = a.numbers().routes_shared
+            told = metrics_of(a).routes_shared
             together = spread(routed + [chosen(a, site.task()) for _ in range(PROMPTS)])
             assert len(together) == INSTANCES and together[-1] - together[0] <= 1
-            assert a.numbers().routes_shared == told and not a.queries.shared.is_waiting.is_set()
+            assert metrics_of(a).routes_shared == told and not a.queries.shared.is_waiting.is_set()
             assert a.failure is None and not a.degraded
 
     asyncio.run(work())
@@ -208,10 +209,10 @@ def test_what_is_no_route_of_a_catalog_is_refused_and_counted(
 
             async def refused() -> bool:
                 await site.stream.send_routes(cluster, InstanceId(sender), data)
-                return bool(a.numbers().routes_refused)
+                return bool(metrics_of(a).routes_refused)
 
             await eventually_async(refused, "it is not refused")
-            assert a.numbers().routes_received == 0 and a.failure is None
+            assert metrics_of(a).routes_received == 0 and a.failure is None
             after = a.queries.route(site.task(b"h" * 16)._replace(caller="new"), SPACE).best
             assert {one.instance for one in after} == {one.instance for one in before}
             assert {one.depth for one in after} == {0}

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import nats
-import nkeys
 import pytest
-from cryptography.hazmat.primitives import serialization
 from structlog.testing import capture_logs
 
 from kvbm.assembly import open_manager
@@ -67,9 +65,13 @@ from kvbm.streams.nats.stream import NatsStream
 from kvbm.workload.probe import main as probe
 from tests.certificates import Certificate, certify
 from tests.eventually import eventually_async
+from tests.extras import needed
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve
 from tests.nats_fixture import WAIT_S, fetch_for_ever, fetched, fresh_nats, make_frame, patient, started
 from tests.reloading import ReloadingServer
+
+nkeys = needed("nkeys", "nkeys")
+serialization = needed("cryptography.hazmat.primitives.serialization", "crypto")
 
 __all__ = ["fresh_nats"]
 

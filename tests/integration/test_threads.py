@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import redis
 from structlog.testing import capture_logs
 
 from kvbm.assembly import open_manager
@@ -38,7 +37,10 @@ from kvbm.streams.child import spawn
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.transport.tcp import looked_up
 from tests.eventually import WAIT_S, eventually
+from tests.extras import needed
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve
+
+redis = needed("redis", "redis")
 
 
 class Refusing:

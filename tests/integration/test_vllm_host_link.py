@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import structlog
-import torch
 
 from kvbm._native import Arena, RowCopier
 from kvbm.core.ids import Tier
@@ -35,8 +34,11 @@ from kvbm.engines.vllm.stages import StageBlocks
 from kvbm.engines.vllm.worker import Worker
 from kvbm.pools.host.pinning import CudaRegistrar
 from kvbm.pools.host.pool import HostPool
+from tests.extras import needed
 from tests.gpu_stand_in import Gpu
 from tests.vllm_configs import FullAttentionSpec, config_of, tensors_of
+
+torch = needed("torch", "engine")
 
 CONFIG = config_of("LBNHC", [[FullAttentionSpec()] * 3])
 RANKS = Ranks((Stage(block_regions(CONFIG).part_bytes),))

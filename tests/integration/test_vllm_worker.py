@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvbm._native import Arena, RowCopier, checksums, crc32c
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan
@@ -23,7 +22,10 @@ from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.regions import block_regions
 from kvbm.engines.vllm.worker import Received, Worker
 from kvbm.pools.host.pool import HostPool
+from tests.extras import needed
 from tests.vllm_configs import LAYOUTS, Config, FullAttentionSpec, SlidingWindowSpec, config_of, tensors_of
+
+torch = needed("torch", "engine")
 
 ROOT = Path(__file__).parents[2]
 LONG_S = 60.0

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from kvbm._native import Arena, RowCopier, checksums
 from kvbm.engines.vllm import host_link
@@ -26,8 +25,11 @@ from kvbm.pools.hbm import cuda
 from kvbm.pools.hbm.ways import Ways
 from kvbm.pools.host.pool import HostPool
 from tests.eventually import eventually
+from tests.extras import needed
 from tests.gpu_stand_in import Gpu
 from tests.vllm_configs import FullAttentionSpec, config_of, tensors_of
+
+torch = needed("torch", "engine")
 
 CONFIG = config_of("LBHNC", [[FullAttentionSpec()] * 3])
 RANKS = Ranks((Stage(block_regions(CONFIG).part_bytes),))

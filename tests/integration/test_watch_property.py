@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX
-from kvbm.catalog.access.limits import LimitSettings
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
+from kvbm.config import LimitSettings
 from kvbm.core.backend import REFERENCE
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Tier

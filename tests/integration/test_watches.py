@@ -18,10 +18,10 @@ import pytest
 from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.access import file as access_file
 from kvbm.catalog.access.callers import AccessOptions
-from kvbm.catalog.access.limits import LimitSettings
 from kvbm.catalog.answers import watches
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
+from kvbm.config import LimitSettings
 from kvbm.core.errors import CatalogRefusedError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import NO_PARENT, Tier, pack_slots

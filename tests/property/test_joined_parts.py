@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 import kvbm.locate.parts
@@ -18,8 +19,8 @@ from kvbm.catalog.index.lenders import Lenders
 from kvbm.catalog.index.lent_blocks import LentBlocks
 from kvbm.catalog.index.lookup import locate, lookup, presence
 from kvbm.catalog.members.liveness import LastHeartbeat
-from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.router import CandidateNumbers, RoutingTask
+from kvbm.config import RoutingSettings
 from kvbm.core.answers import (
     MOST_LOAD_S,
     BlockAnswer,
@@ -36,6 +37,7 @@ from kvbm.core.answers import (
 from kvbm.core.errors import ArgumentError, CatalogError, CatalogRefusedError
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, SequenceHash, Tier
+from kvbm.core.missed import missed
 from kvbm.core.parts import ALL_PARTS, part_of, words_of
 from kvbm.locate.joined import joined_finds, together
 from kvbm.locate.parts import PartedCatalog
@@ -604,3 +606,14 @@ def test_what_can_be_read_of_several_parts_is_the_nearest_of_all_and_the_deepest
     assert [one.instance for one in joined.peers] == ["a", "c", "twice", "deep"]
     assert (joined.view_age_s, joined.blocks) == (3.0, 9)
     assert [one.instance for one in joined_finds([here], 2).peers] == ["a", "b"]
+
+
+def test_what_no_part_has_is_missed_for_the_reason_that_tells_most_and_for_none_where_a_part_holds_it() -> None:
+    held = FindAnswer(namespace=SPACE.hex(), blocks=9, pools=[], peers=[])  # by an instance that does not lend it
+    unknown = msgspec.structs.replace(held, missed=missed("namespace_unknown"))
+    new = msgspec.structs.replace(held, missed=missed("not_held"))
+    found = msgspec.structs.replace(held, peers=[peer_of("a", 2, 0)])
+    assert joined_finds([unknown, new], 4).missed == new.missed
+    assert joined_finds([unknown, unknown], 4).missed == unknown.missed
+    for other in (held, found):
+        assert joined_finds([new, other], 4).missed is msgspec.UNSET

@@ -6,14 +6,15 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvbm.catalog.index.lent_blocks import deepest_first
 from kvbm.catalog.members.liveness import LastHeartbeat
-from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.marks import marked_depths
 from kvbm.catalog.routing.peer_links import PeerLinks
 from kvbm.catalog.routing.router import CandidateNumbers, Lent, Ranking, Reader, Router, RoutingTask, SharedRoute
+from kvbm.config import RoutingSettings, TierWeightSettings
 from kvbm.core.answers import LentRun
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated
 from kvbm.core.fetching import Transfer
@@ -37,15 +38,19 @@ def chain(family: int, first: int, end: int) -> bytes:
     return b"".join(random.Random(family * 10_000 + number).randbytes(16) for number in range(first, end))
 
 
+def numbers_of(pick: random.Random, group: type[msgspec.Struct]) -> dict[str, float]:
+    """Each number of a table of settings, near its default."""
+    fields = [field for field in msgspec.structs.fields(group) if isinstance(field.default, float)]
+    return {field.name: field.default * pick.choice([0.3, 1.0, 3.0]) for field in fields}
+
+
 class Both:
     """An index and its router of each language, told the same."""
 
     def __init__(self, pick: random.Random) -> None:
         settings = RoutingSettings(
-            hold_s=pick.choice([1.0, 30.0]),
-            prefill_by_instance={NAMES[0]: 2e4, NAMES[1]: 1.0},
-            half_life_s=20.0,
-            tier_weights={"HOST": 1.5},
+            tier_weights=TierWeightSettings(**numbers_of(pick, TierWeightSettings)),
+            **numbers_of(pick, RoutingSettings) | {"hold_s": pick.choice([1.0, 30.0]), "half_life_s": 20.0},
         )
         self.indexes = [twin.index() for twin in (REFERENCE, NATIVE)]
         self.routers: list[Router[Any]] = [index.router(settings) for index in self.indexes]

@@ -11,13 +11,15 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import pytest
-from sqlalchemy import select
 
 from kvbm.catalog.sql import claims as sql_claims
 from kvbm.catalog.sql import tables
 from kvbm.catalog.sql.rows import ClaimRun, StoreBatch
 from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, split_hashes
+from tests.extras import needed
+
+select = needed("sqlalchemy", "catalog").select
 
 SECOND_NS = 1_000_000_000
 USED_S = 60.0

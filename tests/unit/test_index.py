@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvbm.catalog.index import lookup
 from kvbm.catalog.sql.rows import InstanceRow
 from kvbm.core.codec import Frame, encode_frame
-from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated
+from kvbm.core.events import BlocksCreated, BlocksEvicted, Event, EvictReason, InstanceStarted, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier, pack_slots
+from kvbm.reference.cluster_index import MOST_POOLS_OF_ONE
 from kvbm.streams.base import StreamMessage
 from tests.indexes import Twin, each_twin, frame_bytes
 
@@ -40,6 +43,63 @@ def test_claims_of_an_older_epoch_joined_mid_stream_go_to_the_pool_that_sql_know
     sequencer.step(0.0, [StreamMessage(1, "kvbm.v1.events.c.one", encode_frame(frame))])
     assert not index.anomalies()
     assert not index.holders(SPACE, BLOCK)
+
+
+def shared(name: str) -> PoolStated:
+    return PoolStated(Tier.OBJECT, 0, 64, Reach.CLUSTER, name)
+
+
+def started(index: Any, instance: InstanceId, name: str, *events: Event) -> None:
+    """An instance begins with a cluster pool of this name."""
+    index.apply(frame_bytes(instance, InstanceStarted(epoch=Epoch(1), pools=(shared(name),)), *events))
+
+
+def audited(index: Any) -> None:
+    for _ in range(2):  # what goes during a pass is forgotten at the end of the next
+        while not index.audit().is_whole:
+            pass
+
+
+CREATED = BlocksCreated(namespace=SPACE, tier=Tier.OBJECT, hashes=BLOCK, slots=b"", parent=NO_PARENT, start=0)
+GONE = BlocksEvicted(namespace=SPACE, tier=Tier.OBJECT, reason=EvictReason.CORRUPT, hashes=BLOCK)
+
+
+@each_twin
+def test_cluster_pools_that_nobody_claims_or_names_are_forgotten_and_make_room_for_others(twin: Twin) -> None:
+    index = twin.index()
+    index.claim("stored", SPACE, BLOCK)
+    for number in range(2 * MOST_POOLS_OF_ONE):  # one name after the other, as after so many starts
+        started(index, ONE, f"pool-{number}", CREATED, GONE)
+        assert index.pool_name(ONE, Tier.OBJECT) == f"pool-{number}"
+        audited(index)
+        assert index.claim_counts() == {"stored": 1, f"pool-{number}": 0}
+    index.begin_blind(ONE, Epoch(2))  # the name of the last start is the best guess still
+    audited(index)
+    assert index.pool_name(ONE, Tier.OBJECT) == f"pool-{number}"
+    index.drop(ONE)
+    index.unclaim("stored", SPACE, BLOCK)
+    audited(index)
+    assert index.claim_counts() == {}
+
+
+@each_twin
+def test_who_is_followed_after_a_drop_brings_as_many_pools_as_anybody(twin: Twin) -> None:
+    index = twin.index()
+    for number in range(MOST_POOLS_OF_ONE):
+        started(index, ONE, f"pool-{number}", CREATED)
+    started(index, ONE, "too-many")
+    assert index.pool_name(ONE, Tier.OBJECT) is None
+    index.drop(ONE)
+    next_one = InstanceId("next")  # it gets the number of the one before
+    for number in range(MOST_POOLS_OF_ONE):
+        started(index, next_one, f"other-{number}", CREATED)
+        assert index.pool_name(next_one, Tier.OBJECT) == f"other-{number}"
+    for number in range(MOST_POOLS_OF_ONE):
+        index.unclaim(f"pool-{number}", SPACE, BLOCK)
+    audited(index)  # what the one before had brought goes, and makes no room for the next
+    assert index.claim_counts() == {f"other-{number}": 1 for number in range(MOST_POOLS_OF_ONE)}
+    started(index, next_one, "too-many")
+    assert index.pool_name(next_one, Tier.OBJECT) is None
 
 
 @each_twin

@@ -31,8 +31,8 @@ from kvbm.catalog.follow.row_collector import RowCollector
 from kvbm.catalog.follow.snapshots import SnapshotRequests
 from kvbm.catalog.index.cluster_index import ClusterIndex
 from kvbm.catalog.members.liveness import OwnPulse
-from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.router import RoutingTask
+from kvbm.config import RoutingSettings
 from kvbm.core import codec
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Tier, split_hashes

@@ -12,8 +12,8 @@ import pytest
 from kvbm.catalog.index.cluster_index import ClusterIndex
 from kvbm.catalog.index.object_sizes import ObjectSizes
 from kvbm.catalog.members.liveness import LastHeartbeat
-from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.router import RoutingTask
+from kvbm.config import RoutingSettings
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
 from kvbm.core.layout import named_blocks, pool_name

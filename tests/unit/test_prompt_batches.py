@@ -23,6 +23,7 @@ from kvbm.core.answers import (
 )
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import HASH_BYTES, NamespaceId
+from kvbm.core.missed import missed
 from kvbm.core.prompt_batches import (
     FIND,
     LOOKUP,
@@ -149,6 +150,8 @@ def test_the_bytes_are_those_that_are_documented() -> None:
     over_rdma = msgspec.structs.replace(THERE.peers[0], lends=THERE.peers[0].lends | {"rdma": "rxe0 fe80"})
     further = msgspec.structs.replace(THERE, peers=[over_rdma])
     assert decode_finds(answers_head(FIND, 1, 0.0) + encode_find(further), ASKED_FOR) == [further]
+    missed_it = msgspec.structs.replace(THERE, pools=[], peers=[], missed=missed("not_held"))
+    assert decode_finds(answers_head(FIND, 1, 0.0) + encode_find(missed_it), ASKED_FOR) == [missed_it]
     page = (Path(__file__).parents[2] / "docs" / "route.md").read_text().replace(" ", "").replace("\n", "")
     for text in golden:
         assert text.replace(" ", "") in page

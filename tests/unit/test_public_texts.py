@@ -45,6 +45,8 @@ def texts_of(tree: ast.AST) -> Iterator[str]:
             said = [keyword.value for keyword in node.keywords if keyword.arg in WORDS_OF_COMMANDS]
             if isinstance(node.func, ast.Name) and node.func.id.endswith("MetricFamily"):
                 said += node.args[1:2]
+            if isinstance(node.func, ast.Name) and node.func.id == "MetricRow":
+                said += node.args[2:3]
             for one in said:
                 yield from (
                     part.value

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyarrow import parquet
 
 from kvbm.assembly import NATIVE, decode_columns
 from kvbm.cli import replay_main
@@ -29,7 +28,10 @@ from kvbm.replay import export as export_module
 from kvbm.replay.opening import open_source
 from kvbm.replay.source import SourceError
 from tests.captures import NAMESPACE, chain, make_capture, packed
+from tests.extras import needed
 from tests.readable import export, main
+
+parquet = needed("pyarrow.parquet", "parquet")
 
 FRAMES = make_capture(7, commands=120).frames() + make_capture(8, 120, instance="two").frames()
 

@@ -22,8 +22,8 @@ from kvbm.catalog.members.liveness import (
     StreamProgress,
     Ticked,
 )
-from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.router import HEARD_LATE_S, MOST_CALLERS, Router, RoutingTask
+from kvbm.config import RoutingSettings, TierWeightSettings
 from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
 from kvbm.core.events import BlocksCreated, Event, InstanceStarted, InstanceStopped, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
@@ -234,7 +234,7 @@ def test_prompts_with_a_common_start_are_spread_when_they_come_seldom(twin: Twin
 
 @each_twin
 def test_colder_tiers_cost_what_their_links_cost(twin: Twin) -> None:
-    cluster = Cluster(twin, A, settings=RoutingSettings(tier_weights={"HOST": 2.0}))
+    cluster = Cluster(twin, A, settings=RoutingSettings(tier_weights=TierWeightSettings(host=2.0)))
     cluster.hold(A, Tier.HBM, 1)
     cluster.hold(A, Tier.HOST, 2, 3)
     found = cluster.rank(0.0, ask(1, 2, 3))[A]
@@ -250,7 +250,7 @@ def test_a_pool_beyond_the_own_tiers_counts_when_fetching_beats_computing(twin: 
     found = cluster.rank(0.0, ask(1, 2, 3, 4, 5))[A]
     assert (found.depth, found.fetch_blocks, found.missing_tokens) == (4, 3, 100)
     assert found.fetch_s == pytest.approx(TIER_LINKS[Tier.OBJECT].seconds(3 * BLOCK_BYTES))
-    cluster.router = cluster.index.router(RoutingSettings(prefill_by_instance={"a": 1e7}))
+    cluster.router = cluster.index.router(RoutingSettings(prefill_tokens_per_s=1e7))
     found = cluster.rank(0.0, ask(1, 2, 3, 4, 5))[A]
     assert (found.depth, found.fetch_s, found.missing_tokens) == (1, 0.0, 400)
 

@@ -9,13 +9,13 @@ import pytest
 from kvbm.catalog.routing.cost import (
     ClusterNumbers,
     InstanceNumbers,
-    RoutingSettings,
     admits,
     believed,
     decode_cost,
     prefill_cost,
     work_weight,
 )
+from kvbm.config import RoutingSettings
 from kvbm.manager.load_meter import LoadMeter
 
 SETTINGS = RoutingSettings(work_weight=2.0, crowding_weight=4.0, own_crowding=0.5, balance_s=3.0, prior_s=10.0)

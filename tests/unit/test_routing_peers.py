@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvbm.catalog.members.liveness import LastHeartbeat
-from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.peer_links import PeerLinks
 from kvbm.catalog.routing.router import Lent, Reader, RoutingTask
+from kvbm.config import RoutingSettings
 from kvbm.core.answers import LentRun, RankedInstance
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
 from kvbm.core.fetching import MEMORY_LINK, TCP_LINKS

@@ -177,8 +177,8 @@ def test_shares_come_from_a_file_the_environment_and_flags(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("tenants.a.weight", 0, "tenants.a.weight is 0; it must be at least 1"),
-        ("tenants.a.weight", 10**9, "at most 1000000"),
+        ("tenants.a.weight", 0, "tenants.a.weight is 0; give 1 to 1000000"),
+        ("tenants.a.weight", 10**9, "give 1 to 1000000"),
         ("tenants.a.nvme_bytes", -1, "tenants.a.nvme_bytes is -1; it must be at least 0"),
         ("tenants.a.wight", 1, "write tenants.TENANT. and one of weight, host_bytes, nvme_bytes, object_bytes"),
         ("tenants", 1, "write tenants.TENANT."),

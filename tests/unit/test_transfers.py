@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
-from prometheus_client.core import Metric
 
 from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.catalog.routing.transfers import MOST_TOLD, Transfers
@@ -13,6 +14,9 @@ from kvbm.streams.base import Heartbeat
 from kvbm.streams.pulse_words import encoded_heartbeat
 from kvbm.telemetry.metrics import _of_transfers
 from kvbm.telemetry.transfers import BYTES_PER_S
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 NAME = InstanceId("a")
 

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from kvbm.engines.vllm.adapters import Loaded
 from kvbm.engines.vllm.loaded import LoadedWeights, _signature, digest_of_adapter
+from tests.extras import needed
+
+torch = needed("torch", "engine")
 
 
 class Manager:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvbm.core.errors import LayoutError
 from kvbm.engines.vllm.regions import Region, block_regions, layout_words, served_groups
+from tests.extras import needed
 from tests.vllm_configs import (
     LAYOUTS,
     Config,
@@ -21,6 +21,8 @@ from tests.vllm_configs import (
     config_of,
     tensors_of,
 )
+
+torch = needed("torch", "engine")
 
 FULL = FullAttentionSpec()
 WIDE = FullAttentionSpec(head_size=24)

@@ -7,14 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import Namespace
 from kvbm.engines.vllm import facts
 from kvbm.engines.vllm.meeting import Meeting
 from kvbm.engines.vllm.resolved import backends_of, find_resolved, forget_resolved, leave_resolved, resolved_of
+from tests.extras import needed
 from tests.vllm_configs import Config, FullAttentionSpec, config_of, tensors_of
+
+torch = needed("torch", "engine")
 
 
 def backend(name: str, sizes: tuple[Any, ...] = (16,)) -> Any:

@@ -20,8 +20,8 @@ from typing import Protocol, cast
 from kvbm.bench.virtual_time.instance_model import InstanceModel, Request
 from kvbm.catalog.index.cluster_index import ClusterIndex, InstanceDepth, InstanceView, Prefixes
 from kvbm.catalog.members.liveness import LastHeartbeat
-from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.router import RoutingTask
+from kvbm.config import RoutingSettings
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Tier
 from kvbm.core.topology import ASSUMED_BLOCK_BYTES

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvbm.catalog.access.metered import Metered
+from kvbm.config.settings import LimitSettings
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
 from kvbm.safe_log import RateLimitedLog
 
@@ -49,30 +50,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-
-class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of a catalog.
-
-    The settings `catalog.limits` say what each means; a test holds names and defaults together.
-    """
-
-    sockets: int = 1024
-    sockets_per_peer: int = 512
-    connects_per_s: float = 500.0
-    requests_per_s: float = 2000.0
-    burst: int = 4000
-    loopback: bool = False
-    body_bytes: int = 14 << 20
-    waits: int = 256
-    header_s: float = 10.0
-    idle_s: float = 75.0
-    write_s: float = 20.0
-    unsent_bytes: int = 8 << 20
-    watches: int = 512
-    watches_per_caller: int = 128
-    watch_bytes: int = 16 << 20
-    loop_share: float = 0.5
 
 
 class LimitError(Exception):

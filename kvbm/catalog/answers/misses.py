@@ -16,12 +16,20 @@ import msgspec
 from kvbm.catalog.access.callers import Caller
 from kvbm.catalog.answers.visibility import Declarations, Visibility
 from kvbm.catalog.index.cluster_index import ClusterIndex
-from kvbm.core.answers import BlockAnswer, LookupAnswer, MissedAnswer, MissedWhy, NearNamespace, PresenceAnswer
-from kvbm.core.ids import Namespace, NamespaceId
+from kvbm.core.answers import (
+    BlockAnswer,
+    FindAnswer,
+    LookupAnswer,
+    MissedAnswer,
+    MissedWhy,
+    NearNamespace,
+    PresenceAnswer,
+)
+from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId
 from kvbm.core.missed import differences, missed, number_of
 from kvbm.safe_log import RateLimitedLog
 
-A = TypeVar("A", LookupAnswer, PresenceAnswer, BlockAnswer)
+A = TypeVar("A", LookupAnswer, PresenceAnswer, FindAnswer, BlockAnswer)
 _LOOKED_AT = 64  # namespaces of one model that are compared with what was asked for
 _MOST_OWN = 512  # namespaces of a caller's tenants that are looked at for those of the model
 _MOST_TEXT = 200  # characters of a field's value
@@ -92,6 +100,29 @@ class Misses:
         if answer.holders:
             return answer
         return self.reasoned(answer, "presence", caller, asked, self.why(caller, asked, answer.blocks))
+
+    def find(
+        self,
+        answer: FindAnswer,
+        index: ClusterIndex,
+        key: NamespaceId,
+        wanted: bytes,
+        caller: Caller,
+        asked: Namespace | NamespaceId,
+    ) -> FindAnswer:
+        """The same of a question of what can be read.
+
+        Of blocks that an instance holds and does not lend there is no reason.
+
+        Args:
+            key: the namespace to look in, see `Visibility.key`.
+            wanted: packed hashes of those that instances were asked for.
+        """
+        if answer.pools or answer.peers or (answer.blocks and not wanted):
+            return answer
+        first = index.lookup(key, wanted[:HASH_BYTES], 1, None, answer.namespace, 0.0, ())
+        why = self.why_none(first, caller, asked)
+        return answer if why is None else self.reasoned(answer, "find", caller, asked, why)
 
     def block(self, answer: BlockAnswer, caller: Caller, asked: NamespaceId) -> BlockAnswer:
         """The same of a question about one block."""

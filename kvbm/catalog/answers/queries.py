@@ -26,10 +26,10 @@ from kvbm.catalog.index.lookup import left_out, locate, presence
 from kvbm.catalog.index.object_sizes import ObjectSizes
 from kvbm.catalog.members.ages_heard import AgesHeard
 from kvbm.catalog.members.liveness import Freshness
-from kvbm.catalog.routing.cost import RoutingSettings
 from kvbm.catalog.routing.router import CandidateNumbers, Ranking, Router, RoutingTask
 from kvbm.catalog.routing.shared_routes import SharedRoutes
 from kvbm.catalog.routing.transfers import Transfers
+from kvbm.config.settings import RoutingSettings
 from kvbm.core.answers import (
     LIMIT,
     MAX_INSTANCES,
@@ -167,7 +167,7 @@ class Queries:
         pools = self._index.prefixes(key, hashes, 0, ()).pools
         wanted = Wanted(key, hashes[first * HASH_BYTES :], asker, topology, min(limit, MAX_PEERS), only)
         peers = self._lenders.find(self._index, wanted, lambda one: self.visibility.instance(caller, one))
-        return FindAnswer(
+        found = FindAnswer(
             namespace=shown,
             blocks=len(hashes) // HASH_BYTES,
             pools=[
@@ -176,6 +176,7 @@ class Queries:
             peers=[self._suspected_if_behind(one, one.instance) for one in peers],
             view_age_s=self.view_age_s(),
         )
+        return self.misses.find(found, self._index, key, wanted.hashes, caller, asked)
 
     def finds_encoded(self, asked: PromptBatch, caller: Caller = EMBEDDED) -> bytes:
         """The answers to several questions of what can be read, one behind the other in the binary form."""

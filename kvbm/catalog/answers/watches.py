@@ -15,12 +15,13 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvbm.catalog.access.callers import Caller
-from kvbm.catalog.access.limits import LimitError, LimitSettings, Room
+from kvbm.catalog.access.limits import LimitError, Room
 from kvbm.catalog.answers.queries import Queries
 from kvbm.catalog.follow.heartbeats import HeartbeatFollower
 from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.index.change_log import ChangeLog, Entry, Kind, Place
 from kvbm.catalog.index.entry_events import EntryReader
+from kvbm.config.settings import LimitSettings
 from kvbm.core.answers import InstanceHolding, LookupAnswer, MissedWhy
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId, Reach, Tier

@@ -32,6 +32,7 @@ from kvbm.catalog.edge.fast_path import BINARY_TYPE, FastPath
 from kvbm.catalog.edge.feed_response import CONTENT_TYPE as EVENTS
 from kvbm.catalog.edge.feed_response import FeedResponse
 from kvbm.catalog.edge.gate import CALLER, JUDGE, UNKNOWN, Gate, content_type
+from kvbm.catalog.edge.metrics import ROWS
 from kvbm.catalog.edge.prompt_answers import NOT_TOLD, PromptAnswers
 from kvbm.catalog.edge.watch_requests import decode_watch
 from kvbm.catalog.follow.follower import FIRST, not_reached
@@ -104,7 +105,7 @@ def create_surface(
         redirect_slashes=False,  # a redirect would name the host that the caller has written, and http
     )
     access = access or Access()
-    metrics = CatalogMetrics(service.numbers, limits.refusals)
+    metrics = CatalogMetrics(ROWS, service, limits.refusals)
     answers = PromptAnswers(service, metrics)
     api = _Api(service, version, troubles, limits.refusals, metrics, answers)
     for route in _ROUTES:

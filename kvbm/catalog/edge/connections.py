@@ -20,8 +20,9 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
-from kvbm.catalog.access.limits import Buckets, LimitSettings, peer_key
+from kvbm.catalog.access.limits import Buckets, peer_key
 from kvbm.catalog.edge.handshakes import Handshakes
+from kvbm.config.settings import LimitSettings
 from kvbm.safe_log import RateLimitedLog
 
 LOOK_S = 1.0

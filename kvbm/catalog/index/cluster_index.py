@@ -13,8 +13,8 @@ from kvbm.core.events import InstanceStarted, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
 
 if TYPE_CHECKING:
-    from kvbm.catalog.routing.cost import RoutingSettings
     from kvbm.catalog.routing.router import Router
+    from kvbm.config.settings import RoutingSettings
     from kvbm.core.answers import LookupAnswer
 
 
@@ -324,6 +324,8 @@ class ClusterIndex(Protocol):
         of each pass.
 
         `agrees` compares what was done with what frames report; this compares what memory holds with what was done.
+        Namespaces that nobody has blocks of are forgotten, and cluster pools of which nothing is claimed and which no
+        instance's start names.
         """
 
     def report_queued(self, instance: InstanceId, tokens: int) -> None:
@@ -430,7 +432,7 @@ class ClusterIndex(Protocol):
         """The cluster pool an instance's claims in a tier belong to; None when no start has named it."""
 
     def claim_counts(self) -> dict[str, int]:
-        """Blocks claimed, by pool."""
+        """Blocks claimed, by pool; 0 of one that was named and not forgotten yet."""
 
     def residency_count(self) -> int:
         """Residencies of all instances together; claims are not counted."""

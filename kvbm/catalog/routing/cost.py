@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import msgspec
+from kvbm.config.settings import RoutingSettings
 
 MEASURED_WITHIN = 4.0
 """A rate that an instance reports counts as at most so many times the expected one, and at least its so-many-th
@@ -31,38 +31,6 @@ part.
 
 MOST_WEIGHT = 1_000.0
 CLASS_WEIGHTS = {"interactive": 0.5, "standard": 1.0, "batch": 2.0}
-
-
-class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the cost is made of; the defaults won a sweep over generated workloads.
-
-    Attributes:
-        work_weight: W while nobody waits.
-        crowding_weight: how much W grows with each second that a prompt waits at the least busy instance.
-        own_crowding: the part of an instance's longer queue that counts for W there.
-        balance_s: B.
-        half_life_s: after this long a routed token counts half for balance.
-        prior_s: seconds of prefill added to the mean, so that a quiet cluster is not balanced over trifles.
-        hold_s: for this long after a route its blocks count as soon to be held.
-        prefill_tokens_per_s: P and Q of an instance that reports none, and what reports are held to.
-        prefill_by_instance: the same for instances that differ.
-        decode_request_s: how much longer one more request being decoded makes a newcomer wait.
-        batch_wait_s: requests of the class "batch" are not admitted while the least wait is longer.
-        tier_weights: factors on the fetch cost from each tier, by name; 1 when absent.
-    """
-
-    work_weight: float = 2.0
-    crowding_weight: float = 4.0
-    own_crowding: float = 0.3
-    balance_s: float = 2.0
-    half_life_s: float = 300.0
-    prior_s: float = 10.0
-    hold_s: float = 30.0
-    prefill_tokens_per_s: float = 10_000.0
-    prefill_by_instance: dict[str, float] = {}
-    decode_request_s: float = 0.01
-    batch_wait_s: float = 10.0
-    tier_weights: dict[str, float] = {}
 
 
 class InstanceNumbers(NamedTuple):

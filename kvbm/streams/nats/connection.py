@@ -39,20 +39,12 @@ BORROWED_API = "kvbm.v1.api"  # the same for a user whose account has no JetStre
 CLOSE_WAIT_S = 1.0
 REMEDY = "start a nats-server there, or correct the URL"
 
-# What comes out of calls of nats-py: its own errors, the system's, and what it or the loop below it ends in otherwise.
-# uvloop says by RuntimeError that a transport is closed; a server that greets as no NATS does ends in whichever of the
-# others.
-_FOREIGN = (
-    NatsError,
-    OSError,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-)
+# What calls of nats-py raise when a connection fails: its own errors, the system's, and uvloop's RuntimeError for a
+# transport that is closed.
+_FOREIGN = (NatsError, OSError, EOFError, RuntimeError)
+
+# What nats-py stumbles with over a server that greets as no NATS does.
+_STUMBLES = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 _TURNED_AWAY = "check that a nats-server listens there, and the user and password it wants, or the key"
 _TLS_FAILED = "check nats.tls_ca and nats.tls_cert, and that the server's certificate names this host"
@@ -91,6 +83,10 @@ class LateError(AwayError):
     """No answer came in time, though the connection stands as far as is known."""
 
 
+class GreetingError(NatsError):
+    """The server does not greet as NATS does."""
+
+
 class _Uri(ParseResult):
     """A server's URL with user and password as they are: nats-py sends them as they are written, with their %40 and
     %2F.
@@ -123,6 +119,23 @@ class _Client(CheckedClient):
         super()._setup_server_pool(connect_url)  # type: ignore[arg-type]
         for server in self._server_pool:
             server.uri = _Uri(*server.uri)
+
+    async def _process_connect_init(self) -> None:
+        """As nats-py's.
+
+        Raises GreetingError where that stumbles over what the server says; code of ours that it calls does not count.
+        """
+        try:
+            await super()._process_connect_init()
+        except _STUMBLES as error:
+            if _is_raised_here(error):
+                raise
+            raise GreetingError(f"{type(error).__name__} in its client: {error}".rstrip(": ")) from error
+
+    async def close(self) -> None:
+        """As nats-py's, which can end only what it has begun to connect."""
+        if self._flush_queue is not None:
+            await super().close()
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         if headers and headers.startswith(HEADERS_BEGIN):
@@ -568,6 +581,14 @@ class NatsConnection:
 
 async def _nothing(message: Msg) -> None:
     """What the subscription's own task would do: its messages go elsewhere."""
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether kvbm's code has raised it, not the client's or what that calls."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and str(at.tb_frame.f_globals.get("__name__", "")).startswith("kvbm.")
 
 
 def error_words(error: Exception) -> str:

@@ -14,8 +14,9 @@
 // growth changes (by shard and place), a stretch at a time, and sums the mixes of what it finds, by instance, tier and
 // generation; whatever changes at places it has passed moves these sums as it moves the digests. At the end of a pass
 // both are equal, or memory was damaged. It also notes which holder spaces it meets, or somebody has used since it
-// began. The others, and namespaces that are in none, are of no block: their numbers are free at its end. Senders
-// choose namespaces, so what one instance may bring has a bound until then.
+// began. The others, and namespaces and cluster pools that are in none, are of no block: their numbers are free at its
+// end, a pool's unless an instance's claims go to it. Senders choose namespaces and the names of pools, so what one
+// instance may bring has a bound until then.
 #pragma once
 
 #include <array>
@@ -28,6 +29,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "kvbm/batch_lock.hpp"
@@ -258,7 +260,8 @@ class ClusterIndex {
   bool needs_sweep() const;
 
   // Goes on with the audit for up to this many pages of the table, and ends at the end of a pass. Namespaces that
-  // nobody has blocks of are gone then, unless a checkpoint is being written.
+  // nobody has blocks of, and pools that nobody claims a block of or names, are gone then, unless a checkpoint is being
+  // written.
   AuditPart audit(std::size_t pages);
 
   // Blocks of one object, as the name of a pool says, as in "s3://bucket/kv#blocks=4,sealed"; 0: it does not.
@@ -292,9 +295,10 @@ class ClusterIndex {
                    std::vector<std::array<std::uint64_t, kTierCount>>& bytes) const;
   // Number of the cluster pool that an instance's claims in a tier belong to, or kNone.
   std::uint32_t pool_of(std::uint32_t instance, Tier tier) const;
+  // Also of a pool that was forgotten since the last pass of the audit began: answers name pools by number.
   std::string pool_name(std::uint32_t pool) const;
-  // Blocks claimed, by pool number.
-  std::vector<std::uint64_t> claim_counts() const;
+  // Pools with the blocks claimed of each, in the order of their numbers.
+  std::vector<std::pair<std::string, std::uint64_t>> claim_counts() const;
   std::uint64_t residency_count() const;
   // Distinct blocks in the table; those that only dead holder ids had are in it until they are swept.
   std::uint64_t block_count() const;
@@ -327,7 +331,8 @@ class ClusterIndex {
     std::uint32_t holder_spaces = 0;                // how many there are of it, of dead instances left out
     // Number of the instance that brought it; kNone where it came from elsewhere
     std::uint32_t maker = kNone;
-    bool is_free = false;  // nobody's: the number waits for another
+    std::uint32_t maker_drops = 0;  // of that number then: it was another's, or another time, before
+    bool is_free = false;           // nobody's: the number waits for another
   };
 
   // A holder in one namespace.
@@ -366,6 +371,7 @@ class ClusterIndex {
     std::string name;                        // its id
     std::uint64_t epoch = 0;                 // its epoch
     std::uint32_t incarnation = 0;           // counts its deaths
+    std::uint32_t drops = 0;                 // how often it was dropped: what it brought before counts for nobody
     std::uint32_t rank = 0;                  // its place in `by_name_`
     bool is_known = false;                   // not dropped
     bool is_listed = false;                  // in `dropped_`
@@ -379,15 +385,20 @@ class ClusterIndex {
     std::uint16_t visible = kAllVisible;     // the bits of `HolderSpace::live` that answers may speak of
     std::array<TierFold, kTierCount> tiers;  // what it holds
     std::vector<std::uint32_t> holder_spaces;  // its holder spaces of this incarnation
-    std::uint32_t made_spaces = 0;             // namespaces that it has brought, whoever uses them
-    std::uint32_t made_pools = 0;              // cluster pools that it has brought
+    std::uint32_t made_spaces = 0;             // namespaces that it has brought since it was dropped, whoever uses them
+    std::uint32_t made_pools = 0;              // the same of cluster pools
     std::vector<std::string> declared;         // its pools in the caller's words, as the start has them
   };
 
   struct Pool {
-    std::string name;          // its name
-    std::uint64_t claims = 0;  // blocks claimed
-    std::uint32_t blocks = 0;  // of one of its objects, where the name says it; else 0
+    std::string name;                 // its name
+    std::uint64_t claims = 0;         // blocks claimed
+    std::uint32_t blocks = 0;         // of one of its objects, where the name says it; else 0
+    std::uint32_t holder_spaces = 0;  // how many there are of it
+    std::uint32_t named = 0;          // tiers of instances whose claims go to it
+    std::uint32_t maker = kNone;      // number of the instance that brought it; kNone where it came from elsewhere
+    std::uint32_t maker_drops = 0;    // of that number then
+    bool is_free = false;             // nobody's: the number waits for another, and the name until then
   };
 
   enum class Work : std::uint8_t { kCreate, kState, kEvict, kClaim, kUnclaim };
@@ -437,7 +448,8 @@ class ClusterIndex {
   std::uint32_t bounded_holder_space(std::uint32_t instance, std::uint32_t space, Work work);
   std::uint32_t holder_space_of_pool(std::uint32_t pool, std::uint32_t space);
   std::uint32_t new_holder_space(const HolderSpace& holder_space);
-  std::uint32_t pool_number(std::string_view name);
+  // The number of a pool, made where there is none. maker: number of the instance that brings it.
+  std::uint32_t pool_number(std::string_view name, std::uint32_t maker = kNone);
   void take(std::uint32_t instance, std::uint64_t epoch, const Event& event, AppliedFrame& applied,
             std::span<const std::vector<DeclaredPool>> starts, std::size_t& next_start);
   void fold(std::uint32_t instance, const Event& event, AppliedFrame& applied);
@@ -463,12 +475,15 @@ class ClusterIndex {
       used_[holder_space] = 1;
     }
   }
-  // Frees some of the numbers of holder spaces and namespaces that the audit's pass has found nothing of. False once
-  // there are no more.
+  // Frees some of the numbers of holder spaces, namespaces and pools that the audit's pass has found nothing of. False
+  // once there are no more.
   bool free_some();
   // owners: gains the instance whose it was.
   void free_holder_space(std::uint32_t number, std::vector<std::uint32_t>& owners);
   void free_space(std::uint32_t number);
+  void free_pool(std::uint32_t number);
+  // Claims in this tier of an instance go to this pool from now on, or to none.
+  void name_pool(TierFold& fold, std::uint32_t pool) noexcept;
   void kill(std::uint32_t instance);
   void declare(Instance& instance, std::span<const DeclaredPool> pools);
   // Computes what answers may speak of, for the instance and its holder spaces.
@@ -546,6 +561,11 @@ class ClusterIndex {
   std::unordered_map<std::uint64_t, std::uint32_t> holder_space_numbers_;
   std::vector<std::uint32_t> free_holder_spaces_;  // numbers to use again
   std::vector<std::uint32_t> free_spaces_;         // the same of namespaces
+  std::vector<std::uint32_t> free_pools_;          // the same of pools
+  // Pools that this pass of the audit has forgotten
+  std::vector<std::uint32_t> left_pools_;
+  // Those of the pass before: free when this one ends
+  std::vector<std::uint32_t> rested_pools_;
   // Instances that were dropped, and may be followed again
   std::vector<std::uint32_t> dropped_;
 
@@ -596,9 +616,10 @@ class ClusterIndex {
   std::uint64_t audited_damaged_ = 0;  // of them: holders that cannot be anybody's
   std::size_t unused_at_ = 0;          // holder spaces below this number have been freed, or are used
   std::size_t unused_space_at_ = 0;    // the same of namespaces
+  std::size_t unused_pool_at_ = 0;     // the same of pools
   // By number of a holder space that was there when the pass began: it was met or used since
   std::vector<std::uint8_t> used_;
-  mutable std::uint32_t checkpoints_ = 0;  // being written: they name namespaces by number; under writer_
+  mutable std::uint32_t checkpoints_ = 0;  // being written: they name namespaces and pools by number; under writer_
 };
 
 }  // namespace kvbm

@@ -13,6 +13,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "kvbm/cluster_index.hpp"
@@ -28,7 +29,7 @@ struct WeighedLink {
   double weight = 1;       // of the result
 };
 
-// RoutingSettings of routing/cost.py, and what else is constant there.
+// RoutingSettings of kvbm/config/settings.py, and the constants of routing/cost.py and routing/router.py.
 struct RouterSettings {
   double work_weight = 0;
   double crowding_weight = 0;
@@ -40,18 +41,31 @@ struct RouterSettings {
   double prefill_tokens_per_s = 0;
   double decode_request_s = 0;
   double batch_wait_s = 0;
-  double heard_late_s = 0;                                        // of routing.py
-  double measured_within = 0;                                     // of routing/cost.py
-  double most_weight = 0;                                         // the same
-  std::array<double, 3> class_weights{};                          // the same, by LatencyClass
-  std::array<WeighedLink, kTierCount> links{};                    // by tier
-  WeighedLink between{};                                          // from one instance to another
-  std::int64_t most_tokens = 0;                                   // that a route may add
-  std::int64_t most_input_tokens = 0;                             // of a prompt
-  std::int64_t most_queued = 0;                                   // that a heartbeat may report
-  std::size_t most_callers = 0;                                   // whose routes are remembered
-  std::unordered_map<std::string, double> prefill_by_instance{};  // where it is not prefill_tokens_per_s
+  double heard_late_s = 0;                      // of routing.py
+  double measured_within = 0;                   // of routing/cost.py
+  double most_weight = 0;                       // the same
+  std::array<double, 3> class_weights{};        // the same, by LatencyClass
+  std::array<WeighedLink, kTierCount> links{};  // by tier
+  WeighedLink between{};                        // from one instance to another
+  std::int64_t most_tokens = 0;                 // that a route may add
+  std::int64_t most_input_tokens = 0;           // of a prompt
+  std::int64_t most_queued = 0;                 // that a heartbeat may report
+  std::size_t most_callers = 0;                 // whose routes are remembered
 };
+
+// Each number of RoutingSettings: its name there, and where it stands here. The bindings read them by this table.
+inline constexpr std::array<std::pair<const char*, double RouterSettings::*>, 10> kRoutingNumbers{{
+    {"work_weight", &RouterSettings::work_weight},
+    {"crowding_weight", &RouterSettings::crowding_weight},
+    {"own_crowding", &RouterSettings::own_crowding},
+    {"balance_s", &RouterSettings::balance_s},
+    {"half_life_s", &RouterSettings::half_life_s},
+    {"prior_s", &RouterSettings::prior_s},
+    {"hold_s", &RouterSettings::hold_s},
+    {"prefill_tokens_per_s", &RouterSettings::prefill_tokens_per_s},
+    {"decode_request_s", &RouterSettings::decode_request_s},
+    {"batch_wait_s", &RouterSettings::batch_wait_s},
+}};
 
 enum class LatencyClass : std::uint8_t { kInteractive = 0, kStandard = 1, kBatch = 2 };
 
@@ -182,7 +196,6 @@ class Router {
   // One instance.
   struct Slot {
     std::string name;               // its id; empty when the slot is free
-    double expected = 0;            // tokens it should prefill in a second
     double tokens_per_s = 0;        // as believed
     double queue_tokens_per_s = 0;  // the same, of its queue
     double at_s = 0;                // when its last heartbeat came

@@ -13,14 +13,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import asyncpg
 import msgspec
 
 from kvbm.cli import replay_main
 from kvbm.core.ids import HASH_BYTES
 from kvbm.workload.processes import ProcessError
+from tests.extras import needed
 from tests.faults.processes.content import BRANCHES, FAMILIES, NAMESPACE, prompt_hashes
 from tests.faults.processes.parties import CatalogParty, PostgresParty, WorkerParty
+
+asyncpg = needed("asyncpg", "catalog")
 
 SAMPLED_BLOCKS, SAMPLED_PROMPTS = 8, 5
 POLL_S = 0.25

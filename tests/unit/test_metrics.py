@@ -1,0 +1,69 @@
+"""A metric is one row: it is scraped as the row says."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvbm.catalog.edge.metrics import ROWS
+from kvbm.telemetry.metrics import COUNTER, GAUGE, HISTOGRAM, Buckets, CatalogMetrics, MetricRow
+
+
+class Counted(NamedTuple):
+    """What the rows below are read of."""
+
+    asked: int
+    age_s: float | None
+    sizes: dict[tuple[str, ...], float]
+    times: Buckets
+
+
+SOME: tuple[MetricRow[Counted], ...] = (
+    MetricRow("asked", COUNTER, "Questions asked.", lambda at: at.asked),
+    MetricRow("age_seconds", GAUGE, "Age of the view.", lambda at: at.age_s),
+    MetricRow("sizes", GAUGE, "Bytes, by place and form.", lambda at: at.sizes, ("place", "form")),
+    MetricRow("times", HISTOGRAM, "How long it took, by tier.", lambda at: {("HOST",): at.times}, ("tier",)),
+)
+NOW = Counted(3, 0.5, {("b", "raw"): 7, ("a", "raw"): 9}, Buckets((1, 2.5), (4, 0, 1), 8.0))
+
+
+def scraped(now: Counted) -> str:
+    return CatalogMetrics(SOME, now, {}).exposition().decode()
+
+
+def test_each_row_is_scraped_with_its_help_its_kind_and_its_value() -> None:
+    assert scraped(NOW).splitlines()[:17] == [
+        "# HELP kvbm_catalog_asked_total Questions asked.",
+        "# TYPE kvbm_catalog_asked_total counter",
+        "kvbm_catalog_asked_total 3.0",
+        "# HELP kvbm_catalog_age_seconds Age of the view.",
+        "# TYPE kvbm_catalog_age_seconds gauge",
+        "kvbm_catalog_age_seconds 0.5",
+        "# HELP kvbm_catalog_sizes Bytes, by place and form.",
+        "# TYPE kvbm_catalog_sizes gauge",
+        'kvbm_catalog_sizes{form="raw",place="a"} 9.0',
+        'kvbm_catalog_sizes{form="raw",place="b"} 7.0',
+        "# HELP kvbm_catalog_times How long it took, by tier.",
+        "# TYPE kvbm_catalog_times histogram",
+        'kvbm_catalog_times_bucket{le="1.0",tier="HOST"} 4.0',
+        'kvbm_catalog_times_bucket{le="2.5",tier="HOST"} 4.0',
+        'kvbm_catalog_times_bucket{le="+Inf",tier="HOST"} 5.0',
+        'kvbm_catalog_times_count{tier="HOST"} 5.0',
+        'kvbm_catalog_times_sum{tier="HOST"} 8.0',
+    ]
+
+
+def test_a_number_that_is_not_known_is_no_number() -> None:
+    families = {one.name: one for one in text_string_to_metric_families(scraped(NOW._replace(age_s=None)))}
+    assert math.isnan(families["kvbm_catalog_age_seconds"].samples[0].value)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_of_the_catalog_reads_as_one(row: MetricRow) -> None:  # type: ignore[type-arg]
+    assert [one.name for one in ROWS].count(row.name) == 1
+    assert row.help[:1].isupper() or row.help[:1].isdigit()
+    assert row.help.endswith(".") and "\n" not in row.help
+    assert not row.name.endswith(("_s", "_total"))
