@@ -101,5 +101,5 @@ class RateLimitedLog:
 
 
 def _unsaid(more: int) -> dict[str, object]:
-    """How many remarks before this one were not made, where there were any."""
+    """How many lines before this one were left out, where there were any."""
     return {"more_before": more} if more else {}

@@ -164,10 +164,10 @@ def _open_manager(
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
     check_settings(settings)
     revisioned = RevisionedNamespaces(namespaces, all_may=engine == JANITOR)
-    unused = _lasting_tiers(settings, object_pool)
+    unused = _durable_tiers(settings, object_pool)
     if why := revisioned.why(unused):
         log.warning("namespace.unnamed", tiers=unused, notice=why)
-    settings = _without_lasting(settings, namespaces, engine)
+    settings = _without_durable_tiers(settings, namespaces, engine)
     core = core or NATIVE_CORE
     instance, backend = InstanceId(settings.instance.id), core.backend
     credentials = stream_credentials(settings, Role.JANITOR if engine == JANITOR else Role.INSTANCE, instance)
@@ -332,7 +332,7 @@ def _publishing(
     )
 
 
-def _lasting_tiers(settings: Settings, object_pool: ObjectPool | None) -> list[str]:
+def _durable_tiers(settings: Settings, object_pool: ObjectPool | None) -> list[str]:
     """What is configured of the tiers that outlive the process or are shared."""
     nvme, named = settings.pools.nvme, []
     if nvme.slots or nvme.capacity_bytes:
@@ -344,7 +344,7 @@ def _lasting_tiers(settings: Settings, object_pool: ObjectPool | None) -> list[s
     return named
 
 
-def _without_lasting(settings: Settings, namespaces: Sequence[Namespace], engine: str) -> Settings:
+def _without_durable_tiers(settings: Settings, namespaces: Sequence[Namespace], engine: str) -> Settings:
     """Settings without tiers that no namespace may use: files that hold another model's blocks stay as they are."""
     if engine == JANITOR or any(namespace.revision.strip() for namespace in namespaces):
         return settings
@@ -378,7 +378,7 @@ def _offloader(settings: Settings, pools: Pools, revisioned: RevisionedNamespace
         engine_hbm=settings.pools.hbm.owner == "engine",
         limits=PromptLimits(slots, quotas),
         waiting_objects=max(_LEAST_QUEUE_BLOCKS, every_block // pools.object_blocks),
-        may_last=revisioned.may,
+        may_be_durable=revisioned.may,
     )
 
 

@@ -478,21 +478,21 @@ class CatalogReplica(TokenQuestions):
     async def _forget(self, view: _View) -> None:
         """Forget who is gone for long, for ever: of whoever comes back the stream says everything again."""
         pause_s = min(FORGET_LOOK_S, self._settings.forget_s / 20)
-        absences = Downtimes(self._settings.forget_s, most_step_s=2 * pause_s)
+        downtimes = Downtimes(self._settings.forget_s, most_step_s=2 * pause_s)
         liveness, sequencer = view.heartbeats.liveness, view.sequencer
         while True:
             await asyncio.sleep(pause_s)
             now_s = time.monotonic()
-            absences.listen(now_s, view.lag.confirmation.age_s(now_s) < _BEHIND_S and liveness.listened_s(now_s) > 0)
-            for instance in {*liveness.instances(), *sequencer.followed, *absences.gone()}:
-                absences.note(instance, liveness.is_gone(instance), sequencer.spoke(instance))
-            for instance in absences.due(len(absences)):
+            downtimes.listen(now_s, view.lag.confirmation.age_s(now_s) < _BEHIND_S and liveness.listened_s(now_s) > 0)
+            for instance in {*liveness.instances(), *sequencer.followed, *downtimes.gone()}:
+                downtimes.note(instance, liveness.is_gone(instance), sequencer.spoke(instance))
+            for instance in downtimes.due(len(downtimes)):
                 last = liveness.last(instance)
                 with self._guard:
                     sequencer.drop(instance)
                     view.heartbeats.forget(instance, 0 if last is None else last.heartbeat.wall_time_ns)
                     view.queries.forget(instance)
-                absences.forget(instance)
+                downtimes.forget(instance)
                 log.info("replica.forgot", instance=instance)
 
 

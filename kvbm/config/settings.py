@@ -248,7 +248,7 @@ class JournalSettings(SettingsGroup, frozen=True):
     sync_interval_s: Seconds = 1.0
     segment_bytes: Count = 64 << 20
     capacity_bytes: Count = 4 << 30
-    keep_s: Seconds = 604800.0
+    keep_s: Annotated[float, Meta(ge=0, le=LONGEST_S)] = 604800.0
     max_bytes: Amount = 0
     waiting_bytes: Annotated[int, Meta(ge=LEAST_EVENT_BYTES)] = 64 << 20
     in_memory: bool = False

@@ -281,7 +281,7 @@ class EngineHbmManager(BlockManager):
             self._stream.require_open()
             run = ChainRun(bytes(count * HASH_BYTES), start)
             if self._offloader.passes_through(namespace, Tier.HOST, run, self._clock()):
-                room = self._transit.room()
+                room, _ = self._transit.room()
             return max(0, min(count, room))
 
     def begin_store(

@@ -42,19 +42,19 @@ class FenceOwners:
     """Who owns each instance, for a reader of messages in stream order that keeps nothing else of fences."""
 
     def __init__(self) -> None:
-        self._holders: dict[tuple[str, InstanceId], Fence] = {}
+        self._owners: dict[tuple[str, InstanceId], Fence] = {}
 
     def clear(self) -> None:
         """Another stream is read from here on."""
-        self._holders.clear()
+        self._owners.clear()
 
     def take(self, message: StreamMessage) -> tuple[bool, Fence | None]:
         """Take a message. Returns whether it counts, and a fence that it tells of and that was not read."""
         key = subject_names(message.subject)
-        before = self._holders.get(key)
+        before = self._owners.get(key)
         if is_fence(message.subject):
             try:
-                self._holders[key] = fence_of(message.data, message.sequence, f"message {message.sequence}")
+                self._owners[key] = fence_of(message.data, message.sequence, f"message {message.sequence}")
             except UnreadableError:
                 return False, None
             return True, None
@@ -62,5 +62,5 @@ class FenceOwners:
             return False, None
         after = owner_after(message.fence, before)
         if after is not None:
-            self._holders[key] = after
+            self._owners[key] = after
         return True, None if before is None or after is None or after.run == before.run else after

@@ -586,7 +586,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "fence_of_a_store_that_is_gone": SourceMutant(
         "no fence of a store that is gone is believed in the next",
         "kvbm/catalog/follow/archive.py",
-        "        self._holders.clear()\n        log.warning",
+        "        self._fence_owners.clear()\n        log.warning",
         "        log.warning",
         test="tests/unit/test_archive.py::test_a_fence_of_a_store_that_is_gone_makes_no_stray_of_what_the_next_one_has",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvbm.config.bounds import Bounds, bounds_of, check_bounds
 from kvbm.config.settings import SettingsGroup
 from kvbm.core.errors import ConfigError
 from kvbm.core.policy import EVICTION_POLICIES
+from tools.reference import described
 
 
 def fields(group: SettingsGroup, prefix: str = "") -> Iterator[tuple[str, type[SettingsGroup], str, Bounds]]:
@@ -71,6 +73,15 @@ def test_ends_and_choices_themselves_are_allowed() -> None:
         ends = [end for end in (bounds.least, bounds.most) if end is not None]
         for value in (*bounds.choice, *ends):
             check_bounds(group(**{name: value}))
+
+
+def test_a_number_with_a_meaning_of_its_own_is_allowed() -> None:
+    found = 0
+    for key, group, name, bounds in every():
+        for value in re.findall(r"(?<![\w.])(0|-1): ", described(group).meanings[name]):
+            assert bounds.hold(bounds.kind(value)), f"{key} says what {value} means, and {value} is refused"
+            found += 1
+    assert found > 15
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from kvbm.catalog.answers.queries import Queries
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.follow.checkpoints import Writing, _load
 from kvbm.catalog.follow.heartbeats import HeartbeatFollower
-from kvbm.catalog.follow.instance_sequence import REMARKS
+from kvbm.catalog.follow.instance_sequence import MOST_LINES
 from kvbm.catalog.follow.lag import StreamLag
 from kvbm.catalog.follow.reorder_buffer import REORDER_BYTES
 from kvbm.catalog.follow.row_collector import RowCollector
@@ -74,7 +74,7 @@ def still() -> float:
 @pytest.fixture(autouse=True)
 def _still(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (broadcast, heartbeats):
-        monkeypatch.setattr(module, "refusals", RateLimitedLog(most=REMARKS, clock=still))
+        monkeypatch.setattr(module, "refusals", RateLimitedLog(most=MOST_LINES, clock=still))
 
 
 class World:
@@ -96,7 +96,7 @@ class World:
         self.sequence, self.beats, self.liars = 0, time.time_ns(), 0
         self.sent: dict[InstanceId, Sent] = {}
         self._digests: dict[Sent, int] = {}
-        self.sequencer._common.remarks._clock = still
+        self.sequencer._common.limited_log._clock = still
         self.heartbeats.step(OwnPulse())
         for instance, space in HONEST.items():
             self.begin(instance, space, HELD[instance])
@@ -255,7 +255,7 @@ class World:
 def much_said(remarks: list[Any]) -> dict[str, int]:
     """Warnings that came more often than a few times, however often there was cause."""
     said = Counter(one["event"] for one in remarks if one["log_level"] in ("warning", "error", "critical"))
-    return {event: times for event, times in said.items() if times > REMARKS}
+    return {event: times for event, times in said.items() if times > MOST_LINES}
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------

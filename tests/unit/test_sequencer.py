@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from kvbm import _native
 from kvbm.catalog.follow import instance_sequence
 from kvbm.catalog.follow.forgetting import Forgetting
-from kvbm.catalog.follow.instance_sequence import HOLE_MOST_S, REMARKS, Changes
+from kvbm.catalog.follow.instance_sequence import HOLE_MOST_S, MOST_LINES, Changes
 from kvbm.catalog.follow.known_namespaces import KnownNamespaces
 from kvbm.catalog.follow.reorder_buffer import REORDER_BYTES
 from kvbm.catalog.follow.row_collector import RowCollector
@@ -1448,7 +1448,7 @@ def test_remarks_on_what_an_instance_sends_are_few(kind: str) -> None:
                 fence = fence_data(Epoch(1), f"run {number}")
                 reader.step(0.0, [StreamMessage(reader.sequence, f"kvbm.v1.fence.c.{ONE}", fence)])
                 reader.read_bytes(start_of(ONE, 1, [NAMESPACE]))
-    assert 1 <= len(logs) <= 3 * REMARKS
+    assert 1 <= len(logs) <= 3 * MOST_LINES
     if kind == "message":
         assert reader.sequencer.counters.poison == 300
 

@@ -264,7 +264,7 @@ class Limits:
             min(settings.body_bytes // 4, max(0, settings.body_bytes - MAX_BODY_BYTES)),
         )
         self.waits = Room(settings.waits, max(1, settings.waits // 4))
-        self.remarks = RateLimitedLog(clock=clock)
+        self.limited_log = RateLimitedLog(clock=clock)
         self.large = asyncio.Lock()  # held while a large request is parsed and hashed
 
     def over(self, key: str) -> Over:
@@ -357,7 +357,7 @@ class Limited:
             self._limits.refusals[
                 code if code in ("too_many_bytes", "too_many_waits", "too_many_watches") else "too_large"
             ] += 1
-            self._limits.remarks.warn("catalog.request_refused", why=error.answer.error.code, caller=exchange.key)
+            self._limits.limited_log.warn("catalog.request_refused", why=error.answer.error.code, caller=exchange.key)
             await exchange.answer(error)
         finally:
             exchange.end()
@@ -365,7 +365,7 @@ class Limited:
     async def _refuse(self, exchange: Exchange, over: Over) -> None:
         limits = self._limits
         limits.refusals[over.why] += 1
-        limits.remarks.warn("catalog.request_refused", why=over.why, caller=exchange.key)
+        limits.limited_log.warn("catalog.request_refused", why=over.why, caller=exchange.key)
         if limits.refusing.take(limits.clock(), exchange.key):
             await asyncio.sleep(_REFUSED_PAUSE_S)
         await exchange.answer(limits.refusal(over))

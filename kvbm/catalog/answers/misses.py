@@ -33,7 +33,7 @@ A = TypeVar("A", LookupAnswer, PresenceAnswer, FindAnswer, BlockAnswer)
 _LOOKED_AT = 64  # namespaces of one model that are compared with what was asked for
 _MOST_OWN = 512  # namespaces of a caller's tenants that are looked at for those of the model
 _MOST_TEXT = 200  # characters of a field's value
-_MOST_REMARKS = 20
+_MOST_LINES = 20
 
 
 class Misses:
@@ -53,7 +53,7 @@ class Misses:
         self._declarations, self._visibility, self._is_named = declarations, visibility, is_named
         self._by_model: dict[str, list[NamespaceId]] = {}
         self._known_seen = self._removals_seen = 0
-        self._remarks = RateLimitedLog(most=_MOST_REMARKS)
+        self._limited_log = RateLimitedLog(most=_MOST_LINES)
 
     def lookup(self, answer: LookupAnswer, caller: Caller, asked: Namespace | NamespaceId) -> LookupAnswer:
         """The answer, with a reason where nothing was found."""
@@ -184,7 +184,7 @@ class Misses:
             return missed(why)
         answer = missed(why, self._near(caller, asked))
         name = asked.id if isinstance(asked, Namespace) else asked
-        self._remarks.warn(
+        self._limited_log.warn(
             "namespace.unknown",
             question=question,
             caller=caller.name,

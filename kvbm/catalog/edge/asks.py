@@ -122,7 +122,7 @@ class Asks:
             limits.requests.charge(limits.clock(), key, -1)  # the application takes it again
             return False
         limits.refusals[over.why] += 1
-        limits.remarks.warn("catalog.request_refused", why=over.why, caller=key)
+        limits.limited_log.warn("catalog.request_refused", why=over.why, caller=key)
         if limits.refusing.take(limits.clock(), key):
             self._muted[ask.caller] = limits.clock() + MUTE_S
             self._on_muted()

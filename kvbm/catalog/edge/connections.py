@@ -102,7 +102,7 @@ class Connections:
         self._taken = Buckets(settings.connects_per_s, 4 * settings.connects_per_s)
         self._stuck: OrderedDict[Connection, None] = OrderedDict()
         self._unsent = 0
-        self.remarks = RateLimitedLog(clock=clock)
+        self.limited_log = RateLimitedLog(clock=clock)
         self.handshakes = Handshakes(clock=clock)
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class Connections:
         key = peer_key(str(address[0]) if address else "")
         if self._taken.take(now_s, key):
             self.refusals["connection_rate"] += 1
-            self.remarks.warn("catalog.connections_refused", why="too many a second", peer=key)
+            self.limited_log.warn("catalog.connections_refused", why="too many a second", peer=key)
             return None
         peer = self._peers.get(key)
         full = [peer] if peer is not None and peer.count >= self._settings.sockets_per_peer else []
@@ -124,7 +124,7 @@ class Connections:
             make_room(one, now_s) for make_room in (self._end_stranger, self._end_known) for one in full
         ):
             self.refusals["connection_room"] += 1
-            self.remarks.warn("catalog.connections_refused", why="all are busy", peer=key)
+            self.limited_log.warn("catalog.connections_refused", why="all are busy", peer=key)
             return None
         peer = self._peers.get(key) or self._peers.setdefault(key, _Peer(key))
         connection = Connection(sock, peer, now_s)
@@ -232,12 +232,12 @@ class Connections:
     def _replace(self, connection: Connection) -> None:
         self.refusals["connection_replaced"] += 1
         stage = connection.stage.name
-        self.remarks.warn("catalog.connections_ended", why="too many at a time", peer=connection.peer.key, stage=stage)
+        self.limited_log.warn("catalog.connections_ended", why="too many at a time", peer=connection.peer.key, stage=stage)
         self._end(connection)
 
     def _end_unread(self, connection: Connection) -> None:
         self.refusals["connection_unread"] += 1
-        self.remarks.warn("catalog.connections_ended", why="answers are not taken")
+        self.limited_log.warn("catalog.connections_ended", why="answers are not taken")
         self._end(connection)
 
     def _end(self, connection: Connection) -> None:
@@ -284,13 +284,13 @@ class RateLimitFilter(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._remarks = RateLimitedLog()
+        self._limited_log = RateLimitedLog()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is logged."""
         if record.levelno < logging.WARNING:
             return True
-        more = self._remarks.due(str(record.msg))
+        more = self._limited_log.due(str(record.msg))
         if more:
             record.msg = f"{record.msg} ({more} more like this before)"
         return more is not None

@@ -118,7 +118,7 @@ class Listener:
         Whether it could.
         """
         self._connections.refusals["no_files"] += 1
-        self._connections.remarks.warn("catalog.connections_refused", why=os.strerror(error.errno or 0))
+        self._connections.limited_log.warn("catalog.connections_refused", why=os.strerror(error.errno or 0))
         if self._reserve is None:
             assert self._loop is not None
             self._loop.remove_reader(self._sock)

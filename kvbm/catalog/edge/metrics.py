@@ -328,7 +328,7 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
         "gone",
         GAUGE,
         "Instances known and stopped, silent or unheard; forgotten after catalog.forget_s.",
-        lambda at: len(at.forgetting.absences),
+        lambda at: len(at.forgetting.downtimes),
     ),
     MetricRow("watches", GAUGE, "Feeds of changes that are open.", lambda at: len(at.watches)),
     MetricRow(

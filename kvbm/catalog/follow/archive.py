@@ -96,7 +96,7 @@ class ArchiveFiles:
         self._file = -1
         self._synced = ArchivePosition()
         self._has_failed = False  # the last `append`
-        self._holders = FenceOwners()
+        self._fence_owners = FenceOwners()
         self._kept: tuple[Sequence[StreamMessage], list[bytes]] | None = None
 
     @classmethod
@@ -237,7 +237,7 @@ class ArchiveFiles:
 
     def _keep(self, message: StreamMessage) -> bytes:
         """What the archive keeps of a message."""
-        counts, named = self._holders.take(message)
+        counts, named = self._fence_owners.take(message)
         if is_fence(message.subject):
             return encode_fence(message)
         if not counts:
@@ -309,7 +309,7 @@ class ArchiveFiles:
         self.sync()
         self._close_file()
         self.position = ArchivePosition(generation=self.position.generation + 1)
-        self._holders.clear()
+        self._fence_owners.clear()
         log.warning("archive.store_replaced", generation=self.position.generation)
 
     def _rotate(self, first: int) -> None:

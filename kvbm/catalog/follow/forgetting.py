@@ -65,7 +65,7 @@ class Forgetting:
         let_go: tells whoever else keeps something of an instance.
 
     Attributes:
-        absences: for how long instances are gone.
+        downtimes: for how long instances are gone.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Forgetting:
         forget_s: float,
     ) -> None:
         self.pause_s = min(PAUSE_S, max(0.1, forget_s / 20))
-        self.absences = Downtimes(forget_s, most_step_s=2 * self.pause_s)
+        self.downtimes = Downtimes(forget_s, most_step_s=2 * self.pause_s)
         self._store, self._stream, self._sequencer, self._writer = store, stream, sequencer, writer
         self._heartbeats, self._lag, self._applying, self._let_go_of = heartbeats, lag, applying, let_go
         self._cluster, self._forget_s = cluster, forget_s
@@ -110,11 +110,11 @@ class Forgetting:
         if self._loaded != self._writer.read_again:
             again = self._writer.read_again
             await self._store.drop_marks(self._writer.name, [])
-            self.absences.load(await self._store.instance_names(self._cluster), await self._store.absences())
+            self.downtimes.load(await self._store.instance_names(self._cluster), await self._store.absences())
             self._loaded = again
         await self._follow_marks()
         await self._drop_marks()
-        while self._lag.messages() == 0 and (due := self.absences.due(MOST_AT_ONCE)):
+        while self._lag.messages() == 0 and (due := self.downtimes.due(MOST_AT_ONCE)):
             if not await self._forget(due, "gone for long"):
                 break
         if time.monotonic() - self._namespaces_s >= NAMESPACES_EVERY_S and self._lag.messages() == 0:
@@ -122,9 +122,9 @@ class Forgetting:
             await self.forget_namespaces()
         if time.monotonic() - self._saved_s >= self._save_s:
             self._saved_s = time.monotonic()
-            gone, here = self.absences.rows(self._save_s)
+            gone, here = self.downtimes.rows(self._save_s)
             await self._store.note_absences(gone, here)
-            self.absences.stored(gone, here)
+            self.downtimes.stored(gone, here)
 
     async def forget(self, instance: InstanceId) -> None:
         """Forget one instance now, because an operator says so. It must be gone.
@@ -143,7 +143,7 @@ class Forgetting:
             raise NotForgottenError(
                 f"instance {instance!r} is alive, heard {age_s:.1f} s ago; stop it first, or leave it", "instance_alive"
             )
-        if instance not in self.absences:
+        if instance not in self.downtimes:
             raise NotForgottenError(
                 f"no instance {instance!r} is known; GET /v1/instances has their names", "instance_unknown"
             )
@@ -185,13 +185,13 @@ class Forgetting:
         """Take note of who is gone now."""
         now_s, liveness, sequencer = time.monotonic(), self._heartbeats.liveness, self._sequencer
         confirmed = self._lag.confirmation.age_s(now_s) < CONFIRMED_S
-        self.absences.listen(now_s, confirmed and liveness.listened_s(now_s) > 0)
-        names = list({*liveness.instances(), *sequencer.followed, *self.absences.gone()})
+        self.downtimes.listen(now_s, confirmed and liveness.listened_s(now_s) > 0)
+        names = list({*liveness.instances(), *sequencer.followed, *self.downtimes.gone()})
         for at in range(0, len(names), _SLICE):
             if at:
                 await asyncio.sleep(0)
             for instance in names[at : at + _SLICE]:
-                self.absences.note(instance, liveness.is_gone(instance), sequencer.spoke(instance))
+                self.downtimes.note(instance, liveness.is_gone(instance), sequencer.spoke(instance))
 
     def _why_not_now(self) -> str:
         """Why it is not known who is alive; "" when it is."""
@@ -223,7 +223,7 @@ class Forgetting:
 
     def _mark(self, instance: InstanceId, read: int) -> ForgottenRow:
         last = self._heartbeats.liveness.last(instance)
-        is_old = self.absences.unheard_s(instance) >= OLD_PULSES_S
+        is_old = self.downtimes.unheard_s(instance) >= OLD_PULSES_S
         return ForgottenRow(
             instance=instance,
             stream=self._writer.name,
@@ -241,7 +241,7 @@ class Forgetting:
                 return False
             self._sequencer.forget(mark)
             self._heartbeats.forget(instance, mark.pulse_ns)
-            self.absences.forget(instance)
+            self.downtimes.forget(instance)
             self._let_go_of(instance)
         return True
 

@@ -8,8 +8,7 @@ catalog makes of it:
     BEYOND               kept in the reorder buffer; a publisher that goes back sends what is missing
     START                applied: the epoch before is over
     MIDSTREAM            applied: a mid-stream join
-    of a newer version   unreadable: neither it nor what follows it in its epoch is applied; the next epoch
-                         is
+    of a newer version   unreadable: neither it nor what follows it in its epoch is applied; the next epoch is
 
 Numbers of epochs are only as good as somebody's memory: a journal, a stream or both may be lost, and two processes may
 each begin an epoch of one number. So an epoch is identified by its number and the run of the process that began it.
@@ -63,7 +62,7 @@ from kvbm.streams.base import (
 from kvbm.streams.fence_owner import owner_after
 from kvbm.streams.frame_order import Order, order_of
 
-REMARKS = 20  # of one event in ten seconds: whoever may write to the stream can give cause for any number
+MOST_LINES = 20  # of one event in ten seconds: whoever may write to the stream can give cause for any number
 # A hole that no heartbeat explains, for its instance has died, is given up after this long at the stream's end
 HOLE_MOST_S = 30.0
 MOST_NUMBER = (1 << 63) - 1  # of an epoch, an offset and a time in nanoseconds: what SQL keeps
@@ -227,14 +226,14 @@ class Common(NamedTuple):
         held: what frames are applied to.
         unsettled: those that may have a hole, as something is in their buffer, or reported and not read; each adds
             itself.
-        remarks: on what messages say.
+        limited_log: on what messages say.
     """
 
     held: ClusterIndex
     counters: Counters
     suspicions: Suspicions
     unsettled: dict[InstanceId, InstanceSequence]
-    remarks: RateLimitedLog
+    limited_log: RateLimitedLog
 
 
 class InstanceSequence:
@@ -264,7 +263,7 @@ class InstanceSequence:
         self.subjects: set[str] = set()
         self.buffer = ReorderBuffer()
         self._id, self._known = row.id, known
-        self._index, self._counters, self._suspicions, self._unsettled, self._remarks = common
+        self._index, self._counters, self._suspicions, self._unsettled, self._limited_log = common
         self._life = 0  # grows when a fence shows that what was read is of another one
         self._epoch_row = EpochRow(instance=row.id, epoch=Epoch(0), started_ns=0)
         self.joined_midstream = False
@@ -366,7 +365,7 @@ class InstanceSequence:
 
     def _begin_life(self, fence: Fence, changes: Changes) -> None:
         """Nothing that was read of the instance is so any more; its next frame is entered, whatever its epoch."""
-        self._remarks.warn(
+        self._limited_log.warn(
             "instance.life_begun",
             instance=self._id,
             epoch=fence.epoch,
@@ -405,7 +404,7 @@ class InstanceSequence:
                 self._counters.newer += 1
                 return
             self.unreadable = None
-            self._remarks.info("instance.readable", instance=self._id, epoch=frame.epoch)
+            self._limited_log.info("instance.readable", instance=self._id, epoch=frame.epoch)
         match order_of(frame, self.position):
             case Order.STALE:
                 self._counters.stale += 1
@@ -445,7 +444,7 @@ class InstanceSequence:
         self._index.miss(self._id)
         self._suspicions.note(self._id).digests += 1
         epoch, offset = self.position
-        self._remarks.warn("digest.diverged", instance=self._id, epoch=epoch, offset=offset)
+        self._limited_log.warn("digest.diverged", instance=self._id, epoch=epoch, offset=offset)
 
     def refuse_newer(self, epoch: Epoch, version: int, changes: Changes) -> None:
         """A newer kvbm writes this epoch: nothing of the instance is known until a readable one begins."""
@@ -462,7 +461,7 @@ class InstanceSequence:
         self._index.wait(self._id, False)
         self._index.miss(self._id)
         changes.advanced[self._id] = self.position
-        self._remarks.warn("instance.unreadable", instance=self._id, why=self.unreadable.reason())
+        self._limited_log.warn("instance.unreadable", instance=self._id, why=self.unreadable.reason())
 
     def _put_in_buffer(self, frame: ScannedFrame, data: bytes, before: Mark) -> None:
         self._unsettled[self._id] = self
@@ -509,7 +508,7 @@ class InstanceSequence:
             self.row = msgspec.structs.replace(self.row, epoch=epoch, pools=(), run=run)
             self._index.begin_blind(self._id, epoch, likely=likely)
         self._epoch_row = EpochRow(instance=self._id, epoch=epoch, started_ns=wall_time_ns, run=run)
-        self._remarks.info("instance.joined_midway", instance=self._id, epoch=epoch, offset=self.position.offset)
+        self._limited_log.info("instance.joined_midway", instance=self._id, epoch=epoch, offset=self.position.offset)
 
     def _end_epoch(self, ended_ns: int, changes: Changes) -> None:
         """Give out the row of the epoch that is over."""
@@ -562,7 +561,7 @@ class InstanceSequence:
             self._jump(resumed, changes)
             self._resume(changes)
         changes.gaps.append(Gap(self._id, expected, None if resumed is None else Position(published.epoch, resumed)))
-        self._remarks.warn(
+        self._limited_log.warn(
             "stream.gap_found",
             instance=self._id,
             epoch=expected.epoch,
@@ -631,7 +630,7 @@ class InstanceSequence:
         if trouble is not None:
             self._counters.gaps_repaired += trouble.gaps
             self._counters.digest_repaired += trouble.digests
-            self._remarks.info("instance.healed", instance=self._id, of=trouble.reasons())
+            self._limited_log.info("instance.healed", instance=self._id, of=trouble.reasons())
 
     def _note(self, frame: ScannedFrame, applied: Applied, changes: Changes) -> None:
         """Follow what SQL keeps of a frame."""

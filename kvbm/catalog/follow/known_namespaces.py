@@ -43,7 +43,7 @@ class KnownNamespaces:
         self._bytes = 0
         self._unswept = 0  # so many more are refused before it is looked again for some that nobody names
         self._ids: list[NamespaceId] | None = None
-        self._remarks = RateLimitedLog()
+        self._limited_log = RateLimitedLog()
         self.add(namespaces)
 
     # -- input --------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class KnownNamespaces:
             self._ids = None
         if refused:
             self._unswept = max(0, self._unswept - refused)
-            self._remarks.warn(
+            self._limited_log.warn(
                 "namespaces.too_many",
                 refused=refused,
                 known=len(self.by_id),

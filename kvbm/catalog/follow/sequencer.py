@@ -21,7 +21,7 @@ import msgspec
 from kvbm.catalog.follow.instance_sequence import (
     AFTER_MESSAGES,
     MOST_NUMBER,
-    REMARKS,
+    MOST_LINES,
     Changes,
     Common,
     Counters,
@@ -92,7 +92,7 @@ class Sequencer:
         self.known_namespaces = KnownNamespaces(namespaces, self._sequences.values())
         self._forgotten: dict[InstanceId, ForgottenRow] = {}
         self._cursor = StreamCursor()
-        self._common = Common(index, self.counters, self.suspicions, {}, RateLimitedLog(most=REMARKS))
+        self._common = Common(index, self.counters, self.suspicions, {}, RateLimitedLog(most=MOST_LINES))
         self._unsettled = self._common.unsettled  # perhaps also some that had a hole
         self._settled = 0  # up to this sequence the index may be ahead of what was read, and digests prove nothing
 
@@ -392,7 +392,7 @@ class Sequencer:
                 changes.lacks_claims = True  # SQL has them: it had all of the instance when that was forgotten
                 return
             del self._forgotten[instance]
-            self._common.remarks.info("instance.known_again", instance=instance, forgotten_at=mark.sequence)
+            self._common.limited_log.info("instance.known_again", instance=instance, forgotten_at=mark.sequence)
         self._take(message, cluster, instance, changes, begin)
         followed = self._sequences.get(instance)
         if followed is not None:
@@ -452,7 +452,7 @@ class Sequencer:
 
     def _refuse(self, message: StreamMessage, why: str, poison: int = 1) -> None:
         self.counters.poison += poison
-        self._common.remarks.warn("message.refused", sequence=message.sequence, subject=message.subject, why=why)
+        self._common.limited_log.warn("message.refused", sequence=message.sequence, subject=message.subject, why=why)
 
     def _follow(self, instance: InstanceId, cluster: str) -> InstanceSequence:
         followed = self._sequences.get(instance)

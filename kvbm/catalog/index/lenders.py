@@ -63,7 +63,7 @@ class Lenders:
         self._words: dict[InstanceId, dict[str, str]] = {}  # as the last heartbeat has them
         self._known: dict[InstanceId, tuple[PeerAddress, Place]] = {}
         self._near: dict[Place, list[InstanceId]] = {}
-        self._remarks = RateLimitedLog(most=20)  # a heartbeat may name another place each time
+        self._limited_log = RateLimitedLog(most=20)  # a heartbeat may name another place each time
 
     def hear(self, instance: InstanceId, last: LastHeartbeat) -> None:
         """Take note of a heartbeat that is believed."""
@@ -79,7 +79,7 @@ class Lenders:
             return
         self._words[instance] = words
         if (address := address_of(words)) is None:
-            self._remarks.warn(
+            self._limited_log.warn(
                 "lender.refused", instance=instance, notice="its heartbeat names no socket that could be read from"
             )
             return

@@ -66,7 +66,7 @@ CHUNK_ROWS = 1 << 16  # hashes of one chunk that `claims` yields: 1 MiB
 _WRITE_ROWS = 5000  # rows handed to a driver at once
 _ASKED_ROWS = 1000  # keys named in one question
 _END_S = 5.0  # for a batch under way when whoever stores it is stopped
-_REMARKS = 20  # of one event in ten seconds
+_MOST_LINES = 20  # of one event in ten seconds
 _SHOWN = 200  # characters of a row's key, and of the database's words, in a log
 R = TypeVar("R")
 
@@ -125,7 +125,7 @@ class SqlStore:
         self._engine, self._parts = engine, parts
         self._used_ns = int(used_s * 1_000_000_000)
         self.refused_rows = 0
-        self._remarks = RateLimitedLog(most=_REMARKS)  # an instance can have each batch refused in part
+        self._limited_log = RateLimitedLog(most=_MOST_LINES)  # an instance can have each batch refused in part
         self._where = shown(engine.url)
         self._upserts = _upserts(engine.dialect.name == "sqlite")
 
@@ -226,7 +226,7 @@ class SqlStore:
         if refused:
             self.refused_rows += sum(row.rows for row in refused)
             first = refused[0]
-            self._remarks.warn(
+            self._limited_log.warn(
                 "rows.refused",
                 stream=batch.stream,
                 position=batch.stream_sequence,

@@ -145,7 +145,7 @@ class OffloadDriver:
         while (request := self._offloader.next(self._clock(), passed_over)) is not None:
             if not request.passes_host:
                 return request  # admitted once there is memory for it
-            match self._admit(request, request.hashes):
+            match self._admit(request):
                 case Skip(why):
                     self._offloader.skip(why, request.hashes)
                 case Wait():
@@ -155,20 +155,20 @@ class OffloadDriver:
                     return request
         return None
 
-    def _admit(self, request: OffloadRequest, hashes: bytes) -> Verdict:
-        """Whether some blocks of a request may leave now. Under the lock."""
+    def _admit(self, request: OffloadRequest) -> Verdict:
+        """Whether the first blocks of a request may leave now. Under the lock."""
         passes, is_object, now_s = request.passes_host, request.target == Tier.OBJECT, self._clock()
         ends_in = tuple(self._offloader.behind_host()) if passes else (request.target,)
         takes_events = not (self._writer.refusal or self._ledger.overflowed)
         return admit(
             Leaving(
-                len(hashes) // HASH_BYTES,
+                len(request.hashes) // HASH_BYTES,
                 self._pools.slots[request.source].block_bytes,
                 ends_in,
                 passes,
                 self._pools.object_blocks if is_object else 1,
             ),
-            Counts(takes_events, self._transit.room(), self._transit.empties()) if passes else Counts(takes_events),
+            Counts(takes_events, *self._transit.room()) if passes else Counts(takes_events),
             {tier: self._budgets[tier].left_bytes(now_s) for tier in ends_in if tier in self._budgets},
         )
 
@@ -200,11 +200,11 @@ class OffloadDriver:
                 return None
             hashes = request.hashes
             if not request.passes_host:
-                objects = self._whole_objects(request) if request.target == Tier.OBJECT else Objects(hashes)
-                verdict = self._admit(request, objects.whole)
+                verdict = self._admit(request)
                 if isinstance(verdict, Skip) and verdict.why == Skipped.JOURNAL:
                     self._offloader.skip(verdict.why, hashes)  # nobody would know of it
                     return None
+                objects = self._whole_objects(request) if request.target == Tier.OBJECT else Objects(hashes)
                 may_blocks = verdict.blocks if isinstance(verdict, Go) else 0
                 if objects.partial:
                     self._offloader.skip(Skipped.PARTIAL, objects.partial)

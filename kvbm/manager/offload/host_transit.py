@@ -29,12 +29,12 @@ class HostTransit:
     ) -> None:
         self._ledger, self._copies, self._offloader, self._clock = stream.ledger, copies, offloader, clock
 
-    def room(self) -> int:
-        """Blocks HOST could take without giving up one that is to go on to what is colder."""
-        counts = self._ledger.counts(Tier.HOST)
-        if not self.empties():
-            return counts.free + counts.evictable
-        return counts.free - counts.slots // _OTHERS_PART
+    def room(self) -> tuple[int, bool]:
+        """Blocks HOST could take without giving up one that is to go on to what is colder, and whether waiting makes
+        more room (`_empties`).
+        """
+        counts, empties = self._ledger.counts(Tier.HOST), self._empties()
+        return counts.free - counts.slots // _OTHERS_PART if empties else counts.free + counts.evictable, empties
 
     def is_kept(self, copy: Copy, there: Sequence[bool]) -> bool:
         """Whether the source of an offload keeps its blocks: HOST does not where they only passed through."""
@@ -45,7 +45,7 @@ class HostTransit:
             return True
         return not all(there) or Tier.OBJECT in others  # which takes whole objects from HOST, later
 
-    def empties(self) -> bool:
+    def _empties(self) -> bool:
         """Whether waiting makes room: blocks are on their way to HOST, or from there to what is colder, or wait for
         that.
         """

@@ -106,7 +106,7 @@ class Offloader:
         engine_hbm: HBM is the engine's, which brings blocks to HOST itself: nothing is taken from HBM.
         limits: how much of one prompt tiers can hold; None: all of it.
         waiting_objects: objects that may wait for blocks of theirs to arrive.
-        may_last: whether a namespace's blocks may go to tiers that outlive the process.
+        may_be_durable: whether a namespace's blocks may go to tiers that outlive the process.
 
     Attributes:
         wanted: set when something waits; for the threads that carry it out, who clear it.
@@ -124,7 +124,7 @@ class Offloader:
         engine_hbm: bool = False,
         limits: PromptLimits | None = None,
         waiting_objects: int = 8192,
-        may_last: Callable[[NamespaceId], bool] = lambda _: True,
+        may_be_durable: Callable[[NamespaceId], bool] = lambda _: True,
     ) -> None:
         self._policies, self._unheld = policies, lacking
         self._capacity_blocks = capacity_blocks
@@ -137,7 +137,7 @@ class Offloader:
         self._groups: Groups | None = None
         if Tier.OBJECT in policies and object_blocks > 1:
             self._groups = Groups(object_blocks, waiting=waiting_objects)
-        self._engine_hbm, self._may_last = engine_hbm, may_last
+        self._engine_hbm, self._may_be_durable = engine_hbm, may_be_durable
         self._objects_from = Tier.HOST if Tier.HOST in policies or engine_hbm else Tier.HBM
         self._fair = fair or FairQueue()
         # tenant → what waits for each of its routes, the next route first
@@ -180,7 +180,7 @@ class Offloader:
             if self._policies[target].wants(uses):
                 run = ChainRun(hashes, NOWHERE if start is None else start)
                 self._push_chain(Route(namespace, source, target), run, parent)
-        if self._groups is not None and self._may_last(namespace):
+        if self._groups is not None and self._may_be_durable(namespace):
             if start is not None:
                 self._offer_chain(self._groups, namespace, hashes, uses, parent, start)
             elif tier == self._objects_from:
@@ -222,7 +222,7 @@ class Offloader:
     def within(self, namespace: NamespaceId, target: Tier, run: ChainRun) -> tuple[ChainRun, ChainRun]:
         """As much of a run as the target can hold together with all that is before it in its chain, and the rest."""
         limit = self._reaches[target] if not self._limits.quota_slots else self._reach_of(namespace, target)
-        if target == Tier.HOST and limit is not None and self.behind_host() and not self._may_last(namespace):
+        if target == Tier.HOST and limit is not None and self.behind_host() and not self._may_be_durable(namespace):
             limit = self._limits.of(self._fair.tenant_of(namespace), target)  # it goes nowhere from there
         if limit is None or run.start < 0 or run.start + run.blocks <= limit:
             return run, ChainRun(b"")
@@ -349,7 +349,7 @@ class Offloader:
         """Let those of a run's blocks wait that the target lacks and can hold; none where its namespace may not last
         there.
         """
-        if route.target in DURABLE_TIERS and not self._may_last(route.namespace):
+        if route.target in DURABLE_TIERS and not self._may_be_durable(route.namespace):
             return
         run, beyond = self.within(route.namespace, route.target, run)
         if beyond.hashes:
