@@ -29,7 +29,7 @@ import urllib3
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.access.callers import LOOK_S, Access, AccessOptions
-from kvbm.catalog.access.file import Entry, NewToken, add_token, write_entries
+from kvbm.catalog.access.file import NewToken, add_token, read_entries, write_entries
 from kvbm.catalog.edge.api import create_surface
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import CatalogService, ServiceSettings
@@ -218,15 +218,22 @@ def test_an_instance_of_another_tenant_is_in_no_answer(site: Site) -> None:
     assert (summary["offset"], summary["queued_tokens"], summary["held_blocks"], summary["pools"]) == (0, None, {}, [])
 
 
-def test_whose_token_is_taken_out_while_it_still_sends_or_waits_gets_no_answer(site: Site, tmp_path: Path) -> None:
+@pytest.mark.parametrize("becomes", ["nobody", "metrics"])
+def test_whose_token_is_taken_out_or_role_changed_while_it_still_sends_gets_no_answer(
+    site: Site, tmp_path: Path, becomes: str
+) -> None:
     file, now_s = tmp_path / "access.toml", [0.0]
     token = add_token(file, NewToken("acme", "router", ["acme"]), time.time())
-    left = Entry("other", "router", frozenset({"acme"}), "0" * 64)
     access = Access(str(file), lambda: now_s[0])
     app = create_surface(site.service, "", access).app
 
-    def take_out() -> None:
-        write_entries(file, [left])
+    def change() -> None:
+        (entry,) = read_entries(file)
+        changed = {
+            "nobody": entry._replace(name="other", sha256="0" * 64),
+            "metrics": entry._replace(role="metrics", tenants=None),
+        }
+        write_entries(file, [changed[becomes]])
         now_s[0] += LOOK_S
         access.look()  # which finds the file changed; the next one, that it has stayed so
         now_s[0] += LOOK_S
@@ -235,8 +242,8 @@ def test_whose_token_is_taken_out_while_it_still_sends_or_waits_gets_no_answer(s
         return site.runner.run(ask(app, YOURS.method, YOURS.path, YOURS.body, token, before_body))
 
     assert asked(None).status == 200
-    late = asked(take_out)
-    assert (late.status, late.body) == (401, asked(None).body)
+    late = asked(change)
+    assert (late.status, late.body) == (401 if becomes == "nobody" else 403, asked(None).body)
 
 
 def test_a_router_hears_that_the_catalog_is_not_ready_and_not_why(

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from kvbm.catalog.access.callers import Access, Caller
 from kvbm.catalog.access.file import NewToken, add_token
+from kvbm.catalog.access.judge import peer_key
 from kvbm.catalog.access.limits import (
     LARGE_BODY_BYTES,
     SMALL_BODY_BYTES,
@@ -25,7 +26,6 @@ from kvbm.catalog.access.limits import (
     Limits,
     Room,
     caller_key,
-    peer_key,
 )
 from kvbm.catalog.access.metered import Metered
 from kvbm.catalog.answers.prompts import ApiError, decode_prompt
@@ -86,7 +86,7 @@ def test_a_body_that_is_refused_costs_as_much_as_one_that_is_read() -> None:
 
     async def refuse() -> None:
         exchange = Exchange(limits, scope, receive, send)
-        assert not exchange.over()
+        assert not exchange.judge().over
         await exchange.send({"type": "http.response.start", "status": 401, "headers": []})
         await exchange.send({"type": "http.response.body", "body": b"no"})
         exchange.end()

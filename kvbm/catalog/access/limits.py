@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
+from kvbm.catalog.access.judge import NOT_OVER, Judged, Over, is_limited, judge, key_of
 from kvbm.catalog.access.metered import Metered
 from kvbm.config.settings import LimitSettings
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
@@ -32,8 +31,8 @@ ROOM_WAIT_S = BODY_WAIT_S + 1.0  # for room: whoever has it is done by then
 DRAIN_BYTES = 5 * MAX_BODY_BYTES
 DRAIN_S = 5.0
 _DRAIN_STEP_S = 1.0  # without a byte for so long, nothing more will come
+JUDGED = "kvbm.judged"  # in the scope: what becomes of the request
 _PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
-UNIX_HOST = "unix"  # the address of a peer on a unix socket
 _MOST_CALLERS = 4096
 _BODY_UNIT_BYTES = 16 << 10  # of a request's body that cost as much as a request
 _ANSWER_UNIT_BYTES = 64 << 10
@@ -218,19 +217,6 @@ class Room:
         self._waiting = left
 
 
-class Over(NamedTuple):
-    """That a caller asks too much: what of, as `telemetry.metrics.REFUSALS` has it, and when it may ask again.
-
-    False: it does not.
-    """
-
-    why: str
-    wait_s: float
-
-    def __bool__(self) -> bool:
-        return bool(self.why)
-
-
 class Limits:
     """The limits of one catalog, and what is used of them. Belongs to one asyncio loop.
 
@@ -273,7 +259,12 @@ class Limits:
         if wait_s := self.work.wait_s(now_s, key):
             return Over("too_much_work", wait_s)
         wait_s = self.requests.take(now_s, key)
-        return Over("too_many_requests", wait_s) if wait_s else _NOT_OVER
+        return Over("too_many_requests", wait_s) if wait_s else NOT_OVER
+
+    def withdraw(self, judged: Judged) -> None:
+        """A request that was judged does not count: it is judged again elsewhere."""
+        if judged.limited and not judged.over:
+            self.requests.charge(self.clock(), judged.key, -1)
 
     def refusal(self, over: Over) -> LimitError:
         """What who asks too much is told."""
@@ -289,9 +280,6 @@ class Limits:
                 "ask again after the seconds of the header retry-after, or have catalog.limits.requests_per_s raised"
             )
         return LimitError(429, over.why, message, remedy, over.wait_s)
-
-
-_NOT_OVER = Over("", 0.0)
 
 
 class LoopWork:
@@ -334,7 +322,7 @@ class LoopWork:
 
 
 class Limited:
-    """An ASGI application within limits: refuses what is over them, and lets the caller read why."""
+    """An ASGI application within limits: judges a request, refuses what is over them, and lets the caller read why."""
 
     def __init__(self, app: App, limits: Limits) -> None:
         self._app, self._limits = app, limits
@@ -347,8 +335,9 @@ class Limited:
         exchange = Exchange(self._limits, scope, receive, send)
         scope["kvbm.exchange"] = exchange
         try:
-            if over := exchange.over():
-                await self._refuse(exchange, over)
+            scope[JUDGED] = judged = exchange.judge()
+            if judged.over:
+                await self._refuse(exchange, judged.over)
                 return
             answering = self._app(scope, exchange.receive, exchange.send)
             await Metered(answering, exchange.worked, self._limits.work_clock)
@@ -383,18 +372,19 @@ class Exchange:
     body: bytearray | None = None
 
     def __init__(self, limits: Limits, scope: Scope, receive: Receive, send: Send) -> None:
-        self.key = caller_key(scope)
         self._limits, self._receive, self._send = limits, receive, send
-        self._limited = is_limited(limits.settings, *_asker(scope))
-        self._is_probe = scope.get("path") in _PROBES
+        self._caller, self._host, self._path = scope.get("kvbm.caller"), _host(scope), scope.get("path", "")
+        self.key = caller_key(scope)
+        self._limited = is_limited(limits.settings.loopback, _name(scope), self._host)
+        self._is_probe = self._path in _PROBES
         self._more, self._expects, self.length = _body_headers(scope)
         self._body_bytes = self._answer_bytes = self._held = self._more_cost = 0
         self._unpaced_s = 0.0  # of the loop's time, since the last part of the body
         self._started = False
 
-    def over(self) -> Over:
-        """Whether the caller asks too much now."""
-        return self._limits.over(self.key) if self._limited else _NOT_OVER
+    def judge(self) -> Judged:
+        """What becomes of it; it counts as a request."""
+        return judge(self._limits, self._caller, self._host, self._path)
 
     def worked(self, took_s: float) -> None:
         """So much of the loop's time went into the answer."""
@@ -576,50 +566,15 @@ def cost_of(body_bytes: int, answer_bytes: int) -> int:
 
 def caller_key(scope: Scope) -> str:
     """Who asks: the caller's name, else the address."""
-    return key_of(*_asker(scope))
+    return key_of(_name(scope), _host(scope))
 
 
-def key_of(name: str, host: str) -> str:
-    """What a caller is known by.
-
-    Args:
-        name: "" where it has none.
-        host: the peer's address.
-    """
-    return f"caller {name}" if name else peer_key(host)
+def _name(scope: Scope) -> str:
+    return getattr(scope.get("kvbm.caller"), "name", "")
 
 
-def is_limited(settings: LimitSettings, name: str, host: str) -> bool:
-    """Whether requests of a caller are counted: not those from the machine itself, without a name."""
-    return settings.loopback or bool(name) or not (host == UNIX_HOST or _is_loopback(host))
-
-
-def _asker(scope: Scope) -> tuple[str, str]:
-    return getattr(scope.get("kvbm.caller"), "name", ""), (scope.get("client") or ("",))[0]
-
-
-@lru_cache(4096)
-def peer_key(host: str) -> str:
-    """What addresses count as one peer: of IPv6 a /64, which is what one customer gets at least."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return "peer"
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return str(address.ipv4_mapped)
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return str(address)
-
-
-@lru_cache(4096)
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+def _host(scope: Scope) -> str:
+    return str((scope.get("client") or ("",))[0])
 
 
 def _body_headers(scope: Scope) -> tuple[bool, bool, int]:

@@ -417,11 +417,11 @@ class Watches:
         self.closed = True
         self._cluster.log.wake()
 
-    def open(self, key: str, asked: WatchAsked, caller: Caller, judge: Callable[[], Caller | None]) -> Feed:
+    def open(self, key: str, asked: WatchAsked, caller: Caller, caller_now: Callable[[], Caller | None]) -> Feed:
         """A feed; whoever opens it closes it.
 
         Args:
-            key: what the caller is counted by. judge: who asks as of now; None: nobody known.
+            key: what the caller is counted by. caller_now: who asks as of now; None: nobody who may.
         Raises: LimitError: there are too many.
         """
         if why := self._room.take(key, 1):
@@ -437,7 +437,7 @@ class Watches:
             watch = BlocksWatch(self._cluster, asked, caller)
         else:
             watch = PrefixWatch(self._cluster, asked, caller)
-        return Feed(self, self._cluster.log, watch, judge, lambda: self._room.give(key, 1))
+        return Feed(self, self._cluster.log, watch, caller_now, lambda: self._room.give(key, 1))
 
 
 class Feed:
@@ -448,10 +448,10 @@ class Feed:
         watches: Watches,
         log: ChangeLog,
         watch: Watching,
-        judge: Callable[[], Caller | None],
+        caller_now: Callable[[], Caller | None],
         give_back: Callable[[], None],
     ) -> None:
-        self._watches, self._log, self._watch, self._judge = watches, log, watch, judge
+        self._watches, self._log, self._watch, self._caller_now = watches, log, watch, caller_now
         self._give_back: Callable[[], None] | None = give_back
 
     def close(self) -> None:
@@ -467,10 +467,10 @@ class Feed:
         while not self._watches.closed:
             if time.monotonic() - judged_s >= JUDGE_S:
                 judged_s = time.monotonic()
-                caller = self._judge()
+                caller = self._caller_now()
                 if caller is None:
                     yield self._encoded(
-                        [Told(WatchEnded(why="the caller is not known any more", may_return=False), None)]
+                        [Told(WatchEnded(why="the caller may not ask this any more", may_return=False), None)]
                     )
                     return
                 self._watch.caller = caller

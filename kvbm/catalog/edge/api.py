@@ -24,6 +24,7 @@ except ImportError:
     raise MissingExtraError("the catalog's web library (fastapi, uvicorn)", "catalog") from None
 
 from kvbm.catalog.access.callers import Access, Caller
+from kvbm.catalog.access.judge import PASSED, allowed
 from kvbm.catalog.access.limits import BODY_WAIT_S, LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
 from kvbm.catalog.answers.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, without_prompt
 from kvbm.catalog.edge.checkpoint_response import CONTENT_TYPE as CHECKPOINT
@@ -31,7 +32,7 @@ from kvbm.catalog.edge.checkpoint_response import CheckpointResponse
 from kvbm.catalog.edge.fast_path import BINARY_TYPE, FastPath
 from kvbm.catalog.edge.feed_response import CONTENT_TYPE as EVENTS
 from kvbm.catalog.edge.feed_response import FeedResponse
-from kvbm.catalog.edge.gate import CALLER, JUDGE, UNKNOWN, Gate, content_type
+from kvbm.catalog.edge.gate import CALLER, CALLER_NOW, FORBIDDEN, UNKNOWN, Gate, content_type
 from kvbm.catalog.edge.metrics import ROWS
 from kvbm.catalog.edge.prompt_answers import NOT_TOLD, PromptAnswers
 from kvbm.catalog.edge.watch_requests import decode_watch
@@ -68,6 +69,7 @@ from kvbm.streams.base import Position
 from kvbm.telemetry.metrics import CONTENT_TYPE, CatalogMetrics
 
 THREAD_TOKENS = 16_384  # hashing more than this would keep other requests waiting
+_REFUSALS = {"unknown": "unknown_caller", "forbidden": "not_allowed"}  # as metrics count them
 R = TypeVar("R", bound=LookupRequest)
 
 
@@ -145,8 +147,8 @@ class _Api:
     def count_request(self, caller: str, outcome: str) -> None:
         """See `Gate`."""
         self._metrics.count_request(caller, outcome)
-        if (refused := {"unknown": "unknown_caller", "forbidden": "not_allowed"}.get(outcome)) is not None:
-            self._refusals[refused] += 1
+        if (refusal := _REFUSALS.get(outcome)) is not None:
+            self._refusals[refusal] += 1
 
     async def lookup(self, request: Request) -> Response:
         if _is_binary(request):
@@ -178,7 +180,12 @@ class _Api:
         exchange = _exchange(request)
         body.clear()
         self._judge_again(request)
-        return FeedResponse(self._service.watches.open(exchange.key, asked, _caller(request), request.scope[JUDGE]))
+
+        def caller_now() -> Caller | None:
+            caller: Caller | None = request.scope[CALLER_NOW]()
+            return caller if allowed(caller, request.scope["path"]) == PASSED else None
+
+        return FeedResponse(self._service.watches.open(exchange.key, asked, _caller(request), caller_now))
 
     async def checkpoint(self, request: Request) -> Response:
         if not _caller(request).sees_all:  # it has all tenants' blocks
@@ -330,11 +337,15 @@ class _Api:
         return Response(await exchange.in_steps(batch.parts), media_type=BATCHES)
 
     def _judge_again(self, request: Request) -> None:
-        """Know the caller as it is by now: reading a body and waiting take seconds, and its token may be gone."""
-        caller: Caller | None = request.scope[JUDGE]()
-        if caller is None:
-            self._refusals["unknown_caller"] += 1
-            raise ApiError(401, UNKNOWN.error.code, UNKNOWN.error.message, UNKNOWN.error.what_to_do)
+        """Know the caller as it is by now: reading a body and waiting take seconds, and its token may be gone, or its
+        role another.
+        """
+        caller: Caller | None = request.scope[CALLER_NOW]()
+        outcome = allowed(caller, request.scope["path"])
+        if outcome != PASSED:
+            status, refusal = (401, UNKNOWN.error) if outcome == "unknown" else (403, FORBIDDEN.error)
+            self._refusals[_REFUSALS[outcome]] += 1
+            raise ApiError(status, refusal.code, refusal.message, refusal.what_to_do)
         request.scope[CALLER] = caller
 
     async def _wait(self, caller: Caller, asked: LookupRequest) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import msgspec
 
 from kvbm.catalog.access.callers import Access, Caller
-from kvbm.catalog.access.limits import LARGE_BODY_BYTES, Limits, Room, is_limited, key_of
+from kvbm.catalog.access.judge import Judged, judge
+from kvbm.catalog.access.limits import LARGE_BODY_BYTES, Limits, Room
 from kvbm.catalog.edge.fast_path import BINARY_TYPE, MOST_BYTES, PATHS, Answered, FastPath, ShortQuestion
 from kvbm.catalog.edge.gate import NATS_CALLER, UNKNOWN, App, Message
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
@@ -83,9 +84,12 @@ class Asks:
         if found is not None:
             await _send(line, ask, found.status, found.content_type.decode(), found.body)
             return
-        asked, key = request_of(ask.verb, ask.body), key_of(caller.name, self._host)
-        if await self._is_over(line, ask, caller, key):
+        asked = request_of(ask.verb, ask.body)
+        judged = judge(self._limits, caller, self._host, "" if asked is None else asked.path)
+        if judged.over:
+            await self._refuse(line, ask, judged)
             return
+        self._limits.withdraw(judged)  # the application judges it again
         if asked is None:
             await _answer(
                 line,
@@ -98,7 +102,7 @@ class Asks:
                 ),
             )
             return
-        await self._begin(line, ask, asked, key)
+        await self._begin(line, ask, asked, judged.key)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -112,23 +116,16 @@ class Asks:
             return None
         return self._at_once.answer_to(caller, ShortQuestion(path, is_binary, self._host, None, None), ask.body)
 
-    async def _is_over(self, line: AskLine, ask: Ask, caller: Caller, key: str) -> bool:
-        """Whether the caller asks too much; then it is told, and where it goes on, it is not listened to."""
-        limits = self._limits
-        if not is_limited(limits.settings, caller.name, self._host):
-            return False
-        over = limits.over(key)
-        if not over:
-            limits.requests.charge(limits.clock(), key, -1)  # the application takes it again
-            return False
+    async def _refuse(self, line: AskLine, ask: Ask, judged: Judged) -> None:
+        """Tell a caller that it asks too much; where it goes on, it is not listened to."""
+        limits, over, key = self._limits, judged.over, judged.key
         limits.refusals[over.why] += 1
         limits.limited_log.warn("catalog.request_refused", why=over.why, caller=key)
         if limits.refusing.take(limits.clock(), key):
             self._muted[ask.caller] = limits.clock() + MUTE_S
             self._on_muted()
-            return True
+            return
         await _answer(line, ask, 429, limits.refusal(over).answer, {RETRY_HEADER: "1"})
-        return True
 
     async def _begin(self, line: AskLine, ask: Ask, asked: Asked, key: str) -> None:
         why = self._long.take(key, 1)

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
-from kvbm.catalog.access.limits import Buckets, peer_key
+from kvbm.catalog.access.judge import peer_key
+from kvbm.catalog.access.limits import Buckets
 from kvbm.catalog.edge.handshakes import Handshakes
 from kvbm.config.settings import LimitSettings
 from kvbm.safe_log import RateLimitedLog

@@ -11,17 +11,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvbm.catalog.access.callers import Access, Caller
+from kvbm.catalog.access.judge import PASSED, Judged, allowed, judge, key_of
 from kvbm.catalog.access.limits import (
     LARGE_BODY_BYTES,
     SMALL_BODY_BYTES,
     LimitError,
     Limits,
     cost_of,
-    is_limited,
-    key_of,
 )
 from kvbm.catalog.answers.prompts import ApiError, asked_namespace, without_prompt
-from kvbm.catalog.edge.gate import may
 from kvbm.catalog.edge.prompt_answers import PromptAnswers
 from kvbm.core import prompt_batches
 from kvbm.core.answers import FindRequest, LookupRequest, PresenceRequest, RouteRequest
@@ -33,6 +31,7 @@ PATHS: dict[bytes, type[LookupRequest]] = {
     b"/v1/presence": PresenceRequest,
     b"/v1/find": FindRequest,
 }
+_TEXTS = {path: path.decode() for path in PATHS}
 JSON_TYPE = b"application/json"
 BINARY_TYPE = prompt_batches.CONTENT_TYPE.encode()
 
@@ -97,7 +96,7 @@ class FastPath:
         if not question.is_binary or length > LARGE_BODY_BYTES:
             return None
         caller = self._access.caller(question.authorization, question.certificate)
-        if caller is None or not may(caller, question.path.decode()):
+        if caller is None or allowed(caller, _TEXTS[question.path]) != PASSED:
             return None
         key = key_of(caller.name, question.host)
         return None if self._limits.bodies.take_in_turn(key, over) else Held(key, over)
@@ -114,22 +113,21 @@ class FastPath:
 
     def answer_to(self, caller: Caller, question: ShortQuestion, body: bytes) -> Answered | None:
         """`answer`, where it is known who asks."""
-        if not may(caller, question.path.decode()):
-            return None
         if question.is_binary and prompt_batches.is_long(body):
             return None  # others are answered between its steps
-        limits, key = self._limits, key_of(caller.name, question.host)
-        limited = is_limited(limits.settings, caller.name, question.host)
-        if limited and limits.over(key):
+        limits = self._limits
+        judged = judge(limits, caller, question.host, _TEXTS[question.path])
+        if judged.outcome != PASSED:
+            limits.withdraw(judged)
             return None
         begin_s = limits.work_clock()
         try:
-            return self._answer(caller, key, limited, question, body)
+            return self._answer(caller, judged, question, body)
         finally:
-            limits.work.charge(limits.clock(), key, limits.work_clock() - begin_s)
+            limits.work.charge(limits.clock(), judged.key, limits.work_clock() - begin_s)
 
-    def _answer(self, caller: Caller, key: str, limited: bool, question: ShortQuestion, body: bytes) -> Answered | None:
-        limits = self._limits
+    def _answer(self, caller: Caller, judged: Judged, question: ShortQuestion, body: bytes) -> Answered | None:
+        limits, key = self._limits, judged.key
         status, content_type, cost = 200, BINARY_TYPE if question.is_binary else JSON_TYPE, 0
         answer: bytes | None
         try:
@@ -142,12 +140,11 @@ class FastPath:
             if isinstance(error, ApiError) and error.refused:
                 limits.refusals[error.refused] += 1
         if answer is None:
-            if limited:
-                limits.requests.charge(limits.clock(), key, -1)
+            limits.withdraw(judged)
             return None
         self._count(caller.name, "passed")
         cost += cost_of(len(body), len(answer))
-        if limited and cost:
+        if judged.limited and cost:
             limits.requests.charge(limits.clock(), key, cost)
         return Answered(status, answer, content_type, caller)
 

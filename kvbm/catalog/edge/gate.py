@@ -1,21 +1,19 @@
-"""Before any handler: who asks, and whether one of that role may ask this at all.
-
-What is not listed is for operators alone.
-"""
+"""Before any handler: who asks, and the refusals 401 and 403 where `access.judge` says so."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import msgspec
 
 from kvbm.catalog.access.callers import Access, Caller
+from kvbm.catalog.access.judge import PASSED
+from kvbm.catalog.access.limits import JUDGED
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
 
 CALLER = "kvbm.caller"
-JUDGE = "kvbm.judge"  # who asks as of now: a request may last longer than its token
+CALLER_NOW = "kvbm.caller_now"  # who asks as of now: a request may last longer than its token
 PEER = "kvbm.peer"  # in the scope's state: the peer's certificate
 NATS_CALLER = "kvbm.nats"  # so too: who asks over NATS
 
@@ -25,22 +23,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_FOR_ALL = frozenset({"/healthz", "/readyz"})
-_FOR_ROUTERS = frozenset(
-    {
-        "/v1/lookup",
-        "/v1/route",
-        "/v1/presence",
-        "/v1/find",
-        "/v1/watch",
-        "/v1/instances",
-        "/v1/namespaces",
-        "/v1/checkpoint",
-        "/openapi.json",
-    }
-)
-_BLOCKS = re.compile(r"/v1/blocks/[^/]*/[^/]*")
-
 UNKNOWN = ErrorAnswer(
     error=ErrorDetail(
         code="not_known",
@@ -49,7 +31,7 @@ UNKNOWN = ErrorAnswer(
         "certificate it knows",
     )
 )
-_FORBIDDEN = ErrorAnswer(
+FORBIDDEN = ErrorAnswer(
     error=ErrorDetail(
         code="not_allowed", message="the caller's role may not ask this", what_to_do="ask with the token of an operator"
     )
@@ -58,11 +40,12 @@ _FORBIDDEN = ErrorAnswer(
 
 class Gate:
     """An ASGI application before another: puts the caller into the scope as `kvbm.caller`, and how to ask again who it
-    is as `kvbm.judge`, or answers 401 or 403.
+    is as `kvbm.caller_now`, or answers 401 or 403.
 
     Args:
         count: told each request's caller, "" for none, and its status class: "passed", "unknown" or "forbidden".
-        within: puts an application, and the answers 401 and 403, within limits of the caller.
+        within: puts an application, and the answers 401 and 403, within limits of the caller; it judges the request, as
+            `limits.JUDGED` says.
     """
 
     def __init__(
@@ -70,7 +53,7 @@ class Gate:
         app: App,
         access: Access,
         count: Callable[[str, str], None],
-        within: Callable[[App], App] = lambda judged: judged,
+        within: Callable[[App], App],
     ) -> None:
         self._app, self._access, self._count = app, access, count
         self._judged = within(self._judge)
@@ -80,8 +63,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope[JUDGE] = lambda: self._caller(scope)
-        scope[CALLER] = scope[JUDGE]()
+        scope[CALLER_NOW] = lambda: self._caller(scope)
+        scope[CALLER] = scope[CALLER_NOW]()
         await self._judged(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller | None:
@@ -91,25 +74,14 @@ class Gate:
         return self._access.caller(_authorization(scope), state.get(PEER))
 
     async def _judge(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, caller = scope["path"], scope[CALLER]
-        if path in _FOR_ALL or (caller is not None and may(caller, path)):
-            self._count(caller.name if caller is not None else "", "passed")
+        caller, outcome = scope[CALLER], scope[JUDGED].outcome
+        self._count("" if caller is None else caller.name, outcome)
+        if outcome == PASSED:
             await self._app(scope, receive, send)
-        elif caller is None:
-            self._count("", "unknown")
+        elif outcome == "unknown":
             await _answer(send, 401, UNKNOWN, [(b"www-authenticate", b"Bearer")])
         else:
-            self._count(caller.name, "forbidden")
-            await _answer(send, 403, _FORBIDDEN, [])
-
-
-def may(caller: Caller, path: str) -> bool:
-    """Whether one of the caller's role may ask this."""
-    if caller.role == "operator":
-        return True
-    if caller.role == "metrics":
-        return bool(path == "/metrics")
-    return path in _FOR_ROUTERS or _BLOCKS.fullmatch(path) is not None
+            await _answer(send, 403, FORBIDDEN, [])
 
 
 def _authorization(scope: Scope) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from kvbm.catalog.access.limits import UNIX_HOST
+from kvbm.catalog.access.judge import UNIX_HOST
 from kvbm.catalog.edge.connections import Connection, Connections, Stage, unsent_bytes
 from kvbm.catalog.edge.fast_path import BINARY_TYPE, NOTHING_HELD, PATHS, Answered, FastPath, ShortQuestion
 from kvbm.catalog.edge.gate import PEER, authorization, content_type
