@@ -306,7 +306,9 @@ def test_a_run_of_objects_is_shortened_by_whole_objects() -> None:
 
 def test_blocks_that_arrive_go_on_only_where_their_namespace_may_be_durable() -> None:
     queue = Offloader(
-        {Tier.HOST: WriteThrough(), Tier.NVME: WriteThrough()}, everything, may_be_durable=lambda namespace: namespace == ONE
+        {Tier.HOST: WriteThrough(), Tier.NVME: WriteThrough()},
+        everything,
+        may_be_durable=lambda namespace: namespace == ONE,
     )
     assert not queue.offer_arrived(OTHER, Tier.HOST, hashes(1, 4), range(4))
     assert queue.offer_arrived(ONE, Tier.HOST, hashes(1, 4), range(4))

@@ -233,7 +233,9 @@ class Connections:
     def _replace(self, connection: Connection) -> None:
         self.refusals["connection_replaced"] += 1
         stage = connection.stage.name
-        self.limited_log.warn("catalog.connections_ended", why="too many at a time", peer=connection.peer.key, stage=stage)
+        self.limited_log.warn(
+            "catalog.connections_ended", why="too many at a time", peer=connection.peer.key, stage=stage
+        )
         self._end(connection)
 
     def _end_unread(self, connection: Connection) -> None:

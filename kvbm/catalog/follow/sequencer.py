@@ -20,8 +20,8 @@ import msgspec
 
 from kvbm.catalog.follow.instance_sequence import (
     AFTER_MESSAGES,
-    MOST_NUMBER,
     MOST_LINES,
+    MOST_NUMBER,
     Changes,
     Common,
     Counters,
