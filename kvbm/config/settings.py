@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvbm.core.policy import EVICTION_POLICIES, OFFLOAD_POLICIES
+from kvbm.core.policy import EVICTION_POLICIES, NO_OFFLOAD, OFFLOAD_POLICIES
 from kvbm.core.results import LEAST_EVENT_BYTES
 from kvbm.core.state_admission import STATE_POLICIES
 
@@ -36,7 +36,7 @@ Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
 SecondsOrZero = Annotated[float, Meta(ge=0)]
 Weight = Annotated[float, Meta(gt=0)]
 Switch = Literal["auto", "on", "off"]
-OffloadWhen = Annotated[str, Meta(extra={"choice": tuple(OFFLOAD_POLICIES)})]
+OffloadWhen = Annotated[str, Meta(extra={"choice": (*OFFLOAD_POLICIES, NO_OFFLOAD)})]
 
 
 class SettingsGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

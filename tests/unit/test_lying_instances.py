@@ -92,7 +92,7 @@ class World:
         self.queries = Queries(
             self.sequencer, self.heartbeats, cast(SnapshotRequests, None), lag.confirmation, RoutingSettings(), 1e6
         )
-        self.queries._lenders._remarks._clock = still
+        self.queries._lenders._limited_log._clock = still
         self.sequence, self.beats, self.liars = 0, time.time_ns(), 0
         self.sent: dict[InstanceId, Sent] = {}
         self._digests: dict[Sent, int] = {}

@@ -6,10 +6,12 @@ import math
 from typing import NamedTuple
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvbm.catalog.edge.metrics import ROWS
 from kvbm.telemetry.metrics import COUNTER, GAUGE, HISTOGRAM, Buckets, CatalogMetrics, MetricRow
+from tests.extras import needed
+
+text_string_to_metric_families = needed("prometheus_client.parser", "catalog").text_string_to_metric_families
 
 
 class Counted(NamedTuple):

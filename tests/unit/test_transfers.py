@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 
+from kvbm.catalog.edge.metrics import ROWS
 from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.catalog.routing.transfers import MOST_TOLD, Transfers
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.pulse_words import encoded_heartbeat
-from kvbm.telemetry.metrics import _of_transfers
+from kvbm.telemetry.metrics import CatalogMetrics
 from kvbm.telemetry.transfers import BYTES_PER_S
+from tests.extras import needed
 
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
+families = needed("prometheus_client.parser", "catalog").text_string_to_metric_families
 
 NAME = InstanceId("a")
 
@@ -37,8 +39,10 @@ def heard(*transfers: Transfer) -> Transfers:
     return counted
 
 
-def metrics(counted: Transfers) -> dict[str, Metric]:
-    return {one.name: one for one in _of_transfers(counted.counted())}
+def metrics(counted: Transfers) -> dict[str, Any]:
+    rows = [row for row in ROWS if row.name.startswith("transfer_")]
+    scraped = CatalogMetrics(rows, cast(Any, SimpleNamespace(queries=SimpleNamespace(transfers=counted))), {})
+    return {one.name: one for one in families(scraped.exposition().decode())}
 
 
 def test_reads_are_counted_by_transport_distance_and_rate() -> None:
