@@ -180,7 +180,7 @@ def judge_memory(facts: MemoryFacts, plan: Plan) -> list[Finding]:
     """Room, what may be locked, huge pages, NUMA."""
     return [
         _judge_room(facts, plan),
-        _judge_locked(facts, plan),
+        _judge_locked_memory(facts, plan),
         _judge_huge_pages(facts, plan),
         _judge_numa(facts, plan),
     ]
@@ -211,7 +211,7 @@ def _judge_room(facts: MemoryFacts, plan: Plan) -> Finding:
     return ok("memory", found)
 
 
-def _judge_locked(facts: MemoryFacts, plan: Plan) -> Finding:
+def _judge_locked_memory(facts: MemoryFacts, plan: Plan) -> Finding:
     """Old kernels count io_uring's rings against the limit.
 
     What CUDA pins is its driver's matter and counts nowhere.

@@ -88,7 +88,7 @@ class RdmaOwner:
         """This reader READs no more. Nothing happens where it is gone already. Raises VerbsError: as `revoke`."""
         with self._lock:
             pair = self._pairs.pop(number, None)
-            self._end([] if pair is None else [pair])
+            self._end_locked([] if pair is None else [pair])
 
     def revoke(self) -> None:
         """No reader READs any more: for a namespace that none of them has proved.
@@ -102,7 +102,7 @@ class RdmaOwner:
             self.revoked += 1  # before the wait: who is being connected is sent away as well
         with self._lock:
             pairs, self._pairs = self._pairs, {}
-            self._end(pairs.values())
+            self._end_locked(pairs.values())
 
     def close(self) -> None:
         """End all readers, then give up the memory, which may be unmapped from here on.
@@ -121,7 +121,7 @@ class RdmaOwner:
         None: there are as many as may be, what it has proved counts no more, or it is not tried now.
         """
         with self._lock:
-            if self._is_closed or revoked != self.revoked or self._is_full():
+            if self._is_closed or revoked != self.revoked or self._is_full_locked():
                 return None
             if not self._reach.may(time.monotonic(), end.gid):
                 return None
@@ -130,25 +130,25 @@ class RdmaOwner:
                 pair.connect(end)
             except VerbsError:
                 self._reach.failed(time.monotonic(), end.gid)
-                self._end([pair])
+                self._end_locked([pair])
                 raise
             self._reach.worked(end.gid)
             if revoked != self.revoked:
-                self._end([pair])
+                self._end_locked([pair])
                 return None
             self._last += 1
             self._pairs[self._last] = pair
             return self._last, pair
 
-    def _is_full(self) -> bool:
+    def _is_full_locked(self) -> bool:
         return len(self._pairs) + len(self._stuck) >= self.most_readers
 
-    def _end(self, pairs: Iterable[QueuePair]) -> None:
+    def _end_locked(self, pairs: Iterable[QueuePair]) -> None:
         """Destroy them.
 
         One that stays is ended, so that it answers no READ; where not even that can be, nothing is lent any more.
 
-        Under the lock. Raises: VerbsError: one is there still, and kept for the next time.
+        Raises: VerbsError: one is there still, and kept for the next time.
         """
         trouble: VerbsError | None = None
         may_answer = False

@@ -38,13 +38,13 @@ class ClaimWatch:
         """Whether an object that is gone is nothing unusual."""
         return self._claims is not None
 
-    def seen(self, namespace: NamespaceId, objects: Iterable[bytes]) -> None:
-        """The object pool had these objects just now. Under the lock."""
+    def seen_locked(self, namespace: NamespaceId, objects: Iterable[bytes]) -> None:
+        """The object pool had these objects just now."""
         if self._claims is not None:
             self._claims.add(Claimed(namespace, hashes) for hashes in objects)
 
-    def lost(self, namespace: NamespaceId, objects: bytes, reason: EvictReason) -> None:
-        """Withdraw the claims of whole objects, packed, that could not be read. Under the lock."""
+    def lost_locked(self, namespace: NamespaceId, objects: bytes, reason: EvictReason) -> None:
+        """Withdraw the claims of whole objects, packed, that could not be read."""
         assert self._pool is not None
         self._own.drop(objects)
         self._stream.ledger.forget(Tier.OBJECT, namespace, objects, reason)

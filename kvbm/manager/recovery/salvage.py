@@ -273,7 +273,7 @@ class Salvage:
                 return
             del self._mine[: len(slots)]  # whatever comes of them, they are given back or adopted once
             numbers, left = np.asarray(slots, dtype="<u4"), np.ones(len(slots), dtype=bool)
-            for namespace, places, hashes in self._counted(headers):
+            for namespace, places, hashes in self._counted_locked(headers):
                 left[places] = False
                 self.found_blocks += self._ledger.adopt(
                     namespace, Tier.NVME, hashes, numbers[places].tobytes(), self._stream.instance
@@ -282,8 +282,8 @@ class Salvage:
                     self._pool.hints.note(numbers[places].tolist(), namespace, hashes)
             self._ledger.release(Tier.NVME, numbers[left].tobytes())
 
-    def _counted(self, headers: Judged) -> list[NamespaceRun]:
-        """The blocks that may come back. Under the lock, so that no clear comes between this and the claim."""
+    def _counted_locked(self, headers: Judged) -> list[NamespaceRun]:
+        """The blocks that may come back. No clear may come between this and the claim."""
         generations = self._pool.generations
         if generations is None or not len(headers.usable):
             return []
@@ -304,7 +304,7 @@ class Salvage:
             run = range(first, min(self._pool.room_slots, first + _RUN_SLOTS))
             for at, headers in self._judged(self._read(run), len(run)):
                 with self._stream.lock:
-                    counted = self._counted(headers)
+                    counted = self._counted_locked(headers)
                 for namespace, places, hashes in counted:
                     for place, block in zip(places.tolist(), split_hashes(hashes), strict=True):
                         yield Recovered(block, namespace, run[0] + at + place)

@@ -124,7 +124,7 @@ class EngineOrder:
             self._named.append(touch)
             self._calls += 1
             if self._calls % _FORGETS_EVERY == 0 or len(self._touches) > 2 * len(self._last) + _FORGETS_EVERY:
-                self._forget()
+                self._forget_locked()
 
     def of(self, slots: np.ndarray) -> After:
         """What a copy from or into these slots waits for."""
@@ -160,7 +160,7 @@ class EngineOrder:
             return False
         return not _is_pending(touch)  # type: ignore[arg-type]
 
-    def _forget(self) -> None:
+    def _forget_locked(self) -> None:
         """What no slot has as its last, and what was passed."""
         self._named = self._pending(self._named)
         last = set(np.unique(self._last).tolist())

@@ -338,7 +338,7 @@ class _Lanes:
             raise PoolError("HBM pool: it is closed")
         index = len(self._lanes) - 1 if run_bytes <= SHORT_BYTES else 0
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_free(index), self._deadline_s):
+            if not self._changed.wait_for(lambda: self._is_free_locked(index), self._deadline_s):
                 raise DeviceTimeoutError(
                     f"HBM pool: no ring came free within {self._deadline_s:g} s; the GPU does not answer",
                     timeout_s=self._deadline_s,
@@ -357,7 +357,7 @@ class _Lanes:
         lanes, self._lanes, self._taken = self._lanes, [], []
         return lanes
 
-    def _is_free(self, index: int) -> bool:
+    def _is_free_locked(self, index: int) -> bool:
         if self._taken[index]:
             return False
         ring = self._lanes[index].ring

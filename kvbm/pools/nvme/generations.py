@@ -166,7 +166,7 @@ class Generations:
         with self._lock:
             self._clears += 1
             self._record = raised(self._record, namespaces)
-            self._try_store()
+            self._try_store_locked()
         try:
             yield
         finally:
@@ -194,7 +194,7 @@ class Generations:
         """Remember the epoch that has begun with the pool. A device that refuses costs what a scan would have found."""
         with self._lock:
             self._record = msgspec.structs.replace(self._record, sequence=self._record.sequence + 1, epoch=epoch)
-            self._try_store()
+            self._try_store_locked()
 
     def forget(self) -> None:
         """Nothing that lies there now is brought back, and no scan is due: somebody may have cleared it who could not
@@ -204,7 +204,7 @@ class Generations:
             self._record = msgspec.structs.replace(raised(self._record, None), is_scan_due=False)
             if not self._clears:
                 self.stamp = self._record.marks[-1]
-            self._try_store()
+            self._try_store_locked()
 
     def counts(self, namespaces: bytes, generations: np.ndarray) -> np.ndarray:
         """For each of n blocks whether it was written since its namespace was cleared, as n booleans.
@@ -228,7 +228,7 @@ class Generations:
         counted: np.ndarray = written >= since
         return counted
 
-    def _try_store(self) -> None:
+    def _try_store_locked(self) -> None:
         try:
             self._store(self._record)
             self._has_failed = False

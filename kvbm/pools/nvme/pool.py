@@ -342,9 +342,9 @@ class NvmePool:
         is gone: a late write must not meet a slot that somebody else uses.
         """
         with self._closing:
-            self._close(timeout_s)
+            self._close_locked(timeout_s)
 
-    def _close(self, timeout_s: float) -> None:
+    def _close_locked(self, timeout_s: float) -> None:
         with self._idle:
             self._ending = self._ending or self._engine  # until all is done: a signal's handler may raise anywhere
             self._engine = None

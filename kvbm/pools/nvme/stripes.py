@@ -194,7 +194,7 @@ class StripeFiles:
             return None
         is_device = stat.S_ISBLK(mode)
         with ExitStack() as undo:
-            fd = _open_locked(path, os.O_RDWR | (os.O_EXCL if is_device else 0))  # refused: mounted, or another's
+            fd = _open_with_lock(path, os.O_RDWR | (os.O_EXCL if is_device else 0))  # refused: mounted, or another's
             undo.callback(os.close, fd)
             if is_device:
                 self._require_room(number, path, fd)
@@ -371,7 +371,7 @@ class StripeFiles:
         """
         building = path.with_name(path.name + ".creating")
         with ExitStack() as undo:
-            fd = _open_locked(building, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            fd = _open_with_lock(building, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             undo.callback(os.close, fd)
             undo.callback(building.unlink, missing_ok=True)
             if path.exists() and path.stat().st_size > 0:
@@ -514,7 +514,7 @@ def _is_blank(fd: int) -> bool:
     return not any(begin) and not any(end)
 
 
-def _open_locked(path: Path, flags: int) -> int:
+def _open_with_lock(path: Path, flags: int) -> int:
     """Open a file and hold its lock. Raises PoolError: another manager does.
 
     The lock of a killed process goes with the last transfer its device still had, which is soon, but not at once.

@@ -222,7 +222,7 @@ class Journal:
             begun = Begun(self.instance, epoch, pool_id, since, named)
             data = begun.encoded(self._backend.crc32c)
             try:
-                self._with_room(lambda: write_file(self._device, self.folder / EPOCH_FILE, [memoryview(data)]))
+                self._with_room_locked(lambda: write_file(self._device, self.folder / EPOCH_FILE, [memoryview(data)]))
             except OSError as error:
                 raise JournalError(
                     f"{self.folder / EPOCH_FILE} cannot be written ({error.strerror}); make room or choose another "
@@ -275,7 +275,7 @@ class Journal:
             try:
                 while done < len(frames):
                     first = done
-                    done += self._with_room(lambda: self._writer.append_group(frames, first))  # noqa: B023 - called now
+                    done += self._with_room_locked(lambda: self._writer.append_group(frames, first))  # noqa: B023 - called now
             except OSError:
                 if not done:
                     raise
@@ -297,8 +297,8 @@ class Journal:
         """
         with self._writing:
             self._check_open()
-            self._with_room(self._writer.settle)
-            self._with_room(self._writer.sync)
+            self._with_room_locked(self._writer.settle)
+            self._with_room_locked(self._writer.sync)
 
     def truncate(self, published: Position, completed_snapshot: Position) -> int:
         """Make history of the segments nobody needs: all of whose frames are on the stream and before a completed
@@ -351,7 +351,7 @@ class Journal:
             self._device.sync_folder(self.folder)
             return all(Position(one.epoch, one.first_offset) >= before for one in self._segments.all())
 
-    def _with_room(self, write: Callable[[], Result]) -> Result:
+    def _with_room_locked(self, write: Callable[[], Result]) -> Result:
         """Write, and again for as long as the device has no room and there is history to give up. Raises OSError."""
         while True:
             try:

@@ -43,7 +43,7 @@ class JournalReader:
                 readable = self._segments.readable_at(position)
                 if readable is None:
                     return found
-                reader = self._reader_of(readable.segment, position, readable.start)
+                reader = self._reader_of_locked(readable.segment, position, readable.start)
                 if reader is not None:
                     more, is_full = reader.read(readable.size, room, not found)
                     found += more
@@ -52,7 +52,7 @@ class JournalReader:
                         return found
                 position = readable.end
 
-    def _reader_of(self, segment: Segment, position: Position, start: int) -> _SegmentReader | None:
+    def _reader_of_locked(self, segment: Segment, position: Position, start: int) -> _SegmentReader | None:
         """The reader that stands there, or a new one; None when the file is gone. Raises OSError."""
         reader = self._last
         offset = position.offset if position.epoch == segment.epoch else Offset(0)
