@@ -439,6 +439,26 @@ def test_other_paths_answer_in_words_too(asked: Running) -> None:
     pool.close()
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [
+        ("HEAD", "/healthz", 200, None),
+        ("POST", "/healthz", 405, {"GET", "HEAD"}),
+        ("HEAD", "/v1/checkpoint", 405, {"GET"}),  # it is long
+        ("OPTIONS", "/v1/lookup", 405, {"POST"}),
+        ("GET", "/healthz/", 404, None),
+        ("POST", "/v1/lookup/", 404, None),
+        ("GET", "/docs", 404, None),
+    ],
+)
+def test_a_path_answers_its_own_methods_and_no_other_spelling(
+    asked: Running, method: str, path: str, status: int, allow: set[str] | None
+) -> None:
+    answer = urllib3.request(method, asked.client.url + path, redirect=False, retries=False, timeout=WAIT_S)
+    assert answer.status == status
+    assert (set(answer.headers["allow"].split(", ")) if "allow" in answer.headers else None) == allow
+
+
 def test_the_openapi_description_is_valid_and_names_every_path(asked: Running) -> None:
     described = json.loads(urllib3.request("GET", asked.client.url + "/openapi.json", timeout=WAIT_S).data)
     validate_openapi(described)
