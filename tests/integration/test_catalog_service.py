@@ -34,7 +34,7 @@ from kvbm.core.ids import (
     Tier,
     pack_slots,
 )
-from kvbm.locate.base import Found
+from kvbm.locate.base import FoundElsewhere
 from kvbm.locate.http import CatalogClient
 from kvbm.locate.locator import HttpLocator
 from kvbm.reference.ledger import Ledger
@@ -739,7 +739,7 @@ def test_who_lends_blocks_is_found_in_every_form(running: Running) -> None:
     assert running.client.find(SPACE, HASHES, 1, "a").peers == []
     assert running.client.find(SPACE, HASHES, instances=["b"]).peers == []
     locator = HttpLocator(running.client.url, asker="me", topology=["rack-2", "me"])
-    assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, WAIT_S) == Found(8, tuple(again.peers))
+    assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, WAIT_S) == FoundElsewhere(8, tuple(again.peers))
     locator.close()
     with capture_logs() as logs:  # settings have always taken such a place
         locator = HttpLocator(running.client.url, asker="me", topology=["z"] * 17)
@@ -769,6 +769,6 @@ def test_a_catalog_of_an_older_kvbm_is_asked_as_before(running: Running) -> None
     locator._client.close()
     locator._client = older = Older(running.client.url)
     for _ in range(3):
-        assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, WAIT_S) == Found(8)
+        assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, WAIT_S) == FoundElsewhere(8)
     assert older.refused == 1
     locator.close()

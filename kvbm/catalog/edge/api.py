@@ -27,7 +27,7 @@ except ImportError:
 
 from kvbm.catalog.access.callers import Access, Caller
 from kvbm.catalog.access.judge import PASSED, allowed
-from kvbm.catalog.access.limits import BODY_WAIT_S, LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
+from kvbm.catalog.access.limits import BODY_WAIT_S, LARGE_BODY_BYTES, MAX_BODY_BYTES, Limited, Limits, MeteredExchange
 from kvbm.catalog.answers.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, without_prompt
 from kvbm.catalog.edge.checkpoint_response import CONTENT_TYPE as CHECKPOINT
 from kvbm.catalog.edge.checkpoint_response import CheckpointResponse
@@ -401,8 +401,8 @@ def _too_large() -> ApiError:
     )
 
 
-def _exchange(request: Request) -> Exchange:
-    exchange: Exchange = request.scope["kvbm.exchange"]
+def _exchange(request: Request) -> MeteredExchange:
+    exchange: MeteredExchange = request.scope["kvbm.exchange"]
     return exchange
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, split_hashes
-from kvbm.manager.objects.claims import Claimed, Claims
+from kvbm.manager.objects.claims import Claimed, ObjectClaims
 from kvbm.manager.objects.object_groups import groups_of
 from kvbm.manager.objects.own_claims import OwnClaims
 from kvbm.manager.record.ledger_stream import LedgerStream
@@ -30,7 +30,7 @@ class ClaimWatch:
         self, stream: LedgerStream, pool: ObjectPool | None, own: OwnClaims, clock: Callable[[], float]
     ) -> None:
         self._stream, self._pool, self._own, self._clock = stream, pool, own, clock
-        self._claims = Claims() if pool is not None and pool.forgets else None
+        self._claims = ObjectClaims() if pool is not None and pool.forgets else None
         self._look_s = self._idle_look_s = 0.0  # not before; not before while nothing is offloaded
 
     @property
@@ -74,7 +74,7 @@ class ClaimWatch:
             self._idle_look_s = self._clock() + _IDLE_LOOK_S
             self.look(_IDLE_LOOKS)
 
-    def _withdraw(self, claims: Claims, namespace: NamespaceId, objects: Sequence[Claimed]) -> None:
+    def _withdraw(self, claims: ObjectClaims, namespace: NamespaceId, objects: Sequence[Claimed]) -> None:
         """Say that the object pool has dropped these objects."""
         hashes = b"".join(dict.fromkeys(split_hashes(b"".join(one.hashes for one in objects))))
         with self._stream.lock:

@@ -28,7 +28,7 @@ log = SafeLog()
 _YIELD_S = 0.05  # an offload begins this much later at most, because requests wait for bytes
 
 
-class Objects(NamedTuple):
+class RequestObjects(NamedTuple):
     """The objects of a request, packed: those that one copy can carry, those not all of which is at the source, and
     those that share blocks with the first and go with another copy.
     """
@@ -204,7 +204,9 @@ class OffloadDriver:
                 if isinstance(verdict, Skip) and verdict.why == Skipped.JOURNAL:
                     self._offloader.skip(verdict.why, hashes)  # nobody would know of it
                     return None
-                objects = self._whole_objects_locked(request) if request.target == Tier.OBJECT else Objects(hashes)
+                objects = (
+                    self._whole_objects_locked(request) if request.target == Tier.OBJECT else RequestObjects(hashes)
+                )
                 may_blocks = verdict.blocks if isinstance(verdict, Go) else 0
                 if objects.partial:
                     self._offloader.skip(Skipped.PARTIAL, objects.partial)
@@ -243,11 +245,11 @@ class OffloadDriver:
         self._offloader.skip(Skipped.GONE, gone)
         self._offloader.skip(Skipped.ROOM, left[len(gone) :])  # so many
 
-    def _whole_objects_locked(self, request: OffloadRequest) -> Objects:
+    def _whole_objects_locked(self, request: OffloadRequest) -> RequestObjects:
         """Which objects of a request one copy can carry now: all of each is at the source, and no two share a block."""
         k, unclaimed = self._pools.object_blocks, self._offloader.lacking(Tier.OBJECT, request.hashes)
         if k == 1:
-            return Objects(unclaimed)
+            return RequestObjects(unclaimed)
         whole: list[bytes] = []
         partial: list[bytes] = []
         later: list[bytes] = []
@@ -261,7 +263,7 @@ class OffloadDriver:
                 whole.append(group)
             elif group not in whole:
                 later.append(group)
-        return Objects(b"".join(whole), b"".join(partial), b"".join(later))
+        return RequestObjects(b"".join(whole), b"".join(partial), b"".join(later))
 
     def _finish_locked(self, request: OffloadRequest, copy: Copy, moved: Moved) -> None:
         """The bytes of an offload are in place, or will never be."""

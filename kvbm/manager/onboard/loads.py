@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvbm.core.events import MigrateCause
-from kvbm.core.fetching import OBJECTS, Links, Source, plan
+from kvbm.core.fetching import OBJECTS, FetchSource, Links, plan
 from kvbm.core.ids import (
     DURABLE_TIERS,
     HASH_BYTES,
@@ -413,10 +413,12 @@ class Loads:
             else [one for one in peers.sources(namespace, found.peers) if not self._is_silent(lender(one.instance))]
         )
         asked = len(hashes) // HASH_BYTES - depth  # a catalog may say more
-        sources = [Source(depth - begin + min(one.end, asked), one.link, one.together_bytes_per_s) for one in lenders]
+        sources = [
+            FetchSource(depth - begin + min(one.end, asked), one.link, one.together_bytes_per_s) for one in lenders
+        ]
         if pool is not None:
             claimed = min(found.claimed, objects_end - begin) // k * k
-            sources.append(Source(claimed, self._links.link(self._clock(), OBJECTS, OBJECTS)))
+            sources.append(FetchSource(claimed, self._links.link(self._clock(), OBJECTS, OBJECTS)))
         lot = max(k, _LOAD_BLOCKS // k * k)
         stretches = plan(
             depth - begin, sources, self._pools.slots[self._target].block_bytes, self._compute_s(namespace), lot

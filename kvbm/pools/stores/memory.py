@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Trouble
+from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, StoreTrouble
 
 
 class MemoryStore:
@@ -30,7 +30,7 @@ class MemoryStore:
             offered = (bytes(put.flat()), self._clock_ns())
             with self._lock:
                 held = self.objects.setdefault(put.name, offered)
-            answers.append(None if held is offered else Refusal(Trouble.TAKEN, f"{put.name} is there"))
+            answers.append(None if held is offered else Refusal(StoreTrouble.TAKEN, f"{put.name} is there"))
         return answers
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
@@ -56,7 +56,7 @@ class MemoryStore:
         with self._lock:
             held = self.objects.get(name)
             if (held is None) != (expected is None) or (held and expected is not None and held[0] != bytes(expected)):
-                return Refusal(Trouble.TAKEN, f"{name} has changed")
+                return Refusal(StoreTrouble.TAKEN, f"{name} has changed")
             self.objects[name] = (bytes(body), self._clock_ns())
         return None
 
@@ -71,7 +71,7 @@ class MemoryStore:
         with self._lock:
             held = self.objects.get(get.name)
         if held is None:
-            return Refusal(Trouble.ABSENT, f"nothing is named {get.name}")
+            return Refusal(StoreTrouble.ABSENT, f"nothing is named {get.name}")
         body = held[0]
         end = len(body) if get.count is None else get.first + get.count
         part = body[get.first : end]

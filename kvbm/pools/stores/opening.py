@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvbm.core.errors import ConfigError
-from kvbm.pools.stores.base import OPEN_WAIT_S, Store
+from kvbm.pools.stores.base import OPEN_WAIT_S, ObjectStore
 from kvbm.pools.stores.blobs import BlobStore
-from kvbm.pools.stores.link import LIMITS, Limits
+from kvbm.pools.stores.link import LIMITS, RequestLimits
 from kvbm.pools.stores.redis import RedisStore
 from kvbm.pools.stores.trial import try_out
 
@@ -20,10 +20,10 @@ def open_store(
     ca: str = "",
     name: str = "",
     ttl_s: int = 0,
-    limits: Limits = LIMITS,
+    limits: RequestLimits = LIMITS,
     open_wait_s: float = OPEN_WAIT_S,
     tries: bool = True,
-) -> Store:
+) -> ObjectStore:
     """Open a store, ask once whether it is there, and put, read and delete a small object by the client that carries
     the bytes.
 
@@ -53,7 +53,7 @@ def open_store(
 
 
 def _opened(
-    url: str, endpoint: str, region: str, ca: str, name: str, ttl_s: int, limits: Limits, open_wait_s: float
+    url: str, endpoint: str, region: str, ca: str, name: str, ttl_s: int, limits: RequestLimits, open_wait_s: float
 ) -> BlobStore | RedisStore:
     match scheme := url.partition("://")[0]:
         case "s3":

@@ -29,12 +29,12 @@ from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.files import make_folder, opener, warn_exposed
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
-from kvbm.streams.journal.disk import Device, OsDevice, write_file
-from kvbm.streams.journal.epoch_file import EPOCH_FILE, Begun, read_begun
+from kvbm.streams.journal.disk import DiskWriter, OsDevice, write_file
+from kvbm.streams.journal.epoch_file import EPOCH_FILE, EpochRecord, read_begun
 from kvbm.streams.journal.history import DAMAGED_SUFFIX, KEPT_SUFFIX, History
 from kvbm.streams.journal.reader import JournalReader
 from kvbm.streams.journal.repair import load_segments
-from kvbm.streams.journal.segments import SEGMENT_SUFFIX, Segments, scan_file, segment_files
+from kvbm.streams.journal.segments import SEGMENT_SUFFIX, JournalSegments, scan_file, segment_files
 from kvbm.streams.journal.writer import FSYNC_MODES, FullError, JournalOptions, SegmentWriter, least_capacity
 
 log = SafeLog()
@@ -63,7 +63,7 @@ class Journal:
         backend: Backend,
         lock_file: BinaryIO,
         options: JournalOptions,
-        device: Device,
+        device: DiskWriter,
         clock: Callable[[], float],
         run: str,
     ) -> None:
@@ -76,11 +76,11 @@ class Journal:
         self._lock_file = lock_file
         self._run = run
         self._writing = threading.RLock()  # taken before every other lock
-        self._segments = Segments()
+        self._segments = JournalSegments()
         self._writer = SegmentWriter(folder, self._segments, backend, options, device, clock)
         self._reader = JournalReader(self._segments)
         self._history = History(options.retention, device)
-        self._begun = Begun(instance)
+        self._begun = EpochRecord(instance)
         self._is_closed = False
 
     @classmethod
@@ -90,7 +90,7 @@ class Journal:
         instance: InstanceId,
         backend: Backend,
         options: JournalOptions = JournalOptions(),  # noqa: B008 - immutable
-        device: Device | None = None,
+        device: DiskWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
         run: str = "",
     ) -> Journal:
@@ -219,7 +219,7 @@ class Journal:
             epochs = {segment.epoch for segment in self._segments.all()}
             runs = {begun: self.run_of(begun) for begun in epochs} | {epoch: self._run}
             named = {int(begun): run for begun, run in runs.items() if run}
-            begun = Begun(self.instance, epoch, pool_id, since, named)
+            begun = EpochRecord(self.instance, epoch, pool_id, since, named)
             data = begun.encoded(self._backend.crc32c)
             try:
                 self._with_room_locked(lambda: write_file(self._device, self.folder / EPOCH_FILE, [memoryview(data)]))
