@@ -65,7 +65,7 @@ class CachedStore:
         return answers
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        """As `ObjectStore.get`. Parts of objects come from the backing store: a part is wanted to see what is kept."""
+        """As `ObjectStore.get`. Parts of objects come from the backing store: who wants parts asks what is kept."""
         ends = self._clock() + deadline_s
         answers: dict[int, Got | Refusal] = {}
         unusable: list[str] = []
