@@ -13,12 +13,12 @@ import numpy as np
 
 from kvbm._native import Arena, PeerClient, RowCopier, crc32c
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, Tier, split_hashes
+from kvbm.reference.peer_server import ReadableOwner
 from kvbm.transport.base import PeerReader
 from kvbm.transport.lending import Leases, LentLimits, LentMapping, PinnedRun
 from kvbm.transport.local import LocalReader
 from kvbm.transport.memory import MemoryReader
 from kvbm.transport.native import PeerTls
-from kvbm.transport.owner import ReadableOwner
 from kvbm.transport.tcp import TcpReader
 from kvbm.transport.wire import ArenaShape
 

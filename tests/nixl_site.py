@@ -17,6 +17,7 @@ import numpy as np
 
 from kvbm.core.errors import PeerWireError
 from kvbm.core.ids import InstanceId, Namespace
+from kvbm.reference.peer_server import ReadableOwner
 from kvbm.transport.base import PeerReader, RootOf
 from kvbm.transport.lending import Leases, LentLimits
 from kvbm.transport.memory import MemoryReader
@@ -24,7 +25,6 @@ from kvbm.transport.nixl import NixlReader
 from kvbm.transport.nixl_agent import NixlProcess
 from kvbm.transport.nixl_hello import encode_hello, encode_ready
 from kvbm.transport.nixl_owner import NixlOwner
-from kvbm.transport.owner import ReadableOwner
 from kvbm.transport.rdma import LeasedRun
 from kvbm.transport.rdma_hello import send_message
 from kvbm.transport.session import OwnerSession

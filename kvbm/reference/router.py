@@ -17,7 +17,6 @@ from kvbm.catalog.routing.cost import (
     decode_cost,
     prefill_cost,
 )
-from kvbm.catalog.routing.peer_prices import PeerPrice, price_of_peers
 from kvbm.catalog.routing.router import (
     HEARD_LATE_S,
     MOST_CALLERS,
@@ -35,6 +34,7 @@ from kvbm.core.answers import MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.core.ties import tie_word
 from kvbm.core.topology import ASSUMED_BLOCK_BYTES, TIER_LINKS
+from kvbm.reference.peer_prices import PeerPrice, price_of_peers
 from kvbm.reference.routed_blocks import Chain, RoutedBlocks
 
 _MOST_RECENT = 1e15

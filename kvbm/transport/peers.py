@@ -45,7 +45,7 @@ class PeerSource(NamedTuple):
     Attributes:
         end: blocks it is said to have, from the first that was asked for on.
         link: what reading from it is taken to cost.
-        together_bytes_per_s: as `core.fetching.Source` has it.
+        together_bytes_per_s: as `core.fetching.FetchSource` has it.
     """
 
     instance: InstanceId

@@ -21,10 +21,10 @@ import pytest
 
 from kvbm.core.ids import HASH_BYTES
 from kvbm.core.reads import ReadOutcome
+from kvbm.reference.peer_server import ReadableOwner
 from kvbm.transport.base import PeerRead, PeerReader
 from kvbm.transport.lending import LentLimits
 from kvbm.transport.memory import MemoryReader
-from kvbm.transport.owner import ReadableOwner
 from kvbm.transport.session import Reply
 from kvbm.transport.tcp import TcpReader
 from kvbm.transport.wire import (

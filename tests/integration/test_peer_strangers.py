@@ -17,9 +17,9 @@ import pytest
 
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.reads import ReadOutcome
+from kvbm.reference.peer_server import ReadableOwner
 from kvbm.transport.base import PeerReader
 from kvbm.transport.lending import LentLimits
-from kvbm.transport.owner import ReadableOwner
 from kvbm.transport.wire import (
     HEAD_BYTES,
     Ask,

@@ -307,7 +307,7 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
     MetricRow(
         "suspect",
         GAUGE,
-        "Instances that a snapshot would make whole.",
+        "Instances that a snapshot would make whole; not those of which events only wait to be read.",
         lambda at: len(at.sequencer.suspicions.by_instance),
     ),
     MetricRow(

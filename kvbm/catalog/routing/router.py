@@ -104,7 +104,7 @@ class PeerLink(NamedTuple):
     """What a transfer between two instances costs.
 
     Attributes:
-        together_bytes_per_s: as `core.fetching.Source` has it.
+        together_bytes_per_s: as `core.fetching.FetchSource` has it.
     """
 
     latency_s: float

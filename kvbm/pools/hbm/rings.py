@@ -168,7 +168,7 @@ class RingLane(NamedTuple):
 
 
 class RingCopies:
-    """Gathers and scatters by rings. As `copy_queue.Copies`; any thread.
+    """Gathers and scatters by rings. As `copy_queue.BlockingCopies`; any thread.
 
     A call returns when the device has confirmed all of it. A gather into staging gives up after the deadline, and its
     lane serves nobody before the device has confirmed it: what comes late reaches nobody. Any other copy writes into

@@ -9,7 +9,7 @@ A sealed object is, in bytes:
      8            8  key id, as tenant_keys.py makes it
     16           12  nonce of the header, random
     28           12  nonce of the body, random
-    40       h + 16  the object's header (object_header.py), AES-256-GCM, its tag behind it
+    40       h + 16  the object's header (header.py), AES-256-GCM, its tag behind it
     56 + h   b + 16  the object's encoded blocks, AES-256-GCM, their tag behind them
 
 What both parts are authenticated with is the first 40 bytes and the object's name, so that parts of two objects do not

@@ -186,3 +186,13 @@ class ObjectStore(Protocol):
 
     def close(self) -> None:
         """Give back connections; requests under way end by their timeouts. Idempotent."""
+
+
+class OpenedStore(ObjectStore, Protocol):
+    """A store as the function of its technology gives it to `opening.open_store`.
+
+    Attributes:
+        remarks: what is worth saying once about it, in sentences; opening it may add to them.
+    """
+
+    remarks: tuple[str, ...]

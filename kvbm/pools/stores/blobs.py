@@ -96,7 +96,7 @@ class _Failure(NamedTuple):
 
 
 class BlobStore:
-    """See the module; the promises are those of `Store`. Methods: any thread.
+    """See the module; the promises are those of `ObjectStore`. Methods: any thread.
 
     Attributes:
         conditional: false once the store has said or shown that it knows no conditional put; then each put is preceded
@@ -146,15 +146,15 @@ class BlobStore:
             raise
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.put`."""
+        """As `ObjectStore.put`."""
         return self._run([self._put_one(put) for put in puts], deadline_s)
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        """As `Store.get`. A part that is probably two times `PART_BYTES` or more is read in parallel ranges."""
+        """As `ObjectStore.get`. A part that is probably two times `PART_BYTES` or more is read in parallel ranges."""
         return self._run([self._get_one(get) for get in gets], deadline_s)
 
     def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.delete`, many names a request where the store can."""
+        """As `ObjectStore.delete`, many names a request where the store can."""
         runs = [names[at : at + _DELETES] for at in range(0, len(names), _DELETES)]
         answers = self._run([self._delete_run(run) for run in runs], deadline_s)
         flat: list[Refusal | None] = []
@@ -163,7 +163,7 @@ class BlobStore:
         return flat
 
     def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
-        """As `Store.listed`. A page that fails is asked for again, from the last name that was given out."""
+        """As `ObjectStore.listed`. A page that fails is asked for again, from the last name that was given out."""
         attempt = 1
         while True:
             pages = self._pages(prefix, after)
@@ -191,12 +191,12 @@ class BlobStore:
             attempt += 1
 
     def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
-        """As `Store.replace`, by the object's ETag. The store must know conditional puts."""
+        """As `ObjectStore.replace`, by the object's ETag. The store must know conditional puts."""
         [answer] = self._run([self._replace(name, body, expected)], deadline_s)
         return answer
 
     def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
-        """As `Store.ignored_conditions`.
+        """As `ObjectStore.ignored_conditions`.
 
         What it shows is heeded from then on: `put` and `replace` ask before they put.
         """
@@ -205,7 +205,7 @@ class BlobStore:
         return answer
 
     def close(self) -> None:
-        """As `Store.close`: what is under way is dropped."""
+        """As `ObjectStore.close`: what is under way is dropped."""
         with self._lock:
             if self._closed:
                 return

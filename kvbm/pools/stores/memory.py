@@ -24,7 +24,7 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.put`."""
+        """As `ObjectStore.put`."""
         answers: list[Refusal | None] = []
         for put in puts:
             offered = (bytes(put.flat()), self._clock_ns())
@@ -34,25 +34,25 @@ class MemoryStore:
         return answers
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        """As `Store.get`."""
+        """As `ObjectStore.get`."""
         return [self._read(get) for get in gets]
 
     def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.delete`."""
+        """As `ObjectStore.delete`."""
         with self._lock:
             for name in names:
                 self.objects.pop(name, None)
         return [None] * len(names)
 
     def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
-        """As `Store.listed`."""
+        """As `ObjectStore.listed`."""
         with self._lock:
             found = [(name, *kept) for name, kept in self.objects.items() if name.startswith(prefix) and name > after]
         for name, body, put_ns in sorted(found):
             yield Listed(name, len(body), put_ns)
 
     def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
-        """As `Store.replace`."""
+        """As `ObjectStore.replace`."""
         with self._lock:
             held = self.objects.get(name)
             if (held is None) != (expected is None) or (held and expected is not None and held[0] != bytes(expected)):
@@ -61,7 +61,7 @@ class MemoryStore:
         return None
 
     def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
-        """As `Store.ignored_conditions`: none, by its lock."""
+        """As `ObjectStore.ignored_conditions`: none, by its lock."""
         return ()
 
     def close(self) -> None:

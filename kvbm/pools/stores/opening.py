@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from kvbm.core.errors import ConfigError
-from kvbm.pools.stores.base import OPEN_WAIT_S, ObjectStore
-from kvbm.pools.stores.blobs import BlobStore
+from kvbm.pools.stores.base import OPEN_WAIT_S, OpenedStore
 from kvbm.pools.stores.link import LIMITS, RequestLimits
-from kvbm.pools.stores.redis import RedisStore
 from kvbm.pools.stores.trial import try_out
 
 SCHEMES = ("s3", "az", "redis", "rediss")
@@ -23,7 +21,7 @@ def open_store(
     limits: RequestLimits = LIMITS,
     open_wait_s: float = OPEN_WAIT_S,
     tries: bool = True,
-) -> ObjectStore:
+) -> OpenedStore:
     """Open a store, ask once whether it is there, and put, read and delete a small object by the client that carries
     the bytes.
 
@@ -54,7 +52,7 @@ def open_store(
 
 def _opened(
     url: str, endpoint: str, region: str, ca: str, name: str, ttl_s: int, limits: RequestLimits, open_wait_s: float
-) -> BlobStore | RedisStore:
+) -> OpenedStore:
     match scheme := url.partition("://")[0]:
         case "s3":
             from kvbm.pools.stores.s3 import open_s3_store

@@ -47,7 +47,7 @@ Asked = TypeVar("Asked")
 
 
 class RedisStore:
-    """See the module; the promises are those of `Store`. Methods: any thread.
+    """See the module; the promises are those of `ObjectStore`. Methods: any thread.
 
     Attributes:
         remarks: what is worth saying once, in sentences.
@@ -66,21 +66,21 @@ class RedisStore:
         self._workers = ThreadPoolExecutor(connections, thread_name_prefix="kvbm-redis")
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.put`."""
+        """As `ObjectStore.put`."""
         return self._run(puts, self._put_run, deadline_s, [put.size_bytes for put in puts])
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        """As `Store.get`."""
+        """As `ObjectStore.get`."""
         return self._run(
             gets, self._get_run, deadline_s, [get.expected_bytes or get.count or get.most_bytes for get in gets]
         )
 
     def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.delete`. The server frees the memory behind our back."""
+        """As `ObjectStore.delete`. The server frees the memory behind our back."""
         return self._run(names, self._delete_run, deadline_s, [0] * len(names))
 
     def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
-        """As `Store.listed`, of what is there at the end of the scan;
+        """As `ObjectStore.listed`, of what is there at the end of the scan;
 
         `modified_ns` is when an object was used last, to the second.
 
@@ -99,16 +99,16 @@ class RedisStore:
         return [answer is True for answer in self._run(names, self._absent_run, deadline_s, [0] * len(names))]
 
     def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
-        """As `Store.replace`. What is replaced so does not expire."""
+        """As `ObjectStore.replace`. What is replaced so does not expire."""
         [answer] = self._run([(name, bytes(body), expected)], self._replace_run, deadline_s, [len(body)])
         return answer
 
     def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
-        """As `Store.ignored_conditions`: none, for a command and a script are one step each."""
+        """As `ObjectStore.ignored_conditions`: none, for a command and a script are one step each."""
         return ()
 
     def close(self) -> None:
-        """As `Store.close`."""
+        """As `ObjectStore.close`."""
         with self._lock:
             if self._closed:
                 return

@@ -284,7 +284,7 @@ class SimLending:
     """What a manager's native server does: it lends blocks of HOST and NVME under the ledger's lock, each question in a
     thread of the owner.
 
-    It is `Lender` to `Leases`, and `Server` to `Exchange`.
+    It is `BlockLender` to `Leases`, and `Server` to `Exchange`.
 
     Attributes:
         is_over: the owner is dead, or has closed.
