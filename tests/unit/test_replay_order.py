@@ -28,7 +28,8 @@ def steps(lying: list[Lying | FrameBytes], is_trimmed: bool = False) -> list[str
             case Repeat() | LateEnd() | Conflict() | WentBack() as step:
                 lies = step.located.found
                 assert isinstance(lies, Frame)
-                found.append(f"{type(step).__name__.lower()} {lies.epoch}:{lies.first_offset}")
+                name = type(step).__name__.removesuffix("End").lower()
+                found.append(f"{name} {lies.epoch}:{lies.first_offset}")
     return found
 
 
