@@ -643,12 +643,12 @@ def _compare_options(arguments: argparse.Namespace, workloads: tuple[str, ...]) 
 
 
 def _print_permissions(arguments: argparse.Namespace) -> int:
-    from kvbm.streams.nats.key_folder import Change, print_accounts
+    from kvbm.streams.nats.key_folder import KeyChange, print_accounts
     from kvbm.streams.nats.permissions import Role
 
     named = (Role.INSTANCE, Role.JANITOR, Role.REPLAY, Role.OPERATOR, Role.ROUTER, Role.REPLICA)
     wanted = [(role, name) for role in named for name in getattr(arguments, str(role))]
-    change = Change(arguments.renew, arguments.retire, arguments.overlap, arguments.spare)
+    change = KeyChange(arguments.renew, arguments.retire, arguments.overlap, arguments.spare)
 
     def put(text: str) -> None:
         if arguments.out is None:

@@ -209,7 +209,7 @@ def settled_stamp(path: str | Path) -> tuple[int, ...] | None:
     return found and (*found, int(_is_settled(found)))
 
 
-class Watched:
+class WatchedFiles:
     """Files that others replace.
 
     One that is being written is not taken by halves: a change counts once it has stayed as it is for a time.

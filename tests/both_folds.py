@@ -16,7 +16,7 @@ from kvbm.core.fold import Residencies
 from kvbm.replay import stat, state
 from kvbm.replay import verify as verifying
 from kvbm.replay.format import END, At
-from kvbm.replay.source import Source
+from kvbm.replay.source import FrameSource
 
 P = ParamSpec("P")
 Report = TypeVar("Report", bound=msgspec.Struct)
@@ -42,7 +42,7 @@ def both_ways(
 verify = both_ways(verifying.verify, {}, {})
 
 
-def _states_at(source: Source, at: At = END, **more: Any) -> state.States:
+def _states_at(source: FrameSource, at: At = END, **more: Any) -> state.States:
     return state.states_at(source, at, **more)
 
 

@@ -14,19 +14,19 @@ import msgspec
 from kvbm.core.extra_keys import salted
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import UNKNOWN, Namespace, SequenceHash, Tier, split_hashes
-from kvbm.streams.foreign.blocks import Arrived, Emptied, Gained, Lost, Named
-from kvbm.streams.foreign.identity import MEDIA, Source
+from kvbm.streams.foreign.blocks import Arrived, Emptied, Gained, Lost, NamespaceNamed
+from kvbm.streams.foreign.identity import MEDIA, ForeignSource
 from kvbm.streams.foreign.state import (
     AskReplay,
     BeginEpoch,
+    BridgeTicked,
     Check,
-    Connected,
+    EngineConnected,
     ForeignState,
-    Message,
+    PublishedMessage,
     Replayed,
     ReplayEnded,
     ReplayRefused,
-    Ticked,
 )
 from kvbm.streams.foreign.wire import Kind, decode_batch
 
@@ -104,7 +104,9 @@ def payload(*events: Any, rank: int | None = 0) -> bytes:
 
 
 def new_state(can_replay: bool = True, kind: Kind = Kind.VLLM, rank: int | None = None, **more: Any) -> ForeignState:
-    return ForeignState(Source(MODEL, **more), lambda data: decode_batch(data, kind), sequence_hashes, can_replay, rank)
+    return ForeignState(
+        ForeignSource(MODEL, **more), lambda data: decode_batch(data, kind), sequence_hashes, can_replay, rank
+    )
 
 
 class Fold:
@@ -121,7 +123,7 @@ class Fold:
         asked = []
         for command in commands:
             match command:
-                case Named(namespace):
+                case NamespaceNamed(namespace):
                     self.named.add(namespace.id)
                 case Gained(namespace, tier, parent, start, hashes):
                     for at, block in enumerate(split_hashes(hashes)):
@@ -171,11 +173,11 @@ class Engine:
         self.published: list[bytes] = []
         self.life = self._choose.random()
 
-    def work(self) -> Message:
+    def work(self) -> PublishedMessage:
         """Do a few things, publish them in one message."""
         events = [event for _ in range(self._choose.randint(0, 4)) if (event := self._do()) is not None]
         self.published.append(msgspec.msgpack.encode([self.life, events, 0]))
-        return Message(len(self.published) - 1, self.published[-1])
+        return PublishedMessage(len(self.published) - 1, self.published[-1])
 
     def replay(self, start: int) -> list[Replayed]:
         """What it sends again."""
@@ -242,12 +244,12 @@ class Line:
         self._asked: int | None = None
 
     def connect(self) -> None:
-        self._step(Connected())
+        self._step(EngineConnected())
 
     def check(self) -> None:
         self._step(Check())
 
-    def bring(self, message: Message) -> None:
+    def bring(self, message: PublishedMessage) -> None:
         self._step(message)
 
     def answer(self) -> None:
@@ -260,7 +262,7 @@ class Line:
             return
         if self.silent:
             self.now_s += 5.0
-            self._step(Ticked())
+            self._step(BridgeTicked())
             return
         answer = self.engine.replay(asked)
         if self.lost_answers and len(answer) > 2:

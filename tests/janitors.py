@@ -17,7 +17,7 @@ from kvbm.core.errors import KvbmError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, split_hashes
 from kvbm.janitor.driver import Driver, DriverOptions
-from kvbm.janitor.effects import ClaimColumns, Claimed, Effect, Run
+from kvbm.janitor.effects import BlockRun, ClaimColumns, Effect, KnownClaims
 from kvbm.janitor.janitor import Janitor
 from kvbm.janitor.report import Report
 from kvbm.janitor.rules import Rules
@@ -25,7 +25,7 @@ from kvbm.pools.base import Proof
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.pool import BlockObjects
-from kvbm.pools.stores.base import Get, Got, Refusal, Trouble
+from kvbm.pools.stores.base import Get, Got, Refusal, StoreTrouble
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.tenant_keys import keys_of_file
 from kvbm.streams.base import Position
@@ -56,7 +56,7 @@ class _Store(MemoryStore):
         self._world = world
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        silent = Refusal(Trouble.SILENT, "no answer")
+        silent = Refusal(StoreTrouble.SILENT, "no answer")
         return [
             silent if one.name in self._world.silent or at >= self._world.in_time else answer
             for at, (one, answer) in enumerate(zip(gets, super().get(gets, deadline_s), strict=True))
@@ -151,19 +151,19 @@ class Cluster:
 
     # -- as SQL knows it -----------------------------------------------------------------------------------------------
 
-    def claims(self) -> Claimed:
+    def claims(self) -> KnownClaims:
         columns = []
         for space in (SPACE, OTHER):
             rows = sorted((block, at) for (namespace, block), at in self.times.items() if namespace == space.id)
             if rows:
                 hashes = b"".join(block for block, _ in rows)
                 columns.append(ClaimColumns(space.id, hashes, np.array([at for _, at in rows]), space.tenant))
-        return Claimed(columns, self.quotas)
+        return KnownClaims(columns, self.quotas)
 
     def namespaces(self) -> list[Any]:
         return [NamespaceRow(id=space.id, fields=space, first_seen_ns=1) for space in self.told]
 
-    def last(self, runs: Sequence[Run]) -> list[int]:
+    def last(self, runs: Sequence[BlockRun]) -> list[int]:
         return [max(self.times.get((run.namespace, block), 0) for block in split_hashes(run.hashes)) for run in runs]
 
     def position(self, instance: InstanceId) -> Position:

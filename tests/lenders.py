@@ -13,12 +13,12 @@ import numpy as np
 
 from kvbm._native import Arena, PeerClient, RowCopier, crc32c
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, Tier, split_hashes
+from kvbm.reference.peer_server import ReadableOwner
 from kvbm.transport.base import PeerReader
-from kvbm.transport.lending import Leases, Lent, LentLimits, Memory
+from kvbm.transport.lending import Leases, LentLimits, LentMapping, PinnedRun
 from kvbm.transport.local import LocalReader
 from kvbm.transport.memory import MemoryReader
 from kvbm.transport.native import PeerTls
-from kvbm.transport.owner import ReadableOwner
 from kvbm.transport.tcp import TcpReader
 from kvbm.transport.wire import ArenaShape
 
@@ -111,14 +111,14 @@ class MemoryLender:
         return sum(self._pins.values())
 
     @property
-    def memory(self) -> Memory | None:
-        return Memory(self._fd, self._shape)
+    def memory(self) -> LentMapping | None:
+        return LentMapping(self._fd, self._shape)
 
     def opening(self, namespace: bytes) -> tuple[bytes, int] | None:
         root = self._roots.get(namespace)
         return None if root is None else (root, self._block_bytes)
 
-    def lend(self, namespace: bytes, hashes: bytes) -> Lent | None:
+    def lend(self, namespace: bytes, hashes: bytes) -> PinnedRun | None:
         places: list[_Place] = []
         with self._lock:
             for block_hash in split_hashes(hashes):
@@ -131,9 +131,9 @@ class MemoryLender:
             return None
         checksums = np.array([self._checksums[place] for place in places], dtype=np.uint32)
         rows = [self._rows(place.tier)[place.slot] for place in places]
-        return Lent(tuple(place.tier for place in places), tuple(place.slot for place in places), checksums, rows)
+        return PinnedRun(tuple(place.tier for place in places), tuple(place.slot for place in places), checksums, rows)
 
-    def give_back(self, lent: Lent) -> None:
+    def give_back(self, lent: PinnedRun) -> None:
         with self._lock:
             self._pins.subtract(_Place(*place) for place in zip(lent.tiers, lent.slots, strict=True))
             assert min(self._pins.values(), default=0) >= 0

@@ -33,7 +33,7 @@ from kvbm.core.events import (
 )
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
-from kvbm.erasure.report import Answer, Place, Progress
+from kvbm.erasure.report import Answer, ErasedPlace, Progress
 from kvbm.streams import base
 from kvbm.streams.base import AccessSample, Fence, Heartbeat
 
@@ -215,7 +215,7 @@ HONEST_PARTS: dict[type, msgspec.Struct] = {
     Namespace: OWN,
     Transfer: Transfer("tcp", 1, 1024, 1000),
     TierAges: TierAges(wanted_s=1, reused=1),
-    Place: Place(name="NVME", erased="1 block"),
+    ErasedPlace: ErasedPlace(name="NVME", erased="1 block"),
     Progress: Progress(done_ns=1),
 }
 
@@ -579,7 +579,7 @@ def honest_fence() -> msgspec.Struct:
 
 def honest_answer(instance: InstanceId) -> Answer:
     return Answer(
-        name=instance, kind="instance", at_ns=1, progress={7: Progress(places=(Place(name="HOST", waits="x"),))}
+        name=instance, kind="instance", at_ns=1, progress={7: Progress(places=(ErasedPlace(name="HOST", waits="x"),))}
     )
 
 

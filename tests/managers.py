@@ -25,7 +25,7 @@ from kvbm.core.ids import (
     Tier,
 )
 from kvbm.core.policy import WriteBudget, WriteThrough
-from kvbm.locate.base import Found, Locator, Nowhere
+from kvbm.locate.base import FoundElsewhere, Locator, Nowhere
 from kvbm.manager.copies.staging import Staging
 from kvbm.manager.copies.transfer import Pools
 from kvbm.manager.offload.queue import Offloader, PromptLimits
@@ -63,8 +63,8 @@ def rows_of(hashes: bytes) -> np.ndarray:
 class KnowsAll(Locator):
     """Claims that the object pool has everything; what it does not have is `missing`."""
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
-        return Found(len(hashes) // HASH_BYTES)
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
+        return FoundElsewhere(len(hashes) // HASH_BYTES)
 
     def claimed(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> bytes:
         return b"\xff" * -(-len(hashes) // HASH_BYTES // 8)

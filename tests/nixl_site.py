@@ -17,6 +17,7 @@ import numpy as np
 
 from kvbm.core.errors import PeerWireError
 from kvbm.core.ids import InstanceId, Namespace
+from kvbm.reference.peer_server import ReadableOwner
 from kvbm.transport.base import PeerReader, RootOf
 from kvbm.transport.lending import Leases, LentLimits
 from kvbm.transport.memory import MemoryReader
@@ -24,7 +25,6 @@ from kvbm.transport.nixl import NixlReader
 from kvbm.transport.nixl_agent import NixlProcess
 from kvbm.transport.nixl_hello import encode_hello, encode_ready
 from kvbm.transport.nixl_owner import NixlOwner
-from kvbm.transport.owner import ReadableOwner
 from kvbm.transport.rdma import LeasedRun
 from kvbm.transport.rdma_hello import send_message
 from kvbm.transport.session import OwnerSession
@@ -40,11 +40,11 @@ from kvbm.transport.wire import (
     Gone,
     GoneReason,
     Grant,
+    GrantTransport,
     Hello,
     Message,
+    NamespaceOpened,
     Open,
-    Opened,
-    Transport,
     decode_body,
     decode_head,
     encode,
@@ -132,7 +132,7 @@ class Connection:
             for handle, one in enumerate(namespaces):
                 self._say(Open(handle, one.id, open_proof(roots(one), own, hello.nonce, one.id, owner)))
                 opened = self._hear()
-                if isinstance(opened, Opened) and opened.is_open:
+                if isinstance(opened, NamespaceOpened) and opened.is_open:
                     self._handles[one.id], self._block_bytes[handle] = handle, opened.block_bytes
         except BaseException:
             self.socket.close()
@@ -144,7 +144,7 @@ class Connection:
         if handle is None:
             return _nothing("it does not open the namespace")
         left_ms = max(1, round(1000 * (until_s - asked_s)))
-        self._say(Ask(1, handle, Transport.MEMORY, left_ms, hashes))
+        self._say(Ask(1, handle, GrantTransport.MEMORY, left_ms, hashes))
         answer = self._hear()
         while isinstance(answer, ArenaShape):
             answer = self._hear()

@@ -6,13 +6,13 @@ from typing import Any
 
 from kvbm.assembly import CODER, NATIVE
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
-from kvbm.pools.stores.base import Store
+from kvbm.pools.stores.base import ObjectStore
 from kvbm.pools.stores.memory import MemoryStore
 
 _DEADLINE_S = 120.0  # a busy machine is no silent store
 
 
-def memory_objects(block_bytes: int, blocks: int = 1, store: Store | None = None, **options: Any) -> BlockObjects:
+def memory_objects(block_bytes: int, blocks: int = 1, store: ObjectStore | None = None, **options: Any) -> BlockObjects:
     """An object pool over a store in memory, of its own unless one is given.
 
     It answers at once, so it needs no threads.

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvbm.pools.stores.base import Store
-from kvbm.pools.stores.link import Limits
+from kvbm.pools.stores.base import ObjectStore
+from kvbm.pools.stores.link import RequestLimits
 from kvbm.pools.stores.memory import MemoryStore
 from tests.ceph import ACCESS_KEY_ID, SECRET_ACCESS_KEY, Radosgw
 from tests.servers import AZURITE_ACCOUNT, AZURITE_KEY, S3_CREDENTIALS
@@ -28,7 +28,7 @@ OBJECT_STORES = [
 ]
 WAIT_S = 120.0  # a machine that is busy with other tests is no silent store
 OPEN_WAIT_S = WAIT_S
-PATIENT = Limits(
+PATIENT = RequestLimits(
     requests_in_flight=4, connect_timeout_s=WAIT_S, read_timeout_s=WAIT_S
 )  # nothing is asked twice for being late
 
@@ -37,13 +37,13 @@ class Place(NamedTuple):
     """An empty place in a store.
 
     Attributes:
-        open: another `Store` on it, with further options of its `open_…_store`; the caller closes it.
+        open: another `ObjectStore` on it, with further options of its `open_…_store`; the caller closes it.
         url, endpoint: as settings name it; "" for memory, which has no address.
         environment: variables with the credentials, for whoever opens it by settings.
     """
 
     kind: str
-    open: Callable[..., Store]
+    open: Callable[..., ObjectStore]
     url: str = ""
     endpoint: str = ""
     environment: Mapping[str, str] = MappingProxyType({})

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from kvbm.core.ids import InstanceId, Namespace
 from kvbm.transport.lending import LentLimits
-from kvbm.transport.rdma_connection import RdmaConnection, Reader
-from kvbm.transport.rdma_hello import NO_MEMORY, NOWHERE, LentMemory, RdmaReady, Status
+from kvbm.transport.rdma_connection import RdmaConnection, RdmaReaderProof
+from kvbm.transport.rdma_hello import NO_MEMORY, NOWHERE, RdmaLentMemory, RdmaReady, RdmaStatus
 from kvbm.transport.rdma_lending import RdmaLending
-from kvbm.transport.rdma_owner import Admission
+from kvbm.transport.rdma_owner import RdmaAdmission
 from kvbm.transport.server import Lending
 from kvbm.verbs.queue_pair import RemoteEnd
 from tests.lenders import KEY, NAMESPACE, OWNER, blocks_of, hashes_of, root_of
@@ -31,14 +31,16 @@ class Pairs:
         self.ends: list[RemoteEnd] = []
         self.is_closed = False
 
-    def admit(self, end: RemoteEnd, has_proved_all: bool, revoked: int) -> Admission:
+    def admit(self, end: RemoteEnd, has_proved_all: bool, revoked: int) -> RdmaAdmission:
         if not has_proved_all or revoked != self.revoked:
-            status = Status.FULL if has_proved_all else Status.NOT_PROVED
-            return Admission(0, RdmaReady(status, NOWHERE, NO_MEMORY))
+            status = RdmaStatus.FULL if has_proved_all else RdmaStatus.NOT_PROVED
+            return RdmaAdmission(0, RdmaReady(status, NOWHERE, NO_MEMORY))
         self.made += 1
         self.open.add(self.made)
         self.ends.append(end)
-        return Admission(self.made, RdmaReady(Status.READY, END, LentMemory(ADDRESS, SLOTS * BLOCK, 3, SLOTS, BLOCK)))
+        return RdmaAdmission(
+            self.made, RdmaReady(RdmaStatus.READY, END, RdmaLentMemory(ADDRESS, SLOTS * BLOCK, 3, SLOTS, BLOCK))
+        )
 
     def dismiss(self, number: int) -> None:
         self.open.discard(number)
@@ -65,7 +67,7 @@ class Owner:
         def known() -> Sequence[Namespace]:
             return namespaces
 
-        reader = Reader(InstanceId("reader"), key, root_of, known)
+        reader = RdmaReaderProof(InstanceId("reader"), key, root_of, known)
         return RdmaConnection(self.server.tcp, InstanceId(OWNER), reader, time.monotonic() + WAIT_S)
 
     def close(self) -> None:

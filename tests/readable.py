@@ -48,7 +48,7 @@ def export(
     return exporting.export(source, target, backend, decode, **more)
 
 
-def serve(source: Any, connect: Any, to: str, cluster: str, **more: Any) -> serving.Served:
+def serve(source: Any, connect: Any, to: str, cluster: str, **more: Any) -> serving.ServedStream:
     """`serve`."""
     return serving.serve(source, connect, to, cluster, REFERENCE, **more)
 

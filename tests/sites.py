@@ -19,7 +19,7 @@ from kvbm.core.ids import NamespaceId, split_hashes
 from kvbm.janitor import ClaimsReader, Report
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.owned_hbm import Manager
-from kvbm.pools.stores.base import Listed, Store
+from kvbm.pools.stores.base import Listed, ObjectStore
 from kvbm.streams.server import EmbeddedServer
 from tests.janitors import Skipping
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of
@@ -35,7 +35,7 @@ Claims = dict[NamespaceId, set[bytes]]
 class Site:
     """A cluster: a nats-server, a catalog with its database, and instances that share a store with other clusters."""
 
-    def __init__(self, folder: Path, name: str, new_store: Callable[[], Store], opened: ExitStack) -> None:
+    def __init__(self, folder: Path, name: str, new_store: Callable[[], ObjectStore], opened: ExitStack) -> None:
         self.folder, self.name, self.new_store = folder / name, name, new_store
         self._older_ns: dict[str, int] = {}
         self.folder.mkdir(parents=True)
@@ -150,7 +150,7 @@ class Site:
 class Aged:
     """A store that tells of some objects that they were put earlier."""
 
-    def __init__(self, store: Store, older_ns: Mapping[str, int]) -> None:
+    def __init__(self, store: ObjectStore, older_ns: Mapping[str, int]) -> None:
         self._store, self._older_ns = store, older_ns
 
     def __getattr__(self, name: str) -> Any:
@@ -162,6 +162,6 @@ class Aged:
 
 
 @contextmanager
-def site(folder: Path, name: str, new_store: Callable[[], Store]) -> Iterator[Site]:
+def site(folder: Path, name: str, new_store: Callable[[], ObjectStore]) -> Iterator[Site]:
     with ExitStack() as opened:
         yield Site(folder, name, new_store, opened)

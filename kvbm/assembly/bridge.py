@@ -16,7 +16,7 @@ from kvbm.assembly.native import NATIVE, NATIVE_FOLD
 from kvbm.assembly.services import nats_url, stream_credentials
 from kvbm.assembly.start import ask_stream, epoch_in_catalog, kvbm_version
 from kvbm.bridge.held import HeldLedger, Said
-from kvbm.bridge.instance import BridgedInstance, Limits, Names
+from kvbm.bridge.instance import BridgedInstance, BridgeLimits, Names
 from kvbm.bridge.run import run_sources
 from kvbm.bridge.sockets import Address, PublisherSockets, zmq_module
 from kvbm.bridge.source import BridgedSource
@@ -26,7 +26,7 @@ from kvbm.core.events import PoolStated
 from kvbm.core.ids import UNKNOWN, Epoch, InstanceId, Reach, Tier
 from kvbm.manager.record.publisher_port import Publishing
 from kvbm.safe_log import SafeLog
-from kvbm.streams.foreign.identity import Source
+from kvbm.streams.foreign.identity import ForeignSource
 from kvbm.streams.foreign.state import ForeignState
 from kvbm.streams.foreign.wire import Kind, decode_batch
 from kvbm.streams.nats.permissions import Role
@@ -78,7 +78,7 @@ def run_bridge(settings: Settings, goes_on: Callable[[], bool] = lambda: True) -
 
 def _source(zmq: Any, context: Any, name: str, settings: SourceSettings, rank: int, secret: bytes) -> BridgedSource:
     kind, can_replay = Kind(settings.kind), bool(settings.replay)
-    known = Source(
+    known = ForeignSource(
         settings.model,
         settings.tenant,
         settings.revision or UNKNOWN,
@@ -121,7 +121,7 @@ def _open_instance(settings: Settings, url: str, source: BridgedSource, known: S
     made = BridgedInstance(
         Names(instance, settings.instance.cluster, secrets.token_hex(8)),
         ledger,
-        Limits(settings.snapshots.least_s, settings.journal.waiting_bytes, _MOST_JOURNAL_BYTES),
+        BridgeLimits(settings.snapshots.least_s, settings.journal.waiting_bytes, _MOST_JOURNAL_BYTES),
         time.monotonic,
         time.time_ns,
         source,

@@ -20,10 +20,10 @@ from kvbm.erasure.catalog import CatalogErasures
 from kvbm.erasure.command import EraseCommand, EraseOptions, known_cluster
 from kvbm.erasure.objects import Front
 from kvbm.erasure.record import Erasure, Matcher
-from kvbm.erasure.report import Line, Place, Progress
+from kvbm.erasure.report import ErasedPlace, Line, Progress
 from kvbm.erasure.stream import ErasureLog
 from kvbm.janitor.holdings import parse
-from kvbm.pools.stores.base import Store
+from kvbm.pools.stores.base import ObjectStore
 from kvbm.pools.stores.opening import open_store
 from kvbm.streams.nats.credentials import Credentials
 
@@ -32,7 +32,7 @@ def run_erase(
     settings: Settings,
     options: EraseOptions,
     tell: Callable[[int, Sequence[Line]], None],
-    new_store: Callable[[], Store] | None = None,
+    new_store: Callable[[], ObjectStore] | None = None,
     clocks: Clocks = CLOCKS,
 ) -> int:
     """Ask for an erasure, or tell of one. Returns 0 when all is gone, 1 while something waits.
@@ -64,7 +64,7 @@ def run_erase(
             number = erasure.number
         if erasure is not None and (has_objects or new_store is not None):
             name = kept_name(report.OBJECTS, hashlib.sha256(settings.pools.object.url.encode()).hexdigest()[:8])
-            begun = Progress(places=(Place(name="objects", waits="the janitor"),))
+            begun = Progress(places=(ErasedPlace(name="objects", waits="the janitor"),))
             asyncio.run(command.answer_for_objects(name, number, begun))
             progress = _erase_objects(settings, options, erasure, new_store, clocks)
             asyncio.run(command.answer_for_objects(name, number, progress))
@@ -78,7 +78,7 @@ def _erase_objects(
     settings: Settings,
     options: EraseOptions,
     erasure: Erasure,
-    new_store: Callable[[], Store] | None,
+    new_store: Callable[[], ObjectStore] | None,
     clocks: Clocks,
 ) -> Progress:
     """Have the janitor delete the objects, and what lies before the pool; trouble is what is waited for."""

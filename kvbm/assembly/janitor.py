@@ -28,7 +28,7 @@ from kvbm.pools.base import ObjectPool
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
-from kvbm.pools.stores.base import Store
+from kvbm.pools.stores.base import ObjectStore
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
 from kvbm.streams.nats.permissions import Role
@@ -64,7 +64,7 @@ def run_gc(
     settings: Settings,
     dry_run: bool,
     tell: Callable[[Report], None],
-    new_store: Callable[[], Store] | None = None,
+    new_store: Callable[[], ObjectStore] | None = None,
     clocks: Clocks = CLOCKS,
 ) -> int:
     """Run the janitor of the pool that `pools.object` names: once, or with `gc.every_s` again and again until
@@ -104,7 +104,7 @@ def run_gc(
 def erase_objects(
     settings: Settings,
     erased: Mapping[NamespaceId, frozenset[bytes]],
-    new_store: Callable[[], Store] | None = None,
+    new_store: Callable[[], ObjectStore] | None = None,
     clocks: Clocks = CLOCKS,
 ) -> Report:
     """One run of the janitor in which objects of some namespaces go, and no others.
@@ -124,7 +124,7 @@ def erase_objects(
 def _gc_once(
     settings: Settings,
     dry_run: bool,
-    new_store: Callable[[], Store],
+    new_store: Callable[[], ObjectStore],
     clocks: Clocks,
     erased: Mapping[NamespaceId, frozenset[bytes]] | None = None,
 ) -> Report:
@@ -190,7 +190,7 @@ def _pool_of(store: str, blocks: int, is_sealed: bool, known: Collection[str]) -
     return marked if not blocks or marked in known else pool_name(store, 0, is_sealed)
 
 
-def _open_store(settings: Settings) -> Store:
+def _open_store(settings: Settings) -> ObjectStore:
     return open_object_store(settings, tries=False)  # a janitor tries more, and with --dry-run puts nothing
 
 

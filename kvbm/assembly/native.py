@@ -15,7 +15,7 @@ from kvbm.core.ids import Tier
 from kvbm.pools.base import SlotPool
 from kvbm.pools.hbm.copy_queue import CopyQueue
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout
-from kvbm.pools.hbm.rings import NewRing
+from kvbm.pools.hbm.rings import NewRing, Ring
 from kvbm.pools.host.rows import NewArena
 from kvbm.pools.nvme.sealing import OpenSealing
 from kvbm.pools.object.coding import BlockCoder
@@ -83,7 +83,7 @@ def device_rings(copier: _native.RowCopier, programs: int = 0) -> NewRing:
 
     def made(
         addresses: np.ndarray, strides: np.ndarray, sizes: np.ndarray, slots: int, device: int, ring_bytes: int
-    ) -> _native.DeviceRing:
+    ) -> Ring:
         return _native.DeviceRing(
             addresses, strides, sizes, slots, copier, device, ring_bytes=ring_bytes, programs=programs
         )

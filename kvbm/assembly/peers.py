@@ -20,7 +20,7 @@ from kvbm.transport.memory import MemoryReader
 from kvbm.transport.native import NewPeerClient, PeerTls
 from kvbm.transport.peers import MEMORY, RDMA, TCP, Peers
 from kvbm.transport.rdma import RdmaReader
-from kvbm.transport.rdma_connection import RdmaConnection, Reader
+from kvbm.transport.rdma_connection import RdmaConnection, RdmaReaderProof
 from kvbm.transport.tcp import TcpReader
 from kvbm.verbs.device import Device
 from kvbm.verbs.quarantine import Quarantine
@@ -92,7 +92,7 @@ def open_peers(
         tcp = TcpReader(client, address.tcp, instance, owner, roots.root, key, tls=tls)
         if transport != RDMA or device is None:
             return tcp
-        connect = partial(RdmaConnection, address.tcp, owner, Reader(instance, key, roots.root, provable))
+        connect = partial(RdmaConnection, address.tcp, owner, RdmaReaderProof(instance, key, roots.root, provable))
         return RdmaReader(device, connect, copier, quarantine, others=tcp)
 
     def provable() -> list[Namespace]:

@@ -25,10 +25,10 @@ from kvbm.pools.nvme.sealing import SlotKeys
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
-from kvbm.pools.stores.base import Store, StoreAwayError
+from kvbm.pools.stores.base import ObjectStore, StoreAwayError
 from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.late import LateStore
-from kvbm.pools.stores.link import LIMITS, Limits
+from kvbm.pools.stores.link import LIMITS, RequestLimits
 from kvbm.pools.stores.opening import open_store
 from kvbm.pools.tenant_keys import KeySource, keys_of_command, keys_of_file
 from kvbm.safe_log import SafeLog
@@ -191,7 +191,7 @@ def open_objects(
     """
     wanted, usual = settings.pools.object, blocks_of_object(block_bytes, namespaces[0].block_tokens)
     blocks = wanted.blocks or usual
-    limits = Limits(requests_in_flight=wanted.requests)
+    limits = RequestLimits(requests_in_flight=wanted.requests)
 
     def on_trouble(message: str) -> None:
         log.warning("object.troubled", why=message)
@@ -228,7 +228,7 @@ def open_objects(
         return pool
 
 
-def open_object_store(settings: Settings, limits: Limits = LIMITS, tries: bool = True) -> Store:
+def open_object_store(settings: Settings, limits: RequestLimits = LIMITS, tries: bool = True) -> ObjectStore:
     """The store of the object pool. Arguments and errors are those of `stores.opening.open_store`."""
     wanted = settings.pools.object
     return open_store(
@@ -243,17 +243,17 @@ def open_object_store(settings: Settings, limits: Limits = LIMITS, tries: bool =
     )
 
 
-def _opened(reopen: Callable[[], Store], on_trouble: Callable[[str], None] | None) -> Store:
+def _opened(reopen: Callable[[], ObjectStore], on_trouble: Callable[[str], None] | None) -> ObjectStore:
     """A store, or where it does not answer what stands for it until it does.
 
     Raises as `open_store`; also when away, without `on_trouble`.
     """
 
-    def came(store: Store) -> None:
+    def came(store: ObjectStore) -> None:
         log.info("store.opened", tier="OBJECT", name=store.name, notice="it answers, and is used from now on")
         tell(store)
 
-    def tell(store: Store) -> None:
+    def tell(store: ObjectStore) -> None:
         for notice in getattr(store, "remarks", ()):
             log.info("pool.opened", tier="OBJECT", name=store.name, notice=notice)
 

@@ -18,7 +18,7 @@ from kvbm.core.ids import Epoch, InstanceId, Offset, split_hashes
 from kvbm.streams.nats.permissions import Role
 
 if TYPE_CHECKING:  # who imports kvbm need not replay anything
-    from kvbm.replay.source import Located, Source
+    from kvbm.replay.source import FrameSource, Located
     from kvbm.replay.state import InstanceState
     from kvbm.replay.verify import Verified
     from kvbm.replay.whatif import WhatIfs
@@ -51,7 +51,7 @@ class RecordedEvent(NamedTuple):
 class RecordedLog:
     """A log that `open_log` has opened. `with` closes it. Each question reads it from its beginning."""
 
-    def __init__(self, reopen: Callable[[], Source], opened: ExitStack) -> None:
+    def __init__(self, reopen: Callable[[], FrameSource], opened: ExitStack) -> None:
         self._reopen, self._opened = reopen, opened
 
     def events(self, follow: bool = False) -> Iterator[RecordedEvent]:
@@ -119,7 +119,7 @@ def open_log(log: str | Path | Settings, timeout_s: float = 5.0) -> RecordedLog:
             if log.nats.enabled:
                 name, credentials = nats_url(log, opened), stream_credentials(log, Role.REPLAY)
 
-        def reopen() -> Source:
+        def reopen() -> FrameSource:
             return open_source(str(name), timeout_s, credentials)
 
         reopen()
@@ -141,7 +141,7 @@ def what_if(prompts: Sequence[bytes], block_tokens: int, policies: Sequence[str]
     return run(accesses, policies, capacities)
 
 
-def _followed(source: Source) -> Iterator[Located]:
+def _followed(source: FrameSource) -> Iterator[Located]:
     from kvbm.replay.live import StreamSource
 
     if not isinstance(source, StreamSource):

@@ -19,7 +19,7 @@ def post(path: str, body: bytes, content_type: str = "application/json") -> byte
     return head.encode() + body
 
 
-class Asked(NamedTuple):
+class AskingResult(NamedTuple):
     """What asking for a while has brought."""
 
     answers: int
@@ -65,7 +65,7 @@ class Asker:
         for one in self._sockets:
             one.close()
 
-    def ask_for(self, questions: Sequence[bytes], seconds: float) -> Asked:
+    def ask_for(self, questions: Sequence[bytes], seconds: float) -> AskingResult:
         """Ask on all connections for some time."""
         began_s = time.perf_counter()
         end_s, count = began_s + seconds, 0
@@ -82,7 +82,7 @@ class Asker:
                     count += 1
                 else:
                     waiting -= 1
-        return Asked(count, time.perf_counter() - began_s)
+        return AskingResult(count, time.perf_counter() - began_s)
 
     def ask_at(self, questions: Sequence[bytes], per_s: float, is_over: Callable[[], bool]) -> list[float]:
         """Ask at a steady rate, whether answers come or not, until it is over.

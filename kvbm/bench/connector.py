@@ -32,7 +32,7 @@ from kvbm.core.ids import NO_PARENT, Namespace
 from kvbm.engines.vllm.forwards import Taken
 from kvbm.engines.vllm.metadata import HostShare
 from kvbm.engines.vllm.ranks import Ranks, Stage
-from kvbm.engines.vllm.requests import Group, GroupNamespace
+from kvbm.engines.vllm.requests import GroupNamespace, KvGroup
 from kvbm.engines.vllm.scheduler import Scheduler
 from kvbm.manager.engine_hbm import EngineHbmManager
 
@@ -79,8 +79,8 @@ def bench_connector(samples: int, seed: int) -> tuple[list[Row], dict[str, float
         )
         with open_engine_manager(settings, namespaces, _BLOCK_BYTES, "bench") as manager:
             spaces = [GroupNamespace(one.id, one.root()) for one in namespaces]
-            space, group = spaces[0], Group(0, _BLOCK_TOKENS, _BLOCK_TOKENS)
-            windows = [Group(at, _BLOCK_TOKENS, _BLOCK_TOKENS, _WINDOW_BLOCKS) for at in range(1, _GROUPS)]
+            space, group = spaces[0], KvGroup(0, _BLOCK_TOKENS, _BLOCK_TOKENS)
+            windows = [KvGroup(at, _BLOCK_TOKENS, _BLOCK_TOKENS, _WINDOW_BLOCKS) for at in range(1, _GROUPS)]
             states = [one._replace(window_blocks=1, is_state=True) for one in windows]
             ranks = Ranks((Stage(_BLOCK_BYTES),))
             host = HostShare(os.getpid(), -1, 0, prompts * _BLOCKS, ranks)

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvbm.assembly import NATIVE_LEDGER
 from kvbm.bench.bare_sockets import BareStreams
-from kvbm.bench.fetch_sides import CpuTimes, Reader, start_lender
+from kvbm.bench.fetch_sides import BenchReader, CpuTimes, start_lender
 from kvbm.bench.lender import BUSY, IDLE, NAMESPACE, hashes_of
 from kvbm.bench.measure import Found, Row, difference_of, row_of, within_noise
 from kvbm.bench.memcpy import Memcpy, faster
@@ -80,7 +80,7 @@ def _large(folder: Path, opened: ExitStack, options: FetchOptions, samples: int,
     """Reads of many blocks of 1 MiB, and then the connections they leave."""
     blocks = max(1, options.read_bytes // _MIB)
     lender = start_lender(folder, blocks, _MIB, seed, opened)
-    reader = Reader(lender, folder, blocks, _MIB, seed)
+    reader = BenchReader(lender, folder, blocks, _MIB, seed)
     opened.callback(reader.close)
     there = lender.memory()
     memcpy = Memcpy(reader.rows, there, _MIB, reader.threads)
@@ -156,7 +156,7 @@ def _idle(pid: int, listening: CpuTimes | None, idle_s: float) -> tuple[Row | No
 def _small(folder: Path, opened: ExitStack, options: FetchOptions, samples: int, seed: int) -> Found:
     """Fetches of one block of 64 KiB: beside the bare exchange, and while the lender's main thread computes."""
     lender = start_lender(folder, _SMALL_BLOCKS, _SMALL_BYTES, seed, opened)
-    reader = Reader(lender, folder, _SMALL_BLOCKS, _SMALL_BYTES, seed)
+    reader = BenchReader(lender, folder, _SMALL_BLOCKS, _SMALL_BYTES, seed)
     opened.callback(reader.close)
     there = lender.memory()
     word = BareStreams(lender.bare, is_tcp=False, count=1)

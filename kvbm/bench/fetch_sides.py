@@ -19,7 +19,7 @@ import numpy as np
 from kvbm.assembly import NATIVE_ARENA, RowCopier
 from kvbm.assembly.peers import open_peers, roots_of
 from kvbm.bench.bare_sockets import BareAddress
-from kvbm.bench.lender import NAMESPACE, Lent, hashes_of, rows_of
+from kvbm.bench.lender import NAMESPACE, LenderPlace, hashes_of, rows_of
 from kvbm.config import load_settings
 from kvbm.core.answers import PeerHolding
 from kvbm.core.ids import HASH_BYTES, InstanceId
@@ -43,7 +43,7 @@ class Lender(NamedTuple):
         bytes: of the blocks it lends.
     """
 
-    lent: Lent
+    lent: LenderPlace
     bare: BareAddress
     bytes: int
 
@@ -62,7 +62,7 @@ class Lender(NamedTuple):
         return map_host(self.lent.pid, self.lent.fd, self.lent.mapped_bytes, pins=False)[: self.bytes]
 
 
-class Place(NamedTuple):
+class ProcessPlace(NamedTuple):
     """Where a process runs.
 
     Attributes:
@@ -74,11 +74,11 @@ class Place(NamedTuple):
     launcher: tuple[str, ...] = ()
 
 
-_HERE = Place()
+_HERE = ProcessPlace()
 
 
 def start_lender(
-    folder: Path, blocks: int, block_bytes: int, seed: int, opened: ExitStack, place: Place = _HERE
+    folder: Path, blocks: int, block_bytes: int, seed: int, opened: ExitStack, place: ProcessPlace = _HERE
 ) -> Lender:
     """An instance that lends so many blocks, and nothing else of the cluster. `opened` ends it. Raises ProcessError."""
     key, unix = folder / _KEY_FILE, folder / "bare.sock"
@@ -104,11 +104,11 @@ def start_lender(
     line = said.readline() if select.select([said], [], [], _START_S)[0] else b""
     if not line:
         raise child.failure("did not lend anything")
-    lent = msgspec.json.decode(line, type=Lent)
+    lent = msgspec.json.decode(line, type=LenderPlace)
     return Lender(lent, BareAddress(lent.port, str(unix)), blocks * block_bytes)
 
 
-class Reader:
+class BenchReader:
     """Reads from a lender as a manager does, into rows of a HOST pool. `close` ends it.
 
     Attributes:

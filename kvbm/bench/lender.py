@@ -2,9 +2,10 @@
 
     python -m kvbm.bench.lender '{"instance.id": "lender", …}' BLOCKS BLOCK_BYTES SEED SOCKET
 
-Settings are flags as JSON, and its engine owns HBM, so no torch is needed. It prints one `Lent` as JSON once it lends,
-and serves until its standard input ends. At SOCKET, and over TCP, it also answers over bare sockets (`bare_sockets`);
-the words BUSY and IDLE say there whether its main thread computes in pure Python, as an engine's does.
+Settings are flags as JSON, and its engine owns HBM, so no torch is needed. It prints one `LenderPlace` as JSON once it
+lends, and serves until its standard input ends. At SOCKET, and over TCP, it also answers over bare sockets
+(`bare_sockets`); the words BUSY and IDLE say there whether its main thread computes in pure Python, as an engine's
+does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ IDLE, BUSY = 0, 1
 _WAIT_S = 10.0
 
 
-class Lent(msgspec.Struct, kw_only=True):
+class LenderPlace(msgspec.Struct, kw_only=True):
     """Where a lender is found.
 
     Attributes:
@@ -120,7 +121,7 @@ def main(flags: str, blocks: int, block_bytes: int, seed: int, unix: Path) -> in
         host = hold(manager, blocks, block_bytes, seed)
         assert host.memory is not None
         bare = BareServer(host.memory.reshape(-1), unix, work.hear)
-        told = Lent(
+        told = LenderPlace(
             instance=manager.instance,
             lends=manager.lends,
             pid=os.getpid(),

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.bench.bare_sockets import BareAddress
-from kvbm.bench.fetch_sides import Lender, Place, Reader, start_lender
-from kvbm.bench.lender import Lent
+from kvbm.bench.fetch_sides import BenchReader, Lender, ProcessPlace, start_lender
+from kvbm.bench.lender import LenderPlace
 from kvbm.bench.measure import Found, row_of
 from kvbm.core.errors import KvbmError
 from kvbm.streams.child import python
@@ -50,7 +50,7 @@ def bench_racks(folder: Path, opened: ExitStack, blocks: int, samples: int, seed
     try:
         reader, lender = _linked(tools, opened)
         inside = [tools.ip, "netns", "exec"]
-        lent = start_lender(folder, blocks, _MIB, seed, opened, Place(_LENDER, (*inside, lender))).lent
+        lent = start_lender(folder, blocks, _MIB, seed, opened, ProcessPlace(_LENDER, (*inside, lender))).lent
         told = msgspec.json.encode(lent).decode()
         words = [told, str(folder), str(blocks), str(_MIB), str(seed), str(samples + 1)]
         command = [*inside, reader, *python("-m", "kvbm.bench.racks", *words)]
@@ -109,8 +109,8 @@ def _said(command: Sequence[str], within_s: float = _COMMAND_S) -> bytes:
 
 def main(lent: str, folder: Path, blocks: int, block_bytes: int, seed: int, reads: int) -> int:
     """See the module."""
-    lender = Lender(msgspec.json.decode(lent, type=Lent), BareAddress(0, ""), blocks * block_bytes)
-    reader = Reader(lender, folder, blocks, block_bytes, seed)
+    lender = Lender(msgspec.json.decode(lent, type=LenderPlace), BareAddress(0, ""), blocks * block_bytes)
+    reader = BenchReader(lender, folder, blocks, block_bytes, seed)
     try:
         print(json.dumps([reader.read_s("tcp") for _ in range(reads)]))
     finally:

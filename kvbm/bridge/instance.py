@@ -17,7 +17,7 @@ from kvbm.manager.record.offsets import Offsets
 from kvbm.manager.record.publisher_port import PublisherPort, Publishing
 from kvbm.manager.record.snapshot_policy import SnapshotPolicy
 from kvbm.streams.base import Heartbeat, Position
-from kvbm.streams.foreign.blocks import Arrived, Emptied, Fact, Gained, Lost, Named
+from kvbm.streams.foreign.blocks import Arrived, Emptied, Fact, Gained, Lost, NamespaceNamed
 from kvbm.streams.foreign.state import BeginEpoch
 from kvbm.streams.memory import MemoryLog
 
@@ -34,7 +34,7 @@ class Names(NamedTuple):
     run: str
 
 
-class Limits(NamedTuple):
+class BridgeLimits(NamedTuple):
     """Of the journal in memory, and of snapshots.
 
     Attributes:
@@ -88,7 +88,7 @@ class BridgedInstance:
         self,
         names: Names,
         ledger: HeldLedger,
-        limits: Limits,
+        limits: BridgeLimits,
         clock: Callable[[], float],
         wall_clock_ns: Callable[[], int],
         engine: EngineView,
@@ -127,7 +127,7 @@ class BridgedInstance:
         """Record facts in order; each epoch and each new namespace among them begins an epoch of the stream."""
         ledger = self._ledger
         for command in commands:
-            if isinstance(command, Named):
+            if isinstance(command, NamespaceNamed):
                 with self.stream.lock:
                     is_new = ledger.declare(command.namespace)
                 if is_new:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kvbm.core.errors import ConfigError, MissingExtraError
 from kvbm.streams.foreign.events import MAX_BATCH_BYTES
-from kvbm.streams.foreign.state import Connected, Input, Message, Replayed, ReplayEnded, ReplayRefused
+from kvbm.streams.foreign.state import EngineConnected, Input, PublishedMessage, Replayed, ReplayEnded, ReplayRefused
 
 _SEQUENCE_BYTES = 8
 _END = b"\xff" * _SEQUENCE_BYTES
@@ -143,7 +143,7 @@ class PublisherSockets:
         yield from self._connections()
         for frames in came:
             if len(frames) == 3 and len(frames[1]) == _SEQUENCE_BYTES:
-                yield Message(int.from_bytes(frames[1], "big"), frames[2])
+                yield PublishedMessage(int.from_bytes(frames[1], "big"), frames[2])
             else:
                 self.unreadable += 1
         for _ in range(limit):
@@ -171,7 +171,7 @@ class PublisherSockets:
             event = zmq.utils.monitor.parse_monitor_message(frames)["event"]
             self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if self.is_connected:
-                yield Connected()
+                yield EngineConnected()
 
     def _take(self, socket: Any) -> list[bytes] | None:
         try:

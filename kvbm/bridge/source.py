@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from kvbm.bridge.instance import BridgedInstance
 from kvbm.safe_log import SafeLog
-from kvbm.streams.foreign.events import Refusal
-from kvbm.streams.foreign.state import AskReplay, BeginEpoch, Check, Command, ForeignState, Input, Ticked
+from kvbm.streams.foreign.events import EventRefusal
+from kvbm.streams.foreign.state import AskReplay, BeginEpoch, BridgeTicked, Check, Command, ForeignState, Input
 
 log = SafeLog()
 
@@ -97,7 +97,7 @@ class BridgedSource:
                 break
         state = self.state
         if state.wake_s is not None and now_s >= state.wake_s:
-            self._step(now_s, Ticked())
+            self._step(now_s, BridgeTicked())
         elif self._can_replay and not state.is_replaying and now_s >= max(self._came_s, self._checked_s) + CHECK_S:
             self._checked_s = now_s
             self._step(now_s, Check())
@@ -141,7 +141,7 @@ class BridgedSource:
     def _counts(self) -> dict[str, int]:
         found = {str(reason): count for reason, count in list(self.state.blocks.counts.items()) if count}
         if self._sockets.unreadable:
-            unreadable = str(Refusal.UNREADABLE)
+            unreadable = str(EventRefusal.UNREADABLE)
             found[unreadable] = found.get(unreadable, 0) + self._sockets.unreadable
         return found
 

@@ -18,7 +18,7 @@ import msgspec
 
 from kvbm.catalog.access.callers import AccessOptions
 from kvbm.catalog.answers.queries import Queries
-from kvbm.catalog.answers.watches import Cluster, Watches
+from kvbm.catalog.answers.watches import WatchedCluster, Watches
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.follow.archive import Archive
 from kvbm.catalog.follow.checkpoints import Checkpointer, Checkpointing, load_newest
@@ -216,7 +216,9 @@ class CatalogService:
         )
         self.sharing = RouteSharing(stream, self.queries.shared, self.heartbeats.own_cluster, self.heartbeats.own_name)
         self.changes.begin(self.sequencer.sequence, lambda: self.writer.name)
-        self.watches = Watches(Cluster(self.changes, self.sequencer, self.heartbeats, self.queries), settings.limits)
+        self.watches = Watches(
+            WatchedCluster(self.changes, self.sequencer, self.heartbeats, self.queries), settings.limits
+        )
         self.forgetting = Forgetting(
             store,
             stream,

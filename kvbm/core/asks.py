@@ -44,7 +44,7 @@ _MOST_WORDS_BYTES = 32 << 10  # of what HTTP has in a path or a query
 _WORDS = re.compile(rb"[!-~]*")
 
 
-class Asked(NamedTuple):
+class HttpAsk(NamedTuple):
     """A request over HTTP.
 
     Attributes:
@@ -84,16 +84,16 @@ def caller_and_verb(subject: str) -> tuple[str, str]:
     return caller, verb
 
 
-def request_of(verb: str, body: bytes) -> Asked | None:
+def request_of(verb: str, body: bytes) -> HttpAsk | None:
     """The request over HTTP that a message stands for; None: there is none."""
     path = _PATHS.get(verb)
     if path is None or (verb not in _POSTED and (len(body) > _MOST_WORDS_BYTES or not _WORDS.fullmatch(body))):
         return None
     if verb in _POSTED:
-        return Asked("POST", path, b"", body)
+        return HttpAsk("POST", path, b"", body)
     if verb == "blocks":
-        return Asked("GET", f"{path}/{body.decode()}", b"", b"")
-    return Asked("GET", path, body if verb in ("instances", "namespaces") else b"", b"")
+        return HttpAsk("GET", f"{path}/{body.decode()}", b"", b"")
+    return HttpAsk("GET", path, body if verb in ("instances", "namespaces") else b"", b"")
 
 
 def message_of(method: str, target: str, body: bytes | None) -> tuple[str, bytes] | None:

@@ -46,7 +46,7 @@ class StopReason(IntEnum):
 
     SHUTDOWN = 0
     OVERFLOW = 1
-    FENCED = 2
+    FENCED = 2  # reserved: nothing sends it, for a fence says that another run has the instance's place
 
 
 class PoolStated(msgspec.Struct, frozen=True, array_like=True):

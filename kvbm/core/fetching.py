@@ -45,7 +45,7 @@ class Transfer(msgspec.Struct, frozen=True):
     took_us: int = 0
 
 
-class Source(NamedTuple):
+class FetchSource(NamedTuple):
     """Somebody who has blocks of the run from its beginning on.
 
     Attributes:
@@ -73,7 +73,7 @@ class Stretch(NamedTuple):
 
 def plan(
     begin: int,
-    sources: Sequence[Source],
+    sources: Sequence[FetchSource],
     block_bytes: int,
     block_compute_s: float = 0.0,
     lot_blocks: int = LOT_BLOCKS,
@@ -119,7 +119,9 @@ class Length(NamedTuple):
     blocks: tuple[int, ...]
 
 
-def least_times(begin: int, sources: Sequence[Source], block_bytes: int, lot_blocks: int = LOT_BLOCKS) -> list[Length]:
+def least_times(
+    begin: int, sources: Sequence[FetchSource], block_bytes: int, lot_blocks: int = LOT_BLOCKS
+) -> list[Length]:
     """How long reading takes for each end of a source, the longest first: what `plan` chooses from, for who prices it.
 
     Args: as `plan`.
@@ -156,7 +158,7 @@ def quickest(begin: int, lengths: Sequence[Length], block_compute_s: float) -> L
 
 
 def _ways(
-    begin: int, end: int, sources: Sequence[Source], block_bytes: int, lot_blocks: int
+    begin: int, end: int, sources: Sequence[FetchSource], block_bytes: int, lot_blocks: int
 ) -> Iterator[tuple[list[Stretch], float]]:
     """What to read from whom, and how long it takes: from all together, and where some share a link, which makes that
     slower, from fewer.
@@ -178,7 +180,7 @@ def _ways(
 
 
 def _schedule(
-    begin: int, end: int, sources: Sequence[Source], among: Sequence[int], block_bytes: int, lot_blocks: int
+    begin: int, end: int, sources: Sequence[FetchSource], among: Sequence[int], block_bytes: int, lot_blocks: int
 ) -> tuple[list[Stretch], float]:
     """Each lot goes to the source, of these, that is through with it first; and when the last is through.
 

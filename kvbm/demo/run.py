@@ -64,7 +64,7 @@ RECOVERY_WAIT_S = 5 * ANSWER_WAIT_S
 ONBOARDING = {"onboard.locate_s": ANSWER_WAIT_S / 4, "onboard.wait_s": ANSWER_WAIT_S / 2}
 
 
-class Answer(NamedTuple):
+class DemoAnswer(NamedTuple):
     """One request of the workload and what came of it."""
 
     id: str
@@ -77,7 +77,7 @@ class Answer(NamedTuple):
     smallest_margin: float
 
 
-class Report(msgspec.Struct, kw_only=True):
+class DemoReport(msgspec.Struct, kw_only=True):
     """What `kvbm demo --json` writes. Times in seconds, hits in blocks."""
 
     requests: int = 0
@@ -136,13 +136,13 @@ class Demo:
 
     def __init__(self, folder: Path, console: Console) -> None:
         self.folder, self.console = folder, console
-        self.report = Report(machine=machine())
+        self.report = DemoReport(machine=machine())
         self._worker = WorkerSettings()
         self._namespace = self._worker.namespace()
         self._opened = ExitStack()
         self._engines: dict[str, EngineProcess] = {}
         self._down: set[str] = set()
-        self._answers: list[Answer] = []
+        self._answers: list[DemoAnswer] = []
         self._hits = {tier.name: 0 for tier in Tier}  # of every request that may reuse, the measurement's included
         self._guard = threading.Lock()
         self._killed = threading.Event()
@@ -152,7 +152,7 @@ class Demo:
         self._object_url = ""
         self._catalog: CatalogClient | None = None
 
-    def run(self, step: Callable[[str], None], advance: Callable[[int, int], None]) -> Report:
+    def run(self, step: Callable[[str], None], advance: Callable[[int, int], None]) -> DemoReport:
         """Everything, in order.
 
         Args:
@@ -338,14 +338,14 @@ class Demo:
         except (ProcessError, CatalogError) as error:
             errors.append(error)
 
-    def _answer(self, request_id: str, tokens: list[int]) -> Answer:
+    def _answer(self, request_id: str, tokens: list[int]) -> DemoAnswer:
         """Route one request and wait for its tokens; sent again when its engine dies."""
         deadline = time.monotonic() + ANSWER_WAIT_S
         while time.monotonic() < deadline:
             name = self._route(tokens)
             event = self._submit(name, request_id, tokens, NEW_TOKENS, reuse=True)
             if not event["failed"]:
-                return Answer(
+                return DemoAnswer(
                     request_id,
                     name,
                     tokens,
@@ -417,7 +417,7 @@ class Demo:
         thread.start()
         return thread
 
-    def _ask_again(self, name: str, what: str, before: list[Answer]) -> dict[str, int] | None:
+    def _ask_again(self, name: str, what: str, before: list[DemoAnswer]) -> dict[str, int] | None:
         """Ask an engine what was asked last of the one that was killed: blocks found, by tier;
 
         None: an answer was another.
@@ -470,9 +470,9 @@ class Demo:
 
     def _compare_tokens(self, advance: Callable[[int, int], None]) -> None:
         """Every prompt again on engines that neither acquire nor create."""
-        done: queue.SimpleQueue[tuple[Answer, dict[str, Any]]] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[DemoAnswer, dict[str, Any]]] = queue.SimpleQueue()
 
-        def compare_with(answer: Answer) -> Callable[[dict[str, Any]], None]:
+        def compare_with(answer: DemoAnswer) -> Callable[[dict[str, Any]], None]:
             return lambda event: done.put((answer, event))
 
         for index, answer in enumerate(self._answers):
@@ -536,7 +536,7 @@ class Demo:
         return {label: verify(open_source(source), NATIVE, NATIVE_FOLD) for label, source in sources.items()}
 
 
-def table(report: Report) -> Table:
+def table(report: DemoReport) -> Table:
     """The report as a table for people."""
     result = Table(title="kvbm demo", show_header=False, title_justify="left")
     result.add_column(style="bold", no_wrap=True)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from kvbm.doctor.finding import Finding, ok, problem, unused, warning
-from kvbm.doctor.plan import Plan
+from kvbm.doctor.finding import DoctorFinding, ok, problem, unused, warning
+from kvbm.doctor.plan import MachinePlan
 
 _GOOD_BEATS, _LEAST_BEATS = 3.0, 2.0
 
 
-def judge_settings(plan: Plan) -> list[Finding]:
+def judge_settings(plan: MachinePlan) -> list[DoctorFinding]:
     """Heartbeats against liveness, pools against what fills them."""
     return [_judge_pools(plan), _judge_liveness(plan)]
 
 
-def _judge_liveness(plan: Plan) -> Finding:
+def _judge_liveness(plan: MachinePlan) -> DoctorFinding:
     nats, catalog = plan.settings.nats, plan.settings.catalog
     check = "liveness"
     if not nats.enabled:
@@ -31,7 +31,7 @@ def _judge_liveness(plan: Plan) -> Finding:
     return ok(check, found)
 
 
-def _judge_pools(plan: Plan) -> Finding:
+def _judge_pools(plan: MachinePlan) -> DoctorFinding:
     check = "pools"
     pools, offload = plan.settings.pools, plan.settings.offload
     colder = [("HOST", plan.host, offload.host, "host"), ("NVME", plan.nvme, offload.nvme, "nvme")]

@@ -6,7 +6,7 @@ import ctypes
 import time
 from typing import NamedTuple
 
-from kvbm.doctor.finding import Finding, milliseconds, ok, problem, warning
+from kvbm.doctor.finding import DoctorFinding, milliseconds, ok, problem, warning
 
 _UNSYNCHRONIZED = 0x40  # STA_UNSYNC
 _WATCHED_S = 0.3
@@ -62,7 +62,7 @@ def look_at_clock() -> ClockFacts:
     return ClockFacts(known, synchronized, timex.esterror / 1e6, drift_s, went_back, time.time())
 
 
-def judge_clock(facts: ClockFacts) -> Finding:
+def judge_clock(facts: ClockFacts) -> DoctorFinding:
     """Offsets order events, not clocks; ages, TTLs and `state --at TIME` go by the clock."""
     check, keep = "clock", "run chrony or systemd-timesyncd on the host (timedatectl set-ntp true)"
     if facts.went_back:

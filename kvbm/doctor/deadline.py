@@ -17,11 +17,11 @@ T = TypeVar("T")
 _KILLED_WAIT_S = 0.5
 
 
-class Late(Exception):
+class LateProbe(Exception):
     """A probe has not answered in time."""
 
 
-class Asked(Generic[T]):
+class PendingProbe(Generic[T]):
     """Work under way in a thread that nobody has to wait for."""
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
@@ -38,7 +38,7 @@ class Asked(Generic[T]):
         if self._failed:
             raise self._failed[0]
         if not self._done:
-            raise Late
+            raise LateProbe
         return self._done[0]
 
     def _run(self) -> None:
@@ -68,7 +68,7 @@ def run_probe(name: str, question: Mapping[str, Any] | None = None, timeout_s: f
         except subprocess.TimeoutExpired:
             process.kill()
             _leave(process)
-            raise Late from None
+            raise LateProbe from None
     if process.returncode:
         lines = complaint.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"]
         raise RuntimeError(lines[-1])

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.doctor.deadline import run_probe
-from kvbm.doctor.finding import Finding, milliseconds, ok, problem, size, speed, unused, warning
-from kvbm.doctor.plan import Plan, Wanted
+from kvbm.doctor.finding import DoctorFinding, milliseconds, ok, problem, size, speed, unused, warning
+from kvbm.doctor.plan import MachinePlan, WantedBytes
 from kvbm.streams.journal.writer import least_capacity
 
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -65,7 +65,7 @@ def look_at_io_uring() -> dict[str, Any]:
     return run_probe("io_uring")
 
 
-def judge_io_uring(facts: dict[str, Any], plan: Plan) -> Finding:
+def judge_io_uring(facts: dict[str, Any], plan: MachinePlan) -> DoctorFinding:
     """Whether the kernel, its settings and the container's filter let this process use io_uring."""
     check = "io_uring"
     refusal = facts["setup"] or facts["nop"]
@@ -97,7 +97,7 @@ def judge_io_uring(facts: dict[str, Any], plan: Plan) -> Finding:
     return warning(check, f"refused ({refusal}); threads are used instead", fix)
 
 
-def judge_nvme(disk: Disk, plan: Plan, label: str = "NVME") -> list[Finding]:
+def judge_nvme(disk: Disk, plan: MachinePlan, label: str = "NVME") -> list[DoctorFinding]:
     """One path of the NVME pool: what it is, past the page cache, how fast."""
     place = _judge_place(disk, f"{label} disk", "pools.nvme.path")
     if disk.is_refused:
@@ -116,7 +116,7 @@ def judge_nvme(disk: Disk, plan: Plan, label: str = "NVME") -> list[Finding]:
     return findings
 
 
-def judge_journal_room(plan: Plan) -> Finding:
+def judge_journal_room(plan: MachinePlan) -> DoctorFinding:
     """Whether a snapshot of what the pools can hold fits into the journal."""
     check, capacity_bytes, least_bytes = (
         "journal room",
@@ -129,7 +129,7 @@ def judge_journal_room(plan: Plan) -> Finding:
     return warning(check, f"{found}; it will take those", f"set journal.capacity_bytes={least_bytes}")
 
 
-def judge_journal(disk: Disk, plan: Plan) -> list[Finding]:
+def judge_journal(disk: Disk, plan: MachinePlan) -> list[DoctorFinding]:
     """The journal's folder: what it is, how long a sync takes."""
     place = _judge_place(disk, "journal disk", "instance.data_dir")
     if disk.is_refused or not disk.sync_s:
@@ -147,14 +147,14 @@ def judge_journal(disk: Disk, plan: Plan) -> list[Finding]:
     return [place, ok("journal sync", found)]
 
 
-def judge_room(disks: Sequence[tuple[str, Disk, Wanted]]) -> list[Finding]:
+def judge_room(disks: Sequence[tuple[str, Disk, WantedBytes]]) -> list[DoctorFinding]:
     """Free bytes of each device against all that wants some of it.
 
     Args:
         disks: what for, where, and how much in all.
     """
     findings = []
-    by_device: dict[str, list[tuple[str, Disk, Wanted]]] = {}
+    by_device: dict[str, list[tuple[str, Disk, WantedBytes]]] = {}
     for entry in disks:
         if not entry[1].is_refused:
             by_device.setdefault(entry[1].number or entry[1].mount, []).append(entry)
@@ -180,7 +180,7 @@ def judge_room(disks: Sequence[tuple[str, Disk, Wanted]]) -> list[Finding]:
     return findings
 
 
-def _judge_place(disk: Disk, check: str, key: str) -> Finding:
+def _judge_place(disk: Disk, check: str, key: str) -> DoctorFinding:
     found = f"{disk.path}: {_kind(disk)}"
     if disk.write:
         return _refused(disk, check, key)
@@ -218,7 +218,7 @@ def _kind(disk: Disk) -> str:
     return f"{system}{made}"
 
 
-def _refused(disk: Disk, check: str, key: str) -> Finding:
+def _refused(disk: Disk, check: str, key: str) -> DoctorFinding:
     error = disk.write
     where = disk.folder or disk.path
     if error in _NO_ROOM:
@@ -235,7 +235,7 @@ def _refused(disk: Disk, check: str, key: str) -> Finding:
     return problem(check, f"{where} cannot be used ({error})", f"see the kernel's log (dmesg), or set another {key}")
 
 
-def _judge_direct(disk: Disk, plan: Plan, check: str) -> Finding:
+def _judge_direct(disk: Disk, plan: MachinePlan, check: str) -> DoctorFinding:
     mode = plan.settings.pools.nvme.direct
     if mode == "off":
         return unused(check, f"{f'refused ({disk.direct})' if disk.direct else 'works'}; pools.nvme.direct is off")

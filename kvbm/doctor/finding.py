@@ -16,7 +16,7 @@ class Result(Enum):
     UNUSED = "not used"  # not configured, or not there and not asked for
 
 
-class Finding(msgspec.Struct, frozen=True):
+class DoctorFinding(msgspec.Struct, frozen=True):
     """One line of the table.
 
     Attributes:
@@ -30,27 +30,27 @@ class Finding(msgspec.Struct, frozen=True):
     fix: str = ""
 
 
-def ok(check: str, found: str) -> Finding:
+def ok(check: str, found: str) -> DoctorFinding:
     """All is well."""
-    return Finding(check, Result.OK, found)
+    return DoctorFinding(check, Result.OK, found)
 
 
-def warning(check: str, found: str, fix: str) -> Finding:
+def warning(check: str, found: str, fix: str) -> DoctorFinding:
     """It works, but worse than it could."""
-    return Finding(check, Result.WARNING, found, fix)
+    return DoctorFinding(check, Result.WARNING, found, fix)
 
 
-def problem(check: str, found: str, fix: str) -> Finding:
+def problem(check: str, found: str, fix: str) -> DoctorFinding:
     """It does not work as configured."""
-    return Finding(check, Result.PROBLEM, found, fix)
+    return DoctorFinding(check, Result.PROBLEM, found, fix)
 
 
-def unused(check: str, found: str) -> Finding:
+def unused(check: str, found: str) -> DoctorFinding:
     """Nobody asked for it."""
-    return Finding(check, Result.UNUSED, found)
+    return DoctorFinding(check, Result.UNUSED, found)
 
 
-def refused(check: str, error: Exception) -> Finding:
+def refused(check: str, error: Exception) -> DoctorFinding:
     """A problem in the words of an error of ours, whose sentence ends with what to do."""
     found, _, fix = str(error).rpartition("; ")
     return problem(check, found or fix, fix if found else "see the message")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.doctor.deadline import run_probe
-from kvbm.doctor.finding import Finding, ok, problem, size, unused, warning
-from kvbm.doctor.plan import Plan
+from kvbm.doctor.finding import DoctorFinding, ok, problem, size, unused, warning
+from kvbm.doctor.plan import MachinePlan
 
 _ANY_PROCESS, _PROHIBITED = 0, 2
 _MODES = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive process"}
@@ -55,7 +55,7 @@ def torch_of(text: str) -> Torch:
     return Torch(found.get("__version__", "unknown"), found.get("cuda", ""))
 
 
-def judge_gpu(cuda: dict[str, Any], torch: Torch | None, plan: Plan) -> list[Finding]:
+def judge_gpu(cuda: dict[str, Any], torch: Torch | None, plan: MachinePlan) -> list[DoctorFinding]:
     """Driver, devices, torch, pinned memory."""
     device = plan.settings.pools.hbm.device
     needed = bool(plan.hbm) and device == "cuda"
@@ -68,7 +68,7 @@ def judge_gpu(cuda: dict[str, Any], torch: Torch | None, plan: Plan) -> list[Fin
     return findings
 
 
-def _judge_driver(cuda: dict[str, Any], needed: bool, welcome: bool) -> Finding:
+def _judge_driver(cuda: dict[str, Any], needed: bool, welcome: bool) -> DoctorFinding:
     check = "CUDA driver"
     if not cuda["library"] and not cuda["error"] and cuda["devices"]:
         module = f" ({cuda['module']})" if cuda["module"] else ""
@@ -96,7 +96,7 @@ def _judge_driver(cuda: dict[str, Any], needed: bool, welcome: bool) -> Finding:
     return unused(check, f"{found}; HBM is on the CPU" if welcome else found)
 
 
-def _judge_devices(cuda: dict[str, Any], wanted: bool) -> Finding:
+def _judge_devices(cuda: dict[str, Any], wanted: bool) -> DoctorFinding:
     devices = cuda["devices"]
     words = [
         f"{one['name']}, {size(one['total_bytes'])}, sm_{one['capability'].replace('.', '')}, compute mode "
@@ -114,7 +114,7 @@ def _judge_devices(cuda: dict[str, Any], wanted: bool) -> Finding:
     return ok("CUDA devices", found)
 
 
-def _judge_torch(cuda: dict[str, Any], torch: Torch | None, plan: Plan) -> Finding:
+def _judge_torch(cuda: dict[str, Any], torch: Torch | None, plan: MachinePlan) -> DoctorFinding:
     device, check = plan.settings.pools.hbm.device, "torch"
     if torch is None:
         if not plan.hbm or device == "memory":
@@ -139,7 +139,7 @@ def _judge_torch(cuda: dict[str, Any], torch: Torch | None, plan: Plan) -> Findi
     return ok(check, found)
 
 
-def _judge_pinned(cuda: dict[str, Any], plan: Plan) -> Finding:
+def _judge_pinned(cuda: dict[str, Any], plan: MachinePlan) -> DoctorFinding:
     if not cuda["pinned"]:
         return ok("pinned memory", "4 MiB of mapped memory pinned and given back")
     found = f"refused: {cuda['pinned']}"

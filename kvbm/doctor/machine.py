@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.assembly import NATIVE
-from kvbm.doctor.finding import Finding, ok, problem, size, speed, unused, warning
-from kvbm.doctor.plan import Plan
+from kvbm.doctor.finding import DoctorFinding, ok, problem, size, speed, unused, warning
+from kvbm.doctor.plan import MachinePlan
 
 _SHA = ("sha_ni", "sse4_1", "ssse3")
 _CRC = ("sse4_2", "pclmulqdq")
@@ -71,7 +71,7 @@ def cpu_quota(newer: str, older: str) -> float:
     return int(older) / 100_000 if older.strip().isdecimal() else 0.0
 
 
-def judge_cpu(facts: CpuFacts) -> list[Finding]:
+def judge_cpu(facts: CpuFacts) -> list[DoctorFinding]:
     """Cores, and which of the native kernels this CPU can run."""
     found = f"{facts.cores} cores, {facts.architecture}"
     if 0 < facts.quota < facts.cores:
@@ -104,7 +104,7 @@ def look_at_open_files() -> tuple[int, int]:
     return _limit(soft), _limit(hard)
 
 
-def judge_open_files(soft: int, hard: int) -> Finding:
+def judge_open_files(soft: int, hard: int) -> DoctorFinding:
     """`ulimit -n`. -1 is no limit."""
     found = f"{_count(soft)} at most (hard limit {_count(hard)})"
     fix = "raise it: ulimit -n 65536, LimitNOFILE=65536 in a systemd unit, or docker run --ulimit nofile=65536"
@@ -176,17 +176,17 @@ def chosen_mode(text: str) -> str:
     return found[1] if found else ""
 
 
-def judge_memory(facts: MemoryFacts, plan: Plan) -> list[Finding]:
+def judge_memory(facts: MemoryFacts, plan: MachinePlan) -> list[DoctorFinding]:
     """Room, what may be locked, huge pages, NUMA."""
     return [
         _judge_room(facts, plan),
-        _judge_locked(facts, plan),
+        _judge_locked_memory(facts, plan),
         _judge_huge_pages(facts, plan),
         _judge_numa(facts, plan),
     ]
 
 
-def _judge_room(facts: MemoryFacts, plan: Plan) -> Finding:
+def _judge_room(facts: MemoryFacts, plan: MachinePlan) -> DoctorFinding:
     found = f"{size(facts.available)} of {size(facts.total)} available"
     room = facts.available
     if facts.limit:
@@ -211,7 +211,7 @@ def _judge_room(facts: MemoryFacts, plan: Plan) -> Finding:
     return ok("memory", found)
 
 
-def _judge_locked(facts: MemoryFacts, plan: Plan) -> Finding:
+def _judge_locked_memory(facts: MemoryFacts, plan: MachinePlan) -> DoctorFinding:
     """Old kernels count io_uring's rings against the limit.
 
     What CUDA pins is its driver's matter and counts nowhere.
@@ -233,7 +233,7 @@ def _judge_locked(facts: MemoryFacts, plan: Plan) -> Finding:
     return ok(check, found)
 
 
-def _judge_huge_pages(facts: MemoryFacts, plan: Plan) -> Finding:
+def _judge_huge_pages(facts: MemoryFacts, plan: MachinePlan) -> DoctorFinding:
     check = "huge pages"
     mode = plan.settings.pools.host.huge_pages
     found = f"{facts.huge_free} of {facts.huge_count} free, {size(facts.huge_page)} each" if facts.huge_page else "none"
@@ -265,7 +265,7 @@ def _judge_huge_pages(facts: MemoryFacts, plan: Plan) -> Finding:
     )
 
 
-def _judge_numa(facts: MemoryFacts, plan: Plan) -> Finding:
+def _judge_numa(facts: MemoryFacts, plan: MachinePlan) -> DoctorFinding:
     nodes, chosen, wanted = facts.nodes, plan.settings.pools.host.numa_node, plan.host.bytes or 0
     found = ", ".join(f"node {node}: {size(free)} free" for node, free in nodes.items()) or "not known"
     if len(nodes) <= 1 and chosen <= 0:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvbm.config import Settings
 from kvbm.core.errors import KvbmError
-from kvbm.doctor.finding import Finding, ok, warning
+from kvbm.doctor.finding import DoctorFinding, ok, warning
 from kvbm.doctor.sql_library import sql_library
 from kvbm.files import Exposed, exposed
 
@@ -18,7 +18,7 @@ def look_at_modes(settings: Settings) -> Exposed:
     return exposed([Path(path) for path in kept_paths(settings) if path])
 
 
-def judge_modes(found: Exposed) -> Finding:
+def judge_modes(found: Exposed) -> DoctorFinding:
     """A warning: it works, and names, hashes and keys are open to other users."""
     if not found.entries:
         return ok(_CHECK, "nothing that kvbm keeps is open to other users")

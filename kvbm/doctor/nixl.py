@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvbm.core.errors import KvbmError
 from kvbm.doctor.deadline import PROBE_S
-from kvbm.doctor.finding import Finding, ok, unused, warning
+from kvbm.doctor.finding import DoctorFinding, ok, unused, warning
 from kvbm.transport.nixl_agent import NixlProcess, missing_nixl
 from kvbm.transport.nixl_process import find_nixl
 
@@ -50,7 +50,7 @@ def look_at_nixl(process: NixlProcess | None = None, is_tried: bool = True) -> N
     return NixlFacts(_package(), "")
 
 
-def judge_nixl(facts: NixlFacts) -> Finding:
+def judge_nixl(facts: NixlFacts) -> DoctorFinding:
     """One line; nothing is wrong without NIXL."""
     if not facts.package:
         return unused("NIXL", facts.trouble)

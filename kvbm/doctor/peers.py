@@ -7,13 +7,13 @@ from kvbm.assembly.peers import peer_key
 from kvbm.assembly.rdma import device_name
 from kvbm.config import Settings
 from kvbm.core.errors import ConfigError, VerbsError
-from kvbm.doctor.finding import Finding, ok, problem, refused, unused, warning
+from kvbm.doctor.finding import DoctorFinding, ok, problem, refused, unused, warning
 from kvbm.doctor.rdma import RdmaFacts, look_at_rdma
 
 _NAME = "peers"
 
 
-def judge_peers(settings: Settings, facts: RdmaFacts | None = None) -> Finding:
+def judge_peers(settings: Settings, facts: RdmaFacts | None = None) -> DoctorFinding:
     """One line: of two instances, those of one machine and user read by memory, others by RDMA where both have a
     device, else by TCP where both have the key or certificates.
 

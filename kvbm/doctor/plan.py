@@ -18,7 +18,7 @@ class _Sized(Protocol):
     def capacity_bytes(self) -> int: ...
 
 
-class Wanted(NamedTuple):
+class WantedBytes(NamedTuple):
     """Bytes a pool wants.
 
     Attributes:
@@ -31,7 +31,7 @@ class Wanted(NamedTuple):
         return self.bytes != 0
 
 
-class Plan(NamedTuple):
+class MachinePlan(NamedTuple):
     """What is configured, as far as a machine has to provide it.
 
     Attributes:
@@ -43,15 +43,15 @@ class Plan(NamedTuple):
     """
 
     settings: Settings
-    hbm: Wanted
-    host: Wanted
-    nvme: Wanted
+    hbm: WantedBytes
+    host: WantedBytes
+    nvme: WantedBytes
     nvme_paths: tuple[str, ...]
     journal: Path | None
     slots: int = 0
 
 
-def plan_of(settings: Settings, block_bytes: int = 0) -> Plan:
+def plan_of(settings: Settings, block_bytes: int = 0) -> MachinePlan:
     """What settings want.
 
     Args:
@@ -62,7 +62,7 @@ def plan_of(settings: Settings, block_bytes: int = 0) -> Plan:
     paths: tuple[str, ...] = ()
     if nvme:
         paths = tuple(map(str, nvme_paths(settings)))
-    return Plan(
+    return MachinePlan(
         settings,
         _wanted(pools.hbm, block_bytes),
         _wanted(pools.host, block_bytes),
@@ -77,15 +77,15 @@ def _slots(pool: _Sized, block_bytes: int) -> int:
     return pool.slots or (pool.capacity_bytes // block_bytes if block_bytes else 0)
 
 
-def _wanted(pool: _Sized, block_bytes: int) -> Wanted:
+def _wanted(pool: _Sized, block_bytes: int) -> WantedBytes:
     if pool.capacity_bytes:
-        return Wanted(pool.capacity_bytes)
-    return Wanted(pool.slots * block_bytes if block_bytes or not pool.slots else None)
+        return WantedBytes(pool.capacity_bytes)
+    return WantedBytes(pool.slots * block_bytes if block_bytes or not pool.slots else None)
 
 
-def _file_bytes(pool: _Sized, block_bytes: int, files: int) -> Wanted:
+def _file_bytes(pool: _Sized, block_bytes: int, files: int) -> WantedBytes:
     """With the header of each file and slot where the block is known; without it, what is known to be too little."""
     plain = _wanted(pool, block_bytes)
     if not plain or not block_bytes:
         return plain
-    return Wanted(_slots(pool, block_bytes) * stride_of(block_bytes) + files * (PAGE_BYTES + TAIL_BYTES))
+    return WantedBytes(_slots(pool, block_bytes) * stride_of(block_bytes) + files * (PAGE_BYTES + TAIL_BYTES))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvbm.core.errors import VerbsError
-from kvbm.doctor.finding import Finding, ok, unused
+from kvbm.doctor.finding import DoctorFinding, ok, unused
 from kvbm.verbs.library import find_pyverbs, load_pyverbs
 from kvbm.verbs.ports import Port, ports
 
@@ -35,7 +35,7 @@ def look_at_rdma() -> RdmaFacts:
     )
 
 
-def judge_rdma(facts: RdmaFacts) -> Finding:
+def judge_rdma(facts: RdmaFacts) -> DoctorFinding:
     """One line; nothing is wrong without RDMA."""
     found = ", ".join(f"{port.device} port {port.number} ({port.link}, {port.state})" for port in facts.ports)
     words = f"{found or 'no device'}; {facts.pyverbs or facts.trouble}"

@@ -20,11 +20,11 @@ from kvbm.core.errors import KvbmError
 from kvbm.doctor import disks, gpu, machine, modes, services
 from kvbm.doctor.agreement import judge_settings
 from kvbm.doctor.clock import judge_clock, look_at_clock
-from kvbm.doctor.deadline import PROBE_S, Asked, Late
-from kvbm.doctor.finding import Finding, Result, problem, refused, unused, warning
+from kvbm.doctor.deadline import PROBE_S, LateProbe, PendingProbe
+from kvbm.doctor.finding import DoctorFinding, Result, problem, refused, unused, warning
 from kvbm.doctor.nixl import judge_nixl, look_at_nixl
 from kvbm.doctor.peers import judge_peers
-from kvbm.doctor.plan import Plan, Wanted, plan_of
+from kvbm.doctor.plan import MachinePlan, WantedBytes, plan_of
 from kvbm.doctor.rdma import judge_rdma, look_at_rdma
 from kvbm.reports import check_report_path, write_report
 from kvbm.terminal import as_json, plain
@@ -48,14 +48,14 @@ class DoctorOptions(NamedTuple):
     json: str = ""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """All findings. `problems`, `warnings`: how many."""
 
     version: str
     problems: int
     warnings: int
     elapsed_s: float
-    findings: list[Finding]
+    findings: list[DoctorFinding]
 
 
 class _Check(NamedTuple):
@@ -69,9 +69,9 @@ class _Check(NamedTuple):
     """
 
     name: str
-    look: Callable[[], list[Finding]]
+    look: Callable[[], list[DoctorFinding]]
     late: str
-    on_error: Callable[[KvbmError], Finding] | None = None
+    on_error: Callable[[KvbmError], DoctorFinding] | None = None
 
 
 def main(settings: Settings, options: DoctorOptions) -> int:
@@ -90,18 +90,18 @@ def main(settings: Settings, options: DoctorOptions) -> int:
     return 1 if report.problems else 0
 
 
-def examine(settings: Settings, options: DoctorOptions) -> Report:
+def examine(settings: Settings, options: DoctorOptions) -> DoctorReport:
     """Run every check. Never raises for what it finds, never waits longer than each probe's five seconds."""
     begin_s = time.monotonic()
     plan = plan_of(settings, options.block_bytes)
-    at_once = [(check, Asked(check.look, check.name)) for check in _checks(plan, options.quick)]
+    at_once = [(check, PendingProbe(check.look, check.name)) for check in _checks(plan, options.quick)]
     results = {check.name: _finish(check, asked) for check, asked in at_once}
     # Disks come after, one by one: what else is under way would be measured with them.
     disk_findings = _examine_disks(plan, options)
     findings = [found for name in _FIRST for found in results.pop(name, ())]
     findings += disk_findings + [found for rest in results.values() for found in rest]
     counts = {result: sum(found.result is result for found in findings) for result in Result}
-    return Report(
+    return DoctorReport(
         version=kvbm_version(),
         problems=counts[Result.PROBLEM],
         warnings=counts[Result.WARNING],
@@ -113,7 +113,7 @@ def examine(settings: Settings, options: DoctorOptions) -> Report:
 _FIRST = ("settings", "CPU", "open files", "memory", "CUDA", "io_uring")
 
 
-def _checks(plan: Plan, is_quick: bool) -> list[_Check]:
+def _checks(plan: MachinePlan, is_quick: bool) -> list[_Check]:
     """Everything but the disks, in the order of the table."""
     settings = plan.settings
     checks = [
@@ -149,25 +149,25 @@ def _checks(plan: Plan, is_quick: bool) -> list[_Check]:
 
 
 def _service_checks(settings: Settings) -> list[_Check]:
-    def nats() -> list[Finding]:
+    def nats() -> list[DoctorFinding]:
         if not settings.nats.enabled:
             return [unused("NATS", "nats.enabled is false: events stay local")]
         return services.judge_nats(services.look_at_nats(settings), settings)
 
-    def database() -> list[Finding]:
+    def database() -> list[DoctorFinding]:
         return [services.judge_database(services.look_at_database(settings), settings)]
 
-    def objects() -> list[Finding]:
+    def objects() -> list[DoctorFinding]:
         if not settings.pools.object.url:
             return [unused("object store", "pools.object.url is not set")]
         return [services.judge_objects(services.look_at_objects(settings), settings)]
 
-    def catalog() -> list[Finding]:
+    def catalog() -> list[DoctorFinding]:
         if not settings.catalog.url:
             return [unused("catalog", "catalog.url is not set: managers ask nobody")]
         return [services.judge_catalog(services.look_at_catalog(settings), settings)]
 
-    def without_database(error: KvbmError) -> Finding:
+    def without_database(error: KvbmError) -> DoctorFinding:
         return services.refused_database(error, settings)
 
     return [
@@ -178,14 +178,14 @@ def _service_checks(settings: Settings) -> list[_Check]:
     ]
 
 
-def _examine_disks(plan: Plan, options: DoctorOptions) -> list[Finding]:
-    findings: list[Finding] = []
-    kept: list[tuple[str, disks.Disk, Wanted]] = []
-    share = Wanted(plan.nvme.bytes and -(-plan.nvme.bytes // max(1, len(plan.nvme_paths))))
+def _examine_disks(plan: MachinePlan, options: DoctorOptions) -> list[DoctorFinding]:
+    findings: list[DoctorFinding] = []
+    kept: list[tuple[str, disks.Disk, WantedBytes]] = []
+    share = WantedBytes(plan.nvme.bytes and -(-plan.nvme.bytes // max(1, len(plan.nvme_paths))))
     for number, path in enumerate(plan.nvme_paths, 1):
         label = f"NVME {number}" if len(plan.nvme_paths) > 1 else "NVME"
 
-        def look_at_nvme(path: str = path, label: str = label) -> list[Finding]:
+        def look_at_nvme(path: str = path, label: str = label) -> list[DoctorFinding]:
             disk = disks.look_at_disk(path, is_file=True, measured=not options.quick)
             kept.append((label, disk, share))
             return disks.judge_nvme(disk, plan, label)
@@ -197,9 +197,12 @@ def _examine_disks(plan: Plan, options: DoctorOptions) -> list[Finding]:
     if plan.journal is None:
         findings.append(unused("journal disk", "journal.in_memory is true"))
     else:
-        folder, room = plan.journal, Wanted(max(plan.settings.journal.capacity_bytes, plan.settings.journal.max_bytes))
+        folder, room = (
+            plan.journal,
+            WantedBytes(max(plan.settings.journal.capacity_bytes, plan.settings.journal.max_bytes)),
+        )
 
-        def look_at_journal() -> list[Finding]:
+        def look_at_journal() -> list[DoctorFinding]:
             disk = disks.look_at_disk(folder, is_file=False, measured=False, syncs=not options.quick)
             kept.append(("journal", disk, room))
             return disks.judge_journal(disk, plan)
@@ -209,14 +212,14 @@ def _examine_disks(plan: Plan, options: DoctorOptions) -> list[Finding]:
     return findings + disks.judge_room(kept)
 
 
-def _finish_now(check: _Check) -> list[Finding]:
-    return _finish(check, Asked(check.look, check.name))
+def _finish_now(check: _Check) -> list[DoctorFinding]:
+    return _finish(check, PendingProbe(check.look, check.name))
 
 
-def _finish(check: _Check, asked: Asked[list[Finding]]) -> list[Finding]:
+def _finish(check: _Check, asked: PendingProbe[list[DoctorFinding]]) -> list[DoctorFinding]:
     try:
         return asked.result(PROBE_S + _GRACE_S)
-    except Late:
+    except LateProbe:
         return [problem(check.name, f"no answer within {PROBE_S:g} s", check.late)]
     except KvbmError as error:
         return [check.on_error(error) if check.on_error is not None else refused(check.name, error)]
@@ -228,7 +231,7 @@ def _finish(check: _Check, asked: Asked[list[Finding]]) -> list[Finding]:
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def table_of(findings: Sequence[Finding]) -> Table:
+def table_of(findings: Sequence[DoctorFinding]) -> Table:
     """The findings for people."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("check", no_wrap=True)
@@ -241,7 +244,7 @@ def table_of(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def _print(report: Report) -> None:
+def _print(report: DoctorReport) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=max(_TABLE_WIDTH, console.width))

@@ -16,12 +16,12 @@ from kvbm.config import NatsSettings, Settings
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import KvbmError, MissingExtraError, StreamError
 from kvbm.doctor.deadline import PROBE_S
-from kvbm.doctor.finding import Finding, milliseconds, ok, problem, refused, size, unused, warning
+from kvbm.doctor.finding import DoctorFinding, milliseconds, ok, problem, refused, size, unused, warning
 from kvbm.doctor.sql_library import sql_library
 from kvbm.files import SMALL_BYTES, read_small
 from kvbm.locate.parts import catalogs_at
-from kvbm.pools.stores.base import TRIAL_PREFIX, Get, Put, Refusal, Store, Trouble
-from kvbm.pools.stores.link import Limits
+from kvbm.pools.stores.base import TRIAL_PREFIX, Get, ObjectStore, Put, Refusal, StoreTrouble
+from kvbm.pools.stores.link import RequestLimits
 from kvbm.pools.stores.opening import open_store
 from kvbm.streams.base import StreamState
 from kvbm.streams.nats.credentials import Credentials
@@ -76,7 +76,7 @@ def look_at_nats(settings: Settings) -> Nats:
     return Nats(not settings.nats.url, str(folder), view.version, view, role)
 
 
-def judge_nats(facts: Nats, settings: Settings) -> list[Finding]:
+def judge_nats(facts: Nats, settings: Settings) -> list[DoctorFinding]:
     """Connection, JetStream, the stream and its limits."""
     view = facts.view
     if view is None:
@@ -89,7 +89,7 @@ def judge_nats(facts: Nats, settings: Settings) -> list[Finding]:
     return [_judge_server(view, found), _judge_stream(view, settings)]
 
 
-def _judge_server(view: ServerView, found: str) -> Finding:
+def _judge_server(view: ServerView, found: str) -> DoctorFinding:
     version = _version(view.version)
     if view.max_payload < _LEAST_PAYLOAD_BYTES:
         return problem(
@@ -106,7 +106,7 @@ def _judge_server(view: ServerView, found: str) -> Finding:
     return ok("NATS", found)
 
 
-def _judge_stream(view: ServerView, settings: Settings) -> Finding:
+def _judge_stream(view: ServerView, settings: Settings) -> DoctorFinding:
     check = "NATS stream"
     if view.has_jetstream:
         fix = (
@@ -172,7 +172,7 @@ def look_at_database(settings: Settings) -> Any:
     return asyncio.run(sql_library().look(database_url(settings), _ASK_S))
 
 
-def judge_database(view: Any, settings: Settings) -> Finding:
+def judge_database(view: Any, settings: Settings) -> DoctorFinding:
     """Reached, migrated, writable."""
     check = "SQL"
     if not view.is_there:
@@ -190,7 +190,7 @@ def judge_database(view: Any, settings: Settings) -> Finding:
     return ok(check, f"{found}; {schema} is the newest, a row was written and taken back")
 
 
-def refused_database(error: KvbmError, settings: Settings) -> Finding:
+def refused_database(error: KvbmError, settings: Settings) -> DoctorFinding:
     """Without a configured database and without its libraries, this machine runs no catalog."""
     if isinstance(error, MissingExtraError) and not settings.catalog.database:
         return unused("SQL", "the catalog's libraries are not installed here; only kvbm-catalog needs them")
@@ -200,7 +200,7 @@ def refused_database(error: KvbmError, settings: Settings) -> Finding:
 # -- the object store -------------------------------------------------------------------------------------------------
 
 
-class Objects(NamedTuple):
+class ObjectTrial(NamedTuple):
     """One small object put, put again, read and deleted.
 
     Attributes:
@@ -211,17 +211,17 @@ class Objects(NamedTuple):
 
     place: str
     failed: str
-    trouble: Trouble | None
+    trouble: StoreTrouble | None
     why: str
     ignored: tuple[str, ...]
     left: str
     round_trip_s: float
 
 
-def look_at_objects(settings: Settings) -> Objects:
-    """See `Objects`. Raises ConfigError, MissingExtraError, PoolError: there is no store, and what to do."""
+def look_at_objects(settings: Settings) -> ObjectTrial:
+    """See `ObjectTrial`. Raises ConfigError, MissingExtraError, PoolError: there is no store, and what to do."""
     wanted = settings.pools.object
-    limits = Limits(requests_in_flight=1, connect_timeout_s=_OBJECT_ASK_S, read_timeout_s=_OBJECT_ASK_S)
+    limits = RequestLimits(requests_in_flight=1, connect_timeout_s=_OBJECT_ASK_S, read_timeout_s=_OBJECT_ASK_S)
     store = open_store(
         wanted.url,
         endpoint=wanted.endpoint,
@@ -234,7 +234,7 @@ def look_at_objects(settings: Settings) -> Objects:
     )
     name, body = f".kvbm/doctor/{secrets.token_hex(16)}", secrets.token_bytes(4096)
     try:
-        facts = _step(store, Objects(store.name, "", None, "", (), "", 0.0), name, body)
+        facts = _step(store, ObjectTrial(store.name, "", None, "", (), "", 0.0), name, body)
         [refusal] = store.delete(
             [name], _OBJECT_ASK_S
         )  # also after a put that failed: it may have been done, and not said
@@ -250,7 +250,7 @@ def look_at_objects(settings: Settings) -> Objects:
         store.close()
 
 
-def _step(store: Store, facts: Objects, name: str, body: bytes) -> Objects:
+def _step(store: ObjectStore, facts: ObjectTrial, name: str, body: bytes) -> ObjectTrial:
     """Put and read, until something is refused."""
     [put] = store.put([Put(name, body)], _OBJECT_ASK_S)
     if put is not None:
@@ -261,11 +261,11 @@ def _step(store: Store, facts: Objects, name: str, body: bytes) -> Objects:
     if isinstance(got, Refusal):
         return facts._replace(failed="get", trouble=got.trouble, why=got.words)
     if bytes(got.body) != body:
-        return facts._replace(failed="get", trouble=Trouble.REFUSED, why="other bytes came back")
+        return facts._replace(failed="get", trouble=StoreTrouble.REFUSED, why="other bytes came back")
     return facts._replace(round_trip_s=round_trip_s)
 
 
-def _conditions(store: Store, facts: Objects) -> Objects:
+def _conditions(store: ObjectStore, facts: ObjectTrial) -> ObjectTrial:
     """Put where a condition does not hold."""
     ignored = store.ignored_conditions(f"{TRIAL_PREFIX}{secrets.token_hex(16)}", _OBJECT_ASK_S)
     if isinstance(ignored, Refusal):
@@ -273,7 +273,7 @@ def _conditions(store: Store, facts: Objects) -> Objects:
     return facts._replace(ignored=ignored)
 
 
-def judge_objects(facts: Objects, settings: Settings) -> Finding:
+def judge_objects(facts: ObjectTrial, settings: Settings) -> DoctorFinding:
     """The store is reached; put, conditional put, get and delete work."""
     check = "object store"
     if facts.failed:
@@ -300,12 +300,12 @@ _STEPS = {
 }
 
 
-def _object_fix(facts: Objects) -> str:
-    if facts.trouble is Trouble.DENIED:
+def _object_fix(facts: ObjectTrial) -> str:
+    if facts.trouble is StoreTrouble.DENIED:
         return "check the credentials and their policy: list, get, put and delete under the prefix"
     if any(word in facts.why for word in ("503", "507", "Full", "Quota", "maxmemory")):
         return "free room in the store, or raise its quota"
-    if facts.trouble is Trouble.SILENT:
+    if facts.trouble is StoreTrouble.SILENT:
         return "start the store, or correct pools.object.endpoint"
     return "check pools.object.region and pools.object.endpoint"
 
@@ -313,7 +313,7 @@ def _object_fix(facts: Objects) -> str:
 # -- the catalog ------------------------------------------------------------------------------------------------------
 
 
-class Catalog(NamedTuple):
+class CatalogHealth(NamedTuple):
     """The catalog's own word, and how long it took."""
 
     ready: ReadyAnswer
@@ -321,19 +321,19 @@ class Catalog(NamedTuple):
     url: str  # without user and password
 
 
-def look_at_catalog(settings: Settings) -> Catalog:
-    """See `Catalog`. Raises CatalogError."""
+def look_at_catalog(settings: Settings) -> CatalogHealth:
+    """See `CatalogHealth`. Raises CatalogError."""
     client = catalogs_at(settings.catalog.url, _ASK_S / 2, credentials=catalog_credentials(settings))
     try:
         client.ready()  # makes the connection
         begin_s = time.perf_counter()
         ready = client.ready()
-        return Catalog(ready, time.perf_counter() - begin_s, client.url)
+        return CatalogHealth(ready, time.perf_counter() - begin_s, client.url)
     finally:
         client.close()
 
 
-def judge_catalog(facts: Catalog, settings: Settings) -> Finding:
+def judge_catalog(facts: CatalogHealth, settings: Settings) -> DoctorFinding:
     """Reached, ready, and faster than managers wait for it."""
     found = f"{facts.url}, {milliseconds(facts.round_trip_s)} a round trip"
     if not facts.ready.ready:

@@ -26,11 +26,11 @@ from kvbm.erasure import report
 from kvbm.erasure import sql as sql_erasure
 from kvbm.erasure.archive import Meant, rewrite_frames, rewrite_samples
 from kvbm.erasure.record import DamagedRecordError, Erasure, Matcher, Record
-from kvbm.erasure.report import CATALOG, INSTANCE, OBJECTS, Answer, Place, Progress
+from kvbm.erasure.report import CATALOG, INSTANCE, OBJECTS, Answer, ErasedPlace, Progress
 from kvbm.erasure.stream import EventsKept
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import AccessSample
-from kvbm.streams.nats.api import Stored
+from kvbm.streams.nats.api import ServerMessage
 
 if TYPE_CHECKING:
     from kvbm.catalog.service import CatalogService
@@ -43,11 +43,11 @@ _SAMPLES_S = 3 * SAMPLES_EVERY_S  # what was heard by then is in the archive
 _NAMED = 3  # of those that are waited for
 
 
-class Log(Protocol):
+class CatalogErasureLog(Protocol):
     """What a catalog asks of the stream: `erasure.stream.ErasureLog`."""
 
     async def make(self) -> None: ...
-    async def record(self) -> Stored | None: ...
+    async def record(self) -> ServerMessage | None: ...
     async def put_record(self, data: bytes, expected: int) -> int: ...
     async def put_answer(self, name: str, data: bytes) -> None: ...
     async def answers(self) -> dict[str, bytes]: ...
@@ -65,7 +65,7 @@ class CatalogErasures:
     """
 
     def __init__(
-        self, service: CatalogService, name: str, connect: Callable[[], Awaitable[Log]], poll_s: float
+        self, service: CatalogService, name: str, connect: Callable[[], Awaitable[CatalogErasureLog]], poll_s: float
     ) -> None:
         self._service, self._name, self._connect, self._poll_s = service, name, connect, poll_s
         self._progress: dict[int, Progress] = {}
@@ -74,7 +74,7 @@ class CatalogErasures:
             int, tuple[int, float]
         ] = {}  # the stream's end when nobody was left to send anything, and when that was
         self._record = Record()
-        self._log: Log | None = None
+        self._log: CatalogErasureLog | None = None
         self._is_busy = False
 
     async def run(self) -> None:
@@ -113,7 +113,7 @@ class CatalogErasures:
                     await self._say(connected, gone=True)
                 await connected.close()
 
-    async def _say(self, connected: Log, gone: bool = False) -> None:
+    async def _say(self, connected: CatalogErasureLog, gone: bool = False) -> None:
         in_force = {one.number for one in self._record.erasures}
         said = {number: progress for number, progress in self._progress.items() if number in in_force}
         if said != self._said or gone:
@@ -121,7 +121,7 @@ class CatalogErasures:
             await connected.put_answer(self._name, report.encoded(answer))
             self._said = said
 
-    async def _recall(self, connected: Log) -> None:
+    async def _recall(self, connected: CatalogErasureLog) -> None:
         """What this catalog has said before.
 
         While the stream has events of before that, it is done once more: they may have been read anew.
@@ -135,7 +135,7 @@ class CatalogErasures:
                     if progress.done_ns and (first_ns is None or progress.done_ns < first_ns)
                 } | self._progress
 
-    async def _restored(self, connected: Log) -> Record:
+    async def _restored(self, connected: CatalogErasureLog) -> Record:
         """The record; where the stream has lost it, or it is damaged, this catalog's copy, put back.
 
         Raises ErasureError.
@@ -155,7 +155,7 @@ class CatalogErasures:
             self._said = None  # answers are lost with it
         return self._record
 
-    async def _turn(self, connected: Log) -> None:
+    async def _turn(self, connected: CatalogErasureLog) -> None:
         self._record = await self._restored(connected)
         self._is_busy = False
         if open_ones := [one for one in self._record.erasures if not self._is_done(one.number)]:
@@ -177,11 +177,11 @@ class CatalogErasures:
         else:
             waits = await self._unread(erasure.number)
         if waits:
-            return Progress(places=tuple(Place(name=name, waits=waits) for name in self._places()))
+            return Progress(places=tuple(ErasedPlace(name=name, waits=waits) for name in self._places()))
         try:
             places = await self._erase(erasure, matcher, meant)
         except (CatalogError, OSError) as error:
-            return Progress(places=tuple(Place(name=name, waits=str(error)) for name in self._places()))
+            return Progress(places=tuple(ErasedPlace(name=name, waits=str(error)) for name in self._places()))
         log.info("erasure.done", number=erasure.number, namespaces=len(meant))
         return Progress(places=tuple(places), done_ns=time.time_ns())
 
@@ -238,7 +238,7 @@ class CatalogErasures:
             return "the stream to be read and stored"
         return ""
 
-    async def _erase(self, erasure: Erasure, matcher: Matcher, meant: Collection[NamespaceId]) -> list[Place]:
+    async def _erase(self, erasure: Erasure, matcher: Matcher, meant: Collection[NamespaceId]) -> list[ErasedPlace]:
         service = self._service
         places = []
         if matcher.is_whole:
@@ -247,22 +247,22 @@ class CatalogErasures:
             for namespace in meant:
                 service.index.forget_namespace(namespace)
             rows = await sql_erasure.erase_rows(service.store.engine, list(meant), tenants)
-            places.append(Place(name="SQL", erased=f"{rows} rows"))
-            places.append(Place(name="index", erased=f"{len(meant)} namespaces"))
+            places.append(ErasedPlace(name="SQL", erased=f"{rows} rows"))
+            places.append(ErasedPlace(name="index", erased=f"{len(meant)} namespaces"))
         else:
             await sql_erasure.erase_rows(service.store.engine, [], [])  # what claims left in its files
-            places += [Place(name="SQL", erased="the claims"), Place(name="index", erased="the blocks")]
+            places += [ErasedPlace(name="SQL", erased="the claims"), ErasedPlace(name="index", erased="the blocks")]
         if service.archive is not None:
             known = Matcher(erasure, map(erasure.namespace_digest, meant))
             gone = _meant_by(known, erasure.number)
             taken_out = await service.archive.rewrite(
                 partial(rewrite_frames, meant=gone), partial(rewrite_samples, meant=gone)
             )
-            places.append(Place(name="archive", erased=f"{taken_out} frames and samples"))
+            places.append(ErasedPlace(name="archive", erased=f"{taken_out} frames and samples"))
         if service.checkpointer is not None:
             if not await service.checkpointer.write_alone():
                 raise CatalogError(f"no new checkpoint: {service.degraded}")
-            places.append(Place(name="checkpoints", erased="all older ones"))
+            places.append(ErasedPlace(name="checkpoints", erased="all older ones"))
         return places
 
 
@@ -287,5 +287,5 @@ def _meant_by(matcher: Matcher, number: int) -> Meant:
     return Meant(frame, sample, number)
 
 
-async def _answers(connected: Log) -> list[Answer]:
+async def _answers(connected: CatalogErasureLog) -> list[Answer]:
     return report.answers_of(await connected.answers())

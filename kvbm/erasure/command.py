@@ -53,7 +53,7 @@ class EraseOptions(NamedTuple):
     forget_catalog: str | None = None
 
 
-class Cluster(NamedTuple):
+class ErasureCluster(NamedTuple):
     """What SQL knows: namespaces with their tenants, and the instances with what is said while one does not answer.
 
     Attributes:
@@ -94,7 +94,7 @@ def read_hashes(words: str) -> bytes:
     return hashes
 
 
-async def known_cluster(database_url: str | Path) -> Cluster:
+async def known_cluster(database_url: str | Path) -> ErasureCluster:
     """What SQL knows now. Raises CatalogError: the database does not answer."""
     store = await SqlStore.open(database_url)
     try:
@@ -106,7 +106,7 @@ async def known_cluster(database_url: str | Path) -> Cluster:
             for row in await store.instances()
             if row.engine != JANITOR
         }
-        return Cluster(tenants, instances, await store.claimed_namespaces() - tenants.keys())
+        return ErasureCluster(tenants, instances, await store.claimed_namespaces() - tenants.keys())
     finally:
         await store.close()
 
@@ -208,7 +208,7 @@ class EraseCommand:
             await connected.close()
 
     async def _table(
-        self, connected: ErasureLog, cluster: Cluster, erasure: Erasure, spare: frozenset[NamespaceId]
+        self, connected: ErasureLog, cluster: ErasureCluster, erasure: Erasure, spare: frozenset[NamespaceId]
     ) -> list[Line]:
         answers = report.counted(report.answers_of(await connected.answers()), cluster.instances)
         kept, matcher = await connected.events_kept(), Matcher(erasure)

@@ -26,7 +26,7 @@ from kvbm.core.errors import KvbmError
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier
 from kvbm.erasure.manager import HeldRun, Wiped
 from kvbm.erasure.record import Erasure, Matcher, Record
-from kvbm.erasure.report import Place, Progress
+from kvbm.erasure.report import ErasedPlace, Progress
 from kvbm.files import read_small, write_new
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
@@ -244,22 +244,22 @@ class InstanceErasures:
     def _progress(self, number: int) -> Progress:
         job = self._jobs.get(number)
         if job is None:
-            done = Place(name="all", erased="every tier, and the journal")
+            done = ErasedPlace(name="all", erased="every tier, and the journal")
             done_ns = self._done.at_ns.get(number, 0)
             return Progress(places=(done,), done_ns=done_ns, namespaces=self._unsaid(self._in_force[number]))
         places = [self._tier_place(job, tier) for tier in job.dirty]
         if self._instance.engine_tier is not None:
             waits = f"the engine: {job.engine_holds} blocks in its prefix cache; reset it, or restart the engine"
-            places.append(Place(name="engine's HBM", waits=waits if job.engine_holds else ""))
+            places.append(ErasedPlace(name="engine's HBM", waits=waits if job.engine_holds else ""))
         is_last = self._is_clean(job)
-        places.append(Place(name="journal", waits=job.journal if is_last else "the tiers"))
+        places.append(ErasedPlace(name="journal", waits=job.journal if is_last else "the tiers"))
         return Progress(places=tuple(places), namespaces=self._unsaid(job.erasure))
 
-    def _tier_place(self, job: _Job, tier: Tier) -> Place:
+    def _tier_place(self, job: _Job, tier: Tier) -> ErasedPlace:
         left, trouble = len(job.dirty[tier]), job.trouble.get(tier.name, "")
         waits = f"{left} slots that requests or copies use" if left else ""
         erased = f"{job.withdrawn.get(tier, 0)} blocks withdrawn, {job.zeroed.get(tier, 0)} slots zeroed"
-        return Place(name=tier.name, erased=erased, waits=trouble or waits)
+        return ErasedPlace(name=tier.name, erased=erased, waits=trouble or waits)
 
 
 def _split(hashes: bytes) -> list[bytes]:

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import NamespaceId
-from kvbm.erasure.report import Place, Progress
+from kvbm.erasure.report import ErasedPlace, Progress
 from kvbm.pools.object.encryption import SEALED_FOLDER
-from kvbm.pools.stores.base import Store
+from kvbm.pools.stores.base import ObjectStore
 from kvbm.pools.tenant_keys import TenantKeys
 
 _RUNS = 4  # of the janitor: one that claims what nobody claims, one that erases it, and two for what was in use
@@ -37,7 +37,7 @@ class Swept(Protocol):
     def parts(self) -> Mapping[str, SweptPart]: ...
 
 
-class Named(Protocol):
+class NamedObject(Protocol):
     """What the name of an object says: `janitor.holdings.ObjectName`."""
 
     @property
@@ -54,8 +54,8 @@ class Front(NamedTuple):
         timeout_s: of a question to it.
     """
 
-    open: Callable[[], Store]
-    parse: Callable[[str], Named | None]
+    open: Callable[[], ObjectStore]
+    parse: Callable[[str], NamedObject | None]
     keys: Callable[[], Mapping[str, TenantKeys]] | None
     timeout_s: float
 
@@ -98,7 +98,7 @@ def erase_objects(
         deleted, waits = deleted + gone.deleted, waits or gone.waits
     except KvbmError as error:
         waits = str(error)
-    place = Place(name="objects", erased=f"{deleted} objects", waits=waits)
+    place = ErasedPlace(name="objects", erased=f"{deleted} objects", waits=waits)
     return Progress(places=(place,), done_ns=0 if waits else time.time_ns())
 
 
@@ -128,5 +128,5 @@ def _erase_front(front: Front, namespaces: Collection[NamespaceId], tenants: Col
         store.close()
 
 
-def _deleted(store: Store, names: Sequence[str], deadline_s: float) -> int:
+def _deleted(store: ObjectStore, names: Sequence[str], deadline_s: float) -> int:
     return sum(refusal is None for refusal in store.delete(names, deadline_s))

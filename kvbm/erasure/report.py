@@ -27,7 +27,7 @@ _OF_CATALOG = "SQL, index, files"
 _SECOND_NS = 1_000_000_000
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class ErasedPlace(msgspec.Struct, frozen=True, kw_only=True):
     """One place of one who answers.
 
     Attributes:
@@ -51,7 +51,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
             hint to the operator, and no more: nothing is erased because an answer says so.
     """
 
-    places: tuple[Place, ...] = ()
+    places: tuple[ErasedPlace, ...] = ()
     done_ns: int = 0
     namespaces: tuple[bytes, ...] = ()
 

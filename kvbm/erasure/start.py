@@ -15,7 +15,7 @@ from kvbm.core.results import Recovered
 from kvbm.erasure.instance import DONE_FILE, DoneErasures, InstanceErasures
 from kvbm.erasure.manager import ErasableManager
 from kvbm.erasure.record import Matcher, Record
-from kvbm.erasure.watch import ErasureWatch, Log, WatchOptions
+from kvbm.erasure.watch import ErasureWatch, InstanceErasureLog, WatchOptions
 from kvbm.manager.base import ManagerParts
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 from kvbm.safe_log import SafeLog
@@ -96,7 +96,7 @@ class WatchedErasures:
         self._recovered += 1
 
     def watching(
-        self, parts: ManagerParts, connect: Callable[[], Awaitable[Log]], options: WatchOptions
+        self, parts: ManagerParts, connect: Callable[[], Awaitable[InstanceErasureLog]], options: WatchOptions
     ) -> ErasureWatch:
         """What watches the record once it is started; `connect` opens the log, and raises StreamError."""
         manager = ErasableManager(parts)

@@ -16,7 +16,16 @@ import msgspec
 
 from kvbm.core.errors import StreamError
 from kvbm.streams.base import ERASE_PREFIX, ERASED_PREFIX, cluster_filter, instance_subject, subject_names
-from kvbm.streams.nats.api import NS, ApiError, Stored, last_message, message_at, request, store, stream_info
+from kvbm.streams.nats.api import (
+    NS,
+    JetStreamFault,
+    ServerMessage,
+    last_message,
+    message_at,
+    request,
+    store,
+    stream_info,
+)
 from kvbm.streams.nats.connection import JS_API, NatsConnection
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.headers import expecting
@@ -40,7 +49,7 @@ class _Subjects(msgspec.Struct):
 
 class _Info(msgspec.Struct):
     state: _Subjects = msgspec.field(default_factory=_Subjects)
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
 class EventsKept(NamedTuple):
@@ -77,7 +86,7 @@ class ErasureLog:
         """Make the stream, unless it is there."""
         await ensure_stream(self._connection, _CONFIG | {"num_replicas": self._replicas}, self._timeout_s)
 
-    async def record(self) -> Stored | None:
+    async def record(self) -> ServerMessage | None:
         """The record; None: nothing was ever erased here."""
         return await last_message(self._connection, ERASURES, self._subject, self._timeout_s, may_lack=True)
 

@@ -17,7 +17,7 @@ from kvbm.erasure import report
 from kvbm.erasure.instance import InstanceErasures
 from kvbm.erasure.report import INSTANCE, Answer
 from kvbm.safe_log import SafeLog
-from kvbm.streams.nats.api import Stored
+from kvbm.streams.nats.api import ServerMessage
 
 log = SafeLog()
 
@@ -26,10 +26,10 @@ _AGAIN_S = 2.0  # after the stream did not answer
 _STOP_S = 5.0
 
 
-class Log(Protocol):
+class InstanceErasureLog(Protocol):
     """What an instance asks of the stream: `erasure.stream.ErasureLog`."""
 
-    async def record(self) -> Stored | None: ...
+    async def record(self) -> ServerMessage | None: ...
     async def put_answer(self, name: str, data: bytes) -> None: ...
     async def close(self) -> None: ...
 
@@ -59,7 +59,7 @@ class ErasureWatch:
         self,
         name: str,
         erasures: InstanceErasures,
-        connect: Callable[[], Awaitable[Log]],
+        connect: Callable[[], Awaitable[InstanceErasureLog]],
         hold_back: Callable[[bool], None],
         is_known: bool,
         options: WatchOptions,
@@ -69,7 +69,7 @@ class ErasureWatch:
         self._holds = not is_known
         self._begun_s = time.monotonic()
         self._said: object = None
-        self._log: Log | None = None
+        self._log: InstanceErasureLog | None = None
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Task[object]] | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvbm-erasure-{name}", daemon=True)
@@ -152,7 +152,7 @@ class ErasureWatch:
             runner.run(self._say(report.encoded(answer)))
             self._said = progress
 
-    async def _read(self) -> Stored | None:
+    async def _read(self) -> ServerMessage | None:
         self._note_waiting()
         if self._log is None:
             self._log = await self._connect()

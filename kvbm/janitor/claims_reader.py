@@ -11,7 +11,7 @@ import numpy as np
 from kvbm.catalog.sql.rows import NamespaceRow
 from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Reach
-from kvbm.janitor.effects import ClaimColumns, Claimed, Run
+from kvbm.janitor.effects import BlockRun, ClaimColumns, KnownClaims
 from kvbm.streams.base import ORIGIN, Position
 
 
@@ -41,7 +41,7 @@ class ClaimsReader:
         """Read the claims of this pool from now on."""
         self._pool = pool
 
-    def claims(self) -> Claimed:
+    def claims(self) -> KnownClaims:
         """All claims, a namespace's together."""
         return self._runner.run(self._claims())
 
@@ -55,7 +55,7 @@ class ClaimsReader:
         """
         return self._runner.run(self._store.streams())
 
-    def last(self, runs: Sequence[Run]) -> list[int]:
+    def last(self, runs: Sequence[BlockRun]) -> list[int]:
         """When a block of each run was last claimed; 0 where none is."""
         return self._runner.run(self._last(runs))
 
@@ -70,7 +70,7 @@ class ClaimsReader:
         self._runner.run(self._store.close())
         self._runner.close()
 
-    async def _claims(self) -> Claimed:
+    async def _claims(self) -> KnownClaims:
         rows = await self._store.namespaces()
         tenants = {row.fields.id: row.fields.tenant for row in rows}
         hashes: dict[NamespaceId, list[bytes]] = {}
@@ -82,9 +82,9 @@ class ClaimsReader:
             ClaimColumns(namespace, b"".join(parts), np.concatenate(times[namespace]), tenants.get(namespace, ""))
             for namespace, parts in hashes.items()
         ]
-        return Claimed(columns, await self._store.tenant_quotas())
+        return KnownClaims(columns, await self._store.tenant_quotas())
 
-    async def _last(self, runs: Sequence[Run]) -> list[int]:
+    async def _last(self, runs: Sequence[BlockRun]) -> list[int]:
         asked: dict[NamespaceId, dict[bytes, None]] = {}
         for namespace, hashes in runs:
             asked.setdefault(namespace, {}).update(dict.fromkeys(_split(hashes)))

@@ -14,6 +14,7 @@ from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId
 from kvbm.janitor.claims_reader import ClaimsReader
 from kvbm.janitor.effects import (
     Begin,
+    BlockRun,
     ClaimedLast,
     Delete,
     Describe,
@@ -22,14 +23,13 @@ from kvbm.janitor.effects import (
     Header,
     Inspect,
     ListPage,
-    Names,
+    ObjectNames,
     ObjectSeen,
     Pause,
     PutLease,
     ReadClaims,
     ReadLists,
     ReadUsed,
-    Run,
     Unread,
     WaitForSql,
     WriteList,
@@ -37,13 +37,13 @@ from kvbm.janitor.effects import (
 )
 from kvbm.janitor.holdings import parse
 from kvbm.janitor.janitor import Janitor
-from kvbm.janitor.lease import Found, StoreStatus
+from kvbm.janitor.lease import StoredLease, StoreStatus
 from kvbm.janitor.report import Report
 from kvbm.janitor.used import USED_PREFIX, UsedList
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.object.reader import Described
 from kvbm.pools.object.tombstones import KEPT_PREFIX, LEASE_NAME, LIST_BYTES, decode_list, encode_list, read_lists
-from kvbm.pools.stores.base import TRIAL_PREFIX, Get, Got, Listed, Put, Refusal, Store, Trouble
+from kvbm.pools.stores.base import TRIAL_PREFIX, Get, Got, Listed, ObjectStore, Put, Refusal, StoreTrouble
 from kvbm.streams.base import Position
 
 PAGE_NAMES = 1000
@@ -91,7 +91,7 @@ class Driver:
 
     def __init__(
         self,
-        store: Store,
+        store: ObjectStore,
         claims: ClaimsReader,
         folder: Callable[[int], Folder],
         begin: Callable[[list[Namespace]], Manager],
@@ -129,7 +129,7 @@ class Driver:
                 return self._read_used()
             case WriteUsed(body):
                 return self._write_used(body)
-            case Names(blocks, run):
+            case ObjectNames(blocks, run):
                 return self._names(blocks, run)
             case ListPage(after):
                 return self._page(after)
@@ -164,7 +164,7 @@ class Driver:
     def _inspect(self) -> StoreStatus:
         """The store's clock is what it stamps an object with that is put now."""
         if self._options.dry_run:
-            return StoreStatus(self._wall_clock_ns(), 0.0, Found(b"", 0.0))
+            return StoreStatus(self._wall_clock_ns(), 0.0, StoredLease(b"", 0.0))
         probe = f"{_CLOCK_PREFIX}{self._options.run}-{self._wall_clock_ns()}"
         (refusal,) = self._store.put([Put(probe, b"what time is it?")], self._deadline_s)
         if refusal is not None:
@@ -189,19 +189,19 @@ class Driver:
         if isinstance(ignored, Refusal):
             raise self._trouble(f"trial of conditional puts of {trial}", ignored)
         (lease,) = self._store.get([Get(LEASE_NAME, most_bytes=_LEASE_BYTES)], self._deadline_s)
-        if isinstance(lease, Refusal) and lease.trouble is not Trouble.ABSENT:
+        if isinstance(lease, Refusal) and lease.trouble is not StoreTrouble.ABSENT:
             raise self._trouble("read of the lease", lease)
         body = bytes(lease.body) if isinstance(lease, Got) else b""
         age_s = (store_ns - kept.get(LEASE_NAME, store_ns)) / 1e9
-        return StoreStatus(store_ns, (wall_ns - store_ns) / 1e9, Found(body, age_s), ignored)
+        return StoreStatus(store_ns, (wall_ns - store_ns) / 1e9, StoredLease(body, age_s), ignored)
 
     def _put_lease(self, body: bytes, expected: bytes) -> bool:
         refusal = self._store.replace(LEASE_NAME, body, expected or None, self._deadline_s)
-        if refusal is not None and refusal.trouble is not Trouble.TAKEN:
+        if refusal is not None and refusal.trouble is not StoreTrouble.TAKEN:
             raise self._trouble("change of the lease", refusal)
         return refusal is None
 
-    def _names(self, blocks: int, run: Run) -> list[str]:
+    def _names(self, blocks: int, run: BlockRun) -> list[str]:
         try:
             return self._folder(blocks).names(run.namespace, _split(run.hashes))
         except PoolError:
@@ -250,7 +250,9 @@ class Driver:
             else []
         )
         for got in answers:
-            if isinstance(got, Refusal) and got.trouble is Trouble.UNUSABLE:  # what is in it must not count as unused
+            if (
+                isinstance(got, Refusal) and got.trouble is StoreTrouble.UNUSABLE
+            ):  # what is in it must not count as unused
                 raise self._trouble("read of what another cluster used", got)
         return [
             UsedList(bytes(got.body), entry.modified_ns)
@@ -260,7 +262,7 @@ class Driver:
 
     def _write_used(self, body: bytes) -> None:
         (held,) = self._store.get([Get(self._used_name, most_bytes=_USED_BYTES)], self._deadline_s)
-        if isinstance(held, Refusal) and held.trouble is not Trouble.ABSENT:
+        if isinstance(held, Refusal) and held.trouble is not StoreTrouble.ABSENT:
             raise self._trouble(f"read of {self._used_name}", held)
         before = bytes(held.body) if isinstance(held, Got) else None
         refusal = self._store.replace(self._used_name, body, before, self._deadline_s)
@@ -355,7 +357,7 @@ def _header(described: Described | Refusal | None) -> Header | Unread:
         case None:
             return Unread.FOREIGN
         case Refusal(trouble):
-            return Unread.GONE if trouble is Trouble.ABSENT else Unread.UNKNOWN
+            return Unread.GONE if trouble is StoreTrouble.ABSENT else Unread.UNKNOWN
         case Described():
             return Header(described.namespace, described.hashes, described.size_bytes)
         case _:

@@ -53,7 +53,7 @@ class Unread(Enum):
     UNKNOWN = "unknown"  # the store did not say
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Blocks of a namespace, packed."""
 
     namespace: NamespaceId
@@ -75,7 +75,7 @@ class ClaimColumns(NamedTuple):
     tenant: str
 
 
-class Claimed(NamedTuple):
+class KnownClaims(NamedTuple):
     """What SQL knows of a pool.
 
     Attributes:
@@ -114,7 +114,7 @@ class ReadLists(Effect[dict[str, list[str]]]):
 
 
 @dataclass(frozen=True)
-class ReadClaims(Effect[Claimed]):
+class ReadClaims(Effect[KnownClaims]):
     """All claims of the pool, from SQL."""
 
 
@@ -131,13 +131,13 @@ class WriteUsed(Effect[None]):
 
 
 @dataclass(frozen=True)
-class Names(Effect[list[str]]):
+class ObjectNames(Effect[list[str]]):
     """What the objects are named whose last blocks these are, `blocks` to an object; none where nobody here can
     tell.
     """
 
     blocks: int
-    run: Run
+    run: BlockRun
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Describe(Effect[list[Header | Unread]]):
 class EmitClaims(Effect[None]):
     """Record claims, or their withdrawal for a reason, as events of the janitor."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
     withdrawn: EvictReason | None = None
 
 
@@ -175,7 +175,7 @@ class WaitForSql(Effect[bool]):
 class ClaimedLast(Effect[list[int]]):
     """When a block of each of these runs was last claimed, from SQL now; 0 where none is claimed."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
 
 
 @dataclass(frozen=True)

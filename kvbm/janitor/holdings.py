@@ -17,7 +17,7 @@ import numpy as np
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId
 from kvbm.core.policy import OTHERS
-from kvbm.janitor.effects import ClaimColumns, Claimed, Header, ObjectSeen
+from kvbm.janitor.effects import ClaimColumns, Header, KnownClaims, ObjectSeen
 
 _PLAIN = re.compile(r"([1-9][0-9]{0,4})/([0-9a-f]{32})/([0-9a-f]{32})")
 _SEALED = re.compile(r"([1-9][0-9]{0,4})/e/([0-9a-f]{16})/([0-9a-f]{64})")
@@ -38,7 +38,7 @@ class ObjectName(NamedTuple):
     key: bytes
 
 
-class Row(NamedTuple):
+class ClaimRow(NamedTuple):
     """A claim: its position in the columns of a namespace."""
 
     namespace: NamespaceId
@@ -153,7 +153,7 @@ class Holdings:
         untold: objects that look like ours and whose headers nobody here can read.
     """
 
-    def __init__(self, claimed: Claimed) -> None:
+    def __init__(self, claimed: KnownClaims) -> None:
         self.claims = {columns.namespace: NamespaceClaims(columns) for columns in claimed.columns}
         self.quotas = claimed.quotas
         self.young: list[tuple[str, int]] = []
@@ -161,9 +161,9 @@ class Holdings:
         self.nameless: set[NamespaceId] = set()
         self.names: dict[tuple[NamespaceId, bytes], str] = {}
         self.untold = 0
-        self._sealed: dict[int, tuple[np.ndarray, list[Row]]] = {}  # k → keys, ascending, and what each stands for
+        self._sealed: dict[int, tuple[np.ndarray, list[ClaimRow]]] = {}  # k → keys, ascending, and what each stands for
 
-    def row(self, name: ObjectName) -> Row | None:
+    def row(self, name: ObjectName) -> ClaimRow | None:
         """The claim of an object's last block; None when it is not claimed."""
         if name.namespace is None:
             keys, rows = self._sealed[name.blocks]
@@ -171,7 +171,7 @@ class Holdings:
             return None if at is None else rows[at]
         claims = self.claims.get(name.namespace)
         index = None if claims is None else claims.row(name.key)
-        return None if index is None else Row(name.namespace, index)
+        return None if index is None else ClaimRow(name.namespace, index)
 
     def take_by_header(self, header: Header, seen: ObjectSeen, elsewhere_ns: int) -> bool:
         """An object is there that its name did not tell of; whether it is claimed."""
@@ -200,7 +200,7 @@ class Holdings:
             for row, name in enumerate(named):
                 parts = parse(name)
                 if parts is not None and parts.namespace is None:
-                    entries.append((parts.key, Row(namespace, row)))
+                    entries.append((parts.key, ClaimRow(namespace, row)))
         entries.sort()
         keys = np.frombuffer(b"".join(key for key, _ in entries), dtype=_COLUMN)
         self._sealed[blocks] = keys, [row for _, row in entries]

@@ -34,7 +34,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     held_s: float
 
 
-class Found(NamedTuple):
+class StoredLease(NamedTuple):
     """The lease as it lies in the store.
 
     Attributes:
@@ -58,7 +58,7 @@ class StoreStatus(NamedTuple):
 
     store_ns: int
     skew_s: float
-    lease: Found
+    lease: StoredLease
     ignored: tuple[str, ...] = ()
 
 
@@ -75,7 +75,7 @@ def encode(lease: Lease) -> bytes:
     return msgspec.json.encode(lease)
 
 
-def claimed(found: Found, holder: str, run: str, held_s: float) -> Lease:
+def claimed(found: StoredLease, holder: str, run: str, held_s: float) -> Lease:
     """The lease that takes the place of what was found. Raises JanitorBusyError: another janitor has it."""
     there = decode(found.body)
     if there is not None and there.holder and there.run != run and found.age_s < there.held_s + SLACK_S:

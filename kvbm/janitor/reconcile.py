@@ -9,7 +9,7 @@ import numpy as np
 
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId, hash_count
-from kvbm.janitor.effects import Header, ListPage, Names, ObjectSeen, ReadUsed, Run, Unread, WriteUsed
+from kvbm.janitor.effects import BlockRun, Header, ListPage, ObjectNames, ObjectSeen, ReadUsed, Unread, WriteUsed
 from kvbm.janitor.holdings import Holdings, NamespaceClaims, ObjectName, column, lacking, parse
 from kvbm.janitor.run_steps import RunSteps, Steps, do, runs_of
 from kvbm.janitor.used import UsedBy, UsedHere
@@ -77,12 +77,12 @@ class Reconciler:
         for namespace, claims in holdings.claims.items():
             packed = claims.hashes.tobytes()
             if packed:
-                first = yield from do(Names(blocks, Run(namespace, packed[:HASH_BYTES])))
+                first = yield from do(ObjectNames(blocks, BlockRun(namespace, packed[:HASH_BYTES])))
                 if not first:
                     holdings.nameless.add(namespace)
                 parts = parse(first[0]) if first else None
                 if parts is not None and parts.namespace is None:
-                    names[namespace] = yield from do(Names(blocks, Run(namespace, packed)))
+                    names[namespace] = yield from do(ObjectNames(blocks, BlockRun(namespace, packed)))
         holdings.learn_sealed(blocks, names)
 
     def _claim_found(self, holdings: Holdings, lonely: Sequence[ObjectSeen], used_by: UsedBy) -> Steps[int]:
@@ -160,9 +160,11 @@ class Reconciler:
         self._report.missing_blocks += len(missing)
         self._report.mended_blocks += len(unclaimed)
         if len(missing):
-            yield from self._steps.emit_claims([Run(claims.namespace, claims.packed(missing))], EvictReason.MISSING)
+            yield from self._steps.emit_claims(
+                [BlockRun(claims.namespace, claims.packed(missing))], EvictReason.MISSING
+            )
         if len(unclaimed):
-            yield from self._steps.emit_claims([Run(claims.namespace, bytes(unclaimed.tobytes()))])
+            yield from self._steps.emit_claims([BlockRun(claims.namespace, bytes(unclaimed.tobytes()))])
 
     def count_parts(self, holdings: Holdings) -> None:
         """Put what each namespace holds into the report."""
@@ -180,4 +182,4 @@ def names_of(holdings: Holdings, namespace: NamespaceId, blocks: int, last: Sequ
     """The names of objects that were seen, by their last blocks."""
     if namespace in holdings.nameless:
         return [holdings.names[namespace, block] for block in last]
-    return (yield from do(Names(blocks, Run(namespace, b"".join(last)))))
+    return (yield from do(ObjectNames(blocks, BlockRun(namespace, b"".join(last)))))

@@ -15,7 +15,7 @@ from kvbm.core.errors import JanitorBusyError, JanitorError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId
 from kvbm.janitor import lease as leases
-from kvbm.janitor.effects import Describe, Effect, EmitClaims, Header, Inspect, PutLease, Run, Unread, WaitForSql
+from kvbm.janitor.effects import BlockRun, Describe, Effect, EmitClaims, Header, Inspect, PutLease, Unread, WaitForSql
 from kvbm.janitor.report import Report
 from kvbm.janitor.rules import Rules
 
@@ -181,7 +181,7 @@ class RunSteps:
         self.report.foreign += 1
         self.report.first_foreign = self.report.first_foreign or name
 
-    def emit_claims(self, runs: Sequence[Run], withdrawn: EvictReason | None = None) -> Steps[None]:
+    def emit_claims(self, runs: Sequence[BlockRun], withdrawn: EvictReason | None = None) -> Steps[None]:
         """Record claims, or their withdrawal for a reason; nothing in a dry run."""
         if runs and not self.dry_run:
             yield from self.hold()
@@ -193,11 +193,11 @@ def do(effect: Effect[T]) -> Steps[T]:
     return cast(T, (yield effect))
 
 
-def runs_of(held: Sequence[Header | Run]) -> list[Run]:
+def runs_of(held: Sequence[Header | BlockRun]) -> list[BlockRun]:
     """The blocks of objects, those of a namespace together, each once."""
     blocks: dict[NamespaceId, dict[bytes, None]] = {}
     for one in held:
         known = blocks.setdefault(one.namespace, {})
         for at in range(0, len(one.hashes), HASH_BYTES):
             known[one.hashes[at : at + HASH_BYTES]] = None
-    return [Run(namespace, b"".join(known)) for namespace, known in blocks.items()]
+    return [BlockRun(namespace, b"".join(known)) for namespace, known in blocks.items()]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import NamespaceId, split_hashes
-from kvbm.janitor.effects import ClaimedLast, Delete, Header, Pause, ReadLists, Run, Unread, WriteList
+from kvbm.janitor.effects import BlockRun, ClaimedLast, Delete, Header, Pause, ReadLists, Unread, WriteList
 from kvbm.janitor.holdings import Holdings, Victim, expired, over_quota, placed
 from kvbm.janitor.reconcile import names_of
 from kvbm.janitor.run_steps import DESCRIBED_AT_ONCE, RunSteps, Steps, do, runs_of
@@ -121,7 +121,7 @@ class Withdrawer:
         going = yield from self._still_unused(going)
         for reason in dict.fromkeys(entry.victim.reason for entry in going):
             left = [
-                Run(entry.header.namespace, holdings.claims[entry.header.namespace].leave(entry.header.hashes))
+                BlockRun(entry.header.namespace, holdings.claims[entry.header.namespace].leave(entry.header.hashes))
                 for entry in going
                 if entry.victim.reason is reason
             ]
@@ -148,7 +148,7 @@ class Withdrawer:
         left: list[_Going] = []
         for at in range(0, len(going), DESCRIBED_AT_ONCE):
             part = going[at : at + DESCRIBED_AT_ONCE]
-            last = yield from do(ClaimedLast(tuple(Run(entry.header.namespace, entry.own) for entry in part)))
+            last = yield from do(ClaimedLast(tuple(BlockRun(entry.header.namespace, entry.own) for entry in part)))
             for entry, last_ns in zip(part, last, strict=True):
                 if last_ns <= entry.last_ns and (entry.victim.reason is not EvictReason.TTL or last_ns < old_ns):
                     left.append(entry)
@@ -172,7 +172,7 @@ class Withdrawer:
 
     def _finish_some(self, entries: Sequence[tuple[str, _Listed]]) -> Steps[set[str]]:
         """Delete a batch as far as it is not claimed. Returns what is to be tried again."""
-        last = yield from do(ClaimedLast(tuple(Run(one.header.namespace, one.own) for _, one in entries)))
+        last = yield from do(ClaimedLast(tuple(BlockRun(one.header.namespace, one.own) for _, one in entries)))
         kept = [one.header for (_, one), ns in zip(entries, last, strict=True) if ns]
         free = [(name, one.header) for (name, one), ns in zip(entries, last, strict=True) if not ns]
         self._report.kept += len(kept)

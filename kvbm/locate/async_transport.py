@@ -14,10 +14,10 @@ import ssl
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from kvbm.locate.credentials import CatalogCredentials, Proof
+from kvbm.locate.credentials import CatalogCredentials, CredentialProof
 from kvbm.locate.proxies import proxy_of
-from kvbm.locate.requests import UNIX, AskedFirst, Request, Turns, away, distrusted, ended, place_of
-from kvbm.locate.transport import Transport
+from kvbm.locate.requests import UNIX, AskedFirst, CatalogRequest, Turns, away, distrusted, ended, place_of
+from kvbm.locate.transport import CatalogTransport
 
 KEPT = 16  # connections to a catalog that nobody uses
 _HEAD_BYTES = 64 << 10
@@ -62,7 +62,7 @@ class _Place:
         for one in idle:
             one.writer.close()
 
-    async def ask(self, request: Request, proof: Proof) -> tuple[int, bytes]:
+    async def ask(self, request: CatalogRequest, proof: CredentialProof) -> tuple[int, bytes]:
         """Its status and body. Raises AwayError, CatalogError."""
         while True:
             kept = self._idle.pop() if self._idle else None
@@ -93,7 +93,7 @@ class _Place:
         except OSError as error:
             raise away(self.url, _words(error), was_asked=False) from None
 
-    async def _exchange(self, connection: _Connection, request: Request, token: str) -> tuple[int, bytes]:
+    async def _exchange(self, connection: _Connection, request: CatalogRequest, token: str) -> tuple[int, bytes]:
         reader, writer, term = connection
         is_kept = False
         try:
@@ -120,7 +120,7 @@ class _Place:
 
 
 class AsyncTransport:
-    """As `Transport`, for one loop of asyncio.
+    """As `CatalogTransport`, for one loop of asyncio.
 
     Args:
         urls: with commas between.
@@ -130,11 +130,11 @@ class AsyncTransport:
     def __init__(self, urls: str, credentials: CatalogCredentials) -> None:
         self._places = [_Place(place_of(one)) for one in urls.split(",")]
         self._proxied = {
-            place.url: Transport(place.url, credentials)
+            place.url: CatalogTransport(place.url, credentials)
             for place in self._places
             if not place.url.startswith(UNIX) and proxy_of(place.url)
         }
-        self._proof = Proof(credentials, is_tls=any(one.url.startswith("https://") for one in self._places))
+        self._proof = CredentialProof(credentials, is_tls=any(one.url.startswith("https://") for one in self._places))
         self._first = AskedFirst([place.url for place in self._places])
 
     @property
@@ -142,7 +142,7 @@ class AsyncTransport:
         """Of the catalog that is asked first."""
         return self._first.url
 
-    async def send(self, request: Request, timeout_s: float) -> tuple[int, bytes]:
+    async def send(self, request: CatalogRequest, timeout_s: float) -> tuple[int, bytes]:
         """The answer's status and body.
 
         Raises CatalogError: none answers in time. CatalogClosedError: it was closed.
@@ -161,14 +161,14 @@ class AsyncTransport:
         for proxied in self._proxied.values():
             proxied.close()
 
-    async def _ask_within(self, place: _Place, request: Request, timeout_s: float) -> tuple[int, bytes]:
+    async def _ask_within(self, place: _Place, request: CatalogRequest, timeout_s: float) -> tuple[int, bytes]:
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._ask(place, request, timeout_s)
         except TimeoutError:
             raise away(place.url, f"no answer to {request.path} within {timeout_s:g} s") from None
 
-    async def _ask(self, place: _Place, request: Request, timeout_s: float) -> tuple[int, bytes]:
+    async def _ask(self, place: _Place, request: CatalogRequest, timeout_s: float) -> tuple[int, bytes]:
         if (proxied := self._proxied.get(place.url)) is not None:
             return await asyncio.to_thread(proxied.send, request, timeout_s)
         self._prove()
@@ -194,7 +194,7 @@ def _words(error: OSError) -> str:
     return os.strerror(error.errno)
 
 
-def _head(request: Request, host: str, token: str) -> bytes:
+def _head(request: CatalogRequest, host: str, token: str) -> bytes:
     lines = [f"{request.method} {request.path} HTTP/1.1", f"Host: {host}"]
     if request.body is not None:
         lines += [f"Content-Type: {request.content_type}", f"Content-Length: {len(request.body)}"]

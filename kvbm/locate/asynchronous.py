@@ -30,7 +30,7 @@ from kvbm.locate.base import Catalog
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
 from kvbm.locate.http import TIMEOUT_S, CatalogClient
 from kvbm.locate.readiness import POLL_S, Readiness
-from kvbm.locate.requests import Request
+from kvbm.locate.requests import CatalogRequest
 
 R = TypeVar("R")
 CONNECTIONS = 16
@@ -233,7 +233,7 @@ class AsyncCatalogClient(AsyncCatalog):
 class _AskedError(Exception):
     """A request that is not answered yet; no error."""
 
-    def __init__(self, request: Request, timeout_s: float) -> None:
+    def __init__(self, request: CatalogRequest, timeout_s: float) -> None:
         super().__init__()
         self.request, self.timeout_s = request, timeout_s
 
@@ -247,7 +247,7 @@ class _Answered:
         self.url = url
         self.answers: Iterator[tuple[int, bytes]] = iter(())
 
-    def send(self, request: Request, timeout_s: float) -> tuple[int, bytes]:
+    def send(self, request: CatalogRequest, timeout_s: float) -> tuple[int, bytes]:
         for answer in self.answers:
             return answer
         raise _AskedError(request, timeout_s)

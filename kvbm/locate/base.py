@@ -29,7 +29,7 @@ from kvbm.core.ids import InstanceId, Namespace, NamespaceId
 from kvbm.core.token_questions import LookupMore, RouteMore
 
 
-class Found(NamedTuple):
+class FoundElsewhere(NamedTuple):
     """What of some blocks can be read from elsewhere.
 
     Attributes:
@@ -41,13 +41,13 @@ class Found(NamedTuple):
     peers: Sequence[PeerHolding] = ()
 
 
-NOTHING_FOUND = Found()
+NOTHING_FOUND = FoundElsewhere()
 
 
 class Locator(Protocol):
     """How a manager asks for blocks in a pool of cluster reach, and of other instances."""
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
         """What of these blocks can be read from elsewhere.
 
         Stale answers cost a miss, never a wrong block: what is read proves itself. Nothing when nobody answers in time.
@@ -71,7 +71,7 @@ class Locator(Protocol):
 class Nowhere:
     """Knows of no block elsewhere: an instance without a catalog."""
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
         return NOTHING_FOUND
 
     def claimed(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> bytes:

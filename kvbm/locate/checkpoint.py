@@ -8,8 +8,8 @@ from pathlib import Path
 import urllib3
 
 from kvbm.core.errors import CatalogError
-from kvbm.locate.requests import AwayError, Request, error_code
-from kvbm.locate.transport import Transport
+from kvbm.locate.requests import CatalogAwayError, CatalogRequest, error_code
+from kvbm.locate.transport import CatalogTransport
 
 CHECKPOINT_QUIET_S = 30.0
 _PATH = "/v1/checkpoint"
@@ -18,7 +18,7 @@ _HEAD_BYTES = 64 << 10  # a manifest has some hundred
 
 
 def fetch_checkpoint(
-    transport: Transport,
+    transport: CatalogTransport,
     folder: Path,
     timeout_s: float,
     quiet_s: float,
@@ -35,8 +35,8 @@ def fetch_checkpoint(
     failed: CatalogError | None = None
     for at in range(len(transport.places)):
         try:
-            answer = transport.follow(Request("GET", _PATH), at, timeout_s, quiet_s)
-        except AwayError as error:
+            answer = transport.follow(CatalogRequest("GET", _PATH), at, timeout_s, quiet_s)
+        except CatalogAwayError as error:
             failed = failed or error
             continue
         try:

@@ -43,7 +43,7 @@ class CatalogCredentials(NamedTuple):
 NO_CREDENTIALS = CatalogCredentials()
 
 
-class Proof:
+class CredentialProof:
     """What the files of credentials hold now. Whoever calls it from several threads guards it.
 
     Files that cannot be used keep what was read before, and are told once.

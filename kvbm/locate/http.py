@@ -69,8 +69,8 @@ from kvbm.locate.checkpoint import CHECKPOINT_QUIET_S, fetch_checkpoint
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
 from kvbm.locate.nats import NatsTransport, is_nats
 from kvbm.locate.readiness import POLL_S, Readiness
-from kvbm.locate.requests import Carrier, Request
-from kvbm.locate.transport import Transport
+from kvbm.locate.requests import Carrier, CatalogRequest
+from kvbm.locate.transport import CatalogTransport
 from kvbm.locate.watching import CatalogWatch
 from kvbm.safe_log import SafeLog
 
@@ -111,7 +111,9 @@ class CatalogClient(TokenQuestions):
         if not isinstance(credentials, CatalogCredentials):
             raise ArgumentTypeError("credentials", f"is {kind_of(credentials)}; give CatalogCredentials")
         self._timeout_s = timeout_s
-        self._transport: Carrier = NatsTransport(url, credentials) if is_nats(url) else Transport(url, credentials)
+        self._transport: Carrier = (
+            NatsTransport(url, credentials) if is_nats(url) else CatalogTransport(url, credentials)
+        )
 
     @property
     def url(self) -> str:
@@ -373,7 +375,7 @@ class CatalogClient(TokenQuestions):
         CatalogRefusedError: there is no such instance.
         """
         path = f"/v1/instances/{_quoted(instance)}/snapshot"
-        status, body = self._transport.send(Request("POST", path, b"", may_repeat=False), self._timeout_s)
+        status, body = self._transport.send(CatalogRequest("POST", path, b"", may_repeat=False), self._timeout_s)
         return self._decode(path, status, body, SnapshotAnswer).heard
 
     def fetch_checkpoint(self, folder: Path, timeout_s: float = CHECKPOINT_QUIET_S) -> bool:
@@ -415,7 +417,7 @@ class CatalogClient(TokenQuestions):
 
     def ready(self) -> ReadyAnswer:
         """Whether the catalog's answers are complete, and what does not work."""
-        status, body = self._transport.send(Request("GET", "/readyz"), self._timeout_s)
+        status, body = self._transport.send(CatalogRequest("GET", "/readyz"), self._timeout_s)
         return self._decode("/readyz", status, body, ReadyAnswer, good=(200, 503))
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
@@ -437,20 +439,20 @@ class CatalogClient(TokenQuestions):
         Raises CatalogRefusedError: it is alive, unknown, or not known to be gone.
         """
         path = f"/v1/instances/{_quoted(instance)}"
-        status, body = self._transport.send(Request("DELETE", path, may_repeat=False), self._timeout_s)
+        status, body = self._transport.send(CatalogRequest("DELETE", path, may_repeat=False), self._timeout_s)
         self._decode(path, status, body, ForgottenAnswer)
 
     def metrics(self) -> str:
         """The catalog's metrics in Prometheus' text format."""
-        status, body = self._transport.send(Request("GET", "/metrics"), self._timeout_s)
+        status, body = self._transport.send(CatalogRequest("GET", "/metrics"), self._timeout_s)
         if status != 200:
             raise self._refusal("/metrics", status, body)
         return body.decode()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _over_http(self) -> Transport:
-        if not isinstance(self._transport, Transport):
+    def _over_http(self) -> CatalogTransport:
+        if not isinstance(self._transport, CatalogTransport):
             raise CatalogError(
                 f"what comes piece by piece comes over HTTP, and {self.url} is of NATS; make a client with "
                 "http://host:port or unix:/path"
@@ -461,11 +463,11 @@ class CatalogClient(TokenQuestions):
         return self._timeout_s if timeout_s is None else checked_seconds(timeout_s, "timeout_s")
 
     def _get(self, path: str, kind: type[A]) -> A:
-        status, body = self._transport.send(Request("GET", path), self._timeout_s)
+        status, body = self._transport.send(CatalogRequest("GET", path), self._timeout_s)
         return self._decode(path, status, body, kind)
 
     def _post(self, path: str, request: msgspec.Struct, kind: type[A], timeout_s: float | None, wait_s: float) -> A:
-        asked = Request("POST", path, msgspec.json.encode(request), wait_s=wait_s)
+        asked = CatalogRequest("POST", path, msgspec.json.encode(request), wait_s=wait_s)
         status, body = self._transport.send(asked, self._limit(timeout_s) + wait_s)
         return self._decode(path, status, body, kind)
 
@@ -477,7 +479,7 @@ class CatalogClient(TokenQuestions):
         timeout_s: float | None,
     ) -> list[A]:
         body, limit_s = prompt_batches.encode_batch(batch), self._limit(timeout_s)
-        status, answer = self._transport.send(Request("POST", path, body, prompt_batches.CONTENT_TYPE), limit_s)
+        status, answer = self._transport.send(CatalogRequest("POST", path, body, prompt_batches.CONTENT_TYPE), limit_s)
         if status != 200:
             raise self._refusal(path, status, answer)
         try:

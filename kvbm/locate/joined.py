@@ -45,7 +45,7 @@ class Member(NamedTuple):
     parts: tuple[int, ...]
 
 
-class Offer(NamedTuple):
+class RouteOffer(NamedTuple):
     """An instance that may serve a prompt, and the catalog that says so."""
 
     member: Member
@@ -96,7 +96,7 @@ class Prompt(NamedTuple):
                 raise
             return None
 
-    def remembered(self, offer: Offer, together: CandidateLoad | None) -> bool:
+    def remembered(self, offer: RouteOffer, together: CandidateLoad | None) -> bool:
         """Have it remembered as sent; False: the instance is not there any more.
 
         Args:
@@ -154,9 +154,9 @@ def without_lent(load: CandidateLoad) -> CandidateLoad:
     return msgspec.structs.replace(load, lent=()) if load.lent else load
 
 
-def ranked(answers: Iterable[tuple[Member, RouteAnswer | None]], hashes: bytes) -> list[Offer]:
+def ranked(answers: Iterable[tuple[Member, RouteAnswer | None]], hashes: bytes) -> list[RouteOffer]:
     """All that were found, the best first, each instance once."""
-    offers = [Offer(member, one) for member, answer in answers if answer is not None for one in answer.ranked]
+    offers = [RouteOffer(member, one) for member, answer in answers if answer is not None for one in answer.ranked]
     offers.sort(
         key=lambda offer: (
             not offer.ranked.admitted,

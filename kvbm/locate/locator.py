@@ -13,7 +13,7 @@ from kvbm.core.answers import MAX_HASHES, FindAnswer, PresenceAnswer
 from kvbm.core.errors import ArgumentError, CatalogError, CatalogRefusedError
 from kvbm.core.ids import HASH_BYTES, NamespaceId
 from kvbm.core.questions import checked_place
-from kvbm.locate.base import NOTHING_FOUND, Found
+from kvbm.locate.base import NOTHING_FOUND, FoundElsewhere
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
 from kvbm.locate.joined import joined_bits
 from kvbm.locate.parts import catalogs_at
@@ -55,12 +55,12 @@ class HttpLocator:
         self._asker, self._topology = asker, _place(topology)
         self._find_again_s = -math.inf  # before it the catalog is asked as one of an older kvbm
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
         """See `Locator.find`."""
         answer = self._ask(partial(self._find, first), namespace, hashes, timeout_s)
         if answer is None:
             return NOTHING_FOUND
-        return Found(next((one.depth for one in answer.pools if one.pool == pool), 0), tuple(answer.peers))
+        return FoundElsewhere(next((one.depth for one in answer.pools if one.pool == pool), 0), tuple(answer.peers))
 
     def claimed(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> bytes:
         """See `Locator.claimed`."""

@@ -12,10 +12,10 @@ from kvbm.core.answers import ErrorAnswer, ErrorDetail, ReadyAnswer
 from kvbm.core.asks import JSON_TYPE, READY, STATUS_HEADER, TYPE_HEADER, ask_subject, message_of
 from kvbm.core.errors import CatalogError
 from kvbm.locate.credentials import CatalogCredentials
-from kvbm.locate.nats_bytes import Message, header
+from kvbm.locate.nats_bytes import NatsMessage, header
 from kvbm.locate.nats_proof import NatsProof, target_of
-from kvbm.locate.nats_wire import LateError, LostError, NobodyError, Question, Wire
-from kvbm.locate.requests import NOT_READY, AwayError, Request, closed, error_code
+from kvbm.locate.nats_wire import AnswerLateError, LostError, NobodyListensError, Question, Wire
+from kvbm.locate.requests import NOT_READY, CatalogAwayError, CatalogRequest, closed, error_code
 from kvbm.safe_log import SafeLog
 
 log = SafeLog()
@@ -73,7 +73,7 @@ class NatsTransport:
         for wire in idle:
             wire.close()
 
-    def send(self, request: Request, timeout_s: float) -> tuple[int, bytes]:
+    def send(self, request: CatalogRequest, timeout_s: float) -> tuple[int, bytes]:
         """See `Carrier.send`."""
         asked = message_of(request.method, request.path, request.body)
         if asked is None:
@@ -96,13 +96,15 @@ class NatsTransport:
                 share_s = min(left_s, request.wait_s + max(0.0, left_s - request.wait_s) / 2)
             try:
                 status, answer = self._asked(question, verb, time.monotonic() + share_s)
-            except NobodyError as error:
-                raise AwayError(self._nobody(error), was_asked=False) from None
-            except LateError:
-                failed = AwayError(self._away(f"no answer to {request.path} within {timeout_s:g} s"), was_asked=True)
+            except NobodyListensError as error:
+                raise CatalogAwayError(self._nobody(error), was_asked=False) from None
+            except AnswerLateError:
+                failed = CatalogAwayError(
+                    self._away(f"no answer to {request.path} within {timeout_s:g} s"), was_asked=True
+                )
                 continue
             except LostError as error:
-                failed = failed or AwayError(str(error), error.was_asked)
+                failed = failed or CatalogAwayError(str(error), error.was_asked)
                 continue
             if status == 503 and request.may_repeat and error_code(answer) in NOT_READY:
                 unready = (status, answer)  # another catalog may have read further
@@ -130,7 +132,7 @@ class NatsTransport:
         while True:
             try:
                 return self._ask(question, deadline_s)
-            except NobodyError:
+            except NobodyListensError:
                 unready = None if verb == READY else self._unready(deadline_s)
                 if unready is not None:
                     return unready
@@ -152,14 +154,14 @@ class NatsTransport:
                 )
             message = wire.ask(question, deadline_s)
             is_good = True
-        except NobodyError:
+        except NobodyListensError:
             is_good = True
             raise
         finally:
             self._give(wire, is_good)
         return self._status(message), message.body
 
-    def _status(self, message: Message) -> int:
+    def _status(self, message: NatsMessage) -> int:
         status = header(message.headers, _STATUS)
         if not status.isdigit() or len(status) != 3:
             raise CatalogError(f"{self.url} answers with something else than a catalog's answer (no {STATUS_HEADER})")
@@ -218,7 +220,7 @@ class NatsTransport:
         )
         return 503, msgspec.json.encode(ErrorAnswer(error=detail))
 
-    def _nobody(self, error: NobodyError) -> str:
+    def _nobody(self, error: NobodyListensError) -> str:
         return self._away(
             f"{error}: no catalog of cluster {self._cluster!r} runs, or none is ready, or its file of callers has no "
             "[[nats]] "

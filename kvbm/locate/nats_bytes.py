@@ -17,7 +17,7 @@ class WireError(CatalogError):
     """What came is not NATS's protocol. The connection is of no more use."""
 
 
-class Message(NamedTuple):
+class NatsMessage(NamedTuple):
     """A message.
 
     Attributes:
@@ -72,7 +72,7 @@ class Parser:
         """Whether nothing is left that was not taken."""
         return not self._held
 
-    def next(self) -> Message | Word | None:
+    def next(self) -> NatsMessage | Word | None:
         """The next operation; None: it is not complete. Raises WireError."""
         if not self._held:
             return None
@@ -101,7 +101,7 @@ class Parser:
         body = bytes(memoryview(self._held)[head.begin + head.headers : end])
         del self._held[: end + 2]
         self._head = None
-        return Message(head.subject, _status(headers) if headers else b"", headers, body)
+        return NatsMessage(head.subject, _status(headers) if headers else b"", headers, body)
 
     def _most_line(self) -> int:
         return MOST_INFO_BYTES if self._held[:4].upper() == b"INFO" else MOST_LINE_BYTES

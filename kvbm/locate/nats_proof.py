@@ -37,7 +37,7 @@ class NatsCredentials(NamedTuple):
 NO_NATS_CREDENTIALS = NatsCredentials()
 
 
-class Target(NamedTuple):
+class NatsTarget(NamedTuple):
     """Whom a URL names: servers, the cluster whose catalogs are asked, and who asks."""
 
     servers: list[NatsServer]
@@ -45,7 +45,7 @@ class Target(NamedTuple):
     caller: str
 
 
-def target_of(url: str) -> Target:
+def target_of(url: str) -> NatsTarget:
     """`nats://host:port/CLUSTER/CALLER`, several with commas between. Raises CatalogError: it cannot be used."""
     try:
         servers = servers_of(url)
@@ -60,7 +60,7 @@ def target_of(url: str) -> Target:
     for what, name in (("cluster", cluster), ("caller", caller)):
         if not is_caller(name):
             raise CatalogError(f'the {what} {name!r} of the catalog\'s URL is none; use letters, digits, "-" and "_"')
-    return Target(servers, cluster, caller)
+    return NatsTarget(servers, cluster, caller)
 
 
 class NatsProof:

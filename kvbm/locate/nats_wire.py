@@ -17,7 +17,7 @@ import msgspec
 
 from kvbm.core.errors import CatalogError
 from kvbm.core.nats_address import NatsServer
-from kvbm.locate.nats_bytes import MOST_MESSAGE_BYTES, Message, Parser, WireError, Word
+from kvbm.locate.nats_bytes import MOST_MESSAGE_BYTES, NatsMessage, Parser, WireError, Word
 from kvbm.locate.nats_proof import NatsProof
 from kvbm.locate.nats_socket import PlainSocket, TlsSocket
 
@@ -39,11 +39,11 @@ class LostError(CatalogError):
         self.was_asked = was_asked
 
 
-class LateError(CatalogError):
+class AnswerLateError(CatalogError):
     """No answer came in time."""
 
 
-class NobodyError(CatalogError):
+class NobodyListensError(CatalogError):
     """Nobody listens to the subject."""
 
 
@@ -126,7 +126,7 @@ class Wire:
         except (OSError, CatalogError):
             return False
 
-    def ask(self, question: Question, deadline_s: float) -> Message:
+    def ask(self, question: Question, deadline_s: float) -> NatsMessage:
         """Send a question and wait for its answer.
 
         Raises: LostError: the connection ended. LateError: no answer in time; one that comes later is passed over.
@@ -148,7 +148,7 @@ class Wire:
                 self._heed(found, deadline_s, was_asked=True)
             elif found.subject == inbox:
                 if found.status == _NOBODY and not found.body:
-                    raise NobodyError(f"nobody listens to {subject.decode()} at {self.server.shown}")
+                    raise NobodyListensError(f"nobody listens to {subject.decode()} at {self.server.shown}")
                 return found
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Wire:
                 )
             raise self._lost(text, _REFUSED_USER, was_asked)
 
-    def _next(self, deadline_s: float, was_asked: bool = False) -> Message | Word:
+    def _next(self, deadline_s: float, was_asked: bool = False) -> NatsMessage | Word:
         while True:
             try:
                 found = self._parser.next()
@@ -231,7 +231,7 @@ class Wire:
                 data = self._sock.wait(deadline_s - time.monotonic())
             except TimeoutError:
                 if was_asked:
-                    raise LateError(f"no answer over NATS at {self.server.shown}") from None
+                    raise AnswerLateError(f"no answer over NATS at {self.server.shown}") from None
                 raise self._lost("no answer in time", _ANY_SERVER) from None
             except OSError as error:
                 raise self._lost(error.strerror or str(error), _ANY_SERVER, was_asked) from None

@@ -21,7 +21,7 @@ _START = "start it with kvbm-catalog serve, or correct catalog.url"
 NOT_READY = ("not_ready", "no_instance")  # another catalog may have read further
 
 
-class Request(NamedTuple):
+class CatalogRequest(NamedTuple):
     """One request, as HTTP has it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Request(NamedTuple):
     wait_s: float = 0.0
 
 
-class AwayError(CatalogError):
+class CatalogAwayError(CatalogError):
     """A catalog did not answer.
 
     Attributes:
@@ -52,14 +52,14 @@ class AwayError(CatalogError):
         self.was_asked, self.place = was_asked, place
 
 
-def away(url: str, why: str, was_asked: bool = True, proxy: str = "") -> AwayError:
+def away(url: str, why: str, was_asked: bool = True, proxy: str = "") -> CatalogAwayError:
     """That the catalog at a URL does not answer.
 
     Args:
         proxy: that was asked for it, without its user and password; "" for none.
     """
     through, remedy = (f" through the proxy {proxy}", ", or name its host in no_proxy") if proxy else ("", "")
-    return AwayError(
+    return CatalogAwayError(
         f"the catalog at {url} does not answer{through} ({why}); {_START}{remedy}", was_asked, f"{url}{through} ({why})"
     )
 
@@ -129,13 +129,13 @@ class Turns:
     ```
     """
 
-    def __init__(self, asked: AskedFirst, request: Request, timeout_s: float) -> None:
+    def __init__(self, asked: AskedFirst, request: CatalogRequest, timeout_s: float) -> None:
         self._asked, self._request = asked, request
         self._first, self._count = asked.at, len(asked.urls)
         self._deadline_s = time.monotonic() + timeout_s
         self._answer: tuple[int, bytes] | None = None
         self._unready: tuple[int, bytes] | None = None
-        self._failed: list[AwayError] = []
+        self._failed: list[CatalogAwayError] = []
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
         """The index of each, and the seconds it has, until one has answered.
@@ -158,7 +158,7 @@ class Turns:
         """
         try:
             yield
-        except AwayError as error:
+        except CatalogAwayError as error:
             self._asked.check_open()
             self._failed.append(error)
             if error.was_asked and not self._request.may_repeat:
@@ -182,7 +182,7 @@ class Turns:
             return answer
         if len(self._failed) == 1:
             raise self._failed[0]
-        raise AwayError(
+        raise CatalogAwayError(
             f"none of the {self._count} catalogs answers: {', '.join(error.place for error in self._failed)}; {_START}",
             any(error.was_asked for error in self._failed),
         )
@@ -235,7 +235,7 @@ class Carrier(Protocol):
     def url(self) -> str:
         """Of the catalog, or of the server before it, that is asked first."""
 
-    def send(self, request: Request, timeout_s: float) -> tuple[int, bytes]:
+    def send(self, request: CatalogRequest, timeout_s: float) -> tuple[int, bytes]:
         """The answer's status and body. Raises CatalogError: none comes in time."""
 
     def close(self) -> None:

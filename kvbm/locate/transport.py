@@ -10,9 +10,20 @@ import time
 import urllib3
 
 from kvbm.core.errors import CatalogError
-from kvbm.locate.credentials import CatalogCredentials, Proof
+from kvbm.locate.credentials import CatalogCredentials, CredentialProof
 from kvbm.locate.proxies import proxied, proxy_of, shown
-from kvbm.locate.requests import UNIX, AskedFirst, AwayError, Request, Turns, away, closed, distrusted, ended, place_of
+from kvbm.locate.requests import (
+    UNIX,
+    AskedFirst,
+    CatalogAwayError,
+    CatalogRequest,
+    Turns,
+    away,
+    closed,
+    distrusted,
+    ended,
+    place_of,
+)
 from kvbm.locate.unix_socket import unix_pool
 
 CONNECTIONS = 16
@@ -21,7 +32,7 @@ CONNECTIONS = 16
 class _Place:
     """One catalog, with its connections."""
 
-    def __init__(self, url: str, proof: Proof) -> None:
+    def __init__(self, url: str, proof: CredentialProof) -> None:
         self.url = url
         self._proof = proof
         self._proxy = "" if url.startswith(UNIX) else proxy_of(url)
@@ -34,7 +45,7 @@ class _Place:
         if self._proof.context is not self._context:
             self.pool, self._context = self._new_pool(), self._proof.context
 
-    def ask(self, request: Request, timeout_s: float, deadline_s: float) -> tuple[int, bytes]:
+    def ask(self, request: CatalogRequest, timeout_s: float, deadline_s: float) -> tuple[int, bytes]:
         """Its status and body. Raises CatalogError."""
         headers = {"content-type": request.content_type} if request.body is not None else {}
         if self._proof.token:
@@ -61,7 +72,7 @@ class _Place:
                 raise self._failure(error, request, timeout_s) from None
         raise self._away("no connection")
 
-    def follow(self, request: Request, timeout_s: float, quiet_s: float) -> urllib3.BaseHTTPResponse:
+    def follow(self, request: CatalogRequest, timeout_s: float, quiet_s: float) -> urllib3.BaseHTTPResponse:
         """Its answer, whose body is read as it comes; on a connection of its own. Raises CatalogError.
 
         Args:
@@ -85,7 +96,7 @@ class _Place:
         except urllib3.exceptions.HTTPError as error:
             raise self._failure(error, request, quiet_s) from None
 
-    def _failure(self, error: urllib3.exceptions.HTTPError, request: Request, timeout_s: float) -> CatalogError:
+    def _failure(self, error: urllib3.exceptions.HTTPError, request: CatalogRequest, timeout_s: float) -> CatalogError:
         if isinstance(error, urllib3.exceptions.ClosedPoolError):
             return closed(self.url)
         if isinstance(error, urllib3.exceptions.NewConnectionError):  # which urllib3 counts among the timeouts
@@ -105,11 +116,11 @@ class _Place:
             return proxied(self._proxy, maxsize=CONNECTIONS, retries=False, **more).connection_from_url(self.url)
         return urllib3.connectionpool.connection_from_url(self.url, maxsize=CONNECTIONS, retries=False, **more)
 
-    def _away(self, why: str, was_asked: bool = True) -> AwayError:
+    def _away(self, why: str, was_asked: bool = True) -> CatalogAwayError:
         return away(self.url, why, was_asked, shown(self._proxy) if self._proxy else "")
 
 
-class Transport:
+class CatalogTransport:
     """Asks the catalog that answered last; where it does not, or is not ready, the next one. Any thread may call it.
 
     Args:
@@ -119,7 +130,7 @@ class Transport:
 
     def __init__(self, urls: str, credentials: CatalogCredentials) -> None:
         names = [place_of(one) for one in urls.split(",")]
-        self._proof = Proof(credentials, is_tls=any(one.startswith("https://") for one in names))
+        self._proof = CredentialProof(credentials, is_tls=any(one.startswith("https://") for one in names))
         self._guard = threading.Lock()
         self._first = AskedFirst(names)
         try:
@@ -140,7 +151,7 @@ class Transport:
         for place in self.places:
             place.pool.close()
 
-    def send(self, request: Request, timeout_s: float) -> tuple[int, bytes]:
+    def send(self, request: CatalogRequest, timeout_s: float) -> tuple[int, bytes]:
         """The answer's status and body.
 
         Raises CatalogError: none answers in time. CatalogClosedError: it was closed.
@@ -151,7 +162,7 @@ class Transport:
                 turns.take(at, self._ask(self.places[at], request, share_s))
         return turns.end()
 
-    def follow(self, request: Request, at: int, timeout_s: float, quiet_s: float) -> urllib3.BaseHTTPResponse:
+    def follow(self, request: CatalogRequest, at: int, timeout_s: float, quiet_s: float) -> urllib3.BaseHTTPResponse:
         """The answer of one catalog, whose body is read as it comes. Raises CatalogError: it does not answer.
 
         Args:
@@ -169,7 +180,7 @@ class Transport:
             self._first.use(at)
         return answer
 
-    def _ask(self, place: _Place, request: Request, timeout_s: float) -> tuple[int, bytes]:
+    def _ask(self, place: _Place, request: CatalogRequest, timeout_s: float) -> tuple[int, bytes]:
         deadline_s = time.monotonic() + timeout_s
         self._prove()
         status, answer = place.ask(request, timeout_s, deadline_s)

@@ -15,7 +15,7 @@ def unix_pool(path: str, connections: int) -> urllib3.HTTPConnectionPool:
         connections: kept at most.
     """
 
-    class Connection(HTTPConnection):
+    class UnixConnection(HTTPConnection):
         def connect(self) -> None:
             sock = socket.socket(socket.AF_UNIX)
             try:
@@ -30,5 +30,5 @@ def unix_pool(path: str, connections: int) -> urllib3.HTTPConnectionPool:
             self.sock = sock
 
     pool = urllib3.HTTPConnectionPool("localhost", maxsize=connections, retries=False)
-    pool.ConnectionCls = Connection
+    pool.ConnectionCls = UnixConnection
     return pool

@@ -12,8 +12,8 @@ import urllib3
 
 from kvbm.core.errors import CatalogError
 from kvbm.core.watch_events import WatchEnded, WatchEvent, WatchRequest
-from kvbm.locate.requests import Request
-from kvbm.locate.transport import Transport
+from kvbm.locate.requests import CatalogRequest
+from kvbm.locate.transport import CatalogTransport
 from kvbm.safe_log import SafeLog
 
 log = SafeLog()
@@ -63,7 +63,7 @@ class CatalogWatch:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: CatalogTransport,
         asked: WatchRequest,
         timeout_s: float,
         refusal: Callable[[str, int, bytes], CatalogError],
@@ -157,7 +157,7 @@ class CatalogWatch:
     def _follow(self, tried: int) -> bool:
         """Read one feed to its end; whether anything came."""
         asked = msgspec.structs.replace(self._asked, after=self._read_to)
-        request = Request("POST", "/v1/watch", msgspec.json.encode(asked))
+        request = CatalogRequest("POST", "/v1/watch", msgspec.json.encode(asked))
         answer = self._transport.follow(request, tried, self._timeout_s, QUIET_S)
         with self._guard:
             self._answer = answer

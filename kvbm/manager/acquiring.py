@@ -87,22 +87,22 @@ class Acquiring:
         looks = False
         with self._lock:
             waited = bool(self._waiter.others)
-            self._give_up()
-            self._collect()
+            self._give_up_locked()
+            self._collect_locked()
             self._is_late = is_late
             is_in_vain = is_late or self._stream.closing or self._is_cancelled
             may_go_on = self._is_whole and self.depth > self._planned_at and bool(self.next_block)
-            goes_on = not is_in_vain and (waited or may_go_on or self._lies_in_host(self.next_block))
+            goes_on = not is_in_vain and (waited or may_go_on or self._lies_in_host_locked(self.next_block))
             if goes_on:  # with what others have brought, or what lay behind a hole
                 rest = self.hashes[(self.first + self.depth) * HASH_BYTES :]
-                self._expect(rest)
-                planned, looks = self._plan()
+                self._expect_locked(rest)
+                planned, looks = self._plan_locked()
                 goes_on = bool(planned or looks or self._waiter.others)
                 if not goes_on:
-                    self._collect()
+                    self._collect_locked()
             if not goes_on:
-                self._loads.end_waiting(self)
-                self._finish()
+                self._loads.end_waiting_locked(self)
+                self._finish_locked()
         if goes_on:
             self._set_out(planned, looks)
             return False
@@ -116,9 +116,9 @@ class Acquiring:
             if self._is_released:
                 return
             if not self._is_over:
-                self._give_up()
-                self._collect()
-                self._loads.end_waiting(self)
+                self._give_up_locked()
+                self._collect_locked()
+                self._loads.end_waiting_locked(self)
                 self._is_over = True
                 self.depth, self.hits = 0, {}
             slots, self._slots = self._slots, b""
@@ -134,25 +134,25 @@ class Acquiring:
 
     # -- what its manager asks ----------------------------------------------------------------------------------------
 
-    def plan(self) -> Callable[[], None]:
-        """Begin: pin what lies in HOST, begin copies of what own tiers have. Under the lock.
+    def plan_locked(self) -> Callable[[], None]:
+        """Begin: pin what lies in HOST, begin copies of what own tiers have.
 
         Returns: what is left to do outside the lock.
         """
         rest = self.hashes[self.first * HASH_BYTES :]
-        depth, tiers, slots = self._expect(rest)
+        depth, tiers, slots = self._expect_locked(rest)
         if depth * HASH_BYTES == len(rest) and tiers.count(Tier.HOST) == depth:  # as most are
             hits = {Tier.HOST: depth} if depth else {}
             self._slots, self.depth, self.hits, self._waiter = slots, depth, hits, _NOBODY
             self.predicted = depth
-            self._finish()
+            self._finish_locked()
             return self._offer_sample
-        planned, looks = self._plan()
+        planned, looks = self._plan_locked()
         if planned or looks or self._waiter.others:
-            self._loads.begin_waiting(self)
+            self._loads.begin_waiting_locked(self)
             return lambda: self._set_out(planned, looks)
-        self._collect()
-        self._finish()
+        self._collect_locked()
+        self._finish_locked()
         return self._offer_sample
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -168,10 +168,10 @@ class Acquiring:
             self._ended += 1
         return self._ended < len(self._begun) or not self._waiter.others.isdisjoint(self._copies.open)
 
-    def _expect(self, rest: bytes) -> Match:
+    def _expect_locked(self, rest: bytes) -> Match:
         """Wait for the blocks behind what has come so far; pin those in HOST.
 
-        Returns what own tiers hold of them. Under the lock.
+        Returns what own tiers hold of them.
 
         There is a waiter before anything is pinned: an exception may come between any two lines.
         """
@@ -180,14 +180,14 @@ class Acquiring:
         self._waiter.found = self._ledger.match(rest, True, Tier.HOST, self.namespace)
         return self._waiter.found
 
-    def _plan(self) -> tuple[list[PlannedLoad], bool]:
-        """Begin copies of what own tiers have of the blocks that are waited for. Under the lock.
+    def _plan_locked(self) -> tuple[list[PlannedLoad], bool]:
+        """Begin copies of what own tiers have of the blocks that are waited for.
 
         Returns: the copies, and whether to look beyond the own tiers.
         """
         found, rest = self._waiter.found, self._waiter.hashes
-        planned, reachable = self._loads.plan(self._waiter)
-        looks = reachable == found.depth and found.depth * HASH_BYTES < len(rest) and self._may_lie_beyond()
+        planned, reachable = self._loads.plan_locked(self._waiter)
+        looks = reachable == found.depth and found.depth * HASH_BYTES < len(rest) and self._may_lie_beyond_locked()
         return planned, looks
 
     @property
@@ -195,8 +195,8 @@ class Acquiring:
         """Up to where the own tiers have the prompt."""
         return self.first + self.depth + self._waiter.found.depth
 
-    def _may_lie_beyond(self) -> bool:
-        """Whether there is a pool beyond the own tiers that could have the next block. Under the lock."""
+    def _may_lie_beyond_locked(self) -> bool:
+        """Whether there is a pool beyond the own tiers that could have the next block."""
         pools = self._copies.pools
         if pools.pod is not None or pools.peers is not None or pools.object is None:
             return pools.pod is not None or pools.peers is not None
@@ -212,32 +212,32 @@ class Acquiring:
                 self._look = self._loads.look_beyond(self.hashes, self._own_depth, self._waiter, self._begun)
         self._stream.recorded()
 
-    def _give_up(self) -> None:
-        """Nothing that is still under way for it pins anything any more. Under the lock."""
+    def _give_up_locked(self) -> None:
+        """Nothing that is still under way for it pins anything any more."""
         self._waiter.waiting = False
         if self._look is not None:
             self._look.cancel()
-        self._loads.give_up(self._waiter, self._begun)
+        self._loads.give_up_locked(self._waiter, self._begun)
         self._begun = []
 
-    def _lies_in_host(self, block: bytes) -> bool:
+    def _lies_in_host_locked(self, block: bytes) -> bool:
         return bool(block) and self._ledger.holds(Tier.HOST, SequenceHash(block), self.namespace)
 
-    def _collect(self) -> None:
-        """Add what has come to what there is, all at once. Under the lock."""
+    def _collect_locked(self) -> None:
+        """Add what has come to what there is, all at once."""
         waiter, found = self._waiter, self._waiter.found
         if not waiter.brought and found.tiers.count(Tier.HOST) == found.depth:
             depth, packed, hits = found.depth, found.slots, {Tier.HOST: found.depth} if found.depth else {}
         else:
-            depth, slots, hits = waiter.prefix or self._loads.collect(waiter)
+            depth, slots, hits = waiter.prefix or self._loads.collect_locked(waiter)
             packed = pack_slots(slots)
         self.predicted = max(self.predicted, self.depth + found.depth + waiter.said)
         self.why = waiter.why or self.why
         sums = self.hits | {tier: self.hits.get(tier, 0) + count for tier, count in hits.items()}
         self._slots, self.depth, self.hits, self._waiter = self._slots + packed, self.depth + depth, sums, _NOBODY
 
-    def _finish(self) -> None:
-        """It is over: count what it found, that of the engine's own HBM too. Under the lock."""
+    def _finish_locked(self) -> None:
+        """It is over: count what it found, that of the engine's own HBM too."""
         self._is_over = True
         if self._cancellations != self._copies.cancellations:
             slots, self._slots, self.depth, self.hits = self._slots, b"", 0, {}
@@ -245,7 +245,7 @@ class Acquiring:
             self.why = "cleared"
         self._judge()
         hits = self.hits | {Tier.HBM: self.first} if self.first else self.hits
-        self._loads.count(self.namespace, self.hashes, self.first + self.depth, hits)
+        self._loads.count_locked(self.namespace, self.hashes, self.first + self.depth, hits)
 
     def _judge(self) -> None:
         """Say why fewer blocks have come than were said to be there."""

@@ -291,7 +291,7 @@ class BlockManager:
         Raises: ArgumentTypeError: not a list of Namespace.
         """
         with self._lock:
-            _declare(check_namespaces(namespaces), self._revisioned, self.pools, self._ledger, self._offloader)
+            _declare_locked(check_namespaces(namespaces), self._revisioned, self.pools, self._ledger, self._offloader)
 
     def match(self, hashes: bytes, namespace: NamespaceId | None = None) -> Match:
         """The longest run this instance holds, and where, packed; pins nothing.
@@ -325,7 +325,7 @@ class BlockManager:
         check_seconds(ttl_s, "ttl_s", most=math.inf)
         priority = checked_int(priority, "priority", most=HIGHEST_PRIORITY)
         with self._lock:
-            self._stream.require_open()
+            self._stream.require_open_locked()
             return self._ledger.keep(self._target, hashes, self._clock() + ttl_s, priority, namespace)
 
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason = EvictReason.CLEARED) -> int:
@@ -339,7 +339,7 @@ class BlockManager:
         check_run(hashes)
         _check_reason(reason)
         with self._salvage.evicting(tier, hashes, reason, list(self._revisioned.tenants)), self._lock:
-            self._stream.require_open()
+            self._stream.require_open_locked()
             count = self._ledger.evict(tier, hashes, reason)
         self._stream.recorded()
         return count
@@ -353,7 +353,7 @@ class BlockManager:
         self._check_namespace(namespace)
         check_run(hashes)
         with self._lock:
-            self._stream.require_open()
+            self._stream.require_open_locked()
             for at in range(0, len(hashes), RUN_BYTES):
                 self._ledger.claim(Tier.OBJECT, namespace, hashes[at : at + RUN_BYTES], self.instance)
         self._stream.recorded()
@@ -368,7 +368,7 @@ class BlockManager:
         check_run(hashes)
         _check_reason(reason)
         with self._lock:
-            self._stream.require_open()
+            self._stream.require_open_locked()
             for at in range(0, len(hashes), RUN_BYTES):
                 self._ledger.forget(Tier.OBJECT, namespace, hashes[at : at + RUN_BYTES], reason)
         self._stream.recorded()
@@ -380,7 +380,7 @@ class BlockManager:
         Raises: LedgerError: the manager is closed.
         """
         with self._lock:
-            self._stream.require_open()
+            self._stream.require_open_locked()
         publishing = self.publisher_port.publishing
         if self._stream.begin_snapshot() and publishing is not None:
             publishing.snapshot_began()
@@ -614,17 +614,14 @@ def _staging(pools: Pools, options: ManagerOptions) -> Staging:
     return staging
 
 
-def _declare(
+def _declare_locked(
     namespaces: Sequence[Namespace],
     revisioned: RevisionedNamespaces,
     pools: Pools,
     ledger: LedgerProtocol,
     offloader: Offloader,
 ) -> None:
-    """Tell everybody who has to know of namespaces what they are, and whose: as opening does.
-
-    Under the ledger's lock.
-    """
+    """Tell everybody who has to know of namespaces what they are, and whose: as opening does."""
     revisioned.add(namespaces)
     pools.declare(namespaces)
     offloader.declare(namespaces)

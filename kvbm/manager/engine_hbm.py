@@ -108,7 +108,7 @@ class EngineHbmManager(BlockManager):
         start = self._check_chain(namespace, parent, start, hashes)
         surplus = 0
         with self._lock:
-            self._stream.require_open()
+            self._stream.require_open_locked()
             self._namespaces.use(namespace)
             blocks = split_hashes(hashes)
             fresh = set(split_hashes(self._ledger.lacking(Tier.HBM, hashes)))
@@ -122,7 +122,7 @@ class EngineHbmManager(BlockManager):
                 surplus += end - begin - count
                 room -= count
                 before = blocks[begin - 1] if begin else parent
-                self._gain(namespace, before, start + begin, blocks[begin : begin + count])
+                self._gain_locked(namespace, before, start + begin, blocks[begin : begin + count])
             self._counters.engine_duplicates += duplicates
             is_first = surplus and not self._counters.engine_surplus
             self._counters.engine_surplus += surplus
@@ -137,8 +137,8 @@ class EngineHbmManager(BlockManager):
             )
         return duplicates
 
-    def _gain(self, namespace: NamespaceId, parent: bytes, start: int, blocks: list[SequenceHash]) -> None:
-        """Record blocks, which HBM lacks and has room for. Under the lock."""
+    def _gain_locked(self, namespace: NamespaceId, parent: bytes, start: int, blocks: list[SequenceHash]) -> None:
+        """Record blocks, which HBM lacks and has room for."""
         if not blocks:
             return
         room = None
@@ -150,12 +150,12 @@ class EngineHbmManager(BlockManager):
             self._ledger.unpin(Tier.HBM, slots)
         except BaseException:  # a signal's handler may raise anything anywhere
             if room is not None:
-                self._give_back(room.slots)
+                self._give_back_locked(room.slots)
             raise
         self._counters.created_blocks += len(blocks)
 
-    def _give_back(self, slots: bytes) -> None:
-        """Leave slots of HBM that were allocated to nobody. Under the lock."""
+    def _give_back_locked(self, slots: bytes) -> None:
+        """Leave slots of HBM that were allocated to nobody."""
         try:
             self._ledger.release(Tier.HBM, slots)
         except LedgerError:  # they have become blocks, which only this call has pinned
@@ -208,7 +208,7 @@ class EngineHbmManager(BlockManager):
         for namespace, _ in wanted:
             self._check_namespace(namespace)
         with self._lock:
-            self._stream.require_open()
+            self._stream.require_open_locked()
         if not self._loads.looks_beyond:
             return None
         try:
@@ -255,10 +255,10 @@ class EngineHbmManager(BlockManager):
         )
         try:
             with self._lock:
-                self._stream.require_open()
-                self._stream.expire(now_s)
+                self._stream.require_open_locked()
+                self._stream.expire_locked(now_s)
                 self._namespaces.use(namespace)
-                go_on = acquiring.plan()
+                go_on = acquiring.plan_locked()
             go_on()
         except BaseException:  # a signal's handler may raise anything anywhere
             acquiring.release()
@@ -278,7 +278,7 @@ class EngineHbmManager(BlockManager):
         with self._lock:
             counts = self._ledger.counts(Tier.HOST)
             room = counts.free + counts.evictable
-            self._stream.require_open()
+            self._stream.require_open_locked()
             run = ChainRun(bytes(count * HASH_BYTES), start)
             if self._offloader.passes_through(namespace, Tier.HOST, run, self._clock()):
                 room, _ = self._transit.room()
@@ -305,13 +305,15 @@ class EngineHbmManager(BlockManager):
         begun: list[Copy] = []
         try:
             with self._lock:
-                self._stream.require_open()
-                self._stream.expire(self._clock())
+                self._stream.require_open_locked()
+                self._stream.expire_locked(self._clock())
                 self._offloader.offer(namespace, Tier.HBM, hashes, uses, parent, start)
-                wanted = self._wanted_in_host(namespace, hashes, uses, start)
-                copy = self._copies.begin(namespace, Tier.HBM, Tier.HOST, wanted, begun=begun) if wanted else None
+                wanted = self._wanted_in_host_locked(namespace, hashes, uses, start)
+                copy = (
+                    self._copies.begin_locked(namespace, Tier.HBM, Tier.HOST, wanted, begun=begun) if wanted else None
+                )
                 if copy is not None:
-                    self._copies.begin_run(copy)
+                    self._copies.begin_run_locked(copy)
                     self._copies.stores.add(copy.id)
                     self._counters.engine_stores += 1
             self._stream.recorded()
@@ -370,7 +372,7 @@ class EngineHbmManager(BlockManager):
         if namespace is not None:
             self._check_namespace(namespace)
         with self._lock:
-            self._stream.require_open()
+            self._stream.require_open_locked()
             found = None
             try:
                 found = self._ledger.match(hashes, True, Tier.HOST, namespace)
@@ -392,8 +394,8 @@ class EngineHbmManager(BlockManager):
         Raises: LedgerError: the manager is closed.
         """
         with self._lock:
-            self._stream.require_open()
-            self._copies.cancel_all()
+            self._stream.require_open_locked()
+            self._copies.cancel_all_locked()
             self._offloader.forget()
         count = self._clear(Tier.HOST) if Tier.HOST in self.pools.slots else 0
         if Tier.NVME not in self.pools.slots:
@@ -429,7 +431,7 @@ class EngineHbmManager(BlockManager):
     def _clear(self, tier: Tier) -> int:
         """Withdraw all that a tier holds now."""
         with self._lock:
-            self._stream.require_open()
+            self._stream.require_open_locked()
             held = self._ledger.held(tier)
         count, run_bytes = 0, _CLEARED_BLOCKS * HASH_BYTES
         for at in range(0, len(held), run_bytes):
@@ -438,8 +440,8 @@ class EngineHbmManager(BlockManager):
             self._stream.recorded()
         return count
 
-    def _wanted_in_host(self, namespace: NamespaceId, hashes: bytes, uses: int, start: int) -> bytes:
-        """As much of a run as HOST should get now. Under the lock."""
+    def _wanted_in_host_locked(self, namespace: NamespaceId, hashes: bytes, uses: int, start: int) -> bytes:
+        """As much of a run as HOST should get now."""
         if not self._offloader.wants(Tier.HOST, uses):
             return b""
         run, beyond = self._offloader.within(namespace, Tier.HOST, ChainRun(hashes, start))
@@ -469,7 +471,9 @@ class EngineHbmManager(BlockManager):
             if not all(arrived):
                 self._counters.failed_copies += 1
             if copy.id in self._copies.open and not self._stream.ended:
-                holders = self._copies.end(copy, self._copies.arrived(copy, arrived), MigrateCause.OFFLOAD)
+                holders = self._copies.end_locked(
+                    copy, self._copies.arrived_locked(copy, arrived), MigrateCause.OFFLOAD
+                )
                 there = b"".join(block for block, slot in zip(blocks, holders, strict=True) if slot is not None)
                 self._counters.offloaded_blocks[Tier.HOST] += len(there) // HASH_BYTES
                 positions = dict(zip(blocks, (store.start + at for at in store.at), strict=True))

@@ -69,8 +69,8 @@ class Manager(BlockManager):
         waiter: Waiter | None = None
         try:
             with self._lock:
-                self._stream.require_open()
-                self._stream.expire(self._clock())
+                self._stream.require_open_locked()
+                self._stream.expire_locked(self._clock())
                 self._namespaces.use(namespace)
                 waiter = Waiter(namespace, hashes)  # before anything is pinned
                 found = waiter.found = self._ledger.match(hashes, True, Tier.HBM, namespace)
@@ -79,9 +79,9 @@ class Manager(BlockManager):
                 if has_all:
                     hits = {Tier.HBM: found.depth} if found.depth else {}
                     prefix = Prefix(found.depth, split_slots(found.slots), hits)
-                    self._loads.count(namespace, hashes, found.depth, hits)
+                    self._loads.count_locked(namespace, hashes, found.depth, hits)
                 else:
-                    planned, reachable = self._loads.plan(waiter)
+                    planned, reachable = self._loads.plan_locked(waiter)
             if not has_all:
                 prefix = self._loads.bring(waiter, planned, reachable, self._wait_s if wait_s is None else wait_s)
             if hashes < self._sampled_below:
@@ -109,8 +109,8 @@ class Manager(BlockManager):
         allocation = None
         try:
             with self._lock:
-                self._stream.require_open()
-                self._stream.expire(self._clock())
+                self._stream.require_open_locked()
+                self._stream.expire_locked(self._clock())
                 allocation = self._ledger.allocate(Tier.HBM, count, namespace)
                 used = self._ledger.counts(Tier.HBM) if allocation is None else None
                 self._counters.short_allocations += allocation is None
@@ -162,8 +162,8 @@ class Manager(BlockManager):
         self._check_blocks(start, hashes, given)
         touch = self._recorded(stream)
         with self._lock:
-            self._stream.require_open()
-            self._touched(given, touch)  # first: a signal's handler may raise anything behind the ledger's call
+            self._stream.require_open_locked()
+            self._touched_locked(given, touch)  # first: a signal's handler may raise anything behind the ledger's call
             try:
                 holders = self._ledger.create(namespace, Tier.HBM, before, start, hashes, given)
             except LedgerError as error:
@@ -185,7 +185,7 @@ class Manager(BlockManager):
         given = self._packed(slots)
         touch = self._recorded(stream)
         with self._lock:
-            self._touched(given, touch)
+            self._touched_locked(given, touch)
             try:
                 self._ledger.unpin(Tier.HBM, given)
             except LedgerError as error:
@@ -201,7 +201,7 @@ class Manager(BlockManager):
         given = self._packed(slots)
         touch = self._recorded(stream)
         with self._lock:
-            self._touched(given, touch)
+            self._touched_locked(given, touch)
             try:
                 self._ledger.release(Tier.HBM, given)
             except LedgerError as error:
@@ -248,11 +248,8 @@ class Manager(BlockManager):
         pool = self.pools.slots[Tier.HBM]
         return pool.recorded(stream) if isinstance(pool, HbmPool) else None
 
-    def _touched(self, given: bytes, touch: Touch | None) -> None:
-        """Copies from and to these slots wait for this work from now on, also where the call is refused then.
-
-        Under the lock.
-        """
+    def _touched_locked(self, given: bytes, touch: Touch | None) -> None:
+        """Copies from and to these slots wait for this work from now on, also where the call is refused then."""
         pool = self.pools.slots[Tier.HBM]
         if isinstance(pool, HbmPool) and pool.has_order:
             pool.touched(split_slots(given), touch)

@@ -23,7 +23,7 @@ from kvbm.reference.recorder import Recorder
 from kvbm.reference.slot_allocator import SlotAllocator
 
 
-class Copies:
+class LedgerCopies:
     """The copies of one ledger."""
 
     def __init__(self, recorder: Recorder, allocator: SlotAllocator) -> None:

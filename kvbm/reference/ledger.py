@@ -67,7 +67,7 @@ from kvbm.core.results import (
     ShareCounts,
     TierCounts,
 )
-from kvbm.reference.copies import Copies
+from kvbm.reference.copies import LedgerCopies
 from kvbm.reference.recorder import Recorder
 from kvbm.reference.slot_allocator import SlotAllocator
 from kvbm.reference.slots import TierSlots
@@ -101,7 +101,7 @@ class Ledger:
         self._allocator = SlotAllocator(self._recorder, pools, eviction, shares)
         self._tiers = self._allocator.tiers
         self._snapshots = Snapshots(self._recorder, self._tiers)
-        self._copies = Copies(self._recorder, self._allocator)
+        self._copies = LedgerCopies(self._recorder, self._allocator)
         self._started: InstanceStarted | None = None
         self.residencies = self._recorder.residencies
 
@@ -426,14 +426,14 @@ class Ledger:
     def begin_copy(self, namespace: NamespaceId, source: Tier | InstanceId, target: Tier, hashes: bytes) -> Copy | None:
         """Plan a copy of those blocks that the source has under this namespace and the target lacks.
 
-        As `Copies.begin`.
+        As `LedgerCopies.begin`.
         """
         return self._copies.begin(namespace, source, target, hashes)
 
     def end_copy(
         self, copy: Copy, arrived: Sequence[bool], cause: MigrateCause, kept: bool = True, pinned: bool = False
     ) -> list[int | None]:
-        """Record what arrived, free what did not. As `Copies.end`.
+        """Record what arrived, free what did not. As `LedgerCopies.end`.
 
         Args:
             arrived: for each block whether its bytes are in place and verified.

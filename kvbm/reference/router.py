@@ -17,16 +17,15 @@ from kvbm.catalog.routing.cost import (
     decode_cost,
     prefill_cost,
 )
-from kvbm.catalog.routing.peer_prices import PeerPrice, price_of_peers
 from kvbm.catalog.routing.router import (
     HEARD_LATE_S,
     MOST_CALLERS,
     MOST_QUEUED,
     NOBODY_ELSE,
     CandidateNumbers,
-    Lent,
+    LentPrefix,
     Ranking,
-    Reader,
+    ReadingInstance,
     RoutingTask,
     SharedRoute,
 )
@@ -35,6 +34,7 @@ from kvbm.core.answers import MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.core.ties import tie_word
 from kvbm.core.topology import ASSUMED_BLOCK_BYTES, TIER_LINKS
+from kvbm.reference.peer_prices import PeerPrice, price_of_peers
 from kvbm.reference.routed_blocks import Chain, RoutedBlocks
 
 _MOST_RECENT = 1e15
@@ -156,7 +156,7 @@ class ReferenceRouter:
         self._index = index
         self._soon = RoutedBlocks(self.settings.hold_s)
         self._pulses: dict[InstanceId, LastHeartbeat] = {}
-        self._readers: dict[InstanceId, Reader] = {}
+        self._readers: dict[InstanceId, ReadingInstance] = {}
         self._callers: OrderedDict[str, _Caller] = OrderedDict()  # who has asked last is last
         self._looked_s: float | None = None
 
@@ -185,7 +185,7 @@ class ReferenceRouter:
         limit: int,
         noted: bool = True,
         elsewhere: CandidateNumbers | None = None,
-        lent: Lent | None = None,
+        lent: LentPrefix | None = None,
     ) -> Ranking:
         """See `Router`."""
         if task.input_tokens > MAX_INPUT_TOKENS:
@@ -222,7 +222,7 @@ class ReferenceRouter:
         chain: Chain,
         candidates: Sequence[InstanceId],
         elsewhere: CandidateNumbers,
-        lent: Lent | None,
+        lent: LentPrefix | None,
     ) -> tuple[list[RankedInstance], CandidateNumbers]:
         if not candidates:
             return [], NOBODY_ELSE
@@ -256,7 +256,7 @@ class ReferenceRouter:
         )
         return ranked, together
 
-    def reads(self, instance: InstanceId, reader: Reader | None) -> None:
+    def reads(self, instance: InstanceId, reader: ReadingInstance | None) -> None:
         """See `Router`."""
         if reader is None:
             self._readers.pop(instance, None)
@@ -314,7 +314,7 @@ class ReferenceRouter:
         depth: int,
         held: InstanceDepth | None,
         load: _Load,
-        lent: Lent | None,
+        lent: LentPrefix | None,
     ) -> RankedInstance:
         """The cost of serving there, where it has, or will soon have, `depth` blocks."""
         settings, is_decode = self.settings, task.phase == "decode"
@@ -357,7 +357,7 @@ class ReferenceRouter:
         )
 
     def _beyond(
-        self, task: RoutingTask, instance: InstanceId, depth: int, reach: int, load: _Load, lent: Lent | None
+        self, task: RoutingTask, instance: InstanceId, depth: int, reach: int, load: _Load, lent: LentPrefix | None
     ) -> PeerPrice:
         """What it would read from peers and its object pool behind its own blocks, which it decides by its time
         alone.

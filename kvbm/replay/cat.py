@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TextIO
 
 from kvbm.core.backend import DecodeFrame
-from kvbm.replay.findings import Finding, damage_finding, damage_text
+from kvbm.replay.findings import ReplayFinding, damage_finding, damage_text
 from kvbm.replay.format import event_fields, event_text, place_text, time_text
 from kvbm.replay.order import DamagedBytes
 from kvbm.replay.scan import NOTED, Damage
@@ -23,7 +23,7 @@ def cat(
     decode_frame: DecodeFrame,
     instance: str | None = None,
     limit: int | None = None,
-) -> tuple[list[Finding], list[str]]:
+) -> tuple[list[ReplayFinding], list[str]]:
     """Write every event, in the order of the source: repeats appear again, holes are visible in the offsets.
 
     Args:
@@ -31,7 +31,7 @@ def cat(
         limit: stop after so many events.
     Returns: the damage that was met, and remarks.
     """
-    findings: list[Finding] = []
+    findings: list[ReplayFinding] = []
     notes: list[str] = []
     left = -1 if limit is None else limit
     for one in only(located, instance):

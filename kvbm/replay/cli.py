@@ -19,19 +19,19 @@ from kvbm.core.errors import KvbmError
 from kvbm.core.state_admission import STATE_POLICIES
 from kvbm.files import FILE_MODE
 from kvbm.replay.cat import cat
-from kvbm.replay.compare_catalog import AskCatalog, Comparison
+from kvbm.replay.compare_catalog import AskCatalog, CatalogComparison
 from kvbm.replay.diff import diff
 from kvbm.replay.export import DecodeColumns, export
-from kvbm.replay.findings import Finding, exit_code
+from kvbm.replay.findings import ReplayFinding, exit_code
 from kvbm.replay.format import END, parse_at
 from kvbm.replay.opening import OPEN, open_source
 from kvbm.replay.progress import watched
 from kvbm.replay.serve import MAX_SPEED, OpenStream, serve
-from kvbm.replay.source import ARCHIVE_SUFFIX, Source, SourceError
+from kvbm.replay.source import ARCHIVE_SUFFIX, FrameSource, SourceError
 from kvbm.replay.stat import stats_of
 from kvbm.replay.state import states_at
 from kvbm.replay.verify import verify
-from kvbm.replay.whatif import POLICIES, Cost, ReadTrace, read_accesses, what_if
+from kvbm.replay.whatif import POLICIES, ComputeCost, ReadTrace, read_accesses, what_if
 from kvbm.replay.whatif_states import what_if_states
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.terminal import as_json, plain, say, say_error
@@ -297,17 +297,17 @@ def _add_whatif(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--prefill-rate",
         type=_amount,
-        default=Cost().tokens_per_s,
+        default=ComputeCost().tokens_per_s,
         metavar="TOKENS/S",
-        help=f"at the beginning of a prompt (default {Cost().tokens_per_s:,.0f})",
+        help=f"at the beginning of a prompt (default {ComputeCost().tokens_per_s:,.0f})",
     )
     command.add_argument(
         "--attention-doubles",
         type=_amount,
-        default=Cost().double_tokens,
+        default=ComputeCost().double_tokens,
         metavar="TOKENS",
         help="where in a prompt a token takes twice as long: 2 × parameters / (4 × layers × width) "
-        f"(default {Cost().double_tokens:,.0f}, of a 70B model)",
+        f"(default {ComputeCost().double_tokens:,.0f}, of a 70B model)",
     )
 
 
@@ -431,7 +431,7 @@ def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
         if parts.ask is None:
             raise SourceError("nothing here can ask a catalog")
         catalog = parts.ask(arguments.catalog, arguments.config, arguments.sets)
-        against = Comparison(catalog, arguments.instance)
+        against = CatalogComparison(catalog, arguments.instance)
     located = watched(source.read(parts.backend), source)
     verified = verify(source, parts.backend, parts.fold, arguments.instance, located, against)
     if not verified.instances and not verified.findings:
@@ -494,7 +494,7 @@ def _whatif(arguments: argparse.Namespace, parts: Parts) -> int:
         found = what_if_states(accesses, arguments.states, arguments.capacity, arguments.state_slots)
         _write(arguments.json, found, found.lines())
         return 0
-    cost = Cost(arguments.prefill_rate, arguments.attention_doubles)
+    cost = ComputeCost(arguments.prefill_rate, arguments.attention_doubles)
     report = what_if(accesses, arguments.policy, arguments.capacity, arguments.tiers, cost)
     _write(arguments.json, report, report.lines())
     return 0
@@ -531,11 +531,11 @@ _RUN: dict[str, Callable[[argparse.Namespace, Parts], int]] = {
 }
 
 
-def _source(arguments: argparse.Namespace, parts: Parts) -> Source:
+def _source(arguments: argparse.Namespace, parts: Parts) -> FrameSource:
     return _open(arguments.source, arguments, parts)
 
 
-def _open(name: str, arguments: argparse.Namespace, parts: Parts) -> Source:
+def _open(name: str, arguments: argparse.Namespace, parts: Parts) -> FrameSource:
     return open_source(name, arguments.timeout, _credentials(arguments, parts) if "://" in name else OPEN)
 
 
@@ -608,14 +608,14 @@ def _write(name: str | None, report: msgspec.Struct, lines: Iterable[str]) -> No
     sys.stdout.flush()
 
 
-def _listed(findings: Sequence[Finding]) -> Iterator[str]:
+def _listed(findings: Sequence[ReplayFinding]) -> Iterator[str]:
     for finding in findings[:_MOST_FINDINGS]:
         yield f"  {finding.sentence()}"
     if len(findings) > _MOST_FINDINGS:
         yield f"  … and {len(findings) - _MOST_FINDINGS:,} more; --json FILE has them all"
 
 
-def _end(findings: Sequence[Finding], notes: Sequence[str]) -> int:
+def _end(findings: Sequence[ReplayFinding], notes: Sequence[str]) -> int:
     """Say what was met on the way; the exit code is that of the findings."""
     for note in notes:
         say(f"kvbm-replay: {note}", to=sys.stderr)

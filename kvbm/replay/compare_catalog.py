@@ -100,7 +100,7 @@ class _Held(NamedTuple):
     counts: dict[str, int]
 
 
-class Comparison:
+class CatalogComparison:
     """Listens to `verify` while it folds. Ask `wanted` first, `passed` at each frame, `finish` at the end."""
 
     def __init__(self, catalog: CatalogAnswers, instance: str | None, wait_s: float = WAIT_S) -> None:

@@ -18,13 +18,13 @@ from kvbm.replay.format import counted, event_fields, event_text, place_text
 from kvbm.replay.frames import FrameLibrary, InstanceFrames
 from kvbm.replay.order import StreamKey
 from kvbm.replay.progress import Watch, watched
-from kvbm.replay.source import Source, SourceError, only
+from kvbm.replay.source import FrameSource, SourceError, only
 from kvbm.streams.base import Position
 
 EVENT, ABSENT, DIGEST, INSTANCE = "event", "absent", "digest", "instance"
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
+class DiffSide(msgspec.Struct, frozen=True, kw_only=True):
     """What one source has at the place where two part.
 
     Attributes:
@@ -51,8 +51,8 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     instance: InstanceId
     epoch: Epoch
     offset: Offset
-    a: Side
-    b: Side
+    a: DiffSide
+    b: DiffSide
     why: str = ""
 
     def lines(self) -> Iterator[str]:
@@ -103,7 +103,7 @@ class Diffed(msgspec.Struct, kw_only=True):
             yield from (f"  {line}" for line in divergence.lines())
 
 
-def diff(a: Source, b: Source, backend: Backend, instance: str | None = None) -> Diffed:
+def diff(a: FrameSource, b: FrameSource, backend: Backend, instance: str | None = None) -> Diffed:
     """Compare two sources, instance by instance, up to the first divergence of each.
 
     Args:
@@ -154,7 +154,7 @@ def _compare(
     if a is None or b is None:
         there = f"{counted(len(a or b or ()), 'frame')}"
         sides = [
-            Side(source=source, place="", event=None if frames is None else there)
+            DiffSide(source=source, place="", event=None if frames is None else there)
             for source, frames in ((report.a, a), (report.b, b))
         ]
         report.divergences.append(
@@ -195,10 +195,10 @@ class _Cursor:
     def event(self, offset: Offset) -> Event:
         return self.events()[offset - self.frames[self.at].first]
 
-    def side(self, offset: Offset | None) -> Side:
+    def side(self, offset: Offset | None) -> DiffSide:
         """What this source has at an offset of the frame here, or that it has no such event."""
         is_there = self.at < len(self.frames)
-        return Side(
+        return DiffSide(
             source=self._source,
             place=str(self.frames.place(self.at)) if is_there else "",
             event=None if offset is None else event_text(self.event(offset)),

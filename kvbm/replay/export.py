@@ -22,10 +22,10 @@ from kvbm.core.errors import MissingExtraError
 from kvbm.core.events import EvictReason, MigrateCause, StopReason
 from kvbm.core.ids import HASH_BYTES, Tier
 from kvbm.files import make_folder, write_new
-from kvbm.replay.findings import Finding, undamaged
+from kvbm.replay.findings import ReplayFinding, undamaged
 from kvbm.replay.format import counted
 from kvbm.replay.order import Conflict, Missing, Next, Repeat, WentBack, in_order
-from kvbm.replay.source import Located, Source, SourceError, only
+from kvbm.replay.source import FrameSource, Located, SourceError, only
 
 DecodeColumns = Callable[[bytes], tuple[FrameColumns, int]]
 
@@ -66,7 +66,7 @@ class Exported(msgspec.Struct, kw_only=True):
     events: int = 0
     blocks: int = 0
     bytes: int = 0
-    findings: list[Finding] = []
+    findings: list[ReplayFinding] = []
     notes: list[str] = []
 
     def lines(self) -> Iterator[str]:
@@ -80,7 +80,7 @@ class Exported(msgspec.Struct, kw_only=True):
 
 
 def export(
-    source: Source,
+    source: FrameSource,
     target: Path,
     backend: Backend,
     decode: DecodeColumns,

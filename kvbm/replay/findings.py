@@ -18,7 +18,7 @@ SKIPPED, DIGEST = "skipped-snapshot-run", "digest-mismatch"
 SNAPSHOT_RULES = ("snapshot-withdrew", "snapshot-incomplete", "snapshot-added")
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayFinding(msgspec.Struct, frozen=True, kw_only=True):
     """One defect.
 
     Attributes:
@@ -45,17 +45,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind} at {FramePlace(self.source, self.sequence, self.byte)}{whose}: {self.message}"
 
 
-def exit_code(findings: Sequence[Finding]) -> int:
+def exit_code(findings: Sequence[ReplayFinding]) -> int:
     """0 without findings, 2 when all there is to say is that a newer kvbm wrote some of it, else 1."""
     if not findings:
         return 0
     return 2 if all(finding.kind == NEWER for finding in findings) else 1
 
 
-def damage_finding(damaged: DamagedBytes) -> Finding:
+def damage_finding(damaged: DamagedBytes) -> ReplayFinding:
     """The finding for bytes that are no good frame."""
     place, header = damaged.located.place, damaged.damage.header
-    return Finding(
+    return ReplayFinding(
         kind=damaged.damage.kind,
         message=damage_text(damaged),
         source=place.source,
@@ -84,7 +84,7 @@ def damage_text(damaged: DamagedBytes) -> str:
 
 
 def undamaged(
-    items: Iterable[tuple[StreamKey, Step] | DamagedBytes], notes: list[str], findings: list[Finding]
+    items: Iterable[tuple[StreamKey, Step] | DamagedBytes], notes: list[str], findings: list[ReplayFinding]
 ) -> Iterator[tuple[StreamKey, Step]]:
     """What a tool that does not judge goes on with: damage is reported, a torn tail as a note and the rest as
     findings.

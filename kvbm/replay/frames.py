@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 from kvbm.core.codec import FrameBytes, ScannedFrame
 from kvbm.core.ids import Epoch, Offset
 from kvbm.files import open_plain
-from kvbm.replay.findings import Finding, damage_finding, damage_text
+from kvbm.replay.findings import ReplayFinding, damage_finding, damage_text
 from kvbm.replay.order import (
     Conflict,
     DamagedBytes,
@@ -131,7 +131,7 @@ class FrameLibrary:
         self.name = name
         self.instances: dict[StreamKey, InstanceFrames] = {}
         self.notes: list[str] = []
-        self.findings: list[Finding] = []
+        self.findings: list[ReplayFinding] = []
         self._paths: dict[str, int] = {}
         self._handles: list[int] = []
         self._open = ExitStack()

@@ -21,7 +21,7 @@ _LOOK_S = 0.1  # between two looks for a stream that is not there yet
 
 
 class StreamSource:
-    """All instances' events, in the order the stream stored them: a `Source`.
+    """All instances' events, in the order the stream stored them: a `FrameSource`.
 
     Args:
         timeout_s: how long the server may keep silent.
@@ -38,7 +38,7 @@ class StreamSource:
         self._credentials = credentials
 
     def read(self, backend: Backend) -> Iterator[Located]:
-        """See `Source.read`."""
+        """See `FrameSource.read`."""
         return self._read(backend, follows=False)
 
     def follow(self, backend: Backend) -> Iterator[Located]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvbm.replay.live import StreamSource
-from kvbm.replay.source import ARCHIVE_SUFFIX, FileSource, Source, SourceError, SourceFile
+from kvbm.replay.source import ARCHIVE_SUFFIX, FileSource, FrameSource, SourceError, SourceFile
 from kvbm.streams.journal.history import KEPT_SUFFIX
 from kvbm.streams.journal.segments import SEGMENT_SUFFIX, segment_files
 from kvbm.streams.nats.credentials import Credentials
@@ -15,7 +15,7 @@ from kvbm.streams.nats.credentials import Credentials
 OPEN = Credentials()  # of a server that asks nobody who it is
 
 
-def open_source(name: str, timeout_s: float = 5.0, credentials: Credentials = OPEN) -> Source:
+def open_source(name: str, timeout_s: float = 5.0, credentials: Credentials = OPEN) -> FrameSource:
     """The source a user names: a path, or a URL such as nats://host:4222.
 
     Args:

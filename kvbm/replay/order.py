@@ -73,7 +73,7 @@ class Repeat(NamedTuple):
     located: Located
 
 
-class Late(NamedTuple):
+class LateEnd(NamedTuple):
     """The end of an older epoch, stored once more by a publisher that went back; the first time it was lost.
 
     It is not folded.
@@ -127,7 +127,7 @@ def life_text(key: StreamKey, step: LifeBegins) -> str:
     )
 
 
-Step = Next | Missing | Begins | Repeat | Late | Conflict | WentBack | LifeBegins
+Step = Next | Missing | Begins | Repeat | LateEnd | Conflict | WentBack | LifeBegins
 
 
 def in_order(source: Iterable[Located], is_trimmed: bool) -> Iterator[tuple[StreamKey, Step] | DamagedBytes]:
@@ -277,7 +277,7 @@ class _Order:
         seen = self._seen.get(frame.epoch) or _Seen()
         if seen.is_same(frame, located.data):
             if frame.epoch == self.epoch and frame.first_offset == 0:  # the publisher went back over the epoch's start
-                yield from (Late(late.located) for late in self._late)
+                yield from (LateEnd(late.located) for late in self._late)
                 self._late = []
             yield Repeat(located)
         elif any(

@@ -11,7 +11,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from kvbm.replay.source import Located, Source
+from kvbm.replay.source import FrameSource, Located
 
 _PATIENCE_S = 1.0
 _EVERY = 64  # steps between two looks at the clock
@@ -66,7 +66,7 @@ class Watch:
         self._progress.update(self._task, completed=self._done, total=self.total or None)
 
 
-def watched(located: Iterable[Located], source: Source) -> Iterator[Located]:
+def watched(located: Iterable[Located], source: FrameSource) -> Iterator[Located]:
     """The same frames; a bar shows how far reading is."""
     if not sys.stderr.isatty():
         yield from located

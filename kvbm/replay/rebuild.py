@@ -32,14 +32,14 @@ from kvbm.core.backend import Backend
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import InstanceId
 from kvbm.files import read_small
-from kvbm.replay.findings import Finding, damage_finding, damage_text
+from kvbm.replay.findings import ReplayFinding, damage_finding, damage_text
 from kvbm.replay.format import counted, place_text
 from kvbm.replay.order import DamagedBytes
 from kvbm.replay.prefetch import read_ahead
 from kvbm.replay.progress import Watch
 from kvbm.replay.scan import NOTED, Damage
 from kvbm.replay.serve import TIMEOUT_S, OpenStream
-from kvbm.replay.source import Located, Source, SourceError, only
+from kvbm.replay.source import FrameSource, Located, SourceError, only
 from kvbm.streams.base import (
     EventLog,
     Mark,
@@ -80,7 +80,7 @@ class Rebuilt(msgspec.Struct, kw_only=True):
     digest_mismatches: int = 0
     suspect: list[InstanceId] = []
     anomalies: dict[str, int] = {}
-    findings: list[Finding] = []
+    findings: list[ReplayFinding] = []
     notes: list[str] = []
 
     def lines(self) -> Iterator[str]:
@@ -130,7 +130,11 @@ class RebuildOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rebuild(
-    source: Source, options: RebuildOptions, backend: Backend, new_index: NewIndex, connect: OpenStream | None = None
+    source: FrameSource,
+    options: RebuildOptions,
+    backend: Backend,
+    new_index: NewIndex,
+    connect: OpenStream | None = None,
 ) -> Rebuilt:
     """Make a catalog's state from a source.
 
@@ -144,7 +148,12 @@ def rebuild(
 
 class _Rebuild:
     def __init__(
-        self, source: Source, options: RebuildOptions, backend: Backend, new_index: NewIndex, connect: OpenStream | None
+        self,
+        source: FrameSource,
+        options: RebuildOptions,
+        backend: Backend,
+        new_index: NewIndex,
+        connect: OpenStream | None,
     ) -> None:
         self._source, self._options, self._backend, self._connect = source, options, backend, connect
         self._index: ClusterIndex = new_index(options.capacity)

@@ -18,13 +18,13 @@ from kvbm.core.backend import Backend
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.errors import FencedError
 from kvbm.core.ids import Epoch, InstanceId
-from kvbm.replay.findings import Finding, damage_finding, damage_text
+from kvbm.replay.findings import ReplayFinding, damage_finding, damage_text
 from kvbm.replay.format import counted, place_text
 from kvbm.replay.order import DamagedBytes
 from kvbm.replay.prefetch import read_ahead
 from kvbm.replay.progress import Watch
 from kvbm.replay.scan import NOTED, Damage
-from kvbm.replay.source import Located, Source, SourceError, only
+from kvbm.replay.source import FrameSource, Located, SourceError, only
 from kvbm.streams.base import ORIGIN, EventLog, EventStream, Fence, Heartbeat, Position, is_other_life, run_of
 from kvbm.streams.fence_records import FenceRecord
 
@@ -40,7 +40,7 @@ TIMEOUT_S = 10.0
 _clock, _pause = time.monotonic, asyncio.sleep  # of the chosen speed; tests have their own
 
 
-class Served(msgspec.Struct, kw_only=True):
+class ServedStream(msgspec.Struct, kw_only=True):
     """What was fed.
 
     Attributes:
@@ -60,7 +60,7 @@ class Served(msgspec.Struct, kw_only=True):
     elapsed_s: float = 0.0
     recorded_s: float = 0.0
     latest_s: float = 0.0
-    findings: list[Finding] = []
+    findings: list[ReplayFinding] = []
     notes: list[str] = []
 
     def lines(self) -> Iterator[str]:
@@ -91,7 +91,7 @@ class _Due(NamedTuple):
 
 
 def serve(
-    source: Source,
+    source: FrameSource,
     connect: OpenStream,
     to: str,
     cluster: str,
@@ -99,7 +99,7 @@ def serve(
     speed: float = MAX_SPEED,
     anyway: bool = False,
     instance: str | None = None,
-) -> Served:
+) -> ServedStream:
     """Feed a source into a stream.
 
     Args:
@@ -115,7 +115,7 @@ def serve(
     return asyncio.run(_feed(source, connect, to, cluster, backend, speed, anyway, instance, begins, frames))
 
 
-def _begins(source: Source, backend: Backend, instance: str | None) -> tuple[dict[InstanceId, Position], int]:
+def _begins(source: FrameSource, backend: Backend, instance: str | None) -> tuple[dict[InstanceId, Position], int]:
     """Where each instance's events begin, and how many frames there are."""
     begins: dict[InstanceId, Position] = {}
     count = 0
@@ -134,7 +134,7 @@ def _begins(source: Source, backend: Backend, instance: str | None) -> tuple[dic
 
 
 async def _feed(
-    source: Source,
+    source: FrameSource,
     connect: OpenStream,
     to: str,
     cluster: str,
@@ -144,9 +144,9 @@ async def _feed(
     instance: str | None,
     begins: dict[InstanceId, Position],
     frames: int,
-) -> Served:
+) -> ServedStream:
     stream = await connect()
-    report = Served(source=source.name, to=to, instances=len(begins))
+    report = ServedStream(source=source.name, to=to, instances=len(begins))
     try:
         await _check_older(stream, to, cluster, begins, report, anyway)
         feeder = _Feeder(stream, cluster, report, speed)
@@ -169,7 +169,7 @@ async def _feed(
 
 
 async def _check_older(
-    stream: EventLog, to: str, cluster: str, begins: dict[InstanceId, Position], report: Served, anyway: bool
+    stream: EventLog, to: str, cluster: str, begins: dict[InstanceId, Position], report: ServedStream, anyway: bool
 ) -> None:
     for name, begin in sorted(begins.items()):
         tail = await stream.tail(cluster, name, TIMEOUT_S)
@@ -192,7 +192,7 @@ async def _check_older(
         report.notes.append(f"{words}; its readers ignore what is older")
 
 
-async def _messages(located: Iterator[Located], report: Served, speed: float) -> AsyncIterator[_Due]:
+async def _messages(located: Iterator[Located], report: ServedStream, speed: float) -> AsyncIterator[_Due]:
     """Frames as messages: several of one instance and epoch together when they follow each other and are due
     together.
     """
@@ -250,7 +250,7 @@ def _end(frame: ScannedFrame) -> Position:
     return Position(frame.epoch, frame.next_offset)
 
 
-def _count(report: Served, frame: ScannedFrame) -> None:
+def _count(report: ServedStream, frame: ScannedFrame) -> None:
     report.frames += 1
     report.events += frame.event_count
     report.blocks += sum(frame.blocks)
@@ -259,7 +259,7 @@ def _count(report: Served, frame: ScannedFrame) -> None:
 class _Feeder:
     """Publishes messages in order, several under way; their fences move with the epochs."""
 
-    def __init__(self, stream: EventStream, cluster: str, report: Served, speed: float) -> None:
+    def __init__(self, stream: EventStream, cluster: str, report: ServedStream, speed: float) -> None:
         self._stream, self._cluster, self._report, self._speed = stream, cluster, report, speed
         self._run = f"replay-{secrets.token_hex(8)}"
         self._fences: dict[InstanceId, Fence] = {}

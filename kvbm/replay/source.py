@@ -64,7 +64,7 @@ class Located(NamedTuple):
     order: int
 
 
-class Source(Protocol):
+class FrameSource(Protocol):
     """Frames in the order they lie.
 
     Attributes:
@@ -96,7 +96,7 @@ class SourceFile(NamedTuple):
 
 
 class FileSource:
-    """Files of whole frames: a `Source`. Nothing is locked or changed, and a manager or catalog may go on writing.
+    """Files of whole frames: a `FrameSource`. Nothing is locked or changed, and a manager or catalog may go on writing.
 
     Args:
         is_trimmed: it is a journal or an archive: files may go from its beginning, now and while it is read.
@@ -110,7 +110,7 @@ class FileSource:
         self._files = files
 
     def read(self, backend: Backend) -> Iterator[Located]:
-        """See `Source.read`."""
+        """See `FrameSource.read`."""
         order = before = frames = 0
         for file in self._files:
             try:

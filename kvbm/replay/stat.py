@@ -10,11 +10,11 @@ from kvbm.core.ages import AGE_BOUNDS_S, FOLLOWED, BlockAges, NewAges
 from kvbm.core.backend import Backend, NewFold
 from kvbm.core.codec import RUN_EVENTS, ScannedFrame
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
-from kvbm.replay.findings import Finding, undamaged
+from kvbm.replay.findings import ReplayFinding, undamaged
 from kvbm.replay.fold import StreamFold
 from kvbm.replay.format import counted, time_text
 from kvbm.replay.order import Begins, LifeBegins, Missing, Next, Repeat, StreamKey, in_order, life_text
-from kvbm.replay.source import Located, Source, only
+from kvbm.replay.source import FrameSource, Located, only
 
 _EVERY_BLOCK = 1 << 40
 
@@ -117,7 +117,7 @@ class Stats(msgspec.Struct, kw_only=True):
 
     source: str
     instances: list[InstanceStat] = []
-    findings: list[Finding] = []
+    findings: list[ReplayFinding] = []
     notes: list[str] = []
 
     def lines(self) -> Iterator[str]:
@@ -191,7 +191,7 @@ class _Counter:
 
 
 def stats_of(
-    source: Source,
+    source: FrameSource,
     backend: Backend,
     fold: NewFold,
     new_ages: NewAges,

@@ -9,11 +9,11 @@ import msgspec
 from kvbm.core.backend import Backend, Fold, NewFold
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import InstanceId, Tier, split_hashes
-from kvbm.replay.findings import Finding, undamaged
+from kvbm.replay.findings import ReplayFinding, undamaged
 from kvbm.replay.fold import StreamFold
 from kvbm.replay.format import At, counted, time_text
 from kvbm.replay.order import Begins, LifeBegins, Missing, Next, StreamKey, in_order, life_text
-from kvbm.replay.source import Located, Source, only
+from kvbm.replay.source import FrameSource, Located, only
 
 
 class BlockState(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class States(msgspec.Struct, kw_only=True):
 
     source: str
     instances: list[InstanceState] = []
-    findings: list[Finding] = []
+    findings: list[ReplayFinding] = []
     notes: list[str] = []
 
 
@@ -134,7 +134,7 @@ class _Cut:
 
 
 def states_at(
-    source: Source,
+    source: FrameSource,
     at: At,
     backend: Backend,
     fold: NewFold,
@@ -178,7 +178,7 @@ def states_at(
     return states
 
 
-def _last_us(source: Source, backend: Backend, instance: str | None) -> int:
+def _last_us(source: FrameSource, backend: Backend, instance: str | None) -> int:
     """When the last of its frames was cut; 0 where there is none."""
     read = (one.found for one in only(source.read(backend), instance))
     return max((found.wall_time_ns for found in read if isinstance(found, ScannedFrame)), default=0) // 1000

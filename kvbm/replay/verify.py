@@ -8,7 +8,7 @@ import msgspec
 
 from kvbm.core.backend import Backend, DecodeFrame, NewFold
 from kvbm.core.codec import ScannedFrame
-from kvbm.replay.compare_catalog import Compared, Comparison
+from kvbm.replay.compare_catalog import CatalogComparison, Compared
 from kvbm.replay.findings import (
     CONFLICT,
     DIGEST,
@@ -16,7 +16,7 @@ from kvbm.replay.findings import (
     MISSING,
     SKIPPED,
     SNAPSHOT_RULES,
-    Finding,
+    ReplayFinding,
     damage_finding,
     damage_text,
 )
@@ -27,7 +27,7 @@ from kvbm.replay.order import (
     Begins,
     Conflict,
     DamagedBytes,
-    Late,
+    LateEnd,
     LifeBegins,
     Missing,
     Next,
@@ -39,7 +39,7 @@ from kvbm.replay.order import (
     life_text,
 )
 from kvbm.replay.scan import ERASED, TORN
-from kvbm.replay.source import Located, Source, only
+from kvbm.replay.source import FrameSource, Located, only
 
 
 class Verified(msgspec.Struct, kw_only=True):
@@ -68,7 +68,7 @@ class Verified(msgspec.Struct, kw_only=True):
     late: int = 0
     stale: int = 0
     lives: int = 0
-    findings: list[Finding] = []
+    findings: list[ReplayFinding] = []
     notes: list[str] = []
     catalog: Compared | None = None
 
@@ -91,12 +91,12 @@ class Verified(msgspec.Struct, kw_only=True):
 
 
 def verify(
-    source: Source,
+    source: FrameSource,
     backend: Backend,
     fold: NewFold,
     instance: str | None = None,
     located: Iterable[Located] | None = None,
-    against: Comparison | None = None,
+    against: CatalogComparison | None = None,
 ) -> Verified:
     """Fold every stream of a source and name each defect once.
 
@@ -120,7 +120,7 @@ def verify(
 
 class _Verifier:
     def __init__(
-        self, report: Verified, new_fold: NewFold, decode_frame: DecodeFrame, against: Comparison | None
+        self, report: Verified, new_fold: NewFold, decode_frame: DecodeFrame, against: CatalogComparison | None
     ) -> None:
         self._against = against
         self.report = report
@@ -129,7 +129,7 @@ class _Verifier:
         self._folds: dict[StreamKey, StreamFold] = {}
         self._epochs: set[tuple[StreamKey, int]] = set()
         self._stale: set[tuple[StreamKey, int]] = set()
-        self._found: list[tuple[int, Finding]] = []  # by the order of the frame
+        self._found: list[tuple[int, ReplayFinding]] = []  # by the order of the frame
         self._damage: list[DamagedBytes] = []
         self._holes: list[Hole] = []
         self._erased: dict[str, int] = {}  # frames, by which erasure
@@ -153,7 +153,7 @@ class _Verifier:
                 )
             case Repeat():
                 self.report.repeats += 1
-            case Late():
+            case LateEnd():
                 self.report.late += 1
             case Conflict():
                 why = (
@@ -230,7 +230,7 @@ class _Verifier:
         step = hole.step
         count = step.next - step.first
         which = f"offset {step.first:,}" if count == 1 else f"offsets {step.first:,} to {step.next - 1:,}"
-        finding = Finding(
+        finding = ReplayFinding(
             kind=MISSING,
             message=f"{counted(count, 'event')} lost: no frame before this one has {which} of epoch {step.epoch}",
             source=step.after.place.source,
@@ -252,7 +252,7 @@ class _Verifier:
         rule: str | None = None,
     ) -> None:
         place = located.place
-        finding = Finding(
+        finding = ReplayFinding(
             kind=kind,
             message=message,
             source=place.source,

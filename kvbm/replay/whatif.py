@@ -44,7 +44,7 @@ class TraceLine(Protocol):
 ReadTrace = Callable[[Path], Iterable[TraceLine]]
 
 
-class Cost(NamedTuple):
+class ComputeCost(NamedTuple):
     """What computing a block takes.
 
     Attributes:
@@ -62,7 +62,7 @@ class Cost(NamedTuple):
         return block_tokens / self.tokens_per_s * (1 + middle / self.double_tokens)
 
 
-COST = Cost()
+COST = ComputeCost()
 
 
 class Accesses(NamedTuple):
@@ -205,7 +205,7 @@ def what_if(
     policies: Sequence[str],
     capacities: Sequence[int],
     tiers: Sequence[float] = (),
-    cost: Cost = COST,
+    cost: ComputeCost = COST,
 ) -> WhatIfs:
     """Run policies at capacities.
 
@@ -237,7 +237,7 @@ def what_if(
 class _Blocks:
     """The prompts of a source, run again and again."""
 
-    def __init__(self, accesses: Accesses, cost: Cost) -> None:
+    def __init__(self, accesses: Accesses, cost: ComputeCost) -> None:
         self._accesses = accesses
         self._cost: dict[SequenceHash, float] = {}
         self._parent: dict[SequenceHash, SequenceHash | None] = {}

@@ -29,7 +29,7 @@ LEAVE_S = 10.0  # all of it together is given so long to close, a part of which 
 STEP_S = 2.0
 
 
-class Open(Protocol):
+class OpenResource(Protocol):
     """Something with threads or locks of its own."""
 
     def close(self, timeout_s: float) -> None:
@@ -42,21 +42,21 @@ class Open(Protocol):
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _WITH_LOCKS = tuple(f"{_OURS}{name}{os.sep}" for name in ("core", "locate", "manager", "pools", "streams", "transport"))
 
-_open: dict[int, Open] = {}  # in the order they were opened
-_inherited: list[Open] = []  # of a parent: kept, so that no destructor waits for threads that are not here
+_open: dict[int, OpenResource] = {}  # in the order they were opened
+_inherited: list[OpenResource] = []  # of a parent: kept, so that no destructor waits for threads that are not here
 
 
-def keep(opened: Open) -> None:
+def keep(opened: OpenResource) -> None:
     """Remember what is open until `forget`."""
     _open[id(opened)] = opened
 
 
-def forget(closed: Open) -> None:
+def forget(closed: OpenResource) -> None:
     """It is closed, or is being closed."""
     _open.pop(id(closed), None)
 
 
-def close_aside(opened: Open, timeout_s: float) -> bool:
+def close_aside(opened: OpenResource, timeout_s: float) -> bool:
     """Whether it is closed by a thread of its own, because who closes it is a signal's handler that has interrupted a
     call of ours.
 

@@ -476,7 +476,7 @@ class Broadcast(Protocol):
         """Each message of the cluster's catalogs from now on; of what a slow reader cannot take the oldest is lost."""
 
 
-class Ask(NamedTuple):
+class CatalogAsk(NamedTuple):
     """A question to the catalog, as a message of the stream's server carries it.
 
     Attributes:
@@ -512,14 +512,16 @@ class AskLine(Protocol):
     async def drain(self) -> None:
         """Take no more questions, but those that the server has sent."""
 
-    async def answer(self, ask: Ask, status: int, kind: str, body: bytes, more: dict[str, str] | None = None) -> None:
+    async def answer(
+        self, ask: CatalogAsk, status: int, kind: str, body: bytes, more: dict[str, str] | None = None
+    ) -> None:
         """Answer a question. Raises StreamError: it cannot be sent.
 
         Args:
             status: of HTTP. kind: type of the body. more: headers.
         """
 
-    def answer_now(self, ask: Ask, status: int, kind: str, body: bytes) -> None:
+    def answer_now(self, ask: CatalogAsk, status: int, kind: str, body: bytes) -> None:
         """`answer` to a question that was given to `AskTaker.at_once`, from there: nothing is waited for.
 
         Raises StreamError.
@@ -532,10 +534,10 @@ class AskLine(Protocol):
 class AskTaker(Protocol):
     """Who answers questions."""
 
-    def at_once(self, line: AskLine, ask: Ask) -> bool:
+    def at_once(self, line: AskLine, ask: CatalogAsk) -> bool:
         """Answer a question that is short; False: nothing has happened, and `take` is to have it."""
 
-    async def take(self, line: AskLine, ask: Ask) -> None:
+    async def take(self, line: AskLine, ask: CatalogAsk) -> None:
         """Answer a question, or begin to."""
 
 

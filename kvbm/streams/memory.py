@@ -239,11 +239,11 @@ class MemoryStream:
         timeout_s: float = 5.0,
         fingerprint: int | None = None,
         parts: tuple[int, ...] = ALL_PARTS,
-    ) -> MemoryReader:
+    ) -> MemoryEventReader:
         """See `EventLog.pull`."""
         self._check_open()
         prefixes = tuple(subjects.removesuffix(">") for subjects in read_subjects(cluster, parts))
-        return MemoryReader(self, prefixes, Mark(after_sequence, fingerprint))
+        return MemoryEventReader(self, prefixes, Mark(after_sequence, fingerprint))
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Lose messages, as a server that trims by age or loses its disk does. The sequences of others stay."""
@@ -378,7 +378,7 @@ class MemoryStream:
             raise StreamError("the stream in memory is closed")
 
 
-class MemoryReader:
+class MemoryEventReader:
     """An `EventReader` of a `MemoryStream`."""
 
     def __init__(self, stream: MemoryStream, prefixes: tuple[str, ...], after: Mark) -> None:

@@ -182,7 +182,7 @@ def shared_server(
     path = folder / "nats.url"
     while True:
         last = _read_url(path)
-        if _is_locked(folder):
+        if _is_lock_taken(folder):
             for url in dict.fromkeys((*map(_url_in, folder.glob("nats-server_*.ports")), last)):
                 if url and answers(url, min(_PROBE_WAIT_S, timeout_s)):
                     return SharedServer(url, None)
@@ -197,7 +197,7 @@ def shared_server(
                     timeout_s=max(_PROBE_WAIT_S, deadline_s - time.monotonic()),
                 )
             except StreamError:
-                if not port and not _is_locked(folder):
+                if not port and not _is_lock_taken(folder):
                     raise  # with a port, it may have been taken meanwhile; the next turn asks for a free one
             else:
                 return SharedServer(server.url, server)
@@ -270,7 +270,7 @@ def _lock(file: BinaryIO, deadline_s: float) -> bool:
             return True
 
 
-def _is_locked(folder: Path) -> bool:
+def _is_lock_taken(folder: Path) -> bool:
     try:
         with open(folder / "nats.lock", "ab", opener=opener) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

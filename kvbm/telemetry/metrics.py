@@ -28,7 +28,7 @@ PREFIX = "kvbm_catalog_"
 Source = TypeVar("Source")
 
 
-class Buckets(NamedTuple):
+class HistogramBuckets(NamedTuple):
     """A histogram.
 
     Attributes:
@@ -42,7 +42,7 @@ class Buckets(NamedTuple):
     total: float
 
 
-Labelled = Mapping[tuple[str, ...], float | Buckets]
+Labelled = Mapping[tuple[str, ...], float | HistogramBuckets]
 
 
 class MetricRow(NamedTuple, Generic[Source]):
@@ -161,7 +161,7 @@ class _Rows(Collector, Generic[Source]):
             if row.kind == HISTOGRAM:
                 histogram = HistogramMetricFamily(PREFIX + row.name, row.help, labels=row.labels)
                 for labels, one in found:
-                    assert isinstance(one, Buckets)
+                    assert isinstance(one, HistogramBuckets)
                     bounds = [*map(str, map(float, one.bounds)), "+Inf"]
                     histogram.add_metric(labels, list(zip(bounds, accumulate(one.counts), strict=True)), one.total)
                 yield histogram
@@ -169,6 +169,6 @@ class _Rows(Collector, Generic[Source]):
             family = CounterMetricFamily if row.kind == COUNTER else GaugeMetricFamily
             metric = family(PREFIX + row.name, row.help, labels=row.labels)
             for labels, one in found:
-                assert not isinstance(one, Buckets)
+                assert not isinstance(one, HistogramBuckets)
                 metric.add_metric(labels, math.nan if one is None else float(one))
             yield metric

@@ -17,7 +17,7 @@ from kvbm.core.ids import HASH_BYTES, Tier, pack_slots
 from kvbm.transport.wire import ArenaShape
 
 
-class Lent(NamedTuple):
+class PinnedRun(NamedTuple):
     """Consecutive blocks of a chain, pinned where they lie.
 
     Attributes:
@@ -31,12 +31,12 @@ class Lent(NamedTuple):
     checksums: np.ndarray
     rows: Sequence[np.ndarray]
 
-    def cut(self, count: int) -> tuple[Lent, Lent]:
+    def cut(self, count: int) -> tuple[PinnedRun, PinnedRun]:
         """The first blocks, and the others."""
         tiers, slots, checksums, rows = self
         return (
-            Lent(tiers[:count], slots[:count], checksums[:count], rows[:count]),
-            Lent(tiers[count:], slots[count:], checksums[count:], rows[count:]),
+            PinnedRun(tiers[:count], slots[:count], checksums[:count], rows[:count]),
+            PinnedRun(tiers[count:], slots[count:], checksums[count:], rows[count:]),
         )
 
     def host_blocks(self) -> int:
@@ -48,30 +48,30 @@ class Lent(NamedTuple):
         return pack_slots(self.slots)
 
 
-class Memory(NamedTuple):
+class LentMapping(NamedTuple):
     """HOST's memory as others may map it: a descriptor that can only be read, and what lies in it."""
 
     fd: int
     shape: ArenaShape
 
 
-class Lender(Protocol):
+class BlockLender(Protocol):
     """Keeps the blocks an owner lends. Any thread."""
 
     @property
-    def memory(self) -> Memory | None:
+    def memory(self) -> LentMapping | None:
         """HOST's memory; None: it has none that can be mapped, and all bytes are sent."""
 
     def opening(self, namespace: bytes) -> tuple[bytes, int] | None:
         """Root (16 bytes) and block_bytes of a namespace that is lent; None: it is not."""
 
-    def lend(self, namespace: bytes, hashes: bytes) -> Lent | None:
+    def lend(self, namespace: bytes, hashes: bytes) -> PinnedRun | None:
         """The longest run of this namespace from the first hash on, in HOST or NVME, pinned;
 
         None: not even one block.
         """
 
-    def give_back(self, lent: Lent) -> None:
+    def give_back(self, lent: PinnedRun) -> None:
         """These blocks are pinned once less."""
 
     def suspect(self, namespace: bytes, hashes: bytes) -> None:
@@ -93,7 +93,7 @@ class LentLimits(NamedTuple):
 
 
 class _Lease(NamedTuple):
-    lent: Lent
+    lent: PinnedRun
     until_s: float
 
 
@@ -103,7 +103,7 @@ class Leases:
     Any thread. Nothing reads a clock here: times are given, in seconds that only grow.
     """
 
-    def __init__(self, lender: Lender, epoch: int, limits: LentLimits = LentLimits()) -> None:  # noqa: B008  # immutable
+    def __init__(self, lender: BlockLender, epoch: int, limits: LentLimits = LentLimits()) -> None:  # noqa: B008  # immutable
         self.lender, self.limits = lender, limits
         self._epoch = epoch
         self._lock = threading.Lock()
@@ -116,11 +116,11 @@ class Leases:
         """Pinned now."""
         return self._blocks
 
-    def lend(self, namespace: bytes, hashes: bytes) -> Lent | None:
-        """As `Lender.lend`, of no more blocks than may ever be lent at once: a reader asks on for what follows."""
+    def lend(self, namespace: bytes, hashes: bytes) -> PinnedRun | None:
+        """As `BlockLender.lend`, of no more blocks than may ever be lent at once: a reader asks on for what follows."""
         return self.lender.lend(namespace, hashes[: HASH_BYTES * self.limits.blocks])
 
-    def begin(self, lent: Lent, now_s: float, is_timed: bool = True) -> int:
+    def begin(self, lent: PinnedRun, now_s: float, is_timed: bool = True) -> int:
         """A lease of these blocks: its id; 0: as much is lent as may be, and these are given back.
 
         Args:

@@ -14,7 +14,7 @@ from kvbm.core.checksum import crc32c
 from kvbm.core.ids import HASH_BYTES, Namespace
 from kvbm.core.reads import ReadOutcome, ReadResult
 from kvbm.transport.base import PeerRead, RootOf, check_wish, failed_read
-from kvbm.transport.lending import Leases, Lent
+from kvbm.transport.lending import Leases, PinnedRun
 
 
 class LocalReader:
@@ -104,7 +104,7 @@ class LocalReader:
         hashes: bytes,
         rows: np.ndarray,
         at: Sequence[int],
-        lent: Lent,
+        lent: PinnedRun,
         until_s: float,
     ) -> PeerRead:
         count = len(hashes) // HASH_BYTES

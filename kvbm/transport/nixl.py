@@ -24,7 +24,7 @@ from kvbm.core.ids import HASH_BYTES, Namespace
 from kvbm.core.reads import ReadOutcome, ReadResult
 from kvbm.transport.base import PeerRead, PeerReader, check_wish, failed_read, waited_read
 from kvbm.transport.nixl_agent import NixlProcess
-from kvbm.transport.nixl_hello import LentMemory, Status, encode_hello, receive_ready
+from kvbm.transport.nixl_hello import NixlLentMemory, NixlStatus, encode_hello, receive_ready
 from kvbm.transport.nixl_process import Failed, Fetch, Fetched, Join, receive, send
 from kvbm.transport.rdma import ProvedConnection, Rows
 from kvbm.transport.rdma_hello import is_hung_up, send_message
@@ -235,7 +235,7 @@ class _Way:
     """
 
     def __init__(
-        self, connection: ProvedConnection, fetching: socket.socket, lanes: np.ndarray, memory: LentMemory
+        self, connection: ProvedConnection, fetching: socket.socket, lanes: np.ndarray, memory: NixlLentMemory
     ) -> None:
         self.connection, self._fetching, self.lanes, self.memory = connection, fetching, lanes, memory
         self._poller = select.poll()
@@ -306,9 +306,9 @@ def _joined(
     """
     send_message(connection.socket, encode_hello(), until_s)
     ready = receive_ready(connection.socket, until_s)
-    if ready.status is Status.FULL:
+    if ready.status is NixlStatus.FULL:
         raise NixlError(_FULL)
-    if ready.status is not Status.READY or ready.memory.stride != block_bytes:
+    if ready.status is not NixlStatus.READY or ready.memory.stride != block_bytes:
         return None
     count = _LOTS * max(1, min(_LOT_BLOCKS, ready.memory.slots, lane_bytes // block_bytes // _LOTS))
     descriptor = os.memfd_create("kvbm-lanes", os.MFD_CLOEXEC)

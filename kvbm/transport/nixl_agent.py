@@ -98,14 +98,14 @@ class NixlProcess:
                 pass
         except (OSError, msgspec.DecodeError):
             with self._lock:
-                self._end()
+                self._end_locked()
         thing.close()
 
     def close(self) -> None:
         """End the process, and with it everything in it. Idempotent."""
         self._is_closed = True
         with self._lock:
-            self._end()
+            self._end_locked()
 
     def _begin(self, wanted: Lend | Join, descriptor: int, until_s: float) -> tuple[socket.socket, Message | None]:
         ours, theirs = _pair()
@@ -122,28 +122,28 @@ class NixlProcess:
         if not self._lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
             raise NixlError("NIXL was being started until the deadline")
         try:
-            control = self._started(until_s)
+            control = self._started_locked(until_s)
             socket.send_fds(control, [b"\0"], [thing.fileno(), descriptor])
         except OSError as error:
-            self._end()
+            self._end_locked()
             raise NixlError(f"the process of NIXL has ended: {error}") from None
         finally:
             self._lock.release()
 
-    def _started(self, until_s: float) -> socket.socket:
+    def _started_locked(self, until_s: float) -> socket.socket:
         """The socket to the process, which has said that it can work.
 
-        With the lock held. Raises as `lend`; OSError: it has just ended.
+        Raises as `lend`; OSError: it has just ended.
         """
         if self._is_closed:
             raise NixlError("NIXL is closed")
         if self._process is not None and self._process.poll() is not None:
             log.warning("nixl.ended", status=self._process.returncode)
-            self._end()
+            self._end_locked()
         if self._control is None:
             if (missing := missing_nixl()) is not None:
                 raise missing
-            self._start()
+            self._start_locked()
         control = self._control
         assert control is not None
         if not self._is_ready:
@@ -153,13 +153,13 @@ class NixlProcess:
             except TimeoutError:
                 raise NixlError("NIXL is being started; it is there in a moment") from None
             if not isinstance(ready, Ready) or ready.trouble:
-                self._end()
+                self._end_locked()
                 raise NixlError(ready.trouble if isinstance(ready, Ready) else "the process of NIXL ended at once")
             self._is_ready = True
         control.settimeout(max(0.001, until_s - time.monotonic()))
         return control
 
-    def _start(self) -> None:
+    def _start_locked(self) -> None:
         ours, theirs = _pair()
         command = [sys.executable, "-P", nixl_process.__file__, str(theirs.fileno()), json.dumps(self._options)]
         try:
@@ -189,13 +189,13 @@ class NixlProcess:
             return receive(thing)
         except TimeoutError:
             with self._lock:
-                self._end()
+                self._end_locked()
             raise NixlError("NIXL did not answer by the deadline, and is started anew") from None
         except (OSError, msgspec.DecodeError) as error:
             raise NixlError(f"the process of NIXL has ended: {error}") from None
 
-    def _end(self) -> None:
-        """With the lock held."""
+    def _end_locked(self) -> None:
+        """End the process, if there is one."""
         process, control = self._process, self._control
         self._process = self._control = None
         if control is not None:

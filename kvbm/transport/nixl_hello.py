@@ -22,7 +22,7 @@ _HEAD = struct.Struct("<IBBH")
 _READY = struct.Struct("<B3xIIQQQ")  # status, slots, metadata bytes, address, bytes, stride
 
 
-class Status(IntEnum):
+class NixlStatus(IntEnum):
     """What an owner answers."""
 
     READY = 0
@@ -30,7 +30,7 @@ class Status(IntEnum):
     FULL = 2  # as many readers as there may be, or NIXL failed
 
 
-class LentMemory(NamedTuple):
+class NixlLentMemory(NamedTuple):
     """The owner's memory, as a reader reaches it.
 
     Attributes:
@@ -51,12 +51,12 @@ class NixlReady(NamedTuple):
         metadata: of the owner's agent, for NIXL, at most MOST_METADATA_BYTES.
     """
 
-    status: Status
+    status: NixlStatus
     metadata: bytes
-    memory: LentMemory
+    memory: NixlLentMemory
 
 
-NO_MEMORY = LentMemory(0, 0, 0, 0)
+NO_MEMORY = NixlLentMemory(0, 0, 0, 0)
 
 
 def encode_hello() -> bytes:
@@ -78,9 +78,9 @@ def decode_ready(body: bytes) -> NixlReady:
     if len(body) < _READY.size:
         raise PeerWireError(f"NIXL_READY: {len(body)} bytes; it has at least {_READY.size}")
     status, slots, size, address, bytes_, stride = _READY.unpack_from(body)
-    if status not in list(Status) or any(body[1:4]) or size != len(body) - _READY.size:
+    if status not in list(NixlStatus) or any(body[1:4]) or size != len(body) - _READY.size:
         raise PeerWireError(f"NIXL_READY: status {status}, {size} bytes of metadata in {len(body)}")
-    return _check(NixlReady(Status(status), body[_READY.size :], LentMemory(address, bytes_, slots, stride)))
+    return _check(NixlReady(NixlStatus(status), body[_READY.size :], NixlLentMemory(address, bytes_, slots, stride)))
 
 
 def receive_ready(connection: socket.socket, until_s: float) -> NixlReady:
@@ -103,7 +103,7 @@ def is_hello(head: bytes) -> bool:
 
 def _check(ready: NixlReady) -> NixlReady:
     memory = ready.memory
-    if ready.status is not Status.READY:
+    if ready.status is not NixlStatus.READY:
         if ready.metadata or memory != NO_MEMORY:
             raise PeerWireError(f"NIXL_READY: {ready.status.name} with metadata or memory")
         return ready

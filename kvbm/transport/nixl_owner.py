@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from kvbm.core.errors import KvbmError
 from kvbm.safe_log import SafeLog
-from kvbm.transport.lending import Memory
+from kvbm.transport.lending import LentMapping
 from kvbm.transport.nixl_agent import NixlProcess
-from kvbm.transport.nixl_hello import NO_MEMORY, LentMemory, NixlReady, Status
+from kvbm.transport.nixl_hello import NO_MEMORY, NixlLentMemory, NixlReady, NixlStatus
 from kvbm.transport.nixl_process import Lent
 from kvbm.transport.rdma_hello import is_hung_up
 
@@ -26,7 +26,7 @@ log = SafeLog()
 _LEND_S = 5.0
 
 
-class Admission(NamedTuple):
+class NixlAdmission(NamedTuple):
     """What a reader is answered.
 
     Attributes:
@@ -46,7 +46,7 @@ class NixlOwner:
         revoked: how often all readers were sent away: who looks at what a reader has proved looks at this before.
     """
 
-    def __init__(self, process: NixlProcess, memory: Memory, most_readers: int = 64) -> None:
+    def __init__(self, process: NixlProcess, memory: LentMapping, most_readers: int = 64) -> None:
         """Nothing is lent yet.
 
         Args:
@@ -65,7 +65,7 @@ class NixlOwner:
         """Connected now."""
         return len(self._readers)
 
-    def admit(self, has_proved_all: bool, revoked: int, within_s: float = _LEND_S) -> Admission:
+    def admit(self, has_proved_all: bool, revoked: int, within_s: float = _LEND_S) -> NixlAdmission:
         """What to answer a reader's NIXL_HELLO.
 
         Args:
@@ -73,22 +73,22 @@ class NixlOwner:
             revoked: the attribute of that name, before that was looked at.
         """
         if not has_proved_all:
-            return _refused(Status.NOT_PROVED)
+            return _refused(NixlStatus.NOT_PROVED)
         until_s = time.monotonic() + within_s
         if not self._lock.acquire(timeout=within_s):
-            return _refused(Status.FULL)
+            return _refused(NixlStatus.FULL)
         try:
             if self._is_closed or revoked != self.revoked or len(self._readers) >= self.most_readers:
-                return _refused(Status.FULL)
+                return _refused(NixlStatus.FULL)
             lent = self._lend(until_s)
             self._last += 1
             self._readers.add(self._last)
             shape = self._memory.shape
-            memory = LentMemory(lent.address, shape.bytes, shape.slots, shape.stride)
-            return Admission(self._last, NixlReady(Status.READY, lent.metadata, memory))
+            memory = NixlLentMemory(lent.address, shape.bytes, shape.slots, shape.stride)
+            return NixlAdmission(self._last, NixlReady(NixlStatus.READY, lent.metadata, memory))
         except (KvbmError, OSError) as error:
             log.warning("nixl.not_lent", why=str(error))
-            return _refused(Status.FULL)
+            return _refused(NixlStatus.FULL)
         finally:
             self._lock.release()
 
@@ -122,5 +122,5 @@ class NixlOwner:
             self._process.end(lent[0])
 
 
-def _refused(status: Status) -> Admission:
-    return Admission(0, NixlReady(status, b"", NO_MEMORY))
+def _refused(status: NixlStatus) -> NixlAdmission:
+    return NixlAdmission(0, NixlReady(status, b"", NO_MEMORY))

@@ -45,7 +45,7 @@ class PeerSource(NamedTuple):
     Attributes:
         end: blocks it is said to have, from the first that was asked for on.
         link: what reading from it is taken to cost.
-        together_bytes_per_s: as `core.fetching.Source` has it.
+        together_bytes_per_s: as `core.fetching.FetchSource` has it.
     """
 
     instance: InstanceId
@@ -150,9 +150,9 @@ class Peers:
             now_s = self._clock()
             for one in peers:
                 instance, address = InstanceId(one.instance), address_of(one.lends)
-                if address is None or self._is_closed or not self._may(now_s, instance, namespace):
+                if address is None or self._is_closed or not self._may_locked(now_s, instance, namespace):
                     continue
-                if (transport := self._best(now_s, instance, address)) is None:
+                if (transport := self._best_locked(now_s, instance, address)) is None:
                     continue
                 link = self._links.link(now_s, instance, transport, one.distance)
                 together = 0.0
@@ -227,13 +227,13 @@ class Peers:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _may(self, now_s: float, instance: InstanceId, namespace: NamespaceId) -> bool:
-        """Whether an instance may be asked for blocks of a namespace, by whatever way. Under the guard."""
+    def _may_locked(self, now_s: float, instance: InstanceId, namespace: NamespaceId) -> bool:
+        """Whether an instance may be asked for blocks of a namespace, by whatever way."""
         is_shut = not self._shut.may(now_s, _shut_name(instance, namespace))
         return not is_shut and self._lacking.may(now_s, instance) and self._busy.may(now_s, instance)
 
-    def _best(self, now_s: float, instance: InstanceId, address: PeerAddress) -> str | None:
-        """How to read from an instance now; None: in no way. Under the guard."""
+    def _best_locked(self, now_s: float, instance: InstanceId, address: PeerAddress) -> str | None:
+        """How to read from an instance now; None: in no way."""
         ways = []
         if address.unix and address.host_id == self._host_id:
             ways.append(MEMORY)
@@ -260,7 +260,7 @@ class Peers:
             now_s = self._clock()
             if self._is_closed or not self._broken.may(now_s, f"{key.instance} {key.transport}"):
                 return None  # what was planned before the trouble fails at once
-            if not self._may(now_s, key.instance, namespace):
+            if not self._may_locked(now_s, key.instance, namespace):
                 return None
             held = self._readers.get(key)
             if held is not None:
@@ -281,18 +281,15 @@ class Peers:
                 made = other
             else:
                 made = self._readers[key] = _Open(reader)
-                unused += self._superfluous(key)
+                unused += self._superfluous_locked(key)
             if made is not None:
                 made.users += 1
         for one in unused:
             one.close()
         return made
 
-    def _superfluous(self, new: _Key) -> list[PeerReader]:
-        """Readers that go for a new one: those of an address its instance has left, and the least used.
-
-        Under the guard.
-        """
+    def _superfluous_locked(self, new: _Key) -> list[PeerReader]:
+        """Readers that go for a new one: those of an address its instance has left, and the least used."""
         old = [key for key in self._readers if key[:2] == new[:2] and key != new]
         idle = [key for key, held in self._readers.items() if not held.users and key != new and key not in old]
         old += idle[: max(0, len(self._readers) - len(old) - self._most)]
@@ -329,7 +326,7 @@ class Peers:
             if self._is_closed:
                 return
             if read.passed_over:
-                is_passed = self._pass_over(now_s, f"{instance} {source.transport}", read.passed_over)
+                is_passed = self._pass_over_locked(now_s, f"{instance} {source.transport}", read.passed_over)
             elif good or read.trouble:
                 self._passed_over.pop(way, None)
             if read.retry_s:  # before its words: who is busy is not broken
@@ -370,7 +367,7 @@ class Peers:
                 effect="they are computed or read elsewhere",
             )
 
-    def _pass_over(self, now_s: float, way: str, why: str) -> bool:
+    def _pass_over_locked(self, now_s: float, way: str, why: str) -> bool:
         """Leave a way alone for a while, for another serves.
 
         Whether that is news: it was not said before, or for another reason.

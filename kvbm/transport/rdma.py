@@ -24,7 +24,7 @@ from kvbm.transport.base import PeerRead, PeerReader, check_wish, failed_read, w
 from kvbm.transport.rdma_hello import (
     RDMA_READY,
     RdmaReady,
-    Status,
+    RdmaStatus,
     decode_ready,
     encode_hello,
     is_hung_up,
@@ -42,8 +42,8 @@ _LANE_BYTES = 64 << 20  # of memory for what is on its way
 _PIECE_BYTES = 64 << 20  # of blocks that one question names: no lease lasts much longer than they take
 _HANDSHAKE_S = 2.0
 _REFUSALS = {
-    Status.NOT_PROVED: "its whole memory is only for who has proved each of its namespaces",
-    Status.FULL: "it has no room for another reader over RDMA",
+    RdmaStatus.NOT_PROVED: "its whole memory is only for who has proved each of its namespaces",
+    RdmaStatus.FULL: "it has no room for another reader over RDMA",
 }
 
 
@@ -406,7 +406,7 @@ class _Way:
         connection = self.connection.socket
         send_message(connection, encode_hello(pair.end), until_s)
         ready = decode_ready(receive_message(connection, RDMA_READY, until_s))
-        if ready.status is not Status.READY:
+        if ready.status is not RdmaStatus.READY:
             raise VerbsError(_REFUSALS[ready.status])
         return ready
 

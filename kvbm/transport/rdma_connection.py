@@ -33,13 +33,13 @@ from kvbm.transport.wire import (
     Gone,
     GoneReason,
     Grant,
+    GrantTransport,
     Hello,
     Message,
+    NamespaceOpened,
     Open,
-    Opened,
     Prove,
-    Role,
-    Transport,
+    ProvingSide,
     decode_body,
     decode_head,
     encode,
@@ -50,10 +50,10 @@ from kvbm.transport.wire import (
 _MARGIN_MS, _MARGIN_SHARE = 1, 64  # a lease is taken to end a little early: the clock is read before it is over
 _END_S = 0.5  # for a word that waits for no answer
 _NOT_OPENED = "it does not open the namespace over RDMA: it does not know it, or its tenant's secret is another"
-_Said = TypeVar("_Said", Hello, Prove, Opened)
+_Said = TypeVar("_Said", Hello, Prove, NamespaceOpened)
 
 
-class Reader(NamedTuple):
+class RdmaReaderProof(NamedTuple):
     """Who reads, and what proves that it may.
 
     Attributes:
@@ -70,7 +70,7 @@ class Reader(NamedTuple):
 class RdmaConnection:
     """As `transport.rdma.ProvedConnection`. One thread."""
 
-    def __init__(self, tcp: str, owner: InstanceId, reader: Reader, until_s: float) -> None:
+    def __init__(self, tcp: str, owner: InstanceId, reader: RdmaReaderProof, until_s: float) -> None:
         """Connect, prove, and open.
 
         Args:
@@ -110,7 +110,9 @@ class RdmaConnection:
         self._request += 1
         left_ms = max(1, round(1000 * (until_s - asked_s)))
         send_message(
-            self._socket, encode(Ask(self._request, handle, Transport.RDMA, min(left_ms, 1 << 31), hashes)), until_s
+            self._socket,
+            encode(Ask(self._request, handle, GrantTransport.RDMA, min(left_ms, 1 << 31), hashes)),
+            until_s,
         )
         answer = self._receive(until_s)
         if not isinstance(answer, Grant | Busy | Gone) or answer.request != self._request:
@@ -149,9 +151,11 @@ class RdmaConnection:
         if not hello.flags & KEY_ASKED or hello.nonce == own:
             raise PeerWireError("it asks for no key")
         key = self._reader.key
-        send_message(self._socket, encode(Prove(key_proof(key, Role.READER, own, hello.nonce, self._owner))), until_s)
+        send_message(
+            self._socket, encode(Prove(key_proof(key, ProvingSide.READER, own, hello.nonce, self._owner))), until_s
+        )
         proved = self._expect(Prove, until_s)
-        if not hmac.compare_digest(proved.proof, key_proof(key, Role.OWNER, own, hello.nonce, self._owner)):
+        if not hmac.compare_digest(proved.proof, key_proof(key, ProvingSide.OWNER, own, hello.nonce, self._owner)):
             raise PeerWireError("its key is another")
         if not hello.transports & RDMA:
             raise VerbsError("it lends nothing over RDMA any more")
@@ -166,7 +170,7 @@ class RdmaConnection:
         ]
         send_message(self._socket, b"".join(encode(wish) for wish in wishes), until_s)
         for wish in wishes:
-            opened = self._expect(Opened, until_s)
+            opened = self._expect(NamespaceOpened, until_s)
             if opened.handle != wish.handle:
                 raise PeerWireError(f"OPENED {opened.handle} answers {wish.handle}")
             if opened.is_open:

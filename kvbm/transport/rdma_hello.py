@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from kvbm.core.errors import PeerWireError
-from kvbm.transport.wire import Bye, Kind, decode_body, decode_head
+from kvbm.transport.wire import Bye, PeerMessageKind, decode_body, decode_head
 from kvbm.verbs.queue_pair import RemoteEnd
 
 VERSION = 1
@@ -29,7 +29,7 @@ _MTUS = range(1, 6)
 _24_BITS = 1 << 24
 
 
-class Status(IntEnum):
+class RdmaStatus(IntEnum):
     """What an owner answers."""
 
     READY = 0
@@ -37,7 +37,7 @@ class Status(IntEnum):
     FULL = 2  # as many readers as there may be, or the device failed
 
 
-class LentMemory(NamedTuple):
+class RdmaLentMemory(NamedTuple):
     """The owner's memory, as a reader reaches it.
 
     Attributes:
@@ -55,13 +55,13 @@ class LentMemory(NamedTuple):
 class RdmaReady(NamedTuple):
     """The owner's answer. Without READY the rest is zero."""
 
-    status: Status
+    status: RdmaStatus
     end: RemoteEnd
-    memory: LentMemory
+    memory: RdmaLentMemory
 
 
 NOWHERE = RemoteEnd(bytes(16), 0, 0, 0, 0, 0)
-NO_MEMORY = LentMemory(0, 0, 0, 0, 0)
+NO_MEMORY = RdmaLentMemory(0, 0, 0, 0, 0)
 
 
 def encode_hello(end: RemoteEnd) -> bytes:
@@ -104,10 +104,10 @@ def decode_ready(body: bytes) -> RdmaReady:
     """The owner's answer. Raises PeerWireError: it makes no sense."""
     fields = _unpack("RDMA_READY", _READY, body)
     status, mtu, reads, zero, gid, number, psn, lid, zeros, key, slots, address, size, stride = fields
-    if zero or zeros or status not in list(Status):
+    if zero or zeros or status not in list(RdmaStatus):
         raise PeerWireError(f"RDMA_READY: status {status}, or a byte that is zero is not")
-    end, memory = RemoteEnd(gid, lid, number, psn, mtu, reads), LentMemory(address, size, key, slots, stride)
-    return _check_ready(RdmaReady(Status(status), end, memory))
+    end, memory = RemoteEnd(gid, lid, number, psn, mtu, reads), RdmaLentMemory(address, size, key, slots, stride)
+    return _check_ready(RdmaReady(RdmaStatus(status), end, memory))
 
 
 def send_message(connection: socket.socket, message: bytes, until_s: float) -> None:
@@ -124,8 +124,8 @@ def receive_message(connection: socket.socket, kind: int, until_s: float) -> byt
     size = {RDMA_HELLO: _HELLO.size, RDMA_READY: _READY.size}[kind]
     head = receive_exactly(connection, _HEAD.size, until_s)
     length, version, found, zero = _HEAD.unpack(head)
-    if found == Kind.BYE:
-        bye = decode_body(Kind.BYE, receive_exactly(connection, decode_head(head).body_bytes, until_s))
+    if found == PeerMessageKind.BYE:
+        bye = decode_body(PeerMessageKind.BYE, receive_exactly(connection, decode_head(head).body_bytes, until_s))
         raise PeerWireError(f"it hangs up: {bye.words}" if isinstance(bye, Bye) else "it hangs up")
     if (length, version, found, zero) != (size + 4, VERSION, kind, 0):
         raise PeerWireError(f"message {found} of version {version} and {length} bytes; {kind} of {size + 4} is awaited")
@@ -168,7 +168,7 @@ def _check_end(name: str, end: RemoteEnd) -> RemoteEnd:
 
 
 def _check_ready(ready: RdmaReady) -> RdmaReady:
-    if ready.status is not Status.READY:
+    if ready.status is not RdmaStatus.READY:
         if ready[1:] != (NOWHERE, NO_MEMORY):
             raise PeerWireError(f"RDMA_READY: {ready.status.name} with an end or memory")
         return ready

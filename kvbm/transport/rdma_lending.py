@@ -14,8 +14,8 @@ from typing import Protocol
 from kvbm.core.errors import PeerWireError, VerbsError
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId
 from kvbm.safe_log import SafeLog
-from kvbm.transport.rdma_hello import NO_MEMORY, NOWHERE, RdmaReady, Status, decode_hello, encode_ready
-from kvbm.transport.rdma_owner import Admission, RdmaOwner
+from kvbm.transport.rdma_hello import NO_MEMORY, NOWHERE, RdmaReady, RdmaStatus, decode_hello, encode_ready
+from kvbm.transport.rdma_owner import RdmaAdmission, RdmaOwner
 from kvbm.verbs.queue_pair import RemoteEnd
 
 log = SafeLog()
@@ -47,7 +47,7 @@ class QueuePairs(Protocol):
 
     @property
     def revoked(self) -> int: ...
-    def admit(self, end: RemoteEnd, has_proved_all: bool, revoked: int) -> Admission: ...
+    def admit(self, end: RemoteEnd, has_proved_all: bool, revoked: int) -> RdmaAdmission: ...
     def dismiss(self, number: int) -> None: ...
     def revoke(self) -> None: ...
     def close(self) -> None: ...
@@ -128,7 +128,7 @@ class RdmaLending:
             admission = self._owner.admit(decode_hello(hello), has_proved_all, revoked)
         except PeerWireError as error:
             log.warning("rdma.refused", instance=self._instance, why=str(error))
-            admission = Admission(0, RdmaReady(Status.FULL, NOWHERE, NO_MEMORY))
+            admission = RdmaAdmission(0, RdmaReady(RdmaStatus.FULL, NOWHERE, NO_MEMORY))
         is_heard = self._server.answer_rdma(number, encode_ready(admission.ready))
         if admission.number and is_heard:
             self._pairs[number] = admission.number

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvbm.core.errors import VerbsError
-from kvbm.transport.rdma_hello import NO_MEMORY, NOWHERE, LentMemory, RdmaReady, Status
-from kvbm.transport.rdma_reach import Reach
+from kvbm.transport.rdma_hello import NO_MEMORY, NOWHERE, RdmaLentMemory, RdmaReady, RdmaStatus
+from kvbm.transport.rdma_reach import RdmaReach
 from kvbm.verbs.device import Device
 from kvbm.verbs.memory import RegisteredMemory
 from kvbm.verbs.queue_pair import QueuePair, RemoteEnd
@@ -24,7 +24,7 @@ from kvbm.verbs.queue_pair import QueuePair, RemoteEnd
 _OWN_REQUESTS = 1  # an owner posts none
 
 
-class Admission(NamedTuple):
+class RdmaAdmission(NamedTuple):
     """What a reader is answered.
 
     Attributes:
@@ -54,7 +54,7 @@ class RdmaOwner:
         self._pairs: dict[int, QueuePair] = {}
         self._stuck: list[QueuePair] = []  # that the device does not let go of yet
         self.revoked = self._last = 0
-        self._reach = Reach()
+        self._reach = RdmaReach()
         self._is_closed = False
 
     @property
@@ -62,7 +62,7 @@ class RdmaOwner:
         """Connected now."""
         return len(self._pairs)
 
-    def admit(self, end: RemoteEnd, has_proved_all: bool, revoked: int) -> Admission:
+    def admit(self, end: RemoteEnd, has_proved_all: bool, revoked: int) -> RdmaAdmission:
         """A queue pair for a reader.
 
         Args:
@@ -71,24 +71,24 @@ class RdmaOwner:
             revoked: the attribute of that name, before that was looked at.
         """
         if not has_proved_all:
-            return _refused(Status.NOT_PROVED)
+            return _refused(RdmaStatus.NOT_PROVED)
         try:
             joined = self._joined(end, revoked)
         except VerbsError:
-            return _refused(Status.FULL)
+            return _refused(RdmaStatus.FULL)
         if joined is None:
-            return _refused(Status.FULL)
+            return _refused(RdmaStatus.FULL)
         number, pair = joined
-        memory = LentMemory(
+        memory = RdmaLentMemory(
             self._memory.address, self._memory.array.nbytes, self._memory.remote_key, self._slots, self._stride
         )
-        return Admission(number, RdmaReady(Status.READY, pair.end, memory))
+        return RdmaAdmission(number, RdmaReady(RdmaStatus.READY, pair.end, memory))
 
     def dismiss(self, number: int) -> None:
         """This reader READs no more. Nothing happens where it is gone already. Raises VerbsError: as `revoke`."""
         with self._lock:
             pair = self._pairs.pop(number, None)
-            self._end([] if pair is None else [pair])
+            self._end_locked([] if pair is None else [pair])
 
     def revoke(self) -> None:
         """No reader READs any more: for a namespace that none of them has proved.
@@ -102,7 +102,7 @@ class RdmaOwner:
             self.revoked += 1  # before the wait: who is being connected is sent away as well
         with self._lock:
             pairs, self._pairs = self._pairs, {}
-            self._end(pairs.values())
+            self._end_locked(pairs.values())
 
     def close(self) -> None:
         """End all readers, then give up the memory, which may be unmapped from here on.
@@ -121,7 +121,7 @@ class RdmaOwner:
         None: there are as many as may be, what it has proved counts no more, or it is not tried now.
         """
         with self._lock:
-            if self._is_closed or revoked != self.revoked or self._is_full():
+            if self._is_closed or revoked != self.revoked or self._is_full_locked():
                 return None
             if not self._reach.may(time.monotonic(), end.gid):
                 return None
@@ -130,25 +130,25 @@ class RdmaOwner:
                 pair.connect(end)
             except VerbsError:
                 self._reach.failed(time.monotonic(), end.gid)
-                self._end([pair])
+                self._end_locked([pair])
                 raise
             self._reach.worked(end.gid)
             if revoked != self.revoked:
-                self._end([pair])
+                self._end_locked([pair])
                 return None
             self._last += 1
             self._pairs[self._last] = pair
             return self._last, pair
 
-    def _is_full(self) -> bool:
+    def _is_full_locked(self) -> bool:
         return len(self._pairs) + len(self._stuck) >= self.most_readers
 
-    def _end(self, pairs: Iterable[QueuePair]) -> None:
+    def _end_locked(self, pairs: Iterable[QueuePair]) -> None:
         """Destroy them.
 
         One that stays is ended, so that it answers no READ; where not even that can be, nothing is lent any more.
 
-        Under the lock. Raises: VerbsError: one is there still, and kept for the next time.
+        Raises: VerbsError: one is there still, and kept for the next time.
         """
         trouble: VerbsError | None = None
         may_answer = False
@@ -170,5 +170,5 @@ class RdmaOwner:
             raise trouble
 
 
-def _refused(status: Status) -> Admission:
-    return Admission(0, RdmaReady(status, NOWHERE, NO_MEMORY))
+def _refused(status: RdmaStatus) -> RdmaAdmission:
+    return RdmaAdmission(0, RdmaReady(status, NOWHERE, NO_MEMORY))

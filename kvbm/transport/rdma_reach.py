@@ -13,7 +13,7 @@ _MOST_KNOWN = 1024
 _WITHIN_S = 60.0
 
 
-class Reach:
+class RdmaReach:
     """Leaves alone who could not be reached, and everybody new while too many could not. Under its owner's lock.
 
     Args:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvbm.core.errors import PeerWireError
-from kvbm.transport.lending import Leases, Lent
+from kvbm.transport.lending import Leases, PinnedRun
 from kvbm.transport.wire import (
     KEY_ASKED,
     MEMORY,
@@ -26,19 +26,19 @@ from kvbm.transport.wire import (
     Gone,
     GoneReason,
     Grant,
+    GrantTransport,
     Hello,
-    Kind,
     Message,
+    NamespaceOpened,
     Open,
-    Opened,
+    PeerMessageKind,
     Prove,
-    Role,
-    Transport,
+    ProvingSide,
     key_proof,
     open_proof,
 )
 
-_ONCE_READY = frozenset({Kind.OPEN, Kind.ASK, Kind.END, Kind.BYE})
+_ONCE_READY = frozenset({PeerMessageKind.OPEN, PeerMessageKind.ASK, PeerMessageKind.END, PeerMessageKind.BYE})
 
 
 class Reply(NamedTuple):
@@ -58,7 +58,7 @@ class Reply(NamedTuple):
     within_s: float = 2.0
 
 
-class Identity(NamedTuple):
+class LenderIdentity(NamedTuple):
     """Who lends, and how: its instance id and epoch, the key it asks for (empty: none), and whether the socket is a
     unix socket.
     """
@@ -83,14 +83,14 @@ class OwnerSession:
         leases: that this reader has, some of which may be over.
     """
 
-    def __init__(self, leases: Leases, identity: Identity, nonce: bytes = b"") -> None:
+    def __init__(self, leases: Leases, identity: LenderIdentity, nonce: bytes = b"") -> None:
         self._all, self._identity = leases, identity
         self._lender = leases.lender
         self._nonce = nonce or secrets.token_bytes(NONCE_BYTES)
         self._reader_nonce = b""
         self._open: dict[int, _Opening] = {}
         self._memory_is_known = False
-        self.awaits: frozenset[Kind] = frozenset({Kind.HELLO})
+        self.awaits: frozenset[PeerMessageKind] = frozenset({PeerMessageKind.HELLO})
         self.leases: list[int] = []
 
     def hello(self) -> Hello:
@@ -112,7 +112,7 @@ class OwnerSession:
         match message:
             case Hello(nonce):
                 self._reader_nonce = nonce
-                self.awaits = frozenset({Kind.PROVE}) if self._identity.key else _ONCE_READY
+                self.awaits = frozenset({PeerMessageKind.PROVE}) if self._identity.key else _ONCE_READY
                 return []
             case Prove(proof):
                 return [Reply(self._proved(proof))]
@@ -136,38 +136,38 @@ class OwnerSession:
     def _has_memory(self) -> bool:
         return self._identity.is_unix and self._lender.memory is not None
 
-    def _proof(self, role: Role) -> bytes:
+    def _proof(self, role: ProvingSide) -> bytes:
         return key_proof(self._identity.key, role, self._reader_nonce, self._nonce, self._identity.instance)
 
     def _proved(self, proof: bytes) -> Prove:
-        if not hmac.compare_digest(proof, self._proof(Role.READER)):
+        if not hmac.compare_digest(proof, self._proof(ProvingSide.READER)):
             raise PeerWireError("the key is another")
         self.awaits = _ONCE_READY
-        return Prove(self._proof(Role.OWNER))
+        return Prove(self._proof(ProvingSide.OWNER))
 
-    def _opened(self, handle: int, namespace: bytes, proof: bytes) -> Opened:
+    def _opened(self, handle: int, namespace: bytes, proof: bytes) -> NamespaceOpened:
         found = self._lender.opening(namespace)
         root, block_bytes = found or (secrets.token_bytes(16), 0)  # unknown and wrong take the same time
         wanted = open_proof(root, self._reader_nonce, self._nonce, namespace, self._identity.instance)
         if not hmac.compare_digest(proof, wanted) or not found:
             self._open.pop(handle, None)
-            return Opened(handle, False, 0)
+            return NamespaceOpened(handle, False, 0)
         self._open[handle] = _Opening(namespace, root, block_bytes)
-        return Opened(handle, True, block_bytes)
+        return NamespaceOpened(handle, True, block_bytes)
 
     def _answer(self, ask: Ask, now_s: float) -> list[Reply]:
         opening = self._open.get(ask.handle)
-        if ask.transport is Transport.MEMORY and not self._has_memory:
+        if ask.transport is GrantTransport.MEMORY and not self._has_memory:
             raise PeerWireError("memory is asked for where none is offered")
         if opening is None or self._lender.opening(opening.namespace) != opening[1:]:
             self._open.pop(ask.handle, None)
             return [Reply(Gone(ask.request, GoneReason.NOT_OPENED))]
-        if ask.transport is Transport.RDMA:  # which this twin does not offer
+        if ask.transport is GrantTransport.RDMA:  # which this twin does not offer
             raise PeerWireError("slots are asked for without a queue pair to READ them")
         lent = self._all.lend(opening.namespace, ask.hashes)
         if lent is None:
             return [Reply(Gone(ask.request, GoneReason.NOT_HELD))]
-        in_host = lent.host_blocks() if ask.transport is Transport.MEMORY else 0
+        in_host = lent.host_blocks() if ask.transport is GrantTransport.MEMORY else 0
         if in_host:
             lent, others = lent.cut(in_host)
             self._lender.give_back(others)
@@ -176,7 +176,7 @@ class OwnerSession:
             return [Reply(Busy(ask.request, round(self._all.limits.retry_s * 1000)))]
         return self._granted(ask, lent, lease, bool(in_host))
 
-    def _granted(self, ask: Ask, lent: Lent, lease: int, is_memory: bool) -> list[Reply]:
+    def _granted(self, ask: Ask, lent: PinnedRun, lease: int, is_memory: bool) -> list[Reply]:
         lease_ms = int(self._all.limits.lease_s * 1000) if is_memory else 0
         checksums = lent.checksums.astype("<u4").tobytes()
         grant = Grant(

@@ -36,7 +36,7 @@ MEMORY, TCP, RDMA = 1, 2, 4  # bits of Hello.transports
 KEY_ASKED = 1  # bit of Hello.flags
 
 
-class Kind(IntEnum):
+class PeerMessageKind(IntEnum):
     """Which message."""
 
     HELLO = 1
@@ -52,14 +52,14 @@ class Kind(IntEnum):
     BYE = 11
 
 
-class Role(IntEnum):
+class ProvingSide(IntEnum):
     """Who proves that it has the key."""
 
     READER = 0
     OWNER = 1
 
 
-class Transport(IntEnum):
+class GrantTransport(IntEnum):
     """How the bytes of a grant come."""
 
     MEMORY = 0
@@ -110,7 +110,7 @@ class Open(NamedTuple):
     proof: bytes
 
 
-class Opened(NamedTuple):
+class NamespaceOpened(NamedTuple):
     """Whether a namespace is open; unknown and wrongly proved are not told apart. `block_bytes`: 0 where it is not."""
 
     handle: int
@@ -131,7 +131,7 @@ class Ask(NamedTuple):
 
     request: int
     handle: int
-    transport: Transport
+    transport: GrantTransport
     time_left_ms: int
     hashes: bytes
 
@@ -185,8 +185,20 @@ class Bye(NamedTuple):
     words: str
 
 
-Message = Hello | Prove | Open | Opened | ArenaShape | Ask | Grant | Busy | Gone | End | Bye
-_MESSAGES: tuple[type[Message], ...] = (Hello, Prove, Open, Opened, ArenaShape, Ask, Grant, Busy, Gone, End, Bye)
+Message = Hello | Prove | Open | NamespaceOpened | ArenaShape | Ask | Grant | Busy | Gone | End | Bye
+_MESSAGES: tuple[type[Message], ...] = (
+    Hello,
+    Prove,
+    Open,
+    NamespaceOpened,
+    ArenaShape,
+    Ask,
+    Grant,
+    Busy,
+    Gone,
+    End,
+    Bye,
+)
 
 
 def _grant_bytes(blocks: int) -> int:
@@ -194,25 +206,25 @@ def _grant_bytes(blocks: int) -> int:
 
 
 # (least, most) bytes of a body
-_BODY_BYTES: dict[Kind, tuple[int, int]] = {
-    Kind.HELLO: (44, 44 + MOST_NAME_BYTES),
-    Kind.PROVE: (PROOF_BYTES, PROOF_BYTES),
-    Kind.OPEN: (52, 52),
-    Kind.OPENED: (9, 9),
-    Kind.ARENA: (20, 20),
-    Kind.ASK: (20 + HASH_BYTES, 20 + HASH_BYTES * MOST_HASHES),
-    Kind.GRANT: (_grant_bytes(1), _grant_bytes(MOST_HASHES)),
-    Kind.BUSY: (8, 8),
-    Kind.GONE: (5, 5),
-    Kind.END: (16, 16 + HASH_BYTES * MOST_HASHES),
-    Kind.BYE: (2, 2 + MOST_WORDS_BYTES),
+_BODY_BYTES: dict[PeerMessageKind, tuple[int, int]] = {
+    PeerMessageKind.HELLO: (44, 44 + MOST_NAME_BYTES),
+    PeerMessageKind.PROVE: (PROOF_BYTES, PROOF_BYTES),
+    PeerMessageKind.OPEN: (52, 52),
+    PeerMessageKind.OPENED: (9, 9),
+    PeerMessageKind.ARENA: (20, 20),
+    PeerMessageKind.ASK: (20 + HASH_BYTES, 20 + HASH_BYTES * MOST_HASHES),
+    PeerMessageKind.GRANT: (_grant_bytes(1), _grant_bytes(MOST_HASHES)),
+    PeerMessageKind.BUSY: (8, 8),
+    PeerMessageKind.GONE: (5, 5),
+    PeerMessageKind.END: (16, 16 + HASH_BYTES * MOST_HASHES),
+    PeerMessageKind.BYE: (2, 2 + MOST_WORDS_BYTES),
 }
 
 
 class Head(NamedTuple):
     """What follows a head: which message, and bytes of its body, no more than such a message may have."""
 
-    kind: Kind
+    kind: PeerMessageKind
     body_bytes: int
 
 
@@ -226,17 +238,17 @@ def decode_head(head: bytes) -> Head:
     length, version, kind, zero = struct.unpack("<IBBH", head)
     if version != VERSION:
         raise PeerWireError(f"version {version} of the protocol; this is version {VERSION}")
-    if not Kind.HELLO <= kind <= Kind.BYE:
+    if not PeerMessageKind.HELLO <= kind <= PeerMessageKind.BYE:
         raise PeerWireError(f"no message has kind {kind}")
     if zero:
         raise PeerWireError("the last two bytes of a head are not zero")
-    least, most = (bytes_ + HEAD_BYTES - 4 for bytes_ in _BODY_BYTES[Kind(kind)])
+    least, most = (bytes_ + HEAD_BYTES - 4 for bytes_ in _BODY_BYTES[PeerMessageKind(kind)])
     if not least <= length <= most:
-        raise PeerWireError(f"{Kind(kind).name}: {length} bytes are announced; {least} to {most} can be")
-    return Head(Kind(kind), length - HEAD_BYTES + 4)
+        raise PeerWireError(f"{PeerMessageKind(kind).name}: {length} bytes are announced; {least} to {most} can be")
+    return Head(PeerMessageKind(kind), length - HEAD_BYTES + 4)
 
 
-def decode_body(kind: Kind, body: bytes) -> Message:
+def decode_body(kind: PeerMessageKind, body: bytes) -> Message:
     """The message of a body, all of it. Raises PeerWireError: it makes no sense."""
     reader = _Body(kind, body)
     try:
@@ -253,7 +265,7 @@ def encode(message: Message) -> bytes:
 
     What a BYE cannot say becomes "?", and its end is cut. Raises PeerWireError when decoding it would.
     """
-    kind = Kind(_MESSAGES.index(type(message)) + 1)
+    kind = PeerMessageKind(_MESSAGES.index(type(message)) + 1)
     if isinstance(message, Bye):
         said = message.words.encode(errors="replace")[:MOST_WORDS_BYTES]
         message = Bye("".join(chr(byte) if _is_printable(byte) else "?" for byte in said))
@@ -265,7 +277,7 @@ def encode(message: Message) -> bytes:
     return struct.pack("<IBBH", len(body) + HEAD_BYTES - 4, VERSION, kind, 0) + body
 
 
-def key_proof(key: bytes, role: Role, reader_nonce: bytes, owner_nonce: bytes, owner: str) -> bytes:
+def key_proof(key: bytes, role: ProvingSide, reader_nonce: bytes, owner_nonce: bytes, owner: str) -> bytes:
     """What shows that both have the key, bound to this connection and the owner's instance id: 32 bytes."""
     said = b"kvbm-peer-1" + bytes([role]) + reader_nonce + owner_nonce + owner.encode()
     return hmac.new(key, said, hashlib.sha256).digest()
@@ -283,7 +295,7 @@ def open_proof(root: bytes, reader_nonce: bytes, owner_nonce: bytes, namespace: 
 class _Body:
     """A body, taken apart from its beginning."""
 
-    def __init__(self, kind: Kind, data: bytes) -> None:
+    def __init__(self, kind: PeerMessageKind, data: bytes) -> None:
         self._kind = kind
         self._data = data
         self._at = 0
@@ -319,18 +331,18 @@ def _decode_hello(body: _Body) -> Hello:
     return Hello(nonce, epoch, transports, flags, body.take(size).decode())
 
 
-def _decode_opened(body: _Body) -> Opened:
+def _decode_opened(body: _Body) -> NamespaceOpened:
     handle, status, block_bytes = body.numbers("IBI")
     if status > 1:
         raise PeerWireError(f"OPENED: status {status}")
-    return Opened(handle, status == 0, block_bytes)
+    return NamespaceOpened(handle, status == 0, block_bytes)
 
 
 def _decode_ask(body: _Body) -> Ask:
     request, handle, transport = body.numbers("IIB")
     body.zeros(3)
     (time_left_ms,) = body.numbers("I")
-    return Ask(request, handle, Transport(transport), time_left_ms, body.take(HASH_BYTES * body.count(1)))
+    return Ask(request, handle, GrantTransport(transport), time_left_ms, body.take(HASH_BYTES * body.count(1)))
 
 
 def _decode_grant(body: _Body) -> Grant:
@@ -351,18 +363,18 @@ def _decode_end(body: _Body) -> End:
     return End(lease, handle, body.take(HASH_BYTES * body.count(0)))
 
 
-_DECODE: dict[Kind, Callable[[_Body], Message]] = {
-    Kind.HELLO: _decode_hello,
-    Kind.PROVE: lambda body: Prove(body.take(PROOF_BYTES)),
-    Kind.OPEN: lambda body: Open(body.numbers("I")[0], body.take(HASH_BYTES), body.take(PROOF_BYTES)),
-    Kind.OPENED: _decode_opened,
-    Kind.ARENA: lambda body: ArenaShape(*body.numbers("QIQ")),
-    Kind.ASK: _decode_ask,
-    Kind.GRANT: _decode_grant,
-    Kind.BUSY: lambda body: Busy(*body.numbers("II")),
-    Kind.GONE: _decode_gone,
-    Kind.END: _decode_end,
-    Kind.BYE: lambda body: Bye(body.take(body.numbers("H")[0]).decode()),
+_DECODE: dict[PeerMessageKind, Callable[[_Body], Message]] = {
+    PeerMessageKind.HELLO: _decode_hello,
+    PeerMessageKind.PROVE: lambda body: Prove(body.take(PROOF_BYTES)),
+    PeerMessageKind.OPEN: lambda body: Open(body.numbers("I")[0], body.take(HASH_BYTES), body.take(PROOF_BYTES)),
+    PeerMessageKind.OPENED: _decode_opened,
+    PeerMessageKind.ARENA: lambda body: ArenaShape(*body.numbers("QIQ")),
+    PeerMessageKind.ASK: _decode_ask,
+    PeerMessageKind.GRANT: _decode_grant,
+    PeerMessageKind.BUSY: lambda body: Busy(*body.numbers("II")),
+    PeerMessageKind.GONE: _decode_gone,
+    PeerMessageKind.END: _decode_end,
+    PeerMessageKind.BYE: lambda body: Bye(body.take(body.numbers("H")[0]).decode()),
 }
 
 
@@ -377,22 +389,24 @@ def _encode_grant(grant: Grant) -> bytes:
     return head + grant.tiers + bytes(-blocks % 4) + grant.slots + grant.checksums
 
 
-_ENCODE: dict[Kind, Callable[[Any], bytes]] = {
-    Kind.HELLO: _encode_hello,
-    Kind.PROVE: lambda prove: prove.proof,
-    Kind.OPEN: lambda open_: struct.pack("<I", open_.handle) + open_.namespace + open_.proof,
-    Kind.OPENED: lambda opened: struct.pack("<IBI", opened.handle, not opened.is_open, opened.block_bytes),
-    Kind.ARENA: lambda arena: struct.pack("<QIQ", *arena),
-    Kind.ASK: lambda ask: struct.pack("<IIB3xII", *ask[:4], len(ask.hashes) // HASH_BYTES) + ask.hashes,
-    Kind.GRANT: _encode_grant,
-    Kind.BUSY: lambda busy: struct.pack("<II", *busy),
-    Kind.GONE: lambda gone: struct.pack("<IB", *gone),
-    Kind.END: lambda end: struct.pack("<QII", end.lease, end.handle, len(end.hashes) // HASH_BYTES) + end.hashes,
-    Kind.BYE: lambda bye: struct.pack("<H", len(bye.words)) + bye.words.encode(),
+_ENCODE: dict[PeerMessageKind, Callable[[Any], bytes]] = {
+    PeerMessageKind.HELLO: _encode_hello,
+    PeerMessageKind.PROVE: lambda prove: prove.proof,
+    PeerMessageKind.OPEN: lambda open_: struct.pack("<I", open_.handle) + open_.namespace + open_.proof,
+    PeerMessageKind.OPENED: lambda opened: struct.pack("<IBI", opened.handle, not opened.is_open, opened.block_bytes),
+    PeerMessageKind.ARENA: lambda arena: struct.pack("<QIQ", *arena),
+    PeerMessageKind.ASK: lambda ask: struct.pack("<IIB3xII", *ask[:4], len(ask.hashes) // HASH_BYTES) + ask.hashes,
+    PeerMessageKind.GRANT: _encode_grant,
+    PeerMessageKind.BUSY: lambda busy: struct.pack("<II", *busy),
+    PeerMessageKind.GONE: lambda gone: struct.pack("<IB", *gone),
+    PeerMessageKind.END: lambda end: (
+        struct.pack("<QII", end.lease, end.handle, len(end.hashes) // HASH_BYTES) + end.hashes
+    ),
+    PeerMessageKind.BYE: lambda bye: struct.pack("<H", len(bye.words)) + bye.words.encode(),
 }
 
 
-def _check(kind: Kind, message: Message) -> None:
+def _check(kind: PeerMessageKind, message: Message) -> None:
     """A message must make sense by itself, in both directions. Raises PeerWireError."""
     if not _makes_sense(message):
         raise PeerWireError(f"{kind.name}: its fields make no sense: {_shown(message)}")
@@ -406,7 +420,7 @@ def _makes_sense(message: Message) -> bool:
             return len(proof) == PROOF_BYTES
         case Open(handle, namespace, proof):
             return handle < MOST_HANDLES and len(namespace) == HASH_BYTES and len(proof) == PROOF_BYTES
-        case Opened(handle, is_open, block_bytes):
+        case NamespaceOpened(handle, is_open, block_bytes):
             return handle < MOST_HANDLES and is_open == (block_bytes > 0)
         case ArenaShape(size, slots, stride):
             return slots > 0 and stride > 0 and slots * stride <= size

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from kvbm.assembly import catalog_credentials
 from kvbm.config import Settings
 from kvbm.core.errors import ConfigError, KvbmError
-from kvbm.locate.credentials import NO_CREDENTIALS, Proof
+from kvbm.locate.credentials import NO_CREDENTIALS, CredentialProof
 from kvbm.locate.proxies import proxy_of, shown
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.server_view import look_as_anybody
@@ -24,7 +24,7 @@ ASK_S = 4.0  # one answer; images' health checks wait a little longer
 _AGAIN_S = 0.25
 
 
-class Answer(NamedTuple):
+class ProbeAnswer(NamedTuple):
     """Whether a service can be used, and what it said, or why it cannot."""
 
     is_well: bool
@@ -48,7 +48,7 @@ def main(url: str, wait_s: float, settings: Settings) -> int:
     return 0 if answer.is_well else 1
 
 
-def ask(url: str, settings: Settings) -> Answer:
+def ask(url: str, settings: Settings) -> ProbeAnswer:
     """Ask once, for at most `ASK_S`. Raises ConfigError: no such service is known."""
     scheme = url.partition("://")[0]
     try:
@@ -62,28 +62,28 @@ def ask(url: str, settings: Settings) -> Answer:
     except ConfigError:
         raise
     except KvbmError as error:
-        return Answer(False, str(error))
+        return ProbeAnswer(False, str(error))
     named = f"{scheme}://…" if "://" in url else repr(url)  # what comes behind it may be a password
     raise ConfigError(f"{named} is nothing to probe; give nats://…, http://…, https://… or postgresql://…")
 
 
-def _ask_nats(url: str, settings: Settings) -> Answer:
+def _ask_nats(url: str, settings: Settings) -> ProbeAnswer:
     nats = settings.nats
     credentials = Credentials(nats.credentials, nats.nkey_seed, nats.tls_ca, nats.tls_cert, nats.tls_key)
     view, _ = look_as_anybody(url, ASK_S, credentials, settings.instance.cluster, settings.instance.id)
     if view.has_jetstream:
-        return Answer(False, f"NATS at {view.url}: {view.has_jetstream}")
-    return Answer(True, f"NATS at {view.url}: nats-server {view.version} answers, with JetStream")
+        return ProbeAnswer(False, f"NATS at {view.url}: {view.has_jetstream}")
+    return ProbeAnswer(True, f"NATS at {view.url}: nats-server {view.version} answers, with JetStream")
 
 
-def _ask_http(url: str, settings: Settings) -> Answer:
+def _ask_http(url: str, settings: Settings) -> ProbeAnswer:
     """The credentials are the catalog's, so nobody else gets them: not another origin than `catalog.url`, and no
     redirect.
     """
     _check_http(url)
     known = [_origin(one.strip()) for one in re.split("[,;]", settings.catalog.url) if one.strip()]
     credentials = catalog_credentials(settings) if not known or _origin(url) in known else NO_CREDENTIALS
-    proof = Proof(credentials, is_tls=url.startswith("https://"))
+    proof = CredentialProof(credentials, is_tls=url.startswith("https://"))
     request = urllib.request.Request(url)
     if proof.token:
         request.add_unredirected_header("Authorization", f"Bearer {proof.token}")
@@ -94,14 +94,14 @@ def _ask_http(url: str, settings: Settings) -> Answer:
     )
     try:
         with opener.open(request, timeout=ASK_S) as answer:
-            return Answer(True, f"{url} answers {answer.status}")
+            return ProbeAnswer(True, f"{url} answers {answer.status}")
     except urllib.error.HTTPError as error:
-        return Answer(False, f"{url} answers {error.code}")
+        return ProbeAnswer(False, f"{url} answers {error.code}")
     except ValueError as error:
         raise ConfigError(f"{url!r} is no URL that can be asked ({error})") from None
     except OSError as error:
         through = f" through the proxy {shown(proxy)}" if proxy else ""
-        return Answer(False, f"{url} does not answer{through} ({getattr(error, 'reason', None) or error})")
+        return ProbeAnswer(False, f"{url} does not answer{through} ({getattr(error, 'reason', None) or error})")
 
 
 def _check_http(url: str) -> None:
@@ -124,10 +124,10 @@ def _origin(url: str) -> tuple[str, str]:
     return parts.scheme, parts.netloc
 
 
-def _ask_postgres(url: str) -> Answer:
+def _ask_postgres(url: str) -> ProbeAnswer:
     from kvbm.catalog.sql.database import look as look_at
 
     view = asyncio.run(look_at(url, ASK_S))
     if view.unwritable:
-        return Answer(False, f"{view.shown} takes no row ({view.unwritable})")
-    return Answer(True, f"{view.shown}: {view.server} answers")
+        return ProbeAnswer(False, f"{view.shown} takes no row ({view.unwritable})")
+    return ProbeAnswer(True, f"{view.shown}: {view.server} answers")

@@ -122,10 +122,10 @@ def start_http(name: str, command: list[str], url: str, folder: Path, timeout_s:
 CATALOG_MODULES = (
     "aiosqlite",
     "alembic",
-    "fastapi",
     "httptools",
     "prometheus_client",
     "sqlalchemy",
+    "starlette",
     "uvicorn",
     "uvloop",
 )

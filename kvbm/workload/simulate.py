@@ -67,7 +67,7 @@ class Arrival(NamedTuple):
     hashes: bytes
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class RoutingOutcome(msgspec.Struct, kw_only=True):
     """What one way of routing gave.
 
     Attributes:
@@ -87,7 +87,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     wrong_bytes: int = 0
 
 
-class Report(msgspec.Struct, kw_only=True):
+class SimulationReport(msgspec.Struct, kw_only=True):
     """What `kvbm simulate --json` writes. `hit_ratio` and the like are those of the catalog's routing."""
 
     trace: str = ""
@@ -99,7 +99,7 @@ class Report(msgspec.Struct, kw_only=True):
     hits_by_tier: dict[str, int] = {}
     load_max_over_mean: float = 1.0
     ideal_hit_ratio: float = 0.0
-    routing: dict[str, Outcome] = {}
+    routing: dict[str, RoutingOutcome] = {}
     events: int = 0
     events_per_s: float = 0.0
     block_events_per_s: float = 0.0
@@ -175,7 +175,7 @@ class Simulation:
         self._ttft_s = 0.0
         self._hits = {tier: 0 for tier in Tier}
 
-    def run(self, arrivals: Sequence[Arrival], all_ids: int, advance: Callable[[int], None]) -> Outcome:
+    def run(self, arrivals: Sequence[Arrival], all_ids: int, advance: Callable[[int], None]) -> RoutingOutcome:
         """Everything until the last token."""
         for arrival in arrivals:
             self._until(arrival.at_s)
@@ -184,7 +184,7 @@ class Simulation:
         self._until(float("inf"))
         blocks = sum(instance.prompt_blocks for instance in self.instances)
         hits = sum(self._hits.values())
-        return Outcome(
+        return RoutingOutcome(
             requests=len(arrivals),
             blocks=blocks,
             hit_ratio=round(hits / max(1, blocks), 3),
@@ -263,7 +263,7 @@ def _max_over_mean(values: Sequence[int]) -> float:
     return round(max(values) / mean, 3) if mean else 1.0
 
 
-class Cluster:
+class SimulatedCluster:
     """N managers in this process; with `live` also nats-server and a catalog process they publish to."""
 
     def __init__(self, count: int, pools: dict[str, int], folder: Path, live: bool, pace: float = 1.0) -> None:
@@ -349,7 +349,7 @@ class Cluster:
 class CatalogRoute:
     """Asks the catalog, as a router would, and measures how far it lags."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self._names = {instance.manager.instance: number for number, instance in enumerate(cluster.instances)}
         self.lags_s: list[float] = []
@@ -433,7 +433,7 @@ def simulate(
     pools_text: str,
     seed: int,
     step: Callable[[str, int], Callable[[int], None]],
-) -> Report:
+) -> SimulationReport:
     """All ways of routing, the catalog's first.
 
     Args:
@@ -443,7 +443,7 @@ def simulate(
     pools = parse_pools(pools_text)
     arrivals = arrivals_of(requests, NAMESPACE.root())
     all_ids = sum(len(request.hash_ids) for request in requests)
-    report = Report(
+    report = SimulationReport(
         trace=name,
         instances=count,
         pools=pools_text,
@@ -463,7 +463,7 @@ def simulate(
                 ("pooled", 1, pooled, lambda arrival: 0),
             ]
             for label, size, slots, route in others:
-                cluster = Cluster(size, slots, Path(folder) / label, live=False)
+                cluster = SimulatedCluster(size, slots, Path(folder) / label, live=False)
                 try:
                     advance = step(
                         f"routed: {label}" if label == "random" else "one pooled LRU of the same size", len(arrivals)
@@ -478,7 +478,7 @@ def simulate(
 
 
 def _run_catalog(
-    report: Report,
+    report: SimulationReport,
     count: int,
     pools: dict[str, int],
     folder: Path,
@@ -487,7 +487,9 @@ def _run_catalog(
     advance: Callable[[int], None],
 ) -> None:
     span_s = arrivals[-1].at_s - arrivals[0].at_s
-    cluster = Cluster(count, pools, folder / "live", live=True, pace=max(1.0, span_s * REQUESTS_PER_S / len(arrivals)))
+    cluster = SimulatedCluster(
+        count, pools, folder / "live", live=True, pace=max(1.0, span_s * REQUESTS_PER_S / len(arrivals))
+    )
     try:
         route = CatalogRoute(cluster)
         began = time.monotonic()
@@ -515,7 +517,7 @@ def _run_catalog(
     report.catalog_lag_ms_p99 = round(lags_ms[min(len(lags_ms) - 1, int(0.99 * len(lags_ms)))], 2)
 
 
-def table(report: Report) -> Table:
+def table(report: SimulationReport) -> Table:
     """The report for people."""
     title = f"{report.requests} requests, {report.blocks} full blocks, {report.instances} x {report.pools}"
     result = Table(title=title, title_justify="left")

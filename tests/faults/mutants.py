@@ -205,7 +205,7 @@ def _slot_released_at_deadline(stack: ExitStack) -> None:
                 ended.cancel()
                 self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.ONBOARD)
 
-    _swap(stack, Loads, "give_up", give_up)
+    _swap(stack, Loads, "give_up_locked", give_up)
 
 
 def _epoch_from_wall_clock(stack: ExitStack) -> None:
@@ -338,7 +338,7 @@ def _room_of_a_thread_that_never_was(stack: ExitStack) -> None:
             if self._lacks_threads:
                 self._room = min(self._room, before - 1)
 
-    original = _swap(stack, Workers, "_provide", provide)
+    original = _swap(stack, Workers, "_provide_locked", provide)
 
 
 def _half_open_stays(stack: ExitStack) -> None:
@@ -461,13 +461,13 @@ def _clear_takes_rows_from_workers(stack: ExitStack) -> None:
     def cancel_all(self: Any) -> None:
         original(self)
         for copy in [self.running[number] for number in self.stores if number in self.open]:
-            self.drop(copy, MigrateCause.OFFLOAD)
+            self.drop_locked(copy, MigrateCause.OFFLOAD)
 
     def end_store(self: Any, store: Any, arrived: list[bool], checksums: Any) -> None:
         if store.copy.id in self._copies.open:
             ends(self, store, arrived, checksums)
 
-    original = _swap(stack, CopiesInFlight, "cancel_all", cancel_all)
+    original = _swap(stack, CopiesInFlight, "cancel_all_locked", cancel_all)
     ends = _swap(stack, EngineHbmManager, "_end_store", end_store)
 
 
@@ -477,9 +477,9 @@ def _given_up_keeps_its_pins(stack: ExitStack) -> None:
             original(self)
             return
         with self._lock:
-            self._give_up()
-            self._collect()
-            self._loads.end_waiting(self)
+            self._give_up_locked()
+            self._collect_locked()
+            self._loads.end_waiting_locked(self)
             self._is_over = self._is_released = True
 
     original = _swap(stack, Acquiring, "release", release)
@@ -490,7 +490,7 @@ def _engines_are_given_what_was_cleared(stack: ExitStack) -> None:
         self._cancellations = self._copies.cancellations
         original(self)
 
-    original = _swap(stack, Acquiring, "_finish", finish)
+    original = _swap(stack, Acquiring, "_finish_locked", finish)
 
 
 def _clear_is_in_the_journal_alone(stack: ExitStack) -> None:

@@ -658,9 +658,9 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "given_up_acquire_still_counts_as_waiting": SourceMutant(
         "who gives an acquire up waits no more",
         "kvbm/manager/acquiring.py",
-        "                self._collect()\n                self._loads.end_waiting(self)\n                self._is_over "
-        "= True",
-        "                self._collect()\n                self._is_over = True",
+        "                self._collect_locked()\n                self._loads.end_waiting_locked(self)\n                "
+        "self._is_over = True",
+        "                self._collect_locked()\n                self._is_over = True",
         test="tests/integration/test_engine_owned_hbm.py::test_any_order_of_calls_keeps_bytes_right_and_the_stream_true",
     ),
     "late_reads_of_a_lender_count_as_those_of_its_file": SourceMutant(

@@ -151,6 +151,21 @@ MEETINGS = [  # seed, faults that met, seconds of them, what it was
         2.0,
         "one catalog gave the stream another name, and nothing was published: the other never forgot who was gone",
     ),
+    (
+        547,
+        ("kill", "hide_messages", "restore_database"),
+        2.0,
+        (
+            "a database came back empty, the stream had lost what the index had read, and nothing was published: SQL "
+            "stayed behind the index"
+        ),
+    ),
+    (
+        582,
+        ("kill", "hide_messages", "restore_database"),
+        2.0,
+        "the same, where what read the stream again was further than the index, which waited for what was missing",
+    ),
 ]
 
 

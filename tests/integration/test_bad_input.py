@@ -628,7 +628,6 @@ EXTRAS = (
     "torch",
     "boto3",
     "botocore",
-    "fastapi",
     "uvicorn",
     "starlette",
     "sqlalchemy",
@@ -656,9 +655,9 @@ def blocked(tmp_path: Path, *names: str) -> dict[str, str]:
         (("torch",), ["engine", "--set=pools.hbm.slots=8"], ("torch", "pip install 'kvbm-ledger[engine]'")),
         (("torch",), ["demo"], ("torch", "pip install 'kvbm-ledger[demo]'")),
         (("moto", "boto3"), ["demo"], ("boto3, moto", "pip install 'kvbm-ledger[demo]'")),
-        (("fastapi",), ["catalog", "serve"], ("fastapi", "pip install 'kvbm-ledger[catalog]'")),
+        (("starlette",), ["catalog", "serve"], ("starlette", "pip install 'kvbm-ledger[catalog]'")),
         (("sqlalchemy",), ["catalog", "serve"], ("sqlalchemy", "pip install 'kvbm-ledger[catalog]'")),
-        (("fastapi", "alembic"), ["simulate"], ("alembic, fastapi", "pip install 'kvbm-ledger[catalog]'")),
+        (("starlette", "alembic"), ["simulate"], ("alembic, starlette", "pip install 'kvbm-ledger[catalog]'")),
     ],
 )
 def test_what_is_not_installed_is_named_with_its_pip_line(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvbm.bench.bare_sockets import BareStreams
-from kvbm.bench.fetch_sides import CpuTimes, Lender, Reader, start_lender
+from kvbm.bench.fetch_sides import BenchReader, CpuTimes, Lender, start_lender
 from kvbm.bench.lender import BUSY, IDLE
 from kvbm.bench.memcpy import Memcpy, faster
 from kvbm.bench.nixl_reads import open_nixl
@@ -34,8 +34,8 @@ class Lends(NamedTuple):
     folder: Path
     lender: Lender
 
-    def reader(self) -> Reader:
-        return Reader(self.lender, self.folder, BLOCKS, BLOCK_BYTES, 1)
+    def reader(self) -> BenchReader:
+        return BenchReader(self.lender, self.folder, BLOCKS, BLOCK_BYTES, 1)
 
 
 @pytest.fixture(scope="module")

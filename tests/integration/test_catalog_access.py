@@ -21,7 +21,7 @@ import kvbm.files
 import kvbm.locate.credentials
 from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.access.callers import AT_ONCE_BYTES, EMBEDDED, Access, AccessOptions, check_exposed
-from kvbm.catalog.access.file import Entry, NewToken, hashed, read_entries
+from kvbm.catalog.access.file import CallerEntry, NewToken, hashed, read_entries
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog_cli import catalog_main
@@ -34,7 +34,7 @@ from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient
 from kvbm.locate.locator import HttpLocator
 from kvbm.pools.tenant_keys import add_key
-from kvbm.streams.nats.key_folder import Change, print_accounts
+from kvbm.streams.nats.key_folder import KeyChange, print_accounts
 from kvbm.streams.nats.permissions import Role
 from kvbm.workload.probe import ask as probe
 from tests.callers import ACME, hashes_in
@@ -203,7 +203,7 @@ def test_a_long_file_is_read_beside_the_loop(
     url = serve(file=str(files.access))
     read_by: set[str] = set()
 
-    def read(path: Path) -> list[Entry]:
+    def read(path: Path) -> list[CallerEntry]:
         read_by.add(threading.current_thread().name)
         return read_entries(path)
 
@@ -709,7 +709,7 @@ def test_who_may_read_a_folder_keeps_no_command_from_ending(files: Files, monkey
         for work in (
             lambda: files.token(OPERATOR),
             lambda: add_key(files.folder / "keys.toml", "acme", "1"),
-            lambda: print_accounts(files.folder, "prod", [(Role.INSTANCE, "a")], Change(), time.time()),
+            lambda: print_accounts(files.folder, "prod", [(Role.INSTANCE, "a")], KeyChange(), time.time()),
         ):
             with pytest.raises(ConfigError, match=r"locked .* lslocks .* chmod"):
                 work()

@@ -27,7 +27,7 @@ from kvbm.catalog.follow import upkeep
 from kvbm.catalog.follow.archive import ArchiveFiles
 from kvbm.catalog.follow.sql_writer import numbering
 from kvbm.catalog.index.cluster_index import Audit, NewIndex
-from kvbm.catalog.members.liveness import Why
+from kvbm.catalog.members.liveness import ExcludedWhy
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.catalog.sql.rows import ClaimRun, StoreBatch
 from kvbm.catalog.sql.store import BatchOutcome, BatchResult, ClaimChunk, SqlStore
@@ -1012,7 +1012,7 @@ def test_an_instance_that_stopped_is_never_behind_though_its_last_heartbeat_come
             await eventually_async(lambda: one.is_whole_in(catalog))
             one.ledger.stop()
             await one.publish()
-            await eventually_async(lambda: catalog.heartbeats.liveness.excluded() == {"one": Why.STOPPED})
+            await eventually_async(lambda: catalog.heartbeats.liveness.excluded() == {"one": ExcludedWhy.STOPPED})
             await one.beat()
             until_s = hold.now_s + 3 * quick.liveness_s
             while hold.now_s < until_s:

@@ -34,7 +34,7 @@ from kvbm.core.ids import (
     Tier,
     pack_slots,
 )
-from kvbm.locate.base import Found
+from kvbm.locate.base import FoundElsewhere
 from kvbm.locate.http import CatalogClient
 from kvbm.locate.locator import HttpLocator
 from kvbm.reference.ledger import Ledger
@@ -439,6 +439,26 @@ def test_other_paths_answer_in_words_too(asked: Running) -> None:
     pool.close()
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [
+        ("HEAD", "/healthz", 200, None),
+        ("POST", "/healthz", 405, {"GET", "HEAD"}),
+        ("HEAD", "/v1/checkpoint", 405, {"GET"}),  # it is long
+        ("OPTIONS", "/v1/lookup", 405, {"POST"}),
+        ("GET", "/healthz/", 404, None),
+        ("POST", "/v1/lookup/", 404, None),
+        ("GET", "/docs", 404, None),
+    ],
+)
+def test_a_path_answers_its_own_methods_and_no_other_spelling(
+    asked: Running, method: str, path: str, status: int, allow: set[str] | None
+) -> None:
+    answer = urllib3.request(method, asked.client.url + path, redirect=False, retries=False, timeout=WAIT_S)
+    assert answer.status == status
+    assert (set(answer.headers["allow"].split(", ")) if "allow" in answer.headers else None) == allow
+
+
 def test_the_openapi_description_is_valid_and_names_every_path(asked: Running) -> None:
     described = json.loads(urllib3.request("GET", asked.client.url + "/openapi.json", timeout=WAIT_S).data)
     validate_openapi(described)
@@ -719,7 +739,7 @@ def test_who_lends_blocks_is_found_in_every_form(running: Running) -> None:
     assert running.client.find(SPACE, HASHES, 1, "a").peers == []
     assert running.client.find(SPACE, HASHES, instances=["b"]).peers == []
     locator = HttpLocator(running.client.url, asker="me", topology=["rack-2", "me"])
-    assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, WAIT_S) == Found(8, tuple(again.peers))
+    assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, WAIT_S) == FoundElsewhere(8, tuple(again.peers))
     locator.close()
     with capture_logs() as logs:  # settings have always taken such a place
         locator = HttpLocator(running.client.url, asker="me", topology=["z"] * 17)
@@ -749,6 +769,6 @@ def test_a_catalog_of_an_older_kvbm_is_asked_as_before(running: Running) -> None
     locator._client.close()
     locator._client = older = Older(running.client.url)
     for _ in range(3):
-        assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, WAIT_S) == Found(8)
+        assert locator.find("s3://kvbm/blocks", SPACE.id, HASHES, 1, WAIT_S) == FoundElsewhere(8)
     assert older.refused == 1
     locator.close()

@@ -1,6 +1,6 @@
 """`kvbm demo` as it is run by a newcomer, once, and every number its report promises.
 
-`make check` runs the demo itself, which fails where one of its own checks does (`Report.failures` in
+`make check` runs the demo itself, which fails where one of its own checks does (`DemoReport.failures` in
 `kvbm/demo/run.py`).
 """
 

@@ -29,8 +29,8 @@ from kvbm.catalog.sql.database import open_database
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import KvbmError
 from kvbm.doctor import DoctorOptions, deadline, disks, examine, nixl, run, services
-from kvbm.doctor.deadline import Asked, Late, run_probe
-from kvbm.doctor.finding import Finding, Result, ok, refused
+from kvbm.doctor.deadline import LateProbe, PendingProbe, run_probe
+from kvbm.doctor.finding import DoctorFinding, Result, ok, refused
 from kvbm.doctor.plan import plan_of
 from kvbm.locate.http import CatalogClient
 from kvbm.streams.nats.credentials import Credentials, keep_seed
@@ -58,13 +58,13 @@ def settings_of(folder: Path, **flags: Any) -> Settings:
     )
 
 
-def found_in(settings: Settings, check: str, options: DoctorOptions = QUICK) -> Finding:
+def found_in(settings: Settings, check: str, options: DoctorOptions = QUICK) -> DoctorFinding:
     """The finding of a check, as the whole examination has it."""
     (found,) = [one for one in examine(settings, options).findings if one.check == check]
     return found
 
 
-def expect(found: Finding, result: Result, *words: str) -> None:
+def expect(found: DoctorFinding, result: Result, *words: str) -> None:
     assert found.result is result, found
     for word in words:
         assert word in f"{found.found} {found.fix}", found
@@ -166,9 +166,9 @@ def test_a_check_that_fails_itself_does_not_hide_the_others(tmp_path: Path, monk
 
 def test_a_probe_that_is_late_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     release = threading.Event()
-    asked = Asked(release.wait, "test")
+    asked = PendingProbe(release.wait, "test")
     for _ in range(2):
-        with pytest.raises(Late):
+        with pytest.raises(LateProbe):
             asked.result(0.05)  # of its beginning: who waits for several does not add up their times
     monkeypatch.setattr(run, "PROBE_S", 0.1)
     monkeypatch.setattr(run, "_GRACE_S", 0.0)
@@ -178,7 +178,7 @@ def test_a_probe_that_is_late_is_left_behind(monkeypatch: pytest.MonkeyPatch, tm
     finally:
         release.set()
     assert asked.result(WAIT_S) is True
-    with pytest.raises(Late):
+    with pytest.raises(LateProbe):
         run_probe("disk", {"path": "/", "is_file": False, "speed": False, "syncs": False}, timeout_s=0.0)
 
 
@@ -245,7 +245,7 @@ def test_io_uring_takes_a_no_op_or_says_who_refuses(tmp_path: Path) -> None:
 # -- NATS -------------------------------------------------------------------------------------------------------------
 
 
-def nats_findings(settings: Settings) -> list[Finding]:
+def nats_findings(settings: Settings) -> list[DoctorFinding]:
     return services.judge_nats(services.look_at_nats(settings), settings)
 
 
@@ -316,7 +316,7 @@ def test_keys_are_held_to_the_instance_and_cluster_they_are_for(tmp_path: Path) 
     server = EmbeddedServer.start(tmp_path / "nats", timeout_s=WAIT_S, settings=server_config("c", users))
     try:
 
-        def look(key: str, instance: str = "a") -> list[Finding]:
+        def look(key: str, instance: str = "a") -> list[DoctorFinding]:
             settings = settings_of(
                 tmp_path,
                 nats__url=server.url,
@@ -359,7 +359,7 @@ def migrate(url: str) -> None:
     asyncio.run(work())
 
 
-def sql_finding(url: str, folder: Path) -> Finding:
+def sql_finding(url: str, folder: Path) -> DoctorFinding:
     settings = settings_of(folder, catalog__database=url)
     return services.judge_database(services.look_at_database(settings), settings)
 
@@ -444,7 +444,7 @@ def aws_credentials() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def object_finding(folder: Path, bucket: str, endpoint: str) -> Finding:
+def object_finding(folder: Path, bucket: str, endpoint: str) -> DoctorFinding:
     settings = settings_of(
         folder,
         pools__object__url=f"s3://{bucket}/blocks",

@@ -23,7 +23,7 @@ from kvbm.core.codec import decode_frame
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, ConfigError, LedgerError, PoolError
 from kvbm.core.events import BlocksCreated, BlocksEvicted, BlocksMigrated, Event, EvictReason
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, NamespaceId, Tier, split_hashes
-from kvbm.locate.base import Found
+from kvbm.locate.base import FoundElsewhere
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.pools.base import Proof
@@ -275,7 +275,7 @@ class Unanswering(KnowsAll):
     def __init__(self) -> None:
         self.asked, self.answers = threading.Event(), threading.Event()
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
         self.asked.set()
         self.answers.wait(WAIT_S)
         return super().find(pool, namespace, hashes, first, timeout_s)

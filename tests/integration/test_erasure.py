@@ -33,7 +33,7 @@ from kvbm.erasure import report
 from kvbm.erasure import stream as erasures
 from kvbm.erasure.command import EraseOptions
 from kvbm.erasure.record import decoded
-from kvbm.erasure.report import CATALOG, INSTANCE, Answer, Line, Place, Progress, answers_of, encoded
+from kvbm.erasure.report import CATALOG, INSTANCE, Answer, ErasedPlace, Line, Progress, answers_of, encoded
 from kvbm.erasure.sql import erase_rows
 from kvbm.erasure.stream import ErasureLog, record_subject
 from kvbm.locate.http import CatalogClient
@@ -49,7 +49,7 @@ from kvbm.replay.opening import open_source
 from kvbm.streams.nats.api import message_at, request
 from kvbm.streams.nats.connection import NatsConnection
 from kvbm.streams.nats.credentials import Credentials, keep_seed
-from kvbm.streams.nats.key_folder import Change, print_accounts
+from kvbm.streams.nats.key_folder import KeyChange, print_accounts
 from kvbm.streams.nats.permissions import Role, ServerUser, catalog_inbox, instance_inbox, server_config
 from kvbm.streams.nats.setup import ERASURES, STREAM, STREAMS
 from kvbm.streams.nats.stream import NatsStream
@@ -572,7 +572,9 @@ async def answer_falsely(url: str, name: str, number: int, victims: Sequence[Nam
         erasure = decoded(found.data).find(number)
         assert erasure is not None
         named = tuple(erasure.namespace_digest(space.id) for space in victims)
-        done = Progress(places=(Place(name="all", erased="everything"),), done_ns=time.time_ns(), namespaces=named)
+        done = Progress(
+            places=(ErasedPlace(name="all", erased="everything"),), done_ns=time.time_ns(), namespaces=named
+        )
         answer = Answer(name=name, kind=INSTANCE, at_ns=time.time_ns(), progress={number: done})
         await log.put_answer(name, encoded(answer))
     finally:
@@ -1015,7 +1017,7 @@ def test_instances_and_catalogs_with_accounts_of_their_own_can_erase(tmp_path: P
 def test_an_instance_called_like_a_catalog_or_a_pool_answers_for_itself_alone(tmp_path: Path) -> None:
     keys, names = tmp_path / "keys", ["catalog-1", "objects-1"]
     wanted = [(Role.INSTANCE, name) for name in names]
-    accounts = print_accounts(keys, "home", wanted, Change(), time.time()).text
+    accounts = print_accounts(keys, "home", wanted, KeyChange(), time.time()).text
     server = EmbeddedServer.start(tmp_path / "nats", timeout_s=WAIT_S, settings=accounts)
 
     async def open_as(stem: str, inbox: str) -> ErasureLog:

@@ -12,7 +12,7 @@ import structlog
 
 from kvbm.core.ids import HASH_BYTES, Tier, split_hashes
 from kvbm.manager.owned_hbm import Manager
-from kvbm.pools.stores.base import Store
+from kvbm.pools.stores.base import ObjectStore
 from kvbm.pools.stores.redis import open_redis_store
 from tests.eventually import eventually
 from tests.janitors import HOUR_S
@@ -35,7 +35,7 @@ class Forgetful:
         self.url = f"{url}?prefix=kvbm"
         self.client = Redis.from_url(url)
 
-    def open(self, **options: Any) -> Store:
+    def open(self, **options: Any) -> ObjectStore:
         return open_redis_store(self.url, open_wait_s=OPEN_WAIT_S, **options)
 
     def objects(self) -> int:

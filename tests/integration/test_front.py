@@ -8,7 +8,7 @@ import pytest
 
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.object.pool import BlockObjects
-from kvbm.pools.stores.base import Get, Got, Put, Refusal, Trouble
+from kvbm.pools.stores.base import Get, Got, Put, Refusal, StoreTrouble
 from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.memory import MemoryStore
 from tests.eventually import WAIT_S
@@ -107,7 +107,7 @@ def test_wrong_bytes_in_the_front_are_replaced_by_those_behind_it(pair: Pair) ->
 
 def test_what_the_store_behind_refuses_is_not_put(pair: Pair) -> None:
     run = random_run(2 * K, BLOCK_BYTES)
-    pair.backing.refusal = Refusal(Trouble.DENIED, "403 AccessDenied")
+    pair.backing.refusal = Refusal(StoreTrouble.DENIED, "403 AccessDenied")
     assert pair.pool.put(run.rows, run.proof) == [False] * 2 * K
     assert pair.store.settle(WAIT_S)
     assert pair.cache.objects == {}
@@ -126,7 +126,7 @@ def test_a_front_in_trouble_is_left_alone_for_a_while_with_one_remark(pair: Pair
     run = random_run(2 * K, BLOCK_BYTES)
     pair.pool.put(run.rows, run.proof)
     assert pair.store.settle(WAIT_S)
-    pair.cache.refusal = Refusal(Trouble.SILENT, "no answer within 0.5 s")
+    pair.cache.refusal = Refusal(StoreTrouble.SILENT, "no answer within 0.5 s")
     for _ in range(3):
         assert pair.outcomes(run) == [GOOD] * 2 * K
     assert pair.cache.got == []

@@ -9,7 +9,7 @@ import pytest
 
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.stores import cache_tier
-from kvbm.pools.stores.base import Get, Got, Refusal, Trouble
+from kvbm.pools.stores.base import Get, Got, Refusal, StoreTrouble
 from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.stores.redis import open_redis_store
@@ -52,10 +52,10 @@ def test_redis_hands_over_no_more_of_a_key_than_an_object_may_have() -> None:
         gets = [Get(name, most_bytes=1024) for name in ("huge", "good", "list", "none")]
         huge, good, other, none = store.get(gets, WAIT_S)
         sent_bytes = client.info("stats")["total_net_output_bytes"] - before
-        assert isinstance(huge, Refusal) and huge.trouble is Trouble.UNUSABLE
+        assert isinstance(huge, Refusal) and huge.trouble is StoreTrouble.UNUSABLE
         assert isinstance(good, Got) and bytes(good.body) == b"12345678"
-        assert isinstance(other, Refusal) and other.trouble is Trouble.UNUSABLE
-        assert isinstance(none, Refusal) and none.trouble is Trouble.ABSENT
+        assert isinstance(other, Refusal) and other.trouble is StoreTrouble.UNUSABLE
+        assert isinstance(none, Refusal) and none.trouble is StoreTrouble.ABSENT
         assert sent_bytes < HUGE_BYTES // 8
         store.close()
         client.close()

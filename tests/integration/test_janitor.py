@@ -26,7 +26,7 @@ from kvbm.core.ids import Tier, split_hashes
 from kvbm.janitor import Report
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.object.tombstones import LEASE_NAME, WITHDRAWN_PREFIX, decode_list
-from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store
+from kvbm.pools.stores.base import Get, Got, Listed, ObjectStore, Put, Refusal
 from kvbm.pools.stores.memory import MemoryStore
 from tests.eventually import eventually
 from tests.janitors import HOUR_S, Skipping
@@ -42,12 +42,12 @@ RADOSGW = pytest.param("radosgw", marks=pytest.mark.objects)
 
 
 @pytest.fixture(params=["memory", "s3", RADOSGW])
-def new_store(request: pytest.FixtureRequest) -> Callable[[], Store]:
+def new_store(request: pytest.FixtureRequest) -> Callable[[], ObjectStore]:
     """Opens the same store again and again."""
     return place_in(request.param, request).open
 
 
-def names_in(store: Store, prefix: str = "") -> set[str]:
+def names_in(store: ObjectStore, prefix: str = "") -> set[str]:
     return {entry.name for entry in store.listed(prefix, WAIT_S) if prefix or not entry.name.startswith(".kvbm/")}
 
 
@@ -67,7 +67,7 @@ def fetched(manager: Manager, prompt: int) -> int:
 
 
 def test_two_clusters_on_one_bucket_what_the_first_computed_the_second_reads_after_the_first_is_gone(
-    new_store: Callable[[], Store], tmp_path: Path
+    new_store: Callable[[], ObjectStore], tmp_path: Path
 ) -> None:
     with site(tmp_path, "first", new_store) as first:
         compute(first, [first.instance("a"), first.instance("b")])
@@ -87,7 +87,7 @@ def test_two_clusters_on_one_bucket_what_the_first_computed_the_second_reads_aft
 
 
 def test_after_the_end_of_everything_a_fresh_catalog_has_the_same_index_after_gc_and_snapshots(
-    new_store: Callable[[], Store], tmp_path: Path
+    new_store: Callable[[], ObjectStore], tmp_path: Path
 ) -> None:
     """New database, new stream: nothing is left but the store and the NVMe file of one instance."""
 
@@ -127,7 +127,7 @@ def _digest_of(here: Site, instance: str) -> str:
     return found.digest
 
 
-def test_what_nobody_uses_goes_and_what_is_read_stays(new_store: Callable[[], Store], tmp_path: Path) -> None:
+def test_what_nobody_uses_goes_and_what_is_read_stays(new_store: Callable[[], ObjectStore], tmp_path: Path) -> None:
     with site(tmp_path, "one", new_store) as here:
         manager = here.instance("a")
         compute(here, [manager])

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from kvbm import load_settings, open_manager
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import NO_PARENT, Namespace
-from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store, StoreAwayError, Trouble
+from kvbm.pools.stores.base import Get, Got, ObjectStore, Put, Refusal, StoreAwayError, StoreTrouble
 from kvbm.pools.stores.late import LateStore
 from kvbm.pools.stores.memory import MemoryStore
 from tests.eventually import WAIT_S, eventually
@@ -29,7 +29,7 @@ def test_a_store_that_comes_late_refuses_everything_until_then_and_is_used_from_
     store, may_come, came, told = MemoryStore(), threading.Event(), threading.Event(), list[str]()
     tries = [AWAY, PoolError("it is forbidden"), PoolError("it is forbidden"), RuntimeError("no thread")]
 
-    def reopen() -> Store:
+    def reopen() -> ObjectStore:
         if tries:
             raise tries.pop(0)
         may_come.wait(WAIT_S)
@@ -40,7 +40,7 @@ def test_a_store_that_comes_late_refuses_everything_until_then_and_is_used_from_
         assert (late.name, late.forgets) == ("s3://bucket", True)
         answers = [*late.put([Put("a", b"1")], 1.0), *late.get([Get("a")], 1.0), *late.delete(["a"], 1.0)]
         answers.append(late.replace("a", b"1", None, 1.0))
-        assert [one.trouble for one in answers if isinstance(one, Refusal)] == [Trouble.SILENT] * 4
+        assert [one.trouble for one in answers if isinstance(one, Refusal)] == [StoreTrouble.SILENT] * 4
         assert late.absent(["a"], 1.0) == [False]
         with pytest.raises(PoolError):
             late.listed("", 1.0)
@@ -64,7 +64,7 @@ def test_a_store_that_comes_after_the_end_is_closed(monkeypatch: pytest.MonkeyPa
         def close(self) -> None:
             closed.set()
 
-    def reopen() -> Store:
+    def reopen() -> ObjectStore:
         asked.set()
         may_come.wait(WAIT_S)
         return Closing()
@@ -82,7 +82,7 @@ def test_an_engine_starts_while_its_store_and_its_front_are_away_and_takes_them_
     stores = {"s3": MemoryStore("s3://bucket"), "redis": MemoryStore("redis://cache")}
     may_come = threading.Event()
 
-    def open_store(url: str, **_: Any) -> Store:
+    def open_store(url: str, **_: Any) -> ObjectStore:
         if not may_come.is_set():
             raise StoreAwayError(url, "nobody answers")
         return stores[url.partition(":")[0]]

@@ -24,7 +24,7 @@ from kvbm.config import Settings, TransportSettings, load_settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import BlocksMigrated, MigrateCause
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
-from kvbm.locate.base import Found, Nowhere
+from kvbm.locate.base import FoundElsewhere, Nowhere
 from kvbm.manager.base import BlockManager
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.stores.memory import MemoryStore
@@ -281,10 +281,10 @@ def test_without_the_rdma_device_one_sentence_says_so_and_tcp_serves(pair: Pair)
 class Stale(Nowhere):
     """Says what the catalog said once."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: FoundElsewhere) -> None:
         self.found = found
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
         return self.found
 
 

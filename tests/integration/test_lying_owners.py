@@ -21,13 +21,25 @@ import pytest
 
 from kvbm.core.ids import HASH_BYTES
 from kvbm.core.reads import ReadOutcome
+from kvbm.reference.peer_server import ReadableOwner
 from kvbm.transport.base import PeerRead, PeerReader
 from kvbm.transport.lending import LentLimits
 from kvbm.transport.memory import MemoryReader
-from kvbm.transport.owner import ReadableOwner
 from kvbm.transport.session import Reply
 from kvbm.transport.tcp import TcpReader
-from kvbm.transport.wire import ArenaShape, Busy, Bye, Gone, GoneReason, Grant, Hello, Open, Opened, Prove, encode
+from kvbm.transport.wire import (
+    ArenaShape,
+    Busy,
+    Bye,
+    Gone,
+    GoneReason,
+    Grant,
+    Hello,
+    NamespaceOpened,
+    Open,
+    Prove,
+    encode,
+)
 from tests.eventually import eventually
 from tests.lenders import (
     EPOCH,
@@ -115,14 +127,17 @@ LIES: dict[str, tuple[Twist, str]] = {
     "another request": (grant(request=99), "request 99 is answered"),
     "busy with another request": (on(Grant, lambda reply: [Reply(Busy(99, 1))]), "request 99 is answered"),
     "another handle": (
-        on(Opened, lambda reply: [Reply(reply.message._replace(handle=9))]),
+        on(NamespaceOpened, lambda reply: [Reply(reply.message._replace(handle=9))]),
         "handle 9, not 0",
     ),
     "blocks of another size": (
-        on(Opened, lambda reply: [Reply(reply.message._replace(block_bytes=BLOCK + 1))]),
+        on(NamespaceOpened, lambda reply: [Reply(reply.message._replace(block_bytes=BLOCK + 1))]),
         f"its blocks have {BLOCK + 1} bytes",
     ),
-    "a message of another kind": (on(Grant, lambda reply: [Reply(Opened(0, True, BLOCK))]), "kind 4 where GRANT"),
+    "a message of another kind": (
+        on(Grant, lambda reply: [Reply(NamespaceOpened(0, True, BLOCK))]),
+        "kind 4 where GRANT",
+    ),
     "a reader's message": (on(Grant, lambda reply: [Reply(Open(0, bytes(16), bytes(32)))]), "kind 3 where GRANT"),
     "a hello again": (on(Grant, lambda reply: [Reply(Hello(bytes(32), 0, 3, 0, "a"))]), "kind 1 where GRANT"),
     "garbage": (on(Grant, lambda reply: [b"\xff" * 200]), "version 255"),

@@ -54,9 +54,9 @@ from kvbm.streams.publisher.messages import (
     FenceSet,
     Input,
     Publish,
+    PublisherTicked,
     ReportFenced,
     SetFence,
-    Ticked,
 )
 from kvbm.streams.publisher.thread import PublisherThread
 from kvbm.streams.server import EmbeddedServer, answers, shared_server
@@ -719,10 +719,10 @@ def test_a_process_that_wakes_after_its_epoch_ended_stores_nothing_more(nats_url
         options = PublisherOptions(0.05, message_bytes=1, linger_s=0.0)
         old = Publisher(old_log, Epoch(1), "old", options)
         old_log.append(make_frame(0))
-        await drive(old, stream, cluster, Ticked())
+        await drive(old, stream, cluster, PublisherTicked())
         new = Publisher(new_log, Epoch(2), "new", options)
         new_log.append(make_frame(0, epoch=2))
-        await drive(new, stream, cluster, Ticked())
+        await drive(new, stream, cluster, PublisherTicked())
         before = await stream.last_sequence(WAIT_S)
         for at in range(1, 4):
             old_log.append(make_frame(at))

@@ -660,14 +660,14 @@ def test_a_pool_made_by_another_manager_meanwhile_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first: list[NvmePool] = []
-    really = stripes._open_locked
+    really = stripes._open_with_lock
 
     def late(path: Path, flags: int) -> int:
         monkeypatch.undo()
         first.append(_open(tmp_path / "pool"))
         return really(path, flags)
 
-    monkeypatch.setattr(stripes, "_open_locked", late)
+    monkeypatch.setattr(stripes, "_open_with_lock", late)
     with short_lock_wait(), pytest.raises(PoolError, match="in use by another manager"):
         _open(tmp_path / "pool")
     assert first[0].path.stat().st_ino == os.fstat(first[0]._fds[0]).st_ino
@@ -687,7 +687,7 @@ def test_a_lock_is_on_the_file_that_has_the_name(tmp_path: Path, monkeypatch: py
         really(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    fd = stripes._open_locked(path, os.O_RDWR)
+    fd = stripes._open_with_lock(path, os.O_RDWR)
     assert os.read(fd, 3) == b"new"
     os.close(fd)
 
@@ -1126,7 +1126,7 @@ def test_one_disk_without_room_leaves_nothing_on_the_others(tmp_path: Path, monk
 def test_a_stripe_in_use_leaves_the_others_free(tmp_path: Path) -> None:
     paths = _stripes(tmp_path)
     _filled(paths)
-    fd = stripes._open_locked(paths[2], os.O_RDWR)
+    fd = stripes._open_with_lock(paths[2], os.O_RDWR)
     with short_lock_wait(), pytest.raises(PoolError, match=f"{paths[2]}: the file is in use"):
         _striped(paths)
     os.close(fd)

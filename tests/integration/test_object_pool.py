@@ -22,7 +22,7 @@ from kvbm.pools.base import ReadOutcome
 from kvbm.pools.object.header import OBJECT_VERSION, header_bytes
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores import cache_tier
-from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store
+from kvbm.pools.stores.base import Get, Got, ObjectStore, Put, Refusal
 from kvbm.pools.tenant_keys import add_key
 from tests.faulty_http import Fault, FaultyServer, faulty
 from tests.object_pools import memory_objects
@@ -43,7 +43,7 @@ class Shop:
         self.server = server
         self.place = place
         self.troubles: list[str] = []
-        self.direct: Store = place.open()
+        self.direct: ObjectStore = place.open()
         self.pool = self.open(endpoint=server.url)
 
     def open(self, deadline_s: float = WAIT_S, **options: Any) -> BlockObjects:

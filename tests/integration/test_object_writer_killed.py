@@ -16,7 +16,7 @@ from kvbm.assembly import open_manager
 from kvbm.config import load_settings
 from kvbm.core.ids import Tier
 from kvbm.manager.owned_hbm import Manager
-from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Trouble
+from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, StoreTrouble
 from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, hashes_of, serve
 from tests.object_pools import memory_objects
 
@@ -41,7 +41,7 @@ class FolderStore:
         for put in puts:
             path = self._path(put.name)
             if path.exists():
-                answers.append(Refusal(Trouble.TAKEN, f"{put.name} is there"))
+                answers.append(Refusal(StoreTrouble.TAKEN, f"{put.name} is there"))
                 continue
             path.write_bytes(put.flat())
             answers.append(None)
@@ -53,7 +53,7 @@ class FolderStore:
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
         answers: list[Got | Refusal] = []
         for get in gets:
-            answers.append(Refusal(Trouble.ABSENT, f"nothing is named {get.name}"))
+            answers.append(Refusal(StoreTrouble.ABSENT, f"nothing is named {get.name}"))
             with suppress(FileNotFoundError):
                 body = self._path(get.name).read_bytes()
                 end = len(body) if get.count is None else get.first + get.count

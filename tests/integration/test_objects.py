@@ -15,7 +15,7 @@ from kvbm.pools.object.coding import ELEMENT_CODINGS
 from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.reader import Described
 from kvbm.pools.object.tombstones import WITHDRAWN_PREFIX, Tombstones, encode_list
-from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Trouble
+from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, StoreTrouble
 from kvbm.pools.stores.memory import MemoryStore
 from tests.eventually import WAIT_S, eventually
 from tests.object_pools import memory_objects
@@ -155,7 +155,7 @@ def test_objects_describe_themselves(shop: Shop) -> None:
     assert found[0] == Described(run.namespace, run.hashes[:step], run.proof.epoch, size_bytes)
     assert found[2] == Described(run.namespace, run.hashes[2 * step :], run.proof.epoch, size_bytes)
     assert found[1] is None
-    assert isinstance(found[3], Refusal) and found[3].trouble is Trouble.ABSENT
+    assert isinstance(found[3], Refusal) and found[3].trouble is StoreTrouble.ABSENT
     assert found[4] is None
     assert shop.pool.describe(["5/elsewhere"]) == [None]
     assert shop.pool.describe([]) == []

@@ -17,7 +17,7 @@ from kvbm.core.errors import LayoutError
 from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.core.policy import WriteBudget
-from kvbm.locate.base import Found
+from kvbm.locate.base import FoundElsewhere
 from kvbm.manager.copies.staging import Staging
 from kvbm.manager.objects.object_groups import groups_of
 from kvbm.manager.offload.admission import Skipped
@@ -70,13 +70,13 @@ class Claims(KnowsAll):
                     held.difference_update(groups_of(event.hashes, 1))
         return held
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
         self.asked.append(hashes)
         held = self.claims()
         depth = 0
         while hashes[depth * HASH_BYTES :] and hashes[depth * HASH_BYTES : (depth + 1) * HASH_BYTES] in held:
             depth += 1
-        return Found(depth)
+        return FoundElsewhere(depth)
 
 
 class Asked:

@@ -16,7 +16,7 @@ from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason, Migrate
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Tier, split_hashes, split_slots
 from kvbm.core.peer_address import PeerAddress
 from kvbm.core.reads import ReadOutcome, ReadResult
-from kvbm.locate.base import Found
+from kvbm.locate.base import FoundElsewhere
 from kvbm.manager.copies.copies_in_flight import lender
 from kvbm.manager.owned_hbm import Manager
 from kvbm.streams.memory import MemoryLog
@@ -78,17 +78,17 @@ class Network(KnowsAll):
         self.peers = Peers(lambda instance, transport, address: FromManager(self, self.owners[instance]), "here", [TCP])
         self.peers.declare([NAMESPACE])
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
         self.questions.append((len(hashes) // HASH_BYTES, first))
         if first >= len(hashes) // HASH_BYTES:
-            return Found(self.claimed)
+            return FoundElsewhere(self.claimed)
         lends = PeerAddress("there", "", "a:1").words()
         held = [
             PeerHolding(instance=name, depth=depth - first, tiers={}, distance=0, suspect=False, lends=lends)
             for name, depth in self.said.items()
             if depth > first
         ]
-        return Found(self.claimed, held)
+        return FoundElsewhere(self.claimed, held)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_the_own_tiers_come_first_and_others_are_asked_for_the_rest(network: Net
 
 
 def test_a_look_that_raises_is_a_miss_with_one_warning(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> Found:
+    def broken(*_: object) -> FoundElsewhere:
         raise RuntimeError("a defect of ours")
 
     with owner(network, "owner", 6), reader(network) as second:

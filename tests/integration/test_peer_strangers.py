@@ -17,9 +17,9 @@ import pytest
 
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.reads import ReadOutcome
+from kvbm.reference.peer_server import ReadableOwner
 from kvbm.transport.base import PeerReader
 from kvbm.transport.lending import LentLimits
-from kvbm.transport.owner import ReadableOwner
 from kvbm.transport.wire import (
     HEAD_BYTES,
     Ask,
@@ -28,13 +28,13 @@ from kvbm.transport.wire import (
     Gone,
     GoneReason,
     Grant,
+    GrantTransport,
     Hello,
     Message,
+    NamespaceOpened,
     Open,
-    Opened,
     Prove,
-    Role,
-    Transport,
+    ProvingSide,
     decode_body,
     decode_head,
     encode,
@@ -114,8 +114,8 @@ class Stranger:
         """As far as a good reader gets."""
         self.hello()
         if self.is_tcp:
-            self.say(Prove(key_proof(KEY, Role.READER, self.nonce, self.owner.nonce, OWNER)))
-            assert self.heard() == Prove(key_proof(KEY, Role.OWNER, self.nonce, self.owner.nonce, OWNER))
+            self.say(Prove(key_proof(KEY, ProvingSide.READER, self.nonce, self.owner.nonce, OWNER)))
+            assert self.heard() == Prove(key_proof(KEY, ProvingSide.OWNER, self.nonce, self.owner.nonce, OWNER))
 
     def opening(self, handle: int = 0, owner: str = OWNER) -> Open:
         proof = open_proof(root_of(NAMESPACE), self.nonce, self.owner.nonce, NAMESPACE.id, owner)
@@ -124,7 +124,7 @@ class Stranger:
     def open(self) -> None:
         self.prove()
         self.say(self.opening())
-        assert self.heard() == Opened(0, True, BLOCK)
+        assert self.heard() == NamespaceOpened(0, True, BLOCK)
 
     def last_words(self) -> str:
         """What the owner says before it hangs up."""
@@ -158,7 +158,7 @@ BEFORE_HELLO: dict[str, tuple[bytes, str]] = {
     "no kind": (head(48, kind=99), "kind 99"),
     "4 GiB announced": (head(0xFFFFFFFF), "4294967295 bytes are announced"),
     "1 MiB announced": (head(1 << 20), "bytes are announced"),
-    "a question at once": (encode(Ask(1, 0, Transport.TCP, 1000, hashes_of(8))), "a ASK is not awaited"),
+    "a question at once": (encode(Ask(1, 0, GrantTransport.TCP, 1000, hashes_of(8))), "a ASK is not awaited"),
     "an owner's word": (encode(Gone(1, GoneReason.NOT_HELD)), "a GONE is not awaited"),
     "half a message": (encode(Hello(bytes(32), 0, 3, 0, "a"))[:-1], "half a message"),
     "half a head": (head(48)[:3], "half a message"),
@@ -196,7 +196,9 @@ def test_a_reader_that_leaves_the_protocol_is_hung_up_on(site: SocketSite, what:
     said, words = AFTER_OPEN[what]
     stranger = Stranger(site)
     stranger.open()
-    stranger.say(Ask(1, 0, Transport.TCP if stranger.is_tcp else Transport.MEMORY, 1000, hashes_of(8)), said())
+    stranger.say(
+        Ask(1, 0, GrantTransport.TCP if stranger.is_tcp else GrantTransport.MEMORY, 1000, hashes_of(8)), said()
+    )
     assert words in stranger.last_words()
     others_are_served(site)
 
@@ -204,7 +206,7 @@ def test_a_reader_that_leaves_the_protocol_is_hung_up_on(site: SocketSite, what:
 def test_slots_for_rdma_are_not_granted_without_a_queue_pair(site: SocketSite) -> None:
     stranger = Stranger(site)
     stranger.open()
-    stranger.say(Ask(1, 0, Transport.RDMA, 1000, hashes_of(8)))
+    stranger.say(Ask(1, 0, GrantTransport.RDMA, 1000, hashes_of(8)))
     assert stranger.last_words() == "slots are asked for without a queue pair to READ them"
     others_are_served(site)
 
@@ -212,7 +214,7 @@ def test_slots_for_rdma_are_not_granted_without_a_queue_pair(site: SocketSite) -
 def test_a_reader_that_stops_in_the_middle_of_a_message_is_hung_up_on(site: SocketSite) -> None:
     stranger = Stranger(site)
     stranger.open()
-    stranger.say(encode(Ask(1, 0, Transport.TCP, 1000, hashes_of(8)))[:-5])
+    stranger.say(encode(Ask(1, 0, GrantTransport.TCP, 1000, hashes_of(8)))[:-5])
     assert "half a message" in stranger.last_words()
     others_are_served(site)
 
@@ -221,13 +223,13 @@ def test_a_reader_that_stops_in_the_middle_of_a_message_is_hung_up_on(site: Sock
 def test_a_proof_counts_on_its_own_connection_alone(site: SocketSite) -> None:
     heard = Stranger(site)
     heard.open()
-    proof = key_proof(KEY, Role.READER, heard.nonce, heard.owner.nonce, OWNER)
+    proof = key_proof(KEY, ProvingSide.READER, heard.nonce, heard.owner.nonce, OWNER)
     again = Stranger(site)
     again.say(Hello(heard.nonce, 0, 3, 0, "stranger"), Prove(proof))
     assert again.last_words() == "the key is another"
     mirror = Stranger(site)  # an owner's proof is no reader's
     mirror.hello()
-    mirror.say(Prove(key_proof(KEY, Role.OWNER, mirror.nonce, mirror.owner.nonce, OWNER)))
+    mirror.say(Prove(key_proof(KEY, ProvingSide.OWNER, mirror.nonce, mirror.owner.nonce, OWNER)))
     assert mirror.last_words() == "the key is another"
     skipping = Stranger(site)
     skipping.hello()
@@ -242,8 +244,8 @@ def test_a_namespaces_proof_counts_on_its_own_connection_alone(site: SocketSite)
     again = Stranger(site)
     again.prove()
     again.say(heard.opening())
-    assert again.heard() == Opened(0, False, 0)
-    again.say(Ask(1, 0, Transport.TCP, 1000, hashes_of(1)))
+    assert again.heard() == NamespaceOpened(0, False, 0)
+    again.say(Ask(1, 0, GrantTransport.TCP, 1000, hashes_of(1)))
     assert again.heard() == Gone(1, GoneReason.NOT_OPENED)
     others_are_served(site)
 
@@ -255,8 +257,8 @@ def test_what_a_reader_proves_to_one_owner_counts_at_no_other(site: SocketSite) 
     relay = Stranger(site)
     relay.prove()
     relay.say(relay.opening(owner="relay"))
-    assert relay.heard() == Opened(0, False, 0)
-    relay.say(Ask(1, 0, Transport.TCP, 1000, hashes_of(1)))
+    assert relay.heard() == NamespaceOpened(0, False, 0)
+    relay.say(Ask(1, 0, GrantTransport.TCP, 1000, hashes_of(1)))
     assert relay.heard() == Gone(1, GoneReason.NOT_OPENED)
     others_are_served(site)
 
@@ -266,18 +268,18 @@ def test_leases_end_by_word_and_with_their_connection_alone(site: SocketSite) ->
     stranger, thief = Stranger(site), Stranger(site)
     stranger.open()
     thief.open()
-    stranger.say(Ask(1, 0, Transport.MEMORY, round(1000 * WAIT_S), hashes_of(8)))
+    stranger.say(Ask(1, 0, GrantTransport.MEMORY, round(1000 * WAIT_S), hashes_of(8)))
     stranger.heard()  # ARENA
     grant = stranger.heard()
     assert isinstance(grant, Grant)
     assert site.lender.pinned == 8
-    thief.say(End(grant.lease, 0, hashes_of(8)), Ask(2, 0, Transport.TCP, 1000, hashes_of(1, 9)))
+    thief.say(End(grant.lease, 0, hashes_of(8)), Ask(2, 0, GrantTransport.TCP, 1000, hashes_of(1, 9)))
     assert thief.heard() == Gone(2, GoneReason.NOT_HELD)
     assert site.lender.pinned == 8
     assert site.lender.suspected == []
     stranger.say(End(grant.lease, 0, b""))
     eventually(lambda: site.lender.pinned == 0, "its word does not end a lease")
-    thief.say(Ask(3, 0, Transport.MEMORY, round(1000 * WAIT_S), hashes_of(8)))
+    thief.say(Ask(3, 0, GrantTransport.MEMORY, round(1000 * WAIT_S), hashes_of(8)))
     thief.heard()
     assert isinstance(thief.heard(), Grant)
     assert site.lender.pinned == 8
@@ -291,7 +293,7 @@ def test_leases_end_by_time(kind: str, tmp_path: Path) -> None:
     try:
         stranger = Stranger(site)
         stranger.open()
-        stranger.say(Ask(1, 0, Transport.MEMORY, round(1000 * WAIT_S), hashes_of(8)))
+        stranger.say(Ask(1, 0, GrantTransport.MEMORY, round(1000 * WAIT_S), hashes_of(8)))
         stranger.heard()  # ARENA
         assert isinstance(stranger.heard(), Grant)
         eventually(lambda: site.lender.pinned == 0, "time does not end a lease")
@@ -310,8 +312,8 @@ def test_a_reader_that_takes_no_bytes_holds_nothing_up(native: bool, tmp_path: P
         site.lender.put(hashes_of(20), blocks_of(20, 1 << 20))
         stranger = Stranger(site)
         stranger.prove()
-        stranger.say(stranger.opening(), Ask(1, 0, Transport.TCP, 300, hashes_of(20)))
-        assert isinstance(stranger.heard(), Opened)
+        stranger.say(stranger.opening(), Ask(1, 0, GrantTransport.TCP, 300, hashes_of(20)))
+        assert isinstance(stranger.heard(), NamespaceOpened)
         grant = stranger.heard()
         assert isinstance(grant, Grant) and len(grant.tiers) == 20  # and their bytes follow, which it does not take
         eventually(lambda: site.lender.pinned == 0, "its blocks stay pinned after its time")
@@ -327,7 +329,7 @@ def test_a_reader_that_takes_bytes_drop_by_drop_holds_nothing_up(tmp_path: Path)
         site.lender.put(hashes_of(20), blocks_of(20, 1 << 20))
         stranger = Stranger(site)
         stranger.prove()
-        stranger.say(stranger.opening(), Ask(1, 0, Transport.TCP, 300, hashes_of(20)))
+        stranger.say(stranger.opening(), Ask(1, 0, GrantTransport.TCP, 300, hashes_of(20)))
         taken = 0
         while taken < total and (piece := stranger.socket.recv(1 << 14)):
             taken += len(piece)
@@ -344,7 +346,7 @@ def test_memory_is_not_for_who_is_not_on_this_machine(site: SocketSite) -> None:
     far.transport, far.tcp = "tcp", site.tcp
     stranger = Stranger(far)
     stranger.prove()
-    stranger.say(stranger.opening(), Ask(1, 0, Transport.MEMORY, 1000, hashes_of(1)))
+    stranger.say(stranger.opening(), Ask(1, 0, GrantTransport.MEMORY, 1000, hashes_of(1)))
     assert "memory is asked for" in stranger.last_words()
     others_are_served(site)
 
@@ -363,7 +365,7 @@ def test_an_owner_that_lends_enough_says_when_to_come_again(transport: str, tmp_
         near.transport, near.unix = "memory", site.unix
         holder, reader = Stranger(near), site.reader()
         holder.open()
-        holder.say(Ask(1, 0, Transport.MEMORY, round(1000 * WAIT_S), hashes_of(6)))
+        holder.say(Ask(1, 0, GrantTransport.MEMORY, round(1000 * WAIT_S), hashes_of(6)))
         holder.heard()  # ARENA
         grant = holder.heard()
         assert isinstance(grant, Grant) and len(grant.tiers) == 4
@@ -444,7 +446,7 @@ def test_who_has_a_lease_keeps_its_place(tmp_path: Path) -> None:
         site.lender.put(hashes_of(2), blocks_of(2, BLOCK))
         stranger = Stranger(site)
         stranger.open()
-        stranger.say(Ask(1, 0, Transport.MEMORY, round(1000 * WAIT_S), hashes_of(2)))
+        stranger.say(Ask(1, 0, GrantTransport.MEMORY, round(1000 * WAIT_S), hashes_of(2)))
         stranger.heard()  # ARENA
         grant = stranger.heard()
         assert isinstance(grant, Grant)

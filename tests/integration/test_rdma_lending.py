@@ -18,13 +18,13 @@ from kvbm.transport.rdma_connection import RdmaConnection
 from kvbm.transport.rdma_hello import (
     RDMA_READY,
     RdmaReady,
-    Status,
+    RdmaStatus,
     decode_ready,
     encode_hello,
     receive_message,
     send_message,
 )
-from kvbm.transport.rdma_owner import Admission
+from kvbm.transport.rdma_owner import RdmaAdmission
 from kvbm.verbs.queue_pair import RemoteEnd
 from tests.eventually import eventually
 from tests.lenders import NAMESPACE, OTHER, blocks_of, hashes_of
@@ -48,7 +48,7 @@ def joined(connection: RdmaConnection) -> RdmaReady:
 def test_who_has_proved_everything_is_admitted_and_gets_leases_of_slots(owner: Owner) -> None:
     connection = owner.connection(NAMESPACE)
     ready = joined(connection)
-    assert (ready.status, ready.end, owner.pairs.ends) == (Status.READY, END, [END])
+    assert (ready.status, ready.end, owner.pairs.ends) == (RdmaStatus.READY, END, [END])
     run = connection.ask(NAMESPACE, hashes_of(10), time.monotonic() + WAIT_S)
     assert run.lease and run.trouble == "" and len(run.slots) == len(run.checksums) == 8
     assert time.monotonic() < run.until_s
@@ -75,19 +75,19 @@ def test_a_lease_ends_with_the_connection(owner: Owner) -> None:
 
 def test_who_lacks_a_namespace_is_refused_until_it_proves_it(owner: Owner) -> None:
     first = owner.connection(NAMESPACE)
-    assert joined(first).status is Status.READY
+    assert joined(first).status is RdmaStatus.READY
     owner.rdma.declare([OTHER])
     assert not owner.pairs.open, "who has not proved the new namespace READs on"
-    assert joined(owner.connection(NAMESPACE)).status is Status.NOT_PROVED
+    assert joined(owner.connection(NAMESPACE)).status is RdmaStatus.NOT_PROVED
     owner.rdma.declare([OTHER])
-    assert joined(owner.connection(NAMESPACE, OTHER)).status is Status.READY
+    assert joined(owner.connection(NAMESPACE, OTHER)).status is RdmaStatus.READY
     assert owner.pairs.revoked == 1, "what is known already sends nobody away"
 
 
 def test_a_root_that_counts_no_more_proves_nothing(owner: Owner) -> None:
     connection = owner.connection(NAMESPACE)
     owner.lender.withdraw(NAMESPACE)
-    assert joined(connection).status is Status.NOT_PROVED
+    assert joined(connection).status is RdmaStatus.NOT_PROVED
     with pytest.raises(VerbsError, match="does not open"):
         connection.ask(NAMESPACE, hashes_of(1), time.monotonic() + WAIT_S)
 
@@ -95,12 +95,12 @@ def test_a_root_that_counts_no_more_proves_nothing(owner: Owner) -> None:
 def test_what_changes_while_a_reader_is_admitted_sends_it_away(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     admit = owner.pairs.admit
 
-    def late(end: RemoteEnd, has_proved_all: bool, revoked: int) -> Admission:
+    def late(end: RemoteEnd, has_proved_all: bool, revoked: int) -> RdmaAdmission:
         owner.rdma.declare([OTHER])
         return admit(end, has_proved_all, revoked)
 
     monkeypatch.setattr(owner.pairs, "admit", late)
-    assert joined(owner.connection(NAMESPACE)).status is Status.FULL
+    assert joined(owner.connection(NAMESPACE)).status is RdmaStatus.FULL
     assert not owner.pairs.open
 
 
@@ -120,7 +120,7 @@ def test_a_hello_that_makes_no_sense_is_refused(owner: Owner) -> None:
     broken[8:24] = bytes(16)  # no address
     send_message(connection.socket, bytes(broken), time.monotonic() + WAIT_S)
     ready = decode_ready(receive_message(connection.socket, RDMA_READY, time.monotonic() + WAIT_S))
-    assert ready.status is Status.FULL
+    assert ready.status is RdmaStatus.FULL
 
 
 def test_slots_are_not_granted_to_who_has_no_queue_pair(owner: Owner) -> None:
@@ -133,7 +133,7 @@ def test_slots_are_not_granted_to_who_has_no_queue_pair(owner: Owner) -> None:
 def test_slots_are_not_granted_to_who_was_refused_a_queue_pair(owner: Owner) -> None:
     connection = owner.connection(NAMESPACE)
     owner.rdma.declare([OTHER])
-    assert joined(connection).status is Status.NOT_PROVED
+    assert joined(connection).status is RdmaStatus.NOT_PROVED
     with pytest.raises((PeerWireError, OSError)):
         connection.ask(NAMESPACE, hashes_of(1), time.monotonic() + WAIT_S)
     assert owner.lender.pinned == 0

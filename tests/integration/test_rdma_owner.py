@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvbm.core.errors import VerbsError
-from kvbm.transport.rdma_hello import Status
+from kvbm.transport.rdma_hello import RdmaStatus
 from kvbm.transport.rdma_owner import RdmaOwner
 from kvbm.verbs.queue_pair import RemoteEnd
 from tests.eventually import eventually
@@ -87,7 +87,7 @@ def owner(site: Site) -> RdmaOwner:
 
 def admitted(owner: RdmaOwner, end: RemoteEnd = END) -> int:
     admission = owner.admit(end, True, owner.revoked)
-    assert (admission.ready.status is Status.READY) == bool(admission.number)
+    assert (admission.ready.status is RdmaStatus.READY) == bool(admission.number)
     return admission.number
 
 

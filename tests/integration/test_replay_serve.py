@@ -14,7 +14,7 @@ from kvbm.core.ids import Epoch, InstanceId
 from kvbm.replay import serve as serve_module
 from kvbm.replay.opening import open_source
 from kvbm.replay.scan import CORRUPT
-from kvbm.replay.serve import MAX_SPEED, Served
+from kvbm.replay.serve import MAX_SPEED, ServedStream
 from kvbm.replay.source import SourceError
 from kvbm.streams.base import FENCE_PREFIX, EventStream, Fence, Position
 from kvbm.streams.memory import MemoryStream
@@ -50,7 +50,7 @@ class Clock:
         return Noting()
 
 
-def served(path: Path, stream: MemoryStream, speed: float = MAX_SPEED, anyway: bool = False) -> Served:
+def served(path: Path, stream: MemoryStream, speed: float = MAX_SPEED, anyway: bool = False) -> ServedStream:
     async def connect() -> EventStream:
         return stream
 

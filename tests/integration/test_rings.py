@@ -22,8 +22,8 @@ from kvbm.pools.base import Proof
 from kvbm.pools.hbm import rings
 from kvbm.pools.hbm.device import DeviceTimeoutError, row_copies
 from kvbm.pools.hbm.paged import SLOTS as DIMENSION
-from kvbm.pools.hbm.paged import PagedTensor, Segments
-from kvbm.pools.hbm.rings import SHORT_BYTES, After, Half, Lane, RingCopies, ring_sizes
+from kvbm.pools.hbm.paged import PagedTensor, PieceSegments
+from kvbm.pools.hbm.rings import SHORT_BYTES, After, RingCopies, RingHalf, RingLane, ring_sizes
 from tests.eventually import eventually
 from tests.extras import needed
 from tests.fake_cuda import FakeCuda
@@ -57,13 +57,13 @@ class Place:
             cuda.pin(self.rows)
         self.waits: Callable[[np.ndarray], After] = lambda slots: After([], [])
         columns = ([tensor.ctypes.data for tensor in self.tensors], SIZES, SIZES)
-        self.segments = Segments(*(np.array(column, dtype=np.int64) for column in columns))
+        self.segments = PieceSegments(*(np.array(column, dtype=np.int64) for column in columns))
         new, copies = cuda.rings(lot_bytes=3 * BLOCK_BYTES), segment_copies(RowCopier(1))
 
-        def lane() -> Lane:
+        def lane() -> RingLane:
             staging = [np.zeros((5, BLOCK_BYTES), dtype=np.uint8) for _ in range(2)]
-            first, second = (Half(rows, row_copies(copies, rows)) for rows in staging)
-            return Lane(new(*self.segments, SLOTS, 0, 1 << 20), (first, second))
+            first, second = (RingHalf(rows, row_copies(copies, rows)) for rows in staging)
+            return RingLane(new(*self.segments, SLOTS, 0, 1 << 20), (first, second))
 
         both = [lane() for _ in range(2 * lanes)]
         self.copies = RingCopies(both[:lanes], both[lanes:], lambda slots: self.waits(slots), copies, deadline_s)

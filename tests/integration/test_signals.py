@@ -69,7 +69,17 @@ def check_nothing_is_held(manager: BlockManager) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", ["wait", "end_waiting", "submit", "plan", "give_up", "collect", "count", "plan_remote"]
+    "where",
+    [
+        "wait",
+        "end_waiting_locked",
+        "submit",
+        "plan_locked",
+        "give_up_locked",
+        "collect_locked",
+        "count_locked",
+        "plan_remote",
+    ],
 )
 def test_an_acquire_that_a_handler_ends_pins_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(Tier.HOST, "read")
@@ -90,7 +100,7 @@ def test_an_acquire_that_a_handler_ends_pins_nothing(where: str, monkeypatch: py
         check_nothing_is_held(manager)
 
 
-@pytest.mark.parametrize("where", ["submit", "plan", "recorded"])
+@pytest.mark.parametrize("where", ["submit", "plan_locked", "recorded"])
 def test_an_acquire_that_has_only_begun_pins_nothing_either(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +109,7 @@ def test_an_acquire_that_has_only_begun_pins_nothing_either(
         one.store(1, 6)
         one.empty_host()
         one.store(1, 2)
-        whole = {"submit": manager._executor, "plan": manager._loads, "recorded": manager._stream}[where]
+        whole = {"submit": manager._executor, "plan_locked": manager._loads, "recorded": manager._stream}[where]
         with handling(is_late), monkeypatch.context() as patch:
             patch.setattr(whole, where, interrupting(getattr(whole, where)))
             with pytest.raises(Late):
@@ -109,7 +119,7 @@ def test_an_acquire_that_has_only_begun_pins_nothing_either(
         assert one.acquired(1, 6).depth == 6
 
 
-@pytest.mark.parametrize("where", ["arrived", "end_unended", "end_run"])
+@pytest.mark.parametrize("where", ["arrived_locked", "end_unended", "end_run"])
 def test_a_store_that_an_exception_ends_anywhere_holds_nothing_once_it_is_ended_again(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +139,7 @@ def test_a_store_that_an_exception_ends_anywhere_holds_nothing_once_it_is_ended_
         check_nothing_is_held(manager)
         with pytest.raises(LedgerError, match="it ends once"):
             manager.end_store(store, [True] * 4, checksums)
-        assert one.hits(1, 4) == ({} if where == "arrived" else {Tier.HOST: 4})
+        assert one.hits(1, 4) == ({} if where == "arrived_locked" else {Tier.HOST: 4})
 
 
 def test_a_handler_may_close_a_manager_whose_lock_the_interrupted_call_has(monkeypatch: pytest.MonkeyPatch) -> None:

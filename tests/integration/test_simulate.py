@@ -16,7 +16,7 @@ import kvbm
 from kvbm.bench.virtual_time.compare_fetch import FetchReport
 from kvbm.cli import main
 from kvbm.workload.generator import generate
-from kvbm.workload.simulate import Report, arrivals_of, ideal_hit_ratio, simulate
+from kvbm.workload.simulate import SimulationReport, arrivals_of, ideal_hit_ratio, simulate
 from kvbm.workload.trace import TraceRequest, read_trace
 
 ROOT = Path(kvbm.__file__).parents[1]
@@ -43,7 +43,7 @@ def no_progress(what: str, total: int) -> Callable[[int], None]:
     return lambda done: None
 
 
-def check_report(report: Report) -> None:
+def check_report(report: SimulationReport) -> None:
     """What is true of every run: nothing lost, nothing wrong, and routing between its bounds."""
     assert report.digests_equal
     assert report.events > 0
@@ -80,8 +80,8 @@ def test_the_command_reports_every_key_of_a_generated_workload(tmp_path: Path) -
     ended = run("--requests", "200", "--instances", "2", "--pools", "hbm=600", "--seed", "3", "--json", str(path))
     assert ended.returncode == 0, ended.stderr
     written = json.loads(path.read_bytes())
-    assert set(written) == set(Report.__struct_fields__)
-    report = msgspec.convert(written, Report)
+    assert set(written) == set(SimulationReport.__struct_fields__)
+    report = msgspec.convert(written, SimulationReport)
     assert (report.instances, report.pools, report.requests) == (2, "hbm=600", 200)
     assert report.trace == "generated, seed 3"
     check_report(report)
@@ -150,7 +150,7 @@ def test_a_trace_of_ones_own_hits_exactly_what_it_repeats(tmp_path: Path) -> Non
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     ended = run("--trace", str(trace), "--instances", "2", "--pools", "hbm=64,host=64", "--json", str(path))
     assert ended.returncode == 0, ended.stderr
-    report = msgspec.json.decode(path.read_bytes(), type=Report)
+    report = msgspec.json.decode(path.read_bytes(), type=SimulationReport)
     assert (report.requests, report.blocks) == (10, 40)
     assert report.ideal_hit_ratio == 0.8
     assert report.routing["pooled"].hit_ratio == 0.8

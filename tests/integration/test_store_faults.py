@@ -14,9 +14,9 @@ from contextlib import closing
 import pytest
 
 from kvbm.core.errors import ConfigError, PoolError
-from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store, Trouble
+from kvbm.pools.stores.base import Get, Got, ObjectStore, Put, Refusal, StoreTrouble
 from kvbm.pools.stores.blobs import PART_BYTES
-from kvbm.pools.stores.link import Limits
+from kvbm.pools.stores.link import RequestLimits
 from kvbm.pools.stores.opening import open_store
 from kvbm.pools.stores.s3 import store_name
 from tests.eventually import eventually
@@ -34,16 +34,16 @@ KINDS = {"s3": "s3_endpoint", "azure": "azurite_endpoint"}
 class Broken:
     """A store that is opened while all is well, and the server that breaks it."""
 
-    def __init__(self, server: FaultyServer, place: Place, store: Store) -> None:
+    def __init__(self, server: FaultyServer, place: Place, store: ObjectStore) -> None:
         self.server = server
         self.store = store
         self._place = place
 
-    def impatient(self, read_timeout_s: float) -> Store:
+    def impatient(self, read_timeout_s: float) -> ObjectStore:
         """Another store, whose requests are asked again soon; opened as often as it takes."""
-        limits = Limits(requests_in_flight=4, connect_timeout_s=WAIT_S, read_timeout_s=read_timeout_s)
+        limits = RequestLimits(requests_in_flight=4, connect_timeout_s=WAIT_S, read_timeout_s=read_timeout_s)
 
-        def opened() -> Store | None:
+        def opened() -> ObjectStore | None:
             try:
                 return self._place.open(endpoint=self.server.url, limits=limits)
             except PoolError:
@@ -73,7 +73,7 @@ def broken(request: pytest.FixtureRequest) -> Iterator[Broken]:
 only_s3 = pytest.mark.parametrize("broken", ["s3"], indirect=True)
 
 
-def all_of(store: Store, deadline_s: float = WAIT_S) -> list[Refusal | None]:
+def all_of(store: ObjectStore, deadline_s: float = WAIT_S) -> list[Refusal | None]:
     """Every kind of call, one after the other; what each said. None for what was done."""
     got = store.get([Get("name"), Get("name", 10, 10)], deadline_s)
     answers: list[Refusal | None] = [answer if isinstance(answer, Refusal) else None for answer in got]
@@ -86,18 +86,18 @@ def all_of(store: Store, deadline_s: float = WAIT_S) -> list[Refusal | None]:
 @pytest.mark.parametrize(
     ("fault", "trouble", "words"),
     [
-        (Fault("status", 500, "InternalError"), Trouble.REFUSED, "500 InternalError after 4 attempts"),
-        (Fault("status", 503, "SlowDown"), Trouble.REFUSED, "503 SlowDown after 4 attempts"),
-        (Fault("status", 503), Trouble.REFUSED, "503 Service Unavailable after 4 attempts"),
-        (Fault("status", 403, "AccessDenied"), Trouble.DENIED, "403 AccessDenied"),
-        (Fault("status", 401, "Unauthorized"), Trouble.DENIED, "401 Unauthorized"),
-        (Fault("status", 400, "ExpiredToken"), Trouble.DENIED, "400 ExpiredToken"),
-        (Fault("status", 403, "RequestTimeTooSkewed"), Trouble.DENIED, "clock"),
-        (Fault("status", 404, "NoSuchBucket"), Trouble.REFUSED, "404 NoSuchBucket"),
-        (Fault("reset"), Trouble.SILENT, "after 4 attempts"),
+        (Fault("status", 500, "InternalError"), StoreTrouble.REFUSED, "500 InternalError after 4 attempts"),
+        (Fault("status", 503, "SlowDown"), StoreTrouble.REFUSED, "503 SlowDown after 4 attempts"),
+        (Fault("status", 503), StoreTrouble.REFUSED, "503 Service Unavailable after 4 attempts"),
+        (Fault("status", 403, "AccessDenied"), StoreTrouble.DENIED, "403 AccessDenied"),
+        (Fault("status", 401, "Unauthorized"), StoreTrouble.DENIED, "401 Unauthorized"),
+        (Fault("status", 400, "ExpiredToken"), StoreTrouble.DENIED, "400 ExpiredToken"),
+        (Fault("status", 403, "RequestTimeTooSkewed"), StoreTrouble.DENIED, "clock"),
+        (Fault("status", 404, "NoSuchBucket"), StoreTrouble.REFUSED, "404 NoSuchBucket"),
+        (Fault("reset"), StoreTrouble.SILENT, "after 4 attempts"),
     ],
 )
-def test_a_fault_of_every_request_has_its_word(broken: Broken, fault: Fault, trouble: Trouble, words: str) -> None:
+def test_a_fault_of_every_request_has_its_word(broken: Broken, fault: Fault, trouble: StoreTrouble, words: str) -> None:
     broken.breaks(fault)
     for answer in all_of(broken.store):
         assert answer is not None
@@ -112,7 +112,7 @@ def test_a_fault_of_every_request_has_its_word(broken: Broken, fault: Fault, tro
 def test_where_nobody_answers_each_call_ends_with_its_deadline(broken: Broken) -> None:
     broken.breaks(Fault("never"))
     for answer in all_of(broken.store, SHORT_S):
-        assert answer == Refusal(Trouble.SILENT, "no answer within 0.5 s")
+        assert answer == Refusal(StoreTrouble.SILENT, "no answer within 0.5 s")
     with pytest.raises(PoolError, match=r"listing '' behind '': no answer within 0\.5 s"):
         list(broken.store.listed("", SHORT_S))
     broken.breaks()
@@ -124,7 +124,7 @@ def test_a_request_that_nobody_answers_is_asked_again(broken: Broken) -> None:
     with closing(broken.impatient(0.3)) as store:
         broken.breaks(Fault("never"))
         [answer] = store.get([Get("name")], WAIT_S)
-        assert answer == Refusal(Trouble.SILENT, "no answer in time after 4 attempts")
+        assert answer == Refusal(StoreTrouble.SILENT, "no answer in time after 4 attempts")
     broken.breaks()
     with closing(broken.impatient(3.0)) as store:
         [answer] = store.get([Get("name")], WAIT_S)
@@ -137,7 +137,7 @@ def test_what_is_not_there_is_absent_and_nobody_is_asked_twice(broken: Broken) -
     broken.breaks()
     [answer] = broken.store.get([Get("missing")], WAIT_S)
     assert isinstance(answer, Refusal)
-    assert answer.trouble is Trouble.ABSENT
+    assert answer.trouble is StoreTrouble.ABSENT
     assert len(broken.server.asked) == 1
 
 
@@ -145,7 +145,7 @@ def test_what_is_not_there_is_absent_and_nobody_is_asked_twice(broken: Broken) -
 def test_a_stall_costs_the_deadline_and_never_more(broken: Broken, kind: str) -> None:
     broken.breaks(Fault(kind))
     answers = broken.store.get([Get("name")] * 20, SHORT_S)
-    assert answers == [Refusal(Trouble.SILENT, "no answer within 0.5 s")] * 20
+    assert answers == [Refusal(StoreTrouble.SILENT, "no answer within 0.5 s")] * 20
     broken.breaks()
     [answer] = broken.store.get([Get("name")], WAIT_S)
     assert isinstance(answer, Got)
@@ -179,7 +179,7 @@ def test_a_body_shorter_than_was_said_is_never_taken_for_whole(broken: Broken) -
     answers = broken.store.get([Get("name"), Get("name", 100, 50), Get("name", 0, None, 2 * PART_BYTES)], WAIT_S)
     for answer in answers:
         assert isinstance(answer, Refusal)
-        assert answer.trouble is Trouble.REFUSED
+        assert answer.trouble is StoreTrouble.REFUSED
         assert "the answer ended early after 4 attempts" in answer.words
 
 
@@ -203,7 +203,7 @@ def test_a_put_that_was_done_but_not_said_is_taken(broken: Broken) -> None:
     broken.breaks(Fault("deaf", 500, "InternalError", times=1, method="PUT"))
     [answer] = broken.store.put([Put("new", BODY)], WAIT_S)
     assert answer is not None
-    assert answer.trouble is Trouble.TAKEN  # the pool looks what lies there
+    assert answer.trouble is StoreTrouble.TAKEN  # the pool looks what lies there
     [found] = broken.store.get([Get("new")], WAIT_S)
     assert isinstance(found, Got)
     assert bytes(found.body) == BODY
@@ -252,7 +252,7 @@ def test_a_close_ends_what_is_under_way(broken: Broken) -> None:
     broken.store.close()
     waiting.join(WAIT_S)
     assert not waiting.is_alive()
-    assert {answer.trouble for answer in answers if isinstance(answer, Refusal)} == {Trouble.SILENT}
+    assert {answer.trouble for answer in answers if isinstance(answer, Refusal)} == {StoreTrouble.SILENT}
 
 
 @only_s3
@@ -260,7 +260,7 @@ def test_a_store_without_conditional_puts_is_asked_first(broken: Broken) -> None
     broken.breaks(Fault("status", 501, "NotImplemented", header="if-none-match"))
     assert [
         answer and answer.trouble for answer in broken.store.put([Put("new", b"x"), Put("name", b"x")], WAIT_S)
-    ] == [None, Trouble.TAKEN]
+    ] == [None, StoreTrouble.TAKEN]
     broken.breaks(Fault("status", 501, "NotImplemented", header="if-none-match"))
     assert broken.store.put([Put("newer", b"x")], WAIT_S) == [None]
     assert [asked.method for asked in broken.server.asked] == ["HEAD", "PUT"]  # it is told once
@@ -284,11 +284,11 @@ def test_a_store_that_ignores_a_condition_is_found_out_and_asked_first_from_then
     assert broken.store.ignored_conditions("trial", WAIT_S) == (words,)
     assert [one.name for one in broken.store.listed("", WAIT_S)] == ["name", "other"]
     [answer] = broken.store.put([Put("name", b"x")], WAIT_S)
-    assert answer is not None and answer.trouble is Trouble.TAKEN
+    assert answer is not None and answer.trouble is StoreTrouble.TAKEN
     assert broken.store.replace("lease", b"one", None, WAIT_S) is None
     for expected in (None, b"none"):
         refused = broken.store.replace("lease", b"other", expected, WAIT_S)
-        assert refused is not None and refused.trouble is Trouble.TAKEN
+        assert refused is not None and refused.trouble is StoreTrouble.TAKEN
     assert broken.store.replace("lease", b"two", b"one", WAIT_S) is None
 
 
@@ -300,14 +300,14 @@ def test_conditions_that_a_store_refuses_are_told_and_replacements_go_without(br
     assert broken.store.replace("lease", b"one", None, WAIT_S) is None
     assert broken.store.replace("lease", b"two", b"one", WAIT_S) is None
     refused = broken.store.replace("lease", b"three", b"one", WAIT_S)
-    assert refused is not None and refused.trouble is Trouble.TAKEN
+    assert refused is not None and refused.trouble is StoreTrouble.TAKEN
 
 
 @only_s3
 def test_a_trial_that_the_store_does_not_let_happen_says_nothing_of_conditions(broken: Broken) -> None:
     broken.breaks(Fault("status", 403, "AccessDenied", method="PUT"))
     refused = broken.store.ignored_conditions("trial", WAIT_S)
-    assert isinstance(refused, Refusal) and refused.trouble is Trouble.DENIED
+    assert isinstance(refused, Refusal) and refused.trouble is StoreTrouble.DENIED
 
 
 @only_s3
@@ -478,7 +478,7 @@ def test_a_server_that_is_gone_costs_the_attempts_at_most() -> None:
         store = s3_place(endpoint).open()
     with closing(store):
         for answer in [*store.put([Put(f"{at}", b"x") for at in range(20)], WAIT_S), *all_of(store)]:
-            assert answer == Refusal(Trouble.SILENT, "no connection after 4 attempts")
+            assert answer == Refusal(StoreTrouble.SILENT, "no connection after 4 attempts")
 
 
 # -- radosgw and Redis ------------------------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ def test_a_clock_that_is_wrong_is_named(place: Place) -> None:
         server.faults.append(Fault("dated", header="x-amz-date"))
         [answer] = store.put([Put("other", b"x")], WAIT_S)
     assert isinstance(answer, Refusal)
-    assert answer.trouble is Trouble.DENIED
+    assert answer.trouble is StoreTrouble.DENIED
     assert "clock" in answer.words
 
 
@@ -513,7 +513,7 @@ def test_a_redis_that_is_gone_or_stalls_is_silent_within_the_deadline() -> None:
     with closing(store):
         for answer in all_of(store):
             assert answer is not None
-            assert answer.trouble is Trouble.SILENT, answer
+            assert answer.trouble is StoreTrouble.SILENT, answer
     said = refusal_to_open(place)
     assert "does not answer" in said
 
@@ -590,5 +590,5 @@ def test_a_redis_forgets_after_its_ttl_and_refuses_when_full(redis_url: str) -> 
         answers = store.put([Put(f"{at}", bytes(1 << 20)) for at in range(8)], WAIT_S)
     refused = [answer for answer in answers if answer is not None]
     assert refused
-    assert {answer.trouble for answer in refused} == {Trouble.REFUSED}
+    assert {answer.trouble for answer in refused} == {StoreTrouble.REFUSED}
     assert "maxmemory" in refused[0].words

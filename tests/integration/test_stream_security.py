@@ -49,7 +49,7 @@ from kvbm.streams.base import (
 from kvbm.streams.nats import batch_reader
 from kvbm.streams.nats.connection import BORROWED_API, JS_API
 from kvbm.streams.nats.credentials import INBOX, Credentials, keep_seed
-from kvbm.streams.nats.key_folder import Change, print_accounts
+from kvbm.streams.nats.key_folder import KeyChange, print_accounts
 from kvbm.streams.nats.permissions import (
     Role,
     ServerUser,
@@ -763,10 +763,10 @@ def test_a_reload_that_adds_somebody_ends_no_connection(tmp_path: Path) -> None:
 def test_two_keys_of_one_instance_overlap_and_then_the_old_one_is_turned_away(tmp_path: Path) -> None:
     keys, wanted = tmp_path / "keys", [(Role.INSTANCE, "a")]
 
-    def accounts(change: Change) -> str:
+    def accounts(change: KeyChange) -> str:
         return print_accounts(keys, CLUSTER, wanted, change, time.time()).text
 
-    server = ReloadingServer(tmp_path / "nats", accounts(Change()))
+    server = ReloadingServer(tmp_path / "nats", accounts(KeyChange()))
     old, new = tmp_path / "old.nk", tmp_path / "new.nk"
     shutil.copy(keys / "instance-a.nk", old)
 
@@ -777,14 +777,14 @@ def test_two_keys_of_one_instance_overlap_and_then_the_old_one_is_turned_away(tm
     try:
         asyncio.run(_connect_and_close(server.url, catalog))
         connect(server.url, of(old))
-        renewed = accounts(Change(renew=["instance-a"]))
+        renewed = accounts(KeyChange(renew=["instance-a"]))
         shutil.copy(keys / "instance-a.next.nk", new)
         assert "or the key" in refusal(server.url, of(new))  # not yet
         connect(server.url, of(keys / "instance-a.nk"))
         server.reload(renewed)
         for seed in (old, new):
             connect(server.url, of(seed))
-        retired = accounts(Change(retire=["instance-a"]))
+        retired = accounts(KeyChange(retire=["instance-a"]))
         for seed in (old, new, keys / "instance-a.nk"):  # moved, not reloaded: nobody is without a key that works
             connect(server.url, of(seed))
         server.reload(retired)
@@ -802,13 +802,13 @@ async def _connect_and_close(url: str, credentials: Credentials) -> None:
 def test_commands_at_the_same_time_give_nobody_the_key_or_the_account_of_another(tmp_path: Path) -> None:
     keys, wanted = tmp_path / "keys", [(Role.INSTANCE, "a"), (Role.INSTANCE, "b"), (Role.REPLAY, "desk")]
     with ThreadPoolExecutor(12) as pool:
-        found = set(pool.map(lambda _: print_accounts(keys, CLUSTER, wanted, Change(), 0.0).text, range(24)))
-    assert found == {print_accounts(keys, CLUSTER, wanted, Change(), 0.0).text}
+        found = set(pool.map(lambda _: print_accounts(keys, CLUSTER, wanted, KeyChange(), 0.0).text, range(24)))
+    assert found == {print_accounts(keys, CLUSTER, wanted, KeyChange(), 0.0).text}
     put: list[str] = []
     with ThreadPoolExecutor(3) as pool:
         stems = ("instance-a", "instance-b", "replay-desk")
-        list(pool.map(lambda stem: print_accounts(keys, CLUSTER, wanted, Change([stem]), 0.0, put.append), stems))
-    assert put[-1] == print_accounts(keys, CLUSTER, wanted, Change(), 0.0).text
+        list(pool.map(lambda stem: print_accounts(keys, CLUSTER, wanted, KeyChange([stem]), 0.0, put.append), stems))
+    assert put[-1] == print_accounts(keys, CLUSTER, wanted, KeyChange(), 0.0).text
     assert all((keys / f"{stem}.next.nk").exists() for stem in stems)
 
 

@@ -66,7 +66,7 @@ class Refusing:
 
 
 class HostCopies:
-    """`Copies` of nothing."""
+    """`BlockingCopies` of nothing."""
 
     def gather(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None) -> np.ndarray:
         return np.zeros(len(slots), dtype=np.uint32)

@@ -26,12 +26,12 @@ from kvbm.engines.vllm import host_link, opening
 from kvbm.engines.vllm.host_link import HostLink, leave_host
 from kvbm.engines.vllm.host_part import HostPart
 from kvbm.engines.vllm.meeting import Meeting
-from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan
-from kvbm.engines.vllm.opening import Served, open_scheduler
+from kvbm.engines.vllm.metadata import Answers, HostShare, Job, StepPlan
+from kvbm.engines.vllm.opening import ServedEngine, open_scheduler
 from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.regions import block_regions
 from kvbm.engines.vllm.stages import StageBlocks
-from kvbm.engines.vllm.worker import Worker
+from kvbm.engines.vllm.worker import RankWorker
 from kvbm.pools.host.pinning import CudaRegistrar
 from kvbm.pools.host.pool import HostPool
 from tests.extras import needed
@@ -176,7 +176,7 @@ def job(id: int, blocks: list[int], rows: list[int], request: str = "") -> Job:
 @pytest.mark.parametrize("is_said", [True, False])
 def test_no_step_of_a_rank_registers_anything(gpu: Gpu, host: Host, tmp_path: Path, is_said: bool) -> None:
     meeting = Meeting("engine", tmp_path)
-    worker = Worker(0, CONFIG, threads=1, meeting=meeting)
+    worker = RankWorker(0, CONFIG, threads=1, meeting=meeting)
     tensors = tensors_of(CONFIG)
     worker.register(tensors)
     assert worker.refused == ""
@@ -184,7 +184,7 @@ def test_no_step_of_a_rank_registers_anything(gpu: Gpu, host: Host, tmp_path: Pa
         leave_host(meeting, host.share, LONG_S)
         assert worker.settle_host()
     before = gpu.calls["cudaHostRegister"]
-    worker.begin(Plan(host.share, stores=[job(1, [4], [2])], loads=[job(2, [1], [7], "r")]))
+    worker.begin(StepPlan(host.share, stores=[job(1, [4], [2])], loads=[job(2, [1], [7], "r")]))
     assert worker.flush(LONG_S)
     answers = worker.finish()
     assert answers.loaded == {2: 1} and not answers.failed and answers.stored[1][0].why == ""
@@ -237,7 +237,7 @@ def test_the_schedulers_process_calls_nothing_of_cuda(
     blocks = StageBlocks.of(config, cache)
     assert blocks.why == ""
     wanted = SimpleNamespace(kv_connector_extra_config=extra, kv_role="kv_both")
-    scheduler = open_scheduler(Served(config, cache, blocks), [blocks], wanted, meeting)
+    scheduler = open_scheduler(ServedEngine(config, cache, blocks), [blocks], wanted, meeting)
     plan = scheduler.plan({}, 0, ())
     scheduler.answered(Answers())
     scheduler.take_numbers()

@@ -34,13 +34,13 @@ from kvbm.config import (
 from kvbm.core.checksum import crc32c
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier, split_hashes, split_slots
 from kvbm.engines.vllm.adapters import Loaded
-from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Stored
-from kvbm.engines.vllm.offers import Offer
+from kvbm.engines.vllm.metadata import Answers, HostShare, Job, StepPlan, StoredPart
+from kvbm.engines.vllm.offers import StateOffer
 from kvbm.engines.vllm.ranks import Ranks, Stage
-from kvbm.engines.vllm.requests import Group, GroupNamespace
-from kvbm.engines.vllm.roles import Role
+from kvbm.engines.vllm.requests import GroupNamespace, KvGroup
+from kvbm.engines.vllm.roles import EngineRole
 from kvbm.engines.vllm.scheduler import Scheduler
-from kvbm.locate.base import NOTHING_FOUND, Found, Nowhere
+from kvbm.locate.base import NOTHING_FOUND, FoundElsewhere, Nowhere
 from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.object.pool import BlockObjects
@@ -51,7 +51,7 @@ from tests.managers import KnowsAll
 from tests.object_pools import memory_objects
 
 BLOCK_TOKENS, BLOCK_BYTES, HBM_BLOCKS = 4, 64, 96
-BOTH = Role()
+BOTH = EngineRole()
 WAIT_S = 60.0
 _numbers = count()
 
@@ -149,9 +149,9 @@ class Engine:
     def __init__(
         self,
         manager: EngineHbmManager,
-        groups: list[Group],
+        groups: list[KvGroup],
         namespaces: list[Namespace],
-        role: Role = BOTH,
+        role: EngineRole = BOTH,
         ranks: Ranks = Ranks((Stage(BLOCK_BYTES),)),  # noqa: B008  # immutable
     ) -> None:
         self.manager, self.groups = manager, groups
@@ -191,12 +191,12 @@ class Engine:
             self.pool.cache_full_blocks(request, blocks, 0, len(blocks), BLOCK_TOKENS, group.id)
         request.num_computed_tokens = len(request.block_hashes) * BLOCK_TOKENS
 
-    def step(self, *requests: Request) -> Plan:
+    def step(self, *requests: Request) -> StepPlan:
         plan = self.scheduler.plan({request.request_id: 1 for request in requests}, len(requests), ())
         self.work(plan)
         return plan
 
-    def work(self, plan: Plan, failing: str = "") -> None:
+    def work(self, plan: StepPlan, failing: str = "") -> None:
         """What a worker does with a plan."""
         answers = Answers()
         for job in plan.loads:
@@ -209,15 +209,15 @@ class Engine:
             answers.stored[job.id] = self.store(job, failing)
         self.scheduler.answered(answers)
 
-    def store(self, job: Job, failing: str) -> dict[int, Stored]:
+    def store(self, job: Job, failing: str) -> dict[int, StoredPart]:
         if failing:
-            return {0: Stored(b"", failing)}
+            return {0: StoredPart(b"", failing)}
         rows, blocks = split_slots(job.rows), split_slots(job.blocks)
         self.host[rows] = self.hbm[blocks]
         parts, begin = {}, 0
         for part, size in enumerate(self.sizes):
             bytes_of_part = [self.host[row, begin : begin + size].tobytes() for row in rows]
-            parts[part] = Stored(np.array([crc32c(one) for one in bytes_of_part], dtype="<u4").tobytes())
+            parts[part] = StoredPart(np.array([crc32c(one) for one in bytes_of_part], dtype="<u4").tobytes())
             begin += size
         return parts
 
@@ -286,7 +286,7 @@ def settings(folder: Path, host_slots: int, nvme_slots: int) -> Settings:
 
 def opened(
     folder: Path,
-    groups: list[Group],
+    groups: list[KvGroup],
     host_slots: int,
     nvme_slots: int,
     objects: BlockObjects | None = None,
@@ -302,10 +302,10 @@ def opened(
     return open_engine_manager(wanted, namespaces, BLOCK_BYTES, "vllm", objects), namespaces
 
 
-FULL = [Group(0, BLOCK_TOKENS, BLOCK_TOKENS)]
-STATES = [FULL[0], Group(1, BLOCK_TOKENS, BLOCK_TOKENS, window_blocks=1, is_state=True)]
+FULL = [KvGroup(0, BLOCK_TOKENS, BLOCK_TOKENS)]
+STATES = [FULL[0], KvGroup(1, BLOCK_TOKENS, BLOCK_TOKENS, window_blocks=1, is_state=True)]
 DRAFTED = [FULL[0]._replace(has_draft=True)]
-HYBRID = [Group(0, BLOCK_TOKENS, BLOCK_TOKENS), Group(1, BLOCK_TOKENS, BLOCK_TOKENS, window_blocks=2)]
+HYBRID = [KvGroup(0, BLOCK_TOKENS, BLOCK_TOKENS), KvGroup(1, BLOCK_TOKENS, BLOCK_TOKENS, window_blocks=2)]
 
 
 @pytest.fixture
@@ -338,7 +338,7 @@ def test_what_one_request_computed_another_loads_and_the_last_token_is_left_to_c
     assert engine.scheduler.take_numbers()["hit_blocks"] == {"HOST": 17}
 
 
-def load_of(engine: Engine, prompt: list[int]) -> tuple[Plan, Request]:
+def load_of(engine: Engine, prompt: list[int]) -> tuple[StepPlan, Request]:
     """The plan that loads a prompt which HOST has."""
     request = Request(prompt)
     found = engine.ask(request)
@@ -409,14 +409,14 @@ def test_a_producer_stores_and_loads_nothing_and_a_consumer_loads_and_stores_not
     prompt, other = list(range(33)), list(range(100, 133))
     manager, namespaces = opened(tmp_path, FULL, 64, 64)
     with manager:
-        producer = Engine(manager, FULL, namespaces, Role.of("kv_producer"))
+        producer = Engine(manager, FULL, namespaces, EngineRole.of("kv_producer"))
         assert [producer.run(prompt), producer.run(prompt)] == [0, 0]
         assert len(manager.held(Tier.HOST)) == 8
         assert manager.settle(WAIT_S)
         assert len(manager.held(Tier.NVME)) == 8
     manager, namespaces = opened(tmp_path, FULL, 64, 64)
     with manager:
-        consumer = Engine(manager, FULL, namespaces, Role.of("kv_consumer"))
+        consumer = Engine(manager, FULL, namespaces, EngineRole.of("kv_consumer"))
         assert [consumer.run(prompt), consumer.run(other), consumer.run(other)] == [32, 0, 0]
         assert manager.settle(WAIT_S)
         assert len(manager.held(Tier.HOST)) == len(manager.held(Tier.NVME)) == 8
@@ -424,12 +424,12 @@ def test_a_producer_stores_and_loads_nothing_and_a_consumer_loads_and_stores_not
         assert manager.stats().engine_stores == 0
     manager, namespaces = opened(tmp_path, FULL, 64, 64)
     with manager:
-        both = Engine(manager, FULL, namespaces, Role.of("kv_both"))
+        both = Engine(manager, FULL, namespaces, EngineRole.of("kv_both"))
         assert [both.run(prompt), both.run(other), both.run(other)] == [32, 0, 32]
 
 
 def test_a_consumer_puts_no_objects_of_what_it_loads_from_nvme_and_loads_those_of_others(tmp_path: Path) -> None:
-    prompt, consumer, store = list(range(33)), Role.of("kv_consumer"), MemoryStore()
+    prompt, consumer, store = list(range(33)), EngineRole.of("kv_consumer"), MemoryStore()
     manager, namespaces = opened(tmp_path / "a", FULL, 64, 64)
     with manager:
         assert Engine(manager, FULL, namespaces).run(prompt) == 0
@@ -483,7 +483,7 @@ def test_what_the_catalog_said_is_counted_against_what_came_and_why_not_the_rest
 class Unanswered(KnowsAll):
     """A catalog that does not answer in time."""
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
         return NOTHING_FOUND
 
 
@@ -599,7 +599,7 @@ def test_until_every_host_has_host_nothing_is_stored(tmp_path: Path) -> None:
         sums = np.zeros(2, dtype="<u4").tobytes()
         for part in (0, 1):
             assert engine.scheduler.stores.storing_blocks == 2
-            engine.scheduler.answered(Answers(stored={plan.stores[0].id: {part: Stored(sums)}}))
+            engine.scheduler.answered(Answers(stored={plan.stores[0].id: {part: StoredPart(sums)}}))
         assert engine.scheduler.stores.storing_blocks == 0 and not engine.scheduler.has_work
         assert engine.scheduler.plan({}, 0, ()).host is None
         engine.scheduler.finished(request, engine.ids(request))
@@ -657,15 +657,15 @@ class KnowsStore(KnowsAll):
         names = self.objects.names(namespace, split_hashes(hashes))
         return [name in self.store.objects or name in self.ghosts for name in names]
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
-        return Found([*self.held(namespace, hashes), False].index(False))
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
+        return FoundElsewhere([*self.held(namespace, hashes), False].index(False))
 
     def claimed(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> bytes:
         return np.packbits(self.held(namespace, hashes), bitorder="little").tobytes()
 
 
 @contextmanager
-def with_objects(folder: Path, groups: list[Group], store: MemoryStore, nvme_slots: int = 0) -> Iterator[Engine]:
+def with_objects(folder: Path, groups: list[KvGroup], store: MemoryStore, nvme_slots: int = 0) -> Iterator[Engine]:
     """An engine of an empty instance whose blocks go to a store of objects of one block."""
     objects = memory_objects(BLOCK_BYTES, 1, store)
     manager, namespaces = opened(folder, groups, 64, nvme_slots, objects)
@@ -1043,7 +1043,7 @@ def test_after_a_refusal_nothing_is_stored_and_what_requests_wait_for_is_still_h
     assert engine.scheduler.plan({}, 0, ()).stores == []
 
 
-def begun(engine: Engine, tokens: list[int]) -> tuple[Request, Offer]:
+def begun(engine: Engine, tokens: list[int]) -> tuple[Request, StateOffer]:
     """A request in the step that computes its last whole block, and what vLLM offers then."""
     request = Request(tokens)
     assert engine.ask(request) == 0
@@ -1051,10 +1051,10 @@ def begun(engine: Engine, tokens: list[int]) -> tuple[Request, Offer]:
     for group, blocks in zip(engine.groups, request.blocks, strict=True):
         engine.pool.cache_full_blocks(request, blocks, 0, len(blocks), BLOCK_TOKENS, group.id)
     at = len(request.block_hashes)
-    return request, Offer(request.request_id, 1, request.blocks[1][at - 1].block_id, at * BLOCK_TOKENS)
+    return request, StateOffer(request.request_id, 1, request.blocks[1][at - 1].block_id, at * BLOCK_TOKENS)
 
 
-def plan_with(engine: Engine, *offers: Offer, finished: tuple[str, ...] = ()) -> Plan:
+def plan_with(engine: Engine, *offers: StateOffer, finished: tuple[str, ...] = ()) -> StepPlan:
     return engine.scheduler.plan({offer.request_id: 8 for offer in offers}, 8, (), offers, finished)
 
 
@@ -1081,7 +1081,7 @@ def test_a_state_is_kept_when_it_is_offered_and_copied_once_it_is_computed(recur
 def test_states_follow_the_role_too(tmp_path: Path, kv_role: str) -> None:
     manager, namespaces = opened(tmp_path, STATES, 64, 0)
     with manager:
-        engine = Engine(manager, STATES, namespaces, Role.of(kv_role))
+        engine = Engine(manager, STATES, namespaces, EngineRole.of(kv_role))
         request, offer = begun(engine, list(range(17)))
         engine.work(plan_with(engine, offer))
         engine.compute(request)
@@ -1094,7 +1094,7 @@ def test_states_follow_the_role_too(tmp_path: Path, kv_role: str) -> None:
         parts_at = engine.scheduler.loads.parts_at(parting.request_id)
         assert parts_at == (12 if kv_role == "kv_producer" else 0)  # a state there is of use to consumers
         if kv_role == "kv_producer":  # blocks are held, the state is not
-            consumer = Engine(manager, STATES, namespaces, Role.of("kv_consumer"))
+            consumer = Engine(manager, STATES, namespaces, EngineRole.of("kv_consumer"))
             again = Request([*range(12), 99, 98, 97, 96, 95])
             assert consumer.ask(again) == 0
             assert consumer.scheduler.requests.states[again.request_id].parts_at == 12

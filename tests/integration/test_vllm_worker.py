@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from kvbm._native import Arena, RowCopier, checksums, crc32c
-from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan
+from kvbm.engines.vllm.metadata import Answers, HostShare, Job, StepPlan
 from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.regions import block_regions
-from kvbm.engines.vllm.worker import Received, Worker
+from kvbm.engines.vllm.worker import RankWorker, Received
 from kvbm.pools.host.pool import HostPool
 from tests.extras import needed
 from tests.vllm_configs import LAYOUTS, Config, FullAttentionSpec, SlidingWindowSpec, config_of, tensors_of
@@ -50,7 +50,7 @@ class Rank:
     def __init__(self, rank: int, ranks: Ranks, config: Config, seed: int | None = None) -> None:
         self.config = config
         self.tensors = tensors_of(config, rank if seed is None else seed)
-        self.worker = Worker(rank, config, threads=1)
+        self.worker = RankWorker(rank, config, threads=1)
         self.worker.register(self.tensors)
 
     @property
@@ -123,12 +123,12 @@ def test_a_block_comes_back_into_another_block_as_it_was(shape: str) -> None:
     host = Host(one_rank(config))
     blocks, rows, others = [4, 1], [7, 2], [0, 5]
     wanted = [rank.views_of(block) for block in blocks]
-    rank.worker.begin(Plan(host.share, stores=[job(1, blocks, rows)]))
+    rank.worker.begin(StepPlan(host.share, stores=[job(1, blocks, rows)]))
     answers = rank.done()
     assert (host.rows[rows] == np.stack([rank.block(block) for block in blocks])).all()
     assert answers.stored[1][0].checksums == checksums(host.rows[rows].copy()).astype("<u4").tobytes()
     before = rank.memory.copy()
-    rank.worker.begin(Plan(loads=[job(2, others, rows, "r")]))
+    rank.worker.begin(StepPlan(loads=[job(2, others, rows, "r")]))
     answers = rank.done()
     assert answers == Answers(loaded={2: 1})
     assert [rank.block(block).tobytes() for block in others] == [host.rows[row].tobytes() for row in rows]
@@ -142,7 +142,7 @@ def test_a_block_comes_back_into_another_block_as_it_was(shape: str) -> None:
 
 
 def test_a_step_without_anything_to_do_answers_nothing(rank: Rank) -> None:
-    rank.worker.begin(Plan())
+    rank.worker.begin(StepPlan())
     assert not rank.worker.finish()
     assert not rank.worker.finish(wait_s=0.002)
     assert rank.worker.flush(LONG_S)
@@ -151,7 +151,7 @@ def test_a_step_without_anything_to_do_answers_nothing(rank: Rank) -> None:
 
 def test_a_rank_is_idle_once_everything_is_answered_and_received(rank: Rank, host: Host) -> None:
     assert rank.worker.is_idle
-    rank.worker.begin(Plan(host.share, loads=[job(1, [0], [0], "a")]))
+    rank.worker.begin(StepPlan(host.share, loads=[job(1, [0], [0], "a")]))
     assert not rank.worker.is_idle
     assert rank.done().loaded == {1: 1}
     assert not rank.worker.is_idle  # who waits for the load was not told
@@ -165,7 +165,9 @@ def test_a_rank_is_idle_once_everything_is_answered_and_received(rank: Rank, hos
 
 def test_each_end_is_answered_once_and_counted(rank: Rank, host: Host) -> None:
     rank.worker.begin(
-        Plan(host.share, loads=[job(1, [0, 1], [0, 1], "a")], stores=[job(2, [2, 3, 4], [3, 4, 5]), job(3, [5], [8])])
+        StepPlan(
+            host.share, loads=[job(1, [0, 1], [0, 1], "a")], stores=[job(2, [2, 3, 4], [3, 4, 5]), job(3, [5], [8])]
+        )
     )
     assert rank.worker.under_way == 3
     answers = Answers()
@@ -189,7 +191,7 @@ def test_each_end_is_answered_once_and_counted(rank: Rank, host: Host) -> None:
 
 def test_a_request_is_received_once_its_last_load_has_ended(rank: Rank, host: Host) -> None:
     loads = [job(1, [0], [0], "a"), job(2, [1], [99], "a"), job(3, [2], [2], "b")]
-    rank.worker.begin(Plan(host.share, loads=loads))
+    rank.worker.begin(StepPlan(host.share, loads=loads))
     assert rank.done().loaded == {1: 1, 2: 1, 3: 1}
     assert rank.worker.received() == Received({"a", "b"}, {"a"})
 
@@ -203,7 +205,7 @@ def test_two_ranks_fill_a_row_side_by_side_and_their_checksums_join() -> None:
     before = host.rows.copy()
     answers = Answers()
     for rank in pair:
-        rank.worker.begin(Plan(host.share, stores=[job(1, blocks, rows)]))
+        rank.worker.begin(StepPlan(host.share, stores=[job(1, blocks, rows)]))
         answers.merge(rank.done())
     for block, row in zip(blocks, rows, strict=True):
         assert host.rows[row].tobytes() == b"".join(rank.block(block).tobytes() for rank in pair)
@@ -213,7 +215,7 @@ def test_two_ranks_fill_a_row_side_by_side_and_their_checksums_join() -> None:
     sums = np.stack([np.frombuffer(answers.stored[1][part].checksums, "<u4") for part in range(2)])
     assert (sums == [[crc32c(rank.block(block).tobytes()) for block in blocks] for rank in pair]).all()
     for rank in pair:
-        rank.worker.begin(Plan(loads=[job(2, [0, 5], rows, "r")]))
+        rank.worker.begin(StepPlan(loads=[job(2, [0, 5], rows, "r")]))
     for at, rank in enumerate(pair):
         assert rank.done() == Answers(loaded={2: 1})
         part = slice(at * size, (at + 1) * size)
@@ -229,13 +231,13 @@ def test_stages_of_different_sizes_fill_a_row_one_behind_the_other() -> None:
     blocks, rows = [1, 4], [3, 8]
     answers = Answers()
     for rank in four:
-        rank.worker.begin(Plan(host.share, stores=[job(1, blocks, rows)]))
+        rank.worker.begin(StepPlan(host.share, stores=[job(1, blocks, rows)]))
         answers.merge(rank.done())
     for block, row in zip(blocks, rows, strict=True):
         assert host.rows[row].tobytes() == b"".join(rank.block(block).tobytes() for rank in four)
     assert sorted(answers.stored[1]) == [0, 1, 2, 3]
     for rank in four:
-        rank.worker.begin(Plan(loads=[job(2, [0, 5], rows, "r")]))
+        rank.worker.begin(StepPlan(loads=[job(2, [0, 5], rows, "r")]))
         answers.merge(rank.done())
         assert [rank.block(block).tobytes() for block in (0, 5)] == [rank.block(block).tobytes() for block in blocks]
         rank.worker.close()
@@ -249,12 +251,12 @@ def test_of_ranks_with_the_same_kv_one_stores_and_all_load() -> None:
     four = [Rank(rank, ranks, config, seed=rank // 2) for rank in range(4)]
     answers = Answers()
     for rank in four:
-        rank.worker.begin(Plan(host.share, stores=[job(1, [2], [6])]))
+        rank.worker.begin(StepPlan(host.share, stores=[job(1, [2], [6])]))
         answers.merge(rank.done())
     assert sorted(answers.stored[1]) == [0, 1]
     assert host.rows[6].tobytes() == four[0].block(2).tobytes() + four[2].block(2).tobytes()
     for rank in four:
-        rank.worker.begin(Plan(loads=[job(2, [0], [6], "r")]))
+        rank.worker.begin(StepPlan(loads=[job(2, [0], [6], "r")]))
         answers.merge(rank.done())
     assert answers.loaded == {2: 4}
     for rank in four:
@@ -272,7 +274,7 @@ def test_a_host_without_the_scheduler_takes_memory_for_its_ranks_alone() -> None
     wanted = host.share._replace(huge_pages="off")
     found = Answers()
     for rank in four:
-        rank.worker.begin(Plan(wanted))
+        rank.worker.begin(StepPlan(wanted))
     while not found.hosts:  # pytest's own timeout bounds it
         for rank in four:
             found.merge(rank.worker.finish())
@@ -283,7 +285,7 @@ def test_a_host_without_the_scheduler_takes_memory_for_its_ranks_alone() -> None
     before = host.rows.copy()
     answers = Answers()
     for rank in four:
-        rank.worker.begin(Plan(wanted, (other,), stores=[job(1, blocks, rows)]))
+        rank.worker.begin(StepPlan(wanted, (other,), stores=[job(1, blocks, rows)]))
         answers.merge(rank.done())
     assert sorted(answers.stored[1]) == [0, 1, 2, 3] and not any(part.why for part in answers.stored[1].values())
     for block, row in zip(blocks, rows, strict=True):
@@ -291,7 +293,7 @@ def test_a_host_without_the_scheduler_takes_memory_for_its_ranks_alone() -> None
     untouched = np.setdiff1d(np.arange(ROWS), rows)
     assert (host.rows[untouched] == before[untouched]).all()
     for rank in four:
-        rank.worker.begin(Plan(wanted, (other,), loads=[job(2, [0, 5], rows, "r")]))
+        rank.worker.begin(StepPlan(wanted, (other,), loads=[job(2, [0, 5], rows, "r")]))
         answers.merge(rank.done())
         assert [rank.block(block).tobytes() for block in (0, 5)] == [rank.block(block).tobytes() for block in blocks]
     assert answers.loaded == {2: 4}
@@ -303,11 +305,11 @@ def test_a_host_without_room_takes_no_part() -> None:
     config = config_of("LBNHC", [[FULL]])
     ranks = Ranks((Stage(block_regions(config).part_bytes),), tensor=2, hosts=2)
     rank = Rank(1, ranks, config)
-    rank.worker.begin(Plan(Host(ranks).share._replace(rows=1 << 50)))
+    rank.worker.begin(StepPlan(Host(ranks).share._replace(rows=1 << 50)))
     while rank.worker.refused == "":  # pytest's own timeout bounds it
         answers = rank.worker.finish()
     assert "rank 1: host 1 has no room for HOST" in answers.refused
-    rank.worker.begin(Plan(Host(ranks).share, stores=[job(1, [0], [0])]))
+    rank.worker.begin(StepPlan(Host(ranks).share, stores=[job(1, [0], [0])]))
     assert "no room for HOST" in rank.worker.finish().stored[1][1].why
     rank.worker.close()
 
@@ -368,7 +370,7 @@ def test_ranks_in_processes_of_their_own_share_the_rows() -> None:
 def test_jobs_that_name_what_is_not_there_fail_in_words_and_move_nothing(rank: Rank, host: Host) -> None:
     before = rank.memory.copy(), host.rows.copy()
     rank.worker.begin(
-        Plan(
+        StepPlan(
             host.share,
             loads=[job(1, [6], [0], "a"), job(2, [0], [ROWS], "b"), job(3, [0, 1], [0], "c")],
             stores=[job(4, [0], [ROWS]), job(5, [0], [0])._replace(blocks=b"abc")],
@@ -395,12 +397,12 @@ def test_a_host_that_cannot_be_mapped_is_refused_and_jobs_fail(rank: Rank, host:
         (host.share._replace(ranks=Ranks(())), "the scheduler knows 0 ranks"),
     ):
         made = Rank(0, one_rank(rank.config), rank.config)
-        made.worker.begin(Plan(share, loads=[job(1, [0], [0], "a")], stores=[job(2, [1], [1])]))
+        made.worker.begin(StepPlan(share, loads=[job(1, [0], [0], "a")], stores=[job(2, [1], [1])]))
         answers = made.done()
         assert words in answers.refused and answers.refused.startswith("rank 0: ")
         assert words in answers.failed[1] and words in answers.stored[2][0].why
         assert not made.worker.finish()  # said once
-        made.worker.begin(Plan(host.share, loads=[job(3, [0], [0], "a")]))  # and no other share makes it good again
+        made.worker.begin(StepPlan(host.share, loads=[job(3, [0], [0], "a")]))  # and no other share makes it good again
         assert made.done().failed
         made.worker.close()
 
@@ -437,11 +439,11 @@ def _fewer(tensors: dict[str, Any]) -> dict[str, Any]:
 )
 def test_tensors_that_are_not_where_vllm_says_are_refused(change: Any, words: str) -> None:
     config = config_of("LBNHC", [[FULL] * 3])
-    worker = Worker(0, config, threads=1)
+    worker = RankWorker(0, config, threads=1)
     worker.register(change(tensors_of(config)))
     assert words in worker.refused
     host = Host(one_rank(config))
-    worker.begin(Plan(host.share, loads=[job(1, [0], [0], "a")]))
+    worker.begin(StepPlan(host.share, loads=[job(1, [0], [0], "a")]))
     answers = worker.finish()
     assert words in answers.refused and words in answers.failed[1]
     worker.close()
@@ -449,46 +451,46 @@ def test_tensors_that_are_not_where_vllm_says_are_refused(change: Any, words: st
 
 def test_a_part_of_another_size_than_the_scheduler_was_told_is_refused() -> None:
     config = config_of("LBNHC", [[FULL]])
-    worker = Worker(0, config, threads=1)
+    worker = RankWorker(0, config, threads=1)
     worker.register(tensors_of(config))
-    worker.begin(Plan(Host(Ranks((Stage(1000),))).share))
+    worker.begin(StepPlan(Host(Ranks((Stage(1000),))).share))
     assert worker.finish().refused == "rank 0: a block has 256 bytes on rank 0, the scheduler was told 1000"
 
 
 def test_jobs_before_the_tensors_or_host_are_known_fail_in_words() -> None:
     config = config_of("LBNHC", [[FULL]])
     ranks = one_rank(config)
-    worker = Worker(0, config, threads=1)
+    worker = RankWorker(0, config, threads=1)
     host = Host(ranks)
-    worker.begin(Plan(host.share, loads=[job(1, [0], [0], "a")]))
+    worker.begin(StepPlan(host.share, loads=[job(1, [0], [0], "a")]))
     assert worker.finish().failed == {1: "rank 0: its tensors are not registered"}
-    other = Worker(0, config, threads=1)
+    other = RankWorker(0, config, threads=1)
     other.register(tensors_of(config))
-    other.begin(Plan(None, loads=[job(1, [0], [0], "a")]))
+    other.begin(StepPlan(None, loads=[job(1, [0], [0], "a")]))
     assert other.finish().failed == {1: "rank 0: nobody has said where HOST is"}
     worker.close()
     other.close()
 
 
 def test_a_load_that_could_not_be_planned_is_answered_as_failed(rank: Rank, host: Host) -> None:
-    rank.worker.begin(Plan(host.share, loads=[job(1, [], [], "a")._replace(why="no plan")]))
+    rank.worker.begin(StepPlan(host.share, loads=[job(1, [], [], "a")._replace(why="no plan")]))
     assert rank.worker.finish().failed == {1: "rank 0: no plan"}
     assert rank.worker.received() == ({"a"}, {"a"})
 
 
 def test_while_the_engine_sleeps_nothing_is_copied_and_what_was_under_way_has_ended(rank: Rank, host: Host) -> None:
-    rank.worker.begin(Plan(host.share, stores=[job(1, [0], [0])]))
+    rank.worker.begin(StepPlan(host.share, stores=[job(1, [0], [0])]))
     rank.worker.suspend()
     assert rank.worker.under_way == 0
     assert rank.worker.finish().stored[1][0].why == ""
     before = host.rows.copy()
-    rank.worker.begin(Plan(host.share, loads=[job(2, [1], [0], "a")], stores=[job(3, [2], [5])]))
+    rank.worker.begin(StepPlan(host.share, loads=[job(2, [1], [0], "a")], stores=[job(3, [2], [5])]))
     answers = rank.done()
     assert "the engine sleeps" in answers.failed[2] and "the engine sleeps" in answers.stored[3][0].why
     assert (host.rows == before).all()
     assert rank.worker.refused == ""
     rank.worker.resume()
-    rank.worker.begin(Plan(host.share, stores=[job(4, [2], [5])]))
+    rank.worker.begin(StepPlan(host.share, stores=[job(4, [2], [5])]))
     assert rank.done().stored[4][0].why == ""
     assert host.rows[5].tobytes() == rank.block(2).tobytes()
 
@@ -496,7 +498,7 @@ def test_while_the_engine_sleeps_nothing_is_copied_and_what_was_under_way_has_en
 def test_a_closed_worker_lets_go_of_tensors_and_host(rank: Rank, host: Host) -> None:
     gc.collect()
     before = Path("/proc/self/maps").read_text().count("kvbm-host")
-    rank.worker.begin(Plan(host.share, stores=[job(1, [0, 1], [0, 1])]))
+    rank.worker.begin(StepPlan(host.share, stores=[job(1, [0, 1], [0, 1])]))
     rank.worker.close()
     rank.worker.close()
     assert rank.worker.flush(LONG_S) and not rank.worker.finish()

@@ -17,10 +17,10 @@ from kvbm.engines.vllm import host_link
 from kvbm.engines.vllm import worker as worker_module
 from kvbm.engines.vllm.host_link import leave_host
 from kvbm.engines.vllm.meeting import Meeting
-from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan
+from kvbm.engines.vllm.metadata import Answers, HostShare, Job, StepPlan
 from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.regions import block_regions
-from kvbm.engines.vllm.worker import Worker
+from kvbm.engines.vllm.worker import RankWorker
 from kvbm.pools.hbm import cuda
 from kvbm.pools.hbm.ways import Ways
 from kvbm.pools.host.pool import HostPool
@@ -48,7 +48,7 @@ class Rank:
         assert rows is not None
         self.rows = rows
         self.rows[:] = np.random.default_rng(5).integers(0, 256, rows.shape, dtype=np.uint8)
-        self.worker = Worker(0, CONFIG, threads=1, meeting=meeting)
+        self.worker = RankWorker(0, CONFIG, threads=1, meeting=meeting)
         self.tensors = tensors_of(CONFIG)
         self.worker.register(self.tensors)
         assert self.worker.refused == ""
@@ -108,7 +108,7 @@ def test_the_first_step_registers_nothing_and_copies_straight_from_and_to_host(g
     kept = rank.block(4)
     gpu.calls["cuMemcpyBatchAsync"] = 0  # each side has tried its way
     rank.worker.begin_step(1)
-    rank.worker.begin(Plan(rank.share, step=1, stores=[job(1, [4], [2])], loads=[job(2, [1], [7], "r")]))
+    rank.worker.begin(StepPlan(rank.share, step=1, stores=[job(1, [4], [2])], loads=[job(2, [1], [7], "r")]))
     answers = rank.answered(1, 1)
     assert rank.rows[2].tobytes() == kept and rank.block(1) == rank.rows[7].tobytes()
     assert answers.stored[1][0].checksums == checksums(rank.rows[[2]].copy()).astype("<u4").tobytes()
@@ -125,11 +125,11 @@ def test_a_load_is_over_while_the_forward_of_its_step_and_those_that_never_had_i
     gpu.run()
     gpu.default.is_held = True
     gpu.default.queue(lambda: rank.fill(3, 1.0))  # the forward of step 1
-    rank.worker.begin(Plan(step=1))
+    rank.worker.begin(StepPlan(step=1))
     rank.worker.begin_step(2)
     gpu.default.queue(lambda: rank.fill(4, 2.0))  # of step 2, launched before vLLM asks for the step's copies
     loads = [job(1, [0], [6], "a", after=0), job(2, [3], [7], "b", after=1), job(3, [5], [8], "c")]
-    rank.worker.begin(Plan(rank.share, step=2, loads=loads, stores=[job(4, [2], [1])]))
+    rank.worker.begin(StepPlan(rank.share, step=2, loads=loads, stores=[job(4, [2], [1])]))
     answers = rank.answered(loaded=1)
     assert answers.loaded == {1: 1}
     assert rank.block(0) == rank.rows[6].tobytes()
@@ -146,7 +146,7 @@ def test_stores_do_not_wait_for_the_forward_of_their_step(gpu: Gpu, rank: Rank) 
     gpu.run()
     gpu.default.is_held = True
     gpu.default.queue(lambda: rank.fill(3, 1.0))
-    rank.worker.begin(Plan(rank.share, step=1, stores=[job(1, [2], [4])]))
+    rank.worker.begin(StepPlan(rank.share, step=1, stores=[job(1, [2], [4])]))
     rank.answered(stored=1)
     assert rank.rows[4].tobytes() == kept
 
@@ -154,7 +154,7 @@ def test_stores_do_not_wait_for_the_forward_of_their_step(gpu: Gpu, rank: Rank) 
 def test_a_plan_without_a_number_goes_behind_all_that_is_queued(gpu: Gpu, rank: Rank) -> None:
     gpu.default.is_held = True
     gpu.default.queue(lambda: rank.fill(3, 1.0))
-    rank.worker.begin(Plan(rank.share, stores=[job(1, [3], [4])]))
+    rank.worker.begin(StepPlan(rank.share, stores=[job(1, [3], [4])]))
     assert not rank.worker.flush(0.05)
     gpu.default.is_held = False
     rank.answered(stored=1)

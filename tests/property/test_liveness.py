@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.catalog.members.liveness import HeartbeatReceived, Input, Liveness, OwnPulse, StreamProgress, Ticked
+from kvbm.catalog.members.liveness import HeartbeatReceived, Input, Liveness, LivenessTicked, OwnPulse, StreamProgress
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
 from kvbm.streams.base import Heartbeat
 
@@ -39,7 +39,7 @@ def drawn(rng: random.Random, sent: int) -> Input:
         return StreamProgress(
             name, epoch, rng.random() < 0.03, rng.choice(RUNS), int(rng.random() < 0.05), rng.random() < 0.03
         )
-    return OwnPulse() if kind < 0.9 else Ticked()
+    return OwnPulse() if kind < 0.9 else LivenessTicked()
 
 
 def seen(liveness: Liveness) -> Any:

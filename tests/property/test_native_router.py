@@ -13,7 +13,15 @@ from kvbm.catalog.index.lent_blocks import deepest_first
 from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.catalog.routing.marks import marked_depths
 from kvbm.catalog.routing.peer_links import PeerLinks
-from kvbm.catalog.routing.router import CandidateNumbers, Lent, Ranking, Reader, Router, RoutingTask, SharedRoute
+from kvbm.catalog.routing.router import (
+    CandidateNumbers,
+    LentPrefix,
+    Ranking,
+    ReadingInstance,
+    Router,
+    RoutingTask,
+    SharedRoute,
+)
 from kvbm.config import RoutingSettings, TierWeightSettings
 from kvbm.core.answers import LentRun
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated
@@ -75,7 +83,7 @@ class Both:
         limit: int,
         noted: bool = True,
         elsewhere: CandidateNumbers | None = None,
-        lent: Lent | None = None,
+        lent: LentPrefix | None = None,
     ) -> list[Ranking]:
         return [
             router.route(
@@ -91,7 +99,7 @@ class Both:
             for router, groups in zip(self.routers, self.groups, strict=True)
         ]
 
-    def reads(self, instance: InstanceId, reader: Reader | None) -> None:
+    def reads(self, instance: InstanceId, reader: ReadingInstance | None) -> None:
         for router in self.routers:
             router.reads(instance, reader)
 
@@ -118,7 +126,7 @@ def shared_route(pick: random.Random, instance: InstanceId, family: int) -> Shar
     )
 
 
-def lent_of(pick: random.Random) -> Lent | None:
+def lent_of(pick: random.Random) -> LentPrefix | None:
     """What some instances lend of any prompt, which may be more or less than they hold, at any speed."""
     if pick.random() < 0.4:
         return None
@@ -144,7 +152,7 @@ def lent_of(pick: random.Random) -> Lent | None:
                 pick.choice(["memory", "tcp", "rdma"]), pick.randrange(10), pick.choice([0, 1 << 20, 1 << 40]), took_us
             ),
         )
-    return Lent(deepest_first(runs), *links.table(1.0))
+    return LentPrefix(deepest_first(runs), *links.table(1.0))
 
 
 def place_of(pick: random.Random) -> tuple[str, ...]:
@@ -152,9 +160,9 @@ def place_of(pick: random.Random) -> tuple[str, ...]:
     return labels[: pick.choice([0, 2, 3, 3])]
 
 
-def reader_of(pick: random.Random) -> Reader | None:
+def reader_of(pick: random.Random) -> ReadingInstance | None:
     sizes = [0, 1, 1 << 20, 1 << 20, 1 << 40]
-    reader = Reader(place_of(pick), pick.choice(["", "h1", "h2"]), pick.random() < 0.7, pick.choice(sizes))
+    reader = ReadingInstance(place_of(pick), pick.choice(["", "h1", "h2"]), pick.random() < 0.7, pick.choice(sizes))
     return reader if pick.random() < 0.9 else None
 
 

@@ -28,14 +28,14 @@ from kvbm.transport.wire import (
     Gone,
     GoneReason,
     Grant,
+    GrantTransport,
     Hello,
-    Kind,
     Message,
+    NamespaceOpened,
     Open,
-    Opened,
+    PeerMessageKind,
     Prove,
-    Role,
-    Transport,
+    ProvingSide,
     decode_body,
     decode_head,
     encode,
@@ -45,7 +45,7 @@ from kvbm.transport.wire import (
 from tests.examples import examples
 
 GOLDEN = (Path(__file__).parents[1] / "golden" / "peer_wire_v1.bin").read_bytes()
-CLASSES = (Hello, Prove, Open, Opened, ArenaShape, Ask, Grant, Busy, Gone, End, Bye)
+CLASSES = (Hello, Prove, Open, NamespaceOpened, ArenaShape, Ask, Grant, Busy, Gone, End, Bye)
 
 u8, u16, u32, u64 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32, 64))
 handles = st.integers(0, 63)
@@ -63,14 +63,14 @@ messages = st.one_of(
     st.builds(Hello, thirty_two, u64, u8, u8, st.text(max_size=60)),
     st.builds(Prove, thirty_two),
     st.builds(Open, handles, sixteen, thirty_two),
-    st.builds(lambda handle, size: Opened(handle, size > 0, size), handles, u32),
+    st.builds(lambda handle, size: NamespaceOpened(handle, size > 0, size), handles, u32),
     st.builds(
         lambda slots, stride, more: ArenaShape(slots * stride + more, slots, stride),
         *[st.integers(1, 1 << 30)] * 2,
         u16,
     ),
     st.builds(
-        Ask, u32, handles, st.sampled_from(Transport), u32, st.lists(sixteen, min_size=1, max_size=5).map(b"".join)
+        Ask, u32, handles, st.sampled_from(GrantTransport), u32, st.lists(sixteen, min_size=1, max_size=5).map(b"".join)
     ),
     st.builds(grant_of, u32, u64, u32, lent_tiers, u32),
     st.builds(Busy, u32, u32),
@@ -115,7 +115,7 @@ def both_refuse_or_agree(data: bytes) -> None:
 
 def test_golden_bytes_are_read_and_written_by_both() -> None:
     pieces = split(GOLDEN)
-    assert {decode_head(piece[:HEAD_BYTES]).kind for piece in pieces} == set(Kind)
+    assert {decode_head(piece[:HEAD_BYTES]).kind for piece in pieces} == set(PeerMessageKind)
     for piece in pieces:
         message = decode(piece)
         assert natively(piece) == message
@@ -159,13 +159,13 @@ def test_damaged_messages_are_refused_by_both_or_by_neither(message: Message, se
         Hello(bytes(32), -1, 1, 0, "a"),
         Open(64, bytes(16), bytes(32)),
         Open(0, bytes(15), bytes(32)),
-        Opened(0, True, 0),
-        Opened(0, False, 1),
+        NamespaceOpened(0, True, 0),
+        NamespaceOpened(0, False, 1),
         ArenaShape(100, 11, 10),
         ArenaShape(100, 0, 10),
-        Ask(0, 0, Transport.TCP, 0, b""),
-        Ask(0, 0, Transport.TCP, 0, bytes(17)),
-        Ask(0, 0, Transport.TCP, 0, bytes(HASH_BYTES * (MOST_HASHES + 1))),
+        Ask(0, 0, GrantTransport.TCP, 0, b""),
+        Ask(0, 0, GrantTransport.TCP, 0, bytes(17)),
+        Ask(0, 0, GrantTransport.TCP, 0, bytes(HASH_BYTES * (MOST_HASHES + 1))),
         Grant(0, 0, 0, b"\0", bytes(4), bytes(4)),
         Grant(0, 0, 0, b"\1", bytes(4), bytes(8)),
         Grant(0, 0, 0, b"", b"", b""),
@@ -182,7 +182,7 @@ def test_a_senseless_message_is_sent_by_neither(message: Message) -> None:
 @settings(deadline=None, max_examples=50)
 @given(key=st.binary(max_size=200), reader=thirty_two, owner=thirty_two, namespace=sixteen, name=st.text(max_size=20))
 def test_proofs_are_the_same_in_both(key: bytes, reader: bytes, owner: bytes, namespace: bytes, name: str) -> None:
-    for role in Role:
+    for role in ProvingSide:
         assert _native.peer_key_proof(key, role, reader, owner, name) == key_proof(key, role, reader, owner, name)
     proof = open_proof(key, reader, owner, namespace, name)
     assert _native.peer_open_proof(key, reader, owner, namespace, name) == proof

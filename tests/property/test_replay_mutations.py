@@ -27,7 +27,7 @@ from kvbm.core.events import (
     SnapshotEnded,
 )
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier, pack_slots
-from kvbm.replay.findings import Finding, exit_code
+from kvbm.replay.findings import ReplayFinding, exit_code
 from kvbm.replay.opening import open_source
 from kvbm.replay.verify import Verified
 from tests.both_folds import verify
@@ -49,7 +49,7 @@ def verify_bytes(folder: Path, data: bytes) -> Verified:
     return verify(open_source(str(path)))
 
 
-def only_finding(report: Verified) -> Finding:
+def only_finding(report: Verified) -> ReplayFinding:
     """The one finding there is."""
     assert len(report.findings) == 1, [finding.sentence() for finding in report.findings]
     assert exit_code(report.findings) == 1
@@ -211,7 +211,7 @@ def test_an_illegal_event_is_named_by_its_rule_and_offset(tmp_path: Path, seed: 
     assert (finding.kind, finding.rule) == ("illegal-event", illegal.rule)
 
 
-def check_place(finding: Finding, capture: Capture, index: int) -> None:
+def check_place(finding: ReplayFinding, capture: Capture, index: int) -> None:
     """The finding names the event of this index and its frame."""
     frames = capture.frames()
     number = capture.frame_of(index)

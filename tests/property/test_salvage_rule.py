@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId
-from kvbm.manager.recovery.salvage import Judged, namespace_runs
+from kvbm.manager.recovery.salvage import SlotHeaders, namespace_runs
 
 NOBODY = bytes(HASH_BYTES)
 names = st.sampled_from([NOBODY, *(bytes([n]) * 15 + bytes([last]) for n in (1, 2) for last in (0, 9))])
@@ -36,7 +36,7 @@ def test_whole_columns_bring_back_what_the_rule_says(
         blocks = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
         return np.array([(namespace, block) not in refused for block in blocks], dtype=bool)
 
-    judged = Judged(
+    judged = SlotHeaders(
         np.array([usable for usable, _, _ in found], dtype=bool),
         b"".join(owner for _, owner, _ in found),
         b"".join(block for _, _, block in found),

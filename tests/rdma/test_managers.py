@@ -17,7 +17,7 @@ from kvbm.assembly.manager import open_engine_manager
 from kvbm.config import load_settings
 from kvbm.core.answers import PeerHolding
 from kvbm.core.ids import Namespace, NamespaceId
-from kvbm.locate.base import Found, Nowhere
+from kvbm.locate.base import FoundElsewhere, Nowhere
 from kvbm.manager.engine_hbm import EngineHbmManager
 from tests.eventually import eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of
@@ -35,7 +35,7 @@ class Told(Nowhere):
     def __init__(self, owner: EngineHbmManager) -> None:
         self._owner = owner
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
         lends = self._owner.lends
         peer = PeerHolding(
             instance=self._owner.instance,
@@ -45,7 +45,7 @@ class Told(Nowhere):
             suspect=False,
             lends=lends,
         )
-        return Found(0, [peer])
+        return FoundElsewhere(0, [peer])
 
 
 class Pair:

@@ -16,7 +16,7 @@ from kvbm.core.ids import Namespace
 from kvbm.core.reads import ReadOutcome, ReadResult
 from kvbm.transport.base import PeerRead
 from kvbm.transport.rdma import RdmaReader
-from kvbm.transport.rdma_hello import Status
+from kvbm.transport.rdma_hello import RdmaStatus
 from kvbm.transport.rdma_owner import RdmaOwner
 from kvbm.verbs.device import Device
 from kvbm.verbs.memory import RegisteredMemory, new_memory
@@ -341,9 +341,9 @@ def test_an_owner_does_not_look_again_at_once_for_a_reader_that_cannot_be_reache
     owner = RdmaOwner(device, new_memory(4096).reshape(1, 4096))
     pair = QueuePair(reader_device, 1, False)
     nobody = pair.end._replace(gid=bytes(10) + b"\xff\xff" + bytes([10, 77, 0, 99]))
-    assert owner.admit(nobody, True, 0).ready.status is Status.FULL
+    assert owner.admit(nobody, True, 0).ready.status is RdmaStatus.FULL
     assert not owner._reach.may(time.monotonic(), nobody.gid)
-    assert owner.admit(pair.end, True, 0).ready.status is Status.READY
+    assert owner.admit(pair.end, True, 0).ready.status is RdmaStatus.READY
     owner.close()
     pair.close()
     device.close()

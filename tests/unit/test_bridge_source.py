@@ -9,14 +9,14 @@ from typing import Any
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD
 from kvbm.bridge.held import HeldLedger, Said
-from kvbm.bridge.instance import BridgedInstance, Limits, Names
+from kvbm.bridge.instance import BridgedInstance, BridgeLimits, Names
 from kvbm.bridge.source import CHECK_S, EPOCHS_S, MOST_EPOCHS, REST_S, BridgedSource
 from kvbm.core.codec import decode_frame
 from kvbm.core.events import InstanceStarted, PoolStated
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, Tier
 from kvbm.streams.base import ORIGIN
-from kvbm.streams.foreign.state import Connected, Input, Message, Replayed, ReplayEnded
+from kvbm.streams.foreign.state import EngineConnected, Input, PublishedMessage, Replayed, ReplayEnded
 from tests.foreign_engines import Prompt, new_state, payload, removed_event, stored_event
 
 PROMPT = Prompt(tuple(range(100, 112)))
@@ -64,7 +64,7 @@ class Driven:
         self.instance = BridgedInstance(
             Names(InstanceId("a"), "c", "run"),
             ledger,
-            Limits(1.0, 1 << 26, most_bytes),
+            BridgeLimits(1.0, 1 << 26, most_bytes),
             lambda: self.now_s,
             lambda: 1,
             self.source,
@@ -89,7 +89,7 @@ class Driven:
 
 def test_what_comes_is_in_the_stream_with_its_turn():
     driven = Driven()
-    driven.turn(Connected())
+    driven.turn(EngineConnected())
     assert driven.wire.asked == [0]
     driven.turn(Replayed(0, payload(stored_event(PROMPT))), ReplayEnded())
     fold, _ = driven.fold()
@@ -99,9 +99,9 @@ def test_what_comes_is_in_the_stream_with_its_turn():
 
 def test_a_quiet_publisher_is_asked_each_second_and_counts_as_silent_when_it_does_not_answer():
     driven = Driven()
-    driven.turn(Connected())
+    driven.turn(EngineConnected())
     driven.turn(ReplayEnded())
-    driven.turn(Message(0, payload(stored_event(PROMPT))))
+    driven.turn(PublishedMessage(0, payload(stored_event(PROMPT))))
     for _ in range(8):
         asked = len(driven.wire.asked)
         driven.turn(after_s=CHECK_S)
@@ -122,17 +122,17 @@ def test_a_quiet_publisher_is_asked_each_second_and_counts_as_silent_when_it_doe
 def test_a_publisher_that_makes_one_epoch_after_the_other_is_left_alone_for_a_while():
     driven = Driven(can_replay=False)
     for number in range(20 * MOST_EPOCHS):
-        driven.turn(Message(number % 2, payload(stored_event(PROMPT))), after_s=0.01)
+        driven.turn(PublishedMessage(number % 2, payload(stored_event(PROMPT))), after_s=0.01)
     _, epochs = driven.fold()
     assert epochs <= MOST_EPOCHS + 2
     assert "two publishers" in driven.source.trouble()
     driven.wire.waiting.clear()
-    driven.turn(Message(9, payload(stored_event(PROMPT))), after_s=REST_S)
+    driven.turn(PublishedMessage(9, payload(stored_event(PROMPT))), after_s=REST_S)
     fold, _ = driven.fold()
     assert list(fold.held[Tier.HBM]) == PROMPT.hashes()
     assert "two publishers" not in driven.source.trouble()
     for number in range(5):  # and now and then is no trouble
-        driven.turn(Message(number % 2, payload()), after_s=EPOCHS_S)
+        driven.turn(PublishedMessage(number % 2, payload()), after_s=EPOCHS_S)
     assert "two publishers" not in driven.source.trouble()
 
 
@@ -140,10 +140,10 @@ def test_a_journal_that_nobody_takes_is_bounded():
     driven = Driven(can_replay=False, most_bytes=20_000)
     for number in range(3000):
         event = stored_event(PROMPT) if number % 2 == 0 else removed_event(PROMPT.keys())
-        driven.turn(Message(number, payload(event)))
+        driven.turn(PublishedMessage(number, payload(event)))
     kept = sum(len(frame.data) for frame in driven.instance.log.read_after(ORIGIN, 1 << 30))
     assert kept < 40_000
-    driven.turn(Message(3000, payload(stored_event(PROMPT))))
+    driven.turn(PublishedMessage(3000, payload(stored_event(PROMPT))))
     fold, epochs = driven.fold()
     assert epochs == 1  # the last: those before it are gone
     assert list(fold.held[Tier.HBM]) == PROMPT.hashes()

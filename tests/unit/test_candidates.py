@@ -12,7 +12,7 @@ from kvbm.catalog.answers.candidates import CandidateSets, model_of
 from kvbm.catalog.answers.visibility import Visibility
 from kvbm.catalog.follow.named_namespaces import MOST_TOLD
 from kvbm.catalog.follow.sequencer import Sequencer, SequencerState
-from kvbm.catalog.members.liveness import HeartbeatReceived, Liveness, OwnPulse, StreamProgress, Ticked
+from kvbm.catalog.members.liveness import HeartbeatReceived, Liveness, LivenessTicked, OwnPulse, StreamProgress
 from kvbm.catalog.sql.rows import InstanceStatus
 from kvbm.core.codec import decode_frame, encode_frame
 from kvbm.core.events import JANITOR, PoolStated, StopReason
@@ -93,7 +93,7 @@ class World:
         for _ in range(round(seconds / 0.5)):
             self.now_s += 0.5
             self.liveness.step(self.now_s, OwnPulse())
-            self.liveness.step(self.now_s, Ticked())
+            self.liveness.step(self.now_s, LivenessTicked())
 
     def forget(self, instance: InstanceId) -> None:
         self.liveness.forget(instance)

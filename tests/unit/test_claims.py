@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvbm.core.codec import decode_frame
 from kvbm.core.events import BlocksEvicted, EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier
-from kvbm.manager.objects.claims import Claimed, Claims
+from kvbm.manager.objects.claims import Claimed, ObjectClaims
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.base import ORIGIN
 from kvbm.streams.memory import MemoryLog
@@ -25,7 +25,7 @@ def claimed(number: int) -> Claimed:
 
 
 def test_each_claim_has_two_others_looked_at_those_first_that_were_not_for_longest() -> None:
-    claims = Claims()
+    claims = ObjectClaims()
     claims.add(claimed(number) for number in range(10))
     assert len(claims.due()) == 10
     claims.add([claimed(10), claimed(3)])
@@ -35,7 +35,7 @@ def test_each_claim_has_two_others_looked_at_those_first_that_were_not_for_longe
 
 
 def test_no_more_is_claimed_than_twice_what_a_pool_holds_that_drops_the_oldest() -> None:
-    claims, holds = Claims(), 100
+    claims, holds = ObjectClaims(), 100
     for number in range(5000):
         claims.add([claimed(number)])
         claims.drop(
@@ -45,7 +45,7 @@ def test_no_more_is_claimed_than_twice_what_a_pool_holds_that_drops_the_oldest()
 
 
 def test_no_more_objects_are_remembered_than_may_be() -> None:
-    claims = Claims(most=5)
+    claims = ObjectClaims(most=5)
     claims.add(claimed(number) for number in range(9))
     assert [one.hashes for one in claims.due()] == [claimed(number).hashes for number in range(4, 9)]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvbm.bench.virtual_time.compare_fetch import cluster_of, compare_fetch, main, parse_link, run_fetch
-from kvbm.bench.virtual_time.compare_policies import CompareOptions, Outcome, requests_of
-from kvbm.bench.virtual_time.fetch_run import LOT, Cluster, FetchingRun
-from kvbm.bench.virtual_time.instance_model import Request
+from kvbm.bench.virtual_time.compare_policies import CompareOptions, PolicyOutcome, requests_of
+from kvbm.bench.virtual_time.fetch_run import LOT, FetchCluster, FetchingRun
+from kvbm.bench.virtual_time.instance_model import WorkloadRequest
 from kvbm.bench.virtual_time.policies import BLOCK_BYTES, Policy
 from kvbm.bench.virtual_time.workloads import workload
 from kvbm.core.errors import ConfigError
@@ -22,8 +22,8 @@ POOLS = {"hbm": 800, "host": 3_000}
 BLOCK_S = 4.0  # what the instances of hand-made requests compute a block in
 
 
-def request(number: int, at_s: float, *blocks: int) -> Request:
-    return Request(
+def request(number: int, at_s: float, *blocks: int) -> WorkloadRequest:
+    return WorkloadRequest(
         number, at_s, 512 * len(blocks) + 1, 1, blocks, b"".join(block.to_bytes(16, "big") for block in blocks)
     )
 
@@ -34,11 +34,13 @@ class Told:
     def __init__(self, instances: Sequence[int]) -> None:
         self._instances = instances
 
-    def choose(self, now_s: float, request: Request) -> int:
+    def choose(self, now_s: float, request: WorkloadRequest) -> int:
         return self._instances[request.number]
 
 
-def run_told(asked: Sequence[Request], to: Sequence[int], cluster: Cluster) -> tuple[Outcome, FetchingRun]:
+def run_told(
+    asked: Sequence[WorkloadRequest], to: Sequence[int], cluster: FetchCluster
+) -> tuple[PolicyOutcome, FetchingRun]:
     """Requests at instances that are told, whose blocks take BLOCK_S; the partial block's one token takes BLOCK_S /
     512.
     """
@@ -50,10 +52,10 @@ def run_told(asked: Sequence[Request], to: Sequence[int], cluster: Cluster) -> t
     return run.run(asked), run
 
 
-def cluster(blocks_per_s: float, count: int = 2, latency_s: float = 0.25, **slots: int) -> Cluster:
+def cluster(blocks_per_s: float, count: int = 2, latency_s: float = 0.25, **slots: int) -> FetchCluster:
     """Instances that are read from at so many blocks a second."""
     tiers = {Tier[name.upper()]: value for name, value in slots.items()}
-    return Cluster(
+    return FetchCluster(
         {Tier.HBM: 100, Tier.HOST: 100} | tiers,
         [("rack", str(at)) for at in range(count)],
         Link(latency_s, blocks_per_s * BLOCK_BYTES),

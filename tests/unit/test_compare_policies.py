@@ -10,23 +10,23 @@ import pytest
 from kvbm.bench.virtual_time.block_pool import BlockPool
 from kvbm.bench.virtual_time.compare_policies import (
     CompareOptions,
-    Comparison,
+    PolicyComparison,
     compare,
     main,
     max_over_mean,
     requests_of,
     run_policy,
 )
-from kvbm.bench.virtual_time.instance_model import InstanceModel, Request
+from kvbm.bench.virtual_time.instance_model import InstanceModel, WorkloadRequest
 from kvbm.bench.virtual_time.policies import POLICIES, DynamoCost, LlmdScore, Policy, PrefixAndLoad
 from kvbm.bench.virtual_time.workloads import LOADS, WORKLOADS, workload
 from kvbm.core.errors import ConfigError
 from kvbm.workload.trace import TraceRequest, full_blocks
 
 
-def request(*blocks: int, number: int = 0, at_s: float = 0.0, output_tokens: int = 10) -> Request:
+def request(*blocks: int, number: int = 0, at_s: float = 0.0, output_tokens: int = 10) -> WorkloadRequest:
     hashes = b"".join(block.to_bytes(16, "big") for block in blocks)
-    return Request(number, at_s, 512 * len(blocks), output_tokens, blocks, hashes)
+    return WorkloadRequest(number, at_s, 512 * len(blocks), output_tokens, blocks, hashes)
 
 
 def instances(count: int, slots: int = 100) -> list[InstanceModel]:
@@ -111,7 +111,7 @@ def test_llmds_scores_are_three_for_the_prefix_and_two_each_for_queue_and_room()
 class Always:
     """The first instance."""
 
-    def choose(self, now_s: float, request: Request) -> int:
+    def choose(self, now_s: float, request: WorkloadRequest) -> int:
         return 0
 
 
@@ -121,7 +121,7 @@ def first(_: object) -> Policy:
 
 def test_a_run_queues_first_come_first_served_and_hits_what_is_held() -> None:
     asked = [request(1, 2, at_s=0.0), request(1, 2, at_s=0.0, number=1), request(1, 2, 3, at_s=0.05, number=2)]
-    outcome = Comparison(first, [1_024.0, 1_024.0], 100).run(asked)
+    outcome = PolicyComparison(first, [1_024.0, 1_024.0], 100).run(asked)
     assert outcome.ttft_s == pytest.approx([1.0, 1.0, 1.45])  # the second finds all, the third computes one block
     assert (outcome.hits, outcome.blocks) == (4, 7)
     assert (outcome.prompt_blocks, outcome.requests) == ([7, 0], [3, 0])
@@ -129,10 +129,10 @@ def test_a_run_queues_first_come_first_served_and_hits_what_is_held() -> None:
 
 def test_a_request_waits_for_slots_that_others_pin_and_one_that_never_fits_is_refused() -> None:
     asked = [request(1, 2, at_s=0.0, output_tokens=100), request(3, 4, at_s=0.0, number=1)]
-    outcome = Comparison(first, [1_024.0], 3).run(asked)
+    outcome = PolicyComparison(first, [1_024.0], 3).run(asked)
     assert outcome.ttft_s == pytest.approx([1.0, 1.0 + 100 * 0.03 + 1.0])
     with pytest.raises(ConfigError, match="give --pools hbm=4"):
-        Comparison(first, [1_024.0], 3).run([request(1, 2, 3, 4)])
+        PolicyComparison(first, [1_024.0], 3).run([request(1, 2, 3, 4)])
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -14,13 +14,13 @@ from kvbm.core.errors import MissingExtraError
 from kvbm.doctor import disks, gpu, machine, services
 from kvbm.doctor.agreement import judge_settings
 from kvbm.doctor.clock import ClockFacts, judge_clock
-from kvbm.doctor.finding import Finding, Result, refused, size
+from kvbm.doctor.finding import DoctorFinding, Result, refused, size
 from kvbm.doctor.peers import judge_peers
-from kvbm.doctor.plan import Plan, Wanted, plan_of
+from kvbm.doctor.plan import MachinePlan, WantedBytes, plan_of
 from kvbm.doctor.probes import cuda as cuda_probe
 from kvbm.doctor.rdma import RdmaFacts
 from kvbm.pools.nvme.generations import TAIL_BYTES
-from kvbm.pools.stores.base import Trouble
+from kvbm.pools.stores.base import StoreTrouble
 from kvbm.streams.nats.server_view import ServerView, StreamView
 from kvbm.verbs.ports import Port
 
@@ -31,11 +31,11 @@ NVME = {"pools.hbm.slots": 4, "pools.nvme.slots": 100}
 HOST = {"pools.hbm.slots": 4, "pools.host.slots": 1024}
 
 
-def plan(flags: dict[str, Any], block_bytes: int = MIB) -> Plan:
+def plan(flags: dict[str, Any], block_bytes: int = MIB) -> MachinePlan:
     return plan_of(load_settings(flags=flags), block_bytes)
 
 
-def expect(found: Finding, result: Result, *words: str) -> None:
+def expect(found: DoctorFinding, result: Result, *words: str) -> None:
     """The result, its words, and something to do exactly where something is wrong."""
     assert found.result is result, found
     for word in words:
@@ -48,7 +48,7 @@ def expect(found: Finding, result: Result, *words: str) -> None:
 
 
 def test_peers_says_where_an_instance_lends_and_how_it_reads(tmp_path: Path) -> None:
-    def judged(facts: RdmaFacts | None = None, **flags: Any) -> Finding:
+    def judged(facts: RdmaFacts | None = None, **flags: Any) -> DoctorFinding:
         changed = {name.replace("__", "."): value for name, value in flags.items()}
         known = {"instance.data_dir": str(tmp_path), "catalog.url": "http://127.0.0.1:1"}
         return judge_peers(load_settings(flags=HOST | known | changed), facts)
@@ -85,7 +85,7 @@ def test_peers_says_where_an_instance_lends_and_how_it_reads(tmp_path: Path) -> 
 
 def test_slots_are_weighed_only_when_the_size_of_a_block_is_known() -> None:
     wanted = plan({"pools.hbm.slots": 4, "pools.host.slots": 10, "pools.nvme.capacity_bytes": 100}, 0)
-    assert (wanted.hbm, wanted.host, wanted.nvme) == (Wanted(None), Wanted(None), Wanted(100))
+    assert (wanted.hbm, wanted.host, wanted.nvme) == (WantedBytes(None), WantedBytes(None), WantedBytes(100))
     assert wanted.hbm and wanted.host and wanted.nvme
     assert not plan({}).host
 
@@ -157,7 +157,7 @@ MEMORY = machine.MemoryFacts(
 )
 
 
-def judged(flags: dict[str, Any], block_bytes: int = MIB, **facts: Any) -> dict[str, Finding]:
+def judged(flags: dict[str, Any], block_bytes: int = MIB, **facts: Any) -> dict[str, DoctorFinding]:
     found = machine.judge_memory(MEMORY._replace(**facts), plan(flags, block_bytes))
     return {one.check: one for one in found}
 
@@ -243,7 +243,7 @@ NO_CUDA: dict[str, Any] = CUDA | {"cards": 0, "module": "", "library": "not ther
 TORCH = gpu.Torch("2.9.0", "12.8")
 
 
-def judged_gpu(cuda: dict[str, Any], torch: gpu.Torch | None, device: str = "auto") -> dict[str, Finding]:
+def judged_gpu(cuda: dict[str, Any], torch: gpu.Torch | None, device: str = "auto") -> dict[str, DoctorFinding]:
     found = gpu.judge_gpu(cuda, torch, plan({"pools.hbm.slots": 4, "pools.hbm.device": device}))
     return {one.check: one for one in found}
 
@@ -382,7 +382,7 @@ def test_a_refused_io_uring_says_who_refuses_it(change: dict[str, Any], result: 
         )
 
 
-def judged_disk(flags: dict[str, Any] | None = None, **facts: Any) -> dict[str, Finding]:
+def judged_disk(flags: dict[str, Any] | None = None, **facts: Any) -> dict[str, DoctorFinding]:
     return {one.check: one for one in disks.judge_nvme(DISK._replace(**facts), plan(NVME | (flags or {})))}
 
 
@@ -447,13 +447,16 @@ def test_all_that_is_wanted_of_one_device_is_added_up() -> None:
         (7 * GIB, 7 * GIB, OK, "7.0 GiB of it there"),
         (6 * GIB - 5 * MIB, 0, WARNING, "a twentieth"),
     ):
-        entries = [("NVME", DISK._replace(held_bytes=held), Wanted(nvme_bytes)), ("journal", journal, Wanted(4 * GIB))]
+        entries = [
+            ("NVME", DISK._replace(held_bytes=held), WantedBytes(nvme_bytes)),
+            ("journal", journal, WantedBytes(4 * GIB)),
+        ]
         (found,) = disks.judge_room(entries)
         expect(found, result, words)
-    entries = [("NVME", DISK, Wanted(7 * GIB)), ("journal", journal._replace(number="8:1"), Wanted(4 * GIB))]
+    entries = [("NVME", DISK, WantedBytes(7 * GIB)), ("journal", journal._replace(number="8:1"), WantedBytes(4 * GIB))]
     assert [one.result for one in disks.judge_room(entries)] == [OK, OK]
-    assert disks.judge_room([("NVME", DISK._replace(write="EIO"), Wanted(7 * GIB))]) == []
-    expect(disks.judge_room([("NVME", DISK, Wanted(None))])[0], OK, "--block-bytes")
+    assert disks.judge_room([("NVME", DISK._replace(write="EIO"), WantedBytes(7 * GIB))]) == []
+    expect(disks.judge_room([("NVME", DISK, WantedBytes(None))])[0], OK, "--block-bytes")
 
 
 # -- services ---------------------------------------------------------------------------------------------------------
@@ -462,7 +465,7 @@ STREAM = StreamView((), 5 * MIB, 1 * GIB, 86400.0, "file", 3)
 VIEW = ServerView("nats://n:4222", "2.12.1", 8 * MIB, True, 0.0004, "", STREAM, "", -1, -1)
 
 
-def judged_nats(**facts: Any) -> list[Finding]:
+def judged_nats(**facts: Any) -> list[DoctorFinding]:
     settings = load_settings(flags={"nats.url": "nats://n:4222"})
     return services.judge_nats(services.Nats(False, "", "", VIEW._replace(**facts), "instance"), settings)
 
@@ -545,7 +548,7 @@ def test_a_machine_without_the_catalogs_libraries_runs_no_catalog() -> None:
     expect(services.refused_database(error, configured), PROBLEM, "pip install")
 
 
-OBJECTS = services.Objects("s3://b/x", "", None, "", (), "", 0.005)
+OBJECTS = services.ObjectTrial("s3://b/x", "", None, "", (), "", 0.005)
 
 
 @pytest.mark.parametrize(
@@ -553,12 +556,16 @@ OBJECTS = services.Objects("s3://b/x", "", None, "", (), "", 0.005)
     [
         ({}, OK, "conditional put"),
         ({"ignored": ("If-Match is ignored",)}, WARNING, "If-Match is ignored"),
-        ({"failed": "put", "trouble": Trouble.DENIED, "why": "403 AccessDenied"}, PROBLEM, "credentials"),
-        ({"failed": "put", "trouble": Trouble.SILENT, "why": "no connection"}, PROBLEM, "start the store"),
-        ({"failed": "put", "trouble": Trouble.REFUSED, "why": "507 StorageFull"}, PROBLEM, "free room"),
-        ({"failed": "put", "trouble": Trouble.REFUSED, "why": "301 Moved"}, PROBLEM, "pools.object.region"),
-        ({"failed": "get", "trouble": Trouble.REFUSED, "why": "other bytes came back"}, PROBLEM, "cannot be read"),
-        ({"failed": "delete", "trouble": Trouble.DENIED, "why": "403", "left": "x/k"}, PROBLEM, "x/k is left there"),
+        ({"failed": "put", "trouble": StoreTrouble.DENIED, "why": "403 AccessDenied"}, PROBLEM, "credentials"),
+        ({"failed": "put", "trouble": StoreTrouble.SILENT, "why": "no connection"}, PROBLEM, "start the store"),
+        ({"failed": "put", "trouble": StoreTrouble.REFUSED, "why": "507 StorageFull"}, PROBLEM, "free room"),
+        ({"failed": "put", "trouble": StoreTrouble.REFUSED, "why": "301 Moved"}, PROBLEM, "pools.object.region"),
+        ({"failed": "get", "trouble": StoreTrouble.REFUSED, "why": "other bytes came back"}, PROBLEM, "cannot be read"),
+        (
+            {"failed": "delete", "trouble": StoreTrouble.DENIED, "why": "403", "left": "x/k"},
+            PROBLEM,
+            "x/k is left there",
+        ),
     ],
 )
 def test_a_store_that_refuses_a_step_is_named_with_it(facts: dict[str, Any], result: Result, words: str) -> None:
@@ -587,7 +594,7 @@ def test_a_catalog_is_held_to_what_managers_wait_for(
     } | ready
     settings = load_settings(flags={"catalog.url": "http://c:7700"})
     expect(
-        services.judge_catalog(services.Catalog(ReadyAnswer(**whole), round_trip_s, "http://c:7700"), settings),
+        services.judge_catalog(services.CatalogHealth(ReadyAnswer(**whole), round_trip_s, "http://c:7700"), settings),
         result,
         words,
     )

@@ -23,7 +23,7 @@ from kvbm.erasure.catalog import CatalogErasures, proven_tenants
 from kvbm.erasure.instance import DONE_FILE, DoneErasures, InstanceErasures
 from kvbm.erasure.manager import HeldRun, Wiped
 from kvbm.erasure.record import Matcher, Record, Subject, with_erasure, without
-from kvbm.erasure.report import Answer, Known, Place, Progress
+from kvbm.erasure.report import Answer, ErasedPlace, Known, Progress
 from kvbm.erasure.start import StartErasures
 from kvbm.streams.base import Position
 
@@ -354,7 +354,7 @@ def known(instances: dict[str, str], first_ns: int | None = None, has_objects: b
 
 
 def answered(name: str, kind: str, done_ns: int, waits: str = "") -> Answer:
-    progress = Progress(places=(Place(name="place", erased="x", waits=waits),), done_ns=done_ns)
+    progress = Progress(places=(ErasedPlace(name="place", erased="x", waits=waits),), done_ns=done_ns)
     return Answer(name=name, kind=kind, at_ns=NOW_NS, progress={7: progress})
 
 
@@ -411,7 +411,7 @@ def test_a_catalog_reads_on_to_the_streams_end_since_it_last_waited_for_somebody
         async def _waits(self, *_: object) -> str:
             return self.waited_for
 
-        async def _erase(self, *_: object) -> list[Place]:
+        async def _erase(self, *_: object) -> list[ErasedPlace]:
             return []
 
     side = Side(cast(Any, service), "catalog-1", cast(Any, None), 1.0)

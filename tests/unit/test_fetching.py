@@ -14,9 +14,9 @@ from kvbm.core.fetching import (
     OBJECTS,
     PAUSE_MOST_S,
     TCP_LINKS,
+    FetchSource,
     LeftAlone,
     Links,
-    Source,
     Stretch,
     assumed_link,
     least_times,
@@ -30,15 +30,15 @@ NEAR, FAR = Link(0.0, 4e9), Link(0.0, 1e9)
 links = st.builds(Link, st.floats(0.0, 0.1), st.floats(1e6, 1e10))
 
 
-def source(end: int, link: Link, more: float) -> Source:
+def source(end: int, link: Link, more: float) -> FetchSource:
     """`more`: how much quicker the reader's own link is than this one; 0: none is shared."""
-    return Source(end, link, more * link.bytes_per_s)
+    return FetchSource(end, link, more * link.bytes_per_s)
 
 
 several = st.lists(st.builds(source, st.integers(0, 400), links, st.sampled_from([0.0, 1.0, 3.0])), max_size=5)
 
 
-def seconds(begin: int, found: list[Stretch], sources: list[Source], deepest: int, block_s: float) -> float:
+def seconds(begin: int, found: list[Stretch], sources: list[FetchSource], deepest: int, block_s: float) -> float:
     """What fetching these and computing the rest takes."""
     of_each: dict[int, int] = {}
     for one in found:
@@ -55,7 +55,7 @@ def seconds(begin: int, found: list[Stretch], sources: list[Source], deepest: in
 
 @given(st.integers(0, 200), several, st.sampled_from([0.0, 1e-4, 1e-2]), st.sampled_from([1, 7, LOT_BLOCKS]))
 def test_what_is_planned_is_there_without_a_hole_and_beats_any_single_choice(
-    begin: int, sources: list[Source], block_s: float, lot: int
+    begin: int, sources: list[FetchSource], block_s: float, lot: int
 ) -> None:
     found = plan(begin, sources, BLOCK_BYTES, block_s, lot)
     deepest = max((one.end for one in sources if one.end > begin), default=begin)
@@ -73,7 +73,7 @@ def test_what_is_planned_is_there_without_a_hole_and_beats_any_single_choice(
 
 
 @given(st.integers(0, 200), several, st.sampled_from([1e-4, 1e-2]), st.sampled_from([1, 7, LOT_BLOCKS]))
-def test_what_is_priced_is_what_is_planned(begin: int, sources: list[Source], block_s: float, lot: int) -> None:
+def test_what_is_priced_is_what_is_planned(begin: int, sources: list[FetchSource], block_s: float, lot: int) -> None:
     found = plan(begin, sources, BLOCK_BYTES, block_s, lot)
     lengths = least_times(begin, sources, BLOCK_BYTES, lot)
     assert [one.end for one in lengths] == sorted({one.end for one in sources if one.end > begin}, reverse=True)
@@ -88,24 +88,24 @@ def test_what_is_priced_is_what_is_planned(begin: int, sources: list[Source], bl
 
 
 def test_a_short_run_is_read_from_one_and_a_long_one_from_all() -> None:
-    two = [Source(1000, NEAR), Source(1000, NEAR)]
+    two = [FetchSource(1000, NEAR), FetchSource(1000, NEAR)]
     assert plan(0, two, BLOCK_BYTES)[-1].end == 1000
-    assert plan(10, [Source(40, NEAR), Source(40, NEAR)], BLOCK_BYTES) == [Stretch(0, 10, 40)]
+    assert plan(10, [FetchSource(40, NEAR), FetchSource(40, NEAR)], BLOCK_BYTES) == [Stretch(0, 10, 40)]
     blocks = [sum(one.end - one.begin for one in plan(0, two, BLOCK_BYTES) if one.source == at) for at in (0, 1)]
     assert min(blocks) >= 1000 // 2 - LOT_BLOCKS
-    uneven = plan(0, [Source(640, NEAR), Source(640, FAR)], BLOCK_BYTES)
+    uneven = plan(0, [FetchSource(640, NEAR), FetchSource(640, FAR)], BLOCK_BYTES)
     assert sum(one.end - one.begin for one in uneven if one.source == 1) == 2 * LOT_BLOCKS
 
 
 def test_sources_that_share_the_readers_link_bring_no_more_than_it_carries() -> None:
     block_s = BLOCK_BYTES / 2e9
-    alone = [Source(640, FAR)] * 3  # each has a way of its own: 3 GB/s together, against 2 that are computed
+    alone = [FetchSource(640, FAR)] * 3  # each has a way of its own: 3 GB/s together, against 2 that are computed
     assert {one.source for one in plan(0, alone, BLOCK_BYTES, block_s)} == {0, 1, 2}
-    shared = [Source(640, FAR, 1e9)] * 3
+    shared = [FetchSource(640, FAR, 1e9)] * 3
     assert plan(0, shared, BLOCK_BYTES, block_s) == []
-    wide = [Source(640, FAR, 4e9)] * 3  # slow now, and the reader's link could bring more
+    wide = [FetchSource(640, FAR, 4e9)] * 3  # slow now, and the reader's link could bring more
     assert {one.source for one in plan(0, wide, BLOCK_BYTES, block_s)} == {0, 1, 2}
-    beside = [*shared, Source(640, Link(0.0, 2.5e9))]  # through memory: what is not shared counts by itself
+    beside = [*shared, FetchSource(640, Link(0.0, 2.5e9))]  # through memory: what is not shared counts by itself
     assert plan(0, beside, BLOCK_BYTES, block_s)[-1].end == 640
 
 
@@ -121,10 +121,10 @@ def test_a_link_alone_carries_what_is_assumed_or_more_where_more_was_measured() 
 
 def test_what_takes_longer_than_computing_it_is_computed() -> None:
     block_s = BLOCK_BYTES / 2e9
-    assert plan(0, [Source(100, FAR)], BLOCK_BYTES, block_s) == []
-    assert plan(0, [Source(100, FAR)], BLOCK_BYTES) == [Stretch(0, 0, 100)]
-    assert plan(0, [Source(100, FAR), Source(50, NEAR)], BLOCK_BYTES, block_s, 1000) == [Stretch(1, 0, 50)]
-    slow_start = Source(100, Link(1.0, 1e12))
+    assert plan(0, [FetchSource(100, FAR)], BLOCK_BYTES, block_s) == []
+    assert plan(0, [FetchSource(100, FAR)], BLOCK_BYTES) == [Stretch(0, 0, 100)]
+    assert plan(0, [FetchSource(100, FAR), FetchSource(50, NEAR)], BLOCK_BYTES, block_s, 1000) == [Stretch(1, 0, 50)]
+    slow_start = FetchSource(100, Link(1.0, 1e12))
     assert plan(0, [slow_start], BLOCK_BYTES, 1.0 / 200) == []
     assert plan(0, [slow_start], BLOCK_BYTES, 1.0 / 50) == [Stretch(0, 0, 100)]
 

@@ -12,8 +12,16 @@ from kvbm.core.extra_keys import extra_key, salted
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import NO_PARENT, Tier, split_hashes
 from kvbm.streams.foreign.blocks import Gained
-from kvbm.streams.foreign.events import Refusal
-from kvbm.streams.foreign.state import BeginEpoch, Connected, Message, ReplayEnded, ReplayRefused, Ticked, Why
+from kvbm.streams.foreign.events import EventRefusal
+from kvbm.streams.foreign.state import (
+    BeginEpoch,
+    BridgeTicked,
+    EngineConnected,
+    EpochWhy,
+    PublishedMessage,
+    ReplayEnded,
+    ReplayRefused,
+)
 from kvbm.streams.foreign.wire import Kind
 from tests.foreign_engines import (
     CLEARED,
@@ -37,7 +45,7 @@ class Told:
         self.sequence = 0
 
     def tell(self, *events: Any, rank: int | None = 0) -> list[Any]:
-        commands = self.state.step(0.0, Message(self.sequence, payload(*events, rank=rank)))
+        commands = self.state.step(0.0, PublishedMessage(self.sequence, payload(*events, rank=rank)))
         self.sequence += 1
         self.fold.take(commands)
         return commands
@@ -45,7 +53,7 @@ class Told:
     def held(self, tier: Tier) -> list[bytes]:
         return list(self.fold.held[tier])
 
-    def count(self, reason: Refusal) -> int:
+    def count(self, reason: EventRefusal) -> int:
         return self.state.blocks.counts[reason]
 
 
@@ -82,7 +90,7 @@ def test_a_copy_is_removed_by_itself():
     told.tell(removed_event(PROMPT.keys()))
     assert told.held(Tier.HBM) == []
     told.tell(removed_event(PROMPT.keys()))
-    assert told.count(Refusal.NOT_HELD) == 3
+    assert told.count(EventRefusal.NOT_HELD) == 3
 
 
 def test_reports_of_reuse_are_no_copies_where_the_source_says_so():
@@ -110,14 +118,14 @@ def test_media_are_tiers_as_told_and_an_unknown_one_is_refused():
     assert len(told.held(Tier.OBJECT)) == 4
     for medium in ("gpu", "TAPE", ""):
         told.tell(stored_event(Prompt((1, 2, 3, 4)), medium=medium or "X"))
-    assert told.count(Refusal.UNKNOWN_MEDIUM) == 3
+    assert told.count(EventRefusal.UNKNOWN_MEDIUM) == 3
     assert told.held(Tier.HBM) == []
 
 
 def test_a_cluster_pool_that_the_settings_do_not_name_is_refused():
     told = Told()
     told.tell(stored_event(PROMPT, medium="EXTERNAL"), stored_event(PROMPT, medium="CPU", ownership="other"))
-    assert told.count(Refusal.NO_POOL) == 2
+    assert told.count(EventRefusal.NO_POOL) == 2
     assert not any(told.fold.held.values())
 
 
@@ -145,7 +153,7 @@ def test_what_has_neither_tokens_nor_a_known_parent_is_counted_and_never_guessed
     told.tell(stored_event(PROMPT, 1, 3))
     told.tell(stored_event(PROMPT, 0, 2) | {"token_ids": []})
     told.tell(stored_event(PROMPT, 0, 3) | {"token_ids": list(PROMPT.tokens[:8])})  # one block left out: which?
-    assert told.count(Refusal.UNMAPPED) == 7
+    assert told.count(EventRefusal.UNMAPPED) == 7
     assert told.held(Tier.HBM) == []
 
 
@@ -153,9 +161,9 @@ def test_a_parent_of_another_namespace_is_none():
     told = Told()
     told.tell(stored_event(PROMPT, 0, 1))
     told.tell(stored_event(PROMPT, 1, 3) | {"lora_name": "l", "lora_id": 1, "extra_keys": [["l"], ["l"]]})
-    assert told.count(Refusal.UNMAPPED) == 2
+    assert told.count(EventRefusal.UNMAPPED) == 2
     told.tell(stored_event(PROMPT, 1, 3) | {"block_size": 8, "block_hashes": [5], "extra_keys": None})
-    assert told.count(Refusal.UNMAPPED) == 3
+    assert told.count(EventRefusal.UNMAPPED) == 3
 
 
 def test_one_hash_for_two_prefixes_is_believed_for_the_first_alone():
@@ -163,7 +171,7 @@ def test_one_hash_for_two_prefixes_is_believed_for_the_first_alone():
     told.tell(stored_event(PROMPT))
     other = Prompt(tuple(range(200, 212)))
     told.tell(stored_event(other) | {"block_hashes": [other.keys()[0], PROMPT.keys()[1], other.keys()[2]]})
-    assert told.count(Refusal.CONFLICT) == 1
+    assert told.count(EventRefusal.CONFLICT) == 1
     assert told.held(Tier.HBM) == [*PROMPT.hashes(), other.hashes()[0], other.hashes()[2]]
 
 
@@ -179,7 +187,7 @@ def test_tokens_that_are_none_are_refused():
     told = Told()
     for token in (-1, 2**32, 2**70 - 2**70 - 5):
         told.tell(stored_event(PROMPT) | {"token_ids": [token, *PROMPT.tokens[1:]]})
-    assert told.count(Refusal.MALFORMED) == 3
+    assert told.count(EventRefusal.MALFORMED) == 3
 
 
 def test_a_long_chain_comes_in_runs():
@@ -195,7 +203,7 @@ def test_a_long_chain_comes_in_runs():
 def test_messages_of_another_rank_count_for_nothing():
     told = Told(rank=1)
     told.tell(stored_event(PROMPT), rank=0)
-    assert told.count(Refusal.OTHER_RANK) == 1
+    assert told.count(EventRefusal.OTHER_RANK) == 1
     told.tell(stored_event(PROMPT), rank=1)
     assert len(told.held(Tier.HBM)) == 3
 
@@ -203,26 +211,30 @@ def test_messages_of_another_rank_count_for_nothing():
 def test_what_cannot_be_read_may_have_removed_blocks_so_an_epoch_begins():
     told = Told()
     told.tell(stored_event(PROMPT), stored_event(PROMPT, medium="CPU"))
-    assert BeginEpoch(Why.UNREADABLE) in told.tell(removed_event([1]) | {"block_hashes": "x"}, stored_event(PROMPT))
+    assert BeginEpoch(EpochWhy.UNREADABLE) in told.tell(
+        removed_event([1]) | {"block_hashes": "x"}, stored_event(PROMPT)
+    )
     assert told.held(Tier.HBM) == PROMPT.hashes()
     assert told.held(Tier.HOST) == []
     told.tell(removed_event(PROMPT.keys()))
-    assert told.state.step(0.0, Message(told.sequence, b"\xc1")) == []  # nothing is held, so nothing is uncertain
+    assert (
+        told.state.step(0.0, PublishedMessage(told.sequence, b"\xc1")) == []
+    )  # nothing is held, so nothing is uncertain
 
 
 def test_a_publisher_that_answers_nothing_is_left_after_two_seconds():
     state, fold = new_state(), Fold()
-    assert fold.take(state.step(0.0, Connected())) == [0]
+    assert fold.take(state.step(0.0, EngineConnected())) == [0]
     fold.take(state.step(0.0, ReplayEnded()))
-    fold.take(state.step(0.0, Message(0, payload(stored_event(PROMPT)))))
-    assert fold.take(state.step(1.0, Message(2, payload(stored_event(Prompt((1, 2, 3, 4))))))) == [0]
+    fold.take(state.step(0.0, PublishedMessage(0, payload(stored_event(PROMPT)))))
+    assert fold.take(state.step(1.0, PublishedMessage(2, payload(stored_event(Prompt((1, 2, 3, 4))))))) == [0]
     assert state.wake_s == 3.0
-    assert state.step(2.9, Ticked()) == []
-    assert fold.take(state.step(3.0, Ticked())) == []
+    assert state.step(2.9, BridgeTicked()) == []
+    assert fold.take(state.step(3.0, BridgeTicked())) == []
     assert fold.epochs == 1
     assert list(fold.held[Tier.HBM]) == Prompt((1, 2, 3, 4)).hashes()
     assert state.is_partial
-    assert fold.take(state.step(4.0, Message(4, payload()))) == [2]
+    assert fold.take(state.step(4.0, PublishedMessage(4, payload()))) == [2]
     fold.take(state.step(4.0, ReplayRefused("gone")))
     assert fold.epochs == 2
     assert fold.held[Tier.HBM] == {}
@@ -243,7 +255,7 @@ def test_what_sglangs_own_recorder_says_is_found_by_tokens():
     golden = json.loads((Path(__file__).parents[1] / "golden" / "sglang_events.json").read_text())
     state, fold = new_state(can_replay=False, kind=Kind.SGLANG), Fold()
     for sequence, data in enumerate(golden["messages"]):
-        fold.take(state.step(0.0, Message(sequence, base64.b64decode(data))))
+        fold.take(state.step(0.0, PublishedMessage(sequence, base64.b64decode(data))))
     expected: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
     root = PROMPT.namespace().root()
     for one in golden["held"]:

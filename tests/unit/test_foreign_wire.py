@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from kvbm.core.extra_keys import Media, extra_key, salted
 from kvbm.streams.foreign.events import (
     MAX_BATCH_BYTES,
+    BlocksStored,
     Cleared,
+    EventRefusal,
     ForeignEvent,
     ForeignEventError,
-    Refusal,
-    Refused,
+    RefusedEvent,
     Removed,
-    Stored,
 )
-from kvbm.streams.foreign.state import Message
+from kvbm.streams.foreign.state import PublishedMessage
 from kvbm.streams.foreign.wire import Kind, decode_batch
 from tests.examples import examples
 from tests.foreign_engines import CLEARED, Prompt, new_state, payload, removed_event, stored_event
@@ -41,7 +41,7 @@ def test_maps_say_what_they_say():
     batch = decode_batch(payload(stored_event(PROMPT), removed_event([1, 2], "CPU"), CLEARED, rank=3), Kind.VLLM)
     assert batch.rank == 3
     assert batch.events == [
-        Stored(PROMPT.keys(), None, list(range(8)), 4, (), "GPU"),
+        BlocksStored(PROMPT.keys(), None, list(range(8)), 4, (), "GPU"),
         Removed([1, 2], "CPU"),
         Cleared(),
     ]
@@ -49,10 +49,10 @@ def test_maps_say_what_they_say():
 
 def test_arrays_of_older_engines_say_the_same():
     vllm = ["BlockStored", [1, 2], None, list(range(8)), 4, None, "GPU", None, None, 0]
-    assert only(vllm) == Stored([1, 2], None, list(range(8)), 4, (), "GPU")
-    assert only(vllm[:6]) == Stored([1, 2], None, list(range(8)), 4, (), "GPU")
+    assert only(vllm) == BlocksStored([1, 2], None, list(range(8)), 4, (), "GPU")
+    assert only(vllm[:6]) == BlocksStored([1, 2], None, list(range(8)), 4, (), "GPU")
     sglang = ["BlockStored", [-1, 2], -9, list(range(8)), 4, None, "CPU_PINNED"]
-    assert only(sglang, Kind.SGLANG) == Stored([-1, 2], -9, list(range(8)), 4, (), "CPU_PINNED")
+    assert only(sglang, Kind.SGLANG) == BlocksStored([-1, 2], -9, list(range(8)), 4, (), "CPU_PINNED")
     assert only(["BlockRemoved", [7]]) == Removed([7], "GPU")
     assert only(["AllBlocksCleared"]) == Cleared()
 
@@ -71,7 +71,7 @@ def test_extra_keys_become_what_a_client_writes():
     event = stored_event(PROMPT._replace(salt="s", lora="l"))
     event["extra_keys"] = [["l", ["image", 2], "s"], ["l", ["image", -2], b"digest"]]
     said = only(event)
-    assert isinstance(said, Stored)
+    assert isinstance(said, BlocksStored)
     assert said.lora == "l"
     assert said.extra == [
         extra_key("s", [Media("image", 2)]),
@@ -93,11 +93,11 @@ def test_salts_of_both_engines_become_the_same_bytes():
         "lora_id": None,
     }
     sglang = only(event | {"cache_salt": "s"}, Kind.SGLANG)
-    assert isinstance(vllm, Stored)
-    assert isinstance(sglang, Stored)
+    assert isinstance(vllm, BlocksStored)
+    assert isinstance(sglang, BlocksStored)
     assert list(vllm.extra) == list(sglang.extra) == ours
     later = only(event | {"cache_salt": "s", "parent_block_hash": 5}, Kind.SGLANG)
-    assert isinstance(later, Stored)
+    assert isinstance(later, BlocksStored)
     assert not later.extra  # only the first block of a chain has it
 
 
@@ -112,7 +112,7 @@ def test_tokens_ahead_count_as_part_of_their_block():
     }
     said = only(pairs, Kind.SGLANG)
     ahead = only(stored_event(PROMPT, lookahead_token_ids=[8]) | {"block_hashes": [1, 2], "extra_keys": None})
-    assert isinstance(said, Stored)
+    assert isinstance(said, BlocksStored)
     assert list(said.tokens) == list(range(8))
     assert said.extra == [extra_key(ahead=[4]), extra_key(ahead=[8])]
     assert ahead == said
@@ -121,27 +121,27 @@ def test_tokens_ahead_count_as_part_of_their_block():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"token_ids": "words"}, Refusal.MALFORMED),
-        ({"token_ids": None}, Refusal.MALFORMED),
-        ({"block_size": 0}, Refusal.MALFORMED),
-        ({"block_size": 1.5}, Refusal.MALFORMED),
-        ({"block_hashes": [None]}, Refusal.MALFORMED),
-        ({"block_hashes": [b""]}, Refusal.MALFORMED),
-        ({"parent_block_hash": "x"}, Refusal.MALFORMED),
-        ({"extra_keys": [None]}, Refusal.MALFORMED),
-        ({"extra_keys": [[1.5], None]}, Refusal.MALFORMED),
-        ({"extra_keys": [["a", "b"], None]}, Refusal.MALFORMED),
-        ({"extra_keys": [{"a": 1}, None]}, Refusal.MALFORMED),
-        ({"lora_name": "l", "extra_keys": [["m"], ["m"]]}, Refusal.MALFORMED),
-        ({"lora_id": 3}, Refusal.UNNAMED_LORA),
-        ({"group_idx": -1}, Refusal.MALFORMED),
-        ({"medium": "x" * 5000}, Refusal.MALFORMED),
-        ({"type": "BlockMoved"}, Refusal.UNKNOWN_TYPE),
+        ({"token_ids": "words"}, EventRefusal.MALFORMED),
+        ({"token_ids": None}, EventRefusal.MALFORMED),
+        ({"block_size": 0}, EventRefusal.MALFORMED),
+        ({"block_size": 1.5}, EventRefusal.MALFORMED),
+        ({"block_hashes": [None]}, EventRefusal.MALFORMED),
+        ({"block_hashes": [b""]}, EventRefusal.MALFORMED),
+        ({"parent_block_hash": "x"}, EventRefusal.MALFORMED),
+        ({"extra_keys": [None]}, EventRefusal.MALFORMED),
+        ({"extra_keys": [[1.5], None]}, EventRefusal.MALFORMED),
+        ({"extra_keys": [["a", "b"], None]}, EventRefusal.MALFORMED),
+        ({"extra_keys": [{"a": 1}, None]}, EventRefusal.MALFORMED),
+        ({"lora_name": "l", "extra_keys": [["m"], ["m"]]}, EventRefusal.MALFORMED),
+        ({"lora_id": 3}, EventRefusal.UNNAMED_LORA),
+        ({"group_idx": -1}, EventRefusal.MALFORMED),
+        ({"medium": "x" * 5000}, EventRefusal.MALFORMED),
+        ({"type": "BlockMoved"}, EventRefusal.UNKNOWN_TYPE),
     ],
 )
-def test_an_event_that_makes_no_sense_is_refused_alone(change: dict[str, Any], reason: Refusal):
+def test_an_event_that_makes_no_sense_is_refused_alone(change: dict[str, Any], reason: EventRefusal):
     refused, removed = decode_batch(payload(stored_event(PROMPT) | change, removed_event([1])), Kind.VLLM).events
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RefusedEvent)
     assert refused.reason == reason
     assert not refused.is_loss
     assert removed == Removed([1], "GPU")
@@ -150,7 +150,7 @@ def test_an_event_that_makes_no_sense_is_refused_alone(change: dict[str, Any], r
 @pytest.mark.parametrize("event", [removed_event([1]) | {"block_hashes": "x"}, 7, None, [], {}, ["BlockRemoved", 5]])
 def test_an_event_that_may_have_removed_blocks_is_a_loss(event: Any):
     said = only(event)
-    assert isinstance(said, Refused)
+    assert isinstance(said, RefusedEvent)
     assert said.is_loss
 
 
@@ -169,7 +169,7 @@ def test_an_event_that_may_have_removed_blocks_is_a_loss(event: Any):
 def test_bytes_that_are_no_batch_are_refused(data: bytes):
     with pytest.raises(ForeignEventError) as caught:
         decode_batch(data, Kind.VLLM)
-    assert caught.value.reason == Refusal.UNREADABLE
+    assert caught.value.reason == EventRefusal.UNREADABLE
 
 
 def test_a_million_blocks_in_one_event_are_read_and_more_are_refused():
@@ -178,7 +178,7 @@ def test_a_million_blocks_in_one_event_are_read_and_more_are_refused():
     assert isinstance(said, Removed)
     assert len(said.keys) == 1_000_000
     event["block_hashes"] = [0] * ((1 << 20) + 1)
-    assert isinstance(only(event), Refused)
+    assert isinstance(only(event), RefusedEvent)
 
 
 values = st.recursive(
@@ -202,7 +202,7 @@ def survives(data: bytes) -> None:
             pass
         state = new_state(can_replay=False, kind=kind, pool="pool")
         for sequence in range(2):  # and what it says is applied
-            state.step(0.0, Message(sequence, data))
+            state.step(0.0, PublishedMessage(sequence, data))
 
 
 @settings(max_examples=examples(150), deadline=None)

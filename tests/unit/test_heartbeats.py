@@ -13,7 +13,7 @@ from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.follow import heartbeats as heartbeats_of
 from kvbm.catalog.follow.heartbeats import HeartbeatFollower
 from kvbm.catalog.follow.lag import StreamLag
-from kvbm.catalog.members.liveness import LIVENESS_S, HeartbeatReceived, LifeState, OwnPulse, Ticked
+from kvbm.catalog.members.liveness import LIVENESS_S, HeartbeatReceived, LifeState, LivenessTicked, OwnPulse
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import (
     MAX_FIELDS_BYTES,
@@ -105,7 +105,7 @@ def test_a_pulse_that_is_delivered_again_brings_nobody_back_to_life() -> None:
     for second in range(1, 6):
         liveness.step(last.at_s + second, OwnPulse())
         liveness.step(last.at_s + second, HeartbeatReceived(said))
-    liveness.step(last.at_s + 5, Ticked())
+    liveness.step(last.at_s + 5, LivenessTicked())
     assert liveness.state(ONE) is LifeState.SILENT
 
 

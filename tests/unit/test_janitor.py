@@ -31,7 +31,7 @@ from kvbm.janitor.effects import (
 from kvbm.janitor.report import as_json, as_words
 from kvbm.janitor.used import UsedBy, UsedHere, UsedList
 from kvbm.pools.object.tombstones import LEASE_NAME, Tombstones, decode_list, encode_list, read_lists
-from kvbm.pools.stores.base import Put, Refusal, Trouble
+from kvbm.pools.stores.base import Put, Refusal, StoreTrouble
 from kvbm.pools.tenant_keys import add_key
 from tests.janitors import BLOCK_BYTES, HOUR_S, OTHER, RULES, SPACE, Cluster, Course, K, World, chain, gc
 
@@ -670,7 +670,7 @@ def test_where_the_store_ignores_conditions_no_janitor_works_unless_it_is_told_t
 
 def test_a_store_that_does_not_let_conditions_be_tried_has_no_janitor(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
-    denied = Refusal(Trouble.DENIED, "403 AccessDenied")
+    denied = Refusal(StoreTrouble.DENIED, "403 AccessDenied")
     monkeypatch.setattr(world.store, "ignored_conditions", lambda name, deadline_s: denied)
     with pytest.raises(PoolError, match=r"trial of conditional puts.*403 AccessDenied"):
         Course(world).go()

@@ -12,15 +12,15 @@ import pytest
 from kvbm.cli import main
 from kvbm.core.errors import ConfigError
 from kvbm.streams.nats.credentials import keep_seed
-from kvbm.streams.nats.key_folder import Change, Printed, print_accounts
+from kvbm.streams.nats.key_folder import KeyChange, Printed, print_accounts
 from kvbm.streams.nats.permissions import Role
 
 GPU = [(Role.INSTANCE, f"gpu-{at}") for at in range(3)]
 NOW_S = 1_800_000_000.0
-FEW = Change(spare=2)
+FEW = KeyChange(spare=2)
 
 
-def printed(folder: Path, wanted: list[tuple[Role, str]], change: Change = FEW) -> Printed:
+def printed(folder: Path, wanted: list[tuple[Role, str]], change: KeyChange = FEW) -> Printed:
     return print_accounts(folder, "prod", wanted, change, NOW_S)
 
 
@@ -71,8 +71,8 @@ def test_who_is_added_has_an_account_that_was_spare_before(tmp_path: Path) -> No
 
 
 def test_more_users_than_spare_accounts_are_told_to_reload_twice(tmp_path: Path) -> None:
-    assert not printed(tmp_path, GPU[:1], Change(spare=1)).remarks
-    (remark,) = printed(tmp_path, GPU, Change(spare=1)).remarks
+    assert not printed(tmp_path, GPU[:1], KeyChange(spare=1)).remarks
+    (remark,) = printed(tmp_path, GPU, KeyChange(spare=1)).remarks
     assert "instance-gpu-2" in remark and "instance-gpu-1" not in remark and "twice" in remark
 
 
@@ -116,19 +116,19 @@ def test_two_keys_are_permitted_from_renewal_to_retirement_and_it_is_said_until_
     seed, following = tmp_path / "instance-gpu-0.nk", tmp_path / "instance-gpu-0.next.nk"
     printed(tmp_path, GPU)
     old = seed.read_bytes()
-    renewed = printed(tmp_path, GPU, Change(renew=["instance-gpu-0"], overlap_s=3600.0))
+    renewed = printed(tmp_path, GPU, KeyChange(renew=["instance-gpu-0"], overlap_s=3600.0))
     os.utime(following, (NOW_S, NOW_S))
     assert (seed.read_bytes(), following.read_bytes() != old) == (old, True)
-    (remark,) = printed(tmp_path, GPU, Change(overlap_s=3600.0)).remarks
+    (remark,) = printed(tmp_path, GPU, KeyChange(overlap_s=3600.0)).remarks
     assert "two keys until 2027-01-15T09:00Z" in remark and "--retire instance-gpu-0" in remark
-    assert remark in printed(tmp_path, GPU, Change(overlap_s=3600.0)).text.splitlines()[0]
-    (late,) = print_accounts(tmp_path, "prod", GPU, Change(overlap_s=3600.0), NOW_S + 3601.0).remarks
+    assert remark in printed(tmp_path, GPU, KeyChange(overlap_s=3600.0)).text.splitlines()[0]
+    (late,) = print_accounts(tmp_path, "prod", GPU, KeyChange(overlap_s=3600.0), NOW_S + 3601.0).remarks
     assert "still, though it was meant to" in late
     users = accounts(renewed)[account_of(renewed, seed)]["users"]
     assert [user["nkey"] for user in users] == [keep_seed(seed), keep_seed(following)]
     assert users[0]["permissions"] == users[1]["permissions"]
     new = following.read_bytes()
-    retired = printed(tmp_path, GPU, Change(retire=["instance-gpu-0"]))
+    retired = printed(tmp_path, GPU, KeyChange(retire=["instance-gpu-0"]))
     assert (seed.read_bytes(), following.exists()) == (new, False)
     assert len(accounts(retired)[account_of(retired, seed)]["users"]) == 1
     assert not retired.remarks
@@ -136,14 +136,14 @@ def test_two_keys_are_permitted_from_renewal_to_retirement_and_it_is_said_until_
 
 def test_the_catalogs_key_is_renewed_as_others_are(tmp_path: Path) -> None:
     printed(tmp_path, GPU)
-    assert len(accounts(printed(tmp_path, GPU, Change(renew=["catalog"])))["KVBM"]["users"]) == 2
-    assert len(accounts(printed(tmp_path, GPU, Change(retire=["catalog"])))["KVBM"]["users"]) == 1
+    assert len(accounts(printed(tmp_path, GPU, KeyChange(renew=["catalog"])))["KVBM"]["users"]) == 2
+    assert len(accounts(printed(tmp_path, GPU, KeyChange(retire=["catalog"])))["KVBM"]["users"]) == 1
 
 
 def test_only_the_owner_reads_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
-    printed(folder, [*GPU, (Role.JANITOR, "gc-0"), (Role.OPERATOR, "ops")], Change())
-    printed(folder, GPU, Change(renew=["catalog"]))
+    printed(folder, [*GPU, (Role.JANITOR, "gc-0"), (Role.OPERATOR, "ops")], KeyChange())
+    printed(folder, GPU, KeyChange(renew=["catalog"]))
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
     assert {path.name for path in folder.iterdir()} == {
@@ -161,19 +161,19 @@ def test_only_the_owner_reads_the_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "change", "words"),
     [
-        ([(Role.INSTANCE, "a.b")], Change(), "is no name"),
-        ([(Role.REPLAY, "../x")], Change(), "is no name"),
-        ([(Role.INSTANCE, "a"), (Role.INSTANCE, "a")], Change(), "an instance is named twice"),
-        ([(Role.INSTANCE, "a"), (Role.JANITOR, "a")], Change(), "an instance is named twice"),
-        ([(Role.REPLAY, "a"), (Role.REPLAY, "a")], Change(), "replay a is named twice"),
-        ([(Role.INSTANCE, "a")], Change(renew=["instance-b"]), "--renew instance-b is none of those named"),
-        ([(Role.INSTANCE, "a")], Change(renew=["instance-a"]), "it has no key yet"),
-        ([(Role.INSTANCE, "a")], Change(retire=["catalog"]), "it has no second key"),
-        ([], Change(spare=-1), "--spare is -1"),
+        ([(Role.INSTANCE, "a.b")], KeyChange(), "is no name"),
+        ([(Role.REPLAY, "../x")], KeyChange(), "is no name"),
+        ([(Role.INSTANCE, "a"), (Role.INSTANCE, "a")], KeyChange(), "an instance is named twice"),
+        ([(Role.INSTANCE, "a"), (Role.JANITOR, "a")], KeyChange(), "an instance is named twice"),
+        ([(Role.REPLAY, "a"), (Role.REPLAY, "a")], KeyChange(), "replay a is named twice"),
+        ([(Role.INSTANCE, "a")], KeyChange(renew=["instance-b"]), "--renew instance-b is none of those named"),
+        ([(Role.INSTANCE, "a")], KeyChange(renew=["instance-a"]), "it has no key yet"),
+        ([(Role.INSTANCE, "a")], KeyChange(retire=["catalog"]), "it has no second key"),
+        ([], KeyChange(spare=-1), "--spare is -1"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
-    tmp_path: Path, wanted: list[tuple[Role, str]], change: Change, words: str
+    tmp_path: Path, wanted: list[tuple[Role, str]], change: KeyChange, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         printed(tmp_path / "keys", wanted, change)

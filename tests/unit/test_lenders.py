@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from kvbm.assembly.native import NATIVE_INDEX
 from kvbm.catalog.index.cluster_index import ClusterIndex
-from kvbm.catalog.index.lenders import Lenders, Wanted
+from kvbm.catalog.index.lenders import Lenders, WantedPeers
 from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.core.answers import PeerHolding
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
@@ -64,7 +64,7 @@ class Site:
     def find(
         self, asker: str = "me", place: str = "a/1", first: int = 0, limit: int = 4, **more: Any
     ) -> list[PeerHolding]:
-        wanted = Wanted(SPACE, HASHES[first * HASH_BYTES :], asker, place.split("/"), limit, more.get("only"))
+        wanted = WantedPeers(SPACE, HASHES[first * HASH_BYTES :], asker, place.split("/"), limit, more.get("only"))
         return self.lenders.find(self.index, wanted, more.get("may_know", lambda _: True))
 
     def names(self, **more: Any) -> list[tuple[str, int]]:

@@ -9,7 +9,7 @@ import pytest
 from kvbm.catalog.index.lenders import Lenders
 from kvbm.catalog.index.lent_blocks import LentBlocks, deepest_first
 from kvbm.catalog.members.liveness import LastHeartbeat
-from kvbm.catalog.routing.router import Reader
+from kvbm.catalog.routing.router import ReadingInstance
 from kvbm.core.answers import MAX_LABEL, MAX_LABELS, MOST_LENT, CandidateLoad, LentRun
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, Offset, Tier
@@ -31,7 +31,7 @@ class Site:
         self.dead: set[InstanceId] = set()
         self.pools: dict[InstanceId, tuple[PoolStated, ...]] = {}
         self.places: dict[InstanceId, tuple[str, ...]] = {}
-        self.told: list[tuple[InstanceId, Reader | None]] = []
+        self.told: list[tuple[InstanceId, ReadingInstance | None]] = []
         self.lenders = Lenders(self, lambda one: self.places.get(one, ()))
         self.lent = LentBlocks(
             self.index,
@@ -130,9 +130,9 @@ def test_who_lends_reads_by_the_same_ways_with_the_bytes_that_its_start_declared
     site.add("c", words={"tcp": "10.0.0.2:1"}, pools=(PoolStated(Tier.HBM, 4, 1 << 60),))
     place = ("z" * MAX_LABEL, *"r" * (MAX_LABELS - 1))
     assert site.told == [
-        ("a", Reader(place, "machine", True, 9)),
-        ("b", Reader((), "machine", False, 0)),
-        ("c", Reader((), "", True, 1 << 40)),
+        ("a", ReadingInstance(place, "machine", True, 9)),
+        ("b", ReadingInstance((), "machine", False, 0)),
+        ("c", ReadingInstance((), "", True, 1 << 40)),
     ]
     for name in "abc":
         site.hear(

@@ -19,18 +19,18 @@ from kvbm.catalog.access.judge import peer_key
 from kvbm.catalog.access.limits import (
     LARGE_BODY_BYTES,
     SMALL_BODY_BYTES,
-    Buckets,
-    Exchange,
     Limited,
     LimitError,
     Limits,
+    MeteredExchange,
     Room,
+    TokenBuckets,
     caller_key,
 )
 from kvbm.catalog.access.metered import Metered
 from kvbm.catalog.answers.prompts import ApiError, decode_prompt
 from kvbm.catalog.edge.api import _body
-from kvbm.catalog.edge.connections import Connection, Connections, Stage
+from kvbm.catalog.edge.connections import Connection, Connections, ConnectionStage
 from kvbm.catalog.edge.fast_path import FastPath, ShortQuestion
 from kvbm.catalog.edge.handshakes import Handshakes
 from kvbm.config import LimitSettings, load_settings
@@ -47,18 +47,18 @@ Request = needed("starlette.requests", "catalog").Request
 
 
 def test_a_bucket_lets_a_burst_through_and_then_the_rate() -> None:
-    buckets = Buckets(10.0, 5.0)
+    buckets = TokenBuckets(10.0, 5.0)
     assert [buckets.take(0.0, "a") for _ in range(5)] == [0.0] * 5
     assert buckets.take(0.0, "a") == pytest.approx(0.1)
     assert buckets.take(0.0, "b") == 0.0
     assert buckets.take(0.1, "a") == 0.0
     buckets.charge(0.1, "a", 1000.0)
     assert buckets.take(0.1, "a") == pytest.approx(0.6)  # a debt is no larger than a bucket
-    assert Buckets(0.0, 1.0).take(0.0, "a") == 0.0
+    assert TokenBuckets(0.0, 1.0).take(0.0, "a") == 0.0
 
 
 def test_buckets_of_callers_without_number_take_bounded_memory() -> None:
-    buckets = Buckets(1.0, 1.0, most=100)
+    buckets = TokenBuckets(1.0, 1.0, most=100)
     for number in range(1000):
         buckets.take(0.0, str(number))
     assert len(buckets) == 100
@@ -85,7 +85,7 @@ def test_a_body_that_is_refused_costs_as_much_as_one_that_is_read() -> None:
         sent.append(message)
 
     async def refuse() -> None:
-        exchange = Exchange(limits, scope, receive, send)
+        exchange = MeteredExchange(limits, scope, receive, send)
         assert not exchange.judge().over
         await exchange.send({"type": "http.response.start", "status": 401, "headers": []})
         await exchange.send({"type": "http.response.body", "body": b"no"})
@@ -215,7 +215,7 @@ def test_a_body_that_says_it_is_too_long_is_refused_before_it_is_read() -> None:
             "client": ("10.0.0.1", 1),
             "headers": [(b"content-length", b"13000000")],
         }
-        scope["kvbm.exchange"] = Exchange(limits, scope, receive, cast(Any, None))
+        scope["kvbm.exchange"] = MeteredExchange(limits, scope, receive, cast(Any, None))
         with pytest.raises(ApiError, match="the body has more than"):
             await _body(Request(scope, receive))
 
@@ -244,7 +244,7 @@ def test_who_may_not_ask_takes_no_room_by_saying_that_a_body_comes(tmp_path: Pat
 def test_hashes_that_are_larger_than_their_body_need_room() -> None:
     limits = Limits(LimitSettings(body_bytes=12 << 20))
     scope = {"client": ("10.0.0.1", 1), "headers": []}
-    exchanges = [Exchange(limits, scope, None, None) for _ in range(13)]  # type: ignore[arg-type]
+    exchanges = [MeteredExchange(limits, scope, None, None) for _ in range(13)]  # type: ignore[arg-type]
     for exchange in exchanges[:12]:
         exchange.hold(1 << 20)
     with pytest.raises(LimitError):
@@ -298,7 +298,7 @@ class Socketry:
         self.open += [ours, theirs]
         return self.connections.admit(ours, (address, 1))
 
-    def taken(self, address: str = "10.0.0.1", stage: Stage = Stage.HEADER) -> Connection:
+    def taken(self, address: str = "10.0.0.1", stage: ConnectionStage = ConnectionStage.HEADER) -> Connection:
         connection = self.take(address)
         assert connection is not None
         self.connections.moved(connection, stage)
@@ -317,10 +317,12 @@ def socketry() -> Iterator[Socketry]:
 
 
 def test_who_never_asked_goes_first_then_slow_bodies_then_the_idle(socketry: Socketry) -> None:
-    header, slow, idle, busy = [socketry.taken(stage=stage) for stage in Stage if stage is not Stage.KNOWN]
+    header, slow, idle, busy = [
+        socketry.taken(stage=stage) for stage in ConnectionStage if stage is not ConnectionStage.KNOWN
+    ]
     socketry.now_s = 2.0
     for gone in (header, slow, idle):
-        fourth = socketry.taken(stage=Stage.ANSWER)
+        fourth = socketry.taken(stage=ConnectionStage.ANSWER)
         assert not socketry.has(gone)
         assert socketry.has(busy)
         assert socketry.has(fourth)
@@ -329,14 +331,14 @@ def test_who_never_asked_goes_first_then_slow_bodies_then_the_idle(socketry: Soc
 
 
 def test_when_all_is_full_the_peer_with_most_pays(socketry: Socketry) -> None:
-    many = [socketry.taken("10.0.0.1", Stage.IDLE) for _ in range(4)]
+    many = [socketry.taken("10.0.0.1", ConnectionStage.IDLE) for _ in range(4)]
     few = [socketry.taken("10.0.0.2"), socketry.taken("10.0.0.3")]
     assert socketry.take("10.0.0.4") is not None
     assert [socketry.has(one) for one in (*many, *few)] == [False, True, True, True, True, True]
 
 
 def test_each_stage_has_its_time(socketry: Socketry) -> None:
-    header, _, idle, known, busy = [socketry.taken(f"10.0.0.{stage}", stage) for stage in Stage]
+    header, _, idle, known, busy = [socketry.taken(f"10.0.0.{stage}", stage) for stage in ConnectionStage]
     for now_s, left in ((4.9, 5), (5.0, 4), (30.0, 3), (59.0, 3), (62.0, 1), (1e6, 1)):
         socketry.now_s = now_s
         socketry.connections.look()
@@ -349,19 +351,19 @@ def test_each_stage_has_its_time(socketry: Socketry) -> None:
 
 
 def test_strangers_from_many_addresses_do_not_end_connections_of_callers_with_a_name(socketry: Socketry) -> None:
-    known = [socketry.taken("10.0.0.1", Stage.KNOWN) for _ in range(4)]
+    known = [socketry.taken("10.0.0.1", ConnectionStage.KNOWN) for _ in range(4)]
     for number in range(2, 40):
-        socketry.taken(f"10.0.1.{number}", Stage.IDLE if number % 2 else Stage.HEADER)
+        socketry.taken(f"10.0.1.{number}", ConnectionStage.IDLE if number % 2 else ConnectionStage.HEADER)
     assert all(socketry.has(one) for one in known)
     assert len(socketry.connections) == 6
     assert socketry.connections.refusals == {"connection_replaced": 36}
     for _ in range(4):  # among themselves, the one idle for longest goes
-        socketry.taken("10.0.0.1", Stage.KNOWN)
+        socketry.taken("10.0.0.1", ConnectionStage.KNOWN)
     assert not any(socketry.has(one) for one in known)
 
 
 def test_answers_that_nobody_takes_are_bounded_in_time_and_bytes(socketry: Socketry) -> None:
-    first, second, third = [socketry.taken(stage=Stage.ANSWER) for _ in range(3)]
+    first, second, third = [socketry.taken(stage=ConnectionStage.ANSWER) for _ in range(3)]
     socketry.connections.stuck(first, 3 << 20)
     socketry.connections.stuck(second, 3 << 20)
     assert socketry.has(first)
@@ -565,7 +567,7 @@ def test_between_the_steps_of_something_long_others_have_their_turn() -> None:
 
     async def ask(name: str) -> bytes:
         scope = {"client": (f"10.0.0.{name}", 1), "headers": []}
-        return await Exchange(work.limits, scope, cast(Any, None), cast(Any, None)).in_steps(parts(name))
+        return await MeteredExchange(work.limits, scope, cast(Any, None), cast(Any, None)).in_steps(parts(name))
 
     async def honest() -> None:
         while len(served) < 128:
@@ -594,7 +596,9 @@ def test_after_each_part_of_a_long_body_others_have_more_time_than_it_has_taken(
         return {"type": "http.request", "body": bytes(64 << 10), "more_body": True}
 
     monkeypatch.setattr("kvbm.catalog.access.limits.asyncio.sleep", sleep)
-    exchange = Exchange(work.limits, {"client": ("10.0.0.1", 1), "headers": []}, cast(Any, part), cast(Any, None))
+    exchange = MeteredExchange(
+        work.limits, {"client": ("10.0.0.1", 1), "headers": []}, cast(Any, part), cast(Any, None)
+    )
 
     async def read() -> None:
         for _ in range(4):

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from kvbm.catalog.members.liveness import (
     Exclude,
+    ExcludedWhy,
     HeartbeatReceived,
     Input,
     LifeState,
     Liveness,
+    LivenessTicked,
     OwnPulse,
     Return,
     StreamProgress,
-    Ticked,
-    Why,
     catalog_name,
     is_catalog,
 )
@@ -36,7 +36,7 @@ class Watch:
 
     def __init__(self, liveness_s: float = 4.0) -> None:
         self.liveness = Liveness(liveness_s)
-        self.excluded: dict[InstanceId, Why] = {}
+        self.excluded: dict[InstanceId, ExcludedWhy] = {}
         self.sent = 0
 
     def step(self, now_s: float, what: Input) -> None:
@@ -65,7 +65,7 @@ class Watch:
                 if own:
                     self.step(now_s, OwnPulse())
                 self.hear(now_s, *alive)
-            self.step(now_s, Ticked())
+            self.step(now_s, LivenessTicked())
 
 
 def beat(instance: InstanceId, wall_time_ns: int, epoch: int = 1, run: str = "", stopping: bool = False) -> Heartbeat:
@@ -93,7 +93,7 @@ def test_one_that_dies_is_excluded_after_liveness_s_and_returned_when_it_is_hear
     watch.run(10.0, 13.0, [A, B, C, D])  # E was last heard at 9
     assert not watch.excluded and watch.liveness.state(E) is LifeState.LIVE
     watch.run(13.0, 13.2, [A, B, C, D])
-    assert watch.excluded == {E: Why.SILENT} and watch.liveness.state(E) is LifeState.SILENT
+    assert watch.excluded == {E: ExcludedWhy.SILENT} and watch.liveness.state(E) is LifeState.SILENT
     assert watch.liveness.candidates() == [A, B, C, D]
     assert watch.liveness.freshness(13.1).age_s == 0
     watch.hear(13.5, E)
@@ -148,7 +148,7 @@ def test_a_new_instance_whose_heartbeat_comes_before_its_start_is_never_excluded
     watch.follow(10.001, new, epoch=1)
     assert not watch.excluded and new in watch.liveness.candidates()
     watch.hear(11.0, new, epoch=2)
-    assert watch.excluded == {new: Why.RESTARTED}
+    assert watch.excluded == {new: ExcludedWhy.RESTARTED}
 
 
 def test_below_a_second_when_it_is_configured() -> None:
@@ -159,7 +159,7 @@ def test_below_a_second_when_it_is_configured() -> None:
         now_s = tick / 16
         watch.step(now_s, OwnPulse())
         watch.hear(now_s, A, *([B] if now_s <= 2 else []))
-        watch.step(now_s, Ticked())
+        watch.step(now_s, LivenessTicked())
         assert (B in watch.excluded) == (now_s >= 2.75)
 
 
@@ -168,10 +168,10 @@ def test_a_clean_stop_is_excluded_at_once_and_stray_pulses_of_it_change_nothing(
     watch.hear(10.0, E, stopping=True)
     assert watch.liveness.state(E) is LifeState.STOPPING and E not in watch.liveness.candidates()
     watch.follow(10.1, E, stopped=True)
-    assert watch.excluded == {E: Why.STOPPED} and watch.liveness.state(E) is LifeState.STOPPED
+    assert watch.excluded == {E: ExcludedWhy.STOPPED} and watch.liveness.state(E) is LifeState.STOPPED
     watch.hear(10.2, E, stopping=True)
     watch.run(11.0, 20.0, [A, B, C, D])
-    assert watch.excluded == {E: Why.STOPPED} and watch.liveness.freshness(20.0).age_s <= 1
+    assert watch.excluded == {E: ExcludedWhy.STOPPED} and watch.liveness.freshness(20.0).age_s <= 1
 
 
 def test_a_start_is_excluded_until_it_was_heard_and_a_pulse_until_its_start_was_read() -> None:
@@ -183,7 +183,7 @@ def test_a_start_is_excluded_until_it_was_heard_and_a_pulse_until_its_start_was_
     assert not stopped.excluded
     killed = five()
     killed.hear(10.0, E, epoch=2)  # the stream has only told of its first epoch, whose process this proves to be gone
-    assert killed.excluded == {E: Why.RESTARTED} and killed.liveness.state(E) is LifeState.LIVE
+    assert killed.excluded == {E: ExcludedWhy.RESTARTED} and killed.liveness.state(E) is LifeState.LIVE
     killed.follow(10.1, E, epoch=2)
     assert not killed.excluded
 
@@ -191,16 +191,16 @@ def test_a_start_is_excluded_until_it_was_heard_and_a_pulse_until_its_start_was_
 def test_one_whose_epoch_is_unreadable_is_excluded_however_alive_and_still_a_candidate() -> None:
     watch = five()
     watch.step(10.0, StreamProgress(E, Epoch(1), False, unreadable=True))
-    assert watch.excluded == {E: Why.NEWER} and watch.liveness.state(E) is LifeState.LIVE
+    assert watch.excluded == {E: ExcludedWhy.NEWER} and watch.liveness.state(E) is LifeState.LIVE
     assert E in watch.liveness.candidates()  # it serves; only what it holds is not known
     watch.hear(10.1, E, epoch=2)
-    assert watch.excluded == {E: Why.NEWER}
+    assert watch.excluded == {E: ExcludedWhy.NEWER}
     watch.follow(10.2, E, epoch=2)
     assert not watch.excluded
     watch.step(
         10.3, StreamProgress(InstanceId("f"), Epoch(0), False, unreadable=True)
     )  # of which nothing at all could be read
-    assert watch.excluded == {InstanceId("f"): Why.NEWER}
+    assert watch.excluded == {InstanceId("f"): ExcludedWhy.NEWER}
 
 
 def test_one_excluded_that_restarts_is_not_returned_by_its_old_self() -> None:
@@ -217,12 +217,12 @@ def test_a_later_epoch_that_was_only_announced_and_fell_silent_gives_way_to_the_
     watch = five()
     watch.hear(10.0, E, epoch=2)  # another process of this name, that dies before it has said anything on the stream
     watch.hear(10.1, E, epoch=1)
-    assert watch.excluded == {E: Why.RESTARTED} and watch.liveness.zombies == 1
+    assert watch.excluded == {E: ExcludedWhy.RESTARTED} and watch.liveness.zombies == 1
     watch.run(10.2, 17.0, [A, B, C, D])
     watch.hear(17.1, E, epoch=1)
     assert not watch.excluded and watch.liveness.state(E) is LifeState.LIVE
     watch.hear(17.2, E, epoch=2)  # unless it comes back
-    assert watch.excluded == {E: Why.RESTARTED}
+    assert watch.excluded == {E: ExcludedWhy.RESTARTED}
 
 
 def test_of_two_runs_of_one_epoch_the_first_counts_while_it_lives() -> None:
@@ -235,7 +235,7 @@ def test_of_two_runs_of_one_epoch_the_first_counts_while_it_lives() -> None:
     last = watch.liveness.last(A)
     assert last is not None and last.heartbeat.run == "x"
     watch.run(0.3, 4.2, [B])
-    assert watch.excluded == {A: Why.SILENT}  # the other's pulses are no life of this one
+    assert watch.excluded == {A: ExcludedWhy.SILENT}  # the other's pulses are no life of this one
     watch.hear(4.3, A, run="y")
     assert not watch.excluded and watch.liveness.double_ids == 1
 
@@ -248,7 +248,7 @@ def test_kept_pulses_are_no_life() -> None:
     watch.run(0.0, 3.9, [B])
     assert not watch.excluded and watch.liveness.state(B) is LifeState.LIVE
     watch.run(3.9, 4.2, [B])
-    assert watch.excluded == {A: Why.SILENT} and watch.liveness.state(A) is LifeState.UNHEARD
+    assert watch.excluded == {A: ExcludedWhy.SILENT} and watch.liveness.state(A) is LifeState.UNHEARD
 
 
 def test_a_pulse_given_twice_counts_once() -> None:
@@ -260,7 +260,7 @@ def test_a_pulse_given_twice_counts_once() -> None:
     for second in range(1, 6):
         watch.step(second, pulse)
         watch.run(second, second + 1, [B])
-    assert watch.excluded == {A: Why.SILENT}
+    assert watch.excluded == {A: ExcludedWhy.SILENT}
 
 
 def test_nobody_is_excluded_while_the_catalog_is_cut_off_and_everybody_has_a_period_anew() -> None:
@@ -285,7 +285,7 @@ def test_a_catalog_that_is_cut_off_knows_it_before_a_silence_that_it_may_have_ca
     watch.run(20.0, 23.9, [B])
     assert not watch.excluded
     watch.run(23.9, 24.2, [B])
-    assert watch.excluded == {A: Why.SILENT}
+    assert watch.excluded == {A: ExcludedWhy.SILENT}
 
 
 def test_a_stop_is_heeded_also_by_a_catalog_that_is_cut_off() -> None:
@@ -319,7 +319,7 @@ def test_those_who_come_back_one_after_the_other_are_all_kept() -> None:
     watch.step(14.0, OwnPulse())
     for number, instance in enumerate(many):  # each has its heartbeat somewhere in the second after
         watch.hear(14.0 + number / 100, instance)
-        watch.step(14.0 + number / 100, Ticked())
+        watch.step(14.0 + number / 100, LivenessTicked())
         assert not watch.excluded
     assert watch.liveness.freshness(15.0).age_s == 0
 
@@ -374,7 +374,7 @@ def test_an_instance_the_stream_has_not_told_of_has_nothing_to_exclude() -> None
 def test_effects_name_the_epoch_the_stream_has_told() -> None:
     liveness = Liveness()
     liveness.step(0.0, StreamProgress(A, Epoch(7), False))
-    assert liveness.step(0.1, StreamProgress(A, Epoch(7), True)) == [Exclude(A, Epoch(7), Why.STOPPED)]
+    assert liveness.step(0.1, StreamProgress(A, Epoch(7), True)) == [Exclude(A, Epoch(7), ExcludedWhy.STOPPED)]
     assert liveness.step(0.2, StreamProgress(A, Epoch(8), False)) == []
     assert liveness.step(0.3, OwnPulse()) == []
     assert liveness.step(0.4, HeartbeatReceived(beat(A, 1, epoch=8))) == [Return(A, Epoch(8))]
@@ -406,7 +406,7 @@ def fed(action: tuple[object, ...], number: int, clock: int = 0) -> Input:
         case ("own",):
             return OwnPulse()
         case _:
-            return Ticked()
+            return LivenessTicked()
 
 
 @thorough
@@ -455,7 +455,7 @@ def test_whoever_falls_silent_alone_is_excluded_in_time(
         if tick % 10 == 0:
             watch.step(now_s, OwnPulse())
             watch.hear(now_s, *others, epoch=9)
-        watch.step(now_s, Ticked())
+        watch.step(now_s, LivenessTicked())
         if A in watch.excluded and silent_s is None:
             silent_s = now_s - last_s
     assert silent_s is not None and silent_s + 1e-9 >= 4.0 and silent_s <= 4.0 + TICK_S + 1e-9
@@ -492,7 +492,7 @@ def test_while_the_catalog_does_not_hear_itself_nobody_is_excluded_for_silence(
         if isinstance(what, OwnPulse):
             own_s = now_s
         watch.step(now_s, what)
-        newly = {name for name, why in watch.excluded.items() if why is Why.SILENT and name not in before}
+        newly = {name for name, why in watch.excluded.items() if why is ExcludedWhy.SILENT and name not in before}
         assert not newly or now_s - own_s < 2.0
 
 
@@ -510,7 +510,7 @@ def test_another_life_of_a_smaller_epoch_is_heard_and_its_older_self_is_not() ->
         watch.step(second, OwnPulse())
         watch.hear(second, A, epoch=5, run="old")
         watch.hear(second, B, C, D)
-        watch.step(second, Ticked())
+        watch.step(second, LivenessTicked())
     watch.hear(10.0, A, epoch=1, run="new")  # its fence was not read yet
     last = watch.liveness.last(A)
     assert last is not None and last.heartbeat.run == "old"
@@ -518,7 +518,7 @@ def test_another_life_of_a_smaller_epoch_is_heard_and_its_older_self_is_not() ->
     watch.step(10.2, StreamProgress(A, Epoch(1), False, "new", 1))
     watch.hear(10.3, A, epoch=1, run="new")
     watch.hear(10.4, A, epoch=5, run="old")  # thaws, and has not seen yet that its place is another's
-    assert watch.excluded == {A: Why.RESTARTED}  # for all that is known it may have begun since
+    assert watch.excluded == {A: ExcludedWhy.RESTARTED}  # for all that is known it may have begun since
     watch.hear(11.3, A, epoch=1, run="new")
     assert not watch.excluded and watch.liveness.state(A) is LifeState.LIVE
     last = watch.liveness.last(A)
@@ -560,7 +560,7 @@ def test_of_two_runs_of_one_epoch_the_holder_counts_though_the_other_was_heard_f
 def test_who_is_forgotten_leaves_nothing_and_is_new_when_it_is_heard_again() -> None:
     watch = five()
     watch.run(10.0, 20.0, [A, B, C, D])
-    assert watch.excluded == {E: Why.SILENT} and watch.liveness.is_gone(E) and not watch.liveness.is_gone(A)
+    assert watch.excluded == {E: ExcludedWhy.SILENT} and watch.liveness.is_gone(E) and not watch.liveness.is_gone(A)
     del watch.excluded[E]
     watch.liveness.forget(E)
     assert watch.liveness.instances() == [A, B, C, D] and watch.liveness.state(E) is LifeState.UNHEARD

@@ -11,7 +11,7 @@ from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.locate.nats_bytes import (
     MOST_INFO_BYTES,
     MOST_LINE_BYTES,
-    Message,
+    NatsMessage,
     Parser,
     WireError,
     Word,
@@ -34,15 +34,15 @@ FOUND = [
     Word(b"PING", b""),
     Word(b"+OK", b""),
     Word(b"PONG", b""),
-    Message(b"_INBOX.a.1", b"", b"", b"he\r\no"),
-    Message(b"_INBOX.a.2", b"", b"", b""),
-    Message(b"_INBOX.a.3", b"", HEADERS, b"body"),
-    Message(b"_INBOX.a.4", b"503", NOBODY, b""),
+    NatsMessage(b"_INBOX.a.1", b"", b"", b"he\r\no"),
+    NatsMessage(b"_INBOX.a.2", b"", b"", b""),
+    NatsMessage(b"_INBOX.a.3", b"", HEADERS, b"body"),
+    NatsMessage(b"_INBOX.a.4", b"503", NOBODY, b""),
     Word(b"-ERR", b"'Stale Connection'"),
 ]
 
 
-def parsed(pieces: list[bytes], most_bytes: int = 1000) -> list[Message | Word]:
+def parsed(pieces: list[bytes], most_bytes: int = 1000) -> list[NatsMessage | Word]:
     parser, found = Parser(most_bytes), []
     for piece in pieces:
         parser.feed(piece)

@@ -421,7 +421,7 @@ def test_an_answer_with_a_forged_field_speaks_for_nobody_else_and_the_table_can_
         name="a",
         kind="instance",
         at_ns=1,
-        progress={number: report.Progress(places=(report.Place(name="HOST", waits="x"),))},
+        progress={number: report.Progress(places=(report.ErasedPlace(name="HOST", waits="x"),))},
     )
     catalog = report.Answer(name="catalog:1", kind="catalog", at_ns=1, progress={number: report.Progress(done_ns=1)})
     honest = {one.name: report.encoded(one) for one in (waits, catalog)}
@@ -429,7 +429,7 @@ def test_an_answer_with_a_forged_field_speaks_for_nobody_else_and_the_table_can_
         lies.honest_answer(InstanceId("liar")),
         progress={
             number: report.Progress(
-                places=(report.Place(name="HOST", waits="x"),), namespaces=(erasure.namespace_digest(BETA.id),)
+                places=(report.ErasedPlace(name="HOST", waits="x"),), namespaces=(erasure.namespace_digest(BETA.id),)
             )
         },
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from kvbm.catalog.edge.metrics import ROWS
-from kvbm.telemetry.metrics import COUNTER, GAUGE, HISTOGRAM, Buckets, CatalogMetrics, MetricRow
+from kvbm.telemetry.metrics import COUNTER, GAUGE, HISTOGRAM, CatalogMetrics, HistogramBuckets, MetricRow
 from tests.extras import needed
 
 text_string_to_metric_families = needed("prometheus_client.parser", "catalog").text_string_to_metric_families
@@ -20,7 +20,7 @@ class Counted(NamedTuple):
     asked: int
     age_s: float | None
     sizes: dict[tuple[str, ...], float]
-    times: Buckets
+    times: HistogramBuckets
 
 
 SOME: tuple[MetricRow[Counted], ...] = (
@@ -29,7 +29,7 @@ SOME: tuple[MetricRow[Counted], ...] = (
     MetricRow("sizes", GAUGE, "Bytes, by place and form.", lambda at: at.sizes, ("place", "form")),
     MetricRow("times", HISTOGRAM, "How long it took, by tier.", lambda at: {("HOST",): at.times}, ("tier",)),
 )
-NOW = Counted(3, 0.5, {("b", "raw"): 7, ("a", "raw"): 9}, Buckets((1, 2.5), (4, 0, 1), 8.0))
+NOW = Counted(3, 0.5, {("b", "raw"): 7, ("a", "raw"): 9}, HistogramBuckets((1, 2.5), (4, 0, 1), 8.0))
 
 
 def scraped(now: Counted) -> str:

@@ -8,7 +8,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from kvbm.streams.base import Ask
+from kvbm.streams.base import CatalogAsk
 from kvbm.streams.nats.asks import _IN_A_ROW, _MOST_WAITING, _Taker
 
 SUBJECT = "kvbm.v1.ask.c.any.lookup"
@@ -27,14 +27,14 @@ class Site:
     def note_dropped(self, subject: str) -> None:
         self.dropped += 1
 
-    def at_once(self, line: object, ask: Ask) -> bool:
+    def at_once(self, line: object, ask: CatalogAsk) -> bool:
         if self.is_short:
             self.at_once_.append(ask.body)
             self.answered.append(ask.body)
             self.kinds.add(ask.kind)
         return self.is_short
 
-    async def take(self, line: object, ask: Ask) -> None:
+    async def take(self, line: object, ask: CatalogAsk) -> None:
         self.answered.append(ask.body)
 
 

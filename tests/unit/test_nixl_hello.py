@@ -14,9 +14,9 @@ from kvbm.core.errors import PeerWireError
 from kvbm.transport.nixl_hello import (
     MOST_METADATA_BYTES,
     NO_MEMORY,
-    LentMemory,
+    NixlLentMemory,
     NixlReady,
-    Status,
+    NixlStatus,
     decode_ready,
     encode_hello,
     encode_ready,
@@ -24,8 +24,8 @@ from kvbm.transport.nixl_hello import (
     receive_ready,
 )
 
-MEMORY = LentMemory(0x7F00_0000_0000, 1 << 20, 16, 1 << 16)
-READY = NixlReady(Status.READY, b"agent", MEMORY)
+MEMORY = NixlLentMemory(0x7F00_0000_0000, 1 << 20, 16, 1 << 16)
+READY = NixlReady(NixlStatus.READY, b"agent", MEMORY)
 
 
 def test_the_bytes_are_fixed() -> None:
@@ -37,7 +37,7 @@ def test_the_bytes_are_fixed() -> None:
 
 def test_what_is_sent_is_what_is_understood() -> None:
     assert is_hello(encode_hello())
-    for ready in (READY, NixlReady(Status.FULL, b"", NO_MEMORY), NixlReady(Status.NOT_PROVED, b"", NO_MEMORY)):
+    for ready in (READY, NixlReady(NixlStatus.FULL, b"", NO_MEMORY), NixlReady(NixlStatus.NOT_PROVED, b"", NO_MEMORY)):
         assert decode_ready(encode_ready(ready)[8:]) == ready
 
 
@@ -51,8 +51,8 @@ def test_what_is_sent_is_what_is_understood() -> None:
         READY._replace(memory=MEMORY._replace(stride=0)),
         READY._replace(memory=MEMORY._replace(address=0)),
         READY._replace(memory=MEMORY._replace(address=(1 << 64) - 1)),
-        READY._replace(status=Status.FULL),
-        NixlReady(Status.FULL, b"x", NO_MEMORY),
+        READY._replace(status=NixlStatus.FULL),
+        NixlReady(NixlStatus.FULL, b"x", NO_MEMORY),
     ],
 )
 def test_what_makes_no_sense_is_not_sent(ready: NixlReady) -> None:

@@ -8,7 +8,7 @@ import random
 
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, Tier, split_hashes
 from kvbm.core.policy import SecondUse, WriteThrough
-from kvbm.manager.objects.object_groups import Group, Groups, groups_of
+from kvbm.manager.objects.object_groups import Groups, ObjectGroup, groups_of
 from kvbm.manager.offload.admission import Skipped
 from kvbm.manager.offload.queue import Offloader
 
@@ -157,7 +157,7 @@ def test_memory_for_chains_and_for_objects_that_wait_is_bounded() -> None:
     groups = Groups(K, unfinished=10, waiting=5)
     for number in range(1000):
         groups.follow(NO_PARENT, 0, chain(number * 10, 2))
-        forgotten = groups.watch(Group(ONE, chain(number * 10, 4)), chain(number * 10, 4))
+        forgotten = groups.watch(ObjectGroup(ONE, chain(number * 10, 4)), chain(number * 10, 4))
         assert len(forgotten) == (1 if number >= 5 else 0)
     assert (len(groups._unfinished), groups._waiting_groups) == (10, 5)
     assert groups.follow(chain(9991, 1), 2, chain(9992, 2)) == (chain(9990, 4), b"")
@@ -167,8 +167,8 @@ def test_memory_for_chains_and_for_objects_that_wait_is_bounded() -> None:
 def test_who_waits_already_does_not_wait_twice() -> None:
     groups = Groups(K)
     for _ in range(3):
-        groups.watch(Group(ONE, chain(0, 4)), chain(0, 4))
-    assert groups.arrived(chain(3, 1)) == [Group(ONE, chain(0, 4))]
+        groups.watch(ObjectGroup(ONE, chain(0, 4)), chain(0, 4))
+    assert groups.arrived(chain(3, 1)) == [ObjectGroup(ONE, chain(0, 4))]
     assert groups.arrived(chain(3, 1)) == []
 
 

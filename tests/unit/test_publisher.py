@@ -32,26 +32,26 @@ from kvbm.streams.publisher.messages import (
     Acked,
     Appended,
     AskPulse,
-    Begun,
     Connect,
     Connected,
     Disconnected,
     Effect,
+    EpochBegun,
     FencedOff,
     FenceRead,
     FenceSet,
     Input,
-    Kept,
     Publish,
+    PublisherTicked,
+    PublisherWakeAt,
     Pulse,
     ReadFence,
     Refused,
     ReportFenced,
     SetFence,
     SnapshotBegan,
+    StreamRetention,
     TakeOver,
-    Ticked,
-    WakeAt,
 )
 from tests.examples import examples
 from tests.nats_fixture import make_frame
@@ -94,7 +94,12 @@ class Driven:
         self.now_s = self.now_s if at_s is None else at_s
         return self.publisher.step(self.now_s, happened)
 
-    def find(self, fence: Fence | None = None, tail: Tail | None = None, happened: Input = Ticked()) -> list[Effect]:  # noqa: B008
+    def find(
+        self,
+        fence: Fence | None = None,
+        tail: Tail | None = None,
+        happened: Input = PublisherTicked(),  # noqa: B008
+    ) -> list[Effect]:
         """Step with what leads to a Connect, and answer it."""
         connect = the(self.step(happened), Connect)
         return self.step(Connected(connect.attempt, fence, tail, ROOM))
@@ -113,7 +118,7 @@ class Driven:
 
     def wait(self, effects: list[Effect]) -> list[Effect]:
         """Step at the time the effects name."""
-        return self.step(Ticked(), the(effects, WakeAt).at_s)
+        return self.step(PublisherTicked(), the(effects, PublisherWakeAt).at_s)
 
 
 def log_of(*frames: FrameBytes) -> MemoryLog:
@@ -147,7 +152,7 @@ def test_a_fence_set_after_its_own_is_anothers_whatever_its_epoch() -> None:
         assert of_kind(effects, AskPulse)
         effects = driven.step(Pulse(None))
     assert the(effects, TakeOver).epoch == 1  # the other has been silent: its fence is no bar any more
-    connect = the(driven.step(Begun(Epoch(6))), Connect)
+    connect = the(driven.step(EpochBegun(Epoch(6))), Connect)
     fence = Fence(Epoch(1), "new", 1)
     wanted = the(driven.step(Connected(connect.attempt, fence, Tail(position(1, 2), position(1, 2)), ROOM)), SetFence)
     assert (wanted.expected, wanted.epoch) == (1, 6)
@@ -190,7 +195,7 @@ def test_a_fence_names_who_began_the_epochs_that_follow_it() -> None:
     wanted = the(driven.find(Fence(Epoch(3), "before", 9), Tail(position(3, 1), position(3, 1))), SetFence)
     assert wanted.log == ((3, "before"), (5, "me"))
     driven.step(FenceSet(wanted.attempt, Fence(Epoch(5), "me", 100)))
-    driven.step(Begun(Epoch(6)))
+    driven.step(EpochBegun(Epoch(6)))
     assert driven.publisher._ownership.epochs_after(driven.publisher.confirmed, driven.publisher.epoch)[-2:] == (
         (5, "me"),
         (6, "me"),
@@ -220,8 +225,8 @@ def test_who_has_nothing_to_publish_looks_now_and_then_whether_the_place_is_stil
     sent = the(driven.begin(), Publish)
     driven.step(Acked(sent.attempt), 1.0)
     at_s = 1.0 + FENCE_CHECK_HEARTBEATS
-    assert not of_kind(driven.step(Ticked(), at_s - 0.1), ReadFence)
-    assert the(driven.step(Ticked(), at_s), ReadFence).sequence == 100
+    assert not of_kind(driven.step(PublisherTicked(), at_s - 0.1), ReadFence)
+    assert the(driven.step(PublisherTicked(), at_s), ReadFence).sequence == 100
     assert not of_kind(driven.step(FenceRead(100, Fence(Epoch(1), "me", 100))), Connect)
     assert not of_kind(driven.step(FenceRead(90, None)), Connect)  # asked before the fence was set anew
     connect = the(driven.step(FenceRead(100, Fence(Epoch(2), "other", 120))), Connect)
@@ -236,13 +241,13 @@ def test_who_was_shut_out_takes_a_later_epoch_when_the_stream_has_lost_its_rival
     driven = Driven(frames)
     assert of_kind(driven.find(Fence(Epoch(2), "other", 9)), ReportFenced)
     driven.step(Disconnected("power"), 0.1)
-    connect = the(driven.step(Ticked(), 1.0), Connect)
+    connect = the(driven.step(PublisherTicked(), 1.0), Connect)
     effects = driven.step(Connected(connect.attempt, None, None, ROOM))
     assert the(effects, TakeOver).epoch == 2
     wanted = the(effects, SetFence)
     assert not of_kind(driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 3))), Publish)  # nobody reads epoch 1
     frames.append(make_frame(0, epoch=3))
-    wanted = the(driven.step(Begun(Epoch(3))), SetFence)
+    wanted = the(driven.step(EpochBegun(Epoch(3))), SetFence)
     driven.step(FenceSet(wanted.attempt, Fence(Epoch(3), "me", 4)))
     assert the(driven.step(Appended(), 2.0), Publish).through == position(3, 1)
 
@@ -267,10 +272,10 @@ def test_a_frame_goes_at_once_and_those_of_the_next_two_milliseconds_together() 
     assert the(driven.step(Appended(), 1.0), Publish).data == make_frame(0).data
     frames.append(make_frame(1))
     effects = driven.step(Appended(), 1.001)
-    assert the(effects, WakeAt).at_s == 1.0 + LINGER_S and not of_kind(effects, Publish)
+    assert the(effects, PublisherWakeAt).at_s == 1.0 + LINGER_S and not of_kind(effects, Publish)
     frames.append(make_frame(2))
     assert not of_kind(driven.step(Appended(), 1.0015), Publish)
-    sent = the(driven.step(Ticked(), 1.0 + LINGER_S), Publish)
+    sent = the(driven.step(PublisherTicked(), 1.0 + LINGER_S), Publish)
     assert sent.data == make_frame(1).data + make_frame(2).data
 
 
@@ -315,7 +320,7 @@ def test_a_frame_larger_than_a_message_goes_alone() -> None:
 
 def test_a_message_keeps_to_what_the_connection_takes() -> None:
     driven = Driven(log_of(*frames_of(4)))
-    connect = the(driven.step(Ticked()), Connect)
+    connect = the(driven.step(PublisherTicked()), Connect)
     wanted = the(driven.step(Connected(connect.attempt, None, None, 2 * SIZE)), SetFence)
     sent = of_kind(driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 1))), Publish)
     assert [message.through.offset for message in sent] == [2, 4]
@@ -325,7 +330,7 @@ def test_a_small_frame_before_a_large_one_does_not_keep_it_back() -> None:
     driven = Driven(log_of(make_frame(0), make_frame(1, blocks=100)), message_bytes=4 * SIZE)
     effects = driven.begin()
     assert the(effects, Publish).through.offset == 1
-    assert the(driven.step(Ticked(), LINGER_S), Publish).through.offset == 2
+    assert the(driven.step(PublisherTicked(), LINGER_S), Publish).through.offset == 2
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
@@ -350,7 +355,7 @@ def test_from_a_refused_message_on_all_is_sent_again_after_a_wait_and_late_acks_
     assert driven.publisher.published == position(1, 4)
 
 
-@pytest.mark.parametrize("trouble", [Disconnected("gone"), Ticked()], ids=["lost", "overdue"])
+@pytest.mark.parametrize("trouble", [Disconnected("gone"), PublisherTicked()], ids=["lost", "overdue"])
 def test_after_a_lost_connection_and_an_overdue_ack_the_stream_is_asked_where_it_ends(trouble: Input) -> None:
     driven = Driven(log_of(*frames_of(1)))
     sent = the(driven.begin(), Publish)
@@ -382,17 +387,17 @@ def test_it_waits_longer_after_each_failure_up_to_a_limit_and_less_after_an_ack(
     publisher = Publisher(log_of(*frames_of(1)), Epoch(1), "me", jitter=lambda: 1.0)
     now_s, waits = 0.0, []
     for _ in range(10):
-        the(publisher.step(now_s, Ticked()), Connect)
-        wake = the(publisher.step(now_s, Disconnected("nobody")), WakeAt)
+        the(publisher.step(now_s, PublisherTicked()), Connect)
+        wake = the(publisher.step(now_s, Disconnected("nobody")), PublisherWakeAt)
         waits.append(wake.at_s - now_s)
         now_s = wake.at_s
     assert waits == sorted(waits)
     assert waits[-1] == pytest.approx(BACKOFF_MOST_S)
-    connect = the(publisher.step(now_s, Ticked()), Connect)
+    connect = the(publisher.step(now_s, PublisherTicked()), Connect)
     wanted = the(publisher.step(now_s, Connected(connect.attempt, None, None, ROOM)), SetFence)
     sent = the(publisher.step(now_s, FenceSet(wanted.attempt, Fence(Epoch(1), "me", 1))), Publish)
     publisher.step(now_s, Acked(sent.attempt))
-    wake = the(publisher.step(now_s, Disconnected("gone")), WakeAt)
+    wake = the(publisher.step(now_s, Disconnected("gone")), PublisherWakeAt)
     assert wake.at_s - now_s == pytest.approx(waits[0])
 
 
@@ -420,7 +425,7 @@ def test_a_stream_that_lost_what_it_had_gets_it_again_and_published_does_not_shr
 
 def test_an_answer_to_an_earlier_attempt_to_connect_is_not_taken() -> None:
     driven = Driven(log_of(*frames_of(1)))
-    first = the(driven.step(Ticked()), Connect)
+    first = the(driven.step(PublisherTicked()), Connect)
     effects = driven.step(Disconnected("nobody"))
     second = the(driven.wait(effects), Connect)
     assert driven.step(Connected(first.attempt, None, None, ROOM)) == []
@@ -436,7 +441,7 @@ def test_a_fence_that_is_not_acknowledged_in_time_ends_in_a_new_connection() -> 
 # -- the fence ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("happened", [SnapshotBegan(), Begun(Epoch(2))])
+@pytest.mark.parametrize("happened", [SnapshotBegan(), EpochBegun(Epoch(2))])
 def test_a_snapshot_and_a_new_epoch_move_the_fence_once_all_that_is_in_flight_is_acknowledged(happened: Input) -> None:
     frames = log_of(*frames_of(2))
     driven = Driven(frames, message_bytes=SIZE)
@@ -466,12 +471,12 @@ def test_frames_of_a_later_epoch_wait_for_its_fence_even_if_nobody_said_that_it_
 def test_a_fence_is_moved_before_the_stream_lets_go_of_it() -> None:
     driven = Driven(MemoryLog())
     driven.begin()
-    wake = the(driven.step(Kept(20.0)), WakeAt)
+    wake = the(driven.step(StreamRetention(20.0)), PublisherWakeAt)
     assert wake.at_s == 20.0 / FENCE_SHARE
-    wanted = the(driven.step(Ticked(), wake.at_s), SetFence)
+    wanted = the(driven.step(PublisherTicked(), wake.at_s), SetFence)
     assert wanted.expected == 100
     effects = driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 101)))
-    assert the(effects, WakeAt).at_s == 2 * 20.0 / FENCE_SHARE
+    assert the(effects, PublisherWakeAt).at_s == 2 * 20.0 / FENCE_SHARE
 
 
 def test_a_fence_that_aged_out_is_set_again() -> None:
@@ -493,7 +498,7 @@ def test_a_fence_that_is_refused_again_and_again_is_not_asked_for_in_haste() -> 
     wanted = the(driven.step(Connected(connect.attempt, None, None, ROOM)), SetFence)
     effects = driven.step(FencedOff(wanted.attempt, ""))
     assert not of_kind(effects, Connect)
-    assert the(effects, WakeAt).at_s > 0
+    assert the(effects, PublisherWakeAt).at_s > 0
 
 
 OTHERS_PLACE = [
@@ -544,9 +549,9 @@ def test_it_takes_a_later_epoch_only_when_the_other_is_silent_for_three_heartbea
         assert not of_kind(driven.step(Pulse(beat("other", 19)), at_s), TakeOver)
     assert the(driven.step(Pulse(beat("other", 19)), 19.0 + SILENT_HEARTBEATS), TakeOver).epoch == 2
     assert not of_kind(driven.step(Pulse(beat("other", 19)), 30.0), TakeOver)  # said once
-    assert not of_kind(driven.step(Begun(Epoch(2))), Connect)
+    assert not of_kind(driven.step(EpochBegun(Epoch(2))), Connect)
     wanted = the(
-        driven.find(Fence(Epoch(2), "other", 9), Tail(position(2, 7), position(2, 4)), Begun(Epoch(3))), SetFence
+        driven.find(Fence(Epoch(2), "other", 9), Tail(position(2, 7), position(2, 4)), EpochBegun(Epoch(3))), SetFence
     )
     assert (wanted.epoch, wanted.expected) == (3, 9)
     sent = the(driven.step(FenceSet(wanted.attempt, Fence(Epoch(3), "me", 10))), Publish)
@@ -565,7 +570,7 @@ def test_silence_does_not_count_while_the_stream_cannot_be_asked() -> None:
     driven = Driven(MemoryLog())
     driven.find(Fence(Epoch(2), "other", 9))
     effects = driven.step(Disconnected("gone"), 1.0)
-    connect = the(driven.step(Ticked(), 100.0), Connect)
+    connect = the(driven.step(PublisherTicked(), 100.0), Connect)
     effects = driven.step(Connected(connect.attempt, Fence(Epoch(2), "other", 9), None, ROOM))
     assert of_kind(effects, AskPulse)
     assert not of_kind(driven.step(Pulse(None), 100.5), TakeOver)
@@ -637,7 +642,7 @@ class World:
     def begin_epoch(self, epoch: int, says_so: bool = True) -> None:
         self.epoch, self.next_offset = epoch, 0
         if says_so:
-            self.step(Begun(Epoch(epoch)))
+            self.step(EpochBegun(Epoch(epoch)))
 
     def step(self, happened: Input) -> None:
         for effect in self.publisher.step(self.now_s, happened):
@@ -647,9 +652,9 @@ class World:
 
     def do(self, effect: Effect) -> None:
         match effect:
-            case WakeAt(at_s):
+            case PublisherWakeAt(at_s):
                 assert at_s >= self.now_s
-                self.later(at_s - self.now_s, lambda: self.step(Ticked()))
+                self.later(at_s - self.now_s, lambda: self.step(PublisherTicked()))
             case Connect(attempt, anew):
                 if anew:
                     self._connection += 1
@@ -766,7 +771,7 @@ class World:
 
 def run_world(choice: random.Random, steps: int, with_losses: bool, with_others: bool) -> World:
     world = World(choice)
-    world.step(Ticked())
+    world.step(PublisherTicked())
     at_s = 0.0
     for _ in range(steps):
         at_s += choice.choice((0.0, 0.0005, 0.01, 0.5))
@@ -913,7 +918,7 @@ def test_a_fence_that_is_pushed_out_again_and_again_costs_few_attempts_though_me
 
 def test_no_more_messages_are_under_way_than_the_stream_bears() -> None:
     driven = Driven(log_of(*frames_of(4)), message_bytes=SIZE)
-    connect = the(driven.step(Ticked()), Connect)
+    connect = the(driven.step(PublisherTicked()), Connect)
     wanted = the(driven.step(Connected(connect.attempt, None, None, ROOM, in_flight=1)), SetFence)
     effects = driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 7)))
     for offset in range(1, 5):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.transport.rdma_reach import Reach
+from kvbm.transport.rdma_reach import RdmaReach
 
 
 def gid(number: int) -> bytes:
@@ -10,7 +10,7 @@ def gid(number: int) -> bytes:
 
 
 def test_who_could_not_be_reached_is_left_alone_for_longer_each_time_and_a_minute_at_most() -> None:
-    reach, now_s, pauses = Reach(), 0.0, []
+    reach, now_s, pauses = RdmaReach(), 0.0, []
     for _ in range(8):
         assert reach.may(now_s, gid(1))
         reach.failed(now_s, gid(1))
@@ -21,7 +21,7 @@ def test_who_could_not_be_reached_is_left_alone_for_longer_each_time_and_a_minut
 
 
 def test_a_stranger_of_many_addresses_is_tried_a_few_times_a_minute_and_who_was_reached_goes_on() -> None:
-    reach, tries = Reach(most_failures=3), 0
+    reach, tries = RdmaReach(most_failures=3), 0
     reach.worked(gid(9))
     for number in range(100, 1100):
         now_s = (number - 100) * 0.12
@@ -34,7 +34,7 @@ def test_a_stranger_of_many_addresses_is_tried_a_few_times_a_minute_and_who_was_
 
 
 def test_who_was_reached_and_is_no_more_is_as_new() -> None:
-    reach = Reach(most_failures=1)
+    reach = RdmaReach(most_failures=1)
     reach.worked(gid(1))
     reach.failed(0.0, gid(1))
     assert not reach.may(10.0, gid(1)) and reach.may(70.0, gid(1))

@@ -6,7 +6,7 @@ import pytest
 
 from kvbm.core.codec import Frame, FrameBytes
 from kvbm.replay import order as order_module
-from kvbm.replay.order import Begins, Conflict, DamagedBytes, Late, Missing, Next, Repeat, WentBack, in_order
+from kvbm.replay.order import Begins, Conflict, DamagedBytes, LateEnd, Missing, Next, Repeat, WentBack, in_order
 from kvbm.replay.source import FramePlace, Located
 from tests.nats_fixture import make_frame
 
@@ -25,10 +25,11 @@ def steps(lying: list[Lying | FrameBytes], is_trimmed: bool = False) -> list[str
                 found.append(f"missing {epoch}:{first}-{following}")
             case Begins(epoch, offset):
                 found.append(f"begins {epoch}:{offset}")
-            case Repeat() | Late() | Conflict() | WentBack() as step:
+            case Repeat() | LateEnd() | Conflict() | WentBack() as step:
                 lies = step.located.found
                 assert isinstance(lies, Frame)
-                found.append(f"{type(step).__name__.lower()} {lies.epoch}:{lies.first_offset}")
+                name = type(step).__name__.removesuffix("End").lower()
+                found.append(f"{name} {lies.epoch}:{lies.first_offset}")
     return found
 
 

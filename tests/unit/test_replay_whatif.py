@@ -14,7 +14,7 @@ from kvbm.core.ids import InstanceId, NamespaceId, SequenceHash
 from kvbm.core.policy import EVICTION_POLICIES
 from kvbm.replay.costaware import CostAware
 from kvbm.replay.source import SourceError
-from kvbm.replay.whatif import POLICIES, Accesses, Cost, Tiers, read_accesses, what_if
+from kvbm.replay.whatif import POLICIES, Accesses, ComputeCost, Tiers, read_accesses, what_if
 from kvbm.streams.access_samples import encode_sample
 from kvbm.streams.base import AccessSample
 from kvbm.workload.trace import read_trace
@@ -184,7 +184,7 @@ def test_each_instance_has_a_pool_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_block_costs_more_the_deeper_it_lies() -> None:
-    cost = Cost(tokens_per_s=1000.0, double_tokens=1000.0)
+    cost = ComputeCost(tokens_per_s=1000.0, double_tokens=1000.0)
     assert cost.block_s(0, 100) == pytest.approx(0.1 * 1.05)
     assert cost.block_s(10, 100) == pytest.approx(0.1 * 2.05)
 

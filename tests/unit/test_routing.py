@@ -18,9 +18,9 @@ from kvbm.catalog.members.liveness import (
     LastHeartbeat,
     LifeState,
     Liveness,
+    LivenessTicked,
     OwnPulse,
     StreamProgress,
-    Ticked,
 )
 from kvbm.catalog.routing.router import HEARD_LATE_S, MOST_CALLERS, Router, RoutingTask
 from kvbm.config import RoutingSettings, TierWeightSettings
@@ -496,7 +496,7 @@ class Heads:
 
     def wait(self, now_s: float) -> None:
         self.step(now_s, OwnPulse())
-        self.step(now_s, Ticked())
+        self.step(now_s, LivenessTicked())
 
 
 @each_twin

@@ -6,7 +6,7 @@ import pytest
 
 from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.catalog.routing.peer_links import PeerLinks
-from kvbm.catalog.routing.router import Lent, Reader, RoutingTask
+from kvbm.catalog.routing.router import LentPrefix, ReadingInstance, RoutingTask
 from kvbm.config import RoutingSettings
 from kvbm.core.answers import LentRun, RankedInstance
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
@@ -31,14 +31,16 @@ def run(end: int, begin: int = 0, instance: str = "peer", **more: object) -> Len
     return LentRun(instance=instance, begin=begin, end=end, **({"place": ("z", "r", "g"), "tcp": True} | more))  # type: ignore[arg-type]
 
 
-def reader(size: int = BYTES, host: str = "", tcp: bool = True) -> Reader:
-    return Reader(PLACE, host, tcp, size)
+def reader(size: int = BYTES, host: str = "", tcp: bool = True) -> ReadingInstance:
+    return ReadingInstance(PLACE, host, tcp, size)
 
 
 class Cluster:
     """Two instances, of which A may read."""
 
-    def __init__(self, twin: Twin, reads: Reader | None = None, prefill_tokens_per_s: float = 10_000.0) -> None:
+    def __init__(
+        self, twin: Twin, reads: ReadingInstance | None = None, prefill_tokens_per_s: float = 10_000.0
+    ) -> None:
         self.index = twin.index()
         self.router = self.index.router(RoutingSettings(prefill_tokens_per_s=prefill_tokens_per_s))
         self.candidates = self.router.candidates()
@@ -61,7 +63,7 @@ class Cluster:
     def of_a(self, *runs: LentRun, blocks: int = 10, phase: str = "both") -> RankedInstance:
         task = RoutingTask(SPACE, hashes(*range(1, blocks + 1)), 100 * blocks, 100, phase=phase)
         ranking = self.router.route(
-            0.0, task, [self.candidates], None, 2, False, None, Lent(runs, *PeerLinks().table(0.0))
+            0.0, task, [self.candidates], None, 2, False, None, LentPrefix(runs, *PeerLinks().table(0.0))
         )
         for one in ranking.best:
             assert one.cost_s == pytest.approx(one.queueing_s + one.recompute_s + one.balance_s + one.fetch_s)
@@ -158,7 +160,7 @@ def test_who_has_the_prefix_in_hbm_still_gets_the_prompt(twin: Twin) -> None:
     cluster = Cluster(twin, reader())
     cluster.hold(B, *range(1, 11))
     task = RoutingTask(SPACE, hashes(*range(1, 11)), 1000, 100)
-    lent = Lent([run(10)], *PeerLinks().table(0.0))
+    lent = LentPrefix([run(10)], *PeerLinks().table(0.0))
     assert cluster.router.route(0.0, task, [cluster.candidates], None, 1, True, None, lent).best[0].instance == B
     for _ in range(5):
         cluster.hear(B, 50_000)  # 5 s of work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbm.catalog.index.change_log import ChangeLog, Place
+from kvbm.catalog.index.change_log import ChangeLog, LogPlace
 from kvbm.catalog.index.sealed_places import SealedPlaces
 from kvbm.core.codec import decode_frame
 
@@ -52,4 +52,4 @@ def test_only_who_may_know_of_all_is_told_places_in_clear() -> None:
     assert "123456" in clear and "123456" not in hidden
     assert log.place_of(clear, in_clear=True) == log.place_of(hidden, in_clear=False) == place
     assert log.place_of(clear, in_clear=False) is log.place_of(hidden, in_clear=True) is None
-    assert log.find(place) == Place(*place).serial
+    assert log.find(place) == LogPlace(*place).serial

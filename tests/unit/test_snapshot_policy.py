@@ -10,9 +10,9 @@ from kvbm.manager.record.snapshot_policy import (
     Effect,
     Ended,
     Input,
+    JournalSize,
     Learned,
     SnapshotPolicy,
-    Stored,
     Ticked,
     WakeAt,
 )
@@ -93,19 +93,19 @@ def test_a_store_that_was_replaced_gets_a_snapshot() -> None:
 
 def test_a_journal_that_is_half_full_of_what_no_snapshot_has_made_needless_makes_one_due() -> None:
     snapshots = begun(capacity_bytes=1000)
-    assert told(snapshots, 101.0, Stored(499, 499)) == []
-    assert told(snapshots, 102.0, Stored(500, 500)) == BEGIN
+    assert told(snapshots, 101.0, JournalSize(499, 499)) == []
+    assert told(snapshots, 102.0, JournalSize(500, 500)) == BEGIN
     told(snapshots, 102.0, Began(), Ended())
     assert (
-        told(snapshots, 103.0, Stored(749, 749)) == []
+        told(snapshots, 103.0, JournalSize(749, 749)) == []
     )  # nothing is published: another snapshot would only make it fuller
-    assert told(snapshots, 104.0, Stored(750, 750)) == BEGIN
+    assert told(snapshots, 104.0, JournalSize(750, 750)) == BEGIN
 
 
 def test_a_snapshot_as_large_as_half_the_journal_does_not_call_for_the_next_one() -> None:
     snapshots = begun(capacity_bytes=1000)
-    assert told(snapshots, 102.0, Stored(500, 500)) == BEGIN
-    assert told(snapshots, 102.0, Began(), Stored(1000, 1000)) == []
+    assert told(snapshots, 102.0, JournalSize(500, 500)) == BEGIN
+    assert told(snapshots, 102.0, Began(), JournalSize(1000, 1000)) == []
     assert told(snapshots, 103.0, Ended()) == []
-    assert told(snapshots, 104.0, Stored(600, 1100)) == []
-    assert told(snapshots, 105.0, Stored(750, 1250)) == BEGIN
+    assert told(snapshots, 104.0, JournalSize(600, 1100)) == []
+    assert told(snapshots, 105.0, JournalSize(750, 1250)) == BEGIN

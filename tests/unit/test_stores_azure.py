@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbm.core.errors import ConfigError
-from kvbm.pools.stores.azure import Key, Place, key_of_environment, key_of_string, place_of
+from kvbm.pools.stores.azure import ContainerPlace, Key, key_of_environment, key_of_string, place_of
 from tests.extras import needed
 
 needed("azure.storage.blob", "azure")
@@ -65,25 +65,30 @@ def test_what_the_environment_says_has_no_white_space_at_its_ends(monkeypatch: p
 @pytest.mark.parametrize(
     ("url", "endpoint", "key", "place"),
     [
-        ("az://acct/blocks/a/b", "", Key(), Place("acct", "blocks", "a/b", BLOBS)),
-        ("az://blocks/a", "http://h:1/acct/", Key(), Place("acct", "blocks", "a", "http://h:1/acct")),
+        ("az://acct/blocks/a/b", "", Key(), ContainerPlace("acct", "blocks", "a/b", BLOBS)),
+        ("az://blocks/a", "http://h:1/acct/", Key(), ContainerPlace("acct", "blocks", "a", "http://h:1/acct")),
         (
             "az://acct/blocks/a",
             "",
             Key("k", "", "acct", "http://h:1/acct"),
-            Place("acct", "blocks", "a", "http://h:1/acct"),
+            ContainerPlace("acct", "blocks", "a", "http://h:1/acct"),
         ),
-        ("az://blocks/a", "", Key("k", "", "acct", "http://h:1/acct"), Place("acct", "blocks", "a", "http://h:1/acct")),
-        ("az://blocks", "", Key("k", "", "acct", BLOBS), Place("acct", "blocks", "", BLOBS)),
+        (
+            "az://blocks/a",
+            "",
+            Key("k", "", "acct", "http://h:1/acct"),
+            ContainerPlace("acct", "blocks", "a", "http://h:1/acct"),
+        ),
+        ("az://blocks", "", Key("k", "", "acct", BLOBS), ContainerPlace("acct", "blocks", "", BLOBS)),
         (
             "az://blocks/a",
             "http://h:1/acct",
             Key("k", "", "acct", BLOBS),
-            Place("acct", "blocks", "a", "http://h:1/acct"),
+            ContainerPlace("acct", "blocks", "a", "http://h:1/acct"),
         ),
     ],
 )
 def test_a_url_means_the_settings_endpoint_then_the_connection_strings_then_azures(
-    url: str, endpoint: str, key: Key, place: Place
+    url: str, endpoint: str, key: Key, place: ContainerPlace
 ) -> None:
     assert place_of(url, endpoint, key) == place

@@ -10,7 +10,7 @@ import pytest
 
 from kvbm.core.errors import ConfigError
 from kvbm.pools.stores import link as links
-from kvbm.pools.stores.link import Limits, first_line, is_here, link_to, proxy_for, trusted_file
+from kvbm.pools.stores.link import RequestLimits, first_line, is_here, link_to, proxy_for, trusted_file
 from tests.extras import needed
 
 PROXY = "http://proxy:3128"
@@ -100,7 +100,7 @@ def test_the_client_of_bytes_is_told_what_the_other_one_is_told(
     ca = tmp_path / "ca.pem"
     ca.write_bytes(CERTIFICATE)
     monkeypatch.setenv("https_proxy", PROXY)
-    link = link_to("https://store:9000", str(ca), limits=Limits(3, 4.0, 5.0))
+    link = link_to("https://store:9000", str(ca), limits=RequestLimits(3, 4.0, 5.0))
     assert link.proxies == {"http": PROXY, "https": PROXY}
     options = link.client_options()
     assert options["root_certificate"] == CERTIFICATE

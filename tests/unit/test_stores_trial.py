@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import pytest
 
 from kvbm.core.errors import PoolError
-from kvbm.pools.stores.base import Get, Got, Put, Refusal, StoreAwayError, Trouble
+from kvbm.pools.stores.base import Get, Got, Put, Refusal, StoreAwayError, StoreTrouble
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.stores.trial import try_out
 
-DENIED = Refusal(Trouble.DENIED, "403 AccessDenied")
-FULL = Refusal(Trouble.REFUSED, "507 StorageFull")
-SILENT = Refusal(Trouble.SILENT, "no connection after 4 attempts")
-MOVED = Refusal(Trouble.REFUSED, "301 Moved")
+DENIED = Refusal(StoreTrouble.DENIED, "403 AccessDenied")
+FULL = Refusal(StoreTrouble.REFUSED, "507 StorageFull")
+SILENT = Refusal(StoreTrouble.SILENT, "no connection after 4 attempts")
+MOVED = Refusal(StoreTrouble.REFUSED, "301 Moved")
 
 
 class Failing(MemoryStore):
@@ -66,7 +66,7 @@ def test_who_may_not_put_may_read_and_the_janitor_alone_has_to_delete(store: Fai
         (Failing(put=DENIED, get=DENIED), "cannot be put (403 AccessDenied)"),
         (Failing(put=MOVED, get=MOVED), "cannot be put (301 Moved)"),
         (Failing(get=DENIED), "cannot be read (403 AccessDenied)"),
-        (Failing(get=Refusal(Trouble.ABSENT, "404 NoSuchKey")), "cannot be read (404 NoSuchKey)"),
+        (Failing(get=Refusal(StoreTrouble.ABSENT, "404 NoSuchKey")), "cannot be read (404 NoSuchKey)"),
         (Failing(other=True), "other bytes"),
     ],
 )
@@ -83,6 +83,6 @@ def test_a_store_that_opens_and_does_not_answer_the_other_client_is_away(store: 
 
 
 def test_a_store_that_forgets_may_have_forgotten() -> None:
-    store = Failing(get=Refusal(Trouble.ABSENT, "nothing"))
+    store = Failing(get=Refusal(StoreTrouble.ABSENT, "nothing"))
     store.forgets = True
     assert try_out(store, 1.0) == ()

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from kvbm.core.ids import Namespace
 from kvbm.engines.vllm.adapters import Adapters
-from kvbm.engines.vllm.identity import Identity
+from kvbm.engines.vllm.identity import EngineIdentity
 from kvbm.engines.vllm.requests import Requests
 from kvbm.engines.vllm.tenant_names import TenantNames
 
@@ -31,7 +31,7 @@ def request(tenant: str | None = None) -> Any:
 
 def test_tenants_that_settings_do_not_name_are_bounded_and_others_are_not() -> None:
     declared: list[Namespace] = []
-    names = TenantNames(Identity([GROUP], {"secret": "s"}), [0], declared.extend, ["acme"], most_unnamed=2)
+    names = TenantNames(EngineIdentity([GROUP], {"secret": "s"}), [0], declared.extend, ["acme"], most_unnamed=2)
     with capture_logs() as logs:
         served = [bool(names.of(request(tenant))) for tenant in ("u1", "u2", "u3", "u4", "u1", "acme", "secret", None)]
     assert served == [True, True, False, False, True, True, True, True]
@@ -40,7 +40,7 @@ def test_tenants_that_settings_do_not_name_are_bounded_and_others_are_not() -> N
 
 
 def test_a_request_of_a_tenant_too_many_has_no_namespace_and_is_left_alone() -> None:
-    names = TenantNames(Identity([GROUP], {}), [0], lambda _: None, [], most_unnamed=1)
+    names = TenantNames(EngineIdentity([GROUP], {}), [0], lambda _: None, [], most_unnamed=1)
     requests = Requests([], names.of, Adapters(1))
     assert requests.is_known(requests.state_of(request("u1")))
     assert not requests.is_known(requests.state_of(request("u2")))

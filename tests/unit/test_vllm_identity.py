@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from kvbm.core.ids import Namespace
-from kvbm.engines.vllm.identity import HashScheme, Identity
+from kvbm.engines.vllm.identity import EngineIdentity, HashScheme
 from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.revision import content_digest, model_of, revision_of
 from kvbm.engines.vllm.served import why_not_served
@@ -116,9 +116,9 @@ class Engine:
         secrets: dict[str, str] | None = None,
         layout: str = "words",
         seed: str = "",
-    ) -> Identity:
+    ) -> EngineIdentity:
         environment = {"PYTHONHASHSEED": seed} if seed else {}
-        return Identity.of(
+        return EngineIdentity.of(
             self.vllm_config,
             self.kv_cache_config,
             layout,
@@ -133,7 +133,7 @@ class Engine:
         return why_not_served(self.vllm_config, self.kv_cache_config)
 
 
-def ids(identity: Identity) -> list[bytes]:
+def ids(identity: EngineIdentity) -> list[bytes]:
     return [namespace.id for namespace in identity.groups]
 
 
@@ -217,7 +217,7 @@ def test_things_without_a_name_of_their_own_do_not_bring_an_address_into_the_dig
 
 def test_kv_groups_may_have_layouts_of_their_own() -> None:
     engine = Engine(specs=[FullAttentionSpec(), FullAttentionSpec()])
-    groups = Identity.of(
+    groups = EngineIdentity.of(
         engine.vllm_config,
         engine.kv_cache_config,
         ["one", "other"],
@@ -302,7 +302,7 @@ def test_tenants_have_namespaces_and_roots_of_their_own() -> None:
 
 
 def test_clients_cannot_make_the_engine_keep_ever_more_names() -> None:
-    identity = Identity([Namespace(model="m", block_tokens=16)], {})
+    identity = EngineIdentity([Namespace(model="m", block_tokens=16)], {})
     for at in range(10_000):
         identity.namespaces(f"tenant {at}")
     assert len(identity._known) <= 4096

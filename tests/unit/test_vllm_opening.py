@@ -7,12 +7,12 @@ from structlog.testing import capture_logs
 
 from kvbm.config import Settings, TransportSettings, load_settings
 from kvbm.engines.vllm.opening import _of_hosts, _suited
-from kvbm.engines.vllm.requests import Group
+from kvbm.engines.vllm.requests import KvGroup
 
-WHOLE = Group(0, 16, 16)
-WINDOW = Group(1, 16, 16, window_blocks=4)
-STATE = Group(2, 16, 16, 1, is_state=True)
-CHUNKS = Group(3, 16, 16, chunk_tokens=64)
+WHOLE = KvGroup(0, 16, 16)
+WINDOW = KvGroup(1, 16, 16, window_blocks=4)
+STATE = KvGroup(2, 16, 16, 1, is_state=True)
+CHUNKS = KvGroup(3, 16, 16, chunk_tokens=64)
 
 
 def lends(url: str = "") -> Settings:
@@ -25,9 +25,9 @@ def test_a_model_whose_groups_keep_everything_lends_and_reads() -> None:
     assert logs == []
 
 
-@pytest.mark.parametrize("groups", [[WINDOW], [CHUNKS], [WHOLE, WINDOW], [WHOLE, STATE], [WHOLE, Group(4, 16, 16)]])
+@pytest.mark.parametrize("groups", [[WINDOW], [CHUNKS], [WHOLE, WINDOW], [WHOLE, STATE], [WHOLE, KvGroup(4, 16, 16)]])
 @pytest.mark.parametrize("url", ["", "s3://bucket/blocks"])
-def test_a_model_with_windows_states_or_chunks_keeps_to_its_own_tiers(groups: list[Group], url: str) -> None:
+def test_a_model_with_windows_states_or_chunks_keeps_to_its_own_tiers(groups: list[KvGroup], url: str) -> None:
     with capture_logs() as logs:
         found = _suited(lends(url), groups)
     assert found.transport == TransportSettings()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.engines.vllm.ranks import Place, Ranks, Stage
+from kvbm.engines.vllm.ranks import PartPlace, Ranks, Stage
 from kvbm.engines.vllm.stages import StageBlocks, all_stages, layout_of, ranks_of
 from tests.vllm_configs import FullAttentionSpec, SlidingWindowSpec, config_of
 
@@ -42,7 +42,7 @@ def test_of_ranks_with_the_same_kv_the_first_stores() -> None:
 def test_stages_lie_one_behind_the_other_each_with_its_own_size_and_replicas() -> None:
     ranks = Ranks((Stage(10, replicas=2), Stage(7)), tensor=2)
     assert places(ranks) == [(0, 0, True), (0, 0, False), (1, 10, True), (2, 17, True)]
-    assert ranks.place_of(3) == Place(2, 0, 17, 7, stores=True)
+    assert ranks.place_of(3) == PartPlace(2, 0, 17, 7, stores=True)
     assert (ranks.ranks, ranks.row_bytes, ranks.part_sizes) == (4, 24, (10, 7, 7))
 
 

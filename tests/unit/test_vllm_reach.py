@@ -7,13 +7,13 @@ import random
 import pytest
 
 from kvbm.engines.vllm.reach import ABSENT, LookedUp, joined, reach, whole_reach
-from kvbm.engines.vllm.requests import Group
+from kvbm.engines.vllm.requests import KvGroup
 
 DROPS = 10_000
-FULL = Group(0, 4, 4)
-WINDOW = Group(1, 4, 4, window_blocks=3)
-CHUNK = Group(5, 4, 4, chunk_tokens=12)
-STATE = Group(2, 4, 4, window_blocks=1, is_state=True)
+FULL = KvGroup(0, 4, 4)
+WINDOW = KvGroup(1, 4, 4, window_blocks=3)
+CHUNK = KvGroup(5, 4, 4, chunk_tokens=12)
+STATE = KvGroup(2, 4, 4, window_blocks=1, is_state=True)
 MODELS = {
     "attention and state": [FULL, STATE],
     "several states": [FULL, STATE, STATE._replace(id=3), STATE._replace(id=4)],
@@ -28,10 +28,10 @@ MODELS = {
 }
 
 
-def right(groups: list[Group], held: list[bytes], computed: int, limit: int, align: int) -> int:
+def right(groups: list[KvGroup], held: list[bytes], computed: int, limit: int, align: int) -> int:
     """The longest prefix that may be loaded, found by trying all."""
 
-    def is_whole(group: Group, found: bytes, end: int) -> bool:
+    def is_whole(group: KvGroup, found: bytes, end: int) -> bool:
         first, last = computed // group.block_tokens, end // group.block_tokens
         needed = range(max(first, group.first_needed(last)), last + group.has_draft)
         return all(at - first < len(found) and found[at - first] != ABSENT for at in needed)

@@ -9,10 +9,10 @@ import pytest
 
 from kvbm.core.hashing import derived_hashes
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash
-from kvbm.engines.vllm.requests import Group, GroupNamespace, RequestState
+from kvbm.engines.vllm.requests import GroupNamespace, KvGroup, RequestState
 
 SPACE = GroupNamespace(NamespaceId(bytes(16)), SequenceHash(b"r" * 16))
-GROUPS = [Group(0, 4, 4), Group(1, 4, 4, window_blocks=3), Group(2, 8, 4, window_blocks=1, is_state=True)]
+GROUPS = [KvGroup(0, 4, 4), KvGroup(1, 4, 4, window_blocks=3), KvGroup(2, 8, 4, window_blocks=1, is_state=True)]
 
 
 def chain(seed: int, count: int) -> list[bytes]:

@@ -8,10 +8,10 @@ from typing import Any
 from kvbm.core.ids import HASH_BYTES, Tier, split_hashes
 from kvbm.engines.vllm import tier_events
 from kvbm.engines.vllm.reach import ABSENT
-from kvbm.engines.vllm.requests import Group
-from kvbm.engines.vllm.tier_events import Run, TierEvents, Told
+from kvbm.engines.vllm.requests import KvGroup
+from kvbm.engines.vllm.tier_events import GroupRun, TierEvents, ToldBlocks
 
-GROUP = Group(0, 4, 4)
+GROUP = KvGroup(0, 4, 4)
 
 
 def ours(*numbers: int) -> bytes:
@@ -36,15 +36,15 @@ def request(blocks: int, lora: Any = None) -> Any:
 
 def test_a_run_has_all_that_an_event_says() -> None:
     adapter = SimpleNamespace(lora_int_id=3, lora_name="a")
-    run = Run.of(request(6, adapter), GROUP, 2, 4)
+    run = GroupRun.of(request(6, adapter), GROUP, 2, 4)
     assert (run.digests, run.parent, list(run.tokens), run.lora) == (
         [b"\2", b"\3"],
         b"\1",
         list(range(8, 16)),
         (3, "a"),
     )
-    assert Run.of(request(6), GROUP, 0, 1).parent == b""
-    large = Run.of(request(8), Group(1, 8, 4), 1, 3)  # blocks of two hashes each
+    assert GroupRun.of(request(6), GROUP, 0, 1).parent == b""
+    large = GroupRun.of(request(8), KvGroup(1, 8, 4), 1, 3)  # blocks of two hashes each
     assert (large.digests, large.parent, list(large.tokens)) == ([b"\3", b"\5"], b"\1", list(range(8, 24)))
 
 
@@ -57,32 +57,32 @@ def test_a_run_has_what_its_hashes_are_made_of_besides_tokens() -> None:
 
 
 def test_blocks_that_changed_together_are_one_event_and_holes_are_not_filled() -> None:
-    tiers, run = Tiers(), Run.of(request(5), GROUP, 0, 5)
+    tiers, run = Tiers(), GroupRun.of(request(5), GROUP, 0, 5)
     events = TierEvents(tiers.holders)
     tiers.put(Tier.HOST, 0, 1, 3)
     events.learn(ours(0, 1, 2, 3, 4), run)
-    assert events.take() == [Told(run, 0, 2, Tier.HOST, True), Told(run, 3, 4, Tier.HOST, True)]
+    assert events.take() == [ToldBlocks(run, 0, 2, Tier.HOST, True), ToldBlocks(run, 3, 4, Tier.HOST, True)]
     assert events.take() == []
     events.learn(ours(0, 1), run)  # what is held already is no news
     assert events.take() == []
     tiers.put(Tier.NVME, 0, 1)
-    assert events.take() == [Told(run, 0, 2, Tier.NVME, True), Told(run, 0, 2, Tier.HOST, False)]
+    assert events.take() == [ToldBlocks(run, 0, 2, Tier.NVME, True), ToldBlocks(run, 0, 2, Tier.HOST, False)]
 
 
 def test_what_is_gone_is_told_once_and_can_come_back() -> None:
-    tiers, run = Tiers(), Run.of(request(2), GROUP, 0, 2)
+    tiers, run = Tiers(), GroupRun.of(request(2), GROUP, 0, 2)
     events = TierEvents(tiers.holders)
     tiers.put(Tier.HOST, 0, 1)
     events.learn(ours(0, 1), run)
-    assert events.take() == [Told(run, 0, 2, Tier.HOST, True)]
+    assert events.take() == [ToldBlocks(run, 0, 2, Tier.HOST, True)]
     tiers.clear()
     gone = events.take() + events.take()
-    assert gone == [Told(run, 0, 2, Tier.HOST, False)]
+    assert gone == [ToldBlocks(run, 0, 2, Tier.HOST, False)]
     assert events.take() == []
     tiers.put(Tier.NVME, 1)
     assert events.take() == []  # until a request has to do with it
     events.learn(ours(0, 1), run)
-    assert events.take() == [Told(run, 1, 2, Tier.NVME, True)]
+    assert events.take() == [ToldBlocks(run, 1, 2, Tier.NVME, True)]
 
 
 def test_of_a_long_prompt_that_is_known_only_what_is_new_is_kept() -> None:
@@ -98,28 +98,28 @@ def test_of_a_long_prompt_that_is_known_only_what_is_new_is_kept() -> None:
     events.take()
     events.learn(ours(0, 1), events.run_of(request(9), GROUP, 0, 2))
     (told,) = events.take()
-    assert told == Told(events.run_of(request(9), GROUP, 0, 1), 0, 1, Tier.HOST, True)
+    assert told == ToldBlocks(events.run_of(request(9), GROUP, 0, 1), 0, 1, Tier.HOST, True)
     tiers.put(Tier.HOST, 9)
     events.learn(ours(*range(1, 10)), events.run_of(request(10), GROUP, 1, 10))
     (told,) = events.take()
-    assert told == Told(events.run_of(request(10), GROUP, 9, 10), 0, 1, Tier.HOST, True)
+    assert told == ToldBlocks(events.run_of(request(10), GROUP, 9, 10), 0, 1, Tier.HOST, True)
     assert sum(len(run.tokens) for run in {id(known.run): known.run for known in events._known.values()}.values()) <= 64
 
 
 def test_objects_are_not_told_of() -> None:
-    tiers, run = Tiers(), Run.of(request(2), GROUP, 0, 2)
+    tiers, run = Tiers(), GroupRun.of(request(2), GROUP, 0, 2)
     events = TierEvents(tiers.holders)
     tiers.put(Tier.NVME, 0)
     tiers.put(Tier.OBJECT, 1)
     events.learn(ours(0, 1), run)
-    assert events.take() == [Told(run, 0, 1, Tier.NVME, True)]
+    assert events.take() == [ToldBlocks(run, 0, 1, Tier.NVME, True)]
     tiers.put(Tier.OBJECT, 0)
-    assert events.take() == [Told(run, 0, 1, Tier.NVME, False)]
+    assert events.take() == [ToldBlocks(run, 0, 1, Tier.NVME, False)]
 
 
 def test_all_are_looked_at_in_turn(monkeypatch: Any) -> None:
     monkeypatch.setattr(tier_events, "_A_STEP", 4)
-    tiers, run = Tiers(), Run.of(request(10), GROUP, 0, 10)
+    tiers, run = Tiers(), GroupRun.of(request(10), GROUP, 0, 10)
     events = TierEvents(tiers.holders)
     tiers.put(Tier.HOST, *range(10))
     events.learn(ours(*range(10)), run)
@@ -127,29 +127,29 @@ def test_all_are_looked_at_in_turn(monkeypatch: Any) -> None:
     for gone in range(10):
         del tiers[ours(gone)]
         looks = [events.take() for _ in range(4)]
-        assert [told for look in looks for told in look] == [Told(run, gone, gone + 1, Tier.HOST, False)]
+        assert [told for look in looks for told in look] == [ToldBlocks(run, gone, gone + 1, Tier.HOST, False)]
 
 
 def test_blocks_of_two_tenants_under_one_hash_are_told_once_and_gone_with_the_last() -> None:
-    tiers, first, second = Tiers(), Run.of(request(2), GROUP, 0, 2), Run.of(request(2), GROUP, 0, 2)
+    tiers, first, second = Tiers(), GroupRun.of(request(2), GROUP, 0, 2), GroupRun.of(request(2), GROUP, 0, 2)
     events = TierEvents(tiers.holders)
     tiers.put(Tier.HOST, 0, 1)
     events.learn(ours(0, 1), first)
-    assert events.take() == [Told(first, 0, 2, Tier.HOST, True)]
+    assert events.take() == [ToldBlocks(first, 0, 2, Tier.HOST, True)]
     tiers.put(Tier.HOST, 10, 11)
     events.learn(ours(10, 11), second)
     assert events.take() == []
     tiers.put(Tier.NVME, 0)
-    assert events.take() == [Told(first, 0, 1, Tier.NVME, True)]
+    assert events.take() == [ToldBlocks(first, 0, 1, Tier.NVME, True)]
     del tiers[ours(0)], tiers[ours(1)], tiers[ours(10)]
-    assert events.take() == [Told(first, 0, 1, Tier.NVME, False), Told(second, 0, 1, Tier.HOST, False)]
+    assert events.take() == [ToldBlocks(first, 0, 1, Tier.NVME, False), ToldBlocks(second, 0, 1, Tier.HOST, False)]
     del tiers[ours(11)]
-    assert events.take() == [Told(second, 1, 2, Tier.HOST, False)]
+    assert events.take() == [ToldBlocks(second, 1, 2, Tier.HOST, False)]
     assert not events._known and not events._copies
 
 
 def test_what_one_tenant_loses_and_another_gains_in_one_step_stays() -> None:
-    tiers, first, second = Tiers(), Run.of(request(1), GROUP, 0, 1), Run.of(request(1), GROUP, 0, 1)
+    tiers, first, second = Tiers(), GroupRun.of(request(1), GROUP, 0, 1), GroupRun.of(request(1), GROUP, 0, 1)
     events = TierEvents(tiers.holders)
     tiers.put(Tier.HOST, 0)
     events.learn(ours(0), first)

@@ -21,7 +21,7 @@ from kvbm.assembly import NATIVE, NATIVE_ARENA, RowCopier, device_rings, segment
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId
 from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.hbm.cuda import WAYS
-from kvbm.pools.hbm.paged import SLOTS, PagedTensor, Segments, paged_layout
+from kvbm.pools.hbm.paged import SLOTS, PagedTensor, PieceSegments, paged_layout
 from kvbm.pools.hbm.pool import HbmPool
 from kvbm.pools.host.pool import HostPool
 
@@ -58,7 +58,7 @@ class Region:
     ) -> None:
         layout = paged_layout(layers)
         self.layers = layers
-        self.segments: Segments = layout.segments
+        self.segments: PieceSegments = layout.segments
         self.run = run
         self.block_bytes = layout.block_bytes
         self._opened = opened

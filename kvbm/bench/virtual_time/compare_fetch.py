@@ -19,15 +19,15 @@ from kvbm.bench.virtual_time.compare_policies import (
     COMPUTED,
     HBM,
     CompareOptions,
-    Outcome,
+    PolicyOutcome,
     PolicyRow,
     check_options,
     requests_for,
     requests_of,
     rows_of,
 )
-from kvbm.bench.virtual_time.fetch_run import PEER, Cluster, FetchingRun
-from kvbm.bench.virtual_time.instance_model import Request
+from kvbm.bench.virtual_time.fetch_run import PEER, FetchCluster, FetchingRun
+from kvbm.bench.virtual_time.instance_model import WorkloadRequest
 from kvbm.bench.virtual_time.policies import POLICIES
 from kvbm.core.errors import ConfigError
 from kvbm.core.fetching import TCP_LINKS
@@ -72,7 +72,9 @@ class FetchReport(msgspec.Struct, kw_only=True):
     elapsed_s: float
 
 
-def cluster_of(pools: Mapping[str, int], instances: int, topology: Sequence[str] | None, link: str | None) -> Cluster:
+def cluster_of(
+    pools: Mapping[str, int], instances: int, topology: Sequence[str] | None, link: str | None
+) -> FetchCluster:
     """What the command line says of instances.
 
     Args:
@@ -87,7 +89,9 @@ def cluster_of(pools: Mapping[str, int], instances: int, topology: Sequence[str]
     if len(places) != instances or not all(places):
         raise ConfigError(f"--topology {','.join(places)}: {instances} places are needed, one for each instance")
     slots = {Tier[name.upper()]: count for name, count in pools.items()}
-    return Cluster(slots, [tuple(place.split("/")) for place in places], None if link is None else parse_link(link))
+    return FetchCluster(
+        slots, [tuple(place.split("/")) for place in places], None if link is None else parse_link(link)
+    )
 
 
 def parse_link(text: str) -> Link:
@@ -109,15 +113,22 @@ def parse_link(text: str) -> Link:
 
 
 def run_fetch(
-    policy: str, requests: Sequence[Request], speeds: Sequence[float], cluster: Cluster, seed: int, fetches: bool
-) -> Outcome:
+    policy: str,
+    requests: Sequence[WorkloadRequest],
+    speeds: Sequence[float],
+    cluster: FetchCluster,
+    seed: int,
+    fetches: bool,
+) -> PolicyOutcome:
     """One policy on one workload."""
     return FetchingRun(
         lambda instances: POLICIES[policy](instances, random.Random(seed)), speeds, cluster, fetches
     ).run(requests)
 
 
-def compare_fetch(options: CompareOptions, cluster: Cluster, advance: Callable[[], None] = lambda: None) -> FetchReport:
+def compare_fetch(
+    options: CompareOptions, cluster: FetchCluster, advance: Callable[[], None] = lambda: None
+) -> FetchReport:
     """Every policy on every workload and load, without and with reading from other instances, on the same requests for
     each seed.
 
@@ -129,7 +140,7 @@ def compare_fetch(options: CompareOptions, cluster: Cluster, advance: Callable[[
     rows: list[FetchRow] = []
     for name in options.workloads if options.trace is None else (options.trace.name,):
         for load in options.loads:
-            outcomes: dict[tuple[str, bool], list[Outcome]] = {
+            outcomes: dict[tuple[str, bool], list[PolicyOutcome]] = {
                 (policy, fetches): [] for policy in options.policies for fetches in (False, True)
             }
             for seed in options.seeds:
@@ -151,7 +162,7 @@ def compare_fetch(options: CompareOptions, cluster: Cluster, advance: Callable[[
 
 
 def _rows(
-    name: str, load: str, seeds: Sequence[int], outcomes: Mapping[tuple[str, bool], Sequence[Outcome]]
+    name: str, load: str, seeds: Sequence[int], outcomes: Mapping[tuple[str, bool], Sequence[PolicyOutcome]]
 ) -> list[FetchRow]:
     """A row without and one with for each policy."""
     keys = {f"{policy} {fetches}": (policy, fetches) for policy, fetches in outcomes}
@@ -200,7 +211,7 @@ def tables(report: FetchReport) -> list[Table]:
     return result
 
 
-def main(options: CompareOptions, cluster: Cluster, json_path: Path | None) -> int:
+def main(options: CompareOptions, cluster: FetchCluster, json_path: Path | None) -> int:
     """Compare with a progress bar. Returns 0. Raises ConfigError: an option names what there is not."""
     check_options(options)
     if len(options.speeds) != len(cluster.places):

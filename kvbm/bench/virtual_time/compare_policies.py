@@ -20,7 +20,7 @@ from rich.table import Table
 
 from kvbm.bench.measure import percentile
 from kvbm.bench.virtual_time.block_pool import ColderPool
-from kvbm.bench.virtual_time.instance_model import InstanceModel, Request
+from kvbm.bench.virtual_time.instance_model import InstanceModel, WorkloadRequest
 from kvbm.bench.virtual_time.policies import POLICIES, KvbmRouting, Policy
 from kvbm.bench.virtual_time.workloads import LOADS, WORKLOADS, check_workload, workload
 from kvbm.core.errors import ConfigError
@@ -78,7 +78,7 @@ class PolicyRow(msgspec.Struct, kw_only=True):
     against_best: float = 1.0
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class PolicyOutcome(msgspec.Struct, kw_only=True):
     """One run: every time to first token, ascending, who was given what, and where the prompts' tokens came from."""
 
     ttft_s: list[float]
@@ -99,7 +99,7 @@ class PolicyReport(msgspec.Struct, kw_only=True):
     elapsed_s: float
 
 
-class Comparison:
+class PolicyComparison:
     """One workload on fresh instances under one policy.
 
     Args:
@@ -124,7 +124,7 @@ class Comparison:
         self._ttft_s: list[float] = []
         self._tokens: Counter[str] = Counter()
 
-    def run(self, requests: Sequence[Request]) -> Outcome:
+    def run(self, requests: Sequence[WorkloadRequest]) -> PolicyOutcome:
         """Everything until the last first token."""
         self._beat(0.0)
         for request in requests:
@@ -132,7 +132,7 @@ class Comparison:
             self._arrive(request)
         self._heard = None  # nobody routes any more
         self._until(float("inf"))
-        return Outcome(
+        return PolicyOutcome(
             ttft_s=sorted(self._ttft_s),
             hits=sum(instance.hits for instance in self.instances),
             blocks=sum(instance.prompt_blocks for instance in self.instances),
@@ -157,7 +157,7 @@ class Comparison:
         self._count += 1
         heapq.heappush(self._events, (self._now_s + delay_s, self._count, happen))
 
-    def _arrive(self, request: Request) -> None:
+    def _arrive(self, request: WorkloadRequest) -> None:
         instance = self.instances[self._policy.choose(self._now_s, request)]
         missing = request.input_tokens - instance.depth(request.blocks) * TRACE_BLOCK_TOKENS
         instance.queue.append((request, missing))
@@ -185,7 +185,7 @@ class Comparison:
         instance.busy = (math.inf, expected)
         self._bring(instance, request, depth, expected)
 
-    def _bring(self, instance: InstanceModel, request: Request, in_hbm: int, expected: int) -> None:
+    def _bring(self, instance: InstanceModel, request: WorkloadRequest, in_hbm: int, expected: int) -> None:
         """Read what lies elsewhere than in HBM, then compute the rest. Here nothing does.
 
         Args:
@@ -195,7 +195,7 @@ class Comparison:
         self._compute(instance, request, in_hbm, expected, [HBM] * in_hbm)
 
     def _compute(
-        self, instance: InstanceModel, request: Request, in_hbm: int, expected: int, sources: Sequence[str]
+        self, instance: InstanceModel, request: WorkloadRequest, in_hbm: int, expected: int, sources: Sequence[str]
     ) -> None:
         """Compute what no source had.
 
@@ -211,7 +211,7 @@ class Comparison:
         instance.busy = (self._now_s, missing)
         self._later(missing / instance.tokens_per_s, lambda: self._prefilled(instance, request, in_hbm, missing))
 
-    def _prefilled(self, instance: InstanceModel, request: Request, in_hbm: int, missing: int) -> None:
+    def _prefilled(self, instance: InstanceModel, request: WorkloadRequest, in_hbm: int, missing: int) -> None:
         instance.pool.create(request.blocks[in_hbm:])
         instance.busy = None
         instance.assigned_tokens -= missing
@@ -221,14 +221,14 @@ class Comparison:
         self._later(request.output_tokens * DECODE_TOKEN_S, lambda: self._ended(instance, request))
         self._start(instance)
 
-    def _ended(self, instance: InstanceModel, request: Request) -> None:
+    def _ended(self, instance: InstanceModel, request: WorkloadRequest) -> None:
         instance.pool.unpin(request.blocks)
         instance.end(request)
         instance.running -= 1
         self._start(instance)
 
 
-def requests_of(trace: Sequence[TraceRequest]) -> list[Request]:
+def requests_of(trace: Sequence[TraceRequest]) -> list[WorkloadRequest]:
     """A trace's requests as they are routed: without partial blocks, ids as hashes."""
     packed: dict[int, bytes] = {}
     rng = random.Random(1)
@@ -240,14 +240,20 @@ def requests_of(trace: Sequence[TraceRequest]) -> list[Request]:
                 packed[block] = rng.randbytes(16)
         hashes = b"".join([packed[block] for block in blocks])
         requests.append(
-            Request(number, request.timestamp_ms / 1e3, request.input_tokens, request.output_tokens, blocks, hashes)
+            WorkloadRequest(
+                number, request.timestamp_ms / 1e3, request.input_tokens, request.output_tokens, blocks, hashes
+            )
         )
     return requests
 
 
-def run_policy(name: str, requests: Sequence[Request], speeds: Sequence[float], slots: int, seed: int) -> Outcome:
+def run_policy(
+    name: str, requests: Sequence[WorkloadRequest], speeds: Sequence[float], slots: int, seed: int
+) -> PolicyOutcome:
     """One policy on one workload."""
-    return Comparison(lambda instances: POLICIES[name](instances, random.Random(seed)), speeds, slots).run(requests)
+    return PolicyComparison(lambda instances: POLICIES[name](instances, random.Random(seed)), speeds, slots).run(
+        requests
+    )
 
 
 def compare(options: CompareOptions, advance: Callable[[], None] = lambda: None) -> PolicyReport:
@@ -260,7 +266,7 @@ def compare(options: CompareOptions, advance: Callable[[], None] = lambda: None)
     rows: list[PolicyRow] = []
     for name in options.workloads if options.trace is None else (options.trace.name,):
         for load in options.loads:
-            outcomes: dict[str, list[Outcome]] = {policy: [] for policy in options.policies}
+            outcomes: dict[str, list[PolicyOutcome]] = {policy: [] for policy in options.policies}
             for seed in options.seeds:
                 requests = requests_of(requests_for(options, name, load, seed))
                 for policy in options.policies:
@@ -289,7 +295,7 @@ def requests_for(options: CompareOptions, name: str, load: str, seed: int) -> li
     return [one._replace(timestamp_ms=int(one.timestamp_ms / LOADS[load])) for one in recorded]
 
 
-def rows_of(name: str, load: str, seeds: Sequence[int], outcomes: dict[str, list[Outcome]]) -> list[PolicyRow]:
+def rows_of(name: str, load: str, seeds: Sequence[int], outcomes: dict[str, list[PolicyOutcome]]) -> list[PolicyRow]:
     """A row for each policy, means over the seeds."""
     rows = [
         PolicyRow(

@@ -13,11 +13,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvbm.bench.virtual_time.block_pool import ColderPool
-from kvbm.bench.virtual_time.compare_policies import HBM, Comparison
-from kvbm.bench.virtual_time.instance_model import InstanceModel, Request
+from kvbm.bench.virtual_time.compare_policies import HBM, PolicyComparison
+from kvbm.bench.virtual_time.instance_model import InstanceModel, WorkloadRequest
 from kvbm.bench.virtual_time.policies import BLOCK_BYTES, Policy
 from kvbm.config import OnboardSettings
-from kvbm.core.fetching import LOT_BLOCKS, OBJECTS, LeftAlone, Links, Source, assumed_link, plan
+from kvbm.core.fetching import LOT_BLOCKS, OBJECTS, FetchSource, LeftAlone, Links, assumed_link, plan
 from kvbm.core.ids import Tier
 from kvbm.core.topology import TIER_LINKS, Link, distance
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS
@@ -28,7 +28,7 @@ LOT = max(1, LOT_BLOCKS * 16 // TRACE_BLOCK_TOKENS)  # the tokens of a manager's
 _OWN = (Tier.HOST, Tier.NVME)
 
 
-class Cluster(NamedTuple):
+class FetchCluster(NamedTuple):
     """What instances have, and how far apart they stand.
 
     Attributes:
@@ -51,7 +51,7 @@ class Cluster(NamedTuple):
 class _Reader:
     """What one instance knows of those it reads from, and until when their ways to it are taken."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: FetchCluster) -> None:
         self.links = Links(cluster.assumed)
         self.lacking = LeftAlone()
         self.arriving_until_s = self.leaving_until_s = 0.0
@@ -66,7 +66,7 @@ class _Request:
         is_over: it waits no more.
     """
 
-    def __init__(self, reader: int, request: Request, in_hbm: int, expected: int) -> None:
+    def __init__(self, reader: int, request: WorkloadRequest, in_hbm: int, expected: int) -> None:
         self.reader, self.request, self.in_hbm, self.expected = reader, request, in_hbm, expected
         self.found: dict[int, str] = {}
         self.reads = 0
@@ -96,11 +96,11 @@ class _Way(NamedTuple):
         return self.measured_as is not None and self.measured_as[1] == TCP
 
 
-class FetchingRun(Comparison):
+class FetchingRun(PolicyComparison):
     """See the module.
 
     Args:
-        policy, speeds: as `Comparison`.
+        policy, speeds: as `PolicyComparison`.
         fetches: whether instances read from each other.
     """
 
@@ -108,7 +108,7 @@ class FetchingRun(Comparison):
         self,
         policy: Callable[[Sequence[InstanceModel]], Policy],
         speeds: Sequence[float],
-        cluster: Cluster,
+        cluster: FetchCluster,
         fetches: bool,
     ) -> None:
         slots = cluster.slots
@@ -124,7 +124,7 @@ class FetchingRun(Comparison):
         self._numbers = {id(instance): number for number, instance in enumerate(self.instances)}
         self._readers = [_Reader(cluster) for _ in self.instances]
 
-    def _bring(self, instance: InstanceModel, request: Request, in_hbm: int, expected: int) -> None:
+    def _bring(self, instance: InstanceModel, request: WorkloadRequest, in_hbm: int, expected: int) -> None:
         coming = _Request(self._numbers[id(instance)], request, in_hbm, expected)
         reads: list[tuple[_Way, int, int]] = []
         end = 0
@@ -149,7 +149,7 @@ class FetchingRun(Comparison):
         if begin == len(blocks):
             return []
         ways: list[_Way] = []
-        sources: list[Source] = []
+        sources: list[FetchSource] = []
         for apart, other in self._lenders(number):
             end = self._end(blocks, begin, self.instances[other].lends)
             if end > begin:
@@ -176,13 +176,13 @@ class FetchingRun(Comparison):
         link = self._cluster.assumed(transport, apart)
         return _Way(PEER, link, self.instances[other].lends, other, (str(other), transport, apart))
 
-    def _source(self, number: int, way: _Way, end: int) -> Source:
+    def _source(self, number: int, way: _Way, end: int) -> FetchSource:
         """As a manager knows it: only what comes over TCP shares the reader's link."""
         assert way.measured_as is not None
         name, transport, apart = way.measured_as
         links, now_s = self._readers[number].links, self._now_s
         alone = links.alone_bytes_per_s(now_s, name, transport, apart) if way.takes_links else 0.0
-        return Source(end, links.link(now_s, name, transport, apart), alone)
+        return FetchSource(end, links.link(now_s, name, transport, apart), alone)
 
     @staticmethod
     def _end(blocks: Sequence[int], begin: int, holds: Callable[[int], bool]) -> int:
@@ -248,7 +248,7 @@ class FetchingRun(Comparison):
         if (host := self.instances[number].colder.get(Tier.HOST)) is not None:
             host.put(blocks)
 
-    def _prefilled(self, instance: InstanceModel, request: Request, in_hbm: int, missing: int) -> None:
+    def _prefilled(self, instance: InstanceModel, request: WorkloadRequest, in_hbm: int, missing: int) -> None:
         for pool in instance.colder.values():  # written through, whether computed or fetched
             pool.put(request.blocks)
         super()._prefilled(instance, request, in_hbm, missing)

@@ -13,7 +13,7 @@ from kvbm.core.ids import Tier
 from kvbm.manager.load_meter import LoadMeter
 
 
-class Request(NamedTuple):
+class WorkloadRequest(NamedTuple):
     """One request of a workload, ready to be routed.
 
     Attributes:
@@ -54,7 +54,7 @@ class InstanceModel:
         self.tokens_per_s = tokens_per_s
         self.pool = BlockPool(slots)
         self.colder = dict(colder or {})
-        self.queue: deque[tuple[Request, int]] = deque()
+        self.queue: deque[tuple[WorkloadRequest, int]] = deque()
         self.waiting_tokens = 0
         self.busy: tuple[float, int] | None = None
         self.assigned_tokens = 0
@@ -92,12 +92,12 @@ class InstanceModel:
             left = max(0.0, missing - max(0.0, now_s - began_s) * self.tokens_per_s)
         return self.waiting_tokens + left
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: WorkloadRequest) -> None:
         """The request is one of its own until it ends."""
         for block in request.blocks:
             self.active[block] = self.active.get(block, 0) + 1
 
-    def end(self, request: Request) -> None:
+    def end(self, request: WorkloadRequest) -> None:
         """Its last token is out."""
         for block in request.blocks:
             left = self.active[block] - 1

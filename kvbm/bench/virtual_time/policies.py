@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
-from kvbm.bench.virtual_time.instance_model import InstanceModel, Request
+from kvbm.bench.virtual_time.instance_model import InstanceModel, WorkloadRequest
 from kvbm.catalog.index.cluster_index import ClusterIndex, InstanceDepth, InstanceView, Prefixes
 from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.catalog.routing.router import RoutingTask
@@ -39,7 +39,7 @@ _SPACE = Namespace(model="trace", block_tokens=TRACE_BLOCK_TOKENS).id
 class Policy(Protocol):
     """Chooses who serves a request."""
 
-    def choose(self, now_s: float, request: Request) -> int:
+    def choose(self, now_s: float, request: WorkloadRequest) -> int:
         """The index of an instance."""
 
 
@@ -55,7 +55,7 @@ class RandomPolicy:
     def __init__(self, instances: Sequence[InstanceModel], rng: random.Random) -> None:
         self._count, self._rng = len(instances), rng
 
-    def choose(self, now_s: float, request: Request) -> int:
+    def choose(self, now_s: float, request: WorkloadRequest) -> int:
         return self._rng.randrange(self._count)
 
 
@@ -65,10 +65,10 @@ class PrefixAndLoad:
     def __init__(self, instances: Sequence[InstanceModel], rng: random.Random) -> None:
         self._instances, self._rng = instances, rng
 
-    def choose(self, now_s: float, request: Request) -> int:
+    def choose(self, now_s: float, request: WorkloadRequest) -> int:
         return least([self._cost(now_s, request, instance) for instance in self._instances], self._rng)
 
-    def _cost(self, now_s: float, request: Request, instance: InstanceModel) -> float:
+    def _cost(self, now_s: float, request: WorkloadRequest, instance: InstanceModel) -> float:
         missing = len(request.blocks) - instance.depth(request.blocks)
         return BASELINE_WEIGHT * missing + instance.queued_tokens(now_s) / TRACE_BLOCK_TOKENS
 
@@ -81,10 +81,10 @@ class DynamoCost:
     def __init__(self, instances: Sequence[InstanceModel], rng: random.Random) -> None:
         self._instances, self._rng = instances, rng
 
-    def choose(self, now_s: float, request: Request) -> int:
+    def choose(self, now_s: float, request: WorkloadRequest) -> int:
         return least([self._cost(request, instance) for instance in self._instances], self._rng)
 
-    def _cost(self, request: Request, instance: InstanceModel) -> float:
+    def _cost(self, request: WorkloadRequest, instance: InstanceModel) -> float:
         missing = request.input_tokens - instance.depth(request.blocks) * TRACE_BLOCK_TOKENS
         prefill_blocks = (instance.assigned_tokens + missing) / TRACE_BLOCK_TOKENS
         decode_blocks = len(instance.active) + sum(block not in instance.active for block in request.blocks)
@@ -97,7 +97,7 @@ class LlmdScore:
     def __init__(self, instances: Sequence[InstanceModel], rng: random.Random) -> None:
         self._instances, self._rng = instances, rng
 
-    def choose(self, now_s: float, request: Request) -> int:
+    def choose(self, now_s: float, request: WorkloadRequest) -> int:
         queues = [len(instance.queue) for instance in self._instances]
         shortest, longest = min(queues), max(queues)
         costs = []
@@ -116,7 +116,7 @@ class PoolsIndex:
     def __init__(self, names: Sequence[InstanceId], instances: Sequence[InstanceModel]) -> None:
         self._instances = dict(zip(names, instances, strict=True))
         self._views = {name: _view(instance) for name, instance in self._instances.items()}
-        self.request: Request | None = None
+        self.request: WorkloadRequest | None = None
 
     def prefixes(self, namespace: NamespaceId, hashes: bytes) -> Prefixes:
         """Who has how much of that request's prompt."""
@@ -186,7 +186,7 @@ class KvbmRouting:
             queue_tokens_per_s=instance.meter.queue_tokens_per_s,
         )
 
-    def choose(self, now_s: float, request: Request) -> int:
+    def choose(self, now_s: float, request: WorkloadRequest) -> int:
         self._index.request = request
         task = RoutingTask(_SPACE, request.hashes, request.input_tokens, TRACE_BLOCK_TOKENS)
         ranking = self._router.route(now_s, task, [self._candidates], None, 1)

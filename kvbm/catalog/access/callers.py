@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvbm.catalog.access.file import Entry, Role, hashed, read_entries
+from kvbm.catalog.access.file import CallerEntry, Role, hashed, read_entries
 from kvbm.core.errors import ConfigError
-from kvbm.files import Watched
+from kvbm.files import WatchedFiles
 from kvbm.safe_log import SafeLog
 
 log = SafeLog()
@@ -66,9 +66,9 @@ class AccessOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Callers(NamedTuple):
-    by_hash: Mapping[str, Entry]
-    by_certificate: Mapping[str, Entry]
-    by_nats: Mapping[str, Entry]
+    by_hash: Mapping[str, CallerEntry]
+    by_certificate: Mapping[str, CallerEntry]
+    by_nats: Mapping[str, CallerEntry]
 
 
 class Access:
@@ -95,7 +95,7 @@ class Access:
         self._path = Path(file) if file else None
         self._clock, self._wall_clock = clock, wall_clock
         self._looked_s = self._taken_s = clock()
-        self._file = Watched(*[file] if file else [])
+        self._file = WatchedFiles(*[file] if file else [])
         self._is_followed = False
         self._is_left = False  # a long file is left to `follow`, which reads it beside the loop
         self._callers = _Callers({}, {}, {})
@@ -204,12 +204,12 @@ class Access:
             nats=len(self._callers.by_nats),
         )
 
-    def _good(self, entry: Entry | None) -> Caller | None:
+    def _good(self, entry: CallerEntry | None) -> Caller | None:
         if entry is None or (entry.not_after is not None and entry.not_after <= self._wall_clock()):
             return None
         return Caller(entry.name, entry.role, frozenset() if entry.role == "metrics" else entry.tenants)
 
-    def _certified(self, certificate: Mapping[str, Any]) -> Entry | None:
+    def _certified(self, certificate: Mapping[str, Any]) -> CallerEntry | None:
         end = certificate.get("notAfter")
         if not isinstance(end, str) or ssl.cert_time_to_seconds(end) <= self._wall_clock():
             return None  # a connection may outlive its certificate
@@ -251,7 +251,7 @@ def _found(path: Path) -> _Callers | ConfigError:
         return error
 
 
-def _by_proof(entries: list[Entry]) -> _Callers:
+def _by_proof(entries: list[CallerEntry]) -> _Callers:
     return _Callers(
         {entry.sha256: entry for entry in entries if entry.kind == "token"},
         {entry.name: entry for entry in entries if entry.kind == "certificate"},

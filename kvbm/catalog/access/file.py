@@ -56,7 +56,7 @@ _HEAD = (
 _END = "\n# That is all.\n"
 
 
-class Entry(NamedTuple):
+class CallerEntry(NamedTuple):
     """One way to prove to be a caller.
 
     Attributes:
@@ -104,7 +104,7 @@ _KINDS = ("token", "certificate", "nats")
 _OF_NOTHING = hashed("")
 
 
-def read_entries(path: Path, of_others: bool = False) -> list[Entry]:
+def read_entries(path: Path, of_others: bool = False) -> list[CallerEntry]:
     """The entries of a file.
 
     Args:
@@ -172,7 +172,7 @@ def add_token(path: Path, wanted: NewToken, now_s: float) -> str:
     return token
 
 
-def write_entries(path: Path, entries: Sequence[Entry]) -> None:
+def write_entries(path: Path, entries: Sequence[CallerEntry]) -> None:
     """Replace the file in one step, readable to its owner alone. Raises ConfigError."""
     try:
         replace_file(path, (_HEAD + "".join(map(_written, entries)) + _END).encode())
@@ -187,11 +187,11 @@ def _where(path: Path) -> str:
     return f"catalog.access {path}"
 
 
-def _is_over(entry: Entry, now_s: float) -> bool:
+def _is_over(entry: CallerEntry, now_s: float) -> bool:
     return entry.not_after is not None and entry.not_after <= now_s
 
 
-def _new_entry(wanted: NewToken, now_s: float) -> Entry:
+def _new_entry(wanted: NewToken, now_s: float) -> CallerEntry:
     if not _NAME.fullmatch(wanted.name):
         raise ConfigError(f"--name is {wanted.name!r}; use 1 to 256 letters, digits and any of _ . : / @ -")
     if wanted.role not in ROLES:
@@ -203,7 +203,7 @@ def _new_entry(wanted: NewToken, now_s: float) -> Entry:
             raise ConfigError(f"{key} is {span_s:g}; give seconds, from 0 to 1000000000")
     not_after = None if wanted.expires_s is None else now_s + wanted.expires_s
     tenants = None if wanted.tenants is None else frozenset(wanted.tenants)
-    return Entry(wanted.name, cast(Role, wanted.role), tenants, not_after=not_after)
+    return CallerEntry(wanted.name, cast(Role, wanted.role), tenants, not_after=not_after)
 
 
 @contextmanager
@@ -219,7 +219,7 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _parse(data: bytes, where: str) -> list[Entry]:
+def _parse(data: bytes, where: str) -> list[CallerEntry]:
     try:
         text = data.decode()
         tree = tomllib.loads(text)
@@ -232,7 +232,7 @@ def _parse(data: bytes, where: str) -> list[Entry]:
         raise ConfigError(
             f"{where} has {unknown[0]!r}; write [[token]], [[certificate]] and [[nats]], and nothing else"
         )
-    entries: list[Entry] = []
+    entries: list[CallerEntry] = []
     for kind in _KINDS:
         tables = tree.get(kind, [])
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
@@ -248,7 +248,7 @@ def _parse(data: bytes, where: str) -> list[Entry]:
     return entries
 
 
-def _entry(kind: str, table: Mapping[str, Any], where: str) -> Entry:
+def _entry(kind: str, table: Mapping[str, Any], where: str) -> CallerEntry:
     """Raises ConfigError."""
     known = {"name", "role", "tenants", "not_after"} | ({"sha256"} if kind == "token" else set())
     unknown = sorted(set(table) - known)
@@ -281,10 +281,10 @@ def _entry(kind: str, table: Mapping[str, Any], where: str) -> Entry:
             f"{where} ({name}): not_after is {until!r}; write a time with its zone, as 2027-01-01T00:00:00Z"
         )
     allowed = frozenset(tenants) if isinstance(tenants, list) else None
-    return Entry(name, role, allowed, sha256, None if until is None else until.timestamp(), kind == "nats")
+    return CallerEntry(name, role, allowed, sha256, None if until is None else until.timestamp(), kind == "nats")
 
 
-def _written(entry: Entry) -> str:
+def _written(entry: CallerEntry) -> str:
     lines = [
         f"[[{entry.kind}]]",
         f"name = {toml_text(entry.name)}",

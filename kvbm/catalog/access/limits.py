@@ -64,7 +64,7 @@ class LimitError(Exception):
         self.answer = ErrorAnswer(error=ErrorDetail(code=code, message=message, what_to_do=what_to_do))
 
 
-class Buckets:
+class TokenBuckets:
     """A token bucket for each caller.
 
     The one that was not heard for longest is forgotten first; it would be full again.
@@ -242,8 +242,8 @@ class Limits:
         self.clock, self.work_clock = clock, work_clock
         self.work = LoopWork(settings.loop_share)
         self.stepping, self.reading = asyncio.Lock(), asyncio.Lock()
-        self.requests = Buckets(settings.requests_per_s, settings.burst)
-        self.refusing = Buckets(settings.requests_per_s / 10, settings.requests_per_s / 10)
+        self.requests = TokenBuckets(settings.requests_per_s, settings.burst)
+        self.refusing = TokenBuckets(settings.requests_per_s / 10, settings.requests_per_s / 10)
         self.bodies = Room(
             settings.body_bytes,
             max(MAX_BODY_BYTES, settings.body_bytes // 2),
@@ -291,7 +291,7 @@ class LoopWork:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._left = Buckets(1000.0 * share, _WORK_BURST_MS)  # in milliseconds
+        self._left = TokenBuckets(1000.0 * share, _WORK_BURST_MS)  # in milliseconds
         self._asked: OrderedDict[str, float] = OrderedDict()  # caller → when it last took some, the last one at the end
 
     def charge(self, now_s: float, key: str, took_s: float, waits: bool = True) -> None:
@@ -332,7 +332,7 @@ class Limited:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(self._limits, scope, receive, send)
+        exchange = MeteredExchange(self._limits, scope, receive, send)
         scope["kvbm.exchange"] = exchange
         try:
             scope[JUDGED] = judged = exchange.judge()
@@ -351,7 +351,7 @@ class Limited:
         finally:
             exchange.end()
 
-    async def _refuse(self, exchange: Exchange, over: Over) -> None:
+    async def _refuse(self, exchange: MeteredExchange, over: Over) -> None:
         limits = self._limits
         limits.refusals[over.why] += 1
         limits.limited_log.warn("catalog.request_refused", why=over.why, caller=exchange.key)
@@ -360,7 +360,7 @@ class Limited:
         await exchange.answer(limits.refusal(over))
 
 
-class Exchange:
+class MeteredExchange:
     """One request and its answer.
 
     Attributes:

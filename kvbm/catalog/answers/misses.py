@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from kvbm.catalog.access.callers import Caller
-from kvbm.catalog.answers.visibility import Declarations, Visibility
+from kvbm.catalog.answers.visibility import NamespaceDeclarations, Visibility
 from kvbm.catalog.index.cluster_index import ClusterIndex
 from kvbm.core.answers import (
     BlockAnswer,
@@ -47,7 +47,7 @@ class Misses:
     """
 
     def __init__(
-        self, declarations: Declarations, visibility: Visibility, is_named: Callable[[NamespaceId], bool]
+        self, declarations: NamespaceDeclarations, visibility: Visibility, is_named: Callable[[NamespaceId], bool]
     ) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
         self._declarations, self._visibility, self._is_named = declarations, visibility, is_named

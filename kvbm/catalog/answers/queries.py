@@ -20,7 +20,7 @@ from kvbm.catalog.follow.heartbeats import HeartbeatFollower
 from kvbm.catalog.follow.lag import Confirmation
 from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.follow.snapshots import SnapshotRequests
-from kvbm.catalog.index.lenders import Lenders, Wanted
+from kvbm.catalog.index.lenders import Lenders, WantedPeers
 from kvbm.catalog.index.lent_blocks import LentBlocks
 from kvbm.catalog.index.lookup import left_out, locate, presence
 from kvbm.catalog.index.object_sizes import ObjectSizes
@@ -165,7 +165,7 @@ class Queries:
         """
         key, shown = self._keyed(asked, caller)
         pools = self._index.prefixes(key, hashes, 0, ()).pools
-        wanted = Wanted(key, hashes[first * HASH_BYTES :], asker, topology, min(limit, MAX_PEERS), only)
+        wanted = WantedPeers(key, hashes[first * HASH_BYTES :], asker, topology, min(limit, MAX_PEERS), only)
         peers = self._lenders.find(self._index, wanted, lambda one: self.visibility.instance(caller, one))
         found = FindAnswer(
             namespace=shown,

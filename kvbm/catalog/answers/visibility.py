@@ -20,7 +20,7 @@ NOWHERE = NamespaceId(secrets.token_bytes(HASH_BYTES))  # of this process; nothi
 NOBODY = InstanceId("")  # a name no instance can have
 
 
-class Declarations(Protocol):
+class NamespaceDeclarations(Protocol):
     """What instances have declared; `Sequencer` is one."""
 
     def namespaces(self) -> Mapping[NamespaceId, Namespace]:
@@ -37,7 +37,7 @@ class Declarations(Protocol):
 class Visibility:
     """See the module."""
 
-    def __init__(self, declarations: Declarations) -> None:
+    def __init__(self, declarations: NamespaceDeclarations) -> None:
         self._declarations = declarations
         self._of_tenants: dict[str, dict[NamespaceId, Namespace]] = {}
         self._known_seen = self._removals_seen = 0

@@ -19,7 +19,7 @@ from kvbm.catalog.access.limits import LimitError, Room
 from kvbm.catalog.answers.queries import Queries
 from kvbm.catalog.follow.heartbeats import HeartbeatFollower
 from kvbm.catalog.follow.sequencer import Sequencer
-from kvbm.catalog.index.change_log import ChangeLog, Entry, Kind, Place
+from kvbm.catalog.index.change_log import ChangeKind, ChangeLog, LogEntry, LogPlace
 from kvbm.catalog.index.entry_events import EntryReader
 from kvbm.config.settings import LimitSettings
 from kvbm.core.answers import InstanceHolding, LookupAnswer, MissedWhy
@@ -45,11 +45,11 @@ _ENTRIES = 64  # looked at between two other things
 _STATES = 128
 
 
-class Told(NamedTuple):
+class ToldEvent(NamedTuple):
     """An event, and the place to go on from after it; None where more of the same place follows."""
 
     event: WatchEvent
-    place: Place | None
+    place: LogPlace | None
 
 
 class State(NamedTuple):
@@ -84,20 +84,20 @@ class Watching(Protocol):
     caller: Caller
 
     @property
-    def place(self) -> Place:
+    def place(self) -> LogPlace:
         """Behind what was told."""
 
-    def begin(self) -> list[Told]:
+    def begin(self) -> list[ToldEvent]:
         """What is told first."""
 
-    def step(self) -> list[Told] | None:
+    def step(self) -> list[ToldEvent] | None:
         """What is to be told now, perhaps nothing; None: nothing until something changes."""
 
     async def wait(self, timeout_s: float) -> None:
         """Wait until `step` may have more."""
 
 
-class Cluster:
+class WatchedCluster:
     """What watches look at, beside the log."""
 
     def __init__(self, log: ChangeLog, sequencer: Sequencer, heartbeats: HeartbeatFollower, queries: Queries) -> None:
@@ -144,7 +144,7 @@ class BlocksWatch:
         place: behind what was told.
     """
 
-    def __init__(self, cluster: Cluster, asked: WatchAsked, caller: Caller) -> None:
+    def __init__(self, cluster: WatchedCluster, asked: WatchAsked, caller: Caller) -> None:
         self.caller = caller
         self._cluster, self._log, self._asked = cluster, cluster.log, asked
         self._serial, self._run = cluster.log.last, cluster.log.run
@@ -153,11 +153,11 @@ class BlocksWatch:
         self._met: set[InstanceId] = set()  # of a caller of some tenants: the instances it may have heard of
         self._told: dict[InstanceId, State] = {}  # which are not ordinary
         self._behind = cluster.behind
-        self._states: Iterator[list[Told]] = iter(())
+        self._states: Iterator[list[ToldEvent]] = iter(())
 
     # -- as `Watching` ------------------------------------------------------------------------------------------------
 
-    def begin(self) -> list[Told]:
+    def begin(self) -> list[ToldEvent]:
         """See `Watching`."""
         now, events, with_names = self._log.place(), [], False
         if self._asked.after is not None:
@@ -167,7 +167,7 @@ class BlocksWatch:
                 why = (
                     "the catalog no longer knows what has changed since" if place is not None else "this is no position"
                 )
-                events.append(Told(Missed(after=self._asked.after, until=self._text(now), why=why), now))
+                events.append(ToldEvent(Missed(after=self._asked.after, until=self._text(now), why=why), now))
             else:
                 assert place is not None
                 self._serial, self.place, now = serial, place, place
@@ -175,15 +175,15 @@ class BlocksWatch:
         self._begin_states(with_names)
         why_none = self._cluster.queries.misses.watch(self.caller, self._asked.namespace)
         begun = WatchBegun(position=self._text(now), keepalive_s=KEEPALIVE_S, missed=why_none)
-        return [Told(begun, now), *events]
+        return [ToldEvent(begun, now), *events]
 
-    def step(self) -> list[Told] | None:
+    def step(self) -> list[ToldEvent] | None:
         """See `Watching`."""
         if (states := next(self._states, None)) is not None:
             return states
         if self._run != self._log.run:
             return self._overrun("the stream was replaced")
-        told: list[Told] = []
+        told: list[ToldEvent] = []
         touched: dict[InstanceId, None] = {}
         for _ in range(_ENTRIES):
             try:
@@ -207,46 +207,46 @@ class BlocksWatch:
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
-    def _read(self, entry: Entry, touched: dict[InstanceId, None]) -> Iterator[Told]:
+    def _read(self, entry: LogEntry, touched: dict[InstanceId, None]) -> Iterator[ToldEvent]:
         found = list(self._events(entry))
         instance = entry.name()
         if instance and self._is_of(instance):
             touched[instance] = None
         for event in found[:-1]:
-            yield Told(event, None)
+            yield ToldEvent(event, None)
         if found:
-            yield Told(found[-1], self._log.place_behind(entry))
+            yield ToldEvent(found[-1], self._log.place_behind(entry))
 
-    def _events(self, entry: Entry) -> Iterator[WatchEvent]:
+    def _events(self, entry: LogEntry) -> Iterator[WatchEvent]:
         instance = entry.name()
         match entry.kind:
-            case Kind.FRAME:
+            case ChangeKind.FRAME:
                 if self._asked.instance is not None and instance != self._instance():
                     return
                 for event in self._reader.frame(entry):
                     if (ours := self._ours(event, entry)) is not None:
                         yield ours
-            case Kind.CLAIMS:
+            case ChangeKind.CLAIMS:
                 if self._asked.instance is None:
                     yield from self._reader.claims(entry)
-            case Kind.EMPTIED:
+            case ChangeKind.EMPTIED:
                 self._reader.forget(instance)
                 if self._is_known(instance):
                     yield InstanceChange(instance=instance, what="emptied", epoch=entry.epoch)
-            case Kind.DROPPED:
+            case ChangeKind.DROPPED:
                 self._reader.forget(instance)
                 if self._is_known(instance):
                     yield InstanceChange(instance=instance, what="dropped")
                 self._told.pop(instance, None)
-            case Kind.MISSED:
+            case ChangeKind.MISSED:
                 self._reader.miss(instance)
-            case Kind.FORGOTTEN:
+            case ChangeKind.FORGOTTEN:
                 if any(self._may_see(one.namespace) for one in entry.claims):
                     yield self._missed("blocks of the namespace were erased", entry)
-            case Kind.STATUS:
+            case ChangeKind.STATUS:
                 pass
 
-    def _ours(self, event: BlockChanges | InstanceChange | Missed, entry: Entry) -> WatchEvent | None:
+    def _ours(self, event: BlockChanges | InstanceChange | Missed, entry: LogEntry) -> WatchEvent | None:
         """The event as this caller gets it."""
         match event:
             case BlockChanges(is_pool=False, holder=holder):
@@ -262,18 +262,18 @@ class BlocksWatch:
             case Missed(instance=instance):
                 return self._missed(event.why, entry, instance) if self._is_known(InstanceId(instance)) else None
 
-    def _missed(self, why: str, entry: Entry, instance: str = "") -> Missed:
+    def _missed(self, why: str, entry: LogEntry, instance: str = "") -> Missed:
         until = self._text(self._log.place_behind(entry))
         return Missed(after=self._text(self.place), until=until, why=why, instance=instance)
 
-    def _overrun(self, why: str) -> list[Told]:
+    def _overrun(self, why: str) -> list[ToldEvent]:
         """Go on from now."""
         now = self._log.place()
         missed = Missed(after=self._text(self.place), until=self._text(now), why=why)
         self._serial, self._run, self.place = self._log.last, self._log.run, now
         self._reader.begin_anew()
         self._begin_states(with_names=True)
-        return [Told(missed, now)]
+        return [ToldEvent(missed, now)]
 
     # -- instances ----------------------------------------------------------------------------------------------------
 
@@ -287,16 +287,16 @@ class BlocksWatch:
             self._met.update(names)
         self._states = self._pages(names, with_names)
 
-    def _pages(self, names: list[InstanceId], with_names: bool) -> Iterator[list[Told]]:
+    def _pages(self, names: list[InstanceId], with_names: bool) -> Iterator[list[ToldEvent]]:
         if with_names:
             for at in range(0, max(1, len(names)), MAX_KNOWN):
                 page: list[str] = list(names[at : at + MAX_KNOWN])
-                yield [Told(KnownInstances(instances=page, is_last=at + MAX_KNOWN >= len(names)), None)]
+                yield [ToldEvent(KnownInstances(instances=page, is_last=at + MAX_KNOWN >= len(names)), None)]
         every = list(dict.fromkeys([*names, *self._told]))
         for at in range(0, len(every), _STATES):
             yield [told for instance in every[at : at + _STATES] for told in self._state(instance)]
 
-    def _state(self, instance: InstanceId) -> list[Told]:
+    def _state(self, instance: InstanceId) -> list[ToldEvent]:
         """What is news of an instance's state."""
         if not self._is_known(instance):
             return []
@@ -315,11 +315,11 @@ class BlocksWatch:
             hidden=list(state.hidden),
             suspect=state.suspect,
         )
-        return [Told(change, None)]
+        return [ToldEvent(change, None)]
 
     # -- what the caller may know of ----------------------------------------------------------------------------------
 
-    def _text(self, place: Place) -> str:
+    def _text(self, place: LogPlace) -> str:
         return self._log.text(place, self.caller.sees_all)
 
     def _instance(self) -> InstanceId:
@@ -347,7 +347,7 @@ class BlocksWatch:
 class PrefixWatch:
     """A watch of who has how much of a prefix."""
 
-    def __init__(self, cluster: Cluster, asked: WatchAsked, caller: Caller) -> None:
+    def __init__(self, cluster: WatchedCluster, asked: WatchAsked, caller: Caller) -> None:
         assert asked.namespace is not None and asked.hashes is not None
         self.caller = caller
         self._cluster, self._log = cluster, cluster.log
@@ -357,13 +357,13 @@ class PrefixWatch:
         self._behind = cluster.behind
         self._told: tuple[dict[str, InstanceHolding | int], MissedWhy | None] | None = None
 
-    def begin(self) -> list[Told]:
+    def begin(self) -> list[ToldEvent]:
         """See `Watching`."""
         now = self._log.place()
         position = self._log.text(now, self.caller.sees_all)
-        return [Told(WatchBegun(position=position, keepalive_s=KEEPALIVE_S), now)]
+        return [ToldEvent(WatchBegun(position=position, keepalive_s=KEEPALIVE_S), now)]
 
-    def step(self) -> list[Told] | None:
+    def step(self) -> list[ToldEvent] | None:
         """See `Watching`."""
         if self._serial == self._log.last and self._behind is self._cluster.behind:
             return None
@@ -377,10 +377,10 @@ class PrefixWatch:
         self._told = told
         if why is not None:
             answer = queries.misses.reasoned(answer, "watch", self.caller, self._namespace, why)
-        return [Told(PrefixDepths(answer=answer), self._log.place())]
+        return [ToldEvent(PrefixDepths(answer=answer), self._log.place())]
 
     @property
-    def place(self) -> Place:
+    def place(self) -> LogPlace:
         """See `Watching`."""
         return self._log.place()
 
@@ -404,7 +404,7 @@ class Watches:
         closed: no more is told.
     """
 
-    def __init__(self, cluster: Cluster, settings: LimitSettings) -> None:
+    def __init__(self, cluster: WatchedCluster, settings: LimitSettings) -> None:
         self.closed = False
         self._cluster = cluster
         self._room = Room(settings.watches, settings.watches_per_caller)
@@ -470,7 +470,7 @@ class Feed:
                 caller = self._caller_now()
                 if caller is None:
                     yield self._encoded(
-                        [Told(WatchEnded(why="the caller may not ask this any more", may_return=False), None)]
+                        [ToldEvent(WatchEnded(why="the caller may not ask this any more", may_return=False), None)]
                     )
                     return
                 self._watch.caller = caller
@@ -488,12 +488,12 @@ class Feed:
                 await asyncio.sleep(_GATHER_S)
             else:
                 await asyncio.sleep(0)
-        yield self._encoded([Told(WatchEnded(why="the catalog stops", may_return=True), None)])
+        yield self._encoded([ToldEvent(WatchEnded(why="the catalog stops", may_return=True), None)])
 
-    def _text(self, place: Place) -> bytes:
+    def _text(self, place: LogPlace) -> bytes:
         return self._log.text(place, self._watch.caller.sees_all).encode()
 
-    def _encoded(self, told: list[Told]) -> bytes:
+    def _encoded(self, told: list[ToldEvent]) -> bytes:
         parts: list[bytes] = []
         for event, place in told:
             if place is not None:

@@ -16,16 +16,18 @@ import msgspec
 from kvbm.core.errors import CatalogError, MissingExtraError, StreamError
 
 try:
-    from fastapi import FastAPI
-    from fastapi.responses import Response
+    from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
     from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response
+    from starlette.routing import Route
 except ImportError:
-    raise MissingExtraError("the catalog's web library (fastapi, uvicorn)", "catalog") from None
+    raise MissingExtraError("the catalog's web library (starlette)", "catalog") from None
 
 from kvbm.catalog.access.callers import Access, Caller
 from kvbm.catalog.access.judge import PASSED, allowed
-from kvbm.catalog.access.limits import BODY_WAIT_S, LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
+from kvbm.catalog.access.limits import BODY_WAIT_S, LARGE_BODY_BYTES, MAX_BODY_BYTES, Limited, Limits, MeteredExchange
 from kvbm.catalog.answers.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, without_prompt
 from kvbm.catalog.edge.checkpoint_response import CONTENT_TYPE as CHECKPOINT
 from kvbm.catalog.edge.checkpoint_response import CheckpointResponse
@@ -78,7 +80,7 @@ class Surface(NamedTuple):
     it, in limits.
     """
 
-    app: FastAPI
+    app: Starlette
     at_once: FastPath
     limits: Limits
 
@@ -98,31 +100,18 @@ def create_surface(
         refusals: what was refused, by kind, for metrics; counted here too.
     """
     limits = Limits(service.settings.limits, refusals=refusals)
-    app = FastAPI(
-        title="kvbm catalog",
-        version=version or "0",
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,  # a redirect would name the host that the caller has written, and http
-    )
     access = access or Access()
     metrics = CatalogMetrics(ROWS, service, limits.refusals)
     answers = PromptAnswers(service, metrics)
     api = _Api(service, version, troubles, limits.refusals, metrics, answers)
-    for route in _ROUTES:
-        app.add_api_route(
-            route.path, getattr(api, route.handler), methods=route.methods, response_class=Response, name=route.handler
-        )
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(
-        Gate,
-        access=access,
-        count=api.count_request,
-        within=lambda judged: Limited(judged, limits),
+    app = Starlette(
+        routes=[route.served_by(api) for route in _ROUTES],
+        middleware=[
+            Middleware(Gate, access=access, count=api.count_request, within=lambda judged: Limited(judged, limits))
+        ],
+        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
     )
+    app.router.redirect_slashes = False  # a redirect would name the host that the caller has written, and http
     return Surface(app, FastPath(access, limits, answers, api.count_request), limits)
 
 
@@ -412,8 +401,8 @@ def _too_large() -> ApiError:
     )
 
 
-def _exchange(request: Request) -> Exchange:
-    exchange: Exchange = request.scope["kvbm.exchange"]
+def _exchange(request: Request) -> MeteredExchange:
+    exchange: MeteredExchange = request.scope["kvbm.exchange"]
     return exchange
 
 
@@ -483,6 +472,12 @@ class _Route(msgspec.Struct, frozen=True, kw_only=True):
     def methods(self) -> list[str]:
         """Those it answers; HEAD, with which some look whether a server is there, but for what is long."""
         return ["GET", "HEAD"] if self.method == "GET" and self.media_type != CHECKPOINT else [self.method]
+
+    def served_by(self, api: _Api) -> Route:
+        """The route of the web library, which leads to the handler."""
+        served = Route(self.path, getattr(api, self.handler), name=self.handler)
+        served.methods = set(self.methods)  # by itself it answers HEAD wherever it answers GET
+        return served
 
 
 _EXAMPLE_ID = "5e0c2d6f9b1a4c3d8e7f60514233a1b2"

@@ -13,10 +13,10 @@ from kvbm.catalog.access.limits import LARGE_BODY_BYTES, Limits, Room
 from kvbm.catalog.edge.fast_path import BINARY_TYPE, MOST_BYTES, PATHS, Answered, FastPath, ShortQuestion
 from kvbm.catalog.edge.gate import NATS_CALLER, UNKNOWN, App, Message
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
-from kvbm.core.asks import JSON_TYPE, RETRY_HEADER, Asked, is_caller, request_of
+from kvbm.core.asks import JSON_TYPE, RETRY_HEADER, HttpAsk, is_caller, request_of
 from kvbm.core.errors import StreamError
 from kvbm.safe_log import SafeLog
-from kvbm.streams.base import Ask, AskLine
+from kvbm.streams.base import AskLine, CatalogAsk
 
 log = SafeLog()
 
@@ -58,7 +58,7 @@ class Asks:
         self._muted = {name: until_s for name, until_s in self._muted.items() if now_s < until_s}
         return set(self._muted)
 
-    def at_once(self, line: AskLine, ask: Ask) -> bool:
+    def at_once(self, line: AskLine, ask: CatalogAsk) -> bool:
         """See `AskTaker.at_once`."""
         path = _SHORT.get(ask.verb)
         caller = None if path is None else self._caller(ask)
@@ -72,7 +72,7 @@ class Asks:
             log.debug("ask.answer_failed", verb=ask.verb, why=str(error))  # who asks will ask again
         return True
 
-    async def take(self, line: AskLine, ask: Ask) -> None:
+    async def take(self, line: AskLine, ask: CatalogAsk) -> None:
         """See `AskTaker.take`."""
         caller = self._caller(ask)
         if caller is None:
@@ -106,17 +106,17 @@ class Asks:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _caller(self, ask: Ask) -> Caller | None:
+    def _caller(self, ask: CatalogAsk) -> Caller | None:
         return self._access.nats_caller(ask.caller) if is_caller(ask.caller) else None
 
-    def _found(self, ask: Ask, caller: Caller, path: bytes) -> Answered | None:
+    def _found(self, ask: CatalogAsk, caller: Caller, path: bytes) -> Answered | None:
         """The answer to a short question; None: it must go the long way, and nothing has changed."""
         is_binary = ask.kind == _BINARY
         if len(ask.body) > (LARGE_BODY_BYTES if is_binary else MOST_BYTES):
             return None
         return self._at_once.answer_to(caller, ShortQuestion(path, is_binary, self._host, None, None), ask.body)
 
-    async def _refuse(self, line: AskLine, ask: Ask, judged: Judged) -> None:
+    async def _refuse(self, line: AskLine, ask: CatalogAsk, judged: Judged) -> None:
         """Tell a caller that it asks too much; where it goes on, it is not listened to."""
         limits, over, key = self._limits, judged.over, judged.key
         limits.refusals[over.why] += 1
@@ -127,7 +127,7 @@ class Asks:
             return
         await _answer(line, ask, 429, limits.refusal(over).answer, {RETRY_HEADER: "1"})
 
-    async def _begin(self, line: AskLine, ask: Ask, asked: Asked, key: str) -> None:
+    async def _begin(self, line: AskLine, ask: CatalogAsk, asked: HttpAsk, key: str) -> None:
         why = self._long.take(key, 1)
         if not why and (why := self._long_bytes.take(key, len(ask.body))):
             self._long.give(key, 1)
@@ -150,7 +150,7 @@ class Asks:
         self.under_way.add(task)
         task.add_done_callback(ended)
 
-    async def _answer_long(self, line: AskLine, ask: Ask, asked: Asked) -> None:
+    async def _answer_long(self, line: AskLine, ask: CatalogAsk, asked: HttpAsk) -> None:
         answer = _Collected(asked.body)
         try:
             await self._app(self._scope(ask, asked), answer.receive, answer.send)
@@ -161,7 +161,7 @@ class Asks:
         more = {RETRY_HEADER: answer.retry_after} if answer.retry_after else None
         await _send(line, ask, answer.status, answer.kind, bytes(answer.body), more)
 
-    def _scope(self, ask: Ask, asked: Asked) -> dict[str, object]:
+    def _scope(self, ask: CatalogAsk, asked: HttpAsk) -> dict[str, object]:
         headers = [(b"host", b"catalog"), (b"content-type", ask.kind.encode("latin-1", "replace")[:200])]
         if asked.method == "POST":
             headers.append((b"content-length", b"%d" % len(asked.body)))
@@ -214,12 +214,14 @@ def _error(code: str, message: str, what_to_do: str) -> ErrorAnswer:
     return ErrorAnswer(error=ErrorDetail(code=code, message=message, what_to_do=what_to_do))
 
 
-async def _answer(line: AskLine, ask: Ask, status: int, error: ErrorAnswer, more: dict[str, str] | None = None) -> None:
+async def _answer(
+    line: AskLine, ask: CatalogAsk, status: int, error: ErrorAnswer, more: dict[str, str] | None = None
+) -> None:
     await _send(line, ask, status, JSON_TYPE, msgspec.json.encode(error), more)
 
 
 async def _send(
-    line: AskLine, ask: Ask, status: int, kind: str, body: bytes, more: dict[str, str] | None = None
+    line: AskLine, ask: CatalogAsk, status: int, kind: str, body: bytes, more: dict[str, str] | None = None
 ) -> None:
     try:
         await line.answer(ask, *_fitting(line, status, kind, body), more)

@@ -21,7 +21,7 @@ from enum import IntEnum
 from typing import Any
 
 from kvbm.catalog.access.judge import peer_key
-from kvbm.catalog.access.limits import Buckets
+from kvbm.catalog.access.limits import TokenBuckets
 from kvbm.catalog.edge.handshakes import Handshakes
 from kvbm.config.settings import LimitSettings
 from kvbm.safe_log import RateLimitedLog
@@ -33,7 +33,7 @@ _READ_BYTES = 16 << 10
 _SPARE_DESCRIPTORS = 128  # for NATS, the database, files
 
 
-class Stage(IntEnum):
+class ConnectionStage(IntEnum):
     """What a connection does. In this order they go when there are too many."""
 
     HEADER = 0  # the header of a request is not complete, or nothing came yet
@@ -50,7 +50,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, peer: _Peer, now_s: float) -> None:
         self.sock, self.peer = sock, peer
-        self.stage, self.since_s = Stage.HEADER, now_s
+        self.stage, self.since_s = ConnectionStage.HEADER, now_s
         self.transport: asyncio.Transport | None = None
         self.turn: asyncio.Future[None] | None = (
             None  # for TLS's handshake; until it is there, nothing of that has begun
@@ -75,7 +75,7 @@ class _Peer:
     def __init__(self, key: str) -> None:
         self.key = key
         self.count = 0
-        self.stages: tuple[OrderedDict[Connection, None], ...] = tuple(OrderedDict() for _ in Stage)
+        self.stages: tuple[OrderedDict[Connection, None], ...] = tuple(OrderedDict() for _ in ConnectionStage)
 
 
 class Connections:
@@ -100,7 +100,7 @@ class Connections:
         self._most = settings.sockets if most is None else min(settings.sockets, most)
         self._count = 0
         self._peers: dict[str, _Peer] = {}
-        self._taken = Buckets(settings.connects_per_s, 4 * settings.connects_per_s)
+        self._taken = TokenBuckets(settings.connects_per_s, 4 * settings.connects_per_s)
         self._stuck: OrderedDict[Connection, None] = OrderedDict()
         self._unsent = 0
         self.limited_log = RateLimitedLog(clock=clock)
@@ -131,7 +131,7 @@ class Connections:
         connection = Connection(sock, peer, now_s)
         self._count += 1
         peer.count += 1
-        peer.stages[Stage.HEADER][connection] = None
+        peer.stages[ConnectionStage.HEADER][connection] = None
         return connection
 
     def opened(self, connection: Connection, transport: asyncio.Transport) -> bool:
@@ -151,7 +151,7 @@ class Connections:
         if not peer.count:
             self._peers.pop(peer.key, None)
 
-    def moved(self, connection: Connection, stage: Stage) -> None:
+    def moved(self, connection: Connection, stage: ConnectionStage) -> None:
         """It does something else now."""
         stages = connection.peer.stages
         if stage is connection.stage or connection not in stages[connection.stage]:
@@ -190,14 +190,14 @@ class Connections:
         self.refusals["connection_slow"] += self.handshakes.look()
         idle_s = settings.idle_s + 2 * LOOK_S
         for stage, most_s in (
-            (Stage.HEADER, settings.header_s),
-            (Stage.BODY, _BODY_S),
-            (Stage.IDLE, idle_s),
-            (Stage.KNOWN, idle_s),
+            (ConnectionStage.HEADER, settings.header_s),
+            (ConnectionStage.BODY, _BODY_S),
+            (ConnectionStage.IDLE, idle_s),
+            (ConnectionStage.KNOWN, idle_s),
         ):
             for peer in list(self._peers.values()):
                 while (first := next(iter(peer.stages[stage]), None)) is not None and now_s >= first.since_s + most_s:
-                    if stage in (Stage.HEADER, Stage.BODY):
+                    if stage in (ConnectionStage.HEADER, ConnectionStage.BODY):
                         self.refusals["connection_slow"] += 1
                     self._end(first)
         for one in [one for one in self._stuck if one.transport is not None and not unsent_bytes(one.transport)]:
@@ -213,19 +213,19 @@ class Connections:
 
     def _end_stranger(self, peer: _Peer, now_s: float) -> bool:
         """End the one connection of a peer that is missed least, of those without a name."""
-        for stage in (Stage.HEADER, Stage.BODY, Stage.IDLE):
+        for stage in (ConnectionStage.HEADER, ConnectionStage.BODY, ConnectionStage.IDLE):
             first = next(iter(peer.stages[stage]), None)
-            if first is not None and (stage is not Stage.BODY or now_s >= first.since_s + _SLOW_S):
+            if first is not None and (stage is not ConnectionStage.BODY or now_s >= first.since_s + _SLOW_S):
                 self._replace(first)
                 return True
         return False
 
     def _end_known(self, peer: _Peer, now_s: float) -> bool:
         """End one that a caller with a name has used, or one that does not take its answer."""
-        first = next(iter(peer.stages[Stage.KNOWN]), None) or next(
+        first = next(iter(peer.stages[ConnectionStage.KNOWN]), None) or next(
             (one for one in self._stuck if one.peer is peer), None
         )
-        if first is None or (first.stage is Stage.ANSWER and now_s < (first.stuck_s or 0.0) + _SLOW_S):
+        if first is None or (first.stage is ConnectionStage.ANSWER and now_s < (first.stuck_s or 0.0) + _SLOW_S):
             return False
         self._replace(first)
         return True

@@ -52,14 +52,14 @@ class ShortQuestion(NamedTuple):
     certificate: Mapping[str, Any] | None
 
 
-class Held(NamedTuple):
+class HeldRoom(NamedTuple):
     """Room for a body: whose it is, and how many bytes."""
 
     key: str
     amount: int
 
 
-NOTHING_HELD = Held("", 0)
+NOTHING_HELD = HeldRoom("", 0)
 
 
 class Answered(NamedTuple):
@@ -83,7 +83,7 @@ class FastPath:
     ) -> None:
         self._access, self._limits, self._answers, self._count = access, limits, answers, count
 
-    def hold(self, question: ShortQuestion, length: int) -> Held | None:
+    def hold(self, question: ShortQuestion, length: int) -> HeldRoom | None:
         """Take room for a body, for `give_back`.
 
         None: it is too long, there is no room, or whoever asks may not ask this.
@@ -99,9 +99,9 @@ class FastPath:
         if caller is None or allowed(caller, _TEXTS[question.path]) != PASSED:
             return None
         key = key_of(caller.name, question.host)
-        return None if self._limits.bodies.take_in_turn(key, over) else Held(key, over)
+        return None if self._limits.bodies.take_in_turn(key, over) else HeldRoom(key, over)
 
-    def give_back(self, held: Held) -> None:
+    def give_back(self, held: HeldRoom) -> None:
         """The body is gone."""
         if held.amount:
             self._limits.bodies.give(held.key, held.amount)

@@ -13,7 +13,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvbm.catalog.access.judge import UNIX_HOST
-from kvbm.catalog.edge.connections import Connection, Connections, Stage, unsent_bytes
+from kvbm.catalog.edge.connections import Connection, Connections, ConnectionStage, unsent_bytes
 from kvbm.catalog.edge.fast_path import BINARY_TYPE, NOTHING_HELD, PATHS, Answered, FastPath, ShortQuestion
 from kvbm.catalog.edge.gate import PEER, authorization, content_type
 
@@ -43,7 +43,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._connections, self._connection, self._at_once = connections, connection, at_once
         self.parser = self._new_parser()
         self._is_refused_upgrade = False  # the header that was just read, which is read again without that wish
-        self._idle = Stage.HEADER  # what it is between requests
+        self._idle = ConnectionStage.HEADER  # what it is between requests
         self._in_header = False
         self._header_bytes = 0
         self._question: ShortQuestion | None = None  # that may be answered at once
@@ -256,7 +256,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
             )
 
     def _answered(self, is_known: bool) -> None:
-        self._idle = Stage.KNOWN if is_known else Stage.IDLE
+        self._idle = ConnectionStage.KNOWN if is_known else ConnectionStage.IDLE
         self._connections.asked(self._connection)
         if (unsent := unsent_bytes(self.transport)) > _UNSENT_BYTES:
             self._connections.stuck(self._connection, unsent)
@@ -264,13 +264,13 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _tell_stage(self) -> None:
         self._connections.moved(self._connection, self._stage())
 
-    def _stage(self) -> Stage:
+    def _stage(self) -> ConnectionStage:
         cycle = self._current()
         if cycle is not None and not cycle.response_complete:
-            return Stage.BODY if cycle.more_body and not self.pipeline else Stage.ANSWER
+            return ConnectionStage.BODY if cycle.more_body and not self.pipeline else ConnectionStage.ANSWER
         if self._question is not None:
-            return Stage.BODY
-        return Stage.HEADER if self._in_header else self._idle
+            return ConnectionStage.BODY
+        return ConnectionStage.HEADER if self._in_header else self._idle
 
 
 def _without_upgrade(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:

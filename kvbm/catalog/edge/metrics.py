@@ -15,7 +15,7 @@ from kvbm.core.ages import AGE_BOUNDS_S, FOLLOWED
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.core.missed import WHYS
 from kvbm.streams.base import Heartbeat
-from kvbm.telemetry.metrics import COUNTER, GAUGE, HISTOGRAM, Buckets, Labelled, MetricRow
+from kvbm.telemetry.metrics import COUNTER, GAUGE, HISTOGRAM, HistogramBuckets, Labelled, MetricRow
 from kvbm.telemetry.transfers import BYTES_PER_S
 
 _MOST_NAMESPACES = 64  # clients choose them, so a label for each would be one for every tenant there ever was
@@ -75,12 +75,14 @@ def _missed(at: CatalogService) -> Labelled:
 def _wanted(at: CatalogService) -> Labelled:
     """Of HBM no event says what is wanted again."""
     ages = zip(FOLLOWED, at.queries.ages.counted(), strict=False)
-    return {(tier.name,): Buckets(AGE_BOUNDS_S, one.wanted, one.wanted_s) for tier, one in ages if tier != Tier.HBM}
+    return {
+        (tier.name,): HistogramBuckets(AGE_BOUNDS_S, one.wanted, one.wanted_s) for tier, one in ages if tier != Tier.HBM
+    }
 
 
 def _evicted(at: CatalogService) -> Labelled:
     ages = zip(FOLLOWED, at.queries.ages.counted(), strict=False)
-    return {(tier.name,): Buckets(AGE_BOUNDS_S, one.evicted, one.evicted_s) for tier, one in ages}
+    return {(tier.name,): HistogramBuckets(AGE_BOUNDS_S, one.evicted, one.evicted_s) for tier, one in ages}
 
 
 def _unused(at: CatalogService) -> Labelled:
@@ -90,7 +92,10 @@ def _unused(at: CatalogService) -> Labelled:
 
 def _rates(at: CatalogService) -> Labelled:
     counted = at.queries.transfers.counted().items()
-    return {(transport, str(far)): Buckets(BYTES_PER_S, one.by_rate, one.rates) for (transport, far), one in counted}
+    return {
+        (transport, str(far)): HistogramBuckets(BYTES_PER_S, one.by_rate, one.rates)
+        for (transport, far), one in counted
+    }
 
 
 def _transferred(at: CatalogService) -> Labelled:
@@ -302,7 +307,7 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
     MetricRow(
         "suspect",
         GAUGE,
-        "Instances that a snapshot would make whole.",
+        "Instances that a snapshot would make whole; not those of which events only wait to be read.",
         lambda at: len(at.sequencer.suspicions.by_instance),
     ),
     MetricRow(

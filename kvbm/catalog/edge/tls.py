@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvbm.catalog.access.callers import LEAST_LOOK_S, LOOK_S, AccessOptions
 from kvbm.core.errors import ConfigError, KvbmError
-from kvbm.files import Watched, read_small
+from kvbm.files import WatchedFiles, read_small
 from kvbm.safe_log import SafeLog
 
 log = SafeLog()
@@ -37,7 +37,7 @@ class ServerTls:
         self.trouble = ""
         self._options, self._clock = options, clock
         self._looked_s = clock()
-        self._files = Watched(*(one for one in (options.tls_cert, options.tls_key, options.tls_client_ca) if one))
+        self._files = WatchedFiles(*(one for one in (options.tls_cert, options.tls_key, options.tls_client_ca) if one))
         self._content = self._read()
         self._current = _new_context(options)
         self.context = _new_context(options)

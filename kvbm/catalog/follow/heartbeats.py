@@ -17,15 +17,15 @@ from kvbm.catalog.follow.lag import Backlog, StreamLag
 from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.members.liveness import (
     Exclude,
+    ExcludedWhy,
     HeartbeatReceived,
     Input,
     LastHeartbeat,
     LifeState,
     Liveness,
+    LivenessTicked,
     OwnPulse,
     StreamProgress,
-    Ticked,
-    Why,
     catalog_name,
     catalog_run,
     is_catalog,
@@ -157,7 +157,7 @@ class HeartbeatFollower:
         """Take note of the time: who has fallen silent by now, whose heartbeats count for nothing, and who is
         behind.
         """
-        self.step(Ticked())
+        self.step(LivenessTicked())
         self._name_ignored()
         self._find_behind()
 
@@ -201,7 +201,7 @@ class HeartbeatFollower:
         """One step of liveness; what it decides is in answers from here on."""
         for effect in self.liveness.step(time.monotonic(), what):
             excluded = isinstance(effect, Exclude)
-            if isinstance(effect, Exclude) and effect.why is not Why.RESTARTED:
+            if isinstance(effect, Exclude) and effect.why is not ExcludedWhy.RESTARTED:
                 self.backlog.leave_out(effect.instance)  # no heartbeat of it comes, and it is left out of answers
             why = effect.why.value if isinstance(effect, Exclude) else "heard"
             self._sequencer.index.exclude(effect.instance, excluded)
@@ -276,7 +276,7 @@ class HeartbeatFollower:
             is_left_out = why is not None or not self._sequencer.position(instance).epoch
             # it has died in its restart, or before anything of it was read
             is_dead = is_left_out and self.liveness.state(instance) is LifeState.SILENT
-            has_stopped = why is Why.STOPPED  # its last heartbeat may come after its stop
+            has_stopped = why is ExcludedWhy.STOPPED  # its last heartbeat may come after its stop
             if is_dead or has_stopped or self._sequencer.unreadable(instance) is not None:
                 self.backlog.leave_out(instance)
         behind = self.backlog.behind

@@ -82,7 +82,7 @@ class Gap(NamedTuple):
     resumed: Position | None
 
 
-class Ownership(NamedTuple):
+class PlaceOwnership(NamedTuple):
     """Whose an instance's place on the stream is.
 
     Attributes:
@@ -108,7 +108,7 @@ class Unreadable(msgspec.Struct, frozen=True):
         )
 
 
-class Counters(msgspec.Struct, kw_only=True):
+class SequenceCounters(msgspec.Struct, kw_only=True):
     """What was seen since the start. `blocks` counts a block once for each event that names it.
 
     Attributes:
@@ -230,7 +230,7 @@ class Common(NamedTuple):
     """
 
     held: ClusterIndex
-    counters: Counters
+    counters: SequenceCounters
     suspicions: Suspicions
     unsettled: dict[InstanceId, InstanceSequence]
     limited_log: RateLimitedLog
@@ -274,9 +274,9 @@ class InstanceSequence:
     # -- what is known ------------------------------------------------------------------------------------------------
 
     @property
-    def ownership(self) -> Ownership:
+    def ownership(self) -> PlaceOwnership:
         """Whose the instance's place on the stream is."""
-        return Ownership(self.fence.run if self.fence is not None else self.run, self._life)
+        return PlaceOwnership(self.fence.run if self.fence is not None else self.run, self._life)
 
     def rows(self) -> InstanceRows:
         """Its rows as they are now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from kvbm.catalog.follow.instance_sequence import Changes, Counters, InstanceSequence
+from kvbm.catalog.follow.instance_sequence import Changes, InstanceSequence, SequenceCounters
 from kvbm.catalog.sql.rows import InstanceStatus
 from kvbm.core.ids import Namespace, NamespaceId, namespace_id_of, namespace_in
 from kvbm.safe_log import RateLimitedLog
@@ -78,7 +78,7 @@ class KnownNamespaces:
                 "hash for them",
             )
 
-    def take(self, changes: Changes, counters: Counters) -> None:
+    def take(self, changes: Changes, counters: SequenceCounters) -> None:
         """Know those that a step has found; rows of those for which there is no room are given out to nobody."""
         if not changes.namespaces:
             return
@@ -87,7 +87,7 @@ class KnownNamespaces:
         counters.namespaces_refused += len(changes.namespaces) - len(kept)
         changes.namespaces = kept
 
-    def hear(self, told: Sequence[bytes], counters: Counters) -> list[NamespaceId]:
+    def hear(self, told: Sequence[bytes], counters: SequenceCounters) -> list[NamespaceId]:
         """Know those that a heartbeat tells of. What is no namespace's fields is left out.
 
         Returns: the ids of those told of, also of those for which there is no room.

@@ -24,9 +24,9 @@ from kvbm.catalog.follow.instance_sequence import (
     MOST_NUMBER,
     Changes,
     Common,
-    Counters,
     InstanceSequence,
-    Ownership,
+    PlaceOwnership,
+    SequenceCounters,
     SequenceState,
     StreamCursor,
     Unreadable,
@@ -80,7 +80,7 @@ class Sequencer:
         gap_wait_s: float = GAP_WAIT_S,
     ) -> None:
         self.index = index
-        self.counters = Counters()
+        self.counters = SequenceCounters()
         self.suspicions = Suspicions()
         self.newest_wall_ns = 0
         self.on_run: Callable[[Sequence[StreamMessage], PlainRun, PlainApplied], None] | None = None
@@ -330,10 +330,10 @@ class Sequencer:
         followed = self._sequences.get(instance)
         return None if followed is None else followed.row
 
-    def ownership(self, instance: InstanceId) -> Ownership:
+    def ownership(self, instance: InstanceId) -> PlaceOwnership:
         """Whose an instance's place on the stream is."""
         followed = self._sequences.get(instance)
-        return Ownership("", 0) if followed is None else followed.ownership
+        return PlaceOwnership("", 0) if followed is None else followed.ownership
 
     def unreadable(self, instance: InstanceId) -> Unreadable | None:
         """What this kvbm is too old to read of an instance's epoch; None when it reads it."""

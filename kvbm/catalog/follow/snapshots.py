@@ -29,7 +29,7 @@ STEP_S = 0.1
 UNTAKEN_AGAIN_S = 0.5  # nobody took the request: the instance may just be connecting
 
 
-class Suspicion(NamedTuple):
+class SnapshotReason(NamedTuple):
     """Why an instance should take a snapshot of what it holds.
 
     Attributes:
@@ -64,7 +64,7 @@ class SnapshotAsker:
         self._last: dict[InstanceId, _Asked] = {}
 
     def step(
-        self, now_s: float, suspect: Mapping[InstanceId, Suspicion], can_serve: Callable[[InstanceId], bool]
+        self, now_s: float, suspect: Mapping[InstanceId, SnapshotReason], can_serve: Callable[[InstanceId], bool]
     ) -> list[InstanceId]:
         """Whom to ask now; the caller reports to `answered` what became of each request.
 
@@ -154,7 +154,7 @@ class SnapshotRequests:
             if self._has_begun:
                 view = self._sequencer.index.view
                 suspicions = {
-                    instance: Suspicion(trouble.found, once=(seen := view(instance)) is not None and seen.partial)
+                    instance: SnapshotReason(trouble.found, once=(seen := view(instance)) is not None and seen.partial)
                     for instance, trouble in self._sequencer.suspicions.by_instance.items()
                 }
                 for instance in self.asker.step(time.monotonic(), suspicions, self._can_serve):

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -21,11 +22,11 @@ from kvbm.catalog.follow.instance_sequence import Changes
 from kvbm.catalog.follow.message_applier import slices
 from kvbm.catalog.follow.row_collector import RowCollector
 from kvbm.catalog.follow.sequencer import Sequencer
-from kvbm.catalog.sql.rows import ClaimRun, InstanceRow, StoreBatch
+from kvbm.catalog.sql.rows import ClaimRun, InstanceRow, InstanceRows, StoreBatch
 from kvbm.catalog.sql.store import BatchOutcome, SqlStore
 from kvbm.catalog.threads import in_thread
 from kvbm.core.errors import CatalogError, StreamError
-from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, split_hashes
+from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, split_hashes
 from kvbm.core.parts import ALL_PARTS, scope_name
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import START, EventStream, Mark, StreamMessage, StreamState, still_holds
@@ -378,8 +379,18 @@ class SqlWriter:
 
     def _add_all_instances(self) -> None:
         """Give out the rows of all instances: the stream may not have what they come from."""
-        position = self._sequencer.position
-        self._rows.add_instances(name for name in self._sequencer.followed if position(name).epoch)
+        self._rows.add_instances(self._known_instances())
+
+    def _known_instances(self) -> list[InstanceId]:
+        return [name for name in self._sequencer.followed if self._sequencer.position(name).epoch]
+
+    def _newest_rows(self, second: Sequencer, instance: InstanceId) -> InstanceRows:
+        """The rows of an instance as whoever has read further of it knows them: the stream may have lost since what
+        the sequencer has read, and the second one does not wait for what is missing.
+        """
+        first = self._sequencer
+        is_first = instance in first.followed and first.position(instance) >= second.position(instance)
+        return (first if is_first else second).rows(instance)
 
     def _give_over(self, name: str, claims: Sequence[ClaimRun] = ()) -> None:
         """SQL counts the stream under another name since: another catalog has seen it replaced, or its end lost.
@@ -438,7 +449,9 @@ class SqlWriter:
                     await self._step(second, rows, await reader.fetch(_FETCH_WAIT_S))
                 # before the batch, which else ends before them, and the next one would not begin there
                 rows.take(second.pass_holes())
-                self._batch = rows.take_batch(second.safe_mark(), second.rows)
+                # with this batch, for there may be no next message; the stream may have lost what they come from
+                rows.add_instances(self._known_instances())
+                self._batch = rows.take_batch(second.safe_mark(), partial(self._newest_rows, second))
                 self._rows.gather_after(max(second.sequence, stored))
                 self._rows.take_rows(rows, self._sequencer.followed)
                 self._add_all_instances()

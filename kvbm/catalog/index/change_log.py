@@ -29,7 +29,7 @@ _MOST_RUN = 64
 _NO_EPOCH = Epoch(0)
 
 
-class Kind(Enum):
+class ChangeKind(Enum):
     """What has happened."""
 
     FRAME = "frame"
@@ -51,7 +51,7 @@ class PoolClaims(NamedTuple):
     withdrawn: bool
 
 
-class Entry:
+class LogEntry:
     """One thing that has changed the index.
 
     Attributes:
@@ -83,7 +83,7 @@ class Entry:
         serial: int,
         sequence: int,
         safe: int,
-        kind: Kind,
+        kind: ChangeKind,
         instance: InstanceId,
         data: bytes = b"",
         at: int = 0,
@@ -101,7 +101,7 @@ class Entry:
 
     def name(self) -> InstanceId:
         """The instance it is of."""
-        if not self.instance and self.kind is Kind.FRAME:
+        if not self.instance and self.kind is ChangeKind.FRAME:
             self.instance = instance_at(self.data, self.at)
         return self.instance
 
@@ -125,7 +125,7 @@ def frame_bytes_at(data: bytes, at: int) -> int:
     return int.from_bytes(data[at + 8 : at + 12], "little")
 
 
-class Place(NamedTuple):
+class LogPlace(NamedTuple):
     """A place in a catalog's log, and in the stream.
 
     Attributes:
@@ -143,7 +143,7 @@ class Place(NamedTuple):
         return f"{self.sequence}.{self.serial}.{self.run}.{self.stream}"
 
 
-def place_of(text: str) -> Place | None:
+def place_of(text: str) -> LogPlace | None:
     """The place in a client's words; None: there is none in them."""
     parts = text.split(".", 3)
     if len(parts) != 4 or len(text) > 256:
@@ -151,7 +151,7 @@ def place_of(text: str) -> Place | None:
     sequence, serial, run, stream = parts
     if not all(one.isascii() and one.isdigit() and len(one) < 20 for one in (sequence, serial)) or len(run) > _MOST_RUN:
         return None
-    return Place(int(sequence), int(serial), run, stream)
+    return LogPlace(int(sequence), int(serial), run, stream)
 
 
 class ChangeLog:
@@ -172,7 +172,7 @@ class ChangeLog:
         self.decode = decode
         self._most_bytes = most_bytes
         self._stream: Callable[[], str] = str
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[LogEntry] = deque()
         self._last = 0
         self._sequence = self._floor = 0
         self._waiting: dict[InstanceId, int] = {}  # instances with frames in a reorder buffer, and since which sequence
@@ -196,7 +196,7 @@ class ChangeLog:
     def add(
         self,
         sequence: int,
-        kind: Kind,
+        kind: ChangeKind,
         instance: InstanceId,
         data: bytes = b"",
         at: int = 0,
@@ -210,7 +210,7 @@ class ChangeLog:
         self._sequence = sequence
         self._last += 1
         safe = min(sequence, min(self._waiting.values()) - 1) if self._waiting else sequence
-        entry = Entry(self._last, sequence, safe, kind, instance, data, at, skip, claims, epoch)
+        entry = LogEntry(self._last, sequence, safe, kind, instance, data, at, skip, claims, epoch)
         self._entries.append(entry)
         self.bytes += entry.bytes
         while self.bytes > self._most_bytes:
@@ -247,16 +247,16 @@ class ChangeLog:
         """Serial of the newest entry, also when it is gone."""
         return self._last
 
-    def place(self) -> Place:
+    def place(self) -> LogPlace:
         """Behind the newest entry."""
         safe = min(self._sequence, min(self._waiting.values()) - 1) if self._waiting else self._sequence
-        return Place(safe, self._last, self.run, self._stream())
+        return LogPlace(safe, self._last, self.run, self._stream())
 
-    def place_behind(self, entry: Entry) -> Place:
+    def place_behind(self, entry: LogEntry) -> LogPlace:
         """Behind an entry."""
-        return Place(entry.safe, entry.serial, self.run, self._stream())
+        return LogPlace(entry.safe, entry.serial, self.run, self._stream())
 
-    def text(self, place: Place, in_clear: bool) -> str:
+    def text(self, place: LogPlace, in_clear: bool) -> str:
         """A place as a client is told it.
 
         Args:
@@ -265,14 +265,14 @@ class ChangeLog:
         """
         return place.text() if in_clear else self._sealed.seal(place.sequence, place.serial, place.run)
 
-    def place_of(self, text: str, in_clear: bool) -> Place | None:
+    def place_of(self, text: str, in_clear: bool) -> LogPlace | None:
         """The place in a client's words; None: there is none that such a client could have been told."""
         if in_clear:
             return place_of(text)
         found = self._sealed.unseal(text, self.run)
-        return None if found is None else Place(*found, self.run, self._stream())
+        return None if found is None else LogPlace(*found, self.run, self._stream())
 
-    def after(self, serial: int) -> Entry | None:
+    def after(self, serial: int) -> LogEntry | None:
         """The entry after one; None when there is none yet. Raises LookupError: it is gone."""
         if serial >= self._last:
             return None
@@ -281,7 +281,7 @@ class ChangeLog:
             raise LookupError(serial)
         return self._entries[at]
 
-    def find(self, place: Place) -> int | None:
+    def find(self, place: LogPlace) -> int | None:
         """The serial to go on after; None: what follows the place is not all here.
 
         A place of another catalog, or of before this one was restarted, is found by its sequence; then some entries may
@@ -335,7 +335,7 @@ class RecordedIndex:
         """See `ClusterIndex`."""
         applied = self._index.apply(data, at, skip)
         claims = self._named(instance_at(data, at), applied.claims) if applied.claims else ()
-        self._log.add(self._sequence(), Kind.FRAME, InstanceId(""), data, at, skip, claims)
+        self._log.add(self._sequence(), ChangeKind.FRAME, InstanceId(""), data, at, skip, claims)
         return applied
 
     def note_run(self, messages: Sequence[StreamMessage], run: PlainRun, applied: PlainApplied) -> None:
@@ -352,7 +352,7 @@ class RecordedIndex:
                 next_at = at + frame_bytes_at(message.data, at)
                 said_here = claims.get(number, ()) if next_at >= end else ()
                 self._log.add(
-                    message.sequence, Kind.FRAME, instance, message.data, at, 0, self._named(instance, said_here)
+                    message.sequence, ChangeKind.FRAME, instance, message.data, at, 0, self._named(instance, said_here)
                 )
                 at = next_at
 
@@ -365,29 +365,29 @@ class RecordedIndex:
     ) -> None:
         """See `ClusterIndex`."""
         self._index.begin_blind(instance, epoch, pools, likely)
-        self._log.add(self._sequence(), Kind.EMPTIED, instance, epoch=epoch)
+        self._log.add(self._sequence(), ChangeKind.EMPTIED, instance, epoch=epoch)
 
     def miss(self, instance: InstanceId) -> None:
         """See `ClusterIndex`."""
         self._index.miss(instance)
-        self._log.add(self._sequence(), Kind.MISSED, instance)
+        self._log.add(self._sequence(), ChangeKind.MISSED, instance)
 
     def wait(self, instance: InstanceId, waiting: bool) -> None:
         """See `ClusterIndex`."""
         self._index.wait(instance, waiting)
         self._log.wait(self._sequence(), instance, waiting)
-        self._log.add(self._sequence(), Kind.STATUS, instance)
+        self._log.add(self._sequence(), ChangeKind.STATUS, instance)
 
     def exclude(self, instance: InstanceId, excluded: bool) -> None:
         """See `ClusterIndex`."""
         self._index.exclude(instance, excluded)
-        self._log.add(self._sequence(), Kind.STATUS, instance)
+        self._log.add(self._sequence(), ChangeKind.STATUS, instance)
 
     def drop(self, instance: InstanceId) -> None:
         """See `ClusterIndex`."""
         self._index.drop(instance)
         self._log.wait(self._sequence(), instance, False)
-        self._log.add(self._sequence(), Kind.DROPPED, instance)
+        self._log.add(self._sequence(), ChangeKind.DROPPED, instance)
 
     def claim(self, pool: str, namespace: NamespaceId, hashes: bytes) -> None:
         """See `ClusterIndex`."""
@@ -403,11 +403,11 @@ class RecordedIndex:
         """See `ClusterIndex`."""
         self._index.forget_namespace(namespace)
         self._log.add(
-            self._sequence(), Kind.FORGOTTEN, InstanceId(""), claims=(PoolClaims("", None, namespace, b"", True),)
+            self._sequence(), ChangeKind.FORGOTTEN, InstanceId(""), claims=(PoolClaims("", None, namespace, b"", True),)
         )
 
     def _add_claims(self, claims: PoolClaims) -> None:
-        self._log.add(self._sequence(), Kind.CLAIMS, InstanceId(""), claims=(claims,))
+        self._log.add(self._sequence(), ChangeKind.CLAIMS, InstanceId(""), claims=(claims,))
 
     def _named(self, instance: InstanceId, claims: Sequence[Claims]) -> Sequence[PoolClaims]:
         pools = {tier: self._index.pool_name(instance, tier) for tier in {one.tier for one in claims}}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kvbm.catalog.index.change_log import Entry
+from kvbm.catalog.index.change_log import LogEntry
 from kvbm.core.backend import DecodeFrame
 from kvbm.core.events import (
     BlocksCreated,
@@ -61,7 +61,7 @@ class EntryReader:
         """Entries were passed over."""
         self._open.clear()
 
-    def frame(self, entry: Entry) -> Iterator[BlockChanges | InstanceChange | Missed]:
+    def frame(self, entry: LogEntry) -> Iterator[BlockChanges | InstanceChange | Missed]:
         """What a frame says, in order. A `Missed` has no positions yet."""
         frame = entry.frame(self._decode)
         cluster = {one.tier for one in entry.claims}
@@ -91,7 +91,7 @@ class EntryReader:
         yield from _packed(frame.instance, frame.epoch, changes)
         yield from self.claims(entry)
 
-    def claims(self, entry: Entry) -> Iterator[BlockChanges]:
+    def claims(self, entry: LogEntry) -> Iterator[BlockChanges]:
         """What an entry says of pools."""
         for one in entry.claims:
             if one.pool and one.hashes and self.may_see(one.namespace):

@@ -26,7 +26,7 @@ _LENT = (Tier.HOST, Tier.NVME)
 Place = tuple[str, ...]
 
 
-class Wanted(NamedTuple):
+class WantedPeers(NamedTuple):
     """What is asked for.
 
     Attributes:
@@ -97,7 +97,9 @@ class Lenders:
         known = self._known.get(instance)
         return None if known is None else (*known, HOST_ALONE.items() <= self._words[instance].items())
 
-    def find(self, index: ClusterIndex, wanted: Wanted, may_know: Callable[[InstanceId], bool]) -> list[PeerHolding]:
+    def find(
+        self, index: ClusterIndex, wanted: WantedPeers, may_know: Callable[[InstanceId], bool]
+    ) -> list[PeerHolding]:
         """Live instances that lend blocks, from the first that is wanted on: nearest first, and the one with the most
         of them in any case.
 

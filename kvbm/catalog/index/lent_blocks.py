@@ -12,7 +12,7 @@ from kvbm.catalog.index.cluster_index import ClusterIndex
 from kvbm.catalog.index.lenders import Lenders, Living, Place
 from kvbm.catalog.members.liveness import LastHeartbeat
 from kvbm.catalog.routing.peer_links import PeerLinks
-from kvbm.catalog.routing.router import Lent, Reader
+from kvbm.catalog.routing.router import LentPrefix, ReadingInstance
 from kvbm.core.answers import MAX_HASHES, MAX_LABEL, MAX_LABELS, MOST_LENT, LentRun
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import InstanceId, NamespaceId, Tier
@@ -23,7 +23,7 @@ _MOST_BLOCK_BYTES = 1 << 40
 _HOST_BIT, _NVME_BIT = 1 << Tier.HOST, 1 << Tier.NVME
 
 
-def reader_of(address: PeerAddress, place: Place, pools: Sequence[PoolStated]) -> Reader:
+def reader_of(address: PeerAddress, place: Place, pools: Sequence[PoolStated]) -> ReadingInstance:
     """An instance that lends, as one that reads: it does both in the same ways.
 
     Args:
@@ -32,7 +32,9 @@ def reader_of(address: PeerAddress, place: Place, pools: Sequence[PoolStated]) -
     sizes = {pool.tier: pool.block_bytes for pool in pools}
     size = sizes.get(Tier.HBM, 0) or sizes.get(Tier.HOST, 0)
     labels = tuple(label[:MAX_LABEL] for label in place[:MAX_LABELS])
-    return Reader(labels, address.host_id if address.unix else "", bool(address.tcp), min(size, _MOST_BLOCK_BYTES))
+    return ReadingInstance(
+        labels, address.host_id if address.unix else "", bool(address.tcp), min(size, _MOST_BLOCK_BYTES)
+    )
 
 
 class LentBlocks:
@@ -48,7 +50,7 @@ class LentBlocks:
     def __init__(
         self,
         index: ClusterIndex,
-        tell_router: Callable[[InstanceId, Reader | None], object],
+        tell_router: Callable[[InstanceId, ReadingInstance | None], object],
         liveness: Living,
         lenders: Lenders,
         pools_of: Callable[[InstanceId], Sequence[PoolStated]],
@@ -57,7 +59,7 @@ class LentBlocks:
         self._index, self._tell_router, self._liveness, self._lenders = index, tell_router, liveness, lenders
         self._pools_of, self._is_part = pools_of, is_part
         self.links = PeerLinks()
-        self._readers: dict[InstanceId, Reader] = {}
+        self._readers: dict[InstanceId, ReadingInstance] = {}
 
     def hear(self, instance: InstanceId, last: LastHeartbeat) -> None:
         """Take note of a heartbeat that is believed."""
@@ -98,7 +100,7 @@ class LentBlocks:
 
     def priced(
         self, now_s: float, own: Sequence[LentRun], elsewhere: Sequence[LentRun] = (), blocks: int = MAX_HASHES
-    ) -> Lent | None:
+    ) -> LentPrefix | None:
         """By what candidates are priced; None: nothing is lent, or nobody reads.
 
         Args:
@@ -112,7 +114,7 @@ class LentBlocks:
             named = {run.instance for run in own}
             others = [run for run in elsewhere if run.instance not in named and run.begin < run.end <= blocks]
             found = deepest_first([*own, *others])
-        return Lent(found, *self.links.table(now_s))
+        return LentPrefix(found, *self.links.table(now_s))
 
 
 def deepest_first(runs: Iterable[LentRun]) -> list[LentRun]:

@@ -69,7 +69,7 @@ class LifeState(Enum):
     UNHEARD = "unheard"
 
 
-class Why(Enum):
+class ExcludedWhy(Enum):
     """Why an instance is excluded."""
 
     SILENT = "silent"
@@ -95,7 +95,7 @@ class OwnPulse(NamedTuple):
     """The catalog has heard its own pulse. It sends one at least every `Liveness.own_pulse_s`."""
 
 
-class Ticked(NamedTuple):
+class LivenessTicked(NamedTuple):
     """Time has passed. Several times in each `liveness_s`: this is how late an exclusion may be."""
 
 
@@ -119,7 +119,7 @@ class StreamProgress(NamedTuple):
     unreadable: bool = False
 
 
-Input = HeartbeatReceived | OwnPulse | Ticked | StreamProgress
+Input = HeartbeatReceived | OwnPulse | LivenessTicked | StreamProgress
 
 
 class Exclude(NamedTuple):
@@ -127,7 +127,7 @@ class Exclude(NamedTuple):
 
     instance: InstanceId
     epoch: Epoch
-    why: Why
+    why: ExcludedWhy
 
 
 class Return(NamedTuple):
@@ -191,7 +191,7 @@ class _Member:
         self.is_unreadable = False
         self.is_silent = False  # for liveness_s
         self.awaits_heartbeat = False  # excluded when its epoch began, and no heartbeat since
-        self.why: Why | None = None  # it is excluded
+        self.why: ExcludedWhy | None = None  # it is excluded
         self.holder = ""  # the run that has its place on the stream
         self.life = 0
 
@@ -250,7 +250,7 @@ class Liveness(Roster):
         if self._began_s is None:
             self._began_s = now_s
         match what:
-            case Ticked():
+            case LivenessTicked():
                 return self._tick(now_s)
             case HeartbeatReceived(heartbeat):
                 return self._on_heartbeat(now_s, heartbeat)
@@ -328,11 +328,11 @@ class Liveness(Roster):
             known.pop(instance, None)
         self._drop(instance)
 
-    def excluded(self) -> dict[InstanceId, Why]:
+    def excluded(self) -> dict[InstanceId, ExcludedWhy]:
         """The instances that are excluded."""
-        return {instance: Why(why) for instance, why in self._excluded.items()}
+        return {instance: ExcludedWhy(why) for instance, why in self._excluded.items()}
 
-    def why(self, instance: InstanceId) -> Why | None:
+    def why(self, instance: InstanceId) -> ExcludedWhy | None:
         """Why an instance is excluded; None when it is not."""
         member = self._members.get(instance)
         return None if member is None else member.why
@@ -533,15 +533,15 @@ class Liveness(Roster):
     def _excluded_or_returned(self, instance: InstanceId, member: _Member) -> list[Effect]:
         if not member.read_epoch and not member.is_unreadable:
             return []  # nothing of it is in the index: of one that is new a heartbeat may come before its start
-        why: Why | None
+        why: ExcludedWhy | None
         if member.is_unreadable:
-            why = Why.NEWER
+            why = ExcludedWhy.NEWER
         elif member.newest > (member.read_epoch or Epoch(0)):
-            why = Why.RESTARTED
+            why = ExcludedWhy.RESTARTED
         elif member.is_stopped:
-            why = Why.STOPPED
-        elif member.awaits_heartbeat or (member.is_silent and member.why is Why.SILENT):
-            why = Why.SILENT
+            why = ExcludedWhy.STOPPED
+        elif member.awaits_heartbeat or (member.is_silent and member.why is ExcludedWhy.SILENT):
+            why = ExcludedWhy.SILENT
         else:
             why = None
         before = member.why
@@ -555,7 +555,7 @@ class Liveness(Roster):
         epoch = member.read_epoch or Epoch(0)
         return [Return(instance, epoch) if why is None else Exclude(instance, epoch, why)]
 
-    def _note_why(self, instance: InstanceId, member: _Member, why: Why | None) -> None:
+    def _note_why(self, instance: InstanceId, member: _Member, why: ExcludedWhy | None) -> None:
         member.why = why
         if why is None:
             self._excluded.pop(instance, None)
@@ -581,8 +581,8 @@ class Liveness(Roster):
                 self._kept[instance] = now_s
             elif member.heard_s is None or now_s - kept_s >= self._liveness_s / 2:
                 del self._kept[instance]
-                self._note_why(instance, member, Why.SILENT)
-                effects.append(Exclude(instance, member.newest, Why.SILENT))
+                self._note_why(instance, member, ExcludedWhy.SILENT)
+                effects.append(Exclude(instance, member.newest, ExcludedWhy.SILENT))
         return effects
 
     def _is_kept(self, member: _Member, heard: list[float], quiet_until: int) -> bool:

@@ -85,7 +85,7 @@ class CandidateNumbers(NamedTuple):
     lent: Sequence[LentRun] = ()
 
 
-class Reader(NamedTuple):
+class ReadingInstance(NamedTuple):
     """An instance as one that reads what others lend.
 
     Attributes:
@@ -104,7 +104,7 @@ class PeerLink(NamedTuple):
     """What a transfer between two instances costs.
 
     Attributes:
-        together_bytes_per_s: as `core.fetching.Source` has it.
+        together_bytes_per_s: as `core.fetching.FetchSource` has it.
     """
 
     latency_s: float
@@ -112,7 +112,7 @@ class PeerLink(NamedTuple):
     together_bytes_per_s: float = 0.0
 
 
-class Lent(NamedTuple):
+class LentPrefix(NamedTuple):
     """What can be read of a prompt from other instances.
 
     Attributes:
@@ -148,7 +148,7 @@ class Router(Protocol[C]):
     def hear(self, instance: InstanceId, pulse: LastHeartbeat) -> None:
         """What waits at an instance, and how fast it is, as of a heartbeat."""
 
-    def reads(self, instance: InstanceId, reader: Reader | None) -> None:
+    def reads(self, instance: InstanceId, reader: ReadingInstance | None) -> None:
         """How an instance reads what others lend; None: it does not."""
 
     def forget(self, instance: InstanceId) -> None:
@@ -175,7 +175,7 @@ class Router(Protocol[C]):
         limit: int,
         noted: bool = True,
         elsewhere: CandidateNumbers | None = None,
-        lent: Lent | None = None,
+        lent: LentPrefix | None = None,
     ) -> Ranking:
         """Rank the candidates, and note the best as chosen, if the prompt is admitted.
 

@@ -14,18 +14,18 @@ except ModuleNotFoundError as missing:
     refused.args = ("the demo's engine needs torch; install it with: pip install 'kvbm-ledger[engine]'",)
     raise refused from None
 
-from kvbm.demo.engine.blocks import BlockManager, HeldPrefix, PagedPool
+from kvbm.demo.engine.blocks import HeldPrefix, ManagerCalls, PagedPool
 from kvbm.demo.engine.engine import Engine
 from kvbm.demo.engine.model import DecodeInput, Model
 from kvbm.demo.engine.requests import Finished, Request, RequestRefusedError
 from kvbm.demo.engine.weights import ModelShape, Weights
 
 __all__ = [
-    "BlockManager",
     "DecodeInput",
     "Engine",
     "Finished",
     "HeldPrefix",
+    "ManagerCalls",
     "Model",
     "ModelShape",
     "PagedPool",

@@ -31,7 +31,7 @@ class PagedPool(Protocol):
     def tensor(self) -> Tensor: ...
 
 
-class BlockManager(Protocol):
+class ManagerCalls(Protocol):
     """What an engine asks of kvbm. Hashes are packed, 16 bytes a block, in prompt order."""
 
     @property

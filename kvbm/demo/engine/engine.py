@@ -11,14 +11,14 @@ from torch import Tensor
 
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import NamespaceId, SequenceHash
-from kvbm.demo.engine.blocks import BlockManager, HeldPrefix, PagedPool, pool_view
+from kvbm.demo.engine.blocks import HeldPrefix, ManagerCalls, PagedPool, pool_view
 from kvbm.demo.engine.model import DecodeInput, Model
 from kvbm.demo.engine.requests import Finished, Request, RequestRefusedError, block_count, refusal
 from kvbm.demo.engine.sequence import Sequence
 from kvbm.demo.engine.weights import Weights
 from kvbm.manager.load_meter import LoadMeter
 
-__all__ = ["BlockManager", "Engine", "Finished", "HeldPrefix", "PagedPool", "Request", "RequestRefusedError"]
+__all__ = ["Engine", "Finished", "HeldPrefix", "ManagerCalls", "PagedPool", "Request", "RequestRefusedError"]
 
 STARVED_AFTER_S = 30.0  # slots held by copies come back in milliseconds; longer means nobody will give them back
 WAIT_S = 0.001  # pause of run_until_idle while only a copy can free slots
@@ -42,7 +42,7 @@ class Engine:
     def __init__(
         self,
         weights: Weights,
-        manager: BlockManager,
+        manager: ManagerCalls,
         namespace_id: NamespaceId,
         root: SequenceHash,
         block_tokens: int,

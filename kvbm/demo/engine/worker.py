@@ -76,7 +76,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Worker:
+class EngineWorker:
     """One manager and two engines on it: one reuses blocks, one recomputes everything, for comparison."""
 
     def __init__(self, settings: Settings, worker: WorkerSettings, out: IO[str]) -> None:
@@ -246,7 +246,7 @@ def main(settings: Settings, worker: WorkerSettings) -> int:
     Returns 2 with one sentence on standard error when it cannot start.
     """
     try:
-        served = Worker(settings, worker, sys.stdout)
+        served = EngineWorker(settings, worker, sys.stdout)
     except KvbmError as error:
         say_error("kvbm engine", error)
         return 2

@@ -34,15 +34,15 @@ from kvbm.engines.vllm.kv_events import are_wanted, extra_keys_of, kinds_of, kv_
 from kvbm.engines.vllm.loaded import LoadedWeights
 from kvbm.engines.vllm.logs import log_with_vllm
 from kvbm.engines.vllm.meeting import Meeting
-from kvbm.engines.vllm.metadata import Answers, Plan
+from kvbm.engines.vllm.metadata import Answers, StepPlan
 from kvbm.engines.vllm.offers import offers_of
-from kvbm.engines.vllm.opening import Served, copy_settings, open_scheduler, serve, tell_not_serving
+from kvbm.engines.vllm.opening import ServedEngine, copy_settings, open_scheduler, serve, tell_not_serving
 from kvbm.engines.vllm.resolved import forget_resolved, leave_resolved, resolved_of
 from kvbm.engines.vllm.scheduler import Scheduler
 from kvbm.engines.vllm.stages import StageBlocks, all_stages
 from kvbm.engines.vllm.stats import KvbmPromMetrics, KvbmStats
 from kvbm.engines.vllm.tested import check_tested
-from kvbm.engines.vllm.worker import Worker
+from kvbm.engines.vllm.worker import RankWorker
 from kvbm.safe_log import SafeLog
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 class KvbmMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """A step's plan."""
 
-    plan: Plan = field(default_factory=Plan)
+    plan: StepPlan = field(default_factory=StepPlan)
 
 
 @dataclass
@@ -116,13 +116,13 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         log_with_vllm()
         check_tested(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: Scheduler | None = None
-        self._worker: Worker | None = None
+        self._worker: RankWorker | None = None
         is_scheduler = role == KVConnectorRole.SCHEDULER
         served = serve(vllm_config, kv_cache_config, is_telling=is_scheduler)
         self._answers = Answers()
-        self._plan = Plan()
+        self._plan = StepPlan()
         self._kinds = kinds_of(kv_cache_config) if served is not None else ()
-        self._unopened: Served | None = None  # until all pipeline stages have said how their blocks lie
+        self._unopened: ServedEngine | None = None  # until all pipeline stages have said how their blocks lie
         self._handshake: KvbmHandshake | None = None
         self._bound: Any = None
         self._has_begun = False
@@ -152,7 +152,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             rank = _rank(parallel)
             meeting = self._meeting if _is_beside_scheduler(rank, parallel) else None
             hbm = copy_settings(served, self._kv_transfer_config)
-            self._worker = Worker(
+            self._worker = RankWorker(
                 rank,
                 kv_cache_config,
                 loaded=loaded,
@@ -181,7 +181,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_tested(extra_config)
         return False
 
-    def _open(self, served: Served, stages: list[StageBlocks]) -> None:
+    def _open(self, served: ServedEngine, stages: list[StageBlocks]) -> None:
         self._scheduler = open_scheduler(served, stages, self._kv_transfer_config, self._meeting)
         if are_wanted(self._vllm_config):
             self._scheduler.follow_tiers(extra_keys_of)
@@ -425,7 +425,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None or self._worker.is_idle:
             return KVConnectorTransferResults()
         self._answers = self._worker.finish(_IDLE_WAIT_S if self._plan.is_idle else 0.0)
-        self._plan = Plan()
+        self._plan = StepPlan()
         received = self._worker.received()
         return KVConnectorTransferResults(finished_recving=received.finished, failed_recving=received.failed)
 

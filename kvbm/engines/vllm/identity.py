@@ -55,7 +55,7 @@ class HashScheme(NamedTuple):
         return cls(algorithm, int.from_bytes(digest[:8], "little") >> 1, is_lasting=True)
 
 
-class Identity:
+class EngineIdentity:
     """The namespaces of one engine. Owner thread only.
 
     Attributes:
@@ -92,7 +92,7 @@ class Identity:
         resolved: Sequence[Any] | None,
         secrets: Mapping[str, str],
         environment: Mapping[str, str],
-    ) -> Identity:
+    ) -> EngineIdentity:
         """The identity of an engine; weights in a folder are looked at once, here.
 
         Args:

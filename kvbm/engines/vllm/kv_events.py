@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvbm.core.ids import Tier
-from kvbm.engines.vllm.tier_events import Told
+from kvbm.engines.vllm.tier_events import ToldBlocks
 
 _MEDIA = {Tier.HOST: MEDIUM_CPU, Tier.NVME: MEDIUM_STORAGE}
 
@@ -25,17 +25,17 @@ def are_wanted(vllm_config: Any) -> bool:
     return config is not None and bool(config.enable_kv_cache_events)
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """What layers a KV group is of, in vLLM's words."""
 
     name: str
     sliding_window: int | None
 
 
-def kinds_of(kv_cache_config: Any) -> Sequence[Kind]:
+def kinds_of(kv_cache_config: Any) -> Sequence[LayerKind]:
     """The kind of each KV group of the engine."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return [Kind(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+    return [LayerKind(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
 
 
 def extra_keys_of(request: Any, begin: int, end: int, block_tokens: int) -> Sequence[Any] | None:
@@ -50,7 +50,7 @@ def extra_keys_of(request: Any, begin: int, end: int, block_tokens: int) -> Sequ
     return to_event_extra_keys(found) if any(found) else None
 
 
-def kv_event(told: Told, kinds: Sequence[Kind]) -> BlockStored | BlockRemoved:
+def kv_event(told: ToldBlocks, kinds: Sequence[LayerKind]) -> BlockStored | BlockRemoved:
     """An event of vLLM's.
 
     Args:

@@ -14,9 +14,9 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, pack_slots
 from kvbm.engines.vllm.forwards import UNKNOWN, Touches
 from kvbm.engines.vllm.metadata import Answers, Job
 from kvbm.engines.vllm.numbers import Numbers
-from kvbm.engines.vllm.reach import Held, LookedUp, joined, part_reach, whole_reach
-from kvbm.engines.vllm.requests import Ask, DerivedHashes, Group, Requests, RequestState
-from kvbm.engines.vllm.roles import Role
+from kvbm.engines.vllm.reach import HeldBlocks, LookedUp, joined, part_reach, whole_reach
+from kvbm.engines.vllm.requests import DerivedHashes, KvGroup, RequestMatch, Requests, RequestState
+from kvbm.engines.vllm.roles import EngineRole
 from kvbm.engines.vllm.tier_events import TierEvents
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.engine_hbm import EngineHbmManager
@@ -30,7 +30,7 @@ class _Load(NamedTuple):
 
     request_id: str
     first: bytes
-    runs: list[tuple[Group, int, Acquiring]]
+    runs: list[tuple[KvGroup, int, Acquiring]]
 
 
 class LoadPlanner:
@@ -51,7 +51,7 @@ class LoadPlanner:
     def __init__(
         self,
         manager: EngineHbmManager,
-        groups: Sequence[Group],
+        groups: Sequence[KvGroup],
         derive: DerivedHashes,
         align_tokens: int,
         ranks: int,
@@ -59,7 +59,7 @@ class LoadPlanner:
         numbers: Numbers,
         next_job: Callable[[], int],
         touches: Touches,
-        role: Role = Role(),  # noqa: B008  # frozen
+        role: EngineRole = EngineRole(),  # noqa: B008  # frozen
     ) -> None:
         self.gained = 0
         self.is_asked_again = False
@@ -209,7 +209,7 @@ class LoadPlanner:
         if (state := self._requests.states.get(request_id)) is not None:
             state.refused = True
 
-    def _settled(self, state: RequestState, ask: Ask) -> int | None:
+    def _settled(self, state: RequestState, ask: RequestMatch) -> int | None:
         """The answer once nothing of it is under way.
 
         What has come short is asked for again, as far as it then reaches.
@@ -264,21 +264,21 @@ class LoadPlanner:
 
     def _look(
         self, state: RequestState, computed_tokens: int, limit_tokens: int, elsewhere: Sequence[bytes] | None = None
-    ) -> Ask:
+    ) -> RequestMatch:
         """Begin to bring to HOST what reaches farthest, up to a number of tokens; or to ask for what the own tiers
         lack.
 
         Args:
             elsewhere: by group, what lies beyond the own tiers, from `computed_tokens` on; None where nobody was asked.
         """
-        runs: list[tuple[Group, int, Acquiring]] = []
+        runs: list[tuple[KvGroup, int, Acquiring]] = []
         end_tokens, hashes, has_holes = limit_tokens, len(state.request.block_hashes), self._has_holes
         if has_holes:
             end_tokens, whole_tokens = self._reach(state, computed_tokens, limit_tokens, elsewhere or ())
             if elsewhere is None and end_tokens < limit_tokens and self._manager.looks_beyond:
                 finding = self._manager.begin_find(self._beyond(state, computed_tokens, limit_tokens))
                 if finding is not None:
-                    return Ask(computed_tokens, hashes, self.gained, [], 0, finding)
+                    return RequestMatch(computed_tokens, hashes, self.gained, [], 0, finding)
             self._note_parting(state, end_tokens, whole_tokens)
         if end_tokens > computed_tokens:
             for index, group in enumerate(self._groups):
@@ -293,14 +293,14 @@ class LoadPlanner:
                     )
                     runs.append((group, begin, acquiring))
         tokens = end_tokens - computed_tokens if runs else 0
-        ask = Ask(computed_tokens, hashes, self.gained, runs, tokens, elsewhere=elsewhere)
+        ask = RequestMatch(computed_tokens, hashes, self.gained, runs, tokens, elsewhere=elsewhere)
         if len(runs) == 1 and runs[0][2].poll() and not runs[0][2].depth:
             self._tell(state, ask)
             runs[0][2].release()
             ask = ask._replace(runs=[], tokens=0)
         return ask
 
-    def _tell(self, state: RequestState, ask: Ask) -> None:
+    def _tell(self, state: RequestState, ask: RequestMatch) -> None:
         """Count what was said to be there for a request against what has come, once for each run that is over, and
         remark it.
         """
@@ -342,7 +342,7 @@ class LoadPlanner:
 
         Returns: them, and the tokens up to which groups that keep all blocks have them.
         """
-        some: list[tuple[Group, Held]] = []
+        some: list[tuple[KvGroup, HeldBlocks]] = []
         end_tokens, hashed = limit_tokens, state.request.block_hashes
         for index, group in enumerate(self._groups):
             first = computed_tokens // group.block_tokens

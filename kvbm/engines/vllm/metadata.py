@@ -67,7 +67,7 @@ class Job(NamedTuple):
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """What workers do at one step: loads at once, stores of blocks that earlier steps have computed.
 
     Attributes:
@@ -85,7 +85,7 @@ class Plan:
     step: int = 0
 
 
-class Stored(NamedTuple):
+class StoredPart(NamedTuple):
     """How one rank's copy of a stored job ended.
 
     Attributes:
@@ -112,7 +112,7 @@ class Answers:
         hosts: host → where HOST is there; said by its first rank.
     """
 
-    stored: dict[int, dict[int, Stored]] = field(default_factory=dict)
+    stored: dict[int, dict[int, StoredPart]] = field(default_factory=dict)
     loaded: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     refused: str = ""

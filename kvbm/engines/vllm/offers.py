@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
-class Offer(NamedTuple):
+class StateOffer(NamedTuple):
     """One state.
 
     Attributes:
@@ -25,11 +25,11 @@ class Offer(NamedTuple):
     tokens: int
 
 
-def offers_of(scheduler_output: Any) -> Iterator[Offer]:
+def offers_of(scheduler_output: Any) -> Iterator[StateOffer]:
     """What a step of vLLM's scheduler offers, nothing where a model has no such layers."""
     block_state = getattr(scheduler_output, "kv_connector_block_state", None)
     if block_state is None:
         return
     for request_id, entries in block_state.boundary_state_offloads.items():
         for group, block_id, tokens in entries:
-            yield Offer(request_id, group, block_id, tokens)
+            yield StateOffer(request_id, group, block_id, tokens)

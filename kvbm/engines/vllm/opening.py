@@ -18,13 +18,13 @@ from kvbm.core.errors import KvbmError, PoolError
 from kvbm.core.ids import Namespace, Tier
 from kvbm.engines.vllm.facts import machine_words
 from kvbm.engines.vllm.host_link import leave_host
-from kvbm.engines.vllm.identity import Identity
+from kvbm.engines.vllm.identity import EngineIdentity
 from kvbm.engines.vllm.meeting import Meeting
 from kvbm.engines.vllm.metadata import HostShare
 from kvbm.engines.vllm.regions import is_state, served_groups, specs_of, tokens_of
-from kvbm.engines.vllm.requests import Group
+from kvbm.engines.vllm.requests import KvGroup
 from kvbm.engines.vllm.resolved import find_resolved
-from kvbm.engines.vllm.roles import Role
+from kvbm.engines.vllm.roles import EngineRole
 from kvbm.engines.vllm.scheduler import Scheduler
 from kvbm.engines.vllm.served import why_not_served
 from kvbm.engines.vllm.settings import settings_of
@@ -42,7 +42,7 @@ log = SafeLog()
 ENGINE = "vllm"
 
 
-class Served(NamedTuple):
+class ServedEngine(NamedTuple):
     """An engine that is served, as each of its processes sees it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Served(NamedTuple):
         return int(self.vllm_config.parallel_config.pipeline_parallel_size)
 
 
-def serve(vllm_config: Any, kv_cache_config: Any, is_telling: bool) -> Served | None:
+def serve(vllm_config: Any, kv_cache_config: Any, is_telling: bool) -> ServedEngine | None:
     """What is served; None where this engine cannot be.
 
     Args:
@@ -70,7 +70,7 @@ def serve(vllm_config: Any, kv_cache_config: Any, is_telling: bool) -> Served | 
         blocks = StageBlocks.of(vllm_config, kv_cache_config)
         why = blocks.why
         if not why or vllm_config.parallel_config.pipeline_parallel_size > 1:  # a stage says itself why it is not
-            return Served(vllm_config, kv_cache_config, blocks)
+            return ServedEngine(vllm_config, kv_cache_config, blocks)
     if is_telling:
         tell_not_serving(why)
     return None
@@ -82,7 +82,7 @@ def tell_not_serving(why: str) -> None:
 
 
 def open_scheduler(
-    served: Served, stages: Sequence[StageBlocks], kv_transfer_config: Any, meeting: Meeting
+    served: ServedEngine, stages: Sequence[StageBlocks], kv_transfer_config: Any, meeting: Meeting
 ) -> Scheduler:
     """The scheduler's half over a manager that has begun.
 
@@ -101,9 +101,9 @@ def open_scheduler(
         log.info(
             "groups.left_out", groups=left_out, notice="they are no part of vLLM's prefix caching; it fills them anew"
         )
-    role = Role.of(kv_transfer_config.kv_role)
+    role = EngineRole.of(kv_transfer_config.kv_role)
     settings = role.suited(_suited(settings, groups) if ranks.hosts == 1 else _of_hosts(settings, ranks.hosts))
-    identity = Identity.of(
+    identity = EngineIdentity.of(
         served.vllm_config,
         kv_cache_config,
         layout_of(stages, [group.id for group in groups]),
@@ -146,7 +146,7 @@ def open_scheduler(
     return Scheduler(manager, NATIVE, groups, names.of, ranks, share, align_tokens, rules, role)
 
 
-def copy_settings(served: Served, kv_transfer_config: Any) -> HbmSettings:
+def copy_settings(served: ServedEngine, kv_transfer_config: Any) -> HbmSettings:
     """What a rank's copies on a GPU are told; what cannot be used the scheduler's half refuses."""
     try:
         return _settings(served, kv_transfer_config).pools.hbm
@@ -154,7 +154,7 @@ def copy_settings(served: Served, kv_transfer_config: Any) -> HbmSettings:
         return HbmSettings()
 
 
-def _settings(served: Served, kv_transfer_config: Any) -> Settings:
+def _settings(served: ServedEngine, kv_transfer_config: Any) -> Settings:
     parallel = served.vllm_config.parallel_config
     return settings_of(
         kv_transfer_config.kv_connector_extra_config,
@@ -216,7 +216,7 @@ def _reachable(
         return _without_objects(settings), None
 
 
-def _groups(kv_cache_config: Any, decode: int) -> list[Group]:
+def _groups(kv_cache_config: Any, decode: int) -> list[KvGroup]:
     """The engine's KV groups, those that need all blocks first.
 
     Args:
@@ -234,7 +234,7 @@ def _groups(kv_cache_config: Any, decode: int) -> list[Group]:
         chunks = {_chunk_tokens(one) for one in specs_of(spec)}
         chunk = None if None in chunks else max(tokens for tokens in chunks if tokens is not None)
         has_draft = group.is_eagle_group and not has_states
-        groups.append(Group(index, block_tokens, hash_tokens, blocks, has_states, chunk, has_draft))
+        groups.append(KvGroup(index, block_tokens, hash_tokens, blocks, has_states, chunk, has_draft))
     return sorted(groups, key=lambda group: not group.keeps_all)
 
 
@@ -249,7 +249,7 @@ def _chunk_tokens(spec: Any) -> int | None:
     return int(spec.attention_chunk_size) if type(spec).__name__ == "ChunkedLocalAttentionSpec" else None
 
 
-def _suited(settings: Settings, groups: list[Group]) -> Settings:
+def _suited(settings: Settings, groups: list[KvGroup]) -> Settings:
     """Settings for an engine of this kind: what a window has left behind makes holes in objects, but for those of one
     block, and in what other instances would be asked for.
     """

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId
 from kvbm.engines.vllm.adapters import Origin
-from kvbm.engines.vllm.requests import DerivedHashes, Group, RequestState
+from kvbm.engines.vllm.requests import DerivedHashes, KvGroup, RequestState
 
 _GROUP_BYTES = 4  # vLLM appends the group's number to a hash
 
@@ -51,7 +51,7 @@ class PrefixCacheWatch:
     def __init__(
         self,
         pool: Any,
-        groups: Sequence[Group],
+        groups: Sequence[KvGroup],
         state_of: Callable[[Any], RequestState],
         derive: DerivedHashes,
         sink: HbmSink,

@@ -22,7 +22,7 @@ class Stage(NamedTuple):
     replicas: int = 1
 
 
-class Place(NamedTuple):
+class PartPlace(NamedTuple):
     """Where a rank's part of a block is.
 
     Attributes:
@@ -83,17 +83,17 @@ class Ranks(NamedTuple):
         """Whether no rank of the same host goes before."""
         return rank == 0 or self.place_of(rank - 1).host != self.place_of(rank).host
 
-    def place_of(self, rank: int) -> Place:
+    def place_of(self, rank: int) -> PartPlace:
         """Where a rank's part is."""
         return _places(self)[rank]
 
 
 @lru_cache(maxsize=64)
-def _places(ranks: Ranks) -> tuple[Place, ...]:
+def _places(ranks: Ranks) -> tuple[PartPlace, ...]:
     """Of each rank. Without decode context parallelism, ranks of prefill context parallelism hold identical KV (vLLM's
     `pcp_shard_decode_requests` says so). What ranks of several hosts hold alike, each host keeps."""
-    places: list[Place] = []
-    known: dict[tuple[int, int, int, int], Place] = {}
+    places: list[PartPlace] = []
+    known: dict[tuple[int, int, int, int], PartPlace] = {}
     begins = [0] * ranks.hosts
     for index, stage in enumerate(ranks.stages):
         for prefill in range(ranks.prefill):
@@ -101,7 +101,7 @@ def _places(ranks: Ranks) -> tuple[Place, ...]:
                 host = len(places) * ranks.hosts // ranks.ranks
                 key = host, index, prefill if ranks.decode > 1 else 0, tensor // stage.replicas
                 if (place := known.get(key)) is None:
-                    place = known[key] = Place(len(known), host, begins[host], stage.part_bytes, stores=False)
+                    place = known[key] = PartPlace(len(known), host, begins[host], stage.part_bytes, stores=False)
                     places.append(place._replace(stores=True))
                     begins[host] += stage.part_bytes
                 else:

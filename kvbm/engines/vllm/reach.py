@@ -12,14 +12,14 @@ from typing import Protocol
 
 import numpy as np
 
-from kvbm.engines.vllm.requests import Group
+from kvbm.engines.vllm.requests import KvGroup
 
 ABSENT = 0xFF  # of `EngineHbmManager.holders`: no tier holds the block
 _ABSENT = bytes([ABSENT])
 _LOOKED_AT = 64  # blocks at first, where the last one is sought that is held
 
 
-class Held(Protocol):
+class HeldBlocks(Protocol):
     """What is held of a group's blocks: for each the tier that holds it, or ABSENT."""
 
     def __len__(self) -> int: ...
@@ -27,8 +27,8 @@ class Held(Protocol):
 
 
 class LookedUp:
-    """A `Held` that is looked up as far as it is asked for: of a window or a state that is little, at the end of a
-    prompt.
+    """A `HeldBlocks` that is looked up as far as it is asked for: of a window or a state that is little, at the end of
+    a prompt.
 
     Args:
         look: (begin, end) → what is held of those blocks.
@@ -59,7 +59,7 @@ class LookedUp:
 
 
 def reach(
-    groups: Sequence[Group], held: Sequence[Held], computed_tokens: int, limit_tokens: int, align_tokens: int
+    groups: Sequence[KvGroup], held: Sequence[HeldBlocks], computed_tokens: int, limit_tokens: int, align_tokens: int
 ) -> int:
     """The most tokens for which every group has what it needs; at least `computed_tokens`.
 
@@ -74,7 +74,9 @@ def reach(
     return part_reach(some, computed_tokens, end_tokens, align_tokens)
 
 
-def part_reach(some: Sequence[tuple[Group, Held]], computed_tokens: int, end_tokens: int, align_tokens: int) -> int:
+def part_reach(
+    some: Sequence[tuple[KvGroup, HeldBlocks]], computed_tokens: int, end_tokens: int, align_tokens: int
+) -> int:
     """What `reach` gives for groups that do not keep all blocks, where the others reach to `end_tokens`."""
     end_tokens -= end_tokens % align_tokens
     while end_tokens > computed_tokens:
@@ -90,7 +92,7 @@ def part_reach(some: Sequence[tuple[Group, Held]], computed_tokens: int, end_tok
     return computed_tokens
 
 
-def _reach_of(group: Group, found: Held, computed_tokens: int, end_tokens: int) -> int:
+def _reach_of(group: KvGroup, found: HeldBlocks, computed_tokens: int, end_tokens: int) -> int:
     """Tokens beyond which no prefix of at most so many has what a group needs, one that does not keep all blocks."""
     first, end = computed_tokens // group.block_tokens, end_tokens // group.block_tokens
     begin, behind = max(first, group.first_needed(end)), int(group.has_draft)
@@ -107,7 +109,7 @@ def _reach_of(group: Group, found: Held, computed_tokens: int, end_tokens: int) 
     return (first + last - behind) * group.block_tokens
 
 
-def _last_held(found: Held, end: int) -> int:
+def _last_held(found: HeldBlocks, end: int) -> int:
     """How many blocks there are up to the last one before `end` that is held."""
     count = _LOOKED_AT
     while end > 0:
@@ -131,7 +133,7 @@ def joined(own: bytes, elsewhere: bytes) -> bytes:
     return np.where(mine == ABSENT, others, mine).tobytes()
 
 
-def whole_reach(groups: Sequence[Group], held: Sequence[Held], computed_tokens: int, limit_tokens: int) -> int:
+def whole_reach(groups: Sequence[KvGroup], held: Sequence[HeldBlocks], computed_tokens: int, limit_tokens: int) -> int:
     """The tokens up to which the groups that keep all blocks hold them; `limit_tokens` where there is no such group."""
     end_tokens = limit_tokens
     for group, found in zip(groups, held, strict=True):

@@ -27,7 +27,7 @@ def has_own_ids(request: Any) -> bool:
     return any(_CONTENT.fullmatch(str(feature.identifier)) is None for feature in features)
 
 
-class Group(NamedTuple):
+class KvGroup(NamedTuple):
     """One KV group of the engine's model.
 
     Attributes:
@@ -80,7 +80,7 @@ class GroupNamespace(NamedTuple):
     root: SequenceHash
 
 
-class Ask(NamedTuple):
+class RequestMatch(NamedTuple):
     """What was found for a request when it was asked for.
 
     Attributes:
@@ -94,7 +94,7 @@ class Ask(NamedTuple):
     computed_tokens: int
     hashes: int
     gained: int
-    runs: list[tuple[Group, int, Acquiring]]
+    runs: list[tuple[KvGroup, int, Acquiring]]
     tokens: int
     finding: Finding | None = None
     elsewhere: Sequence[bytes] | None = None
@@ -163,7 +163,7 @@ class RequestState:
     def __init__(
         self,
         request: Any,
-        groups: Sequence[Group],
+        groups: Sequence[KvGroup],
         namespaces: Sequence[GroupNamespace],
         origin: Origin | None = None,
     ) -> None:
@@ -176,7 +176,7 @@ class RequestState:
         self.stored = [0] * len(groups)
         self.states: set[tuple[int, int]] = set()
         self.parts_at = 0
-        self.ask: Ask | None = None
+        self.ask: RequestMatch | None = None
         self.due_step = 0
         self.is_looked_at = self.refused = False
         self.last_store = 0
@@ -238,7 +238,7 @@ class Requests:
     """
 
     def __init__(
-        self, groups: Sequence[Group], namespaces_of: Callable[..., Sequence[GroupNamespace]], adapters: Adapters
+        self, groups: Sequence[KvGroup], namespaces_of: Callable[..., Sequence[GroupNamespace]], adapters: Adapters
     ) -> None:
         self.states: dict[str, RequestState] = {}
         self.queued_tokens = 0

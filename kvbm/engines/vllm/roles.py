@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvbm.config import Settings
 
 
-class Role(NamedTuple):
+class EngineRole(NamedTuple):
     """Which of the two halves of the work an engine takes part in.
 
     Attributes:
@@ -21,7 +21,7 @@ class Role(NamedTuple):
     stores: bool = True
 
     @classmethod
-    def of(cls, kv_role: str) -> Role:
+    def of(cls, kv_role: str) -> EngineRole:
         """A producer stores and loads nothing, a consumer the other way round."""
         return cls(loads=kv_role != "kv_producer", stores=kv_role != "kv_consumer")
 

@@ -28,14 +28,14 @@ from kvbm.core.ids import HASH_BYTES, Tier
 from kvbm.engines.vllm.adapters import Adapters
 from kvbm.engines.vllm.forwards import Taken, Touches
 from kvbm.engines.vllm.load_planner import LoadPlanner
-from kvbm.engines.vllm.metadata import Answers, HostShare, Plan
+from kvbm.engines.vllm.metadata import Answers, HostShare, StepPlan
 from kvbm.engines.vllm.numbers import Numbers
-from kvbm.engines.vllm.offers import Offer
+from kvbm.engines.vllm.offers import StateOffer
 from kvbm.engines.vllm.prefix_cache import HbmSink, PrefixCacheWatch
 from kvbm.engines.vllm.ranks import Ranks
 from kvbm.engines.vllm.reach import ABSENT
-from kvbm.engines.vllm.requests import Group, GroupNamespace, Requests
-from kvbm.engines.vllm.roles import Role
+from kvbm.engines.vllm.requests import GroupNamespace, KvGroup, Requests
+from kvbm.engines.vllm.roles import EngineRole
 from kvbm.engines.vllm.step_meter import LEAST_TOKENS, StepMeter
 from kvbm.engines.vllm.store_planner import StorePlanner, StoreRules
 from kvbm.engines.vllm.tier_events import ExtraKeys, TierEvents
@@ -81,13 +81,13 @@ class Scheduler:
         self,
         manager: EngineHbmManager,
         backend: Backend,
-        groups: Sequence[Group],
+        groups: Sequence[KvGroup],
         namespaces_of: Callable[..., Sequence[GroupNamespace]],
         ranks: Ranks,
         host: HostShare,
         align_tokens: int,
         rules: StoreRules = StoreRules(),  # noqa: B008  # frozen
-        role: Role = Role(),  # noqa: B008  # frozen
+        role: EngineRole = EngineRole(),  # noqa: B008  # frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
@@ -163,10 +163,10 @@ class Scheduler:
         scheduled: Mapping[str, int],
         tokens: int,
         preempted: Collection[str],
-        offers: Iterable[Offer] = (),
+        offers: Iterable[StateOffer] = (),
         finished: Collection[str] = (),
         taken: Iterable[Taken] = (),
-    ) -> Plan:
+    ) -> StepPlan:
         """What workers do at this step.
 
         Args:
@@ -185,7 +185,7 @@ class Scheduler:
             if self._is_everywhere:
                 self.stores.plan(scheduled, tokens)
                 self.stores.offered(offers, {*preempted, *finished})
-        plan = Plan(is_idle=not scheduled, loads=self.loads.take_jobs(), stores=self.stores.take_jobs(), step=step)
+        plan = StepPlan(is_idle=not scheduled, loads=self.loads.take_jobs(), stores=self.stores.take_jobs(), step=step)
         if not self._is_everywhere and self._asked_hosts_s is None:
             self._asked_hosts_s = self._clock()
         if plan.loads or plan.stores or not self._is_everywhere:

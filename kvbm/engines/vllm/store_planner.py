@@ -15,13 +15,13 @@ import numpy as np
 from kvbm.core.backend import Backend
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots
 from kvbm.core.state_admission import StateAdmission
-from kvbm.engines.vllm.metadata import Job, Stored
+from kvbm.engines.vllm.metadata import Job, StoredPart
 from kvbm.engines.vllm.numbers import Numbers
-from kvbm.engines.vllm.offers import Offer
+from kvbm.engines.vllm.offers import StateOffer
 from kvbm.engines.vllm.prefix_cache import PrefixCacheWatch
 from kvbm.engines.vllm.ranks import Ranks
-from kvbm.engines.vllm.requests import Group, Requests, RequestState
-from kvbm.engines.vllm.tier_events import Run, TierEvents
+from kvbm.engines.vllm.requests import KvGroup, Requests, RequestState
+from kvbm.engines.vllm.tier_events import GroupRun, TierEvents
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.safe_log import SafeLog
 
@@ -57,7 +57,7 @@ class _StoreRun(NamedTuple):
 
     store: Store
     blocks: list[Any]
-    learned: tuple[bytes, Run] | None = None
+    learned: tuple[bytes, GroupRun] | None = None
 
 
 class _StoreJob(NamedTuple):
@@ -87,7 +87,7 @@ class StorePlanner:
         self,
         manager: EngineHbmManager,
         backend: Backend,
-        groups: Sequence[Group],
+        groups: Sequence[KvGroup],
         ranks: Ranks,
         requests: Requests,
         numbers: Numbers,
@@ -108,7 +108,7 @@ class StorePlanner:
         self._admission = StateAdmission(rules.states)
         self._states = {group.id: index for index, group in enumerate(groups) if group.is_state}
         self._stores: dict[int, _StoreJob] = {}
-        self._answers: dict[int, dict[int, Stored]] = {}  # job → rank's part → how it ended
+        self._answers: dict[int, dict[int, StoredPart]] = {}  # job → rank's part → how it ended
         self._step = 0
         self._due: dict[int, list[RequestState]] = {}  # step → requests that may fill a block by then
 
@@ -143,7 +143,7 @@ class StorePlanner:
                 storing.append(state)
         self._store(runs, storing)
 
-    def offered(self, offers: Iterable[Offer], gone: Collection[str]) -> None:
+    def offered(self, offers: Iterable[StateOffer], gone: Collection[str]) -> None:
         """Begin to store states that vLLM offers in this step, once and unpinned.
 
         This step computes them, so workers copy them in the next.
@@ -194,7 +194,7 @@ class StorePlanner:
         uses = self._admission.uses(block, is_end, is_parting)
         return uses + 1 if uses and is_parting else uses
 
-    def _is_ours(self, state: RequestState, offer: Offer) -> bool:
+    def _is_ours(self, state: RequestState, offer: StateOffer) -> bool:
         """Whether an offered block is the state of whole blocks of this request, under the hash that vLLM will find it
         by.
         """
@@ -237,7 +237,7 @@ class StorePlanner:
         jobs, self._jobs, self._later = self._jobs, self._later, []
         return jobs
 
-    def answered(self, stored: Mapping[int, Mapping[int, Stored]]) -> int:
+    def answered(self, stored: Mapping[int, Mapping[int, StoredPart]]) -> int:
         """Take in what ranks have stored. Returns how many jobs have brought HOST blocks."""
         gained = 0
         for job, parts in stored.items():
@@ -327,7 +327,7 @@ class StorePlanner:
             elif at < total:
                 at += 1
 
-    def _cached(self, state: RequestState, group: Group, digest: bytes, block_id: int) -> Any:
+    def _cached(self, state: RequestState, group: KvGroup, digest: bytes, block_id: int) -> Any:
         """The block that holds this hash;
 
         None where vLLM has none, or another in its place, or one of other weights.
@@ -371,7 +371,7 @@ class StorePlanner:
             else:
                 stores.over.append((chain, namespace))
 
-    def _end(self, job: int, parts: Mapping[int, Stored]) -> bool:
+    def _end(self, job: int, parts: Mapping[int, StoredPart]) -> bool:
         """Blocks of a job are in HOST, or not. Returns whether HOST has gained blocks."""
         stores = self._stores.pop(job, None)
         if stores is None:
@@ -395,7 +395,7 @@ class StorePlanner:
             self._manager.refresh(chain, namespace)
         return not why
 
-    def _joined(self, parts: Mapping[int, Stored]) -> np.ndarray:
+    def _joined(self, parts: Mapping[int, StoredPart]) -> np.ndarray:
         """The checksums of whole blocks, from those of their parts, which may differ in size."""
         columns = [np.frombuffer(parts[part].checksums, dtype="<u4") for part in range(len(self._part_sizes))]
         if len(columns) == 1:

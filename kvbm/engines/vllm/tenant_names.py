@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvbm.core.ids import Namespace
-from kvbm.engines.vllm.identity import Identity
+from kvbm.engines.vllm.identity import EngineIdentity
 from kvbm.engines.vllm.requests import GroupNamespace
 from kvbm.safe_log import SafeLog
 
@@ -33,7 +33,7 @@ class TenantNames:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: EngineIdentity,
         group_ids: Sequence[int],
         declare: Callable[[Sequence[Namespace]], object],
         tenants: Collection[str],

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from kvbm.core.ids import Tier, split_hashes
 from kvbm.engines.vllm.reach import ABSENT
-from kvbm.engines.vllm.requests import Group
+from kvbm.engines.vllm.requests import KvGroup
 
 _TOLD = frozenset({Tier.HOST, Tier.NVME})  # an object is nobody's own
 _A_STEP = 1024  # blocks that are looked at again
@@ -28,7 +28,7 @@ ExtraKeys = Callable[
 ]  # request, first block, end, tokens of a block → for each block its keys
 
 
-class Run(NamedTuple):
+class GroupRun(NamedTuple):
     """Blocks of one group of a request, in the order of its chain.
 
     Attributes:
@@ -40,7 +40,7 @@ class Run(NamedTuple):
             it has nothing.
     """
 
-    group: Group
+    group: KvGroup
     digests: Sequence[bytes]
     parent: bytes
     tokens: Sequence[int]
@@ -48,7 +48,7 @@ class Run(NamedTuple):
     extra_keys: Sequence[Any] | None = None
 
     @classmethod
-    def of(cls, request: Any, group: Group, begin: int, end: int, extra_keys: ExtraKeys | None = None) -> Run:
+    def of(cls, request: Any, group: KvGroup, begin: int, end: int, extra_keys: ExtraKeys | None = None) -> GroupRun:
         """A request's blocks from `begin` to before `end`."""
         digests = [bytes(one) for one in group.digests(request.block_hashes, begin, end)]
         before = group.digests(request.block_hashes, begin - 1, begin) if begin else ()
@@ -58,7 +58,7 @@ class Run(NamedTuple):
         keys = None if extra_keys is None else extra_keys(request, begin, end, group.block_tokens)
         return cls(group, digests, bytes(before[0]) if before else b"", tokens, lora, keys)
 
-    def part(self, begin: int, end: int) -> Run:
+    def part(self, begin: int, end: int) -> GroupRun:
         """Some of its blocks, by themselves."""
         if (begin, end) == (0, len(self.digests)):
             return self
@@ -71,14 +71,14 @@ class Run(NamedTuple):
         )
 
 
-class Told(NamedTuple):
+class ToldBlocks(NamedTuple):
     """Blocks of a run, from `begin` to before `end`, that lie in a tier now, or do so no more.
 
     Attributes:
         tier: the hottest that holds them; what lies in colder ones besides is not told.
     """
 
-    run: Run
+    run: GroupRun
     begin: int
     end: int
     tier: Tier
@@ -86,7 +86,7 @@ class Told(NamedTuple):
 
 
 class _Known(NamedTuple):
-    run: Run
+    run: GroupRun
     at: int
     tier: int
 
@@ -100,7 +100,7 @@ class TierEvents:
 
     Args:
         holders: for each of these hashes of ours the hottest own tier colder than HBM that holds it, or ABSENT.
-        extra_keys: of blocks of a request, as `Run` has them.
+        extra_keys: of blocks of a request, as `GroupRun` has them.
     """
 
     def __init__(self, holders: Callable[[bytes], bytes], extra_keys: ExtraKeys | None = None) -> None:
@@ -112,11 +112,11 @@ class TierEvents:
         self._fresh: dict[bytes, None] = {}
         self._turn: Iterator[bytes] = iter(())
 
-    def run_of(self, request: Any, group: Group, begin: int, end: int) -> Run:
+    def run_of(self, request: Any, group: KvGroup, begin: int, end: int) -> GroupRun:
         """What is told of a request's blocks, should they lie in a tier."""
-        return Run.of(request, group, begin, end, self._extra_keys)
+        return GroupRun.of(request, group, begin, end, self._extra_keys)
 
-    def learn(self, hashes: bytes, run: Run) -> None:
+    def learn(self, hashes: bytes, run: GroupRun) -> None:
         """These blocks are stored or loaded: they may lie in a tier.
 
         Args:
@@ -130,13 +130,13 @@ class TierEvents:
             part = run.part(begin, unknown[-1] + 1)
             self._known.update((blocks[at], _Known(part, at - begin, ABSENT)) for at in unknown)
 
-    def take(self) -> list[Told]:
+    def take(self) -> list[ToldBlocks]:
         """What has changed, as far as it was seen; where blocks are before where they no longer are."""
         looked_at = [*self._fresh, *islice(self._turn, _A_STEP)]
         if len(looked_at) - len(self._fresh) < _A_STEP:
             self._turn = iter([*self._known])
         self._fresh = {}
-        held: list[Told] = []
+        held: list[ToldBlocks] = []
         left: list[_Known] = []
         for ours, holder in zip(looked_at, self._holders(b"".join(looked_at)) if looked_at else b"", strict=True):
             tier = holder if holder in _TOLD else ABSENT
@@ -152,7 +152,7 @@ class TierEvents:
                     _add(held, moved, is_held=True)
             if known.tier != ABSENT:
                 left.append(known)
-        gone: list[Told] = []
+        gone: list[ToldBlocks] = []
         for known in left:  # once all that has come is counted
             self._copies[known.place] -= 1
             if not self._copies[known.place]:
@@ -161,11 +161,11 @@ class TierEvents:
         return held + gone
 
 
-def _add(told: list[Told], known: _Known, is_held: bool) -> None:
+def _add(told: list[ToldBlocks], known: _Known, is_held: bool) -> None:
     """One more block, with those before it where it goes on with them."""
     run, at, tier = known
     last = told[-1] if told else None
     if last is not None and last.run is run and last.end == at and (last.tier, last.is_held) == (tier, is_held):
         told[-1] = last._replace(end=at + 1)
     else:
-        told.append(Told(run, at, at + 1, Tier(tier), is_held))
+        told.append(ToldBlocks(run, at, at + 1, Tier(tier), is_held))

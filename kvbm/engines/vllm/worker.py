@@ -20,9 +20,9 @@ from kvbm.engines.vllm.host_link import HostLink
 from kvbm.engines.vllm.host_part import HostPart
 from kvbm.engines.vllm.loaded import LoadedWeights
 from kvbm.engines.vllm.meeting import Meeting
-from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Stored
+from kvbm.engines.vllm.metadata import Answers, HostShare, Job, StepPlan, StoredPart
 from kvbm.engines.vllm.numbers import Numbers
-from kvbm.engines.vllm.ranks import Place
+from kvbm.engines.vllm.ranks import PartPlace
 from kvbm.engines.vllm.regions import BlockRegions, CacheConfig, Region, block_regions, served_tensors
 from kvbm.pools.hbm.copy_queue import CopyQueue, ThreadedQueue
 from kvbm.pools.hbm.paged import SLOTS, PagedTensor, paged_layout
@@ -56,7 +56,7 @@ class Received(NamedTuple):
     failed: set[str]
 
 
-class Worker:
+class RankWorker:
     """One rank. Where its part lies in a row it learns from the first plan that has jobs.
 
     Attributes:
@@ -92,7 +92,7 @@ class Worker:
         self._config = config
         self._interleave = interleave
         self._part_bytes = 0
-        self._place = Place(rank, 0, 0, 0, stores=True)
+        self._place = PartPlace(rank, 0, 0, 0, stores=True)
         self._part: HostPart | None = None  # of the host's first rank, where the scheduler is on another
         self._threads = threads
         self._ring_bytes, self._programs = ring_bytes, programs
@@ -136,7 +136,7 @@ class Worker:
             except RuntimeError as error:  # the device takes no event
                 self.refuse(str(error))
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         """Begin what a step plans: on a GPU behind the forwards that may touch its blocks, and behind none of those
         launched since.
 
@@ -370,7 +370,7 @@ class Worker:
             self._numbers.time("store_seconds" if stores else "load_seconds", busy_s)
         if stores:
             sums = b"" if why or checksums is None else checksums.astype("<u4").tobytes()
-            self._answers.stored[job.id] = {self._place.part: Stored(sums, why)}
+            self._answers.stored[job.id] = {self._place.part: StoredPart(sums, why)}
             return
         self._answers.loaded[job.id] = 1  # this rank is done with it, whichever way
         if why:

@@ -87,9 +87,9 @@ class CopiesInFlight:
         self._stamps: dict[int, int] = {}  # of open copies to NVME: the pool's generation when they began
         self._left_open = False  # the last copy that ends closes the pools
 
-    # -- in the ledger, under the lock --------------------------------------------------------------------------------
+    # -- in the ledger ------------------------------------------------------------------------------------------------
 
-    def begin(
+    def begin_locked(
         self,
         namespace: NamespaceId,
         source: Tier | InstanceId,
@@ -118,15 +118,15 @@ class CopiesInFlight:
                     begun.append(copy)
         except BaseException:
             if copy is not None:
-                self.drop(copy)
+                self.drop_locked(copy)
             raise
         return copy
 
-    def end(
+    def end_locked(
         self, copy: Copy, arrived: Sequence[bool], cause: MigrateCause, pinned: bool = False, kept: bool = True
     ) -> list[int | None]:
         """As `Ledger.end_copy`."""
-        self._bring_no_more(copy)
+        self._bring_no_more_locked(copy)
         self._cancelled.discard(copy.id)
         self._stamps.pop(copy.id, None)
         try:  # whoever was interrupted before may do it again, and nobody after
@@ -134,28 +134,28 @@ class CopiesInFlight:
         finally:
             self.open.discard(copy.id)
 
-    def drop(self, copy: Copy, cause: MigrateCause = MigrateCause.ONBOARD) -> None:
+    def drop_locked(self, copy: Copy, cause: MigrateCause = MigrateCause.ONBOARD) -> None:
         """End a copy that brings nothing."""
         if copy.id not in self.running:
             self._of_peers.discard(copy.id)
-        self.end(copy, [False] * (len(copy.hashes) // HASH_BYTES), cause)
+        self.end_locked(copy, [False] * (len(copy.hashes) // HASH_BYTES), cause)
 
     def end_unended(self, copy: Copy, cause: MigrateCause) -> None:
         """End a copy that an error has left open, with nothing: nobody moves its bytes. Outside the lock."""
         with self._lock:
             if copy.id in self.open and not self._stream.ended:
-                self.drop(copy, cause)
+                self.drop_locked(copy, cause)
 
-    def cancel_all(self) -> None:
+    def cancel_all_locked(self) -> None:
         """No block of the copies that are open may arrive."""
         self.cancellations += 1
         self._cancelled |= self.open
 
-    def arrived(self, copy: Copy, there: list[bool]) -> list[bool]:
+    def arrived_locked(self, copy: Copy, there: list[bool]) -> list[bool]:
         """Which blocks of a copy may count as arrived: none where it was cancelled."""
         return [False] * len(there) if copy.id in self._cancelled else there
 
-    def settle_trouble(self, copy: Copy, moved: Moved, remote: RemoteSource | None = None) -> None:
+    def settle_trouble_locked(self, copy: Copy, moved: Moved, remote: RemoteSource | None = None) -> None:
         """Withdraw what proved corrupt or missing, and count; after the copy has ended."""
         if copy.source not in (Tier.HBM, Tier.HOST):
             self._counters.verified_reads += moved.outcomes.count(ReadOutcome.GOOD)
@@ -168,27 +168,27 @@ class CopiesInFlight:
             if copy.source == Tier.OBJECT:
                 assert remote is not None
                 gone = b"".join(remote.objects_of(bad, self.pools.object_blocks))
-                self._claims.lost(copy.namespace, gone, reason)
+                self._claims.lost_locked(copy.namespace, gone, reason)
             else:
                 self._ledger.evict(copy.source, bad, reason)
         is_unread = ReadOutcome.FAILED in moved.outcomes and not self.is_lent(copy)  # such reads `peers` counts
         if is_unread or moved.unwritten:
             self._counters.failed_copies += 1
 
-    def _expect_no_more(self, copy: Copy) -> None:
+    def _expect_no_more_locked(self, copy: Copy) -> None:
         """Nobody need wait for a copy any more."""
         self.open.discard(copy.id)
-        self._bring_no_more(copy)
+        self._bring_no_more_locked(copy)
 
-    def _bring_no_more(self, copy: Copy) -> None:
+    def _bring_no_more_locked(self, copy: Copy) -> None:
         if copy.target == self.target:
             for block in split_hashes(copy.hashes):
                 self.coming.pop(block, None)
 
     # -- its bytes ----------------------------------------------------------------------------------------------------
 
-    def begin_run(self, copy: Copy) -> None:
-        """The bytes of a copy move from now on. Under the lock."""
+    def begin_run_locked(self, copy: Copy) -> None:
+        """The bytes of a copy move from now on."""
         self.running[copy.id] = copy
 
     def carry_out(
@@ -198,7 +198,7 @@ class CopiesInFlight:
         lane: np.ndarray | None = None,
         remote: RemoteSource | None = None,
     ) -> None:
-        """Move the bytes of a copy and finish it under the lock.
+        """Move the bytes of a copy and call `finish` under the lock.
 
         A pool that raises has broken its promise: nobody knows whether its bytes still move. So the copy keeps its
         slots and its lane, the request sees a miss, and the thread goes on.
@@ -212,7 +212,7 @@ class CopiesInFlight:
             with self._lock:
                 self._counters.failed_copies += 1
                 self.quarantined[copy.id] = copy
-                self._expect_no_more(copy)
+                self._expect_no_more_locked(copy)
             with suppress(OSError):  # the log may lie on a disk that is full
                 log.exception(
                     "copy.broke", target=copy.target.name, blocks=len(copy.hashes) // HASH_BYTES, remedy="report it"
@@ -225,8 +225,8 @@ class CopiesInFlight:
                     _log_trouble(copy, moved, self._claims.pool_forgets, remote is not None and remote.peer is not None)
         self._stream.recorded()
 
-    def mark_late(self, copy: Copy) -> None:
-        """The request of a running copy has gone on. Under the lock. Whoever was interrupted in it may do it again."""
+    def mark_late_locked(self, copy: Copy) -> None:
+        """The request of a running copy has gone on. Whoever was interrupted in it may do it again."""
         if isinstance(self._executor, Workers) and copy.id not in self._replaced:
             self._replaced.add(copy.id)
             try:

@@ -47,7 +47,7 @@ class Workers(Executor):
             if self._is_closed:
                 raise RuntimeError("the threads have been shut down")
             # Before it is queued: whoever is told that it is not taken gives its slots away.
-            self._provide(len(self._queue) + 1)
+            self._provide_locked(len(self._queue) + 1)
             self._queue.append((future, lambda: fn(*args, **kwargs)))
         return future
 
@@ -59,7 +59,7 @@ class Workers(Executor):
         with self._changed:
             self._room += 1
             with suppress(RuntimeError):
-                self._provide(len(self._queue))
+                self._provide_locked(len(self._queue))
 
     def reclaim(self) -> None:
         """A call that was stuck has ended; its replacement is one too many."""
@@ -77,10 +77,10 @@ class Workers(Executor):
                 self._queue.clear()
             self._changed.notify_all()
 
-    def _provide(self, waiting: int) -> None:
+    def _provide_locked(self, waiting: int) -> None:
         """Wake or start a thread for so many calls.
 
-        Under the condition's lock. Raises RuntimeError: nobody comes to them.
+        Raises: RuntimeError: nobody comes to them.
         """
         if self._idle >= waiting:
             self._changed.notify()
@@ -90,13 +90,13 @@ class Workers(Executor):
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
             except (RuntimeError, MemoryError) as error:
                 self._room += 1
-                self._tell(error)
+                self._tell_locked(error)
                 if self._room >= self._threads:  # all that there are, if any, are stuck
                     raise RuntimeError(f"{self._name}: no thread can be started ({error})") from error
             else:
                 self._lacks_threads = False
 
-    def _tell(self, error: BaseException) -> None:
+    def _tell_locked(self, error: BaseException) -> None:
         """One warning until a thread can be started again."""
         if not self._lacks_threads:
             self._lacks_threads = True

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, split_hashes
-from kvbm.manager.objects.claims import Claimed, Claims
+from kvbm.manager.objects.claims import Claimed, ObjectClaims
 from kvbm.manager.objects.object_groups import groups_of
 from kvbm.manager.objects.own_claims import OwnClaims
 from kvbm.manager.record.ledger_stream import LedgerStream
@@ -30,7 +30,7 @@ class ClaimWatch:
         self, stream: LedgerStream, pool: ObjectPool | None, own: OwnClaims, clock: Callable[[], float]
     ) -> None:
         self._stream, self._pool, self._own, self._clock = stream, pool, own, clock
-        self._claims = Claims() if pool is not None and pool.forgets else None
+        self._claims = ObjectClaims() if pool is not None and pool.forgets else None
         self._look_s = self._idle_look_s = 0.0  # not before; not before while nothing is offloaded
 
     @property
@@ -38,13 +38,13 @@ class ClaimWatch:
         """Whether an object that is gone is nothing unusual."""
         return self._claims is not None
 
-    def seen(self, namespace: NamespaceId, objects: Iterable[bytes]) -> None:
-        """The object pool had these objects just now. Under the lock."""
+    def seen_locked(self, namespace: NamespaceId, objects: Iterable[bytes]) -> None:
+        """The object pool had these objects just now."""
         if self._claims is not None:
             self._claims.add(Claimed(namespace, hashes) for hashes in objects)
 
-    def lost(self, namespace: NamespaceId, objects: bytes, reason: EvictReason) -> None:
-        """Withdraw the claims of whole objects, packed, that could not be read. Under the lock."""
+    def lost_locked(self, namespace: NamespaceId, objects: bytes, reason: EvictReason) -> None:
+        """Withdraw the claims of whole objects, packed, that could not be read."""
         assert self._pool is not None
         self._own.drop(objects)
         self._stream.ledger.forget(Tier.OBJECT, namespace, objects, reason)
@@ -74,7 +74,7 @@ class ClaimWatch:
             self._idle_look_s = self._clock() + _IDLE_LOOK_S
             self.look(_IDLE_LOOKS)
 
-    def _withdraw(self, claims: Claims, namespace: NamespaceId, objects: Sequence[Claimed]) -> None:
+    def _withdraw(self, claims: ObjectClaims, namespace: NamespaceId, objects: Sequence[Claimed]) -> None:
         """Say that the object pool has dropped these objects."""
         hashes = b"".join(dict.fromkeys(split_hashes(b"".join(one.hashes for one in objects))))
         with self._stream.lock:

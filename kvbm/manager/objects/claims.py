@@ -30,7 +30,7 @@ class Claimed(NamedTuple):
         return self.hashes[-HASH_BYTES:]
 
 
-class Claims:
+class ObjectClaims:
     """See the module.
 
     Args:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvbm.core.ids import HASH_BYTES, NamespaceId
 
 
-class Group(NamedTuple):
+class ObjectGroup(NamedTuple):
     """The blocks of one object.
 
     Attributes:
@@ -49,7 +49,7 @@ class Groups:
         self._group_bytes = blocks * HASH_BYTES
         self._unfinished_most, self._waiting_most = unfinished, waiting
         self._unfinished: OrderedDict[bytes, bytes] = OrderedDict()  # last hash → the group so far
-        self._waiting: OrderedDict[bytes, list[Group]] = OrderedDict()  # a block that is missing → who watches it
+        self._waiting: OrderedDict[bytes, list[ObjectGroup]] = OrderedDict()  # a block that is missing → who watches it
         self._waiting_groups = 0
 
     def follow(self, parent: bytes, start: int, hashes: bytes) -> tuple[bytes, bytes]:
@@ -71,21 +71,21 @@ class Groups:
             self._remember(hashes[whole_bytes:])
         return hashes[:whole_bytes], lost
 
-    def watch(self, group: Group, missing: bytes) -> list[Group]:
+    def watch(self, group: ObjectGroup, missing: bytes) -> list[ObjectGroup]:
         """Let a group wait for the last of the blocks its tier lacks. Returns the groups that are forgotten for it."""
         watchers = self._waiting.setdefault(missing[-HASH_BYTES:], [])
         if group in watchers:
             return []
         watchers.append(group)
         self._waiting_groups += 1
-        forgotten: list[Group] = []
+        forgotten: list[ObjectGroup] = []
         while self._waiting_groups > self._waiting_most:
             oldest = self._waiting.popitem(last=False)[1]
             self._waiting_groups -= len(oldest)
             forgotten += oldest
         return forgotten
 
-    def arrived(self, block: bytes) -> list[Group]:
+    def arrived(self, block: bytes) -> list[ObjectGroup]:
         """A block has arrived: who watched it, and does no more."""
         if not self._waiting:
             return []

@@ -28,7 +28,7 @@ log = SafeLog()
 _YIELD_S = 0.05  # an offload begins this much later at most, because requests wait for bytes
 
 
-class Objects(NamedTuple):
+class RequestObjects(NamedTuple):
     """The objects of a request, packed: those that one copy can carry, those not all of which is at the source, and
     those that share blocks with the first and go with another copy.
     """
@@ -81,7 +81,7 @@ class OffloadDriver:
         if self._stream.closing:
             return False
         with self._lock:
-            request = self._next()
+            request = self._next_locked()
             if request is None:
                 return False
             self._begun += 1
@@ -139,13 +139,13 @@ class OffloadDriver:
 
     # -- one offload --------------------------------------------------------------------------------------------------
 
-    def _next(self) -> OffloadRequest | None:
-        """The next request that can be carried out now. Under the lock."""
+    def _next_locked(self) -> OffloadRequest | None:
+        """The next request that can be carried out now."""
         passed_over: set[Route] = set()
         while (request := self._offloader.next(self._clock(), passed_over)) is not None:
             if not request.passes_host:
                 return request  # admitted once there is memory for it
-            match self._admit(request):
+            match self._admit_locked(request):
                 case Skip(why):
                     self._offloader.skip(why, request.hashes)
                 case Wait():
@@ -155,8 +155,8 @@ class OffloadDriver:
                     return request
         return None
 
-    def _admit(self, request: OffloadRequest) -> Verdict:
-        """Whether the first blocks of a request may leave now. Under the lock."""
+    def _admit_locked(self, request: OffloadRequest) -> Verdict:
+        """Whether the first blocks of a request may leave now."""
         passes, is_object, now_s = request.passes_host, request.target == Tier.OBJECT, self._clock()
         ends_in = tuple(self._offloader.behind_host()) if passes else (request.target,)
         takes_events = not (self._writer.refusal or self._ledger.overflowed)
@@ -188,7 +188,7 @@ class OffloadDriver:
             return
         self._stream.recorded()  # the copy may wait for the withdrawal of what its slots held
         try:
-            self._copies.carry_out(copy, partial(self._finish, request, copy), lane)
+            self._copies.carry_out(copy, partial(self._finish_locked, request, copy), lane)
         finally:
             self._copies.end_run(copy)
         self._claims.look()
@@ -200,11 +200,13 @@ class OffloadDriver:
                 return None
             hashes = request.hashes
             if not request.passes_host:
-                verdict = self._admit(request)
+                verdict = self._admit_locked(request)
                 if isinstance(verdict, Skip) and verdict.why == Skipped.JOURNAL:
                     self._offloader.skip(verdict.why, hashes)  # nobody would know of it
                     return None
-                objects = self._whole_objects(request) if request.target == Tier.OBJECT else Objects(hashes)
+                objects = (
+                    self._whole_objects_locked(request) if request.target == Tier.OBJECT else RequestObjects(hashes)
+                )
                 may_blocks = verdict.blocks if isinstance(verdict, Go) else 0
                 if objects.partial:
                     self._offloader.skip(Skipped.PARTIAL, objects.partial)
@@ -215,23 +217,23 @@ class OffloadDriver:
                     self._offloader.skip(Skipped.BUDGET, beyond)
             copy = None
             if hashes:
-                copy = self._copies.begin(request.namespace, request.source, request.target, hashes)
+                copy = self._copies.begin_locked(request.namespace, request.source, request.target, hashes)
             if request.target == Tier.OBJECT:
                 if copy is not None and self._pools.object_blocks > 1 and copy.hashes != hashes:
-                    self._copies.drop(copy, MigrateCause.OFFLOAD)
+                    self._copies.drop_locked(copy, MigrateCause.OFFLOAD)
                     self._offloader.skip(Skipped.PARTIAL, hashes)  # blocks of another namespace
                     copy = None
             elif copy is None or len(copy.hashes) != len(hashes):
-                self._count_left_out(request, hashes, copy)
+                self._count_left_out_locked(request, hashes, copy)
             if copy is not None:
-                self._copies.begin_run(copy)
+                self._copies.begin_run_locked(copy)
                 if (budget := self._budgets.get(request.target)) is not None:
                     block_bytes = self._pools.slots[request.source].block_bytes
                     budget.spend(len(copy.hashes) // HASH_BYTES * block_bytes)
             return copy
 
-    def _count_left_out(self, request: OffloadRequest, hashes: bytes, copy: Copy | None) -> None:
-        """Count what a copy to a tier of ours leaves out and the tier lacks. Under the lock."""
+    def _count_left_out_locked(self, request: OffloadRequest, hashes: bytes, copy: Copy | None) -> None:
+        """Count what a copy to a tier of ours leaves out and the tier lacks."""
         taken: set[SequenceHash] = set()
         for one in self._copies.running.values():
             taken.update(split_hashes(one.hashes))
@@ -243,14 +245,11 @@ class OffloadDriver:
         self._offloader.skip(Skipped.GONE, gone)
         self._offloader.skip(Skipped.ROOM, left[len(gone) :])  # so many
 
-    def _whole_objects(self, request: OffloadRequest) -> Objects:
-        """Which objects of a request one copy can carry now: all of each is at the source, and no two share a block.
-
-        Under the lock.
-        """
+    def _whole_objects_locked(self, request: OffloadRequest) -> RequestObjects:
+        """Which objects of a request one copy can carry now: all of each is at the source, and no two share a block."""
         k, unclaimed = self._pools.object_blocks, self._offloader.lacking(Tier.OBJECT, request.hashes)
         if k == 1:
-            return Objects(unclaimed)
+            return RequestObjects(unclaimed)
         whole: list[bytes] = []
         partial: list[bytes] = []
         later: list[bytes] = []
@@ -264,31 +263,28 @@ class OffloadDriver:
                 whole.append(group)
             elif group not in whole:
                 later.append(group)
-        return Objects(b"".join(whole), b"".join(partial), b"".join(later))
+        return RequestObjects(b"".join(whole), b"".join(partial), b"".join(later))
 
-    def _finish(self, request: OffloadRequest, copy: Copy, moved: Moved) -> None:
-        """The bytes of an offload are in place, or will never be. Under the lock."""
-        there = self._copies.arrived(copy, moved.arrived)
+    def _finish_locked(self, request: OffloadRequest, copy: Copy, moved: Moved) -> None:
+        """The bytes of an offload are in place, or will never be."""
+        there = self._copies.arrived_locked(copy, moved.arrived)
         if copy.target == Tier.OBJECT:
-            there = self._claimable(copy, there)
-        self._copies.end(copy, there, MigrateCause.OFFLOAD, kept=self._transit.is_kept(copy, there))
-        self._copies.settle_trouble(copy, moved)
+            there = self._claimable_locked(copy, there)
+        self._copies.end_locked(copy, there, MigrateCause.OFFLOAD, kept=self._transit.is_kept(copy, there))
+        self._copies.settle_trouble_locked(copy, moved)
         arrived = [block for block, ok in zip(split_hashes(copy.hashes), there, strict=True) if ok]
         packed = b"".join(arrived)
         self._counters.offloaded_blocks[copy.target] += len(arrived)
         if copy.target == Tier.OBJECT:
             self._offloader.claims.add(packed)
-            self._claims.seen(copy.namespace, groups_of(packed, self._pools.object_blocks))
+            self._claims.seen_locked(copy.namespace, groups_of(packed, self._pools.object_blocks))
         elif arrived:
             at = request.positions()
             positions = [at[block] for block in arrived]
             self._offloader.offer_arrived(copy.namespace, copy.target, packed, positions)
 
-    def _claimable(self, copy: Copy, stored: list[bool]) -> list[bool]:
-        """Which blocks of a copy to OBJECT may be claimed: none of an object of which a block was cleared meanwhile.
-
-        Under the lock.
-        """
+    def _claimable_locked(self, copy: Copy, stored: list[bool]) -> list[bool]:
+        """Which blocks of a copy to OBJECT may be claimed: none of an object of which a block was cleared meanwhile."""
         k = self._pools.object_blocks
         if k == 1:
             return stored

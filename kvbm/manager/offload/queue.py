@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.policy import OTHERS, OffloadPolicy
-from kvbm.manager.objects.object_groups import Group, Groups, groups_of
+from kvbm.manager.objects.object_groups import Groups, ObjectGroup, groups_of
 from kvbm.manager.objects.own_claims import OwnClaims
 from kvbm.manager.offload.admission import Skipped
 from kvbm.manager.offload.chain_runs import NOWHERE, ChainRun, ChainRuns, pieces, stretches
@@ -313,19 +313,19 @@ class Offloader:
             self._push_run(Route(namespace, self._objects_from, Tier.OBJECT), ChainRun(unclaimed), b"")
             return
         for hashes in groups_of(unclaimed, groups.blocks):
-            group = Group(namespace, hashes)
+            group = ObjectGroup(namespace, hashes)
             if len(missing) == len(unclaimed):  # nothing is there yet, as after a prefill
                 self._await(groups, group, hashes)
             else:
                 self._want_object(groups, group)
 
-    def _want_object(self, groups: Groups, group: Group) -> None:
+    def _want_object(self, groups: Groups, group: ObjectGroup) -> None:
         if missing := self.lacking(self._objects_from, group.hashes):
             self._await(groups, group, missing)
         elif self.lacking(Tier.OBJECT, group.hashes):
             self._push(Route(group.namespace, self._objects_from, Tier.OBJECT), ChainRun(group.hashes), b"")
 
-    def _await(self, groups: Groups, group: Group, missing: bytes) -> None:
+    def _await(self, groups: Groups, group: ObjectGroup, missing: bytes) -> None:
         """Offer the group when the last block it misses has arrived; where nothing will bring it, not at all."""
         given_up = groups.watch(group, missing) if self._objects_from == Tier.HOST else [group]
         for other in given_up:

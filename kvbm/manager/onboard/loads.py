@@ -4,10 +4,10 @@ for requests that wait.
 The *target tier* is where requests get their blocks: HBM, or HOST where the engine owns HBM. A load that has not ended
 in time is late: its request goes on without it, and it serves the next one.
 
-    plan         under the lock: copies of what colder tiers of this instance hold
-    submit       threads carry them out; each adds what it brought to its Waiter
-    plan_remote  outside the lock, because it asks other pools: copies of what lies beyond the own tiers
-    collect      under the lock: what is pinned in the target tier now, from the first block on
+    plan_locked     copies of what colder tiers of this instance hold
+    submit          threads carry them out; each adds what it brought to its Waiter
+    plan_remote     outside the lock, because it asks other pools: copies of what lies beyond the own tiers
+    collect_locked  what is pinned in the target tier now, from the first block on
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvbm.core.events import MigrateCause
-from kvbm.core.fetching import OBJECTS, Links, Source, plan
+from kvbm.core.fetching import OBJECTS, FetchSource, Links, plan
 from kvbm.core.ids import (
     DURABLE_TIERS,
     HASH_BYTES,
@@ -174,12 +174,12 @@ class Loads:
         self._stream.recorded()  # a copy may have evicted to make room
         if begun:
             with self._lock:
-                self.begin_waiting(waiter)
+                self.begin_waiting_locked(waiter)
             wait([load.ended for load in begun], timeout=wait_s)
         with self._lock:
-            self.give_up(waiter, begun)
-            prefix = self.collect(waiter)
-            self.count(waiter.namespace, waiter.hashes, prefix.depth, prefix.hits)
+            self.give_up_locked(waiter, begun)
+            prefix = self.collect_locked(waiter)
+            self.count_locked(waiter.namespace, waiter.hashes, prefix.depth, prefix.hits)
         self._stream.recorded()
         return prefix
 
@@ -187,8 +187,8 @@ class Loads:
         """An error ends a request: nobody gets what was pinned for it, nor what comes later. Outside the lock."""
         with self._lock:
             if waiter.prefix is None:  # wherever it was: to give up and to collect may be done again
-                self.give_up(waiter, [])
-            prefix = waiter.prefix or self.collect(waiter)
+                self.give_up_locked(waiter, [])
+            prefix = waiter.prefix or self.collect_locked(waiter)
             self._ledger.unpin(self._target, pack_slots(prefix.slots))
         self._stream.recorded()
 
@@ -197,39 +197,36 @@ class Loads:
         """How many requests wait for bytes."""
         return len(self._waiting)
 
-    def begin_waiting(self, request: object) -> None:
-        """A request waits for bytes; offloads yield to it meanwhile. Under the lock."""
+    def begin_waiting_locked(self, request: object) -> None:
+        """A request waits for bytes; offloads yield to it meanwhile."""
         self._waiting.add(request)
         self.nobody_waits.clear()
 
-    def end_waiting(self, request: object) -> None:
-        """It does no more, if it did. Under the lock."""
+    def end_waiting_locked(self, request: object) -> None:
+        """It does no more, if it did."""
         self._waiting.discard(request)
         if not self._waiting and not self.nobody_waits.is_set():
             self.nobody_waits.set()
 
-    def give_up(self, waiter: Waiter, begun: list[InFlightLoad]) -> None:
+    def give_up_locked(self, waiter: Waiter, begun: list[InFlightLoad]) -> None:
         """End copies that have not started.
 
-        Running copies finish on their own and are counted as late. Under the lock.
+        Running copies finish on their own and are counted as late.
         """
         waiter.waiting = False
-        self.end_waiting(waiter)
+        self.end_waiting_locked(waiter)
         for _, ended in begun:
             ended.cancel()
         for copy in waiter.planned:
             if copy.id in self._copies.late:
                 continue
             if copy.id in self._copies.running:
-                self._copies.mark_late(copy)
+                self._copies.mark_late_locked(copy)
             elif copy.id in self._copies.open and not self._stream.ended:
-                self._copies.drop(copy)
+                self._copies.drop_locked(copy)
 
-    def collect(self, waiter: Waiter) -> Prefix:
-        """What is pinned in the target tier now, from the first block on; what lies behind a hole is unpinned again.
-
-        Under the lock.
-        """
+    def collect_locked(self, waiter: Waiter) -> Prefix:
+        """What is pinned in the target tier now, from the first block on; what lies behind a hole is unpinned again."""
         slots: list[int] = []
         behind: list[int] = []
         hits: dict[Tier, int] = {}
@@ -254,8 +251,8 @@ class Loads:
         self._ledger.unpin(self._target, unwanted)
         return waiter.prefix
 
-    def count(self, namespace: NamespaceId, hashes: bytes, depth: int, hits: dict[Tier, int]) -> None:
-        """Count hits and misses of a prompt, of which so much came, and offer what was used again. Under the lock."""
+    def count_locked(self, namespace: NamespaceId, hashes: bytes, depth: int, hits: dict[Tier, int]) -> None:
+        """Count hits and misses of a prompt, of which so much came, and offer what was used again."""
         for tier, count in hits.items():
             self._counters.hit_blocks[tier] += count
         self._counters.missed_blocks += len(hashes) // HASH_BYTES - depth
@@ -265,8 +262,8 @@ class Loads:
 
     # -- where blocks lie ---------------------------------------------------------------------------------------------
 
-    def plan(self, waiter: Waiter) -> tuple[list[PlannedLoad], int]:
-        """Begin copies for each stretch of the run that lies in one colder tier. Under the lock.
+    def plan_locked(self, waiter: Waiter) -> tuple[list[PlannedLoad], int]:
+        """Begin copies for each stretch of the run that lies in one colder tier.
 
         Returns: them, and how deep the run can get.
         """
@@ -284,8 +281,8 @@ class Loads:
                 if self._is_silent(tier) or (tier in DURABLE_TIERS and not self._revisioned.may(waiter.namespace)):
                     return planned, first
                 wanted = hashes[first * HASH_BYTES : min(first + _LOAD_BLOCKS, end) * HASH_BYTES]
-                self._note_others(wanted, waiter)
-                copy = copies.begin(waiter.namespace, tier, self._target, wanted, begun=waiter.planned)
+                self._note_others_locked(wanted, waiter)
+                copy = copies.begin_locked(waiter.namespace, tier, self._target, wanted, begun=waiter.planned)
                 if copy is not None:
                     planned.append(PlannedLoad(copy))
                 if copy is None or copy.hashes != wanted:
@@ -308,9 +305,11 @@ class Loads:
         planned: list[PlannedLoad] = []
         with self._lock:
             for source, remote, wanted in segments if waiter.waiting and not self._stream.closing else ():
-                self._note_others(wanted, waiter)
+                self._note_others_locked(wanted, waiter)
                 is_lent = remote.peer is not None
-                copy = self._copies.begin(waiter.namespace, source, self._target, wanted, is_lent, waiter.planned)
+                copy = self._copies.begin_locked(
+                    waiter.namespace, source, self._target, wanted, is_lent, waiter.planned
+                )
                 if copy is None:
                     waiter.why = "no_room"
                     break
@@ -368,8 +367,8 @@ class Loads:
         """
         return self._copies.late_from.get(source, 0) >= self._threads
 
-    def _note_others(self, wanted: bytes, waiter: Waiter) -> None:
-        """Remember who brings some of these blocks already. Under the lock."""
+    def _note_others_locked(self, wanted: bytes, waiter: Waiter) -> None:
+        """Remember who brings some of these blocks already."""
         if coming := self._copies.coming:
             waiter.others.update(coming[block] for block in split_hashes(wanted) if block in coming)
 
@@ -414,10 +413,12 @@ class Loads:
             else [one for one in peers.sources(namespace, found.peers) if not self._is_silent(lender(one.instance))]
         )
         asked = len(hashes) // HASH_BYTES - depth  # a catalog may say more
-        sources = [Source(depth - begin + min(one.end, asked), one.link, one.together_bytes_per_s) for one in lenders]
+        sources = [
+            FetchSource(depth - begin + min(one.end, asked), one.link, one.together_bytes_per_s) for one in lenders
+        ]
         if pool is not None:
             claimed = min(found.claimed, objects_end - begin) // k * k
-            sources.append(Source(claimed, self._links.link(self._clock(), OBJECTS, OBJECTS)))
+            sources.append(FetchSource(claimed, self._links.link(self._clock(), OBJECTS, OBJECTS)))
         lot = max(k, _LOAD_BLOCKS // k * k)
         stretches = plan(
             depth - begin, sources, self._pools.slots[self._target].block_bytes, self._compute_s(namespace), lot
@@ -455,7 +456,7 @@ class Loads:
             except RuntimeError:  # the manager closes, or there is no thread: it is a miss
                 with self._lock:
                     if not self._stream.ended:
-                        self._copies.drop(load.copy)
+                        self._copies.drop_locked(load.copy)
         return begun
 
     def begin_find(self, runs: Sequence[tuple[NamespaceId, bytes]]) -> Future[list[bytes]]:
@@ -479,23 +480,23 @@ class Loads:
         with self._lock:
             if self._stream.ended or copy.id not in copies.open:  # or it was dropped just as this began
                 return
-            copies.begin_run(copy)
+            copies.begin_run_locked(copy)
         try:
             lane = None
             if not self._is_in_place and self._pools.memory(copy.source) is None:
                 lane = copies.staging.take(self._wait_s, is_offload=False)
-            copies.carry_out(copy, partial(self._finish, load, waiter, self._clock()), lane, load.remote)
+            copies.carry_out(copy, partial(self._finish_locked, load, waiter, self._clock()), lane, load.remote)
         finally:
             copies.end_run(copy)
 
-    def _finish(self, load: PlannedLoad, waiter: Waiter, begun_s: float, moved: Moved) -> None:
-        """The bytes of a load are in place, or will never be. Under the lock."""
+    def _finish_locked(self, load: PlannedLoad, waiter: Waiter, begun_s: float, moved: Moved) -> None:
+        """The bytes of a load are in place, or will never be."""
         copy, remote = load
         blocks = split_hashes(copy.hashes)
         if copy.source == Tier.OBJECT and remote is not None:
             outcomes = zip(blocks, moved.outcomes, strict=True)
             good = b"".join(block for block, outcome in outcomes if outcome == ReadOutcome.GOOD)
-            self._claims.seen(copy.namespace, remote.objects_of(good, self._pools.object_blocks))
+            self._claims.seen_locked(copy.namespace, remote.objects_of(good, self._pools.object_blocks))
             size = len(good) // HASH_BYTES * self._pools.slots[self._target].block_bytes
             if size:
                 self._links.measured(self._clock(), OBJECTS, OBJECTS, size, self._clock() - begun_s)
@@ -504,7 +505,9 @@ class Loads:
         foreign = Tier.HOST if is_lent else Tier.NVME  # pods share no other
         tier = copy.source if isinstance(copy.source, Tier) else foreign
         cause = MigrateCause.ONBOARD if is_own else MigrateCause.FETCH
-        holders = self._copies.end(copy, self._copies.arrived(copy, moved.arrived), cause, pinned=waiter.waiting)
+        holders = self._copies.end_locked(
+            copy, self._copies.arrived_locked(copy, moved.arrived), cause, pinned=waiter.waiting
+        )
         if waiter.waiting:
             for block, slot in zip(blocks, holders, strict=True):
                 if slot is not None:
@@ -514,4 +517,4 @@ class Loads:
         else:
             self._counters.late_copies += 1
             self._counters.peer_late_copies += is_lent
-        self._copies.settle_trouble(copy, moved, remote)
+        self._copies.settle_trouble_locked(copy, moved, remote)

@@ -21,7 +21,15 @@ from kvbm.manager.record.journal_retention import JournalRetention, NoRetention
 from kvbm.manager.record.ledger_stream import LedgerStream
 from kvbm.manager.record.offsets import Offsets
 from kvbm.manager.record.publisher_port import PublisherPort
-from kvbm.manager.record.snapshot_policy import BeginSnapshot, Effect, Input, SnapshotPolicy, Stored, Ticked, WakeAt
+from kvbm.manager.record.snapshot_policy import (
+    BeginSnapshot,
+    Effect,
+    Input,
+    JournalSize,
+    SnapshotPolicy,
+    Ticked,
+    WakeAt,
+)
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import ORIGIN, Position
 from kvbm.streams.journal.writer import FullError
@@ -101,7 +109,7 @@ class EventWriter:
         self._unwritten: deque[FrameBytes] = deque()
         self._end = ORIGIN  # of the last frame written
         self._written_bytes = 0
-        self._stored: Stored | None = None  # as the snapshots were told last
+        self._stored: JournalSize | None = None  # as the snapshots were told last
         self._is_full = False  # it takes nothing for want of room
         self._failures = 0
         self._retry_s = float("-inf")
@@ -312,7 +320,7 @@ class EventWriter:
     def _news_of_snapshots(self) -> list[Input]:
         """What has come since the last turn that decides when a snapshot begins; at least that time has passed."""
         news = [*self._stream.take_happened(), *self._port.take_news()]
-        stored = Stored(self._retention.used_bytes(), self._written_bytes)
+        stored = JournalSize(self._retention.used_bytes(), self._written_bytes)
         if stored != self._stored:
             self._stored = stored
             news.append(stored)

@@ -40,7 +40,7 @@ class LedgerStream:
 
     Attributes:
         lock: held around every call of the ledger, by whoever calls it, also by threads that know nothing of Python.
-            The methods here take it themselves unless they say so.
+            The methods here take it themselves unless their names end in `_locked`.
         wake: set when the event writer has something to do.
         closing: no copy begins any more. Written under the lock.
         ended: the stream has ended for good. Written under the lock.
@@ -68,8 +68,8 @@ class LedgerStream:
 
     # -- whoever records ----------------------------------------------------------------------------------------------
 
-    def require_open(self) -> None:
-        """Under the lock. Raises LedgerError: closed, or another process's."""
+    def require_open_locked(self) -> None:
+        """Refuse a caller. Raises LedgerError: closed, or another process's."""
         if self._inherited_by:
             raise LedgerError(
                 f"the manager of instance {self.instance!r} was opened by the process that forked this one"
@@ -79,8 +79,8 @@ class LedgerStream:
         if self.closing:
             raise LedgerError(f"the manager is closed, and instance {self.instance!r} with it; open a new one")
 
-    def expire(self, now_s: float) -> None:
-        """Stop keeping blocks whose time is over, at most once a second. Under the lock."""
+    def expire_locked(self, now_s: float) -> None:
+        """Stop keeping blocks whose time is over, at most once a second."""
         if now_s >= self._expire_at_s:
             self._expire_at_s = now_s + _EXPIRE_S
             self.ledger.expire(now_s)

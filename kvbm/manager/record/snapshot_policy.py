@@ -22,7 +22,7 @@ class Learned(NamedTuple):
     state: StreamState
 
 
-class Stored(NamedTuple):
+class JournalSize(NamedTuple):
     """How large the journal is, and how much was written to it since the process began."""
 
     used_bytes: int
@@ -45,7 +45,7 @@ class Ticked(NamedTuple):
     """Time has passed."""
 
 
-Input = Asked | Learned | Stored | Began | Ended | Dropped | Ticked
+Input = Asked | Learned | JournalSize | Began | Ended | Dropped | Ticked
 
 
 class BeginSnapshot(NamedTuple):
@@ -104,7 +104,7 @@ class SnapshotPolicy:
                 self._asked = True
             case Learned(state):
                 self._learn(state)
-            case Stored(used_bytes, written_bytes):
+            case JournalSize(used_bytes, written_bytes):
                 self._used_bytes, self._written_bytes = used_bytes, written_bytes
             case Began():
                 self._begin(now_s)

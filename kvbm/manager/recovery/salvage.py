@@ -54,7 +54,7 @@ class WaitedFor(Protocol):
     def requests_waiting(self) -> int: ...
 
 
-class Judged(NamedTuple):
+class SlotHeaders(NamedTuple):
     """What the headers of n slots say, in columns: whether a block lies there that we could read, whose, which, and
     written when.
     """
@@ -255,15 +255,15 @@ class Salvage:
         """What headers say. Raises PoolError: the pool is closed."""
         return self._pool.scan(slots, max(1, self._depth // 4) if self._loads.requests_waiting else self._depth)
 
-    def _judged(self, found: Headers, count: int) -> Iterator[tuple[int, Judged]]:
+    def _judged(self, found: Headers, count: int) -> Iterator[tuple[int, SlotHeaders]]:
         """What the headers of a run say of blocks we could use, in parts, each with its place in the run."""
         usable = (found.outcomes == 1) & (found.sealed == int(self._is_sealed))
         for at in range(0, count, _TURN_SLOTS):
             end = min(count, at + _TURN_SLOTS)
             part = slice(at * HASH_BYTES, end * HASH_BYTES)
-            yield at, Judged(usable[at:end], found.namespaces[part], found.hashes[part], found.generations[at:end])
+            yield at, SlotHeaders(usable[at:end], found.namespaces[part], found.hashes[part], found.generations[at:end])
 
-    def _adopt(self, slots: Sequence[int], headers: Judged) -> None:
+    def _adopt(self, slots: Sequence[int], headers: SlotHeaders) -> None:
         """Claim those slots that count, and give the others back, in one turn under the lock: no clear comes
         between.
         """
@@ -273,7 +273,7 @@ class Salvage:
                 return
             del self._mine[: len(slots)]  # whatever comes of them, they are given back or adopted once
             numbers, left = np.asarray(slots, dtype="<u4"), np.ones(len(slots), dtype=bool)
-            for namespace, places, hashes in self._counted(headers):
+            for namespace, places, hashes in self._counted_locked(headers):
                 left[places] = False
                 self.found_blocks += self._ledger.adopt(
                     namespace, Tier.NVME, hashes, numbers[places].tobytes(), self._stream.instance
@@ -282,8 +282,8 @@ class Salvage:
                     self._pool.hints.note(numbers[places].tolist(), namespace, hashes)
             self._ledger.release(Tier.NVME, numbers[left].tobytes())
 
-    def _counted(self, headers: Judged) -> list[NamespaceRun]:
-        """The blocks that may come back. Under the lock, so that no clear comes between this and the claim."""
+    def _counted_locked(self, headers: SlotHeaders) -> list[NamespaceRun]:
+        """The blocks that may come back. No clear may come between this and the claim."""
         generations = self._pool.generations
         if generations is None or not len(headers.usable):
             return []
@@ -304,7 +304,7 @@ class Salvage:
             run = range(first, min(self._pool.room_slots, first + _RUN_SLOTS))
             for at, headers in self._judged(self._read(run), len(run)):
                 with self._stream.lock:
-                    counted = self._counted(headers)
+                    counted = self._counted_locked(headers)
                 for namespace, places, hashes in counted:
                     for place, block in zip(places.tolist(), split_hashes(hashes), strict=True):
                         yield Recovered(block, namespace, run[0] + at + place)
@@ -369,7 +369,7 @@ class Salvage:
             log.warning("salvage.unnoted", why=str(error), effect="the next start scans again")
 
 
-def namespace_runs(headers: Judged, keeps: Callable[[NamespaceId, bytes], np.ndarray]) -> list[NamespaceRun]:
+def namespace_runs(headers: SlotHeaders, keeps: Callable[[NamespaceId, bytes], np.ndarray]) -> list[NamespaceRun]:
     """The usable blocks that may be kept, each hash once, the first place where it lies: namespace by namespace, as a
     place comes first.
 

@@ -58,7 +58,7 @@ class CopyQueue(Protocol):
         """End the run under way and drop the others. Idempotent; no call may be under way."""
 
 
-class Copies(Protocol):
+class BlockingCopies(Protocol):
     """Copies that return when they are over: `SegmentCopies`, or `DeviceCopies`, which raises when the device fails."""
 
     def gather(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None) -> np.ndarray: ...
@@ -81,14 +81,14 @@ class Ordering(NamedTuple):
     is_passed: Callable[[Any], bool] = lambda mark: True
 
 
-class Side(NamedTuple):
+class QueueSide(NamedTuple):
     """What gathers, or scatters, have for themselves.
 
     Attributes:
         fetch: a gather in two steps: the copy, and what computes its checksums; None: `copies.gather` does both.
     """
 
-    copies: Copies
+    copies: BlockingCopies
     ordering: Ordering
     fetch: Callable[[np.ndarray, np.ndarray, np.ndarray | None], Callable[[], np.ndarray]] | None = None
 
@@ -116,16 +116,16 @@ class ThreadedQueue:
 
     def __init__(
         self,
-        copies: Copies,
+        copies: BlockingCopies,
         slots: int,
         block_bytes: int,
         ordering: Ordering | None = None,
-        gathers: Side | None = None,
+        gathers: QueueSide | None = None,
     ) -> None:
         """Args: copies, ordering: of scatters, and of gathers too unless they have a side of their own."""
         plain = Ordering(lambda: None, lambda mark: None, nullcontext())
-        self._scattering = Side(copies, ordering or plain)
-        self._gathering = gathers or Side(copies, ordering or plain)
+        self._scattering = QueueSide(copies, ordering or plain)
+        self._gathering = gathers or QueueSide(copies, ordering or plain)
         self._slots = slots
         self._block_bytes = block_bytes
         self._changed = threading.Condition()  # guards what follows
@@ -213,7 +213,7 @@ class ThreadedQueue:
             (self._gathers if run.gathers else self._scatters).append(run)
             self._changed.notify_all()
 
-    def _work(self, side: Side, runs: deque[_Run]) -> None:
+    def _work(self, side: QueueSide, runs: deque[_Run]) -> None:
         with side.ordering.aside:
             while (run := self._next(side.ordering, runs)) is not None:
                 self._copy(side, run)
@@ -233,7 +233,7 @@ class ThreadedQueue:
                 nap_s = min(2 * nap_s, _LONGEST_NAP_S) if runs else _SHORTEST_NAP_S
             return None
 
-    def _copy(self, side: Side, run: _Run) -> None:
+    def _copy(self, side: QueueSide, run: _Run) -> None:
         began_s = time.perf_counter()
         try:
             side.ordering.follow(run.mark)

@@ -18,8 +18,8 @@ import torch
 from kvbm.core.errors import ConfigError, LayoutError
 from kvbm.pools.hbm import rings as by_ring
 from kvbm.pools.hbm.batch import BatchMover
-from kvbm.pools.hbm.copy_queue import Ordering, Side, ThreadedQueue
-from kvbm.pools.hbm.device import DeviceCopies, Half, Lane, Mark, Mover, row_copies
+from kvbm.pools.hbm.copy_queue import Ordering, QueueSide, ThreadedQueue
+from kvbm.pools.hbm.device import DeviceCopies, Half, Lane, Mover, QueueMark, row_copies
 from kvbm.pools.hbm.measuring import NewMover, rate_on
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout, PagedTensor, block_order
 from kvbm.pools.hbm.rings import RING_BYTES, After, NewRing, Ring, RingCopies, ring_sizes
@@ -124,7 +124,7 @@ class EngineOrder:
             self._named.append(touch)
             self._calls += 1
             if self._calls % _FORGETS_EVERY == 0 or len(self._touches) > 2 * len(self._last) + _FORGETS_EVERY:
-                self._forget()
+                self._forget_locked()
 
     def of(self, slots: np.ndarray) -> After:
         """What a copy from or into these slots waits for."""
@@ -160,7 +160,7 @@ class EngineOrder:
             return False
         return not _is_pending(touch)  # type: ignore[arg-type]
 
-    def _forget(self) -> None:
+    def _forget_locked(self) -> None:
         """What no slot has as its last, and what was passed."""
         self._named = self._pending(self._named)
         last = set(np.unique(self._last).tolist())
@@ -183,7 +183,7 @@ class StreamOrder:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._engine.hold(self._stream)
 
-    def run(self, work: Callable[[], None]) -> Mark:
+    def run(self, work: Callable[[], None]) -> QueueMark:
         """Launch on the stream; an event behind it."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             work()
@@ -344,18 +344,18 @@ def open_copies(
 
 def _ring_lane(
     layout: PagedLayout, device: torch.device, copies: NewSegmentCopies, rings: NewRing, size: int
-) -> by_ring.Lane:
+) -> by_ring.RingLane:
     """A ring, and pinned staging for rows that it does not reach. Raises RuntimeError, LayoutError."""
     index: int | None = device.index
     made = rings(*layout.segments, layout.slots, index or 0, size)
     blocks = max(1, _STAGING_BYTES // 2 // layout.block_bytes)
 
-    def half() -> by_ring.Half:
+    def half() -> by_ring.RingHalf:
         staging = _pinned((blocks, layout.block_bytes), torch.uint8)
         rows = staging.numpy()
-        return by_ring.Half(rows, row_copies(copies, rows), by_ring.Outliving(staging))
+        return by_ring.RingHalf(rows, row_copies(copies, rows), by_ring.Outliving(staging))
 
-    return by_ring.Lane(made, (half(), half()))
+    return by_ring.RingLane(made, (half(), half()))
 
 
 def _moved_copies(
@@ -427,7 +427,9 @@ def open_queue(
         return moving, Ordering(mark, order.after, aside(), lambda mark: not _is_pending(mark))
 
     loads, (stores, behind) = side(), side()
-    return ThreadedQueue(loads[0], layout.slots, layout.block_bytes, loads[1], Side(stores, behind, fetch=stores.fetch))
+    return ThreadedQueue(
+        loads[0], layout.slots, layout.block_bytes, loads[1], QueueSide(stores, behind, fetch=stores.fetch)
+    )
 
 
 class _MarkOrder:
@@ -464,13 +466,13 @@ def _ring_queue(
     def has_passed(event: torch.cuda.Event) -> bool:
         return loads.ring.has_passed(event.cuda_event)
 
-    def side(gathers: Sequence[by_ring.Lane], scatters: Sequence[by_ring.Lane]) -> tuple[RingCopies, Ordering]:
+    def side(gathers: Sequence[by_ring.RingLane], scatters: Sequence[by_ring.RingLane]) -> tuple[RingCopies, Ordering]:
         order = _MarkOrder()
         moving = RingCopies(gathers, scatters, order.of, copies, _DEADLINE_S)
         return moving, Ordering(mark, order.follow, aside(), has_passed)
 
     (loading, of_loads), (storing, of_stores) = side((), (loads,)), side((stores,), ())
-    return ThreadedQueue(loading, layout.slots, layout.block_bytes, of_loads, Side(storing, of_stores))
+    return ThreadedQueue(loading, layout.slots, layout.block_bytes, of_loads, QueueSide(storing, of_stores))
 
 
 def measured_ways(device: torch.device) -> Ways:

@@ -35,7 +35,7 @@ _SHORTEST_NAP_S = 20e-6
 _LONGEST_NAP_S = 1e-3
 
 
-class Mark(Protocol):
+class QueueMark(Protocol):
     """A place in a queue of work, such as a CUDA event."""
 
     def query(self) -> bool:
@@ -48,7 +48,7 @@ class DeviceQueue(Protocol):
     def begin(self) -> None:
         """What is queued from now on starts after all that the engine has queued so far."""
 
-    def run(self, work: Callable[[], None]) -> Mark:
+    def run(self, work: Callable[[], None]) -> QueueMark:
         """Queue what `work` launches; passed when all of it is over."""
 
 
@@ -201,7 +201,7 @@ class DeviceCopies:
             return partial(self._whole(rows).checksums, where)
         sums = np.empty(len(slots), dtype=np.uint32)
 
-        def empty(half: Half, begin: int, end: int, mark: Mark) -> None:
+        def empty(half: Half, begin: int, end: int, mark: QueueMark) -> None:
             if not _passed(mark, self._deadline_s):
                 raise DeviceTimeoutError(
                     f"HBM pool: {end - begin} blocks did not arrive within {self._deadline_s:g} s; the device does not "
@@ -211,7 +211,7 @@ class DeviceCopies:
             sums[begin:end] = half.copies.gather(np.arange(end - begin), rows, where[begin:end])
 
         with self._lane(gathers=True) as lane:
-            filled: deque[tuple[Half, int, int, Mark]] = deque()
+            filled: deque[tuple[Half, int, int, QueueMark]] = deque()
             for half, begin, end in _parts(len(slots), lane, len(lane.halves[0].rows)):
                 if len(filled) == len(lane.halves):
                     empty(*filled.popleft())
@@ -231,7 +231,7 @@ class DeviceCopies:
                 self._straight(lane, self._mover.scatter, slots, where, rows, address)
                 return
             whole = self._whole(rows)
-            queued: deque[Mark] = deque()
+            queued: deque[QueueMark] = deque()
             for half, begin, end in _parts(len(slots), lane, len(lane.halves[0].rows)):
                 if len(queued) == len(lane.halves):
                     self._hold(queued.popleft())
@@ -249,7 +249,7 @@ class DeviceCopies:
         self, lane: Lane, move: _Move, slots: np.ndarray, where: np.ndarray, rows: np.ndarray, address: int
     ) -> None:
         """Copy between slots and rows that the device reaches. Ends when the device has confirmed it."""
-        queued: deque[Mark] = deque()
+        queued: deque[QueueMark] = deque()
         for half, begin, end in _parts(len(slots), lane, self._run_blocks):
             if len(queued) == len(lane.halves):
                 self._hold(queued.popleft())
@@ -266,7 +266,7 @@ class DeviceCopies:
         at: np.ndarray | None = None,
         rows: np.ndarray | None = None,
         address: int = 0,
-    ) -> Mark:
+    ) -> QueueMark:
         """Queue one launch: with the half's own rows unless others are given."""
         count = len(slots)
         half.slots.numpy()[:count] = slots
@@ -331,7 +331,7 @@ class DeviceCopies:
                 f"HBM pool: no lane came free within {self._deadline_s:g} s", timeout_s=self._deadline_s
             ) from None
 
-    def _hold(self, mark: Mark) -> None:
+    def _hold(self, mark: QueueMark) -> None:
         """Wait until the device has passed a mark. Raises RuntimeError: it failed, and writes no more."""
         self._held.wait(partial(_passed, mark))
 
@@ -355,7 +355,7 @@ def _parts(count: int, lane: Lane, limit: int) -> Iterator[tuple[Half, int, int]
         yield half, begin, min(count, begin + limit)
 
 
-def _passed(mark: Mark, deadline_s: float) -> bool:
+def _passed(mark: QueueMark, deadline_s: float) -> bool:
     """Whether a mark was passed in time. Naps, for a thread that spins keeps the engine's from running."""
     until_s = time.monotonic() + deadline_s
     nap_s = _SHORTEST_NAP_S

@@ -53,7 +53,7 @@ class PagedTensor(NamedTuple):
     part: str = ""
 
 
-class Segments(NamedTuple):
+class PieceSegments(NamedTuple):
     """A block's pieces in the order they have in it, each an int64 array of one entry a segment.
 
     Attributes:
@@ -79,7 +79,7 @@ class PagedLayout(NamedTuple):
 
     slots: int
     block_bytes: int
-    segments: Segments
+    segments: PieceSegments
     layout: str
 
 
@@ -132,7 +132,7 @@ def paged_layout(layers: Sequence[Sequence[PagedTensor]]) -> PagedLayout:
     _refuse_shared(pieces, slots)
     pieces = _joined(pieces)
     columns = (np.array(column, dtype=np.int64) for column in zip(*pieces, strict=True))
-    return PagedLayout(slots, sum(piece.bytes for piece in pieces), Segments(*columns), _layout(words))
+    return PagedLayout(slots, sum(piece.bytes for piece in pieces), PieceSegments(*columns), _layout(words))
 
 
 def block_order(paged: PagedTensor) -> list[int]:
@@ -279,7 +279,7 @@ class SegmentCopies(Protocol):
 
 
 class NewSegmentCopies(Protocol):
-    """Makes copies over segments: their columns as in `Segments`, and how many slots they have."""
+    """Makes copies over segments: their columns as in `PieceSegments`, and how many slots they have."""
 
     def __call__(self, addresses: np.ndarray, strides: np.ndarray, sizes: np.ndarray, slots: int) -> SegmentCopies: ...
 

@@ -138,7 +138,7 @@ class Outliving:
             self._kept = None
 
 
-class Half(NamedTuple):
+class RingHalf(NamedTuple):
     """Half of a lane's staging: rows that the device reaches, and the same as a place that CPU threads copy from and
     to.
 
@@ -152,11 +152,11 @@ class Half(NamedTuple):
     kept: Outliving | None = None
 
 
-class Lane(NamedTuple):
+class RingLane(NamedTuple):
     """What one run needs for itself."""
 
     ring: Ring
-    halves: tuple[Half, Half]
+    halves: tuple[RingHalf, RingHalf]
 
     def let_go(self) -> None:
         """Give its staging back, unless the device may still write it or was lost."""
@@ -168,7 +168,7 @@ class Lane(NamedTuple):
 
 
 class RingCopies:
-    """Gathers and scatters by rings. As `copy_queue.Copies`; any thread.
+    """Gathers and scatters by rings. As `copy_queue.BlockingCopies`; any thread.
 
     A call returns when the device has confirmed all of it. A gather into staging gives up after the deadline, and its
     lane serves nobody before the device has confirmed it: what comes late reaches nobody. Any other copy writes into
@@ -178,8 +178,8 @@ class RingCopies:
 
     def __init__(
         self,
-        gathers: Sequence[Lane],
-        scatters: Sequence[Lane],
+        gathers: Sequence[RingLane],
+        scatters: Sequence[RingLane],
         after: Callable[[np.ndarray], After],
         copies: NewSegmentCopies,
         deadline_s: float,
@@ -235,11 +235,11 @@ class RingCopies:
             lane.let_go()
         self._after = _nothing  # who is asked has a ring
 
-    def _gather_staged(self, lane: Lane, slots: np.ndarray, rows: np.ndarray, where: np.ndarray) -> np.ndarray:
+    def _gather_staged(self, lane: RingLane, slots: np.ndarray, rows: np.ndarray, where: np.ndarray) -> np.ndarray:
         sums = np.empty(len(slots), dtype=np.uint32)
-        full: tuple[Half, int, int] | None = None
+        full: tuple[RingHalf, int, int] | None = None
 
-        def empty(half: Half, begin: int, end: int) -> None:
+        def empty(half: RingHalf, begin: int, end: int) -> None:
             sums[begin:end] = half.copies.gather(np.arange(end - begin), rows, where[begin:end])
 
         for half, begin, end in _parts(len(slots), lane):
@@ -259,7 +259,7 @@ class RingCopies:
         empty(*full)
         return sums
 
-    def _scatter_staged(self, lane: Lane, slots: np.ndarray, rows: np.ndarray, where: np.ndarray) -> None:
+    def _scatter_staged(self, lane: RingLane, slots: np.ndarray, rows: np.ndarray, where: np.ndarray) -> None:
         whole = row_copies(self._copies, rows)
         parts = list(_parts(len(slots), lane))
         first, _, end = parts[0]
@@ -273,7 +273,7 @@ class RingCopies:
             self._end(lane.ring)
 
     @contextmanager
-    def _lane(self, lanes: _Lanes, run_bytes: int, gives_up: bool = False) -> Iterator[Lane]:
+    def _lane(self, lanes: _Lanes, run_bytes: int, gives_up: bool = False) -> Iterator[RingLane]:
         """A lane to oneself. Where this is left its run has ended: whoever is told so gives rows or slots to others.
 
         Args:
@@ -283,7 +283,7 @@ class RingCopies:
             raise DeviceTimeoutError(f"HBM pool: the GPU has not confirmed {held} earlier copies; look at it")
         if self._is_lost:
             raise PoolError("HBM pool: the GPU is lost; nothing is copied any more")
-        taken: list[Lane] = []
+        taken: list[RingLane] = []
         try:
             lanes.take(run_bytes, taken)
             yield taken[0]
@@ -317,7 +317,7 @@ class RingCopies:
 class _Lanes:
     """Those of a direction: one for all runs, or one for long and one for short ones."""
 
-    def __init__(self, lanes: Sequence[Lane], deadline_s: float) -> None:
+    def __init__(self, lanes: Sequence[RingLane], deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._changed = threading.Condition()
         self._lanes = list(lanes)
@@ -329,7 +329,7 @@ class _Lanes:
             raise PoolError("HBM pool: it is closed")
         return self._lanes[0].ring.reaches(rows)
 
-    def take(self, run_bytes: int, taken: list[Lane]) -> None:
+    def take(self, run_bytes: int, taken: list[RingLane]) -> None:
         """Wait for a lane, as long as for the device, and put it into `taken`.
 
         Raises DeviceTimeoutError, PoolError: the pool is closed.
@@ -338,7 +338,7 @@ class _Lanes:
             raise PoolError("HBM pool: it is closed")
         index = len(self._lanes) - 1 if run_bytes <= SHORT_BYTES else 0
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_free(index), self._deadline_s):
+            if not self._changed.wait_for(lambda: self._is_free_locked(index), self._deadline_s):
                 raise DeviceTimeoutError(
                     f"HBM pool: no ring came free within {self._deadline_s:g} s; the GPU does not answer",
                     timeout_s=self._deadline_s,
@@ -346,18 +346,18 @@ class _Lanes:
             self._taken[index] = True
             taken.append(self._lanes[index])
 
-    def give(self, lane: Lane) -> None:
+    def give(self, lane: RingLane) -> None:
         """It is free again, once its run has ended."""
         with self._changed:
             self._taken = [is_taken and one is not lane for is_taken, one in zip(self._taken, self._lanes, strict=True)]
             self._changed.notify_all()
 
-    def close(self) -> list[Lane]:
+    def close(self) -> list[RingLane]:
         """Let all lanes go; those there were."""
         lanes, self._lanes, self._taken = self._lanes, [], []
         return lanes
 
-    def _is_free(self, index: int) -> bool:
+    def _is_free_locked(self, index: int) -> bool:
         if self._taken[index]:
             return False
         ring = self._lanes[index].ring
@@ -377,7 +377,7 @@ def ring_sizes(ring_bytes: int) -> tuple[int, int]:
     return ring_bytes - small, small
 
 
-def _parts(count: int, lane: Lane) -> Iterator[tuple[Half, int, int]]:
+def _parts(count: int, lane: RingLane) -> Iterator[tuple[RingHalf, int, int]]:
     """A run in parts of as many blocks as half a lane's staging holds, each with the half whose turn it is."""
     limit = len(lane.halves[0].rows)
     for half, begin in zip(cycle(lane.halves), range(0, count, limit), strict=False):

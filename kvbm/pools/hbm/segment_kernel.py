@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvbm.pools.hbm.paged import Segments
+from kvbm.pools.hbm.paged import PieceSegments
 
 CHUNK_BYTES = 8192  # copied by one program: enough to be worth its start, little enough to keep all of the GPU busy
 _WARPS = 4
@@ -56,7 +56,7 @@ class SegmentKernel:
     Launches are queued on the current stream.
     """
 
-    def __init__(self, segments: Segments, device: torch.device) -> None:
+    def __init__(self, segments: PieceSegments, device: torch.device) -> None:
         """Cut the segments into chunks; their table goes to the device."""
         self._segments = segments
         self._device = device

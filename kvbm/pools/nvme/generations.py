@@ -50,7 +50,7 @@ _CRC = struct.Struct("<I")
 _MOST_GENERATIONS = 256  # that are told apart; blocks of older ones are not brought back
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerationRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is durable.
 
     Generations have places, counted from 1; `marks` are the newest ones, and the last of them is that of today.
@@ -74,12 +74,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     epoch: int = 0
 
 
-def new_record() -> Record:
+def new_record() -> GenerationRecord:
     """That of a pool of which nothing is known: nothing that lies there now counts."""
-    return Record(sequence=1, first=1, marks=(_mark(()),), floor=1)
+    return GenerationRecord(sequence=1, first=1, marks=(_mark(()),), floor=1)
 
 
-def raised(record: Record, namespaces: Iterable[NamespaceId] | None) -> Record:
+def raised(record: GenerationRecord, namespaces: Iterable[NamespaceId] | None) -> GenerationRecord:
     """The record after a clear of some namespaces, or of all."""
     place = record.first + len(record.marks)
     cleared = {} if namespaces is None else {**record.cleared, **{one.hex(): place for one in namespaces}}
@@ -96,7 +96,7 @@ def raised(record: Record, namespaces: Iterable[NamespaceId] | None) -> Record:
     )
 
 
-def encode_record(record: Record, checksums: ChecksumRows) -> bytes:
+def encode_record(record: GenerationRecord, checksums: ChecksumRows) -> bytes:
     """One copy of a record. Where it says too much of namespaces, a clear of one counts for all."""
     text = msgspec.json.encode(record)
     if len(text) > RECORD_BYTES - _PREFIX.size - _CRC.size:
@@ -106,7 +106,7 @@ def encode_record(record: Record, checksums: ChecksumRows) -> bytes:
     return proved + _CRC.pack(_crc(checksums, proved))
 
 
-def decode_record(data: bytes, checksums: ChecksumRows) -> Record | None:
+def decode_record(data: bytes, checksums: ChecksumRows) -> GenerationRecord | None:
     """What one copy says; None: nothing that can be believed."""
     if len(data) != RECORD_BYTES or _CRC.pack(_crc(checksums, data[: -_CRC.size])) != data[-_CRC.size :]:
         return None
@@ -114,13 +114,13 @@ def decode_record(data: bytes, checksums: ChecksumRows) -> Record | None:
     if magic != _MAGIC or version != _VERSION:
         return None
     try:
-        record = msgspec.json.decode(data[_PREFIX.size : _PREFIX.size + json_bytes], type=Record)
+        record = msgspec.json.decode(data[_PREFIX.size : _PREFIX.size + json_bytes], type=GenerationRecord)
     except msgspec.DecodeError:
         return None
     return record if record.marks else None
 
 
-def newest_record(copies: Iterable[bytes], checksums: ChecksumRows) -> Record | None:
+def newest_record(copies: Iterable[bytes], checksums: ChecksumRows) -> GenerationRecord | None:
     """What the copies of a tail say; None: both are lost."""
     found = [record for data in copies if (record := decode_record(data, checksums)) is not None]
     return max(found, key=lambda record: record.sequence, default=None)
@@ -137,7 +137,7 @@ class Generations:
         stamp: the generation of what is written now.
     """
 
-    def __init__(self, record: Record, store: Callable[[Record], None]) -> None:
+    def __init__(self, record: GenerationRecord, store: Callable[[GenerationRecord], None]) -> None:
         self._record, self._store = record, store
         self._lock = threading.Lock()
         self._clears = 0  # under way
@@ -145,7 +145,7 @@ class Generations:
         self.stamp = record.marks[-1]
 
     @property
-    def record(self) -> Record:
+    def record(self) -> GenerationRecord:
         """As it is now."""
         return self._record
 
@@ -166,7 +166,7 @@ class Generations:
         with self._lock:
             self._clears += 1
             self._record = raised(self._record, namespaces)
-            self._try_store()
+            self._try_store_locked()
         try:
             yield
         finally:
@@ -185,7 +185,7 @@ class Generations:
                 self._store(self._record)
 
     @contextmanager
-    def moving(self) -> Iterator[Record]:
+    def moving(self) -> Iterator[GenerationRecord]:
         """The record, which does not change and is not stored while its place does."""
         with self._lock:
             yield self._record
@@ -194,7 +194,7 @@ class Generations:
         """Remember the epoch that has begun with the pool. A device that refuses costs what a scan would have found."""
         with self._lock:
             self._record = msgspec.structs.replace(self._record, sequence=self._record.sequence + 1, epoch=epoch)
-            self._try_store()
+            self._try_store_locked()
 
     def forget(self) -> None:
         """Nothing that lies there now is brought back, and no scan is due: somebody may have cleared it who could not
@@ -204,7 +204,7 @@ class Generations:
             self._record = msgspec.structs.replace(raised(self._record, None), is_scan_due=False)
             if not self._clears:
                 self.stamp = self._record.marks[-1]
-            self._try_store()
+            self._try_store_locked()
 
     def counts(self, namespaces: bytes, generations: np.ndarray) -> np.ndarray:
         """For each of n blocks whether it was written since its namespace was cleared, as n booleans.
@@ -228,7 +228,7 @@ class Generations:
         counted: np.ndarray = written >= since
         return counted
 
-    def _try_store(self) -> None:
+    def _try_store_locked(self) -> None:
         try:
             self._store(self._record)
             self._has_failed = False

@@ -428,7 +428,7 @@ class PodFolder:
     def _opened(self, instance: InstanceId) -> _File | None:
         with self._lock:
             peer = self._peers.get(instance)
-            file = None if peer is None else self._take(peer)
+            file = None if peer is None else self._take_locked(peer)
         if peer is None or file is not None or self._closing.is_set():
             return file
         try:
@@ -439,13 +439,13 @@ class PodFolder:
         with self._lock:
             if peer.file is None and not self._closing.is_set():
                 peer.file = made
-            file = self._take(peer)
+            file = self._take_locked(peer)
         if file is not made:  # somebody else was quicker
             made.close()
         return file
 
-    def _take(self, peer: _Peer) -> _File | None:
-        """The open file of a peer for one more reader. Under the lock."""
+    def _take_locked(self, peer: _Peer) -> _File | None:
+        """The open file of a peer for one more reader."""
         if peer.file is not None:
             peer.file.readers += 1
         return peer.file

@@ -28,7 +28,7 @@ from kvbm.pools.base import Proof, ReadOutcome, ReadResult
 from kvbm.pools.nvme.aside import DEFAULT_ASIDE_BYTES, Aside
 from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockEngine, BlockIoOptions, OpenEngine, stride_of
 from kvbm.pools.nvme.file_header import shape_of
-from kvbm.pools.nvme.generations import NO_GENERATION, Generations, Record, new_record
+from kvbm.pools.nvme.generations import NO_GENERATION, GenerationRecord, Generations, new_record
 from kvbm.pools.nvme.hints import SlotHints
 from kvbm.pools.nvme.slot_header import HEADER_BYTES
 from kvbm.pools.nvme.stripes import StripeFiles, rewrite, write_record
@@ -301,7 +301,7 @@ class NvmePool:
         except OSError as error:
             raise PoolError(f"{self}: a file that was set aside cannot be deleted ({error.strerror})") from error
 
-    def _store_record(self, record: Record) -> None:
+    def _store_record(self, record: GenerationRecord) -> None:
         """Raises PoolError."""
         with self._using() as engine:
             if engine is None:
@@ -342,9 +342,9 @@ class NvmePool:
         is gone: a late write must not meet a slot that somebody else uses.
         """
         with self._closing:
-            self._close(timeout_s)
+            self._close_locked(timeout_s)
 
-    def _close(self, timeout_s: float) -> None:
+    def _close_locked(self, timeout_s: float) -> None:
         with self._idle:
             self._ending = self._ending or self._engine  # until all is done: a signal's handler may raise anywhere
             self._engine = None

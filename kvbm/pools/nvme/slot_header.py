@@ -2,7 +2,7 @@
 
 Native code writes and reads them.
 
-Objects have object_header.py.
+Objects have pools/object/header.py.
 
 All integers are little-endian.
 

@@ -42,7 +42,7 @@ from kvbm.pools.nvme.generations import (
     RECORD_BYTES,
     RECORDS_AT,
     TAIL_BYTES,
-    Record,
+    GenerationRecord,
     encode_record,
     new_record,
     newest_record,
@@ -71,7 +71,7 @@ class Stripe(NamedTuple):
         return stat.S_ISBLK(os.fstat(self.fd).st_mode)
 
 
-class Opened(NamedTuple):
+class OpenedStripes(NamedTuple):
     """The stripes of a pool.
 
     Attributes:
@@ -83,7 +83,7 @@ class Opened(NamedTuple):
     stripes: list[Stripe]
     shape: FileShape
     room_slots: int
-    record: Record | None
+    record: GenerationRecord | None
 
 
 class StripeFiles:
@@ -107,7 +107,7 @@ class StripeFiles:
         self._paths, self._shape, self._checksums = paths, shape, checksums
         self._asides = [Aside(path, aside_bytes) for path in paths]
 
-    def open(self) -> Opened:
+    def open(self) -> OpenedStripes:
         """Every stripe, locked, all of one pool."""
         resolved = [os.path.realpath(path) for path in self._paths]
         if len(set(resolved)) != len(resolved):
@@ -122,7 +122,7 @@ class StripeFiles:
                     undo.pop_all()
                     return opened
 
-    def _try_open(self, undo: ExitStack) -> Opened | None:
+    def _try_open(self, undo: ExitStack) -> OpenedStripes | None:
         """The same;
 
         None when another manager has made a stripe meanwhile. New ones are made once all others have proved to fit.
@@ -146,7 +146,7 @@ class StripeFiles:
                 )
         pool_id = named[0][1].pool_id if named else str(uuid.uuid4())
         shape, room_slots = self._settled(named)
-        record: Record | None = None
+        record: GenerationRecord | None = None
         stripes: list[Stripe] = []
         for number, (path, there) in enumerate(zip(self._paths, held, strict=True)):
             header = FileHeader(shape=shape, pool_id=pool_id, stripe=number, has_tail=True, room_slots=room_slots)
@@ -171,7 +171,7 @@ class StripeFiles:
                     record = self._record_of(made, made.header)
             stripes.append(made)
         self.opened = "reopened" if named else "created"
-        return Opened(stripes, shape, room_slots, record)
+        return OpenedStripes(stripes, shape, room_slots, record)
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class StripeFiles:
             return None
         is_device = stat.S_ISBLK(mode)
         with ExitStack() as undo:
-            fd = _open_locked(path, os.O_RDWR | (os.O_EXCL if is_device else 0))  # refused: mounted, or another's
+            fd = _open_with_lock(path, os.O_RDWR | (os.O_EXCL if is_device else 0))  # refused: mounted, or another's
             undo.callback(os.close, fd)
             if is_device:
                 self._require_room(number, path, fd)
@@ -299,7 +299,7 @@ class StripeFiles:
                 return f"the file was made for {name} {theirs!r}, this manager has {name} {ours!r}"
         return ""
 
-    def _record_of(self, stripe: Stripe, header: FileHeader) -> Record:
+    def _record_of(self, stripe: Stripe, header: FileHeader) -> GenerationRecord:
         """What is known of the pool's generations.
 
         Where that is lost, nothing that is there now is brought back by a scan.
@@ -371,7 +371,7 @@ class StripeFiles:
         """
         building = path.with_name(path.name + ".creating")
         with ExitStack() as undo:
-            fd = _open_locked(building, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            fd = _open_with_lock(building, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             undo.callback(os.close, fd)
             undo.callback(building.unlink, missing_ok=True)
             if path.exists() and path.stat().st_size > 0:
@@ -454,7 +454,7 @@ def stripe_bytes(shape: FileShape, stripe: int) -> int:
     return PAGE_BYTES + slots_of_stripe(shape.slots, stripe, shape.stripes) * stride_of(shape.block_bytes)
 
 
-def rewrite(path: Path, fd: int, header: FileHeader, record: Record, checksums: ChecksumRows) -> None:
+def rewrite(path: Path, fd: int, header: FileHeader, record: GenerationRecord, checksums: ChecksumRows) -> None:
     """Give a stripe, whose room is reserved, its tail, then its header, then its end. Raises OSError."""
     page = encode_header(path, header, checksums)
     if header.has_tail:
@@ -473,7 +473,7 @@ def _cut_end(fd: int, header: FileHeader) -> None:
         os.fsync(fd)
 
 
-def write_record(fd: int, tail_at: int, record: Record, checksums: ChecksumRows) -> None:
+def write_record(fd: int, tail_at: int, record: GenerationRecord, checksums: ChecksumRows) -> None:
     """Make a record durable, one copy after the other, so that one is always whole. Raises OSError."""
     data = encode_record(record, checksums)
     for at in RECORDS_AT:
@@ -514,7 +514,7 @@ def _is_blank(fd: int) -> bool:
     return not any(begin) and not any(end)
 
 
-def _open_locked(path: Path, flags: int) -> int:
+def _open_with_lock(path: Path, flags: int) -> int:
     """Open a file and hold its lock. Raises PoolError: another manager does.
 
     The lock of a killed process goes with the last transfer its device still had, which is soon, but not at once.

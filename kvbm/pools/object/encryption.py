@@ -9,7 +9,7 @@ A sealed object is, in bytes:
      8            8  key id, as tenant_keys.py makes it
     16           12  nonce of the header, random
     28           12  nonce of the body, random
-    40       h + 16  the object's header (object_header.py), AES-256-GCM, its tag behind it
+    40       h + 16  the object's header (header.py), AES-256-GCM, its tag behind it
     56 + h   b + 16  the object's encoded blocks, AES-256-GCM, their tag behind them
 
 What both parts are authenticated with is the first 40 bytes and the object's name, so that parts of two objects do not
@@ -36,7 +36,7 @@ from kvbm.core.errors import ConfigError, MissingExtraError
 from kvbm.core.ids import Namespace, NamespaceId
 from kvbm.core.quoting import toml_text
 from kvbm.pools.object.envelope import ObjectEnvelope, newer_object
-from kvbm.pools.stores.base import Body, Refusal, Trouble
+from kvbm.pools.stores.base import Body, Refusal, StoreTrouble
 from kvbm.pools.tenant_keys import KEY_ID_BYTES, KeySource, TenantKeys, digest
 
 if TYPE_CHECKING:
@@ -165,14 +165,14 @@ class Sealing:
         """As `Envelopes.of`."""
         if known is None:
             return Refusal(
-                Trouble.DENIED,
+                StoreTrouble.DENIED,
                 f"namespace {namespace.hex()} is of a tenant that nobody has named; its keys are not known",
             )
         sealing = self._tenants.by_name.get(known.tenant)
         if sealing is not None:
             return sealing
         return Refusal(
-            Trouble.DENIED,
+            StoreTrouble.DENIED,
             f"{self._source.words} has no keys of tenant {known.tenant!r}; write a table "
             f"[tenants.{toml_text(known.tenant)}]",
         )
@@ -212,7 +212,7 @@ class Sealing:
     def _lacks(self, tenant: str, key_id: bytes) -> Refusal:
         self._lacking = True
         return Refusal(
-            Trouble.DENIED,
+            StoreTrouble.DENIED,
             f"an object was sealed with the key {key_id.hex()}, which {self._source.words} does not have among those "
             "of tenant"
             f" {tenant!r}; add it, or leave what it sealed to the janitor",

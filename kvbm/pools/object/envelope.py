@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from kvbm.core.ids import Namespace, NamespaceId
-from kvbm.pools.stores.base import Body, Refusal, Trouble
+from kvbm.pools.stores.base import Body, Refusal, StoreTrouble
 
 
 class ObjectEnvelope(Protocol):
@@ -94,6 +94,6 @@ class PlainEnvelope:
 def newer_object(name: str, version: int, newest: int) -> Refusal:
     """The word for an object that a newer kvbm has put."""
     return Refusal(
-        Trouble.DENIED,
+        StoreTrouble.DENIED,
         f"{name} was put by a newer kvbm, as version {version}; this one reads up to version {newest}: upgrade it",
     )

@@ -60,7 +60,7 @@ _CRC_BYTES = 4
 _LEAST_BYTES = 68  # of a header, without its table
 
 
-class Headers(NamedTuple):
+class ObjectHeaders(NamedTuple):
     """What the headers of m objects say. Of an object that is not `whole` nothing means anything.
 
     Attributes:
@@ -142,7 +142,7 @@ def newer_version(header: bytes, checksums: ChecksumRows) -> int:
 
 def decode_object_headers(
     headers: np.ndarray, sizes: Sequence[int], blocks: int, block_bytes: int | None, checksums: ChecksumRows
-) -> Headers:
+) -> ObjectHeaders:
     """What these headers say, each held to its own CRC and to the size of its object.
 
     Args:
@@ -163,7 +163,7 @@ def decode_object_headers(
     whole &= np.asarray(sizes, dtype=np.int64) == layout.itemsize + body_bytes
     packed = np.ascontiguousarray(table["hash"]).tobytes()
     step = blocks * HASH_BYTES
-    return Headers(
+    return ObjectHeaders(
         whole,
         [fields["namespace"][index].tobytes() for index in range(len(headers))],
         [packed[at : at + step] for at in range(0, len(packed), step)],

@@ -28,7 +28,7 @@ from kvbm.pools.object.header import MOST_BLOCKS, encode_object_headers, header_
 from kvbm.pools.object.reader import Described, FoundObject, ObjectReader, WantedBlocks
 from kvbm.pools.object.tombstones import Tombstones
 from kvbm.pools.run import all_failed, check_chain, check_objects, check_proof, check_size
-from kvbm.pools.stores.base import ForgetfulStore, Get, Got, Listed, Put, Refusal, Store, Trouble
+from kvbm.pools.stores.base import ForgetfulStore, Get, Got, Listed, ObjectStore, Put, Refusal, StoreTrouble
 from kvbm.pools.stores.cache_tier import CachedStore
 
 _BATCH = 4  # objects of a call that go together, coded while others are on their way
@@ -86,7 +86,7 @@ class BlockObjects:
 
     def __init__(
         self,
-        store: Store,
+        store: ObjectStore,
         block_bytes: int,
         checksums: ChecksumRows,
         coder: BlockCoder,
@@ -158,7 +158,7 @@ class BlockObjects:
             for index, refusal in enumerate(refusals, batch.start):
                 if refusal is None:
                     new.append(index)
-                elif refusal.trouble is Trouble.TAKEN:
+                elif refusal.trouble is StoreTrouble.TAKEN:
                     taken.append(index)
                 else:
                     call.troubles.append(refusal.words)
@@ -328,9 +328,9 @@ class BlockObjects:
         gone = self._withdrawn(names)
         for index, answer in zip(indexes, answers, strict=True):
             wanted.outcomes[index] = ReadOutcome.FAILED
-            if names[index] in gone or (isinstance(answer, Refusal) and answer.trouble is Trouble.ABSENT):
+            if names[index] in gone or (isinstance(answer, Refusal) and answer.trouble is StoreTrouble.ABSENT):
                 wanted.outcomes[index] = ReadOutcome.MISSING
-            elif isinstance(answer, Refusal) and answer.trouble is Trouble.UNUSABLE:
+            elif isinstance(answer, Refusal) and answer.trouble is StoreTrouble.UNUSABLE:
                 wanted.outcomes[index] = ReadOutcome.CORRUPT
                 self._tell_unusable(answer)
             elif isinstance(answer, Refusal):

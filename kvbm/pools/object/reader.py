@@ -12,7 +12,7 @@ from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId
 from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.object.coding import BlockCoder
 from kvbm.pools.object.envelope import ObjectEnvelope, newer_object
-from kvbm.pools.object.header import OBJECT_VERSION, Headers, decode_object_headers, header_bytes, newer_version
+from kvbm.pools.object.header import OBJECT_VERSION, ObjectHeaders, decode_object_headers, header_bytes, newer_version
 from kvbm.pools.stores.base import Got, Refusal
 
 
@@ -135,7 +135,7 @@ class ObjectReader:
 
     def _headers(
         self, envelope: ObjectEnvelope, found: Sequence[FoundObject], block_bytes: int | None
-    ) -> tuple[Headers, dict[int, Refusal]]:
+    ) -> tuple[ObjectHeaders, dict[int, Refusal]]:
         """The headers of objects, or of their beginnings; and by position why some cannot be opened."""
         room = bytearray(self._header_bytes * len(found))
         unopened = {}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from kvbm.core.errors import PoolError
-from kvbm.pools.stores.base import Get, Got, Store
+from kvbm.pools.stores.base import Get, Got, ObjectStore
 
 KEPT_PREFIX = ".kvbm/"  # what a store holds besides blocks
 WITHDRAWN_PREFIX = f"{KEPT_PREFIX}withdrawn/"
@@ -33,7 +33,7 @@ def decode_list(body: bytes | bytearray | memoryview) -> list[str]:
     return [line for line in lines[1:] if line] if lines[0] == _FIRST_LINE else []
 
 
-def read_lists(store: Store, deadline_s: float) -> dict[str, list[str]]:
+def read_lists(store: ObjectStore, deadline_s: float) -> dict[str, list[str]]:
     """The withdrawn names by the name of their list. Raises PoolError: the store refused or did not answer."""
     listed = [entry.name for entry in store.listed(WITHDRAWN_PREFIX, deadline_s)]
     answers = store.get([Get(name, most_bytes=LIST_BYTES) for name in listed], deadline_s) if listed else []
@@ -52,7 +52,7 @@ class Tombstones:
     """
 
     def __init__(
-        self, store: Store, every_s: float, deadline_s: float, clock: Callable[[], float] = time.monotonic
+        self, store: ObjectStore, every_s: float, deadline_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._store, self._every_s, self._deadline_s, self._clock = store, every_s, deadline_s, clock
         self._names: frozenset[str] = frozenset()

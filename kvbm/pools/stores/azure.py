@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
 from kvbm.pools.stores.base import OPEN_WAIT_S, StoreAwayError
 from kvbm.pools.stores.blobs import NO_RETRIES, BlobStore, made, require_obstore
-from kvbm.pools.stores.link import LIMITS, Limits, Link, certificate_words, first_line, link_to
+from kvbm.pools.stores.link import LIMITS, RequestLimits, StoreLink, certificate_words, first_line, link_to
 from kvbm.pools.stores.waiting import Silent, within
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _EMULATOR_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/
 _SCOPE = "https://storage.azure.com/.default"
 
 
-class Place(NamedTuple):
+class ContainerPlace(NamedTuple):
     """Where a container is.
 
     Attributes:
@@ -57,7 +57,7 @@ def open_azure_store(
     account_key: str = "",
     ca: str = "",
     name: str = "",
-    limits: Limits = LIMITS,
+    limits: RequestLimits = LIMITS,
     open_wait_s: float = OPEN_WAIT_S,
 ) -> BlobStore:
     """Connect, and ask once for the container.
@@ -114,7 +114,7 @@ def open_azure_store(
     return BlobStore(name, blobs, limits)
 
 
-def place_of(url: str, endpoint: str, key: Key = Key()) -> Place:  # noqa: B008 - it never changes
+def place_of(url: str, endpoint: str, key: Key = Key()) -> ContainerPlace:  # noqa: B008 - it never changes
     """What an az:// URL means, with the endpoint of the settings, else of the connection string.
 
     Raises ConfigError: it is none.
@@ -123,17 +123,17 @@ def place_of(url: str, endpoint: str, key: Key = Key()) -> Place:  # noqa: B008 
     parts = [part for part in (match["rest"] or "").split("/") if part] if match else []
     if match is not None and endpoint:
         account = _account_of(endpoint)
-        return Place(account, match["first"], "/".join(parts), endpoint.rstrip("/"))
+        return ContainerPlace(account, match["first"], "/".join(parts), endpoint.rstrip("/"))
     if match is not None and key.endpoint:
         container, *rest = parts if match["first"] == key.account and parts else [match["first"], *parts]
-        return Place(key.account, container, "/".join(rest), key.endpoint)
+        return ContainerPlace(key.account, container, "/".join(rest), key.endpoint)
     if match is None or not parts:
         raise ConfigError(
             f"pools.object.url {url!r} is no az://account/container/prefix, or az://container/prefix with"
             " pools.object.endpoint (letters, digits, and -._=/ in the prefix); correct it"
         )
     account = match["first"]
-    return Place(account, parts[0], "/".join(parts[1:]), f"https://{account}.blob.core.windows.net")
+    return ContainerPlace(account, parts[0], "/".join(parts[1:]), f"https://{account}.blob.core.windows.net")
 
 
 def _account_of(endpoint: str) -> str:
@@ -144,7 +144,7 @@ def _account_of(endpoint: str) -> str:
     return parts.path.strip("/").partition("/")[0] or (parts.hostname or "").partition(".")[0]
 
 
-def _elsewhere(place: Place) -> str:
+def _elsewhere(place: ContainerPlace) -> str:
     host = urlsplit(place.endpoint).netloc
     return "" if host.endswith(".core.windows.net") else f"?endpoint={host}"
 
@@ -201,7 +201,7 @@ def _identity() -> Any:
     return DefaultAzureCredential(exclude_interactive_browser_credential=True)
 
 
-def _look(place: Place, credential: Any, link: Link) -> bool:
+def _look(place: ContainerPlace, credential: Any, link: StoreLink) -> bool:
     """Whether the container answers: an exception of the client, or True."""
     try:
         from azure.storage.blob import ContainerClient
@@ -233,7 +233,7 @@ def _is_away(error: Exception | None) -> bool:
     return error is None or isinstance(error, ServiceRequestError | ServiceResponseError)
 
 
-def _why_not(error: Exception | None, place: Place, wait_s: float) -> str:
+def _why_not(error: Exception | None, place: ContainerPlace, wait_s: float) -> str:
     """One sentence: what is the matter with the container, and what to do."""
     from azure.core.exceptions import ClientAuthenticationError, HttpResponseError
 

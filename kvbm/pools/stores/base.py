@@ -33,7 +33,7 @@ class StoreAwayError(PoolError):
         self.name, self.forgets = name, forgets
 
 
-class Trouble(Enum):
+class StoreTrouble(Enum):
     """Why a store did not do what it was asked, as far as the caller's next step depends on it."""
 
     ABSENT = "absent"  # nothing has this name
@@ -52,7 +52,7 @@ class Refusal(NamedTuple):
         words: for people: status, code and cause in a line, such as "503 SlowDown after 3 attempts".
     """
 
-    trouble: Trouble
+    trouble: StoreTrouble
     words: str
 
 
@@ -96,7 +96,7 @@ class Get(NamedTuple):
         if not self.most_bytes or part_bytes <= self.most_bytes:
             return None
         return Refusal(
-            Trouble.UNUSABLE, f"{self.name} has {part_bytes} bytes, no object here has more than {self.most_bytes}"
+            StoreTrouble.UNUSABLE, f"{self.name} has {part_bytes} bytes, no object here has more than {self.most_bytes}"
         )
 
 
@@ -126,7 +126,7 @@ class Listed(NamedTuple):
 
 @runtime_checkable
 class ForgetfulStore(Protocol):
-    """What a `Store` that forgets can say besides."""
+    """What a `ObjectStore` that forgets can say besides."""
 
     def absent(self, names: Sequence[str], deadline_s: float) -> list[bool]:
         """For each name whether nothing has it, for certain: False where the store does not say.
@@ -135,7 +135,7 @@ class ForgetfulStore(Protocol):
         """
 
 
-class Store(Protocol):
+class ObjectStore(Protocol):
     """A store of objects.
 
     Names are relative to its prefix: ASCII letters, digits, "-", "_", "." and "/", at most 512 bytes.
@@ -186,3 +186,13 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Give back connections; requests under way end by their timeouts. Idempotent."""
+
+
+class OpenedStore(ObjectStore, Protocol):
+    """A store as the function of its technology gives it to `opening.open_store`.
+
+    Attributes:
+        remarks: what is worth saying once about it, in sentences; opening it may add to them.
+    """
+
+    remarks: tuple[str, ...]

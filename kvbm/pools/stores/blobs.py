@@ -19,8 +19,8 @@ from concurrent.futures import TimeoutError as LateError
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
-from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Trouble
-from kvbm.pools.stores.link import Limits, first_line
+from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, StoreTrouble
+from kvbm.pools.stores.link import RequestLimits, first_line
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ListStream, ObjectMeta, PutMode
@@ -75,7 +75,7 @@ class _Failure(NamedTuple):
         code: the store's word for it, "" without one.
     """
 
-    trouble: Trouble
+    trouble: StoreTrouble
     words: str
     status: int
     again: bool
@@ -86,7 +86,7 @@ class _Failure(NamedTuple):
     def knows_no_condition(self) -> bool:
         """Whether the store may have refused the condition of a put, not the put."""
         known = self.status in _NO_CONDITION and (self.status != 400 or self.code in _NO_CONDITION_CODES)
-        return known and self.trouble is not Trouble.DENIED
+        return known and self.trouble is not StoreTrouble.DENIED
 
     def refusal(self) -> Refusal:
         """As a caller sees it."""
@@ -96,7 +96,7 @@ class _Failure(NamedTuple):
 
 
 class BlobStore:
-    """See the module; the promises are those of `Store`. Methods: any thread.
+    """See the module; the promises are those of `ObjectStore`. Methods: any thread.
 
     Attributes:
         conditional: false once the store has said or shown that it knows no conditional put; then each put is preceded
@@ -110,7 +110,7 @@ class BlobStore:
         self,
         name: str,
         blobs: S3Store | AzureStore,
-        limits: Limits,
+        limits: RequestLimits,
         *,
         deleting_singly: S3Store | AzureStore | None = None,
         on_close: Callable[[], None] = lambda: None,
@@ -146,15 +146,15 @@ class BlobStore:
             raise
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.put`."""
+        """As `ObjectStore.put`."""
         return self._run([self._put_one(put) for put in puts], deadline_s)
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        """As `Store.get`. A part that is probably two times `PART_BYTES` or more is read in parallel ranges."""
+        """As `ObjectStore.get`. A part that is probably two times `PART_BYTES` or more is read in parallel ranges."""
         return self._run([self._get_one(get) for get in gets], deadline_s)
 
     def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.delete`, many names a request where the store can."""
+        """As `ObjectStore.delete`, many names a request where the store can."""
         runs = [names[at : at + _DELETES] for at in range(0, len(names), _DELETES)]
         answers = self._run([self._delete_run(run) for run in runs], deadline_s)
         flat: list[Refusal | None] = []
@@ -163,7 +163,7 @@ class BlobStore:
         return flat
 
     def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
-        """As `Store.listed`. A page that fails is asked for again, from the last name that was given out."""
+        """As `ObjectStore.listed`. A page that fails is asked for again, from the last name that was given out."""
         attempt = 1
         while True:
             pages = self._pages(prefix, after)
@@ -191,12 +191,12 @@ class BlobStore:
             attempt += 1
 
     def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
-        """As `Store.replace`, by the object's ETag. The store must know conditional puts."""
+        """As `ObjectStore.replace`, by the object's ETag. The store must know conditional puts."""
         [answer] = self._run([self._replace(name, body, expected)], deadline_s)
         return answer
 
     def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
-        """As `Store.ignored_conditions`.
+        """As `ObjectStore.ignored_conditions`.
 
         What it shows is heeded from then on: `put` and `replace` ask before they put.
         """
@@ -205,7 +205,7 @@ class BlobStore:
         return answer
 
     def close(self) -> None:
-        """As `Store.close`: what is under way is dropped."""
+        """As `ObjectStore.close`: what is under way is dropped."""
         with self._lock:
             if self._closed:
                 return
@@ -237,7 +237,7 @@ class BlobStore:
                 pass  # it was closed meanwhile
         for work in works:
             work.close()
-        return [Refusal(Trouble.SILENT, "the store is closed here")] * len(works)
+        return [Refusal(StoreTrouble.SILENT, "the store is closed here")] * len(works)
 
     def _stop(self) -> None:
         """Loop only: drop what runs, and end the loop once that is gone."""
@@ -285,8 +285,8 @@ class BlobStore:
         """The put of a store that knows no conditions. Two at once store the same content twice, which is harmless."""
         found = await self._head(put.name)
         if not isinstance(found, _Failure):
-            return Refusal(Trouble.TAKEN, f"{put.name} is there")
-        if found.trouble is not Trouble.ABSENT:
+            return Refusal(StoreTrouble.TAKEN, f"{put.name} is there")
+        if found.trouble is not StoreTrouble.ABSENT:
             return found.refusal()
         body = _sent(put.body)
         answer = await self._ask(lambda: self._obstore.put_async(self._blobs, put.name, body, use_multipart=False))
@@ -319,7 +319,7 @@ class BlobStore:
             body += part.body
             sizes.add(part.size_bytes)
         if len(sizes) > 1:
-            return Refusal(Trouble.REFUSED, f"{get.name} changed while it was read in {len(parts)} ranges")
+            return Refusal(StoreTrouble.REFUSED, f"{get.name} changed while it was read in {len(parts)} ranges")
         return Got(body, sizes.pop())
 
     async def _get_range(self, get: Get) -> Got | Refusal:
@@ -362,13 +362,13 @@ class BlobStore:
             answer = await self._ask(lambda: self._obstore.delete_async(self._blobs, names))
             if not isinstance(answer, _Failure):
                 return [None] * len(names)
-            if answer.trouble in (Trouble.DENIED, Trouble.SILENT):
+            if answer.trouble in (StoreTrouble.DENIED, StoreTrouble.SILENT):
                 return [answer.refusal()] * len(names)
         return list(await asyncio.gather(*(self._delete_one(name) for name in names)))
 
     async def _delete_one(self, name: str) -> Refusal | None:
         answer = await self._ask(lambda: self._obstore.delete_async(self._deleting_singly, name))
-        if not isinstance(answer, _Failure) or answer.trouble is Trouble.ABSENT:
+        if not isinstance(answer, _Failure) or answer.trouble is StoreTrouble.ABSENT:
             return None
         return answer.refusal()
 
@@ -377,7 +377,7 @@ class BlobStore:
         ignored: list[str] = []
         answer = await self._create(name, b"1")
         if (
-            isinstance(answer, _Failure) and answer.trouble is not Trouble.TAKEN
+            isinstance(answer, _Failure) and answer.trouble is not StoreTrouble.TAKEN
         ):  # that it is there is an earlier attempt's
             if not answer.knows_no_condition:
                 return answer.refusal()
@@ -391,7 +391,7 @@ class BlobStore:
             if not isinstance(answer, _Failure):
                 self.conditional = False
                 ignored.append("a put where nothing has the name (If-None-Match: *) is done where something has it")
-            elif answer.trouble is not Trouble.TAKEN:
+            elif answer.trouble is not StoreTrouble.TAKEN:
                 return answer.refusal()
         held = await self._held(name, 1)
         if isinstance(held, _Failure):
@@ -407,7 +407,7 @@ class BlobStore:
         if not isinstance(answer, _Failure):
             self._compares = False
             ignored.append("a put over one ETag alone (If-Match) is done over another")
-        elif answer.trouble not in (Trouble.TAKEN, Trouble.ABSENT):
+        elif answer.trouble not in (StoreTrouble.TAKEN, StoreTrouble.ABSENT):
             return answer.refusal()
         return tuple(ignored)
 
@@ -419,10 +419,10 @@ class BlobStore:
         else:
             held = await self._held(name, memoryview(expected).nbytes)
             if isinstance(held, _Failure):
-                absent = held.trouble is Trouble.ABSENT
-                return Refusal(Trouble.TAKEN, f"{name} is gone") if absent else held.refusal()
+                absent = held.trouble is StoreTrouble.ABSENT
+                return Refusal(StoreTrouble.TAKEN, f"{name} is gone") if absent else held.refusal()
             if held[0] != bytes(expected):
-                return Refusal(Trouble.TAKEN, f"{name} has changed")
+                return Refusal(StoreTrouble.TAKEN, f"{name} has changed")
             answer = await self._put_where(name, body, held)
         if not isinstance(answer, _Failure):
             return None
@@ -430,8 +430,8 @@ class BlobStore:
             now = await self._held(name, memoryview(body).nbytes)
             if not isinstance(now, _Failure) and now[0] == bytes(body):
                 return None
-        if answer.trouble is Trouble.ABSENT:  # it was deleted meanwhile
-            return Refusal(Trouble.TAKEN, f"{name} is gone")
+        if answer.trouble is StoreTrouble.ABSENT:  # it was deleted meanwhile
+            return Refusal(StoreTrouble.TAKEN, f"{name} is gone")
         return answer.refusal()
 
     async def _put_where(self, name: str, body: Body, held: tuple[bytes, str]) -> object:
@@ -520,7 +520,7 @@ async def _until(works: Sequence[Coroutine[Any, Any, Answer]], deadline_s: float
 
 
 def _late(deadline_s: float) -> Refusal:
-    return Refusal(Trouble.SILENT, f"no answer within {deadline_s:g} s")
+    return Refusal(StoreTrouble.SILENT, f"no answer within {deadline_s:g} s")
 
 
 async def _attempt(request: Callable[[], Awaitable[Answer]]) -> Answer | _Failure:
@@ -532,11 +532,11 @@ async def _attempt(request: Callable[[], Awaitable[Answer]]) -> Answer | _Failur
     except (BaseError, OSError) as error:
         return read_failure(error)
     except Exception as error:  # noqa: BLE001 - the credentials' provider is somebody else's code, called from inside the client
-        return _Failure(Trouble.DENIED, f"{type(error).__name__}: {first_line(str(error))}", 0, again=False)
+        return _Failure(StoreTrouble.DENIED, f"{type(error).__name__}: {first_line(str(error))}", 0, again=False)
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # the client's own, which is no Exception
             raise
-        return _Failure(Trouble.REFUSED, f"the client failed: {first_line(str(error))}", 0, again=False)
+        return _Failure(StoreTrouble.REFUSED, f"the client failed: {first_line(str(error))}", 0, again=False)
 
 
 def read_failure(error: Exception) -> _Failure:
@@ -546,7 +546,7 @@ def read_failure(error: Exception) -> _Failure:
     """
     text = str(error)
     if _BEYOND.search(text):
-        return _Failure(Trouble.REFUSED, "416 InvalidRange", 416, again=False)
+        return _Failure(StoreTrouble.REFUSED, "416 InvalidRange", 416, again=False)
     status = _STATUS.search(text)
     if status is None:
         return _without_status(error, text)
@@ -556,43 +556,43 @@ def read_failure(error: Exception) -> _Failure:
     words = f"{number} {code}".rstrip()
     if code in _CLOCK:
         return _Failure(
-            Trouble.DENIED,
+            StoreTrouble.DENIED,
             f"{words}: the clock of this machine and the store's are too far apart; set it right (NTP)",
             number,
             again=False,
         )
     if number in (401, 403) or code in _CREDENTIAL_CODES:
-        return _Failure(Trouble.DENIED, words, number, again=False)
+        return _Failure(StoreTrouble.DENIED, words, number, again=False)
     if code in _NO_BUCKET:
-        return _Failure(Trouble.REFUSED, words, number, again=False)
+        return _Failure(StoreTrouble.REFUSED, words, number, again=False)
     if number == 404:
-        return _Failure(Trouble.ABSENT, words, number, again=False)
+        return _Failure(StoreTrouble.ABSENT, words, number, again=False)
     if number == 412 or code in _THERE:
-        return _Failure(Trouble.TAKEN, words, number, again=False)
+        return _Failure(StoreTrouble.TAKEN, words, number, again=False)
     again = number in _AGAIN or (number == 400 and code in _PASSING_CODES)
-    return _Failure(Trouble.REFUSED, words, number, again=again, code="" if code == status[2].strip() else code)
+    return _Failure(StoreTrouble.REFUSED, words, number, again=again, code="" if code == status[2].strip() else code)
 
 
 def _without_status(error: Exception, text: str) -> _Failure:
     """The store did not answer, or not as it should."""
     kind = _KIND.search(text)
     if isinstance(error, ConnectionResetError) or (_EARLY.search(text) and _IN_BODY.search(text)):
-        return _Failure(Trouble.REFUSED, "the answer ended early", 0, again=True)
+        return _Failure(StoreTrouble.REFUSED, "the answer ended early", 0, again=True)
     if _EARLY.search(text):
-        return _Failure(Trouble.SILENT, "the connection was cut", 0, again=True)
+        return _Failure(StoreTrouble.SILENT, "the connection was cut", 0, again=True)
     match kind[1] if kind else "":
         case "Timeout":
-            return _Failure(Trouble.SILENT, "no answer in time", 0, again=True)
+            return _Failure(StoreTrouble.SILENT, "no answer in time", 0, again=True)
         case "Connect":
             found = _UNTRUSTED.search(text)
             if found:
                 why = f"its certificate is not trusted ({found[1]}): name who signs it in pools.object.ca"
-                return _Failure(Trouble.SILENT, why, 0, again=False)
-            return _Failure(Trouble.SILENT, "no connection", 0, again=True)
+                return _Failure(StoreTrouble.SILENT, why, 0, again=False)
+            return _Failure(StoreTrouble.SILENT, "no connection", 0, again=True)
         case "Interrupted" | "Request" | "Unknown":
-            return _Failure(Trouble.SILENT, first_line(text), 0, again=True)
+            return _Failure(StoreTrouble.SILENT, first_line(text), 0, again=True)
         case _:
-            return _Failure(Trouble.REFUSED, first_line(text), 0, again=False)
+            return _Failure(StoreTrouble.REFUSED, first_line(text), 0, again=False)
 
 
 async def _next_page(pages: _Pages) -> Sequence[ObjectMeta] | _Failure:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Store, Trouble
+from kvbm.pools.stores.base import Body, Get, Got, Listed, ObjectStore, Put, Refusal, StoreTrouble
 
 _WAITING_BYTES = 256 << 20  # of puts that the cache has not taken yet; more are left out
 _CACHE_WAIT_S = 0.5  # for the cache's answers; what it has not answered by then is read from the backing store
@@ -23,7 +23,7 @@ _RUN_PUTS = 16
 
 
 class CachedStore:
-    """A `Store` made of two. Names, listings, deletes, leases and headers are those of the backing store.
+    """A `ObjectStore` made of two. Names, listings, deletes, leases and headers are those of the backing store.
 
     Attributes:
         name: of the backing store.
@@ -32,8 +32,8 @@ class CachedStore:
 
     def __init__(
         self,
-        cache: Store,
-        backing: Store,
+        cache: ObjectStore,
+        backing: ObjectStore,
         on_trouble: Callable[[str], None] = lambda message: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,13 +59,13 @@ class CachedStore:
         return "; ".join(filter(None, (getattr(store, "away", "") for store in (self.backing, self.cache))))
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.put`, of the backing store."""
+        """As `ObjectStore.put`, of the backing store."""
         answers = self.backing.put(puts, deadline_s)
         self._offer([put for put, refusal in zip(puts, answers, strict=True) if refusal is None])
         return answers
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        """As `Store.get`. Parts of objects come from the backing store: who wants only those asks what is kept."""
+        """As `ObjectStore.get`. Parts of objects come from the backing store: who wants parts asks what is kept."""
         ends = self._clock() + deadline_s
         answers: dict[int, Got | Refusal] = {}
         unusable: list[str] = []
@@ -77,7 +77,7 @@ class CachedStore:
                     answers[index] = answer
                     continue
                 self._note(answer)
-                if answer.trouble is Trouble.UNUSABLE:
+                if answer.trouble is StoreTrouble.UNUSABLE:
                     unusable.append(gets[index].name)
             if unusable:  # so that the object itself can have its name there again
                 self.cache.delete(unusable, wait_s)
@@ -96,7 +96,7 @@ class CachedStore:
         return self.backing.get(gets, max(0.0, ends - self._clock()))
 
     def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.delete`, in both."""
+        """As `ObjectStore.delete`, in both."""
         answers = self.backing.delete(names, deadline_s)
         for refusal in self.cache.delete(names, _CACHE_WAIT_S):
             if refusal is not None:
@@ -104,15 +104,15 @@ class CachedStore:
         return answers
 
     def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
-        """As `Store.listed`, of the backing store."""
+        """As `ObjectStore.listed`, of the backing store."""
         return self.backing.listed(prefix, deadline_s, after)
 
     def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
-        """As `Store.replace`, of the backing store."""
+        """As `ObjectStore.replace`, of the backing store."""
         return self.backing.replace(name, body, expected, deadline_s)
 
     def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
-        """As `Store.ignored_conditions`, of the backing store."""
+        """As `ObjectStore.ignored_conditions`, of the backing store."""
         return self.backing.ignored_conditions(name, deadline_s)
 
     def settle(self, wait_s: float) -> bool:
@@ -161,9 +161,9 @@ class CachedStore:
 
         What is the matter with one name is no trouble of the cache.
         """
-        if refusal.trouble in (Trouble.ABSENT, Trouble.TAKEN):
+        if refusal.trouble in (StoreTrouble.ABSENT, StoreTrouble.TAKEN):
             return
-        if refusal.trouble is Trouble.UNUSABLE:
+        if refusal.trouble is StoreTrouble.UNUSABLE:
             with self._lock:
                 is_new, self._told_unusable = not self._told_unusable, True
             if is_new:

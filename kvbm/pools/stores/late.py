@@ -6,14 +6,25 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from kvbm.core.errors import PoolError
-from kvbm.pools.stores.base import Body, ForgetfulStore, Get, Got, Listed, Put, Refusal, Store, StoreAwayError, Trouble
+from kvbm.pools.stores.base import (
+    Body,
+    ForgetfulStore,
+    Get,
+    Got,
+    Listed,
+    ObjectStore,
+    Put,
+    Refusal,
+    StoreAwayError,
+    StoreTrouble,
+)
 
 AGAIN_S = 5.0  # between two tries to open it
 _CLOSE_S = 1.0
 
 
 class LateStore:
-    """A `Store` that is opened again and again until it is there.
+    """A `ObjectStore` that is opened again and again until it is there.
 
     Until then whatever is asked of it is SILENT. Any thread.
 
@@ -27,15 +38,15 @@ class LateStore:
     def __init__(
         self,
         away: StoreAwayError,
-        reopen: Callable[[], Store],
-        on_came: Callable[[Store], None] = lambda store: None,
+        reopen: Callable[[], ObjectStore],
+        on_came: Callable[[ObjectStore], None] = lambda store: None,
         on_trouble: Callable[[str], None] = lambda words: None,
         again_s: float = AGAIN_S,
     ) -> None:
         self.name, self.forgets = away.name, away.forgets
         self._away = str(away)
         self._reopen, self._on_came, self._on_trouble, self._again_s = reopen, on_came, on_trouble, again_s
-        self._store: Store | None = None
+        self._store: ObjectStore | None = None
         self._lock = threading.Lock()  # of the store and whether it is closed
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._open, name="kvbm-store-late", daemon=True)
@@ -47,34 +58,34 @@ class LateStore:
         return self._away if self._store is None else ""
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.put`."""
+        """As `ObjectStore.put`."""
         store = self._store
         return [self._refusal()] * len(puts) if store is None else store.put(puts, deadline_s)
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        """As `Store.get`."""
+        """As `ObjectStore.get`."""
         store = self._store
         return [self._refusal()] * len(gets) if store is None else store.get(gets, deadline_s)
 
     def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.delete`."""
+        """As `ObjectStore.delete`."""
         store = self._store
         return [self._refusal()] * len(names) if store is None else store.delete(names, deadline_s)
 
     def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
-        """As `Store.listed`."""
+        """As `ObjectStore.listed`."""
         store = self._store
         if store is None:
             raise PoolError(self._away)
         return store.listed(prefix, deadline_s, after)
 
     def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
-        """As `Store.replace`."""
+        """As `ObjectStore.replace`."""
         store = self._store
         return self._refusal() if store is None else store.replace(name, body, expected, deadline_s)
 
     def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
-        """As `Store.ignored_conditions`."""
+        """As `ObjectStore.ignored_conditions`."""
         store = self._store
         return self._refusal() if store is None else store.ignored_conditions(name, deadline_s)
 
@@ -84,7 +95,7 @@ class LateStore:
         return store.absent(names, deadline_s) if isinstance(store, ForgetfulStore) else [False] * len(names)
 
     def close(self) -> None:
-        """As `Store.close`."""
+        """As `ObjectStore.close`."""
         with self._lock:
             self._closed.set()
             store = self._store
@@ -93,7 +104,7 @@ class LateStore:
             store.close()
 
     def _refusal(self) -> Refusal:
-        return Refusal(Trouble.SILENT, "it has not answered since the start")
+        return Refusal(StoreTrouble.SILENT, "it has not answered since the start")
 
     def _open(self) -> None:
         while not self._closed.wait(self._again_s):

@@ -38,7 +38,7 @@ _NO_PROXY_URL = (
 )
 
 
-class Limits(NamedTuple):
+class RequestLimits(NamedTuple):
     """What requests may take.
 
     Attributes:
@@ -53,10 +53,10 @@ class Limits(NamedTuple):
     read_timeout_s: float = 5.0
 
 
-LIMITS = Limits()
+LIMITS = RequestLimits()
 
 
-class Link(NamedTuple):
+class StoreLink(NamedTuple):
     """How one store is reached.
 
     Attributes:
@@ -68,7 +68,7 @@ class Link(NamedTuple):
     url: str
     trusted: str
     proxy: str
-    limits: Limits
+    limits: RequestLimits
 
     @property
     def proxies(self) -> dict[str, str]:
@@ -94,7 +94,7 @@ class Link(NamedTuple):
         return options
 
 
-def link_to(url: str, ca: str = "", named: str = "", limits: Limits = LIMITS) -> Link:
+def link_to(url: str, ca: str = "", named: str = "", limits: RequestLimits = LIMITS) -> StoreLink:
     """The link to an endpoint.
 
     Args:
@@ -110,7 +110,7 @@ def link_to(url: str, ca: str = "", named: str = "", limits: Limits = LIMITS) ->
     trusted = trusted_file(ca, named)
     if trusted and url.startswith("https://"):
         _certificates(trusted)
-    return Link(url, trusted, proxy_for(url), limits)
+    return StoreLink(url, trusted, proxy_for(url), limits)
 
 
 def trusted_file(ca: str = "", named: str = "", environment: Mapping[str, str] = os.environ) -> str:

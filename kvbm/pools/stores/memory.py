@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Trouble
+from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, StoreTrouble
 
 
 class MemoryStore:
@@ -24,44 +24,44 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.put`."""
+        """As `ObjectStore.put`."""
         answers: list[Refusal | None] = []
         for put in puts:
             offered = (bytes(put.flat()), self._clock_ns())
             with self._lock:
                 held = self.objects.setdefault(put.name, offered)
-            answers.append(None if held is offered else Refusal(Trouble.TAKEN, f"{put.name} is there"))
+            answers.append(None if held is offered else Refusal(StoreTrouble.TAKEN, f"{put.name} is there"))
         return answers
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        """As `Store.get`."""
+        """As `ObjectStore.get`."""
         return [self._read(get) for get in gets]
 
     def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.delete`."""
+        """As `ObjectStore.delete`."""
         with self._lock:
             for name in names:
                 self.objects.pop(name, None)
         return [None] * len(names)
 
     def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
-        """As `Store.listed`."""
+        """As `ObjectStore.listed`."""
         with self._lock:
             found = [(name, *kept) for name, kept in self.objects.items() if name.startswith(prefix) and name > after]
         for name, body, put_ns in sorted(found):
             yield Listed(name, len(body), put_ns)
 
     def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
-        """As `Store.replace`."""
+        """As `ObjectStore.replace`."""
         with self._lock:
             held = self.objects.get(name)
             if (held is None) != (expected is None) or (held and expected is not None and held[0] != bytes(expected)):
-                return Refusal(Trouble.TAKEN, f"{name} has changed")
+                return Refusal(StoreTrouble.TAKEN, f"{name} has changed")
             self.objects[name] = (bytes(body), self._clock_ns())
         return None
 
     def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
-        """As `Store.ignored_conditions`: none, by its lock."""
+        """As `ObjectStore.ignored_conditions`: none, by its lock."""
         return ()
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class MemoryStore:
         with self._lock:
             held = self.objects.get(get.name)
         if held is None:
-            return Refusal(Trouble.ABSENT, f"nothing is named {get.name}")
+            return Refusal(StoreTrouble.ABSENT, f"nothing is named {get.name}")
         body = held[0]
         end = len(body) if get.count is None else get.first + get.count
         part = body[get.first : end]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from kvbm.core.errors import ConfigError
-from kvbm.pools.stores.base import OPEN_WAIT_S, Store
-from kvbm.pools.stores.blobs import BlobStore
-from kvbm.pools.stores.link import LIMITS, Limits
-from kvbm.pools.stores.redis import RedisStore
+from kvbm.pools.stores.base import OPEN_WAIT_S, OpenedStore
+from kvbm.pools.stores.link import LIMITS, RequestLimits
 from kvbm.pools.stores.trial import try_out
 
 SCHEMES = ("s3", "az", "redis", "rediss")
@@ -20,10 +18,10 @@ def open_store(
     ca: str = "",
     name: str = "",
     ttl_s: int = 0,
-    limits: Limits = LIMITS,
+    limits: RequestLimits = LIMITS,
     open_wait_s: float = OPEN_WAIT_S,
     tries: bool = True,
-) -> Store:
+) -> OpenedStore:
     """Open a store, ask once whether it is there, and put, read and delete a small object by the client that carries
     the bytes.
 
@@ -53,8 +51,8 @@ def open_store(
 
 
 def _opened(
-    url: str, endpoint: str, region: str, ca: str, name: str, ttl_s: int, limits: Limits, open_wait_s: float
-) -> BlobStore | RedisStore:
+    url: str, endpoint: str, region: str, ca: str, name: str, ttl_s: int, limits: RequestLimits, open_wait_s: float
+) -> OpenedStore:
     match scheme := url.partition("://")[0]:
         case "s3":
             from kvbm.pools.stores.s3 import open_s3_store

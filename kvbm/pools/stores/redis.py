@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
-from kvbm.pools.stores.base import OPEN_WAIT_S, Body, Get, Got, Listed, Put, Refusal, StoreAwayError, Trouble
-from kvbm.pools.stores.link import LIMITS, Limits, trusted_file
+from kvbm.pools.stores.base import OPEN_WAIT_S, Body, Get, Got, Listed, Put, Refusal, StoreAwayError, StoreTrouble
+from kvbm.pools.stores.link import LIMITS, RequestLimits, trusted_file
 
 if TYPE_CHECKING:
     from redis import Redis, RedisCluster
@@ -47,7 +47,7 @@ Asked = TypeVar("Asked")
 
 
 class RedisStore:
-    """See the module; the promises are those of `Store`. Methods: any thread.
+    """See the module; the promises are those of `ObjectStore`. Methods: any thread.
 
     Attributes:
         remarks: what is worth saying once, in sentences.
@@ -66,21 +66,21 @@ class RedisStore:
         self._workers = ThreadPoolExecutor(connections, thread_name_prefix="kvbm-redis")
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.put`."""
+        """As `ObjectStore.put`."""
         return self._run(puts, self._put_run, deadline_s, [put.size_bytes for put in puts])
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        """As `Store.get`."""
+        """As `ObjectStore.get`."""
         return self._run(
             gets, self._get_run, deadline_s, [get.expected_bytes or get.count or get.most_bytes for get in gets]
         )
 
     def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.delete`. The server frees the memory behind our back."""
+        """As `ObjectStore.delete`. The server frees the memory behind our back."""
         return self._run(names, self._delete_run, deadline_s, [0] * len(names))
 
     def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
-        """As `Store.listed`, of what is there at the end of the scan;
+        """As `ObjectStore.listed`, of what is there at the end of the scan;
 
         `modified_ns` is when an object was used last, to the second.
 
@@ -99,16 +99,16 @@ class RedisStore:
         return [answer is True for answer in self._run(names, self._absent_run, deadline_s, [0] * len(names))]
 
     def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
-        """As `Store.replace`. What is replaced so does not expire."""
+        """As `ObjectStore.replace`. What is replaced so does not expire."""
         [answer] = self._run([(name, bytes(body), expected)], self._replace_run, deadline_s, [len(body)])
         return answer
 
     def ignored_conditions(self, name: str, deadline_s: float) -> tuple[str, ...] | Refusal:
-        """As `Store.ignored_conditions`: none, for a command and a script are one step each."""
+        """As `ObjectStore.ignored_conditions`: none, for a command and a script are one step each."""
         return ()
 
     def close(self) -> None:
-        """As `Store.close`."""
+        """As `ObjectStore.close`."""
         with self._lock:
             if self._closed:
                 return
@@ -132,9 +132,9 @@ class RedisStore:
                 if not self._closed:
                     futures += [self._workers.submit(_attempts, work, asked[at], end) for at in pipelines]
         except RuntimeError as error:  # the system gives no thread; nobody hears of what is queued already
-            return [Refusal(Trouble.SILENT, str(error))] * len(asked)
+            return [Refusal(StoreTrouble.SILENT, str(error))] * len(asked)
         if not futures:
-            return [Refusal(Trouble.SILENT, "the store is closed here")] * len(asked)
+            return [Refusal(StoreTrouble.SILENT, "the store is closed here")] * len(asked)
         wait(futures, timeout=deadline_s)
         answers: list[Answer | Refusal] = []
         for at, future in zip(pipelines, futures, strict=True):
@@ -142,7 +142,7 @@ class RedisStore:
                 answers += future.result()
             else:
                 future.cancel()  # one that has begun ends by the timeout of its socket
-                answers += [Refusal(Trouble.SILENT, f"no answer within {deadline_s:g} s")] * (at.stop - at.start)
+                answers += [Refusal(StoreTrouble.SILENT, f"no answer within {deadline_s:g} s")] * (at.stop - at.start)
         return answers
 
     def _put_run(self, puts: Sequence[Put]) -> list[Refusal | None]:
@@ -152,7 +152,7 @@ class RedisStore:
                 value = body if isinstance(body, bytes) else memoryview(body)
                 pipeline.set(self._prefix + put.name, value, nx=True, ex=self._ttl_s or None)
             said = pipeline.execute(raise_on_error=False)
-        taken = (Refusal(Trouble.TAKEN, f"{put.name} is there") for put in puts)
+        taken = (Refusal(StoreTrouble.TAKEN, f"{put.name} is there") for put in puts)
         self._leave_replica(said)
         return [_refused(one) or (None if one else there) for one, there in zip(said, taken, strict=True)]
 
@@ -182,11 +182,11 @@ class RedisStore:
             return too_large
         if get.most_bytes and not length:
             return Refusal(
-                Trouble.ABSENT, f"nothing is named {get.name}"
+                StoreTrouble.ABSENT, f"nothing is named {get.name}"
             )  # or an empty string, which is no object either
         gone = not length and (not self._client.exists(self._prefix + get.name) if not whole else body is None)
         if gone or part is None or len(part) != wanted:
-            return Refusal(Trouble.ABSENT, f"nothing is named {get.name}")
+            return Refusal(StoreTrouble.ABSENT, f"nothing is named {get.name}")
         return Got(part, length)
 
     def _delete_run(self, names: Sequence[str]) -> list[Refusal | None]:
@@ -284,7 +284,7 @@ class RedisStore:
             except Exception as error:
                 self._leave_replica([error])
                 raise
-            answers.append(None if done else Refusal(Trouble.TAKEN, f"{name} has changed"))
+            answers.append(None if done else Refusal(StoreTrouble.TAKEN, f"{name} has changed"))
         return answers
 
 
@@ -294,7 +294,7 @@ def open_redis_store(
     ca: str = "",
     name: str = "",
     ttl_s: int = 0,
-    limits: Limits = LIMITS,
+    limits: RequestLimits = LIMITS,
     open_wait_s: float = OPEN_WAIT_S,
 ) -> RedisStore:
     """Connect, and ask once.
@@ -328,7 +328,7 @@ def open_redis_store(
     except (RedisError, OSError) as error:
         if "not allowed in cluster mode" in str(error):
             raise ConfigError(f"{_shown(url)!r} is a Redis Cluster, which has database 0 alone; correct it") from None
-        if _refusal(error).trouble is Trouble.SILENT:
+        if _refusal(error).trouble is StoreTrouble.SILENT:
             raise StoreAwayError(name, _why_not(error), forgets=True) from None
         raise PoolError(f"OBJECT pool {name}: {_why_not(error)}") from None
     return RedisStore(name, client, prefix, ttl_s, limits.requests_in_flight)
@@ -348,7 +348,7 @@ def _parts(url: str) -> SplitResult:
     )
 
 
-def _connect(url: str, trusted: str, limits: Limits, open_wait_s: float) -> Redis | RedisCluster:
+def _connect(url: str, trusted: str, limits: RequestLimits, open_wait_s: float) -> Redis | RedisCluster:
     """A client that was answered. Raises what redis-py raises."""
     from redis import Redis, RedisCluster
     from redis.backoff import NoBackoff
@@ -393,7 +393,7 @@ def _attempts(
         except Exception as error:  # noqa: BLE001 - what is no answer is a refusal, whatever the client raises
             refusal = _refusal(error)
         delay_s = random.uniform(0.0, min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (attempt - 1)))  # full jitter
-        again = refusal.trouble is Trouble.SILENT and attempt < _ATTEMPTS
+        again = refusal.trouble is StoreTrouble.SILENT and attempt < _ATTEMPTS
         if not again or time.monotonic() + delay_s >= end:
             words = f"{refusal.words} after {attempt} attempts" if attempt > 1 else refusal.words
             return [Refusal(refusal.trouble, words)] * len(asked)
@@ -434,31 +434,31 @@ def _refusal(error: Exception) -> Refusal:
     words = _first_line(error)
     match error:
         case raised.AuthenticationError() | raised.NoPermissionError():
-            return Refusal(Trouble.DENIED, words)
+            return Refusal(StoreTrouble.DENIED, words)
         case raised.ConnectionError() | raised.TimeoutError() | OSError():
-            return Refusal(Trouble.SILENT, words)
+            return Refusal(StoreTrouble.SILENT, words)
         case (
             raised.ClusterDownError()
             | raised.MasterDownError()
             | raised.TryAgainError()
             | raised.RedisClusterException()
         ):
-            return Refusal(Trouble.SILENT, words)
+            return Refusal(StoreTrouble.SILENT, words)
         case raised.MovedError() | raised.AskError():
             return Refusal(
-                Trouble.REFUSED,
+                StoreTrouble.REFUSED,
                 f"another node of a Redis Cluster has the key ({words}); allow INFO, by which a cluster is known",
             )
         case _ if words.startswith("WRONGTYPE"):
-            return Refusal(Trouble.UNUSABLE, "a key of another type has an object's name")
+            return Refusal(StoreTrouble.UNUSABLE, "a key of another type has an object's name")
         case _ if isinstance(error, raised.RedisError):
-            return Refusal(Trouble.REFUSED, words)
+            return Refusal(StoreTrouble.REFUSED, words)
         case _:
-            return Refusal(Trouble.REFUSED, f"{type(error).__name__}: {words}")
+            return Refusal(StoreTrouble.REFUSED, f"{type(error).__name__}: {words}")
 
 
 def _why_not(error: Exception) -> str:
-    if _refusal(error).trouble is Trouble.DENIED:
+    if _refusal(error).trouble is StoreTrouble.DENIED:
         return f"the server refuses access ({_first_line(error)}); check user and password in the URL"
     return f"the server does not answer ({_first_line(error)}); check the address and the network"
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
 from kvbm.pools.stores.base import OPEN_WAIT_S, StoreAwayError
 from kvbm.pools.stores.blobs import NO_RETRIES, BlobStore, made, require_obstore
-from kvbm.pools.stores.link import LIMITS, Limits, Link, certificate_words, first_line, link_to
+from kvbm.pools.stores.link import LIMITS, RequestLimits, StoreLink, certificate_words, first_line, link_to
 from kvbm.pools.stores.waiting import Silent, within
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class _Bucket(NamedTuple):
     """
 
     client: S3Client
-    link: Link
+    link: StoreLink
     credentials: Credentials
     endpoint: str
     region: str
@@ -53,7 +53,7 @@ def open_s3_store(
     secret_access_key: str = "",
     ca: str = "",
     name: str = "",
-    limits: Limits = LIMITS,
+    limits: RequestLimits = LIMITS,
     open_wait_s: float = OPEN_WAIT_S,
 ) -> BlobStore:
     """Connect, and ask once for the bucket.
@@ -149,10 +149,12 @@ class _Linked(NamedTuple):
     """A client, and how it reaches the store."""
 
     client: S3Client
-    link: Link
+    link: StoreLink
 
 
-def _linked(endpoint: str, region: str, access_key_id: str, secret_access_key: str, ca: str, limits: Limits) -> _Linked:
+def _linked(
+    endpoint: str, region: str, access_key_id: str, secret_access_key: str, ca: str, limits: RequestLimits
+) -> _Linked:
     """A client that reaches the store as the other one will. Raises ConfigError, MissingExtraError."""
     named = _named_ca()
     link = link_to(endpoint or _usual_endpoint(), ca, named, limits)
@@ -179,7 +181,7 @@ def _named_ca() -> str:
 
 
 def s3_client(
-    link: Link, endpoint: str = "", region: str = "", access_key_id: str = "", secret_access_key: str = ""
+    link: StoreLink, endpoint: str = "", region: str = "", access_key_id: str = "", secret_access_key: str = ""
 ) -> S3Client:
     """A boto3 client: few attempts, short waits, one connection, no checksums that other stores refuse.
 

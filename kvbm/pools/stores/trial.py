@@ -6,13 +6,13 @@ import secrets
 import time
 
 from kvbm.core.errors import PoolError
-from kvbm.pools.stores.base import TRIAL_PREFIX, Get, Got, Put, Refusal, Store, StoreAwayError, Trouble
+from kvbm.pools.stores.base import TRIAL_PREFIX, Get, Got, ObjectStore, Put, Refusal, StoreAwayError, StoreTrouble
 
 _BYTES = 64
 _LEAST_S = 1.0  # for a step, whatever the ones before it took
 
 
-def try_out(store: Store, wait_s: float) -> tuple[str, ...]:
+def try_out(store: ObjectStore, wait_s: float) -> tuple[str, ...]:
     """Put, read and delete a small object; gives what is worth saying once, in sentences.
 
     Who may not write there may still read, and the janitor alone has to delete, so both are remarks.
@@ -40,9 +40,9 @@ def try_out(store: Store, wait_s: float) -> tuple[str, ...]:
         )
         return (f"{words} ({kept.words})",) if kept is not None else ()
     _raise_away(store, "read", got)
-    if unput is None and store.forgets and got.trouble is Trouble.ABSENT:
+    if unput is None and store.forgets and got.trouble is StoreTrouble.ABSENT:
         return ()
-    if unput is not None and got.trouble is Trouble.ABSENT:
+    if unput is not None and got.trouble is StoreTrouble.ABSENT:
         return (f"nothing can be put there ({unput.words}); what is there is read",)
     raise PoolError(
         f"OBJECT pool {store.name}: it opens, and a small object cannot be {'put' if unput is not None else 'read'}"
@@ -51,8 +51,8 @@ def try_out(store: Store, wait_s: float) -> tuple[str, ...]:
     )
 
 
-def _raise_away(store: Store, step: str, refusal: Refusal | None) -> None:
-    if refusal is not None and refusal.trouble is Trouble.SILENT:
+def _raise_away(store: ObjectStore, step: str, refusal: Refusal | None) -> None:
+    if refusal is not None and refusal.trouble is StoreTrouble.SILENT:
         why = (
             f"it opens, and a small object cannot be {step} ({refusal.words}); check the endpoint, the proxy and "
             "the "

@@ -17,11 +17,19 @@ from kvbm.core.backend import SequenceHashes
 from kvbm.core.errors import KvbmError
 from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier
-from kvbm.streams.foreign.events import BlockKey, Cleared, ForeignEvent, Refusal, Refused, Removed, Stored
-from kvbm.streams.foreign.identity import MEDIA, Homes, Source
+from kvbm.streams.foreign.events import (
+    BlockKey,
+    BlocksStored,
+    Cleared,
+    EventRefusal,
+    ForeignEvent,
+    RefusedEvent,
+    Removed,
+)
+from kvbm.streams.foreign.identity import MEDIA, ForeignSource, Homes
 
 
-class Named(NamedTuple):
+class NamespaceNamed(NamedTuple):
     """A namespace of which blocks come for the first time."""
 
     namespace: Namespace
@@ -66,7 +74,7 @@ class Emptied(NamedTuple):
     tier: Tier
 
 
-Fact = Named | Gained | Arrived | Lost | Emptied
+Fact = NamespaceNamed | Gained | Arrived | Lost | Emptied
 
 _Remembered = BlockKey | tuple[int, BlockKey]  # a block's key; with its group, where the engine has several
 
@@ -88,12 +96,12 @@ class ForeignBlocks:
         hash_tokens: `sequence_hashes` or its native implementation.
 
     Attributes:
-        counts: events and blocks that count for nothing, by `Refusal`.
+        counts: events and blocks that count for nothing, by `EventRefusal`.
         stored, removed: blocks that events have told of.
     """
 
-    def __init__(self, source: Source, hash_tokens: SequenceHashes) -> None:
-        self.counts: Counter[Refusal] = Counter()
+    def __init__(self, source: ForeignSource, hash_tokens: SequenceHashes) -> None:
+        self.counts: Counter[EventRefusal] = Counter()
         self.stored = self.removed = 0
         self._source, self._hash_tokens = source, hash_tokens
         self._homes = Homes(source)
@@ -123,13 +131,13 @@ class ForeignBlocks:
     def apply(self, event: ForeignEvent) -> Iterator[Fact]:
         """What an event changes. Raises Uncertain: it may have said that blocks are gone."""
         match event:
-            case Stored():
+            case BlocksStored():
                 yield from self._store(event)
             case Removed():
                 yield from self._remove(event)
             case Cleared():
                 yield from self._clear()
-            case Refused():
+            case RefusedEvent():
                 self.counts[event.reason] += 1
                 if event.is_loss:
                     raise Uncertain(event.why)
@@ -155,7 +163,7 @@ class ForeignBlocks:
 
     # -- stored -------------------------------------------------------------------------------------------------------
 
-    def _store(self, event: Stored) -> Iterator[Fact]:
+    def _store(self, event: BlocksStored) -> Iterator[Fact]:
         tier = self._tier(event.medium, event.ownership)
         if tier is None or not event.keys:
             return
@@ -164,10 +172,10 @@ class ForeignBlocks:
         is_new = len(self._homes.all)
         number = self._homes.number(event.lora, event.group, size)
         if number is None:
-            self.counts[Refusal.BEYOND] += count
+            self.counts[EventRefusal.BEYOND] += count
             return
         if len(self._homes.all) > is_new:
-            yield Named(self._homes.all[number].namespace)
+            yield NamespaceNamed(self._homes.all[number].namespace)
         keys: Sequence[_Remembered] = event.keys
         if event.group:
             keys = [(event.group, key) for key in event.keys]
@@ -180,11 +188,11 @@ class ForeignBlocks:
         try:
             hashes = self._hash_tokens(event.tokens, size, root, event.extra)
         except (KvbmError, TypeError, ValueError, OverflowError):  # a token that is none
-            self.counts[Refusal.MALFORMED] += 1
+            self.counts[EventRefusal.MALFORMED] += 1
             return
         yield from self._store_chain(tier, keys, number, parent, start, hashes)
 
-    def _before(self, event: Stored, number: int) -> tuple[SequenceHash, int] | None:
+    def _before(self, event: BlocksStored, number: int) -> tuple[SequenceHash, int] | None:
         """The block before the first, and the first's position; None: it is not known."""
         if event.parent is None:
             return NO_PARENT, 0
@@ -210,9 +218,9 @@ class ForeignBlocks:
                 if len(known) - len(self._gone) < self._source.most_blocks:
                     known[key] = _ENTRY.pack(ours, start + at, number, not bit, bit)
                     continue
-                self.counts[Refusal.BEYOND] += 1
+                self.counts[EventRefusal.BEYOND] += 1
             elif entry[:HASH_BYTES] != ours:
-                self.counts[Refusal.CONFLICT] += 1
+                self.counts[EventRefusal.CONFLICT] += 1
             elif self._gain(key, entry, bit):
                 continue
             yield from _gained(id_, tier, parent, start, hashes, begin, at)
@@ -226,7 +234,7 @@ class ForeignBlocks:
         for key in keys:
             entry = self._known.get(key)
             if entry is None:
-                self.counts[Refusal.UNMAPPED] += 1
+                self.counts[EventRefusal.UNMAPPED] += 1
             elif self._gain(key, entry, bit):
                 arrived.setdefault(entry[20], bytearray()).extend(entry[:HASH_BYTES])
         for number, hashes in arrived.items():
@@ -266,7 +274,7 @@ class ForeignBlocks:
                 tier is Tier.OBJECT and entry is not None
             )  # everybody's, whatever this source was known to have put
             if not (is_claim or (others & bit if bit else copies)):
-                self.counts[Refusal.NOT_HELD] += 1
+                self.counts[EventRefusal.NOT_HELD] += 1
                 continue
             if bit:
                 others &= ~bit
@@ -302,13 +310,13 @@ class ForeignBlocks:
         """The tier an event speaks of; None, and counted: it counts for nothing."""
         tier = MEDIA.get(medium)
         if tier is None:
-            self.counts[Refusal.UNKNOWN_MEDIUM] += 1
+            self.counts[EventRefusal.UNKNOWN_MEDIUM] += 1
             return None
         if not ownership and tier != Tier.OBJECT:
             return tier
         if self._source.pool and ownership in ("", self._source.pool):
             return Tier.OBJECT
-        self.counts[Refusal.NO_POOL] += 1
+        self.counts[EventRefusal.NO_POOL] += 1
         return None
 
 

@@ -19,7 +19,7 @@ MAX_TEXT_BYTES = 4096
 MAX_BLOCK_TOKENS = 1 << 16
 
 
-class Refusal(StrEnum):
+class EventRefusal(StrEnum):
     """Why a batch, an event or blocks of it count for nothing."""
 
     UNREADABLE = "unreadable"  # bytes that are no batch
@@ -42,12 +42,12 @@ class ForeignEventError(KvbmError):
         reason: what it counts as.
     """
 
-    def __init__(self, reason: Refusal, why: str) -> None:
+    def __init__(self, reason: EventRefusal, why: str) -> None:
         super().__init__(f"{why}; it counts as {reason}")
         self.reason = reason
 
 
-class Stored(NamedTuple):
+class BlocksStored(NamedTuple):
     """Blocks lie in a medium now.
 
     Attributes:
@@ -74,7 +74,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Blocks lie in a medium no more; fields as of `Stored`."""
+    """Blocks lie in a medium no more; fields as of `BlocksStored`."""
 
     keys: Sequence[BlockKey]
     medium: str
@@ -86,22 +86,22 @@ class Cleared(NamedTuple):
     """The engine has emptied its prefix cache: what lay on the GPU is gone."""
 
 
-class Refused(NamedTuple):
+class RefusedEvent(NamedTuple):
     """An event that counts for nothing.
 
     Attributes:
         is_loss: it may have said that blocks are gone, so nothing that was held is certain any more.
     """
 
-    reason: Refusal
+    reason: EventRefusal
     why: str
     is_loss: bool
 
 
-ForeignEvent = Stored | Removed | Cleared | Refused
+ForeignEvent = BlocksStored | Removed | Cleared | RefusedEvent
 
 
-class Batch(NamedTuple):
+class EventBatch(NamedTuple):
     """What one message says.
 
     Attributes:

@@ -23,7 +23,7 @@ A word that is not here is refused: it may be anything, and HBM it is not.
 """
 
 
-class Source(NamedTuple):
+class ForeignSource(NamedTuple):
     """What is known of an engine beside its events.
 
     Attributes:
@@ -55,7 +55,7 @@ class Home(NamedTuple):
 class Homes:
     """The namespaces of one source, by a small number each, as its events name them."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ForeignSource) -> None:
         self.all: list[Home] = []
         self._source = source
         self._numbers: dict[tuple[str, int, int], int] = {}

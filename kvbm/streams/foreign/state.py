@@ -23,17 +23,17 @@ from typing import NamedTuple, assert_never
 
 from kvbm.core.backend import SequenceHashes
 from kvbm.streams.foreign.blocks import Fact, ForeignBlocks, Uncertain
-from kvbm.streams.foreign.events import Batch, ForeignEventError, Refusal
-from kvbm.streams.foreign.identity import Source
+from kvbm.streams.foreign.events import EventBatch, EventRefusal, ForeignEventError
+from kvbm.streams.foreign.identity import ForeignSource
 
-Decode = Callable[[bytes], Batch]
+Decode = Callable[[bytes], EventBatch]
 
 SILENCE_S = 2.0  # of a publisher that is to send again
 MAX_WAITING_BYTES = 64 << 20  # of messages that wait for what lies before them
 MAX_WAITING = 100_000
 
 
-class Message(NamedTuple):
+class PublishedMessage(NamedTuple):
     """One message as it was published."""
 
     sequence: int
@@ -57,7 +57,7 @@ class ReplayRefused(NamedTuple):
     why: str
 
 
-class Connected(NamedTuple):
+class EngineConnected(NamedTuple):
     """There is a connection, the first one or another: what was sent before it is gone."""
 
 
@@ -68,14 +68,14 @@ class Check(NamedTuple):
     """
 
 
-class Ticked(NamedTuple):
+class BridgeTicked(NamedTuple):
     """Time has passed."""
 
 
-Input = Message | Replayed | ReplayEnded | ReplayRefused | Connected | Check | Ticked
+Input = PublishedMessage | Replayed | ReplayEnded | ReplayRefused | EngineConnected | Check | BridgeTicked
 
 
-class Why(StrEnum):
+class EpochWhy(StrEnum):
     """Why another epoch begins."""
 
     OTHER_PROCESS = "other_process"
@@ -86,7 +86,7 @@ class Why(StrEnum):
 class BeginEpoch(NamedTuple):
     """Nothing is held from here on; what follows is of another epoch."""
 
-    why: Why
+    why: EpochWhy
 
 
 class AskReplay(NamedTuple):
@@ -115,18 +115,23 @@ class ForeignState:
     """
 
     def __init__(
-        self, source: Source, decode: Decode, hash_tokens: SequenceHashes, can_replay: bool, rank: int | None = None
+        self,
+        source: ForeignSource,
+        decode: Decode,
+        hash_tokens: SequenceHashes,
+        can_replay: bool,
+        rank: int | None = None,
     ) -> None:
         self.blocks = ForeignBlocks(source, hash_tokens)
-        self.epochs: Counter[Why] = Counter()
+        self.epochs: Counter[EpochWhy] = Counter()
         self.replays = 0
         self.is_partial = False
         self._decode, self._can_replay, self._rank = decode, can_replay, rank
-        self._last: Message | None = None  # that was read
-        self._waiting: deque[Message] = deque()
+        self._last: PublishedMessage | None = None  # that was read
+        self._waiting: deque[PublishedMessage] = deque()
         self._waiting_bytes = 0
         self._asked: int | None = None  # the message asked for, while the publisher sends again
-        self._proof: Message | None = None  # read last before the ask
+        self._proof: PublishedMessage | None = None  # read last before the ask
         self._is_check = False  # nothing is known to be missing
         self._answers = 0  # messages that were sent again since
         self._applied = False  # whether any of them was new
@@ -155,7 +160,7 @@ class ForeignState:
 
     def _step(self, now_s: float, happened: Input) -> Iterator[Command]:
         match happened:
-            case Message():
+            case PublishedMessage():
                 yield from self._on_message(now_s, happened)
             case Replayed():
                 yield from self._on_replayed(now_s, happened)
@@ -163,12 +168,12 @@ class ForeignState:
                 yield from self._on_replay_ended(now_s, is_answer=True)
             case ReplayRefused():
                 yield from self._on_replay_ended(now_s, is_answer=False)
-            case Connected():
+            case EngineConnected():
                 yield from self._on_connected(now_s)
             case Check():
                 if self._can_replay and self._asked is None:
                     yield self._ask(now_s, is_check=True)
-            case Ticked():
+            case BridgeTicked():
                 if self._asked is not None and now_s >= self._deadline_s:
                     yield from self._on_replay_ended(now_s, is_answer=False)
             case _:
@@ -176,7 +181,7 @@ class ForeignState:
 
     # -- messages as they come ----------------------------------------------------------------------------------------
 
-    def _on_message(self, now_s: float, message: Message) -> Iterator[Command]:
+    def _on_message(self, now_s: float, message: PublishedMessage) -> Iterator[Command]:
         if self._asked is not None and not (self._is_check and message.sequence == self.next):
             yield from self._wait(now_s, message)
         elif message.sequence == self.next:
@@ -184,7 +189,7 @@ class ForeignState:
         elif message == self._last:
             return
         elif self._last is not None and message.sequence < self.next:
-            yield from self._begin_epoch(Why.OTHER_PROCESS)
+            yield from self._begin_epoch(EpochWhy.OTHER_PROCESS)
             yield from self._start_over(now_s, message)
         elif self._can_replay:
             self._let_wait(message)
@@ -192,18 +197,18 @@ class ForeignState:
         else:
             yield from self._jump(message)
 
-    def _wait(self, now_s: float, message: Message) -> Iterator[Command]:
+    def _wait(self, now_s: float, message: PublishedMessage) -> Iterator[Command]:
         """A message comes while others are sent again."""
         if self._waiting and message.sequence <= self._waiting[-1].sequence:
             if message == self._waiting[-1]:
                 return
-            yield from self._begin_epoch(Why.OTHER_PROCESS)
+            yield from self._begin_epoch(EpochWhy.OTHER_PROCESS)
             self._forget_waiting()
             yield from self._start_over(now_s, message)
             return
         self._let_wait(message)
 
-    def _start_over(self, now_s: float, message: Message) -> Iterator[Command]:
+    def _start_over(self, now_s: float, message: PublishedMessage) -> Iterator[Command]:
         """A message of a process whose earlier ones are not known."""
         if not message.sequence:
             self._asked = None
@@ -214,12 +219,12 @@ class ForeignState:
         else:
             yield from self._jump(message)
 
-    def _jump(self, message: Message) -> Iterator[Command]:
+    def _jump(self, message: PublishedMessage) -> Iterator[Command]:
         """Go on with a message though some before it are lost."""
         if self._last is None:
             self.is_partial = True
         else:
-            yield from self._begin_epoch(Why.MESSAGES_LOST)
+            yield from self._begin_epoch(EpochWhy.MESSAGES_LOST)
         yield from self._apply(message)
 
     # -- messages that are sent again ---------------------------------------------------------------------------------
@@ -229,7 +234,7 @@ class ForeignState:
         if self._can_replay:
             yield self._ask(now_s)
         elif self._last is not None:
-            yield from self._begin_epoch(Why.MESSAGES_LOST)
+            yield from self._begin_epoch(EpochWhy.MESSAGES_LOST)
             self._last = None
 
     def _ask(self, now_s: float, is_check: bool = False) -> AskReplay:
@@ -246,7 +251,7 @@ class ForeignState:
         self._deadline_s = now_s + SILENCE_S
         if self._asked is None or self._again:
             return
-        message = Message(replayed.sequence, replayed.payload)
+        message = PublishedMessage(replayed.sequence, replayed.payload)
         is_first = not self._answers
         self._answers += 1
         if is_first and self._proof is not None:
@@ -258,16 +263,16 @@ class ForeignState:
         elif not (self._is_check and message.sequence < self.next):  # else it has come by itself meanwhile
             self._hole = True
 
-    def _on_first_replayed(self, message: Message) -> Iterator[Command]:
+    def _on_first_replayed(self, message: PublishedMessage) -> Iterator[Command]:
         """The answer's first message: that which was read last, if it is the same process and it has kept it."""
         if message == self._proof:
             return
         if message.sequence < self.next:
-            yield from self._begin_epoch(Why.OTHER_PROCESS)
+            yield from self._begin_epoch(EpochWhy.OTHER_PROCESS)
             self._again = True
             return
         self._applied = True
-        yield from self._begin_epoch(Why.MESSAGES_LOST)
+        yield from self._begin_epoch(EpochWhy.MESSAGES_LOST)
         yield from self._apply(message)
 
     def _on_replay_ended(self, now_s: float, is_answer: bool) -> Iterator[Command]:
@@ -284,7 +289,7 @@ class ForeignState:
         had_last, is_empty, applied = self._proof is not None, not self._answers, self._applied
         self._asked = None
         if had_last and is_empty and (is_answer or not self._is_check):
-            yield from self._begin_epoch(Why.OTHER_PROCESS if is_answer else Why.MESSAGES_LOST)
+            yield from self._begin_epoch(EpochWhy.OTHER_PROCESS if is_answer else EpochWhy.MESSAGES_LOST)
             self._last = None
             if is_answer:  # one that has sent fewer messages
                 yield self._ask(now_s)
@@ -316,24 +321,24 @@ class ForeignState:
 
     # -- both ---------------------------------------------------------------------------------------------------------
 
-    def _begin_epoch(self, why: Why) -> Iterator[Command]:
-        self.blocks.drop(forgets=why is Why.OTHER_PROCESS)
+    def _begin_epoch(self, why: EpochWhy) -> Iterator[Command]:
+        self.blocks.drop(forgets=why is EpochWhy.OTHER_PROCESS)
         self.epochs[why] += 1
-        self.is_partial = why is not Why.OTHER_PROCESS
-        if why is Why.OTHER_PROCESS:
+        self.is_partial = why is not EpochWhy.OTHER_PROCESS
+        if why is EpochWhy.OTHER_PROCESS:
             self._last = None
         yield BeginEpoch(why)
 
-    def _apply(self, message: Message) -> Iterator[Command]:
+    def _apply(self, message: PublishedMessage) -> Iterator[Command]:
         self._last = message
         try:
-            batch: Batch = self._decode(message.payload)
+            batch: EventBatch = self._decode(message.payload)
         except ForeignEventError as error:
             self.blocks.counts[error.reason] += 1
             yield from self._doubt()
             return
         if self._rank is not None and batch.rank is not None and batch.rank != self._rank:
-            self.blocks.counts[Refusal.OTHER_RANK] += 1
+            self.blocks.counts[EventRefusal.OTHER_RANK] += 1
             return
         for event in batch.events:
             try:
@@ -344,9 +349,9 @@ class ForeignState:
     def _doubt(self) -> Iterator[Command]:
         """What could not be read may have said that blocks are gone."""
         if not self.blocks.is_empty:
-            yield from self._begin_epoch(Why.UNREADABLE)
+            yield from self._begin_epoch(EpochWhy.UNREADABLE)
 
-    def _let_wait(self, message: Message) -> None:
+    def _let_wait(self, message: PublishedMessage) -> None:
         """Keep a message for later. Beyond the bound the oldest goes, and is a hole again."""
         self._waiting.append(message)
         self._waiting_bytes += len(message.payload)

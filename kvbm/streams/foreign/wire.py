@@ -28,14 +28,14 @@ from kvbm.streams.foreign.events import (
     MAX_EVENT_TOKENS,
     MAX_KEY_BYTES,
     MAX_TEXT_BYTES,
-    Batch,
+    BlocksStored,
     Cleared,
+    EventBatch,
+    EventRefusal,
     ForeignEvent,
     ForeignEventError,
-    Refusal,
-    Refused,
+    RefusedEvent,
     Removed,
-    Stored,
 )
 
 
@@ -179,23 +179,23 @@ _ARRAYS: dict[Kind, tuple[_Decode, ...]] = {
 _TYPED, _TYPED_ARRAY = _decoder(_Typed), _decoder(_TypedArray)
 
 
-def decode_batch(payload: bytes, kind: Kind) -> Batch:
+def decode_batch(payload: bytes, kind: Kind) -> EventBatch:
     """What one message of a publisher says.
 
-    An event that cannot be used is a `Refused` among the others.
+    An event that cannot be used is a `RefusedEvent` among the others.
     Raises: ForeignEventError: the bytes are no batch; whatever it said is lost.
     """
     if len(payload) > MAX_BATCH_BYTES:
         why = f"a message of {len(payload)} bytes; at most {MAX_BATCH_BYTES} are read"
-        raise ForeignEventError(Refusal.UNREADABLE, why)
+        raise ForeignEventError(EventRefusal.UNREADABLE, why)
     try:
         message = _MESSAGE(payload)
     except _BAD:
         return _decode_one_by_one(payload, kind)
-    return Batch([_said(event) for event in message.events], message.rank)
+    return EventBatch([_said(event) for event in message.events], message.rank)
 
 
-def _decode_one_by_one(payload: bytes, kind: Kind) -> Batch:
+def _decode_one_by_one(payload: bytes, kind: Kind) -> EventBatch:
     """A batch of which not every event is a map of the usual kind."""
     try:
         if _is_map(payload):
@@ -206,8 +206,8 @@ def _decode_one_by_one(payload: bytes, kind: Kind) -> Batch:
             message = _RAW_MESSAGE(payload)
             events, rank = message.events, message.rank
     except _BAD as error:
-        raise ForeignEventError(Refusal.UNREADABLE, f"no batch of events ({error})") from None
-    return Batch([_decode_event(bytes(event), kind) for event in events], rank)
+        raise ForeignEventError(EventRefusal.UNREADABLE, f"no batch of events ({error})") from None
+    return EventBatch([_decode_event(bytes(event), kind) for event in events], rank)
 
 
 def _decode_event(data: bytes, kind: Kind) -> ForeignEvent:
@@ -222,16 +222,16 @@ def _decode_event(data: bytes, kind: Kind) -> ForeignEvent:
     return _refused(data, is_map, why)
 
 
-def _refused(data: bytes, is_map: bool, why: str) -> Refused:
+def _refused(data: bytes, is_map: bool, why: str) -> RefusedEvent:
     try:
         name = (_TYPED if is_map else _TYPED_ARRAY)(data).type
     except _BAD:
-        return Refused(Refusal.MALFORMED, why, is_loss=True)
+        return RefusedEvent(EventRefusal.MALFORMED, why, is_loss=True)
     if name == "BlockStored":
-        return Refused(Refusal.MALFORMED, why, is_loss=False)
+        return RefusedEvent(EventRefusal.MALFORMED, why, is_loss=False)
     if name in ("BlockRemoved", "AllBlocksCleared"):
-        return Refused(Refusal.MALFORMED, why, is_loss=True)
-    return Refused(Refusal.UNKNOWN_TYPE, f"an event of type {name[:64]!r}", is_loss=False)
+        return RefusedEvent(EventRefusal.MALFORMED, why, is_loss=True)
+    return RefusedEvent(EventRefusal.UNKNOWN_TYPE, f"an event of type {name[:64]!r}", is_loss=False)
 
 
 def _is_map(data: bytes) -> bool:
@@ -244,21 +244,21 @@ def _said(event: Any) -> ForeignEvent:
         try:
             return _stored(event)
         except ForeignEventError as error:
-            return Refused(error.reason, str(error), is_loss=False)
+            return RefusedEvent(error.reason, str(error), is_loss=False)
         except _BAD as error:
-            return Refused(Refusal.MALFORMED, str(error), is_loss=False)
+            return RefusedEvent(EventRefusal.MALFORMED, str(error), is_loss=False)
     if isinstance(event, _MapRemoved | _VllmRemoved | _SglangRemoved):
         owner, group = getattr(event, "ownership", None), getattr(event, "group_idx", None)
         return Removed(event.block_hashes, event.medium or "GPU", owner or "", group or 0)
     return Cleared()
 
 
-def _stored(event: Any) -> Stored:
+def _stored(event: Any) -> BlocksStored:
     """Raises ForeignEventError and what else `_BAD` has: it makes no sense."""
     lora = event.lora_name or ""
     if event.lora_id is not None and not lora:
         why = f"blocks of adapter number {event.lora_id} without its name"
-        raise ForeignEventError(Refusal.UNNAMED_LORA, why)
+        raise ForeignEventError(EventRefusal.UNNAMED_LORA, why)
     keys, tokens, size = event.block_hashes, event.token_ids, event.block_size
     ahead: Sequence[int] = getattr(event, "lookahead_token_ids", None) or ()
     if tokens and isinstance(tokens[0], tuple):
@@ -269,7 +269,7 @@ def _stored(event: Any) -> Stored:
         is_first = event.parent_block_hash is None
         extra = _extra(keyed, lora, salt if is_first else "", tokens, size, ahead, len(keys))
     owner, group = getattr(event, "ownership", None), getattr(event, "group_idx", None)
-    return Stored(
+    return BlocksStored(
         keys, event.parent_block_hash, tokens, size, extra, event.medium or "GPU", owner or "", lora, group or 0
     )
 
@@ -281,7 +281,7 @@ def _unpaired(pairs: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
     """
     tokens = [first for first, _ in pairs]
     if any(pair[1] != after for pair, after in zip(pairs, tokens[1:], strict=False)):
-        raise ForeignEventError(Refusal.MALFORMED, "pairs of tokens that do not follow each other")
+        raise ForeignEventError(EventRefusal.MALFORMED, "pairs of tokens that do not follow each other")
     return tokens, [pairs[-1][1]]
 
 
@@ -290,7 +290,9 @@ def _extra(
 ) -> Sequence[bytes]:
     """An extra key for each block, or none at all. Raises ForeignEventError, struct.error."""
     if keyed is not None and (not isinstance(keyed, list) or len(keyed) != count):
-        raise ForeignEventError(Refusal.MALFORMED, f"extra_keys are no list of one entry for each of {count} blocks")
+        raise ForeignEventError(
+            EventRefusal.MALFORMED, f"extra_keys are no list of one entry for each of {count} blocks"
+        )
     if keyed is not None and not (salt or ahead) and not lora and not any(keyed):
         return ()
     behind = [*tokens, *ahead] if ahead else []
@@ -310,10 +312,10 @@ def _words(entry: Any, lora: str) -> tuple[list[str], list[Media], list[bytes]]:
     if entry is None:
         entry = []
     if not isinstance(entry, list):
-        raise ForeignEventError(Refusal.MALFORMED, "the extra keys of a block are no list")
+        raise ForeignEventError(EventRefusal.MALFORMED, "the extra keys of a block are no list")
     if lora:
         if not entry or entry[0] != lora:
-            raise ForeignEventError(Refusal.MALFORMED, "extra keys that do not begin with their adapter's name")
+            raise ForeignEventError(EventRefusal.MALFORMED, "extra keys that do not begin with their adapter's name")
         entry = entry[1:]
     salts: list[str] = []
     media: list[Media] = []
@@ -327,7 +329,7 @@ def _words(entry: Any, lora: str) -> tuple[list[str], list[Media], list[bytes]]:
             case [str(name), int(offset)]:
                 media.append(Media(name, offset))
             case _:
-                raise ForeignEventError(Refusal.MALFORMED, "an extra key that is neither salt, media nor a digest")
+                raise ForeignEventError(EventRefusal.MALFORMED, "an extra key that is neither salt, media nor a digest")
     if len(salts) > 1:
-        raise ForeignEventError(Refusal.MALFORMED, f"{len(salts)} salts of one block")
+        raise ForeignEventError(EventRefusal.MALFORMED, f"{len(salts)} salts of one block")
     return salts, media, embeds

@@ -12,7 +12,7 @@ from kvbm.files import open_plain
 MOST_PIECES = 512  # given to one write; the kernel takes 1,024
 
 
-class Device(Protocol):
+class DiskWriter(Protocol):
     """The writing half of a disk.
 
     All raise OSError. What was written is safe from a power cut once its file was synced, and a name once its folder
@@ -48,19 +48,19 @@ class OsDevice:
     """The operating system's."""
 
     def open(self, path: Path) -> int:
-        """See `Device.open`."""
+        """See `DiskWriter.open`."""
         return open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, file: int, pieces: Sequence[memoryview]) -> int:
-        """See `Device.write`."""
+        """See `DiskWriter.write`."""
         return os.writev(file, pieces)
 
     def sync(self, file: int) -> None:
-        """See `Device.sync`."""
+        """See `DiskWriter.sync`."""
         os.fsync(file)
 
     def sync_folder(self, folder: Path) -> None:
-        """See `Device.sync_folder`."""
+        """See `DiskWriter.sync_folder`."""
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(handle)
@@ -68,23 +68,23 @@ class OsDevice:
             os.close(handle)
 
     def truncate(self, file: int, size: int) -> None:
-        """See `Device.truncate`."""
+        """See `DiskWriter.truncate`."""
         os.ftruncate(file, size)
 
     def replace(self, source: Path, target: Path) -> None:
-        """See `Device.replace`."""
+        """See `DiskWriter.replace`."""
         os.replace(source, target)
 
     def remove(self, path: Path) -> None:
-        """See `Device.remove`."""
+        """See `DiskWriter.remove`."""
         path.unlink(missing_ok=True)
 
     def close(self, file: int) -> None:
-        """See `Device.close`."""
+        """See `DiskWriter.close`."""
         os.close(file)
 
 
-def write_all(device: Device, file: int, pieces: list[memoryview]) -> None:
+def write_all(device: DiskWriter, file: int, pieces: list[memoryview]) -> None:
     """Append all of it, however little the device takes at once; uses up the list. Raises OSError."""
     while pieces:
         taken = device.write(file, pieces[:MOST_PIECES])
@@ -94,7 +94,7 @@ def write_all(device: Device, file: int, pieces: list[memoryview]) -> None:
             pieces[0] = pieces[0][taken:]
 
 
-def write_file(device: Device, path: Path, pieces: list[memoryview]) -> None:
+def write_file(device: DiskWriter, path: Path, pieces: list[memoryview]) -> None:
     """Put a whole file under its name, on the device, or none. Raises OSError."""
     temporary = path.with_name(f"{path.name}.new")
     device.remove(temporary)

@@ -26,7 +26,7 @@ _MOST_EPOCH = 1 << 63
 _MOST_BYTES = 16 << 20
 
 
-class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EpochRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the file says.
 
     Attributes:
@@ -51,7 +51,7 @@ class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _PASSING = {EACCES, EPERM, EMFILE, ENFILE, ENOMEM, EAGAIN, ESTALE}  # of the process or the mount; the file may be whole
 
 
-def read_begun(folder: Path, instance: str, checksum: Checksum) -> Begun:
+def read_begun(folder: Path, instance: str, checksum: Checksum) -> EpochRecord:
     """What has begun in a folder; nothing where there is no file, or one that is damaged, which is then put aside.
 
     Raises: JournalError: it is another instance's; or it is damaged and cannot be put aside.
@@ -59,9 +59,9 @@ def read_begun(folder: Path, instance: str, checksum: Checksum) -> Begun:
     path = folder / EPOCH_FILE
     try:
         data = read_small(path, _MOST_BYTES)
-        stored = msgspec.json.decode(data, type=Begun)
+        stored = msgspec.json.decode(data, type=EpochRecord)
     except FileNotFoundError:
-        return Begun(instance)
+        return EpochRecord(instance)
     except (OSError, ValueError) as error:  # msgspec's errors and those of UTF-8 are ValueErrors
         if isinstance(error, OSError) and error.errno in _PASSING:
             raise JournalError(f"{path} cannot be read now ({error.strerror}); see to it and start again") from None
@@ -78,11 +78,11 @@ def read_begun(folder: Path, instance: str, checksum: Checksum) -> Begun:
     return stored
 
 
-def _sum_of(begun: Begun, checksum: Checksum) -> str:
+def _sum_of(begun: EpochRecord, checksum: Checksum) -> str:
     return f"{checksum(msgspec.json.encode(msgspec.structs.replace(begun, crc32c=''))):08x}"
 
 
-def _put_aside(path: Path, instance: str, why: str) -> Begun:
+def _put_aside(path: Path, instance: str, why: str) -> EpochRecord:
     names = [path.with_name(f"{EPOCH_FILE}.damaged{f'.{n}' if n else ''}") for n in range(_MOST_ASIDE)]
     aside = next((name for name in names if not os.path.lexists(name)), names[-1])
     try:
@@ -99,4 +99,4 @@ def _put_aside(path: Path, instance: str, why: str) -> Begun:
         lost="which pool file its blocks lie in",
         remedy="the engine starts with what else is known and an empty NVME pool; see to the disk",
     )
-    return Begun(instance)
+    return EpochRecord(instance)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.safe_log import SafeLog
-from kvbm.streams.journal.disk import Device
+from kvbm.streams.journal.disk import DiskWriter
 
 log = SafeLog()
 
@@ -49,7 +49,7 @@ class History:
         wall_clock: seconds of the clock that files are dated by.
     """
 
-    def __init__(self, retention: Retention, device: Device, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, retention: Retention, device: DiskWriter, wall_clock: Callable[[], float] = time.time) -> None:
         self._retention, self._device, self._wall_clock = retention, device, wall_clock
         self._kept: deque[_Kept] = deque()  # the oldest first
         self.used_bytes = 0

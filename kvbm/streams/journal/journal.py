@@ -29,12 +29,12 @@ from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.files import make_folder, opener, warn_exposed
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
-from kvbm.streams.journal.disk import Device, OsDevice, write_file
-from kvbm.streams.journal.epoch_file import EPOCH_FILE, Begun, read_begun
+from kvbm.streams.journal.disk import DiskWriter, OsDevice, write_file
+from kvbm.streams.journal.epoch_file import EPOCH_FILE, EpochRecord, read_begun
 from kvbm.streams.journal.history import DAMAGED_SUFFIX, KEPT_SUFFIX, History
 from kvbm.streams.journal.reader import JournalReader
 from kvbm.streams.journal.repair import load_segments
-from kvbm.streams.journal.segments import SEGMENT_SUFFIX, Segments, scan_file, segment_files
+from kvbm.streams.journal.segments import SEGMENT_SUFFIX, JournalSegments, scan_file, segment_files
 from kvbm.streams.journal.writer import FSYNC_MODES, FullError, JournalOptions, SegmentWriter, least_capacity
 
 log = SafeLog()
@@ -63,7 +63,7 @@ class Journal:
         backend: Backend,
         lock_file: BinaryIO,
         options: JournalOptions,
-        device: Device,
+        device: DiskWriter,
         clock: Callable[[], float],
         run: str,
     ) -> None:
@@ -76,11 +76,11 @@ class Journal:
         self._lock_file = lock_file
         self._run = run
         self._writing = threading.RLock()  # taken before every other lock
-        self._segments = Segments()
+        self._segments = JournalSegments()
         self._writer = SegmentWriter(folder, self._segments, backend, options, device, clock)
         self._reader = JournalReader(self._segments)
         self._history = History(options.retention, device)
-        self._begun = Begun(instance)
+        self._begun = EpochRecord(instance)
         self._is_closed = False
 
     @classmethod
@@ -90,7 +90,7 @@ class Journal:
         instance: InstanceId,
         backend: Backend,
         options: JournalOptions = JournalOptions(),  # noqa: B008 - immutable
-        device: Device | None = None,
+        device: DiskWriter | None = None,
         clock: Callable[[], float] = time.monotonic,
         run: str = "",
     ) -> Journal:
@@ -219,10 +219,10 @@ class Journal:
             epochs = {segment.epoch for segment in self._segments.all()}
             runs = {begun: self.run_of(begun) for begun in epochs} | {epoch: self._run}
             named = {int(begun): run for begun, run in runs.items() if run}
-            begun = Begun(self.instance, epoch, pool_id, since, named)
+            begun = EpochRecord(self.instance, epoch, pool_id, since, named)
             data = begun.encoded(self._backend.crc32c)
             try:
-                self._with_room(lambda: write_file(self._device, self.folder / EPOCH_FILE, [memoryview(data)]))
+                self._with_room_locked(lambda: write_file(self._device, self.folder / EPOCH_FILE, [memoryview(data)]))
             except OSError as error:
                 raise JournalError(
                     f"{self.folder / EPOCH_FILE} cannot be written ({error.strerror}); make room or choose another "
@@ -275,7 +275,7 @@ class Journal:
             try:
                 while done < len(frames):
                     first = done
-                    done += self._with_room(lambda: self._writer.append_group(frames, first))  # noqa: B023 - called now
+                    done += self._with_room_locked(lambda: self._writer.append_group(frames, first))  # noqa: B023 - called now
             except OSError:
                 if not done:
                     raise
@@ -297,8 +297,8 @@ class Journal:
         """
         with self._writing:
             self._check_open()
-            self._with_room(self._writer.settle)
-            self._with_room(self._writer.sync)
+            self._with_room_locked(self._writer.settle)
+            self._with_room_locked(self._writer.sync)
 
     def truncate(self, published: Position, completed_snapshot: Position) -> int:
         """Make history of the segments nobody needs: all of whose frames are on the stream and before a completed
@@ -351,7 +351,7 @@ class Journal:
             self._device.sync_folder(self.folder)
             return all(Position(one.epoch, one.first_offset) >= before for one in self._segments.all())
 
-    def _with_room(self, write: Callable[[], Result]) -> Result:
+    def _with_room_locked(self, write: Callable[[], Result]) -> Result:
         """Write, and again for as long as the device has no room and there is history to give up. Raises OSError."""
         while True:
             try:

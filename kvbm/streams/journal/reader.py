@@ -12,7 +12,7 @@ from kvbm.core.ids import Offset
 from kvbm.files import opener
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
-from kvbm.streams.journal.segments import Segment, Segments
+from kvbm.streams.journal.segments import JournalSegment, JournalSegments
 
 log = SafeLog()
 
@@ -23,7 +23,7 @@ _MOST_HEADER_BYTES = 48 + 255  # with the longest name
 class JournalReader:
     """Reads frames from a position on, and remembers where the last call ended. Any thread may call it."""
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: JournalSegments) -> None:
         self._segments = segments
         self._reading = threading.Lock()
         self._last: _SegmentReader | None = None  # where the last reading ended
@@ -43,7 +43,7 @@ class JournalReader:
                 readable = self._segments.readable_at(position)
                 if readable is None:
                     return found
-                reader = self._reader_of(readable.segment, position, readable.start)
+                reader = self._reader_of_locked(readable.segment, position, readable.start)
                 if reader is not None:
                     more, is_full = reader.read(readable.size, room, not found)
                     found += more
@@ -52,7 +52,7 @@ class JournalReader:
                         return found
                 position = readable.end
 
-    def _reader_of(self, segment: Segment, position: Position, start: int) -> _SegmentReader | None:
+    def _reader_of_locked(self, segment: JournalSegment, position: Position, start: int) -> _SegmentReader | None:
         """The reader that stands there, or a new one; None when the file is gone. Raises OSError."""
         reader = self._last
         offset = position.offset if position.epoch == segment.epoch else Offset(0)
@@ -88,7 +88,7 @@ class _SegmentReader:
         offset: everything before it was read, or was not asked for.
     """
 
-    def __init__(self, segment: Segment, file: FileIO, offset: Offset, start: int) -> None:
+    def __init__(self, segment: JournalSegment, file: FileIO, offset: Offset, start: int) -> None:
         self.segment = segment
         self.file = file
         self.offset = offset

@@ -12,7 +12,7 @@ from kvbm.core.errors import FrameError, JournalError, NewerFrameError, TornFram
 from kvbm.core.ids import InstanceId, Offset
 from kvbm.files import opener
 from kvbm.safe_log import SafeLog
-from kvbm.streams.journal.segments import Segment, scan_file, segment_files
+from kvbm.streams.journal.segments import JournalSegment, scan_file, segment_files
 
 log = SafeLog()
 
@@ -20,7 +20,7 @@ _COPY_BYTES = 4 << 20  # copied at once
 _KEPT_BYTES = 256 << 20  # of a damaged end; a sparse file may be larger than the disk
 
 
-def load_segments(folder: Path, instance: InstanceId, backend: Backend) -> list[Segment]:
+def load_segments(folder: Path, instance: InstanceId, backend: Backend) -> list[JournalSegment]:
     """The segments of a folder, in order, each cut at the end of its last whole frame.
 
     Raises: JournalError: a segment is another instance's, was written by a newer kvbm, or a file's name is not a
@@ -31,13 +31,13 @@ def load_segments(folder: Path, instance: InstanceId, backend: Backend) -> list[
     for index, (epoch, first, path) in enumerate(files):
         following = files[index + 1] if index + 1 < len(files) else None
         until = following[1] if following is not None and following[0] == epoch else None
-        segment = Segment(path, epoch, first)
+        segment = JournalSegment(path, epoch, first)
         _scan(segment, until, instance, backend)
         found.append(segment)
     return found
 
 
-def _scan(segment: Segment, until: Offset | None, instance: InstanceId, backend: Backend) -> None:
+def _scan(segment: JournalSegment, until: Offset | None, instance: InstanceId, backend: Backend) -> None:
     """Find a segment's frames, and cut what are none.
 
     Args:
@@ -110,7 +110,7 @@ def _is_damaged_header(path: Path, backend: Backend) -> bool:
     return any(backend.scan_frames(one)[0] for one in of_known)
 
 
-def _cut(segment: Segment, error: FrameError) -> None:
+def _cut(segment: JournalSegment, error: FrameError) -> None:
     damaged = segment.damaged_path
     damaged.unlink(missing_ok=True)  # an older one may be open to others
     with (

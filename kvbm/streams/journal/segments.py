@@ -24,7 +24,7 @@ _MARK_BYTES = 64 << 10  # between two frames whose places are kept in memory
 _WINDOW_BYTES = 4 << 20  # read at once
 
 
-class Segment:
+class JournalSegment:
     """One file of frames of one epoch, and where some of them begin: one in 64 KiB, so that memory stays small.
 
     Attributes:
@@ -84,13 +84,13 @@ class Readable(NamedTuple):
         start: where a frame begins that is not after the wanted position.
     """
 
-    segment: Segment
+    segment: JournalSegment
     size: int
     end: Position
     start: int
 
 
-class Segments:
+class JournalSegments:
     """The segments of one folder, the oldest first. Any thread may call it; no lock is held over I/O.
 
     Attributes:
@@ -100,10 +100,10 @@ class Segments:
     def __init__(self) -> None:
         self.used_bytes = 0
         self._guard = threading.Lock()
-        self._all: list[Segment] = []
+        self._all: list[JournalSegment] = []
 
     @property
-    def last(self) -> Segment | None:
+    def last(self) -> JournalSegment | None:
         """The newest."""
         return self._all[-1] if self._all else None
 
@@ -116,12 +116,12 @@ class Segments:
         with self._guard:
             return segment in self._all
 
-    def all(self) -> list[Segment]:
+    def all(self) -> list[JournalSegment]:
         """All of them, as of now."""
         with self._guard:
             return list(self._all)
 
-    def of_epoch(self, epoch: Epoch) -> list[tuple[Segment, int]]:
+    def of_epoch(self, epoch: Epoch) -> list[tuple[JournalSegment, int]]:
         """Those of one epoch, each with its size as of now."""
         with self._guard:
             return [(segment, segment.size) for segment in self._all if segment.epoch == epoch]
@@ -136,7 +136,7 @@ class Segments:
             start = segment.start_before(position.offset) if segment.epoch == position.epoch else 0
             return Readable(segment, segment.size, segment.end, start)
 
-    def add(self, segment: Segment) -> None:
+    def add(self, segment: JournalSegment) -> None:
         """Add a segment at the end. An empty one of the same name is the same file, and gives way."""
         with self._guard:
             if self._all and self._all[-1].path == segment.path:  # all of it was cut off when the folder was opened
@@ -146,7 +146,7 @@ class Segments:
             self._all.append(segment)
             self.used_bytes += segment.size + segment.damaged_bytes
 
-    def grow(self, segment: Segment, frames: Sequence[FrameBytes]) -> None:
+    def grow(self, segment: JournalSegment, frames: Sequence[FrameBytes]) -> None:
         """Count frames that were written at the end of a segment."""
         with self._guard:
             before = segment.size
@@ -154,7 +154,7 @@ class Segments:
                 segment.add(frame.first_offset, frame.next_offset, len(frame.data))
             self.used_bytes += segment.size - before
 
-    def replace_last(self, segments: Sequence[Segment]) -> None:
+    def replace_last(self, segments: Sequence[JournalSegment]) -> None:
         """Put others in the place of the newest, whose damaged part stays counted."""
         with self._guard:
             gone = self._all.pop()
@@ -174,7 +174,7 @@ class Segments:
                 count += 1
             return count
 
-    def take(self, count: int) -> list[Segment]:
+    def take(self, count: int) -> list[JournalSegment]:
         """Remove the oldest; gives them."""
         with self._guard:
             gone, self._all = self._all[:count], self._all[count:]

@@ -21,9 +21,9 @@ from kvbm.core.ids import Epoch, Offset
 from kvbm.files import opener
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import ORIGIN, Position
-from kvbm.streams.journal.disk import MOST_PIECES, Device, write_all, write_file
+from kvbm.streams.journal.disk import MOST_PIECES, DiskWriter, write_all, write_file
 from kvbm.streams.journal.history import Retention
-from kvbm.streams.journal.segments import Segment, Segments, scan_file, segment_path
+from kvbm.streams.journal.segments import JournalSegment, JournalSegments, scan_file, segment_path
 
 log = SafeLog()
 
@@ -74,10 +74,10 @@ class SegmentWriter:
     def __init__(
         self,
         folder: Path,
-        segments: Segments,
+        segments: JournalSegments,
         backend: Backend,
         options: JournalOptions,
-        device: Device,
+        device: DiskWriter,
         clock: Callable[[], float],
     ) -> None:
         self._folder = folder
@@ -250,7 +250,7 @@ class SegmentWriter:
         except OSError:
             self._device.close(file)
             raise
-        self._segments.add(Segment(path, frame.epoch, frame.first_offset))
+        self._segments.add(JournalSegment(path, frame.epoch, frame.first_offset))
         self._file = file
         self._rolls = False
 
@@ -263,7 +263,7 @@ class SegmentWriter:
             raise
         self._unsynced_since_s = None
 
-    def _write_again(self, segment: Segment, file: int) -> None:
+    def _write_again(self, segment: JournalSegment, file: int) -> None:
         """Write frames since the last good sync to a fresh segment, while the page cache still has them.
 
         Raises OSError.
@@ -281,17 +281,17 @@ class SegmentWriter:
                 why=error.detail if error else "the file is shorter than it was",
                 remedy="replace the device; readers of the stream see a gap and are made whole by a snapshot",
             )
-        instead: list[Segment] = []
+        instead: list[JournalSegment] = []
         if frames:
             path = segment_path(self._folder, segment.epoch, frames[0].first_offset)
-            fresh = Segment(path, segment.epoch, frames[0].first_offset)
+            fresh = JournalSegment(path, segment.epoch, frames[0].first_offset)
             write_file(self._device, path, [memoryview(data)[: frames[-1].end]])
             for frame in frames:
                 fresh.add(frame.first_offset, frame.next_offset, frame.end - frame.at)
             fresh.synced = fresh.size
             instead.append(fresh)
         if segment.synced:
-            kept = Segment(segment.path, segment.epoch, segment.first_offset)
+            kept = JournalSegment(segment.path, segment.epoch, segment.first_offset)
             for _, earlier, _, _ in scan_file(segment.path, segment.synced, self._backend):
                 for frame in earlier:
                     kept.add(frame.first_offset, frame.next_offset, frame.end - frame.at)

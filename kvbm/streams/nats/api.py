@@ -27,7 +27,7 @@ _UNDER_WAY = 10164  # so too, where the stream is replicated and has not yet dec
 T = TypeVar("T")
 
 
-class ApiError(msgspec.Struct):
+class JetStreamFault(msgspec.Struct):
     code: int = 0
     err_code: int = 0
     description: str = ""
@@ -52,14 +52,14 @@ class _StreamState(msgspec.Struct):
 
 
 class AnyReply(msgspec.Struct):
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
 class StreamInfo(msgspec.Struct):
     config: StreamConfig = msgspec.field(default_factory=StreamConfig)
     state: _StreamState = msgspec.field(default_factory=_StreamState)
     created: str = ""
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
 class StoredMessage(msgspec.Struct):
@@ -72,7 +72,7 @@ class StoredMessage(msgspec.Struct):
 
 class MessageReply(msgspec.Struct):
     message: StoredMessage | None = None
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
 class AccountLimits(msgspec.Struct):
@@ -82,22 +82,22 @@ class AccountLimits(msgspec.Struct):
 class AccountInfo(msgspec.Struct):
     storage: int = 0
     limits: AccountLimits = msgspec.field(default_factory=AccountLimits)
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
 class ConsumerReply(msgspec.Struct):
     name: str = ""
     num_pending: int = 0
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
 class PublishAck(msgspec.Struct):
     stream: str = ""
     seq: int = 0
-    error: ApiError | None = None
+    error: JetStreamFault | None = None
 
 
-class Stored(NamedTuple):
+class ServerMessage(NamedTuple):
     """A message as the server keeps it."""
 
     sequence: int
@@ -201,7 +201,7 @@ async def store(
 
 async def last_message(
     connection: NatsConnection, stream: str, subject: str, timeout_s: float, may_lack: bool = False
-) -> Stored | None:
+) -> ServerMessage | None:
     """The last message of a subject.
 
     It is asked for in a way that a permission can bind to the subject. Another replica of the server may answer, a
@@ -226,12 +226,12 @@ async def last_message(
             f"NATS at {connection.shown} refuses the last message of {subject}: "
             f"{headers.get('Status', '')} {headers.get('Description', 'without a sequence')}".rstrip()
         )
-    return Stored(int(sequence), found.data, headers)
+    return ServerMessage(int(sequence), found.data, headers)
 
 
 async def _last_asked_of_leader(
     connection: NatsConnection, stream: str, subject: str, timeout_s: float
-) -> Stored | None:
+) -> ServerMessage | None:
     asked = f"$JS.API.STREAM.MSG.GET.{stream}"
     reply = await request(connection, asked, {"last_by_subj": subject}, MessageReply, timeout_s)
     if reply.error is not None:
@@ -244,4 +244,4 @@ async def _last_asked_of_leader(
         raise StreamError(f"NATS at {connection.shown} answered to {asked} with neither a message nor an error")
     lines = reply.message.hdrs.decode(errors="replace").splitlines()
     headers = dict(line.split(": ", 1) for line in lines if ": " in line)
-    return Stored(reply.message.seq, reply.message.data, headers)
+    return ServerMessage(reply.message.seq, reply.message.data, headers)

@@ -12,10 +12,10 @@ from nats.aio.subscription import Subscription
 
 from kvbm.core.asks import GROUP, JSON_TYPE, STATUS_HEADER, TYPE_HEADER, caller_and_verb
 from kvbm.safe_log import SafeLog
-from kvbm.streams.base import Ask, AskTaker
+from kvbm.streams.base import AskTaker, CatalogAsk
 from kvbm.streams.nats.connection import NatsConnection
 from kvbm.streams.nats.credentials import INBOX, Credentials
-from kvbm.streams.nats.headers import HEADERS_BEGIN, Headers
+from kvbm.streams.nats.headers import HEADERS_BEGIN, MessageHeaders
 
 log = SafeLog()
 
@@ -69,11 +69,13 @@ class NatsAskLine:
             await self._connection.drain(subscription)
             await questions.end()
 
-    async def answer(self, ask: Ask, status: int, kind: str, body: bytes, more: dict[str, str] | None = None) -> None:
+    async def answer(
+        self, ask: CatalogAsk, status: int, kind: str, body: bytes, more: dict[str, str] | None = None
+    ) -> None:
         """See `AskLine.answer`."""
         await self._connection.send_headed(ask.reply, _head(status, kind, tuple((more or {}).items())), body)
 
-    def answer_now(self, ask: Ask, status: int, kind: str, body: bytes) -> None:
+    def answer_now(self, ask: CatalogAsk, status: int, kind: str, body: bytes) -> None:
         """See `AskLine.answer_now`."""
         self._connection.send_headed_now(ask.reply, _head(status, kind, ()), body)
 
@@ -93,7 +95,7 @@ class _Taker:
         self._line, self._connection, self._taker = line, connection, taker
         self._loop = asyncio.get_running_loop()
         self._at_once = 0  # answered in this turn of the loop
-        self._waiting: deque[Ask] = deque()
+        self._waiting: deque[CatalogAsk] = deque()
         self._waiting_bytes = 0
         self._working: asyncio.Task[None] | None = None  # answers those that wait, while there are any
 
@@ -107,8 +109,8 @@ class _Taker:
             return
         kind = JSON_TYPE
         if headers.startswith(HEADERS_BEGIN):
-            kind = Headers(headers[len(HEADERS_BEGIN) :]).get(TYPE_HEADER, JSON_TYPE)
-        ask = Ask(*caller_and_verb(subject), reply, kind, data)
+            kind = MessageHeaders(headers[len(HEADERS_BEGIN) :]).get(TYPE_HEADER, JSON_TYPE)
+        ask = CatalogAsk(*caller_and_verb(subject), reply, kind, data)
         if self._working is None and self._at_once < _IN_A_ROW and self._connection.client.is_flowing:
             if not self._at_once:
                 self._loop.call_soon(self._begin_turn)
@@ -141,7 +143,7 @@ class _Taker:
     def _begin_turn(self) -> None:
         self._at_once = 0
 
-    def _keep(self, subject: str, ask: Ask) -> None:
+    def _keep(self, subject: str, ask: CatalogAsk) -> None:
         most_bytes = _WAITING_BYTES + self._connection.client.max_payload
         if len(self._waiting) >= _MOST_WAITING or self._waiting_bytes + len(ask.body) > most_bytes:
             self._connection.note_dropped(subject)

@@ -21,7 +21,7 @@ from kvbm.safe_log import SafeLog
 from kvbm.streams.base import START, AwayError, Mark, StreamMessage, mark_of
 from kvbm.streams.nats.api import message_at, ns_of, stream_info
 from kvbm.streams.nats.connection import JS_API, NatsConnection, RefusedError, shown
-from kvbm.streams.nats.headers import Headers, fence_in
+from kvbm.streams.nats.headers import MessageHeaders, fence_in
 from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, Pauses, SharedConnection
 
 log = SafeLog()
@@ -34,7 +34,7 @@ ANSWER_S = 0.5  # the answer to such a look has so long, even where less is left
 _OVER = ("204", "404")  # the end of a batch, and nothing after this place
 
 
-class Batch:
+class BatchRequest:
     """One request, and what it was answered. The first thing that goes wrong ends it; then another is made."""
 
     def __init__(self, inbox: str, after: int, wake: asyncio.Event) -> None:
@@ -75,7 +75,7 @@ class Batch:
         self.is_served = True
         self.pending = int(headers.get("Nats-Num-Pending", "0"))
         subject, stored_ns = headers.get("Nats-Subject", ""), ns_of(headers.get("Nats-Time-Stamp", ""), "a direct get")
-        fence = fence_in(headers.raw) if isinstance(headers, Headers) else None
+        fence = fence_in(headers.raw) if isinstance(headers, MessageHeaders) else None
         self.ready.append(StreamMessage(sequence, subject, message.data, stored_ns, fence))
 
     def is_usable(self) -> bool:
@@ -105,7 +105,7 @@ class BatchReader:
         self._connection: NatsConnection | None = None
         self._subscription: Subscription | None = None
         self._inbox = ""
-        self._batch: Batch | None = None
+        self._batch: BatchRequest | None = None
         self._asked, self._asked_s, self._look_s = 0, 0.0, look_s
         self._pauses = Pauses()
         self._is_closed = False
@@ -173,7 +173,7 @@ class BatchReader:
         else:
             await self._pauses.wait(left_s)
 
-    def _taken(self, batch: Batch) -> list[StreamMessage]:
+    def _taken(self, batch: BatchRequest) -> list[StreamMessage]:
         found = list(batch.ready)
         batch.ready.clear()
         self._after = mark_of(found[-1])
@@ -235,7 +235,7 @@ class BatchReader:
 
     async def _ask(self, connection: NatsConnection) -> None:
         self._asked, self._asked_s = self._asked + 1, time.monotonic()
-        self._batch = Batch(f"{self._inbox}.{self._asked}", self._after.sequence, self._wake)
+        self._batch = BatchRequest(f"{self._inbox}.{self._asked}", self._after.sequence, self._wake)
         wanted = {"seq": self._after.sequence + 1, "batch": BATCH_MESSAGES, "max_bytes": BATCH_BYTES}
         await connection.send(f"{JS_API}.DIRECT.GET.{self._name}", json.dumps(wanted).encode(), reply=self._batch.inbox)
 

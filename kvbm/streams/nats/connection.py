@@ -29,7 +29,7 @@ from kvbm.safe_log import SafeLog
 from kvbm.streams.base import AwayError
 from kvbm.streams.nats.credentials import CheckedClient, Credentials, NoTlsError
 from kvbm.streams.nats.direct_parser import DirectParser, RunTaker, Taker
-from kvbm.streams.nats.headers import HEADERS_BEGIN, Headers
+from kvbm.streams.nats.headers import HEADERS_BEGIN, MessageHeaders
 from kvbm.streams.nats.messages import NatsMessages, NewMessages, ReadableMessages
 
 log = SafeLog()
@@ -139,7 +139,7 @@ class _Client(CheckedClient):
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         if headers and headers.startswith(HEADERS_BEGIN):
-            return Headers(headers[len(HEADERS_BEGIN) :])
+            return MessageHeaders(headers[len(HEADERS_BEGIN) :])
         found: dict[str, str] | None = await super()._process_headers(headers)  # a status of the server's
         return found
 

@@ -17,7 +17,7 @@ _STATUS_BEGIN = b"NATS/1.0 "
 _MOST_FENCE_WORDS = 200
 
 
-class Headers(dict[str, str]):
+class MessageHeaders(dict[str, str]):
     """Headers of a message, taken apart when first looked at: readers of events never do.
 
     `Status` is never among them.

@@ -41,7 +41,7 @@ class _Accounts(msgspec.Struct):
     made: int = 0
 
 
-class Change(NamedTuple):
+class KeyChange(NamedTuple):
     """What is to be done to keys.
 
     Attributes:
@@ -67,7 +67,7 @@ def print_accounts(
     folder: Path,
     cluster: str,
     wanted: Sequence[tuple[Role, str]],
-    change: Change,
+    change: KeyChange,
     now_s: float,
     put: Callable[[str], None] = lambda text: None,
 ) -> Printed:
@@ -99,7 +99,7 @@ def print_accounts(
         return printed
 
 
-def _print(folder: Path, cluster: str, named: list[ServerUser], change: Change, now_s: float) -> Printed:
+def _print(folder: Path, cluster: str, named: list[ServerUser], change: KeyChange, now_s: float) -> Printed:
     is_new = not any(_seed(folder, user.stem).exists() for user in named)
     _change_keys(folder, change)
     accounts = _read_accounts(folder)
@@ -129,7 +129,7 @@ def _print(folder: Path, cluster: str, named: list[ServerUser], change: Change, 
     return Printed("".join(f"# {comment}\n" for comment in comments) + text, comments + remarks)
 
 
-def _check_change(folder: Path, stems: Collection[str], change: Change) -> None:
+def _check_change(folder: Path, stems: Collection[str], change: KeyChange) -> None:
     """Before anything is written. Raises ConfigError."""
     for option, chosen in (("--renew", change.renew), ("--retire", change.retire)):
         for stem in chosen:
@@ -143,7 +143,7 @@ def _check_change(folder: Path, stems: Collection[str], change: Change) -> None:
             raise ConfigError(f"--renew {stem}: it has no key yet; leave --renew out")
 
 
-def _change_keys(folder: Path, change: Change) -> None:
+def _change_keys(folder: Path, change: KeyChange) -> None:
     for stem in change.retire:
         try:
             os.replace(_next(folder, stem), _seed(folder, stem))

@@ -15,26 +15,26 @@ from kvbm.streams.publisher.messages import (
     Acked,
     Appended,
     AskPulse,
-    Begun,
     Connect,
     Connected,
     Disconnected,
     Effect,
+    EpochBegun,
     FencedOff,
     FenceRead,
     FenceSet,
     Input,
-    Kept,
     Publish,
+    PublisherTicked,
+    PublisherWakeAt,
     Pulse,
     ReadFence,
     Refused,
     ReportFenced,
     SetFence,
     SnapshotBegan,
+    StreamRetention,
     TakeOver,
-    Ticked,
-    WakeAt,
 )
 from kvbm.streams.publisher.ownership import Ownership, unknown_runs
 from kvbm.streams.publisher.window import SendWindow, Sent
@@ -121,7 +121,7 @@ class Publisher:
     later epoch only once no new heartbeat of the other has come for three heartbeats' time.
 
     Args:
-        epoch: the manager's; `Begun` says when it grows. A frame of a later one says so too.
+        epoch: the manager's; `EpochBegun` says when it grows. A frame of a later one says so too.
         run: of this process.
         jitter: gives numbers in [0, 1) that spread the retries of many instances.
         runs: which processes began the log's epochs, as far as it knows.
@@ -237,16 +237,16 @@ class Publisher:
                 self._take_fencing(attempt, effects)
             case FenceRead(asked, fence):
                 self._compare_fence(asked, fence, effects)
-            case Begun(epoch):
+            case EpochBegun(epoch):
                 self._begin_epoch(epoch, effects)
             case SnapshotBegan():
                 self._is_fence_wanted = True
-            case Kept(max_age_s):
+            case StreamRetention(max_age_s):
                 self._max_age_s = max_age_s
                 self._fence_due_s = min(self._fence_due_s, self._next_fence_s())
             case Pulse(heartbeat):
                 self._take_heartbeat(heartbeat, effects)
-            case Ticked():
+            case PublisherTicked():
                 pass
             case _:
                 assert_never(happened)
@@ -259,27 +259,27 @@ class Publisher:
                 if self._now_s >= self._wake_s:
                     self._connect(not self._is_looking, effects)
                 else:
-                    effects.append(WakeAt(self._wake_s))
+                    effects.append(PublisherWakeAt(self._wake_s))
             case _State.CONNECTING:
                 pass
             case _State.FENCING:
                 if self._now_s >= self._wake_s:
                     self._window.count_late()
                     self._look_again()
-                effects.append(WakeAt(self._wake_s))
+                effects.append(PublisherWakeAt(self._wake_s))
             case _State.PAUSED:
                 if self._now_s >= self._wake_s:
                     self._state = _State.SENDING
                     self._send(effects)
                 else:
-                    effects.append(WakeAt(self._wake_s))
+                    effects.append(PublisherWakeAt(self._wake_s))
             case _State.SENDING:
                 self._send(effects)
             case _State.FENCED:
                 if self._now_s >= self._wake_s:
                     self._wake_s = self._now_s + self._heartbeat_s
                     effects.append(AskPulse())
-                effects.append(WakeAt(self._wake_s))
+                effects.append(PublisherWakeAt(self._wake_s))
             case _:
                 assert_never(self._state)
 
@@ -443,7 +443,7 @@ class Publisher:
         if self._window and self._now_s >= self._window.overdue_s():
             self._window.count_late()
             self._look_again()
-            effects.append(WakeAt(self._wake_s))
+            effects.append(PublisherWakeAt(self._wake_s))
             return
         if self._now_s >= self._fence_due_s:
             self._is_fence_wanted = True
@@ -468,7 +468,7 @@ class Publisher:
             waits.append(self._due_s)
         at_s = min(waits, default=float("inf"))
         if at_s < float("inf"):
-            effects.append(WakeAt(at_s))
+            effects.append(PublisherWakeAt(at_s))
 
     def _send_one(self, effects: list[Effect]) -> None:
         frames, is_cut = self._read()

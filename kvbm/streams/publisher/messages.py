@@ -83,7 +83,7 @@ class FenceRead(NamedTuple):
     fence: Fence | None
 
 
-class Begun(NamedTuple):
+class EpochBegun(NamedTuple):
     """The manager is in this epoch."""
 
     epoch: Epoch
@@ -93,7 +93,7 @@ class SnapshotBegan(NamedTuple):
     """The manager begins to state what it holds: the fence is to be as young as the snapshot."""
 
 
-class Kept(NamedTuple):
+class StreamRetention(NamedTuple):
     """How long the stream keeps a message; 0 for ever."""
 
     max_age_s: float
@@ -105,7 +105,7 @@ class Pulse(NamedTuple):
     heartbeat: Heartbeat | None
 
 
-class Ticked(NamedTuple):
+class PublisherTicked(NamedTuple):
     """Time has passed."""
 
 
@@ -118,11 +118,11 @@ Input = (
     | Refused
     | FencedOff
     | FenceRead
-    | Begun
+    | EpochBegun
     | SnapshotBegan
-    | Kept
+    | StreamRetention
     | Pulse
-    | Ticked
+    | PublisherTicked
 )
 
 
@@ -204,10 +204,10 @@ class TakeOver(NamedTuple):
     epoch: Epoch
 
 
-class WakeAt(NamedTuple):
+class PublisherWakeAt(NamedTuple):
     """Step with Ticked at this time, if nothing comes before."""
 
     at_s: float
 
 
-Effect = Connect | Publish | SetFence | ReadFence | AskPulse | ReportFenced | TakeOver | WakeAt
+Effect = Connect | Publish | SetFence | ReadFence | AskPulse | ReportFenced | TakeOver | PublisherWakeAt

@@ -28,12 +28,12 @@ from kvbm.streams.publisher.messages import (
     FenceRead,
     FenceSet,
     Input,
-    Kept,
     Publish,
     Pulse,
     ReadFence,
     Refused,
     SetFence,
+    StreamRetention,
 )
 from kvbm.streams.publisher.owner import OwnerCalls
 from kvbm.streams.publisher.reports import CONNECTING, FENCING, SENDING, PublisherReports
@@ -48,7 +48,7 @@ ASKS_AGAIN_S = 1.0  # after the watch of snapshot requests has failed in an unfo
 OpenStream = Callable[[str, float], Awaitable[EventStream]]  # (url, timeout_s) → the stream
 
 
-class Target(NamedTuple):
+class PublisherTarget(NamedTuple):
     """Where a publisher's messages go.
 
     Attributes:
@@ -70,7 +70,7 @@ class StreamRequests:
 
     def __init__(
         self,
-        target: Target,
+        target: PublisherTarget,
         connect: OpenStream,
         owner: OwnerCalls,
         run: str,
@@ -290,7 +290,7 @@ class StreamRequests:
             except Exception as error:  # noqa: BLE001 - it is asked again
                 self._reports.fault("publisher.state_failed", error)
             else:
-                self._answer(Kept(state.max_age_s))
+                self._answer(StreamRetention(state.max_age_s))
                 self._owner.on_stream_state(state)
             await asyncio.sleep(STATE_EVERY_S)
 

@@ -27,24 +27,24 @@ from kvbm.streams.publisher.machine import LINGER_S, WINDOW_BYTES, Publisher, Pu
 from kvbm.streams.publisher.messages import (
     Appended,
     AskPulse,
-    Begun,
     Connect,
     Disconnected,
     Effect,
+    EpochBegun,
     Input,
     Publish,
+    PublisherTicked,
+    PublisherWakeAt,
     ReadFence,
     ReportFenced,
     SetFence,
     SnapshotBegan,
     TakeOver,
-    Ticked,
-    WakeAt,
 )
 from kvbm.streams.publisher.owner import OwnerCalls
 from kvbm.streams.publisher.ownership import unknown_runs
 from kvbm.streams.publisher.reports import RUNNING, PublisherReports
-from kvbm.streams.publisher.requests import OpenStream, StreamRequests, Target
+from kvbm.streams.publisher.requests import OpenStream, PublisherTarget, StreamRequests
 from kvbm.streams.pulse_words import encoded_heartbeat
 
 log = SafeLog()
@@ -89,7 +89,7 @@ class PublisherThread:
         self._publisher = Publisher(frames, owner.epoch, owner.run, options, runs=runs)
         self._reports = PublisherReports(shown(url), cluster, instance)
         self._calls = OwnerCalls(owner, cluster, instance, self._reports)
-        target = Target(url, cluster, instance, window_bytes)
+        target = PublisherTarget(url, cluster, instance, window_bytes)
         self._requests = StreamRequests(target, connect, self._calls, owner.run, self._reports, self._take)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inputs: asyncio.Queue[Input] = asyncio.Queue()
@@ -135,7 +135,7 @@ class PublisherThread:
         """
         stop_s = time.monotonic() + timeout_s
         self._stop_s = stop_s if self._stop_s is None else min(self._stop_s, stop_s)
-        self._call(lambda: self._take(Ticked()))
+        self._call(lambda: self._take(PublisherTicked()))
         if self._thread.is_alive():
             self._thread.join(timeout_s + 2.0)
         return self._has_all()
@@ -180,7 +180,7 @@ class PublisherThread:
         self._loop = asyncio.get_running_loop()
         self._is_notified = False
         try:
-            happened: Input = Ticked()
+            happened: Input = PublisherTicked()
             while True:
                 try:
                     await self._turn(happened)
@@ -207,7 +207,7 @@ class PublisherThread:
     async def _turn(self, happened: Input) -> None:
         self._step(happened)
         if self._owner.epoch > self._publisher.epoch:
-            self._step(Begun(self._owner.epoch))
+            self._step(EpochBegun(self._owner.epoch))
         now_s = time.monotonic()
         if self._publisher.is_owner and not self._was_owner:
             self._next_heartbeat_s = now_s  # it is back: nobody need wait to hear of it
@@ -227,7 +227,7 @@ class PublisherThread:
             async with asyncio.timeout(max(0.0, wake_s - time.monotonic())):
                 return await self._inputs.get()
         except TimeoutError:
-            return Ticked()
+            return PublisherTicked()
 
     def _has_all(self) -> bool:
         try:
@@ -261,7 +261,7 @@ class PublisherThread:
             case TakeOver(epoch):
                 self._reports.took_over(epoch)
                 self._calls.on_fenced(epoch)
-            case WakeAt(at_s):
+            case PublisherWakeAt(at_s):
                 self._wake_s = at_s
             case _:
                 assert_never(effect)

@@ -110,7 +110,7 @@ struct BlockHolder {
 // The blocks of a question that one holder has in one tier; Presence of kvbm/catalog/index/cluster_index.py.
 struct Presence {
   BlockHolder holder;  // who, and where
-  bool is_suspect;     // events of the instance were missed
+  bool is_suspect;     // the instance is waiting, partial or missed: see reference/cluster_index.py
   // A bit for each block that was asked for, the first in the lowest bit of the first byte
   std::vector<std::uint8_t> held;
 };

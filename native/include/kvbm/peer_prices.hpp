@@ -1,5 +1,5 @@
 // PeerPrices: what a candidate of a route would read from other instances, and how long that takes. Native
-// implementation of kvbm/catalog/routing/peer_prices.py, to the last bit. Made once by a router and begun anew for each
+// implementation of kvbm/reference/peer_prices.py, to the last bit. Made once by a router and begun anew for each
 // question. One thread.
 #pragma once
 
@@ -16,7 +16,7 @@ namespace kvbm {
 // Distances beyond it count as it; MOST_DISTANCE of kvbm/catalog/routing/transfers.py
 inline constexpr std::size_t kFarthest = 8;
 
-// Where an instance stands, in numbers made of its words; Reader of kvbm/catalog/routing/router.py.
+// Where an instance stands, in numbers made of its words; ReadingInstance of kvbm/catalog/routing/router.py.
 struct PeerPlace {
   std::vector<std::uint64_t> labels{};  // outermost first
   std::uint64_t host = 0;               // its machine; 0: it shares no memory
@@ -44,7 +44,7 @@ struct PeerLink {
   double together_bytes_per_s = 0;  // as FetchSource has it
 };
 
-// Lent of kvbm/catalog/routing/router.py.
+// LentPrefix of kvbm/catalog/routing/router.py.
 struct LentBlocks {
   std::vector<PeerRun> runs{};                   // the deepest first
   std::array<PeerLink, kFarthest + 1> memory{};  // by distance

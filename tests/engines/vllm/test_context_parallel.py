@@ -40,7 +40,7 @@ from kvbm.core.ids import Tier
 from kvbm.engines.vllm.connector import KvbmWorkerMetadata
 from kvbm.engines.vllm.meeting import Meeting
 from kvbm.engines.vllm.resolved import leave_resolved
-from kvbm.engines.vllm.worker import Worker
+from kvbm.engines.vllm.worker import RankWorker
 from tests.engines.vllm.harness.setups import connector
 from tests.engines.vllm.harness.words import BLOCK_TOKENS
 
@@ -119,7 +119,7 @@ class Rank:
         self.sizes, self.rank = sizes, rank
         self.shard = rank % sizes.tensor if sizes.decode == 1 else 0  # those that share tokens have the same heads
         self.tensors = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBNHC, [BLOCK_TOKENS])
-        self.worker = Worker(rank, config, threads=1, interleave=sizes.interleave if sizes.decode > 1 else 1)
+        self.worker = RankWorker(rank, config, threads=1, interleave=sizes.interleave if sizes.decode > 1 else 1)
         self.worker.register(self.tensors)
         assert self.worker.refused == ""
 

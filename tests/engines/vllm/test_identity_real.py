@@ -26,7 +26,7 @@ from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvbm.engines.vllm import facts, regions
-from kvbm.engines.vllm.identity import HashScheme, Identity
+from kvbm.engines.vllm.identity import EngineIdentity, HashScheme
 from kvbm.engines.vllm.plugin import MODULE, NAME, register
 from kvbm.engines.vllm.ranks import Stage
 from kvbm.engines.vllm.resolved import backends_of, resolved_of
@@ -68,9 +68,9 @@ def cache(spec: Any = None) -> KVCacheConfig:
     return KVCacheConfig(8, [tensor], [KVCacheGroupSpec(["layer.0"], spec)])
 
 
-def identity_of(config: VllmConfig) -> Identity:
+def identity_of(config: VllmConfig) -> EngineIdentity:
     ranks = ranks_of(config, cache(), [Stage(1)])
-    return Identity.of(
+    return EngineIdentity.of(
         config, cache(), "words", ranks=ranks, machine=facts.machine_words(), resolved=[], secrets={}, environment={}
     )
 

@@ -58,6 +58,7 @@ def stored(request, engines, truth, llama, tmp_path) -> Iterator[Stored]:
         cluster = site.cluster
         setup = with_kvbm(llama, tmp_path / "a", site.settings, environment=site.environment)
         with engines.running(setup) as engine:
+            engine.in_core("reads_always")
             asks = truth.prompts("objects", 3, 300)
             scenarios.ask(engine, truth, asks, [0] * 3)
             cluster.agree(engine)

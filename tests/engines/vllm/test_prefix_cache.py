@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, split_hashes
 from kvbm.engines.vllm.prefix_cache import HbmSink, PrefixCacheWatch
-from kvbm.engines.vllm.requests import Group, GroupNamespace, RequestState
+from kvbm.engines.vllm.requests import GroupNamespace, KvGroup, RequestState
 
 BLOCK_TOKENS = 4
 NAMESPACE = Namespace(model="m", block_tokens=BLOCK_TOKENS)
@@ -64,7 +64,7 @@ class Engine:
     def __init__(self, blocks: int) -> None:
         self.pool = BlockPool(blocks, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.told = Told()
-        group = Group(0, BLOCK_TOKENS, BLOCK_TOKENS)
+        group = KvGroup(0, BLOCK_TOKENS, BLOCK_TOKENS)
         namespaces = [GroupNamespace(NAMESPACE.id, NAMESPACE.root())]
         states: dict[str, RequestState] = {}
 

@@ -24,10 +24,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvbm._native import Arena, RowCopier
-from kvbm.engines.vllm.metadata import HostShare, Job, Plan
+from kvbm.engines.vllm.metadata import HostShare, Job, StepPlan
 from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.regions import block_regions, layout_words
-from kvbm.engines.vllm.worker import Worker
+from kvbm.engines.vllm.worker import RankWorker
 from kvbm.pools.host.pool import HostPool
 
 LONG_S = 120.0
@@ -105,7 +105,7 @@ def test_a_block_of_vllms_own_tensors_comes_back_into_another(case: str) -> None
     )
     pool = HostPool(4, ranks.row_bytes, Arena, RowCopier(1), huge_pages="off")
     share = HostShare(os.getpid(), pool.fd, pool.mapped_bytes, 4, ranks)
-    worker = Worker(0, config, threads=1)
+    worker = RankWorker(0, config, threads=1)
     worker.register(tensors)
     assert worker.refused == ""
 
@@ -117,9 +117,9 @@ def test_a_block_of_vllms_own_tensors_comes_back_into_another(case: str) -> None
         return np.array(values, "<u4").tobytes()
 
     kept, others = [seen(5), seen(2)], {block: seen(block) for block in (0, 4, 6)}
-    worker.begin(Plan(share, stores=[Job(1, numbers(5, 2), numbers(3, 0))]))
+    worker.begin(StepPlan(share, stores=[Job(1, numbers(5, 2), numbers(3, 0))]))
     assert worker.flush(LONG_S) and worker.finish().stored[1][0].why == ""
-    worker.begin(Plan(share, loads=[Job(2, numbers(1, 3), numbers(3, 0), "r")]))
+    worker.begin(StepPlan(share, loads=[Job(2, numbers(1, 3), numbers(3, 0), "r")]))
     assert worker.flush(LONG_S) and not worker.finish().failed
     assert [seen(1), seen(3)] == kept
     assert {block: seen(block) for block in others} == others

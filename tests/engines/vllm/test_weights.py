@@ -93,11 +93,11 @@ def test_an_adapter_loaded_in_place_gets_no_old_blocks(engines, llama, adapted, 
 
         second = versions(2, 2)
         engine.ask("load_adapter", 1, second[0].lora[1], True)  # no step in between that could tell the scheduler
-        for cached in (0, 0, 192):  # requests that came before the ranks had said it are not stored
+        for allowed in ({0}, {0, 192}, {192}):  # requests that came before the ranks had said it are not stored
             engine.forget()
             answers = engine.generate(with_adapter(second, *first[0].lora))
             adapted.check(second, answers)
-            scenarios.expect_cached(answers, [cached] * 4)
+            assert {answer.cached_tokens for answer in answers} <= allowed
             engine.offload()
 
 

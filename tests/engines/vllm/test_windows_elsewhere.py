@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvbm import NamespaceId
-from kvbm.core.answers import PositionWanted
+from kvbm.core.answers import MAX_WAIT_S, PositionWanted
 from tests.engines.vllm.harness import scenarios
 from tests.engines.vllm.harness.engine import Engine
 from tests.engines.vllm.harness.models import STATES
@@ -58,7 +58,7 @@ def wait_read(site: ObjectSite, engine: Engine) -> None:
     engine.offload()
     instance, epoch, applied = engine.in_core("position")
     at = PositionWanted(instance=instance, epoch=epoch, offset=applied)
-    site.cluster.client.lookup(NamespaceId(bytes(16)), b"", [at], WAIT_S / 2)  # raises where it is not there in time
+    site.cluster.client.lookup(NamespaceId(bytes(16)), b"", [at], MAX_WAIT_S)  # raises where it is not there in time
 
 
 def drop(site: ObjectSite, chosen: random.Random, share: float) -> set[str]:
@@ -84,6 +84,7 @@ def test_a_second_engine_has_its_hits_from_objects_and_lost_ones_shorten_them(en
             scenarios.ask(first, truth, asks, [0] * 2)
             wait_read(site, first)
         with engines.running(with_kvbm(model, tmp_path / "b", pools, **more)) as second:
+            second.in_core("reads_always")
             scenarios.ask(second, truth, asks, [whole(kind, ask) for ask in asks])
             assert hits(second) == {"hits_OBJECT"}
             found: list[bool] = []

@@ -38,7 +38,7 @@ from kvbm.config import (
 from kvbm.core.errors import KvbmError, LedgerError
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, NamespaceId, SequenceHash, Tier
-from kvbm.locate.base import Found
+from kvbm.locate.base import FoundElsewhere
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import ObjectStats, Proof, ReadResult
 from kvbm.pools.stores.memory import MemoryStore
@@ -504,18 +504,18 @@ class SimLocator:
     def __init__(self, cluster: Cluster, asker: InstanceId) -> None:
         self._cluster, self._asker = cluster, asker
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> Found:
+    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
         service = self._cluster.catalog.service
         nap(self._cluster.world, 0.002)
         if service is None or self._cluster.catalog.process is None or self._cluster.catalog.process.frozen:
-            return Found()
+            return FoundElsewhere()
         found = service.index.prefixes(namespace, hashes)
         claimed = max((entry.depth for entry in found.pools if entry.pool == pool), default=0)
         peers, wanted = self._cluster.peers, hashes[first * HASH_BYTES :]
         if peers is None or not wanted:
-            return Found(claimed)
+            return FoundElsewhere(claimed)
         ask = partial(service.queries.find, namespace, wanted, asker=self._asker)
-        return Found(claimed, peers.lenders(ask, self._asker, namespace, wanted))
+        return FoundElsewhere(claimed, peers.lenders(ask, self._asker, namespace, wanted))
 
     def claimed(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> bytes:
         service = self._cluster.catalog.service

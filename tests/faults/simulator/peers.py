@@ -31,7 +31,7 @@ from kvbm.core.peer_address import PeerAddress
 from kvbm.core.reads import ReadOutcome
 from kvbm.pools.memory import MemoryPool
 from kvbm.transport.base import PeerRead, RootOf, check_wish, failed_read
-from kvbm.transport.lending import Leases, Lent, LentLimits
+from kvbm.transport.lending import Leases, LentLimits, PinnedRun
 from kvbm.transport.local import LocalReader
 from kvbm.transport.peers import MEMORY, TCP, Peers
 from tests.faults.simulator.kernel import INSTALLED, Event, Process, Thread, Violation, Waiter, World
@@ -277,14 +277,14 @@ class _Question:
     def __init__(self, world: World, namespace: NamespaceId, hashes: bytes) -> None:
         self.namespace, self.hashes = namespace, hashes
         self.answered, self.taken = Event(world), Event(world)
-        self.lent: Lent | None = None
+        self.lent: PinnedRun | None = None
 
 
 class SimLending:
     """What a manager's native server does: it lends blocks of HOST and NVME under the ledger's lock, each question in a
     thread of the owner.
 
-    It is `Lender` to `Leases`, and `Server` to `Exchange`.
+    It is `BlockLender` to `Leases`, and `Server` to `Exchange`.
 
     Attributes:
         is_over: the owner is dead, or has closed.
@@ -348,7 +348,7 @@ class SimLending:
         root = self._roots.get(NamespaceId(namespace))
         return None if root is None else (root, self.host.block_bytes)
 
-    def lend(self, namespace: bytes, hashes: bytes) -> Lent | None:
+    def lend(self, namespace: bytes, hashes: bytes) -> PinnedRun | None:
         reading = self.network.readings[greenlet.getcurrent()]
         reading.step_on_the_way()
         question = _Question(self.world, NamespaceId(namespace), hashes)
@@ -370,7 +370,7 @@ class SimLending:
         rows: Any = [_Passage(reading, block, row) for block, row in zip(blocks, lent.rows, strict=True)]
         return lent._replace(rows=rows)
 
-    def give_back(self, lent: Lent) -> None:
+    def give_back(self, lent: PinnedRun) -> None:
         if not self.process.alive:
             return
         with self._lock:
@@ -409,7 +409,7 @@ class SimLending:
         Waiter(self.world).wait(self.leases.limits.lease_s + _REACTION_S)
         self.leases.expire(self.world.now)
 
-    def _lent(self, question: _Question, tiers: list[Tier], slots: list[int]) -> Lent | None:
+    def _lent(self, question: _Question, tiers: list[Tier], slots: list[int]) -> PinnedRun | None:
         """A run that is pinned, with its bytes: of NVME as they are read now, to before the first block that
         cannot be.
         """
@@ -429,9 +429,9 @@ class SimLending:
                     end = min(end, at)
                     if result.outcomes[number] == ReadOutcome.CORRUPT:
                         self._evict_corrupt(Tier.NVME, hashes[at])
-        lent, others = Lent(tuple(tiers), tuple(slots), checksums, rows).cut(end)
+        lent, others = PinnedRun(tuple(tiers), tuple(slots), checksums, rows).cut(end)
         if self.is_over:
-            end, others = 0, Lent(tuple(tiers), tuple(slots), checksums, rows)
+            end, others = 0, PinnedRun(tuple(tiers), tuple(slots), checksums, rows)
         if others.slots:
             self.give_back(others)
         if not end:

@@ -14,6 +14,7 @@ from typing import Any
 from kvbm.core.ids import Tier, split_hashes
 from kvbm.engines.vllm.reach import ABSENT
 from kvbm.engines.vllm.resolved import find_resolved
+from kvbm.engines.vllm.step_meter import StepMeter
 
 
 def settled(core: Any, wait_s: float) -> bool:
@@ -48,6 +49,21 @@ def drop(core: Any, *tiers: str) -> int:
     """Withdraw all that these tiers hold, so that the next hit is a colder one's; gives how many blocks that were."""
     manager = _manager(core)
     return sum(manager.evict(Tier[name], b"".join(manager.held(Tier[name]))) for name in tiers)
+
+
+class _Unmeasured(StepMeter):
+    """It never knows how quickly prompts are computed."""
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None."""
+        return None
+
+
+def reads_always(core: Any) -> None:
+    """Let the instance read whatever others have, also where computing it is quicker, as of a small model it is."""
+    _half(core)._meter = _Unmeasured()
+    _manager(core).report_load(0, 0, None)
 
 
 def counted(core: Any) -> dict[str, int]:

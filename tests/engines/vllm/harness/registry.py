@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,11 +84,9 @@ def page_of(found: list[Verdict]) -> str:
             others[one.facts].append(one.name)
     lines = [
         "# Models of vLLM",
-        (
+        _paragraph(
             f"What kvbm serves of the {len(found)} architectures in the registry of vLLM "
-            f"{'.'.join(__version__.split('.')[:2])}. Written by a program that builds them, and held to it by a test"
-        ),
-        (
+            f"{'.'.join(__version__.split('.')[:2])}. Written by a program that builds them, and held to it by a test "
             "(`tests/engines/vllm/test_registry.py`). [vLLM](vllm.md#what-is-not-served) says which engines are not "
             "served, whatever their model."
         ),
@@ -103,17 +102,21 @@ def page_of(found: list[Verdict]) -> str:
     lines += [
         "",
         "## Not built on this machine, so by what vLLM says of their kind",
-        (
+        _paragraph(
             "Their configuration has no defaults that make a model, or they need a GPU's kernels or packages that are "
-            "not installed where this page is made. An engine says at"
+            "not installed where this page is made. An engine says at its start whether it is served "
+            "(`connector.not_serving`)."
         ),
-        "its start whether it is served (`connector.not_serving`).",
         "",
         "| kind | architectures |",
         "|---|---|",
     ]
     lines += [f"| {facts} | {', '.join(names)} |" for facts, names in sorted(others.items())]
     return "\n".join(lines) + "\n"
+
+
+def _paragraph(text: str) -> str:
+    return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def _facts(registry: Any, name: str, model: Any) -> str:

@@ -18,8 +18,8 @@ from pathlib import Path
 from kvbm.core.errors import KvbmError, PeerWireError
 from kvbm.safe_log import SafeLog
 from kvbm.transport.lending import Leases
-from kvbm.transport.session import Identity, OwnerSession, Reply
-from kvbm.transport.wire import HEAD_BYTES, Bye, Kind, Message, decode_body, decode_head, encode
+from kvbm.transport.session import LenderIdentity, OwnerSession, Reply
+from kvbm.transport.wire import HEAD_BYTES, Bye, Message, PeerMessageKind, decode_body, decode_head, encode
 
 log = SafeLog()
 
@@ -72,12 +72,12 @@ class ReadableOwner:
         self._listeners: list[socket.socket] = []
         self.tcp = ""
         if unix:
-            self._listen(_unix_listener(unix), Identity(instance, epoch, b"", True))
+            self._listen(_unix_listener(unix), LenderIdentity(instance, epoch, b"", True))
         if tcp:
             listener = _tcp_listener(tcp)
             host, port = listener.getsockname()[:2]
             self.tcp = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            self._listen(listener, Identity(instance, epoch, key, False))
+            self._listen(listener, LenderIdentity(instance, epoch, key, False))
 
     def close(self) -> None:
         """End all connections and leases, and wait for the threads. Idempotent."""
@@ -97,7 +97,7 @@ class ReadableOwner:
             Path(self._unix).unlink(missing_ok=True)
             self._unix = ""
 
-    def _listen(self, listener: socket.socket, identity: Identity) -> None:
+    def _listen(self, listener: socket.socket, identity: LenderIdentity) -> None:
         self._listeners.append(listener)
         self._start(self._accept, listener, identity)
 
@@ -108,7 +108,7 @@ class ReadableOwner:
             thread.start()
             self._threads.append(thread)
 
-    def _accept(self, listener: socket.socket, identity: Identity) -> None:
+    def _accept(self, listener: socket.socket, identity: LenderIdentity) -> None:
         while True:
             try:
                 connection, _ = listener.accept()
@@ -131,7 +131,7 @@ class ReadableOwner:
             else:
                 _hang_up(connection, "as many connections as there may be")
 
-    def _serve(self, connection: socket.socket, identity: Identity) -> None:
+    def _serve(self, connection: socket.socket, identity: LenderIdentity) -> None:
         session = OwnerSession(self._leases, identity)
         words = "closing"
         try:
@@ -185,7 +185,7 @@ class ReadableOwner:
             return None
         kind, body_bytes = decode_head(head)
         if kind not in session.awaits:
-            raise PeerWireError(f"a {Kind(kind).name} is not awaited")
+            raise PeerWireError(f"a {PeerMessageKind(kind).name} is not awaited")
         body = self._exactly(connection, body_bytes, until_s)
         return None if body is None else decode_body(kind, body)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvbm.catalog.routing.router import Lent, PeerLink, Reader
+from kvbm.catalog.routing.router import LentPrefix, PeerLink, ReadingInstance
 from kvbm.catalog.routing.transfers import MOST_DISTANCE
 from kvbm.core.answers import MAX_PEERS, LentRun
-from kvbm.core.fetching import LOT_BLOCKS, Source, least_times, quickest
+from kvbm.core.fetching import LOT_BLOCKS, FetchSource, least_times, quickest
 from kvbm.core.ids import InstanceId
 from kvbm.core.topology import Link, distance
 
@@ -39,11 +39,17 @@ class Usable(NamedTuple):
     is_tcp: bool
     apart: int
     before: int  # -end
-    at: int  # in `Lent.runs`
+    at: int  # in `LentPrefix.runs`
 
 
 def price_of_peers(
-    lent: Lent, instance: InstanceId, reader: Reader, depth: int, reach: int, objects: Link, block_compute_s: float
+    lent: LentPrefix,
+    instance: InstanceId,
+    reader: ReadingInstance,
+    depth: int,
+    reach: int,
+    objects: Link,
+    block_compute_s: float,
 ) -> PeerPrice | None:
     """What a candidate would read; None: nobody lends what it needs.
 
@@ -58,7 +64,7 @@ def price_of_peers(
         return None
     sources = [_source(lent, one) for one in usable]
     if reach > depth:
-        sources.append(Source(reach, objects))
+        sources.append(FetchSource(reach, objects))
     longest = max(one.end for one in sources)
     lot = max(LOT_BLOCKS, -(-(longest - depth) // _LOTS))
     best = quickest(depth, least_times(depth, sources, reader.block_bytes, lot), block_compute_s)
@@ -70,7 +76,7 @@ def price_of_peers(
     return PeerPrice(best.end, best.seconds, sum(from_peers), peer)
 
 
-def _chosen(lent: Lent, instance: InstanceId, reader: Reader, depth: int) -> list[Usable]:
+def _chosen(lent: LentPrefix, instance: InstanceId, reader: ReadingInstance, depth: int) -> list[Usable]:
     """The nearest that lend block `depth`, and the one that has the most from there on among them."""
     found = sorted(
         Usable(is_tcp, min(distance(reader.place, run.place), MOST_DISTANCE), -run.end, at)
@@ -87,13 +93,13 @@ def _chosen(lent: Lent, instance: InstanceId, reader: Reader, depth: int) -> lis
     return chosen
 
 
-def _is_over_tcp(reader: Reader, run: LentRun) -> bool | None:
+def _is_over_tcp(reader: ReadingInstance, run: LentRun) -> bool | None:
     """How the two reach each other; None: not at all."""
     if reader.host and reader.host == run.host:
         return False
     return True if reader.tcp and run.tcp else None
 
 
-def _source(lent: Lent, one: Usable) -> Source:
+def _source(lent: LentPrefix, one: Usable) -> FetchSource:
     link: PeerLink = (lent.tcp if one.is_tcp else lent.memory)[one.apart]
-    return Source(-one.before, Link(link.latency_s, link.bytes_per_s), link.together_bytes_per_s)
+    return FetchSource(-one.before, Link(link.latency_s, link.bytes_per_s), link.together_bytes_per_s)
