@@ -25,7 +25,7 @@ RUN_TESTS = -m pytest
 SHARED = -n $(JOBS) --dist worksteal
 ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
-.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects smoke-objects test-rdma engines smoke-engines test-engines test-engines-quick test-bridge faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
+.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects smoke-objects test-rdma test-triples engines smoke-engines test-engines test-engines-quick test-bridge faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -110,6 +110,9 @@ test-bridge: setup $(ENGINES_STAMP)  ## the bridge between real vLLM processes w
 
 faults: setup  ## the fault suite alone: the seeded simulator with its mutants and every three faults together (some 20 minutes more), real processes
 	$(BIN)/python $(RUN_TESTS) $(SHARED) --nightly tests/faults $(PYTEST_ARGS)
+
+test-triples: setup  ## the simulator with every three kinds of faults together: more than an hour on two cores
+	$(BIN)/python $(RUN_TESTS) $(SHARED) --nightly -k three_faults_that_meet tests/faults/test_simulator.py $(PYTEST_ARGS)
 
 faults: mutants-quick
 mutants-quick: setup  ## deliberate defects in Python code, one at a time: the test named for each must fail

@@ -111,7 +111,9 @@ def main() -> None:
         answer = catalog.lookup(NAMESPACE, hashes, at_least=[seen], wait_s=5.0)
         print("catalog: " + ", ".join(f"{one.depth} blocks at {one.instance}" for one in answer.instances))
         until_s = time.monotonic() + WAIT_S
-        while not catalog.find(NAMESPACE, hashes, asker=d.manager.instance).peers and time.monotonic() < until_s:
+        while not catalog.find(NAMESPACE, hashes, asker=d.manager.instance).peers:
+            if time.monotonic() > until_s:
+                raise SystemExit(f"the catalog has not heard within {WAIT_S:g} s where P lends")
             time.sleep(0.1)  # P's heartbeats, one a second, say where it lends
 
         d_slots, hits = d.prefill(prompt)

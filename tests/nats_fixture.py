@@ -18,7 +18,7 @@ import pytest
 from kvbm.core.codec import Frame, FrameBytes, encode_frame
 from kvbm.core.events import BlocksCreated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
-from kvbm.streams.base import EventReader, EventStream, Heartbeat, Position, StreamMessage, StreamState
+from kvbm.streams.base import AccessSample, EventReader, EventStream, Heartbeat, Position, StreamMessage, StreamState
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from tests.servers import nats_server
@@ -140,6 +140,14 @@ class PlainOwner:
     def on_stream_state(self, state: StreamState) -> None:
         """See `PublisherOwner.on_stream_state`."""
         self.states.append(state)
+
+    def take_samples(self) -> list[AccessSample]:
+        """See `PublisherOwner.take_samples`."""
+        return []
+
+    def is_silent(self) -> bool:
+        """See `PublisherOwner.is_silent`."""
+        return False
 
 
 def make_frame(first: int, events: int = 1, epoch: int = 1, instance: str = "i", blocks: int = 1) -> FrameBytes:

@@ -68,7 +68,7 @@ class BridgedPort(PublisherPort):
     lives: Callable[[], bool] = staticmethod(lambda: True)
 
     def is_silent(self) -> bool:
-        """See `SilentAtTimes.is_silent`."""
+        """See `PublisherOwner.is_silent`."""
         return not self.lives()
 
 

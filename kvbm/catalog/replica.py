@@ -42,7 +42,6 @@ from kvbm.core.answers import (
     LIMIT,
     MAX_HASHES,
     MAX_PEERS,
-    MAX_WAIT_S,
     BlockAnswer,
     FindAnswer,
     InstanceSummary,
@@ -59,7 +58,7 @@ from kvbm.core.checks import check_text, checked_int
 from kvbm.core.errors import ArgumentValueError, CatalogClosedError, CatalogError, CatalogRefusedError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
 from kvbm.core.parts import ALL_PARTS, has_parts, words_of
-from kvbm.core.questions import checked_limit, checked_names, checked_peers, checked_place, id_of
+from kvbm.core.questions import checked_limit, checked_names, checked_peers, checked_place, checked_wait, id_of
 from kvbm.core.token_questions import TokenQuestions
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import EventReader, EventStream, Heartbeat, Position, StreamMessage, still_holds
@@ -359,12 +358,13 @@ class CatalogReplica(TokenQuestions):
         view = self._following()
         if self._failure is not None or not view.follower.is_ready:
             raise CatalogRefusedError(f"the replica is not ready: {self.ready().reason}", 503, "not_ready")
+        longest_s = checked_wait(wait_s)
         if at_least:
-            self._wait_for(view, at_least, wait_s)
+            self._wait_for(view, at_least, longest_s)
         return view
 
     def _wait_for(self, view: _View, at_least: Sequence[PositionWanted], wait_s: float) -> None:
-        deadline_s = time.monotonic() + min(wait_s, MAX_WAIT_S)
+        deadline_s = time.monotonic() + wait_s
         for wanted in at_least:
             position = Position(Epoch(wanted.epoch), Offset(wanted.offset))
             position = max(position, FIRST)

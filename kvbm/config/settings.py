@@ -33,7 +33,8 @@ Count = Annotated[int, Meta(ge=1)]
 Amount = Annotated[int, Meta(ge=0)]
 PoolSize = Annotated[int, Meta(ge=0, extra={"rule": "it cannot be negative"})]
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
-SecondsOrZero = Annotated[float, Meta(ge=0)]
+SecondsOrZero = Annotated[float, Meta(ge=0, le=LONGEST_S)]
+AgeSeconds = Annotated[float, Meta(ge=0)]  # of what is kept for weeks
 Weight = Annotated[float, Meta(gt=0)]
 Switch = Literal["auto", "on", "off"]
 OffloadWhen = Annotated[str, Meta(extra={"choice": (*OFFLOAD_POLICIES, NO_OFFLOAD)})]
@@ -248,7 +249,7 @@ class JournalSettings(SettingsGroup, frozen=True):
     sync_interval_s: Seconds = 1.0
     segment_bytes: Count = 64 << 20
     capacity_bytes: Count = 4 << 30
-    keep_s: Annotated[float, Meta(ge=0, le=LONGEST_S)] = 604800.0
+    keep_s: SecondsOrZero = 604800.0
     max_bytes: Amount = 0
     waiting_bytes: Annotated[int, Meta(ge=LEAST_EVENT_BYTES)] = 64 << 20
     in_memory: bool = False
@@ -527,14 +528,14 @@ class GcSettings(SettingsGroup, frozen=True):
             the store ignores the conditions of puts on which its lease rests; without it, it does not work there.
     """
 
-    ttl_s: SecondsOrZero = 7 * 86_400.0
+    ttl_s: AgeSeconds = 7 * 86_400.0
     quota_bytes: Amount = 0
     grace_s: Seconds = 60.0
-    young_s: SecondsOrZero = 60.0
-    skew_s: SecondsOrZero = 60.0
+    young_s: AgeSeconds = 60.0
+    skew_s: AgeSeconds = 60.0
     lease_s: Annotated[float, Meta(ge=1, le=LONGEST_S)] = 60.0
-    used_s: Annotated[float, Meta(ge=0, le=LONGEST_S)] = 60.0
-    every_s: SecondsOrZero = 0.0
+    used_s: SecondsOrZero = 60.0
+    every_s: AgeSeconds = 0.0
     id: str = ""
     alone: bool = False
 

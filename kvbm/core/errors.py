@@ -89,7 +89,19 @@ class HashSchemeError(KvbmError):
 
 
 class LedgerError(KvbmError):
-    """A command that contradicts what the ledger holds: a bug in the caller. A retry does not help."""
+    """A command that contradicts what the ledger holds: a bug in the caller. A retry does not help.
+
+    Attributes:
+        tier: the tier of the slot that cannot be used as asked, a `Tier` as a number; None: no slot is to blame.
+        slot: that slot; of several, the one the call came to first.
+        copy: the id of a copy that is not in flight; None: no copy is to blame.
+    """
+
+    def __init__(self, message: str, tier: int | None = None, slot: int | None = None, copy: int | None = None) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.slot = slot
+        self.copy = copy
 
 
 class IllegalEventError(KvbmError):

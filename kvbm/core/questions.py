@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvbm.core.answers import MAX_LABELS, MAX_LIMIT, MAX_PEERS, MAX_POSITIONS, PositionWanted
+from kvbm.core.answers import MAX_LABELS, MAX_LIMIT, MAX_PEERS, MAX_POSITIONS, MAX_WAIT_S, PositionWanted
 from kvbm.core.arguments import check_seconds, refuse_namespace
 from kvbm.core.checks import check_text, checked_int, kind_of, shown
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError
@@ -57,6 +57,16 @@ def checked_seconds(seconds: float, argument: str) -> float:
     """A number of seconds from 0 on."""
     check_seconds(seconds, argument)
     return seconds
+
+
+def checked_wait(wait_s: float) -> float:
+    """How long a catalog may wait for positions before it answers."""
+    check_seconds(wait_s, "wait_s")
+    if wait_s > MAX_WAIT_S:
+        raise ArgumentValueError(
+            "wait_s", f"is {wait_s:g}; a catalog waits {MAX_WAIT_S:g} s at most: ask again for longer"
+        )
+    return wait_s
 
 
 def checked_positions(at_least: Sequence[PositionWanted]) -> list[PositionWanted]:

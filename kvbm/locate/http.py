@@ -59,6 +59,7 @@ from kvbm.core.questions import (
     checked_place,
     checked_positions,
     checked_seconds,
+    checked_wait,
     checked_word,
     id_of,
     named,
@@ -139,7 +140,7 @@ class CatalogClient(TokenQuestions):
         Args:
             hashes: packed, in prompt order; `hashes()` makes them from tokens.
             at_least: positions the answer must have seen.
-            wait_s: how long the catalog may wait for these.
+            wait_s: how long the catalog may wait for these, at most 5.
             timeout_s: of this call, the wait not counted.
             limit: at most this many instances are named, the best first.
             instances: only these are looked at; None for all.
@@ -525,7 +526,7 @@ def _question(
         namespace=named(namespace),
         hashes=hashes.hex(),
         at_least=checked_positions(at_least),
-        timeout_s=checked_seconds(wait_s, "wait_s"),
+        timeout_s=checked_wait(wait_s),
         limit=checked_limit(limit),
         instances=checked_names(instances),
         **more,

@@ -348,7 +348,7 @@ class EngineHbmManager(BlockManager):
         try:
             with self._lock:
                 if copy.id not in self._copies.stores:
-                    raise LedgerError(f"store {copy.id} is not under way; it ends once")
+                    raise LedgerError(f"store {copy.id} is not under way; it ends once", copy=copy.id)
                 ends = True
             self._end_store(store, there, sums)
         finally:

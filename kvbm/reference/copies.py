@@ -91,7 +91,7 @@ class LedgerCopies:
         Raises: LedgerError: the copy is not in flight.
         """
         if self._copies.pop(copy.id, None) is None:
-            raise LedgerError(f"copy {copy.id} is not in flight")
+            raise LedgerError(f"copy {copy.id} is not in flight", copy=copy.id)
         blocks, source_slots = split_hashes(copy.hashes), split_slots(copy.source_slots)
         tier = self._own_tier(copy.source)
         into = self._allocator.tiers.get(copy.target)

@@ -82,19 +82,22 @@ class TierSlots:
     def reserve(self, slots: Sequence[int]) -> None:
         """Take what a start finds in use. Raises LedgerError: a slot does not exist."""
         if slots and max(slots) >= self.pool.slots:
-            raise LedgerError(f"{self.pool.tier.name} slot {max(slots)} was recovered; the pool has {self.pool.slots}")
+            raise self._slot_error(max(slots), f"was recovered; the pool has {self.pool.slots}")
         taken = set(slots)
         self.unused = max(slots, default=-1) + 1
         self.free.extend(slot for slot in range(self.unused) if slot not in taken)
         self.allocated.update(taken)
 
+    def _slot_error(self, slot: int, what: str) -> LedgerError:
+        tier = self.pool.tier
+        return LedgerError(f"{tier.name} slot {slot} {what}", tier=tier, slot=slot)
+
     def require_own(self, slot: int, consequence: str) -> None:
         """Raises LedgerError: the slot is not the caller's."""
-        name = self.pool.tier.name
         if slot not in self.allocated:
-            raise LedgerError(f"{name} slot {slot} is not allocated, so {consequence}")
+            raise self._slot_error(slot, f"is not allocated, so {consequence}")
         if slot in self.receiving:
-            raise LedgerError(f"{name} slot {slot} belongs to a copy, so {consequence}")
+            raise self._slot_error(slot, f"belongs to a copy, so {consequence}")
 
     def require_fillable(
         self, blocks: Sequence[SequenceHash], slots: Sequence[int], verb: str, consequence: str
@@ -167,7 +170,7 @@ class TierSlots:
         blocks = [self.owner(slot) for slot in slots]
         for slot, block in zip(slots, blocks, strict=True):
             if block is None:
-                raise LedgerError(f"{self.pool.tier.name} slot {slot} holds no block, so it cannot be pinned")
+                raise self._slot_error(slot, "holds no block, so it cannot be pinned")
         for slot, block in zip(slots, blocks, strict=True):
             assert block is not None
             self.pins[slot] = self.pins.get(slot, 0) + 1
@@ -182,7 +185,7 @@ class TierSlots:
         for slot in reversed(slots):
             named[slot] += 1
             if self.pins.get(slot, 0) < named[slot]:
-                raise LedgerError(f"{self.pool.tier.name} slot {slot} is not pinned, so it cannot be unpinned")
+                raise self._slot_error(slot, "is not pinned, so it cannot be unpinned")
         for slot in reversed(slots):
             left = self.pins[slot] - 1
             if left:

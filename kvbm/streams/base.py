@@ -330,13 +330,13 @@ class PublisherOwner(Protocol):
         enough.
         """
 
-
-@runtime_checkable
-class SampleSource(Protocol):
-    """What an owner may offer beside: accesses to send to whoever listens."""
-
     def take_samples(self) -> list[AccessSample]:
-        """Those since the last call. Called in the publisher's thread; must not block."""
+        """Accesses since the last call, to send to whoever listens; none where nobody samples them."""
+
+    def is_silent(self) -> bool:
+        """Whether a sign of life would not be true now, as of an owner that speaks for an engine: none is sent then,
+        but the last.
+        """
 
 
 class EventLog(Protocol):

@@ -1,4 +1,6 @@
 // kvbm._native: core's names in C++. kvbm.assembly alone imports it.
+#include <nanobind/stl/optional.h>
+
 #include "python.hpp"
 
 namespace kvbm::bindings {
@@ -33,7 +35,7 @@ nb::object ErrorClasses::made(const Error& error) const {
     case ErrorCode::kMalformedFrame:
       return malformed_frame_(error.at(), error.detail());
     case ErrorCode::kLedger:
-      return ledger_(error.detail());
+      return ledger_(error.detail(), error.tier(), error.slot(), error.copy());
     case ErrorCode::kIllegalEvent:
       return illegal_event_(nb::str(error.rule().data(), error.rule().size()), error.detail());
     case ErrorCode::kCheckpoint:

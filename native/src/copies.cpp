@@ -16,8 +16,7 @@ TierSlots* source_of(const Recorder& recorder, const Copy& copy) noexcept {
 void unpin_run(TierSlots& tier, std::span<const std::uint32_t> slots) {
   for (std::size_t at = slots.size(); at-- > 0;) {
     if (tier.slot(slots[at]).pins == 0) {  // the caller took back a pin that was the copy's
-      throw ledger_error(tier_name(tier.tier()) + " slot " + std::to_string(slots[at]) +
-                         " is not pinned, so it cannot be unpinned");
+      throw slot_error(tier.tier(), slots[at], "is not pinned, so it cannot be unpinned");
     }
     tier.unpin(slots[at]);
   }
@@ -167,7 +166,7 @@ std::size_t Copies::arriving(Recorder& recorder, const SlotAllocator& allocator,
 std::size_t Copies::blocks(std::uint64_t id) const {
   const auto found = copies_.find(id);
   if (found == copies_.end()) {
-    throw ledger_error("copy " + std::to_string(id) + " is not in flight");
+    throw Error::copy(id, "copy " + std::to_string(id) + " is not in flight");
   }
   return found->second.hashes.size() / kHashBytes;
 }

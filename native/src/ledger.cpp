@@ -19,12 +19,10 @@ constexpr std::size_t kPrefetchedBlocks = 32;  // of a long run at a time: more 
 void require_own(const TierSlots& tier, std::uint32_t slot, const char* consequence) {
   const SlotState state = slot < tier.size() ? tier.slot(slot).state : SlotState::kFree;
   if (state == SlotState::kReceiving) {
-    throw ledger_error(tier_name(tier.tier()) + " slot " + std::to_string(slot) + " belongs to a copy, so " +
-                       consequence);
+    throw slot_error(tier.tier(), slot, std::string("belongs to a copy, so ") + consequence);
   }
   if (state != SlotState::kAllocated) {
-    throw ledger_error(tier_name(tier.tier()) + " slot " + std::to_string(slot) + " is not allocated, so " +
-                       consequence);
+    throw slot_error(tier.tier(), slot, std::string("is not allocated, so ") + consequence);
   }
 }
 
@@ -370,7 +368,7 @@ void Ledger::pin(Tier tier, Bytes slots) {
   const std::size_t count = slot_count(slots);
   for (std::size_t at = 0; at < count; ++at) {
     if (const std::uint32_t slot = slot_at(slots, at); !state.is_held(slot)) {
-      throw ledger_error(tier_name(tier) + " slot " + std::to_string(slot) + " holds no block, so it cannot be pinned");
+      throw slot_error(tier, slot, "holds no block, so it cannot be pinned");
     }
   }
   for (std::size_t at = 0; at < count; ++at) {
@@ -391,8 +389,7 @@ void Ledger::unpin(Tier tier, Bytes slots) {
       for (std::size_t before = at + 1; before < count; ++before) {
         state.count_pin(slot_at(slots, before));
       }
-      throw ledger_error(tier_name(tier) + " slot " + std::to_string(slot) +
-                         " is not pinned, so it cannot be unpinned");
+      throw slot_error(tier, slot, "is not pinned, so it cannot be unpinned");
     }
     if (state.discount_pin(slot)) {
       last[unpinned++] = slot;

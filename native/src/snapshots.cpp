@@ -22,8 +22,8 @@ void Snapshots::recover(Recorder& recorder, TierSlots& tier, std::span<const Rec
     slots.push_back(entry.slot);
   }
   if (!slots.empty() && std::ranges::max(slots) >= tier.size()) {
-    throw ledger_error(tier_name(tier.tier()) + " slot " + std::to_string(std::ranges::max(slots)) +
-                       " was recovered; the pool has " + std::to_string(tier.size()));
+    throw slot_error(tier.tier(), std::ranges::max(slots),
+                     "was recovered; the pool has " + std::to_string(tier.size()));
   }
   tier.reserve(slots);
   std::vector<std::uint32_t> fresh;

@@ -101,6 +101,7 @@ def test_a_secret_that_is_no_bytes_is_our_error_and_is_not_shown(secret: Any) ->
 BAD: list[tuple[str, Callable[[kvbm.CatalogClient], object]]] = [
     ("timeout_s", lambda one: one.lookup(SPACE, HASHES, timeout_s="1")),  # type: ignore[arg-type]
     ("wait_s", lambda one: one.lookup(SPACE, HASHES, wait_s=-1.0)),
+    ("wait_s", lambda one: one.route(SPACE, HASHES, 40, wait_s=5.5)),
     ("at_least", lambda one: one.lookup(SPACE, HASHES, at_least=None)),  # type: ignore[arg-type]
     ("at_least[0]", lambda one: one.route(SPACE, HASHES, 40, at_least=["a"])),  # type: ignore[list-item]
     (

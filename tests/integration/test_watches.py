@@ -446,11 +446,16 @@ def test_what_is_not_yours_is_not_there(nats_url: str, cluster: str, sqlite_url:
         depths = [event for event in iter(lambda: prefix.next_event(0.3), None) if isinstance(event, PrefixDepths)]
         assert depths == []
         operator.write_text("kvbm_none")
-        entries = [one for one in access_file.read_entries(access) if one.name != "op"]
+        entries = [
+            one._replace(role="metrics", tenants=None) if one.name == "plain" else one
+            for one in access_file.read_entries(access)
+            if one.name != "op"
+        ]
         access_file.write_entries(access, entries)
-        ended = take_until(feeds["op", "namespace"], lambda event: isinstance(event, WatchEnded))[-1]
-        assert isinstance(ended, WatchEnded)
-        assert not ended.may_return
+        for name in ("op", "plain"):  # one is nobody now, the other may ask for metrics alone
+            ended = take_until(feeds[name, "namespace"], lambda event: isinstance(event, WatchEnded))[-1]
+            assert isinstance(ended, WatchEnded)
+            assert not ended.may_return
         for watch in [*feeds.values(), prefix]:
             watch.close()
         for client in clients.values():

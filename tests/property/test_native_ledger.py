@@ -92,7 +92,7 @@ class Twins:
                 except LayoutError as error:
                     results.append(type(error))  # the codec's words differ where struct has spoken
                 except KvbmError as error:
-                    results.append((type(error), str(error)))
+                    results.append((type(error), str(error), vars(error)))
             assert results[0] == results[1], (name, arguments, named)
             assert type(results[0]) is type(results[1])
             self.check()

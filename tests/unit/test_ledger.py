@@ -132,8 +132,9 @@ def test_a_release_that_is_refused_leaves_its_other_slots_with_the_caller() -> N
     ledger = make_ledger()
     allocation = ledger.allocate(HBM, 2)
     assert allocation is not None
-    with pytest.raises(LedgerError, match="slot 3 is not allocated"):
+    with pytest.raises(LedgerError, match="slot 3 is not allocated") as refused:
         ledger.release(HBM, allocation.slots + slots(3))
+    assert (refused.value.tier, refused.value.slot, refused.value.copy) == (HBM, 3, None)
     assert ledger.counts(HBM) == (4, 2, 0, 0, 2)
     ledger.release(HBM, allocation.slots)
     slots_are_whole(ledger)
@@ -296,8 +297,9 @@ def test_both_ends_of_a_copy_belong_to_it_until_it_ends() -> None:
         ledger.create(NAMESPACE.id, HOST, NO_PARENT, 0, blocks(9), copy.target_slots)
     ledger.end_copy(copy, [True], MigrateCause.OFFLOAD)
     assert ledger.allocate(HBM, 4) is not None
-    with pytest.raises(LedgerError, match="not in flight"):
+    with pytest.raises(LedgerError, match="not in flight") as refused:
         ledger.end_copy(copy, [True], MigrateCause.OFFLOAD)
+    assert (refused.value.tier, refused.value.slot, refused.value.copy) == (None, None, copy.id)
 
 
 def test_a_block_cleared_while_it_was_copied_has_not_arrived() -> None:

@@ -171,8 +171,8 @@ class _Api:
         self._judge_again(request)
 
         def caller_now() -> Caller | None:
-            caller: Caller | None = request.scope[CALLER_NOW]()
-            return caller if allowed(caller, request.scope["path"]) == PASSED else None
+            caller, outcome = _judged_now(request)
+            return caller if outcome == PASSED else None
 
         return FeedResponse(self._service.watches.open(exchange.key, asked, _caller(request), caller_now))
 
@@ -329,8 +329,7 @@ class _Api:
         """Know the caller as it is by now: reading a body and waiting take seconds, and its token may be gone, or its
         role another.
         """
-        caller: Caller | None = request.scope[CALLER_NOW]()
-        outcome = allowed(caller, request.scope["path"])
+        caller, outcome = _judged_now(request)
         if outcome != PASSED:
             status, refusal = (401, UNKNOWN.error) if outcome == "unknown" else (403, FORBIDDEN.error)
             self._refusals[_REFUSALS[outcome]] += 1
@@ -399,6 +398,12 @@ def _too_large() -> ApiError:
         f"the body has more than {MAX_BODY_BYTES} bytes",
         f"give at most {MAX_HASHES} hashes, best as one hex string",
     )
+
+
+def _judged_now(request: Request) -> tuple[Caller | None, str]:
+    """Who asks as of now, and whether it may: None is nobody who is known."""
+    caller: Caller | None = request.scope[CALLER_NOW]()
+    return caller, allowed(caller, request.scope["path"])
 
 
 def _exchange(request: Request) -> MeteredExchange:

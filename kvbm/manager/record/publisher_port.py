@@ -31,7 +31,7 @@ class Publishing(NamedTuple):
 
 
 class PublisherPort:
-    """A `streams.base.PublisherOwner` and `SampleSource`.
+    """A `streams.base.PublisherOwner`.
 
     The publisher reports in its own thread; the event writer reads in its turns.
 
@@ -96,6 +96,10 @@ class PublisherPort:
         """See `PublisherOwner.on_stream_state`."""
         self._state = state
         self._stream.wake.set()
+
+    def is_silent(self) -> bool:
+        """See `PublisherOwner.is_silent`: a manager speaks for itself."""
+        return False
 
     def take_samples(self) -> list[AccessSample]:
         """The sampled prompts since the last call."""

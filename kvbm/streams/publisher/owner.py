@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import msgspec
 
 from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.streams.base import (
-    AccessSample,
-    Heartbeat,
-    Position,
-    PublisherOwner,
-    SampleSource,
-    StreamState,
-)
+from kvbm.streams.base import AccessSample, Heartbeat, Position, PublisherOwner, StreamState
 from kvbm.streams.publisher.reports import PublisherReports
 
 T = TypeVar("T")
-
-
-@runtime_checkable
-class SilentAtTimes(Protocol):
-    """What an owner may be that speaks for somebody else."""
-
-    def is_silent(self) -> bool:
-        """Whether a sign of life would not be true now: none is sent then, but the last.
-
-        Called in the publisher's thread.
-        """
 
 
 class OwnerCalls:
@@ -38,8 +20,6 @@ class OwnerCalls:
 
     def __init__(self, owner: PublisherOwner, cluster: str, instance: InstanceId, reports: PublisherReports) -> None:
         self._owner = owner
-        self._samples = owner if isinstance(owner, SampleSource) else None
-        self._may_be_silent = owner if isinstance(owner, SilentAtTimes) else None
         self._cluster = cluster
         self._instance = instance
         self._reports = reports
@@ -79,8 +59,8 @@ class OwnerCalls:
         return again, words
 
     def is_silent(self) -> bool:
-        """See `SilentAtTimes.is_silent`; never of an owner that is no such thing, nor of one that cannot say it."""
-        return self._may_be_silent is not None and bool(self._call("is_silent", self._may_be_silent.is_silent)[0])
+        """See `PublisherOwner.is_silent`; never of an owner that cannot say it."""
+        return bool(self._call("is_silent", self._owner.is_silent)[0])
 
     def on_published(self, position: Position) -> None:
         """See `PublisherOwner.on_published`."""
@@ -99,10 +79,8 @@ class OwnerCalls:
         self._call("on_stream_state", lambda: self._owner.on_stream_state(state))
 
     def take_samples(self) -> list[AccessSample]:
-        """See `SampleSource.take_samples`; none of an owner that is no such source."""
-        if self._samples is None:
-            return []
-        samples, _ = self._call("take_samples", self._samples.take_samples)
+        """See `PublisherOwner.take_samples`."""
+        samples, _ = self._call("take_samples", self._owner.take_samples)
         return samples or []
 
     def _call(self, what: str, call: Callable[[], T]) -> tuple[T | None, str]:

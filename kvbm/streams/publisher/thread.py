@@ -61,8 +61,7 @@ class PublisherThread:
 
     Args:
         frames: the instance's log.
-        owner: called in this thread; what it raises is logged and changes nothing. It may be a `SampleSource` and a
-            `SilentAtTimes` too.
+        owner: called in this thread; what it raises is logged and changes nothing.
         interval_s: between heartbeats.
         connect: (url, timeout_s) → the stream.
         window_bytes, linger_s: as of `PublisherOptions`. runs: as of `Publisher`.

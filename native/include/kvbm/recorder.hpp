@@ -22,6 +22,12 @@ inline constexpr std::size_t kMaxRunBlocks = 1024;  // of one event: it must fit
 
 inline Error ledger_error(std::string detail) { return {ErrorCode::kLedger, std::move(detail)}; }
 
+// what: what the slot is not, and what cannot be done therefore.
+inline Error slot_error(Tier tier, std::uint32_t slot, const std::string& what) {
+  return Error::slot(static_cast<std::uint8_t>(tier), slot,
+                     tier_name(tier) + " slot " + std::to_string(slot) + " " + what);
+}
+
 // Whether what a tier holds outlives the process.
 inline bool is_durable(Tier tier) noexcept { return tier == Tier::kNvme || tier == Tier::kObject; }
 
