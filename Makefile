@@ -25,7 +25,7 @@ RUN_TESTS = -m pytest
 SHARED = -n $(JOBS) --dist worksteal
 ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
-.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects smoke-objects test-rdma test-triples engines smoke-engines test-engines test-engines-quick test-bridge faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
+.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick test-bridge faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -80,6 +80,10 @@ test-rdma: setup  ## reads over RDMA (Soft-RoCE), in a throw-away VM: needs Debi
 	rm -rf build/rdma
 	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --nodes 2 --leader --cpus 1 --mem 1024 --timeout 600 --rw $(CURDIR) --pyverbs $(BIN)/python -- \
 	  bash tests/rdma/run.sh $(PYTEST_ARGS)
+
+smoke-rdma: setup  ## … of it three reads in one VM: whole, with bytes that changed, with a wrong key; what CI runs of it
+	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --cpus 1 --mem 1024 --timeout 600 --rw $(CURDIR) --pyverbs $(BIN)/python -- \
+	  $(BIN)/python -m pytest --confcutdir=tests/rdma -p no:cacheprovider -p no:xdist -p no:hypothesispytest -m smoke tests/rdma/test_rdma.py $(PYTEST_ARGS)
 
 # The engine wants other versions of what kvbm uses, hence its own environment. What setup has compiled is taken from there: the
 # second build finds nothing to do. kvbm is installed as a user would have it, entry points and all, over the sources of this checkout.
@@ -179,7 +183,7 @@ gpu-check-dry:  ## its dry run
 check: check-code check-tests  ## what CI runs, in some 25 minutes
 check-code: lint sizes type contract docs native-test fuzz-short
 check-tests: RUN_TESTS = tools/run_tests.py
-check-tests: test smoke-objects smoke-engines wheel-check
+check-tests: test smoke-objects smoke-rdma smoke-engines wheel-check
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info

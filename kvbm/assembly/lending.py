@@ -216,7 +216,7 @@ class Exchange(NamedTuple):
         if (lending := self.lending) is None:
             return stoppers
         lending.evict.append(lambda tier, block: manager.evict(tier, bytes(block), EvictReason.CORRUPT))
-        manager.lends = lending.address.words() | lending.limits
+        manager.lends, manager.lent = lending.address.words() | lending.limits, lending.server.counts
         namespaces = self.namespaces
         spaces = LentNamespaces(
             lending.server,
@@ -229,7 +229,13 @@ class Exchange(NamedTuple):
         opened.callback(spaces.stop)
         spaces.start()
         lending.start()
-        return [lambda _: spaces.stop(), lending.close, *stoppers]
+
+        def stop(timeout_s: float) -> None:
+            lending.close(timeout_s)
+            last = lending.server.counts()
+            manager.lent = lambda: last  # the server would keep HOST mapped
+
+        return [lambda _: spaces.stop(), stop, *stoppers]
 
 
 def open_exchange(

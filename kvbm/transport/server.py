@@ -22,6 +22,7 @@ import numpy as np
 from kvbm.core.backend import LedgerProtocol, LockProtocol
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.ids import InstanceId, NamespaceId, SequenceHash, Tier
+from kvbm.core.lent import LentCounts
 from kvbm.safe_log import SafeLog
 from kvbm.transport.native import PeerTls
 
@@ -232,8 +233,13 @@ class Lending:
         return self._server
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start, and `connections` and `blocks_lent_now`."""
+        """What `counts` has, and `refused_pins`: pins that could not be given back, which never is."""
         return self._server.stats()
+
+    def counts(self) -> LentCounts:
+        """What was lent since the start, and what is now."""
+        stats = self._server.stats()
+        return LentCounts(*(stats[name] for name in LentCounts.__struct_fields__))
 
     def close(self, timeout_s: float = _CLOSE_S) -> bool:
         """Grant nothing more, end all connections and give back all that is lent. Only the first call does, and waits.

@@ -70,11 +70,11 @@ void PeerConnection::run() noexcept {
     while (answer(receive(std::nullopt))) {
     }
   } catch (const PeerGoneError& gone) {
-    (has_shaken_ ? owner_.counts.broken : owner_.counts.refused)
+    (has_shaken_ ? owner_.counts.broken : owner_.counts.unproved)
         .fetch_add(has_shaken_ ? 0 : 1, std::memory_order_relaxed);
     say_bye(owner_.is_closing ? "the instance closes" : gone.what());
   } catch (const std::exception& error) {
-    (has_shaken_ ? owner_.counts.broken : owner_.counts.refused).fetch_add(1, std::memory_order_relaxed);
+    (has_shaken_ ? owner_.counts.broken : owner_.counts.unproved).fetch_add(1, std::memory_order_relaxed);
     say_bye(error.what());
   }
   for (JoinRequests* const joins : {&owner_.rdma, &owner_.nixl}) {
@@ -212,6 +212,7 @@ void PeerConnection::open(const PeerOpen& open) {
   const PeerProof wanted = peer_open_proof(root, reader_, nonce_, open.namespace_id, owner_.options.instance);
   const bool is_open = equal_in_constant_time(open.proof, wanted) && admitted.has_value();
   opened_[open.handle] = is_open ? std::optional(Opened{open.namespace_id, admitted->number}) : std::nullopt;
+  owner_.counts.unopened.fetch_add(is_open ? 0 : 1, std::memory_order_relaxed);
   const std::size_t block_bytes = is_open ? owner_.host.block_bytes : 0;
   send(PeerOpened{.handle = open.handle, .is_open = is_open, .block_bytes = static_cast<std::uint32_t>(block_bytes)});
 }
@@ -288,7 +289,7 @@ void PeerConnection::say_busy(std::uint32_t request) {
 }
 
 void PeerConnection::say_gone(std::uint32_t request, PeerGoneReason reason) {
-  owner_.counts.gone.fetch_add(1, std::memory_order_relaxed);
+  owner_.counts.gone[static_cast<std::size_t>(reason)].fetch_add(1, std::memory_order_relaxed);
   send(PeerGone{.request = request, .reason = reason});
 }
 
@@ -325,7 +326,11 @@ bool PeerConnection::grant_slots(const PeerAsk& ask, const NamespaceId& namespac
   grant.lease = lease;
   send(grant);
   leases_.set_end(lease, in_ms(lease_ms));
-  owner_.counts.lent_blocks.fetch_add(depth, std::memory_order_relaxed);
+  LendingCounts& counts = owner_.counts;
+  std::atomic<std::uint64_t>& lent = ask.transport == PeerTransport::kRdma   ? counts.rdma_bytes
+                                     : ask.transport == PeerTransport::kNixl ? counts.nixl_bytes
+                                                                             : counts.memory_bytes;
+  lent.fetch_add(depth * owner_.host.block_bytes, std::memory_order_relaxed);
   return true;
 }
 
@@ -354,8 +359,8 @@ void PeerConnection::grant_bytes(const PeerAsk& ask, const NamespaceId& namespac
              .checksums = packed_u32s(std::span(run.checksums).first(depth))},
             run, deadline);
   checkable_ = depth;
-  owner_.counts.sent_blocks.fetch_add(depth, std::memory_order_relaxed);
-  owner_.counts.sent_bytes.fetch_add(depth * owner_.host.block_bytes, std::memory_order_relaxed);
+  auto& sent = is_unix_ ? owner_.counts.unix_bytes : owner_.counts.tcp_bytes;
+  sent.fetch_add(depth * owner_.host.block_bytes, std::memory_order_relaxed);
 }
 
 void PeerConnection::stage(Outgoing& run, const NamespaceId& namespace_id, Bytes hashes, SteadyTime deadline) {

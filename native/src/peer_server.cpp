@@ -228,7 +228,7 @@ void LendingServer::Shared::accept_one(int listener, bool is_unix) noexcept {
   const bool is_stranger = is_unix && !is_own_user(peer.get());
   Place* const free = is_stranger || (!is_unix && !has_room_for_strangers()) ? nullptr : free_place();
   if (free == nullptr || is_stranger) {
-    owner.counts.refused.fetch_add(1, std::memory_order_relaxed);
+    (is_stranger ? owner.counts.unproved : owner.counts.crowded).fetch_add(1, std::memory_order_relaxed);
     return say_bye(peer.get(), is_stranger ? "another user's process" : "as many connections as there may be");
   }
   if (!is_unix) {
@@ -265,7 +265,7 @@ void LendingServer::Shared::accept_one(int listener, bool is_unix) noexcept {
       left.notify_all();
     });
   } catch (const std::exception&) {  // no thread or no memory is to be had
-    owner.counts.refused.fetch_add(1, std::memory_order_relaxed);
+    owner.counts.crowded.fetch_add(1, std::memory_order_relaxed);
     owner.counts.connections.fetch_sub(1, std::memory_order_relaxed);
     say_bye(fd, "no thread is to be had");
     const std::lock_guard held(mutex);

@@ -169,7 +169,8 @@ void blocks_are_read_over_both_sockets() {
     CHECK(site.read(client, unknown, 99) == 0);
     site.settle();
   }
-  CHECK(site.server->owner().counts.lent_blocks == 20 && site.server->owner().counts.sent_blocks == 20);
+  CHECK(site.server->owner().counts.memory_bytes == 20 * kBytes &&
+        site.server->owner().counts.tcp_bytes == 20 * kBytes);
 }
 
 void what_is_evicted_is_not_lent() {
@@ -222,7 +223,7 @@ void strangers_are_hung_up_on() {
   for (int turn = 0; site.read(client, site.hashes, 0) != 16; ++turn) {
     CHECK(turn < 1'000);  // on a busy machine a reader too may be late for its handshake
   }
-  CHECK(site.server->owner().counts.refused >= 10);
+  CHECK(site.server->owner().counts.unproved >= 10 && site.server->owner().counts.crowded == 0);
 }
 
 void random_bytes_after_a_hello_end_a_connection_alone() {
@@ -500,7 +501,7 @@ void connections_without_a_thread_end_and_cost_no_place() {
     PeerClient client(site.target(is_unix), 1, copier);
     CHECK(site.read(client, site.hashes, 0) == 16);
   }
-  CHECK(site.server->owner().counts.refused == 24);
+  CHECK(site.server->owner().counts.crowded == 24);
   site.settle();
 }
 

@@ -158,8 +158,8 @@ def test_it_answers_while_python_is_busy(site: NativeSite):
         child.kill()
         child.wait()
         child.stdout.close()
-    blocks = "lent_blocks" if site.transport == "memory" else "sent_blocks"
-    assert after[blocks] > before[blocks], "nobody was served meanwhile"
+    lent = f"{site.transport}_bytes"
+    assert after[lent] > before[lent], "nobody was served meanwhile"
     eventually(lambda: site.lender.pinned == 0, "blocks stay pinned")
 
 

@@ -24,6 +24,7 @@ from kvbm.config import Settings, TransportSettings, load_settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import BlocksMigrated, MigrateCause
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
+from kvbm.core.lent import LentCounts
 from kvbm.locate.base import FoundElsewhere, Nowhere
 from kvbm.manager.owned_hbm import Manager
 from kvbm.streams.journal.segments import segment_files
@@ -98,6 +99,60 @@ def test_the_second_reads_what_the_first_has_computed(pair: Pair, way: str, tier
     second.close()
     [event] = fetches(pair.settings("second"))
     assert (event.source, event.target, event.kept, event.hashes) == ("first", Tier.HBM, True, hashes)
+
+
+def test_the_catalogs_metrics_say_what_an_instance_lends_and_refuses(pair: Pair) -> None:
+    """By each way, and to somebody who has another key."""
+    other_key = pair.key.parent / "other key"
+    other_key.write_text("o" * 64)
+    other_key.chmod(0o600)
+    first, second = pair.instance("first"), pair.instance("second")
+    flags = {"transport__listen": "", "transport__fetch": True, "transport__key_file": str(other_key)}
+    stranger = pair.instance("stranger", **flags)
+    size = DEPTH * BLOCK_BYTES
+
+    def lent(by: Manager) -> LentCounts:
+        counts = by.stats().lent
+        assert counts is not None
+        return counts
+
+    def says(*lines: str) -> None:
+        told = [f"kvbm_catalog_{line}" for line in lines]
+        text = pair.site.client.metrics
+        eventually(lambda: {*told} <= {*text().splitlines()}, "the catalog says otherwise", state=text)
+
+    def told(memory: int, unix: int, tcp: int) -> None:
+        by = {"memory": memory, "unix": unix, "tcp": tcp, "rdma": 0, "nixl": 0}
+        says(
+            *(f'lent_bytes_total{{instance="first",transport="{way}"}} {float(count)}' for way, count in by.items()),
+            'lent_blocks{instance="first"} 0.0',
+        )
+
+    told(0, 0, 0)
+    assert 'lent_bytes_total{instance="stranger"' not in pair.site.client.metrics()
+    for prompt, tier, transport in ((1, Tier.HOST, MEMORY), (2, Tier.NVME, MEMORY), (3, Tier.HOST, TCP)):
+        hashes = computed(first, tier, prompt)
+        pair.has_found("first", prompt)
+        reads_by(second, transport)
+        prefix = second.acquire(NAMESPACE.id, hashes)
+        assert prefix.hits == {Tier.HOST: DEPTH}
+        second.unpin(prefix.slots)
+        told(size, size * (prompt > 1), size * (prompt > 2))
+    assert second.stats().peers is not None and stranger.stats().lent is None
+    assert lent(first).tcp_bytes == second.stats().peers.bytes[TCP] == size
+    reads_by(stranger, TCP)
+    hashes = computed(first, Tier.HOST, 4)
+    pair.has_found("first", 4)
+    assert stranger.acquire(NAMESPACE.id, hashes).depth == 0
+    refused = lent(first).unproved
+    assert refused > 0
+    says(
+        f'lending_refusals_total{{instance="first",why="unproved"}} {float(refused)}',
+        'lending_refusals_total{instance="first",why="busy"} 0.0',
+        'lending_leases_expired_total{instance="first"} 0.0',
+        'lent_corrupt_blocks_total{instance="first"} 0.0',
+    )
+    says(f'lending_connections{{instance="first"}} {float(lent(first).connections)}')
 
 
 def test_a_route_prices_what_another_lends_and_computes_what_nobody_does(pair: Pair) -> None:

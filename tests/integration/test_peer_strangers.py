@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvbm.core.errors import ConfigError, KvbmError
+from kvbm.core.lent import LentCounts
 from kvbm.core.reads import ReadOutcome
 from kvbm.reference.peer_server import ReadableOwner
 from kvbm.transport.base import PeerReader
@@ -23,6 +24,7 @@ from kvbm.transport.lending import LentLimits
 from kvbm.transport.wire import (
     HEAD_BYTES,
     Ask,
+    Busy,
     Bye,
     End,
     Gone,
@@ -435,6 +437,79 @@ def test_who_is_idle_gives_its_place_to_who_comes(transport: str, tmp_path: Path
         for _ in range(2):
             for reader in readers:
                 eventually(lambda reader=reader: is_read(reader), "an idle connection keeps its place")
+    finally:
+        site.close()
+
+
+def test_an_owner_counts_what_it_lends_and_refuses(tmp_path: Path) -> None:
+    """Each of its counts is moved by one thing, and by nothing else."""
+    limits = LentLimits(lease_s=WAIT_S, blocks=4)
+    site = NativeSite("tcp", NativeLender(20, BLOCK, tmp_path), limits, tmp_path, connections=2, handshake_s=WAIT_S)
+    near = SocketSite.__new__(SocketSite)
+    near.transport, near.unix = "memory", site.unix
+    known = site.lending.counts()
+
+    def counted(**more: int) -> None:
+        nonlocal known
+        known = LentCounts(**{name: getattr(known, name) + more.get(name, 0) for name in LentCounts.__struct_fields__})
+        eventually(lambda: site.lending.counts() == known, "it counts otherwise", state=site.lending.counts)
+
+    def asked(by: Stranger, transport: GrantTransport, hashes: bytes, time_left_ms: int = 60_000) -> Message:
+        by.say(Ask(1, 0, transport, time_left_ms, hashes))
+        return by.heard()
+
+    try:
+        assert known == LentCounts()
+        site.lender.put(hashes_of(4), blocks_of(4, BLOCK))
+        far = Stranger(site)
+        counted(accepted=1, connections=1)
+        with pytest.raises(AssertionError):  # strangers have half of the places
+            Stranger(site)
+        counted(accepted=1, crowded=1)
+        far.say(Hello(far.nonce, 0, 3, 0, "stranger"), Prove(bytes(32)))
+        assert far.last_words() == "the key is another"
+        counted(unproved=1, connections=-1)
+        far = Stranger(site)
+        far.open()
+        counted(accepted=1, connections=1)
+        far.say(far.opening(1, "another owner"))
+        assert far.heard() == NamespaceOpened(1, False, 0)
+        counted(unopened=1)
+        far.say(Ask(1, 1, GrantTransport.TCP, 1000, hashes_of(1)))
+        assert far.heard() == Gone(1, GoneReason.NOT_OPENED)
+        counted(not_opened=1)
+        assert asked(far, GrantTransport.TCP, hashes_of(1, 9)) == Gone(1, GoneReason.NOT_HELD)
+        counted(not_held=1)
+        site.lending.fence(True)
+        assert asked(far, GrantTransport.TCP, hashes_of(1)) == Gone(1, GoneReason.FENCED)
+        site.lending.fence(False)
+        counted(fenced=1)
+        assert isinstance(asked(far, GrantTransport.TCP, hashes_of(3)), Grant)
+        far.exactly(3 * BLOCK)
+        counted(tcp_bytes=3 * BLOCK)
+        here = Stranger(near)
+        here.open()
+        assert not isinstance(asked(here, GrantTransport.MEMORY, hashes_of(2), 1), Grant)  # ARENA
+        assert isinstance(here.heard(), Grant)
+        counted(accepted=1, connections=1, memory_bytes=2 * BLOCK, expired=1)
+        assert isinstance(asked(here, GrantTransport.TCP, hashes_of(1)), Grant)
+        here.exactly(BLOCK)
+        counted(unix_bytes=BLOCK)
+        grant = asked(here, GrantTransport.MEMORY, hashes_of(4))
+        assert isinstance(grant, Grant)
+        counted(memory_bytes=4 * BLOCK, blocks_lent_now=4)
+        assert isinstance(asked(far, GrantTransport.TCP, hashes_of(1)), Busy)
+        counted(busy=1)
+        here.say(End(grant.lease, 0, b""))
+        counted(blocks_lent_now=-4)
+        site.lender.slot_of(hashes_of(1))[0] ^= 1
+        assert isinstance(asked(far, GrantTransport.TCP, hashes_of(1)), Grant)
+        far.exactly(BLOCK)
+        far.say(End(0, 0, hashes_of(1)))
+        counted(tcp_bytes=BLOCK, corrupt_blocks=1)
+        here.say(b"\0" * 8)
+        assert here.last_words()
+        counted(broken=1, connections=-1)
     finally:
         site.close()
 

@@ -39,6 +39,7 @@ using PeerProof = std::array<std::uint8_t, kPeerProofBytes>;
 enum class PeerRole : std::uint8_t { kReader = 0, kOwner = 1 };
 enum class PeerTransport : std::uint8_t { kMemory = 0, kTcp = 1, kRdma = 2, kNixl = 3 };
 enum class PeerGoneReason : std::uint8_t { kNotHeld = 0, kClosing = 1, kFenced = 2, kNotOpened = 3 };
+inline constexpr std::size_t kPeerGoneReasons = 4;
 
 enum class PeerKind : std::uint8_t {
   kHello = 1,
