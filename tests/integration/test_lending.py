@@ -296,8 +296,7 @@ OWNER = """
     import sys, time
     from kvbm.assembly import open_engine_manager, open_manager
     from kvbm.config import load_settings
-    from tests.lending_pairs import DEPTH, Pair, computed, reads_by
-from tests.managers import BLOCK_BYTES, NAMESPACE, serve
+    from tests.managers import BLOCK_BYTES, NAMESPACE, serve
     flags = dict(one.split("=", 1) for one in sys.argv[1:])
     manager = open_manager(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES)
     serve(manager, 1, 8)
