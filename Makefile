@@ -108,7 +108,7 @@ $(ENGINES_STAMP): $(STAMP) constraints-engines.txt
 
 engines: $(ENGINES_STAMP)  ## the environment with vLLM, below build/ (needs a network, 4 GB)
 
-smoke-engines: $(ENGINES_STAMP)  ## kvbm inside real vLLM on this CPU: stores, loads, survives a kill
+smoke-engines: $(ENGINES_STAMP)  ## kvbm inside real vLLM on this CPU: stores, loads, reads from another, is killed
 	$(ENGINES)/bin/python $(RUN_TESTS) --engines -m smoke tests/engines $(PYTEST_ARGS)
 
 test-engines-quick: $(ENGINES_STAMP)  ## … a part of it, in some ten minutes
