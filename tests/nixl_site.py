@@ -186,6 +186,27 @@ class Connection:
         return bytes(data)
 
 
+def nixl_reader(
+    process: NixlProcess,
+    unix: str,
+    owner: InstanceId = OWNER,
+    roots: RootOf = root_of,
+    known: Sequence[Namespace] = (NAMESPACE, OTHER),
+    **more: Any,
+) -> NixlReader:
+    """A reader of the owner at a unix socket that reads with this process.
+
+    Args:
+        known: namespaces that it opens.
+        more: options of `NixlReader`.
+    """
+
+    def connect(until_s: float) -> Connection:
+        return Connection(unix, owner, known, roots, until_s)
+
+    return NixlReader(process, connect, COPIER, **{"handshake_s": NIXL_S} | more)
+
+
 class NixlSite(SocketSite):
     """An owner that lends over NIXL beside its sockets. What does not come over NIXL comes through memory.
 
@@ -229,12 +250,8 @@ class NixlSite(SocketSite):
         **more: Any,
     ) -> PeerReader:
         known = more.pop("namespaces", (NAMESPACE, OTHER))
-
-        def connect(until_s: float) -> Connection:
-            return Connection(self.unix, owner, known, root_of, until_s)
-
         others = MemoryReader(new_client, self.unix, READER, owner, root_of, streams) if self._falls_back else None
-        made = NixlReader(self.reads, connect, COPIER, others, handshake_s=NIXL_S, **more)
+        made = nixl_reader(self.reads, self.unix, owner, root_of, known, others=others, **more)
         self._readers.append(made)
         return made
 

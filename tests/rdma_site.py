@@ -59,19 +59,32 @@ class Owner:
     def __init__(self, folder: Path) -> None:
         self.lender = NativeLender(SLOTS, BLOCK, folder)
         self.lender.put(hashes_of(8), blocks_of(8, BLOCK))
-        self.server: Lending = self.lender.listen(str(folder / "s"), "127.0.0.1:0", LentLimits(lease_s=WAIT_S))
+        self._unix, self._tcp = str(folder / "s"), "127.0.0.1:0"
         self.pairs = Pairs()
-        self.rdma = RdmaLending(self.server.native, self.pairs, InstanceId(OWNER), [NAMESPACE])
+        self._listen()
 
     def connection(self, *namespaces: Namespace, key: bytes = KEY) -> RdmaConnection:
         def known() -> Sequence[Namespace]:
             return namespaces
 
         reader = RdmaReaderProof(InstanceId("reader"), key, root_of, known)
-        return RdmaConnection(self.server.tcp, InstanceId(OWNER), reader, time.monotonic() + WAIT_S)
+        return RdmaConnection(self._tcp, InstanceId(OWNER), reader, time.monotonic() + WAIT_S)
 
-    def close(self) -> None:
+    def start(self) -> None:
+        """Listen where it listened before, and answer for RDMA."""
+        self._listen()
+        self.rdma.start()
+
+    def stop(self) -> None:
         self.rdma.stop()
         self.server.close()
         self.rdma.close()
+
+    def close(self) -> None:
+        self.stop()
         self.lender.close()
+
+    def _listen(self) -> None:
+        self.server: Lending = self.lender.listen(self._unix, self._tcp, LentLimits(lease_s=WAIT_S))
+        self._tcp = self.server.tcp
+        self.rdma = RdmaLending(self.server.native, self.pairs, InstanceId(OWNER), [NAMESPACE])

@@ -8,6 +8,7 @@ A native owner; the device is a stand-in.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,37 @@ def test_a_read_whose_time_is_over_when_its_turn_comes_leaves_the_connection_alo
         found = site.read(deadline_s=deadline_s)
         assert set(found.result.outcomes) == {FAILED} and found.retry_s > 0
     assert is_by_rdma(site.read()) and (site.joined, site.others.asked) == (1, 0)
+
+
+def test_a_fenced_owner_grants_no_slots_until_it_may_again(site: Site) -> None:
+    assert is_by_rdma(site.read())
+    site.owner.server.fence(True)
+    found = site.read()
+    assert set(found.result.outcomes) == {FAILED} and "FENCED" in found.trouble
+    assert site.owner.lender.pinned == 0
+    site.owner.server.fence(False)
+    assert is_by_rdma(site.read()) and (site.joined, site.others.asked) == (1, 0)
+
+
+def test_bytes_that_come_after_their_lease_do_not_count_and_accuse_nobody(site: Site) -> None:
+    assert is_by_rdma(site.read())
+    site.owner.lender.host[:] ^= 1  # as where the slots have other blocks by then
+    site.device.on_take = lambda: time.sleep(0.3)
+    found = site.read(deadline_s=0.2)
+    assert set(found.result.outcomes) == {FAILED} and "deadline" in found.trouble
+    site.owner.lender.host[:] ^= 1
+    site.device.on_take = lambda: None
+    assert is_by_rdma(site.read())
+    assert site.owner.lender.suspected == []
+    eventually(lambda: site.owner.lender.pinned == 0, "blocks stay pinned")
+
+
+def test_an_owner_that_came_back_at_its_address_is_read_from_again(site: Site) -> None:
+    assert is_by_rdma(site.read())
+    site.owner.stop()
+    assert set(site.read().result.outcomes) <= {GOOD, FAILED}
+    site.owner.start()
+    assert is_by_rdma(site.read())
 
 
 def test_a_read_that_waits_for_another_until_its_deadline_may_come_again(site: Site) -> None:
