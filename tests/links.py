@@ -73,7 +73,7 @@ class Link:
 
     def slow(self, rate: str) -> None:
         """What the owner sends takes its time: "80mbit"."""
-        how = ["tbf", "rate", rate, "burst", "32kb", "latency", "200ms"]
+        how = ["tbf", "rate", rate, "burst", "256kb", "latency", "20ms"]
         _run("tc", "-n", self._names["owner"], "qdisc", "replace", "dev", "link0", "root", *how)
 
     def set_down(self) -> None:

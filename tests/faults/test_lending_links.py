@@ -22,9 +22,9 @@ from tests.native_owner import NativeLender, NativeSite, tls_of
 from tests.nixl_site import NixlSite
 from tests.peer_ways import NIXL, TCP, TLS, new_nixl_process
 
-BLOCKS, BLOCK = 128, 1 << 15
+BLOCKS, BLOCK = 128, 1 << 17
 LANES = 16 * BLOCK  # of NIXL: many lots, so that a link goes between two of them
-RATE = "64mbit"  # at which all blocks take half a second
+RATE = "256mbit"  # at which all blocks take half a second
 TRIES = 20
 CUT_S = 1.5  # how long a read waits whose link goes
 GOOD, MISSING, CORRUPT, FAILED = ReadOutcome

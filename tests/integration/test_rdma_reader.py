@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,74 +17,15 @@ import numpy as np
 import pytest
 
 from kvbm import _native
-from kvbm.core.errors import VerbsError
 from kvbm.core.ids import Namespace
 from kvbm.core.reads import ReadOutcome, ReadResult
 from kvbm.transport.base import PeerRead
 from kvbm.transport.rdma import RdmaReader
-from kvbm.verbs.completions import Completion
-from kvbm.verbs.device import DeviceLimits
-from kvbm.verbs.queue_pair import RemoteEnd
 from tests.eventually import eventually
 from tests.lenders import NAMESPACE, OTHER, blocks_of, hashes_of
-from tests.rdma_site import ADDRESS, BLOCK, END, WAIT_S, Owner
+from tests.rdma_site import BLOCK, WAIT_S, Owner, ReaderDevice
 
 GOOD, FAILED = ReadOutcome.GOOD, ReadOutcome.FAILED
-
-
-class Device:
-    """A reader's device: what it READs it copies out of the owner's HOST."""
-
-    def __init__(self, host: np.ndarray) -> None:
-        self.limits = DeviceLimits(16, 64, 1 << 20, 3)
-        self.host = host
-        self.registered = 0
-        self.is_reachable = True
-        self.on_take: Callable[[], object] = lambda: None
-
-    def pair(self, *_: object, **__: object) -> Pair:
-        return Pair(self)
-
-    def memory(self, _: object, array: np.ndarray, is_lent: bool) -> Memory:
-        self.registered += 1
-        return Memory(array)
-
-
-class Memory:
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def close(self) -> None: ...
-
-
-class Pair:
-    """A reader's queue pair. Its READs are done when they are waited for."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.end = END
-        self.outstanding = 0
-        self._posted: list[int] = []
-
-    def connect(self, remote: RemoteEnd) -> None:
-        if not self._device.is_reachable:
-            raise VerbsError("the other end cannot be reached")
-
-    def read(self, request: int, into: Memory, offset: int, size: int, remote: tuple[int, int]) -> None:
-        begin = remote[0] - ADDRESS
-        into.array[offset : offset + size] = self._device.host.reshape(-1)[begin : begin + size]
-        self._posted.append(request)
-
-    def take(self, until_s: float, also: int) -> list[Completion]:
-        self._device.on_take()
-        done, self._posted = self._posted, []
-        return [Completion(request, "") for request in done]
-
-    def drain(self, within_s: float) -> bool:
-        return True
-
-    def fail(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class Others:
@@ -112,7 +53,7 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.owner = Owner(folder)
         self.owner.rdma.start()
-        self.device: Any = Device(self.owner.lender.host)
+        self.device: Any = ReaderDevice(self.owner.lender.host)
         self.others = Others()
         self.known: list[Namespace] = [NAMESPACE]
         self.reader = RdmaReader(

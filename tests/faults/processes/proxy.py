@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 READ_BYTES = 16 << 10
+_NARROW_BYTES, _NARROW_SEGMENT = 32 << 10, 1400  # the sender's buffer grows with the segments
 CALL_WAIT_S = 60.0
 R = TypeVar("R")
 
@@ -84,13 +85,16 @@ class ProxyHub:
         self._thread.start()
         self._proxies: list[Proxy] = []
 
-    def open(self, target_port: int, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> Proxy:
+    def open(
+        self, target_port: int, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None, is_narrow: bool = False
+    ) -> Proxy:
         """A proxy on a free port, in front of a port where nobody need listen yet.
 
         Args:
             tls: what clients have to speak; to the target their words go plainly. None: bytes go as they come.
+            is_narrow: the system takes little of what the target sends before it is passed on.
         """
-        return self._listening(Proxy(self, host, target_port, tls=tls))
+        return self._listening(Proxy(self, host, target_port, tls=tls, is_narrow=is_narrow))
 
     def open_unix(self, path: Path, target: Path) -> Proxy:
         """A proxy at a path, in front of another where nobody need listen yet. Descriptors do not pass."""
@@ -156,13 +160,19 @@ class Proxy:
     """
 
     def __init__(
-        self, hub: ProxyHub, host: str, target_port: int, path: str = "", tls: ssl.SSLContext | None = None
+        self,
+        hub: ProxyHub,
+        host: str,
+        target_port: int,
+        path: str = "",
+        tls: ssl.SSLContext | None = None,
+        is_narrow: bool = False,
     ) -> None:
         self.port = 0
         self.passed_bytes = self.swallowed_bytes = 0
         self.passed = {"up": 0, "down": 0}
         self._plan: _Plan | None = None
-        self._tls = tls
+        self._tls, self._is_narrow = tls, is_narrow
         self._hub, self._host, self._target_port, self._path = hub, host, target_port, path
         self._numbers = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
@@ -287,7 +297,17 @@ class Proxy:
         """To the target. asyncio sets TCP_NODELAY, here and where it accepts."""
         if self._path:
             return await asyncio.open_unix_connection(self._host, limit=READ_BYTES)
-        return await asyncio.open_connection(self._host, self._target_port, limit=READ_BYTES)
+        to_target = socket.socket()
+        try:
+            if self._is_narrow:
+                to_target.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _NARROW_BYTES)
+                to_target.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _NARROW_SEGMENT)
+            to_target.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(to_target, (self._host, self._target_port))
+            return await asyncio.open_connection(sock=to_target, limit=READ_BYTES)
+        except BaseException:
+            to_target.close()
+            raise
 
     def _break(self, breakage: Breakage) -> None:
         connections = list(self._connections.values())
