@@ -28,12 +28,33 @@ from tests.native_owner import NativeLender, NativeSite
 NIXL_S = 60.0  # the machine has other work
 
 
+def nixl_reader(
+    process: NixlProcess,
+    tcp: str,
+    owner: InstanceId = OWNER,
+    root_of: RootOf = root_of,
+    key: bytes = KEY,
+    known: Sequence[Namespace] = (NAMESPACE, OTHER),
+    **more: Any,
+) -> NixlReader:
+    """A reader, by this process, of the owner at an address.
+
+    Args:
+        known: namespaces that it opens.
+        more: options of `NixlReader`.
+    """
+    proof = ReaderProof(READER, key, root_of, lambda: known)
+    connect = partial(LeasingConnection, OVER_NIXL, tcp, owner, proof)
+    return NixlReader(process, connect, COPIER, **{"handshake_s": NIXL_S} | more)
+
+
 class NixlSite(NativeSite):
     """An owner that lends over NIXL beside its sockets. What does not come over NIXL comes over TCP.
 
     Args:
         processes: of the owner and of its readers.
         falls_back: False: readers read over NIXL alone.
+        tcp: where it is to listen.
     """
 
     def __init__(
@@ -43,7 +64,9 @@ class NixlSite(NativeSite):
         folder: Path,
         processes: tuple[NixlProcess, NixlProcess],
         falls_back: bool = True,
+        tcp: str = "127.0.0.1:0",
     ) -> None:
+        self.tcp = tcp
         self.lends, self.reads = processes
         self._falls_back = falls_back
         self._admit, self._withdraw = lender.admit, lender.withdraw
@@ -77,11 +100,9 @@ class NixlSite(NativeSite):
         streams: int = 2,
         **more: Any,
     ) -> PeerReader:
-        namespaces: Sequence[Namespace] = more.pop("namespaces", (NAMESPACE, OTHER))
-        proof = ReaderProof(READER, key, root_of, lambda: namespaces)
+        known: Sequence[Namespace] = more.pop("namespaces", (NAMESPACE, OTHER))
         others = TcpReader(new_client, self.tcp, READER, owner, root_of, key, streams) if self._falls_back else None
-        connect = partial(LeasingConnection, OVER_NIXL, self.tcp, owner, proof)
-        made = NixlReader(self.reads, connect, COPIER, others, handshake_s=NIXL_S, **more)
+        made = nixl_reader(self.reads, self.tcp, owner, root_of, key, known, others=others, **more)
         self._readers.append(made)
         return made
 

@@ -29,6 +29,7 @@ _LANE_BYTES = 64 << 20  # of memory for what is on its way
 _LOT_BLOCKS = 64
 _LOTS = 2  # at once: one is copied while the other is on its way
 _HANDSHAKE_S = 5.0
+_LATE = "not there by the deadline"
 _REFUSALS = {
     NixlStatus.NOT_PROVED: NOT_PROVED,
     NixlStatus.FULL: "it has no room for another reader over NIXL",
@@ -112,6 +113,8 @@ class _Way:
                 send(self._fetching, Fetch(addresses, lanes[posted % _LOTS][: len(blocks)]))
                 posted += 1
             trouble = self._wait(until_s)
+            if not trouble and time.monotonic() >= until_s:
+                trouble = _LATE  # the slots may have held other blocks when it was read
             if trouble:
                 return trouble
             blocks = lots[taken]
@@ -132,7 +135,7 @@ class _Way:
         left_s = until_s - time.monotonic()
         ready = dict(self._poller.poll(1000 * left_s)) if left_s > 0 else {}
         if not ready:
-            return "not there by the deadline"
+            return _LATE
         if self._fetching.fileno() not in ready:
             return "the owner is gone"
         try:

@@ -144,9 +144,10 @@ class _Way:
                 block_in[lane], missing[lane] = block, self._pieces
                 self._post(pair, lane, int(slots[block]))
             done = pair.take(until_s, self.connection.socket.fileno())
+            if time.monotonic() >= until_s:
+                return "not there by the deadline"  # the slots may have held other blocks when they were read
             if not done:
-                is_late = time.monotonic() >= until_s
-                return "not there by the deadline" if is_late else "the owner is gone"
+                return "the owner is gone"
             whole = []
             for completion in done:
                 if completion.trouble:

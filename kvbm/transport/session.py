@@ -157,6 +157,8 @@ class OwnerSession:
 
     def _answer(self, ask: Ask, now_s: float) -> list[Reply]:
         opening = self._open.get(ask.handle)
+        if self._all.is_fenced:
+            return [Reply(Gone(ask.request, GoneReason.FENCED))]
         if ask.transport is GrantTransport.MEMORY and not self._has_memory:
             raise PeerWireError("memory is asked for where none is offered")
         if opening is None or self._lender.opening(opening.namespace) != opening[1:]:

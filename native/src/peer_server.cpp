@@ -1,8 +1,6 @@
 #include "kvbm/peer_server.hpp"
 
 #include <fcntl.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -18,15 +16,12 @@
 #include "kvbm/error.hpp"
 #include "kvbm/peer_connection.hpp"
 #include "kvbm/peer_signals.hpp"
+#include "kvbm/tcp_options.hpp"
 #include "kvbm/words.hpp"
 
 namespace kvbm {
 namespace {
 
-constexpr int kUnackedMs = 20'000;  // what a peer that has vanished may leave unanswered
-constexpr int kQuietS = 30;         // of a connection, before it is asked whether its peer is still there
-constexpr int kProbeS = 10;         // between such questions
-constexpr int kProbes = 3;          // of them that remain unanswered
 constexpr auto kLeastIdle = std::chrono::milliseconds(100);    // of a connection that gives its place to another
 constexpr auto kMostLeaving = std::chrono::milliseconds(100);  // that is waited for that place
 constexpr auto kMostCrowded = std::chrono::milliseconds(500);  // that who is new waits for others to prove themselves
@@ -69,16 +64,6 @@ void say_bye(int fd, std::string_view why) noexcept {
     [[maybe_unused]] const ssize_t sent = send(fd, bye.data(), bye.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
   } catch (const std::exception&) {  // no memory for a word
   }
-}
-
-void set_tcp_options(int fd) noexcept {
-  const int on = 1;
-  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &kQuietS, sizeof kQuietS);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &kProbeS, sizeof kProbeS);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &kProbes, sizeof kProbes);
-  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &kUnackedMs, sizeof kUnackedMs);
 }
 
 // What tools show for a thread.
@@ -232,7 +217,7 @@ void LendingServer::Shared::accept_one(int listener, bool is_unix) noexcept {
     return say_bye(peer.get(), is_stranger ? "another user's process" : "as many connections as there may be");
   }
   if (!is_unix) {
-    set_tcp_options(peer.get());
+    set_peer_tcp_options(peer.get());
   }
   const int fd = peer.get();
   {

@@ -281,7 +281,22 @@ def test_an_owner_in_this_process_that_lends_enough_says_when_to_come_again(new_
     assert read(site.reader(), hashes_of(6))[0].result.outcomes == [GOOD] * 6
 
 
-@pytest.mark.parametrize("kind", ["local", "memory", "native memory"], indirect=True)
+def test_a_fenced_owner_grants_nothing_until_it_may_again(site: Site) -> None:
+    site.lender.put(hashes_of(4), blocks_of(4, BLOCK))
+    reader = site.reader()
+    assert read(reader, hashes_of(4))[0].result.outcomes == [GOOD] * 4
+    site.fence(True)
+    for _ in range(2):
+        found, rows = read(reader, hashes_of(4))
+        assert found.result.outcomes == [FAILED] * 4
+        assert "fenced" in found.trouble
+        assert (rows == 0xA5).all()
+    assert is_given_back(site)
+    site.fence(False)
+    assert read(reader, hashes_of(4))[0].result.outcomes == [GOOD] * 4
+
+
+@pytest.mark.parametrize("kind", ["local", "memory", "native memory", NIXL], indirect=True)
 def test_a_copy_that_ends_after_its_lease_does_not_count(kind: str, new_site: NewSite) -> None:
     site = new_site(lease_s=1e-9 if kind == "local" else 0.001)
     site.lender.put(hashes_of(4), blocks_of(4, BLOCK))

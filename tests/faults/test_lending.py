@@ -195,15 +195,6 @@ def test_a_block_that_rots_in_nvme_is_evicted_and_the_run_ends_before_it(site: N
     eventually(lambda: site.lender.pinned == 0, "blocks stay pinned")
 
 
-def test_a_fenced_owner_grants_nothing(site: NativeSite):
-    site.lender.put(hashes_of(4), blocks_of(4, BLOCK))
-    reader = site.reader()
-    site.lending.fence(True)
-    assert GOOD not in read(reader, hashes_of(4))[0]
-    site.lending.fence(False)
-    eventually(lambda: read(reader, hashes_of(4))[0] == [GOOD] * 4, "it grants nothing after that either")
-
-
 def test_another_users_process_is_not_served(site: NativeSite):
     """Root may enter the socket's folder, and its file is opened to all here: what is left is the look at who
     connects.

@@ -227,6 +227,34 @@ def test_an_engine_that_owns_hbm_reads_into_host_what_another_has_there(pair: Pa
     assert (event.source, event.target, event.kept) == ("first", Tier.HOST, True)
 
 
+@pytest.mark.parametrize("transport", [MEMORY, TCP])
+def test_without_room_in_host_what_another_has_is_a_miss_until_there_is_room(pair: Pair, transport: str) -> None:
+    flags: dict[str, Any] = {"pools__hbm__owner": "engine", "pools__hbm__device": "auto"}
+    engines = []
+    for name, slots in (("first", 64), ("second", DEPTH)):
+        settings = pair.settings(name, **flags, pools__host__slots=slots, pools__nvme__slots=0)
+        manager = open_engine_manager(settings, [NAMESPACE], BLOCK_BYTES, "test")
+        pair.closes(manager)
+        engines.append(OwningEngine(manager))
+    first, second = engines
+    reads_by(second.manager, transport)
+    for prompt in (1, 2):
+        assert first.store(prompt, DEPTH) == DEPTH
+        pair.has_found("first", prompt)
+    acquiring = second.acquired(1, DEPTH)
+    assert acquiring.hits == {Tier.HOST: DEPTH}
+    with capture_logs() as logs:
+        refused = second.acquired(2, DEPTH)
+        assert refused.depth == 0
+        refused.release()
+    assert [one["event"] for one in logs if one["log_level"] in ("warning", "error")] == []
+    acquiring.release()
+    again = second.acquired(2, DEPTH)
+    assert again.hits == {Tier.HOST: DEPTH}
+    again.release()
+    assert second.manager.stats().quarantined_slots == 0
+
+
 def test_without_the_rdma_device_one_sentence_says_so_and_tcp_serves(pair: Pair) -> None:
     with capture_logs() as logs:
         first, second = (pair.instance(name, transport__rdma="mlx5_9") for name in ("first", "second"))

@@ -8,7 +8,8 @@ A native owner; the device is a stand-in.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,75 +17,15 @@ import numpy as np
 import pytest
 
 from kvbm import _native
-from kvbm.core.errors import VerbsError
 from kvbm.core.ids import Namespace
 from kvbm.core.reads import ReadOutcome, ReadResult
 from kvbm.transport.base import PeerRead
 from kvbm.transport.rdma import RdmaReader
-from kvbm.verbs.completions import Completion
-from kvbm.verbs.device import DeviceLimits
-from kvbm.verbs.queue_pair import RemoteEnd
 from tests.eventually import eventually
 from tests.lenders import NAMESPACE, OTHER, blocks_of, hashes_of
-from tests.rdma_site import ADDRESS, BLOCK, END, WAIT_S, Owner
+from tests.rdma_site import BLOCK, WAIT_S, Owner, ReaderDevice
 
 GOOD, FAILED = ReadOutcome.GOOD, ReadOutcome.FAILED
-
-
-class Device:
-    """A reader's device: what it READs it copies out of the owner's HOST."""
-
-    def __init__(self, host: np.ndarray) -> None:
-        self.limits = DeviceLimits(16, 64, 1 << 20, 3)
-        self.host = host
-        self.registered = 0
-        self.is_reachable = True
-        self.trouble = ""  # of what is READ
-        self.on_take: Callable[[], object] = lambda: None
-
-    def pair(self, *_: object, **__: object) -> Pair:
-        return Pair(self)
-
-    def memory(self, _: object, array: np.ndarray, is_lent: bool) -> Memory:
-        self.registered += 1
-        return Memory(array)
-
-
-class Memory:
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def close(self) -> None: ...
-
-
-class Pair:
-    """A reader's queue pair. Its READs are done when they are waited for."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.end = END
-        self.outstanding = 0
-        self._posted: list[int] = []
-
-    def connect(self, remote: RemoteEnd) -> None:
-        if not self._device.is_reachable:
-            raise VerbsError("the other end cannot be reached")
-
-    def read(self, request: int, into: Memory, offset: int, size: int, remote: tuple[int, int]) -> None:
-        begin = remote[0] - ADDRESS
-        into.array[offset : offset + size] = self._device.host.reshape(-1)[begin : begin + size]
-        self._posted.append(request)
-
-    def take(self, until_s: float, also: int) -> list[Completion]:
-        self._device.on_take()
-        done, self._posted = self._posted, []
-        return [Completion(request, self._device.trouble) for request in done]
-
-    def drain(self, within_s: float) -> bool:
-        return True
-
-    def fail(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class Others:
@@ -114,7 +55,7 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.owner = Owner(folder)
         self.owner.rdma.start()
-        self.device: Any = Device(self.owner.lender.host)
+        self.device: Any = ReaderDevice(self.owner.lender.host)
         self.others = Others()
         self.known: list[Namespace] = [NAMESPACE]
         self.reader = RdmaReader(
@@ -222,6 +163,37 @@ def test_a_read_whose_time_is_over_when_its_turn_comes_leaves_the_connection_alo
         found = site.read(deadline_s=deadline_s)
         assert set(found.result.outcomes) == {FAILED} and found.retry_s > 0
     assert is_by_rdma(site.read()) and (site.joined, site.others.asked) == (1, 0)
+
+
+def test_a_fenced_owner_grants_no_slots_until_it_may_again(site: Site) -> None:
+    assert is_by_rdma(site.read())
+    site.owner.server.fence(True)
+    found = site.read()
+    assert set(found.result.outcomes) == {FAILED} and "FENCED" in found.trouble
+    assert site.owner.lender.pinned == 0
+    site.owner.server.fence(False)
+    assert is_by_rdma(site.read()) and (site.joined, site.others.asked) == (1, 0)
+
+
+def test_bytes_that_come_after_their_lease_do_not_count_and_accuse_nobody(site: Site) -> None:
+    assert is_by_rdma(site.read())
+    site.owner.lender.host[:] ^= 1  # as where the slots have other blocks by then
+    site.device.on_take = lambda: time.sleep(0.3)
+    found = site.read(deadline_s=0.2)
+    assert set(found.result.outcomes) == {FAILED} and "deadline" in found.trouble
+    site.owner.lender.host[:] ^= 1
+    site.device.on_take = lambda: None
+    assert is_by_rdma(site.read())
+    assert site.owner.lender.suspected == []
+    eventually(lambda: site.owner.lender.pinned == 0, "blocks stay pinned")
+
+
+def test_an_owner_that_came_back_at_its_address_is_read_from_again(site: Site) -> None:
+    assert is_by_rdma(site.read())
+    site.owner.stop()
+    assert set(site.read().result.outcomes) <= {GOOD, FAILED}
+    site.owner.start()
+    assert is_by_rdma(site.read())
 
 
 def test_a_read_that_waits_for_another_until_its_deadline_may_come_again(site: Site) -> None:
