@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbm.core.ids import InstanceId, Namespace
+from kvbm.transport.leasing_connection import OVER_RDMA, LeasingConnection, ReaderProof
 from kvbm.transport.lending import LentLimits
-from kvbm.transport.rdma_connection import RdmaConnection, RdmaReaderProof
 from kvbm.transport.rdma_hello import NO_MEMORY, NOWHERE, RdmaLentMemory, RdmaReady, RdmaStatus
 from kvbm.transport.rdma_lending import RdmaLending
 from kvbm.transport.rdma_owner import RdmaAdmission
@@ -63,12 +63,12 @@ class Owner:
         self.pairs = Pairs()
         self.rdma = RdmaLending(self.server.native, self.pairs, InstanceId(OWNER), [NAMESPACE])
 
-    def connection(self, *namespaces: Namespace, key: bytes = KEY) -> RdmaConnection:
+    def connection(self, *namespaces: Namespace, key: bytes = KEY) -> LeasingConnection:
         def known() -> Sequence[Namespace]:
             return namespaces
 
-        reader = RdmaReaderProof(InstanceId("reader"), key, root_of, known)
-        return RdmaConnection(self.server.tcp, InstanceId(OWNER), reader, time.monotonic() + WAIT_S)
+        reader = ReaderProof(InstanceId("reader"), key, root_of, known)
+        return LeasingConnection(OVER_RDMA, self.server.tcp, InstanceId(OWNER), reader, time.monotonic() + WAIT_S)
 
     def close(self) -> None:
         self.rdma.stop()

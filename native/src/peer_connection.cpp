@@ -77,8 +77,10 @@ void PeerConnection::run() noexcept {
     (has_shaken_ ? owner_.counts.broken : owner_.counts.refused).fetch_add(1, std::memory_order_relaxed);
     say_bye(error.what());
   }
-  if (rdma_ != 0) {
-    owner_.rdma.leave(rdma_);
+  for (JoinRequests* const joins : {&owner_.rdma, &owner_.nixl}) {
+    if (const std::uint64_t number = joined(*joins).number; number != 0) {
+      joins->leave(number);
+    }
   }
   if (speaks_tls() && !has_shaken_) {
     socket_.drain(deadline);  // it may have said more than was read, and still has to hear why it is hung up on
@@ -120,10 +122,10 @@ PeerMessage PeerConnection::receive(std::optional<SteadyTime> begun_by) {
   presence_.idle_since = 0;
   const SteadyTime deadline = begun_by.value_or(in_ms(owner_.options.handshake_ms));
   have(kPeerHeadBytes, deadline);
-  if (says_rdma_hello()) {
-    in_used_ = kPeerHeadBytes + kRdmaHelloBytes;
+  if (JoinRequests* const joins = wanted_join(); joins != nullptr) {
+    in_used_ = kPeerHeadBytes + joins->hello().body_bytes;
     have(in_used_, deadline);
-    greet_rdma(deadline);
+    greet(*joins, deadline);
     return receive(begun_by);
   }
   const PeerHead head =
@@ -156,7 +158,8 @@ void PeerConnection::say_bye(std::string_view why) noexcept {
 void PeerConnection::shake_hands(SteadyTime deadline) {
   nonce_ = fresh_nonce();
   const auto transports =
-      static_cast<std::uint8_t>(kPeerTcp | (lends_memory() ? kPeerMemory : 0) | (lends_rdma() ? kPeerRdma : 0));
+      static_cast<std::uint8_t>(kPeerTcp | (lends_memory() ? kPeerMemory : 0) | (lends(owner_.rdma) ? kPeerRdma : 0) |
+                                (lends(owner_.nixl) ? kPeerNixl : 0));
   send(PeerHello{.nonce = nonce_,
                  .epoch = asks_key() ? 0 : owner_.lender.epoch(),  // for who has proved nothing yet
                  .transports = transports,
@@ -227,9 +230,9 @@ void PeerConnection::ask(const PeerAsk& ask) {
   if (ask.transport == PeerTransport::kMemory && !is_unix_) {
     throw Error(ErrorCode::kPeerWire, "memory is asked for over tcp");
   }
-  if (ask.transport == PeerTransport::kRdma) {
-    if (!has_queue_pair_) {
-      throw Error(ErrorCode::kPeerWire, "slots are asked for without a queue pair to READ them");
+  if (ask.transport == PeerTransport::kRdma || ask.transport == PeerTransport::kNixl) {
+    if (!(ask.transport == PeerTransport::kNixl ? over_nixl_ : over_rdma_).may_read) {
+      throw Error(ErrorCode::kPeerWire, "slots are asked for by who cannot read them");
     }
     if (!grant_slots(ask, opened->namespace_id)) {
       say_gone(ask.request, PeerGoneReason::kNotHeld);
@@ -242,28 +245,39 @@ void PeerConnection::ask(const PeerAsk& ask) {
   }
 }
 
-bool PeerConnection::says_rdma_hello() const noexcept {
-  constexpr std::array<std::uint8_t, kPeerHeadBytes> head{
-      kRdmaHelloBytes + kPeerHeadBytes - sizeof(std::uint32_t), 0, 0, 0, kPeerVersion, kRdmaHelloKind, 0, 0};
-  return has_shaken_ && rdma_ == 0 && lends_rdma() &&
-         std::equal(head.begin(), head.end(), in_.begin() + static_cast<std::ptrdiff_t>(in_begin_));
+JoinRequests* PeerConnection::wanted_join() noexcept {
+  for (JoinRequests* const joins : {&owner_.rdma, &owner_.nixl}) {
+    const JoinHello& hello = joins->hello();
+    const auto size = static_cast<std::uint8_t>(hello.body_bytes + kPeerHeadBytes - sizeof(std::uint32_t));
+    const std::array<std::uint8_t, kPeerHeadBytes> head{size, 0, 0, 0, kPeerVersion, hello.kind, 0, 0};
+    if (has_shaken_ && joined(*joins).number == 0 && lends(*joins) &&
+        std::equal(head.begin(), head.end(), in_.begin() + static_cast<std::ptrdiff_t>(in_begin_))) {
+      return joins;
+    }
+  }
+  return nullptr;
 }
 
-void PeerConnection::greet_rdma(SteadyTime deadline) {
-  std::vector<RdmaRequests::Opening> openings;
+void PeerConnection::greet(JoinRequests& joins, SteadyTime deadline) {
+  std::vector<JoinRequests::Opening> openings;
   for (const auto& opened : opened_) {
     if (opened) {
       openings.emplace_back(opened->namespace_id, opened->admission);
     }
   }
-  std::uint64_t number = 0;
-  std::vector<std::uint8_t> ready = owner_.rdma.ask(Bytes(in_).subspan(in_begin_ + kPeerHeadBytes, kRdmaHelloBytes),
-                                                    std::move(openings), deadline, number);
-  if (ready.empty()) {
-    throw Error(ErrorCode::kPeerWire, "RDMA_HELLO: nobody has answered it in time");
+  if (&joins == &owner_.nixl) {
+    presence_.wants_nixl = true;  // before it is let in: who is to be hung up on is found
   }
-  rdma_ = number;
-  has_queue_pair_ = ready.size() > kPeerHeadBytes && ready[kPeerHeadBytes] == 0;  // its status: READY
+  Joined& joined = this->joined(joins);
+  std::uint64_t number = 0;
+  std::vector<std::uint8_t> ready = joins.ask(Bytes(in_).subspan(in_begin_ + kPeerHeadBytes, joins.hello().body_bytes),
+                                              std::move(openings), deadline, number);
+  if (ready.empty()) {
+    throw Error(ErrorCode::kPeerWire,
+                words("nobody has answered message ", static_cast<unsigned>(joins.hello().kind), " in time"));
+  }
+  joined.number = number;
+  joined.may_read = ready.size() > kPeerHeadBytes && ready[kPeerHeadBytes] == 0;  // its status: READY
   iovec piece{.iov_base = ready.data(), .iov_len = ready.size()};
   socket_.send({&piece, 1}, in_ms(owner_.options.handshake_ms));
 }

@@ -116,7 +116,7 @@ struct LendingServer::Shared {
   Place* free_place() noexcept;
   bool has_room_for_strangers() const noexcept;
   void clear_left() noexcept;
-  void end_connections(int how) noexcept;
+  void end_connections(int how, bool of_nixl_alone = false) noexcept;
   bool wait_left(SteadyTime deadline) {
     std::unique_lock held(mutex);
     return left.wait_until(held, deadline, [this] { return running == 0; });
@@ -242,6 +242,7 @@ void LendingServer::Shared::accept_one(int listener, bool is_unix) noexcept {
   free->has_left = false;
   free->is_tcp = !is_unix;
   free->presence.is_proved = false;
+  free->presence.wants_nixl = false;
   free->presence.idle_since = 0;
   owner.counts.connections.fetch_add(1, std::memory_order_relaxed);
   free->fd = peer.release();
@@ -321,10 +322,10 @@ void LendingServer::Shared::clear_left() noexcept {
   }
 }
 
-void LendingServer::Shared::end_connections(int how) noexcept {
+void LendingServer::Shared::end_connections(int how, bool of_nixl_alone) noexcept {
   const std::lock_guard held(mutex);
   for (const Place& place : places) {
-    if (const int fd = place.fd; fd >= 0) {
+    if (const int fd = place.fd; fd >= 0 && (!of_nixl_alone || place.presence.wants_nixl)) {
       shutdown(fd, how);
     }
   }
@@ -347,6 +348,7 @@ bool LendingServer::close(std::chrono::milliseconds timeout) {
   }
   shared.owner.corrupt.close();
   shared.owner.rdma.close();
+  shared.owner.nixl.close();
   shared.poke();
   shared.end_connections(SHUT_RD);  // who sends still has half of the time
   if (!shared.wait_left(now + timeout / 2)) {
@@ -362,6 +364,12 @@ bool LendingServer::close(std::chrono::milliseconds timeout) {
   shared.owner.arena.reset();
   was_closed_ = true;
   return true;
+}
+
+void LendingServer::hang_up_on_nixl() noexcept {
+  if (process_ == getpid()) {
+    shared_->end_connections(SHUT_RDWR, true);
+  }
 }
 
 void LendingServer::disown() noexcept {

@@ -35,7 +35,7 @@ from tests.nixl_site import NixlSite
 
 GOOD, MISSING, CORRUPT, FAILED = ReadOutcome
 SOCKETS = ("memory", "tcp", "native memory", "native tcp", "native tcp under TLS")  # the latter have a native owner
-NIXL = "nixl"  # with an owner in Python
+NIXL = "nixl"  # with a native owner
 KINDS = ("local", *SOCKETS, NIXL)
 LONG_S = 60.0
 BLOCK = 24_000  # no multiple of anything that copies take at once
@@ -71,7 +71,7 @@ def new_site(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
             site: Site = NativeSite(transport, lender, LentLimits(**limits), tmp_path, **options)
         elif kind == NIXL:
             processes = request.getfixturevalue("nixl_processes")
-            site = NixlSite(MemoryLender(slots, block_bytes), LentLimits(**limits), tmp_path, processes)
+            site = NixlSite(NativeLender(slots, block_bytes, tmp_path), LentLimits(**limits), tmp_path, processes)
         else:
             site = site_of(kind, MemoryLender(slots, block_bytes), LentLimits(**limits), tmp_path, LONG_S)
         made.append(site)
@@ -426,7 +426,7 @@ def test_another_instance_at_the_address_is_not_read_from(site: SocketSite) -> N
     assert "another instance" in found.trouble
 
 
-@pytest.mark.parametrize("kind", ["tcp", "native tcp", "native tcp under TLS"], indirect=True)
+@pytest.mark.parametrize("kind", ["tcp", "native tcp", "native tcp under TLS", NIXL], indirect=True)
 def test_a_reader_with_another_key_reads_nothing(site: SocketSite) -> None:
     site.lender.put(hashes_of(2), blocks_of(2, BLOCK))
     found, rows = read(site.reader(key=b"another"), hashes_of(2))

@@ -347,14 +347,14 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     # -- RDMA ----------------------------------------------------------------------------------------------------------
     "rdma_without_every_proof": SourceMutant(
         "who READs has proved every namespace of the owner",
-        "kvbm/transport/rdma_lending.py",
-        "        has_proved_all = self._namespaces <= {NamespaceId(one) for one in self._server.opened_by(number)}\n",
-        "        has_proved_all = bool(self._server.opened_by(number))\n",
+        "kvbm/transport/host_lending.py",
+        "        has_proved_all = self._namespaces <= opened\n",
+        "        has_proved_all = bool(opened)\n",
         test="tests/integration/test_rdma_lending.py::test_who_lacks_a_namespace_is_refused_until_it_proves_it",
     ),
     "rdma_goes_on_with_a_new_namespace": SourceMutant(
         "nobody READs any more who has not proved a namespace that is added",
-        "kvbm/transport/rdma_lending.py",
+        "kvbm/transport/host_lending.py",
         "            self._namespaces = known\n            self.revoke()\n",
         "            self._namespaces = known\n",
         test="tests/integration/test_rdma_lending.py::test_who_lacks_a_namespace_is_refused_until_it_proves_it",

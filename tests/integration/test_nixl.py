@@ -23,7 +23,8 @@ from kvbm.transport.lending import LentLimits
 from kvbm.transport.nixl_agent import NixlProcess, missing_nixl
 from kvbm.transport.nixl_process import Failed, Fetch, Fetched, Join, receive, send
 from tests.eventually import eventually
-from tests.lenders import NAMESPACE, OTHER, MemoryLender, blocks_of, hashes_of
+from tests.lenders import NAMESPACE, OTHER, blocks_of, hashes_of
+from tests.native_owner import NativeLender
 from tests.nixl_site import NIXL_S, NixlSite
 
 GOOD, MISSING, CORRUPT, FAILED = ReadOutcome
@@ -44,7 +45,8 @@ def processes() -> Iterator[tuple[NixlProcess, NixlProcess]]:
 
 @pytest.fixture
 def site(processes: tuple[NixlProcess, NixlProcess], tmp_path: Path) -> Iterator[NixlSite]:
-    site = NixlSite(MemoryLender(BLOCKS, BLOCK), LentLimits(lease_s=NIXL_S), tmp_path, processes, falls_back=False)
+    lender = NativeLender(BLOCKS, BLOCK, tmp_path, nvme=False)
+    site = NixlSite(lender, LentLimits(lease_s=NIXL_S), tmp_path, processes, falls_back=False)
     site.lender.put(hashes_of(BLOCKS), blocks_of(BLOCKS, BLOCK))
     yield site
     site.close()
@@ -131,7 +133,7 @@ def test_a_new_namespace_sends_readers_away_until_they_prove_it(site: NixlSite) 
 def test_the_owners_process_of_nixl_can_read_hosts_memory_and_not_write_it(site: NixlSite) -> None:
     assert is_good(read(site.reader(), 1)[0])
     maps = Path(f"/proc/{site.lends.pid}/maps").read_text().splitlines()
-    assert [line.split()[1] for line in maps if "kvbm-lent" in line] == ["r--s"]
+    assert [line.split()[1] for line in maps if "/memfd:" in line] == ["r--s"]
 
 
 @pytest.mark.parametrize("side", ["lends", "reads"])

@@ -39,6 +39,7 @@ class Device:
         self.host = host
         self.registered = 0
         self.is_reachable = True
+        self.trouble = ""  # of what is READ
         self.on_take: Callable[[], object] = lambda: None
 
     def pair(self, *_: object, **__: object) -> Pair:
@@ -77,7 +78,7 @@ class Pair:
     def take(self, until_s: float, also: int) -> list[Completion]:
         self._device.on_take()
         done, self._posted = self._posted, []
-        return [Completion(request, "") for request in done]
+        return [Completion(request, self._device.trouble) for request in done]
 
     def drain(self, within_s: float) -> bool:
         return True
@@ -93,13 +94,15 @@ class Others:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.asked_for: list[int] = []  # how many blocks
 
     def read(
         self, namespace: Namespace, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None, deadline_s: float
     ) -> PeerRead:
         self.asked += 1
         count = len(hashes) // 16
-        rows[:] = blocks_of(count, BLOCK)
+        self.asked_for.append(count)
+        rows[list(range(count) if at is None else at)] = blocks_of(len(rows), BLOCK)[len(rows) - count :]
         return PeerRead(ReadResult([GOOD] * count, np.zeros(count, dtype=np.uint32)))
 
     def close(self) -> None: ...
@@ -162,6 +165,31 @@ def test_an_owner_that_cannot_be_reached_by_the_device_is_read_in_another_way(si
     site.device.is_reachable = False
     assert is_by_others(site.read(), "cannot be reached")
     eventually(lambda: not site.owner.pairs.open, "the owner keeps a queue pair of nobody's")
+
+
+def test_what_has_not_arrived_when_a_read_fails_comes_in_another_way_at_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbm.transport.leased._PIECE_BYTES", 4 * BLOCK)
+    pieces: list[int] = []
+
+    def fail() -> None:
+        pieces.append(1)
+        site.device.trouble = "retries are used up" if len(pieces) == 2 else ""
+
+    site.device.on_take = fail
+    assert is_by_others(site.read(), "a READ failed: retries are used up")
+    assert site.others.asked_for == [4]
+    eventually(lambda: site.owner.lender.pinned == 0, "blocks stay pinned")
+    assert is_by_rdma(site.read())
+
+
+def test_what_does_not_lie_in_host_comes_in_another_way_and_is_counted_as_that(site: Site) -> None:
+    site.owner.lender.evict(hashes_of(8)[16 * 3 :])
+    found = site.read()
+    assert is_by_rdma(found) and site.others.asked_for == [5]
+    site.owner.lender.evict(hashes_of(8))
+    assert (site.read().by, site.read().passed_over) == ("tcp", "")
 
 
 def test_nothing_is_tried_in_another_way_by_a_reader_that_is_closed(site: Site) -> None:
@@ -239,7 +267,7 @@ def test_reads_that_waited_while_one_was_refused_do_not_ask_again(site: Site, mo
 def test_a_reader_that_is_closed_between_two_pieces_does_not_connect_again(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbm.transport.rdma._PIECE_BYTES", 4 * BLOCK)
+    monkeypatch.setattr("kvbm.transport.leased._PIECE_BYTES", 4 * BLOCK)
     closing = threading.Thread(target=site.reader.close)
 
     def close() -> None:

@@ -84,7 +84,7 @@ def test_what_the_owner_lacks_is_missing_and_the_connection_goes_on(owner: Owner
 def test_a_run_longer_than_one_question_is_asked_for_in_pieces(
     owner: OwnerHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbm.transport.rdma._PIECE_BYTES", 30 * BLOCK_BYTES)
+    monkeypatch.setattr("kvbm.transport.leased._PIECE_BYTES", 30 * BLOCK_BYTES)
     rows = rows_for(MISSING_FROM + 20)
     at = [int(row) for row in np.random.default_rng(2).permutation(len(rows))]
     found = owner.reader().read(NAMESPACE, hashes_of(0, len(rows)), rows, at, _LONG_S)

@@ -21,7 +21,7 @@
 #include "kvbm/event.hpp"
 #include "kvbm/lease_table.hpp"
 #include "kvbm/loans.hpp"
-#include "kvbm/peer_rdma.hpp"
+#include "kvbm/join_requests.hpp"
 #include "kvbm/peer_socket.hpp"
 #include "kvbm/peer_tls.hpp"
 
@@ -141,7 +141,7 @@ struct LendingCounts {
   std::atomic<std::uint64_t> accepted{0};        // connections
   std::atomic<std::uint64_t> refused{0};         // of them: too many, or their peer did not prove itself
   std::atomic<std::uint64_t> broken{0};          // of them: ended by what their peer said
-  std::atomic<std::uint64_t> lent_blocks{0};     // as memory, or for READs over RDMA
+  std::atomic<std::uint64_t> lent_blocks{0};     // as memory, or for reads over RDMA or NIXL
   std::atomic<std::uint64_t> sent_blocks{0};     // as bytes
   std::atomic<std::uint64_t> sent_bytes{0};      // of those
   std::atomic<std::uint64_t> expired{0};         // leases that time has ended
@@ -165,7 +165,8 @@ struct PeerOwner {
   AdmittedNamespaces namespaces;         // that may be opened
   CorruptBlocks corrupt;                 // found by readers or here
   StagingLanes lanes;                    // for NVME
-  RdmaRequests rdma;                     // of readers, for who makes queue pairs
+  JoinRequests rdma{kRdmaHello};         // of readers, for who makes queue pairs
+  JoinRequests nixl{kNixlHello};         // of readers, for who tells how NIXL reaches HOST
   LendingCounts counts;                  // what was counted
   OwnedFd arena;                         // HOST's memory, to be read only; -1: it is not lent as memory
   std::atomic<std::uint32_t> leases{0};  // number of the next
