@@ -477,7 +477,7 @@ class TransportSettings(SettingsGroup, frozen=True):
             read over it, where both instances have one; "" for none. Takes `key_file`; bytes are not encrypted. Where
             it cannot be used, TCP serves.
         nixl: likewise by NIXL over UCX, for fabrics that UCX knows and `rdma` does not use; takes `key_file` and the
-            extra nixl. Over UCX's own TCP it is slower than TCP here.
+            extra nixl. Over UCX's TCP it is slower than TCP is here.
         fetch: read what others lend even where nothing is lent from here; where `listen` is set it is done in any case.
         connections: of others that are served at a time.
         lent_blocks: blocks that are lent at a time; whoever asks for more is told to come again.

@@ -206,6 +206,8 @@ OWNER = """
         time.sleep(600)
     if word == "close":
         manager.close()
+    if word == "fork":
+        os._exit(7)  # nobody closes anything
     sys.exit(7)
 """
 
@@ -260,13 +262,15 @@ def test_a_process_that_ends_has_its_own_status_and_leaves_no_process_of_nixl(pa
     with ExitStack() as stack:
         owner = start_owner(pair, stack)
         assert owner.stdin is not None and owner.stdout is not None
-        lends = eventually(lambda: processes_of_nixl(owner.pid, "r--s"), "it does not lend")
+        eventually(lambda: processes_of_nixl(owner.pid, "r--s"), "it does not lend")
+        both = processes_of_nixl(owner.pid)
+        assert len(both) == 2, "one lends and one reads"
         owner.stdin.write(f"{word}\n")
         owner.stdin.close()
         child = int(owner.stdout.readline()) if word == "fork" else 0
         try:
             assert owner.wait(LONG_S) == 7
-            eventually(lambda: not any(is_alive(pid) for pid in lends), "a process of NIXL outlives its owner")
+            eventually(lambda: not any(is_alive(pid) for pid in both), "a process of NIXL outlives its owner")
             assert not child or is_alive(child), "it was the child's end that ended NIXL"
         finally:
             if child:
