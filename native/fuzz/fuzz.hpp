@@ -20,8 +20,8 @@
 namespace kvbm::fuzz {
 
 // Made before a call, asked after it: bytes its thread has asked the allocator for in between, freed or not. A count in
-// the input that sizes an allocation shows here long before it would hurt. Other threads do not count: libFuzzer has one
-// that watches the memory, and begins it, on a busy machine, while the first inputs run.
+// the input that sizes an allocation shows here long before it would hurt. Other threads do not count: libFuzzer has
+// one that watches the memory, and begins it, on a busy machine, while the first inputs run.
 class MemoryMeter {
  public:
   MemoryMeter() noexcept : before_(asked()) {}

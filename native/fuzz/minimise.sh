@@ -1,6 +1,7 @@
 #!/bin/sh
-# minimise.sh TARGET: brings home what the runs of TARGET found: native/fuzz/corpus/TARGET/ becomes the fewest inputs, small
-# ones first, that reach all that those and the committed ones reach. After run.sh, whose build it uses; review with git.
+# minimise.sh TARGET: brings home what the runs of TARGET found: native/fuzz/corpus/TARGET/ becomes the fewest inputs,
+# small ones first, that reach all that those and the committed ones reach. After run.sh, whose build it uses; review
+# with git.
 set -eu
 cd "$(dirname "$0")/../.."
 name="${1:?usage: minimise.sh TARGET}"

@@ -1,11 +1,11 @@
 #!/bin/sh
-# run.sh SECONDS [TARGET]: builds the fuzz targets with clang and runs each, or only TARGET, for that many seconds; with 0 only over the
-# inputs of its corpus, once: nothing is random then, and time decides nothing.
-# native/fuzz/fuzz_NAME.cpp is target NAME and begins from native/fuzz/corpus/NAME/, which it does not change: what it finds
-# on the way goes to build/fuzz/corpus/NAME/ (minimise.sh brings that home), an input that fails to build/fuzz/findings/NAME/
-# (it becomes a test in native/tests with its fix).
-# Inputs have at most 4 KiB. One allocation of 1 MiB, 64 MiB of memory in all (ASan's own included) or 5 s for one input fail; with 0
-# seconds 256 MiB or 60 s.
+# run.sh SECONDS [TARGET]: builds the fuzz targets with clang and runs each, or only TARGET, for that many seconds; with
+# 0 only over the inputs of its corpus, once: nothing is random then, and time decides nothing.
+# native/fuzz/fuzz_NAME.cpp is target NAME and begins from native/fuzz/corpus/NAME/, which it does not change: what it
+# finds on the way goes to build/fuzz/corpus/NAME/ (minimise.sh brings that home), an input that fails to
+# build/fuzz/findings/NAME/ (it becomes a test in native/tests with its fix).
+# Inputs have at most 4 KiB. One allocation of 1 MiB, 64 MiB of memory in all (ASan's own included) or 5 s for one input
+# fail; with 0 seconds 256 MiB or 60 s.
 set -eu
 cd "$(dirname "$0")/../.."
 export PATH="$PWD/.venv/bin:$PATH"

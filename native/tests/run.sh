@@ -1,7 +1,8 @@
 #!/bin/sh
-# Builds the C++ tests twice and runs them: all under ASan with UBSan, then under TSan those that may begin a thread, because as built
-# for ASan they name what begins one: a test without any has no race. Whichever file is new is among them, or has no thread.
-# Needs a C++20 compiler with nm, and CMake. With -O1 and line numbers alone, which compiles in half the time of -O2 -g.
+# Builds the C++ tests twice and runs them: all under ASan with UBSan, then under TSan those that may begin a thread,
+# because as built for ASan they name what begins one: a test without any has no race. Whichever file is new is among
+# them, or has no thread. Needs a C++20 compiler with nm, and CMake. With -O1 and line numbers alone, which compiles in
+# half the time of -O2 -g.
 set -eu
 cd "$(dirname "$0")/../.."
 export PATH="$PWD/.venv/bin:$PATH"
@@ -9,7 +10,8 @@ export PATH="$PWD/.venv/bin:$PATH"
 # build_folder SANITIZER
 build_folder() { echo "build/native-test-$(echo "$1" | tr , -)"; }
 
-# build_and_run SANITIZER TESTS [ARGUMENT OF CTEST]...: only those tests, which semicolons separate; all of them where it is empty
+# build_and_run SANITIZER TESTS [ARGUMENT OF CTEST]...: only those tests, which semicolons separate; all of them where
+# it is empty
 build_and_run() {
   sanitizer="$1"
   build="$(build_folder "$sanitizer")"

@@ -92,7 +92,7 @@ def test_of_many_who_put_one_name_at_once_one_does(place: Place) -> None:
                 thread.start()
             for thread in threads:
                 thread.join()
-            assert sorted(str(troubles(answer)[0]) for answer in answers) == ["None", *["Trouble.TAKEN"] * 7]
+            assert sorted(str(troubles(answer)[0]) for answer in answers) == ["None", *[str(StoreTrouble.TAKEN)] * 7]
             [(body, _)] = read(one, Get(f"race{turn}"))
             assert body in bodies
 

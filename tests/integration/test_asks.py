@@ -57,7 +57,10 @@ __all__ = ["cluster", "fresh_nats", "nats_url"]
 
 @contextmanager
 def served(url: str, cluster: str, database: str, **more: Any) -> Iterator[str]:
-    """A catalog that is ready, and leaves out nobody for a busy machine's late heartbeats; gives its URL of HTTP."""
+    """A catalog that is ready; gives its URL of HTTP. It leaves out nobody for a busy machine's late heartbeats, and
+    refuses nobody for the time that such a machine has taken to answer.
+    """
+    more.setdefault("limits", LimitSettings(loop_share=1.0))
     settings = ServiceSettings(
         nats_url=url, database_url=database, cluster=cluster, listen="127.0.0.1:0", liveness_s=600.0, **more
     )

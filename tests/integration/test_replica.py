@@ -103,7 +103,7 @@ def running(settings: ServiceSettings) -> Iterator[Site]:
 @pytest.fixture(autouse=True)
 def held_time(monkeypatch: pytest.MonkeyPatch) -> HeldTime:
     """Silence of services and replicas counts in it."""
-    monkeypatch.setattr(kvbm.catalog.replica, "MAX_WAIT_S", WAIT_S)
+    monkeypatch.setattr(kvbm.core.questions, "MAX_WAIT_S", WAIT_S)
     return hold_catalogs(monkeypatch)
 
 

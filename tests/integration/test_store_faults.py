@@ -470,7 +470,7 @@ def test_a_store_has_one_name_however_it_is_written(endpoint: str, name: str) ->
 def test_of_puts_of_one_name_that_look_at_once_the_server_of_the_tests_takes_one() -> None:
     with s3_server(look_s=0.2) as endpoint, closing(s3_place(endpoint).open()) as store:
         answers = store.put([Put("name", BODY)] * 4, WAIT_S)
-    assert sorted(str(answer and answer.trouble) for answer in answers) == ["None", *["Trouble.TAKEN"] * 3]
+    assert sorted(str(answer and answer.trouble) for answer in answers) == ["None", *[str(StoreTrouble.TAKEN)] * 3]
 
 
 def test_a_server_that_is_gone_costs_the_attempts_at_most() -> None:

@@ -316,7 +316,7 @@ def test_a_host_without_room_takes_no_part() -> None:
 
 CHILD = """
 import os, sys
-from kvbm.engines.vllm.metadata import HostShare, Plan
+from kvbm.engines.vllm.metadata import HostShare, StepPlan
 from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.regions import block_regions
 from tests.integration.test_vllm_worker import FULL, ROWS, Rank, job
@@ -328,7 +328,7 @@ ranks = Ranks((Stage(block_regions(config).part_bytes),), tensor=2)
 def work(rank):
     made = Rank(rank, ranks, config)
     share = HostShare(pid, fd, mapped, ROWS, ranks)
-    made.worker.begin(Plan(share, loads=[job(1, [0], [0], "r")], stores=[job(2, [3, 5], [4, 1])]))
+    made.worker.begin(StepPlan(share, loads=[job(1, [0], [0], "r")], stores=[job(2, [3, 5], [4, 1])]))
     answers = made.done()
     assert answers.loaded == {1: 1} and not answers.failed and not answers.refused, answers
     print(made.block(0).tobytes().hex(), made.block(3).tobytes().hex(), made.block(5).tobytes().hex(),

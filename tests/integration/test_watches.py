@@ -210,7 +210,7 @@ class Site:
             access=AccessOptions(file=access),
             store_every_s=0.02,
             liveness_s=liveness_s,
-            limits=msgspec.convert(limits, LimitSettings),
+            limits=msgspec.convert({"loop_share": 1.0} | limits, LimitSettings),  # a stalled machine refuses nobody
         )
         self.thread = CatalogThread(self.settings, NATIVE, NATIVE_INDEX)
 

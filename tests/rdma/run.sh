@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What each VM of `make test-rdma` runs, side by side, for imports are slow there: the first the tests of reads, the second those of
-# managers, and the owner that some of the first VM's tests read from. The first waits for the second, and tells of both.
+# What each VM of `make test-rdma` runs, side by side, for imports are slow there: the first the tests of reads, the
+# second those of managers, and the owner that some of the first VM's tests read from. The first waits for the second,
+# and tells of both.
 told=build/rdma
 pytest() {
   timeout 480 .venv/bin/python -m pytest --confcutdir=tests/rdma -p no:cacheprovider -p no:xdist -p no:hypothesispytest "$@"

@@ -1,5 +1,6 @@
-// RoutedBlocks: which blocks instances will soon hold, because prompts were routed to them lately. Native implementation of
-// kvbm/reference/routed_blocks.py, which says why; a table of fixed size, whatever is routed. One thread.
+// RoutedBlocks: which blocks instances will soon hold, because prompts were routed to them lately. Native
+// implementation of kvbm/reference/routed_blocks.py, which says why; a table of fixed size, whatever is routed. One
+// thread.
 #pragma once
 
 #include <array>
