@@ -164,8 +164,8 @@ class OwnerSession:
         if opening is None or self._lender.opening(opening.namespace) != opening[1:]:
             self._open.pop(ask.handle, None)
             return [Reply(Gone(ask.request, GoneReason.NOT_OPENED))]
-        if ask.transport is GrantTransport.RDMA:  # which this twin does not offer
-            raise PeerWireError("slots are asked for without a queue pair to READ them")
+        if ask.transport in (GrantTransport.RDMA, GrantTransport.NIXL):  # which this twin does not offer
+            raise PeerWireError("slots are asked for by who cannot read them")
         lent = self._all.lend(opening.namespace, ask.hashes)
         if lent is None:
             return [Reply(Gone(ask.request, GoneReason.NOT_HELD))]

@@ -134,11 +134,12 @@ def test_a_reader_that_leaves_the_protocol_is_hung_up_on(site: SocketSite, what:
     others_are_served(site)
 
 
-def test_slots_for_rdma_are_not_granted_without_a_queue_pair(site: SocketSite) -> None:
+@pytest.mark.parametrize("transport", [GrantTransport.RDMA, GrantTransport.NIXL])
+def test_slots_are_not_granted_to_who_was_not_let_into_host(site: SocketSite, transport: GrantTransport) -> None:
     stranger = Stranger(site)
     stranger.open()
-    stranger.say(Ask(1, 0, GrantTransport.RDMA, 1000, hashes_of(8)))
-    assert stranger.last_words() == "slots are asked for without a queue pair to READ them"
+    stranger.say(Ask(1, 0, transport, 1000, hashes_of(8)))
+    assert stranger.last_words() == "slots are asked for by who cannot read them"
     others_are_served(site)
 
 
