@@ -296,7 +296,7 @@ def test_a_fenced_owner_grants_nothing_until_it_may_again(site: Site) -> None:
     assert read(reader, hashes_of(4))[0].result.outcomes == [GOOD] * 4
 
 
-@pytest.mark.parametrize("kind", ["local", "memory", "native memory", NIXL], indirect=True)
+@pytest.mark.parametrize("kind", ["local", "memory", "native memory"], indirect=True)
 def test_a_copy_that_ends_after_its_lease_does_not_count(kind: str, new_site: NewSite) -> None:
     site = new_site(lease_s=1e-9 if kind == "local" else 0.001)
     site.lender.put(hashes_of(4), blocks_of(4, BLOCK))
