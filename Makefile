@@ -14,6 +14,13 @@ BENCH_STAMP := $(BENCH)/.kvbm-installed
 ENGINES := build/engines/.venv
 ENGINES_PIP := $(ENGINES)/bin/pip --disable-pip-version-check
 ENGINES_STAMP := $(ENGINES)/.kvbm-installed
+SGLANG := build/sglang/.venv
+SGLANG_PIP := $(SGLANG)/bin/pip --disable-pip-version-check
+SGLANG_STAMP := $(SGLANG)/.kvbm-installed
+# Of what SGLang wants, the part that its caches and pools import on a CPU; its kernels and models are for GPUs.
+SGLANG_IMPORTS := apache-tvm-ffi compressed-tensors datasets distro easydict einops fastapi gguf interegular ipython llguidance numba \
+  nvidia-ml-py openai openai-harmony orjson partial-json-parser pillow prometheus-client psutil pybase64 pydantic python-multipart pyzmq \
+  requests scipy sentencepiece setproctitle tiktoken torchvision tqdm transformers triton uvicorn uvloop watchfiles xxhash zstandard
 AZURITE := build/azurite/node_modules/.bin/azurite-blob
 # Tests wait for servers and processes half of the time; those with engines do not.
 JOBS ?= 4
@@ -25,7 +32,7 @@ RUN_TESTS = -m pytest
 SHARED = -n $(JOBS) --dist worksteal
 ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
-.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects smoke-objects test-rdma test-triples engines smoke-engines test-engines test-engines-quick test-bridge faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
+.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects smoke-objects test-rdma test-triples engines smoke-engines test-engines test-engines-quick test-bridge test-sglang faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -107,6 +114,20 @@ test-engines: $(ENGINES_STAMP)  ## … all of it
 # Engines are vLLM in its own environment, without kvbm in their processes; the bridge and all it speaks to are of this one.
 test-bridge: setup $(ENGINES_STAMP)  ## the bridge between real vLLM processes without kvbm and a catalog; installs vLLM below build/ as above
 	$(BIN)/python -m pytest --engines tests/engines/bridge $(PYTEST_ARGS)
+
+# SGLang's engine wants CUDA; its storage factory, host pools, cache controller and radix cache run on a CPU.
+$(SGLANG_STAMP): $(STAMP) constraints-sglang.txt
+	$(BIN)/python -m venv $(SGLANG)
+	$(SGLANG_PIP) install --quiet -c constraints-sglang.txt torch==2.13.0 $(SGLANG_IMPORTS)
+	$(SGLANG_PIP) install --quiet --no-deps timm==1.0.31 sglang==0.5.23
+	rm -f build/sglang/kvbm*.whl
+	$(BIN)/python -c 'from scikit_build_core.build import build_editable; build_editable("build/sglang")'
+	$(SGLANG_PIP) install --quiet -c constraints-sglang.txt "$$(ls build/sglang/kvbm_ledger-*.whl)[engine-tests]"
+	$(SGLANG_PIP) install --quiet --force-reinstall --no-deps build/sglang/kvbm_ledger-*.whl
+	touch $@
+
+test-sglang: $(SGLANG_STAMP)  ## kvbm below SGLang's own pools and caches on this CPU (needs a network, 2 GB)
+	$(SGLANG)/bin/python $(RUN_TESTS) --sglang tests/engines/sglang $(PYTEST_ARGS)
 
 faults: setup  ## the fault suite alone: the seeded simulator with its mutants and every three faults together (some 20 minutes more), real processes
 	$(BIN)/python $(RUN_TESTS) $(SHARED) --nightly tests/faults $(PYTEST_ARGS)

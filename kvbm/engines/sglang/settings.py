@@ -26,6 +26,7 @@ _OF_SGLANG = frozenset(
         "module_path",
         "class_name",
         _V1_KEY,
+        "allocator",
         "tp_lcm_size",
         "prefetch_threshold",
         "prefetch_timeout_base",

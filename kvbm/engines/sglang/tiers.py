@@ -79,16 +79,14 @@ class PageTiers:
     def exists(self, keys: Sequence[str]) -> int:
         """How many pages, from the first on, some tier seems to hold."""
         hashes = self.hashes(keys)
-        held = np.frombuffer(self.manager.holders(hashes, self.namespace.id), dtype=np.uint8) != _NOWHERE
-        depth = _leading(held)
-        if depth == len(keys) or not self.manager.looks_beyond:
-            return depth
-        held = held.copy()
-        held[depth:] |= self._found_beyond(hashes[depth * HASH_BYTES :])
-        depth = _leading(held)
+        depth = _leading(self._present(hashes))
         if depth < len(keys) and self.manager.pools.peers is not None:
             depth += self._brought_by_peers(hashes, depth)
         return depth
+
+    def present(self, keys: Sequence[str]) -> list[bool]:
+        """For each page whether some tier of this instance, the pod or the object pool seems to hold it."""
+        return [bool(held) for held in self._present(self.hashes(keys))]
 
     def get(self, keys: Sequence[str], host_indices: object) -> list[bool]:
         """Fill SGLang's pages; for each whether its bytes are there, verified. Behind a miss all are misses.
@@ -135,6 +133,14 @@ class PageTiers:
         self.manager.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _present(self, hashes: bytes) -> np.ndarray:
+        held = self._held(hashes)
+        depth = _leading(held)
+        if depth < len(held) and self.manager.looks_beyond:
+            held = held.copy()
+            held[depth:] |= self._found_beyond(hashes[depth * HASH_BYTES :])
+        return held
 
     def _found_beyond(self, hashes: bytes) -> np.ndarray:
         """For each page whether the pod or the object pool is said to have it."""
