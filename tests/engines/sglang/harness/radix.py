@@ -41,10 +41,11 @@ def _to_device(
 class RadixCache(UnifiedRadixCacheStorageFixtures, CustomTestCase):
     """One test's caches; each is SGLang's UnifiedRadixCache over a storage of ours. Use it with `with`."""
 
+    __test__ = False
     cfg = CONFIG
 
     def runTest(self) -> None:  # unittest's word
-        raise AssertionError("a holder of fixtures, and no test")
+        raise AssertionError("a holder of fixtures; no test")
 
     def __enter__(self) -> RadixCache:
         for patch in (
