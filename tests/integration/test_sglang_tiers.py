@@ -19,6 +19,7 @@ from kvbm.engines.sglang.identity import Place
 from kvbm.engines.sglang.opening import open_tiers
 from kvbm.engines.sglang.settings import ExtraConfig, read_extra
 from kvbm.engines.sglang.tiers import PageTiers
+from tests.eventually import eventually
 from tests.sglang_pools import ArrayPool, chain, indices_of
 
 PAGES = 64
@@ -250,10 +251,7 @@ def test_what_one_rank_of_mla_stores_the_others_read_through_the_pods_folder(tmp
         assert ranks[0].namespace.id == ranks[1].namespace.id and ranks[0].manager.instance != ranks[1].manager.instance
         ranks[0].set(keys, indices_of(range(12)))
         assert ranks[0].manager.settle(SETTLE_S)
-        for _ in range(600):  # the folder is looked at from time to time
-            if ranks[1].exists(keys) == 12:
-                break
-            threading.Event().wait(0.1)
+        eventually(lambda: ranks[1].exists(keys) == 12, "the folder is looked at from time to time")
         assert ranks[1].get(keys, indices_of(range(12))) == [True] * 12
         assert all(pools[1].has(range(12), keys))
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from tests.engines.sglang.harness.pools import (
     page_bytes,
     wipe,
 )
+from tests.eventually import eventually
 
 PAGES = 128
 SETTLE_S = 60.0
@@ -174,10 +174,7 @@ def test_of_mla_one_rank_writes_and_the_others_read_it(tmp_path: Path) -> None:
         assert not ranks[1]._tiers.manager.held(Tier.HOST)
         assert all(ranks[0].batch_set_v1(keys, indices_of(range(12))))
         settled(ranks[0])
-        for _ in range(600):  # the folder is looked at from time to time
-            if ranks[1].batch_exists(keys) == 12:
-                break
-            time.sleep(0.1)
+        eventually(lambda: ranks[1].batch_exists(keys) == 12, "the folder is looked at from time to time")
         assert all(ranks[1].batch_get_v1(keys, indices_of(range(12))))
         assert [page_bytes(pools[1], page) for page in range(12)] == wanted
     finally:
