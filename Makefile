@@ -15,6 +15,14 @@ BENCH_STAMP := $(BENCH)/.kvbm-installed
 ENGINES := build/engines/.venv
 ENGINES_PIP := $(ENGINES)/bin/pip --disable-pip-version-check
 ENGINES_STAMP := $(ENGINES)/.kvbm-installed
+SGLANG := build/sglang/.venv
+SGLANG_PIP := $(SGLANG)/bin/pip --disable-pip-version-check
+SGLANG_STAMP := $(SGLANG)/.kvbm-installed
+# Of what SGLang wants, the part that its caches and pools import on a CPU; its kernels and models are for GPUs.
+SGLANG_IMPORTS := apache-tvm-ffi compressed-tensors datasets distro easydict einops fastapi gguf interegular ipython \
+  llguidance numba nvidia-ml-py openai openai-harmony orjson partial-json-parser pillow prometheus-client psutil \
+  pybase64 pydantic python-multipart pyzmq requests scipy sentencepiece setproctitle tiktoken torchvision tqdm \
+  transformers triton uvicorn uvloop watchfiles xxhash zstandard
 AZURITE := build/azurite/node_modules/.bin/azurite-blob
 # Tests wait for servers and processes half of the time; those with engines do not.
 JOBS ?= 4
@@ -121,6 +129,20 @@ test-engines: $(ENGINES_STAMP)  ## … all of it
 # one.
 test-bridge: setup $(ENGINES_STAMP)  ## the bridge between vLLM processes without kvbm and a catalog
 	$(BIN)/python -m pytest --engines tests/engines/bridge $(PYTEST_ARGS)
+
+# SGLang's engine wants CUDA; its storage factory, host pools, cache controller and radix cache run on a CPU.
+$(SGLANG_STAMP): $(STAMP) constraints-sglang.txt
+	$(BIN)/python -m venv $(SGLANG)
+	$(SGLANG_PIP) install --quiet -c constraints-sglang.txt torch==2.13.0 $(SGLANG_IMPORTS)
+	$(SGLANG_PIP) install --quiet --no-deps timm==1.0.31 sglang==0.5.23
+	rm -f build/sglang/kvbm*.whl
+	$(BIN)/python -c 'from scikit_build_core.build import build_editable; build_editable("build/sglang")'
+	$(SGLANG_PIP) install --quiet -c constraints-sglang.txt "$$(ls build/sglang/kvbm_ledger-*.whl)[engine-tests]"
+	$(SGLANG_PIP) install --quiet --force-reinstall --no-deps build/sglang/kvbm_ledger-*.whl
+	touch $@
+
+test-sglang: $(SGLANG_STAMP)  ## kvbm below SGLang's own pools and caches on this CPU (needs a network, 2 GB)
+	$(SGLANG)/bin/python $(RUN_TESTS) --sglang tests/engines/sglang $(PYTEST_ARGS)
 
 faults: setup  ## the fault suite alone, with every three faults together: more than an hour
 	$(BIN)/python $(RUN_TESTS) $(SHARED) --nightly tests/faults $(PYTEST_ARGS)
