@@ -271,7 +271,7 @@ def open_exchange(
     lending = open_lending(settings, instance, ledger, lock, pools, tls)
     if lending is not None:
         opened.callback(lending.close)
-        if lending.address.tcp:
+        if lending.address.tcp and (device is not None or nixl is not None):
             lending = _with_whole(lending, pools.slots[Tier.HOST], instance, namespaces, device, nixl is not None)
     if lending is not None and lending.whole:
         opened.callback(lending.close)
