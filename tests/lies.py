@@ -13,7 +13,8 @@ import struct
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -33,6 +34,7 @@ from kvbm.core.events import (
 )
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
+from kvbm.core.lent import LentCounts
 from kvbm.erasure.report import Answer, ErasedPlace, Progress
 from kvbm.streams import base
 from kvbm.streams.base import AccessSample, Fence, Heartbeat
@@ -147,6 +149,10 @@ def values_of(kind: Any) -> Iterator[tuple[str, Any]]:  # noqa: C901
     if kind in _VALUES:
         for value in _VALUES[kind]:
             yield _shown(value), value
+    elif origin in (UnionType, Union):  # a part that may be left out
+        for part in inner:
+            if part is not type(None):
+                yield from values_of(part)
     elif isinstance(kind, type) and issubclass(kind, IntEnum):
         for value in [*_WHOLE, *_NO_NUMBER, max(kind) + 1]:
             yield _shown(value), value
@@ -217,6 +223,7 @@ HONEST_PARTS: dict[type, msgspec.Struct] = {
     TierAges: TierAges(wanted_s=1, reused=1),
     ErasedPlace: ErasedPlace(name="NVME", erased="1 block"),
     Progress: Progress(done_ns=1),
+    LentCounts: LentCounts(connections=1),
 }
 
 

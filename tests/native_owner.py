@@ -159,3 +159,6 @@ class NativeSite(SocketSite):
         assert self.lending.close(), "a thread is still there"
         assert self.lending.stats()["blocks_lent_now"] == 0
         assert self.lending.stats()["refused_pins"] == 0
+
+    def fence(self, fenced: bool) -> None:
+        self.lending.fence(fenced)

@@ -1,4 +1,4 @@
-"""Owners that lend over NIXL, and readers of theirs: what is said comes over the readable owner's unix socket, bytes by
+"""Owners that lend over NIXL, and readers of theirs: as instances have them, a native server beside a real process of
 NIXL.
 
 Owners and readers have a process of NIXL each, for all tests of a run: one takes a second to start.
@@ -6,219 +6,91 @@ Owners and readers have a process of NIXL each, for all tests of a run: one take
 
 from __future__ import annotations
 
-import secrets
-import socket
-import time
+import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from kvbm.core.errors import PeerWireError
 from kvbm.core.ids import InstanceId, Namespace
-from kvbm.reference.peer_server import ReadableOwner
 from kvbm.transport.base import PeerReader, RootOf
-from kvbm.transport.lending import Leases, LentLimits
-from kvbm.transport.memory import MemoryReader
+from kvbm.transport.leasing_connection import OVER_NIXL, LeasingConnection, ReaderProof
+from kvbm.transport.lending import LentLimits, LentMapping
 from kvbm.transport.nixl import NixlReader
 from kvbm.transport.nixl_agent import NixlProcess
-from kvbm.transport.nixl_hello import encode_hello, encode_ready
+from kvbm.transport.nixl_lending import NixlLending
 from kvbm.transport.nixl_owner import NixlOwner
-from kvbm.transport.rdma import LeasedRun
-from kvbm.transport.rdma_hello import send_message
-from kvbm.transport.session import OwnerSession
-from kvbm.transport.wire import (
-    HEAD_BYTES,
-    MEMORY,
-    NONCE_BYTES,
-    ArenaShape,
-    Ask,
-    Busy,
-    Bye,
-    End,
-    Gone,
-    GoneReason,
-    Grant,
-    GrantTransport,
-    Hello,
-    Message,
-    NamespaceOpened,
-    Open,
-    decode_body,
-    decode_head,
-    encode,
-    open_proof,
-)
-from tests.lenders import (
-    COPIER,
-    EPOCH,
-    KEY,
-    NAMESPACE,
-    OTHER,
-    OWNER,
-    READER,
-    MemoryLender,
-    SocketSite,
-    new_client,
-    root_of,
-)
+from kvbm.transport.tcp import TcpReader
+from kvbm.transport.wire import ArenaShape
+from tests.lenders import COPIER, KEY, NAMESPACE, OTHER, OWNER, READER, new_client, root_of
+from tests.native_owner import NativeLender, NativeSite
 
 NIXL_S = 60.0  # the machine has other work
 
 
-class _Owner(ReadableOwner):
-    """The readable owner, which answers NIXL_HELLO too, and hangs up on who reads over NIXL when a namespace is
-    added.
+def nixl_reader(
+    process: NixlProcess,
+    tcp: str,
+    owner: InstanceId = OWNER,
+    root_of: RootOf = root_of,
+    key: bytes = KEY,
+    known: Sequence[Namespace] = (NAMESPACE, OTHER),
+    **more: Any,
+) -> NixlReader:
+    """A reader, by this process, of the owner at an address.
+
+    Args:
+        known: namespaces that it opens.
+        more: options of `NixlReader`.
     """
-
-    def __init__(self, nixl: NixlOwner, lender: MemoryLender, *more: Any, **options: Any) -> None:
-        self.nixl, self._lender = nixl, lender
-        self._admitted: dict[socket.socket, int] = {}
-        super().__init__(*more, **options)
-
-    def revoke(self) -> None:
-        self.nixl.revoke()
-        for connection in list(self._admitted):
-            connection.shutdown(socket.SHUT_RDWR)
-
-    def _converse(self, connection: socket.socket, session: OwnerSession) -> None:
-        try:
-            super()._converse(connection, session)
-        finally:
-            self.nixl.dismiss(self._admitted.pop(connection, 0))
-
-    def _receive_idle(self, connection: socket.socket, session: OwnerSession) -> Message | None:
-        while True:
-            connection.settimeout(0.2)
-            try:
-                head = connection.recv(HEAD_BYTES, socket.MSG_PEEK)
-            except TimeoutError:
-                self._leases.expire(self._clock())
-                continue
-            if head != encode_hello():
-                return super()._receive_idle(connection, session)
-            connection.recv(HEAD_BYTES)
-            self._join(connection, session)
-
-    def _join(self, connection: socket.socket, session: OwnerSession) -> None:
-        revoked = self.nixl.revoked
-        opened = {one.namespace for one in session._open.values() if self._lender.opening(one.namespace) == one[1:]}
-        admission = self.nixl.admit(self._lender.namespaces <= opened, revoked, NIXL_S)
-        if admission.number:
-            self._admitted[connection] = admission.number
-        send_message(connection, encode_ready(admission.ready), time.monotonic() + NIXL_S)
+    proof = ReaderProof(READER, key, root_of, lambda: known)
+    connect = partial(LeasingConnection, OVER_NIXL, tcp, owner, proof)
+    return NixlReader(process, connect, COPIER, **{"handshake_s": NIXL_S} | more)
 
 
-class Connection:
-    """As `ProvedConnection`: over the owner's unix socket, where what is asked for through memory is a lease of
-    slots.
-    """
-
-    def __init__(self, unix: str, owner: str, namespaces: Sequence[Namespace], roots: RootOf, until_s: float) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
-        self._until_s = until_s
-        self._handles: dict[bytes, int] = {}
-        self._block_bytes: dict[int, int] = {}
-        try:
-            self.socket.settimeout(max(0.001, until_s - time.monotonic()))
-            self.socket.connect(unix)
-            own = secrets.token_bytes(NONCE_BYTES)
-            self._say(Hello(own, 0, MEMORY, 0, READER))
-            hello = self._hear()
-            assert isinstance(hello, Hello)
-            if hello.instance != owner:
-                raise PeerWireError(f"another instance answers: {hello.instance}")
-            for handle, one in enumerate(namespaces):
-                self._say(Open(handle, one.id, open_proof(roots(one), own, hello.nonce, one.id, owner)))
-                opened = self._hear()
-                if isinstance(opened, NamespaceOpened) and opened.is_open:
-                    self._handles[one.id], self._block_bytes[handle] = handle, opened.block_bytes
-        except BaseException:
-            self.socket.close()
-            raise
-
-    def ask(self, namespace: Namespace, hashes: bytes, until_s: float) -> LeasedRun:
-        self._until_s, asked_s = until_s, time.monotonic()
-        handle = self._handles.get(namespace.id)
-        if handle is None:
-            return _nothing("it does not open the namespace")
-        left_ms = max(1, round(1000 * (until_s - asked_s)))
-        self._say(Ask(1, handle, GrantTransport.MEMORY, left_ms, hashes))
-        answer = self._hear()
-        while isinstance(answer, ArenaShape):
-            answer = self._hear()
-        if isinstance(answer, Busy):
-            return _nothing("it is busy", answer.retry_ms / 1000)
-        if isinstance(answer, Gone):
-            return _nothing("" if answer.reason is GoneReason.NOT_HELD else f"gone: {answer.reason.name}")
-        assert isinstance(answer, Grant)
-        if not answer.lease:  # NVME's bytes follow
-            self._exactly(self._block_bytes[handle] * len(answer.tiers))
-            return _nothing("")
-        slots, checksums = (np.frombuffer(column, dtype="<u4") for column in (answer.slots, answer.checksums))
-        return LeasedRun(answer.lease, asked_s + answer.lease_ms / 1000, slots, checksums)
-
-    def end(self, namespace: Namespace, lease: int, failed: bytes) -> None:
-        self._say(End(lease, self._handles[namespace.id], failed))
-
-    def close(self) -> None:
-        self.socket.close()
-
-    def _say(self, message: Message) -> None:
-        send_message(self.socket, encode(message), self._until_s)
-
-    def _hear(self) -> Message:
-        kind, size = decode_head(self._exactly(HEAD_BYTES))
-        message = decode_body(kind, self._exactly(size))
-        if isinstance(message, Bye):
-            raise PeerWireError(f"it hangs up: {message.words}")
-        return message
-
-    def _exactly(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            self.socket.settimeout(max(0.001, self._until_s - time.monotonic()))
-            piece = self.socket.recv(size - len(data))
-            if not piece:
-                raise ConnectionResetError("the other end closed the connection")
-            data += piece
-        return bytes(data)
-
-
-class NixlSite(SocketSite):
-    """An owner that lends over NIXL beside its sockets. What does not come over NIXL comes through memory.
+class NixlSite(NativeSite):
+    """An owner that lends over NIXL beside its sockets. What does not come over NIXL comes over TCP.
 
     Args:
         processes: of the owner and of its readers.
         falls_back: False: readers read over NIXL alone.
+        tcp: where it is to listen.
     """
 
     def __init__(
         self,
-        lender: MemoryLender,
+        lender: NativeLender,
         limits: LentLimits,
         folder: Path,
         processes: tuple[NixlProcess, NixlProcess],
         falls_back: bool = True,
+        tcp: str = "127.0.0.1:0",
     ) -> None:
+        self.tcp = tcp
         self.lends, self.reads = processes
-        self._falls_back, self._admit = falls_back, lender.admit
-        lender.admit = self._admit_namespace  # type: ignore[method-assign]
-        super().__init__("nixl", lender, limits, folder, NIXL_S)
+        self._falls_back = falls_back
+        self._admit, self._withdraw = lender.admit, lender.withdraw
+        lender.admit, lender.withdraw = self._declare, self._revoke  # type: ignore[method-assign]
+        super().__init__("nixl", lender, limits, folder, connections=400, handshake_s=NIXL_S)
 
     def start(self) -> None:
         """Listen, where it listened before."""
-        assert self.lender.memory is not None
-        self.leases = Leases(self.lender, EPOCH, self._limits)
-        self.nixl = NixlOwner(self.lends, self.lender.memory, most_readers=100)
-        self.owner = _Owner(
-            self.nixl, self.lender, self.leases, OWNER, EPOCH, self.unix, connections=200, handshake_s=self._handshake_s
+        super().start()
+        pool = self.lender.pool
+        self._fd = os.open(f"/proc/self/fd/{pool.fd}", os.O_RDONLY)
+        slots, stride = self.lender.host.shape
+        self.nixl = NixlOwner(
+            self.lends, LentMapping(self._fd, ArenaShape(pool.mapped_bytes, slots, stride)), most_readers=100
         )
+        known = [NAMESPACE, OTHER]
+        self.joins = NixlLending(self.lending.native, self.nixl, InstanceId(OWNER), known)
+        self.joins.start()
 
     def stop(self) -> None:
-        self.owner.close()
-        self.nixl.revoke()
+        self.joins.stop()
+        super().stop()
+        self.nixl.revoke()  # and its process goes on
+        os.close(self._fd)
 
     def reader(
         self,
@@ -228,21 +100,17 @@ class NixlSite(SocketSite):
         streams: int = 2,
         **more: Any,
     ) -> PeerReader:
-        known = more.pop("namespaces", (NAMESPACE, OTHER))
-
-        def connect(until_s: float) -> Connection:
-            return Connection(self.unix, owner, known, root_of, until_s)
-
-        others = MemoryReader(new_client, self.unix, READER, owner, root_of, streams) if self._falls_back else None
-        made = NixlReader(self.reads, connect, COPIER, others, handshake_s=NIXL_S, **more)
+        known: Sequence[Namespace] = more.pop("namespaces", (NAMESPACE, OTHER))
+        others = TcpReader(new_client, self.tcp, READER, owner, root_of, key, streams) if self._falls_back else None
+        made = nixl_reader(self.reads, self.tcp, owner, root_of, key, known, others=others, **more)
         self._readers.append(made)
         return made
 
-    def _admit_namespace(self, namespace: Namespace, root: bytes = b"") -> None:
-        self.owner.revoke()
+    def _declare(self, namespace: Namespace, root: bytes = b"") -> None:
+        """As a manager does, before blocks of a namespace are written."""
+        self.joins.declare([namespace])
         self._admit(namespace, root)
 
-
-def _nothing(trouble: str, retry_s: float = 0.0) -> LeasedRun:
-    none = np.zeros(0, dtype=np.uint32)
-    return LeasedRun(0, 0.0, none, none, trouble, retry_s)
+    def _revoke(self, namespace: Namespace) -> None:
+        self._withdraw(namespace)
+        self.joins.revoke()

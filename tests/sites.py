@@ -12,6 +12,7 @@ from typing import Any
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager, run_gc
 from kvbm.assembly.janitor import Clocks
+from kvbm.catalog.access.callers import AccessOptions
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
@@ -35,7 +36,14 @@ Claims = dict[NamespaceId, set[bytes]]
 class Site:
     """A cluster: a nats-server, a catalog with its database, and instances that share a store with other clusters."""
 
-    def __init__(self, folder: Path, name: str, new_store: Callable[[], ObjectStore], opened: ExitStack) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        new_store: Callable[[], ObjectStore],
+        opened: ExitStack,
+        listen: str = "127.0.0.1:0",
+    ) -> None:
         self.folder, self.name, self.new_store = folder / name, name, new_store
         self._older_ns: dict[str, int] = {}
         self.folder.mkdir(parents=True)
@@ -47,7 +55,8 @@ class Site:
                 nats_url=self.server.url,
                 database_url=self.database,
                 cluster=name,
-                listen="127.0.0.1:0",
+                listen=listen,
+                access=AccessOptions(open=True),  # of a network of its own, where it is not the loopback
                 store_every_s=0.02,
                 connect_s=WAIT_S,
                 liveness_s=WAIT_S,

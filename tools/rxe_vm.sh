@@ -30,8 +30,8 @@
 #       --pyverbs PY  the command runs this Python, which must be able to load pyverbs
 #   Environment: RXE_VM_CACHE (default ~/.cache/rxe_vm): kernel and initramfs.
 #
-# Exit status 3: QEMU, another tool, pyverbs or the kernel cannot be had; all that is missing is named at once, and the last line
-# installs it.
+# Exit status 3: QEMU, another tool, pyverbs or the kernel cannot be had; all that is missing is named at once, and the
+# last line installs it.
 # Needs (apt): python3 qemu-system-x86 busybox-static kmod cpio iproute2 ibverbs-providers
 set -euo pipefail
 INSTALL="apt-get update && apt-get install --no-install-recommends python3 qemu-system-x86 busybox-static kmod cpio iproute2 ibverbs-providers"

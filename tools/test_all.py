@@ -47,6 +47,7 @@ STAGES: dict[str, list[str]] = {
     "rdma": ["test-rdma"],
     "engines": ["test-engines"],
     "bridge": ["test-bridge"],
+    "sglang": ["test-sglang"],
     "gpu-dry-run": ["gpu-check-dry"],
     "wheels": ["wheels-check"],
     "fuzz": ["fuzz", f"FUZZ_SECONDS={FUZZ_SECONDS}"],
@@ -57,6 +58,7 @@ PYTEST = {
     "triples": "",
     "engines": "--nightly",
     "bridge": "--nightly",
+    "sglang": "--nightly",
 }
 COMMANDS = {  # of a stage, what must be here before it begins: an hour later is too late to be told
     "tests": {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvbm.assembly.native import NEW_LEDGER_LOCK, NEW_LENDING_SERVER
+from kvbm.assembly.nixl import open_nixl, open_nixl_lending
 from kvbm.assembly.peers import Roots, host_id, open_peers, peer_key, peer_tls, roots_of
 from kvbm.assembly.pools import instance_folder
 from kvbm.assembly.rdma import open_device, open_rdma_lending
@@ -22,16 +23,19 @@ from kvbm.core.backend import LedgerProtocol, LockProtocol
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.events import JANITOR, EvictReason
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId, SequenceHash, Tier
-from kvbm.core.peer_address import HOST_ALONE, PeerAddress
+from kvbm.core.peer_address import HOST_ALONE, UCX, PeerAddress
 from kvbm.files import make_folder
 from kvbm.manager.base import BlockManager
 from kvbm.manager.copies.transfer import Pools
+from kvbm.pools.base import SlotPool
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.safe_log import SafeLog
+from kvbm.transport.host_lending import HostLending
 from kvbm.transport.native import PeerTls
+from kvbm.transport.nixl_agent import NixlProcess
+from kvbm.transport.nixl_lending import NixlLending
 from kvbm.transport.peers import Peers
-from kvbm.transport.rdma_lending import RdmaLending
 from kvbm.transport.server import Lending, LendingOptions, LendingSource
 from kvbm.verbs.device import Device
 from kvbm.verbs.forked import leave_to_parent
@@ -127,22 +131,45 @@ class Opened(NamedTuple):
         address: where others find it.
         evict: told of blocks that are corrupt; filled once there is a manager.
         limits: what its heartbeats say beside the address, of what is not lent.
-        rdma: HOST, lent over RDMA; None: it is not.
+        whole: HOST, lent over RDMA and NIXL to who has proved every namespace.
     """
 
     server: Lending
     address: PeerAddress
     evict: list[Callable[[Tier, SequenceHash], object]]
     limits: dict[str, str]
-    rdma: RdmaLending | None = None
+    whole: tuple[HostLending, ...] = ()
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Lend nothing any more. Idempotent."""
-        if self.rdma is not None:
-            self.rdma.stop()
+        for one in self.whole:
+            one.stop()
         self.server.close(timeout_s)
-        if self.rdma is not None:
-            self.rdma.close()
+        for one in self.whole:
+            one.close()
+
+    def start(self) -> None:
+        """Offer what is lent beside the server."""
+        for one in self.whole:
+            one.start()
+
+    def declare(self, namespaces: Iterable[Namespace]) -> None:
+        """The instance has these namespaces too: see `HostLending.declare`."""
+        known = list(namespaces)
+        for one in self.whole:
+            one.declare(known)
+
+    def revoke(self) -> None:
+        """Who reads HOST as a whole has to prove everything anew."""
+        for one in self.whole:
+            one.revoke()
+
+    def disown(self) -> None:
+        """This process is a forked child."""
+        self.server.disown()
+        for one in self.whole:
+            if isinstance(one, NixlLending):
+                one.disown()
 
 
 class Exchange(NamedTuple):
@@ -153,7 +180,7 @@ class Exchange(NamedTuple):
         peers: those it reads from; None: nobody.
         lending: its server; None: it lends nothing.
         namespaces: it was opened with.
-        device: for RDMA; None: it has none.
+        device: for RDMA; None: it has none. nixl: what reads by NIXL; likewise.
     """
 
     lock: LockProtocol
@@ -162,13 +189,16 @@ class Exchange(NamedTuple):
     lending: Opened | None = None
     namespaces: Sequence[Namespace] = ()
     device: Device | None = None
+    nixl: NixlProcess | None = None
 
     @property
     def disowners(self) -> list[Callable[[], None]]:
         """What a forked child calls."""
-        disowners = [] if self.lending is None else [self.lending.server.disown]
+        disowners = [] if self.lending is None else [self.lending.disown]
+        if self.nixl is not None:
+            disowners.append(self.nixl.disown)
         if (device := self.device) is not None:
-            held = (device, self.peers, None if self.lending is None else self.lending.rdma)
+            held = (device, self.peers, None if self.lending is None else self.lending.whole)
             disowners.append(lambda: leave_to_parent(*held))
         return disowners
 
@@ -181,24 +211,31 @@ class Exchange(NamedTuple):
         stoppers: list[Callable[[float], object]] = [] if (peers := self.peers) is None else [lambda _: peers.close()]
         if (device := self.device) is not None:
             stoppers.append(lambda _: device.close())
+        if (nixl := self.nixl) is not None:
+            stoppers.append(lambda _: nixl.close())
         if (lending := self.lending) is None:
             return stoppers
         lending.evict.append(lambda tier, block: manager.evict(tier, bytes(block), EvictReason.CORRUPT))
-        manager.lends = lending.address.words() | lending.limits
+        manager.lends, manager.lent = lending.address.words() | lending.limits, lending.server.counts
         namespaces = self.namespaces
         spaces = LentNamespaces(
             lending.server,
             lambda: namespaces if peers is None else peers.declared(),
             self.roots,
             lambda: manager.publisher_port.fenced_by is not None or manager.parts.revisioned.held_back,
-            (lambda: None) if lending.rdma is None else lending.rdma.revoke,
+            lending.revoke,
         )
         opened.callback(lending.close)
         opened.callback(spaces.stop)
         spaces.start()
-        if lending.rdma is not None:
-            lending.rdma.start()
-        return [lambda _: spaces.stop(), lending.close, *stoppers]
+        lending.start()
+
+        def stop(timeout_s: float) -> None:
+            lending.close(timeout_s)
+            last = lending.server.counts()
+            manager.lent = lambda: last  # the server would keep HOST mapped
+
+        return [lambda _: spaces.stop(), stop, *stoppers]
 
 
 def open_exchange(
@@ -224,34 +261,44 @@ def open_exchange(
     device = open_device(settings.transport.rdma if has_others else "")
     if device is not None:
         opened.callback(device.close)
-    peers = open_peers(settings, instance, namespaces, roots, tls, device)
+    nixl = open_nixl(bool(settings.transport.nixl and has_others))
+    if nixl is not None:
+        opened.callback(nixl.close)
+    peers = open_peers(settings, instance, namespaces, roots, tls, device, nixl)
     if peers is not None:
         opened.callback(peers.close)
         pools = pools._replace(peers=peers)
     lending = open_lending(settings, instance, ledger, lock, pools, tls)
     if lending is not None:
         opened.callback(lending.close)
-        if device is not None and lending.address.tcp:
-            lending = _over_rdma(lending, device, pools, instance, namespaces)
-    if lending is not None and lending.rdma is not None:
+        if lending.address.tcp and (device is not None or nixl is not None):
+            lending = _with_whole(lending, pools.slots[Tier.HOST], instance, namespaces, device, nixl is not None)
+    if lending is not None and lending.whole:
         opened.callback(lending.close)
-        pools = pools._replace(on_declare=lending.rdma.declare)
-    return pools, Exchange(lock, roots, peers, lending, namespaces, device)
+        pools = pools._replace(on_declare=lending.declare)
+    return pools, Exchange(lock, roots, peers, lending, namespaces, device, nixl)
 
 
-def _over_rdma(
-    lending: Opened, device: Device, pools: Pools, instance: InstanceId, namespaces: Sequence[Namespace]
+def _with_whole(
+    lending: Opened,
+    host: SlotPool,
+    instance: InstanceId,
+    namespaces: Sequence[Namespace],
+    device: Device | None,
+    by_nixl: bool,
 ) -> Opened:
-    """The same, over RDMA too where the device reaches HOST."""
-    host = pools.slots[Tier.HOST]
-    rdma = (
-        open_rdma_lending(device, lending.server.native, host, instance, namespaces)
-        if isinstance(host, HostPool)
-        else None
-    )
-    if rdma is None:
+    """The same, over RDMA and NIXL too where they are wanted and reach HOST."""
+    if not isinstance(host, HostPool):
         return lending
-    return lending._replace(rdma=rdma, address=lending.address._replace(rdma=f"{device.name} {device.gid.hex()}"))
+    whole: list[HostLending] = []
+    address, server = lending.address, lending.server.native
+    if device is not None and (rdma := open_rdma_lending(device, server, host, instance, namespaces)) is not None:
+        whole.append(rdma)
+        address = address._replace(rdma=f"{device.name} {device.gid.hex()}")
+    if by_nixl and (nixl := open_nixl_lending(server, host, instance, namespaces)) is not None:
+        whole.append(nixl)
+        address = address._replace(nixl=UCX)
+    return lending._replace(whole=tuple(whole), address=address)
 
 
 def open_lending(

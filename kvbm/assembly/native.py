@@ -19,6 +19,7 @@ from kvbm.pools.hbm.rings import NewRing, Ring
 from kvbm.pools.host.rows import NewArena
 from kvbm.pools.nvme.sealing import OpenSealing
 from kvbm.pools.object.coding import BlockCoder
+from kvbm.pools.object.direct import NewObjectReceiver
 from kvbm.streams.nats.messages import NewMessages
 from kvbm.transport.native import NewPeerTls
 from kvbm.transport.server import NewLendingServer
@@ -59,6 +60,7 @@ NEW_PEER_CLIENT = _native.PeerClient  # as `transport.native.NewPeerClient`, bes
 NEW_PEER_TLS: NewPeerTls = _native.PeerTls
 NEW_LENDING_SERVER: NewLendingServer = _native.LendingServer
 RowCopier = _native.RowCopier  # as `pools.host.rows.RowCopies`
+NEW_OBJECT_RECEIVER: NewObjectReceiver = _native.ObjectReceiver
 CODER = BlockCoder(_native.encode_blocks, _native.decode_blocks)  # of blocks in objects
 
 

@@ -16,11 +16,13 @@ from kvbm.core.peer_address import PeerAddress
 from kvbm.files import read_small
 from kvbm.tenant_secrets import TenantSecrets
 from kvbm.transport.base import PeerReader
+from kvbm.transport.leasing_connection import OVER_NIXL, OVER_RDMA, LeasingConnection, ReaderProof
 from kvbm.transport.memory import MemoryReader
 from kvbm.transport.native import NewPeerClient, PeerTls
-from kvbm.transport.peers import MEMORY, RDMA, TCP, Peers
+from kvbm.transport.nixl import NixlReader
+from kvbm.transport.nixl_agent import NixlProcess
+from kvbm.transport.peers import MEMORY, NIXL, RDMA, TCP, Peers
 from kvbm.transport.rdma import RdmaReader
-from kvbm.transport.rdma_connection import RdmaConnection, RdmaReaderProof
 from kvbm.transport.tcp import TcpReader
 from kvbm.verbs.device import Device
 from kvbm.verbs.quarantine import Quarantine
@@ -69,12 +71,13 @@ def open_peers(
     roots: Roots,
     tls: PeerTls | None = None,
     device: Device | None = None,
+    nixl: NixlProcess | None = None,
 ) -> Peers | None:
     """The table of peers; None where nothing is read from others: nobody says who they are, or it is not wanted.
 
     Args:
         tls: as `peer_tls` has it.
-        device: to read over RDMA with; None: nothing is.
+        device: to read over RDMA with; None: nothing is. nixl: likewise.
     Raises: ConfigError: the key cannot be used.
     """
     wanted = settings.transport
@@ -90,15 +93,20 @@ def open_peers(
         if transport == MEMORY:
             return MemoryReader(client, address.unix, instance, owner, roots.root)
         tcp = TcpReader(client, address.tcp, instance, owner, roots.root, key, tls=tls)
-        if transport != RDMA or device is None:
-            return tcp
-        connect = partial(RdmaConnection, address.tcp, owner, RdmaReaderProof(instance, key, roots.root, provable))
-        return RdmaReader(device, connect, copier, quarantine, others=tcp)
+        proof = ReaderProof(instance, key, roots.root, provable)
+        if transport == RDMA and device is not None:
+            over_rdma = partial(LeasingConnection, OVER_RDMA, address.tcp, owner, proof)
+            return RdmaReader(device, over_rdma, copier, quarantine, others=tcp)
+        if transport == NIXL and nixl is not None:
+            over_nixl = partial(LeasingConnection, OVER_NIXL, address.tcp, owner, proof)
+            return NixlReader(nixl, over_nixl, copier, tcp)
+        return tcp
 
     def provable() -> list[Namespace]:
         return [one for one in peers.declared() if roots.find(one) is not None]
 
-    ways = [MEMORY, *([RDMA] if device is not None else []), *([TCP] if key or tls else [])]
+    may = {MEMORY: True, RDMA: device is not None, NIXL: nixl is not None, TCP: bool(key or tls)}
+    ways = [way for way, is_possible in may.items() if is_possible]
     peers = Peers(open_reader, host_id(), ways, lambda one: roots.find(one) is not None)
     peers.declare(namespaces)
     return peers

@@ -6,7 +6,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvbm.assembly.native import CODER, NATIVE, NATIVE_ARENA, OPEN_BLOCK_IO, RowCopier, device_rings, segment_copies
+from kvbm.assembly.native import (
+    CODER,
+    NATIVE,
+    NATIVE_ARENA,
+    NEW_OBJECT_RECEIVER,
+    OPEN_BLOCK_IO,
+    RowCopier,
+    device_rings,
+    segment_copies,
+)
 from kvbm.config import Settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import InstanceId, Namespace, Reach, Tier
@@ -221,6 +230,7 @@ def open_objects(
             look_s=wanted.look_s,
             name=name,
             deadline_s=wanted.timeout_s,
+            new_receiver=NEW_OBJECT_RECEIVER,
             on_trouble=on_trouble,
         )
         pool = BlockObjects(store, block_bytes, NATIVE.checksums, CODER, options)

@@ -11,7 +11,8 @@ from kvbm.core.errors import VerbsError
 from kvbm.core.ids import InstanceId, Namespace
 from kvbm.pools.host.pool import HostPool
 from kvbm.safe_log import SafeLog
-from kvbm.transport.rdma_lending import RdmaLending, RdmaServer
+from kvbm.transport.host_lending import JoinServer
+from kvbm.transport.rdma_lending import RdmaLending
 from kvbm.transport.rdma_owner import RdmaOwner
 from kvbm.verbs.device import Device
 from kvbm.verbs.ports import Port, ports
@@ -43,7 +44,7 @@ def device_name(wanted: str, known: Sequence[Port]) -> str:
 
 
 def open_rdma_lending(
-    device: Device, server: RdmaServer, host: HostPool, instance: InstanceId, namespaces: Sequence[Namespace]
+    device: Device, server: JoinServer, host: HostPool, instance: InstanceId, namespaces: Sequence[Namespace]
 ) -> RdmaLending | None:
     """HOST, lent over a device; nothing is before `start`. None: the device cannot reach it."""
     memory = host.memory

@@ -56,16 +56,18 @@ def _check_transport(transport: TransportSettings) -> None:
     if any(tls.values()) and not all(tls.values()):
         given, absent = (" and ".join(name for name, path in tls.items() if bool(path) is one) for one in (True, False))
         raise ConfigError(f"{given} is set without {absent}; TLS between instances takes all three")
-    if transport.rdma and transport.tls_cert:
-        raise ConfigError(
-            f"transport.rdma is {transport.rdma!r} and transport.tls_cert is set; bytes over RDMA are not encrypted: "
-            "leave one of them out"
-        )
-    if transport.rdma and not transport.key_file:
-        raise ConfigError(
-            f"transport.rdma is {transport.rdma!r} and transport.key_file is not set; name the file with the key that "
-            "all instances have"
-        )
+    for name, word in (("rdma", "RDMA"), ("nixl", "NIXL")):
+        wanted = getattr(transport, name)
+        if wanted and transport.tls_cert:
+            raise ConfigError(
+                f"transport.{name} is {wanted!r} and transport.tls_cert is set; bytes over {word} are not encrypted: "
+                "leave one of them out"
+            )
+        if wanted and not transport.key_file:
+            raise ConfigError(
+                f"transport.{name} is {wanted!r} and transport.key_file is not set; name the file with the key that "
+                "all instances have"
+            )
     if listen not in ("", "host"):
         address = host_and_port(listen.removeprefix("tcp://"), least_port=0) if listen.startswith("tcp://") else None
         if address is None:

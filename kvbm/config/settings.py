@@ -476,6 +476,8 @@ class TransportSettings(SettingsGroup, frozen=True):
         rdma: an RDMA device, such as "mlx5_0", or "auto" for the first whose link is up: blocks in HOST are lent and
             read over it, where both instances have one; "" for none. Takes `key_file`; bytes are not encrypted. Where
             it cannot be used, TCP serves.
+        nixl: likewise by NIXL over UCX, for fabrics that UCX knows and `rdma` does not use; takes `key_file` and the
+            extra nixl. Over UCX's TCP it is slower than TCP is here.
         fetch: read what others lend even where nothing is lent from here; where `listen` is set it is done in any case.
         connections: of others that are served at a time.
         lent_blocks: blocks that are lent at a time; whoever asks for more is told to come again.
@@ -488,6 +490,7 @@ class TransportSettings(SettingsGroup, frozen=True):
     tls_key: str = ""
     tls_ca: str = ""
     rdma: str = ""
+    nixl: bool = False
     fetch: bool = False
     connections: Annotated[int, Meta(ge=1, le=4096)] = 64
     lent_blocks: Annotated[int, Meta(ge=1, le=1 << 24)] = 16_384

@@ -290,7 +290,7 @@ class PeerHolding(msgspec.Struct, frozen=True, kw_only=True):
         distance: from who asks; 0 is the same place.
         suspect: as in InstanceHolding.
         lends: where: `host`, which names its machine, and on that machine `unix`, a socket's path; `tcp`, a host:port;
-            `rdma`, its device.
+            `rdma`, its device; `nixl`, what NIXL moves bytes by.
     """
 
     instance: str

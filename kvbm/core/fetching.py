@@ -217,7 +217,8 @@ def assumed_link(transport: str, distance: int) -> Link:
     """What a transfer is taken to cost before any was measured.
 
     Args:
-        transport: "memory", "rdma", "tcp" or OBJECTS. distance: as `topology.distance`.
+        transport: "memory", "rdma", "nixl", "tcp" or OBJECTS; of NIXL nothing was measured on a fabric, so it
+            is taken for TCP. distance: as `topology.distance`.
     """
     if transport == OBJECTS:
         return TIER_LINKS[Tier.OBJECT]

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from kvbm.core.answers import PeerHolding
 
 MOST_WORD_BYTES = 300  # of each part of an address
-_PARTS = ("host", "unix", "tcp", "rdma")
+_PARTS = ("host", "unix", "tcp", "rdma", "nixl")
+UCX = "UCX"  # what NIXL moves bytes by
 HOST_ALONE = {"tiers": "HOST"}  # beside an address: what lies in NVME is not lent
 
 
@@ -22,12 +23,14 @@ class PeerAddress(NamedTuple):
         unix: path of its socket there.
         tcp: its host:port.
         rdma: address of its RDMA device, for people: who reads over RDMA connects to `tcp`, and is told there.
+        nixl: UCX, what NIXL moves bytes by; likewise.
     """
 
     host_id: str = ""
     unix: str = ""
     tcp: str = ""
     rdma: str = ""
+    nixl: str = ""
 
     def words(self) -> dict[str, str]:
         """It, as a heartbeat has it; empty parts left out."""
@@ -44,11 +47,12 @@ def address_of(words: Mapping[str, str]) -> PeerAddress | None:
 
     What a later version adds is passed over. A part that no socket could have is left out.
     """
-    host_id, unix, tcp, rdma = (words.get(name, "") for name in _PARTS)
+    host_id, unix, tcp, rdma, nixl = (words.get(name, "") for name in _PARTS)
     host_id = host_id if _is_word(host_id) else ""
     tcp = tcp if _is_word(tcp) else ""
     rdma = rdma if tcp and _is_word(rdma) else ""
-    address = PeerAddress(host_id, unix if host_id and _is_word(unix) else "", tcp, rdma)
+    nixl = nixl if tcp and nixl == UCX else ""  # another word would be a way that this version does not know
+    address = PeerAddress(host_id, unix if host_id and _is_word(unix) else "", tcp, rdma, nixl)
     return address if address.unix or address.tcp else None
 
 

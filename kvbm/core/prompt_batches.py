@@ -72,6 +72,7 @@ from kvbm.core.answers import (
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier
 from kvbm.core.missed import missed_of, number_in
+from kvbm.core.peer_address import UCX
 
 CONTENT_TYPE = "application/vnd.kvbm.prompts"
 LOOKUP, ROUTE, PRESENCE, FIND = 1, 2, 3, 4
@@ -79,7 +80,7 @@ KINDS = (LOOKUP, ROUTE, PRESENCE, FIND)
 MOST_PROMPTS = 256
 MOST_ROUTES = 64
 _SHORT_ROUTES, _SHORT_PROMPTS = 4, 64
-SUSPECT, POOL, REFUSED, GUESSED = 1, 2, 4, 8
+SUSPECT, POOL, REFUSED, GUESSED, NIXL = 1, 2, 4, 8, 16
 _MAGIC = b"KVB1"
 _QUESTIONS = struct.Struct("<4sBBHII16s")
 _PROMPT = struct.Struct("<II")
@@ -213,8 +214,9 @@ def encode_find(answer: FindAnswer) -> bytes:
         words = [one.lends.get(word, "") for word in _ADDRESS if word in one.lends or word != "rdma"]
         name, address = one.instance.encode(), "\n".join(words).encode()
         in_host = one.tiers.get(Tier.HOST.name, 0)
+        flags = SUSPECT * one.suspect | NIXL * (one.lends.get("nixl") == UCX)  # who does not know it passes it over
         parts += [
-            _PEER.pack(len(address), one.depth, in_host, min(one.distance, 255), SUSPECT * one.suspect, len(name)),
+            _PEER.pack(len(address), one.depth, in_host, min(one.distance, 255), flags, len(name)),
             name,
             address,
         ]
@@ -345,7 +347,8 @@ def _peer(row: tuple[int, ...], name: str, address: bytes) -> PeerHolding:
         tiers={tier: blocks for tier, blocks in tiers.items() if blocks},
         distance=distance,
         suspect=bool(flags & SUSPECT),
-        lends={part: word for part, word in zip(_ADDRESS, words, strict=False) if word},
+        lends={part: word for part, word in zip(_ADDRESS, words, strict=False) if word}
+        | ({"nixl": UCX} if flags & NIXL else {}),
     )
 
 

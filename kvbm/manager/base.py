@@ -44,6 +44,7 @@ from kvbm.core.checks import checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, LayoutError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier, split_hashes
+from kvbm.core.lent import LentCounts
 from kvbm.core.results import HIGHEST_PRIORITY, Match
 from kvbm.locate.base import Locator
 from kvbm.manager.closing import Closing
@@ -113,7 +114,7 @@ class BlockManager:
 
     Attributes:
         run: of this process: random, made at its start. lends: where others can read its blocks, as
-            `PeerAddress.words`.
+            `PeerAddress.words`. lent: says what it has lent; None: it lends nothing.
         publisher_port: what a publisher asks and reports, in its own thread.
         parts: what an erasure works on.
     """
@@ -135,6 +136,7 @@ class BlockManager:
     ) -> None:
         self.instance, self.cluster, self.pools = instance, cluster, pools
         self.lends: dict[str, str] = {}
+        self.lent: Callable[[], LentCounts] | None = None
         self.run = options.run or secrets.token_hex(8)
         self._backend, self._offloader, self._ledger = backend, offloader, ledger
         self._wait_s, self._clock, self._wall_clock_ns = options.wait_s, options.clock, options.wall_clock_ns
@@ -503,6 +505,7 @@ class BlockManager:
                 self.pools.peer_stats,
                 count.short_allocations,
                 None if self._ages is None else dict(zip(FOLLOWED, self._ages.tiers(), strict=True)),
+                None if self.lent is None else self.lent(),
             )
 
     def heartbeat(self, published: Position) -> Heartbeat:
@@ -533,6 +536,7 @@ class BlockManager:
             put_total=objects.put_bytes,
             ages=() if self._ages is None else tuple(self._ages.tiers()),
             object_blocks=0 if self.pools.object is None else self.pools.object.blocks,
+            lent=None if self.lent is None else self.lent(),
         )
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kvbm.core.ages import TierAges
 from kvbm.core.ids import Tier
+from kvbm.core.lent import LentCounts
 from kvbm.core.results import ShareCounts, TierCounts
 from kvbm.manager.offload.admission import Skipped
 from kvbm.pools.base import ObjectStats
@@ -44,6 +45,7 @@ class ManagerStats(NamedTuple):
         peer_hits: blocks of `hit_blocks` that other instances lent; they count there as of HOST. peer_late_copies: of
             `late_copies`, those from them.
         peers: what reading from other instances has counted; None where none is read from.
+        lent: what this process has lent to other instances, as `core.lent.LentCounts`; None where it lends nothing.
         short_allocations: calls of `allocate` that got no slots.
         ages: by tier, how old blocks were when they were wanted again and when they were evicted, and how many never
             were wanted; of large pools it is estimated from a part of the blocks. None where nobody counts it.
@@ -75,3 +77,4 @@ class ManagerStats(NamedTuple):
     peers: PeerStats | None = None
     short_allocations: int = 0
     ages: dict[Tier, TierAges] | None = None
+    lent: LentCounts | None = None

@@ -18,6 +18,7 @@ from kvbm.core.codec import FrameBytes, decode_frame, decode_header
 from kvbm.core.errors import ConfigError, FrameError, StreamError
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import MAX_NAME_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.core.lent import LentCounts
 from kvbm.core.parts import ALL_PARTS, part_of, part_word
 
 EVENTS_PREFIX = "kvbm.v1.events"
@@ -145,6 +146,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         ages: by tier (HBM, HOST, NVME), what `core.ages` has counted since the process began; empty from a kvbm that
             does not say it.
         object_blocks: of one object of its object pool; 0: it has none, or is of a kvbm that does not say it.
+        lent: what its process has lent; None: it lends nothing, or is of a kvbm that does not say it.
     """
 
     instance: InstanceId
@@ -169,6 +171,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     put_total: tuple[int, int] = (0, 0)
     object_blocks: int = 0
     ages: tuple[TierAges, ...] = ()
+    lent: LentCounts | None = None
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):

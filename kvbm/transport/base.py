@@ -46,7 +46,7 @@ class PeerReader(Protocol):
     """Reads from one other instance in one way. Any thread; reads that find all its connections in use wait for one.
 
     Attributes:
-        transport: "memory", "rdma" or "tcp": what the bytes come through.
+        transport: "memory", "rdma", "nixl" or "tcp": what the bytes come through.
     """
 
     @property

@@ -101,10 +101,14 @@ class Leases:
     """All that one owner lends now.
 
     Any thread. Nothing reads a clock here: times are given, in seconds that only grow.
+
+    Attributes:
+        is_fenced: nothing more is granted: another process may have taken the owner's place.
     """
 
     def __init__(self, lender: BlockLender, epoch: int, limits: LentLimits = LentLimits()) -> None:  # noqa: B008  # immutable
         self.lender, self.limits = lender, limits
+        self.is_fenced = False
         self._epoch = epoch
         self._lock = threading.Lock()
         self._leases: dict[int, _Lease] = {}

@@ -84,6 +84,8 @@ class LocalReader:
             )
         if opening[1] != rows.shape[1]:
             return failed_read(count, f"its blocks have {opening[1]} bytes, those of this instance {rows.shape[1]}")
+        if self._leases.is_fenced:
+            return failed_read(count, "it is fenced")
         self._leases.expire(asked_s)
         lent = self._leases.lender.lend(namespace.id, hashes)
         if lent is None:

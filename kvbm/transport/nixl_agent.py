@@ -24,6 +24,7 @@ from kvbm.transport.nixl_process import Failed, Join, Joined, Lend, Lent, Messag
 log = SafeLog()
 
 _END_S = 1.0
+_SILENT_S = 2.0  # who has answered nothing for so long is ended
 # UCX speaks on its standard output otherwise, and complains of variables for transports that are not in use.
 _QUIET = {"UCX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n", "NIXL_LOG_LEVEL": "FATAL"}
 
@@ -52,12 +53,29 @@ class NixlProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._is_ready = self._is_closed = False
+        self._silent_since_s = 0.0  # when the first of those that were not answered was asked; 0: none was not
+
+    @property
+    def is_starting(self) -> bool:
+        """Its process is there, and has not said yet whether it can work."""
+        return self._control is not None and not self._is_ready
 
     @property
     def pid(self) -> int:
         """Of the process; 0: there is none now."""
         process = self._process
         return 0 if process is None or process.poll() is not None else process.pid
+
+    def start(self) -> None:
+        """Have the process started, without waiting for it.
+
+        Raises: NixlError: it cannot be. MissingExtraError: it is not installed.
+        """
+        with self._lock:
+            try:
+                self._begun_locked()
+            except OSError as error:
+                raise NixlError(f"the process of NIXL cannot be started: {error}") from None
 
     def lend(self, descriptor: int, size: int, until_s: float) -> tuple[socket.socket, Lent]:
         """Let others read memory, until the socket is closed, or ends because the process did.
@@ -104,8 +122,17 @@ class NixlProcess:
     def close(self) -> None:
         """End the process, and with it everything in it. Idempotent."""
         self._is_closed = True
+        if (process := self._process) is not None:
+            process.kill()  # so that nobody waits for it, who has the lock
         with self._lock:
             self._end_locked()
+
+    def disown(self) -> None:
+        """This process is a forked child: close what it has inherited, so that NIXL ends with the parent."""
+        self._is_closed = True
+        control, self._control, self._process = self._control, None, None
+        if control is not None:
+            control.close()
 
     def _begin(self, wanted: Lend | Join, descriptor: int, until_s: float) -> tuple[socket.socket, Message | None]:
         ours, theirs = _pair()
@@ -135,6 +162,25 @@ class NixlProcess:
 
         Raises as `lend`; OSError: it has just ended.
         """
+        control = self._begun_locked()
+        if not self._is_ready:
+            try:
+                control.settimeout(max(0.001, until_s - time.monotonic()))
+                ready = receive(control)
+            except TimeoutError:
+                raise NixlError("NIXL is being started; it is there in a moment") from None
+            except msgspec.DecodeError as error:
+                self._end_locked()
+                raise NixlError(f"the process of NIXL says what makes no sense: {error}") from None
+            if not isinstance(ready, Ready) or ready.trouble:
+                self._end_locked()
+                raise NixlError(ready.trouble if isinstance(ready, Ready) else "the process of NIXL ended at once")
+            self._is_ready = True
+        control.settimeout(max(0.001, until_s - time.monotonic()))
+        return control
+
+    def _begun_locked(self) -> socket.socket:
+        """The socket to the process, which may not be ready yet. Raises NixlError, MissingExtraError, OSError."""
         if self._is_closed:
             raise NixlError("NIXL is closed")
         if self._process is not None and self._process.poll() is not None:
@@ -144,20 +190,8 @@ class NixlProcess:
             if (missing := missing_nixl()) is not None:
                 raise missing
             self._start_locked()
-        control = self._control
-        assert control is not None
-        if not self._is_ready:
-            try:
-                control.settimeout(max(0.001, until_s - time.monotonic()))
-                ready = receive(control)
-            except TimeoutError:
-                raise NixlError("NIXL is being started; it is there in a moment") from None
-            if not isinstance(ready, Ready) or ready.trouble:
-                self._end_locked()
-                raise NixlError(ready.trouble if isinstance(ready, Ready) else "the process of NIXL ended at once")
-            self._is_ready = True
-        control.settimeout(max(0.001, until_s - time.monotonic()))
-        return control
+        assert self._control is not None
+        return self._control
 
     def _start_locked(self) -> None:
         ours, theirs = _pair()
@@ -182,13 +216,19 @@ class NixlProcess:
     def _answer(self, thing: socket.socket, until_s: float) -> Message | None:
         """What it says to a wish.
 
-        A process that says nothing in time is ended: it may have been stopped, or hang in NIXL.
+        A process that has said nothing for a while is ended: it may have been stopped, or hang in NIXL.
         """
+        asked_s = time.monotonic()
         try:
-            thing.settimeout(max(0.001, until_s - time.monotonic()))
-            return receive(thing)
+            thing.settimeout(max(0.001, until_s - asked_s))
+            answer = receive(thing)
+            self._silent_since_s = 0.0
+            return answer
         except TimeoutError:
             with self._lock:
+                self._silent_since_s = self._silent_since_s or asked_s
+                if time.monotonic() - self._silent_since_s < _SILENT_S:
+                    raise NixlError("NIXL did not answer by the deadline") from None
                 self._end_locked()
             raise NixlError("NIXL did not answer by the deadline, and is started anew") from None
         except (OSError, msgspec.DecodeError) as error:
@@ -198,6 +238,7 @@ class NixlProcess:
         """End the process, if there is one."""
         process, control = self._process, self._control
         self._process = self._control = None
+        self._silent_since_s = 0.0
         if control is not None:
             control.close()
         if process is not None:

@@ -1,8 +1,7 @@
 """How reader and owner join over NIXL, on a connection that is proved already: two messages.
 
 The reader's NIXL_HELLO asks, the owner's NIXL_READY says what NIXL is to know of the owner and where its memory lies.
-They have the head of all messages between instances: u32 length of what follows, u8 version, u8 kind, u16 zero;
-little-endian.
+They have the head that `sockets` says.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from kvbm.core.errors import PeerWireError
-from kvbm.transport.rdma_hello import receive_exactly
+from kvbm.transport.sockets import HEAD, receive_body
+from kvbm.transport.wire import VERSION
 
-VERSION = 1
 NIXL_HELLO, NIXL_READY = 14, 15
 MOST_METADATA_BYTES = 64 << 10
-_HEAD = struct.Struct("<IBBH")
 _READY = struct.Struct("<B3xIIQQQ")  # status, slots, metadata bytes, address, bytes, stride
 
 
@@ -61,7 +59,7 @@ NO_MEMORY = NixlLentMemory(0, 0, 0, 0)
 
 def encode_hello() -> bytes:
     """NIXL_HELLO, which has no body."""
-    return _HEAD.pack(_HEAD.size - 4, VERSION, NIXL_HELLO, 0)
+    return HEAD.pack(HEAD.size - 4, VERSION, NIXL_HELLO, 0)
 
 
 def encode_ready(ready: NixlReady) -> bytes:
@@ -70,7 +68,7 @@ def encode_ready(ready: NixlReady) -> bytes:
     memory = ready.memory
     body = _READY.pack(ready.status, memory.slots, len(ready.metadata), memory.address, memory.bytes, memory.stride)
     body += ready.metadata
-    return _HEAD.pack(len(body) + _HEAD.size - 4, VERSION, NIXL_READY, 0) + body
+    return HEAD.pack(len(body) + HEAD.size - 4, VERSION, NIXL_READY, 0) + body
 
 
 def decode_ready(body: bytes) -> NixlReady:
@@ -85,15 +83,8 @@ def decode_ready(body: bytes) -> NixlReady:
 
 def receive_ready(connection: socket.socket, until_s: float) -> NixlReady:
     """The answer to NIXL_HELLO, which must be next. Raises PeerWireError: it is not. OSError: not in time, or gone."""
-    length, version, kind, zero = _HEAD.unpack(receive_exactly(connection, _HEAD.size, until_s))
-    size = length + 4 - _HEAD.size
-    if (version, kind, zero) != (
-        VERSION,
-        NIXL_READY,
-        0,
-    ) or not _READY.size <= size <= _READY.size + MOST_METADATA_BYTES:
-        raise PeerWireError(f"message {kind} of version {version} and {size} bytes where NIXL_READY is awaited")
-    return decode_ready(receive_exactly(connection, size, until_s))
+    sizes = range(_READY.size, _READY.size + MOST_METADATA_BYTES + 1)
+    return decode_ready(receive_body(connection, NIXL_READY, sizes, until_s))
 
 
 def is_hello(head: bytes) -> bool:

@@ -27,7 +27,7 @@ from kvbm.transport.base import PeerRead, PeerReader, failed_read
 
 log = SafeLog()
 
-MEMORY, RDMA, TCP = "memory", "rdma", "tcp"
+MEMORY, RDMA, NIXL, TCP = "memory", "rdma", "nixl", "tcp"
 MOST_READERS = 32
 _MOST_PASSED_OVER = 1024  # ways that are remembered
 _MOST_TRANSFERS = 64  # that wait to be told of; newer ones take the place of older ones
@@ -98,7 +98,7 @@ class Peers:
     Args:
         open_reader: see OpenReader.
         host_id: of this machine, as in `PeerAddress`.
-        transports: those that can be used from here, of "memory", "rdma" and "tcp".
+        transports: those that can be used from here, of "memory", "rdma", "nixl" and "tcp".
         may_open: whether a namespace's root is known, which its blocks are asked for with.
         most_readers: open at a time; the one that was not used for longest goes.
     """
@@ -239,6 +239,8 @@ class Peers:
             ways.append(MEMORY)
         if address.rdma:  # refused as long as a namespace of the owner is not proved: TCP serves then
             ways.append(RDMA)
+        if address.nixl:  # likewise; switched on where UCX has a fabric that RDMA here does not use (decision 143)
+            ways.append(NIXL)
         if address.tcp:
             ways.append(TCP)
         return next(

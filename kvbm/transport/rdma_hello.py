@@ -1,26 +1,22 @@
 """How reader and owner tell each other their ends of an RDMA connection, over one that is proved already: two messages.
 
 The reader's RDMA_HELLO says where its queue pair is, the owner's RDMA_READY where its own is and where its memory lies.
-They have the head of all messages between instances: u32 length of what follows, u8 version, u8 kind, u16 zero;
-little-endian.
+They have the head that `sockets` says.
 """
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
-import time
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 from kvbm.core.errors import PeerWireError
-from kvbm.transport.wire import Bye, PeerMessageKind, decode_body, decode_head
+from kvbm.transport.sockets import HEAD, receive_body
+from kvbm.transport.wire import VERSION
 from kvbm.verbs.queue_pair import RemoteEnd
 
-VERSION = 1
 RDMA_HELLO, RDMA_READY = 12, 13
-_HEAD = struct.Struct("<IBBH")
 _HELLO = struct.Struct("<16sIIHBB")  # gid, queue pair, psn, lid, mtu, reads
 # status, mtu, reads, 0, gid, queue pair, psn, lid, 0, key, slots, address, bytes, stride
 _READY = struct.Struct("<BBBB16sIIHHIIQQQ")
@@ -68,7 +64,7 @@ def encode_hello(end: RemoteEnd) -> bytes:
     """RDMA_HELLO, head and all. Raises PeerWireError when decoding it would."""
     _check_end("RDMA_HELLO", end)
     body = _HELLO.pack(end.gid, end.number, end.psn, end.lid, end.mtu, end.reads)
-    return _HEAD.pack(len(body) + 4, VERSION, RDMA_HELLO, 0) + body
+    return HEAD.pack(len(body) + 4, VERSION, RDMA_HELLO, 0) + body
 
 
 def decode_hello(body: bytes) -> RemoteEnd:
@@ -97,7 +93,7 @@ def encode_ready(ready: RdmaReady) -> bytes:
         memory.bytes,
         memory.stride,
     )
-    return _HEAD.pack(len(body) + 4, VERSION, RDMA_READY, 0) + body
+    return HEAD.pack(len(body) + 4, VERSION, RDMA_READY, 0) + body
 
 
 def decode_ready(body: bytes) -> RdmaReady:
@@ -110,48 +106,13 @@ def decode_ready(body: bytes) -> RdmaReady:
     return _check_ready(RdmaReady(RdmaStatus(status), end, memory))
 
 
-def send_message(connection: socket.socket, message: bytes, until_s: float) -> None:
-    """Send all of it. Raises OSError: not in time, or the other end is gone."""
-    connection.settimeout(max(0.001, until_s - time.monotonic()))
-    connection.sendall(message)
-
-
 def receive_message(connection: socket.socket, kind: int, until_s: float) -> bytes:
     """The body of the next message, which must be of this kind.
 
     Raises PeerWireError: it is not. OSError: not in time, or gone.
     """
     size = {RDMA_HELLO: _HELLO.size, RDMA_READY: _READY.size}[kind]
-    head = receive_exactly(connection, _HEAD.size, until_s)
-    length, version, found, zero = _HEAD.unpack(head)
-    if found == PeerMessageKind.BYE:
-        bye = decode_body(PeerMessageKind.BYE, receive_exactly(connection, decode_head(head).body_bytes, until_s))
-        raise PeerWireError(f"it hangs up: {bye.words}" if isinstance(bye, Bye) else "it hangs up")
-    if (length, version, found, zero) != (size + 4, VERSION, kind, 0):
-        raise PeerWireError(f"message {found} of version {version} and {length} bytes; {kind} of {size + 4} is awaited")
-    return receive_exactly(connection, size, until_s)
-
-
-def is_hung_up(connection: socket.socket) -> bool:
-    """The other end has closed its socket, or its process has died."""
-    waiting = select.poll()
-    waiting.register(connection, select.POLLRDHUP)
-    return bool(waiting.poll(0))
-
-
-def receive_exactly(connection: socket.socket, size: int, until_s: float) -> bytes:
-    """The next bytes. Raises OSError: not in time, or the other end is gone."""
-    data = b""
-    while len(data) < size:
-        left_s = until_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError(f"{len(data)} of {size} bytes came in time")
-        connection.settimeout(left_s)
-        piece = connection.recv(size - len(data))
-        if not piece:
-            raise ConnectionResetError("the other end closed the connection")
-        data += piece
-    return data
+    return receive_body(connection, kind, range(size, size + 1), until_s)
 
 
 def _unpack(name: str, form: struct.Struct, body: bytes) -> tuple[Any, ...]:

@@ -157,13 +157,15 @@ class OwnerSession:
 
     def _answer(self, ask: Ask, now_s: float) -> list[Reply]:
         opening = self._open.get(ask.handle)
+        if self._all.is_fenced:
+            return [Reply(Gone(ask.request, GoneReason.FENCED))]
         if ask.transport is GrantTransport.MEMORY and not self._has_memory:
             raise PeerWireError("memory is asked for where none is offered")
         if opening is None or self._lender.opening(opening.namespace) != opening[1:]:
             self._open.pop(ask.handle, None)
             return [Reply(Gone(ask.request, GoneReason.NOT_OPENED))]
-        if ask.transport is GrantTransport.RDMA:  # which this twin does not offer
-            raise PeerWireError("slots are asked for without a queue pair to READ them")
+        if ask.transport in (GrantTransport.RDMA, GrantTransport.NIXL):  # which this twin does not offer
+            raise PeerWireError("slots are asked for by who cannot read them")
         lent = self._all.lend(opening.namespace, ask.hashes)
         if lent is None:
             return [Reply(Gone(ask.request, GoneReason.NOT_HELD))]

@@ -8,8 +8,8 @@ HELLO is sent by both at once, PROVE by both where the owner asks for a key (the
 a proof of its root) is answered by OPENED; ASK (the blocks wanted, in the order of their chain) by GRANT, BUSY or GONE.
 ARENA comes once, with the descriptor of HOST's memory, before the first GRANT of memory. END says that a lease ends;
 BYE why the connection does. Where instances have certificates all of it comes under TLS over TCP, and only a BYE to who
-did not begin with TLS comes plainly. The two messages that join queue pairs for RDMA have kinds of their own:
-`rdma_hello`.
+did not begin with TLS comes plainly. The messages by which readers over RDMA and NIXL are let into
+HOST have kinds of their own: `rdma_hello`, `nixl_hello`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_NAME_BYTES = 255  # of an instance id
 MOST_WORDS_BYTES = 1024  # of a BYE
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-MEMORY, TCP, RDMA = 1, 2, 4  # bits of Hello.transports
+MEMORY, TCP, RDMA, NIXL = 1, 2, 4, 8  # bits of Hello.transports
 KEY_ASKED = 1  # bit of Hello.flags
 
 
@@ -65,6 +65,7 @@ class GrantTransport(IntEnum):
     MEMORY = 0
     TCP = 1
     RDMA = 2
+    NIXL = 3
 
 
 class GoneReason(IntEnum):
@@ -82,7 +83,7 @@ class Hello(NamedTuple):
     Attributes:
         nonce: 32 bytes, fresh for this connection.
         epoch: of the owner; 0 from a reader, and from an owner that asks for a key, which nobody has proved yet.
-        transports: MEMORY, TCP and RDMA, what the sender can do.
+        transports: MEMORY, TCP, RDMA and NIXL, what the sender can do.
         flags: KEY_ASKED, from an owner.
         instance: its id, at most 255 bytes as UTF-8.
     """

@@ -88,6 +88,7 @@ NB_MODULE(_native, module) {
   bind_number_list(module);
   bind_peer_wire(module, errors);
   bind_peer_client(module, errors);
+  bind_object_receiver(module, errors);
   bind_last_touches(module, errors);
   bind_block_ages(module, errors);
 }

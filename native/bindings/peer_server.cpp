@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvbm/peer_wire.hpp"
 #include "native_objects.hpp"
 
 namespace kvbm::bindings {
@@ -103,40 +104,47 @@ class PythonLendingServer {
     return taken;
   }
 
-  void open_rdma() { server_->owner().rdma.open(); }
+  void open_joins(unsigned transport) {
+    translated(errors_, [&] { joins_of(transport).open(); });
+  }
 
-  nb::list take_rdma(double timeout_s) {
-    std::vector<RdmaRequests::Request> requests;
+  nb::list take_joins(unsigned transport, double timeout_s) {
+    JoinRequests& joins = translated_joins(transport);
+    std::vector<JoinRequests::Request> requests;
     {
       const GilReleased released;
-      requests = server_->owner().rdma.take(milliseconds_of(timeout_s));
+      requests = joins.take(milliseconds_of(timeout_s));
     }
     nb::list taken;
-    for (const RdmaRequests::Request& request : requests) {
-      taken.append(nb::make_tuple(request.number, copy_bytes(request.hello)));
+    for (const JoinRequests::Request& request : requests) {
+      taken.append(
+          nb::make_tuple(request.number, request.has_left ? nb::object(nb::none()) : copy_bytes(request.hello)));
     }
     return taken;
   }
 
-  nb::list opened_by(std::uint64_t number) const {
-    const PeerOwner& owner = server_->owner();
+  nb::list opened_by(unsigned transport, std::uint64_t number) {
+    const AdmittedNamespaces& namespaces = server_->owner().namespaces;
     nb::list opened;
-    for (const auto& [id, admission] : owner.rdma.openings(number)) {
-      if (owner.namespaces.holds(id, admission)) {
+    for (const auto& [id, admission] : translated_joins(transport).openings(number)) {
+      if (namespaces.holds(id, admission)) {
         opened.append(copy_bytes(id));
       }
     }
     return opened;
   }
 
-  bool answer_rdma(std::uint64_t number, const nb::bytes& ready) {
+  bool answer_join(unsigned transport, std::uint64_t number, const nb::bytes& ready) {
     return translated(errors_, [&] {
-      if (ready.size() == 0 || ready.size() > kMostRdmaReadyBytes) {
-        throw Error(ErrorCode::kLayout, "an answer to RDMA_HELLO has " + std::to_string(ready.size()) + " bytes");
+      JoinRequests& joins = joins_of(transport);
+      if (ready.size() == 0 || ready.size() > joins.hello().most_ready_bytes) {
+        throw Error(ErrorCode::kLayout, "the answer to a HELLO has " + std::to_string(ready.size()) + " bytes");
       }
-      return server_->owner().rdma.answer(number, view_of(ready));
+      return joins.answer(number, view_of(ready));
     });
   }
+
+  void hang_up_on_nixl() noexcept { server_->hang_up_on_nixl(); }
 
   nb::dict stats() const {
     const PeerOwner& owner = server_->owner();
@@ -145,14 +153,22 @@ class PythonLendingServer {
     told["connections"] = counts.connections.load();
     told["blocks_lent_now"] = owner.lender.lent_blocks();
     told["accepted"] = counts.accepted.load();
-    told["refused"] = counts.refused.load();
+    told["crowded"] = counts.crowded.load();
+    told["unproved"] = counts.unproved.load();
     told["broken"] = counts.broken.load();
-    told["lent_blocks"] = counts.lent_blocks.load();
-    told["sent_blocks"] = counts.sent_blocks.load();
-    told["sent_bytes"] = counts.sent_bytes.load();
+    told["memory_bytes"] = counts.memory_bytes.load();
+    told["rdma_bytes"] = counts.rdma_bytes.load();
+    told["nixl_bytes"] = counts.nixl_bytes.load();
+    told["unix_bytes"] = counts.unix_bytes.load();
+    told["tcp_bytes"] = counts.tcp_bytes.load();
     told["expired"] = counts.expired.load();
+    told["unopened"] = counts.unopened.load();
     told["busy"] = counts.busy.load();
-    told["gone"] = counts.gone.load();
+    const auto gone = [&](PeerGoneReason why) { return counts.gone[static_cast<std::size_t>(why)].load(); };
+    told["not_held"] = gone(PeerGoneReason::kNotHeld);
+    told["closing"] = gone(PeerGoneReason::kClosing);
+    told["fenced"] = gone(PeerGoneReason::kFenced);
+    told["not_opened"] = gone(PeerGoneReason::kNotOpened);
     told["corrupt_blocks"] = counts.corrupt_blocks.load();
     told["refused_pins"] = owner.lender.refused();
     return told;
@@ -165,6 +181,21 @@ class PythonLendingServer {
   void disown() noexcept { server_->disown(); }
 
  private:
+  // transport: of PeerTransport, one whose readers read HOST by themselves. Throws Error.
+  JoinRequests& joins_of(unsigned transport) {
+    PeerOwner& owner = server_->owner();
+    if (transport == static_cast<unsigned>(PeerTransport::kRdma)) {
+      return owner.rdma;
+    }
+    if (transport == static_cast<unsigned>(PeerTransport::kNixl)) {
+      return owner.nixl;
+    }
+    throw Error(ErrorCode::kLayout, "nobody joins by transport " + std::to_string(transport));
+  }
+  JoinRequests& translated_joins(unsigned transport) {
+    return *translated(errors_, [&] { return &joins_of(transport); });
+  }
+
   SharedErrors errors_;                    // Python's classes
   nb::object kept_;                        // what the server lends from
   std::unique_ptr<LendingServer> server_;  // what lends
@@ -215,10 +246,11 @@ void bind_peer_server(nb::module_& module, const SharedErrors& errors) {
       .def("withdraw", &PythonLendingServer::withdraw, nb::arg("namespace"))
       .def("fence", &PythonLendingServer::fence, nb::arg("fenced"))
       .def("take_corrupt", &PythonLendingServer::take_corrupt, nb::arg("timeout_s"))
-      .def("open_rdma", &PythonLendingServer::open_rdma)
-      .def("take_rdma", &PythonLendingServer::take_rdma, nb::arg("timeout_s"))
-      .def("opened_by", &PythonLendingServer::opened_by, nb::arg("number"))
-      .def("answer_rdma", &PythonLendingServer::answer_rdma, nb::arg("number"), nb::arg("ready"))
+      .def("open_joins", &PythonLendingServer::open_joins, nb::arg("transport"))
+      .def("take_joins", &PythonLendingServer::take_joins, nb::arg("transport"), nb::arg("timeout_s"))
+      .def("opened_by", &PythonLendingServer::opened_by, nb::arg("transport"), nb::arg("number"))
+      .def("answer_join", &PythonLendingServer::answer_join, nb::arg("transport"), nb::arg("number"), nb::arg("ready"))
+      .def("hang_up_on_nixl", &PythonLendingServer::hang_up_on_nixl)
       .def("stats", &PythonLendingServer::stats)
       .def("close", &PythonLendingServer::close, nb::arg("timeout_s"))
       .def("disown", &PythonLendingServer::disown);

@@ -251,6 +251,7 @@ void bind_nats_messages(nb::module_& module);
 void bind_number_list(nb::module_& module);
 void bind_peer_wire(nb::module_& module, const SharedErrors& errors);
 void bind_peer_client(nb::module_& module, const SharedErrors& errors);
+void bind_object_receiver(nb::module_& module, const SharedErrors& errors);
 void bind_last_touches(nb::module_& module, const SharedErrors& errors);
 void bind_block_ages(nb::module_& module, const SharedErrors& errors);
 

@@ -145,7 +145,7 @@ class PeerClient::Held {
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
   ~Held() {
-    put_down(is_good_);
+    put_down(is_good_ ? Ending::kGood : Ending::kBroken);
     client_.leave_place();
   }
 
@@ -158,9 +158,11 @@ class PeerClient::Held {
     PeerMoment lease_began;  // before the question was sent
     bool is_open;            // false: there is no answer
   };
+  // How a connection is put down: it may serve again, has no room for a namespace more, or has broken.
+  enum class Ending : std::uint8_t { kGood, kFull, kBroken };
 
   void pick_up(std::unique_ptr<ReaderConnection> connection);
-  void put_down(bool is_good) noexcept;
+  void put_down(Ending ending) noexcept;
   void connect(const PeerWish& wish, bool anew);
   Asked ask(Reading& reading, std::size_t first, std::size_t count);
   Asked ask_once(Reading& reading, std::size_t first, std::size_t count);
@@ -183,14 +185,16 @@ void PeerClient::Held::pick_up(std::unique_ptr<ReaderConnection> connection) {
   connection_ = std::move(connection);
 }
 
-void PeerClient::Held::put_down(bool is_good) noexcept {
+void PeerClient::Held::put_down(Ending ending) noexcept {
   if (!connection_) {
     return;
   }
   const std::lock_guard held(client_.lock_);
   std::erase(client_.in_use_, connection_.get());
-  if (is_good && !client_.is_closed_) {
+  if (ending == Ending::kGood && !client_.is_closed_) {
     client_.idle_.push_back(std::move(connection_));  // never more than there are places, for which there is room
+  } else if (ending == Ending::kBroken && client_.target_.transport == PeerTransport::kTcp) {
+    client_.idle_.clear();  // whose machine is gone, or was forgotten on the way, says so on none of them
   } else {  // who has hung up here has often done so everywhere; what it lends is kept mapped by its connections
     std::erase_if(client_.idle_, [](const auto& idle) { return !idle->socket().is_quiet(); });
   }
@@ -201,7 +205,7 @@ void PeerClient::Held::connect(const PeerWish& wish, bool anew) {
   if (connection_ && !anew && connection_->has_room_for(wish.namespace_id)) {
     return;
   }
-  put_down(false);
+  put_down(anew ? Ending::kBroken : Ending::kFull);
   std::unique_ptr<ReaderConnection> found = anew ? nullptr : client_.idle_one(wish.namespace_id);
   if (!found) {
     found = std::make_unique<ReaderConnection>(client_.target_, client_.mapping_, wish.deadline);

@@ -70,15 +70,17 @@ void PeerConnection::run() noexcept {
     while (answer(receive(std::nullopt))) {
     }
   } catch (const PeerGoneError& gone) {
-    (has_shaken_ ? owner_.counts.broken : owner_.counts.refused)
+    (has_shaken_ ? owner_.counts.broken : owner_.counts.unproved)
         .fetch_add(has_shaken_ ? 0 : 1, std::memory_order_relaxed);
     say_bye(owner_.is_closing ? "the instance closes" : gone.what());
   } catch (const std::exception& error) {
-    (has_shaken_ ? owner_.counts.broken : owner_.counts.refused).fetch_add(1, std::memory_order_relaxed);
+    (has_shaken_ ? owner_.counts.broken : owner_.counts.unproved).fetch_add(1, std::memory_order_relaxed);
     say_bye(error.what());
   }
-  if (rdma_ != 0) {
-    owner_.rdma.leave(rdma_);
+  for (JoinRequests* const joins : {&owner_.rdma, &owner_.nixl}) {
+    if (const std::uint64_t number = joined(*joins).number; number != 0) {
+      joins->leave(number);
+    }
   }
   if (speaks_tls() && !has_shaken_) {
     socket_.drain(deadline);  // it may have said more than was read, and still has to hear why it is hung up on
@@ -120,10 +122,10 @@ PeerMessage PeerConnection::receive(std::optional<SteadyTime> begun_by) {
   presence_.idle_since = 0;
   const SteadyTime deadline = begun_by.value_or(in_ms(owner_.options.handshake_ms));
   have(kPeerHeadBytes, deadline);
-  if (says_rdma_hello()) {
-    in_used_ = kPeerHeadBytes + kRdmaHelloBytes;
+  if (JoinRequests* const joins = wanted_join(); joins != nullptr) {
+    in_used_ = kPeerHeadBytes + joins->hello().body_bytes;
     have(in_used_, deadline);
-    greet_rdma(deadline);
+    greet(*joins, deadline);
     return receive(begun_by);
   }
   const PeerHead head =
@@ -156,7 +158,8 @@ void PeerConnection::say_bye(std::string_view why) noexcept {
 void PeerConnection::shake_hands(SteadyTime deadline) {
   nonce_ = fresh_nonce();
   const auto transports =
-      static_cast<std::uint8_t>(kPeerTcp | (lends_memory() ? kPeerMemory : 0) | (lends_rdma() ? kPeerRdma : 0));
+      static_cast<std::uint8_t>(kPeerTcp | (lends_memory() ? kPeerMemory : 0) | (lends(owner_.rdma) ? kPeerRdma : 0) |
+                                (lends(owner_.nixl) ? kPeerNixl : 0));
   send(PeerHello{.nonce = nonce_,
                  .epoch = asks_key() ? 0 : owner_.lender.epoch(),  // for who has proved nothing yet
                  .transports = transports,
@@ -209,6 +212,7 @@ void PeerConnection::open(const PeerOpen& open) {
   const PeerProof wanted = peer_open_proof(root, reader_, nonce_, open.namespace_id, owner_.options.instance);
   const bool is_open = equal_in_constant_time(open.proof, wanted) && admitted.has_value();
   opened_[open.handle] = is_open ? std::optional(Opened{open.namespace_id, admitted->number}) : std::nullopt;
+  owner_.counts.unopened.fetch_add(is_open ? 0 : 1, std::memory_order_relaxed);
   const std::size_t block_bytes = is_open ? owner_.host.block_bytes : 0;
   send(PeerOpened{.handle = open.handle, .is_open = is_open, .block_bytes = static_cast<std::uint32_t>(block_bytes)});
 }
@@ -227,9 +231,9 @@ void PeerConnection::ask(const PeerAsk& ask) {
   if (ask.transport == PeerTransport::kMemory && !is_unix_) {
     throw Error(ErrorCode::kPeerWire, "memory is asked for over tcp");
   }
-  if (ask.transport == PeerTransport::kRdma) {
-    if (!has_queue_pair_) {
-      throw Error(ErrorCode::kPeerWire, "slots are asked for without a queue pair to READ them");
+  if (ask.transport == PeerTransport::kRdma || ask.transport == PeerTransport::kNixl) {
+    if (!(ask.transport == PeerTransport::kNixl ? over_nixl_ : over_rdma_).may_read) {
+      throw Error(ErrorCode::kPeerWire, "slots are asked for by who cannot read them");
     }
     if (!grant_slots(ask, opened->namespace_id)) {
       say_gone(ask.request, PeerGoneReason::kNotHeld);
@@ -242,28 +246,39 @@ void PeerConnection::ask(const PeerAsk& ask) {
   }
 }
 
-bool PeerConnection::says_rdma_hello() const noexcept {
-  constexpr std::array<std::uint8_t, kPeerHeadBytes> head{
-      kRdmaHelloBytes + kPeerHeadBytes - sizeof(std::uint32_t), 0, 0, 0, kPeerVersion, kRdmaHelloKind, 0, 0};
-  return has_shaken_ && rdma_ == 0 && lends_rdma() &&
-         std::equal(head.begin(), head.end(), in_.begin() + static_cast<std::ptrdiff_t>(in_begin_));
+JoinRequests* PeerConnection::wanted_join() noexcept {
+  for (JoinRequests* const joins : {&owner_.rdma, &owner_.nixl}) {
+    const JoinHello& hello = joins->hello();
+    const auto size = static_cast<std::uint8_t>(hello.body_bytes + kPeerHeadBytes - sizeof(std::uint32_t));
+    const std::array<std::uint8_t, kPeerHeadBytes> head{size, 0, 0, 0, kPeerVersion, hello.kind, 0, 0};
+    if (has_shaken_ && joined(*joins).number == 0 && lends(*joins) &&
+        std::equal(head.begin(), head.end(), in_.begin() + static_cast<std::ptrdiff_t>(in_begin_))) {
+      return joins;
+    }
+  }
+  return nullptr;
 }
 
-void PeerConnection::greet_rdma(SteadyTime deadline) {
-  std::vector<RdmaRequests::Opening> openings;
+void PeerConnection::greet(JoinRequests& joins, SteadyTime deadline) {
+  std::vector<JoinRequests::Opening> openings;
   for (const auto& opened : opened_) {
     if (opened) {
       openings.emplace_back(opened->namespace_id, opened->admission);
     }
   }
-  std::uint64_t number = 0;
-  std::vector<std::uint8_t> ready = owner_.rdma.ask(Bytes(in_).subspan(in_begin_ + kPeerHeadBytes, kRdmaHelloBytes),
-                                                    std::move(openings), deadline, number);
-  if (ready.empty()) {
-    throw Error(ErrorCode::kPeerWire, "RDMA_HELLO: nobody has answered it in time");
+  if (&joins == &owner_.nixl) {
+    presence_.wants_nixl = true;  // before it is let in: who is to be hung up on is found
   }
-  rdma_ = number;
-  has_queue_pair_ = ready.size() > kPeerHeadBytes && ready[kPeerHeadBytes] == 0;  // its status: READY
+  Joined& joined = this->joined(joins);
+  std::uint64_t number = 0;
+  std::vector<std::uint8_t> ready = joins.ask(Bytes(in_).subspan(in_begin_ + kPeerHeadBytes, joins.hello().body_bytes),
+                                              std::move(openings), deadline, number);
+  if (ready.empty()) {
+    throw Error(ErrorCode::kPeerWire,
+                words("nobody has answered message ", static_cast<unsigned>(joins.hello().kind), " in time"));
+  }
+  joined.number = number;
+  joined.may_read = ready.size() > kPeerHeadBytes && ready[kPeerHeadBytes] == 0;  // its status: READY
   iovec piece{.iov_base = ready.data(), .iov_len = ready.size()};
   socket_.send({&piece, 1}, in_ms(owner_.options.handshake_ms));
 }
@@ -274,7 +289,7 @@ void PeerConnection::say_busy(std::uint32_t request) {
 }
 
 void PeerConnection::say_gone(std::uint32_t request, PeerGoneReason reason) {
-  owner_.counts.gone.fetch_add(1, std::memory_order_relaxed);
+  owner_.counts.gone[static_cast<std::size_t>(reason)].fetch_add(1, std::memory_order_relaxed);
   send(PeerGone{.request = request, .reason = reason});
 }
 
@@ -311,7 +326,11 @@ bool PeerConnection::grant_slots(const PeerAsk& ask, const NamespaceId& namespac
   grant.lease = lease;
   send(grant);
   leases_.set_end(lease, in_ms(lease_ms));
-  owner_.counts.lent_blocks.fetch_add(depth, std::memory_order_relaxed);
+  LendingCounts& counts = owner_.counts;
+  std::atomic<std::uint64_t>& lent = ask.transport == PeerTransport::kRdma   ? counts.rdma_bytes
+                                     : ask.transport == PeerTransport::kNixl ? counts.nixl_bytes
+                                                                             : counts.memory_bytes;
+  lent.fetch_add(depth * owner_.host.block_bytes, std::memory_order_relaxed);
   return true;
 }
 
@@ -340,8 +359,8 @@ void PeerConnection::grant_bytes(const PeerAsk& ask, const NamespaceId& namespac
              .checksums = packed_u32s(std::span(run.checksums).first(depth))},
             run, deadline);
   checkable_ = depth;
-  owner_.counts.sent_blocks.fetch_add(depth, std::memory_order_relaxed);
-  owner_.counts.sent_bytes.fetch_add(depth * owner_.host.block_bytes, std::memory_order_relaxed);
+  auto& sent = is_unix_ ? owner_.counts.unix_bytes : owner_.counts.tcp_bytes;
+  sent.fetch_add(depth * owner_.host.block_bytes, std::memory_order_relaxed);
 }
 
 void PeerConnection::stage(Outgoing& run, const NamespaceId& namespace_id, Bytes hashes, SteadyTime deadline) {

@@ -1,8 +1,6 @@
 #include "kvbm/peer_server.hpp"
 
 #include <fcntl.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -18,15 +16,12 @@
 #include "kvbm/error.hpp"
 #include "kvbm/peer_connection.hpp"
 #include "kvbm/peer_signals.hpp"
+#include "kvbm/tcp_options.hpp"
 #include "kvbm/words.hpp"
 
 namespace kvbm {
 namespace {
 
-constexpr int kUnackedMs = 20'000;  // what a peer that has vanished may leave unanswered
-constexpr int kQuietS = 30;         // of a connection, before it is asked whether its peer is still there
-constexpr int kProbeS = 10;         // between such questions
-constexpr int kProbes = 3;          // of them that remain unanswered
 constexpr auto kLeastIdle = std::chrono::milliseconds(100);    // of a connection that gives its place to another
 constexpr auto kMostLeaving = std::chrono::milliseconds(100);  // that is waited for that place
 constexpr auto kMostCrowded = std::chrono::milliseconds(500);  // that who is new waits for others to prove themselves
@@ -71,16 +66,6 @@ void say_bye(int fd, std::string_view why) noexcept {
   }
 }
 
-void set_tcp_options(int fd) noexcept {
-  const int on = 1;
-  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &kQuietS, sizeof kQuietS);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &kProbeS, sizeof kProbeS);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &kProbes, sizeof kProbes);
-  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &kUnackedMs, sizeof kUnackedMs);
-}
-
 // What tools show for a thread.
 void name_thread() noexcept { pthread_setname_np(pthread_self(), "kvbm-lend"); }
 
@@ -116,7 +101,7 @@ struct LendingServer::Shared {
   Place* free_place() noexcept;
   bool has_room_for_strangers() const noexcept;
   void clear_left() noexcept;
-  void end_connections(int how) noexcept;
+  void end_connections(int how, bool of_nixl_alone = false) noexcept;
   bool wait_left(SteadyTime deadline) {
     std::unique_lock held(mutex);
     return left.wait_until(held, deadline, [this] { return running == 0; });
@@ -228,11 +213,11 @@ void LendingServer::Shared::accept_one(int listener, bool is_unix) noexcept {
   const bool is_stranger = is_unix && !is_own_user(peer.get());
   Place* const free = is_stranger || (!is_unix && !has_room_for_strangers()) ? nullptr : free_place();
   if (free == nullptr || is_stranger) {
-    owner.counts.refused.fetch_add(1, std::memory_order_relaxed);
+    (is_stranger ? owner.counts.unproved : owner.counts.crowded).fetch_add(1, std::memory_order_relaxed);
     return say_bye(peer.get(), is_stranger ? "another user's process" : "as many connections as there may be");
   }
   if (!is_unix) {
-    set_tcp_options(peer.get());
+    set_peer_tcp_options(peer.get());
   }
   const int fd = peer.get();
   {
@@ -242,6 +227,7 @@ void LendingServer::Shared::accept_one(int listener, bool is_unix) noexcept {
   free->has_left = false;
   free->is_tcp = !is_unix;
   free->presence.is_proved = false;
+  free->presence.wants_nixl = false;
   free->presence.idle_since = 0;
   owner.counts.connections.fetch_add(1, std::memory_order_relaxed);
   free->fd = peer.release();
@@ -264,7 +250,7 @@ void LendingServer::Shared::accept_one(int listener, bool is_unix) noexcept {
       left.notify_all();
     });
   } catch (const std::exception&) {  // no thread or no memory is to be had
-    owner.counts.refused.fetch_add(1, std::memory_order_relaxed);
+    owner.counts.crowded.fetch_add(1, std::memory_order_relaxed);
     owner.counts.connections.fetch_sub(1, std::memory_order_relaxed);
     say_bye(fd, "no thread is to be had");
     const std::lock_guard held(mutex);
@@ -321,10 +307,10 @@ void LendingServer::Shared::clear_left() noexcept {
   }
 }
 
-void LendingServer::Shared::end_connections(int how) noexcept {
+void LendingServer::Shared::end_connections(int how, bool of_nixl_alone) noexcept {
   const std::lock_guard held(mutex);
   for (const Place& place : places) {
-    if (const int fd = place.fd; fd >= 0) {
+    if (const int fd = place.fd; fd >= 0 && (!of_nixl_alone || place.presence.wants_nixl)) {
       shutdown(fd, how);
     }
   }
@@ -347,6 +333,7 @@ bool LendingServer::close(std::chrono::milliseconds timeout) {
   }
   shared.owner.corrupt.close();
   shared.owner.rdma.close();
+  shared.owner.nixl.close();
   shared.poke();
   shared.end_connections(SHUT_RD);  // who sends still has half of the time
   if (!shared.wait_left(now + timeout / 2)) {
@@ -362,6 +349,12 @@ bool LendingServer::close(std::chrono::milliseconds timeout) {
   shared.owner.arena.reset();
   was_closed_ = true;
   return true;
+}
+
+void LendingServer::hang_up_on_nixl() noexcept {
+  if (process_ == getpid()) {
+    shared_->end_connections(SHUT_RDWR, true);
+  }
 }
 
 void LendingServer::disown() noexcept {

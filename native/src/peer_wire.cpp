@@ -122,7 +122,7 @@ void check_hashes(PeerKind kind, Bytes hashes, std::size_t least) {
 }
 void check(const PeerAsk& ask) {
   require(ask.handle < kMostPeerHandles, PeerKind::kAsk, "handle ", ask.handle);
-  require(ask.transport <= PeerTransport::kRdma, PeerKind::kAsk, "transport ", static_cast<unsigned>(ask.transport));
+  require(ask.transport <= PeerTransport::kNixl, PeerKind::kAsk, "transport ", static_cast<unsigned>(ask.transport));
   check_hashes(PeerKind::kAsk, ask.hashes, 1);
 }
 void check(const PeerGrant& grant) {

@@ -8,13 +8,13 @@
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include "kvbm/error.hpp"
+#include "kvbm/tcp_options.hpp"
 
 namespace kvbm {
 namespace {
@@ -116,9 +116,7 @@ ReaderSocket ReaderSocket::to_tcp(const std::string& address, std::uint16_t port
     throw PeerTrouble("its address is none of IPv4 or IPv6");
   }
   PeerDescriptor fd = new_socket(is_four ? AF_INET : AF_INET6);
-  const int on = 1;
-  setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  setsockopt(fd.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  set_peer_tcp_options(fd.get());
   if (is_four) {
     four.sin_family = AF_INET;
     four.sin_port = htons(port);

@@ -169,7 +169,8 @@ void blocks_are_read_over_both_sockets() {
     CHECK(site.read(client, unknown, 99) == 0);
     site.settle();
   }
-  CHECK(site.server->owner().counts.lent_blocks == 20 && site.server->owner().counts.sent_blocks == 20);
+  CHECK(site.server->owner().counts.memory_bytes == 20 * kBytes &&
+        site.server->owner().counts.tcp_bytes == 20 * kBytes);
 }
 
 void what_is_evicted_is_not_lent() {
@@ -222,7 +223,7 @@ void strangers_are_hung_up_on() {
   for (int turn = 0; site.read(client, site.hashes, 0) != 16; ++turn) {
     CHECK(turn < 1'000);  // on a busy machine a reader too may be late for its handshake
   }
-  CHECK(site.server->owner().counts.refused >= 10);
+  CHECK(site.server->owner().counts.unproved >= 10 && site.server->owner().counts.crowded == 0);
 }
 
 void random_bytes_after_a_hello_end_a_connection_alone() {
@@ -328,52 +329,106 @@ PeerMessage decoded(const std::vector<std::uint8_t>& heard) {
   return decode_peer_body(static_cast<PeerKind>(heard[5]), Bytes(heard).subspan(kPeerHeadBytes));
 }
 
-void who_says_rdma_hello_is_answered_and_granted_slots() {
-  Site site;
-  RdmaRequests& rdma = site.server->owner().rdma;
-  rdma.open();
-  const std::vector<std::uint8_t> ready{5, 0, 0, 0, kPeerVersion, kRdmaHelloKind + 1, 0, 0, 0};  // READY
-  std::thread answers([&] {  // until the reader has left
+std::vector<std::uint8_t> said(const JoinHello& hello) {
+  std::vector<std::uint8_t> message{
+      static_cast<std::uint8_t>(hello.body_bytes + 4), 0, 0, 0, kPeerVersion, hello.kind, 0, 0};
+  message.resize(kPeerHeadBytes + hello.body_bytes, 7);
+  return message;
+}
+
+// Whom `joins` lets in, until the reader has left.
+std::thread letting_in(JoinRequests& joins, std::vector<std::uint8_t> ready) {
+  return std::thread([&joins, ready = std::move(ready)] {
     for (bool has_left = false; !has_left;) {
-      for (const RdmaRequests::Request& request : rdma.take(kLong)) {
-        has_left = request.hello.empty();
+      for (const JoinRequests::Request& request : joins.take(kLong)) {
+        has_left = request.has_left;
         if (!has_left) {
-          const auto openings = rdma.openings(request.number);
-          CHECK(request.hello.size() == kRdmaHelloBytes && openings.size() == 1 && openings[0].first == kSpace);
-          CHECK(rdma.answer(request.number, ready));
+          const auto openings = joins.openings(request.number);
+          CHECK(request.hello.size() == joins.hello().body_bytes);
+          CHECK(openings.size() == 1 && openings[0].first == kSpace);
+          CHECK(joins.answer(request.number, ready));
         }
       }
     }
   });
+}
+
+// A reader that has proved the key and opened kSpace.
+Stranger proved(Site& site, std::uint8_t bit) {
+  Stranger reader(site, false);
+  const std::vector<std::uint8_t> first = reader.hear();
+  const auto owner = std::get<PeerHello>(decoded(first));
+  CHECK((owner.transports & bit) != 0);
+  const PeerNonce nonce{3};
+  reader.say(PeerHello{nonce, 0, bit, 0, "reader"});
+  reader.say(PeerProve{peer_key_proof(kKey, PeerRole::kReader, nonce, owner.nonce, "owner")});
+  CHECK(std::holds_alternative<PeerProve>(decoded(reader.hear())));
+  reader.say(PeerOpen{0, kSpace, peer_open_proof(kRoot, nonce, owner.nonce, kSpace, "owner")});
+  CHECK(std::get<PeerOpened>(decoded(reader.hear())).is_open);
+  return reader;
+}
+
+void who_joins_is_answered_and_granted_slots() {
+  for (const bool is_nixl : {false, true}) {
+    Site site;
+    JoinRequests& joins = is_nixl ? site.server->owner().nixl : site.server->owner().rdma;
+    joins.open();
+    const auto kind = static_cast<std::uint8_t>(joins.hello().kind + 1);
+    const std::vector<std::uint8_t> ready{5, 0, 0, 0, kPeerVersion, kind, 0, 0, 0};  // READY
+    const auto over = is_nixl ? PeerTransport::kNixl : PeerTransport::kRdma;
+    std::thread answers = letting_in(joins, ready);
+    {
+      const Stranger reader = proved(site, is_nixl ? kPeerNixl : kPeerRdma);
+      reader.say(Bytes(said(joins.hello())));
+      CHECK(reader.hear() == ready);
+      reader.say(PeerAsk{1, 0, over, kLongMs, site.hashes});
+      const std::vector<std::uint8_t> granted = reader.hear();
+      const auto grant = std::get<PeerGrant>(decoded(granted));
+      CHECK(grant.lease != 0 && grant.tiers.size() == 16 && site.blocks.pinned() == 16);
+      reader.say(PeerAsk{2, 0, over, kLongMs, hash_of(99)});
+      CHECK(std::get<PeerGone>(decoded(reader.hear())).reason == PeerGoneReason::kNotHeld);
+    }
+    answers.join();
+    site.settle();
+    const Stranger second(site, false);  // a stranger's is no message, before the key is proved
+    second.say(Bytes(said(joins.hello())));
+    second.hear_the_end();
+  }
+}
+
+void who_has_joined_by_one_way_is_granted_nothing_by_the_other() {
+  Site site;
+  PeerOwner& owner = site.server->owner();
+  owner.nixl.open();
+  owner.rdma.open();
+  const std::vector<std::uint8_t> ready{5, 0, 0, 0, kPeerVersion, 15, 0, 0, 0};
+  std::thread answers = letting_in(owner.nixl, ready);
   {
-    const Stranger reader(site, false);
-    const std::vector<std::uint8_t> first = reader.hear();
-    const auto owner = std::get<PeerHello>(decoded(first));
-    CHECK((owner.transports & kPeerRdma) != 0);
-    const PeerNonce nonce{3};
-    reader.say(PeerHello{nonce, 0, kPeerRdma, 0, "reader"});
-    reader.say(PeerProve{peer_key_proof(kKey, PeerRole::kReader, nonce, owner.nonce, "owner")});
-    CHECK(std::holds_alternative<PeerProve>(decoded(reader.hear())));
-    reader.say(PeerOpen{0, kSpace, peer_open_proof(kRoot, nonce, owner.nonce, kSpace, "owner")});
-    CHECK(std::get<PeerOpened>(decoded(reader.hear())).is_open);
-    std::vector<std::uint8_t> hello{kRdmaHelloBytes + 4, 0, 0, 0, kPeerVersion, kRdmaHelloKind, 0, 0};
-    hello.resize(kPeerHeadBytes + kRdmaHelloBytes, 7);
-    reader.say(Bytes(hello));
+    const Stranger reader = proved(site, kPeerNixl);
+    reader.say(Bytes(said(kNixlHello)));
     CHECK(reader.hear() == ready);
     reader.say(PeerAsk{1, 0, PeerTransport::kRdma, kLongMs, site.hashes});
-    const std::vector<std::uint8_t> granted = reader.hear();
-    const auto grant = std::get<PeerGrant>(decoded(granted));
-    CHECK(grant.lease != 0 && grant.tiers.size() == 16 && site.blocks.pinned() == 16);
-    reader.say(PeerAsk{2, 0, PeerTransport::kRdma, kLongMs, hash_of(99)});
-    CHECK(std::get<PeerGone>(decoded(reader.hear())).reason == PeerGoneReason::kNotHeld);
+    reader.hear_the_end();
   }
   answers.join();
-  site.settle();
-  const Stranger second(site, false);  // a stranger's is no message, before the key is proved
-  std::vector<std::uint8_t> hello{kRdmaHelloBytes + 4, 0, 0, 0, kPeerVersion, kRdmaHelloKind, 0, 0};
-  hello.resize(kPeerHeadBytes + kRdmaHelloBytes, 7);
-  second.say(Bytes(hello));
-  second.hear_the_end();
+  CHECK(site.blocks.pinned() == 0);
+}
+
+void who_reads_by_nixl_is_hung_up_on_and_others_are_not() {
+  Site site;
+  PeerOwner& owner = site.server->owner();
+  owner.nixl.open();
+  const std::vector<std::uint8_t> ready{5, 0, 0, 0, kPeerVersion, 15, 0, 0, 0};
+  std::thread answers = letting_in(owner.nixl, ready);
+  const Stranger other = proved(site, kPeerTcp);
+  const Stranger reader = proved(site, kPeerNixl);
+  reader.say(Bytes(said(kNixlHello)));
+  CHECK(reader.hear() == ready);
+  site.server->hang_up_on_nixl();
+  reader.hear_the_end();
+  answers.join();
+  other.say(PeerAsk{1, 0, PeerTransport::kTcp, kLongMs, hash_of(99)});
+  CHECK(std::get<PeerGone>(decoded(other.hear())).reason == PeerGoneReason::kNotHeld);
 }
 
 void only_one_listens_at_a_path() {
@@ -446,7 +501,7 @@ void connections_without_a_thread_end_and_cost_no_place() {
     PeerClient client(site.target(is_unix), 1, copier);
     CHECK(site.read(client, site.hashes, 0) == 16);
   }
-  CHECK(site.server->owner().counts.refused == 24);
+  CHECK(site.server->owner().counts.crowded == 24);
   site.settle();
 }
 
@@ -475,7 +530,10 @@ int main() {
       {"it answers busy, and lends again", it_answers_busy_and_lends_again},
       {"blocks come and go while many read", blocks_come_and_go_while_many_read},
       {"it closes while it is read from", it_closes_while_it_is_read_from},
-      {"who says RDMA_HELLO is answered and granted slots", who_says_rdma_hello_is_answered_and_granted_slots},
+      {"who joins is answered and granted slots", who_joins_is_answered_and_granted_slots},
+      {"who has joined by one way is granted nothing by the other",
+       who_has_joined_by_one_way_is_granted_nothing_by_the_other},
+      {"who reads by NIXL is hung up on, and others are not", who_reads_by_nixl_is_hung_up_on_and_others_are_not},
       {"only one listens at a path", only_one_listens_at_a_path},
       {"what a killed owner left is replaced", what_a_killed_owner_left_is_replaced},
       {"without a thread it does not listen", without_a_thread_it_does_not_listen},

@@ -179,7 +179,7 @@ void blocks_are_read_and_keys_change_meanwhile() {
   for (int turn = 0; turn < 5; ++turn) {
     CHECK(site.read(client) == kBlocks);
   }
-  CHECK(site.server->owner().counts.sent_blocks == 5 * kBlocks && site.server->owner().counts.accepted <= 2);
+  CHECK(site.server->owner().counts.tcp_bytes == 5 * kBlocks * kBytes && site.server->owner().counts.accepted <= 2);
 }
 
 void two_of_whom_one_trusts_another_read_nothing() {
@@ -230,7 +230,7 @@ void strangers_hear_nothing_and_leave_their_places() {
   for (int turn = 0; turn < 60'000 && site.server->owner().counts.connections != 0; ++turn) {
     std::this_thread::sleep_for(milliseconds(1));
   }
-  CHECK(site.server->owner().counts.refused == 30 && site.server->owner().counts.connections == 0);
+  CHECK(site.server->owner().counts.unproved == 30 && site.server->owner().counts.connections == 0);
 }
 
 void it_closes_while_it_is_read_from() {

@@ -202,7 +202,7 @@ void bad_bodies() {
   CHECK(refuses_body(PeerKind::kOpened, with(golden[4], 4, 1)));     // not open, but blocks have a size
   CHECK(refuses_body(PeerKind::kOpened, with(golden[5], 4, 0)));     // open, but blocks have none
   CHECK(refuses_body(PeerKind::kArena, with(golden[6], 19, 0x80)));  // slots * stride is past 2**64
-  CHECK(refuses_body(PeerKind::kAsk, with(golden[7], 8, 3)));        // transport
+  CHECK(refuses_body(PeerKind::kAsk, with(golden[7], 8, 4)));        // transport
   CHECK(refuses_body(PeerKind::kAsk, with(golden[7], 9, 1)));        // a byte that is zero
   CHECK(refuses_body(PeerKind::kAsk, with(golden[7], 19, 0xFF)));    // 4 billion hashes
   CHECK(refuses_body(PeerKind::kGrant, with(golden[9], 19, 0xFF)));  // 4 billion blocks

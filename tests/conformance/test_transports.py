@@ -35,7 +35,7 @@ from tests.nixl_site import NixlSite
 
 GOOD, MISSING, CORRUPT, FAILED = ReadOutcome
 SOCKETS = ("memory", "tcp", "native memory", "native tcp", "native tcp under TLS")  # the latter have a native owner
-NIXL = "nixl"  # with an owner in Python
+NIXL = "nixl"  # with a native owner
 KINDS = ("local", *SOCKETS, NIXL)
 LONG_S = 60.0
 BLOCK = 24_000  # no multiple of anything that copies take at once
@@ -71,7 +71,7 @@ def new_site(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
             site: Site = NativeSite(transport, lender, LentLimits(**limits), tmp_path, **options)
         elif kind == NIXL:
             processes = request.getfixturevalue("nixl_processes")
-            site = NixlSite(MemoryLender(slots, block_bytes), LentLimits(**limits), tmp_path, processes)
+            site = NixlSite(NativeLender(slots, block_bytes, tmp_path), LentLimits(**limits), tmp_path, processes)
         else:
             site = site_of(kind, MemoryLender(slots, block_bytes), LentLimits(**limits), tmp_path, LONG_S)
         made.append(site)
@@ -281,6 +281,21 @@ def test_an_owner_in_this_process_that_lends_enough_says_when_to_come_again(new_
     assert read(site.reader(), hashes_of(6))[0].result.outcomes == [GOOD] * 6
 
 
+def test_a_fenced_owner_grants_nothing_until_it_may_again(site: Site) -> None:
+    site.lender.put(hashes_of(4), blocks_of(4, BLOCK))
+    reader = site.reader()
+    assert read(reader, hashes_of(4))[0].result.outcomes == [GOOD] * 4
+    site.fence(True)
+    for _ in range(2):
+        found, rows = read(reader, hashes_of(4))
+        assert found.result.outcomes == [FAILED] * 4
+        assert "fenced" in found.trouble
+        assert (rows == 0xA5).all()
+    assert is_given_back(site)
+    site.fence(False)
+    assert read(reader, hashes_of(4))[0].result.outcomes == [GOOD] * 4
+
+
 @pytest.mark.parametrize("kind", ["local", "memory", "native memory"], indirect=True)
 def test_a_copy_that_ends_after_its_lease_does_not_count(kind: str, new_site: NewSite) -> None:
     site = new_site(lease_s=1e-9 if kind == "local" else 0.001)
@@ -426,7 +441,7 @@ def test_another_instance_at_the_address_is_not_read_from(site: SocketSite) -> N
     assert "another instance" in found.trouble
 
 
-@pytest.mark.parametrize("kind", ["tcp", "native tcp", "native tcp under TLS"], indirect=True)
+@pytest.mark.parametrize("kind", ["tcp", "native tcp", "native tcp under TLS", NIXL], indirect=True)
 def test_a_reader_with_another_key_reads_nothing(site: SocketSite) -> None:
     site.lender.put(hashes_of(2), blocks_of(2, BLOCK))
     found, rows = read(site.reader(key=b"another"), hashes_of(2))

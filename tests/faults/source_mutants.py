@@ -344,20 +344,36 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "old_ns:",
         test="tests/unit/test_janitor.py::test_what_is_used_while_the_janitor_looks_stays_though_it_was_chosen_by_quota",
     ),
-    # -- RDMA ----------------------------------------------------------------------------------------------------------
+    # -- RDMA and NIXL -------------------------------------------------------------------------------------------------
     "rdma_without_every_proof": SourceMutant(
         "who READs has proved every namespace of the owner",
-        "kvbm/transport/rdma_lending.py",
-        "        has_proved_all = self._namespaces <= {NamespaceId(one) for one in self._server.opened_by(number)}\n",
-        "        has_proved_all = bool(self._server.opened_by(number))\n",
+        "kvbm/transport/host_lending.py",
+        "        has_proved_all = self._namespaces <= opened\n",
+        "        has_proved_all = bool(opened)\n",
         test="tests/integration/test_rdma_lending.py::test_who_lacks_a_namespace_is_refused_until_it_proves_it",
     ),
     "rdma_goes_on_with_a_new_namespace": SourceMutant(
         "nobody READs any more who has not proved a namespace that is added",
-        "kvbm/transport/rdma_lending.py",
+        "kvbm/transport/host_lending.py",
         "            self._namespaces = known\n            self.revoke()\n",
         "            self._namespaces = known\n",
         test="tests/integration/test_rdma_lending.py::test_who_lacks_a_namespace_is_refused_until_it_proves_it",
+    ),
+    "what_failed_over_rdma_is_not_read_over_tcp": SourceMutant(
+        "what has not come when a way to an owner's memory fails comes in another way in the same read",
+        "kvbm/transport/leased.py",
+        "first is None or found.retry_s or left_s <= 0",
+        "first is None or found.retry_s or found.trouble or left_s <= 0",
+        test="tests/integration/test_rdma_reader.py::"
+        "test_what_has_not_arrived_when_a_read_fails_comes_in_another_way_at_once",
+    ),
+    "nixl_hangs_up_on_nobody": SourceMutant(
+        "who reads over NIXL is hung up on when a namespace is added, and finds out by no transfer that fails",
+        "kvbm/transport/nixl_lending.py",
+        "        self._server.hang_up_on_nixl()  #",
+        "        #",
+        test="tests/integration/test_nixl_managers.py::"
+        "test_a_namespace_that_is_added_closes_nixl_until_it_is_proved_and_tcp_serves",
     ),
     # -- native index --------------------------------------------------------------------------------------------------
     "generation_used_before_its_sweep": SourceMutant(

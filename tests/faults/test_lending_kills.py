@@ -1,11 +1,12 @@
 """Owners and readers that are killed or stopped at seeded moments of a read: no wrong byte, no block that stays pinned,
 no read without end.
 
-200 moments in all, of which `make test` has three of each kind and `make faults` the rest.
+200 moments in each way of reading, of which `make test` has a few of each kind and `make faults` the rest.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,14 +24,16 @@ import pytest
 from kvbm.core.reads import ReadOutcome
 from kvbm.transport.base import PeerRead, PeerReader
 from kvbm.transport.lending import LentLimits
+from kvbm.transport.nixl_agent import NixlProcess
 from tests.eventually import WAIT_S, eventually
 from tests.faults.processes.lending_owner import BLOCK, BLOCKS
-from tests.faults.processes.lending_reader import reader_of
-from tests.lenders import NAMESPACE, blocks_of, hashes_of
-from tests.native_owner import NativeLender, NativeSite
+from tests.lenders import NAMESPACE, SocketSite, blocks_of, hashes_of
+from tests.native_owner import NativeLender, NativeSite, tls_of
+from tests.nixl_site import NixlSite
+from tests.peer_ways import MEMORY, NIXL, TLS, WAYS, new_nixl_process, reader_of
 
-MOMENTS = 25  # of each side, fault and transport
-QUICK = 3
+MOMENTS = 50  # of each side, fault and way
+QUICK = 2
 LONGEST_S = 0.004  # a read takes some milliseconds
 GOOD = ReadOutcome.GOOD
 ROOT = Path(__file__).parents[2]
@@ -40,22 +44,35 @@ seeds = pytest.mark.parametrize(
     ids=["quick", "rest"],
 )
 pytestmark = pytest.mark.timeout(600)
-transports = pytest.mark.parametrize("transport", ["memory", "tcp"])
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture
+def nixl(way: str) -> Iterator[NixlProcess | None]:
+    """What readers of the test's own process read with, where the way is NIXL."""
+    if way != NIXL:
+        yield None
+        return
+    process = new_nixl_process()
+    yield process
+    process.close()
 
 
 class Owner:
-    """A native owner in a process of its own, which may be started again where it was."""
+    """An owner in a process of its own, which may be started again where it was."""
 
-    def __init__(self, transport: str, folder: Path) -> None:
-        self._folder, self._tcp = folder, "127.0.0.1:0"
+    def __init__(self, way: str, folder: Path, nixl: NixlProcess | None) -> None:
+        self._way, self._folder, self._tcp = way, folder, "127.0.0.1:0"
+        if way == TLS:
+            tls_of(folder)
+        unix = str(folder / "lend.sock")
         self.start()
-        self.reader = reader_of(transport, str(folder / "lend.sock") if transport == "memory" else self._tcp)
+        self.reader = reader_of(way, unix if way == MEMORY else self._tcp, folder, nixl)
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tests.faults.processes.lending_owner", str(self._folder / "lend.sock")]
-        self.process = subprocess.Popen(
-            [*command, self._tcp, str(self._folder)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
+        where = [str(self._folder / "lend.sock"), self._tcp, str(self._folder)]
+        command = [sys.executable, "-m", "tests.faults.processes.lending_owner", self._way, *where]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.process.stdout is not None
         self._tcp = self.process.stdout.readline().strip()
         assert self._tcp, "it does not lend"
@@ -72,8 +89,8 @@ class Owner:
 
 
 @pytest.fixture
-def owner(transport: str, tmp_path: Path) -> Iterator[Owner]:
-    made = Owner(transport, tmp_path)
+def owner(way: str, tmp_path: Path, nixl: NixlProcess | None) -> Iterator[Owner]:
+    made = Owner(way, tmp_path, nixl)
     yield made
     made.close()
 
@@ -94,7 +111,7 @@ def is_whole(found: PeerRead) -> bool:
     return found.result.outcomes == [GOOD] * BLOCKS
 
 
-@transports
+@ways
 @seeds
 def test_an_owner_that_is_killed_is_a_miss_until_it_is_there_again(owner: Owner, seeds: range) -> None:
     blocks = blocks_of(BLOCKS, BLOCK)
@@ -107,11 +124,15 @@ def test_an_owner_that_is_killed_is_a_miss_until_it_is_there_again(owner: Owner,
         killer.join()
         owner.kill()
         owner.start()
+    eventually(lambda: is_whole(read(owner.reader, blocks, WAIT_S)), "it is not read from again")
 
 
-@transports
+@ways
 @seeds
 def test_an_owner_that_stops_is_a_miss_at_the_deadline_and_goes_on(owner: Owner, seeds: range) -> None:
+    """Over NIXL the owner's own process alone stops: what another process of it does meanwhile goes on, and
+    `test_nixl.py` stops that.
+    """
     blocks = blocks_of(BLOCKS, BLOCK)
     for seed in seeds:
         eventually(lambda: is_whole(read(owner.reader, blocks, WAIT_S)), "it is not read from")
@@ -123,21 +144,31 @@ def test_an_owner_that_stops_is_a_miss_at_the_deadline_and_goes_on(owner: Owner,
             pass
         stopper.join()
         owner.process.send_signal(signal.SIGCONT)
+    eventually(lambda: is_whole(read(owner.reader, blocks, WAIT_S)), "it is not read from again")
 
 
 @pytest.fixture
-def site(transport: str, tmp_path: Path) -> Iterator[NativeSite]:
-    lender = NativeLender(BLOCKS, BLOCK, tmp_path, nvme=False)
-    made = NativeSite(transport, lender, LentLimits(lease_s=0.2), tmp_path)
-    lender.put(hashes_of(BLOCKS), blocks_of(BLOCKS, BLOCK))
-    yield made
-    made.close()
+def site(way: str, tmp_path: Path) -> Iterator[SocketSite]:
+    with ExitStack() as opened:
+        limits = LentLimits(lease_s=0.2)
+        lender = NativeLender(BLOCKS, BLOCK, tmp_path, nvme=False)
+        if way == NIXL:
+            processes = new_nixl_process(), new_nixl_process()
+            for process in processes:
+                opened.callback(process.close)
+            made: SocketSite = NixlSite(lender, limits, tmp_path, processes, falls_back=False)
+        else:
+            options = {"tls": tls_of(tmp_path)} if way == TLS else {}
+            made = NativeSite(way.partition(" ")[0], lender, limits, tmp_path, **options)
+        opened.callback(made.close)
+        made.lender.put(hashes_of(BLOCKS), blocks_of(BLOCKS, BLOCK))
+        yield made
 
 
-def reading(site: NativeSite) -> subprocess.Popen[str]:
+def reading(site: SocketSite, way: str, folder: Path) -> subprocess.Popen[str]:
     """A process that reads over and over, and has read all blocks once."""
-    where = site.unix if site.transport == "memory" else site.tcp
-    command = [sys.executable, "-m", "tests.faults.processes.lending_reader", site.transport, where]
+    where = site.unix if way == MEMORY else site.tcp
+    command = [sys.executable, "-m", "tests.faults.processes.lending_reader", way, where, str(folder)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert child.stdout is not None and child.stdout.readline() == "reads\n"
     return child
@@ -150,18 +181,18 @@ def end(child: subprocess.Popen[str]) -> None:
     child.stdout.close()
 
 
-@transports
+@ways
 @seeds
-def test_a_reader_that_is_killed_holds_nothing(site: NativeSite, seeds: range) -> None:
+def test_a_reader_that_is_killed_holds_nothing(site: SocketSite, way: str, seeds: range, tmp_path: Path) -> None:
     for seed in seeds:
-        child = reading(site)
+        child = reading(site, way, tmp_path)
         time.sleep(random.Random(seed).random() * LONGEST_S)
         end(child)
         eventually(lambda: site.lender.pinned == 0, "blocks stay pinned")
     assert site.lender.suspected == []
 
 
-def holds_alone(site: NativeSite, hashes: bytes, rows: np.ndarray) -> bool:
+def holds_alone(site: SocketSite, hashes: bytes, rows: np.ndarray) -> bool:
     """Have the owner hold these blocks and no others; False: somebody reads some yet."""
     site.lender.evict(hashes_of(BLOCKS) + hashes_of(BLOCKS, 7))
     try:
@@ -171,31 +202,40 @@ def holds_alone(site: NativeSite, hashes: bytes, rows: np.ndarray) -> bool:
     return True
 
 
-@transports
+def signalled(child: subprocess.Popen[str], number: int, with_its_own: bool) -> None:
+    """Signal a reader, and what it reads with."""
+    child.send_signal(number)
+    of_child = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split() if with_its_own else []
+    for one in of_child:
+        with suppress(ProcessLookupError):
+            os.kill(int(one), number)
+
+
+@ways
 @seeds
 def test_a_reader_that_stops_holds_nothing_beyond_its_lease_and_believes_no_byte_that_came_too_late(
-    site: NativeSite, seeds: range
+    site: SocketSite, way: str, seeds: range, tmp_path: Path
 ) -> None:
     """Its blocks go and their slots get other bytes while it stands still in the middle of a copy."""
     other_hashes, others = hashes_of(BLOCKS, 7), blocks_of(BLOCKS, BLOCK, 7)
-    child = reading(site)
+    child = reading(site, way, tmp_path)
     try:
         for seed in seeds:
             time.sleep(random.Random(seed).random() * LONGEST_S)
-            child.send_signal(signal.SIGSTOP)
+            signalled(child, signal.SIGSTOP, seed % 2 == 0)
             eventually(lambda: site.lender.pinned == 0, "a lease does not end")
             for hashes, rows in ((other_hashes, others), (hashes_of(BLOCKS), blocks_of(BLOCKS, BLOCK))):
                 eventually(partial(holds_alone, site, hashes, rows), "a question that came before does not end")
                 if hashes is other_hashes:
-                    child.send_signal(signal.SIGCONT)
+                    signalled(child, signal.SIGCONT, with_its_own=True)
                     time.sleep(0.01)
-                    child.send_signal(signal.SIGSTOP)
+                    signalled(child, signal.SIGSTOP, seed % 2 == 0)
                     eventually(lambda: site.lender.pinned == 0, "a lease does not end")
-            child.send_signal(signal.SIGCONT)
+            signalled(child, signal.SIGCONT, with_its_own=True)
             assert child.poll() is None, "it has taken wrong bytes for good ones"
         time.sleep(0.05)
         assert child.poll() is None, "it has taken wrong bytes for good ones"
     finally:
-        child.send_signal(signal.SIGCONT)
+        signalled(child, signal.SIGCONT, with_its_own=True)
         end(child)
     assert site.lender.suspected == []

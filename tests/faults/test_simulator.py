@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 
+import kvbm.assembly.lending
+import kvbm.assembly.peers
 from tests.faults.mutants import MUTANTS
 from tests.faults.simulator.drawing import met, pairs, triples
 from tests.faults.simulator.faults import Happened
@@ -32,6 +35,7 @@ from tests.faults.simulator.kernel import (
     Waiter,
     World,
 )
+from tests.faults.simulator.peers import open_lending, open_peers
 from tests.faults.simulator.run import (
     LIMITS,
     OWNING,
@@ -213,6 +217,14 @@ def check_parties(parties: list[tuple[str, ...]], first: int, seeds: int) -> Non
 
 def nightly_from(least: int, numbers: range) -> list[Any]:
     return [pytest.param(at, marks=[pytest.mark.nightly] * (at >= least)) for at in numbers]
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "real"),
+    [(open_peers, kvbm.assembly.peers.open_peers), (open_lending, kvbm.assembly.lending.open_lending)],
+)
+def test_what_stands_for_a_function_takes_what_that_takes(stand_in: Any, real: Any) -> None:
+    assert list(inspect.signature(stand_in).parameters) == list(inspect.signature(real).parameters)
 
 
 @pytest.mark.parametrize("first", nightly_from(QUICK_SEEDS, range(0, SEEDS, CHUNK)))

@@ -218,6 +218,14 @@ def test_a_setting_that_cannot_be_used_is_named_with_its_source_and_the_nearest_
                 ("a free port", "give transport.listen that port"),
             ),
             Case(engine("--set", "transport.rdma=auto"), ("transport.rdma is 'auto'", "transport.key_file is not set")),
+            Case(engine("--set", "transport.nixl=true"), ("transport.nixl is True", "transport.key_file is not set")),
+            Case(
+                engine(
+                    *("--set", "transport.nixl=true"),
+                    *(word for part in ("tls_cert", "tls_key", "tls_ca") for word in ("--set", f"transport.{part}=x")),
+                ),
+                ("bytes over NIXL are not encrypted", "leave one of them out"),
+            ),
             Case(
                 engine(
                     *(

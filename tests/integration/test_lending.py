@@ -17,122 +17,34 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from kvbm.assembly import open_engine_manager, open_manager
+from kvbm.assembly import open_engine_manager
 from kvbm.assembly.lending import LentNamespaces, socket_path
 from kvbm.assembly.peers import Roots, host_id, peer_key
 from kvbm.config import Settings, TransportSettings, load_settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import BlocksMigrated, MigrateCause
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
+from kvbm.core.lent import LentCounts
 from kvbm.locate.base import FoundElsewhere, Nowhere
-from kvbm.manager.base import BlockManager
 from kvbm.manager.owned_hbm import Manager
-from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.journal.segments import segment_files
-from tests.certificates import certify
 from tests.eventually import WAIT_S, eventually
 from tests.extras import needed
 from tests.journals import whole_frames
-from tests.managers import BLOCK_BYTES, NAMESPACE, check_bytes, hashes_of, serve
+from tests.lending_pairs import DEPTH, Pair, computed, reads_by
+from tests.managers import BLOCK_BYTES, NAMESPACE, check_bytes, hashes_of
 from tests.owning_engines import OwningEngine
-from tests.sites import Site
 
 needed("torch", "engine")  # what it maps once must be there before a test counts
 
-DEPTH = 8
 MEMORY, TCP, TLS = "memory", "tcp", "tcp under TLS"
 ACME = Namespace(model="test", revision="r1", block_tokens=16, tenant="acme")
-
-
-class Pair:
-    """A cluster whose instances lend to each other."""
-
-    def __init__(self, folder: Path, opened: ExitStack) -> None:
-        self.site = Site(folder, "lend", MemoryStore, opened)
-        self.key = folder / "key"
-        self.key.write_text("k" * 64)
-        self.key.chmod(0o600)
-        self._opened = opened
-
-    def certificates(self, *names: str) -> dict[str, dict[str, Any]]:
-        """Settings of instances that have a certificate each, and no key."""
-        folder = self.key.parent
-        ca = certify(folder, "ca")
-        made = {name: certify(folder, name, ca) for name in names}
-        return {
-            name: {
-                "transport__key_file": "",
-                "transport__tls_cert": str(one.cert),
-                "transport__tls_key": str(one.key),
-                "transport__tls_ca": str(ca.cert),
-            }
-            for name, one in made.items()
-        }
-
-    def settings(self, name: str, **flags: Any) -> Settings:
-        usual: dict[str, Any] = {
-            "pools__hbm__device": "cpu",
-            "pools__nvme__slots": 64,
-            "journal__in_memory": False,
-            "pools__nvme__direct": "auto",
-            "transport__listen": "tcp://127.0.0.1:0",
-            "transport__key_file": str(self.key),
-        }
-        return self.site.settings(name, **usual | flags)
-
-    def instance(self, name: str, namespaces: tuple[Namespace, ...] = (NAMESPACE,), **flags: Any) -> Manager:
-        manager = open_manager(self.settings(name, **flags), list(namespaces), BLOCK_BYTES)
-        self.closes(manager)
-        return manager
-
-    def closes(self, manager: BlockManager) -> None:
-        """Close a manager at the end."""
-        self._opened.callback(manager.close)
-
-    def is_heard(self, *names: str) -> None:
-        """Wait until the catalog has heard of instances: what the first heartbeat of one tells of reads does
-        not count.
-        """
-        eventually(
-            lambda: {one.instance for one in self.site.client.instances() if one.state == "live"} >= {*names},
-            f"nobody hears of {names}",
-        )
-
-    def has_found(self, name: str, prompt: int = 1, depth: int = DEPTH) -> None:
-        """Wait until the catalog tells of what an instance lends."""
-        eventually(
-            lambda: (
-                [(name, depth)]
-                == [
-                    (one.instance, one.depth)
-                    for one in self.site.client.find(NAMESPACE.id, hashes_of(prompt, depth)).peers
-                ]
-            ),
-            f"nobody hears of what {name} lends",
-        )
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
     with ExitStack() as opened:
         yield Pair(tmp_path, opened)
-
-
-def computed(owner: Manager, tier: Tier, prompt: int = 1, depth: int = DEPTH) -> bytes:
-    """A prompt that an instance has computed, and holds in one tier."""
-    hashes = hashes_of(prompt, depth)
-    serve(owner, prompt, depth)
-    assert owner.settle(WAIT_S)
-    for other in {Tier.HBM, Tier.HOST, Tier.NVME} - {tier}:
-        owner.evict(other, hashes)
-    return hashes
-
-
-def reads_by(reader: BlockManager, transport: str) -> None:
-    """From now on it reads by one transport alone."""
-    peers = reader.pools.peers
-    assert peers is not None
-    peers._transports = frozenset({transport})
 
 
 def fetches(settings: Settings) -> list[BlocksMigrated]:
@@ -187,6 +99,60 @@ def test_the_second_reads_what_the_first_has_computed(pair: Pair, way: str, tier
     second.close()
     [event] = fetches(pair.settings("second"))
     assert (event.source, event.target, event.kept, event.hashes) == ("first", Tier.HBM, True, hashes)
+
+
+def test_the_catalogs_metrics_say_what_an_instance_lends_and_refuses(pair: Pair) -> None:
+    """By each way, and to somebody who has another key."""
+    other_key = pair.key.parent / "other key"
+    other_key.write_text("o" * 64)
+    other_key.chmod(0o600)
+    first, second = pair.instance("first"), pair.instance("second")
+    flags = {"transport__listen": "", "transport__fetch": True, "transport__key_file": str(other_key)}
+    stranger = pair.instance("stranger", **flags)
+    size = DEPTH * BLOCK_BYTES
+
+    def lent(by: Manager) -> LentCounts:
+        counts = by.stats().lent
+        assert counts is not None
+        return counts
+
+    def says(*lines: str) -> None:
+        told = [f"kvbm_catalog_{line}" for line in lines]
+        text = pair.site.client.metrics
+        eventually(lambda: {*told} <= {*text().splitlines()}, "the catalog says otherwise", state=text)
+
+    def told(memory: int, unix: int, tcp: int) -> None:
+        by = {"memory": memory, "unix": unix, "tcp": tcp, "rdma": 0, "nixl": 0}
+        says(
+            *(f'lent_bytes_total{{instance="first",transport="{way}"}} {float(count)}' for way, count in by.items()),
+            'lent_blocks{instance="first"} 0.0',
+        )
+
+    told(0, 0, 0)
+    assert 'lent_bytes_total{instance="stranger"' not in pair.site.client.metrics()
+    for prompt, tier, transport in ((1, Tier.HOST, MEMORY), (2, Tier.NVME, MEMORY), (3, Tier.HOST, TCP)):
+        hashes = computed(first, tier, prompt)
+        pair.has_found("first", prompt)
+        reads_by(second, transport)
+        prefix = second.acquire(NAMESPACE.id, hashes)
+        assert prefix.hits == {Tier.HOST: DEPTH}
+        second.unpin(prefix.slots)
+        told(size, size * (prompt > 1), size * (prompt > 2))
+    assert second.stats().peers is not None and stranger.stats().lent is None
+    assert lent(first).tcp_bytes == second.stats().peers.bytes[TCP] == size
+    reads_by(stranger, TCP)
+    hashes = computed(first, Tier.HOST, 4)
+    pair.has_found("first", 4)
+    assert stranger.acquire(NAMESPACE.id, hashes).depth == 0
+    refused = lent(first).unproved
+    assert refused > 0
+    says(
+        f'lending_refusals_total{{instance="first",why="unproved"}} {float(refused)}',
+        'lending_refusals_total{instance="first",why="busy"} 0.0',
+        'lending_leases_expired_total{instance="first"} 0.0',
+        'lent_corrupt_blocks_total{instance="first"} 0.0',
+    )
+    says(f'lending_connections{{instance="first"}} {float(lent(first).connections)}')
 
 
 def test_a_route_prices_what_another_lends_and_computes_what_nobody_does(pair: Pair) -> None:
@@ -259,6 +225,34 @@ def test_an_engine_that_owns_hbm_reads_into_host_what_another_has_there(pair: Pa
     second.manager.close()
     [event] = fetches(pair.settings("second"))
     assert (event.source, event.target, event.kept) == ("first", Tier.HOST, True)
+
+
+@pytest.mark.parametrize("transport", [MEMORY, TCP])
+def test_without_room_in_host_what_another_has_is_a_miss_until_there_is_room(pair: Pair, transport: str) -> None:
+    flags: dict[str, Any] = {"pools__hbm__owner": "engine", "pools__hbm__device": "auto"}
+    engines = []
+    for name, slots in (("first", 64), ("second", DEPTH)):
+        settings = pair.settings(name, **flags, pools__host__slots=slots, pools__nvme__slots=0)
+        manager = open_engine_manager(settings, [NAMESPACE], BLOCK_BYTES, "test")
+        pair.closes(manager)
+        engines.append(OwningEngine(manager))
+    first, second = engines
+    reads_by(second.manager, transport)
+    for prompt in (1, 2):
+        assert first.store(prompt, DEPTH) == DEPTH
+        pair.has_found("first", prompt)
+    acquiring = second.acquired(1, DEPTH)
+    assert acquiring.hits == {Tier.HOST: DEPTH}
+    with capture_logs() as logs:
+        refused = second.acquired(2, DEPTH)
+        assert refused.depth == 0
+        refused.release()
+    assert [one["event"] for one in logs if one["log_level"] in ("warning", "error")] == []
+    acquiring.release()
+    again = second.acquired(2, DEPTH)
+    assert again.hits == {Tier.HOST: DEPTH}
+    again.release()
+    assert second.manager.stats().quarantined_slots == 0
 
 
 def test_without_the_rdma_device_one_sentence_says_so_and_tcp_serves(pair: Pair) -> None:

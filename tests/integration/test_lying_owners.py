@@ -9,12 +9,14 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +42,9 @@ from kvbm.transport.wire import (
     Prove,
     encode,
 )
+from tests.certificates import context_of
 from tests.eventually import eventually
+from tests.faults.processes.proxy import ProxyHub
 from tests.lenders import (
     EPOCH,
     KEY,
@@ -54,6 +58,7 @@ from tests.lenders import (
     new_client,
     root_of,
 )
+from tests.native_owner import tls_of
 from tests.servers import free_port
 
 GOOD, MISSING, CORRUPT, FAILED = ReadOutcome
@@ -90,9 +95,35 @@ class LyingSite(SocketSite):
         self.owner.twist = twist  # type: ignore[attr-defined]
 
 
-@pytest.fixture(params=["memory", "tcp"])
+class SecuredSite(LyingSite):
+    """Who stands in front of its owner speaks TLS; what comes through that is as twisted as before."""
+
+    def __init__(self, transport: str, lender: MemoryLender, limits: LentLimits, folder: Path, *more: float) -> None:
+        super().__init__(transport, lender, limits, folder, *more)
+        self.tls, self._hub = tls_of(folder), ProxyHub()
+        port = int(self.tcp.rpartition(":")[2])
+        self._front = self._hub.open(port, tls=context_of(folder, ssl.Purpose.CLIENT_AUTH))
+
+    def reader(self, **changes: Any) -> PeerReader:
+        direct, self.tcp = self.tcp, f"127.0.0.1:{self._front.port}"
+        try:
+            return super().reader(**changes)
+        finally:
+            self.tcp = direct
+
+    def close(self) -> None:
+        super().close()
+        self._hub.close()
+
+
+BYTES = ["tcp", "tcp under TLS"]  # whose owner sends all bytes
+
+
+@pytest.fixture(params=["memory", *BYTES])
 def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LyingSite]:
-    site = LyingSite(request.param, MemoryLender(20, BLOCK), LentLimits(lease_s=LONG_S), tmp_path, LONG_S)
+    transport, _, has_tls = request.param.partition(" under ")
+    new = SecuredSite if has_tls else LyingSite
+    site = new(transport, MemoryLender(20, BLOCK), LentLimits(lease_s=LONG_S), tmp_path, LONG_S)
     site.lender.put(hashes_of(8), blocks_of(8, BLOCK))
     yield site
     site.close()
@@ -176,7 +207,8 @@ def test_a_reader_believes_no_lie_and_says_which_it_was(site: LyingSite, what: s
     assert found.result.outcomes == [GOOD] * 8
     assert np.array_equal(rows, blocks_of(8, BLOCK))
     assert found.trouble == ""
-    eventually(lambda: open_descriptors() <= before + 5, "descriptors are left over")
+    kept = 5 if site.tls is None else 9  # with those of who speaks TLS for the owner
+    eventually(lambda: open_descriptors() <= before + kept, "descriptors are left over")
 
 
 def test_bytes_that_were_flipped_on_their_way_are_a_miss(site: LyingSite) -> None:
@@ -192,7 +224,7 @@ def test_bytes_that_were_flipped_on_their_way_are_a_miss(site: LyingSite) -> Non
     eventually(lambda: site.lender.suspected == [hashes_of(8)[HASH_BYTES * 3 : HASH_BYTES * 4]])
 
 
-@pytest.mark.parametrize("site", ["tcp"], indirect=True)
+@pytest.mark.parametrize("site", BYTES, indirect=True)
 def test_bytes_that_end_too_soon_are_a_miss(site: LyingSite) -> None:
     site.says(on(Grant, lambda reply: [reply._replace(rows=()), bytes(100), Reply(Bye("that is all"))]))
     found, _ = read(site.reader(), deadline_s=0.5)
@@ -200,7 +232,7 @@ def test_bytes_that_end_too_soon_are_a_miss(site: LyingSite) -> None:
     assert found.trouble
 
 
-@pytest.mark.parametrize("site", ["tcp"], indirect=True)
+@pytest.mark.parametrize("site", BYTES, indirect=True)
 def test_bytes_without_end_are_read_no_further_than_was_granted(site: LyingSite) -> None:
     site.says(on(Grant, lambda reply: [reply, NOISE]))
     reader = site.reader()

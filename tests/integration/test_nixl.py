@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +21,18 @@ from kvbm.core.ids import Namespace
 from kvbm.core.reads import ReadOutcome
 from kvbm.transport import nixl_process
 from kvbm.transport.base import PeerRead, PeerReader
+from kvbm.transport.leased import LeasedRun
+from kvbm.transport.leasing_connection import LeasingConnection
 from kvbm.transport.lending import LentLimits
 from kvbm.transport.nixl_agent import NixlProcess, missing_nixl
+from kvbm.transport.nixl_hello import NixlStatus, encode_hello, receive_ready
 from kvbm.transport.nixl_process import Failed, Fetch, Fetched, Join, receive, send
+from kvbm.transport.wire import NamespaceOpened
 from tests.eventually import eventually
-from tests.lenders import NAMESPACE, OTHER, MemoryLender, blocks_of, hashes_of
+from tests.lenders import NAMESPACE, OTHER, blocks_of, hashes_of
+from tests.native_owner import NativeLender
 from tests.nixl_site import NIXL_S, NixlSite
+from tests.strangers import Stranger
 
 GOOD, MISSING, CORRUPT, FAILED = ReadOutcome
 BLOCK = 1 << 16
@@ -44,7 +52,8 @@ def processes() -> Iterator[tuple[NixlProcess, NixlProcess]]:
 
 @pytest.fixture
 def site(processes: tuple[NixlProcess, NixlProcess], tmp_path: Path) -> Iterator[NixlSite]:
-    site = NixlSite(MemoryLender(BLOCKS, BLOCK), LentLimits(lease_s=NIXL_S), tmp_path, processes, falls_back=False)
+    lender = NativeLender(BLOCKS, BLOCK, tmp_path, nvme=False)
+    site = NixlSite(lender, LentLimits(lease_s=NIXL_S), tmp_path, processes, falls_back=False)
     site.lender.put(hashes_of(BLOCKS), blocks_of(BLOCKS, BLOCK))
     yield site
     site.close()
@@ -85,6 +94,62 @@ def test_only_who_has_proved_every_namespace_is_told_how_to_reach_the_memory(sit
     assert "who has proved each of its namespaces" in found.trouble
     assert (rows == 0xA5).all()
     assert site.nixl.readers == 0
+
+
+def test_what_another_has_proved_tells_nobody_how_to_reach_the_memory(site: NixlSite) -> None:
+    """Whoever has heard a reader's proofs says them on a connection of its own."""
+    heard, again = Stranger(site), Stranger(site)
+    for stranger in (heard, again):
+        stranger.prove()
+    proofs = [heard.opening(handle, namespace=one) for handle, one in enumerate((NAMESPACE, OTHER))]
+    for stranger, is_open in ((heard, True), (again, False)):
+        stranger.say(*proofs)
+        assert [stranger.heard() for _ in proofs] == [
+            NamespaceOpened(handle, is_open, BLOCK if is_open else 0) for handle in range(2)
+        ]
+        stranger.say(encode_hello())
+        ready = receive_ready(stranger.socket, time.monotonic() + NIXL_S)
+        assert ready.status is (NixlStatus.READY if is_open else NixlStatus.NOT_PROVED)
+        assert bool(ready.metadata) is is_open
+        stranger.socket.close()
+
+
+def test_slots_that_the_owner_does_not_have_are_not_read(site: NixlSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, ask = site.reader(), LeasingConnection.ask
+    assert is_good(read(reader, 2)[0])
+
+    def lie(connection: LeasingConnection, namespace: Namespace, hashes: bytes, until_s: float) -> LeasedRun:
+        granted = ask(connection, namespace, hashes, until_s)
+        return granted._replace(slots=np.array([*granted.slots[:-1], BLOCKS], dtype=np.uint32))
+
+    with monkeypatch.context() as lying:
+        lying.setattr(LeasingConnection, "ask", lie)
+        found, rows = read(reader, 2)
+        assert found.result.outcomes == [FAILED] * 2 and "beyond" in found.trouble
+        assert (rows == 0xA5).all()
+    assert is_good(read(reader, 2)[0])
+
+
+def test_bytes_that_come_after_their_lease_do_not_count_and_accuse_nobody(
+    site: NixlSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader, say, stood still until others' blocks were in the slots, and then heard that all is read."""
+    reader = site.reader()
+    assert is_good(read(reader, 2)[0])
+
+    def late(fetching: socket.socket) -> Any:
+        answer = receive(fetching)
+        time.sleep(0.3)
+        return answer
+
+    with monkeypatch.context() as slow:
+        slow.setattr("kvbm.transport.nixl.receive", late)
+        site.lender.host[:] ^= 1
+        found, _ = read(reader, 2, deadline_s=0.2)
+        site.lender.host[:] ^= 1
+    assert found.result.outcomes == [FAILED] * 2 and "deadline" in found.trouble
+    assert is_good(read(reader, 2)[0])
+    assert site.lender.suspected == []
 
 
 def test_readers_beyond_the_bound_are_refused_and_leave_room_when_they_go(site: NixlSite) -> None:
@@ -131,7 +196,7 @@ def test_a_new_namespace_sends_readers_away_until_they_prove_it(site: NixlSite) 
 def test_the_owners_process_of_nixl_can_read_hosts_memory_and_not_write_it(site: NixlSite) -> None:
     assert is_good(read(site.reader(), 1)[0])
     maps = Path(f"/proc/{site.lends.pid}/maps").read_text().splitlines()
-    assert [line.split()[1] for line in maps if "kvbm-lent" in line] == ["r--s"]
+    assert [line.split()[1] for line in maps if "/memfd:" in line] == ["r--s"]
 
 
 @pytest.mark.parametrize("side", ["lends", "reads"])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvbm.assembly import CODER, NATIVE, open_objects
+from kvbm.assembly.native import NEW_OBJECT_RECEIVER
 from kvbm.config import load_settings
 from kvbm.core.checksum import crc32c
 from kvbm.core.errors import ConfigError, PoolError
@@ -48,7 +49,9 @@ class Shop:
 
     def open(self, deadline_s: float = WAIT_S, **options: Any) -> BlockObjects:
         """Another pool at the same place."""
-        way = ObjectPoolOptions(blocks=K, deadline_s=deadline_s, on_trouble=self.troubles.append)
+        way = ObjectPoolOptions(
+            blocks=K, deadline_s=deadline_s, new_receiver=NEW_OBJECT_RECEIVER, on_trouble=self.troubles.append
+        )
         return BlockObjects(self.place.open(**options), BLOCK_BYTES, NATIVE.checksums, CODER, way)
 
     def breaks(self, *faults: Fault) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import stat
 import struct
 import time
@@ -16,14 +14,14 @@ import numpy as np
 import pytest
 
 from kvbm.core.errors import ConfigError, KvbmError
+from kvbm.core.lent import LentCounts
 from kvbm.core.reads import ReadOutcome
 from kvbm.reference.peer_server import ReadableOwner
 from kvbm.transport.base import PeerReader
 from kvbm.transport.lending import LentLimits
 from kvbm.transport.wire import (
-    HEAD_BYTES,
     Ask,
-    Bye,
+    Busy,
     End,
     Gone,
     GoneReason,
@@ -32,34 +30,36 @@ from kvbm.transport.wire import (
     Hello,
     Message,
     NamespaceOpened,
-    Open,
     Prove,
     ProvingSide,
-    decode_body,
-    decode_head,
     encode,
     key_proof,
-    open_proof,
 )
 from tests.eventually import eventually
-from tests.lenders import EPOCH, KEY, NAMESPACE, OWNER, MemoryLender, SocketSite, blocks_of, hashes_of, root_of
-from tests.native_owner import NativeLender, NativeSite
+from tests.lenders import EPOCH, KEY, NAMESPACE, OWNER, MemoryLender, SocketSite, blocks_of, hashes_of
+from tests.native_owner import NativeLender, NativeSite, tls_of
+from tests.strangers import Stranger
 
 BLOCK = 5_000
 WAIT_S = 60.0
-NONCES = random.Random(5)
 
 
-MEMORY, TCP = ("memory", "native memory"), ("tcp", "native tcp")  # by a readable and by a native owner
+MEMORY = ("memory", "native memory")  # by a readable and by a native owner
+TCP = ("tcp", "native tcp", "native tcp under TLS")
+
+
+def empty_site(kind: str, folder: Path, limits: LentLimits, slots: int = 20, block_bytes: int = BLOCK) -> SocketSite:
+    """An owner that has nothing yet."""
+    transport, _, has_tls = kind.removeprefix("native ").partition(" under ")
+    if not kind.startswith("native"):
+        return SocketSite(transport, MemoryLender(slots, block_bytes), limits, folder)
+    options = {"tls": tls_of(folder)} if has_tls else {}
+    return NativeSite(transport, NativeLender(slots, block_bytes, folder), limits, folder, **options)
 
 
 def site_of(kind: str, folder: Path, lease_s: float) -> SocketSite:
     """An owner that lends eight blocks."""
-    transport = kind.removeprefix("native ")
-    if transport == kind:
-        site = SocketSite(transport, MemoryLender(20, BLOCK), LentLimits(lease_s=lease_s), folder)
-    else:
-        site = NativeSite(transport, NativeLender(20, BLOCK, folder), LentLimits(lease_s=lease_s), folder)
+    site = empty_site(kind, folder, LentLimits(lease_s=lease_s))
     site.lender.put(hashes_of(8), blocks_of(8, BLOCK))
     return site
 
@@ -69,75 +69,6 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SocketSite]
     site = site_of(request.param, tmp_path, WAIT_S)
     yield site
     site.close()
-
-
-class Stranger:
-    """A reader that says what it is told to."""
-
-    def __init__(self, site: SocketSite) -> None:
-        self.is_tcp = site.transport == "tcp"
-        if self.is_tcp:
-            host, port = site.tcp.split(":")
-            self.socket = socket.create_connection((host, int(port)), WAIT_S)
-        else:
-            self.socket = socket.socket(socket.AF_UNIX)
-            self.socket.settimeout(WAIT_S)
-            self.socket.connect(site.unix)
-        self.nonce = NONCES.randbytes(32)
-        self.owner = self.heard()
-        assert isinstance(self.owner, Hello)
-
-    def exactly(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            piece = self.socket.recv(count - len(data))
-            if not piece:
-                raise ConnectionError("hung up")
-            data += piece
-        return data
-
-    def heard(self) -> Message:
-        kind, size = decode_head(self.exactly(HEAD_BYTES))
-        return decode_body(kind, self.exactly(size))
-
-    def say(self, *messages: Message | bytes) -> None:
-        try:
-            for message in messages:
-                self.socket.sendall(message if isinstance(message, bytes) else encode(message))
-        except OSError:
-            pass  # hung up on already
-
-    def hello(self) -> None:
-        self.say(Hello(self.nonce, 0, 3, 0, "stranger"))
-
-    def prove(self) -> None:
-        """As far as a good reader gets."""
-        self.hello()
-        if self.is_tcp:
-            self.say(Prove(key_proof(KEY, ProvingSide.READER, self.nonce, self.owner.nonce, OWNER)))
-            assert self.heard() == Prove(key_proof(KEY, ProvingSide.OWNER, self.nonce, self.owner.nonce, OWNER))
-
-    def opening(self, handle: int = 0, owner: str = OWNER) -> Open:
-        proof = open_proof(root_of(NAMESPACE), self.nonce, self.owner.nonce, NAMESPACE.id, owner)
-        return Open(handle, NAMESPACE.id, proof)
-
-    def open(self) -> None:
-        self.prove()
-        self.say(self.opening())
-        assert self.heard() == NamespaceOpened(0, True, BLOCK)
-
-    def last_words(self) -> str:
-        """What the owner says before it hangs up."""
-        words = ""
-        try:
-            while True:
-                message = self.heard()
-                words = message.words if isinstance(message, Bye) else words
-                if isinstance(message, Grant) and not message.lease:
-                    self.exactly(BLOCK * len(message.tiers))
-        except ConnectionError:
-            self.socket.close()
-            return words
 
 
 def others_are_served(site: SocketSite) -> None:
@@ -203,11 +134,12 @@ def test_a_reader_that_leaves_the_protocol_is_hung_up_on(site: SocketSite, what:
     others_are_served(site)
 
 
-def test_slots_for_rdma_are_not_granted_without_a_queue_pair(site: SocketSite) -> None:
+@pytest.mark.parametrize("transport", [GrantTransport.RDMA, GrantTransport.NIXL])
+def test_slots_are_not_granted_to_who_was_not_let_into_host(site: SocketSite, transport: GrantTransport) -> None:
     stranger = Stranger(site)
     stranger.open()
-    stranger.say(Ask(1, 0, GrantTransport.RDMA, 1000, hashes_of(8)))
-    assert stranger.last_words() == "slots are asked for without a queue pair to READ them"
+    stranger.say(Ask(1, 0, transport, 1000, hashes_of(8)))
+    assert stranger.last_words() == "slots are asked for by who cannot read them"
     others_are_served(site)
 
 
@@ -301,13 +233,9 @@ def test_leases_end_by_time(kind: str, tmp_path: Path) -> None:
         site.close()
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_a_reader_that_takes_no_bytes_holds_nothing_up(native: bool, tmp_path: Path) -> None:
-    site: SocketSite
-    if native:
-        site = NativeSite("tcp", NativeLender(20, 1 << 20, tmp_path), LentLimits(), tmp_path)
-    else:
-        site = SocketSite("tcp", MemoryLender(20, 1 << 20), LentLimits(), tmp_path)
+@pytest.mark.parametrize("kind", TCP)
+def test_a_reader_that_takes_no_bytes_holds_nothing_up(kind: str, tmp_path: Path) -> None:
+    site = empty_site(kind, tmp_path, LentLimits(), block_bytes=1 << 20)
     try:
         site.lender.put(hashes_of(20), blocks_of(20, 1 << 20))
         stranger = Stranger(site)
@@ -353,12 +281,7 @@ def test_memory_is_not_for_who_is_not_on_this_machine(site: SocketSite) -> None:
 
 @pytest.mark.parametrize("transport", [*MEMORY, *TCP])
 def test_an_owner_that_lends_enough_says_when_to_come_again(transport: str, tmp_path: Path) -> None:
-    limits, way = LentLimits(lease_s=WAIT_S, blocks=4, retry_s=0.25), transport.removeprefix("native ")
-    site: SocketSite
-    if way == transport:
-        site = SocketSite(way, MemoryLender(6, BLOCK), limits, tmp_path)
-    else:
-        site = NativeSite(way, NativeLender(6, BLOCK, tmp_path), limits, tmp_path)
+    site = empty_site(transport, tmp_path, LentLimits(lease_s=WAIT_S, blocks=4, retry_s=0.25), slots=6)
     try:
         site.lender.put(hashes_of(6), blocks_of(6, BLOCK))
         near = SocketSite.__new__(SocketSite)
@@ -435,6 +358,79 @@ def test_who_is_idle_gives_its_place_to_who_comes(transport: str, tmp_path: Path
         for _ in range(2):
             for reader in readers:
                 eventually(lambda reader=reader: is_read(reader), "an idle connection keeps its place")
+    finally:
+        site.close()
+
+
+def test_an_owner_counts_what_it_lends_and_refuses(tmp_path: Path) -> None:
+    """Each of its counts is moved by one thing, and by nothing else."""
+    limits = LentLimits(lease_s=WAIT_S, blocks=4)
+    site = NativeSite("tcp", NativeLender(20, BLOCK, tmp_path), limits, tmp_path, connections=2, handshake_s=WAIT_S)
+    near = SocketSite.__new__(SocketSite)
+    near.transport, near.unix = "memory", site.unix
+    known = site.lending.counts()
+
+    def counted(**more: int) -> None:
+        nonlocal known
+        known = LentCounts(**{name: getattr(known, name) + more.get(name, 0) for name in LentCounts.__struct_fields__})
+        eventually(lambda: site.lending.counts() == known, "it counts otherwise", state=site.lending.counts)
+
+    def asked(by: Stranger, transport: GrantTransport, hashes: bytes, time_left_ms: int = 60_000) -> Message:
+        by.say(Ask(1, 0, transport, time_left_ms, hashes))
+        return by.heard()
+
+    try:
+        assert known == LentCounts()
+        site.lender.put(hashes_of(4), blocks_of(4, BLOCK))
+        far = Stranger(site)
+        counted(accepted=1, connections=1)
+        with pytest.raises(AssertionError):  # strangers have half of the places
+            Stranger(site)
+        counted(accepted=1, crowded=1)
+        far.say(Hello(far.nonce, 0, 3, 0, "stranger"), Prove(bytes(32)))
+        assert far.last_words() == "the key is another"
+        counted(unproved=1, connections=-1)
+        far = Stranger(site)
+        far.open()
+        counted(accepted=1, connections=1)
+        far.say(far.opening(1, "another owner"))
+        assert far.heard() == NamespaceOpened(1, False, 0)
+        counted(unopened=1)
+        far.say(Ask(1, 1, GrantTransport.TCP, 1000, hashes_of(1)))
+        assert far.heard() == Gone(1, GoneReason.NOT_OPENED)
+        counted(not_opened=1)
+        assert asked(far, GrantTransport.TCP, hashes_of(1, 9)) == Gone(1, GoneReason.NOT_HELD)
+        counted(not_held=1)
+        site.lending.fence(True)
+        assert asked(far, GrantTransport.TCP, hashes_of(1)) == Gone(1, GoneReason.FENCED)
+        site.lending.fence(False)
+        counted(fenced=1)
+        assert isinstance(asked(far, GrantTransport.TCP, hashes_of(3)), Grant)
+        far.exactly(3 * BLOCK)
+        counted(tcp_bytes=3 * BLOCK)
+        here = Stranger(near)
+        here.open()
+        assert not isinstance(asked(here, GrantTransport.MEMORY, hashes_of(2), 1), Grant)  # ARENA
+        assert isinstance(here.heard(), Grant)
+        counted(accepted=1, connections=1, memory_bytes=2 * BLOCK, expired=1)
+        assert isinstance(asked(here, GrantTransport.TCP, hashes_of(1)), Grant)
+        here.exactly(BLOCK)
+        counted(unix_bytes=BLOCK)
+        grant = asked(here, GrantTransport.MEMORY, hashes_of(4))
+        assert isinstance(grant, Grant)
+        counted(memory_bytes=4 * BLOCK, blocks_lent_now=4)
+        assert isinstance(asked(far, GrantTransport.TCP, hashes_of(1)), Busy)
+        counted(busy=1)
+        here.say(End(grant.lease, 0, b""))
+        counted(blocks_lent_now=-4)
+        site.lender.slot_of(hashes_of(1))[0] ^= 1
+        assert isinstance(asked(far, GrantTransport.TCP, hashes_of(1)), Grant)
+        far.exactly(BLOCK)
+        far.say(End(0, 0, hashes_of(1)))
+        counted(tcp_bytes=BLOCK, corrupt_blocks=1)
+        here.say(b"\0" * 8)
+        assert here.last_words()
+        counted(broken=1, connections=-1)
     finally:
         site.close()
 

@@ -225,7 +225,7 @@ def test_silence_gives_a_place_back(folder: Folder, said: str) -> None:
     site = folder.site(folder.tls(), handshake_s=1.0)
     try:
         silent = silent_strangers(folder, site, said)
-        eventually(lambda: site.lending.stats()["refused"] == 2, "strangers keep their places")
+        eventually(lambda: site.lending.stats()["unproved"] == 2, "strangers keep their places")
         eventually(lambda: site.lending.stats()["connections"] == 0, "strangers keep their places")
         for one in silent:
             one.close()
@@ -245,7 +245,7 @@ def test_who_comes_while_strangers_have_their_half_waits_a_moment(folder: Folder
             trouble = read(site.reader(key=b"")).trouble
             leaves.join()
             silent[1].close()
-            return not trouble and site.lending.stats()["refused"] == 1  # who left
+            return not trouble and site.lending.stats()["unproved"] == 1  # who left
         finally:
             site.close()
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvbm.core.errors import KvbmError, PeerWireError, VerbsError
 from kvbm.core.ids import NamespaceId
-from kvbm.transport.rdma_connection import RdmaConnection
+from kvbm.transport.leasing_connection import LeasingConnection
 from kvbm.transport.rdma_hello import (
     RDMA_READY,
     RdmaReady,
@@ -22,9 +22,10 @@ from kvbm.transport.rdma_hello import (
     decode_ready,
     encode_hello,
     receive_message,
-    send_message,
 )
 from kvbm.transport.rdma_owner import RdmaAdmission
+from kvbm.transport.sockets import send_message
+from kvbm.transport.wire import GrantTransport
 from kvbm.verbs.queue_pair import RemoteEnd
 from tests.eventually import eventually
 from tests.lenders import NAMESPACE, OTHER, blocks_of, hashes_of
@@ -39,7 +40,7 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
     owner.close()
 
 
-def joined(connection: RdmaConnection) -> RdmaReady:
+def joined(connection: LeasingConnection) -> RdmaReady:
     until_s = time.monotonic() + WAIT_S
     send_message(connection.socket, encode_hello(END), until_s)
     return decode_ready(receive_message(connection.socket, RDMA_READY, until_s))
@@ -150,13 +151,14 @@ def test_an_owner_that_does_not_lend_over_rdma_says_so_after_the_proof(tmp_path:
 
 def test_who_waits_for_an_answer_while_the_owner_closes_is_told(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
-    owner.server.native.open_rdma()  # and nobody answers
+    owner.server.native.open_joins(GrantTransport.RDMA)  # and nobody answers
     connection = owner.connection(NAMESPACE)
     send_message(connection.socket, encode_hello(END), time.monotonic() + WAIT_S)
-    [(number, hello)] = owner.server.native.take_rdma(WAIT_S)
-    assert len(hello) == 28 and owner.server.native.opened_by(number) == [bytes(NamespaceId(NAMESPACE.id))]
+    [(number, hello)] = owner.server.native.take_joins(GrantTransport.RDMA, WAIT_S)
+    assert hello is not None and len(hello) == 28
+    assert owner.server.native.opened_by(GrantTransport.RDMA, number) == [bytes(NamespaceId(NAMESPACE.id))]
     owner.close()
     assert owner.pairs.is_closed
     with pytest.raises((PeerWireError, OSError)):
         receive_message(connection.socket, RDMA_READY, time.monotonic() + WAIT_S)
-    assert not owner.server.native.answer_rdma(number, b"late")
+    assert not owner.server.native.answer_join(GrantTransport.RDMA, number, b"late")

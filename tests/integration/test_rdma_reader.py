@@ -8,7 +8,8 @@ A native owner; the device is a stand-in.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,74 +17,15 @@ import numpy as np
 import pytest
 
 from kvbm import _native
-from kvbm.core.errors import VerbsError
 from kvbm.core.ids import Namespace
 from kvbm.core.reads import ReadOutcome, ReadResult
 from kvbm.transport.base import PeerRead
 from kvbm.transport.rdma import RdmaReader
-from kvbm.verbs.completions import Completion
-from kvbm.verbs.device import DeviceLimits
-from kvbm.verbs.queue_pair import RemoteEnd
 from tests.eventually import eventually
 from tests.lenders import NAMESPACE, OTHER, blocks_of, hashes_of
-from tests.rdma_site import ADDRESS, BLOCK, END, WAIT_S, Owner
+from tests.rdma_site import BLOCK, WAIT_S, Owner, ReaderDevice
 
 GOOD, FAILED = ReadOutcome.GOOD, ReadOutcome.FAILED
-
-
-class Device:
-    """A reader's device: what it READs it copies out of the owner's HOST."""
-
-    def __init__(self, host: np.ndarray) -> None:
-        self.limits = DeviceLimits(16, 64, 1 << 20, 3)
-        self.host = host
-        self.registered = 0
-        self.is_reachable = True
-        self.on_take: Callable[[], object] = lambda: None
-
-    def pair(self, *_: object, **__: object) -> Pair:
-        return Pair(self)
-
-    def memory(self, _: object, array: np.ndarray, is_lent: bool) -> Memory:
-        self.registered += 1
-        return Memory(array)
-
-
-class Memory:
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def close(self) -> None: ...
-
-
-class Pair:
-    """A reader's queue pair. Its READs are done when they are waited for."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.end = END
-        self.outstanding = 0
-        self._posted: list[int] = []
-
-    def connect(self, remote: RemoteEnd) -> None:
-        if not self._device.is_reachable:
-            raise VerbsError("the other end cannot be reached")
-
-    def read(self, request: int, into: Memory, offset: int, size: int, remote: tuple[int, int]) -> None:
-        begin = remote[0] - ADDRESS
-        into.array[offset : offset + size] = self._device.host.reshape(-1)[begin : begin + size]
-        self._posted.append(request)
-
-    def take(self, until_s: float, also: int) -> list[Completion]:
-        self._device.on_take()
-        done, self._posted = self._posted, []
-        return [Completion(request, "") for request in done]
-
-    def drain(self, within_s: float) -> bool:
-        return True
-
-    def fail(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class Others:
@@ -93,13 +35,15 @@ class Others:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.asked_for: list[int] = []  # how many blocks
 
     def read(
         self, namespace: Namespace, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None, deadline_s: float
     ) -> PeerRead:
         self.asked += 1
         count = len(hashes) // 16
-        rows[:] = blocks_of(count, BLOCK)
+        self.asked_for.append(count)
+        rows[list(range(count) if at is None else at)] = blocks_of(len(rows), BLOCK)[len(rows) - count :]
         return PeerRead(ReadResult([GOOD] * count, np.zeros(count, dtype=np.uint32)))
 
     def close(self) -> None: ...
@@ -111,7 +55,7 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.owner = Owner(folder)
         self.owner.rdma.start()
-        self.device: Any = Device(self.owner.lender.host)
+        self.device: Any = ReaderDevice(self.owner.lender.host)
         self.others = Others()
         self.known: list[Namespace] = [NAMESPACE]
         self.reader = RdmaReader(
@@ -164,6 +108,31 @@ def test_an_owner_that_cannot_be_reached_by_the_device_is_read_in_another_way(si
     eventually(lambda: not site.owner.pairs.open, "the owner keeps a queue pair of nobody's")
 
 
+def test_what_has_not_arrived_when_a_read_fails_comes_in_another_way_at_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbm.transport.leased._PIECE_BYTES", 4 * BLOCK)
+    pieces: list[int] = []
+
+    def fail() -> None:
+        pieces.append(1)
+        site.device.trouble = "retries are used up" if len(pieces) == 2 else ""
+
+    site.device.on_take = fail
+    assert is_by_others(site.read(), "a READ failed: retries are used up")
+    assert site.others.asked_for == [4]
+    eventually(lambda: site.owner.lender.pinned == 0, "blocks stay pinned")
+    assert is_by_rdma(site.read())
+
+
+def test_what_does_not_lie_in_host_comes_in_another_way_and_is_counted_as_that(site: Site) -> None:
+    site.owner.lender.evict(hashes_of(8)[16 * 3 :])
+    found = site.read()
+    assert is_by_rdma(found) and site.others.asked_for == [5]
+    site.owner.lender.evict(hashes_of(8))
+    assert (site.read().by, site.read().passed_over) == ("tcp", "")
+
+
 def test_nothing_is_tried_in_another_way_by_a_reader_that_is_closed(site: Site) -> None:
     site.reader.close()
     found = site.read()
@@ -194,6 +163,36 @@ def test_a_read_whose_time_is_over_when_its_turn_comes_leaves_the_connection_alo
         found = site.read(deadline_s=deadline_s)
         assert set(found.result.outcomes) == {FAILED} and found.retry_s > 0
     assert is_by_rdma(site.read()) and (site.joined, site.others.asked) == (1, 0)
+
+
+def test_a_fenced_owner_grants_no_slots_until_it_may_again(site: Site) -> None:
+    assert is_by_rdma(site.read())
+    site.owner.server.fence(True)
+    assert is_by_others(site.read(), "FENCED")  # which asks the same owner, but here
+    assert site.owner.lender.pinned == 0
+    site.owner.server.fence(False)
+    assert is_by_rdma(site.read()) and site.others.asked == 1
+
+
+def test_bytes_that_come_after_their_lease_do_not_count_and_accuse_nobody(site: Site) -> None:
+    assert is_by_rdma(site.read())
+    site.owner.lender.host[:] ^= 1  # as where the slots have other blocks by then
+    site.device.on_take = lambda: time.sleep(0.3)
+    found = site.read(deadline_s=0.2)
+    assert set(found.result.outcomes) == {FAILED} and "deadline" in found.trouble
+    site.owner.lender.host[:] ^= 1
+    site.device.on_take = lambda: None
+    assert is_by_rdma(site.read())
+    assert site.owner.lender.suspected == []
+    eventually(lambda: site.owner.lender.pinned == 0, "blocks stay pinned")
+
+
+def test_an_owner_that_came_back_at_its_address_is_read_from_again(site: Site) -> None:
+    assert is_by_rdma(site.read())
+    site.owner.stop()
+    assert set(site.read().result.outcomes) <= {GOOD, FAILED}
+    site.owner.start()
+    assert is_by_rdma(site.read())
 
 
 def test_a_read_that_waits_for_another_until_its_deadline_may_come_again(site: Site) -> None:
@@ -239,7 +238,7 @@ def test_reads_that_waited_while_one_was_refused_do_not_ask_again(site: Site, mo
 def test_a_reader_that_is_closed_between_two_pieces_does_not_connect_again(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbm.transport.rdma._PIECE_BYTES", 4 * BLOCK)
+    monkeypatch.setattr("kvbm.transport.leased._PIECE_BYTES", 4 * BLOCK)
     closing = threading.Thread(target=site.reader.close)
 
     def close() -> None:

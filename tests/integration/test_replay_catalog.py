@@ -315,6 +315,7 @@ def test_a_log_is_served_into_a_stream_and_a_catalog_there_says_what_it_says(
     with catalog(fresh_nats, tmp_path, "live") as live:
         said = replay(capsys, 0, "serve", str(capture), "--to", fresh_nats, "--cluster", CLUSTER)
         assert said.startswith(f"served: {len(ONE) + len(TWO):,} frames of 2 instances, ")
+        eventually(lambda: has_all(live, ONE, TWO), "the catalog has not read what was served")
         said = replay(capsys, 0, "verify", str(capture), "--catalog", live.url)
         assert "equal: " in said
         said = replay(capsys, 0, "diff", str(capture), fresh_nats)

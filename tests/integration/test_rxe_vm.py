@@ -9,6 +9,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -38,6 +40,7 @@ def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
     assert {"qemu-system-x86", "python3-pyverbs", "ibverbs-providers"} <= set(install.split())
 
 
-def test_the_target_asks_for_what_its_tests_load() -> None:
-    target = (ROOT / "Makefile").read_text().split("\ntest-rdma:")[1].split("\n\n")[0]
+@pytest.mark.parametrize("name", ["test-rdma", "smoke-rdma"])
+def test_a_target_asks_for_what_its_tests_load(name: str) -> None:
+    target = (ROOT / "Makefile").read_text().split(f"\n{name}:")[1].split("\n\n")[0]
     assert "--pyverbs $(BIN)/python" in target

@@ -149,7 +149,10 @@ def lent_of(pick: random.Random) -> LentPrefix | None:
         links.measured(
             1.0,
             Transfer(
-                pick.choice(["memory", "tcp", "rdma"]), pick.randrange(10), pick.choice([0, 1 << 20, 1 << 40]), took_us
+                pick.choice(["memory", "tcp", "rdma", "nixl"]),
+                pick.randrange(10),
+                pick.choice([0, 1 << 20, 1 << 40]),
+                took_us,
             ),
         )
     return LentPrefix(deepest_first(runs), *links.table(1.0))

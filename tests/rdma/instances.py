@@ -26,9 +26,11 @@ import numpy as np
 from kvbm._native import RowCopier, crc32c
 from kvbm.core.errors import VerbsError
 from kvbm.core.ids import Namespace
-from kvbm.transport.rdma import LeasedRun, RdmaReader
-from kvbm.transport.rdma_hello import RDMA_HELLO, decode_hello, encode_ready, receive_message, send_message
+from kvbm.transport.leased import LeasedRun
+from kvbm.transport.rdma import RdmaReader
+from kvbm.transport.rdma_hello import RDMA_HELLO, decode_hello, encode_ready, receive_message
 from kvbm.transport.rdma_owner import RdmaOwner
+from kvbm.transport.sockets import send_message
 from kvbm.verbs.device import Device
 from kvbm.verbs.memory import new_memory
 

@@ -141,12 +141,10 @@ def test_a_namespace_that_is_added_closes_rdma_until_it_is_proved_and_tcp_serves
     pair.read_by("rdma", prompts)
 
 
-def test_a_link_that_is_cut_is_computed_and_then_tcp_serves_until_it_is_back(
-    pair: Pair, prompts: Iterator[int]
-) -> None:
+def test_where_the_link_is_cut_tcp_serves_until_it_is_back(pair: Pair, prompts: Iterator[int]) -> None:
     pair.read_by("rdma", prompts)
     with netem("veth0", "loss", "100%"):
-        assert pair.read(next(prompts)) == 0, "to be computed"
+        assert pair.read(next(prompts)) in (0, DEPTH), "over TCP in the same read, as long as it has time"
         pair.read_by("tcp", prompts)
     pair.read_by("rdma", prompts)
 

@@ -61,6 +61,7 @@ def in_thread(call: Callable[[], PeerRead]) -> tuple[threading.Thread, list[Peer
     return thread, found
 
 
+@pytest.mark.smoke
 def test_a_run_is_read_whole_into_the_rows_that_were_named(owner: OwnerHandle) -> None:
     rows = rows_for(130)
     at = [int(row) for row in np.random.default_rng(1).permutation(130)[:120]]
@@ -84,7 +85,7 @@ def test_what_the_owner_lacks_is_missing_and_the_connection_goes_on(owner: Owner
 def test_a_run_longer_than_one_question_is_asked_for_in_pieces(
     owner: OwnerHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbm.transport.rdma._PIECE_BYTES", 30 * BLOCK_BYTES)
+    monkeypatch.setattr("kvbm.transport.leased._PIECE_BYTES", 30 * BLOCK_BYTES)
     rows = rows_for(MISSING_FROM + 20)
     at = [int(row) for row in np.random.default_rng(2).permutation(len(rows))]
     found = owner.reader().read(NAMESPACE, hashes_of(0, len(rows)), rows, at, _LONG_S)
@@ -185,6 +186,7 @@ def test_memory_deregistered_under_a_read_fails_it(owner: OwnerHandle) -> None:
     assert outcomes[ReadOutcome.FAILED] and "access err" in found[0].trouble
 
 
+@pytest.mark.smoke
 def test_a_wrong_key_reads_nothing(owner: OwnerHandle) -> None:
     owner.tell("lie", key=0x55)
     rows = rows_for(5)
@@ -199,6 +201,7 @@ def test_an_owner_that_grants_slots_it_does_not_have_is_not_believed(owner: Owne
     assert found.result.outcomes == [ReadOutcome.FAILED] * 60 and "beyond" in found.trouble
 
 
+@pytest.mark.smoke
 def test_bytes_that_changed_in_the_owners_memory_are_corrupt_and_it_is_told(owner: OwnerHandle) -> None:
     owner.tell("flip", block=7, byte=9999)
     reader, rows = owner.reader(), rows_for(20)

@@ -22,6 +22,7 @@ from kvbm.doctor.rdma import RdmaFacts
 from kvbm.pools.nvme.generations import TAIL_BYTES
 from kvbm.pools.stores.base import StoreTrouble
 from kvbm.streams.nats.server_view import ServerView, StreamView
+from kvbm.transport import nixl_process
 from kvbm.verbs.ports import Port
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -47,7 +48,7 @@ def expect(found: DoctorFinding, result: Result, *words: str) -> None:
 # -- peers ------------------------------------------------------------------------------------------------------------
 
 
-def test_peers_says_where_an_instance_lends_and_how_it_reads(tmp_path: Path) -> None:
+def test_peers_says_where_an_instance_lends_and_how_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def judged(facts: RdmaFacts | None = None, **flags: Any) -> DoctorFinding:
         changed = {name.replace("__", "."): value for name, value in flags.items()}
         known = {"instance.data_dir": str(tmp_path), "catalog.url": "http://127.0.0.1:1"}
@@ -69,6 +70,13 @@ def test_peers_says_where_an_instance_lends_and_how_it_reads(tmp_path: Path) -> 
     expect(judged(RdmaFacts([up], "", "RDMA needs pyverbs"), **rdma), WARNING, "no RDMA: RDMA needs pyverbs")
     named = rdma | {"transport__rdma": "mlx5_0"}
     expect(judged(RdmaFacts([down, up], "pyverbs", ""), **named), WARNING, "no RDMA: mlx5_0 is down")
+    nixl = tcp | {"transport__key_file": str(key), "transport__nixl": True}
+    expect(judged(RdmaFacts([up], "", "none"), **nixl), OK, "NIXL beyond it, and TCP where")
+    expect(judged(RdmaFacts([up], "pyverbs", ""), **nixl | rdma), OK, "RDMA by mlx5_1, then NIXL beyond it")
+    expect(judged(RdmaFacts([down], "", "none"), **nixl), WARNING, "no fabric", "leave transport.nixl out")
+    with monkeypatch.context() as without:
+        without.setattr(nixl_process, "PACKAGES", ("nixl_of_nowhere",))
+        expect(judged(RdmaFacts([up], "", ""), **nixl), PROBLEM, "TCP beyond it", "pip install 'kvbm-ledger[nixl]'")
     certified = {f"transport__tls_{part}": part for part in ("cert", "key", "ca")}
     expect(judged(**tcp, **certified), OK, "TCP under TLS beyond it")
     expect(judged(transport__fetch=True), OK, "lends at no place")

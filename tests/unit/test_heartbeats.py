@@ -25,6 +25,7 @@ from kvbm.core.ids import (
     NamespaceId,
     Offset,
 )
+from kvbm.core.lent import LentCounts
 from kvbm.streams.base import EventReader, EventStream, Heartbeat, StreamMessage
 from kvbm.streams.nats.heartbeats import heartbeat_in
 from kvbm.streams.pulse_words import encoded_heartbeat
@@ -71,6 +72,14 @@ def test_a_pulse_that_has_more_of_something_than_it_may_is_refused(much: dict[st
     subject = f"kvbm.v1.pulse.{said.cluster}.{said.instance}"
     assert heartbeat_in(StreamMessage(1, subject, msgspec.msgpack.encode(said))) is None
     assert encoded_heartbeat(said)[1]
+
+
+@pytest.mark.parametrize("said", [None, [], [3, 5], [3, 5, *[0] * 30]], ids=["nothing", "no count", "older", "newer"])
+def test_a_pulse_of_another_kvbm_says_what_was_lent_as_far_as_it_knows(said: list[int] | None) -> None:
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(heartbeat())) | {"lent": said}
+    read = heartbeat_in(StreamMessage(1, "kvbm.v1.pulse.c.one", msgspec.msgpack.encode(fields)))
+    assert read is not None
+    assert read.lent == (None if said is None else LentCounts(*said[:2]))
 
 
 def test_a_pulse_tells_of_a_namespace_whose_texts_are_all_at_their_longest() -> None:

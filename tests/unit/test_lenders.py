@@ -146,6 +146,9 @@ def test_what_a_stranger_writes_of_where_it_lends_is_bounded(site: Site) -> None
     assert [one["event"] for one in logs] == ["lender.refused"] * len(wrong)
     assert address_of({**HERE.words(), "nixl": "agent"}) == HERE
     assert address_of({"host": "h", "tcp": "a:1", "rdma": "rxe0 fe80"}) == PeerAddress("h", "", "a:1", "rxe0 fe80")
+    assert address_of({"tcp": "a:1", "nixl": "UCX"}) == PeerAddress("", "", "a:1", "", "UCX")
+    assert address_of({"tcp": "a:1", "nixl": "another"}) == PeerAddress("", "", "a:1"), "a way that is not known"
+    assert address_of({"host": "h", "unix": "/s", "nixl": "UCX"}) == PeerAddress("h", "/s"), "it is reached by tcp"
     assert address_of({"host": "h", "unix": "/s", "rdma": "rxe0"}) == PeerAddress("h", "/s"), "it is reached by tcp"
     assert address_of({"host": "h", "unix": "/s\n", "tcp": "a:1"}) == PeerAddress("h", "", "a:1")
 

@@ -75,5 +75,5 @@ def test_a_length_that_no_answer_has_is_refused_before_its_body_is_awaited(head:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(struct.pack("<IBBH", head, 1, 15, 0))
-        with pytest.raises(PeerWireError, match="where NIXL_READY is awaited"):
+        with pytest.raises(PeerWireError, match="15 of 36 to 65572 is awaited"):
             receive_ready(ours, time.monotonic() + 10)

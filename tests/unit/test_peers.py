@@ -13,10 +13,10 @@ from kvbm.core.answers import PeerHolding
 from kvbm.core.errors import PoolError
 from kvbm.core.fetching import MEMORY_LINK, PAUSE_MOST_S, TCP_LINKS
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace
-from kvbm.core.peer_address import PeerAddress
+from kvbm.core.peer_address import UCX, PeerAddress
 from kvbm.core.reads import ReadOutcome, ReadResult
 from kvbm.transport.base import PeerRead, failed_read
-from kvbm.transport.peers import MEMORY, RDMA, TCP, Peers
+from kvbm.transport.peers import MEMORY, NIXL, RDMA, TCP, Peers
 
 SPACE = Namespace(model="m", revision="r", block_tokens=16)
 HASHES = b"".join(bytes([number]) * HASH_BYTES for number in range(1, 5))
@@ -31,8 +31,9 @@ def peer(
     tcp: str = "a:1",
     far: int = 0,
     rdma: str = "",
+    nixl: str = "",
 ) -> PeerHolding:
-    lends = PeerAddress(host, unix, tcp, rdma).words()
+    lends = PeerAddress(host, unix, tcp, rdma, nixl).words()
     return PeerHolding(instance=name, depth=depth, tiers={}, distance=far, suspect=False, lends=lends)
 
 
@@ -105,6 +106,18 @@ def test_rdma_comes_between_memory_and_tcp_and_tcp_serves_where_it_is_refused() 
     assert network.peers.stats().blocks == {RDMA: 0, TCP: 4}
     network.now_s += PAUSE_MOST_S
     assert network.ways(both) == [("a", RDMA)]
+
+
+def test_nixl_comes_between_rdma_and_tcp() -> None:
+    network = Network(transports=(MEMORY, RDMA, NIXL, TCP))
+    assert network.ways(peer(rdma="rxe0 fe80", nixl=UCX)) == [("a", MEMORY)]
+    both = peer(host="there", rdma="rxe0 fe80", nixl=UCX)
+    assert network.ways(both) == [("a", RDMA)]
+    network.answer([ReadOutcome.FAILED] * 4, way=RDMA, trouble="the link is down")
+    network.read(both)
+    assert network.ways(both) == [("a", NIXL)]
+    assert Network(transports=(MEMORY, TCP)).ways(both) == [("a", TCP)], "who cannot read over NIXL passes it over"
+    assert network.ways(peer(host="there")) == [("a", TCP)]
 
 
 def test_where_rdma_is_refused_for_good_tcp_serves_every_read_with_one_warning_and_is_what_is_measured() -> None:

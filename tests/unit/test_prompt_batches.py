@@ -150,6 +150,13 @@ def test_the_bytes_are_those_that_are_documented() -> None:
     over_rdma = msgspec.structs.replace(THERE.peers[0], lends=THERE.peers[0].lends | {"rdma": "rxe0 fe80"})
     further = msgspec.structs.replace(THERE, peers=[over_rdma])
     assert decode_finds(answers_head(FIND, 1, 0.0) + encode_find(further), ASKED_FOR) == [further]
+    by_nixl = msgspec.structs.replace(THERE.peers[0], lends=THERE.peers[0].lends | {"nixl": "UCX"})
+    further = msgspec.structs.replace(THERE, peers=[by_nixl])
+    assert decode_finds(answers_head(FIND, 1, 0.0) + encode_find(further), ASKED_FOR) == [further]
+    changed = [
+        at for at, pair in enumerate(zip(encode_find(further), encode_find(THERE), strict=True)) if len({*pair}) > 1
+    ]
+    assert len(changed) == 1, "who does not know the flag reads the same answer"
     missed_it = msgspec.structs.replace(THERE, pools=[], peers=[], missed=missed("not_held"))
     assert decode_finds(answers_head(FIND, 1, 0.0) + encode_find(missed_it), ASKED_FOR) == [missed_it]
     page = (Path(__file__).parents[2] / "docs" / "route.md").read_text().replace(" ", "").replace("\n", "")

@@ -14,9 +14,10 @@ import pytest
 import structlog
 
 from kvbm.core.ids import Namespace
+from kvbm.engines.revision import content_digest
 from kvbm.engines.vllm.identity import EngineIdentity, HashScheme
 from kvbm.engines.vllm.ranks import Ranks, Stage
-from kvbm.engines.vllm.revision import content_digest, model_of, revision_of
+from kvbm.engines.vllm.revision import model_of, revision_of
 from kvbm.engines.vllm.served import why_not_served
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.engines.vllm.revision import content_digest
+from kvbm.engines.revision import content_digest
 from kvbm.weights import config_words, model_files, weights_digest
 
 CONFIG = {"model_type": "llama", "rope_theta": 1e4, "text_config": {"hidden_size": 8}}

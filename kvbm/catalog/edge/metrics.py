@@ -6,13 +6,14 @@ What is counted as requests come (`CatalogMetrics`) and refusals are in `kvbm.te
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from heapq import nlargest
 
 from kvbm.catalog.put_bytes import Sizes, put_by_instance, put_by_namespace
 from kvbm.catalog.service import CatalogService
 from kvbm.core.ages import AGE_BOUNDS_S, FOLLOWED
 from kvbm.core.ids import InstanceId, Tier
+from kvbm.core.lent import LENT_BY, REFUSED_FOR, LentCounts
 from kvbm.core.missed import WHYS
 from kvbm.streams.base import Heartbeat
 from kvbm.telemetry.metrics import COUNTER, GAUGE, HISTOGRAM, HistogramBuckets, Labelled, MetricRow
@@ -104,6 +105,21 @@ def _transferred(at: CatalogService) -> Labelled:
 
 def _failed(at: CatalogService) -> Labelled:
     return {(transport, str(far)): one.failed for (transport, far), one in at.queries.transfers.counted().items()}
+
+
+def _lent(what: Callable[[LentCounts], int]) -> Callable[[CatalogService], Labelled]:
+    """Of each instance that lends."""
+    return lambda at: {(name,): what(beat.lent) for name, beat in _beats(at) if beat.lent is not None}
+
+
+def _lent_by(at: CatalogService) -> Labelled:
+    told = [(name, beat.lent) for name, beat in _beats(at) if beat.lent is not None]
+    return {(name, way): getattr(lent, f"{way}_bytes") for name, lent in told for way in LENT_BY}
+
+
+def _not_lent(at: CatalogService) -> Labelled:
+    told = [(name, beat.lent) for name, beat in _beats(at) if beat.lent is not None]
+    return {(name, why): getattr(lent, why) for name, lent in told for why in REFUSED_FOR}
 
 
 ROWS: tuple[MetricRow[CatalogService], ...] = (
@@ -414,4 +430,49 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
     ),
     MetricRow("transfer_bytes", COUNTER, "Bytes that came by them.", _transferred, ("transport", "distance")),
     MetricRow("transfer_failures", COUNTER, "Such reads that brought nothing.", _failed, ("transport", "distance")),
+    MetricRow(
+        "lent_bytes",
+        COUNTER,
+        "Bytes of blocks an instance has lent to others, by how: leased to be copied from its memory or read over "
+        "rdma, or sent, over unix to its own machine.",
+        _lent_by,
+        ("instance", "transport"),
+    ),
+    MetricRow(
+        "lent_blocks",
+        GAUGE,
+        "Blocks an instance lends now, none of which it can evict meanwhile; at most transport.lent_blocks.",
+        _lent(lambda lent: lent.blocks_lent_now),
+        ("instance",),
+    ),
+    MetricRow(
+        "lending_connections",
+        GAUGE,
+        "Connections of readers that an instance has open now; at most transport.connections.",
+        _lent(lambda lent: lent.connections),
+        ("instance",),
+    ),
+    MetricRow(
+        "lending_refusals",
+        COUNTER,
+        "What an instance did not lend, by why. Questions: busy (as much is lent as may be), not_held, not_opened, "
+        "fenced, closing. Namespaces: unopened (not lent, or their root not proved). Connections: crowded (no place), "
+        "unproved (no key, certificate or user that counts), broken (by what their reader said).",
+        _not_lent,
+        ("instance", "why"),
+    ),
+    MetricRow(
+        "lending_leases_expired",
+        COUNTER,
+        "Leases that ended by time: their reader died, stood still or was too slow.",
+        _lent(lambda lent: lent.expired),
+        ("instance",),
+    ),
+    MetricRow(
+        "lent_corrupt_blocks",
+        COUNTER,
+        "Blocks whose bytes an instance found wrong where they lie, on their way to a reader or when one said so.",
+        _lent(lambda lent: lent.corrupt_blocks),
+        ("instance",),
+    ),
 )

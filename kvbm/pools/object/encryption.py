@@ -58,6 +58,7 @@ class TenantSealing:
     """Seals and opens the objects of one tenant, a `ObjectEnvelope`. Any thread."""
 
     extra_bytes = ENVELOPE_BYTES + 2 * _TAG_BYTES
+    is_plain = False
 
     def __init__(
         self, keys: TenantKeys, folder: str, header_bytes: int, aead: _Aead, lacks: Callable[[bytes], Refusal]

@@ -19,10 +19,12 @@ class ObjectEnvelope(Protocol):
     Attributes:
         lead_bytes: of a wrapped object, those that come before its blocks: enough to open the header.
         extra_bytes: by which a wrapped object is larger than header and blocks.
+        is_plain: whether it is header and blocks as they are.
     """
 
     lead_bytes: int
     extra_bytes: int
+    is_plain: bool
 
     def names(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[str]:
         """What objects are named whose last blocks have these hashes."""
@@ -57,6 +59,7 @@ class PlainEnvelope:
     """Objects as they are, each under the namespace and hash in hex; one for all namespaces."""
 
     extra_bytes = 0
+    is_plain = True
 
     def __init__(self, blocks: int, header_bytes: int) -> None:
         self.lead_bytes = header_bytes

@@ -23,6 +23,7 @@ from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Reach, Tier
 from kvbm.pools.base import NamespaceBytes, ObjectStats, Proof, ReadOutcome, ReadResult
 from kvbm.pools.object.coding import ELEMENT_CODINGS, BlockCoder, Coding
+from kvbm.pools.object.direct import DirectReads, NewObjectReceiver
 from kvbm.pools.object.envelope import Envelopes, ObjectEnvelope, PlainEnvelope
 from kvbm.pools.object.header import MOST_BLOCKS, encode_object_headers, header_bytes
 from kvbm.pools.object.reader import Described, FoundObject, ObjectReader, WantedBlocks
@@ -55,6 +56,7 @@ class ObjectPoolOptions(NamedTuple):
         name: "" for the store's.
         threads: that wait for the store; 1: the caller's own.
         deadline_s: of a whole call; what is not done then is trouble.
+        new_receiver: of objects that go straight into rows; None: each is read into memory of its own first.
         on_trouble: gets one sentence for each call with trouble.
     """
 
@@ -66,6 +68,7 @@ class ObjectPoolOptions(NamedTuple):
     name: str = ""
     threads: int = 8
     deadline_s: float = 10.0
+    new_receiver: NewObjectReceiver | None = None
     on_trouble: Callable[[str], None] = lambda message: None
 
 
@@ -75,8 +78,8 @@ class BlockObjects:
     A put that finds its name taken reads the header of what is there: the same blocks are a success, also where their
     bytes differ, for a block computed twice differs in its last bits and each object proves its own bytes.
 
-    Blocks are coded in the caller's thread while other objects are on their way. Only that thread touches rows: an
-    answer that comes too late changes nothing.
+    Blocks are coded in the caller's thread while other objects are on their way. Only that thread touches rows, and
+    threads of a native call that it waits for: an answer that comes too late changes nothing.
 
     Attributes:
         name: the store, the same for every instance that uses it in the same way; claims are kept under it.
@@ -113,6 +116,7 @@ class BlockObjects:
         self._deadline_s = options.deadline_s
         self._on_trouble = options.on_trouble
         self._reader = ObjectReader(blocks, block_bytes, checksums, coder)
+        self._direct = DirectReads(options.new_receiver()) if options.new_receiver is not None else None
         self._envelopes: Envelopes = options.envelopes or PlainEnvelope(blocks, header_bytes(blocks))
         self._namespaces: dict[NamespaceId, Namespace] = {}
         self._object_bytes: dict[NamespaceId, int] = {}  # of the last object of a namespace that passed by
@@ -154,7 +158,7 @@ class BlockObjects:
             return self._submit(self.store.put, puts, call)
 
         new, taken = [], []
-        for batch, refusals in self._answers(call, start):
+        for batch, refusals in self._answers(call, start, count):
             for index, refusal in enumerate(refusals, batch.start):
                 if refusal is None:
                     new.append(index)
@@ -186,6 +190,7 @@ class BlockObjects:
         names = envelope.names(namespace, _last_hashes(wanted.chain, self.blocks))
         call = _Call("get", end - begin, self._deadline_s)
 
+        rest = self._receive(envelope, wanted, names, call)
         most_bytes = envelope.lead_bytes + self.blocks * self.block_bytes + envelope.extra_bytes
 
         def gets(indexes: Iterable[int]) -> list[Get]:
@@ -193,11 +198,11 @@ class BlockObjects:
             return [Get(names[index], expected_bytes=expected_bytes, most_bytes=most_bytes) for index in indexes]
 
         def start(batch: slice) -> Future[list[Got | Refusal]]:
-            return self._submit(self.store.get, gets(range(batch.start, batch.stop)), call)
+            return self._submit(self.store.get, gets(rest[batch]), call)
 
-        for batch, answers in self._answers(call, start):
-            self._take(envelope, wanted, names, range(batch.start, batch.stop), answers, call)
-            corrupt = [index for index in range(batch.start, batch.stop) if wanted.is_corrupt(index)]
+        for batch, answers in self._answers(call, start, len(rest)):
+            self._take(envelope, wanted, names, rest[batch], answers, call)
+            corrupt = [index for index in rest[batch] if wanted.is_corrupt(index)]
             if corrupt and isinstance(self.store, CachedStore):
                 again = self.store.reread(gets(corrupt), call.left_s())
                 self._take(envelope, wanted, names, corrupt, again, call)
@@ -270,6 +275,8 @@ class BlockObjects:
                 return
             self._closed = True
         self._ending.set()
+        if self._direct is not None:
+            self._direct.close()
         if self._workers is not None:
             self._workers.shutdown(wait=True, cancel_futures=True)
         if self._watcher is not None:
@@ -314,6 +321,27 @@ class BlockObjects:
             for name, header, begin, end in zip(names, headers, [0, *ends[:-1]], ends, strict=True)
         ]
 
+    def _receive(
+        self, envelope: ObjectEnvelope, wanted: WantedBlocks, names: Sequence[str], call: _Call
+    ) -> Sequence[int]:
+        """Receive what can go straight into rows; the indexes of the objects that are still wanted."""
+        with self._lock:
+            closed = self._closed
+        if self._direct is None or closed or not envelope.is_plain:
+            return range(len(names))
+        expected_bytes = self._object_bytes.get(wanted.namespace, 0)
+        rest = self._direct.fill(self.store, wanted, names, expected_bytes, call.left_s)
+        if len(rest) < len(names):
+            gone = self._withdrawn(names)
+            wanted.outcomes[[name in gone for name in names]] = ReadOutcome.MISSING
+            self._learn_size(wanted)
+        return rest
+
+    def _learn_size(self, wanted: WantedBlocks) -> None:
+        """How large objects of a namespace are."""
+        if wanted.object_bytes:
+            self._object_bytes = _with_newest(self._object_bytes, wanted.namespace, wanted.object_bytes)
+
     def _take(
         self,
         envelope: ObjectEnvelope,
@@ -340,8 +368,7 @@ class BlockObjects:
         if not found:
             return
         call.troubles += self._reader.fill(envelope, wanted, found)
-        if wanted.object_bytes:
-            self._object_bytes = _with_newest(self._object_bytes, wanted.namespace, wanted.object_bytes)
+        self._learn_size(wanted)
 
     def _tell_unusable(self, refusal: Refusal) -> None:
         """One warning for what has an object's name and can be none."""
@@ -404,22 +431,22 @@ class BlockObjects:
         return answered
 
     def _answers(
-        self, call: _Call, start: Callable[[slice], Future[list[Answer]]]
+        self, call: _Call, start: Callable[[slice], Future[list[Answer]]], count: int
     ) -> Iterator[tuple[slice, list[Answer]]]:
-        """Batches of a call's objects with their answers, as they come, until all are there or the deadline has
-        passed.
+        """Batches of `count` objects of a call with their answers, as they come, until all are there or the deadline
+        has passed.
         """
         pending: dict[Future[list[Answer]], slice] = {}
         begin = 0
-        while begin < call.count or pending:
-            while begin < call.count and len(pending) < _BATCHES_UNDER_WAY:
+        while begin < count or pending:
+            while begin < count and len(pending) < _BATCHES_UNDER_WAY:
                 with self._lock:
                     closed = self._closed
                 if closed or call.left_s() <= 0:
                     call.troubles.append("the pool is closed" if closed else call.silence())
-                    begin = call.count
+                    begin = count
                     break
-                batch = slice(begin, min(begin + _BATCH, call.count))
+                batch = slice(begin, min(begin + _BATCH, count))
                 pending[start(batch)] = batch
                 begin = batch.stop
             done, _ = wait(pending, timeout=call.left_s() + _LATE_S, return_when=FIRST_COMPLETED)

@@ -66,6 +66,10 @@ class WantedBlocks:
         """Of one object's blocks."""
         return self.chain[index * self._step : (index + 1) * self._step]
 
+    def hashes_of(self, part: slice) -> bytes:
+        """Of the blocks of some objects."""
+        return self.chain[part.start * self._step : part.stop * self._step]
+
     def is_corrupt(self, index: int) -> bool:
         """Whether one of an object's wanted blocks is not what it should be."""
         return bool(((self.outcomes[index] == ReadOutcome.CORRUPT) & (self.targets[index] >= 0)).any())

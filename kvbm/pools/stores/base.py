@@ -10,10 +10,12 @@ returned, except bodies of puts, which the caller must not change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvbm.core.errors import PoolError
+from kvbm.pools.stores.link import RequestLimits
 
 TRIAL_PREFIX = ".kvbm/trial/"  # of objects that try a store; the janitor removes those that are left
 OPEN_WAIT_S = 20.0  # for a store's first answer: a busy store is not an absent one
@@ -132,6 +134,40 @@ class ForgetfulStore(Protocol):
         """For each name whether nothing has it, for certain: False where the store does not say.
 
         To ask is not to use an object.
+        """
+
+
+class DirectRequests(NamedTuple):
+    """Requests for whole objects, for whoever sends them over plain TCP.
+
+    Attributes:
+        addresses: of the store, IP addresses in digits, at least one. port: of all of them.
+        requests: of HTTP/1.1, a GET for each object, with all the store wants to see.
+        connections: how many may be under way at a time.
+        limits: of each.
+    """
+
+    addresses: tuple[str, ...]
+    port: int
+    requests: list[bytes]
+    connections: int
+    limits: RequestLimits
+
+
+@runtime_checkable
+class DirectStore(Protocol):
+    """What an `ObjectStore` can do besides whose objects others may receive."""
+
+    def direct(
+        self, names: Sequence[str], expected_bytes: int, deadline_s: float
+    ) -> AbstractContextManager[DirectRequests | None]:
+        """Requests for objects, to be sent until the context ends: their connections count until then as requests in
+        flight.
+
+        None: ask `get`, which does better here, or says what is wrong.
+
+        Args:
+            expected_bytes: how large each probably is, 0 for unknown.
         """
 
 

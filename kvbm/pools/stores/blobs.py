@@ -16,10 +16,12 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as LateError
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
-from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, StoreTrouble
+from kvbm.pools.stores.base import Body, DirectRequests, Get, Got, Listed, Put, Refusal, StoreTrouble
+from kvbm.pools.stores.direct import DirectPlaces, DirectSigner
 from kvbm.pools.stores.link import RequestLimits, first_line
 
 if TYPE_CHECKING:
@@ -113,6 +115,7 @@ class BlobStore:
         limits: RequestLimits,
         *,
         deleting_singly: S3Store | AzureStore | None = None,
+        signer: DirectSigner | None = None,
         on_close: Callable[[], None] = lambda: None,
         remarks: tuple[str, ...] = (),
         expiry_days: int | None = None,
@@ -121,6 +124,7 @@ class BlobStore:
 
         Args:
             deleting_singly: the same, deleting one name a request, for stores that cannot delete many.
+            signer: of requests that others send; None: nobody does.
         """
         import obstore
 
@@ -131,6 +135,8 @@ class BlobStore:
         self._obstore = obstore
         self._blobs = blobs
         self._deleting_singly = deleting_singly or blobs
+        self._signer = signer
+        self._most_in_flight = limits.requests_in_flight
         self._on_close = on_close
         self.conditional = True  # until the store says it knows no conditional put
         self._compares = True  # … or shows that it knows no put over one ETag alone
@@ -152,6 +158,20 @@ class BlobStore:
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
         """As `ObjectStore.get`. A part that is probably two times `PART_BYTES` or more is read in parallel ranges."""
         return self._run([self._get_one(get) for get in gets], deadline_s)
+
+    @contextmanager
+    def direct(self, names: Sequence[str], expected_bytes: int, deadline_s: float) -> Iterator[DirectRequests | None]:
+        """As `DirectStore.direct`. A few large objects are left to `get`, which reads each in parallel ranges."""
+        if self._signer is None or (expected_bytes >= 2 * PART_BYTES and len(names) < self._most_in_flight):
+            yield None
+            return
+        places = DirectPlaces(self._free)
+        try:
+            [answer] = self._run([self._direct_requests(self._signer, names, places)], deadline_s)
+            yield answer if isinstance(answer, DirectRequests) else None
+        finally:
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(places.leave)
 
     def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
         """As `ObjectStore.delete`, many names a request where the store can."""
@@ -291,6 +311,13 @@ class BlobStore:
         body = _sent(put.body)
         answer = await self._ask(lambda: self._obstore.put_async(self._blobs, put.name, body, use_multipart=False))
         return answer.refusal() if isinstance(answer, _Failure) else None
+
+    async def _direct_requests(
+        self, signer: DirectSigner, names: Sequence[str], places: DirectPlaces
+    ) -> DirectRequests | _Failure | None:
+        if not await places.take(min(len(names), self._most_in_flight)):
+            return None
+        return await _attempt(lambda: signer.requests(names, places.taken))
 
     async def _get_one(self, get: Get) -> Got | Refusal:
         wanted = get.expected_bytes if get.count is None else min(get.count, get.expected_bytes or get.count)

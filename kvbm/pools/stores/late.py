@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from kvbm.core.errors import PoolError
 from kvbm.pools.stores.base import (
     Body,
+    DirectRequests,
+    DirectStore,
     ForgetfulStore,
     Get,
     Got,
@@ -66,6 +69,13 @@ class LateStore:
         """As `ObjectStore.get`."""
         store = self._store
         return [self._refusal()] * len(gets) if store is None else store.get(gets, deadline_s)
+
+    def direct(
+        self, names: Sequence[str], expected_bytes: int, deadline_s: float
+    ) -> AbstractContextManager[DirectRequests | None]:
+        """As `DirectStore.direct`."""
+        store: object = self._store
+        return store.direct(names, expected_bytes, deadline_s) if isinstance(store, DirectStore) else nullcontext()
 
     def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
         """As `ObjectStore.delete`."""

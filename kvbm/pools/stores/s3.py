@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
 from kvbm.pools.stores.base import OPEN_WAIT_S, StoreAwayError
 from kvbm.pools.stores.blobs import NO_RETRIES, BlobStore, made, require_obstore
+from kvbm.pools.stores.direct import DirectSigner, is_direct
 from kvbm.pools.stores.link import LIMITS, RequestLimits, StoreLink, certificate_words, first_line, link_to
 from kvbm.pools.stores.waiting import Silent, within
 
@@ -113,11 +114,13 @@ def open_s3_store(
             config={"endpoint": answer.endpoint} if answer.endpoint else None,
         )
 
+    blobs = made(name, lambda: client(deletes_many=True))
     return BlobStore(
         name,
-        made(name, lambda: client(deletes_many=True)),
+        blobs,
         limits,
         deleting_singly=made(name, lambda: client(deletes_many=False)),
+        signer=DirectSigner(blobs, limits) if is_direct(answer.link) else None,
         on_close=answer.client.close,
         remarks=answer.remarks,
         expiry_days=answer.expiry_days,

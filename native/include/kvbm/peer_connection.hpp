@@ -23,6 +23,7 @@ namespace kvbm {
 // What a connection's thread tells the one that accepts. Any thread.
 struct PeerPresence {
   std::atomic<bool> is_proved{false};                    // the peer has proved itself
+  std::atomic<bool> wants_nixl{false};                   // it has said NIXL_HELLO
   std::atomic<SteadyTime::duration::rep> idle_since{0};  // its time; 0: it is served or has a lease
 };
 
@@ -34,6 +35,11 @@ class PeerConnection {
   void run() noexcept;
 
  private:
+  // What a reader that reads HOST by itself was told.
+  struct Joined {
+    std::uint64_t number = 0;  // of its HELLO, which was answered; 0: none was
+    bool may_read = false;     // that answer was READY: leases of slots are of use to it
+  };
   struct Opened {
     NamespaceId namespace_id;     // what is open
     std::uint64_t admission = 0;  // as it was admitted
@@ -48,8 +54,10 @@ class PeerConnection {
   SteadyTime in_ms(std::uint32_t ms) const noexcept { return PeerSocket::Clock::now() + std::chrono::milliseconds(ms); }
   bool asks_key() const noexcept { return !is_unix_ && !owner_.options.key.empty(); }
   bool lends_memory() const noexcept { return is_unix_ && owner_.arena.get() >= 0; }
-  // Bytes over RDMA are not encrypted, so not where connections are.
-  bool lends_rdma() const noexcept { return !is_unix_ && owner_.options.tls == nullptr && owner_.rdma.is_open(); }
+  // Bytes over RDMA and NIXL are not encrypted, so not where connections are.
+  bool lends(const JoinRequests& joins) const noexcept {
+    return !is_unix_ && owner_.options.tls == nullptr && joins.is_open();
+  }
 
   // The next message; valid until the one after it. first_by: when it must have begun, if ever.
   PeerMessage receive(std::optional<SteadyTime> begun_by);
@@ -63,10 +71,12 @@ class PeerConnection {
   void open(const PeerOpen& open);
   void ask(const PeerAsk& ask);
   void end(const PeerEnd& end);
-  // RDMA_HELLO, which the next message is: handed to who answers it.
-  bool says_rdma_hello() const noexcept;
-  void greet_rdma(SteadyTime deadline);
+  // How the reader wants to read HOST by itself, where the next message says that; nullptr: it is another.
+  JoinRequests* wanted_join() noexcept;
+  // That message is handed to who answers it.
+  void greet(JoinRequests& joins, SteadyTime deadline);
 
+  Joined& joined(const JoinRequests& joins) noexcept { return &joins == &owner_.nixl ? over_nixl_ : over_rdma_; }
   void say_busy(std::uint32_t request);
   void say_gone(std::uint32_t request, PeerGoneReason reason);
   // A lease of slots. Whether it was answered; false: nothing of it is in HOST.
@@ -81,18 +91,18 @@ class PeerConnection {
   void expire_leases() noexcept;
   void report(const NamespaceId& namespace_id, Tier tier, const std::uint8_t* hash);
 
-  PeerOwner& owner_;             // what it shares
-  PeerPresence& presence_;       // see above
-  const bool is_unix_;           // see above
-  bool is_awaiting_ = false;     // no message has begun
-  LeaseTable leases_;            // that the reader has
-  PeerSocket socket_;            // what it is said over
-  PeerNonce nonce_{};            // of this owner
-  PeerNonce reader_{};           // of the reader
-  bool has_shaken_ = false;      // the reader has proved itself
-  bool has_arena_ = false;       // the reader has the descriptor
-  std::uint64_t rdma_ = 0;       // number of its RDMA_HELLO, which was answered; 0: none was
-  bool has_queue_pair_ = false;  // that answer was READY: leases of slots are of use to it
+  PeerOwner& owner_;                                            // what it shares
+  PeerPresence& presence_;                                      // see above
+  const bool is_unix_;                                          // see above
+  bool is_awaiting_ = false;                                    // no message has begun
+  LeaseTable leases_;                                           // that the reader has
+  PeerSocket socket_;                                           // what it is said over
+  PeerNonce nonce_{};                                           // of this owner
+  PeerNonce reader_{};                                          // of the reader
+  bool has_shaken_ = false;                                     // the reader has proved itself
+  bool has_arena_ = false;                                      // the reader has the descriptor
+  Joined over_rdma_;                                            // see above
+  Joined over_nixl_;                                            // see above
   std::array<std::optional<Opened>, kMostPeerHandles> opened_;  // by handle
   std::size_t checkable_ = 0;                                   // blocks of the last bytes sent, whose END has not come
   std::vector<std::uint8_t> in_;                                // bytes received

@@ -21,9 +21,10 @@
 #include "kvbm/event.hpp"
 #include "kvbm/lease_table.hpp"
 #include "kvbm/loans.hpp"
-#include "kvbm/peer_rdma.hpp"
+#include "kvbm/join_requests.hpp"
 #include "kvbm/peer_socket.hpp"
 #include "kvbm/peer_tls.hpp"
+#include "kvbm/peer_wire.hpp"
 
 namespace kvbm {
 
@@ -139,15 +140,19 @@ class StagingLanes {
 struct LendingCounts {
   std::atomic<std::uint32_t> connections{0};     // now
   std::atomic<std::uint64_t> accepted{0};        // connections
-  std::atomic<std::uint64_t> refused{0};         // of them: too many, or their peer did not prove itself
-  std::atomic<std::uint64_t> broken{0};          // of them: ended by what their peer said
-  std::atomic<std::uint64_t> lent_blocks{0};     // as memory, or for READs over RDMA
-  std::atomic<std::uint64_t> sent_blocks{0};     // as bytes
-  std::atomic<std::uint64_t> sent_bytes{0};      // of those
+  std::atomic<std::uint64_t> crowded{0};         // of them: hung up on for want of a place or a thread
+  std::atomic<std::uint64_t> unproved{0};        // of them: ended before their peer had proved itself
+  std::atomic<std::uint64_t> broken{0};          // of them: ended by what their peer said later
+  std::atomic<std::uint64_t> memory_bytes{0};    // of blocks that were leased as memory
+  std::atomic<std::uint64_t> rdma_bytes{0};      // … for READs over RDMA
+  std::atomic<std::uint64_t> nixl_bytes{0};      // … for reads by NIXL
+  std::atomic<std::uint64_t> unix_bytes{0};      // … that were sent to processes of this machine
+  std::atomic<std::uint64_t> tcp_bytes{0};       // … to others
   std::atomic<std::uint64_t> expired{0};         // leases that time has ended
+  std::atomic<std::uint64_t> unopened{0};        // OPENs of what is not lent, or without the proof of its root
   std::atomic<std::uint64_t> busy{0};            // questions that were answered so
-  std::atomic<std::uint64_t> gone{0};            // likewise
   std::atomic<std::uint64_t> corrupt_blocks{0};  // found here
+  std::array<std::atomic<std::uint64_t>, kPeerGoneReasons> gone{};  // questions that were answered so, by the reason
 };
 
 struct PeerOwner {
@@ -165,7 +170,8 @@ struct PeerOwner {
   AdmittedNamespaces namespaces;         // that may be opened
   CorruptBlocks corrupt;                 // found by readers or here
   StagingLanes lanes;                    // for NVME
-  RdmaRequests rdma;                     // of readers, for who makes queue pairs
+  JoinRequests rdma{kRdmaHello};         // of readers, for who makes queue pairs
+  JoinRequests nixl{kNixlHello};         // of readers, for who tells how NIXL reaches HOST
   LendingCounts counts;                  // what was counted
   OwnedFd arena;                         // HOST's memory, to be read only; -1: it is not lent as memory
   std::atomic<std::uint32_t> leases{0};  // number of the next

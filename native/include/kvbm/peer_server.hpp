@@ -43,6 +43,9 @@ class LendingServer {
   // and what it uses must stay. Idempotent.
   bool close(std::chrono::milliseconds timeout);
 
+  // Ends the connections of those who have said NIXL_HELLO: what they were told counts no more.
+  void hang_up_on_nixl() noexcept;
+
   // In a forked child: closes its descriptors, so that peers see when the parent is gone.
   void disown() noexcept;
 

@@ -30,14 +30,16 @@ inline constexpr std::size_t kPeerProofBytes = 32;
 inline constexpr std::uint8_t kPeerMemory = 1;  // bits of PeerHello::transports
 inline constexpr std::uint8_t kPeerTcp = 2;
 inline constexpr std::uint8_t kPeerRdma = 4;
+inline constexpr std::uint8_t kPeerNixl = 8;
 inline constexpr std::uint8_t kPeerKeyAsked = 1;  // bit of PeerHello::flags
 
 using PeerNonce = std::array<std::uint8_t, 32>;
 using PeerProof = std::array<std::uint8_t, kPeerProofBytes>;
 
 enum class PeerRole : std::uint8_t { kReader = 0, kOwner = 1 };
-enum class PeerTransport : std::uint8_t { kMemory = 0, kTcp = 1, kRdma = 2 };
+enum class PeerTransport : std::uint8_t { kMemory = 0, kTcp = 1, kRdma = 2, kNixl = 3 };
 enum class PeerGoneReason : std::uint8_t { kNotHeld = 0, kClosing = 1, kFenced = 2, kNotOpened = 3 };
+inline constexpr std::size_t kPeerGoneReasons = 4;
 
 enum class PeerKind : std::uint8_t {
   kHello = 1,
@@ -56,7 +58,7 @@ enum class PeerKind : std::uint8_t {
 struct PeerHello {
   PeerNonce nonce;            // fresh for this connection
   std::uint64_t epoch;        // of the owner; 0 from a reader, and where a key is asked for
-  std::uint8_t transports;    // kPeerMemory, kPeerTcp, kPeerRdma
+  std::uint8_t transports;    // kPeerMemory, kPeerTcp, kPeerRdma, kPeerNixl
   std::uint8_t flags;         // kPeerKeyAsked
   std::string_view instance;  // UTF-8, at most 255 bytes
 };

@@ -18,7 +18,7 @@ from tests.engines.vllm.harness.words import BLOCK_TOKENS, Ask
 from tests.eventually import eventually
 
 CORES = [
-    pytest.param({}, id="inside"),
+    pytest.param({}, id="inside", marks=pytest.mark.smoke),
     pytest.param({"core": "process", "asynchronous": True}, id="process", marks=pytest.mark.engines_full),
 ]
 

@@ -1,32 +1,24 @@
-"""Reads blocks of an owner over and over, until it is killed: lending_reader.py memory|tcp ADDRESS.
+"""Reads blocks of an owner over and over, until it is killed: lending_reader.py WAY ADDRESS FOLDER.
 
-Says "reads" after the first read. It ends with 1 where a block that counts as good has other bytes than those of its
-hash.
+WAY is one of `tests.peer_ways.WAYS`. FOLDER holds the certificate, where the way needs one. Says "reads" after the
+first read. It ends with 1 where a block that counts as good has other bytes than those of its hash.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import numpy as np
 
 from kvbm.core.reads import ReadOutcome
-from kvbm.transport.base import PeerReader
-from kvbm.transport.memory import MemoryReader
-from kvbm.transport.tcp import TcpReader
 from tests.faults.processes.lending_owner import BLOCK, BLOCKS
-from tests.lenders import KEY, NAMESPACE, OWNER, READER, blocks_of, hashes_of, new_client, root_of
+from tests.lenders import NAMESPACE, blocks_of, hashes_of
+from tests.peer_ways import NIXL, new_nixl_process, reader_of
 
 
-def reader_of(transport: str, address: str) -> PeerReader:
-    """A native reader of the owner there."""
-    if transport == "memory":
-        return MemoryReader(new_client, address, READER, OWNER, root_of)
-    return TcpReader(new_client, address, READER, OWNER, root_of, KEY)
-
-
-def main(transport: str, address: str) -> int:
-    reader = reader_of(transport, address)
+def main(way: str, address: str, folder: str) -> int:
+    reader = reader_of(way, address, Path(folder), new_nixl_process() if way == NIXL else None)
     hashes, blocks = hashes_of(BLOCKS), blocks_of(BLOCKS, BLOCK)
     rows = np.zeros_like(blocks)
     is_told = False

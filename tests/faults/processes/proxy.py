@@ -1,5 +1,5 @@
-"""A TCP proxy of ours between two processes: cuts, stalls, swallows, delays and slows what passes, each direction by
-itself.
+"""A proxy of ours between two ends of TCP or of a unix socket: cuts, stalls, swallows, delays, slows and spoils what
+passes, each direction by itself, at once or after so many bytes.
 
 All proxies of a hub live in one thread with a loop of its own; every public method may be called from any other thread.
 """
@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import ssl
+import struct
 import threading
 from collections.abc import Awaitable, Callable
+from enum import Enum
 from typing import NamedTuple, TypeVar
 
 READ_BYTES = 16 << 10
+_NARROW_BYTES, _NARROW_SEGMENT = 32 << 10, 1400  # the sender's buffer grows with the segments
 CALL_WAIT_S = 60.0
 R = TypeVar("R")
 
@@ -27,15 +31,48 @@ class Rules(NamedTuple):
             when healed.
         delay_s: how long each piece waits.
         bytes_per_s: 0 for no limit.
+        keeps_end: the end of a connection is not passed on: for the other side it goes on, half-open.
     """
 
     stall: bool = False
     swallow: bool = False
     delay_s: float = 0.0
     bytes_per_s: float = 0.0
+    keeps_end: bool = False
 
 
 FREE = Rules()
+_SILENT = Rules(swallow=True, keeps_end=True)
+_FULL = Rules(stall=True, keeps_end=True)
+
+
+class Breakage(Enum):
+    """What happens to connections.
+
+    Attributes:
+        RESET: all end with a reset, as where the other side's machine has started anew. CLOSE: all are closed, in the
+            middle of whatever was said.
+        SILENCE: whatever is sent is lost from now on, also on connections that are made later, and no end is told: the
+            other side's machine has vanished. FORGOTTEN: so it is for connections that stand, not for later ones: what
+            keeps track of connections in between has lost its table.
+        STALL: nobody takes what is sent, and no end is told.
+        FLIP: one bit comes otherwise.
+    """
+
+    RESET = "reset"
+    CLOSE = "close"
+    SILENCE = "silence"
+    FORGOTTEN = "forgotten"
+    STALL = "stall"
+    FLIP = "flip"
+
+
+class _Plan(NamedTuple):
+    """What happens once so many bytes have passed in one direction, on all connections together."""
+
+    breakage: Breakage
+    way: str
+    after_bytes: int
 
 
 class ProxyHub:
@@ -47,9 +84,16 @@ class ProxyHub:
         self._thread.start()
         self._proxies: list[Proxy] = []
 
-    def open(self, target_port: int, host: str = "127.0.0.1") -> Proxy:
-        """A proxy on a free port, in front of a port where nobody need listen yet."""
-        proxy = Proxy(self, host, target_port)
+    def open(
+        self, target_port: int, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None, is_narrow: bool = False
+    ) -> Proxy:
+        """A proxy on a free port, in front of a port where nobody need listen yet.
+
+        Args:
+            tls: what clients have to speak; to the target their words go plainly. None: bytes go as they come.
+            is_narrow: the system takes little of what the target sends before it is passed on.
+        """
+        proxy = Proxy(self, host, target_port, tls=tls, is_narrow=is_narrow)
         self.call(proxy.listen)
         self._proxies.append(proxy)
         return proxy
@@ -89,8 +133,11 @@ class _Connection:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def end(self) -> None:
+    def end(self, with_reset: bool = False) -> None:
         for writer in self.writers:
+            about = writer.get_extra_info("socket")
+            if with_reset and about.family != socket.AF_UNIX and about.fileno() >= 0:
+                about.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
 
 
@@ -102,11 +149,22 @@ class Proxy:
     Attributes:
         port: where clients connect.
         passed_bytes, swallowed_bytes: in both directions since the start.
+        passed: bytes in each direction since the start, or since something was planned.
     """
 
-    def __init__(self, hub: ProxyHub, host: str, target_port: int) -> None:
+    def __init__(
+        self,
+        hub: ProxyHub,
+        host: str,
+        target_port: int,
+        tls: ssl.SSLContext | None = None,
+        is_narrow: bool = False,
+    ) -> None:
         self.port = 0
         self.passed_bytes = self.swallowed_bytes = 0
+        self.passed = {"up": 0, "down": 0}
+        self._plan: _Plan | None = None
+        self._tls, self._is_narrow = tls, is_narrow
         self._hub, self._host, self._target_port = hub, host, target_port
         self._numbers = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
@@ -149,11 +207,27 @@ class Proxy:
 
         self._hub.call(apply)
 
-    def heal(self) -> None:
-        """Let everything pass again. A connection that has lost bytes ends."""
+    def plan(self, breakage: Breakage, way: str, after_bytes: int) -> None:
+        """Break connections once so many bytes have passed in one direction from now on, in place of what was
+        planned.
+        """
 
         async def apply() -> None:
-            self._is_cut = False
+            self.passed = {"up": 0, "down": 0}
+            self._plan = _Plan(breakage, way, after_bytes)
+
+        self._hub.call(apply)
+
+    @property
+    def is_planned(self) -> bool:
+        """What was planned has not happened yet."""
+        return self._plan is not None
+
+    def heal(self) -> None:
+        """Let everything pass again. A connection that has lost bytes ends; nothing is planned any more."""
+
+        async def apply() -> None:
+            self._is_cut, self._plan = False, None
             self._up = self._down = FREE
             for one in list(self._connections.values()):
                 one.set(FREE, FREE)
@@ -166,13 +240,15 @@ class Proxy:
 
     async def listen(self) -> None:
         """Bind a free port."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=READ_BYTES)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=READ_BYTES, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def end(self) -> None:
         """Close the port and every connection."""
         if self._server is not None:
             self._server.close()
+        for one in self._connections.values():
+            one.set(FREE, FREE)  # nobody waits for a change that does not come
         self._end_all()
 
     def _end_all(self, connection: int | None = None) -> None:
@@ -188,12 +264,8 @@ class Proxy:
         connection.writers.append(writer)
         self._connections[connection.number] = connection
         try:
-            target_reader, target_writer = await asyncio.open_connection(
-                self._host, self._target_port, limit=READ_BYTES
-            )
+            target_reader, target_writer = await self._connected()
             connection.writers.append(target_writer)
-            for one in connection.writers:
-                one.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             pumps = [
                 asyncio.create_task(self._pump(connection, "up", reader, target_writer)),
                 asyncio.create_task(self._pump(connection, "down", target_reader, writer)),
@@ -210,6 +282,45 @@ class Proxy:
             connection.end()
             del self._connections[connection.number]
 
+    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """To the target. asyncio sets TCP_NODELAY, here and where it accepts."""
+        to_target = socket.socket()
+        try:
+            if self._is_narrow:
+                to_target.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _NARROW_BYTES)
+                to_target.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _NARROW_SEGMENT)
+            to_target.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(to_target, (self._host, self._target_port))
+            return await asyncio.open_connection(sock=to_target, limit=READ_BYTES)
+        except BaseException:
+            to_target.close()
+            raise
+
+    def _break(self, breakage: Breakage) -> None:
+        connections = list(self._connections.values())
+        rules = _FULL if breakage is Breakage.STALL else _SILENT
+        for one in connections:
+            if breakage is Breakage.CLOSE:
+                for writer in one.writers:
+                    writer.close()
+            elif breakage is Breakage.RESET:
+                one.end(with_reset=True)
+            else:
+                one.set(rules, rules)
+                one.swallowed = True
+        if breakage in (Breakage.SILENCE, Breakage.STALL):
+            self._up = self._down = rules
+
+    def _cut(self, way: str, data: bytes) -> tuple[bytes, Breakage | None]:
+        """What of some bytes passes, and what happens then."""
+        plan = self._plan
+        if plan is None or plan.way != way or plan.after_bytes >= self.passed[way] + len(data):
+            return data, None
+        self._plan, at = None, max(0, plan.after_bytes - self.passed[way])
+        if plan.breakage is Breakage.FLIP:
+            return data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :], None
+        return data[:at], plan.breakage
+
     async def _pump(
         self, connection: _Connection, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -223,10 +334,10 @@ class Proxy:
                 data = await reader.read(size)
             except OSError:
                 return
+            while connection.rules[way].stall or (not data and connection.rules[way].keeps_end):
+                await connection.changed.wait()
             if not data:
                 return
-            while connection.rules[way].stall:
-                await connection.changed.wait()
             rules = connection.rules[way]
             if rules.swallow:
                 connection.swallowed = True
@@ -235,12 +346,16 @@ class Proxy:
             wait_s = rules.delay_s + (len(data) / rules.bytes_per_s if rules.bytes_per_s else 0.0)
             if wait_s:
                 await asyncio.sleep(wait_s)
+            data, breakage = self._cut(way, data)
             self.passed_bytes += len(data)
+            self.passed[way] += len(data)
             try:
                 writer.write(data)
                 await writer.drain()
             except OSError:
                 return
+            if breakage is not None:
+                self._break(breakage)
 
 
 async def _cancel_others() -> None:

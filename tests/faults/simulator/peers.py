@@ -27,6 +27,7 @@ from kvbm.core.errors import KvbmError
 from kvbm.core.events import BlocksMigrated, MigrateCause
 from kvbm.core.fetching import LeftAlone
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Tier, pack_slots, split_hashes, split_slots
+from kvbm.core.lent import LentCounts
 from kvbm.core.peer_address import PeerAddress
 from kvbm.core.reads import ReadOutcome
 from kvbm.pools.memory import MemoryPool
@@ -316,6 +317,10 @@ class SimLending:
         self.leases = Leases(self, rng.randrange(1 << 16), limits)
         process.on_kill.append(self._hang_up)
 
+    def counts(self) -> LentCounts:
+        """Nobody looks at it here."""
+        return LentCounts()
+
     def _hang_up(self) -> None:
         """Whoever waits for an answer hears that there will be none."""
         self.is_over = True
@@ -470,6 +475,7 @@ def open_peers(
     roots: Any,
     tls: Any = None,
     device: Any = None,
+    nixl: Any = None,
 ) -> Peers | None:
     """Stands for `kvbm.assembly.peers.open_peers`."""
     network: PeerNetwork | None = INSTALLED.world.peers  # type: ignore[attr-defined]

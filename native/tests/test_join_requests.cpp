@@ -1,4 +1,4 @@
-#include "kvbm/peer_rdma.hpp"
+#include "kvbm/join_requests.hpp"
 
 #include <atomic>
 #include <chrono>
@@ -13,30 +13,30 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-const std::vector<std::uint8_t> kHello(kRdmaHelloBytes, 5);
+const std::vector<std::uint8_t> kHello(kRdmaHello.body_bytes, 5);
 const NamespaceId kSpace{1};
 
 SteadyTime in_long() { return Clock::now() + std::chrono::seconds(60); }
 
 void nobody_is_asked_before_it_is_open() {
-  RdmaRequests requests;
+  JoinRequests requests(kRdmaHello);
   std::uint64_t number = 0;
   CHECK(!requests.is_open() && requests.ask(kHello, {}, in_long(), number).empty() && number == 0);
 }
 
 void an_answer_reaches_who_asked() {
-  RdmaRequests requests;
+  JoinRequests requests(kRdmaHello);
   requests.open();
   std::vector<std::uint8_t> ready;
   std::uint64_t number = 0;
   std::thread reader([&] { ready = requests.ask(kHello, {{kSpace, 7}}, in_long(), number); });
-  std::vector<RdmaRequests::Request> taken;
+  std::vector<JoinRequests::Request> taken;
   while (taken.empty()) {
     taken = requests.take(milliseconds(100));
   }
-  CHECK(taken.size() == 1 && taken[0].hello == kHello);
+  CHECK(taken.size() == 1 && taken[0].hello == kHello && !taken[0].has_left);
   const auto openings = requests.openings(taken[0].number);
-  CHECK(openings.size() == 1 && openings[0] == RdmaRequests::Opening(kSpace, 7));
+  CHECK(openings.size() == 1 && openings[0] == JoinRequests::Opening(kSpace, 7));
   CHECK(!requests.answer(taken[0].number + 1, kHello));
   const std::vector<std::uint8_t> answer{1, 2, 3};
   CHECK(requests.answer(taken[0].number, answer));
@@ -44,11 +44,11 @@ void an_answer_reaches_who_asked() {
   CHECK(ready == answer && number == taken[0].number && requests.openings(number).empty());
   requests.leave(number);
   taken = requests.take(milliseconds(0));
-  CHECK(taken.size() == 1 && taken[0].number == number && taken[0].hello.empty());
+  CHECK(taken.size() == 1 && taken[0].number == number && taken[0].has_left);
 }
 
 void who_waits_too_long_goes_and_is_answered_no_more() {
-  RdmaRequests requests;
+  JoinRequests requests(kRdmaHello);
   requests.open();
   std::uint64_t number = 0;
   CHECK(requests.ask(kHello, {}, Clock::now() + milliseconds(1), number).empty());
@@ -56,7 +56,7 @@ void who_waits_too_long_goes_and_is_answered_no_more() {
 }
 
 void closing_ends_all_that_wait() {
-  RdmaRequests requests;
+  JoinRequests requests(kRdmaHello);
   requests.open();
   std::uint64_t number = 0;
   std::thread reader([&] { CHECK(requests.ask(kHello, {}, in_long(), number).empty()); });
@@ -74,13 +74,13 @@ void closing_ends_all_that_wait() {
 }
 
 void many_ask_at_once() {
-  RdmaRequests requests;
+  JoinRequests requests(kRdmaHello);
   requests.open();
   std::atomic<int> answered{0};
   std::thread taker([&] {
     while (requests.is_open()) {
       for (const auto& request : requests.take(milliseconds(100))) {
-        if (!request.hello.empty()) {
+        if (!request.has_left) {
           const std::vector<std::uint8_t> same(request.hello.begin(), request.hello.begin() + 1);
           requests.answer(request.number, same);
         }
@@ -91,7 +91,7 @@ void many_ask_at_once() {
   for (std::uint8_t reader = 0; reader < 8; ++reader) {
     readers.emplace_back([&, reader] {
       for (int turn = 0; turn < 200; ++turn) {
-        const std::vector<std::uint8_t> hello(kRdmaHelloBytes, reader);
+        const std::vector<std::uint8_t> hello(kRdmaHello.body_bytes, reader);
         std::uint64_t number = 0;
         const auto ready = requests.ask(hello, {}, in_long(), number);
         answered += ready.size() == 1 && ready[0] == reader ? 1 : 0;

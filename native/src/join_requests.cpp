@@ -1,18 +1,18 @@
-#include "kvbm/peer_rdma.hpp"
+#include "kvbm/join_requests.hpp"
 
 namespace kvbm {
 
-void RdmaRequests::open() {
+void JoinRequests::open() {
   const std::lock_guard held(mutex_);
   is_open_ = true;
 }
 
-bool RdmaRequests::is_open() const {
+bool JoinRequests::is_open() const {
   const std::lock_guard held(mutex_);
   return is_open_;
 }
 
-std::vector<std::uint8_t> RdmaRequests::ask(Bytes hello, std::vector<Opening> openings, SteadyTime deadline,
+std::vector<std::uint8_t> JoinRequests::ask(Bytes hello, std::vector<Opening> openings, SteadyTime deadline,
                                             std::uint64_t& number) {
   std::unique_lock held(mutex_);
   if (!is_open_) {
@@ -21,7 +21,7 @@ std::vector<std::uint8_t> RdmaRequests::ask(Bytes hello, std::vector<Opening> op
   number = next_++;
   const auto waiting = waiting_.emplace(number, Waiting{std::move(openings), {}}).first;
   try {
-    requests_.push_back({number, {hello.begin(), hello.end()}});
+    requests_.push_back({number, {hello.begin(), hello.end()}, false});
   } catch (...) {
     waiting_.erase(waiting);
     throw;
@@ -33,27 +33,27 @@ std::vector<std::uint8_t> RdmaRequests::ask(Bytes hello, std::vector<Opening> op
   return ready;
 }
 
-void RdmaRequests::leave(std::uint64_t number) {
+void JoinRequests::leave(std::uint64_t number) {
   const std::lock_guard held(mutex_);
   if (is_open_) {
-    requests_.push_back({number, {}});
+    requests_.push_back({number, {}, true});
     asked_.notify_all();
   }
 }
 
-std::vector<RdmaRequests::Request> RdmaRequests::take(std::chrono::milliseconds timeout) {
+std::vector<JoinRequests::Request> JoinRequests::take(std::chrono::milliseconds timeout) {
   std::unique_lock held(mutex_);
   asked_.wait_for(held, timeout, [this] { return !requests_.empty() || !is_open_; });
   return std::exchange(requests_, {});
 }
 
-std::vector<RdmaRequests::Opening> RdmaRequests::openings(std::uint64_t number) const {
+std::vector<JoinRequests::Opening> JoinRequests::openings(std::uint64_t number) const {
   const std::lock_guard held(mutex_);
   const auto waiting = waiting_.find(number);
   return waiting == waiting_.end() ? std::vector<Opening>{} : waiting->second.openings;
 }
 
-bool RdmaRequests::answer(std::uint64_t number, Bytes ready) {
+bool JoinRequests::answer(std::uint64_t number, Bytes ready) {
   const std::lock_guard held(mutex_);
   const auto waiting = waiting_.find(number);
   if (waiting == waiting_.end() || !is_open_) {
@@ -64,7 +64,7 @@ bool RdmaRequests::answer(std::uint64_t number, Bytes ready) {
   return true;
 }
 
-void RdmaRequests::close() {
+void JoinRequests::close() {
   const std::lock_guard held(mutex_);
   is_open_ = false;
   requests_.clear();

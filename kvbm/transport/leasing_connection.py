@@ -1,5 +1,6 @@
-"""A reader's connection to an owner that lends over RDMA: proved over TCP, every namespace of the reader opened, leases
-of slots asked for.
+"""A reader's connection to an owner that lends over RDMA or NIXL: proved over TCP, to ask for leases of slots.
+
+Every namespace that the reader knows is opened on it.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from kvbm.core.errors import PeerWireError, VerbsError
+from kvbm.core.errors import KvbmError, NixlError, PeerWireError, VerbsError
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId, Tier
 from kvbm.transport.base import RootOf
-from kvbm.transport.rdma import LeasedRun
-from kvbm.transport.rdma_hello import receive_exactly, send_message
+from kvbm.transport.leased import LeasedRun
+from kvbm.transport.sockets import receive_exactly, send_message
 from kvbm.transport.tcp import looked_up, split_address
 from kvbm.transport.wire import (
     HEAD_BYTES,
     KEY_ASKED,
     MOST_HANDLES,
+    NIXL,
     NONCE_BYTES,
     RDMA,
     Ask,
@@ -49,11 +51,34 @@ from kvbm.transport.wire import (
 
 _MARGIN_MS, _MARGIN_SHARE = 1, 64  # a lease is taken to end a little early: the clock is read before it is over
 _END_S = 0.5  # for a word that waits for no answer
-_NOT_OPENED = "it does not open the namespace over RDMA: it does not know it, or its tenant's secret is another"
 _Said = TypeVar("_Said", Hello, Prove, NamespaceOpened)
 
 
-class RdmaReaderProof(NamedTuple):
+class LeasedOver(NamedTuple):
+    """What the slots that are leased are read over.
+
+    Attributes:
+        word: for people. bit: of `Hello.transports`. transport: of `Ask`.
+        error: what a connection raises that is of no use for it.
+    """
+
+    word: str
+    bit: int
+    transport: GrantTransport
+    error: type[KvbmError]
+
+    def not_opened(self) -> KvbmError:
+        """What to raise where a namespace is not open on a connection."""
+        return self.error(
+            f"it does not open the namespace over {self.word}: it does not know it, or its tenant's secret is another"
+        )
+
+
+OVER_RDMA = LeasedOver("RDMA", RDMA, GrantTransport.RDMA, VerbsError)
+OVER_NIXL = LeasedOver("NIXL", NIXL, GrantTransport.NIXL, NixlError)
+
+
+class ReaderProof(NamedTuple):
     """Who reads, and what proves that it may.
 
     Attributes:
@@ -67,22 +92,22 @@ class RdmaReaderProof(NamedTuple):
     namespaces: Callable[[], Sequence[Namespace]]
 
 
-class RdmaConnection:
-    """As `transport.rdma.ProvedConnection`. One thread."""
+class LeasingConnection:
+    """As `transport.leased.ProvedConnection`. One thread."""
 
-    def __init__(self, tcp: str, owner: InstanceId, reader: RdmaReaderProof, until_s: float) -> None:
+    def __init__(self, over: LeasedOver, tcp: str, owner: InstanceId, reader: ReaderProof, until_s: float) -> None:
         """Connect, prove, and open.
 
         Args:
             tcp: host:port of the owner.
             until_s: of `time.monotonic`.
-        Raises: OSError, PeerWireError, VerbsError: nobody is there, it is another, or it lends nothing over RDMA.
+        Raises: OSError, PeerWireError, `over.error`: nobody is there, it is another, or it lends nothing that way.
         """
         host, port = split_address(tcp)
         ip = looked_up(host, max(0.0, until_s - time.monotonic()))
         if not ip:
             raise PeerWireError(f"the name {host} is not known")
-        self._owner, self._reader = owner, reader
+        self._over, self._owner, self._reader = over, owner, reader
         self._handles: dict[NamespaceId, int] = {}
         self._request = 0
         self._socket = socket.create_connection((ip, port), timeout=max(0.001, until_s - time.monotonic()))
@@ -101,17 +126,17 @@ class RdmaConnection:
     def ask(self, namespace: Namespace, hashes: bytes, until_s: float) -> LeasedRun:
         """As `ProvedConnection.ask`.
 
-        Raises VerbsError: the namespace is not open on this connection, which is to be made anew.
+        Raises `over.error`: the namespace is not open on this connection, which is to be made anew.
         """
         asked_s = time.monotonic()
         handle = self._handles.get(namespace.id)
         if handle is None:
-            raise VerbsError(_NOT_OPENED)  # it may open it on the next connection, and the secret may be another then
+            raise self._over.not_opened()  # it may open it on the next connection, and the secret may be another then
         self._request += 1
         left_ms = max(1, round(1000 * (until_s - asked_s)))
         send_message(
             self._socket,
-            encode(Ask(self._request, handle, GrantTransport.RDMA, min(left_ms, 1 << 31), hashes)),
+            encode(Ask(self._request, handle, self._over.transport, min(left_ms, 1 << 31), hashes)),
             until_s,
         )
         answer = self._receive(until_s)
@@ -120,12 +145,12 @@ class RdmaConnection:
         if isinstance(answer, Busy):
             return _nothing("", answer.retry_ms / 1000)
         if isinstance(answer, Gone) and answer.reason is GoneReason.NOT_OPENED:
-            raise VerbsError(_NOT_OPENED)
+            raise self._over.not_opened()
         if isinstance(answer, Gone):
             is_missing = answer.reason is GoneReason.NOT_HELD
-            return _nothing("" if is_missing else f"it lends nothing over RDMA now: {answer.reason.name}")
+            return _nothing("" if is_missing else f"it lends nothing over {self._over.word} now: {answer.reason.name}")
         if not answer.lease or any(tier != Tier.HOST for tier in answer.tiers):
-            raise PeerWireError("a grant over RDMA is a lease of slots in HOST")
+            raise PeerWireError(f"a grant over {self._over.word} is a lease of slots in HOST")
         lasts_ms = answer.lease_ms - _MARGIN_MS - answer.lease_ms // _MARGIN_SHARE
         slots, checksums = (np.frombuffer(column, dtype="<u4") for column in (answer.slots, answer.checksums))
         return LeasedRun(answer.lease, asked_s + max(0, lasts_ms) / 1000, slots, checksums)
@@ -144,7 +169,7 @@ class RdmaConnection:
     def _shake_hands(self, until_s: float) -> tuple[bytes, bytes]:
         """HELLO and PROVE of both: the nonces, the reader's and the owner's."""
         own = secrets.token_bytes(NONCE_BYTES)
-        send_message(self._socket, encode(Hello(own, 0, RDMA, 0, self._reader.instance)), until_s)
+        send_message(self._socket, encode(Hello(own, 0, self._over.bit, 0, self._reader.instance)), until_s)
         hello = self._expect(Hello, until_s)
         if hello.instance != self._owner:
             raise PeerWireError(f"{hello.instance!r} answers where {self._owner!r} should")
@@ -157,8 +182,8 @@ class RdmaConnection:
         proved = self._expect(Prove, until_s)
         if not hmac.compare_digest(proved.proof, key_proof(key, ProvingSide.OWNER, own, hello.nonce, self._owner)):
             raise PeerWireError("its key is another")
-        if not hello.transports & RDMA:
-            raise VerbsError("it lends nothing over RDMA any more")
+        if not hello.transports & self._over.bit:
+            raise self._over.error(f"it lends nothing over {self._over.word} any more")
         return own, hello.nonce
 
     def _open(self, own: bytes, nonce: bytes, until_s: float) -> None:

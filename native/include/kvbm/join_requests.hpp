@@ -1,5 +1,6 @@
-// RdmaRequests: readers that want to READ over RDMA, between their connections' threads and who makes queue pairs,
-// which is Python. What is said, kvbm/transport/rdma_hello.py knows; here it is bytes.
+// JoinRequests: readers that want to read HOST's memory by themselves, over RDMA or NIXL, between their connections'
+// threads and who lets them, which is Python. What is said, kvbm/transport/rdma_hello.py and nixl_hello.py know; here
+// it is bytes.
 //
 // Life: that of the server's PeerOwner; nobody may ask before `open`, and nobody waits after `close`. Any thread.
 #pragma once
@@ -19,24 +20,34 @@
 
 namespace kvbm {
 
-inline constexpr std::uint8_t kRdmaHelloKind = 12;       // of a message, beside those of peer_wire.hpp
-inline constexpr std::size_t kRdmaHelloBytes = 28;       // of its body
-inline constexpr std::size_t kMostRdmaReadyBytes = 256;  // of the answer, head and all
+// How a reader says that it wants to.
+struct JoinHello {
+  std::uint8_t kind;             // of a message, beside those of peer_wire.hpp
+  std::size_t body_bytes;        // of it
+  std::size_t most_ready_bytes;  // of the answer, head and all
+};
 
-class RdmaRequests {
+inline constexpr JoinHello kRdmaHello{.kind = 12, .body_bytes = 28, .most_ready_bytes = 256};
+inline constexpr JoinHello kNixlHello{.kind = 14, .body_bytes = 0, .most_ready_bytes = (64 << 10) + 256};
+
+class JoinRequests {
  public:
   // A namespace that is open on the reader's connection, and as it was admitted.
   using Opening = std::pair<NamespaceId, std::uint64_t>;
   struct Request {
     std::uint64_t number = 0;         // of the connection
-    std::vector<std::uint8_t> hello;  // what the reader said; empty: its connection is over
+    std::vector<std::uint8_t> hello;  // what the reader said, without the head
+    bool has_left = false;            // nothing was said: its connection is over
   };
 
+  explicit JoinRequests(const JoinHello& hello) noexcept : hello_(hello) {}
+
+  const JoinHello& hello() const noexcept { return hello_; }
   // Somebody answers from now on.
   void open();
   bool is_open() const;
 
-  // Waits until a reader's RDMA_HELLO is answered: what to send to it; empty: nobody has, in time. number: set to the
+  // Waits until a reader's HELLO is answered: what to send to it; empty: nobody has, in time. number: set to the
   // connection's.
   std::vector<std::uint8_t> ask(Bytes hello, std::vector<Opening> openings, SteadyTime deadline, std::uint64_t& number);
   // The connection of a reader that was answered is over.
@@ -58,6 +69,7 @@ class RdmaRequests {
     std::vector<std::uint8_t> ready;  // the answer; empty: not there yet
   };
 
+  const JoinHello hello_;                     // see above
   mutable std::mutex mutex_;                  // guards what follows
   std::condition_variable asked_;             // a request, or the end
   std::condition_variable answered_;          // an answer, or the end
