@@ -67,6 +67,7 @@ COMMANDS = {  # of a stage, what must be here before it begins: an hour later is
         "pgbouncer": "pgbouncer",
         "fio": "fio",
     },
+    "rdma": {"qemu-system-x86_64": "qemu-system-x86", "busybox": "busybox-static", "kmod": "kmod", "cpio": "cpio"},
 }
 
 

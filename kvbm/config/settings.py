@@ -34,7 +34,7 @@ Amount = Annotated[int, Meta(ge=0)]
 PoolSize = Annotated[int, Meta(ge=0, extra={"rule": "it cannot be negative"})]
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
 SecondsOrZero = Annotated[float, Meta(ge=0, le=LONGEST_S)]
-AgeSeconds = Annotated[float, Meta(ge=0)]  # of what is kept for weeks
+LongSecondsOrZero = Annotated[float, Meta(ge=0)]  # may be weeks
 Weight = Annotated[float, Meta(gt=0)]
 Switch = Literal["auto", "on", "off"]
 OffloadWhen = Annotated[str, Meta(extra={"choice": (*OFFLOAD_POLICIES, NO_OFFLOAD)})]
@@ -531,14 +531,14 @@ class GcSettings(SettingsGroup, frozen=True):
             the store ignores the conditions of puts on which its lease rests; without it, it does not work there.
     """
 
-    ttl_s: AgeSeconds = 7 * 86_400.0
+    ttl_s: LongSecondsOrZero = 7 * 86_400.0
     quota_bytes: Amount = 0
     grace_s: Seconds = 60.0
-    young_s: AgeSeconds = 60.0
-    skew_s: AgeSeconds = 60.0
+    young_s: LongSecondsOrZero = 60.0
+    skew_s: LongSecondsOrZero = 60.0
     lease_s: Annotated[float, Meta(ge=1, le=LONGEST_S)] = 60.0
     used_s: SecondsOrZero = 60.0
-    every_s: AgeSeconds = 0.0
+    every_s: LongSecondsOrZero = 0.0
     id: str = ""
     alone: bool = False
 

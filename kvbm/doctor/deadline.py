@@ -33,7 +33,7 @@ class PendingProbe(Generic[T]):
         self._thread.start()
 
     def result(self, timeout_s: float) -> T:
-        """What the work returned or raised. Raises Late: it is not over so long after it has begun."""
+        """What the work returned or raised. Raises LateProbe: it is not over so long after it has begun."""
         self._thread.join(max(0.0, self._begun_s + timeout_s - time.monotonic()))
         if self._failed:
             raise self._failed[0]

@@ -55,13 +55,13 @@ class Disk(NamedTuple):
 
 
 def look_at_disk(path: str | Path, *, is_file: bool, measured: bool, syncs: bool = False) -> Disk:
-    """Try a place: a file's folder, a folder that may not exist yet, or a block device. Raises Late."""
+    """Try a place: a file's folder, a folder that may not exist yet, or a block device. Raises LateProbe."""
     question = {"path": str(Path(path).absolute()), "is_file": is_file, "speed": measured, "syncs": syncs}
     return Disk(**run_probe("disk", question))
 
 
 def look_at_io_uring() -> dict[str, Any]:
-    """See `probes/io_uring.py`. Raises Late."""
+    """See `probes/io_uring.py`. Raises LateProbe."""
     return run_probe("io_uring")
 
 

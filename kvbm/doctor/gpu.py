@@ -26,7 +26,7 @@ class Torch(NamedTuple):
 
 
 def look_at_cuda() -> dict[str, Any]:
-    """See `probes/cuda.py`. Raises Late."""
+    """See `probes/cuda.py`. Raises LateProbe."""
     return run_probe("cuda")
 
 

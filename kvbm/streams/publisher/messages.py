@@ -198,14 +198,14 @@ class ReportFenced(NamedTuple):
 class TakeOver(NamedTuple):
     """Have the manager begin an epoch later than this one: the run that owns the instance is silent.
 
-    Answer with Begun.
+    Answer with EpochBegun.
     """
 
     epoch: Epoch
 
 
 class PublisherWakeAt(NamedTuple):
-    """Step with Ticked at this time, if nothing comes before."""
+    """Step with PublisherTicked at this time, if nothing comes before."""
 
     at_s: float
 
