@@ -1,7 +1,7 @@
 """What tests reach inside an API server's engine: its workers have this class mixed in (`--worker-extension-cls`), and
 vLLM's development mode calls its methods over HTTP.
 
-With one worker that is the process and the thread of the engine core.
+The worker is in the process and the thread of the engine core (`server._ONE_PROCESS`).
 """
 
 from __future__ import annotations

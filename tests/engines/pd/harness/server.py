@@ -27,6 +27,8 @@ NAME = "tiny"  # what clients call the model
 INSIDE = "tests.engines.pd.harness.inside"
 WAIT_S = 250.0
 _TAIL_BYTES = 6000
+# Of the engine core and its worker; by itself the CPU platform parts them, and `inside` could not reach the core
+_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _METRIC = re.compile(r"^([a-z_:]+)(?:\{(.*)\})? ([0-9.e+-]+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -54,6 +56,7 @@ class ApiServer:
         command += ["--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK_TOKENS)]
         command += ["--kv-cache-memory-bytes", str(64 << 20), "--num-gpu-blocks-override", "256"]
         command += ["--max-model-len", "2048", "--max-num-batched-tokens", str(step_tokens), "--max-num-seqs", "8"]
+        command += ["--distributed-executor-backend", _ONE_PROCESS]
         command += ["--worker-extension-cls", f"{INSIDE}.Inside", "--kv-transfer-config", json.dumps(connector)]
         more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         environment = {**os.environ, **_ENVIRONMENT, **more}
