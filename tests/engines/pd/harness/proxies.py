@@ -22,7 +22,7 @@ from tests.engines.pd.harness.shapes import DECODE, PREFILL, Shapes
 from tests.eventually import eventually
 from tests.servers import free_port
 
-_NOT_PASSED_ON = ("host", "content-length", "connection", "transfer-encoding", "content-encoding")
+_PASSED_ON = ("content-type", "x-request-id")  # vllm-router's `authorization: Bearer ` is none that httpx would send
 _WAIT_S = 200.0
 
 
@@ -92,7 +92,7 @@ class Proxies:
             is_leg = request.url.path.endswith("completions")
             if is_leg and to == DECODE:
                 await asyncio.to_thread(self.before_decode)
-            kept = {name: value for name, value in headers.items() if name not in _NOT_PASSED_ON}
+            kept = {name: value for name, value in headers.items() if name in _PASSED_ON}
             url = self.engines[to] + request.url.path
             answer: httpx.Response | None = None
             try:
