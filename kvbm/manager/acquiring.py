@@ -12,8 +12,11 @@ from contextlib import suppress
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_slots
 from kvbm.core.results import Match
 from kvbm.manager.copies.copies_in_flight import CopiesInFlight
+from kvbm.manager.onboard.expected import ExpectedBlocks
 from kvbm.manager.onboard.loads import InFlightLoad, Loads, PlannedLoad, Waiter
 from kvbm.manager.record.ledger_stream import LedgerStream
+
+_AGAIN_S = 0.002  # from one question for blocks that are expected to the next
 
 Sample = Callable[[NamespaceId, bytes, int], None]  # namespace, hashes and depth of a prompt that was asked for
 
@@ -49,10 +52,13 @@ class Acquiring:
         first: int,
         deadline_s: float,
         is_whole: bool = False,
+        expected: ExpectedBlocks | None = None,
     ) -> None:
         self.depth = self.predicted = 0
         self.why, self.is_fetched, self.is_told = "", False, False
         self._is_whole = is_whole
+        self._expected = expected
+        self._again_s = 0.0  # before it, nobody is asked again for blocks that are expected
         self._planned_at = 0  # depth when copies were last begun
         self._slots = b""  # packed
         self.hits: dict[Tier, int] = {}
@@ -80,18 +86,23 @@ class Acquiring:
         """
         if self._is_over:
             return True
-        is_late = self._clock() >= self.deadline_s
-        if self._is_under_way() and not is_late:
+        now_s = self._clock()
+        is_late = now_s >= self.deadline_s
+        if not is_late and (now_s < self._again_s or self._is_under_way()):
             return False
         planned: list[PlannedLoad] = []
         looks = False
         with self._lock:
-            waited = bool(self._waiter.others)
+            waited, before = bool(self._waiter.others), self.depth
+            expected = None if self._waiter.is_in_vain else self._expected
             self._give_up_locked()
             self._collect_locked()
+            if expected is not None and self.depth > before:
+                self.deadline_s, is_late = now_s + expected.quiet_s, False
             self._is_late = is_late
             is_in_vain = is_late or self._stream.closing or self._is_cancelled
             may_go_on = self._is_whole and self.depth > self._planned_at and bool(self.next_block)
+            may_go_on |= expected is not None and self.first + self.depth < expected.blocks
             goes_on = not is_in_vain and (waited or may_go_on or self._lies_in_host_locked(self.next_block))
             if goes_on:  # with what others have brought, or what lay behind a hole
                 rest = self.hashes[(self.first + self.depth) * HASH_BYTES :]
@@ -149,7 +160,8 @@ class Acquiring:
             return self._offer_sample
         planned, looks = self._plan_locked()
         if planned or looks or self._waiter.others:
-            self._loads.begin_waiting_locked(self)
+            if self._expected is None:  # offloads would stand still for as long as somebody else computes
+                self._loads.begin_waiting_locked(self)
             return lambda: self._set_out(planned, looks)
         self._collect_locked()
         self._finish_locked()
@@ -176,7 +188,10 @@ class Acquiring:
         There is a waiter before anything is pinned: an exception may come between any two lines.
         """
         self._planned_at = self.depth
-        self._waiter, self._begun, self._ended, self._look = Waiter(self.namespace, rest), [], 0, None
+        waiter = Waiter(self.namespace, rest, self._expected)
+        self._waiter, self._begun, self._ended, self._look = waiter, [], 0, None
+        if self._expected is not None:
+            self._again_s = self._clock() + _AGAIN_S
         self._waiter.found = self._ledger.match(rest, True, Tier.HOST, self.namespace)
         return self._waiter.found
 

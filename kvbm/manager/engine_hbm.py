@@ -39,6 +39,7 @@ from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.base import BlockManager
 from kvbm.manager.offload.admission import Skipped
 from kvbm.manager.offload.chain_runs import ChainRun
+from kvbm.manager.onboard.expected import ExpectedBlocks
 from kvbm.manager.onboard.finding import Finding
 from kvbm.pools.base import Proof
 from kvbm.safe_log import SafeLog
@@ -217,7 +218,13 @@ class EngineHbmManager(BlockManager):
             return None
 
     def begin_acquire(
-        self, namespace: NamespaceId, hashes: bytes, wait_s: float | None = None, first: int = 0, is_whole: bool = False
+        self,
+        namespace: NamespaceId,
+        hashes: bytes,
+        wait_s: float | None = None,
+        first: int = 0,
+        is_whole: bool = False,
+        expected: ExpectedBlocks | None = None,
     ) -> Acquiring:
         """Begin to bring the longest run of held blocks to HOST, pinned there for the caller.
 
@@ -227,10 +234,13 @@ class EngineHbmManager(BlockManager):
         Args:
             hashes: n packed hashes of a prompt's blocks, from its first on. Where objects have several blocks they may
                 not begin later.
-            wait_s: after which what has come counts; None: as the manager was told.
+            wait_s: after which what has come counts; None: as the manager was told, and where blocks are expected, as
+                long as they say.
             first: blocks of the prompt that the engine has in HBM itself; the run begins behind them.
             is_whole: all of it is said to lie somewhere, and a part is of little use: where one source ends, others are
                 looked into again.
+            expected: blocks of the prompt that somebody computes or stores now. They are asked for until they are
+                there, or nothing more of them comes.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
         self._check_namespace(namespace)
@@ -239,6 +249,10 @@ class EngineHbmManager(BlockManager):
         if wait_s is not None:
             check_seconds(wait_s, "wait_s")
         check_flag(is_whole, "is_whole")
+        if expected is not None:
+            checked_int(expected.blocks, "expected.blocks", most=len(hashes) // HASH_BYTES)
+            check_seconds(expected.quiet_s, "expected.quiet_s")
+            wait_s = expected.quiet_s if wait_s is None else wait_s
         now_s = self._clock()
         deadline_s = now_s + (self._wait_s if wait_s is None else wait_s)
         acquiring = Acquiring(
@@ -252,6 +266,7 @@ class EngineHbmManager(BlockManager):
             first,
             deadline_s,
             is_whole,
+            expected,
         )
         try:
             with self._lock:

@@ -35,7 +35,9 @@ class Told(Nowhere):
     def __init__(self, owner: EngineHbmManager) -> None:
         self._owner = owner
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
+    def find(
+        self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float, instance: str = ""
+    ) -> FoundElsewhere:
         lends = self._owner.lends
         peer = PeerHolding(
             instance=self._owner.instance,

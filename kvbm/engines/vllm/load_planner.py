@@ -6,12 +6,14 @@ job once vLLM has made room; the rows of HOST stay pinned until all ranks have a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, pack_slots
 from kvbm.engines.vllm.forwards import UNKNOWN, Touches
+from kvbm.engines.vllm.handoff import HandoffHint, HandoffRules, hint_of, is_computed_now
 from kvbm.engines.vllm.metadata import Answers, Job
 from kvbm.engines.vllm.numbers import Numbers
 from kvbm.engines.vllm.reach import HeldBlocks, LookedUp, joined, part_reach, whole_reach
@@ -20,6 +22,7 @@ from kvbm.engines.vllm.roles import EngineRole
 from kvbm.engines.vllm.tier_events import TierEvents
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.engine_hbm import EngineHbmManager
+from kvbm.manager.onboard.expected import ExpectedBlocks
 from kvbm.safe_log import SafeLog
 
 log = SafeLog()
@@ -41,6 +44,8 @@ class LoadPlanner:
         ranks: workers that answer each job.
         next_job: gives the id of a job.
         role: whether anything is loaded at all, and whether a state that this engine computes would be stored.
+        handoff: how long blocks are waited for that other engines compute.
+        wall_clock: seconds since 1970.
 
     Attributes:
         gained: grows when HOST has gained blocks: a miss is then worth another look.
@@ -60,13 +65,15 @@ class LoadPlanner:
         next_job: Callable[[], int],
         touches: Touches,
         role: EngineRole = EngineRole(),  # noqa: B008  # frozen
+        handoff: HandoffRules = HandoffRules(),  # noqa: B008  # frozen
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.gained = 0
         self.is_asked_again = False
         self.events: TierEvents | None = None
         self._manager, self._groups, self._derive, self._align_tokens = manager, groups, derive, align_tokens
         self._ranks, self._requests, self._numbers, self._next_job = ranks, requests, numbers, next_job
-        self._role = role
+        self._role, self._handoff, self._wall_clock = role, handoff, wall_clock
         self._has_holes = len(groups) > 1 or not groups[0].keeps_all  # a part of what is loaded may be of no use
         self._whole = sum(group.keeps_all for group in groups)  # they come first
         self._has_states = any(group.is_state for group in groups)
@@ -222,6 +229,7 @@ class LoadPlanner:
             state.ask = self._look(state, ask.computed_tokens, limit, ask.finding.result())
             return self._settled(state, state.ask)
         self._tell(state, ask)
+        state.is_settled = True
         if not ask.runs:
             return 0
         if len(ask.runs) == 1 and ask.runs[0][0].keeps_all:  # a shorter prefix of this is as good
@@ -288,8 +296,9 @@ class LoadPlanner:
                 wanted = state.hashes(index, chain_begin, end + self._behind, self._derive)
                 if len(wanted) > (begin - chain_begin) * HASH_BYTES:
                     namespace = state.namespaces[index].id
+                    expected = None if has_holes or state.is_settled else self._expected(state, wanted)
                     acquiring = self._manager.begin_acquire(
-                        namespace, wanted, first=begin - chain_begin, is_whole=has_holes
+                        namespace, wanted, first=begin - chain_begin, is_whole=has_holes, expected=expected
                     )
                     runs.append((group, begin, acquiring))
         tokens = end_tokens - computed_tokens if runs else 0
@@ -299,6 +308,29 @@ class LoadPlanner:
             runs[0][2].release()
             ask = ask._replace(runs=[], tokens=0)
         return ask
+
+    def _expected(self, state: RequestState, wanted: bytes) -> ExpectedBlocks | None:
+        """Those of a prompt's blocks that another engine computes, or has just computed."""
+        params, most = state.request.kv_transfer_params, len(wanted) // HASH_BYTES
+        if (hint := hint_of(params)) is not None:
+            return self._hinted(state, hint, most)
+        if is_computed_now(params):
+            return ExpectedBlocks(most, self._handoff.wait_s)
+        if not self._role.stores:
+            return ExpectedBlocks(most, self._handoff.unsaid_wait_s)
+        return None
+
+    def _hinted(self, state: RequestState, hint: HandoffHint, most: int) -> ExpectedBlocks | None:
+        """What a hint speaks of, if that is this very prompt."""
+        blocks = hint.tokens // self._groups[0].block_tokens
+        is_same = hint.namespace == state.namespaces[0].id
+        is_same = is_same and 0 < blocks <= self._groups[0].hashed_blocks(state.request.block_hashes)
+        if not is_same or state.hashes(0, blocks - 1, blocks, self._derive) != hint.last:
+            self._numbers.add("handoffs_refused", 1)
+            return None
+        if hint.until_ms < self._wall_clock() * 1000:  # what is left of it is found as any other prompt is
+            return None
+        return ExpectedBlocks(min(blocks, most), self._handoff.wait_s, hint.instance)
 
     def _tell(self, state: RequestState, ask: RequestMatch) -> None:
         """Count what was said to be there for a request against what has come, once for each run that is over, and

@@ -17,6 +17,7 @@ from kvbm.config import HbmSettings, NvmeSettings, ObjectSettings, Settings, Tra
 from kvbm.core.errors import KvbmError, PoolError
 from kvbm.core.ids import Namespace, Tier
 from kvbm.engines.vllm.facts import machine_words
+from kvbm.engines.vllm.handoff import HandoffRules
 from kvbm.engines.vllm.host_link import leave_host
 from kvbm.engines.vllm.identity import EngineIdentity
 from kvbm.engines.vllm.meeting import Meeting
@@ -143,7 +144,8 @@ def open_scheduler(
     )
     if not (role.loads and role.stores):
         log.info("role.taken", role=kv_transfer_config.kv_role, loads=role.loads, stores=role.stores)
-    return Scheduler(manager, NATIVE, groups, names.of, ranks, share, align_tokens, rules, role)
+    handoff = HandoffRules(settings.handoff.wait_s, settings.handoff.unsaid_wait_s, settings.handoff.ttl_s)
+    return Scheduler(manager, NATIVE, groups, names.of, ranks, share, align_tokens, rules, role, handoff=handoff)
 
 
 def copy_settings(served: ServedEngine, kv_transfer_config: Any) -> HbmSettings:

@@ -42,6 +42,7 @@ from kvbm.manager.copies.transfer import Moved, RemoteSource
 from kvbm.manager.counters import Counters
 from kvbm.manager.objects.claim_watch import ClaimWatch
 from kvbm.manager.offload.queue import Offloader
+from kvbm.manager.onboard.expected import ExpectedBlocks
 from kvbm.manager.options import ManagerOptions
 from kvbm.manager.record.ledger_stream import LedgerStream
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
@@ -86,10 +87,12 @@ class Waiter:
         others: copies of other requests that bring some of its blocks.
         said: blocks behind those of the own tiers that others were said to have. why: why fewer are brought, where that
             is known before.
+        expected: blocks that somebody is about to have. is_in_vain: nobody is any more, as far as was found out.
     """
 
-    def __init__(self, namespace: NamespaceId, hashes: bytes) -> None:
+    def __init__(self, namespace: NamespaceId, hashes: bytes, expected: ExpectedBlocks | None = None) -> None:
         self.namespace, self.hashes, self.found = namespace, hashes, _NOTHING
+        self.expected, self.is_in_vain = expected, False
         self.waiting = True
         self.planned: list[Copy] = []
         self.prefix: Prefix | None = None
@@ -296,10 +299,9 @@ class Loads:
             hashes: packed, of the prompt from its first block on, because objects begin at whole multiples of their
                 size.
         """
-        if not self.looks_beyond:
-            return []
         with self._lock:
-            if not self._revisioned.may(waiter.namespace):
+            if not self.looks_beyond or not self._revisioned.may(waiter.namespace):
+                waiter.is_in_vain = True
                 return []
         segments = self._seen_beyond(waiter, hashes, depth)
         planned: list[PlannedLoad] = []
@@ -311,7 +313,7 @@ class Loads:
                     waiter.namespace, source, self._target, wanted, is_lent, waiter.planned
                 )
                 if copy is None:
-                    waiter.why = "no_room"
+                    waiter.why, waiter.is_in_vain = "no_room", True
                     break
                 planned.append(PlannedLoad(copy, remote))
         return planned
@@ -333,7 +335,7 @@ class Loads:
                 log.exception(
                     "load.not_looked", effect="what lies beyond the own tiers is computed", remedy="report it"
                 )
-            self._looks_fail = True
+            self._looks_fail = waiter.is_in_vain = True
         return segments
 
     def find_beyond(self, runs: Sequence[tuple[NamespaceId, bytes]]) -> list[bytes]:
@@ -401,30 +403,41 @@ class Loads:
         if peers is None or depth == blocks or not peers.knows(namespace):
             peers = None
         if pool is None and peers is None:
+            waiter.is_in_vain = self._pools.pod is None
             return []
         chain = hashes[begin * HASH_BYTES : (objects_end if peers is None else blocks) * HASH_BYTES]
         asked_from = len(chain) // HASH_BYTES if peers is None else depth - begin
-        found = self.locator.find("" if pool is None else pool.name, namespace, chain, asked_from, self._locate_s)
+        expected = waiter.expected
+        who = "" if expected is None else expected.instance
+        found = self.locator.find("" if pool is None else pool.name, namespace, chain, asked_from, self._locate_s, who)
         if found is NOTHING_FOUND and not isinstance(self.locator, Nowhere):
-            waiter.why = "unanswered"
+            waiter.why, waiter.is_in_vain = "unanswered", True
         lenders = (
             []
             if peers is None
-            else [one for one in peers.sources(namespace, found.peers) if not self._is_silent(lender(one.instance))]
+            else [
+                one for one in peers.sources(namespace, found.peers, who) if not self._is_silent(lender(one.instance))
+            ]
         )
+        if who and not lenders and pool is None and self._pools.pod is None:  # it has gone, or cannot be read from
+            waiter.is_in_vain = peers is None or not peers.is_busy(who)
         asked = len(hashes) // HASH_BYTES - depth  # a catalog may say more
+        most = asked if expected is None else expected.blocks - depth
         sources = [
-            FetchSource(depth - begin + min(one.end, asked), one.link, one.together_bytes_per_s) for one in lenders
+            FetchSource(
+                depth - begin + min(most if one.is_expected else one.end, asked), one.link, one.together_bytes_per_s
+            )
+            for one in lenders
         ]
         if pool is not None:
             claimed = min(found.claimed, objects_end - begin) // k * k
             sources.append(FetchSource(claimed, self._links.link(self._clock(), OBJECTS, OBJECTS)))
         lot = max(k, _LOAD_BLOCKS // k * k)
-        stretches = plan(
-            depth - begin, sources, self._pools.slots[self._target].block_bytes, self._compute_s(namespace), lot
-        )
-        said = max((one.end for one in sources), default=0) - (depth - begin)
-        if said > sum(end - first for _, first, end in stretches):
+        compute_s = self._compute_s(namespace) if expected is None else 0.0  # others have computed it, or will
+        stretches = plan(depth - begin, sources, self._pools.slots[self._target].block_bytes, compute_s, lot)
+        said = max((one.end for one in sources[len(lenders) :]), default=depth - begin) - (depth - begin)
+        said = max([said, *(min(one.end, asked) for one in lenders)])
+        if expected is None and said > sum(end - first for _, first, end in stretches):
             waiter.why = "slower"  # than computing
         waiter.said += max(0, said)
         segments: list[Segment] = []
