@@ -16,7 +16,8 @@ from kvbm.manager.onboard.expected import ExpectedBlocks
 from kvbm.manager.onboard.loads import InFlightLoad, Loads, PlannedLoad, Waiter
 from kvbm.manager.record.ledger_stream import LedgerStream
 
-_AGAIN_S = 0.002  # from one question for blocks that are expected to the next
+# from one question for blocks that are expected to the next: each time longer, until some have come
+_AGAIN_S, _AGAIN_MOST_S, _AGAIN_GROWTH = 0.002, 0.05, 1.5
 
 Sample = Callable[[NamespaceId, bytes, int], None]  # namespace, hashes and depth of a prompt that was asked for
 
@@ -58,7 +59,7 @@ class Acquiring:
         self.why, self.is_fetched, self.is_told = "", False, False
         self._is_whole = is_whole
         self._expected = expected
-        self._again_s = 0.0  # before it, nobody is asked again for blocks that are expected
+        self._again_s, self._pause_s = 0.0, _AGAIN_S  # before it, nobody is asked again for blocks that are expected
         self._planned_at = 0  # depth when copies were last begun
         self._slots = b""  # packed
         self.hits: dict[Tier, int] = {}
@@ -99,6 +100,7 @@ class Acquiring:
             self._collect_locked()
             if expected is not None and self.depth > before:
                 self.deadline_s, is_late = now_s + expected.quiet_s, False
+                self._pause_s = _AGAIN_S
             self._is_late = is_late
             is_in_vain = is_late or self._stream.closing or self._is_cancelled
             may_go_on = self._is_whole and self.depth > self._planned_at and bool(self.next_block)
@@ -191,7 +193,8 @@ class Acquiring:
         waiter = Waiter(self.namespace, rest, self._expected)
         self._waiter, self._begun, self._ended, self._look = waiter, [], 0, None
         if self._expected is not None:
-            self._again_s = self._clock() + _AGAIN_S
+            self._again_s = self._clock() + self._pause_s
+            self._pause_s = min(self._pause_s * _AGAIN_GROWTH, _AGAIN_MOST_S)
         self._waiter.found = self._ledger.match(rest, True, Tier.HOST, self.namespace)
         return self._waiter.found
 
