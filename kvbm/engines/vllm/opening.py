@@ -114,6 +114,7 @@ def open_scheduler(
         resolved=find_resolved(meeting, ranks.ranks // ranks.hosts),  # those of other hosts do not come here
         secrets=TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file),
         environment=os.environ,
+        tenant_in_salt=settings.handoff.tenant_in_salt,
     )
     namespaces, row_bytes = identity.named(settings.tenants), ranks.row_bytes
     settings, objects = _reachable(settings, namespaces, row_bytes)
