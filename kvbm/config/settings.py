@@ -504,8 +504,9 @@ class HandoffSettings(SettingsGroup, frozen=True):
             come for so long, it computes them.
         unsaid_wait_s: the same in a consumer (`kv_role`) whose requests do not say who has computed them.
         ttl_s: so long a prefiller keeps the blocks of a prompt that is to be decoded elsewhere before others.
-        tenant_in_salt: where a request's `kv_transfer_params` name no tenant, the beginning of its `cache_salt` does, up
-            to the first "/": proxies replace what clients write to the former. Let a gateway write both, not clients.
+        tenant_in_salt: where a request's `kv_transfer_params` name no tenant, the beginning of its `cache_salt` does,
+            up to the first "/": proxies replace what clients write to the former. Let a gateway write both, not
+            clients.
     """
 
     wait_s: SecondsOrZero = 10.0

@@ -210,8 +210,8 @@ class EngineIdentity:
                 "tenant.refused",
                 request=request.request_id,
                 given=repr(named)[:_TENANT_CHARACTERS],
-                notice=f"{where} is no text of 1 to {_TENANT_CHARACTERS} printable characters; such requests count as of "
-                "no tenant",
+                notice=f"{where} is no text of 1 to {_TENANT_CHARACTERS} printable characters; such requests count as "
+                "of no tenant",
             )
         return ""
 
