@@ -24,7 +24,7 @@ from tests.host_site import HostSite
 from tests.lenders import COPIER, KEY, NAMESPACE, OTHER, OWNER, READER, new_client, root_of
 from tests.native_owner import NativeLender
 
-RDMA_S = 60.0  # the processor of the VM is emulated
+RDMA_S = 120.0  # the processor of the VM is emulated
 
 
 class RdmaDevices(NamedTuple):
