@@ -93,13 +93,14 @@ smoke-objects: setup  ## … of it one test of each store
 test-rdma: setup  ## reads over RDMA (Soft-RoCE) in throw-away VMs; names the Debian packages it needs
 	rm -rf build/rdma
 	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --nodes 2 --leader --cpus 1 --mem 1024 \
-	  --timeout 600 --rw $(CURDIR) --pyverbs $(BIN)/python -- \
+	  --timeout 900 --rw $(CURDIR) --pyverbs $(BIN)/python -- \
 	  bash tests/rdma/run.sh $(PYTEST_ARGS)
 
-smoke-rdma: setup  ## … of it three reads in one VM: whole, with changed bytes, with a wrong key
+smoke-rdma: setup  ## … of it five reads in one VM: whole, with changed bytes, with a wrong key, of an owner that came back
 	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --cpus 1 --mem 1024 --timeout 600 \
 	  --rw $(CURDIR) --pyverbs $(BIN)/python -- $(BIN)/python -m pytest --confcutdir=tests/rdma -p no:cacheprovider \
-	  -p no:xdist -p no:hypothesispytest -m smoke tests/rdma/test_rdma.py $(PYTEST_ARGS)
+	  -p no:xdist -p no:hypothesispytest -m 'smoke and rdma' tests/rdma/test_rdma.py tests/conformance/test_transports.py \
+	  $(PYTEST_ARGS)
 
 # The engine wants other versions of what kvbm uses, hence its own environment. What setup has compiled is taken from
 # there: the second build finds nothing to do. kvbm is installed as a user would have it, entry points and all, over the

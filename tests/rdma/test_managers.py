@@ -24,6 +24,7 @@ from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of
 from tests.owning_engines import OwningEngine
 from tests.rdma.instances import netem
 
+pytestmark = pytest.mark.rdma
 DEPTH = 8
 OTHER = Namespace(model="test", revision="r2", block_tokens=16)
 _LONG_S = 120.0
