@@ -234,13 +234,12 @@ class EngineHbmManager(BlockManager):
         Args:
             hashes: n packed hashes of a prompt's blocks, from its first on. Where objects have several blocks they may
                 not begin later.
-            wait_s: after which what has come counts; None: as the manager was told, and where blocks are expected, as
-                long as they say.
+            wait_s: for bytes, after which what has come counts; None: as the manager was told.
             first: blocks of the prompt that the engine has in HBM itself; the run begins behind them.
             is_whole: all of it is said to lie somewhere, and a part is of little use: where one source ends, others are
                 looked into again.
             expected: blocks of the prompt that somebody computes or stores now. They are asked for until they are
-                there, or nothing more of them comes.
+                there, or nothing more of them comes; then whoever else may have them.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
         self._check_namespace(namespace)
@@ -252,7 +251,6 @@ class EngineHbmManager(BlockManager):
         if expected is not None:
             checked_int(expected.blocks, "expected.blocks", most=len(hashes) // HASH_BYTES)
             check_seconds(expected.quiet_s, "expected.quiet_s")
-            wait_s = expected.quiet_s if wait_s is None else wait_s
         now_s = self._clock()
         deadline_s = now_s + (self._wait_s if wait_s is None else wait_s)
         acquiring = Acquiring(

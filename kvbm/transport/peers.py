@@ -359,7 +359,7 @@ class Peers:
             elif good and not corrupt:
                 self._broken.worked(way)
                 self._shut.worked(_shut_name(instance, namespace))
-                if not missing:
+                if ReadOutcome.MISSING not in outcomes:
                     self._lacking.worked(instance)
             elif missing or corrupt:
                 self._lacking.failed(now_s, instance)

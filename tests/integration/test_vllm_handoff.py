@@ -4,6 +4,7 @@ lend to each other, beside a catalog and a nats-server. The engines are scripts 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,13 +13,17 @@ from typing import Any
 import pytest
 
 from kvbm.assembly import open_engine_manager
+from kvbm.config import load_settings
 from kvbm.core.ids import Namespace, Tier
 from kvbm.engines.vllm.handoff import KEY, HandoffRules, hint_of
 from kvbm.engines.vllm.roles import EngineRole
+from kvbm.pools.stores.memory import MemoryStore
 from kvbm.transport.peers import MEMORY, TCP
 from tests.eventually import eventually
 from tests.lending_pairs import Pair, reads_by
-from tests.vllm_script import BLOCK_BYTES, BLOCK_TOKENS, FULL, WAIT_S, Engine, Request
+from tests.managers import KnowsAll
+from tests.object_pools import memory_objects
+from tests.vllm_script import BLOCK_BYTES, BLOCK_TOKENS, FULL, HBM_BLOCKS, WAIT_S, Engine, Request
 
 SPACE = Namespace(model="m", revision="r1", block_tokens=BLOCK_TOKENS)
 PROMPT = list(range(33))  # 8 blocks and a token
@@ -197,6 +202,63 @@ def test_a_wrong_hint_makes_nobody_wait_and_nothing_wrong(pair: Pair, words: dic
     prefiller.step()
 
 
+@pytest.mark.parametrize("named", ["nobody", "second", "first"])
+def test_a_hint_keeps_nobody_from_what_a_third_has(pair: Pair, named: str) -> None:
+    """Also where it names the decoder itself, or a prefiller that does not get them."""
+    prefiller, decoder = two(pair, GIVES_UP)
+    third = opened_engine(pair, "third")
+    pair.is_heard("third")
+    assert third.run(PROMPT) == 0
+    params = ended(prefiller, computed(prefiller, PROMPT))  # and it never stores
+    assert params is not None
+    chain = decoder.scheduler.requests.state_of(Request(PROMPT)).hashes(0, 0, BLOCKS, decoder.scheduler._derive)
+    eventually(lambda: pair.site.client.find(SPACE.id, chain).peers, "nobody hears of what the third lends")
+    request = Request(PROMPT, spoiled(params, instance=named))
+    assert decoder.ask(request) == 32
+    loaded(decoder, request, 32)
+
+
+def test_an_engine_that_does_not_ask_for_a_while_loses_nothing(pair: Pair) -> None:
+    """It is full meanwhile. The time without news counts only while somebody looks."""
+    prefiller, decoder = two(pair, GIVES_UP)
+    params = ended(prefiller, computed(prefiller, PROMPT))
+    request = Request(PROMPT, params)
+    assert decoder.scheduler.loads.matched(request, 0) is None
+    time.sleep(3 * GIVES_UP.wait_s)
+    prefiller.step()
+    assert decoder.ask(request) == 32
+
+
+class SlowStore(MemoryStore):
+    """A store whose objects take longer than a consumer waits for what it knows nothing of."""
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5)
+        return super().get(*args, **kwargs)
+
+
+@pytest.mark.parametrize("rules", [HandoffRules(), HandoffRules(unsaid_wait_s=0.0)])
+def test_a_consumer_waits_for_bytes_as_long_as_any_engine(tmp_path: Path, rules: HandoffRules) -> None:
+    store = SlowStore()
+    for role in ("kv_both", "kv_consumer"):
+        objects = memory_objects(BLOCK_BYTES, blocks=4, store=store)
+        flags = {
+            "instance.id": role,
+            "instance.data_dir": str(tmp_path / role),
+            "pools.hbm.owner": "engine",
+            "pools.hbm.slots": HBM_BLOCKS,
+            "pools.host.slots": 64,
+            "nats.enabled": False,
+            "journal.in_memory": True,
+            "onboard.wait_s": WAIT_S,
+        }
+        with open_engine_manager(load_settings(flags=flags), [SPACE], BLOCK_BYTES, "test", objects) as manager:
+            manager._loads.locator = KnowsAll()
+            engine = Engine(manager, FULL, [SPACE], EngineRole.of(role), handoff=rules)
+            assert engine.run(PROMPT) == (0 if role == "kv_both" else 32)
+            assert manager.settle(WAIT_S)
+
+
 def test_what_never_comes_is_computed(pair: Pair) -> None:
     prefiller, decoder = two(pair, GIVES_UP)
     params = ended(prefiller, computed(prefiller, PROMPT))
@@ -251,4 +313,4 @@ def test_clients_cannot_have_all_of_host_kept(pair: Pair) -> None:
         prompt = list(range(1000 * number, 1000 * number + 33))
         assert ended(prefiller, computed(prefiller, prompt)) is not None
         prefiller.step()
-    assert prefiller.scheduler.stores._kept_blocks == 16
+    assert len(prefiller.scheduler.stores._kept) == 16

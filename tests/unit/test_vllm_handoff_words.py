@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvbm.engines.vllm.handoff import KEY, HandoffHint, hint_of, is_computed_now, is_for_a_decoder, wants_hint
 
-HINT = HandoffHint("prefill-0", 7, bytes(range(16)), 4096, bytes(range(16, 32)), 1_800_000_000_000)
+HINT = HandoffHint("prefill-0", 7, True, bytes(range(16)), 4096, bytes(range(16, 32)), 1_800_000_000_000)
 WORDS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
@@ -55,6 +55,8 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
         ({"do_remote_decode": False}, False, False, False),
         ({"remote_decoder": {"kv_request_id": "r"}}, True, False, False),
         ({"remote_prefiller": {"kv_request_id": "r", "remote_host": "h", "remote_port": 1}}, False, False, True),
+        ({"remote_prefiller": {"kv_request_id": "r", "remote_host": "h"}}, False, False, False),
+        ({"remote_prefiller": 1}, False, False, False),
     ],
 )
 def test_what_proxies_say_of_a_request(params: Any, for_a_decoder: bool, wants: bool, computed_now: bool) -> None:

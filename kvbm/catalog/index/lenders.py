@@ -118,7 +118,8 @@ class Lenders:
             again = index.prefixes(wanted.namespace, wanted.hashes, 0, near[:LOOKED_AT], Tier.HOST)
             holders |= {one.instance: one for one in again.instances}
         named = set(only or ())
-        holders |= {one: InstanceDepth(one, 0, (0, 0, 0, 0), 0, False) for one in named - holders.keys()}
+        lacking = {one for one in named if one not in holders or (one in self._known and not self._lends(holders[one]))}
+        holders |= {one: InstanceDepth(one, 0, (0, 0, 0, 0), 0, False) for one in lacking}
         peers = [
             self._holding(one, wanted.topology)
             for name, one in holders.items()

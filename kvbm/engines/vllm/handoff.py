@@ -25,6 +25,7 @@ from kvbm.core.ids import HASH_BYTES
 
 KEY = "kvbm"
 VERSION = 1
+_PREFILLER_WORDS = ("kv_request_id", "remote_host", "remote_port")  # without one of them vLLM computes the prompt
 _Hash = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * HASH_BYTES}}}$", max_length=2 * HASH_BYTES)]
 _Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 
@@ -41,7 +42,7 @@ class HandoffHint(NamedTuple):
     """What a prefiller says of a prompt.
 
     Attributes:
-        instance, epoch: of the prefiller.
+        instance, epoch: of the prefiller. lends: other instances can read its HOST.
         namespace: id of its blocks.
         tokens: of the prompt, whose blocks are stored by now or are being stored.
         last: hash of the last of these blocks.
@@ -50,6 +51,7 @@ class HandoffHint(NamedTuple):
 
     instance: str
     epoch: int
+    lends: bool
     namespace: bytes
     tokens: int
     last: bytes
@@ -62,6 +64,7 @@ class HandoffHint(NamedTuple):
                 "version": VERSION,
                 "instance": self.instance,
                 "epoch": self.epoch,
+                "lends": self.lends,
                 "namespace": self.namespace.hex(),
                 "tokens": self.tokens,
                 "last": self.last.hex(),
@@ -75,6 +78,7 @@ class _Words(msgspec.Struct, frozen=True, kw_only=True):
 
     instance: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     epoch: _Count
+    lends: bool
     namespace: _Hash
     tokens: _Count
     last: _Hash
@@ -84,7 +88,7 @@ class _Words(msgspec.Struct, frozen=True, kw_only=True):
 def hint_of(params: Mapping[str, Any] | None) -> HandoffHint | None:
     """The hint in a request's `kv_transfer_params`; None where there is none that makes sense."""
     words = params.get(KEY) if isinstance(params, Mapping) else None
-    if not isinstance(words, Mapping) or words.get("version") != VERSION:
+    if not isinstance(words, Mapping) or type(words.get("version")) is not int or words["version"] != VERSION:
         return None
     try:
         said = msgspec.convert(dict(words), _Words)
@@ -93,6 +97,7 @@ def hint_of(params: Mapping[str, Any] | None) -> HandoffHint | None:
     return HandoffHint(
         said.instance,
         said.epoch,
+        said.lends,
         bytes.fromhex(said.namespace),
         said.tokens,
         bytes.fromhex(said.last),
@@ -112,4 +117,5 @@ def wants_hint(params: Mapping[str, Any] | None) -> bool:
 
 def is_computed_now(params: Mapping[str, Any] | None) -> bool:
     """Whether another engine has got the same request, to compute its prompt."""
-    return isinstance(params, Mapping) and bool(params.get("remote_prefiller"))
+    said = params.get("remote_prefiller") if isinstance(params, Mapping) else None
+    return isinstance(said, Mapping) and all(said.get(word) for word in _PREFILLER_WORDS)

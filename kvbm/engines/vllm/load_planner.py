@@ -312,25 +312,36 @@ class LoadPlanner:
     def _expected(self, state: RequestState, wanted: bytes) -> ExpectedBlocks | None:
         """Those of a prompt's blocks that another engine computes, or has just computed."""
         params, most = state.request.kv_transfer_params, len(wanted) // HASH_BYTES
-        if (hint := hint_of(params)) is not None:
-            return self._hinted(state, hint, most)
-        if is_computed_now(params):
-            return ExpectedBlocks(most, self._handoff.wait_s)
-        if not self._role.stores:
-            return ExpectedBlocks(most, self._handoff.unsaid_wait_s)
-        return None
+        hint, expected = hint_of(params), None
+        if hint is not None:
+            expected = self._hinted(state, hint, most)
+        if expected is None and is_computed_now(params):
+            expected = ExpectedBlocks(most, self._handoff.wait_s)
+        if expected is None and not self._role.stores:
+            expected = ExpectedBlocks(most, self._handoff.unsaid_wait_s, is_sure=False)
+        if expected is None:
+            return None
+        now_s = self._wall_clock()
+        if not state.expects_since_s:
+            state.expects_since_s = now_s
+        waited_s = max(0.0, now_s - state.expects_since_s)  # of a request whose place in HBM's prefixes has changed
+        return expected._replace(quiet_s=max(0.0, expected.quiet_s - waited_s))
 
     def _hinted(self, state: RequestState, hint: HandoffHint, most: int) -> ExpectedBlocks | None:
-        """What a hint speaks of, if that is this very prompt."""
+        """What a hint speaks of, if that is this very prompt.
+
+        A client may have several prompts in one request, which all have the hint of the first.
+        """
         blocks = hint.tokens // self._groups[0].block_tokens
         is_same = hint.namespace == state.namespaces[0].id
         is_same = is_same and 0 < blocks <= self._groups[0].hashed_blocks(state.request.block_hashes)
         if not is_same or state.hashes(0, blocks - 1, blocks, self._derive) != hint.last:
-            self._numbers.add("handoffs_refused", 1)
+            if not state.expects_since_s:
+                self._numbers.add("handoffs_refused", 1)
             return None
         if hint.until_ms < self._wall_clock() * 1000:  # what is left of it is found as any other prompt is
             return None
-        return ExpectedBlocks(min(blocks, most), self._handoff.wait_s, hint.instance)
+        return ExpectedBlocks(min(blocks, most), self._handoff.wait_s, hint.instance if hint.lends else "")
 
     def _tell(self, state: RequestState, ask: RequestMatch) -> None:
         """Count what was said to be there for a request against what has come, once for each run that is over, and

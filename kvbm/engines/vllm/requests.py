@@ -138,6 +138,7 @@ class RequestState:
         asks_left: how often it is told to ask again while its adapter is not known.
         queued_tokens: of its prompt, while it waits for its first step.
         is_for_a_decoder: another engine decodes what this one computes of it.
+        expects_since_s: since when it has waited for what others compute, seconds since 1970; 0: it has not.
         is_settled: it was told once what can be loaded; from then on it waits for nothing that others compute.
     """
 
@@ -149,6 +150,7 @@ class RequestState:
         "ask",
         "asks_left",
         "due_step",
+        "expects_since_s",
         "is_for_a_decoder",
         "is_looked_at",
         "is_settled",
@@ -184,6 +186,7 @@ class RequestState:
         self.ask: RequestMatch | None = None
         self.due_step = 0
         self.is_looked_at = self.is_settled = self.refused = False
+        self.expects_since_s = 0.0
         self.is_for_a_decoder = is_for_a_decoder(request.kv_transfer_params)
         self.last_store = 0
         self.queued_tokens: int = request.num_prompt_tokens

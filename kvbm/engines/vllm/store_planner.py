@@ -8,7 +8,6 @@ where vLLM offers them: nothing in a request's block table says which block hold
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -65,13 +64,6 @@ class _StoreRun(NamedTuple):
     learned: tuple[bytes, GroupRun] | None = None
 
 
-class _Kept(NamedTuple):
-    """Blocks that are kept for a decoder."""
-
-    until_s: float
-    blocks: int
-
-
 class _StoreJob(NamedTuple):
     """A job that workers carry out: its runs in the order of its columns.
 
@@ -116,8 +108,7 @@ class StorePlanner:
         self._manager, self._groups, self._requests = manager, groups, requests
         self._part_sizes = ranks.part_sizes
         self._handoff, self._wall_clock = handoff, wall_clock
-        self._kept: deque[_Kept] = deque()  # in the order of their ends
-        self._kept_blocks = 0
+        self._kept: dict[SequenceHash, float] = {}  # block → until when it is kept, in the order of the ends
         self._most_kept = manager.pools.slots[Tier.HOST].slots // 2  # a client may ask for it with every request
         self._derive, self._join = backend.derived_hashes, backend.joined_checksums
         self._numbers, self._rules, self._next_job, self._clock = numbers, rules, next_job, clock
@@ -126,6 +117,7 @@ class StorePlanner:
         self._block_ids_of: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()
         self._watch: PrefixCacheWatch | None = None
         self._jobs: list[Job] = []  # of the next plan
+        self._ahead = 0  # of them, so many go before others
         self._later: list[Job] = []  # of the plan after it: this step computes their blocks
         self._admission = StateAdmission(rules.states)
         self._states = {group.id: index for index, group in enumerate(groups) if group.is_state}
@@ -252,18 +244,15 @@ class StorePlanner:
         read what objects and the pod's folder have.
         """
         stores, now_s = self._stores.get(state.last_store), self._clock()
-        while self._kept and self._kept[0].until_s <= now_s:
-            self._kept_blocks -= self._kept.popleft().blocks
+        while self._kept and next(iter(self._kept.values())) <= now_s:
+            del self._kept[next(iter(self._kept))]
         for index, group in enumerate(self._groups):
-            count = state.stored[index]
-            if not group.keeps_all or self._kept_blocks + count > self._most_kept or not count:
-                continue
-            self._kept.append(_Kept(now_s + self._handoff.ttl_s, count))
-            self._kept_blocks += count
-            kept = state.hashes(index, 0, count, self._derive), state.namespaces[index].id
-            self._keep(*kept)
-            if stores is not None:
-                stores.kept.append(kept)
+            if group.keeps_all and state.stored[index]:
+                chain = state.hashes(index, 0, state.stored[index], self._derive)
+                kept = self._most_of(chain, now_s + self._handoff.ttl_s), state.namespaces[index].id
+                self._keep(*kept)
+                if stores is not None:
+                    stores.kept.append(kept)
         group = self._groups[0]
         if len(self._groups) > 1 or not group.keeps_all or not state.stored[0]:
             return None
@@ -275,7 +264,21 @@ class StorePlanner:
         last = chain[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES]
         until_ms = int((self._wall_clock() + self._handoff.ttl_s) * 1000)
         tokens = blocks * group.block_tokens
-        return HandoffHint(self._manager.instance, epoch, namespace, tokens, last, until_ms)
+        lends = bool(self._manager.lends)
+        return HandoffHint(self._manager.instance, epoch, lends, namespace, tokens, last, until_ms)
+
+    def _most_of(self, chain: bytes, until_s: float) -> bytes:
+        """As much of a chain, from its first block on, as may be kept beside what is kept already."""
+        blocks, room = split_hashes(chain), self._most_kept - len(self._kept)
+        for at, block in enumerate(blocks):
+            room -= block not in self._kept
+            if room < 0:
+                blocks = blocks[:at]
+                break
+        for block in blocks:
+            self._kept.pop(block, None)
+            self._kept[block] = until_s
+        return chain[: len(blocks) * HASH_BYTES]
 
     def _keep(self, chain: bytes, namespace: NamespaceId) -> None:
         self._manager.keep(chain, self._handoff.ttl_s, _HANDOFF_PRIORITY, namespace)
@@ -304,7 +307,7 @@ class StorePlanner:
 
     def take_jobs(self) -> list[Job]:
         """The jobs of the next plan, once."""
-        jobs, self._jobs, self._later = self._jobs, self._later, []
+        jobs, self._jobs, self._later, self._ahead = self._jobs, self._later, [], 0
         return jobs
 
     def answered(self, stored: Mapping[int, Mapping[int, StoredPart]]) -> int:
@@ -422,11 +425,11 @@ class StorePlanner:
         self._stores[job.id] = _StoreJob(runs, self._clock(), [], [])
         for state in storing:
             state.last_store = job.id
-        jobs = self._jobs if jobs is None else jobs
-        if len(storing) == 1 and storing[0].is_for_a_decoder:  # another engine waits for it
-            jobs.insert(0, job)
+        if jobs is None and len(storing) == 1 and storing[0].is_for_a_decoder:  # another engine waits for it
+            self._jobs.insert(self._ahead, job)
+            self._ahead += 1
         else:
-            jobs.append(job)
+            (self._jobs if jobs is None else jobs).append(job)
 
     def _refresh(self, state: RequestState) -> None:
         """Its chains and states were used, the beginning last; said once all of it lies in HOST.

@@ -11,9 +11,11 @@ class ExpectedBlocks(NamedTuple):
     Attributes:
         blocks: of its prompt, from the first on.
         quiet_s: it is given up where nothing more of it has come for so long.
-        instance: who brings them; "" for whoever the catalog names.
+        instance: who lends them; "" for whoever the catalog names.
+        is_sure: somebody computes them, so computing them here would be done twice.
     """
 
     blocks: int
     quiet_s: float
     instance: str = ""
+    is_sure: bool = True
