@@ -206,11 +206,11 @@ def test_a_wrong_hint_makes_nobody_wait_and_nothing_wrong(pair: Pair, words: dic
 def test_a_hint_keeps_nobody_from_what_a_third_has(pair: Pair, named: str) -> None:
     """Also where it names the decoder itself, or a prefiller that does not get them."""
     prefiller, decoder = two(pair, GIVES_UP)
+    params = ended(prefiller, computed(prefiller, PROMPT))  # and it never stores
+    assert params is not None
     third = opened_engine(pair, "third")
     pair.is_heard("third")
     assert third.run(PROMPT) == 0
-    params = ended(prefiller, computed(prefiller, PROMPT))  # and it never stores
-    assert params is not None
     chain = decoder.scheduler.requests.state_of(Request(PROMPT)).hashes(0, 0, BLOCKS, decoder.scheduler._derive)
     eventually(lambda: pair.site.client.find(SPACE.id, chain).peers, "nobody hears of what the third lends")
     request = Request(PROMPT, spoiled(params, instance=named))
