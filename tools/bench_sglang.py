@@ -154,9 +154,7 @@ def _timed(call: Callable[[], bool]) -> float:
 def main() -> int:
     """Print the table; 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument(
-        "--folder", type=Path, help="of both; by default a temporary one"
-    )
+    parser.add_argument("--folder", type=Path, help="of both; by default a temporary one")
     parser.add_argument("--layout", action="append", help="of the host pool; by default page_first and layer_first")
     parser.add_argument("--json", type=Path, help="a report is written there")
     arguments = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,11 @@ from tests.eventually import eventually
 
 PAGES = 128
 SETTLE_S = 60.0
+OF_MLA = ("layer_first", "page_first", "page_first_direct")  # SGLang's others are for devices of other makers
+LAYOUTS = (*OF_MLA, "page_head")
 POOLS = {
-    "mha-layer_first": lambda: mha_pool("layer_first", PAGES),
-    "mha-page_first": lambda: mha_pool("page_first", PAGES),
-    "mha-page_first_direct": lambda: mha_pool("page_first_direct", PAGES),
-    "mha-page_head": lambda: mha_pool("page_head", PAGES),
-    "mla-layer_first": lambda: mla_pool("layer_first", PAGES),
-    "mla-page_first": lambda: mla_pool("page_first", PAGES),
-    "mla-page_first_direct": lambda: mla_pool("page_first_direct", PAGES),
+    **{f"mha-{layout}": partial(mha_pool, layout, PAGES) for layout in LAYOUTS},
+    **{f"mla-{layout}": partial(mla_pool, layout, PAGES) for layout in OF_MLA},
 }
 
 
@@ -99,9 +97,10 @@ def test_the_other_words_of_the_interface_answer_a_miss_and_never_raise(tmp_path
     assert backend.batch_exists(keys) == 0 and backend.batch_set_v1(keys, indices_of([1, 2])) == [False] * 2
 
 
-def test_two_tensor_ranks_have_pages_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_tensor_ranks_have_pages_of_their_own(tmp_path: Path, layout: str) -> None:
     keys = chain(1, 12)
-    pools = [mha_pool("page_first", PAGES) for _ in range(2)]
+    pools = [mha_pool(layout, PAGES) for _ in range(2)]
     folder = {"pools.nvme.folder": str(tmp_path / "pod")}
     wanted = [fill(pool, range(12), [f"{rank} {key}" for key in keys]) for rank, pool in enumerate(pools)]
     ranks = [backend_of(pool, extra_of(tmp_path, **folder), rank=at, ranks=2) for at, pool in enumerate(pools)]
@@ -118,9 +117,10 @@ def test_two_tensor_ranks_have_pages_of_their_own(tmp_path: Path) -> None:
             rank.close()
 
 
-def test_of_mla_one_rank_writes_and_the_others_read_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", OF_MLA)
+def test_of_mla_one_rank_writes_and_the_others_read_it(tmp_path: Path, layout: str) -> None:
     keys = chain(1, 12)
-    pools = [mla_pool("page_first", PAGES) for _ in range(2)]
+    pools = [mla_pool(layout, PAGES) for _ in range(2)]
     wanted = fill(pools[0], range(12), keys)
     folder = {"pools.nvme.folder": str(tmp_path / "pod")}
     ranks = [
