@@ -35,8 +35,9 @@ def main() -> None:
     pools.wipe(pool)
     got = backend.batch_get_v1(keys, pools.indices_of(range(PAGES)))
     read = sum(ok and pools.page_bytes(pool, at) == wanted[at] for at, ok in enumerate(got))
-    print(json.dumps({"read": read, "held": backend.batch_exists(pools.chain(1, PAGES))}))
+    held = backend.batch_exists(pools.chain(1, PAGES))
     backend.close()
+    print(json.dumps({"read": read, "held": held}))
 
 
 if __name__ == "__main__":
