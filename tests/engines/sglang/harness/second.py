@@ -1,16 +1,17 @@
-"""Another process that opens a storage as a first one has it: python -m tests.engines.sglang.harness.second EXTRA
+"""Another process that opens a storage as a first one has it: python -m tests.engines.sglang.harness.second EXTRA …
 
-It stores and reads a few pages, and prints in JSON what came of it: {"refused": why}, or {"read": pages that came back
-as they were, "held": those of the first one's that it finds}.
+With each extra config, one after another, it stores and reads a few pages, and prints in JSON what came of it:
+{"refused": why}, or {"read": pages that came back as they were, "held": those of the first one's that it finds}.
 
 Args:
-    EXTRA: the extra config, in JSON.
+    EXTRA: an extra config, in JSON.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from tests.engines.sglang.harness.cpu import prepare
 
@@ -23,12 +24,17 @@ PAGES = 8
 
 
 def main() -> None:
+    for extra in sys.argv[1:]:
+        print(json.dumps(used(json.loads(extra))))
+
+
+def used(extra: dict[str, Any]) -> dict[str, Any]:
+    """What comes of a storage with this extra config."""
     pool = pools.mha_pool("page_first", PAGES)
     try:
-        backend = pools.backend_of(pool, json.loads(sys.argv[1]))
+        backend = pools.backend_of(pool, extra)
     except KvbmError as error:
-        print(json.dumps({"refused": str(error)}))
-        return
+        return {"refused": str(error)}
     keys = pools.chain(99, PAGES)
     wanted = pools.fill(pool, range(PAGES), keys)
     backend.batch_set_v1(keys, pools.indices_of(range(PAGES)))
@@ -37,7 +43,7 @@ def main() -> None:
     read = sum(ok and pools.page_bytes(pool, at) == wanted[at] for at, ok in enumerate(got))
     held = backend.batch_exists(pools.chain(1, PAGES))
     backend.close()
-    print(json.dumps({"read": read, "held": held}))
+    return {"read": read, "held": held}
 
 
 if __name__ == "__main__":
