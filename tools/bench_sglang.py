@@ -32,7 +32,9 @@ from tests.engines.sglang.harness.cpu import prepare
 
 prepare()
 
-from kvbm.core.ids import Tier  # noqa: E402  SGLang can be imported now
+import torch  # noqa: E402  SGLang can be imported now
+
+from kvbm.core.ids import Tier  # noqa: E402
 from tests.engines.sglang.harness import pools  # noqa: E402
 
 PAGES, PAIRS = 128, 7  # SGLang's controller has 128 pages a call at most
@@ -64,7 +66,7 @@ class Sides:
         pools.LAYERS, pools.HEADS, pools.DIM, pools.PAGE_TOKENS = LAYERS, HEADS, DIM, PAGE_TOKENS
         self.pool = pools.mha_pool(layout, PAGES)
         self.kept = folder / "file"
-        slots = {"pools.host.slots": 4 * PAGES, "pools.nvme.slots": (PAIRS + 2) * PAGES}
+        slots = {"pools.host.slots": 4 * PAGES, "pools.nvme.slots": 4 * PAGES}
         self.ours = pools.backend_of(self.pool, pools.extra_of(folder / "kvbm", **slots))
         self.file = pools.file_backend(self.pool, self.kept)
         self.bytes = PAGES * PAGE_TOKENS * int(self.pool.get_size_per_token())
@@ -81,12 +83,24 @@ class Sides:
         """Wait until ours lies in NVME."""
         return backend is self.file or bool(backend._tiers.manager.settle(SETTLE_S))
 
-    def get(self, backend: Any, keys: list[str], wanted: list[bytes]) -> float:
+    def get(self, backend: Any, keys: list[str], wanted: torch.Tensor) -> float:
         """Seconds of a get, whose bytes are compared."""
         pools.wipe(self.pool)
         took_s = _timed(lambda: all(pools.get_pages(backend, self.pool, keys, range(PAGES))))
-        assert [pools.page_bytes(self.pool, page) for page in range(PAGES)] == wanted, "other bytes"
+        assert torch.equal(self.memory, wanted), "other bytes"
         return took_s
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All pages, as whole numbers."""
+        by_page = self.pool.layout in ("page_first_direct", "page_head")
+        axis = 2 if self.pool.layout == "layer_first" else 1
+        view: torch.Tensor = self.pool.kv_buffer.view(torch.int16)
+        return view.narrow(axis, 0, PAGES if by_page else PAGES * PAGE_TOKENS)
+
+    def fill(self) -> torch.Tensor:
+        """Give all pages other bytes; them."""
+        return self.memory.random_(-(1 << 15), 1 << 15).clone()
 
     def cool(self, keys: list[str]) -> None:
         """Have these pages in NVME alone, and the files' in no page cache."""
@@ -98,7 +112,7 @@ class Sides:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(folder: Path, layout: str) -> list[Row]:
+def measure(folder: Path, layout: str, pairs: int) -> list[Row]:
     """All rows of one layout."""
     sides = Sides(folder, layout)
     seconds: dict[str, list[tuple[float, float]]] = {}
@@ -112,9 +126,9 @@ def measure(folder: Path, layout: str) -> list[Row]:
             seconds.setdefault(what, []).append((first, second))
 
     try:
-        for turn in range(PAIRS + 1):
+        for turn in range(pairs + 1):
             keys, again = pools.chain(turn, PAGES), pools.chain(100 + turn, PAGES)
-            wanted = pools.fill(sides.pool, range(PAGES), keys)
+            wanted = sides.fill()
             both = [partial(sides.set, backend, keys) for backend in (sides.ours, sides.file)]
             pair("set", turn, *both)
             sides.settle(sides.ours)
@@ -124,7 +138,7 @@ def measure(folder: Path, layout: str) -> list[Row]:
             pair("get, from NVME; from the page cache", turn, *both)
             sides.cool(keys)
             pair("get, from NVME; cold", turn, *both)
-            pools.fill(sides.pool, range(PAGES), again)
+            sides.fill()
             both = [partial(sides.set_and_settle, backend, again) for backend in (sides.ours, sides.file)]
             pair("set, until it lies in NVME; in the page cache", turn, *both)
             sides.ours.clear()
@@ -156,13 +170,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--folder", type=Path, help="of both; by default a temporary one")
     parser.add_argument("--layout", action="append", help="of the host pool; by default page_first and layer_first")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="of each row")
     parser.add_argument("--json", type=Path, help="a report is written there")
     arguments = parser.parse_args()
     rows: list[Row] = []
     print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {PAGES} pages a call")
     for layout in arguments.layout or ["page_first", "layer_first"]:
         with tempfile.TemporaryDirectory(prefix="bench-sglang-", dir=arguments.folder) as folder:
-            rows += measure(Path(folder), layout)
+            rows += measure(Path(folder), layout, arguments.pairs)
     for row in rows:
         goal = "" if row.goal is None else f"goal {row.goal}" + ("" if row.ratio >= row.goal else ", MISSED")
         print(
