@@ -36,8 +36,8 @@ ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
 .PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects \
   smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick test-bridge \
-  faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check \
-  check-code check-tests clean
+  faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers bench-sglang test-sglang \
+  native-test fuzz fuzz-short check check-code check-tests clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -141,6 +141,9 @@ $(SGLANG_STAMP): $(STAMP) constraints-sglang.txt
 	$(SGLANG_PIP) install --quiet -c constraints-sglang.txt "$$(ls build/sglang/kvbm_ledger-*.whl)[engine-tests]"
 	$(SGLANG_PIP) install --quiet --force-reinstall --no-deps build/sglang/kvbm_ledger-*.whl
 	touch $@
+
+bench-sglang: $(SGLANG_STAMP)  ## … against SGLang's file backend on the same disk; BENCH_ARGS="--folder DIR"
+	$(SGLANG)/bin/python tools/bench_sglang.py $(BENCH_ARGS)
 
 test-sglang: $(SGLANG_STAMP)  ## kvbm below SGLang's own pools and caches on this CPU (needs a network, 2 GB)
 	$(SGLANG)/bin/python $(RUN_TESTS) --sglang tests/engines/sglang $(PYTEST_ARGS)
