@@ -11,7 +11,6 @@ import numpy as np
 from kvbm.assembly import NATIVE
 from kvbm.core.checksum import crc32c
 from kvbm.core.ids import Namespace, Tier, split_slots
-from kvbm.engines.vllm.handoff import HandoffRules
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, StepPlan, StoredPart
 from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.requests import GroupNamespace, KvGroup
@@ -128,7 +127,6 @@ class Engine:
         namespaces: list[Namespace],
         role: EngineRole = BOTH,
         ranks: Ranks = Ranks((Stage(BLOCK_BYTES),)),  # noqa: B008  # immutable
-        handoff: HandoffRules = HandoffRules(),  # noqa: B008  # immutable
     ) -> None:
         self.manager, self.groups = manager, groups
         self.pool = Pool()
@@ -138,9 +136,7 @@ class Engine:
         assert self.host is not None
         self.sizes = ranks.part_sizes
         share = HostShare(0, -1, 0, len(self.host), ranks)
-        self.scheduler = Scheduler(
-            manager, NATIVE, groups, lambda _: spaces, ranks, share, BLOCK_TOKENS, role=role, handoff=handoff
-        )
+        self.scheduler = Scheduler(manager, NATIVE, groups, lambda _: spaces, ranks, share, BLOCK_TOKENS, role=role)
         self.requests: dict[str, Request] = {}
         self.scheduler.bind(self.pool, lambda name: self.ids(self.requests[name]))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_slots
 from kvbm.core.results import Match
@@ -24,6 +25,16 @@ _EACH_S = 0.001  # the more requests expect blocks, the longer each waits: so ma
 Sample = Callable[[NamespaceId, bytes, int], None]  # namespace, hashes and depth of a prompt that was asked for
 
 _NOBODY = Waiter(NamespaceId(b""), b"")  # of a request that waits for nothing; nothing is brought to it
+
+
+class WantedRun(NamedTuple):
+    """What a request wants brought; see `EngineHbmManager.begin_acquire`."""
+
+    namespace: NamespaceId
+    hashes: bytes
+    first: int
+    is_whole: bool
+    expected: ExpectedBlocks | None
 
 
 class Acquiring:
@@ -50,27 +61,23 @@ class Acquiring:
         loads: Loads,
         sample: Sample,
         clock: Callable[[], float],
-        namespace: NamespaceId,
-        hashes: bytes,
-        first: int,
+        wanted: WantedRun,
         deadline_s: float,
-        is_whole: bool = False,
-        expected: ExpectedBlocks | None = None,
     ) -> None:
+        self.namespace, self.hashes, self.first, self._is_whole, self._expected = wanted
         self.depth = self.predicted = 0
         self.why, self.is_fetched, self.is_told = "", False, False
-        self._is_whole = is_whole
-        self._expected = expected
         self._again_s = 0.0  # before it, nobody is asked again for blocks that are expected
-        self._least_pause_s = _ANYBODY_S if expected is not None and not expected.instance else _AGAIN_S
+        is_of_anybody = self._expected is not None and not self._expected.instance
+        self._least_pause_s = _ANYBODY_S if is_of_anybody else _AGAIN_S
         self._pause_s = self._least_pause_s
         self._polled_s = clock()
         self._wait_s = deadline_s - self._polled_s  # for what is under way
-        self._expect_until_s = self._polled_s + (0.0 if expected is None else expected.quiet_s)
+        self._expect_until_s = self._polled_s + (0.0 if self._expected is None else self._expected.quiet_s)
         self._planned_at = 0  # depth when copies were last begun
         self._slots = b""  # packed
         self.hits: dict[Tier, int] = {}
-        self.namespace, self.hashes, self.first, self.deadline_s = namespace, hashes, first, deadline_s
+        self.deadline_s = deadline_s
         self._stream, self._ledger, self._lock = stream, stream.ledger, stream.lock
         self._copies, self._loads, self._sample, self._clock = copies, loads, sample, clock
         self._cancellations = copies.cancellations  # nothing that was cleared meanwhile may be had

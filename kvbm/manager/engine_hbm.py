@@ -35,7 +35,7 @@ from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LedgerError,
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_hashes, split_slots
 from kvbm.core.results import Copy, Match
-from kvbm.manager.acquiring import Acquiring
+from kvbm.manager.acquiring import Acquiring, WantedRun
 from kvbm.manager.base import BlockManager
 from kvbm.manager.offload.admission import Skipped
 from kvbm.manager.offload.chain_runs import ChainRun
@@ -259,12 +259,8 @@ class EngineHbmManager(BlockManager):
             self._loads,
             self._sample,
             self._clock,
-            namespace,
-            hashes,
-            first,
+            WantedRun(namespace, hashes, first, is_whole, expected),
             deadline_s,
-            is_whole,
-            expected,
         )
         try:
             with self._lock:

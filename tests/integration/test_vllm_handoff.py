@@ -43,7 +43,7 @@ def opened_engine(pair: Pair, name: str, rules: HandoffRules = RULES, role: str 
     usual = {"pools__hbm__owner": "engine", "pools__hbm__device": "auto", "pools__hbm__slots": 96}
     manager = open_engine_manager(pair.settings(name, **usual | flags), [SPACE], BLOCK_BYTES, "test")
     pair.closes(manager)
-    return Engine(manager, FULL, [SPACE], EngineRole.of(role), handoff=rules)
+    return Engine(manager, FULL, [SPACE], EngineRole.of(role, rules))
 
 
 def two(pair: Pair, rules: HandoffRules = RULES, **flags: Any) -> tuple[Engine, Engine]:
@@ -254,7 +254,7 @@ def test_a_consumer_waits_for_bytes_as_long_as_any_engine(tmp_path: Path, rules:
         }
         with open_engine_manager(load_settings(flags=flags), [SPACE], BLOCK_BYTES, "test", objects) as manager:
             manager._loads.locator = KnowsAll()
-            engine = Engine(manager, FULL, [SPACE], EngineRole.of(role), handoff=rules)
+            engine = Engine(manager, FULL, [SPACE], EngineRole.of(role, rules))
             assert engine.run(PROMPT) == (0 if role == "kv_both" else 32)
             assert manager.settle(WAIT_S)
 

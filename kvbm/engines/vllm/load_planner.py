@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, pack_slots
 from kvbm.engines.vllm.forwards import UNKNOWN, Touches
-from kvbm.engines.vllm.handoff import HandoffHint, HandoffRules, hint_of, is_computed_now
+from kvbm.engines.vllm.handoff import HandoffHint, hint_of, is_computed_now
 from kvbm.engines.vllm.metadata import Answers, Job
 from kvbm.engines.vllm.numbers import Numbers
 from kvbm.engines.vllm.reach import HeldBlocks, LookedUp, joined, part_reach, whole_reach
@@ -44,8 +44,6 @@ class LoadPlanner:
         ranks: workers that answer each job.
         next_job: gives the id of a job.
         role: whether anything is loaded at all, and whether a state that this engine computes would be stored.
-        handoff: how long blocks are waited for that other engines compute.
-        wall_clock: seconds since 1970.
 
     Attributes:
         gained: grows when HOST has gained blocks: a miss is then worth another look.
@@ -65,15 +63,13 @@ class LoadPlanner:
         next_job: Callable[[], int],
         touches: Touches,
         role: EngineRole = EngineRole(),  # noqa: B008  # frozen
-        handoff: HandoffRules = HandoffRules(),  # noqa: B008  # frozen
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.gained = 0
         self.is_asked_again = False
         self.events: TierEvents | None = None
         self._manager, self._groups, self._derive, self._align_tokens = manager, groups, derive, align_tokens
         self._ranks, self._requests, self._numbers, self._next_job = ranks, requests, numbers, next_job
-        self._role, self._handoff, self._wall_clock = role, handoff, wall_clock
+        self._role, self._handoff = role, role.handoff
         self._has_holes = len(groups) > 1 or not groups[0].keeps_all  # a part of what is loaded may be of no use
         self._whole = sum(group.keeps_all for group in groups)  # they come first
         self._has_states = any(group.is_state for group in groups)
@@ -321,7 +317,7 @@ class LoadPlanner:
             expected = ExpectedBlocks(most, self._handoff.unsaid_wait_s, is_sure=False)
         if expected is None:
             return None
-        now_s = self._wall_clock()
+        now_s = time.time()
         if not state.expects_since_s:
             state.expects_since_s = now_s
         waited_s = max(0.0, now_s - state.expects_since_s)  # of a request whose place in HBM's prefixes has changed
@@ -339,7 +335,7 @@ class LoadPlanner:
             if not state.expects_since_s:
                 self._numbers.add("handoffs_refused", 1)
             return None
-        if hint.until_ms < self._wall_clock() * 1000:  # what is left of it is found as any other prompt is
+        if hint.until_ms < time.time() * 1000:  # what is left of it is found as any other prompt is
             return None
         return ExpectedBlocks(min(blocks, most), self._handoff.wait_s, hint.instance if hint.lends else "")
 

@@ -102,7 +102,8 @@ def open_scheduler(
         log.info(
             "groups.left_out", groups=left_out, notice="they are no part of vLLM's prefix caching; it fills them anew"
         )
-    role = EngineRole.of(kv_transfer_config.kv_role)
+    handoff = HandoffRules(settings.handoff.wait_s, settings.handoff.unsaid_wait_s, settings.handoff.ttl_s)
+    role = EngineRole.of(kv_transfer_config.kv_role, handoff)
     settings = role.suited(_suited(settings, groups) if ranks.hosts == 1 else _of_hosts(settings, ranks.hosts))
     identity = EngineIdentity.of(
         served.vllm_config,
@@ -145,8 +146,7 @@ def open_scheduler(
     )
     if not (role.loads and role.stores):
         log.info("role.taken", role=kv_transfer_config.kv_role, loads=role.loads, stores=role.stores)
-    handoff = HandoffRules(settings.handoff.wait_s, settings.handoff.unsaid_wait_s, settings.handoff.ttl_s)
-    return Scheduler(manager, NATIVE, groups, names.of, ranks, share, align_tokens, rules, role, handoff=handoff)
+    return Scheduler(manager, NATIVE, groups, names.of, ranks, share, align_tokens, rules, role)
 
 
 def copy_settings(served: ServedEngine, kv_transfer_config: Any) -> HbmSettings:

@@ -27,7 +27,7 @@ from kvbm.core.backend import Backend
 from kvbm.core.ids import HASH_BYTES, Tier
 from kvbm.engines.vllm.adapters import Adapters
 from kvbm.engines.vllm.forwards import Taken, Touches
-from kvbm.engines.vllm.handoff import HandoffRules, wants_hint
+from kvbm.engines.vllm.handoff import wants_hint
 from kvbm.engines.vllm.load_planner import LoadPlanner
 from kvbm.engines.vllm.metadata import Answers, HostShare, StepPlan
 from kvbm.engines.vllm.numbers import Numbers
@@ -70,7 +70,6 @@ class Scheduler:
         host: where HOST is, for workers.
         align_tokens: what the engine's prefixes are multiples of.
         role: whether it loads, and whether it stores; the rules say what.
-        handoff: of prompts that other engines compute or decode.
 
     Attributes:
         refusal: why nothing is served any more; "" while it is.
@@ -91,8 +90,6 @@ class Scheduler:
         rules: StoreRules = StoreRules(),  # noqa: B008  # frozen
         role: EngineRole = EngineRole(),  # noqa: B008  # frozen
         clock: Callable[[], float] = time.monotonic,
-        handoff: HandoffRules = HandoffRules(),  # noqa: B008  # frozen
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.manager = manager
         self.refusal = ""
@@ -124,8 +121,6 @@ class Scheduler:
             next_job,
             self._touches,
             role,
-            handoff,
-            wall_clock,
         )
         self.stores = StorePlanner(
             manager,
@@ -137,8 +132,7 @@ class Scheduler:
             rules._replace(stores=role.stores),
             next_job,
             clock,
-            handoff,
-            wall_clock,
+            role.handoff,
         )
 
     def bind(self, pool: Any, block_ids_of: Callable[[str], Sequence[Sequence[int]]]) -> None:

@@ -85,7 +85,6 @@ class StorePlanner:
         ranks: how rows of HOST are parted.
         next_job: gives the id of a job.
         handoff: how long blocks are kept for who decodes them.
-        wall_clock: seconds since 1970.
 
     Attributes:
         events: learn of blocks that have been stored, where somebody wants to know.
@@ -103,11 +102,10 @@ class StorePlanner:
         next_job: Callable[[], int],
         clock: Callable[[], float],
         handoff: HandoffRules = HandoffRules(),  # noqa: B008  # frozen
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._manager, self._groups, self._requests = manager, groups, requests
         self._part_sizes = ranks.part_sizes
-        self._handoff, self._wall_clock = handoff, wall_clock
+        self._handoff = handoff
         self._kept: dict[SequenceHash, float] = {}  # block → until when it is kept, in the order of the ends
         self._most_kept = manager.pools.slots[Tier.HOST].slots // 2  # a client may ask for it with every request
         self._derive, self._join = backend.derived_hashes, backend.joined_checksums
@@ -262,7 +260,7 @@ class StorePlanner:
             return None
         self._numbers.add("handoffs", 1)
         last = chain[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES]
-        until_ms = int((self._wall_clock() + self._handoff.ttl_s) * 1000)
+        until_ms = int((time.time() + self._handoff.ttl_s) * 1000)
         tokens = blocks * group.block_tokens
         lends = bool(self._manager.lends)
         return HandoffHint(self._manager.instance, epoch, lends, namespace, tokens, last, until_ms)
