@@ -30,7 +30,7 @@ from kvbm.core.arguments import (
     checked_hash,
     checked_runs,
 )
-from kvbm.core.checks import checked_int, kind_of
+from kvbm.core.checks import check_text, checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LedgerError, PoolError
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_hashes, split_slots
@@ -249,8 +249,11 @@ class EngineHbmManager(BlockManager):
             check_seconds(wait_s, "wait_s")
         check_flag(is_whole, "is_whole")
         if expected is not None:
+            if not isinstance(expected, ExpectedBlocks):
+                raise ArgumentTypeError("expected", f"is {kind_of(expected)}; give ExpectedBlocks, or None")
             checked_int(expected.blocks, "expected.blocks", most=len(hashes) // HASH_BYTES)
             check_seconds(expected.quiet_s, "expected.quiet_s")
+            check_text(expected.instance, "expected.instance")
         now_s = self._clock()
         deadline_s = now_s + (self._wait_s if wait_s is None else wait_s)
         acquiring = Acquiring(

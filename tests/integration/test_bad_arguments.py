@@ -206,7 +206,7 @@ def owning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
                 "engine_stored": chain,
                 "engine_removed": {"hashes": CREATED, "reason": EvictReason.CAPACITY},
                 "holders": {"hashes": CREATED, "namespace": SPACE.id},
-                "begin_acquire": run | {"wait_s": 0.0, "first": 0, "is_whole": False},
+                "begin_acquire": run | {"wait_s": 0.0, "first": 0, "is_whole": False, "expected": None},
                 "begin_find": {"runs": [(SPACE.id, CREATED)]},
                 "storable": {"namespace": SPACE.id, "start": 0, "count": 1},
                 "begin_store": chain | {"uses": 1},
