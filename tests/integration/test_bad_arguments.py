@@ -13,6 +13,7 @@ import pytest
 import kvbm
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, split_hashes
+from kvbm.manager.onboard.expected import ExpectedBlocks
 from kvbm.streams.base import ORIGIN
 from tests.cores import CORES
 from tests.eventually import WAIT_S
@@ -121,6 +122,16 @@ BAD: dict[str, list[Bad]] = {
         ([(SPACE.id, CREATED), (SPACE.id, CREATED[:-1])], VALUE),
     ],
     "is_whole": [(None, TYPE), (1, TYPE), ("yes", TYPE)],
+    "expected": [
+        (1, TYPE),
+        ((1, 1.0), TYPE),
+        (ExpectedBlocks(True, 1.0), TYPE),
+        (ExpectedBlocks(-1, 1.0), VALUE),
+        (ExpectedBlocks(1 << 40, 1.0), VALUE),
+        (ExpectedBlocks(1, NAN), VALUE),
+        (ExpectedBlocks(1, INF), VALUE),
+        (ExpectedBlocks(1, 1.0, b"one"), TYPE),  # type: ignore[arg-type]
+    ],
     "checksums": [(None, TYPE), ([1], VALUE), (np.zeros(2, np.float32), TYPE)],
 }
 
