@@ -36,9 +36,15 @@ SHARED = -n $(JOBS) --dist worksteal
 ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
 .PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects \
+<<<<<<< HEAD
   smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick pd test-pd \
   test-bridge faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz \
   fuzz-short check check-code check-tests clean
+=======
+  smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick test-bridge \
+  faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers bench-sglang test-sglang \
+  native-test fuzz fuzz-short check check-code check-tests clean
+>>>>>>> handoff
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -94,13 +100,14 @@ smoke-objects: setup  ## … of it one test of each store
 test-rdma: setup  ## reads over RDMA (Soft-RoCE) in throw-away VMs; names the Debian packages it needs
 	rm -rf build/rdma
 	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --nodes 2 --leader --cpus 1 --mem 1024 \
-	  --timeout 600 --rw $(CURDIR) --pyverbs $(BIN)/python -- \
+	  --timeout 900 --rw $(CURDIR) --pyverbs $(BIN)/python -- \
 	  bash tests/rdma/run.sh $(PYTEST_ARGS)
 
-smoke-rdma: setup  ## … of it three reads in one VM: whole, with changed bytes, with a wrong key
+smoke-rdma: setup  ## … of it five reads in one VM: whole, with changed bytes, with a wrong key, of an owner that came back
 	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --cpus 1 --mem 1024 --timeout 600 \
 	  --rw $(CURDIR) --pyverbs $(BIN)/python -- $(BIN)/python -m pytest --confcutdir=tests/rdma -p no:cacheprovider \
-	  -p no:xdist -p no:hypothesispytest -m smoke tests/rdma/test_rdma.py $(PYTEST_ARGS)
+	  -p no:xdist -p no:hypothesispytest -m 'smoke and rdma' tests/rdma/test_rdma.py tests/conformance/test_transports.py \
+	  $(PYTEST_ARGS)
 
 # The engine wants other versions of what kvbm uses, hence its own environment. What setup has compiled is taken from
 # there: the second build finds nothing to do. kvbm is installed as a user would have it, entry points and all, over the
@@ -150,6 +157,9 @@ $(SGLANG_STAMP): $(STAMP) constraints-sglang.txt
 	$(SGLANG_PIP) install --quiet -c constraints-sglang.txt "$$(ls build/sglang/kvbm_ledger-*.whl)[engine-tests]"
 	$(SGLANG_PIP) install --quiet --force-reinstall --no-deps build/sglang/kvbm_ledger-*.whl
 	touch $@
+
+bench-sglang: $(SGLANG_STAMP)  ## … against SGLang's file backend on the same disk; BENCH_ARGS="--folder DIR"
+	$(SGLANG)/bin/python tools/bench_sglang.py $(BENCH_ARGS)
 
 test-sglang: $(SGLANG_STAMP)  ## kvbm below SGLang's own pools and caches on this CPU (needs a network, 2 GB)
 	$(SGLANG)/bin/python $(RUN_TESTS) --sglang tests/engines/sglang $(PYTEST_ARGS)

@@ -164,13 +164,13 @@ def is_realtime(path: Path) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --objects, what needs radosgw, Redis or PgBouncer is left out: `make test-objects` runs it.
 
-    So is with --nightly what is long.
+    So is without --nightly what is long, and always what needs RDMA devices: `make test-rdma` runs that.
     """
     for item in items:
         if is_realtime(item.path):
             item.add_marker(pytest.mark.realtime)
-    for name in ("objects", "nightly"):
+    for name in ("objects", "nightly", "rdma"):
         left_out = [item for item in items if item.get_closest_marker(name)]
-        if left_out and not config.getoption(f"--{name}"):
+        if left_out and not config.getoption(f"--{name}", False):
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if not item.get_closest_marker(name)]

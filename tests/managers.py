@@ -63,7 +63,9 @@ def rows_of(hashes: bytes) -> np.ndarray:
 class KnowsAll(Locator):
     """Claims that the object pool has everything; what it does not have is `missing`."""
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
+    def find(
+        self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float, instance: str = ""
+    ) -> FoundElsewhere:
         return FoundElsewhere(len(hashes) // HASH_BYTES)
 
     def claimed(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> bytes:

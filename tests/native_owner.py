@@ -18,7 +18,6 @@ from kvbm.pools.nvme.pool import NvmePool
 from kvbm.transport.lending import LentLimits
 from kvbm.transport.native import PeerTls
 from kvbm.transport.server import Lending, LendingOptions, LendingSource
-from tests.certificates import certify
 from tests.lenders import EPOCH, KEY, NAMESPACE, OTHER, OWNER, SocketSite, root_of
 
 _FOLDERS = itertools.count()
@@ -31,6 +30,8 @@ class _Held(NamedTuple):
 
 def tls_of(folder: Path) -> PeerTls:
     """A certificate of a CA of its own, for an owner and its readers."""
+    from tests.certificates import certify  # needs a package that nothing else here does
+
     made = certify(folder, "instance", ca := certify(folder, "ca"))
     return _native.PeerTls(str(made.cert), str(made.key), str(ca.cert))
 

@@ -22,8 +22,9 @@ from kvbm.transport.nixl_lending import NixlLending
 from kvbm.transport.nixl_owner import NixlOwner
 from kvbm.transport.tcp import TcpReader
 from kvbm.transport.wire import ArenaShape
+from tests.host_site import HostSite
 from tests.lenders import COPIER, KEY, NAMESPACE, OTHER, OWNER, READER, new_client, root_of
-from tests.native_owner import NativeLender, NativeSite
+from tests.native_owner import NativeLender
 
 NIXL_S = 60.0  # the machine has other work
 
@@ -48,7 +49,7 @@ def nixl_reader(
     return NixlReader(process, connect, COPIER, **{"handshake_s": NIXL_S} | more)
 
 
-class NixlSite(NativeSite):
+class NixlSite(HostSite):
     """An owner that lends over NIXL beside its sockets. What does not come over NIXL comes over TCP.
 
     Args:
@@ -68,29 +69,7 @@ class NixlSite(NativeSite):
     ) -> None:
         self.tcp = tcp
         self.lends, self.reads = processes
-        self._falls_back = falls_back
-        self._admit, self._withdraw = lender.admit, lender.withdraw
-        lender.admit, lender.withdraw = self._declare, self._revoke  # type: ignore[method-assign]
-        super().__init__("nixl", lender, limits, folder, connections=400, handshake_s=NIXL_S)
-
-    def start(self) -> None:
-        """Listen, where it listened before."""
-        super().start()
-        pool = self.lender.pool
-        self._fd = os.open(f"/proc/self/fd/{pool.fd}", os.O_RDONLY)
-        slots, stride = self.lender.host.shape
-        self.nixl = NixlOwner(
-            self.lends, LentMapping(self._fd, ArenaShape(pool.mapped_bytes, slots, stride)), most_readers=100
-        )
-        known = [NAMESPACE, OTHER]
-        self.joins = NixlLending(self.lending.native, self.nixl, InstanceId(OWNER), known)
-        self.joins.start()
-
-    def stop(self) -> None:
-        self.joins.stop()
-        super().stop()
-        self.nixl.revoke()  # and its process goes on
-        os.close(self._fd)
+        super().__init__("nixl", lender, limits, folder, falls_back, handshake_s=NIXL_S)
 
     def reader(
         self,
@@ -106,11 +85,15 @@ class NixlSite(NativeSite):
         self._readers.append(made)
         return made
 
-    def _declare(self, namespace: Namespace, root: bytes = b"") -> None:
-        """As a manager does, before blocks of a namespace are written."""
-        self.joins.declare([namespace])
-        self._admit(namespace, root)
+    def _lend_host(self) -> NixlLending:
+        pool = self.lender.pool
+        self._fd = os.open(f"/proc/self/fd/{pool.fd}", os.O_RDONLY)
+        slots, stride = self.lender.host.shape
+        self.nixl = NixlOwner(
+            self.lends, LentMapping(self._fd, ArenaShape(pool.mapped_bytes, slots, stride)), most_readers=100
+        )
+        return NixlLending(self.lending.native, self.nixl, InstanceId(OWNER), [NAMESPACE, OTHER])
 
-    def _revoke(self, namespace: Namespace) -> None:
-        self._withdraw(namespace)
-        self.joins.revoke()
+    def _take_host_back(self) -> None:
+        self.nixl.revoke()  # and its process goes on
+        os.close(self._fd)

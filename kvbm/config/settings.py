@@ -496,6 +496,25 @@ class TransportSettings(SettingsGroup, frozen=True):
     lent_blocks: Annotated[int, Meta(ge=1, le=1 << 24)] = 16_384
 
 
+class HandoffSettings(SettingsGroup, frozen=True):
+    """Prompts that one vLLM engine computes and another decodes.
+
+    Attributes:
+        wait_s: a decoder waits for blocks that another engine computes or has computed; where nothing more of them has
+            come for so long, it computes them.
+        unsaid_wait_s: the same in a consumer (`kv_role`) whose requests do not say who has computed them.
+        ttl_s: so long a prefiller keeps the blocks of a prompt that is to be decoded elsewhere before others.
+        tenant_in_salt: where a request's `kv_transfer_params` name no tenant, the beginning of its `cache_salt` does,
+            up to the first "/": proxies replace what clients write to the former. Let a gateway write both, not
+            clients.
+    """
+
+    wait_s: SecondsOrZero = 10.0
+    unsaid_wait_s: SecondsOrZero = 0.1
+    ttl_s: Seconds = 60.0
+    tenant_in_salt: bool = False
+
+
 class ErasureSettings(SettingsGroup, frozen=True):
     """How an instance hears of erasures (`kvbm-catalog erase`).
 
@@ -617,5 +636,6 @@ class Settings(SettingsGroup, frozen=True):
     gc: GcSettings = GcSettings()
     erasure: ErasureSettings = ErasureSettings()
     transport: TransportSettings = TransportSettings()
+    handoff: HandoffSettings = HandoffSettings()
     bridge: BridgeSettings = BridgeSettings()
     tenants: dict[str, TenantSettings] = {}

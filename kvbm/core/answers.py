@@ -88,6 +88,8 @@ class FindRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         limit: at most this many instances, the nearest first; the one that holds the most is among them.
         first: instances are asked for from this block on. Pools are asked for from the first of all.
+        instances: only these are looked at, and those of them that lend are answered even where they hold none of it:
+            what is on its way to one of them can be asked for there.
         asker: the instance that asks, which is no answer. topology: where it stands, outermost first.
     """
 

@@ -47,7 +47,9 @@ NOTHING_FOUND = FoundElsewhere()
 class Locator(Protocol):
     """How a manager asks for blocks in a pool of cluster reach, and of other instances."""
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
+    def find(
+        self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float, instance: str = ""
+    ) -> FoundElsewhere:
         """What of these blocks can be read from elsewhere.
 
         Stale answers cost a miss, never a wrong block: what is read proves itself. Nothing when nobody answers in time.
@@ -55,6 +57,7 @@ class Locator(Protocol):
         Args:
             pool: of cluster reach; "" for none.
             first: which instances lend blocks is asked from this one on; behind the last, nobody is asked.
+            instance: the only one to ask about; where it lends, it is an answer even if it holds none of them yet.
         """
 
     def claimed(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> bytes:
@@ -71,7 +74,9 @@ class Locator(Protocol):
 class Nowhere:
     """Knows of no block elsewhere: an instance without a catalog."""
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
+    def find(
+        self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float, instance: str = ""
+    ) -> FoundElsewhere:
         return NOTHING_FOUND
 
     def claimed(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> bytes:

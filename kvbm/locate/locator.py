@@ -55,9 +55,11 @@ class HttpLocator:
         self._asker, self._topology = asker, _place(topology)
         self._find_again_s = -math.inf  # before it the catalog is asked as one of an older kvbm
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
+    def find(
+        self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float, instance: str = ""
+    ) -> FoundElsewhere:
         """See `Locator.find`."""
-        answer = self._ask(partial(self._find, first), namespace, hashes, timeout_s)
+        answer = self._ask(partial(self._find, first, instance), namespace, hashes, timeout_s)
         if answer is None:
             return NOTHING_FOUND
         return FoundElsewhere(next((one.depth for one in answer.pools if one.pool == pool), 0), tuple(answer.peers))
@@ -74,12 +76,21 @@ class HttpLocator:
         """See `Locator.close`."""
         self._client.close()
 
-    def _find(self, first: int, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> FindAnswer:
+    def _find(self, first: int, instance: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> FindAnswer:
         if self._clock() >= self._find_again_s:
+            begin = min(first, MAX_HASHES)
             try:
-                return self._client.find_many(
-                    namespace, [hashes], [min(first, MAX_HASHES)], self._asker, self._topology, timeout_s
-                )[0]
+                if instance:
+                    return self._client.find(
+                        namespace,
+                        hashes,
+                        begin,
+                        self._asker,
+                        self._topology,
+                        timeout_s=timeout_s,
+                        instances=[instance],
+                    )
+                return self._client.find_many(namespace, [hashes], [begin], self._asker, self._topology, timeout_s)[0]
             except CatalogRefusedError as error:
                 if error.status not in _UNKNOWN:
                     raise

@@ -8,16 +8,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_slots
 from kvbm.core.results import Match
 from kvbm.manager.copies.copies_in_flight import CopiesInFlight
+from kvbm.manager.onboard.expected import ExpectedBlocks
 from kvbm.manager.onboard.loads import InFlightLoad, Loads, PlannedLoad, Waiter
 from kvbm.manager.record.ledger_stream import LedgerStream
+
+# from one question for blocks that are expected to the next: each time longer, until some have come
+_AGAIN_S, _AGAIN_MOST_S, _AGAIN_GROWTH = 0.002, 0.05, 1.5
+_ANYBODY_S = 0.01  # the first of them, where the catalog is to say who has them
+_EACH_S = 0.001  # the more requests expect blocks, the longer each waits: so many seconds for each of them
 
 Sample = Callable[[NamespaceId, bytes, int], None]  # namespace, hashes and depth of a prompt that was asked for
 
 _NOBODY = Waiter(NamespaceId(b""), b"")  # of a request that waits for nothing; nothing is brought to it
+
+
+class WantedRun(NamedTuple):
+    """What a request wants brought; see `EngineHbmManager.begin_acquire`."""
+
+    namespace: NamespaceId
+    hashes: bytes
+    first: int
+    is_whole: bool
+    expected: ExpectedBlocks | None
 
 
 class Acquiring:
@@ -44,19 +61,23 @@ class Acquiring:
         loads: Loads,
         sample: Sample,
         clock: Callable[[], float],
-        namespace: NamespaceId,
-        hashes: bytes,
-        first: int,
+        wanted: WantedRun,
         deadline_s: float,
-        is_whole: bool = False,
     ) -> None:
+        self.namespace, self.hashes, self.first, self._is_whole, self._expected = wanted
         self.depth = self.predicted = 0
         self.why, self.is_fetched, self.is_told = "", False, False
-        self._is_whole = is_whole
+        self._again_s = 0.0  # before it, nobody is asked again for blocks that are expected
+        is_of_anybody = self._expected is not None and not self._expected.instance
+        self._least_pause_s = _ANYBODY_S if is_of_anybody else _AGAIN_S
+        self._pause_s = self._least_pause_s
+        self._polled_s = clock()
+        self._wait_s = deadline_s - self._polled_s  # for what is under way
+        self._expect_until_s = self._polled_s + (0.0 if self._expected is None else self._expected.quiet_s)
         self._planned_at = 0  # depth when copies were last begun
         self._slots = b""  # packed
         self.hits: dict[Tier, int] = {}
-        self.namespace, self.hashes, self.first, self.deadline_s = namespace, hashes, first, deadline_s
+        self.deadline_s = deadline_s
         self._stream, self._ledger, self._lock = stream, stream.ledger, stream.lock
         self._copies, self._loads, self._sample, self._clock = copies, loads, sample, clock
         self._cancellations = copies.cancellations  # nothing that was cleared meanwhile may be had
@@ -80,19 +101,35 @@ class Acquiring:
         """
         if self._is_over:
             return True
-        is_late = self._clock() >= self.deadline_s
-        if self._is_under_way() and not is_late:
+        now_s = self._clock()
+        if self._expected is not None:  # an engine that is full does not ask; nobody has looked meanwhile
+            self._expect_until_s += max(0.0, now_s - self._polled_s - _AGAIN_MOST_S)
+            self._polled_s = now_s
+        is_under_way = self._is_under_way()
+        is_late = now_s >= self.deadline_s and (self._expected is None or is_under_way)
+        if not is_late and (is_under_way or self._pauses(now_s)):
             return False
         planned: list[PlannedLoad] = []
         looks = False
         with self._lock:
-            waited = bool(self._waiter.others)
+            waited, before, is_in_vain = bool(self._waiter.others), self.depth, self._waiter.is_in_vain
             self._give_up_locked()
             self._collect_locked()
+            if self._expected is not None and self.depth > before:
+                self._expect_until_s, is_late = now_s + self._expected.quiet_s, False
+                self._pause_s = self._least_pause_s
+            asks_all = False
+            if self._expected is not None and (is_in_vain or now_s >= self._expect_until_s):
+                asks_all, self._expected = bool(self._expected.instance), None  # whoever else has them
+            expected = self._expected
             self._is_late = is_late
-            is_in_vain = is_late or self._stream.closing or self._is_cancelled
+            is_over = is_late or self._stream.closing or self._is_cancelled
             may_go_on = self._is_whole and self.depth > self._planned_at and bool(self.next_block)
-            goes_on = not is_in_vain and (waited or may_go_on or self._lies_in_host_locked(self.next_block))
+            may_go_on |= asks_all and bool(self.next_block)
+            may_go_on |= expected is not None and self.first + self.depth < expected.blocks
+            goes_on = not is_over and (waited or may_go_on or self._lies_in_host_locked(self.next_block))
+            if goes_on and (asks_all or expected is not None):
+                self.deadline_s = now_s + self._wait_s
             if goes_on:  # with what others have brought, or what lay behind a hole
                 rest = self.hashes[(self.first + self.depth) * HASH_BYTES :]
                 self._expect_locked(rest)
@@ -149,7 +186,7 @@ class Acquiring:
             return self._offer_sample
         planned, looks = self._plan_locked()
         if planned or looks or self._waiter.others:
-            self._loads.begin_waiting_locked(self)
+            self._loads.begin_waiting_locked(self, is_expecting=self._expected is not None)
             return lambda: self._set_out(planned, looks)
         self._collect_locked()
         self._finish_locked()
@@ -160,6 +197,11 @@ class Acquiring:
     @property
     def _is_cancelled(self) -> bool:
         return self._cancellations != self._copies.cancellations
+
+    def _pauses(self, now_s: float) -> bool:
+        """Whether nothing has come of what is expected, and it is too early to ask again."""
+        is_early = self._expected is not None and now_s < min(self._again_s, self._expect_until_s)
+        return is_early and not (self._waiter.brought or self._waiter.is_in_vain)
 
     def _is_under_way(self) -> bool:
         if self._look is not None and not self._look.done():
@@ -176,7 +218,11 @@ class Acquiring:
         There is a waiter before anything is pinned: an exception may come between any two lines.
         """
         self._planned_at = self.depth
-        self._waiter, self._begun, self._ended, self._look = Waiter(self.namespace, rest), [], 0, None
+        waiter = Waiter(self.namespace, rest, self._expected, is_again=self._pause_s > self._least_pause_s)
+        self._waiter, self._begun, self._ended, self._look = waiter, [], 0, None
+        if self._expected is not None:
+            self._again_s = self._clock() + max(self._pause_s, self._loads.expecting_requests * _EACH_S)
+            self._pause_s = min(self._pause_s * _AGAIN_GROWTH, _AGAIN_MOST_S)
         self._waiter.found = self._ledger.match(rest, True, Tier.HOST, self.namespace)
         return self._waiter.found
 

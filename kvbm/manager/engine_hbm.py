@@ -30,15 +30,16 @@ from kvbm.core.arguments import (
     checked_hash,
     checked_runs,
 )
-from kvbm.core.checks import checked_int, kind_of
+from kvbm.core.checks import check_text, checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LedgerError, PoolError
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_hashes, split_slots
 from kvbm.core.results import Copy, Match
-from kvbm.manager.acquiring import Acquiring
+from kvbm.manager.acquiring import Acquiring, WantedRun
 from kvbm.manager.base import BlockManager
 from kvbm.manager.offload.admission import Skipped
 from kvbm.manager.offload.chain_runs import ChainRun
+from kvbm.manager.onboard.expected import ExpectedBlocks
 from kvbm.manager.onboard.finding import Finding
 from kvbm.pools.base import Proof
 from kvbm.safe_log import SafeLog
@@ -217,7 +218,13 @@ class EngineHbmManager(BlockManager):
             return None
 
     def begin_acquire(
-        self, namespace: NamespaceId, hashes: bytes, wait_s: float | None = None, first: int = 0, is_whole: bool = False
+        self,
+        namespace: NamespaceId,
+        hashes: bytes,
+        wait_s: float | None = None,
+        first: int = 0,
+        is_whole: bool = False,
+        expected: ExpectedBlocks | None = None,
     ) -> Acquiring:
         """Begin to bring the longest run of held blocks to HOST, pinned there for the caller.
 
@@ -227,10 +234,12 @@ class EngineHbmManager(BlockManager):
         Args:
             hashes: n packed hashes of a prompt's blocks, from its first on. Where objects have several blocks they may
                 not begin later.
-            wait_s: after which what has come counts; None: as the manager was told.
+            wait_s: for bytes, after which what has come counts; None: as the manager was told.
             first: blocks of the prompt that the engine has in HBM itself; the run begins behind them.
             is_whole: all of it is said to lie somewhere, and a part is of little use: where one source ends, others are
                 looked into again.
+            expected: blocks of the prompt that somebody computes or stores now. They are asked for until they are
+                there, or nothing more of them comes; then whoever else may have them.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
         self._check_namespace(namespace)
@@ -239,6 +248,12 @@ class EngineHbmManager(BlockManager):
         if wait_s is not None:
             check_seconds(wait_s, "wait_s")
         check_flag(is_whole, "is_whole")
+        if expected is not None:
+            if not isinstance(expected, ExpectedBlocks):
+                raise ArgumentTypeError("expected", f"is {kind_of(expected)}; give ExpectedBlocks, or None")
+            checked_int(expected.blocks, "expected.blocks", most=len(hashes) // HASH_BYTES)
+            check_seconds(expected.quiet_s, "expected.quiet_s")
+            check_text(expected.instance, "expected.instance")
         now_s = self._clock()
         deadline_s = now_s + (self._wait_s if wait_s is None else wait_s)
         acquiring = Acquiring(
@@ -247,11 +262,8 @@ class EngineHbmManager(BlockManager):
             self._loads,
             self._sample,
             self._clock,
-            namespace,
-            hashes,
-            first,
+            WantedRun(namespace, hashes, first, is_whole, expected),
             deadline_s,
-            is_whole,
         )
         try:
             with self._lock:

@@ -44,6 +44,7 @@ class PeerSource(NamedTuple):
 
     Attributes:
         end: blocks it is said to have, from the first that was asked for on.
+        is_expected: it is about to get them, so those that it lacks now say nothing of it.
         link: what reading from it is taken to cost.
         together_bytes_per_s: as `core.fetching.FetchSource` has it.
     """
@@ -55,6 +56,7 @@ class PeerSource(NamedTuple):
     transport: str
     link: Link
     together_bytes_per_s: float = 0.0
+    is_expected: bool = False
 
 
 class PeerStats(NamedTuple):
@@ -143,14 +145,21 @@ class Peers:
         known = self._namespaces.get(namespace)
         return known is not None and self._may_open(known)
 
-    def sources(self, namespace: NamespaceId, peers: Sequence[PeerHolding]) -> list[PeerSource]:
-        """Whom of these to ask for blocks of a namespace now, and how, in their order."""
+    def sources(self, namespace: NamespaceId, peers: Sequence[PeerHolding], expected: str = "") -> list[PeerSource]:
+        """Whom of these to ask for blocks of a namespace now, and how, in their order.
+
+        Args:
+            expected: an instance that is about to get them. Whether it had what it was said to have does not matter.
+        """
         found: list[PeerSource] = []
         with self._guard:
             now_s = self._clock()
             for one in peers:
                 instance, address = InstanceId(one.instance), address_of(one.lends)
-                if address is None or self._is_closed or not self._may_locked(now_s, instance, namespace):
+                is_expected = one.instance == expected
+                if address is None or self._is_closed:
+                    continue
+                if not self._may_locked(now_s, instance, namespace, is_expected):
                     continue
                 if (transport := self._best_locked(now_s, instance, address)) is None:
                     continue
@@ -158,8 +167,15 @@ class Peers:
                 together = 0.0
                 if transport == TCP:
                     together = self._links.alone_bytes_per_s(now_s, instance, transport, one.distance)
-                found.append(PeerSource(instance, one.depth, one.distance, address, transport, link, together))
+                found.append(
+                    PeerSource(instance, one.depth, one.distance, address, transport, link, together, is_expected)
+                )
         return found
+
+    def is_busy(self, instance: str) -> bool:
+        """Whether an instance has said to come again later, and it is not later yet."""
+        with self._guard:
+            return not self._busy.may(self._clock(), instance)
 
     def read(
         self,
@@ -181,7 +197,7 @@ class Peers:
         key = _Key(source.instance, source.transport, source.address)
         known, count = self._namespaces.get(namespace), hash_count(hashes)
         try:
-            held = self._taken(key, namespace)
+            held = self._taken(key, namespace, source.is_expected)
         except (KvbmError, OSError) as error:
             self._note(source, namespace, failed_read(count, str(error) or type(error).__name__), 0.0, 0)
             return failed_read(count, "").result
@@ -227,10 +243,11 @@ class Peers:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _may_locked(self, now_s: float, instance: InstanceId, namespace: NamespaceId) -> bool:
+    def _may_locked(self, now_s: float, instance: InstanceId, namespace: NamespaceId, is_expected: bool) -> bool:
         """Whether an instance may be asked for blocks of a namespace, by whatever way."""
         is_shut = not self._shut.may(now_s, _shut_name(instance, namespace))
-        return not is_shut and self._lacking.may(now_s, instance) and self._busy.may(now_s, instance)
+        may_have = is_expected or self._lacking.may(now_s, instance)
+        return not is_shut and may_have and self._busy.may(now_s, instance)
 
     def _best_locked(self, now_s: float, instance: InstanceId, address: PeerAddress) -> str | None:
         """How to read from an instance now; None: in no way."""
@@ -256,13 +273,13 @@ class Peers:
                 return source
         return source._replace(transport=TCP)
 
-    def _taken(self, key: _Key, namespace: NamespaceId) -> _Open | None:
+    def _taken(self, key: _Key, namespace: NamespaceId, is_expected: bool) -> _Open | None:
         """A reader to use, made where there is none; None: not now. Raises KvbmError, OSError: it cannot be made."""
         with self._guard:
             now_s = self._clock()
             if self._is_closed or not self._broken.may(now_s, f"{key.instance} {key.transport}"):
                 return None  # what was planned before the trouble fails at once
-            if not self._may_locked(now_s, key.instance, namespace):
+            if not self._may_locked(now_s, key.instance, namespace, is_expected):
                 return None
             held = self._readers.get(key)
             if held is not None:
@@ -311,6 +328,8 @@ class Peers:
         transport = read.by or source.transport
         good = outcomes.count(ReadOutcome.GOOD)
         missing, corrupt = outcomes.count(ReadOutcome.MISSING), outcomes.count(ReadOutcome.CORRUPT)
+        if source.is_expected:  # they may come yet
+            missing = 0
         is_news = is_passed = False
         with self._guard:
             now_s = self._clock()
@@ -340,7 +359,7 @@ class Peers:
             elif good and not corrupt:
                 self._broken.worked(way)
                 self._shut.worked(_shut_name(instance, namespace))
-                if not missing:
+                if ReadOutcome.MISSING not in outcomes:
                     self._lacking.worked(instance)
             elif missing or corrupt:
                 self._lacking.failed(now_s, instance)

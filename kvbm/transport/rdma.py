@@ -116,7 +116,7 @@ class _Way:
             self._pair = QueuePair(device, lanes * self._pieces, is_lent=False)
             ready = self._exchange(self._pair, until_s)  # before memory is registered: it may refuse
             self.memory = ready.memory
-            if self.memory.stride < block_bytes:
+            if self.memory.stride != block_bytes:  # slots follow one another without a gap
                 raise PeerWireError(f"its blocks have {self.memory.stride} bytes, those of this instance {block_bytes}")
             self._registered = RegisteredMemory(device, new_memory(lanes * block_bytes), is_lent=False)
             self.lanes = self._registered.array.reshape(lanes, block_bytes)

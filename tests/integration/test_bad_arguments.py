@@ -13,6 +13,7 @@ import pytest
 import kvbm
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, split_hashes
+from kvbm.manager.onboard.expected import ExpectedBlocks
 from kvbm.streams.base import ORIGIN
 from tests.cores import CORES
 from tests.eventually import WAIT_S
@@ -121,6 +122,16 @@ BAD: dict[str, list[Bad]] = {
         ([(SPACE.id, CREATED), (SPACE.id, CREATED[:-1])], VALUE),
     ],
     "is_whole": [(None, TYPE), (1, TYPE), ("yes", TYPE)],
+    "expected": [
+        (1, TYPE),
+        ((1, 1.0), TYPE),
+        (ExpectedBlocks(True, 1.0), TYPE),
+        (ExpectedBlocks(-1, 1.0), VALUE),
+        (ExpectedBlocks(1 << 40, 1.0), VALUE),
+        (ExpectedBlocks(1, NAN), VALUE),
+        (ExpectedBlocks(1, INF), VALUE),
+        (ExpectedBlocks(1, 1.0, b"one"), TYPE),  # type: ignore[arg-type]
+    ],
     "checksums": [(None, TYPE), ([1], VALUE), (np.zeros(2, np.float32), TYPE)],
 }
 
@@ -206,7 +217,7 @@ def owning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
                 "engine_stored": chain,
                 "engine_removed": {"hashes": CREATED, "reason": EvictReason.CAPACITY},
                 "holders": {"hashes": CREATED, "namespace": SPACE.id},
-                "begin_acquire": run | {"wait_s": 0.0, "first": 0, "is_whole": False},
+                "begin_acquire": run | {"wait_s": 0.0, "first": 0, "is_whole": False, "expected": None},
                 "begin_find": {"runs": [(SPACE.id, CREATED)]},
                 "storable": {"namespace": SPACE.id, "start": 0, "count": 1},
                 "begin_store": chain | {"uses": 1},

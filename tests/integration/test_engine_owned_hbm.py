@@ -275,7 +275,9 @@ class Unanswering(KnowsAll):
     def __init__(self) -> None:
         self.asked, self.answers = threading.Event(), threading.Event()
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
+    def find(
+        self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float, instance: str = ""
+    ) -> FoundElsewhere:
         self.asked.set()
         self.answers.wait(WAIT_S)
         return super().find(pool, namespace, hashes, first, timeout_s)

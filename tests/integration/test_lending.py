@@ -278,7 +278,9 @@ class Stale(Nowhere):
     def __init__(self, found: FoundElsewhere) -> None:
         self.found = found
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
+    def find(
+        self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float, instance: str = ""
+    ) -> FoundElsewhere:
         return self.found
 
 

@@ -22,6 +22,7 @@ from kvbm.core.layout import pool_name
 from kvbm.core.watch_events import PrefixDepths, WatchBegun
 from kvbm.locate.base import Catalog
 from kvbm.locate.http import CatalogClient
+from kvbm.locate.requests import CatalogAwayError
 from kvbm.locate.watching import CatalogWatch
 from kvbm.reference.cluster_index import ReferenceIndex
 from kvbm.streams.nats.credentials import Credentials
@@ -67,6 +68,21 @@ def serve(running: Running, instance: Instance) -> None:
     eventually(is_there, "the catalog does not hear the instance")
 
 
+@contextmanager
+def over_nats_of(running: Running) -> Iterator[CatalogClient]:
+    """A client over NATS, once the catalog, which is ready before, takes questions there."""
+
+    def is_asked() -> bool:
+        try:
+            return bool(client.lookup(SPACE, HASHES, timeout_s=5.0))
+        except CatalogAwayError:
+            return False
+
+    with closing(CatalogClient(f"{running.settings.nats_url}/{running.settings.cluster}/any", WAIT_S)) as client:
+        eventually(is_asked, "nobody takes questions over NATS")
+        yield client
+
+
 def test_a_silent_miss_says_why_in_answers_batches_and_metrics(running: Running) -> None:
     a = running.instance("a")
     a.create(0, 5)
@@ -110,7 +126,7 @@ def test_a_block_that_nobody_holds_says_why_as_a_lookup_does(running: Running) -
     a.create(0, 5)
     serve(running, a)
     client = running.client
-    with closing(CatalogClient(f"{running.settings.nats_url}/{running.settings.cluster}/any", WAIT_S)) as over_nats:
+    with over_nats_of(running) as over_nats:
         for one in (client, over_nats):
             assert one.block(SPACE, HASHES[:16]).missed is msgspec.UNSET
             for namespace, block in (
@@ -130,10 +146,8 @@ def test_what_can_be_read_from_nowhere_says_why_as_a_lookup_does_whichever_way_i
     a.create(0, 5)
     a.copy(Tier.OBJECT, 0, 2)
     serve(running, a)
-    settings = running.settings
     with ExitStack() as opened:
-        over_nats = CatalogClient(f"{settings.nats_url}/{settings.cluster}/any", WAIT_S)
-        opened.callback(over_nats.close)
+        over_nats = opened.enter_context(over_nats_of(running))
         replicas = [
             opened.enter_context(replica_of(running, *twin))
             for twin in ((NATIVE, NATIVE_INDEX), (REFERENCE, ReferenceIndex))

@@ -70,7 +70,9 @@ class Claims(KnowsAll):
                     held.difference_update(groups_of(event.hashes, 1))
         return held
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
+    def find(
+        self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float, instance: str = ""
+    ) -> FoundElsewhere:
         self.asked.append(hashes)
         held = self.claims()
         depth = 0

@@ -78,7 +78,9 @@ class Network(KnowsAll):
         self.peers = Peers(lambda instance, transport, address: FromManager(self, self.owners[instance]), "here", [TCP])
         self.peers.declare([NAMESPACE])
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
+    def find(
+        self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float, instance: str = ""
+    ) -> FoundElsewhere:
         self.questions.append((len(hashes) // HASH_BYTES, first))
         if first >= len(hashes) // HASH_BYTES:
             return FoundElsewhere(self.claimed)

@@ -1,7 +1,10 @@
-"""Pages of SGLang in an object store: another instance finds them through the catalog; a damaged one is a miss."""
+"""Pages of SGLang in an object store: another instance finds them through the catalog; a damaged one is a miss, and so
+is one of a store that hangs.
+"""
 
 from __future__ import annotations
 
+import random
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from kvbm.engines.sglang.settings import read_extra
 from kvbm.engines.sglang.tiers import PageTiers
 from tests.catalog_site import Running, run_catalog
 from tests.eventually import eventually
+from tests.faulty_http import Fault, faulty
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.object_stores import boto3_client
 from tests.sglang_pools import ArrayPool, chain, indices_of
@@ -39,7 +43,7 @@ def store(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(client=client, bucket=bucket, endpoint=s3_endpoint)
 
 
-def opened(folder: Path, name: str, running: Running, store: Any, pool: ArrayPool) -> PageTiers:
+def opened(folder: Path, name: str, running: Running, store: Any, pool: ArrayPool, **more: Any) -> PageTiers:
     extra = {
         "interface_v1": 1,
         "instance.id": name,
@@ -55,6 +59,7 @@ def opened(folder: Path, name: str, running: Running, store: Any, pool: ArrayPoo
         "onboard.locate_s": 30.0,
         "model": "m",
         "revision": "r1",
+        **more,
     }
     read = read_extra(extra, environment={}, host="test")
     return open_tiers(read, pool, Place(), name="kv", server_args=None, machine="sglang on a test", served_name="m")
@@ -86,3 +91,90 @@ def test_what_one_engine_put_another_finds_through_the_catalog_and_a_damaged_obj
     finally:
         second.close()
         first.close()
+
+
+@pytest.mark.bytes
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("flips", [30, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_of_objects_with_a_flipped_bit_none_is_served(tmp_path: Path, running: Running, store: Any, flips: int) -> None:
+    """One bit of each object, drawn from all of its bits."""
+    draw, pool = random.Random(flips), ArrayPool("page_first", PAGES)
+    writer = opened(tmp_path, "writer", running, store, pool)
+    reader = opened(tmp_path, "reader", running, store, pool)
+    names: dict[str, str] = {}
+    made = 0
+    try:
+        while made < flips:
+            count = min(PAGES // 2, flips - made)
+            keys = chain(10 + made, count)
+            pool.fill(range(count), keys)
+            assert all(writer.set(keys, indices_of(range(count))))
+            assert writer.manager.settle(SETTLE_S)
+            eventually(lambda keys=keys: reader.exists(keys) == len(keys), "the catalog hears of them")  # type: ignore[misc]
+            pages = store.client.get_paginator("list_objects_v2").paginate(Bucket=store.bucket)
+            names |= {one["Key"]: "" for page in pages for one in page["Contents"] if one["Key"] not in names}
+            fresh = [name for name, state in names.items() if not state]
+            assert len(fresh) == count
+            for name in fresh:
+                body = bytearray(store.client.get_object(Bucket=store.bucket, Key=name)["Body"].read())
+                bit = draw.randrange(8 * len(body))
+                body[bit // 8] ^= 1 << bit % 8
+                store.client.put_object(Bucket=store.bucket, Key=name, Body=bytes(body))
+                names[name] = "flipped"
+            pool.memory[...] = 0
+            assert [reader.get([key], indices_of([at])) for at, key in enumerate(keys)] == [[False]] * count
+            assert not pool.memory.any()
+            made += count
+        assert made == flips
+    finally:
+        reader.close()
+        writer.close()
+
+
+def test_of_a_store_that_hangs_reads_and_writes_end_in_time_and_it_is_used_again_once_it_answers(
+    tmp_path: Path, running: Running, store: Any
+) -> None:
+    """It takes requests and never answers. NVME beside it goes on, and so does the end."""
+    keys, others = chain(1, 20), chain(2, 60)
+    pool = ArrayPool("page_first", PAGES)
+    pool.fill(range(20), keys)
+    one_name = {"pools.object.name": "objects"}  # whatever the address
+    writer = opened(tmp_path, "writer", running, store, pool, **one_name)
+    assert all(writer.set(keys, indices_of(range(20)))) and writer.manager.settle(SETTLE_S)
+    with faulty(store.endpoint) as front:
+        late = opened(
+            tmp_path,
+            "late",
+            running,
+            store,
+            pool,
+            **one_name,
+            **{
+                "pools.object.endpoint": front.url,
+                "pools.object.timeout_s": 2.0,
+                "onboard.wait_s": 1.0,
+                "pools.nvme.slots": 128,
+            },
+        )
+        try:
+            eventually(lambda: late.exists(keys) == 20)
+            front.faults = [Fault("never")]
+            pool.memory[...] = 0
+            assert late.get(keys, indices_of(range(20))) == [False] * 20 and not pool.memory.any()
+            for at in range(0, 60, 10):
+                part = others[at : at + 10]
+                pool.fill(range(10), part)
+                eventually(
+                    lambda part=part, at=at: all(late.set(part, indices_of(range(10)), others[:at])),  # type: ignore[misc]
+                    "NVME takes what the store does not",
+                )
+            front.faults = []
+            eventually(lambda: late.get(keys, indices_of(range(20))) == [True] * 20, "the store answers again")
+            assert all(pool.has(range(20), keys))
+            assert late.manager.settle(SETTLE_S)
+            front.faults = [Fault("never")]
+            pool.fill(range(10), chain(3, 10))
+            late.set(chain(3, 10), indices_of(range(10)))
+        finally:
+            late.close()
+            writer.close()

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -242,35 +242,45 @@ class OwnerHandle:
 
 
 @contextmanager
-def owner_process(folder: Path, owner_device: str, reader_device: Device) -> Iterator[OwnerHandle]:
-    """An owner forked from this process, which spares it the imports: on a machine that is emulated they take half a
-    minute.
+def forked(serve: Callable[[], object]) -> Iterator[int]:
+    """A process that serves until it is killed here, by its number.
+
+    It is forked from this one, which spares it the imports: on a machine that is emulated they take half a minute.
     """
-    block_bytes_of(range(MISSING_FROM))
-    address = str(folder / "owner.sock")
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen()
     pid = os.fork()
     if not pid:
         status = 1
         try:
-            Owner(owner_device, listener).serve()
+            serve()
             status = 0
         except BaseException:  # noqa: BLE001 - the parent's test shows it
             traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(status)
-    listener.close()
-    handle = OwnerHandle(address, reader_device, pid)
     try:
-        yield handle
+        yield pid
     finally:
-        handle.close()
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+@contextmanager
+def owner_process(folder: Path, owner_device: str, reader_device: Device) -> Iterator[OwnerHandle]:
+    """An owner in a process of its own."""
+    block_bytes_of(range(MISSING_FROM))
+    address = str(folder / "owner.sock")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    with forked(lambda: Owner(owner_device, listener).serve()) as pid:
+        listener.close()
+        handle = OwnerHandle(address, reader_device, pid)
+        try:
+            yield handle
+        finally:
+            handle.close()
 
 
 def connected(address: str, until_s: float) -> socket.socket:

@@ -24,6 +24,7 @@ from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of
 from tests.owning_engines import OwningEngine
 from tests.rdma.instances import netem
 
+pytestmark = pytest.mark.rdma
 DEPTH = 8
 OTHER = Namespace(model="test", revision="r2", block_tokens=16)
 _LONG_S = 120.0
@@ -35,7 +36,9 @@ class Told(Nowhere):
     def __init__(self, owner: EngineHbmManager) -> None:
         self._owner = owner
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
+    def find(
+        self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float, instance: str = ""
+    ) -> FoundElsewhere:
         lends = self._owner.lends
         peer = PeerHolding(
             instance=self._owner.instance,

@@ -35,6 +35,7 @@ from tests.rdma.instances import (
     send,
 )
 
+pytestmark = pytest.mark.rdma
 _MARK = 0xA5
 _LONG_S = 120.0
 

@@ -10,7 +10,10 @@ import pytest
 from kvbm.core.reads import ReadOutcome
 from tests.rdma.instances import BLOCK_BYTES, NAMESPACE, OwnerHandle, block_bytes_of, hashes_of, netem
 
-pytestmark = pytest.mark.skipif(os.environ.get("NODE_COUNT") == "1", reason="there is one VM alone: --nodes 2")
+pytestmark = [
+    pytest.mark.rdma,
+    pytest.mark.skipif(os.environ.get("NODE_COUNT") == "1", reason="there is one VM alone: --nodes 2"),
+]
 
 
 def test_a_run_is_read_whole_from_another_machine(far_owner: OwnerHandle) -> None:

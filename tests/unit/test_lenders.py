@@ -120,6 +120,19 @@ def test_who_asks_who_is_dead_and_who_lends_nothing_is_no_answer(site: Site) -> 
     assert site.names(only=[InstanceId("other")]) == site.names(may_know=lambda one: one != quiet) == []
 
 
+def test_who_is_asked_about_by_name_and_lends_is_told_before_it_holds_anything(site: Site) -> None:
+    soon, dead, quiet = (site.add(name, "a/2") for name in ("soon", "dead", "quiet"))
+    holder = site.add("holder", "a/1", host=4)
+    site.dead.add(dead)
+    site.hear(quiet, {})
+    assert site.names() == [(holder, 4)]
+    assert site.names(only=[soon, dead, quiet, InstanceId("nobody")]) == [(soon, 0)]
+    assert site.names(only=[soon, holder]) == [(holder, 4), (soon, 0)]
+    (found,) = site.find(only=[soon])
+    assert (found.lends, found.tiers, found.distance) == (HERE.words(), {}, 1)
+    assert site.names(only=[soon], asker=soon) == site.names(only=[soon], may_know=lambda _: False) == []
+
+
 def test_of_very_many_holders_near_ones_are_found(site: Site) -> None:
     for number in range(400):
         site.add(f"far-{number}", "b/1", host=4)

@@ -108,6 +108,31 @@ def test_rdma_comes_between_memory_and_tcp_and_tcp_serves_where_it_is_refused() 
     assert network.ways(both) == [("a", RDMA)]
 
 
+def test_who_is_about_to_have_blocks_is_asked_for_them_again_and_again() -> None:
+    network = Network()
+    network.answer([MISSING] * 4)
+    for _ in range(3):
+        (source,) = network.peers.sources(SPACE.id, [peer()], expected="a")
+        rows = np.zeros((4, 1 << 20), dtype=np.uint8)
+        assert network.peers.read(source, SPACE.id, HASHES, rows, None, 1.0).outcomes == [MISSING] * 4
+    assert network.peers.stats().missing_blocks == 0
+    assert network.ways(peer()) == [("a", MEMORY)], "nobody else leaves it alone for that"
+    network.read(peer())
+    assert network.peers.stats().missing_blocks == 4
+    assert network.ways(peer()) == []
+    assert [one.instance for one in network.peers.sources(SPACE.id, [peer()], expected="a")] == ["a"]
+
+
+def test_who_is_busy_is_known_to_be() -> None:
+    network = Network()
+    assert not network.peers.is_busy("a")
+    network.answer([ReadOutcome.FAILED] * 4, retry_s=5.0, trouble="as much is lent as may be")
+    network.read(peer())
+    assert network.peers.is_busy("a") and network.peers.sources(SPACE.id, [peer()], expected="a") == []
+    network.now_s += 6.0
+    assert not network.peers.is_busy("a")
+
+
 def test_nixl_comes_between_rdma_and_tcp() -> None:
     network = Network(transports=(MEMORY, RDMA, NIXL, TCP))
     assert network.ways(peer(rdma="rxe0 fe80", nixl=UCX)) == [("a", MEMORY)]

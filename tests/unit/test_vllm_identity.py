@@ -15,7 +15,7 @@ import structlog
 
 from kvbm.core.ids import Namespace
 from kvbm.engines.revision import content_digest
-from kvbm.engines.vllm.identity import EngineIdentity, HashScheme
+from kvbm.engines.vllm.identity import TENANT_KEY, EngineIdentity, HashScheme
 from kvbm.engines.vllm.ranks import Ranks, Stage
 from kvbm.engines.vllm.revision import model_of, revision_of
 from kvbm.engines.vllm.served import why_not_served
@@ -307,6 +307,26 @@ def test_clients_cannot_make_the_engine_keep_ever_more_names() -> None:
     for at in range(10_000):
         identity.namespaces(f"tenant {at}")
     assert len(identity._known) <= 4096
+
+
+@pytest.mark.parametrize(
+    ("salt", "params", "tenant"),
+    [
+        ("acme/9f", None, "acme"),
+        ("acme/9f/more", {"kvbm": {}}, "acme"),
+        ("acme/9f", {TENANT_KEY: "other"}, "other"),
+        ("acme", None, ""),
+        ("", None, ""),
+        (None, None, ""),
+        ("/9f", None, ""),
+        ("a" * 129 + "/", None, ""),
+    ],
+)
+def test_a_salt_may_begin_with_the_tenant(salt: str | None, params: dict[str, Any] | None, tenant: str) -> None:
+    request = SimpleNamespace(request_id="r", kv_transfer_params=params, cache_salt=salt)
+    group = Namespace(model="m", block_tokens=16)
+    assert EngineIdentity([group], {}, tenant_in_salt=True).tenant_of(request) == tenant
+    assert EngineIdentity([group], {}).tenant_of(request) == ((params or {}).get(TENANT_KEY) or "")
 
 
 def weights(folder: Path, tensors: dict[str, bytes]) -> Path:

@@ -20,7 +20,7 @@ def chain(seed: int, count: int) -> list[bytes]:
 
 
 def state_of(digests: list[bytes]) -> RequestState:
-    request = SimpleNamespace(block_hashes=digests, num_prompt_tokens=4 * len(digests) + 1)
+    request = SimpleNamespace(block_hashes=digests, num_prompt_tokens=4 * len(digests) + 1, kv_transfer_params=None)
     return RequestState(request, GROUPS, [SPACE] * len(GROUPS))
 
 

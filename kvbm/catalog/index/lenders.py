@@ -33,7 +33,8 @@ class WantedPeers(NamedTuple):
         hashes: packed, from the first block that is wanted on.
         asker: who asks, which is no answer. topology: where it stands, outermost first.
         limit: at most so many.
-        only: instances to look at; None for all.
+        only: instances to look at; None for all. Of these, who lends is named even where it holds no block: blocks that
+            are on their way to it can be asked for there.
     """
 
     namespace: NamespaceId
@@ -116,10 +117,13 @@ class Lenders:
             near = near if only is None else [one for one in near if one in set(only)]
             again = index.prefixes(wanted.namespace, wanted.hashes, 0, near[:LOOKED_AT], Tier.HOST)
             holders |= {one.instance: one for one in again.instances}
+        named = set(only or ())
+        lacking = {one for one in named if one not in holders or (one in self._known and not self._lends(holders[one]))}
+        holders |= {one: InstanceDepth(one, 0, (0, 0, 0, 0), 0, False) for one in lacking}
         peers = [
             self._holding(one, wanted.topology)
             for name, one in holders.items()
-            if one.depth
+            if (one.depth or name in named)
             and name != wanted.asker
             and name in self._known
             and self._lends(one)

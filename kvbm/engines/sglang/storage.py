@@ -49,6 +49,11 @@ class KvbmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types 
                 f"SGLang {version} was not tested with this kvbm; {', '.join(TESTED)} was, and"
                 f' "{UNTESTED_KEY}": "{version}" in the extra config goes on at your own risk'
             )
+        if (shards := getattr(storage_config, "dcp_size", 1)) > 1:
+            raise ConfigError(
+                f"--dcp-size {shards}: pages that ranks of a decode context share out are not stored; leave it 1, or"
+                " the storage out"
+            )
         self._remarks = RateLimitedLog()
         self._tiers: PageTiers | None = None
         self._beside: dict[str, PageTiers] = {}  # of pools beside that of keys and values

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import Tier
@@ -54,6 +55,7 @@ _IDLE_WAIT_S = 0.002  # in a step without model work, copies under way are waite
 _IDLE_ASK_S = 0.0005  # and so long before a request that has to wait for bytes is looked at again
 _FLUSH_S = 10.0
 
+_ANSWERED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -320,9 +322,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same, of all KV groups."""
-        if self._scheduler is not None:
-            self._scheduler.finished(request, block_ids)
-        return False, None
+        if self._scheduler is None:
+            return False, None
+        return False, self._scheduler.finished(request, block_ids, request.status in _ANSWERED)
 
     def register_finished_partial_tail(self, request: Any, block_ids: Any, partial_tail_offloads: Any) -> bool:
         """False: a state within a block is nobody's block, and not kept."""

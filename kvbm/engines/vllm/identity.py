@@ -70,12 +70,15 @@ class EngineIdentity:
         secrets: Mapping[str, str],
         facts: Mapping[str, Any] | None = None,
         is_lasting: bool = True,
+        tenant_in_salt: bool = False,
     ) -> None:
-        """Args: secrets: tenant → secret, as `catalog.tenant_secrets` has them; they may change."""
+        """Args: secrets: tenant → secret, as `catalog.tenant_secrets` has them; they may change. tenant_in_salt: as in
+        HandoffSettings.
+        """
         self.groups = tuple(groups)
         self.facts = dict(facts or {})
         self.is_lasting = is_lasting
-        self._secrets = secrets
+        self._secrets, self._tenant_in_salt = secrets, tenant_in_salt
         self._known: dict[tuple[str, str], tuple[Namespace, ...]] = {}
         self._has_warned = False
 
@@ -92,6 +95,7 @@ class EngineIdentity:
         resolved: Sequence[Any] | None,
         secrets: Mapping[str, str],
         environment: Mapping[str, str],
+        tenant_in_salt: bool = False,
     ) -> EngineIdentity:
         """The identity of an engine; weights in a folder are looked at once, here.
 
@@ -104,6 +108,7 @@ class EngineIdentity:
             resolved: what the ranks' vLLM has resolved, as `resolved.find_resolved` gives it; None: unknown, so nothing
                 is shared.
             environment: of the process; PYTHONHASHSEED counts.
+            tenant_in_salt: as in HandoffSettings.
         """
         scheme = HashScheme.of(vllm_config.cache_config.prefix_caching_hash_algo, environment)
         if not scheme.is_lasting:
@@ -152,7 +157,7 @@ class EngineIdentity:
             groups=count,
             backends=backends_of(resolved),
         )
-        return cls(groups, secrets, facts, scheme.is_lasting)
+        return cls(groups, secrets, facts, scheme.is_lasting, tenant_in_salt)
 
     def namespaces(self, tenant: str = "", lora: str = "") -> tuple[Namespace, ...]:
         """A tenant's namespaces, one for each KV group."""
@@ -183,10 +188,13 @@ class EngineIdentity:
     def tenant_of(self, request: Any) -> str:
         """Whose a request is: `kv_transfer_params["kvbm.tenant"]`, "" when it says nothing that can be a name.
 
-        The first request with what is no name brings a warning.
+        Where the salt has it, and the former says nothing: what stands there before the first "/". The first request
+        with what is no name brings a warning.
         """
         params = request.kv_transfer_params
-        named = params.get(TENANT_KEY) if params else None
+        named, where = params.get(TENANT_KEY) if params else None, f'kv_transfer_params["{TENANT_KEY}"]'
+        if named is None and self._tenant_in_salt and "/" in (salt := request.cache_salt or ""):
+            named, where = salt.partition("/")[0], 'the beginning of cache_salt, up to "/",'
         if named is None:
             return ""
         if (
@@ -202,9 +210,8 @@ class EngineIdentity:
                 "tenant.refused",
                 request=request.request_id,
                 given=repr(named)[:_TENANT_CHARACTERS],
-                notice=f'kv_transfer_params["{TENANT_KEY}"] is no text of 1 to {_TENANT_CHARACTERS} printable '
-                "characters;"
-                " such requests count as of no tenant",
+                notice=f"{where} is no text of 1 to {_TENANT_CHARACTERS} printable characters; such requests count as "
+                "of no tenant",
             )
         return ""
 

@@ -6,12 +6,14 @@ job once vLLM has made room; the rows of HOST stay pinned until all ranks have a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, pack_slots
 from kvbm.engines.vllm.forwards import UNKNOWN, Touches
+from kvbm.engines.vllm.handoff import HandoffHint, hint_of, is_computed_now
 from kvbm.engines.vllm.metadata import Answers, Job
 from kvbm.engines.vllm.numbers import Numbers
 from kvbm.engines.vllm.reach import HeldBlocks, LookedUp, joined, part_reach, whole_reach
@@ -20,6 +22,7 @@ from kvbm.engines.vllm.roles import EngineRole
 from kvbm.engines.vllm.tier_events import TierEvents
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.engine_hbm import EngineHbmManager
+from kvbm.manager.onboard.expected import ExpectedBlocks
 from kvbm.safe_log import SafeLog
 
 log = SafeLog()
@@ -66,7 +69,7 @@ class LoadPlanner:
         self.events: TierEvents | None = None
         self._manager, self._groups, self._derive, self._align_tokens = manager, groups, derive, align_tokens
         self._ranks, self._requests, self._numbers, self._next_job = ranks, requests, numbers, next_job
-        self._role = role
+        self._role, self._handoff = role, role.handoff
         self._has_holes = len(groups) > 1 or not groups[0].keeps_all  # a part of what is loaded may be of no use
         self._whole = sum(group.keeps_all for group in groups)  # they come first
         self._has_states = any(group.is_state for group in groups)
@@ -222,6 +225,7 @@ class LoadPlanner:
             state.ask = self._look(state, ask.computed_tokens, limit, ask.finding.result())
             return self._settled(state, state.ask)
         self._tell(state, ask)
+        state.is_settled = True
         if not ask.runs:
             return 0
         if len(ask.runs) == 1 and ask.runs[0][0].keeps_all:  # a shorter prefix of this is as good
@@ -288,8 +292,9 @@ class LoadPlanner:
                 wanted = state.hashes(index, chain_begin, end + self._behind, self._derive)
                 if len(wanted) > (begin - chain_begin) * HASH_BYTES:
                     namespace = state.namespaces[index].id
+                    expected = None if has_holes or state.is_settled else self._expected(state, wanted)
                     acquiring = self._manager.begin_acquire(
-                        namespace, wanted, first=begin - chain_begin, is_whole=has_holes
+                        namespace, wanted, first=begin - chain_begin, is_whole=has_holes, expected=expected
                     )
                     runs.append((group, begin, acquiring))
         tokens = end_tokens - computed_tokens if runs else 0
@@ -299,6 +304,40 @@ class LoadPlanner:
             runs[0][2].release()
             ask = ask._replace(runs=[], tokens=0)
         return ask
+
+    def _expected(self, state: RequestState, wanted: bytes) -> ExpectedBlocks | None:
+        """Those of a prompt's blocks that another engine computes, or has just computed."""
+        params, most = state.request.kv_transfer_params, len(wanted) // HASH_BYTES
+        hint, expected = hint_of(params), None
+        if hint is not None:
+            expected = self._hinted(state, hint, most)
+        if expected is None and is_computed_now(params):
+            expected = ExpectedBlocks(most, self._handoff.wait_s)
+        if expected is None and not self._role.stores:
+            expected = ExpectedBlocks(most, self._handoff.unsaid_wait_s, is_sure=False)
+        if expected is None:
+            return None
+        now_s = time.time()
+        if not state.expects_since_s:
+            state.expects_since_s = now_s
+        waited_s = max(0.0, now_s - state.expects_since_s)  # of a request whose place in HBM's prefixes has changed
+        return expected._replace(quiet_s=max(0.0, expected.quiet_s - waited_s))
+
+    def _hinted(self, state: RequestState, hint: HandoffHint, most: int) -> ExpectedBlocks | None:
+        """What a hint speaks of, if that is this very prompt.
+
+        A client may have several prompts in one request, which all have the hint of the first.
+        """
+        blocks = hint.tokens // self._groups[0].block_tokens
+        is_same = hint.namespace == state.namespaces[0].id
+        is_same = is_same and 0 < blocks <= self._groups[0].hashed_blocks(state.request.block_hashes)
+        if not is_same or state.hashes(0, blocks - 1, blocks, self._derive) != hint.last:
+            if not state.expects_since_s:
+                self._numbers.add("handoffs_refused", 1)
+            return None
+        if hint.until_ms < time.time() * 1000:  # what is left of it is found as any other prompt is
+            return None
+        return ExpectedBlocks(min(blocks, most), self._handoff.wait_s, hint.instance if hint.lends else "")
 
     def _tell(self, state: RequestState, ask: RequestMatch) -> None:
         """Count what was said to be there for a request against what has come, once for each run that is over, and

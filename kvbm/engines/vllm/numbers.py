@@ -21,6 +21,8 @@ COUNTERS = {
     "unanswered_finds": "Requests for which the catalog was asked and did not answer in time.",
     "late_acquires": "Requests that did not wait for all their blocks to reach HOST.",
     "duplicates": "Blocks that the engine's prefix cache held already when it computed them again.",
+    "handoffs": "Prompts that were computed here to be decoded elsewhere, and are kept for that.",
+    "handoffs_refused": "Requests whose `kv_transfer_params` speak of the blocks of another prompt, model or tenant.",
     "verified_reads": "Blocks whose checksum was found right on their way from a colder tier.",
     "peer_blocks": "Blocks of `hit_blocks` that another instance lent; they count there as of HOST.",
     "corrupt_blocks": "Blocks whose checksum was found wrong on their way from a colder tier; they were computed.",

@@ -17,6 +17,7 @@ from kvbm.config import HbmSettings, NvmeSettings, ObjectSettings, Settings, Tra
 from kvbm.core.errors import KvbmError, PoolError
 from kvbm.core.ids import Namespace, Tier
 from kvbm.engines.vllm.facts import machine_words
+from kvbm.engines.vllm.handoff import HandoffRules
 from kvbm.engines.vllm.host_link import leave_host
 from kvbm.engines.vllm.identity import EngineIdentity
 from kvbm.engines.vllm.meeting import Meeting
@@ -101,7 +102,8 @@ def open_scheduler(
         log.info(
             "groups.left_out", groups=left_out, notice="they are no part of vLLM's prefix caching; it fills them anew"
         )
-    role = EngineRole.of(kv_transfer_config.kv_role)
+    handoff = HandoffRules(settings.handoff.wait_s, settings.handoff.unsaid_wait_s, settings.handoff.ttl_s)
+    role = EngineRole.of(kv_transfer_config.kv_role, handoff)
     settings = role.suited(_suited(settings, groups) if ranks.hosts == 1 else _of_hosts(settings, ranks.hosts))
     identity = EngineIdentity.of(
         served.vllm_config,
@@ -113,6 +115,7 @@ def open_scheduler(
         resolved=find_resolved(meeting, ranks.ranks // ranks.hosts),  # those of other hosts do not come here
         secrets=TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file),
         environment=os.environ,
+        tenant_in_salt=settings.handoff.tenant_in_salt,
     )
     namespaces, row_bytes = identity.named(settings.tenants), ranks.row_bytes
     settings, objects = _reachable(settings, namespaces, row_bytes)

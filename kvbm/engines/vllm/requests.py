@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash
 from kvbm.engines.vllm.adapters import Adapters, Origin
+from kvbm.engines.vllm.handoff import is_for_a_decoder
 
 if TYPE_CHECKING:
     from kvbm.manager.acquiring import Acquiring
@@ -136,6 +137,9 @@ class RequestState:
         refused: a load for it has failed, so it is offered nothing any more: vLLM would ask without end.
         asks_left: how often it is told to ask again while its adapter is not known.
         queued_tokens: of its prompt, while it waits for its first step.
+        is_for_a_decoder: another engine decodes what this one computes of it.
+        expects_since_s: since when it has waited for what others compute, seconds since 1970; 0: it has not.
+        is_settled: it was told once what can be loaded; from then on it waits for nothing that others compute.
     """
 
     __slots__ = (
@@ -146,7 +150,10 @@ class RequestState:
         "ask",
         "asks_left",
         "due_step",
+        "expects_since_s",
+        "is_for_a_decoder",
         "is_looked_at",
+        "is_settled",
         "is_untold",
         "last_store",
         "namespaces",
@@ -178,7 +185,9 @@ class RequestState:
         self.parts_at = 0
         self.ask: RequestMatch | None = None
         self.due_step = 0
-        self.is_looked_at = self.refused = False
+        self.is_looked_at = self.is_settled = self.refused = False
+        self.expects_since_s = 0.0
+        self.is_for_a_decoder = is_for_a_decoder(request.kv_transfer_params)
         self.last_store = 0
         self.queued_tokens: int = request.num_prompt_tokens
         self._groups = groups

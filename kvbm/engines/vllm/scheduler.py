@@ -27,6 +27,7 @@ from kvbm.core.backend import Backend
 from kvbm.core.ids import HASH_BYTES, Tier
 from kvbm.engines.vllm.adapters import Adapters
 from kvbm.engines.vllm.forwards import Taken, Touches
+from kvbm.engines.vllm.handoff import wants_hint
 from kvbm.engines.vllm.load_planner import LoadPlanner
 from kvbm.engines.vllm.metadata import Answers, HostShare, StepPlan
 from kvbm.engines.vllm.numbers import Numbers
@@ -131,6 +132,7 @@ class Scheduler:
             rules._replace(stores=role.stores),
             next_job,
             clock,
+            role.handoff,
         )
 
     def bind(self, pool: Any, block_ids_of: Callable[[str], Sequence[Sequence[int]]]) -> None:
@@ -224,16 +226,28 @@ class Scheduler:
             self._running = len(scheduled)
             self.manager.report_load(self.requests.queued_tokens, self._running, self._meter.tokens_per_s)
 
-    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
-        """A request has ended; its blocks are still its own."""
+    def finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]], is_answered: bool = False
+    ) -> dict[str, Any] | None:
+        """A request has ended; its blocks are still its own.
+
+        Args:
+            is_answered: its client gets what it asked for.
+        Returns: `kv_transfer_params` of the answer, for who decodes it.
+        """
         self._touches.leave(request.request_id)
         state = self.requests.states.pop(request.request_id, None)
         if state is None:
-            return
+            return None
         self.requests.unqueue(state)
         state.drop_ask()
         if not self.refusal and self._is_everywhere:
             self.stores.finish(state, block_ids)
+            if is_answered and state.is_for_a_decoder:
+                hint = self.stores.hand_off(state, self.manager.epoch)
+                if hint is not None and wants_hint(request.kv_transfer_params):
+                    return hint.params()
+        return None
 
     def answered(self, answers: Answers) -> None:
         """Take in what ranks have finished."""

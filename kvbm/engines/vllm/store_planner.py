@@ -7,19 +7,22 @@ where vLLM offers them: nothing in a request's block table says which block hold
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvbm.core.backend import Backend
-from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots
+from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_hashes
 from kvbm.core.state_admission import StateAdmission
+from kvbm.engines.vllm.handoff import HandoffHint, HandoffRules
 from kvbm.engines.vllm.metadata import Job, StoredPart
 from kvbm.engines.vllm.numbers import Numbers
 from kvbm.engines.vllm.offers import StateOffer
 from kvbm.engines.vllm.prefix_cache import PrefixCacheWatch
 from kvbm.engines.vllm.ranks import Ranks
+from kvbm.engines.vllm.reach import ABSENT
 from kvbm.engines.vllm.requests import KvGroup, Requests, RequestState
 from kvbm.engines.vllm.tier_events import GroupRun, TierEvents
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
@@ -28,6 +31,7 @@ from kvbm.safe_log import SafeLog
 log = SafeLog()
 
 _IN_HOST = bytes([Tier.HOST])
+_HANDOFF_PRIORITY = 90  # of blocks that are kept for a decoder; 100 would never be given up
 _SHORT_STEPS = 4  # until another look at a request whose blocks found no room in HOST
 _UNANSWERED_S = 30.0  # a store that no worker has answered for so long does not keep an idle engine stepping
 
@@ -65,11 +69,13 @@ class _StoreJob(NamedTuple):
 
     Attributes:
         over: chains of requests that have ended and wait for this job, their last.
+        kept: those of them that are to be decoded elsewhere.
     """
 
     runs: list[_StoreRun]
     since_s: float
     over: list[tuple[bytes, NamespaceId]]
+    kept: list[tuple[bytes, NamespaceId]]
 
 
 class StorePlanner:
@@ -78,6 +84,7 @@ class StorePlanner:
     Args:
         ranks: how rows of HOST are parted.
         next_job: gives the id of a job.
+        handoff: how long blocks are kept for who decodes them.
 
     Attributes:
         events: learn of blocks that have been stored, where somebody wants to know.
@@ -94,9 +101,13 @@ class StorePlanner:
         rules: StoreRules,
         next_job: Callable[[], int],
         clock: Callable[[], float],
+        handoff: HandoffRules = HandoffRules(),  # noqa: B008  # frozen
     ) -> None:
         self._manager, self._groups, self._requests = manager, groups, requests
         self._part_sizes = ranks.part_sizes
+        self._handoff = handoff
+        self._kept: dict[SequenceHash, float] = {}  # block → until when it is kept, in the order of the ends
+        self._most_kept = manager.pools.slots[Tier.HOST].slots // 2  # a client may ask for it with every request
         self._derive, self._join = backend.derived_hashes, backend.joined_checksums
         self._numbers, self._rules, self._next_job, self._clock = numbers, rules, next_job, clock
         self.events: TierEvents | None = None
@@ -104,6 +115,7 @@ class StorePlanner:
         self._block_ids_of: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()
         self._watch: PrefixCacheWatch | None = None
         self._jobs: list[Job] = []  # of the next plan
+        self._ahead = 0  # of them, so many go before others
         self._later: list[Job] = []  # of the plan after it: this step computes their blocks
         self._admission = StateAdmission(rules.states)
         self._states = {group.id: index for index, group in enumerate(groups) if group.is_state}
@@ -223,6 +235,65 @@ class StorePlanner:
         if self._rules.by_recency:
             self._refresh(state)
 
+    def hand_off(self, state: RequestState, epoch: int) -> HandoffHint | None:
+        """Keep what a request that has ended computed, for who decodes it; None where nothing of it can be read.
+
+        Where the model has several groups, or attention does not need all blocks, decoders are told nothing: they
+        read what objects and the pod's folder have.
+        """
+        stores, now_s = self._stores.get(state.last_store), self._clock()
+        while self._kept and next(iter(self._kept.values())) <= now_s:
+            del self._kept[next(iter(self._kept))]
+        for index, group in enumerate(self._groups):
+            if group.keeps_all and state.stored[index]:
+                chain = state.hashes(index, 0, state.stored[index], self._derive)
+                kept = self._most_of(chain, now_s + self._handoff.ttl_s), state.namespaces[index].id
+                self._keep(*kept)
+                if stores is not None:
+                    stores.kept.append(kept)
+        group = self._groups[0]
+        if len(self._groups) > 1 or not group.keeps_all or not state.stored[0]:
+            return None
+        chain, namespace = state.hashes(0, 0, state.stored[0], self._derive), state.namespaces[0].id
+        blocks = min(self._readable(chain, namespace), state.request.num_prompt_tokens // group.block_tokens)
+        if not blocks:
+            return None
+        self._numbers.add("handoffs", 1)
+        last = chain[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES]
+        until_ms = int((time.time() + self._handoff.ttl_s) * 1000)
+        tokens = blocks * group.block_tokens
+        lends = bool(self._manager.lends)
+        return HandoffHint(self._manager.instance, epoch, lends, namespace, tokens, last, until_ms)
+
+    def _most_of(self, chain: bytes, until_s: float) -> bytes:
+        """As much of a chain, from its first block on, as may be kept beside what is kept already."""
+        blocks, room = split_hashes(chain), self._most_kept - len(self._kept)
+        for at, block in enumerate(blocks):
+            room -= block not in self._kept
+            if room < 0:
+                blocks = blocks[:at]
+                break
+        for block in blocks:
+            self._kept.pop(block, None)
+            self._kept[block] = until_s
+        return chain[: len(blocks) * HASH_BYTES]
+
+    def _keep(self, chain: bytes, namespace: NamespaceId) -> None:
+        self._manager.keep(chain, self._handoff.ttl_s, _HANDOFF_PRIORITY, namespace)
+
+    def _readable(self, chain: bytes, namespace: NamespaceId) -> int:
+        """Blocks of a chain, from the first on, that own tiers hold or get."""
+        held = self._manager.holders(chain, namespace)
+        blocks = held.find(ABSENT)
+        if blocks < 0:
+            return len(held)
+        coming = {one for job in self._stores.values() for run in job.runs for one in split_hashes(run.store.hashes)}
+        for block, tier in zip(split_hashes(chain[blocks * HASH_BYTES :]), held[blocks:], strict=True):
+            if tier == ABSENT and block not in coming:
+                break
+            blocks += 1
+        return blocks
+
     def has_work(self) -> bool:
         """Whether stores wait for the workers: an engine without requests should go on stepping, and blocks will come
         free.
@@ -234,7 +305,7 @@ class StorePlanner:
 
     def take_jobs(self) -> list[Job]:
         """The jobs of the next plan, once."""
-        jobs, self._jobs, self._later = self._jobs, self._later, []
+        jobs, self._jobs, self._later, self._ahead = self._jobs, self._later, [], 0
         return jobs
 
     def answered(self, stored: Mapping[int, Mapping[int, StoredPart]]) -> int:
@@ -277,7 +348,8 @@ class StorePlanner:
                 if not fits:
                     continue
                 ids = self._block_ids_of(request.request_id) if ids is None else ids
-            uses = 1 if begin or state.is_looked_at else 2  # what it found computed, it uses again
+            # what it found computed it uses again, and a decoder what is computed for it
+            uses = 1 if (begin or state.is_looked_at) and not state.is_for_a_decoder else 2
             if self._rules.stores:
                 assert ids is not None
                 self._begin_stores(state, index, begin, ids[group.id][begin:end], uses, runs)
@@ -348,10 +420,14 @@ class StorePlanner:
         blocks = pack_slots(block.block_id for run in runs for block in run.blocks)
         rows = pack_slots(slot for run in runs for slot in run.store.slots)
         job = Job(self._next_job(), blocks, rows)
-        self._stores[job.id] = _StoreJob(runs, self._clock(), [])
+        self._stores[job.id] = _StoreJob(runs, self._clock(), [], [])
         for state in storing:
             state.last_store = job.id
-        (self._jobs if jobs is None else jobs).append(job)
+        if jobs is None and len(storing) == 1 and storing[0].is_for_a_decoder:  # another engine waits for it
+            self._jobs.insert(self._ahead, job)
+            self._ahead += 1
+        else:
+            (self._jobs if jobs is None else jobs).append(job)
 
     def _refresh(self, state: RequestState) -> None:
         """Its chains and states were used, the beginning last; said once all of it lies in HOST.
@@ -393,6 +469,8 @@ class StorePlanner:
             at += count
         for chain, namespace in stores.over:
             self._manager.refresh(chain, namespace)
+        for chain, namespace in stores.kept:
+            self._keep(chain, namespace)
         return not why
 
     def _joined(self, parts: Mapping[int, StoredPart]) -> np.ndarray:

@@ -12,17 +12,20 @@ in time is late: its request goes on without it, and it serves the next one.
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, wait
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvbm.core.events import MigrateCause
-from kvbm.core.fetching import OBJECTS, FetchSource, Links, plan
+from kvbm.core.fetching import OBJECTS, FetchSource, Links, Stretch, plan
 from kvbm.core.ids import (
     DURABLE_TIERS,
     HASH_BYTES,
@@ -36,12 +39,13 @@ from kvbm.core.ids import (
     split_slots,
 )
 from kvbm.core.results import Copy, Match
-from kvbm.locate.base import NOTHING_FOUND, Locator, Nowhere
+from kvbm.locate.base import NOTHING_FOUND, FoundElsewhere, Locator, Nowhere
 from kvbm.manager.copies.copies_in_flight import CopiesInFlight, lender
 from kvbm.manager.copies.transfer import Moved, RemoteSource
 from kvbm.manager.counters import Counters
 from kvbm.manager.objects.claim_watch import ClaimWatch
 from kvbm.manager.offload.queue import Offloader
+from kvbm.manager.onboard.expected import ExpectedBlocks
 from kvbm.manager.options import ManagerOptions
 from kvbm.manager.record.ledger_stream import LedgerStream
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
@@ -52,6 +56,8 @@ from kvbm.streams.base import Load
 log = SafeLog()
 
 _NOWHERE = 0xFF  # as the ledger's `holders`
+_NAMED_S = 1.0  # for so long the catalog is not asked again where an instance lends
+_NAMED_LONGEST_S, _NAMED_MOST = 10.0, 256
 _LOAD_BLOCKS = 64  # a longer segment is brought by several copies: at a time, and each is there when it is there
 
 
@@ -73,7 +79,8 @@ _NOTHING = Match(0, b"", b"")
 
 
 class Waiter:
-    """A request that waits for blocks, and what it has got so far; read and written under the lock.
+    """A request that waits for blocks, and what it has got so far; read and written under the lock, but for what a look
+    beyond the own tiers finds out (`said`, `why`, `is_in_vain`), which is read once that is over.
 
     Attributes:
         hashes: packed, of the run it wants.
@@ -86,10 +93,19 @@ class Waiter:
         others: copies of other requests that bring some of its blocks.
         said: blocks behind those of the own tiers that others were said to have. why: why fewer are brought, where that
             is known before.
+        expected: blocks that somebody is about to have. is_again: they were asked for before, and none had come.
+        is_in_vain: nobody is to have them any more, as far as was found out.
     """
 
-    def __init__(self, namespace: NamespaceId, hashes: bytes) -> None:
+    def __init__(
+        self,
+        namespace: NamespaceId,
+        hashes: bytes,
+        expected: ExpectedBlocks | None = None,
+        is_again: bool = False,
+    ) -> None:
         self.namespace, self.hashes, self.found = namespace, hashes, _NOTHING
+        self.expected, self.is_again, self.is_in_vain = expected, is_again, False
         self.waiting = True
         self.planned: list[Copy] = []
         self.prefix: Prefix | None = None
@@ -160,6 +176,9 @@ class Loads:
         self.nobody_waits = threading.Event()
         self.nobody_waits.set()
         self._waiting: set[object] = set()  # who waits; a number would be wrong for good once an exception came between
+        self._expecting: set[object] = set()  # who waits for what others compute
+        # where instances lend that requests have named: as the catalog has last said, and when
+        self._named: OrderedDict[str, tuple[float, FoundElsewhere]] = OrderedDict()
         self.load = Load()
         self._looks_fail = False
         self._links, self._clock = Links(), options.clock  # of the object pool
@@ -197,13 +216,22 @@ class Loads:
         """How many requests wait for bytes."""
         return len(self._waiting)
 
-    def begin_waiting_locked(self, request: object) -> None:
-        """A request waits for bytes; offloads yield to it meanwhile."""
+    @property
+    def expecting_requests(self) -> int:
+        """How many requests wait for blocks that others compute."""
+        return len(self._expecting)
+
+    def begin_waiting_locked(self, request: object, is_expecting: bool = False) -> None:
+        """A request waits for bytes; offloads yield to it meanwhile, but not for as long as others compute."""
+        if is_expecting:
+            self._expecting.add(request)
+            return
         self._waiting.add(request)
         self.nobody_waits.clear()
 
     def end_waiting_locked(self, request: object) -> None:
         """It does no more, if it did."""
+        self._expecting.discard(request)
         self._waiting.discard(request)
         if not self._waiting and not self.nobody_waits.is_set():
             self.nobody_waits.set()
@@ -296,10 +324,9 @@ class Loads:
             hashes: packed, of the prompt from its first block on, because objects begin at whole multiples of their
                 size.
         """
-        if not self.looks_beyond:
-            return []
         with self._lock:
-            if not self._revisioned.may(waiter.namespace):
+            if not self.looks_beyond or not self._revisioned.may(waiter.namespace):
+                waiter.is_in_vain = True
                 return []
         segments = self._seen_beyond(waiter, hashes, depth)
         planned: list[PlannedLoad] = []
@@ -311,7 +338,7 @@ class Loads:
                     waiter.namespace, source, self._target, wanted, is_lent, waiter.planned
                 )
                 if copy is None:
-                    waiter.why = "no_room"
+                    waiter.why, waiter.is_in_vain = "no_room", True
                     break
                 planned.append(PlannedLoad(copy, remote))
         return planned
@@ -333,7 +360,7 @@ class Loads:
                 log.exception(
                     "load.not_looked", effect="what lies beyond the own tiers is computed", remedy="report it"
                 )
-            self._looks_fail = True
+            self._looks_fail = waiter.is_in_vain = True
         return segments
 
     def find_beyond(self, runs: Sequence[tuple[NamespaceId, bytes]]) -> list[bytes]:
@@ -401,17 +428,26 @@ class Loads:
         if peers is None or depth == blocks or not peers.knows(namespace):
             peers = None
         if pool is None and peers is None:
+            waiter.is_in_vain = self._pools.pod is None
             return []
         chain = hashes[begin * HASH_BYTES : (objects_end if peers is None else blocks) * HASH_BYTES]
         asked_from = len(chain) // HASH_BYTES if peers is None else depth - begin
-        found = self.locator.find("" if pool is None else pool.name, namespace, chain, asked_from, self._locate_s)
-        if found is NOTHING_FOUND and not isinstance(self.locator, Nowhere):
-            waiter.why = "unanswered"
+        expected, lot = waiter.expected, max(k, _LOAD_BLOCKS // k * k)
+        who = "" if expected is None else expected.instance
+        found = self._found_elsewhere("" if pool is None else pool.name, namespace, chain, asked_from, who)
+        if isinstance(self.locator, Nowhere):
+            waiter.is_in_vain = self._pools.pod is None
+        elif found is NOTHING_FOUND:
+            waiter.why, waiter.is_in_vain = "unanswered", True
         lenders = (
             []
             if peers is None
-            else [one for one in peers.sources(namespace, found.peers) if not self._is_silent(lender(one.instance))]
+            else [
+                one for one in peers.sources(namespace, found.peers, who) if not self._is_silent(lender(one.instance))
+            ]
         )
+        if who and not any(one.is_expected for one in lenders):  # it has gone, or cannot be read from
+            waiter.is_in_vain = peers is None or not peers.is_busy(who)
         asked = len(hashes) // HASH_BYTES - depth  # a catalog may say more
         sources = [
             FetchSource(depth - begin + min(one.end, asked), one.link, one.together_bytes_per_s) for one in lenders
@@ -419,14 +455,19 @@ class Loads:
         if pool is not None:
             claimed = min(found.claimed, objects_end - begin) // k * k
             sources.append(FetchSource(claimed, self._links.link(self._clock(), OBJECTS, OBJECTS)))
-        lot = max(k, _LOAD_BLOCKS // k * k)
-        stretches = plan(
-            depth - begin, sources, self._pools.slots[self._target].block_bytes, self._compute_s(namespace), lot
-        )
+        is_computed = expected is not None and expected.is_sure  # elsewhere
+        compute_s = 0.0 if is_computed else self._compute_s(namespace)
+        stretches = plan(depth - begin, sources, self._pools.slots[self._target].block_bytes, compute_s, lot)
         said = max((one.end for one in sources), default=0) - (depth - begin)
         if said > sum(end - first for _, first, end in stretches):
             waiter.why = "slower"  # than computing
         waiter.said += max(0, said)
+        if expected is not None:  # what is on its way to a lender, behind what is known to be somewhere
+            reached = stretches[-1].end if stretches else depth - begin
+            most = depth - begin + min(expected.blocks - depth, lot if waiter.is_again else asked)
+            of = next((number for number, one in enumerate(lenders) if one.is_expected), None)
+            if of is not None and most > reached:
+                stretches.append(Stretch(of, reached, most))
         segments: list[Segment] = []
         for number, first, end in stretches:
             for at in range(first // lot * lot, end, lot):
@@ -439,6 +480,42 @@ class Loads:
                     whole = hashes[one // k * k * HASH_BYTES : -(-other // k) * k * HASH_BYTES]
                     segments.append(Segment(Tier.OBJECT, RemoteSource(whole), wanted))
         return segments
+
+    def _found_elsewhere(self, pool: str, namespace: NamespaceId, chain: bytes, first: int, who: str) -> FoundElsewhere:
+        """What of a chain can be read from elsewhere, and where the instance that is named lends, if it does."""
+        if not who:
+            return self.locator.find(pool, namespace, chain, first, self._locate_s)
+        found = self.locator.find(pool, namespace, chain, first, self._locate_s) if pool else NOTHING_FOUND
+        begin = first * HASH_BYTES
+        named = (
+            self._lends_at(namespace, chain[begin : begin + HASH_BYTES], who) if begin < len(chain) else NOTHING_FOUND
+        )
+        if found is NOTHING_FOUND or named is NOTHING_FOUND:
+            return named if found is NOTHING_FOUND else found
+        others = [one for one in found.peers if one.instance != who]
+        return FoundElsewhere(found.claimed, (*named.peers, *others))
+
+    def _lends_at(self, namespace: NamespaceId, block: bytes, who: str) -> FoundElsewhere:
+        """Where an instance lends, of which requests may ask again and again.
+
+        A catalog that is away says nothing of the instance.
+        """
+        now_s = self._clock()
+        with self._lock:
+            at_s, known = self._named.get(who, (-math.inf, NOTHING_FOUND))
+        if now_s < at_s + _NAMED_S:
+            return known
+        found = self.locator.find("", namespace, block, 0, self._locate_s, who)
+        if found is NOTHING_FOUND:
+            return known if now_s < at_s + _NAMED_LONGEST_S else found
+        found = FoundElsewhere(0, tuple(msgspec.structs.replace(one, depth=0) for one in found.peers))
+        with self._lock:
+            self._named.pop(who, None)
+            if found.peers:
+                self._named[who] = now_s, found
+                if len(self._named) > _NAMED_MOST:
+                    self._named.popitem(last=False)
+        return found
 
     def _compute_s(self, namespace: NamespaceId) -> float:
         """How long the engine takes to compute a block; 0: not known."""
@@ -517,4 +594,5 @@ class Loads:
         else:
             self._counters.late_copies += 1
             self._counters.peer_late_copies += is_lent
+        waiter.is_in_vain |= ReadOutcome.FAILED in moved.outcomes and not is_lent  # it would be read again and again
         self._copies.settle_trouble_locked(copy, moved, remote)

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from tests.engines.vllm.harness.page import as_json, code
-from tests.engines.vllm.harness.wheelhouse import Environment, pack, pack_ours
 from tests.eventually import eventually
 from tests.servers import free_port
+from tests.wheelhouse import Environment, pack, pack_ours
 
 START_S, STOP_S = 280.0, 120.0
 BUILD, INSTALL = code("sh", "make wheels").splitlines()

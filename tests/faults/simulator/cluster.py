@@ -504,7 +504,9 @@ class SimLocator:
     def __init__(self, cluster: Cluster, asker: InstanceId) -> None:
         self._cluster, self._asker = cluster, asker
 
-    def find(self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float) -> FoundElsewhere:
+    def find(
+        self, pool: str, namespace: NamespaceId, hashes: bytes, first: int, timeout_s: float, instance: str = ""
+    ) -> FoundElsewhere:
         service = self._cluster.catalog.service
         nap(self._cluster.world, 0.002)
         if service is None or self._cluster.catalog.process is None or self._cluster.catalog.process.frozen:

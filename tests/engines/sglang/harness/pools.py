@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -64,7 +64,9 @@ def _host_pool(kind: Any, device: Any, layout: str, pages: int, **more: Any) -> 
     )
 
 
-def config_of(extra: dict[str, Any], *, rank: int = 0, ranks: int = 1, is_mla: bool = False) -> HiCacheStorageConfig:
+def config_of(
+    extra: dict[str, Any], *, rank: int = 0, ranks: int = 1, is_mla: bool = False, **more: Any
+) -> HiCacheStorageConfig:
     """What SGLang's controller tells a backend of its rank."""
     return HiCacheStorageConfig(
         tp_rank=rank,
@@ -78,6 +80,7 @@ def config_of(extra: dict[str, Any], *, rank: int = 0, ranks: int = 1, is_mla: b
         is_page_first_layout=False,
         model_name="test",
         extra_config=extra,
+        **more,
     )
 
 
@@ -117,6 +120,24 @@ def file_backend(pool: Any, folder: Path) -> HiCacheStorage:
 def indices_of(pages: Sequence[int]) -> torch.Tensor:
     """The tokens of pages, as SGLang names them."""
     return torch.tensor([page * PAGE_TOKENS + at for page in pages for at in range(PAGE_TOKENS)], dtype=torch.int64)
+
+
+def set_pages(backend: HiCacheStorage, pool: Any, keys: list[str], pages: Sequence[int]) -> bool:
+    """Store pages as SGLang's controller does it with this backend; whether all are stored."""
+    if not isinstance(backend, HiCacheFile):
+        return all(backend.batch_set_v1(keys, indices_of(pages)))
+    return bool(backend.batch_set(keys, [pool.get_data_page(page * PAGE_TOKENS) for page in pages]))
+
+
+def get_pages(backend: HiCacheStorage, pool: Any, keys: list[str], pages: Sequence[int]) -> list[bool]:
+    """Fill pages as SGLang's controller does it with this backend; for each whether the backend gave it."""
+    if not isinstance(backend, HiCacheFile):
+        return backend.batch_get_v1(keys, indices_of(pages))
+    found = backend.batch_get(keys, [pool.get_dummy_flat_data_page() for _ in keys])
+    for page, flat in zip(pages, found, strict=True):
+        if flat is not None:
+            pool.set_from_flat_data_page(page * PAGE_TOKENS, flat)
+    return [flat is not None for flat in found]
 
 
 def chain(prompt: int, pages: int) -> list[str]:

@@ -27,15 +27,24 @@ CONFIG = CacheConfig(page_size=4, num_layers=3, head_num=2, head_dim=16, kv_size
 
 def _to_host(self: Any, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str) -> None:
     for layer in range(self.layer_num):
-        self.k_data_refs[layer][host_indices] = self.device_k_buffers[layer][device_indices]
-        self.v_data_refs[layer][host_indices] = self.device_v_buffers[layer][device_indices]
+        at = _tokens(self, layer, host_indices)
+        self.k_data_refs[layer][at] = self.device_k_buffers[layer][device_indices]
+        self.v_data_refs[layer][at] = self.device_v_buffers[layer][device_indices]
 
 
 def _to_device(
     self: Any, device_pool: Any, host_indices: Any, device_indices: Any, layer_id: int, io_backend: str, **more: Any
 ) -> None:
-    self.device_k_buffers[layer_id][device_indices] = self.k_data_refs[layer_id][host_indices]
-    self.device_v_buffers[layer_id][device_indices] = self.v_data_refs[layer_id][host_indices]
+    at = _tokens(self, layer_id, host_indices)
+    self.device_k_buffers[layer_id][device_indices] = self.k_data_refs[layer_id][at]
+    self.device_v_buffers[layer_id][device_indices] = self.v_data_refs[layer_id][at]
+
+
+def _tokens(pool: Any, layer: int, indices: Any) -> tuple[Any, ...]:
+    """Where tokens of a layer lie in the host pool: by token, or by page and token in it."""
+    if pool.k_data_refs[layer].dim() == 3:
+        return (indices,)
+    return indices // pool.page_size, indices % pool.page_size
 
 
 class RadixCache(UnifiedRadixCacheStorageFixtures, CustomTestCase):
@@ -62,8 +71,12 @@ class RadixCache(UnifiedRadixCacheStorageFixtures, CustomTestCase):
     def __exit__(self, *exc: object) -> None:
         self.doCleanups()
 
-    def opened(self, extra: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """A fresh cache over a storage; the tree, its allocator, and its requests' pool."""
+    def opened(self, extra: dict[str, Any], layout: str = "page_first", **more: Any) -> tuple[Any, Any, Any]:
+        """A fresh cache over a storage; the tree, its allocator, and its requests' pool.
+
+        Args:
+            more: of ServerArgs.
+        """
         made = fixtures.build_fixture(self.cfg)
         cache = made[0]
         given = {"prefetch_threshold": 1, "hicache_storage_pass_prefix_keys": True} | extra
@@ -71,10 +84,12 @@ class RadixCache(UnifiedRadixCacheStorageFixtures, CustomTestCase):
             model_path="dummy",
             page_size=self.cfg.page_size,
             hicache_io_backend="kernel",
+            hicache_mem_layout=layout,
             hicache_write_policy="write_through",
             hicache_storage_backend="dynamic",
             hicache_storage_backend_extra_config=json.dumps(given),
             hicache_storage_prefetch_policy="wait_complete",
+            **more,
         )
         set_global_server_args_for_scheduler(args)
         cache.init_hicache(args, cache.cache_init_params)

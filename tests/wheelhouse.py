@@ -13,7 +13,7 @@ from pathlib import Path
 
 import kvbm._native
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[1]
 _OURS = ("kvbm", "_editable_skbc_kvbm")  # how what this environment has of kvbm begins
 
 
