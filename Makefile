@@ -36,15 +36,9 @@ SHARED = -n $(JOBS) --dist worksteal
 ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
 .PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects \
-<<<<<<< HEAD
-  smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick pd test-pd \
-  test-bridge faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz \
-  fuzz-short check check-code check-tests clean
-=======
-  smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick test-bridge \
+  smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick pd test-pd test-bridge \
   faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers bench-sglang test-sglang \
   native-test fuzz fuzz-short check check-code check-tests clean
->>>>>>> handoff
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
