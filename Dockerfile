@@ -5,11 +5,13 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 WORKDIR /src
 COPY . .
 RUN pip install --no-cache-dir -c constraints.txt --upgrade pip
-RUN pip wheel --no-cache-dir -c constraints.txt --build-constraint constraints.txt --wheel-dir /wheels '.[catalog,s3,azure,redis,crypto,nkeys,parquet]'
+RUN pip wheel --no-cache-dir -c constraints.txt --build-constraint constraints.txt --wheel-dir /wheels \
+    '.[catalog,s3,azure,redis,crypto,nkeys,parquet]'
 
 FROM python:3.12-slim
 COPY --from=build /wheels /wheels
-RUN pip install --no-cache-dir --no-index --find-links /wheels 'kvbm-ledger[catalog,s3,azure,redis,crypto,nkeys,parquet]' && rm -rf /wheels
+RUN pip install --no-cache-dir --no-index --find-links /wheels \
+    'kvbm-ledger[catalog,s3,azure,redis,crypto,nkeys,parquet]' && rm -rf /wheels
 RUN install -d -o 65532 -g 65532 /data
 USER 65532:65532
 WORKDIR /data

@@ -97,7 +97,7 @@ test-rdma: setup  ## reads over RDMA (Soft-RoCE) in throw-away VMs; names the De
 	  --timeout 900 --rw $(CURDIR) --pyverbs $(BIN)/python -- \
 	  bash tests/rdma/run.sh $(PYTEST_ARGS)
 
-smoke-rdma: setup  ## … of it five reads in one VM: whole, with changed bytes, with a wrong key, of an owner that came back
+smoke-rdma: setup  ## … of it five reads in one VM: whole, with changed bytes, with a wrong key, after a restart
 	RXE_VM_CACHE="$${RXE_VM_CACHE:-$(CURDIR)/build/rxe_vm}" tools/rxe_vm.sh --cpus 1 --mem 1024 --timeout 600 \
 	  --rw $(CURDIR) --pyverbs $(BIN)/python -- $(BIN)/python -m pytest --confcutdir=tests/rdma -p no:cacheprovider \
 	  -p no:xdist -p no:hypothesispytest -m 'smoke and rdma' tests/rdma/test_rdma.py tests/conformance/test_transports.py \

@@ -34,7 +34,8 @@
 # last line installs it.
 # Needs (apt): python3 qemu-system-x86 busybox-static kmod cpio iproute2 ibverbs-providers
 set -euo pipefail
-INSTALL="apt-get update && apt-get install --no-install-recommends python3 qemu-system-x86 busybox-static kmod cpio iproute2 ibverbs-providers"
+INSTALL="apt-get update && apt-get install --no-install-recommends \
+python3 qemu-system-x86 busybox-static kmod cpio iproute2 ibverbs-providers"
 
 CACHE=${RXE_VM_CACHE:-$HOME/.cache/rxe_vm}
 MEM=2048 CPUS=2 TMO=600 NODES=1 ACCEL=${RXE_VM_ACCEL:-tcg} KLOG= PREPARE=0 FS= LEADER=0 PYVERBS=
@@ -77,7 +78,8 @@ except VerbsError as error:
 fi
 KERNEL_PKG=${RXE_VM_KERNEL_PKG:-}
 if [ -z "$KERNEL_PKG" ] && command -v apt-cache >/dev/null; then
-  KERNEL_PKG=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends: linux-image-[0-9]/{print $2; exit}') || true
+  KERNEL_PKG=$(apt-cache depends linux-image-amd64 2>/dev/null |
+    awk '/Depends: linux-image-[0-9]/{print $2; exit}') || true
   [ -n "$KERNEL_PKG" ] || missing="$missing linux-image-amd64 (of apt's lists)"
 fi
 if [ -n "$missing" ]; then printf 'rxe_vm: not here:%s; install with\n%s\n' "$missing" "$INSTALL" >&2; exit 3; fi
@@ -86,7 +88,8 @@ for f in /usr/lib/qemu/virtiofsd /usr/libexec/virtiofsd; do [ -z "$VIRTIOFSD" ] 
 [ -n "$FS" ] || { [ -n "$VIRTIOFSD" ] && FS=virtiofs || FS=9p; }
 
 # ---------------------------------------------------------------- kernel + initramfs (cached)
-MODS="crc32_generic virtio_pci virtio_console virtio_rng 9pnet_virtio 9p virtiofs overlay dummy veth sch_netem virtio_net ib_uverbs rdma_ucm ib_umad rdma_rxe"
+MODS="crc32_generic virtio_pci virtio_console virtio_rng 9pnet_virtio 9p virtiofs overlay dummy veth sch_netem \
+virtio_net ib_uverbs rdma_ucm ib_umad rdma_rxe"
 prepare() {
   mkdir -p "$CACHE"
   local pkg=$KERNEL_PKG
@@ -104,7 +107,8 @@ prepare() {
     python3 -c '
 import lzma, sys
 d = open(sys.argv[1], "rb").read()
-open(sys.argv[2], "wb").write(lzma.LZMADecompressor().decompress(d[d.find(b"\xfd7zXZ\x00"):]))' "$tmp/x/boot/vmlinuz-$kv" "$tmp/x/vmlinux"
+xz = d[d.find(b"\xfd7zXZ\x00"):]
+open(sys.argv[2], "wb").write(lzma.LZMADecompressor().decompress(xz))' "$tmp/x/boot/vmlinuz-$kv" "$tmp/x/vmlinux"
     rm -rf "${CACHE:?}/$kv"; mv "$tmp/x" "$CACHE/$kv"; rm -rf "$tmp"
   fi
   if [ ! -s "$INITRD" ]; then
@@ -127,7 +131,10 @@ opt() { for a in $($B cat /proc/cmdline); do case $a in $1=*) echo ${a#$1=};; es
 FS=$(opt rxe.fs)
 m() { # tag target ro|rw
   if [ $FS = virtiofs ]; then $B mount -t virtiofs -o $3 $1 $2
-  else $B mount -t 9p -o $3,trans=virtio,version=9p2000.L,msize=524288,cache=$([ $3 = ro ] && echo loose || echo mmap) $1 $2; fi
+  else
+    kept=$([ $3 = ro ] && echo loose || echo mmap)
+    $B mount -t 9p -o $3,trans=virtio,version=9p2000.L,msize=524288,cache=$kept $1 $2
+  fi
 }
 m root /host ro || die "cannot mount the host root"
 $B mount -t tmpfs -o size=75% tmpfs /rw
@@ -137,7 +144,10 @@ $B mount --move /dev /new/dev; $B mount --move /proc /new/proc; $B mount --move 
 $B mkdir -p /new/dev/shm /new/dev/pts; $B mount -t tmpfs shm /new/dev/shm; $B mount -t devpts pts /new/dev/pts
 $B mount -t tmpfs run /new/run
 m ctl /new/run ro || die "cannot mount ctl"
-i=0; while read -r d; do $B mkdir -p "/new$d"; m rw$i "/new$d" rw || die "cannot mount $d"; i=$((i+1)); done < /new/run/rwdirs
+i=0
+while read -r d; do
+  $B mkdir -p "/new$d"; m rw$i "/new$d" rw || die "cannot mount $d"; i=$((i+1))
+done < /new/run/rwdirs
 exec $B switch_root /new /bin/bash /run/guest.sh
 INIT
     chmod +x "$r/init"
@@ -152,7 +162,11 @@ prepare
 # ---------------------------------------------------------------- run
 RUN=$(mktemp -d -t rxe_vm.XXXXXX)
 PIDS=()
-cleanup() { local p; for p in "${PIDS[@]:-}" "${CATS[@]:-}"; do [ -n "$p" ] && kill "$p" 2>/dev/null || true; done; rm -rf "$RUN"; }
+cleanup() {
+  local p
+  for p in "${PIDS[@]:-}" "${CATS[@]:-}"; do [ -n "$p" ] && kill "$p" 2>/dev/null || true; done
+  rm -rf "$RUN"
+}
 trap cleanup EXIT
 trap 'exit 130' INT TERM
 
@@ -190,10 +204,14 @@ if [ $NODE_COUNT -gt 1 ]; then
 fi
 # udev is not running: make the device nodes
 for d in /sys/class/infiniband_verbs/uverbs* /sys/class/infiniband_mad/umad* ; do
-  [ -e $d/dev ] && mkdir -p /dev/infiniband && [ ! -e /dev/infiniband/${d##*/} ] && mknod /dev/infiniband/${d##*/} c $(tr : ' ' < $d/dev)
+  [ -e $d/dev ] && mkdir -p /dev/infiniband && [ ! -e /dev/infiniband/${d##*/} ] &&
+    mknod /dev/infiniband/${d##*/} c $(tr : ' ' < $d/dev)
 done
 chmod 666 /dev/infiniband/* 2>/dev/null
-for k in $(seq 40); do [ $(grep -ls ':ffff:' /sys/class/infiniband/rxe*/ports/1/gids/1 | wc -l) = $(echo $RXE_DEVS | wc -w) ] && break; sleep 0.05; done
+for k in $(seq 40); do
+  [ $(grep -ls ':ffff:' /sys/class/infiniband/rxe*/ports/1/gids/1 | wc -l) = $(echo $RXE_DEVS | wc -w) ] && break
+  sleep 0.05
+done
 export RXE_GID_INDEX=1
 read -r up _ < /proc/uptime; export RXE_VM_BOOT_S=$up
 ( . /run/cmd )
@@ -214,7 +232,8 @@ share() { # node tag path ro|rw  -> adds to Q
   [ $mode = rw ] || ro=,readonly=on
   if [ $FS = virtiofs ]; then
     local sock=$RUN/$node-$tag.sock
-    "$VIRTIOFSD" --socket-path="$sock" -o source="$path" -o sandbox=chroot -o cache=$([ $mode = ro ] && echo always || echo auto) \
+    "$VIRTIOFSD" --socket-path="$sock" -o source="$path" -o sandbox=chroot \
+        -o cache=$([ $mode = ro ] && echo always || echo auto) \
         -o log_level=err --thread-pool-size=0 >"$RUN/$node-$tag.log" 2>&1 &
     PIDS+=($!)
     local k; for k in $(seq 100); do [ -S "$sock" ] && break; sleep 0.02; done
@@ -230,7 +249,8 @@ for ((r=0; r<NODES; r++)); do
   Q=(-nodefaults -display none -no-reboot -machine q35,memory-backend=mem,hpet=off,smbus=off,sata=off,usb=off,vmport=off
      -object memory-backend-memfd,id=mem,size=${MEM}M,share=on -m "$MEM" -smp "$CPUS" "${ACC[@]}"
      -kernel "$KERNEL" -initrd "$INITRD"
-     -append "console=ttyS0 quiet loglevel=5 panic=-1 mitigations=off nokaslr audit=0 apparmor=0 random.trust_cpu=on tsc=unstable net.ifnames=0 rxe.fs=$FS rxe.rank=$r rxe.nodes=$NODES"
+     -append "console=ttyS0 quiet loglevel=5 panic=-1 mitigations=off nokaslr audit=0 apparmor=0 random.trust_cpu=on \
+tsc=unstable net.ifnames=0 rxe.fs=$FS rxe.rank=$r rxe.nodes=$NODES"
      -chardev file,id=klog,path="$RUN/klog$r" -serial chardev:klog
      -device virtio-rng-pci -device virtio-serial-pci,max_ports=4)
   # the guest's stdout, stderr and exit status: two pipes and a file
@@ -259,11 +279,18 @@ done
 
 worst=0
 for ((r=0; r<NODES; r++)); do
-  if [ $LEADER = 1 ] && [ $r -gt 0 ]; then kill "${QPIDS[$r]}" 2>/dev/null || true; wait "${QPIDS[$r]}" 2>/dev/null || true; continue; fi
+  if [ $LEADER = 1 ] && [ $r -gt 0 ]; then
+    kill "${QPIDS[$r]}" 2>/dev/null || true; wait "${QPIDS[$r]}" 2>/dev/null || true
+    continue
+  fi
   q=0; wait "${QPIDS[$r]}" || q=$?
   if [ -s "$RUN/rc$r" ]; then rc=$(cat "$RUN/rc$r")
-  elif [ $q = 124 ] || [ $q = 137 ]; then rc=124; echo "rxe_vm: node $r timed out after ${TMO}s" >&2; tail -n 5 "$RUN/klog$r" >&2
-  else rc=125; echo "rxe_vm: node $r: the guest did not finish (qemu status $q)" >&2; cat "$RUN/qemu$r" >&2; tail -n 25 "$RUN/klog$r" >&2; fi
+  elif [ $q = 124 ] || [ $q = 137 ]; then
+    rc=124; echo "rxe_vm: node $r timed out after ${TMO}s" >&2; tail -n 5 "$RUN/klog$r" >&2
+  else
+    rc=125; echo "rxe_vm: node $r: the guest did not finish (qemu status $q)" >&2
+    cat "$RUN/qemu$r" >&2; tail -n 25 "$RUN/klog$r" >&2
+  fi
   if [ -n "$KLOG" ]; then cp "$RUN/klog$r" "$KLOG$([ $NODES = 1 ] || echo .$r)"; fi
   if [ $rc -gt $worst ]; then worst=$rc; fi
 done

@@ -1,6 +1,7 @@
 // The launch of DeviceRing: pieces of blocks, where an engine keeps them ↔ the same bytes one after another in a ring.
-// tools/ring_kernel.py compiles it to PTX, which lies in native/src/ring_kernel_ptx.inc and is made machine code by the driver; the tests'
-// stand-in for a driver runs these very lines on a CPU. A warp copies a piece; no thread waits for another.
+// tools/ring_kernel.py compiles it to PTX, which lies in native/src/ring_kernel_ptx.inc and is made machine code by the
+// driver; the tests' stand-in for a driver runs these very lines on a CPU. A warp copies a piece; no thread waits for
+// another.
 
 struct Piece {
   unsigned long long address;  // of slot 0's bytes
@@ -54,11 +55,13 @@ __device__ void copy_words(char* to, const char* from, unsigned int bytes, unsig
 extern "C" __global__ void kvbm_ring(const Piece* pieces, const long long* slots, Lot lot) {
   const unsigned int warps = blockDim.x / KVBM_LANES;
   const unsigned int lane = threadIdx.x % KVBM_LANES;
-  for (unsigned int number = blockIdx.x * warps + threadIdx.x / KVBM_LANES; number < lot.pieces; number += gridDim.x * warps) {
+  const unsigned int first = blockIdx.x * warps + threadIdx.x / KVBM_LANES;
+  for (unsigned int number = first; number < lot.pieces; number += gridDim.x * warps) {
     const unsigned int counted = lot.piece + number;
     const unsigned long long block = lot.block + counted / lot.pieces_a_block;
     const Piece piece = pieces[counted % lot.pieces_a_block];
-    char* const there = reinterpret_cast<char*>(piece.address + static_cast<unsigned long long>(slots[block]) * piece.stride);
+    const unsigned long long slot = static_cast<unsigned long long>(slots[block]);
+    char* const there = reinterpret_cast<char*>(piece.address + slot * piece.stride);
     char* const here = reinterpret_cast<char*>(lot.ring + (block * lot.block_bytes + piece.offset - lot.begin));
     char* const to = lot.gathers ? here : there;
     const char* const from = lot.gathers ? there : here;

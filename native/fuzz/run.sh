@@ -15,8 +15,10 @@ compiler="${FUZZ_CXX:-clang++}"
 mkdir -p "$build"
 
 probe='extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }'
-if ! echo "$probe" | "$compiler" -x c++ -fsanitize=fuzzer,address,undefined -o "$build/probe" - > "$build/probe.log" 2>&1; then
-  echo "fuzzing needs clang and its libFuzzer: apt-get install clang libclang-rt-14-dev (14: what clang --version says)" >&2
+if ! echo "$probe" | "$compiler" -x c++ -fsanitize=fuzzer,address,undefined -o "$build/probe" - \
+  > "$build/probe.log" 2>&1; then
+  echo "fuzzing needs clang and its libFuzzer: apt-get install clang libclang-rt-14-dev" \
+    "(14: what clang --version says)" >&2
   exit 1
 fi
 cmake -S . -B "$build" -DCMAKE_CXX_COMPILER="$compiler" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
@@ -44,9 +46,11 @@ for source in native/fuzz/fuzz_${2:-*}.cpp; do
     corpora="$found $seeds"
   fi
   if ! ASAN_OPTIONS=quarantine_size_mb=1 UBSAN_OPTIONS=print_stacktrace=1 nice -n 10 "$build/$target" \
-      "$@" -max_len=4096 -malloc_limit_mb=1 -artifact_prefix="$findings/" -print_final_stats=1 $corpora > "$log" 2>&1; then
+      "$@" -max_len=4096 -malloc_limit_mb=1 -artifact_prefix="$findings/" -print_final_stats=1 $corpora \
+      > "$log" 2>&1; then
     tail -n 60 "$log"
-    echo "fuzz $name FAILED; the input lies in $findings/, again with: $build/$target $(ls -t "$findings"/* 2> /dev/null | head -n 1)" >&2
+    newest=$(ls -t "$findings"/* 2> /dev/null | head -n 1) || true
+    echo "fuzz $name FAILED; the input lies in $findings/, again with: $build/$target $newest" >&2
     exit 1
   fi
   grep -E '\b(INITED|DONE)\b|^stat::(number|average|peak)' "$log"

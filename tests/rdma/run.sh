@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What each VM of `make test-rdma` runs, side by side, for imports are slow there: the first the tests of reads, the
-# second those of managers, of an owner that stands still, and the suite of all transports on RDMA; it also has the owner
-# that some of the first VM's tests read from. The first waits for the second, and tells of both.
+# second those of managers, of an owner that stands still, and the suite of all transports on RDMA. The second also has
+# the owner that some of the first VM's tests read from. The first waits for the second, and tells of both.
 told=build/rdma
 of_second="tests/rdma/test_managers.py tests/rdma/test_stopped_owner.py"
 pytest() {
