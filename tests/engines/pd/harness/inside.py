@@ -80,7 +80,7 @@ def lent_bytes(core: Any) -> int:
 
 def block_bytes(core: Any) -> int:
     """Bytes of a block."""
-    return int(_manager(core).pools.host.block_bytes)
+    return int(_manager(core).pools.slots[Tier.HOST].block_bytes)
 
 
 class _Tampered:
