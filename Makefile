@@ -15,6 +15,7 @@ BENCH_STAMP := $(BENCH)/.kvbm-installed
 ENGINES := build/engines/.venv
 ENGINES_PIP := $(ENGINES)/bin/pip --disable-pip-version-check
 ENGINES_STAMP := $(ENGINES)/.kvbm-installed
+PD_STAMP := $(ENGINES)/.router-installed
 SGLANG := build/sglang/.venv
 SGLANG_PIP := $(SGLANG)/bin/pip --disable-pip-version-check
 SGLANG_STAMP := $(SGLANG)/.kvbm-installed
@@ -35,7 +36,7 @@ SHARED = -n $(JOBS) --dist worksteal
 ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
 .PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects \
-  smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick test-bridge \
+  smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick pd test-pd test-bridge \
   faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers bench-sglang test-sglang \
   native-test fuzz fuzz-short check check-code check-tests clean
 
@@ -125,6 +126,15 @@ test-engines-quick: $(ENGINES_STAMP)  ## … a part of it, in some ten minutes
 
 test-engines: $(ENGINES_STAMP)  ## … all of it
 	$(ENGINES)/bin/python $(RUN_TESTS) --engines $(ENGINES_SHARED) tests/engines $(PYTEST_ARGS)
+
+$(PD_STAMP): $(ENGINES_STAMP)
+	$(ENGINES_PIP) install --quiet -c constraints-engines.txt vllm-router==0.1.17
+	touch $@
+
+pd: $(PD_STAMP)  ## the environment with vLLM and vllm-router, below build/ (needs a network, 4 GB)
+
+test-pd: $(PD_STAMP)  ## two API servers, one that prefills and one that decodes, behind vllm-router and a small proxy
+	$(ENGINES)/bin/python $(RUN_TESTS) --pd tests/engines/pd $(PYTEST_ARGS)
 
 # Engines are vLLM in its own environment, without kvbm in their processes; the bridge and all it speaks to are of this
 # one.

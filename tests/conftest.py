@@ -24,6 +24,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _TESTS = Path(__file__).parent
 _ENGINES = _TESTS / "engines"
 _SGLANG = _ENGINES / "sglang"
+_PD = _ENGINES / "pd"
 _RDMA = _TESTS / "rdma"
 _REALTIME = ("conformance", "engines", "faults", "integration")
 
@@ -129,6 +130,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run also what needs vLLM: `make test-engines-quick`, `make test-engines`",
     )
     parser.addoption("--sglang", action="store_true", help="run also what needs SGLang: `make test-sglang`")
+    parser.addoption("--pd", action="store_true", help="run also what needs vLLM and vllm-router: `make test-pd`")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -138,16 +140,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without --engines, tests of real engines are not even imported, and those of SGLang without --sglang. With it and
-    without an engine they fail.
+    """Without --engines, tests of real engines are not even imported; those of SGLang without --sglang, those of
+    prefillers and decoders without --pd. With it and without an engine they fail.
 
     Those over RDMA are for `make test-rdma` alone, which runs them in a VM without this file.
     """
     if collection_path == _RDMA:
         return True
-    if collection_path == _SGLANG:
-        return True if not config.getoption("--sglang") else None
-    if collection_path == _ENGINES and not (config.getoption("--engines") or config.getoption("--sglang")):
+    own = {_SGLANG: "--sglang", _PD: "--pd"}
+    if collection_path in own:
+        return True if not config.getoption(own[collection_path]) else None
+    if collection_path == _ENGINES and not any(map(config.getoption, ("--engines", *own.values()))):
         return True
     return None
 

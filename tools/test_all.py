@@ -46,6 +46,7 @@ STAGES: dict[str, list[str]] = {
     "triples": ["test-triples"],
     "rdma": ["test-rdma"],
     "engines": ["test-engines"],
+    "pd": ["test-pd"],
     "bridge": ["test-bridge"],
     "sglang": ["test-sglang"],
     "gpu-dry-run": ["gpu-check-dry"],
@@ -57,6 +58,7 @@ PYTEST = {
     "tests": f"--nightly --objects --deselect={TRIPLES}",
     "triples": "",
     "engines": "--nightly",
+    "pd": "--nightly",
     "bridge": "--nightly",
     "sglang": "--nightly",
 }

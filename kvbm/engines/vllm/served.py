@@ -39,6 +39,8 @@ def _executor(parallel: Any) -> str:
     """Why the engine's ranks may be on another host."""
     backend = parallel.distributed_executor_backend
     names = {one.__name__ for one in backend.__mro__} if isinstance(backend, type) else {backend}
+    if isinstance(backend, str):
+        names.add(backend.rpartition(".")[2])  # a class, named by where it is
     if names & (_LOCAL_EXECUTORS | {"mp", "uni"}) or (backend == "external_launcher" and parallel.world_size == 1):
         return ""
     named = backend.__name__ if isinstance(backend, type) else backend
