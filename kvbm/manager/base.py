@@ -328,7 +328,10 @@ class BlockManager:
         priority = checked_int(priority, "priority", most=HIGHEST_PRIORITY)
         with self._lock:
             self._stream.require_open_locked()
-            return self._ledger.keep(self._target, hashes, self._clock() + ttl_s, priority, namespace)
+            until_s = self._clock() + ttl_s
+            kept = self._ledger.keep(self._target, hashes, until_s, priority, namespace)
+            self._stream.kept_locked(until_s)
+        return kept
 
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason = EvictReason.CLEARED) -> int:
         """Withdraw blocks from a tier; returns how many it held.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -298,6 +299,35 @@ def test_kept_blocks_outlive_pressure_until_their_time_is_over() -> None:
         serve(manager, 5, 3)
         serve(manager, 6, 3)
         assert manager.match(hashes_of(1, 3)).depth == 0
+
+
+def test_blocks_kept_past_their_time_are_given_back_though_nobody_asks_for_anything() -> None:
+    now_s = 100.0
+    with make_manager({Tier.HBM: 6}, clock=lambda: now_s, by_hand=True) as manager:
+        serve(manager, 1, 3)
+        manager.step_frames(now_s)
+        assert manager.step_frames(now_s) is None  # an engine that keeps nothing wakes nobody
+        manager.keep(hashes_of(1, 2), ttl_s=10.0)
+        manager.keep(hashes_of(1, 3), ttl_s=2.0)
+        manager.keep(hashes_of(1, 1), ttl_s=math.inf)
+        seen = []
+        for _ in range(13):
+            due_s = manager.step_frames(now_s)
+            seen.append(manager.stats().pools[Tier.HBM].evictable)
+            if due_s is None:
+                break
+            assert due_s > now_s
+            now_s = due_s
+        assert now_s == pytest.approx(110.0, abs=1.0)
+        assert (seen[0], seen[3], seen[-1]) == (0, 1, 2)  # what is kept for ever stays
+
+
+def test_an_idle_engine_of_threads_keeps_nothing_past_its_time() -> None:
+    with make_manager({Tier.HBM: 6}) as manager:
+        serve(manager, 1, 3)
+        manager.keep(hashes_of(1, 3), ttl_s=0.2)
+        assert manager.stats().pools[Tier.HBM].evictable == 0
+        eventually(lambda: manager.stats().pools[Tier.HBM].evictable == 3, "blocks are kept past their time")
 
 
 def test_kept_blocks_give_way_to_a_request_unless_of_the_highest_priority() -> None:

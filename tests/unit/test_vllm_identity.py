@@ -392,16 +392,40 @@ def test_an_adapter_is_known_by_its_name_and_by_what_the_ranks_have_loaded() -> 
     assert identity.lora_of(request()) == ""
 
 
-def test_a_plain_engine_is_served() -> None:
-    assert Engine().why() == ""
-    assert Engine().set("parallel_config.distributed_executor_backend", "uni").why() == ""
+class MultiprocExecutor:
+    """vLLM's, by name."""
+
+
+class OwnExecutor(MultiprocExecutor):
+    """A user's, whose ranks are on this host too."""
+
+
+@pytest.mark.parametrize(
+    "executor", ["mp", "uni", "vllm.v1.executor.uniproc_executor.UniProcExecutor", MultiprocExecutor, OwnExecutor]
+)
+def test_an_engine_is_served_whose_ranks_are_on_one_host(executor: str | type) -> None:
+    assert Engine().set("parallel_config.distributed_executor_backend", executor).why() == ""
+
+
+@pytest.mark.parametrize(
+    ("executor", "named"),
+    [
+        ("ray", "'ray'"),
+        ("external_launcher.mp", "'external_launcher.mp'"),
+        ("vllm.v1.executor.ray_executor.RayDistributedExecutor", "RayDistributedExecutor"),
+        (Engine, "'Engine'"),
+    ],
+)
+def test_an_engine_is_not_served_whose_ranks_may_be_on_several(executor: str | type, named: str) -> None:
+    why = Engine().set("parallel_config.distributed_executor_backend", executor).why()
+    assert named in why
+    assert "--distributed-executor-backend mp" in why
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda engine: engine.set("cache_config.enable_prefix_caching", False), "--enable-prefix-caching"),
-        (lambda engine: engine.set("parallel_config.distributed_executor_backend", "ray"), "'ray'"),
         (lambda engine: engine.set("weight_transfer_config", object()), "--weight-transfer-config"),
         (lambda engine: setattr(engine.kv_cache_config, "kv_cache_groups", []), "no KV cache"),
         (lambda engine: setattr(engine.kv_cache_config.kv_cache_groups[0], "host_resident", True), "KV group 0"),

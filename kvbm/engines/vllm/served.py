@@ -38,10 +38,12 @@ def why_not_served(vllm_config: Any, kv_cache_config: Any) -> str:
 def _executor(parallel: Any) -> str:
     """Why the engine's ranks may be on another host."""
     backend = parallel.distributed_executor_backend
-    names = {one.__name__ for one in backend.__mro__} if isinstance(backend, type) else {backend}
-    if isinstance(backend, str):
-        names.add(backend.rpartition(".")[2])  # a class, named by where it is
-    if names & (_LOCAL_EXECUTORS | {"mp", "uni"}) or (backend == "external_launcher" and parallel.world_size == 1):
+    if isinstance(backend, type):
+        names = {one.__name__ for one in backend.__mro__}
+    else:
+        names = {str(backend).rpartition(".")[2]}  # also a class, named by where it is
+    is_local = backend in ("mp", "uni") or bool(names & _LOCAL_EXECUTORS)
+    if is_local or (backend == "external_launcher" and parallel.world_size == 1):
         return ""
     named = backend.__name__ if isinstance(backend, type) else backend
     return f"the executor {named!r} may put ranks on another host; use --distributed-executor-backend mp"

@@ -1,5 +1,5 @@
 """The ledger's events → the journal: the event writer, which also takes a snapshot of what is held and begins another
-epoch when one is due.
+epoch when one is due, and gives back what was kept for a time that is over.
 
 `EventWriter.step` is one turn, without sleeping: a thread of its own takes turns in production, a simulator by hand.
 """
@@ -143,12 +143,16 @@ class EventWriter:
         self._asked_epoch = why
 
     def step(self, now_s: float, runs: int = RUNS_A_TURN) -> float | None:
-        """Write what waits, go on with a snapshot, begin another epoch: whatever is due.
+        """Write what waits, go on with a snapshot, begin another epoch, keep no block past its time: whatever is due.
 
         Args:
             runs: steps of a snapshot to make at most.
         Returns: when the next turn is due if nothing wakes it before: `now_s` for at once, None for not at all.
         """
+        wakes = (self._stream.expire(now_s), self._write_due(now_s, runs))
+        return min((at_s for at_s in wakes if at_s is not None), default=None)
+
+    def _write_due(self, now_s: float, runs: int) -> float | None:
         published = self._port.published
         if now_s < self._retry_s and published == self._published and not self._stopping:
             return self._retry_s

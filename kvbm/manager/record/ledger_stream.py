@@ -4,6 +4,7 @@ epoch of it.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import deque
@@ -22,6 +23,7 @@ from kvbm.streams.base import Position
 log = SafeLog()
 
 _EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
+_NEVER = float("-inf")
 
 
 class CompletedSnapshot(NamedTuple):
@@ -60,6 +62,7 @@ class LedgerStream:
         self._wall_clock_ns = wall_clock_ns
         self._inherited_by = 0  # the forked child this is in
         self._expire_at_s = 0.0
+        self._kept_until_s = _NEVER
         self._overflow_logged = Epoch(0)
         self._began: Position | None = None  # of the snapshot under way
         self._happened: list[Input] = []
@@ -79,11 +82,19 @@ class LedgerStream:
         if self.closing:
             raise LedgerError(f"the manager is closed, and instance {self.instance!r} with it; open a new one")
 
+    def kept_locked(self, until_s: float) -> None:
+        """Blocks are kept until then: the event writer looks after them, for an engine that asks for nothing."""
+        if self._kept_until_s < until_s < math.inf:
+            self._kept_until_s = until_s
+            self.wake.set()
+
     def expire_locked(self, now_s: float) -> None:
         """Stop keeping blocks whose time is over, at most once a second."""
         if now_s >= self._expire_at_s:
             self._expire_at_s = now_s + _EXPIRE_S
             self.ledger.expire(now_s)
+            if now_s >= self._kept_until_s:
+                self._kept_until_s = _NEVER
 
     def recorded(self) -> None:
         """Events may have been recorded: wake the writer.
@@ -110,6 +121,17 @@ class LedgerStream:
             )
 
     # -- the event writer ---------------------------------------------------------------------------------------------
+
+    def expire(self, now_s: float) -> float | None:
+        """Stop keeping blocks whose time is over.
+
+        Returns: when to look again; None: nothing is kept that ever ends.
+        """
+        if self._kept_until_s == _NEVER or self.ended:
+            return None
+        with self.lock:
+            self.expire_locked(now_s)
+            return None if self._kept_until_s == _NEVER else self._expire_at_s
 
     def take(self) -> list[FrameBytes]:
         """The events that wait, as frames."""
