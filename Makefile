@@ -36,9 +36,9 @@ SHARED = -n $(JOBS) --dist worksteal
 ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
 .PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects \
-  smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick pd test-pd test-bridge \
-  faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers bench-sglang test-sglang \
-  native-test fuzz fuzz-short check check-code check-tests clean
+  smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick \
+  pd smoke-pd test-pd test-bridge test-sglang bench-sglang faults mutants mutants-quick setup fmt lint sizes type \
+  contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -132,6 +132,9 @@ $(PD_STAMP): $(ENGINES_STAMP)
 	touch $@
 
 pd: $(PD_STAMP)  ## the environment with vLLM and vllm-router, below build/ (needs a network, 4 GB)
+
+smoke-pd: $(PD_STAMP)  ## a prompt computed on one API server and decoded on another, through every kind of proxy
+	$(ENGINES)/bin/python $(RUN_TESTS) --pd -m smoke tests/engines/pd $(PYTEST_ARGS)
 
 test-pd: $(PD_STAMP)  ## two API servers, one that prefills and one that decodes, behind vllm-router and a small proxy
 	$(ENGINES)/bin/python $(RUN_TESTS) --pd tests/engines/pd $(PYTEST_ARGS)
@@ -230,7 +233,7 @@ gpu-check-dry:  ## its dry run
 check: check-code check-tests  ## what CI runs, in some 25 minutes
 check-code: lint sizes type contract docs native-test fuzz-short
 check-tests: RUN_TESTS = tools/run_tests.py
-check-tests: test smoke-objects smoke-rdma smoke-engines wheel-check
+check-tests: test smoke-objects smoke-rdma smoke-engines smoke-pd wheel-check
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info

@@ -281,6 +281,7 @@ class Acquiring:
         self.why = waiter.why or self.why
         sums = self.hits | {tier: self.hits.get(tier, 0) + count for tier, count in hits.items()}
         self._slots, self.depth, self.hits, self._waiter = self._slots + packed, self.depth + depth, sums, _NOBODY
+        self.predicted = max(self.predicted, self.depth)  # more may come than was said: it was computed meanwhile
 
     def _finish_locked(self) -> None:
         """It is over: count what it found, that of the engine's own HBM too."""

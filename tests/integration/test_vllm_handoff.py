@@ -71,6 +71,9 @@ def loaded(engine: Engine, request: Request, found: int) -> None:
     engine.step()
     request.num_computed_tokens = found
     engine.check(request, found // BLOCK_TOKENS)
+    numbers = engine.scheduler._numbers.data
+    assert numbers.get("delivered_blocks", 0) == numbers.get("predicted_blocks", 0)  # what came was there
+    assert not numbers.get("undelivered_blocks")
 
 
 def peer_reads(engine: Engine) -> int:

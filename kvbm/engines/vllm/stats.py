@@ -9,6 +9,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvbm.engines.vllm.numbers import COUNTERS, COUNTERS_BY_TIER, COUNTERS_BY_WHY, GAUGES, TIMES, merge
+from kvbm.safe_log import RateLimitedLog
+
+_remarks = RateLimitedLog()
 
 _PREFIX = "kvbm_vllm_"
 _LABELS = dict.fromkeys(COUNTERS_BY_TIER, "tier") | dict.fromkeys(COUNTERS_BY_WHY, "why")
@@ -90,19 +93,28 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-igno
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add an interval's numbers.
 
-        Names that this version does not know are left out: another one's workers count them.
+        Names that this version does not know are left out: another one's workers count them. What Prometheus refuses is
+        left out, too: vLLM's API server would end.
         """
         for name, value in transfer_stats_data.items():
-            if name in self._counters:
-                self._counters[name][engine_idx].inc(value)
-            elif name in self._gauges:
-                self._gauges[name][engine_idx].set(value)
-            elif name in self._times:
-                for seconds in value:
-                    self._times[name][engine_idx].observe(seconds)
-            elif name in self._labelled:
-                for label, count in value.items():
-                    self._labelled[name].labels(*self.per_engine_labelvalues[engine_idx], label).inc(count)
+            try:
+                self._add(name, value, engine_idx)
+            except Exception as error:  # noqa: BLE001 - the engine must not hear of it
+                _remarks.warn(
+                    "numbers.refused", name=name, value=value, why=repr(error), remedy="report it; it is not counted"
+                )
+
+    def _add(self, name: str, value: Any, engine_idx: int) -> None:
+        if name in self._counters:
+            self._counters[name][engine_idx].inc(value)
+        elif name in self._gauges:
+            self._gauges[name][engine_idx].set(value)
+        elif name in self._times:
+            for seconds in value:
+                self._times[name][engine_idx].observe(seconds)
+        elif name in self._labelled:
+            for label, count in value.items():
+                self._labelled[name].labels(*self.per_engine_labelvalues[engine_idx], label).inc(count)
 
     def _metric(self, kind: Any, name: str, meaning: str, labelnames: list[str], **more: Any) -> Any:
         metric = kind(name=_PREFIX + name, documentation=meaning, labelnames=labelnames, **more)

@@ -38,6 +38,7 @@ def test_tokens_and_log_probabilities_are_those_of_one_engine(site, truth, tell,
     assert len(site.proxies.sent(PREFILL)) == len(site.proxies.sent(DECODE)) == len(asks)
 
 
+@pytest.mark.smoke
 @pytest.mark.bytes
 @pytest.mark.parametrize("way", WAYS)
 def test_what_the_prefiller_has_computed_is_brought_and_not_computed(site, truth, tell, way):
@@ -71,7 +72,7 @@ def test_only_what_the_decoder_lacks_is_brought(site, truth, tell):
 
 
 @pytest.mark.bytes
-@pytest.mark.parametrize("way", [ROUTER, BARE])
+@pytest.mark.parametrize("way", [pytest.param(ROUTER, marks=pytest.mark.smoke), BARE])
 def test_a_decoder_that_claims_what_has_not_come_is_found_out(site, truth, way):
     asks = truth.prompts(f"pd-hollow-{way}", 1, 300)
     if way == BARE:

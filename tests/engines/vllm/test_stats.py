@@ -134,3 +134,9 @@ def test_every_number_has_a_metric(metrics: KvbmPromMetrics) -> None:
         assert f"# TYPE kvbm_vllm_{name} gauge" in text
     for name in TIMES:
         assert f"# TYPE kvbm_vllm_{name} histogram" in text
+
+
+def test_a_number_that_prometheus_refuses_costs_nobody_the_engine(metrics: KvbmPromMetrics) -> None:
+    refused = {"hit_blocks": {"HOST": -1}, "load_seconds": None, "storing_blocks": "7", "stored_blocks": -2}
+    metrics.observe(refused | {"loaded_blocks": 4})
+    assert _exposed("kvbm_vllm_loaded_blocks_total", model_name="m", engine="0") == 4

@@ -144,7 +144,11 @@ class Site:
     def _start(self, name: str) -> ApiServer:
         folder = self._folder / name
         folder.mkdir(parents=True, exist_ok=True)
-        return ApiServer(self._model, connector(folder, self.cluster.settings | {"transport.listen": "host", "handoff.ttl_s": 2.0}), folder)
+        return ApiServer(
+            self._model,
+            connector(folder, self.cluster.settings | {"transport.listen": "host", "handoff.ttl_s": 2.0}),
+            folder,
+        )
 
     def _start_router(self) -> Child:
         program = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
