@@ -104,7 +104,7 @@ class Request:
             parent = hashlib.sha256(parent + repr(tokens[at : at + BLOCK_TOKENS]).encode()).digest()
             self.block_hashes.append(parent)
         self.num_tokens = self.num_prompt_tokens = len(tokens)
-        self.num_computed_tokens = self.num_in_flight_tokens = 0
+        self.num_computed_tokens = self.num_in_flight_tokens = self.num_output_tokens = 0
         self.skip_reading_prefix_cache = False
         self.shared_prefix_boundary = 0
         self.kv_transfer_params = params

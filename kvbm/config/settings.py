@@ -497,7 +497,7 @@ class TransportSettings(SettingsGroup, frozen=True):
 
 
 class HandoffSettings(SettingsGroup, frozen=True):
-    """Prompts that one vLLM engine computes and another decodes.
+    """Prompts that one vLLM engine computes and another decodes, and what is kept of a prompt for its next turn.
 
     Attributes:
         wait_s: a decoder waits for blocks that another engine computes or has computed; where nothing more of them has
@@ -507,12 +507,17 @@ class HandoffSettings(SettingsGroup, frozen=True):
         tenant_in_salt: where a request's `kv_transfer_params` name no tenant, the beginning of its `cache_salt` does,
             up to the first "/": proxies replace what clients write to the former. Let a gateway write both, not
             clients.
+        keep_s: so long an engine keeps the blocks of what it has answered before others, for its next turn; a request
+            may say another time, by `kvbm.keep_s` in its `kv_transfer_params`. 0: of those alone that say so.
+        keep_most_s: no request keeps blocks for longer.
     """
 
     wait_s: SecondsOrZero = 10.0
     unsaid_wait_s: SecondsOrZero = 0.1
     ttl_s: Seconds = 60.0
     tenant_in_salt: bool = False
+    keep_s: SecondsOrZero = 0.0
+    keep_most_s: LongSecondsOrZero = 3600.0
 
 
 class ErasureSettings(SettingsGroup, frozen=True):

@@ -32,6 +32,8 @@ import numpy as np
 
 from kvbm.core.ages import FOLLOWED
 from kvbm.core.arguments import (
+    MOST_BLOCKS,
+    check_flag,
     check_namespaces,
     check_rate,
     check_run,
@@ -48,7 +50,7 @@ from kvbm.core.lent import LentCounts
 from kvbm.core.results import HIGHEST_PRIORITY, Match
 from kvbm.locate.base import Locator
 from kvbm.manager.closing import Closing
-from kvbm.manager.copies.copies_in_flight import CopiesInFlight, name_of, slots_held
+from kvbm.manager.copies.copies_in_flight import CopiesInFlight, KeepRule, name_of, slots_held
 from kvbm.manager.copies.staging import Staging
 from kvbm.manager.copies.transfer import Pools
 from kvbm.manager.copies.workers import Workers
@@ -309,7 +311,15 @@ class BlockManager:
         with self._lock:
             return self._ledger.match(hashes, False, Tier.HBM, namespace)
 
-    def keep(self, hashes: bytes, ttl_s: float, priority: int = 0, namespace: NamespaceId | None = None) -> int:
+    def keep(
+        self,
+        hashes: bytes,
+        ttl_s: float,
+        priority: int = 0,
+        namespace: NamespaceId | None = None,
+        until_read: bool = False,
+        most: int | None = None,
+    ) -> int:
         """Keep blocks in HBM, or in HOST where HBM is the engine's, for a time, also while nobody has them pinned.
 
         They are given up only where an allocation would be short, lowest priority first, 100 never. Keeping again takes
@@ -318,20 +328,18 @@ class BlockManager:
         Args:
             ttl_s: for how long from now on. priority: 0 to 100.
             namespace: whose blocks count; None: everybody's.
-        Returns: how many of the run are there.
+            until_read: or until another instance has read them, whichever comes first.
+            most: blocks of the tier that are kept; the run is cut before one that would be too many. None: no bound.
+        Returns: how many of the run are there, up to where it is cut.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
         check_run(hashes)
         if namespace is not None:
             self._check_namespace(namespace)
-        check_seconds(ttl_s, "ttl_s", most=math.inf)
-        priority = checked_int(priority, "priority", most=HIGHEST_PRIORITY)
+        rule = self._checked_keep(ttl_s, priority, until_read, most)
         with self._lock:
             self._stream.require_open_locked()
-            until_s = self._clock() + ttl_s
-            kept = self._ledger.keep(self._target, hashes, until_s, priority, namespace)
-            self._stream.kept_locked(until_s)
-        return kept
+            return self._keep_locked(hashes, rule, namespace)
 
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason = EvictReason.CLEARED) -> int:
         """Withdraw blocks from a tier; returns how many it held.
@@ -509,6 +517,7 @@ class BlockManager:
                 count.short_allocations,
                 None if self._ages is None else dict(zip(FOLLOWED, self._ages.tiers(), strict=True)),
                 None if self.lent is None else self.lent(),
+                {tier: self._ledger.kept(tier) for tier in self.pools.slots},
             )
 
     def heartbeat(self, published: Position) -> Heartbeat:
@@ -590,6 +599,21 @@ class BlockManager:
         self.close()
 
     # -- for both kinds -----------------------------------------------------------------------------------------------
+
+    def _checked_keep(self, ttl_s: float, priority: int, until_read: bool, most: int | None) -> KeepRule:
+        """Arguments of `keep`, from now on. Raises ArgumentError."""
+        check_seconds(ttl_s, "ttl_s", most=math.inf)
+        check_flag(until_read, "until_read")
+        most = None if most is None else checked_int(most, "most", most=MOST_BLOCKS)
+        priority = checked_int(priority, "priority", most=HIGHEST_PRIORITY)
+        return KeepRule(self._clock() + ttl_s, priority, until_read, most)
+
+    def _keep_locked(self, hashes: bytes, rule: KeepRule, namespace: NamespaceId | None) -> int:
+        kept = self._ledger.keep(
+            self._target, hashes, rule.until_s, rule.priority, namespace, rule.until_read, rule.most
+        )
+        self._stream.kept_locked(rule.until_s)
+        return kept
 
     def _check_namespace(self, namespace: NamespaceId) -> None:
         """Refuse what is no id of a namespace that the manager knows. Raises ArgumentError."""

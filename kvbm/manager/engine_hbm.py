@@ -326,7 +326,7 @@ class EngineHbmManager(BlockManager):
                 )
                 if copy is not None:
                     self._copies.begin_run_locked(copy)
-                    self._copies.stores.add(copy.id)
+                    self._copies.stores[copy.id] = None
                     self._counters.engine_stores += 1
             self._stream.recorded()
             if copy is None:
@@ -367,6 +367,26 @@ class EngineHbmManager(BlockManager):
             if ends:
                 self._end_unended(copy)
         self._stream.recorded()
+
+    def keep_stored(
+        self, store: Store, ttl_s: float, priority: int = 0, until_read: bool = False, most: int | None = None
+    ) -> None:
+        """Keep the blocks of a store that is under way from their arrival on, as `keep` does: before anybody can read
+        them.
+
+        Args:
+            ttl_s: for how long from now on.
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
+        """
+        if not isinstance(store, Store):
+            raise ArgumentTypeError(
+                "store", f"is {kind_of(store)}; give what begin_store returned, unless that is None"
+            )
+        rule = self._checked_keep(ttl_s, priority, until_read, most)
+        with self._lock:
+            self._stream.require_open_locked()
+            if store.copy.id in self._copies.stores:
+                self._copies.stores[store.copy.id] = rule
 
     def refresh(self, hashes: bytes, namespace: NamespaceId | None = None) -> None:
         """A request that used this chain is over: in HOST its beginning counts as used last, its deepest block before
@@ -467,7 +487,7 @@ class EngineHbmManager(BlockManager):
             self._copies.end_unended(copy, MigrateCause.OFFLOAD)
         finally:
             self._copies.end_run(copy)
-            self._copies.stores.discard(copy.id)  # last: an exception before it may be followed by another call
+            self._copies.stores.pop(copy.id, None)  # last: an exception before it may be followed by another call
 
     def _end_store(self, store: Store, arrived: list[bool], checksums: np.ndarray) -> None:
         """Bytes first, then the claim."""
@@ -487,6 +507,8 @@ class EngineHbmManager(BlockManager):
                     copy, self._copies.arrived_locked(copy, arrived), MigrateCause.OFFLOAD
                 )
                 there = b"".join(block for block, slot in zip(blocks, holders, strict=True) if slot is not None)
+                if (rule := self._copies.stores.get(copy.id)) is not None:
+                    self._keep_locked(there, rule, copy.namespace)
                 self._counters.offloaded_blocks[Tier.HOST] += len(there) // HASH_BYTES
                 positions = dict(zip(blocks, (store.start + at for at in store.at), strict=True))
                 at = [positions[block] for block in split_hashes(there)]

@@ -49,6 +49,7 @@ class ManagerStats(NamedTuple):
         short_allocations: calls of `allocate` that got no slots.
         ages: by tier, how old blocks were when they were wanted again and when they were evicted, and how many never
             were wanted; of large pools it is estimated from a part of the blocks. None where nobody counts it.
+        kept_blocks: blocks of each tier that `keep` holds there now.
     """
 
     created_blocks: int
@@ -78,3 +79,4 @@ class ManagerStats(NamedTuple):
     short_allocations: int = 0
     ages: dict[Tier, TierAges] | None = None
     lent: LentCounts | None = None
+    kept_blocks: dict[Tier, int] = {}  # noqa: RUF012  # never changed in place

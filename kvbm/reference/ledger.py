@@ -286,12 +286,14 @@ class Ledger:
         """
         self._state(tier).pin(split_slots(slots))
 
-    def unpin(self, tier: Tier, slots: bytes) -> None:
+    def unpin(self, tier: Tier, slots: bytes, read: bool = False) -> None:
         """Take back one pin of each slot. Slots in prompt order: the deepest block becomes the first to be evicted.
 
+        Args:
+            read: a reader gives them back: what is kept until it was read is kept no more.
         Raises: LedgerError: a slot is not pinned, or named more often than it is; nothing has changed then.
         """
-        self._state(tier).unpin(split_slots(slots))
+        self._state(tier).unpin(split_slots(slots), read)
 
     def allocate(self, tier: Tier, count: int, namespace: NamespaceId | None = None) -> Allocation | None:
         """Slots to write, evicting what the policy gives up and, where that is too little, what yields of what is kept.
@@ -388,19 +390,29 @@ class Ledger:
         return self._allocator.adopt(namespace, tier, split_hashes(hashes), split_slots(slots), finder)
 
     def keep(
-        self, tier: Tier, hashes: bytes, until_s: float, priority: int = 0, namespace: NamespaceId | None = None
+        self,
+        tier: Tier,
+        hashes: bytes,
+        until_s: float,
+        priority: int = 0,
+        namespace: NamespaceId | None = None,
+        until_read: bool = False,
+        most: int | None = None,
     ) -> int:
         """Forbid the eviction of those blocks of a run that are held, for a time.
 
         They do not count as evictable. Where an allocation would be short all the same they are given up: lowest
         priority first, then the earliest time, then the lowest slot; priority 100 never. To be kept is a use of a block
-        that was evictable. Keeping a block again takes the later time and the higher priority.
+        that was evictable. Keeping a block again takes the later time and the higher priority, and waits for no reader
+        unless both do.
 
         Args:
             until_s: on the clock that `expire` is told.
             priority: 0 to 100.
             namespace: whose blocks count; None: everybody's.
-        Returns: how many of the run are held.
+            until_read: or until a reader gives them back, by `unpin`.
+            most: blocks of the tier that are kept; the run is cut before one that would be too many. None: no bound.
+        Returns: how many of the run are held, up to where it is cut.
         Raises: LedgerError: a priority that does not exist, a time that is none, or the tier has no slots.
         """
         state = self._state(tier)
@@ -413,7 +425,9 @@ class Ledger:
         for block in split_hashes(hashes):
             entry = held.get(block)
             if entry is not None and entry.slot is not None and namespace in (None, entry.namespace):
-                state.keep(block, entry.slot, until_s, priority)
+                if most is not None and entry.slot not in state.kept and len(state.kept) >= most:
+                    break
+                state.keep(block, entry.slot, until_s, priority, until_read)
                 count += 1
         return count
 
@@ -471,6 +485,10 @@ class Ledger:
             len(state.policy),
             len(state.allocated),
         )
+
+    def kept(self, tier: Tier) -> int:
+        """How many blocks `keep` forbids to evict now, pinned or not."""
+        return len(self._state(tier).kept)
 
     def share_counts(self, tier: Tier) -> list[ShareCounts]:
         """How a pool's shares are used right now, OTHERS last; none where there are no shares."""

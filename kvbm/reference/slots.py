@@ -23,6 +23,7 @@ class _Kept(NamedTuple):
 
     priority: int
     until_s: float
+    until_read: bool = False
 
 
 class TierSlots:
@@ -176,9 +177,11 @@ class TierSlots:
             self.pins[slot] = self.pins.get(slot, 0) + 1
             self.policy.hold(block)
 
-    def unpin(self, slots: Sequence[int]) -> None:
+    def unpin(self, slots: Sequence[int], read: bool = False) -> None:
         """Take back one pin of each slot, the last slot first.
 
+        Args:
+            read: what is kept until it was read is kept no more.
         Raises: LedgerError: a slot is not pinned, or named more often than it is; nothing has changed then.
         """
         named: Counter[int] = Counter()
@@ -186,6 +189,9 @@ class TierSlots:
             named[slot] += 1
             if self.pins.get(slot, 0) < named[slot]:
                 raise self._slot_error(slot, "is not pinned, so it cannot be unpinned")
+        for slot in slots:
+            if read and slot in self.kept and self.kept[slot].until_read:
+                del self.kept[slot]
         for slot in reversed(slots):
             left = self.pins[slot] - 1
             if left:
@@ -200,12 +206,16 @@ class TierSlots:
                 self.orphaned.discard(slot)
                 self.free.append(slot)
 
-    def keep(self, block: SequenceHash, slot: int, until_s: float, priority: int) -> None:
-        """Keep a held block; a repetition takes the later time and the higher priority."""
+    def keep(self, block: SequenceHash, slot: int, until_s: float, priority: int, until_read: bool) -> None:
+        """Keep a held block; a repetition takes the later time and the higher priority, and waits for a reader only
+        where both do.
+        """
         if self._is_evictable(slot):
             self.policy.hold(block)
-        before = self.kept.get(slot, _Kept(priority, until_s))
-        self.kept[slot] = _Kept(max(priority, before.priority), max(until_s, before.until_s))
+        before = self.kept.get(slot, _Kept(priority, until_s, until_read))
+        self.kept[slot] = _Kept(
+            max(priority, before.priority), max(until_s, before.until_s), until_read and before.until_read
+        )
 
     def expire(self, now_s: float) -> int:
         """Let go of kept blocks whose time has come, lowest slot first; returns how many."""

@@ -269,8 +269,8 @@ class PythonLedger {
     translated([&] { ledger_.pin(tier_of(tier), run_of(slots)); });
   }
 
-  void unpin(nb::handle tier, nb::handle slots) {
-    translated([&] { ledger_.unpin(tier_of(tier), run_of(slots)); });
+  void unpin(nb::handle tier, nb::handle slots, bool read) {
+    translated([&] { ledger_.unpin(tier_of(tier), run_of(slots), read); });
   }
 
   nb::object allocate(nb::handle tier, std::size_t count, nb::handle namespace_id) {
@@ -317,10 +317,12 @@ class PythonLedger {
     });
   }
 
-  std::size_t keep(nb::handle tier, nb::handle hashes, double until_s, std::int64_t priority, nb::handle namespace_id) {
+  std::size_t keep(nb::handle tier, nb::handle hashes, double until_s, std::int64_t priority, nb::handle namespace_id,
+                   bool until_read, std::optional<std::size_t> most) {
     return translated([&] {
       const std::optional<NamespaceId> whose = namespace_or_none(namespace_id);
-      return ledger_.keep(tier_of(tier), run_of(hashes), until_s, priority, whose ? &*whose : nullptr);
+      const NamespaceId* const known = whose ? &*whose : nullptr;
+      return ledger_.keep(tier_of(tier), run_of(hashes), until_s, priority, known, until_read, most);
     });
   }
 
@@ -378,6 +380,10 @@ class PythonLedger {
       return classes_->tier_counts(nb::int_(counts.slots), nb::int_(counts.free), nb::int_(counts.held),
                                    nb::int_(counts.evictable), nb::int_(counts.allocated));
     });
+  }
+
+  std::size_t kept(nb::handle tier) const {
+    return translated([&] { return ledger_.kept(tier_of(tier)); });
   }
 
   void assign(nb::handle namespace_id, nb::handle tenant) {
@@ -467,7 +473,7 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("held", &PythonLedger::held, nb::arg("tier"))
       .def("held_of", &PythonLedger::held_of, nb::arg("tier"), nb::arg("namespace") = nb::none())
       .def("pin", &PythonLedger::pin, nb::arg("tier"), nb::arg("slots"))
-      .def("unpin", &PythonLedger::unpin, nb::arg("tier"), nb::arg("slots"))
+      .def("unpin", &PythonLedger::unpin, nb::arg("tier"), nb::arg("slots"), nb::arg("read") = false)
       .def("allocate", &PythonLedger::allocate, nb::arg("tier"), nb::arg("count"), nb::arg("namespace") = nb::none())
       .def("release", &PythonLedger::release, nb::arg("tier"), nb::arg("slots"))
       .def("create", &PythonLedger::create, nb::arg("namespace"), nb::arg("tier"), nb::arg("parent"), nb::arg("start"),
@@ -478,7 +484,7 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("adopt", &PythonLedger::adopt, nb::arg("namespace"), nb::arg("tier"), nb::arg("hashes"), nb::arg("slots"),
            nb::arg("finder"))
       .def("keep", &PythonLedger::keep, nb::arg("tier"), nb::arg("hashes"), nb::arg("until_s"), nb::arg("priority") = 0,
-           nb::arg("namespace") = nb::none())
+           nb::arg("namespace") = nb::none(), nb::arg("until_read") = false, nb::arg("most") = nb::none())
       .def("expire", &PythonLedger::expire, nb::arg("now_s"))
       .def("begin_copy", &PythonLedger::begin_copy, nb::arg("namespace"), nb::arg("source"), nb::arg("target"),
            nb::arg("hashes"))
@@ -488,6 +494,7 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("begin_snapshot", &PythonLedger::begin_snapshot)
       .def("step_snapshot", &PythonLedger::step_snapshot, nb::arg("limit") = kMaxRunBlocks)
       .def("counts", &PythonLedger::counts, nb::arg("tier"))
+      .def("kept", &PythonLedger::kept, nb::arg("tier"))
       .def("assign", &PythonLedger::assign, nb::arg("namespace"), nb::arg("tenant"))
       .def("share_counts", &PythonLedger::share_counts, nb::arg("tier"));
 }

@@ -376,7 +376,7 @@ void Ledger::pin(Tier tier, Bytes slots) {
   }
 }
 
-void Ledger::unpin(Tier tier, Bytes slots) {
+void Ledger::unpin(Tier tier, Bytes slots, bool read) {
   TierSlots& state = tier_slots(tier);
   const std::size_t count = slot_count(slots);
   // Slots that have lost their last pin, in the order they lost it
@@ -394,6 +394,9 @@ void Ledger::unpin(Tier tier, Bytes slots) {
     if (state.discount_pin(slot)) {
       last[unpinned++] = slot;
     }
+  }
+  for (std::size_t at = 0; read && at < count; ++at) {
+    state.end_reading(slot_at(slots, at));
   }
   for (std::size_t at = 0; at < unpinned; ++at) {
     state.settle_unpinned(last[at]);
@@ -605,7 +608,7 @@ std::size_t Ledger::adopt(const NamespaceId& namespace_id, Tier tier, Bytes hash
 }
 
 std::size_t Ledger::keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority,
-                         const NamespaceId* namespace_id) {
+                         const NamespaceId* namespace_id, bool until_read, std::optional<std::size_t> most) {
   TierSlots& state = tier_slots(tier);
   if (priority < 0 || priority > kHighestPriority) {
     throw ledger_error("priority is " + std::to_string(priority) + "; give 0 to " + std::to_string(kHighestPriority));
@@ -618,7 +621,10 @@ std::size_t Ledger::keep(Tier tier, Bytes hashes, double until_s, std::int64_t p
   const Whose whose(recorder_.fold().namespaces(), namespace_id);
   for (std::size_t at = 0; at < blocks; ++at) {
     if (const std::uint32_t slot = state.find(hash_at(hashes, at)); slot != kNoSlot && whose.has(state, slot)) {
-      state.keep(slot, until_s, static_cast<std::uint8_t>(priority));
+      if (most && state.slot(slot).priority == kNotKept && state.kept_count() >= *most) {
+        break;
+      }
+      state.keep(slot, until_s, static_cast<std::uint8_t>(priority), until_read);
       ++count;
     }
   }

@@ -29,7 +29,7 @@ std::optional<Loan> Lender::lend(const NamespaceId& namespace_id, Bytes hashes, 
     depth = found.depth;
     const std::size_t lent = lent_blocks_.load(std::memory_order_relaxed);
     if (depth > most_blocks_ - lent) {
-      unpin(std::span(loan.tiers_).first(depth), std::span(loan.slots_).first(depth));
+      unpin(std::span(loan.tiers_).first(depth), std::span(loan.slots_).first(depth), false);
       loan.lender_ = nullptr;
       return std::nullopt;
     }
@@ -51,7 +51,7 @@ std::uint64_t Lender::epoch() const {
 void Lender::give_back(std::span<const std::uint8_t> tiers, std::span<const std::uint32_t> slots) noexcept {
   const std::lock_guard held(lock_);
   try {
-    unpin(tiers, slots);
+    unpin(tiers, slots, true);
   } catch (...) {  // nothing a destructor could do
     refused_.fetch_add(slots.size(), std::memory_order_relaxed);
   }
@@ -59,12 +59,12 @@ void Lender::give_back(std::span<const std::uint8_t> tiers, std::span<const std:
 }
 
 // A stretch of one tier at a time, the deepest first, as `unpin` does within a stretch. A run rarely has more than two.
-void Lender::unpin(std::span<const std::uint8_t> tiers, std::span<const std::uint32_t> slots) {
+void Lender::unpin(std::span<const std::uint8_t> tiers, std::span<const std::uint32_t> slots, bool read) {
   for (std::size_t end = tiers.size(), begin = end; end > 0; end = begin) {
     while (begin > 0 && tiers[begin - 1] == tiers[end - 1]) {
       --begin;
     }
-    ledger_.unpin(static_cast<Tier>(tiers[end - 1]), packed(slots.subspan(begin, end - begin)));
+    ledger_.unpin(static_cast<Tier>(tiers[end - 1]), packed(slots.subspan(begin, end - begin)), read);
   }
 }
 

@@ -175,10 +175,11 @@ void TierSlots::settle_unpinned(std::uint32_t slot) noexcept {
   }
 }
 
-void TierSlots::keep(std::uint32_t slot, double until_s, std::uint8_t priority) {
+void TierSlots::keep(std::uint32_t slot, double until_s, std::uint8_t priority, bool until_read) {
   Slot& block = slots_[slot];
   const bool was_kept = block.priority != kNotKept;
   if (was_kept) {
+    block.until_read = block.until_read && until_read;
     until_s = std::max(until_s, block.kept_until_s);
     priority = std::max(priority, block.priority);
     if (until_s == block.kept_until_s && priority == block.priority) {
@@ -203,6 +204,9 @@ void TierSlots::keep(std::uint32_t slot, double until_s, std::uint8_t priority) 
   } else if (block.pins == 0) {
     policy_->hold(slot);
   }
+  if (!was_kept) {
+    block.until_read = until_read;
+  }
   block.kept_until_s = until_s;
   block.priority = priority;
   yielding_ += yields(block) ? 1 : 0;
@@ -210,8 +214,13 @@ void TierSlots::keep(std::uint32_t slot, double until_s, std::uint8_t priority) 
 
 // A kept block is kept no more.
 void TierSlots::release(std::uint32_t slot) noexcept {
+  yielding_ -= yields(slots_[slot]) ? 1 : 0;
+  forget_keep(slot);
+}
+
+// … whose pins say nothing: what yields is counted by who calls.
+void TierSlots::forget_keep(std::uint32_t slot) noexcept {
   Slot& block = slots_[slot];
-  yielding_ -= yields(block) ? 1 : 0;
   kept_in_time_.erase({block.kept_until_s, slot});
   kept_in_rank_.erase({block.priority, block.kept_until_s, slot});
   block.priority = kNotKept;

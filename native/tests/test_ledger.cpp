@@ -230,7 +230,7 @@ void no_slot_is_lost(const char* eviction) {
       case 2:
         if (!pinned.empty()) {
           std::swap(pinned[random.below(pinned.size())], pinned.back());
-          ledger.unpin(pinned.back().first, pinned.back().second);
+          ledger.unpin(pinned.back().first, pinned.back().second, random.below(2) == 0);
           pinned.pop_back();
         }
         break;
@@ -238,7 +238,8 @@ void no_slot_is_lost(const char* eviction) {
         ledger.evict(tier, run, EvictReason::kCleared);
         break;
       case 4:
-        ledger.keep(tier, run, static_cast<double>(random.below(20)), static_cast<std::int64_t>(random.below(101)));
+        ledger.keep(tier, run, static_cast<double>(random.below(20)), static_cast<std::int64_t>(random.below(101)),
+                    nullptr, random.below(2) == 0, 3);
         break;
       case 5:
         ledger.expire(static_cast<double>(random.below(20)));

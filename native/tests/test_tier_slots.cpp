@@ -115,6 +115,33 @@ void keeping_again_takes_the_later_and_the_higher() {
   CHECK(tier.slot(0).priority == 20 && tier.slot(0).kept_until_s == 5.0);
 }
 
+void what_is_kept_until_it_was_read_is_kept_no_more_after() {
+  TierSlots tier(Tier::kHost, 4, "lru", 7);
+  fill(tier);
+  tier.keep(0, 5.0, 10, true);
+  tier.keep(1, 5.0, 10);
+  tier.keep(2, 5.0, 10, true);
+  tier.keep(2, 6.0, 10);  // somebody keeps it for its own sake
+  CHECK(tier.kept_count() == 3 && tier.counts().evictable == 1 && tier.room() == 4);
+  for (const std::uint32_t slot : {0U, 1U, 2U}) {
+    tier.pin(slot);
+    tier.pin(slot);
+  }
+  for (int reader = 0; reader < 2; ++reader) {
+    for (const std::uint32_t slot : {0U, 1U, 2U}) {
+      const bool is_last = tier.discount_pin(slot);
+      tier.end_reading(slot);
+      if (is_last) {
+        tier.settle_unpinned(slot);
+      }
+    }
+    CHECK(tier.kept_count() == 2);
+    CHECK(tier.room() == (reader == 0 ? 1 : 4));
+  }
+  CHECK(tier.counts().evictable == 2);
+  CHECK(tier.expire(5.0) == 1 && tier.expire(6.0) == 1 && tier.counts().evictable == 4);
+}
+
 void arriving_blocks_are_not_held() {
   TierSlots tier(Tier::kHost, 3, "s3fifo", 7);
   const auto slots = taken(tier, 2);
@@ -206,6 +233,7 @@ int main() {
         slots_wait_for_the_last_withdrawal_in_whatever_order_they_are_taken},
        {"kept blocks yield by priority, time and slot", kept_blocks_yield_in_order},
        {"keeping again takes the later time and the higher priority", keeping_again_takes_the_later_and_the_higher},
+       {"what is kept until it was read is kept no more after", what_is_kept_until_it_was_read_is_kept_no_more_after},
        {"a block on its way is not held", arriving_blocks_are_not_held},
        {"an epoch begins in place", an_epoch_begins_in_place},
        {"held slots are found in order", held_slots_are_found_in_order},

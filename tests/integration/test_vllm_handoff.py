@@ -14,7 +14,7 @@ import pytest
 
 from kvbm.assembly import open_engine_manager
 from kvbm.config import load_settings
-from kvbm.core.ids import Namespace, Tier
+from kvbm.core.ids import HASH_BYTES, Namespace, Tier
 from kvbm.engines.vllm.handoff import KEY, HandoffRules, hint_of
 from kvbm.engines.vllm.roles import EngineRole
 from kvbm.pools.stores.memory import MemoryStore
@@ -49,6 +49,11 @@ def opened_engine(pair: Pair, name: str, rules: HandoffRules = RULES, role: str 
 def two(pair: Pair, rules: HandoffRules = RULES, **flags: Any) -> tuple[Engine, Engine]:
     engines = opened_engine(pair, "first"), opened_engine(pair, "second", rules, **flags)
     pair.is_heard("first", "second")
+    locator = engines[1].manager._loads.locator
+    any_block = bytes(HASH_BYTES)
+    eventually(  # an instance's first heartbeat may be older than its server
+        lambda: locator.find("", SPACE.id, any_block, 0, WAIT_S, "first").peers, "nobody says where the prefiller lends"
+    )
     return engines
 
 
@@ -104,6 +109,8 @@ def test_a_decoder_waits_for_what_the_prefiller_stores_and_reads_each_block_once
     assert found == BLOCKS * BLOCK_TOKENS
     loaded(decoder, request, found)
     assert peer_reads(decoder) == BLOCKS
+    told = prefiller.manager.stats
+    eventually(lambda: not told().kept_blocks[Tier.HOST], "blocks that the decoder has are kept on")
     stats = decoder.manager.stats()
     assert stats.peer_hits == BLOCKS and stats.peers is not None and stats.peers.missing_blocks == 0
     decoder.manager.close()
@@ -316,4 +323,4 @@ def test_clients_cannot_have_all_of_host_kept(pair: Pair) -> None:
         prompt = list(range(1000 * number, 1000 * number + 33))
         assert ended(prefiller, computed(prefiller, prompt)) is not None
         prefiller.step()
-    assert len(prefiller.scheduler.stores._kept) == 16
+    assert prefiller.manager.stats().kept_blocks[Tier.HOST] == 16

@@ -279,7 +279,7 @@ def test_numbers_wait_for_no_request_after_the_last_one(engine: Engine) -> None:
     scheduler = engine.scheduler
     scheduler._clock = lambda: 0.0  # a second never passes
     engine.run(list(range(33)))
-    assert scheduler.take_numbers() == {"acquiring_requests": 0, "storing_blocks": 0}
+    assert scheduler.take_numbers() == {"acquiring_requests": 0, "storing_blocks": 0, "parked_blocks": 0}
     assert scheduler.take_numbers() == {}
     request = Request(list(range(33)))
     found = engine.ask(request)

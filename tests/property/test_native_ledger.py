@@ -107,6 +107,7 @@ class Twins:
         for pool in self.pools:
             if pool.slots:
                 assert self.reference.counts(pool.tier) == self.native.counts(pool.tier)
+                assert self.reference.kept(pool.tier) == self.native.kept(pool.tier)
                 assert self.reference.share_counts(pool.tier) == self.native.share_counts(pool.tier)
 
     def cut(self) -> None:
@@ -170,7 +171,7 @@ class Twins:
                 self.find(run_of(a, b % 8), bool(c % 2), Tier(d % 4), (None, namespace)[c // 2 % 2])
             case 4 | 5 | 6:
                 if self.pinned:
-                    self.unpin(*self.pinned.pop(b % len(self.pinned)))
+                    self.unpin(*self.pinned.pop(b % len(self.pinned)), c % 3 == 0)
             case 7 | 8 | 9:
                 self.write(kind, namespace, tier, a, b, c)
             case 10 | 11 | 12 | 13 | 14:
@@ -242,7 +243,8 @@ class Twins:
                 self.expire(float(a % 10))
             case _:
                 priority = (0, 0, 50, 99, 100, 100, 101, -1)[c % 8]
-                self.keep(tier, run_of(b, 1 + c % 5), float(d % 10), priority, (None, namespace)[a % 2])
+                whose, most = (None, namespace)[a % 2], (None, None, d % 4)[c % 3]
+                self.keep(tier, run_of(b, 1 + c % 5), float(d % 10), priority, whose, a % 3 == 0, most)
 
     def arrive(self, copy: Copy, b: int, c: int, d: int) -> None:
         arrived = [b % 4 > 0 or bool(c >> i & 1) for i in range(len(copy.hashes) // HASH_BYTES)]

@@ -539,6 +539,29 @@ def test_a_kept_block_that_is_pinned_stays_kept_after_it() -> None:
     assert ledger.counts(HBM).evictable == 1
 
 
+def test_what_is_kept_until_it_was_read_is_kept_no_more_after() -> None:
+    ledger = make_ledger()
+    held = fill(ledger, blocks(1, 2, 3, 4))
+    ledger.keep(HBM, blocks(1, 2), until_s=5.0, until_read=True)
+    ledger.keep(HBM, blocks(2, 3), until_s=5.0)
+    ledger.pin(HBM, held)
+    ledger.unpin(HBM, held)
+    assert (ledger.kept(HBM), ledger.counts(HBM).evictable) == (3, 1)
+    ledger.pin(HBM, held)
+    ledger.unpin(HBM, held, read=True)
+    assert (ledger.kept(HBM), ledger.counts(HBM).evictable) == (2, 2)
+    assert ledger.expire(5.0) == 2
+
+
+def test_no_more_blocks_are_kept_than_may_be() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(1, 2, 3, 4))
+    assert ledger.keep(HBM, blocks(1, 2, 3), until_s=5.0, most=2) == 2
+    assert ledger.keep(HBM, blocks(2, 3, 1), until_s=9.0, most=2) == 1  # what is kept already costs nothing
+    assert ledger.kept(HBM) == 2
+    assert (ledger.expire(5.0), ledger.expire(9.0)) == (1, 1)
+
+
 def test_an_evicted_block_is_kept_no_more() -> None:
     ledger = make_ledger()
     fill(ledger, blocks(1))

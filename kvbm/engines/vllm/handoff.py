@@ -24,6 +24,7 @@ import msgspec
 from kvbm.core.ids import HASH_BYTES
 
 KEY = "kvbm"
+KEEP_KEY = "kvbm.keep_s"  # in a request's kv_transfer_params
 VERSION = 1
 _PREFILLER_WORDS = ("kv_request_id", "remote_host", "remote_port")  # without one of them vLLM computes the prompt
 _Hash = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * HASH_BYTES}}}$", max_length=2 * HASH_BYTES)]
@@ -36,6 +37,8 @@ class HandoffRules(NamedTuple):
     wait_s: float = 10.0
     unsaid_wait_s: float = 0.1
     ttl_s: float = 60.0
+    keep_s: float = 0.0
+    keep_most_s: float = 3600.0
 
 
 class HandoffHint(NamedTuple):
@@ -108,6 +111,14 @@ def hint_of(params: Mapping[str, Any] | None) -> HandoffHint | None:
 def is_for_a_decoder(params: Mapping[str, Any] | None) -> bool:
     """Whether what a request computes is to be decoded by another engine."""
     return isinstance(params, Mapping) and bool(params.get("do_remote_decode") or params.get("remote_decoder"))
+
+
+def kept_s(params: Mapping[str, Any] | None, rules: HandoffRules) -> float:
+    """How long the blocks of an answered request are kept for its next turn; what is no time counts as not said."""
+    said = params.get(KEEP_KEY) if isinstance(params, Mapping) else None
+    if isinstance(said, bool) or not isinstance(said, int | float) or not said >= 0:
+        said = rules.keep_s
+    return min(said, rules.keep_most_s)
 
 
 def wants_hint(params: Mapping[str, Any] | None) -> bool:

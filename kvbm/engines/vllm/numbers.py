@@ -31,10 +31,13 @@ COUNTERS_BY_TIER = {
     "hit_blocks": "Blocks that requests got from a tier instead of computing them.",
 }
 COUNTERS_BY_WHY = {
+    "parked_prompts": "Prompts whose blocks HOST keeps for a while: for a decoder (handoff), for their next turn "
+    "(turn), until they go on (preempted).",
     "undelivered_blocks": "Blocks of `predicted_blocks` that did not come: late, slower (than computing them), no_room "
     "(in HOST), unread, cleared.",
 }
 GAUGES = {
+    "parked_blocks": "Blocks that HOST keeps for prompts that go on.",
     "acquiring_requests": "Requests whose blocks are on their way to HOST.",
     "storing_blocks": "Blocks of the engine held until they are in HOST.",
 }

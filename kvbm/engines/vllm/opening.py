@@ -102,7 +102,8 @@ def open_scheduler(
         log.info(
             "groups.left_out", groups=left_out, notice="they are no part of vLLM's prefix caching; it fills them anew"
         )
-    handoff = HandoffRules(settings.handoff.wait_s, settings.handoff.unsaid_wait_s, settings.handoff.ttl_s)
+    said = settings.handoff
+    handoff = HandoffRules(said.wait_s, said.unsaid_wait_s, said.ttl_s, said.keep_s, said.keep_most_s)
     role = EngineRole.of(kv_transfer_config.kv_role, handoff)
     settings = role.suited(_suited(settings, groups) if ranks.hosts == 1 else _of_hosts(settings, ranks.hosts))
     identity = EngineIdentity.of(

@@ -27,7 +27,7 @@ from kvbm.core.backend import Backend
 from kvbm.core.ids import HASH_BYTES, Tier
 from kvbm.engines.vllm.adapters import Adapters
 from kvbm.engines.vllm.forwards import Taken, Touches
-from kvbm.engines.vllm.handoff import wants_hint
+from kvbm.engines.vllm.handoff import kept_s, wants_hint
 from kvbm.engines.vllm.load_planner import LoadPlanner
 from kvbm.engines.vllm.metadata import Answers, HostShare, StepPlan
 from kvbm.engines.vllm.numbers import Numbers
@@ -99,6 +99,7 @@ class Scheduler:
         self._adapters = Adapters(ranks.ranks)
         self._numbers = Numbers()
         self._hosts = ranks.hosts
+        self._handoff = role.handoff
         self._other_hosts: dict[int, HostShare] = {}
         self._asked_hosts_s: float | None = None
         self._watch: PrefixCacheWatch | None = None
@@ -215,6 +216,8 @@ class Scheduler:
             self._watch.flush()
         for request_id in preempted:
             if (state := self.requests.states.get(request_id)) is not None:
+                if self._is_everywhere:
+                    self.stores.preempted(state)
                 state.stored = [0] * len(self._groups)
                 state.states.clear()
                 state.verified.clear()
@@ -243,6 +246,8 @@ class Scheduler:
         state.drop_ask()
         if not self.refusal and self._is_everywhere:
             self.stores.finish(state, block_ids)
+            if is_answered:
+                self.stores.keep_turn(state, kept_s(request.kv_transfer_params, self._handoff))
             if is_answered and state.is_for_a_decoder:
                 hint = self.stores.hand_off(state, self.manager.epoch)
                 if hint is not None and wants_hint(request.kv_transfer_params):
@@ -286,6 +291,7 @@ class Scheduler:
         gauges = {
             "acquiring_requests": self.loads.acquiring_requests,
             "storing_blocks": self.stores.storing_blocks,
+            "parked_blocks": stats.kept_blocks[Tier.HOST],
         }
         for name, value in gauges.items() - self._gauges.items():
             numbers.set(name, value)

@@ -31,7 +31,7 @@ from kvbm.safe_log import SafeLog
 log = SafeLog()
 
 _IN_HOST = bytes([Tier.HOST])
-_HANDOFF_PRIORITY = 90  # of blocks that are kept for a decoder; 100 would never be given up
+_PARKED_PRIORITY = 90  # of blocks that are kept for who needs them next; 100 would never be given up
 _SHORT_STEPS = 4  # until another look at a request whose blocks found no room in HOST
 _UNANSWERED_S = 30.0  # a store that no worker has answered for so long does not keep an idle engine stepping
 
@@ -69,13 +69,11 @@ class _StoreJob(NamedTuple):
 
     Attributes:
         over: chains of requests that have ended and wait for this job, their last.
-        kept: those of them that are to be decoded elsewhere.
     """
 
     runs: list[_StoreRun]
     since_s: float
     over: list[tuple[bytes, NamespaceId]]
-    kept: list[tuple[bytes, NamespaceId]]
 
 
 class StorePlanner:
@@ -84,7 +82,7 @@ class StorePlanner:
     Args:
         ranks: how rows of HOST are parted.
         next_job: gives the id of a job.
-        handoff: how long blocks are kept for who decodes them.
+        handoff: how long blocks are kept for who needs them next.
 
     Attributes:
         events: learn of blocks that have been stored, where somebody wants to know.
@@ -106,8 +104,7 @@ class StorePlanner:
         self._manager, self._groups, self._requests = manager, groups, requests
         self._part_sizes = ranks.part_sizes
         self._handoff = handoff
-        self._kept: dict[SequenceHash, float] = {}  # block → until when it is kept, in the order of the ends
-        self._most_kept = manager.pools.slots[Tier.HOST].slots // 2  # a client may ask for it with every request
+        self._most_parked = manager.pools.slots[Tier.HOST].slots // 2  # a client may ask for it with every request
         self._derive, self._join = backend.derived_hashes, backend.joined_checksums
         self._numbers, self._rules, self._next_job, self._clock = numbers, rules, next_job, clock
         self.events: TierEvents | None = None
@@ -241,16 +238,7 @@ class StorePlanner:
         Where the model has several groups, or attention does not need all blocks, decoders are told nothing: they
         read what objects and the pod's folder have.
         """
-        stores, now_s = self._stores.get(state.last_store), self._clock()
-        while self._kept and next(iter(self._kept.values())) <= now_s:
-            del self._kept[next(iter(self._kept))]
-        for index, group in enumerate(self._groups):
-            if group.keeps_all and state.stored[index]:
-                chain = state.hashes(index, 0, state.stored[index], self._derive)
-                kept = self._most_of(chain, now_s + self._handoff.ttl_s), state.namespaces[index].id
-                self._keep(*kept)
-                if stores is not None:
-                    stores.kept.append(kept)
+        self._park(state, self._handoff.ttl_s, "handoff", until_read=True)
         group = self._groups[0]
         if len(self._groups) > 1 or not group.keeps_all or not state.stored[0]:
             return None
@@ -265,21 +253,51 @@ class StorePlanner:
         lends = bool(self._manager.lends)
         return HandoffHint(self._manager.instance, epoch, lends, namespace, tokens, last, until_ms)
 
-    def _most_of(self, chain: bytes, until_s: float) -> bytes:
-        """As much of a chain, from its first block on, as may be kept beside what is kept already."""
-        blocks, room = split_hashes(chain), self._most_kept - len(self._kept)
-        for at, block in enumerate(blocks):
-            room -= block not in self._kept
-            if room < 0:
-                blocks = blocks[:at]
-                break
-        for block in blocks:
-            self._kept.pop(block, None)
-            self._kept[block] = until_s
-        return chain[: len(blocks) * HASH_BYTES]
+    def keep_turn(self, state: RequestState, ttl_s: float) -> None:
+        """Keep what a request that has ended computed, for its next turn."""
+        if ttl_s > 0:
+            self._park(state, ttl_s, "turn")
 
-    def _keep(self, chain: bytes, namespace: NamespaceId) -> None:
-        self._manager.keep(chain, self._handoff.ttl_s, _HANDOFF_PRIORITY, namespace)
+    def preempted(self, state: RequestState) -> None:
+        """A request has lost its blocks: store what is left of it in HBM, and keep all until it goes on.
+
+        What its last step computed can be in nobody's hands yet: this step hands blocks out anew after it.
+        """
+        request = state.request
+        if request.num_output_tokens and not state.is_untold:
+            runs: list[_StoreRun] = []
+            confirmed = request.num_tokens - 1  # all but the token sampled last
+            nowhere = [[0] * (confirmed // min(one.block_tokens for one in self._groups))]
+            ids = nowhere * (max(group.id for group in self._groups) + 1)  # they are found by their hashes
+            self._collect(state, ids, runs, confirmed)
+            self._store(runs, [state])
+        self._park(state, self._handoff.ttl_s, "preempted")
+
+    def _park(self, state: RequestState, ttl_s: float, why: str, until_read: bool = False) -> None:
+        """Keep the blocks in HOST that go on with a request, those that are on their way there too."""
+        manager, most = self._manager, self._most_parked
+        needed = self._needed(state)
+        chains = [state.hashes(index, begin, end, self._derive) for index, begin, end in needed]
+        for (index, _, _), chain in zip(needed, chains, strict=True):
+            space = state.namespaces[index].id
+            manager.keep(chain, ttl_s, _PARKED_PRIORITY, space, until_read=until_read, most=most)
+        blocks = {block for chain in chains for block in split_hashes(chain)} if self._stores else set()
+        for job in self._stores.values():
+            for run in job.runs:
+                if run.store.hashes[:HASH_BYTES] in blocks:
+                    manager.keep_stored(run.store, ttl_s, _PARKED_PRIORITY, until_read=until_read, most=most)
+        self._numbers.add_of("parked_prompts", why, bool(chains))
+
+    def _needed(self, state: RequestState) -> list[tuple[int, int, int]]:
+        """Group, first block and end of what a prompt that goes on behind this one reads, as far as it is stored."""
+        found: list[tuple[int, int, int]] = []
+        for index, group in enumerate(self._groups):
+            end = state.stored[index]
+            if group.is_state:
+                found += [(index, at, at + 1) for one, at in sorted(state.states) if one == index]
+            elif end:
+                found.append((index, group.first_needed(end), end))
+        return found
 
     def _readable(self, chain: bytes, namespace: NamespaceId) -> int:
         """Blocks of a chain, from the first on, that own tiers hold or get."""
@@ -319,8 +337,18 @@ class StorePlanner:
                 gained += self._end(job, known)
         return gained
 
-    def _collect(self, state: RequestState, block_ids: Sequence[Sequence[int]] | None, runs: list[_StoreRun]) -> None:
-        """The computed blocks of a request that were not looked at yet, as far as HOST lacks them and has room."""
+    def _collect(
+        self,
+        state: RequestState,
+        block_ids: Sequence[Sequence[int]] | None,
+        runs: list[_StoreRun],
+        confirmed: int | None = None,
+    ) -> None:
+        """The computed blocks of a request that were not looked at yet, as far as HOST lacks them and has room.
+
+        Args:
+            confirmed: tokens that are computed; None: as vLLM says.
+        """
         request = state.request
         if not self._requests.is_known(state):
             if state.origin.adapter is not None and state.origin.adapter.is_sure and state.origin.is_pure:
@@ -331,7 +359,8 @@ class StorePlanner:
             assert self._watch is not None
             block_ids = self._block_ids_of(request.request_id) if block_ids is None else block_ids
             self._watch.tell_late(state, block_ids)
-        confirmed = request.num_computed_tokens - request.num_in_flight_tokens
+        if confirmed is None:
+            confirmed = request.num_computed_tokens - request.num_in_flight_tokens
         ids, is_short = block_ids, False  # short: HOST has no room for some of them now
         for index, group in enumerate(self._groups):
             begin, end = state.stored[index], confirmed // group.block_tokens
@@ -420,7 +449,7 @@ class StorePlanner:
         blocks = pack_slots(block.block_id for run in runs for block in run.blocks)
         rows = pack_slots(slot for run in runs for slot in run.store.slots)
         job = Job(self._next_job(), blocks, rows)
-        self._stores[job.id] = _StoreJob(runs, self._clock(), [], [])
+        self._stores[job.id] = _StoreJob(runs, self._clock(), [])
         for state in storing:
             state.last_store = job.id
         if jobs is None and len(storing) == 1 and storing[0].is_for_a_decoder:  # another engine waits for it
@@ -469,8 +498,6 @@ class StorePlanner:
             at += count
         for chain, namespace in stores.over:
             self._manager.refresh(chain, namespace)
-        for chain, namespace in stores.kept:
-            self._keep(chain, namespace)
         return not why
 
     def _joined(self, parts: Mapping[int, StoredPart]) -> np.ndarray:

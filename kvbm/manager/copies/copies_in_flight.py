@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,15 @@ _unended: list[
 ] = []  # of closed managers: a device may still write their memory, so it is kept until the process is gone
 
 
+class KeepRule(NamedTuple):
+    """How blocks are kept; see `BlockManager.keep`. `until_s` is on the manager's clock."""
+
+    until_s: float
+    priority: int
+    until_read: bool
+    most: int | None
+
+
 class CopiesInFlight:
     """The copies of one manager that have begun and may still end.
 
@@ -52,7 +62,7 @@ class CopiesInFlight:
         quarantined: copies that broke: nobody knows whether their bytes still move.
         coming: blocks on their way to the target tier → the copy.
         open: ids of copies that have begun and may still end.
-        stores: those of them that an engine's workers carry out.
+        stores: those of them that an engine's workers carry out, and how their blocks are kept from their arrival on.
         cancellations: how often all of them were cancelled.
         staging: memory for copies that need a place between their ends.
     """
@@ -80,7 +90,7 @@ class CopiesInFlight:
         self.quarantined: dict[int, Copy] = {}
         self.coming: dict[SequenceHash, int] = {}
         self.open: set[int] = set()
-        self.stores: set[int] = set()
+        self.stores: dict[int, KeepRule | None] = {}
         self.cancellations = 0
         self._cancelled: set[int] = set()  # open copies whose blocks must not arrive
         self._of_peers: set[int] = set()  # copies from instances that lend

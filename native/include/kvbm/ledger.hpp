@@ -97,7 +97,8 @@ class Ledger {
   // The blocks a tier holds of a namespace, or of all where it is nullptr: hashes, packed, and their slots.
   HeldBlocks held_of(Tier tier, const NamespaceId* namespace_id = nullptr) const;
   void pin(Tier tier, Bytes slots);
-  void unpin(Tier tier, Bytes slots);
+  // read: a reader gives them back: what is kept until it was read is kept no more.
+  void unpin(Tier tier, Bytes slots, bool read = false);
   // namespace_id: whose blocks will be written, or nullptr.
   std::optional<Allocation> allocate(Tier tier, std::size_t count, const NamespaceId* namespace_id = nullptr);
   void release(Tier tier, Bytes slots);
@@ -110,8 +111,10 @@ class Ledger {
   void claim(Tier tier, const NamespaceId& namespace_id, Bytes hashes, std::string_view finder);
   // Blocks that were found in allocated slots. Returns how many the tier has gained; the slots of others are nobody's.
   std::size_t adopt(const NamespaceId& namespace_id, Tier tier, Bytes hashes, Bytes slots, std::string_view finder);
+  // until_read: or until a reader gives them back. most: of the tier's blocks are kept; the run is cut there.
   std::size_t keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority,
-                   const NamespaceId* namespace_id = nullptr);
+                   const NamespaceId* namespace_id = nullptr, bool until_read = false,
+                   std::optional<std::size_t> most = std::nullopt);
   std::size_t expire(double now_s);
 
   // -- copies
@@ -134,6 +137,7 @@ class Ledger {
   bool step_snapshot(std::size_t limit) { return snapshots_.step(recorder_, limit); }
 
   TierCounts counts(Tier tier) const { return tier_slots(tier).counts(); }
+  std::size_t kept(Tier tier) const { return tier_slots(tier).kept_count(); }
 
   // -- tenants
   // Says whose a namespace is, and counts its blocks there from now on, as gained anew: the last one first, so that it

@@ -80,7 +80,7 @@ class Lender {
  private:
   friend class Loan;
   void give_back(std::span<const std::uint8_t> tiers, std::span<const std::uint32_t> slots) noexcept;
-  void unpin(std::span<const std::uint8_t> tiers, std::span<const std::uint32_t> slots);  // under the lock
+  void unpin(std::span<const std::uint8_t> tiers, std::span<const std::uint32_t> slots, bool read);  // under the lock
 
   Ledger& ledger_;                           // under lock_
   LedgerLock& lock_;                         // that of its owner

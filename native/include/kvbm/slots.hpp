@@ -37,6 +37,7 @@ struct alignas(64) Slot {
   std::uint8_t uses = 0;               // since its policy last looked at it
   bool is_held_back = false;           // what its policy was told: pinned or kept
   std::uint8_t priority = kNotKept;    // of a kept block, else kNotKept
+  bool until_read = false;             // a kept block is kept no more once a reader gives it back
 };
 
 // Slots in the order they were appended, linked through the slots themselves.

@@ -169,8 +169,17 @@ class TierSlots {
   bool discount_pin(std::uint32_t slot) noexcept { return --slots_[slot].pins == 0; }
   void count_pin(std::uint32_t slot) noexcept { ++slots_[slot].pins; }
   void settle_unpinned(std::uint32_t slot) noexcept;
-  // A held block stays until a time; a repetition takes the later time and the higher priority.
-  void keep(std::uint32_t slot, double until_s, std::uint8_t priority);
+  // A held block stays until a time, or until it was read; a repetition takes the later time and the higher priority,
+  // and waits for no reader unless both do.
+  void keep(std::uint32_t slot, double until_s, std::uint8_t priority, bool until_read = false);
+  // Blocks that are kept now, pinned or not.
+  std::size_t kept_count() const noexcept { return kept_in_time_.size(); }
+  // A reader gives back a block: between `discount_pin` and `settle_unpinned`.
+  void end_reading(std::uint32_t slot) noexcept {
+    if (slots_[slot].priority != kNotKept && slots_[slot].until_read) {
+      forget_keep(slot);
+    }
+  }
   // Lets go of kept blocks whose time has come, lowest slot first. Returns how many.
   std::size_t expire(double now_s);
   // Slots that can be had at most.
@@ -200,6 +209,7 @@ class TierSlots {
   }
   static bool yields(const Slot& slot) noexcept { return slot.priority < kHighestPriority && slot.pins == 0; }
   void release(std::uint32_t slot) noexcept;
+  void forget_keep(std::uint32_t slot) noexcept;
   void push_free(std::uint32_t slot) noexcept;
 
   using InTime = std::tuple<double, std::uint32_t>;                // (until_s, slot)
